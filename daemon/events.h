@@ -1,0 +1,282 @@
+// What the node's state machine is told, and what it asks for. Values only: no pointers into shared memory, no
+// descriptors, no clock. The reactor executes actions and turns their outcomes into events; a simulator does the same.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+using JobId = uint64_t;      // never used again within one daemon
+using SessionId = uint64_t;  // likewise
+using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
+
+// ------------------------------------------------------------------------------------------------------ events
+
+struct AttachRequested {
+  SessionId session = 0;  // chosen by the shell
+  uint32_t uid = 0;
+  std::string job;
+  uint32_t rank = 0;
+  uint64_t grad_arena_bytes = 0;   // for gradients alone
+  uint64_t extra_state_bytes = 0;  // room for extra_state
+  std::shared_ptr<const protocol::Layout> layout;
+};
+
+// The client has mapped its arenas and the grad arena is sealed: its commands count from now on.
+struct SessionMapped {
+  SessionId session = 0;
+};
+
+enum class EndCause : uint8_t {
+  kDetached,  // in good order
+  kLost,      // connection closed, process died, or it broke the protocol
+};
+
+struct SessionEnded {
+  SessionId session = 0;
+  EndCause cause = EndCause::kLost;
+};
+
+struct CommandArrived {
+  SessionId session = 0;
+  protocol::Command command;  // a private copy; nothing in it has been checked
+};
+
+// Answer to CopyStepRequest, in the same turn of the loop.
+struct StepRequestCopied {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  protocol::StepRequest request;                    // private copies, unchecked
+  std::vector<protocol::HyperParams> hyper_params;  // as many as the command's length has room for
+};
+
+// The outcome of any action that carries a TaskId.
+struct TaskDone {
+  TaskId task = 0;
+  absl::Status status;
+  uint64_t count =
+      0;  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
+  uint64_t checksum = 0;   // UpdateBlock on a staging slot: of the new bytes
+  double sum_squares = 0;  // SumGroup
+};
+
+struct DeleteJobRequested {
+  uint64_t request = 0;
+  uint32_t uid = 0;
+  std::string job;
+};
+
+using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
+                           StepRequestCopied, TaskDone, DeleteJobRequested>;
+
+// ----------------------------------------------------------------------------------------------------- actions
+
+// Makes image, state and step arenas of a job (zero-filled). Ends with TaskDone.
+struct CreateJobMemory {
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t image_bytes = 0;
+  uint64_t state_bytes = 0;  // resident blocks, side by side; 0: none
+  uint64_t step_bytes =
+      0;  // accumulators, overflow, extra_state; offsets into it are the state machine's
+};
+
+// Takes `blocks` extents of `block_bytes` each (extent i is swapped block i, see UpdateBlock) and writes zeros to them.
+struct CreateJobSwap {
+  TaskId task = 0;
+  JobId job = 0;
+  uint32_t extents = 0;
+  uint64_t extent_bytes = 0;
+};
+
+// Makes grad arena (grad_bytes in all, step region included) and ring of a session.
+struct CreateSessionMemory {
+  TaskId task = 0;
+  SessionId session = 0;
+  uint64_t grad_bytes = 0;
+};
+
+// The attach call returns. On an error the session does not exist any more and CloseSession follows.
+struct AnswerAttach {
+  SessionId session = 0;
+  absl::Status status;
+  JobId job = 0;
+  uint64_t committed_step = 0;
+  bool writes_initial = false;
+  uint64_t image_bytes = 0;
+  uint64_t grad_arena_bytes = 0;
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  uint64_t extra_state_bytes = 0;  // of committed_step; at extra_state_offset of the step arena
+  uint64_t extra_state_offset = 0;
+  std::vector<uint32_t> trace;
+};
+
+// Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
+struct AnswerCommand {
+  SessionId session = 0;
+  protocol::Completion completion;
+  absl::Status status;
+};
+
+// The session's tasks have all ended: unmap and close its arenas, doorbells and connection.
+struct CloseSession {
+  SessionId session = 0;
+  absl::Status reason;  // OK after a detach or death; else why it was evicted
+};
+
+// No session and no task of the job is left: free its memory and extents.
+struct FreeJob {
+  JobId job = 0;
+};
+
+struct AnswerDelete {
+  uint64_t request = 0;
+  absl::Status status;
+};
+
+// Copies the StepRequest header and HyperParams out of the grad arena at once (the range was checked) and calls
+// back with StepRequestCopied before anything else.
+struct CopyStepRequest {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  uint64_t arena_offset_bytes = 0;
+  uint64_t length_bytes = 0;
+};
+
+// The rest is done by workers and the disk. Offsets are bytes into the named arena.
+
+// grad arena -> image, then a check that all is finite.
+struct CopyInitial {
+  TaskId task = 0;
+  SessionId session = 0;
+  JobId job = 0;
+  uint64_t grad_offset_bytes = 0;
+  uint64_t image_offset_bytes = 0;
+  uint64_t bytes = 0;
+  protocol::DType dtype = protocol::DType::kFloat32;
+};
+
+// grad arena -> step arena: extra_state, or a contribution that waits in the overflow.
+struct CopyToStepArena {
+  TaskId task = 0;
+  SessionId session = 0;
+  JobId job = 0;
+  uint64_t grad_offset_bytes = 0;
+  uint64_t step_offset_bytes = 0;
+  uint64_t bytes = 0;
+};
+
+// accumulator (float32, step arena) = or += contribution. A contribution that is not finite leaves the accumulator
+// as it was and is told by TaskDone::count.
+struct AddGradient {
+  TaskId task = 0;
+  JobId job = 0;
+  SessionId session = 0;  // whose grad arena; 0: the contribution lies in the step arena
+  uint64_t source_offset_bytes = 0;
+  uint64_t accumulator_offset_bytes = 0;
+  uint64_t elems = 0;
+  protocol::DType dtype = protocol::DType::kFloat32;  // of the contribution
+  bool assign = false;                                // first contribution: assign instead of add
+};
+
+// Sum of squares of an accumulator, in double and in a fixed order.
+struct SumGroup {
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t accumulator_offset_bytes = 0;
+  uint64_t elems = 0;
+};
+
+struct BlockPlace {
+  bool resident = true;
+  uint64_t state_offset_bytes = 0;  // resident: into the state arena
+  uint32_t extent = 0;              // else: extent of the job
+  uint32_t staging_slot = 0;        // else: where it is read to, updated and written from
+};
+
+// Reads the current slot of the extent into the staging slot. The bytes are verified by the next UpdateBlock.
+struct ReadBlock {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockPlace place;
+  uint64_t bytes = 0;
+};
+
+// One run of elements that lies in one parameter group of one group.
+struct UpdateSegment {
+  uint64_t image_offset_bytes = 0;
+  uint64_t accumulator_offset_bytes = 0;
+  uint64_t block_elem = 0;  // first element within the block's planes
+  uint64_t elems = 0;
+  protocol::HyperParams hyper;
+  uint64_t optimizer_step =
+      0;  // t of the bias correction: updates this group has had, this one included
+};
+
+// Verifies a swapped block's bytes against `identity_before` (0 in written_step: the zeros of CreateJobSwap), runs the
+// fused pass over its segments in place, then computes the checksum under `identity_after`.
+struct BlockIdentity {
+  JobId job = 0;
+  uint64_t block = 0;
+  uint64_t written_step = 0;
+};
+
+struct UpdateBlock {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockPlace place;
+  uint64_t block_elems =
+      0;  // planes are block_elems * width bytes each, each starting on a multiple of 4096
+  uint64_t bytes = 0;  // of all planes
+  BlockIdentity identity_before;
+  BlockIdentity identity_after;
+  uint64_t checksum_before = 0;
+  float grad_scale = 1.0F;
+  std::vector<UpdateSegment> segments;
+};
+
+// Writes the staging slot to the extent's other slot, which becomes the current one when all of it is written.
+struct WriteBlock {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockPlace place;
+  uint64_t bytes = 0;
+  BlockIdentity identity;
+  uint64_t checksum = 0;
+};
+
+// Copies elements of one plane of a resident or staged block into a grad arena (verifying a staged block first).
+struct CopyState {
+  TaskId task = 0;
+  JobId job = 0;
+  SessionId session = 0;
+  BlockPlace place;
+  BlockIdentity identity;
+  uint64_t checksum = 0;
+  uint64_t block_bytes = 0;
+  uint64_t block_offset_bytes = 0;
+  uint64_t grad_offset_bytes = 0;
+  uint64_t bytes = 0;
+};
+
+// The newest step of a job is committed: memory peaks and the step's timeline are taken now.
+struct StepCommitted {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
+using Action = std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach,
+                            AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
+                            CopyInitial, CopyToStepArena, AddGradient, SumGroup, ReadBlock,
+                            UpdateBlock, WriteBlock, CopyState, StepCommitted>;
+
+}  // namespace forebay::daemon

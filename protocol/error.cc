@@ -1,0 +1,110 @@
+#include "protocol/error.h"
+
+#include <array>
+#include <string>
+#include <system_error>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
+
+namespace forebay::protocol {
+namespace {
+
+using absl::StatusCode;
+
+constexpr char kIdPayload[] = "forebay/id";
+constexpr char kHintPayload[] = "forebay/hint";
+
+constexpr std::array kErrors = {
+    ErrorInfo{ErrorId::kInternal, "E_INTERNAL", StatusCode::kInternal},
+    ErrorInfo{ErrorId::kDaemonGone, "E_DAEMON_GONE", StatusCode::kUnavailable},
+    ErrorInfo{ErrorId::kNoDaemon, "E_NO_DAEMON", StatusCode::kUnavailable},
+    ErrorInfo{ErrorId::kProtocol, "E_PROTOCOL", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kTimeout, "E_TIMEOUT", StatusCode::kDeadlineExceeded},
+    ErrorInfo{ErrorId::kPermission, "E_PERMISSION", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kConfig, "E_CONFIG", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kBusy, "E_BUSY", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kMemlock, "E_MEMLOCK", StatusCode::kResourceExhausted},
+    ErrorInfo{ErrorId::kDramLimit, "E_DRAM_LIMIT", StatusCode::kResourceExhausted},
+    ErrorInfo{ErrorId::kSwapPath, "E_SWAP_PATH", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kSwapNospc, "E_SWAP_NOSPC", StatusCode::kResourceExhausted},
+    ErrorInfo{ErrorId::kSwapIo, "E_SWAP_IO", StatusCode::kDataLoss},
+    ErrorInfo{ErrorId::kCorrupt, "E_CORRUPT", StatusCode::kDataLoss},
+    ErrorInfo{ErrorId::kJobName, "E_JOB_NAME", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kLayout, "E_LAYOUT", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kOption, "E_OPTION", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kRank, "E_RANK", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kRankLost, "E_RANK_LOST", StatusCode::kUnavailable},
+    ErrorInfo{ErrorId::kFenced, "E_FENCED", StatusCode::kUnavailable},
+    ErrorInfo{ErrorId::kLease, "E_LEASE", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kRange, "E_RANGE", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kRing, "E_RING", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kStep, "E_STEP", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kGradOrder, "E_GRAD_ORDER", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kGradRepeat, "E_GRAD_REPEAT", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kNonfinite, "E_NONFINITE", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kOverflow, "E_OVERFLOW", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kJobFailed, "E_JOB_FAILED", StatusCode::kDataLoss},
+    ErrorInfo{ErrorId::kForked, "E_FORKED", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kUnsupported, "E_UNSUPPORTED", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kExtraState, "E_EXTRA_STATE", StatusCode::kInvalidArgument},
+    ErrorInfo{ErrorId::kInterrupted, "E_INTERRUPTED", StatusCode::kDeadlineExceeded},
+    ErrorInfo{ErrorId::kNotReady, "E_NOT_READY", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kLimit, "E_LIMIT", StatusCode::kResourceExhausted},
+};
+
+std::string PayloadOf(const absl::Status& status, const char* key) {
+  const auto payload = status.GetPayload(key);
+  return payload.has_value() ? std::string(*payload) : std::string();
+}
+
+}  // namespace
+
+std::span<const ErrorInfo> AllErrors() { return kErrors; }
+
+const ErrorInfo& Info(ErrorId id) {
+  for (const ErrorInfo& info : kErrors) {
+    if (info.id == id) return info;
+  }
+  return kErrors.front();
+}
+
+ErrorId ErrorIdFromName(std::string_view name) {
+  for (const ErrorInfo& info : kErrors) {
+    if (info.name == name) return info.id;
+  }
+  return ErrorId::kInternal;
+}
+
+absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint) {
+  const ErrorInfo& info = Info(id);
+  absl::Status status(info.code, {message.data(), message.size()});
+  status.SetPayload(kIdPayload, absl::Cord({info.name.data(), info.name.size()}));
+  if (!hint.empty()) status.SetPayload(kHintPayload, absl::Cord({hint.data(), hint.size()}));
+  return status;
+}
+
+ErrorId IdOf(const absl::Status& status) {
+  return status.ok() ? ErrorId::kNone : ErrorIdFromName(PayloadOf(status, kIdPayload));
+}
+
+std::string HintOf(const absl::Status& status) { return PayloadOf(status, kHintPayload); }
+
+bool IsRetryable(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status);
+}
+
+std::string FormatError(const absl::Status& status) {
+  std::string text = absl::StrCat("error[", std::string(Info(IdOf(status)).name),
+                                  "]: ", std::string(status.message()));
+  const std::string hint = HintOf(status);
+  if (!hint.empty()) absl::StrAppend(&text, "\nhint: ", hint);
+  return text;
+}
+
+std::string ErrnoText(std::string_view what, int error_number) {
+  return absl::StrCat(std::string(what), ": ",
+                      std::error_code(error_number, std::generic_category()).message());
+}
+
+}  // namespace forebay::protocol

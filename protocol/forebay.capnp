@@ -1,0 +1,197 @@
+@0x99f8f5f99f3e5b87;
+# The control plane of Forebay: Cap'n Proto RPC over a Unix socket.
+#
+# Everything that happens once (hello, attach, descriptors, statistics) is here; whatever happens in every training
+# step goes through the rings (protocol/wire.h). Outcomes a caller must handle are ordinary results: `Outcome` with a
+# stable id; an exception means a broken connection. One descriptor a message. No message is larger than 256 KiB: a
+# layout travels in a memfd.
+
+using Cxx = import "/capnp/c++.capnp";
+$Cxx.namespace("forebay::schema");
+
+struct Outcome {
+  # How a call ended. `error` is a number of protocol/error.h, 0 on success.
+  error @0 :UInt16;
+  message @1 :Text;
+  hint @2 :Text;
+}
+
+interface Descriptor {
+  # A capability that carries one file descriptor (Client::getFd()). The descriptor outlives the capability.
+}
+
+interface Node {
+  # The bootstrap capability: the daemon on this node.
+
+  hello @0 (protocolVersion :UInt32, program :Text) -> (outcome :Outcome, info :NodeInfo);
+  # First call of every connection. Another version is refused with E_PROTOCOL that names both.
+
+  attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
+  # Makes the caller rank `rank` of a job, creating the job where it does not exist. Waits until the job can take the
+  # rank: memory made, the first session's parameters written (unless this is the first session), a step in progress
+  # done. A live session of the same rank is fenced. The layout is a sealed memfd with an encoded LayoutSpec.
+
+  admin @2 () -> (outcome :Outcome, admin :Admin);
+  # Reading needs no more than access to the socket; what changes something checks the caller's uid.
+}
+
+struct NodeInfo {
+  pid @0 :UInt32;
+  version @1 :Text;         # of the program
+  protocolVersion @2 :UInt32;
+}
+
+struct AttachRequest {
+  job @0 :Text;              # 1 to 200 bytes of [A-Za-z0-9._-]
+  rank @1 :UInt32;
+  worldSize @2 :UInt32;
+  gradArenaBytes @3 :UInt64;    # bytes for gradients; at least twice the largest group
+  extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 16 MiB
+  layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
+}
+
+struct LayoutMessage {
+  # The content of the layout memfd: an unpacked message with protocol::LayoutSpec.
+  worldSize @0 :UInt32;
+  dtype @1 :Text;
+  optimizer @2 :Text;
+  format @3 :Text;
+  groupNames @4 :List(Text);
+  params @5 :List(Param);
+
+  struct Param {
+    name @0 :Text;
+    shape @1 :List(UInt64);
+    group @2 :UInt32;
+    paramGroup @3 :UInt32;
+  }
+}
+
+struct AttachReply {
+  jobId @0 :UInt64;
+  sessionId @1 :UInt64;
+  committedStep @2 :UInt64;
+  writesInitial @3 :Bool;    # this session must write the initial parameters (Op.kWriteInitial, kInitialDone)
+  imageBytes @4 :UInt64;
+  gradArenaBytes @5 :UInt64;    # of the whole arena: gradients, then the step region
+  stepRegionOffset @6 :UInt64;  # where the StepRequest and the extra_state go
+  stepRegionBytes @7 :UInt64;
+  extraStateBytes @8 :UInt64;   # of the extra_state committed with committedStep; 0 for none
+  trace @9 :List(UInt32);       # groups in the order in which a step touches them; empty before the first step
+}
+
+interface Session {
+  # One rank. Dropping it, closing the connection or the death of the process ends the session.
+
+  descriptor @0 (kind :Kind) -> (outcome :Outcome, descriptor :Descriptor);
+  # The arenas and doorbells of the session, one a call.
+
+  enum Kind {
+    image @0;             # read-only
+    gradArena @1;         # read and write; map it, then call mapped()
+    ring @2;              # RingMemory, read and write
+    commandDoorbell @3;   # eventfd the client writes
+    completionDoorbell @4;  # eventfd the daemon writes
+    extraState @5;        # memfd, read-only, with the committed extra_state of this rank
+  }
+
+  mapped @1 () -> (outcome :Outcome);
+  # The client has mapped its grad arena: the daemon seals it and takes commands from now on.
+
+  explain @2 (tag :UInt64) -> (outcome :Outcome);
+  # The text behind a Completion whose `error` is not 0. The daemon keeps the newest 64 of a session.
+
+  detach @3 () -> (outcome :Outcome);
+  # Ends the session in good order: leases released, no other rank is fenced.
+}
+
+interface Admin {
+  status @0 () -> (status :NodeStatus);
+  trace @1 (job :Text) -> (outcome :Outcome, events :List(TraceEvent));
+  # Timed events of the newest completed step of a job.
+  deleteJob @2 (job :Text) -> (outcome :Outcome);
+  # Frees a job's memory and swap. Refused while it has sessions, and to others than its owner or root.
+}
+
+struct NodeStatus {
+  info @0 :NodeInfo;
+  uptimeSeconds @1 :Float64;
+  memory @2 :MemoryStatus;
+  swap @3 :List(SwapPathStatus);
+  jobs @4 :List(JobStatus);
+  ioEngine @5 :Text;        # "io_uring", "threads", "none" without swap
+  ioEngineReason @6 :Text;  # why not io_uring
+  adamTarget @7 :Text;      # instruction set of the kernels
+  workers @8 :UInt32;
+  socketPath @9 :Text;
+}
+
+struct MemoryStatus {
+  limitBytes @0 :UInt64;
+  usedBytes @1 :UInt64;      # allocated bytes of every memfd as the kernel counts them + private memory
+  privateBytes @2 :UInt64;   # the daemon's private resident memory
+  lockedBytes @3 :UInt64;
+  hugeBytes @4 :UInt64;      # on 2 MiB pages
+  peakBytes @5 :UInt64;      # highest usedBytes seen at attach and step ends
+  arenas @6 :List(ArenaStatus);
+}
+
+struct ArenaStatus {
+  kind @0 :Text;       # image, state, staging, grad, ring, step, ledger
+  job @1 :Text;        # empty for the node's own
+  rank @2 :Int32;      # -1 where it belongs to no rank
+  numaNode @3 :UInt32;
+  sizeBytes @4 :UInt64;
+  allocatedBytes @5 :UInt64;
+  hugeBytes @6 :UInt64;
+  locked @7 :Bool;
+}
+
+struct SwapPathStatus {
+  path @0 :Text;
+  capacityBytes @1 :UInt64;
+  usedBytes @2 :UInt64;
+  readBytes @3 :UInt64;
+  writtenBytes @4 :UInt64;
+  readOps @5 :UInt64;
+  writeOps @6 :UInt64;
+  errors @7 :UInt64;
+  retries @8 :UInt64;
+  direct @9 :Bool;       # the descriptor has O_DIRECT
+}
+
+struct JobStatus {
+  name @0 :Text;
+  id @1 :UInt64;
+  uid @2 :UInt32;
+  worldSize @3 :UInt32;
+  sessions @4 :UInt32;
+  committedStep @5 :UInt64;
+  params @6 :UInt64;         # without padding
+  paddedElems @7 :UInt64;
+  dtype @8 :Text;
+  optimizer @9 :Text;
+  format @10 :Text;
+  stateBytes @11 :UInt64;    # image and states of the parameters, padding left out
+  blocks @12 :UInt32;
+  residentBlocks @13 :UInt32;
+  leases @14 :UInt32;
+  updateReads @15 :UInt64;       # swap reads an update needed, since the job began
+  updateReadsEarly @16 :UInt64;  # of these, requested before the update waited for them
+  stateReadBytes @17 :UInt64;    # swap bytes read for updates
+  stateWrittenBytes @18 :UInt64;
+  failed @19 :Text;              # the error that left the job unusable; empty while it is well
+  groups @20 :List(Text);
+  lastStepReads @21 :UInt64;         # updateReads of the newest step
+  lastStepReadsEarly @22 :UInt64;
+  lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
+  rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
+}
+
+struct TraceEvent {
+  lane @0 :Text;       # "gradient", "swap read", "update", "swap write", "step"
+  name @1 :Text;       # what: group or block
+  startNs @2 :UInt64;  # CLOCK_MONOTONIC
+  endNs @3 :UInt64;
+  bytes @4 :UInt64;
+}
