@@ -1,0 +1,76 @@
+// Commands one way, completions the other: the seam between a session's client and the daemon. In production a pair
+// of rings in shared memory with an eventfd each way; in tests also a fake (tests/support/fake_channel.h).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "protocol/wire.h"
+
+namespace forebay::protocol {
+
+// The client's end.
+//
+// Sleeping   `PrepareSleep()`; if true: poll wait_fd() for input (with whatever else), then `EndSleep()`; then
+//            Receive() until nothing is there. A wake-up may be empty.
+// Threads    One at a time.
+// Limits     Nothing blocks. A command counts as out until its completion was received; kRingEntries at most.
+class ClientChannel {
+ public:
+  virtual ~ClientChannel() = default;
+
+  // False, and nothing sent, where kRingEntries commands are out. Wakes the daemon where it sleeps.
+  //
+  // Errors  E_RING  the other end wrote impossible indices; the channel is useless from now on.
+  virtual absl::StatusOr<bool> Send(const Command& command) = 0;
+
+  // The next completion, or nothing. Errors as Send.
+  virtual absl::StatusOr<std::optional<Completion>> Receive() = 0;
+
+  // True: nothing is there and the next completion will make wait_fd() readable. Errors as Send.
+  virtual absl::StatusOr<bool> PrepareSleep() = 0;
+  virtual void EndSleep() = 0;  // after a PrepareSleep() that was true; drains wait_fd()
+
+  virtual int wait_fd() const = 0;
+};
+
+// The daemon's end. Every word of the client is checked; an error ends the session.
+//
+// Threads    One at a time.
+// Limits     Nothing blocks.
+class ServerChannel {
+ public:
+  virtual ~ServerChannel() = default;
+
+  // The next command, or nothing.
+  //
+  // Errors  E_RING  impossible indices, or more than kRingEntries commands whose completions were not taken out.
+  virtual absl::StatusOr<std::optional<Command>> Receive() = 0;
+
+  // Answers one received command; there is always room for it. Wakes the client where it sleeps. Errors as Receive.
+  virtual absl::Status Send(const Completion& completion) = 0;
+
+  // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).
+  virtual absl::StatusOr<bool> PrepareSleep() = 0;
+  virtual void EndSleep() = 0;
+  virtual int wait_fd() const = 0;
+};
+
+// Ends of a RingMemory. Memory and descriptors are borrowed and must outlive the channel.
+struct RingChannelOptions {
+  RingMemory* ring = nullptr;
+  int command_doorbell_fd = -1;     // the client writes, the daemon waits
+  int completion_doorbell_fd = -1;  // the daemon writes, the client waits
+};
+
+// Errors  E_RING  the header is not that of this version.
+absl::StatusOr<std::unique_ptr<ClientChannel>> MakeRingClientChannel(
+    const RingChannelOptions& options);
+
+// The daemon formats the ring itself (FormatRing); the header is not looked at.
+std::unique_ptr<ServerChannel> MakeRingServerChannel(const RingChannelOptions& options);
+
+}  // namespace forebay::protocol

@@ -1,0 +1,37 @@
+#include "protocol/descriptor.h"
+
+#include <fcntl.h>
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+
+namespace forebay::protocol {
+
+UniqueFd DuplicateFd(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 3)); }
+
+void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome) {
+  if (status.ok()) return;
+  const std::string message(status.message());
+  outcome.setError(static_cast<uint16_t>(IdOf(status)));
+  outcome.setMessage(kj::StringPtr(message.c_str(), message.size()));
+  const std::string hint = HintOf(status);
+  if (!hint.empty()) outcome.setHint(kj::StringPtr(hint.c_str(), hint.size()));
+}
+
+absl::Status StatusOf(schema::Outcome::Reader outcome) {
+  if (outcome.getError() == 0) return absl::OkStatus();
+  return MakeError(Info(static_cast<ErrorId>(outcome.getError())).id, outcome.getMessage().cStr(),
+                   outcome.getHint().cStr());
+}
+
+absl::Status StatusOf(const kj::Exception& exception, std::string_view what) {
+  const std::string text = absl::StrCat(std::string(what), ": ", exception.getDescription().cStr());
+  if (exception.getType() == kj::Exception::Type::DISCONNECTED) {
+    return MakeError(ErrorId::kDaemonGone, text, "start the daemon, then attach again");
+  }
+  return MakeError(ErrorId::kProtocol, text);
+}
+
+}  // namespace forebay::protocol

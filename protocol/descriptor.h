@@ -1,0 +1,41 @@
+// Values of the schema: a capability that carries a descriptor, and outcomes.
+#pragma once
+
+#include <capnp/capability.h>
+#include <kj/exception.h>
+
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "protocol/forebay.capnp.h"
+#include "protocol/unique_fd.h"
+
+namespace forebay::protocol {
+
+// Owns a descriptor; whoever holds the capability over a connection that passes descriptors gets a copy of it.
+class DescriptorServer final : public schema::Descriptor::Server {
+ public:
+  explicit DescriptorServer(UniqueFd fd) : fd_(std::move(fd)) {}
+  kj::Maybe<int> getFd() override { return fd_.get(); }
+
+ private:
+  UniqueFd fd_;
+};
+
+inline schema::Descriptor::Client MakeDescriptor(UniqueFd fd) {
+  return kj::heap<DescriptorServer>(std::move(fd));
+}
+
+// A copy of a descriptor that no exec inherits; not valid where the system refuses one.
+UniqueFd DuplicateFd(int fd);
+
+void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
+
+// The status that SetOutcome was given: id, message and hint. Numbers this side does not know are E_INTERNAL.
+absl::Status StatusOf(schema::Outcome::Reader outcome);
+
+// A broken connection as a Status: E_DAEMON_GONE where the peer is gone, else E_PROTOCOL. `what` names the call.
+absl::Status StatusOf(const kj::Exception& exception, std::string_view what);
+
+}  // namespace forebay::protocol

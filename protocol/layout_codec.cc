@@ -1,0 +1,137 @@
+#include "protocol/layout_codec.h"
+
+#include <capnp/message.h>
+#include <capnp/serialize.h>
+#include <kj/exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/forebay.capnp.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::protocol {
+namespace {
+
+absl::Status TooMany(const char* what, uint64_t have, uint64_t at_most) {
+  return MakeError(ErrorId::kLayout, absl::StrCat(have, " ", what, " (at most ", at_most, ")"));
+}
+
+absl::StatusOr<std::string> CheckedName(capnp::Text::Reader text) {
+  if (text.size() > kNameBytesMax) return TooMany("bytes in a name", text.size(), kNameBytesMax);
+  std::string name(text.begin(), text.size());
+  const bool has_control = std::any_of(name.begin(), name.end(), [](char c) {
+    return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
+  });
+  if (has_control) return MakeError(ErrorId::kLayout, "a name has control characters");
+  return name;
+}
+
+absl::StatusOr<DType> DTypeFromName(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
+                   "known: float32, bfloat16");
+}
+
+absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
+  LayoutSpec spec;
+  spec.world_size = message.getWorldSize();
+  ASSIGN_OR_RETURN(const std::string dtype, CheckedName(message.getDtype()));
+  ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(dtype));
+  ASSIGN_OR_RETURN(const std::string optimizer, CheckedName(message.getOptimizer()));
+  ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromName(optimizer));
+  ASSIGN_OR_RETURN(const std::string format, CheckedName(message.getFormat()));
+  ASSIGN_OR_RETURN(spec.format, FormatFromName(format));
+
+  const auto group_names = message.getGroupNames();
+  if (group_names.size() > kGroupsMax) return TooMany("groups", group_names.size(), kGroupsMax);
+  for (const auto name : group_names) {
+    ASSIGN_OR_RETURN(std::string checked, CheckedName(name));
+    spec.group_names.push_back(std::move(checked));
+  }
+  const auto params = message.getParams();
+  if (params.size() > kParamsMax) return TooMany("parameters", params.size(), kParamsMax);
+  for (const auto param : params) {
+    ParamSpec out;
+    ASSIGN_OR_RETURN(out.name, CheckedName(param.getName()));
+    const auto shape = param.getShape();
+    if (shape.size() > kDimsMax) return TooMany("dimensions", shape.size(), kDimsMax);
+    for (const uint64_t dim : shape) out.shape.push_back(dim);
+    out.group = param.getGroup();
+    out.param_group = param.getParamGroup();
+    spec.params.push_back(std::move(out));
+  }
+  return spec;
+}
+
+void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
+  message.setWorldSize(spec.world_size);
+  message.setDtype(std::string(Name(spec.dtype)).c_str());
+  message.setOptimizer(std::string(Name(spec.optimizer)).c_str());
+  message.setFormat(std::string(Name(spec.format)).c_str());
+  auto group_names = message.initGroupNames(static_cast<unsigned>(spec.group_names.size()));
+  for (unsigned i = 0; i < group_names.size(); ++i) {
+    group_names.set(i, spec.group_names[i].c_str());
+  }
+  auto params = message.initParams(static_cast<unsigned>(spec.params.size()));
+  for (unsigned i = 0; i < params.size(); ++i) {
+    const ParamSpec& param = spec.params[i];
+    params[i].setName(param.name.c_str());
+    auto shape = params[i].initShape(static_cast<unsigned>(param.shape.size()));
+    for (unsigned d = 0; d < shape.size(); ++d) shape.set(d, param.shape[d]);
+    params[i].setGroup(param.group);
+    params[i].setParamGroup(param.param_group);
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<std::byte>> EncodeLayout(const LayoutSpec& spec) {
+  if (spec.params.size() > kParamsMax) return TooMany("parameters", spec.params.size(), kParamsMax);
+  if (spec.group_names.size() > kGroupsMax) {
+    return TooMany("groups", spec.group_names.size(), kGroupsMax);
+  }
+  capnp::MallocMessageBuilder builder;
+  Write(spec, builder.initRoot<schema::LayoutMessage>());
+  const kj::Array<capnp::word> words = capnp::messageToFlatArray(builder);
+  const auto bytes = words.asBytes();
+  if (bytes.size() > kLayoutBytesMax)
+    return TooMany("bytes of layout", bytes.size(), kLayoutBytesMax);
+  std::vector<std::byte> out(bytes.size());
+  std::memcpy(out.data(), bytes.begin(), bytes.size());
+  return out;
+}
+
+absl::StatusOr<LayoutSpec> DecodeLayout(std::span<const std::byte> bytes) {
+  if (bytes.size() > kLayoutBytesMax)
+    return TooMany("bytes of layout", bytes.size(), kLayoutBytesMax);
+  if (bytes.empty() || bytes.size() % sizeof(capnp::word) != 0) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat("a layout message of ", bytes.size(),
+                                                      " bytes is not whole words"));
+  }
+  auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
+  std::memcpy(words.begin(), bytes.data(), bytes.size());
+  capnp::ReaderOptions options;
+  options.traversalLimitInWords =
+      2 * words.size() + 64;  // each word once, and room for empty lists
+  options.nestingLimit = 8;
+
+  absl::StatusOr<LayoutSpec> spec = MakeError(ErrorId::kProtocol, "not a layout message");
+  const auto exception = kj::runCatchingExceptions([&] {
+    capnp::FlatArrayMessageReader reader(words, options);
+    spec = Read(reader.getRoot<schema::LayoutMessage>());
+  });
+  KJ_IF_MAYBE (e, exception) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("not a layout message: ", e->getDescription().cStr()));
+  }
+  return spec;
+}
+
+}  // namespace forebay::protocol

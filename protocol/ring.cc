@@ -1,0 +1,34 @@
+#include "protocol/ring.h"
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+
+namespace forebay::protocol {
+
+absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer) {
+  return MakeError(ErrorId::kRing,
+                   absl::StrCat("the ", which, "'s ring index is ", peer, " where this side is at ",
+                                own, " of a ring of ", kRingEntries, " entries"),
+                   "the session is over: attach again");
+}
+
+void FormatRing(RingMemory& ring) {
+  ring.header.magic = kRingMagic;
+  ring.header.version = kProtocolVersion;
+  ring.header.entries = kRingEntries;
+}
+
+absl::Status CheckRingHeader(const RingMemory& ring) {
+  const RingHeader header = internal::LoadEntry(ring.header);
+  if (header.magic == kRingMagic && header.version == kProtocolVersion &&
+      header.entries == kRingEntries) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kRing,
+                   absl::StrCat("ring header with magic ", absl::Hex(header.magic), ", version ",
+                                header.version, ", ", header.entries, " entries; expected ",
+                                absl::Hex(kRingMagic), ", ", kProtocolVersion, ", ", kRingEntries),
+                   "use the client library of the daemon's version");
+}
+
+}  // namespace forebay::protocol

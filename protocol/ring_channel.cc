@@ -1,0 +1,102 @@
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/channel.h"
+#include "protocol/check.h"
+#include "protocol/doorbell.h"
+#include "protocol/error.h"
+#include "protocol/ring.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::protocol {
+namespace {
+
+class RingClientChannel final : public ClientChannel {
+ public:
+  explicit RingClientChannel(const RingChannelOptions& options)
+      : commands_(options.ring->command_tail, options.ring->command_head, options.ring->commands),
+        completions_(options.ring->completion_head, options.ring->completion_tail,
+                     std::span<const Completion>(options.ring->completions)),
+        command_doorbell_fd_(options.command_doorbell_fd),
+        completion_doorbell_fd_(options.completion_doorbell_fd) {}
+
+  absl::StatusOr<bool> Send(const Command& command) override {
+    if (commands_.pushed() - completions_.popped() >= kRingEntries) return false;
+    ASSIGN_OR_RETURN(const PushResult result, commands_.Push(command));
+    if (result == PushResult::kFull) return false;
+    if (result == PushResult::kPushedAsleep) RingDoorbell(command_doorbell_fd_);
+    return true;
+  }
+
+  absl::StatusOr<std::optional<Completion>> Receive() override { return completions_.Pop(); }
+  absl::StatusOr<bool> PrepareSleep() override { return completions_.PrepareSleep(); }
+  void EndSleep() override {
+    completions_.EndSleep();
+    DrainDoorbell(completion_doorbell_fd_);
+  }
+  int wait_fd() const override { return completion_doorbell_fd_; }
+
+ private:
+  RingProducer<Command> commands_;
+  RingConsumer<Completion> completions_;
+  int command_doorbell_fd_;
+  int completion_doorbell_fd_;
+};
+
+class RingServerChannel final : public ServerChannel {
+ public:
+  explicit RingServerChannel(const RingChannelOptions& options)
+      : commands_(options.ring->command_head, options.ring->command_tail,
+                  std::span<const Command>(options.ring->commands)),
+        completions_(options.ring->completion_tail, options.ring->completion_head,
+                     options.ring->completions),
+        command_doorbell_fd_(options.command_doorbell_fd),
+        completion_doorbell_fd_(options.completion_doorbell_fd) {}
+
+  absl::StatusOr<std::optional<Command>> Receive() override {
+    ASSIGN_OR_RETURN(const std::optional<Command> command, commands_.Pop());
+    if (!command.has_value() || commands_.popped() - taken_ <= kRingEntries) return command;
+    // The client takes a completion out before it sends more, so its index is at least this fresh.
+    ASSIGN_OR_RETURN(taken_, completions_.Taken());
+    if (commands_.popped() - taken_ <= kRingEntries) return command;
+    return MakeError(ErrorId::kRing,
+                     absl::StrCat(commands_.popped() - taken_, " commands whose completions were ",
+                                  "not taken out (at most ", kRingEntries, ")"),
+                     "the session is over: attach again");
+  }
+
+  absl::Status Send(const Completion& completion) override {
+    FOREBAY_CHECK(completions_.pushed() < commands_.popped());
+    ASSIGN_OR_RETURN(const PushResult result, completions_.Push(completion));
+    FOREBAY_CHECK(result != PushResult::kFull);  // Receive() lets in only what has room
+    if (result == PushResult::kPushedAsleep) RingDoorbell(completion_doorbell_fd_);
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> PrepareSleep() override { return commands_.PrepareSleep(); }
+  void EndSleep() override { commands_.EndSleep(); }
+  int wait_fd() const override { return command_doorbell_fd_; }
+
+ private:
+  RingConsumer<Command> commands_;
+  RingProducer<Completion> completions_;
+  uint64_t taken_ = 0;
+  int command_doorbell_fd_;
+  int completion_doorbell_fd_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ClientChannel>> MakeRingClientChannel(
+    const RingChannelOptions& options) {
+  RETURN_IF_ERROR(CheckRingHeader(*options.ring));
+  return std::make_unique<RingClientChannel>(options);
+}
+
+std::unique_ptr<ServerChannel> MakeRingServerChannel(const RingChannelOptions& options) {
+  return std::make_unique<RingServerChannel>(options);
+}
+
+}  // namespace forebay::protocol
