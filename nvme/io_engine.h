@@ -1,0 +1,119 @@
+// The seam to the disk: asynchronous reads, writes and flushes of registered files, and the one
+// place where the reactor sleeps. Production: io_uring, or threads where io_uring is forbidden.
+// Tests: a simulated disk.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace forebay::nvme {
+
+// Offset, length and memory of every transfer are multiples of this; meets O_DIRECT on 4Kn disks.
+inline constexpr size_t kIoAlignment = 4096;
+
+enum class FileIndex : uint32_t {};
+
+enum class IoKind : uint8_t { kRead, kWrite, kFlush, kEvent };
+
+// What one Submit() asks for. `data` is read by kWrite, written by kRead, null for kFlush.
+struct IoRequest {
+  IoKind kind = IoKind::kFlush;
+  FileIndex file{};
+  uint64_t offset_bytes = 0;
+  std::byte* data = nullptr;
+  size_t size_bytes = 0;
+  uint64_t token = 0;  // comes back in the Completion; two requests may share one
+};
+
+struct Completion {
+  uint64_t token = 0;
+  // kRead, kWrite: bytes, maybe fewer than asked; kFlush: 0; kEvent: the counter; or -errno.
+  int64_t result = 0;
+  IoKind kind = IoKind::kFlush;
+};
+
+// Ownership  Files, buffers and eventfds stay the caller's. The memory of a transfer belongs to the
+//            engine from Submit() to its completion. The destructor waits for transfers in flight.
+// Threads    RegisterFile(), RegisterBuffer() on the creating thread before the first use; from the
+//            first Submit(), WatchEventFd() or Wait() on, everything on the one thread that made
+//            that call.
+// Limits     At most kBacklogMax transfers queued or in flight, kFilesMax files, kWatchesMax
+//            watches. Only Wait() blocks; no heap allocation after the creation, registrations
+//            aside.
+class IoEngine {
+ public:
+  static constexpr uint32_t kBacklogMax = 4096;
+  static constexpr uint32_t kFilesMax = 64;
+  static constexpr uint32_t kWatchesMax = 4096;
+  static constexpr uint32_t kBufferPiecesMax = 1024;
+  static constexpr uint64_t kBufferPieceBytesMax = uint64_t{1} << 30;
+  static constexpr std::chrono::nanoseconds kForever = std::chrono::nanoseconds::max();
+
+  IoEngine() = default;
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
+  virtual ~IoEngine() = default;
+
+  virtual std::string_view name() const = 0;  // "io_uring", "threads", "simulated"
+
+  // Makes `fd` known; it stays open until the engine has died. O_DIRECT is the caller's affair.
+  //
+  // Errors  kResourceExhausted  kFilesMax reached, or the kernel refused.
+  virtual absl::StatusOr<FileIndex> RegisterFile(int fd) = 0;
+
+  // Tells the kernel about memory that transfers will use often, in pieces of at most
+  // kBufferPieceBytesMax. Best effort: false (RLIMIT_MEMLOCK, or an engine without such a thing)
+  // costs speed alone; nothing is half done.
+  virtual bool RegisterBuffer(std::span<std::byte> bytes) = 0;
+
+  // Takes back a RegisterBuffer() of the same span; nothing where it returned false. Transfers in
+  // flight end well.
+  virtual void UnregisterBuffer(std::span<std::byte> bytes) = 0;
+
+  // Queues one transfer or flush; it starts in the next Wait() at the latest. A flush covers the
+  // writes whose completions have been returned; nothing else is ordered. Each success gives
+  // exactly one Completion.
+  //
+  // Errors  kInvalidArgument    unknown file, misaligned, or empty; nothing was queued.
+  //         kResourceExhausted  kBacklogMax reached. Retry after completions.
+  virtual absl::Status Submit(const IoRequest& request) = 0;
+
+  // From now on Wait() reports writes to the eventfd `fd` (blocking or not) with `token`, and
+  // drains its counter. The watch stays until UnwatchEventFd(). A counter that is above zero
+  // already is reported too.
+  //
+  // Errors  kInvalidArgument    not an eventfd, or watched already.
+  //         kResourceExhausted  kWatchesMax reached.
+  virtual absl::Status WatchEventFd(int fd, uint64_t token) = 0;
+
+  // No later Wait() reports the watch, whatever was pending; the counter may or may not have been
+  // drained. Call it before closing `fd`. Unknown descriptors are ignored.
+  virtual void UnwatchEventFd(int fd) = 0;
+
+  // Starts what is queued, sleeps until something completes or `timeout` has passed (0: does not
+  // sleep), and returns how many elements of `out` were filled; 0 only on a timeout or a signal.
+  // `out` is not empty.
+  //
+  // Errors  kInternal  the engine itself is broken; nothing further will complete.
+  virtual absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
+                                      std::span<Completion> out) = 0;
+
+  // Submit() in words.
+  absl::Status SubmitRead(FileIndex file, uint64_t offset_bytes, std::span<std::byte> bytes,
+                          uint64_t token);
+  absl::Status SubmitWrite(FileIndex file, uint64_t offset_bytes, std::span<const std::byte> bytes,
+                           uint64_t token);
+  absl::Status SubmitFlush(FileIndex file, uint64_t token);
+
+ protected:
+  // The checks every engine makes in Submit(); `files` is how many are registered.
+  static absl::Status Check(const IoRequest& request, uint32_t files);
+};
+
+}  // namespace forebay::nvme

@@ -1,0 +1,64 @@
+// The seam to the file system: what a Volume does once, blocking, when it is opened. Everything
+// later goes through the IoEngine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace forebay::nvme {
+
+struct PathOptions {
+  std::string path;             // a directory (its file "forebay.swap" is used), or a block device
+  uint64_t capacity_bytes = 0;  // > 0, rounded up to 4 KiB; what is reserved
+  uint32_t weight = 1;          // >= 1; share of the extents, by measured bandwidth for example
+};
+
+// kKept: the file stays, and the next opener reclaims or recovers it. kUnlinked: the file loses its
+// name when it is opened, so that the space is free as soon as the process ends, however it ends.
+enum class FileLife { kKept, kUnlinked };
+
+// kReclaim: what was there is given up. kRecover: the newest durable state is read back.
+enum class OpenMode { kReclaim, kRecover };
+
+// One open, locked path. Blocking calls; for the time of Volume::Open() alone.
+class SwapFile {
+ public:
+  virtual ~SwapFile() = default;
+
+  virtual int fd() const = 0;                 // for IoEngine::RegisterFile
+  virtual std::string_view name() const = 0;  // "/mnt/a/forebay.swap", for messages
+
+  virtual absl::Status Read(uint64_t offset_bytes, std::span<std::byte> bytes) = 0;
+  virtual absl::Status Write(uint64_t offset_bytes, std::span<const std::byte> bytes) = 0;
+  virtual absl::Status Sync() = 0;
+};
+
+class SwapFileSystem {
+ public:
+  virtual ~SwapFileSystem() = default;
+
+  // Checks every path, then locks all of them, then reserves all of them: each returned file has
+  // its capacity_bytes. Nothing is left behind on an error, and nothing is reserved before every
+  // check has passed.
+  //
+  // Errors  E_SWAP_PATH   missing, neither directory nor block device, read-only, without O_DIRECT,
+  //                       or named twice; with kRecover also: no file, or shorter than its
+  //                       capacity.
+  //         E_SWAP_NOSPC  needed and free bytes, by path.
+  //         E_BUSY        another process holds the path; its pid.
+  virtual absl::StatusOr<std::vector<std::unique_ptr<SwapFile>>> Open(
+      std::span<const PathOptions> paths, OpenMode mode, FileLife life) = 0;
+};
+
+// The real one: O_DIRECT, flock, fallocate.
+std::unique_ptr<SwapFileSystem> MakePosixSwapFileSystem();
+
+}  // namespace forebay::nvme
