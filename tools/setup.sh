@@ -1,0 +1,177 @@
+# Set-up shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced by bash, from the
+# root of the checkout. Every function looks first and does only what is missing, so that a second call is quick.
+
+readonly VENV=.venv
+readonly VENV_PYTHON=$VENV/bin/python
+readonly TORCH_MIN=2.4
+readonly GIB_FOR_DEBIAN=2  # what the packages of debian-packages.txt take on a bare system, rounded up
+readonly GIB_FOR_TORCH=9   # torch's CUDA build from PyPI: 3 GiB to download, 5.4 GiB installed
+readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
+
+say() { printf '== %s\n' "$*"; }
+
+# die MESSAGE HINT: one error in the form that every program of Forebay uses.
+die() {
+  printf 'error[E_SETUP]: %s\nhint: %s\n' "$1" "$2" >&2
+  exit 1
+}
+
+listed_debian_packages() { sed -e 's/#.*//' -e '/^[[:space:]]*$/d' tools/debian-packages.txt; }
+
+missing_debian_packages() {
+  local package
+  local -A installed=()
+  while read -r package; do installed[$package]=1; done < <(
+    dpkg-query -W -f='${db:Status-Status} ${Package}\n' 2>/dev/null | sed -n 's/^installed //p')
+  for package in $(listed_debian_packages); do
+    [[ -n ${installed[$package]:-} ]] || printf '%s\n' "$package"
+  done
+}
+
+# A Python that can make the environment: the one on PATH where it is new enough, else Debian's.
+base_python() {
+  local python
+  for python in python3 /usr/bin/python3; do
+    if command -v "$python" >/dev/null &&
+        "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      command -v "$python"
+      return
+    fi
+  done
+  return 1
+}
+
+# has_torch PYTHON: a torch of at least TORCH_MIN is installed there. Looks at its metadata: importing takes seconds.
+has_torch() {
+  "$1" - "$TORCH_MIN" <<'PYTHON' 2>/dev/null
+import importlib.metadata, sys
+have = importlib.metadata.version("torch").split("+")[0].split(".")
+want = sys.argv[1].split(".")
+sys.exit([int(part) for part in have[:2]] < [int(part) for part in want])
+PYTHON
+}
+
+# Requirements the environment does not meet, one a line.
+missing_python_packages() {
+  "$VENV_PYTHON" - tools/python-requirements.txt <<'PYTHON'
+import importlib.metadata, re, sys
+
+def numbers(version):
+    return [int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3]]
+
+for line in open(sys.argv[1], encoding="utf-8"):
+    line = line.split("#")[0].strip()
+    if not line:
+        continue
+    name, _, least = line.partition(">=")
+    try:
+        have = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        print(line)
+        continue
+    if least and numbers(have) < numbers(least):
+        print(line)
+PYTHON
+}
+
+# need_disk EXTRA_GIB WHAT: room for whatever set-up still has to make, and for EXTRA_GIB on top.
+need_disk() {
+  local need=$1 free reasons=$2 base
+  if [[ -n $(missing_debian_packages) ]]; then
+    need=$((need + GIB_FOR_DEBIAN)) reasons+=", Debian packages"
+  fi
+  if ! { [[ -x $VENV_PYTHON ]] && has_torch "$VENV_PYTHON"; } &&
+      ! { base=$(base_python) && has_torch "$base"; }; then
+    need=$((need + GIB_FOR_TORCH)) reasons+=", torch"
+  fi
+  if [[ ! -e build/build.ninja ]]; then
+    need=$((need + GIB_FOR_BUILD)) reasons+=", build trees"
+  fi
+  free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1024 / 1024))
+  if ((free < need)); then
+    die "too little free disk in $PWD: need $need GiB ($reasons), free $free GiB" \
+      "make room there, or clone to a disk that has it; df -h . shows what is free"
+  fi
+}
+
+install_debian_packages() {
+  local missing command
+  missing=$(missing_debian_packages | tr '\n' ' ')
+  missing=${missing% }
+  [[ -n $missing ]] || return 0
+  command="apt-get install -y --no-install-recommends $missing"
+  if ! command -v apt-get >/dev/null; then
+    die "no apt-get here, and these Debian packages are missing: $missing" \
+      "use Debian 12, or install what these packages hold by other means"
+  fi
+  if [[ $(id -u) != 0 ]]; then
+    die "not root, and these Debian packages are missing: $missing" "sudo $command"
+  fi
+  say "installing Debian packages: $missing"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -q || true  # the install below tells whether it mattered
+  # shellcheck disable=SC2086  # a list of words
+  if ! apt-get install -y -q --no-install-recommends $missing; then
+    die "apt-get could not install: $missing (no network, or no package list)" \
+      "apt-get update && $command"
+  fi
+}
+
+make_venv() {
+  local base missing site=()
+  if [[ ! -x $VENV_PYTHON ]] || ! "$VENV_PYTHON" -c 'import pip' 2>/dev/null; then
+    base=$(base_python) || die "no Python of at least 3.10 that can make a virtual environment" \
+      "apt-get install -y python3 python3-venv"
+    if has_torch "$base"; then
+      site=(--system-site-packages)
+    fi
+    say "making $VENV with $base"
+    rm -rf "$VENV"
+    "$base" -m venv "${site[@]}" "$VENV"
+  fi
+  missing=$(missing_python_packages)
+  if [[ -n $missing ]]; then
+    say "installing Python packages: ${missing//$'\n'/ }"
+    local packages
+    mapfile -t packages <<<"$missing"
+    if ! "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check "${packages[@]}"; then
+      die "pip could not install: ${missing//$'\n'/ } (no network, or no room)" \
+        "$VENV_PYTHON -m pip install -r tools/python-requirements.txt"
+    fi
+  fi
+}
+
+# build_preset PRESET [TARGET...]
+build_preset() {
+  local preset=$1 target_flags=()
+  shift
+  if (($# > 0)); then
+    target_flags=(--target "$@")
+  fi
+  say "building preset $preset"
+  cmake --preset "$preset" --log-level=WARNING >/dev/null && cmake --build --preset "$preset" "${target_flags[@]}"
+}
+
+# Digest of everything the wheel is made from.
+wheel_digest() {
+  {
+    "$VENV_PYTHON" -V
+    find CMakeLists.txt client gpu protocol -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d' ' -f1
+}
+
+# Builds the Python package and installs it into the environment, where its sources changed.
+install_wheel() {
+  local stamp=$VENV/forebay.stamp digest
+  digest=$(wheel_digest)
+  if [[ -e $stamp && $(<"$stamp") == "$digest" ]] &&
+      "$VENV_PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("forebay._core") is None)' \
+        2>/dev/null; then
+    return 0
+  fi
+  say "building the Python package"
+  rm -f "$stamp"
+  "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+    --force-reinstall ./client/python || return 1
+  printf '%s\n' "$digest" >"$stamp"
+}
