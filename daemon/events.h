@@ -1,5 +1,6 @@
-// What the node's state machine is told, and what it asks for. Values only: no pointers into shared memory, no
-// descriptors, no clock. The reactor executes actions and turns their outcomes into events; a simulator does the same.
+// What the node's state machine is told, and what it asks for. Values only: no pointers into shared
+// memory, no descriptors, no clock. The reactor executes actions and turns their outcomes into
+// events; a simulator does the same.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ using JobId = uint64_t;      // never used again within one daemon
 using SessionId = uint64_t;  // likewise
 using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
 
-// ------------------------------------------------------------------------------------------------------ events
+// ------------------------------------------------------------------------------------------ events
 
 struct AttachRequested {
   SessionId session = 0;  // chosen by the shell
@@ -77,7 +78,7 @@ struct DeleteJobRequested {
 using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
                            StepRequestCopied, TaskDone, DeleteJobRequested>;
 
-// ----------------------------------------------------------------------------------------------------- actions
+// ----------------------------------------------------------------------------------------- actions
 
 // Makes image, state and step arenas of a job (zero-filled). Ends with TaskDone.
 struct CreateJobMemory {
@@ -89,7 +90,8 @@ struct CreateJobMemory {
       0;  // accumulators, overflow, extra_state; offsets into it are the state machine's
 };
 
-// Takes `blocks` extents of `block_bytes` each (extent i is swapped block i, see UpdateBlock) and writes zeros to them.
+// Takes `extents` extents of `extent_bytes` each (numbered from 0, see BlockPlace) and writes zeros
+// to them. Comes beside CreateJobMemory where blocks are swapped; ends with a TaskDone of its own.
 struct CreateJobSwap {
   TaskId task = 0;
   JobId job = 0;
@@ -104,7 +106,8 @@ struct CreateSessionMemory {
   uint64_t grad_bytes = 0;
 };
 
-// The attach call returns. On an error the session does not exist any more and CloseSession follows.
+// The attach call returns. On an error the session does not exist any more and CloseSession
+// follows. A session that ends before this gets no answer, only CloseSession.
 struct AnswerAttach {
   SessionId session = 0;
   absl::Status status;
@@ -127,7 +130,8 @@ struct AnswerCommand {
   absl::Status status;
 };
 
-// The session's tasks have all ended: unmap and close its arenas, doorbells and connection.
+// The session's tasks have all ended: unmap and close its arenas, doorbells and connection. Comes
+// exactly once for every AttachRequested; what arrives for the session afterwards is ignored.
 struct CloseSession {
   SessionId session = 0;
   absl::Status reason;  // OK after a detach or death; else why it was evicted
@@ -143,8 +147,8 @@ struct AnswerDelete {
   absl::Status status;
 };
 
-// Copies the StepRequest header and HyperParams out of the grad arena at once (the range was checked) and calls
-// back with StepRequestCopied before anything else.
+// Copies the StepRequest header and HyperParams out of the grad arena at once (the range was
+// checked) and calls back with StepRequestCopied before anything else.
 struct CopyStepRequest {
   SessionId session = 0;
   uint64_t tag = 0;
@@ -175,8 +179,8 @@ struct CopyToStepArena {
   uint64_t bytes = 0;
 };
 
-// accumulator (float32, step arena) = or += contribution. A contribution that is not finite leaves the accumulator
-// as it was and is told by TaskDone::count.
+// accumulator (float32, step arena) = or += contribution. A contribution that is not finite leaves
+// the accumulator as it was and is told by TaskDone::count.
 struct AddGradient {
   TaskId task = 0;
   JobId job = 0;
@@ -203,7 +207,8 @@ struct BlockPlace {
   uint32_t staging_slot = 0;        // else: where it is read to, updated and written from
 };
 
-// Reads the current slot of the extent into the staging slot. The bytes are verified by the next UpdateBlock.
+// Reads the current slot of the extent into the staging slot. The bytes are verified by the next
+// UpdateBlock.
 struct ReadBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -222,8 +227,9 @@ struct UpdateSegment {
       0;  // t of the bias correction: updates this group has had, this one included
 };
 
-// Verifies a swapped block's bytes against `identity_before` (0 in written_step: the zeros of CreateJobSwap), runs the
-// fused pass over its segments in place, then computes the checksum under `identity_after`.
+// Verifies a swapped block's bytes against `identity_before` (0 in written_step: the zeros of
+// CreateJobSwap), runs the fused pass over its segments in place, then computes the checksum under
+// `identity_after`.
 struct BlockIdentity {
   JobId job = 0;
   uint64_t block = 0;
@@ -244,7 +250,8 @@ struct UpdateBlock {
   std::vector<UpdateSegment> segments;
 };
 
-// Writes the staging slot to the extent's other slot, which becomes the current one when all of it is written.
+// Writes the staging slot to the extent's other slot, which becomes the current one when all of it
+// is written.
 struct WriteBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -254,7 +261,8 @@ struct WriteBlock {
   uint64_t checksum = 0;
 };
 
-// Copies elements of one plane of a resident or staged block into a grad arena (verifying a staged block first).
+// Copies elements of one plane of a resident or staged block into a grad arena (verifying a staged
+// block first).
 struct CopyState {
   TaskId task = 0;
   JobId job = 0;
@@ -268,6 +276,13 @@ struct CopyState {
   uint64_t bytes = 0;
 };
 
+// All ranks have called `step`: the clock of JobStatus.lastStepSeconds starts. StepCommitted ends
+// it; a step that is refused after this (E_NONFINITE, E_JOB_FAILED) has no StepCommitted.
+struct StepCalled {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
 // The newest step of a job is committed: memory peaks and the step's timeline are taken now.
 struct StepCommitted {
   JobId job = 0;
@@ -277,6 +292,6 @@ struct StepCommitted {
 using Action = std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach,
                             AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
                             CopyInitial, CopyToStepArena, AddGradient, SumGroup, ReadBlock,
-                            UpdateBlock, WriteBlock, CopyState, StepCommitted>;
+                            UpdateBlock, WriteBlock, CopyState, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon
