@@ -1,0 +1,107 @@
+#include "cpu_adam/internal/cpu_topology.h"
+
+#include <hwloc.h>
+
+#include <memory>
+#include <set>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+
+namespace forebay::cpu_adam::internal {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+struct TopologyDeleter {
+  void operator()(hwloc_topology_t topology) const { hwloc_topology_destroy(topology); }
+};
+using Topology = std::unique_ptr<hwloc_topology, TopologyDeleter>;
+
+struct BitmapDeleter {
+  void operator()(hwloc_bitmap_t bitmap) const { hwloc_bitmap_free(bitmap); }
+};
+using Bitmap = std::unique_ptr<hwloc_bitmap_s, BitmapDeleter>;
+
+Topology LoadTopology() {
+  hwloc_topology_t raw = nullptr;
+  if (hwloc_topology_init(&raw) != 0) return nullptr;
+  Topology topology(raw);
+  return hwloc_topology_load(raw) == 0 ? std::move(topology) : nullptr;
+}
+
+std::string ListOf(const Bitmap& set) {
+  char* text = nullptr;
+  if (hwloc_bitmap_list_asprintf(&text, set.get()) < 0) return "?";
+  const std::unique_ptr<char, decltype(&free)> owner(text, &free);
+  return text;
+}
+
+// What the process may run on: its own affinity, and no processor that is off-line.
+Bitmap Allowed(const Topology& topology) {
+  Bitmap allowed(hwloc_bitmap_dup(hwloc_topology_get_allowed_cpuset(topology.get())));
+  const Bitmap bound(hwloc_bitmap_alloc());
+  if (hwloc_get_cpubind(topology.get(), bound.get(), HWLOC_CPUBIND_THREAD) == 0) {
+    hwloc_bitmap_and(allowed.get(), allowed.get(), bound.get());
+  }
+  return allowed;
+}
+
+int CountCores(const Topology& topology, const Bitmap& set) {
+  std::set<unsigned> cores;
+  unsigned cpu = 0;
+  hwloc_bitmap_foreach_begin(cpu, set.get()) {
+    const hwloc_obj_t pu = hwloc_get_pu_obj_by_os_index(topology.get(), cpu);
+    if (pu == nullptr) continue;
+    const hwloc_obj_t core = hwloc_get_ancestor_obj_by_type(topology.get(), HWLOC_OBJ_CORE, pu);
+    cores.insert(core != nullptr ? core->logical_index : ~cpu);  // no cores known: each counts
+  }
+  hwloc_bitmap_foreach_end();
+  return static_cast<int>(cores.size());
+}
+
+}  // namespace
+
+absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted) {
+  const Topology topology = LoadTopology();
+  if (topology == nullptr) {
+    return MakeError(ErrorId::kInternal, "hwloc cannot read this machine's processors");
+  }
+  const Bitmap set = Allowed(topology);
+  if (!wanted.empty()) {
+    const Bitmap asked(hwloc_bitmap_alloc());
+    for (const int cpu : wanted) {
+      if (cpu < 0 || hwloc_bitmap_isset(set.get(), static_cast<unsigned>(cpu)) == 0) {
+        return MakeError(ErrorId::kOption,
+                         absl::StrCat("processor ", cpu,
+                                      " is not one that this process may use: ", ListOf(set)));
+      }
+      hwloc_bitmap_set(asked.get(), static_cast<unsigned>(cpu));
+    }
+    hwloc_bitmap_copy(set.get(), asked.get());
+  } else if (numa_node >= 0) {
+    const int nodes = hwloc_get_nbobjs_by_type(topology.get(), HWLOC_OBJ_NUMANODE);
+    const hwloc_obj_t node =
+        hwloc_get_obj_by_type(topology.get(), HWLOC_OBJ_NUMANODE, static_cast<unsigned>(numa_node));
+    if (node == nullptr) {
+      return MakeError(ErrorId::kOption,
+                       absl::StrCat("NUMA node ", numa_node, " does not exist: this machine has ",
+                                    nodes, ", numbered from 0"));
+    }
+    hwloc_bitmap_and(set.get(), set.get(), node->cpuset);
+  }
+  if (hwloc_bitmap_iszero(set.get()) != 0) {
+    return MakeError(ErrorId::kOption, absl::StrCat("NUMA node ", numa_node,
+                                                    " has no processor that this process may use"));
+  }
+  CpuSet found;
+  unsigned cpu = 0;
+  hwloc_bitmap_foreach_begin(cpu, set.get()) { found.cpus.push_back(static_cast<int>(cpu)); }
+  hwloc_bitmap_foreach_end();
+  found.cores = CountCores(topology, set);
+  return found;
+}
+
+}  // namespace forebay::cpu_adam::internal

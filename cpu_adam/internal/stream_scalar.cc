@@ -1,0 +1,85 @@
+// The definition of the streaming passes, one element at a time.
+
+#include <algorithm>
+#include <bit>
+
+#include "cpu_adam/internal/kernel_table.h"
+
+namespace forebay::cpu_adam::internal {
+namespace {
+
+float Widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+uint16_t Round(float value) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0x8000) >> 16);
+}
+
+float LoadGrad(Gradient g, size_t i) {
+  if (g.type == GradType::kFp32) return static_cast<const float*>(g.data)[i];
+  return Widen(static_cast<const uint16_t*>(g.data)[i]);
+}
+
+void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
+  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+    const size_t end = std::min(n, begin + kSumChunkElems);
+    double lanes[kSumLanes] = {};
+    for (size_t i = begin; i < end; ++i) {
+      const double value = LoadGrad(g, i);
+      lanes[(i - begin) % kSumLanes] += value * value;  // the product is exact
+    }
+    for (size_t width = kSumLanes / 2; width > 0; width /= 2) {
+      for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+    }
+    chunk_sums[begin / kSumChunkElems] = lanes[0];
+  }
+}
+
+bool ScalarAllFinite(size_t n, Gradient g) {
+  for (size_t i = 0; i < n; ++i) {
+    if ((std::bit_cast<uint32_t>(LoadGrad(g, i)) & 0x7F800000) == 0x7F800000) return false;
+  }
+  return true;
+}
+
+void ScalarAddGradient(size_t n, Gradient g, AddMode mode, float* dst) {
+  for (size_t i = 0; i < n; ++i) {
+    const float value = LoadGrad(g, i);
+    dst[i] = mode == AddMode::kSet ? value : dst[i] + value;
+  }
+}
+
+void ScalarRoundToBf16(size_t n, const float* src, uint16_t* dst) {
+  for (size_t i = 0; i < n; ++i) dst[i] = Round(src[i]);
+}
+
+void ScalarWidenBf16(size_t n, const uint16_t* src, float* dst) {
+  for (size_t i = 0; i < n; ++i) dst[i] = Widen(src[i]);
+}
+
+void ScalarSplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
+  for (size_t i = 0; i < n; ++i) {
+    param[i] = Round(w[i]);
+    remainder[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(w[i]) - (uint32_t{param[i]} << 16));
+  }
+}
+
+void ScalarJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
+  for (size_t i = 0; i < n; ++i) {
+    w[i] = std::bit_cast<float>((uint32_t{param[i]} << 16) +
+                                static_cast<uint32_t>(int32_t{remainder[i]}));
+  }
+}
+
+}  // namespace
+
+const StreamKernels kScalarStreamKernels = {
+    .chunk_square_sums = ScalarChunkSquareSums,
+    .all_finite = ScalarAllFinite,
+    .add_gradient = ScalarAddGradient,
+    .round_to_bf16 = ScalarRoundToBf16,
+    .widen_bf16 = ScalarWidenBf16,
+    .split_master = ScalarSplitMaster,
+    .join_master = ScalarJoinMaster,
+};
+
+}  // namespace forebay::cpu_adam::internal

@@ -1,0 +1,272 @@
+// The streaming passes for every instruction set of adam_kernel_simd.cc. Includes its contract and
+// Highway alone; the bits are those of internal/stream_scalar.cc.
+
+#ifndef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // as in adam_kernel_simd.cc
+#define HWY_WANT_AVX3_DL
+#endif
+
+#include "cpu_adam/internal/kernel_table.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu_adam/stream_kernel_simd.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace forebay::cpu_adam::internal::HWY_NAMESPACE {
+
+#if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using D = hn::ScalableTag<float>;
+using DI = hn::RebindToSigned<D>;
+using DU = hn::RebindToUnsigned<D>;
+using DU16Half = hn::Rebind<uint16_t, D>;
+using DI16Half = hn::Rebind<int16_t, D>;
+using DU16 = hn::Repartition<uint16_t, D>;
+using DI16 = hn::RebindToSigned<DU16>;
+using V = hn::Vec<D>;
+using VU = hn::Vec<DU>;
+
+template <class Float, class From>
+HWY_INLINE hn::Vec<Float> WidenAt(Float df, From from) {
+  const hn::RebindToUnsigned<Float> du;
+  const hn::Rebind<uint16_t, Float> du16;
+  return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(du16, from))));
+}
+
+#if !HWY_HAVE_SCALABLE
+
+using DD = hn::ScalableTag<double>;
+constexpr size_t kDoubles = HWY_MAX_BYTES / sizeof(double);
+constexpr size_t kSumVectors = kSumLanes / kDoubles;
+
+HWY_INLINE hn::Vec<DD> LoadDoubles(const float* from) {
+  return hn::PromoteTo(DD(), hn::LoadU(hn::Rebind<float, DD>(), from));
+}
+
+HWY_INLINE hn::Vec<DD> LoadDoubles(const uint16_t* from) {
+  return hn::PromoteTo(DD(), WidenAt(hn::Rebind<float, DD>(), from));
+}
+
+// Adds to each lane the squares of `rows` rows of kSumLanes elements.
+template <class T>
+HWY_INLINE void AddRows(const T* from, size_t rows, double* lanes) {
+  const DD d;
+  hn::Vec<DD> sums[kSumVectors];
+  for (size_t k = 0; k < kSumVectors; ++k) sums[k] = hn::Load(d, lanes + k * kDoubles);
+  for (size_t row = 0; row < rows; ++row) {
+    for (size_t k = 0; k < kSumVectors; ++k) {
+      const auto value = LoadDoubles(from + row * kSumLanes + k * kDoubles);
+      sums[k] = hn::MulAdd(value, value, sums[k]);  // the product is exact: fused or not
+    }
+  }
+  for (size_t k = 0; k < kSumVectors; ++k) hn::Store(sums[k], d, lanes + k * kDoubles);
+}
+
+template <class T>
+double SumChunk(const T* from, size_t n) {
+  HWY_ALIGN double lanes[kSumLanes] = {};
+  const size_t rows = n / kSumLanes;
+  AddRows(from, rows, lanes);
+  if (const size_t rest = n % kSumLanes; rest != 0) {
+    HWY_ALIGN T last[kSumLanes] = {};  // zeros add nothing: no lane is -0
+    for (size_t i = 0; i < rest; ++i) last[i] = from[rows * kSumLanes + i];
+    AddRows(last, 1, lanes);
+  }
+  for (size_t width = kSumLanes / 2; width > 0; width /= 2) {
+    for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+template <class T>
+void SumChunks(size_t n, const T* from, double* chunk_sums) {
+  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+    const size_t elems = HWY_MIN(kSumChunkElems, n - begin);
+    chunk_sums[begin / kSumChunkElems] = SumChunk(from + begin, elems);
+  }
+}
+
+void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
+  if (g.type == GradType::kFp32) {
+    SumChunks(n, static_cast<const float*>(g.data), chunk_sums);
+  } else {
+    SumChunks(n, static_cast<const uint16_t*>(g.data), chunk_sums);
+  }
+}
+
+#else  // vectors of unknown length cannot be kept in an array: the reference is used
+
+void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
+  kScalarStreamKernels.chunk_square_sums(n, g, chunk_sums);
+}
+
+#endif  // HWY_HAVE_SCALABLE
+
+// Whether each of n signed integers, sign aside, is below `limit`: the bits of infinity.
+template <class DInt, class T = hn::TFromD<DInt>>
+HWY_INLINE bool AllBelow(DInt d, size_t n, const T* from, T sign_off, T limit) {
+  const size_t lanes = hn::Lanes(d);
+  const auto mask = hn::Set(d, sign_off);
+  auto largest0 = hn::Zero(d), largest1 = hn::Zero(d);
+  size_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    largest0 = hn::Max(largest0, hn::And(hn::LoadU(d, from + i), mask));
+    largest1 = hn::Max(largest1, hn::And(hn::LoadU(d, from + i + lanes), mask));
+  }
+  bool below = hn::AllTrue(d, hn::Lt(hn::Max(largest0, largest1), hn::Set(d, limit)));
+  for (; i < n; ++i) below = below && (from[i] & sign_off) < limit;
+  return below;
+}
+
+bool SimdAllFinite(size_t n, Gradient g) {
+  if (g.type == GradType::kFp32) {
+    return AllBelow(DI(), n, static_cast<const int32_t*>(g.data), 0x7FFFFFFF, 0x7F800000);
+  }
+  return AllBelow(DI16(), n, static_cast<const int16_t*>(g.data), int16_t{0x7FFF}, int16_t{0x7F80});
+}
+
+HWY_INLINE V LoadFloats(const float* from) { return hn::LoadU(D(), from); }
+HWY_INLINE V LoadFloats(const uint16_t* from) { return WidenAt(D(), from); }
+
+HWY_INLINE float WidenOne(uint16_t bits) {
+  const uint32_t wide = uint32_t{bits} << 16;
+  float value;
+  hwy::CopySameSize(&wide, &value);
+  return value;
+}
+HWY_INLINE float WidenOne(float value) { return value; }
+
+template <bool kAdd, class T>
+void AddRun(size_t n, const T* src, float* dst) {
+  const D d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    V value = LoadFloats(src + i);
+    if constexpr (kAdd) value = hn::Add(hn::LoadU(d, dst + i), value);
+    hn::StoreU(value, d, dst + i);
+  }
+  for (; i < n; ++i) {
+    if constexpr (kAdd) {
+      dst[i] = dst[i] + WidenOne(src[i]);
+    } else {
+      dst[i] = WidenOne(src[i]);
+    }
+  }
+}
+
+template <bool kAdd>
+void AddTyped(size_t n, Gradient g, float* dst) {
+  if (g.type == GradType::kFp32) {
+    AddRun<kAdd>(n, static_cast<const float*>(g.data), dst);
+  } else {
+    AddRun<kAdd>(n, static_cast<const uint16_t*>(g.data), dst);
+  }
+}
+
+void SimdAddGradient(size_t n, Gradient g, AddMode mode, float* dst) {
+  mode == AddMode::kAdd ? AddTyped<true>(n, g, dst) : AddTyped<false>(n, g, dst);
+}
+
+void SimdWidenBf16(size_t n, const uint16_t* src, float* dst) { AddRun<false>(n, src, dst); }
+
+template <bool kRemainder>
+void SplitRun(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
+  const DU du;
+  const DU16 du16;
+  const size_t lanes = hn::Lanes(du);
+  const VU half = hn::Set(du, 0x8000u);
+  size_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    const VU b0 = hn::BitCast(du, hn::LoadU(D(), w + i));
+    const VU b1 = hn::BitCast(du, hn::LoadU(D(), w + i + lanes));
+    hn::StoreU(hn::ConcatOdd(du16, hn::BitCast(du16, hn::Add(b1, half)),
+                             hn::BitCast(du16, hn::Add(b0, half))),
+               du16, param + i);
+    if constexpr (kRemainder) {
+      hn::StoreU(hn::ConcatEven(du16, hn::BitCast(du16, b1), hn::BitCast(du16, b0)), du16,
+                 reinterpret_cast<uint16_t*>(remainder + i));
+    }
+  }
+  for (; i < n; ++i) {
+    uint32_t bits;
+    hwy::CopySameSize(w + i, &bits);
+    param[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+    if constexpr (kRemainder) remainder[i] = static_cast<int16_t>(bits & 0xFFFF);
+  }
+}
+
+void SimdRoundToBf16(size_t n, const float* src, uint16_t* dst) {
+  SplitRun<false>(n, src, dst, nullptr);
+}
+
+void SimdSplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
+  SplitRun<true>(n, w, param, remainder);
+}
+
+void SimdJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
+  const DU du;
+  const size_t lanes = hn::Lanes(du);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const VU high = hn::BitCast(du, WidenAt(D(), param + i));
+    const auto low = hn::PromoteTo(DI(), hn::LoadU(DI16Half(), remainder + i));
+    hn::StoreU(hn::BitCast(D(), hn::Add(high, hn::BitCast(du, low))), D(), w + i);
+  }
+  for (; i < n; ++i) {
+    const uint32_t bits = (uint32_t{param[i]} << 16) + static_cast<uint32_t>(int32_t{remainder[i]});
+    hwy::CopySameSize(&bits, w + i);
+  }
+}
+
+extern const StreamKernels kStreamKernels;
+const StreamKernels kStreamKernels = {
+    SimdChunkSquareSums, SimdAllFinite,   SimdAddGradient, SimdRoundToBf16,
+    SimdWidenBf16,       SimdSplitMaster, SimdJoinMaster,
+};
+
+#endif  // a target with vectors
+
+}  // namespace forebay::cpu_adam::internal::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace forebay::cpu_adam::internal {
+
+const StreamKernels* StreamKernelsOf(int64_t hwy_target) {
+  switch (hwy_target) {
+#if HWY_TARGETS & HWY_AVX3_DL
+    case HWY_AVX3_DL:
+      return &N_AVX3_DL::kStreamKernels;
+#endif
+#if HWY_TARGETS & HWY_AVX3
+    case HWY_AVX3:
+      return &N_AVX3::kStreamKernels;
+#endif
+#if HWY_TARGETS & HWY_AVX2
+    case HWY_AVX2:
+      return &N_AVX2::kStreamKernels;
+#endif
+#if HWY_TARGETS & HWY_SVE2
+    case HWY_SVE2:
+      return &N_SVE2::kStreamKernels;
+#endif
+#if HWY_TARGETS & HWY_SVE
+    case HWY_SVE:
+      return &N_SVE::kStreamKernels;
+#endif
+#if HWY_TARGETS & HWY_NEON
+    case HWY_NEON:
+      return &N_NEON::kStreamKernels;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace forebay::cpu_adam::internal
+#endif  // HWY_ONCE

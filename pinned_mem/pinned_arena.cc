@@ -1,0 +1,201 @@
+#include "pinned_mem/pinned_arena.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "pinned_mem/internal/available_memory.h"
+#include "pinned_mem/internal/memfd.h"
+#include "pinned_mem/internal/numa.h"
+#include "pinned_mem/internal/segment.h"
+#include "pinned_mem/range_allocator.h"
+#include "protocol/check.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "protocol/units.h"
+
+namespace forebay::pinned_mem {
+
+using protocol::ErrnoText;
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::kPageBytes;
+using protocol::MakeError;
+
+struct PinnedArena::State {
+  ArenaOptions options;
+  protocol::UniqueFd fd;
+  internal::Segment segment;
+  uint64_t huge_bytes;
+  bool locked;
+  RangeAllocator ranges;
+};
+
+namespace {
+
+constexpr int kAllSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+constexpr uint64_t kCapacityBytesMax = uint64_t{1} << 46;
+
+absl::Status CheckOptions(const ArenaOptions& options) {
+  if (options.name.empty() || options.name.size() > PinnedArena::kNameBytesMax ||
+      options.name.find('/') != std::string::npos) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("arena name \"", options.name, "\": 1 to ",
+                                  PinnedArena::kNameBytesMax, " bytes without '/' are needed"));
+  }
+  if (options.capacity_bytes == 0 || options.capacity_bytes % kPageBytes != 0 ||
+      options.capacity_bytes > kCapacityBytesMax) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("arena ", options.name, ": ", options.capacity_bytes,
+                                  " bytes is not a multiple of ", kPageBytes, " from there to ",
+                                  FormatBytes(kCapacityBytesMax)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckAvailable(const ArenaOptions& options) {
+  const uint64_t available = internal::AvailableBytes();
+  if (options.capacity_bytes <= available) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kDramLimit,
+      absl::StrCat("arena ", options.name, " needs ", FormatBytes(options.capacity_bytes),
+                   " of memory, available: ", FormatBytes(available)),
+      "free memory on this node, or ask for less");
+}
+
+absl::Status LockError(const ArenaOptions& options, int error_number) {
+  rlimit limit = {};
+  (void)getrlimit(RLIMIT_MEMLOCK, &limit);
+  const std::string now =
+      limit.rlim_cur == RLIM_INFINITY ? "unlimited" : FormatBytes(limit.rlim_cur);
+  return MakeError(
+      ErrorId::kMemlock,
+      absl::StrCat(ErrnoText(absl::StrCat("cannot lock arena ", options.name), error_number),
+                   ": needs ", FormatBytes(options.capacity_bytes), " (", options.capacity_bytes,
+                   " bytes) besides what is locked already, RLIMIT_MEMLOCK is ", now),
+      "add the line LimitMEMLOCK=infinity to the [Service] section of the unit, or "
+      "\"* - memlock unlimited\" to /etc/security/limits.conf");
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOptions& options) {
+  RETURN_IF_ERROR(CheckOptions(options));
+  RETURN_IF_ERROR(CheckAvailable(options));
+  ASSIGN_OR_RETURN(protocol::UniqueFd fd,
+                   internal::MakeMemfd(options.name, options.capacity_bytes, options.access));
+  ASSIGN_OR_RETURN(internal::Segment segment,
+                   internal::Segment::Map(fd.get(), options.capacity_bytes));
+  RETURN_IF_ERROR(internal::BindToNode(segment.bytes(), options.numa_node));
+  ASSIGN_OR_RETURN(const uint64_t huge_bytes, segment.Populate());
+  const int lock_error = segment.Lock();
+  if (lock_error != 0 && options.lock == LockPolicy::kRequired) {
+    return LockError(options, lock_error);
+  }
+  return std::make_unique<PinnedArena>(std::make_unique<State>(State{
+      .options = options,
+      .fd = std::move(fd),
+      .segment = std::move(segment),
+      .huge_bytes = huge_bytes,
+      .locked = lock_error == 0,
+      .ranges = RangeAllocator(options.capacity_bytes / kPageBytes, kMaxRanges),
+  }));
+}
+
+PinnedArena::PinnedArena(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+PinnedArena::~PinnedArena() {
+  FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // a range would dangle
+}
+
+absl::StatusOr<PinnedArena::Range> PinnedArena::Take(uint64_t size_bytes) {
+  if (size_bytes == 0 || size_bytes > capacity_bytes()) {
+    return MakeError(ErrorId::kRange, absl::StrCat("arena ", name(), ": a range of ", size_bytes,
+                                                   " bytes does not fit ", capacity_bytes()));
+  }
+  const uint64_t rounded_bytes = protocol::RoundUp(size_bytes, kRangeAlignment);
+  const std::optional<uint64_t> page = state_->ranges.Take(rounded_bytes / kPageBytes);
+  if (!page.has_value()) {
+    return MakeError(
+        ErrorId::kLimit,
+        absl::StrCat("arena ", name(), ": no free run of ", rounded_bytes, " bytes (free ",
+                     free_bytes(), ", longest run ",
+                     state_->ranges.largest_free_pages() * kPageBytes, ", live ranges ",
+                     state_->ranges.live_ranges(), " of ", kMaxRanges, ")"));
+  }
+  return Range(*this, *page * kPageBytes, size_bytes);
+}
+
+std::span<std::byte> PinnedArena::bytes() const { return state_->segment.bytes(); }
+uint64_t PinnedArena::capacity_bytes() const { return state_->options.capacity_bytes; }
+uint64_t PinnedArena::huge_bytes() const { return state_->huge_bytes; }
+uint64_t PinnedArena::free_bytes() const { return state_->ranges.free_pages() * kPageBytes; }
+bool PinnedArena::locked() const { return state_->locked; }
+const std::string& PinnedArena::name() const { return state_->options.name; }
+const protocol::UniqueFd& PinnedArena::segment_fd() const { return state_->fd; }
+
+uint64_t PinnedArena::allocated_bytes() const {
+  struct stat info = {};
+  FOREBAY_CHECK(fstat(state_->fd.get(), &info) == 0);
+  return static_cast<uint64_t>(info.st_blocks) * 512;  // stat(2): always units of 512
+}
+
+absl::StatusOr<protocol::UniqueFd> PinnedArena::ReadOnlyFd() const {
+  const std::string path = absl::StrCat("/proc/self/fd/", state_->fd.get());
+  protocol::UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd.valid()) {
+    return MakeError(ErrorId::kInternal,
+                     ErrnoText(absl::StrCat("open arena ", name(), " to read"), errno));
+  }
+  return fd;
+}
+
+absl::Status PinnedArena::SealAfterMapping() {
+  if (state_->options.access != Access::kShared) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("arena ", name(), " is not shared for writing: its seals stay as they are"));
+  }
+  if (IsSealed()) return absl::OkStatus();
+  return internal::AddSeals(state_->fd.get(), F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
+}
+
+bool PinnedArena::IsSealed() const { return internal::HasSeals(state_->fd.get(), kAllSeals); }
+
+PinnedArena::Range::Range(PinnedArena& arena, uint64_t offset_bytes, uint64_t size_bytes)
+    : arena_(&arena), offset_bytes_(offset_bytes), size_bytes_(size_bytes) {}
+
+PinnedArena::Range::Range(Range&& other) noexcept
+    : arena_(std::exchange(other.arena_, nullptr)),
+      offset_bytes_(other.offset_bytes_),
+      size_bytes_(other.size_bytes_) {}
+
+PinnedArena::Range& PinnedArena::Range::operator=(Range&& other) noexcept {
+  if (this == &other) return *this;
+  Release();
+  arena_ = std::exchange(other.arena_, nullptr);
+  offset_bytes_ = other.offset_bytes_;
+  size_bytes_ = other.size_bytes_;
+  return *this;
+}
+
+PinnedArena::Range::~Range() { Release(); }
+
+void PinnedArena::Range::Release() {
+  if (arena_ == nullptr) return;
+  arena_->state_->ranges.Release(offset_bytes_ / kPageBytes);
+  arena_ = nullptr;
+}
+
+std::span<std::byte> PinnedArena::Range::bytes() const {
+  return arena_->bytes().subspan(offset_bytes_, size_bytes_);
+}
+
+uint64_t PinnedArena::Range::offset_bytes() const { return offset_bytes_; }
+
+}  // namespace forebay::pinned_mem

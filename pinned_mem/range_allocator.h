@@ -1,0 +1,47 @@
+// Which pages of a segment are taken. Arithmetic on offsets alone: no memory is touched.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace forebay::pinned_mem {
+
+// Hands out runs of [0, capacity) pages: best fit, lowest offset among equals; neighbours that are
+// free are always one run.
+//
+// Limits   O(log runs) a call. At most `ranges_max` live ranges.
+// Threads  One.
+class RangeAllocator {
+ public:
+  RangeAllocator(uint64_t capacity_pages, size_t ranges_max);
+
+  // The first page of a run of `pages` > 0; nothing where no free run is long enough or ranges_max
+  // are live.
+  std::optional<uint64_t> Take(uint64_t pages);
+
+  // Gives back the range that starts at `first_page`. A page that starts no live range is a bug.
+  void Release(uint64_t first_page);
+
+  uint64_t capacity_pages() const { return capacity_pages_; }
+  uint64_t free_pages() const { return free_pages_; }
+  uint64_t largest_free_pages() const;
+  size_t live_ranges() const { return live_.size(); }
+  size_t free_runs() const { return free_by_offset_.size(); }
+
+ private:
+  void InsertFree(uint64_t first, uint64_t pages);
+  void EraseFree(std::map<uint64_t, uint64_t>::iterator run);
+
+  uint64_t capacity_pages_;
+  uint64_t free_pages_;
+  size_t ranges_max_;
+  std::map<uint64_t, uint64_t> live_;                     // first page → pages
+  std::map<uint64_t, uint64_t> free_by_offset_;           // first page → pages
+  std::set<std::pair<uint64_t, uint64_t>> free_by_size_;  // (pages, first page)
+};
+
+}  // namespace forebay::pinned_mem
