@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""The house rules a compiler cannot check: who may include whom, what is listed, how large, which words.
+
+usage: house.py ROOT
+
+Prints one line a breach, `path:line: [rule] what, and what to do`, and exits 1 where there is any. A line whose comment,
+or the line above it, says `house: allow RULE: reason` may break that rule; for `size` the first ten lines may say so.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+ROOMS = ("protocol", "pinned_mem", "nvme", "cpu_adam", "gpu", "daemon", "client", "tools", "tests")
+DOWN = {  # rooms a room may include, itself aside
+    "protocol": set(),
+    "pinned_mem": {"protocol"},
+    "nvme": {"protocol"},
+    "cpu_adam": {"protocol"},
+    "gpu": {"protocol"},
+    "daemon": {"protocol", "pinned_mem", "nvme", "cpu_adam"},
+    "client": {"protocol", "gpu"},
+    "tools": {"protocol", "client"},
+    "tests": set(ROOMS),
+}
+LIBRARIES = {  # start of an include path: (library, rooms that may name it)
+    "absl/": ("Abseil", set(ROOMS)),
+    "capnp/": ("Cap'n Proto", {"protocol", "daemon", "client", "tools", "tests"}),
+    "kj/": ("Cap'n Proto", {"protocol", "daemon", "client", "tools", "tests"}),
+    "gtest/": ("GoogleTest", {"tests"}),
+    "gmock/": ("GoogleTest", {"tests"}),
+    "hwloc": ("hwloc", {"pinned_mem", "cpu_adam", "tests"}),
+    "liburing": ("liburing", {"nvme", "tests"}),
+    "xxhash": ("xxHash", {"nvme", "cpu_adam", "tests"}),
+    "xxh3": ("xxHash", {"nvme", "cpu_adam", "tests"}),
+    "hwy/": ("Highway", {"cpu_adam", "tests"}),
+    "spdlog/": ("spdlog", {"daemon", "tests"}),
+    "toml++/": ("toml++", {"daemon", "tests"}),
+    "systemd/": ("libsystemd", {"daemon", "tests"}),
+    "prometheus/": ("prometheus-cpp", {"daemon", "tests"}),
+    "CLI/": ("CLI11", {"tools", "tests"}),
+    "nlohmann/": ("nlohmann-json", {"tools", "tests"}),
+    "cuda": ("CUDA", {"gpu"}),
+    "nccl": ("NCCL", {"gpu"}),
+    "ucp/": ("UCX", {"protocol"}),
+    "ucs/": ("UCX", {"protocol"}),
+    "nanobind/": ("nanobind", {"client"}),
+}
+TOP_FOLDERS = set(ROOMS) | {"docs"}
+LINES_MAX = 800
+CPP = {".cc", ".h", ".c", ".cu"}
+SIZED = CPP | {".py", ".sh", ".cmake", ".capnp", ".txt"}
+WORDED = SIZED | {".md", ".html", ".service", ".json", ""}
+
+BANNED = [  # pattern, replacement
+    (r"\bshard(s|ed|ing)?\b", "partition"),
+    (r"\bbuckets?\b", "group"),
+    (r"\b(TODO|FIXME|XXX)\b", "do it now, or open an issue"),
+    (r"\bwhite-?lists?\b", "allow list"),
+    (r"\bblack-?lists?\b", "deny list"),
+    (r"\bslaves?\b", "worker"),
+    (r"\butili[sz]e[sd]?\b", "use"),
+    (r"\bleverag(e[sd]?|ing)\b", "use"),
+]
+BANNED_CPP = [
+    (r"\babsl::Mutex\b", "protocol::Mutex"),
+    (r"\bstd::(recursive_)?mutex\b", "protocol::Mutex"),
+    (r"\babsl::(Span|optional|variant|any|string_view|make_unique)\b", "its twin in std"),
+    (r"\butils?\b", "a name that says what it does"),
+    (r"\bNULL\b", "nullptr"),
+    (r"\btypedef\b", "using"),
+    (r"\busing namespace std\b", "the names one by one"),
+]
+
+
+class Source:
+    """One file: its lines, and for C++ the lines again without comments and without the text of strings."""
+
+    def __init__(self, path, text):
+        self.path = path
+        self.room = path.split("/")[0]
+        self.suffix = PurePosixPath(path).suffix
+        self.text = text
+        self.lines = text.splitlines()
+        self.cpp = self.suffix in CPP
+        self.code = strip_cpp(text).splitlines() if self.cpp else self.lines
+
+    def allows(self, rule, line):
+        near = self.lines[:10] if rule == "size" else self.lines[max(line - 2, 0) : line]
+        return any(re.search(rf"house: allow {re.escape(rule)}: \S", text) for text in near)
+
+
+def strip_cpp(text):
+    """Blanks comments, strings and characters; the number of lines stays."""
+    token = re.compile(
+        r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(\\.|[^\'\\\n])+\''
+        r"|//[^\n]*|/\*.*?\*/",
+        re.S,
+    )
+    return token.sub(lambda match: '""' + "\n" * match.group().count("\n"), text)
+
+
+def tracked_files(root):
+    if (root / ".git").exists():
+        listed = subprocess.run(
+            ["git", "-c", "safe.directory=*", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
+            check=True, capture_output=True,
+        ).stdout.decode()
+        return sorted(name for name in listed.split("\0") if name and (root / name).is_file())
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in ("build", ".venv", "__pycache__")]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+    return sorted(found)
+
+
+def read_sources(root):
+    for path in tracked_files(root):
+        if PurePosixPath(path).suffix not in WORDED:
+            continue
+        try:
+            yield Source(path, (root / path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue  # not a text
+
+
+def includes(source):
+    for number, line in enumerate(source.lines, 1):
+        match = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
+        if match:
+            yield number, match.group(2)
+
+
+def looks_into_every_room(path):
+    return re.match(r"tools/forebay/(bench|doctor)", path) is not None
+
+
+def check_include(source):
+    if source.room not in ROOMS or not source.cpp:
+        return
+    kernel = source.room == "cpu_adam" and any(
+        target in ("hwy/highway.h", "hwy/foreach_target.h") for _, target in includes(source)
+    )
+    for number, target in includes(source):
+        room = target.split("/")[0] if "/" in target else ""
+        if room in ROOMS:
+            reachable = DOWN[source.room] | {source.room}
+            if looks_into_every_room(source.path):
+                reachable = set(ROOMS) - {"tests"}
+            if room not in reachable:
+                yield number, "include", f"{source.room}/ may not include {room}/: includes go down only"
+            elif "/internal/" in target and room != source.room and source.room != "tests":
+                yield number, "internal", f"{target} is for {room}/ and its tests"
+        if kernel and (room == "protocol" or target.startswith("absl/")):
+            yield number, "kernel", "a kernel file includes its contract and Highway alone"
+        if target.endswith(".capnp.h"):
+            target = "capnp/" + target
+        for start, (library, rooms) in LIBRARIES.items():
+            if target.startswith(start) and source.room not in rooms and not looks_into_every_room(source.path):
+                yield number, "library", f"{source.room}/ may not name {library}"
+
+
+def check_test_file(source):
+    if source.room != "tests" or not source.path.endswith("_test.cc"):
+        return
+    if not re.match(r"// Goal\b", source.text) or not re.search(r"^// Method\b", source.text, re.M):
+        yield 1, "goal", "a test file opens with Goal and Method"
+
+
+def check_cpp(source):
+    if not source.cpp:
+        return
+    for number, line in enumerate(source.code, 1):
+        before = source.code[number - 2] if number > 1 else ""
+        if re.search(r"\bgoto\b", line):
+            yield number, "goto", "no goto: return, or a function of its own"
+        owned = re.search(r"(unique_ptr|shared_ptr)\b.*|WrapUnique", before + line)
+        if re.search(r"(?<!#)\bnew\b", line) and not owned and not re.match(r"\s*#", line):
+            yield number, "ownership", "no new: std::make_unique, or an owner on the same line"
+        if re.search(r"\bdelete\b(?!\s*;\s*$)", line) or re.search(r"(?<!=)\s\bdelete\s*;", line):
+            if not re.search(r"=\s*delete\b", line):
+                yield number, "ownership", "no delete: an owner's destructor does it"
+        if re.search(r"\b(secure_)?getenv\b", line) and source.room != "tests":
+            if PurePosixPath(source.path).name != "main.cc" and source.path != "client/environment.cc":
+                yield number, "getenv", "getenv only in main.cc and client/environment.cc: pass options"
+        for pattern, replacement in BANNED_CPP:
+            if re.search(pattern, line) and source.path != "protocol/mutex.h":
+                yield number, "word", f"'{re.search(pattern, line).group()}': write {replacement}"
+    if source.suffix == ".h" and "#pragma once" not in source.lines:
+        yield 1, "pragma", "a header says #pragma once"
+
+
+def check_tests(source):
+    if source.room != "tests":
+        return
+    for number, line in enumerate(source.code, 1):
+        if re.search(r"\b(sleep_for|sleep_until|usleep|nanosleep|sleep)\s*\(", line):
+            yield number, "sleep", "no sleep in a test: wait for the event, with a deadline"
+        if re.search(r"\bGTEST_SKIP\s*\(\s*\)\s*;", line) or re.search(
+            r"\bpytest\.(skip\(\s*\)|mark\.skip\b(?!\())", line
+        ):
+            yield number, "skip", "a skip prints its reason"
+    for number, line in enumerate(source.lines, 1):
+        if source.cpp and re.search(r"\bDISABLED_", line):
+            if not any("issue" in text for text in source.lines[max(number - 3, 0) : number]):
+                yield number, "disabled", "a disabled test names its issue"
+
+
+def check_text(source):
+    for number, line in enumerate(source.lines, 1):
+        for pattern, replacement in BANNED:
+            match = re.search(pattern, line)
+            if match:
+                yield number, "word", f"'{match.group()}': write {replacement}"
+        if re.search(r"no_sanitize|default_suppressions|sanitize-(ignorelist|blacklist)|\bsuppressions=", line):
+            yield number, "suppression", "no suppression: mend what the tool found"
+    if source.suffix in SIZED and len(source.lines) > LINES_MAX:
+        yield len(source.lines), "size", f"{len(source.lines)} lines: {LINES_MAX} is the end"
+
+
+def check_tree(root, sources):
+    """Rules about files rather than lines: (path, line, rule, text)."""
+    listed = {}
+    for source in sources:
+        if source.path.startswith("tests/") and source.path.endswith("CMakeLists.txt"):
+            listed[str(PurePosixPath(source.path).parent)] = source.text
+    for source in sources:
+        folder = PurePosixPath(source.path).parent
+        name = PurePosixPath(source.path).name
+        if source.path.startswith("tests/") and name.endswith("_test.cc"):
+            if not any(
+                (PurePosixPath(source.path).relative_to(at)).as_posix() in text
+                for at, text in listed.items()
+                if folder.is_relative_to(at)
+            ):
+                yield source.path, 1, "unlisted", "no CMakeLists.txt lists this test"
+    folders = set()
+    for path in tracked_files(root):
+        top = path.split("/")[0]
+        if "/" in path and top not in TOP_FOLDERS and not top.startswith(".") and top not in folders:
+            folders.add(top)
+            yield top, 1, "folder", "no other folder at the top"
+        if re.search(r"(^|/)[^/]*(\.supp|suppressions?[^/]*\.txt)$", path):
+            yield path, 1, "suppression", "no suppression files: mend what the tool found"
+
+
+def breaches(root):
+    # What states the rules names what they forbid.
+    own = {"tests/tools/house.py", "tests/tools/house_selftest.py"}
+    sources = [source for source in read_sources(root) if source.path not in own]
+    for source in sources:
+        for check in (check_include, check_test_file, check_cpp, check_tests, check_text):
+            for number, rule, text in check(source):
+                if not source.allows(rule, number):
+                    yield source.path, number, rule, text
+    yield from check_tree(root, sources)
+
+
+def main(arguments):
+    if len(arguments) != 2:
+        print(__doc__.split("\n\n")[1], file=sys.stderr)
+        return 2
+    found = sorted(breaches(Path(arguments[1])))
+    for path, number, rule, text in found:
+        print(f"{path}:{number}: [{rule}] {text}")
+    print(f"house: {len(found)} breaches")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Goal    The house rules report each breach, at its line and under its rule, and nothing else.
+Method  A small clean tree is written to a temporary folder: no breach. Then, rule by rule, one file with one
+        breach is added, and exactly that breach must be reported. The same tree with all of them at once must
+        report all of them; a reason beside the breach silences it.
+"""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import house  # noqa: E402
+
+TEST_HEAD = "// Goal    Something holds.\n// Method  It is tried.\n\n"
+
+CLEAN = {
+    "CMakeLists.txt": "add_subdirectory(nvme)\n",
+    "README.md": "# A house\n\nThe groups of a job are partitioned.\n",
+    "docs/page.md": "new words, deleted words\n",
+    ".ci/run": "#!/bin/sh\n",
+    "protocol/word.h": '#pragma once\n#include <span>\n#include "absl/status/status.h"\n',
+    "protocol/mutex.h": "#pragma once\nclass Mutex {\n  std::mutex mutex_;\n};\n",
+    "nvme/volume.h": '#pragma once\n#include <liburing.h>\n#include "protocol/word.h"\n',
+    "nvme/volume.cc": '#include "nvme/volume.h"\n#include "nvme/internal/map.h"\n'
+    "// a new extent; goto, sleep(1) and getenv in a comment\n"
+    'const char* kText = "new delete goto";\n'
+    "Volume::Volume(const Volume&) = delete;\n"
+    "auto made = std::unique_ptr<Volume>(new Volume());\n",
+    "nvme/internal/map.h": "#pragma once\n",
+    "cpu_adam/kernel.cc": '#include "hwy/highway.h"\n#include "cpu_adam/kernel.h"\n',
+    "cpu_adam/kernel.h": "#pragma once\n",
+    "daemon/main.cc": '#include <spdlog/spdlog.h>\n#include "nvme/volume.h"\nauto* home = std::getenv("HOME");\n',
+    "client/environment.cc": 'auto* socket = std::getenv("FOREBAY_SOCKET");\n',
+    "tools/forebay/bench_disk.cc": '#include "nvme/volume.h"\n#include "daemon/x.h"\n#include "client/y.h"\n',
+    "tests/nvme/CMakeLists.txt": "forebay_add_test(volume_test SOURCES volume_test.cc)\n",
+    "tests/nvme/volume_test.cc": TEST_HEAD + '#include "nvme/internal/map.h"\n#include "gtest/gtest.h"\n'
+    'void F() { GTEST_SKIP() << "no disk"; }\n',
+}
+
+# rule: (path, content, line of the breach)
+BREACHES = {
+    "include": [
+        ("pinned_mem/arena.cc", '#include "nvme/volume.h"\n', 1),
+        ("protocol/up.cc", '\n#include "daemon/x.h"\n', 2),
+        ("client/sideways.cc", '#include "daemon/x.h"\n', 1),
+        ("tools/forebay/status.cc", '#include "nvme/volume.h"\n', 1),
+    ],
+    "internal": [("daemon/peek.cc", '#include "nvme/internal/map.h"\n', 1)],
+    "library": [
+        ("client/wrong.cc", "#include <spdlog/spdlog.h>\n", 1),
+        ("daemon/gpu.cc", "#include <cuda_runtime.h>\n", 1),
+        ("nvme/schema.cc", '#include "protocol/forebay.capnp.h"\n', 1),
+    ],
+    "kernel": [("cpu_adam/fat.cc", '#include "hwy/highway.h"\n#include "protocol/word.h"\n', 2)],
+    "goal": [("tests/nvme/other_test.cc", "\n// no goal\n", 1)],
+    "unlisted": [("tests/nvme/lost_test.cc", TEST_HEAD, 1)],
+    "size": [("nvme/long.cc", "int x;\n" * 801, 801)],
+    "word": [
+        ("nvme/a.cc", "// each shard\n", 1),
+        ("nvme/b.cc", "\nabsl::Mutex mutex;\n", 2),
+        ("tools/c.py", "# TODO later\n", 1),
+    ],
+    "goto": [("nvme/jump.cc", "void F() {\n  goto end;\n}\n", 2)],
+    "ownership": [
+        ("nvme/heap.cc", "int* F() {\n\n  return new int;\n}\n", 3),
+        ("nvme/free.cc", "void F(int* p) {\n  delete p;\n}\n", 2),
+    ],
+    "sleep": [
+        ("tests/support/wait.h", "#pragma once\ninline void F() { usleep(1); }\n", 2),
+        ("tests/tools/wait.py", "import time\ntime.sleep(1)\n", 2),
+    ],
+    "getenv": [("nvme/env.cc", 'auto* x = std::getenv("X");\n', 1)],
+    "suppression": [
+        ("tests/tsan.supp", "", 1),
+        ("nvme/quiet.cc", '__attribute__((no_sanitize("thread"))) void F();\n', 1),
+    ],
+    "skip": [("tests/support/skip.cc", "void F() { GTEST_SKIP(); }\n", 1)],
+    "disabled": [("tests/support/off.cc", "TEST(Volume, DISABLED_Holds) {}\n", 1)],
+    "folder": [("extras/readme.md", "", 1)],
+    "pragma": [("nvme/bare.h", "int x;\n", 1)],
+}
+
+
+def write(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+
+
+def found(root):
+    return sorted((path, number, rule) for path, number, rule, _ in house.breaches(root))
+
+
+def expected(rule, path, line):
+    return (path.split("/")[0] if rule == "folder" else path, line, rule)
+
+
+class House(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        write(self.root, CLEAN)
+        listed = "".join(path.split("/")[-1] + "\n" for path, _, _ in BREACHES["goal"])
+        write(self.root, {"tests/nvme/CMakeLists.txt": CLEAN["tests/nvme/CMakeLists.txt"] + listed})
+
+    def test_a_clean_tree_has_no_breach(self):
+        self.assertEqual(found(self.root), [])
+
+    def test_each_breach_is_reported_and_nothing_else(self):
+        for rule, cases in BREACHES.items():
+            for path, text, line in cases:
+                with self.subTest(rule=rule, path=path):
+                    write(self.root, {path: text})
+                    self.assertEqual(found(self.root), [expected(rule, path, line)])
+                    (self.root / path).unlink()
+
+    def test_all_breaches_at_once_are_all_reported(self):
+        everything = []
+        for rule, cases in BREACHES.items():
+            for path, text, line in cases:
+                write(self.root, {path: text})
+                everything.append(expected(rule, path, line))
+        self.assertEqual(found(self.root), sorted(everything))
+
+    def test_a_reason_silences_its_rule_alone(self):
+        write(self.root, {"nvme/jump.cc": "// house: allow goto: the exemplar of one\ngoto end;\n"})
+        self.assertEqual(found(self.root), [])
+        write(self.root, {"nvme/jump.cc": "// house: allow size: a table\ngoto end;\n"})
+        self.assertEqual(found(self.root), [("nvme/jump.cc", 2, "goto")])
+        write(self.root, {"nvme/jump.cc": "// house: allow goto:\ngoto end;\n"})
+        self.assertEqual(found(self.root), [("nvme/jump.cc", 2, "goto")])
+
+    def test_every_rule_has_a_breach_here(self):
+        text = (Path(house.__file__)).read_text(encoding="utf-8")
+        rules = set(__import__("re").findall(r'yield [^\n]*?, "([a-z]+)", ', text))
+        self.assertEqual(rules, set(BREACHES))
+
+    def test_a_breach_fails_the_program(self):
+        self.assertEqual(house.main(["house.py", str(self.root)]), 0)
+        write(self.root, {"nvme/bare.h": "int x;\n"})
+        self.assertEqual(house.main(["house.py", str(self.root)]), 1)
+        self.assertEqual(house.main(["house.py"]), 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
