@@ -1,0 +1,159 @@
+// A training process's connection to the node: one rank of a job.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu/device.h"
+#include "protocol/layout.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::client {
+
+using Timeout = std::chrono::milliseconds;
+
+inline constexpr Timeout kNoTimeout = Timeout::max();
+
+// Asked every 100 ms, and after each signal, by every call that waits, on the thread that waits. True
+// makes the call return E_INTERRUPTED.
+using InterruptCheck = std::function<bool()>;
+
+struct AttachOptions {
+  std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
+  std::string job;     // 1 to 200 bytes of [A-Za-z0-9._-]
+  uint32_t rank = 0;
+  protocol::LayoutSpec layout;
+  uint64_t grad_arena_bytes = 0;                     // 0: three times the largest group
+  uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
+  Timeout timeout = std::chrono::seconds(60);        // of Attach and of calls without their own
+  InterruptCheck interrupt_check = {};               // empty: none
+  std::shared_ptr<gpu::Device> device = {};          // empty: gpu::HostDevice
+};
+
+// The right to read one group's image until it is released.
+struct Lease {
+  uint64_t id = 0;
+  uint32_t group = 0;
+  std::span<const std::byte> bytes;  // the padded group within the window
+};
+
+struct StepResult {
+  uint64_t committed_step = 0;
+  double norm = 0;  // of the gradient before clipping; 0 without max_grad_norm
+  bool clipped = false;
+  bool repeated = false;  // the step had been committed before: nothing was applied
+};
+
+enum class GradFill : uint8_t {
+  kZero,     // all of a new slot is zero
+  kPadding,  // only its padding is; the caller writes every element of every parameter
+};
+
+// A run of one state plane; `plane` is an index into protocol::StatePlanes.
+struct StateRange {
+  uint32_t group = 0;
+  uint32_t plane = 0;
+  uint64_t element_offset = 0;  // within the padded group
+};
+
+// Since Attach. Times are wall time spent inside the calls.
+struct Counters {
+  uint64_t rpc_calls = 0;  // control-plane calls; a steady step makes none
+  uint64_t commands = 0;   // ring entries written
+  uint64_t sleeps = 0;     // times a call went to sleep
+  uint64_t wait_ns_fetch = 0;
+  uint64_t wait_ns_grad = 0;  // GradSlot and GradReady
+  uint64_t wait_ns_step = 0;
+  uint64_t wait_ns_other = 0;  // Release, WriteInitial, InitialDone, ReadState
+  uint64_t fetched_bytes = 0;
+  uint64_t grad_bytes = 0;
+  uint64_t private_slots = 0;  // slots that had to be private memory
+};
+
+// One session. The image window has one address for the life of the object, also after Detach and
+// after the daemon's death.
+//
+// Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
+// its own time is up (the outcome is then unknown; Step may be called again with the same
+// arguments), E_INTERRUPTED when the interrupt check says so. In a forked child every call returns
+// E_FORKED and the destructor touches nothing.
+//
+// Errors     What fails after its call has returned is kept, the first of its kind. A release error
+//            is returned once, by the next Fetch, Release, GradSlot, GradReady or Step. A gradient
+//            error is returned by every GradSlot, GradReady and Step until DropGradients;
+//            E_NONFINITE until a Step has returned it, after which step t can be repeated.
+// Threads    Any. Calls are serialised: one that waits holds up the others, but for the accessors.
+// Ownership  Spans die with the object, or with what image_owner() and grad_owner() returned.
+class Attachment {
+ public:
+  // Connects, attaches and maps. Waits while the job's memory is made or another rank writes the
+  // initial parameters.
+  //
+  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_LAYOUT, E_OPTION, E_RANK, E_RANGE,
+  //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing is left behind.
+  static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
+
+  Attachment(const Attachment&) = delete;
+  Attachment& operator=(const Attachment&) = delete;
+  ~Attachment();  // without a Detach the daemon takes the rank as lost
+
+  bool writes_initial() const;      // this session must write every group, then call InitialDone
+  uint64_t committed_step() const;  // the newest step this session knows of
+  std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
+  std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
+  const protocol::Layout& layout() const;
+  std::span<const std::byte> image() const;                // the whole window, read-only
+  std::span<const std::byte> image(uint32_t group) const;  // one padded group of it
+  std::shared_ptr<const void> image_owner() const;         // keeps the window mapped
+
+  // `bytes`: the group with or without its padding.
+  absl::Status WriteInitial(uint32_t group, std::span<const std::byte> bytes, Timeout timeout);
+  absl::Status InitialDone(Timeout timeout);
+
+  absl::StatusOr<Lease> Fetch(uint32_t group, Timeout timeout);
+  absl::Status Release(const Lease& lease);  // does not wait for its completion
+
+  // The group's open slot, made and filled where there is none: room for the padded gradient. Waits
+  // for room while gradients delivered earlier hold it; is private memory where open slots hold it.
+  absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t group, GradFill fill, Timeout timeout);
+  std::shared_ptr<const void> grad_owner(uint32_t group);  // keeps the open slot mapped; or null
+
+  // Delivers the open slot, whose bytes are the daemon's from now on. Returns at once, but for a
+  // private slot, which waits for room in the arena, at most AttachOptions::timeout.
+  //
+  // Errors  E_NOT_READY  the group has no open slot.
+  absl::Status GradReady(uint32_t group);
+
+  // Forgets open slots and the kept gradient error. What was delivered stays delivered.
+  absl::Status DropGradients();
+
+  // Applies step `t` once all ranks have called it. Open slots are neither delivered nor dropped.
+  //
+  // Errors  E_OVERFLOW  masters became non-finite; the step is committed nevertheless.
+  absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
+                                  double max_grad_norm, std::span<const std::byte> extra_state,
+                                  Timeout timeout);
+
+  // Copies elements of a plane; out.size() is a multiple of the plane's width.
+  absl::Status ReadState(const StateRange& range, std::span<std::byte> out, Timeout timeout);
+
+  absl::Status Detach();  // ends the session in good order; views stay readable
+
+  Counters counters() const;
+
+ private:
+  class Impl;
+  explicit Attachment(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace forebay::client

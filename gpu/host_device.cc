@@ -1,0 +1,48 @@
+#include "gpu/host_device.h"
+
+#include <cstring>
+
+#include "protocol/check.h"
+
+namespace forebay::gpu {
+namespace {
+
+class HostEvent final : public Event {
+ public:
+  bool Done() const override { return true; }
+};
+
+class HostStream final : public Stream {
+ public:
+  absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) override {
+    FOREBAY_CHECK(to.size() == from.size());
+    if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<Event>> Record() override { return std::make_unique<HostEvent>(); }
+
+  absl::Status WaitFor(const Event& event) override {
+    FOREBAY_CHECK(
+        event.Done());  // work of this device has ended when the call that began it returns
+    return absl::OkStatus();
+  }
+
+  absl::Status Synchronize() override { return absl::OkStatus(); }
+};
+
+// Every mapping of the process is within the processor's reach.
+class HostMemory final : public HostRegistration {};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Stream>> HostDevice::MakeStream() {
+  return std::make_unique<HostStream>();
+}
+
+absl::StatusOr<std::unique_ptr<HostRegistration>> HostDevice::Register(std::span<const std::byte>,
+                                                                       HostAccess) {
+  return std::make_unique<HostMemory>();
+}
+
+}  // namespace forebay::gpu
