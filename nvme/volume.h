@@ -31,7 +31,7 @@ struct VolumeOptions {
   OpenMode mode = OpenMode::kReclaim;
   FileLife life = FileLife::kKept;  // kUnlinked goes with kReclaim only
   uint32_t extents_max =
-      16384;  // 1 to Volume::kExtentsMax; the size of the block tables (72 bytes each)
+      16384;  // 1 to Volume::kExtentsMax; the size of the block tables (80 bytes an extent)
 };
 
 // What an extent's current slot must hold. A value: take it with Read(), give it to a worker.

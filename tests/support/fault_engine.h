@@ -1,0 +1,65 @@
+// An IoEngine that makes one transfer of another engine go wrong.
+#pragma once
+
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "nvme/io_engine.h"
+
+namespace forebay::testing {
+
+struct IoFault {
+  static constexpr uint64_t kForEver = std::numeric_limits<uint64_t>::max();
+
+  uint64_t operation = 0;  // the first to go wrong, counted from 0 at SetFault()
+  uint64_t count = 1;      // how many, from there on
+  int error_number = 0;    // above 0: they fail with it, and nothing is transferred
+  // Else reads and writes are short: this many bytes, or this many fewer than asked.
+  int64_t short_bytes = 0;
+  bool short_by = false;
+};
+
+// Wraps `inner`; flushes are never short. A short transfer has moved no more than the whole 4 KiB
+// pieces of what it reports.
+class FaultEngine final : public nvme::IoEngine {
+ public:
+  explicit FaultEngine(nvme::IoEngine& inner) : inner_(inner) {}
+
+  void SetFault(IoFault fault);
+  void ClearFault() { fault_.count = 0; }
+  uint64_t operations() const { return operations_; }  // since SetFault()
+  uint64_t fired() const { return fired_; }            // faults since SetFault()
+
+  std::string_view name() const override { return inner_.name(); }
+  absl::StatusOr<nvme::FileIndex> RegisterFile(int fd) override { return inner_.RegisterFile(fd); }
+  bool RegisterBuffer(std::span<std::byte> bytes) override { return inner_.RegisterBuffer(bytes); }
+  void UnregisterBuffer(std::span<std::byte> bytes) override { inner_.UnregisterBuffer(bytes); }
+  absl::Status Submit(const nvme::IoRequest& request) override;
+  absl::Status WatchEventFd(int fd, uint64_t token) override {
+    return inner_.WatchEventFd(fd, token);
+  }
+  void UnwatchEventFd(int fd) override { inner_.UnwatchEventFd(fd); }
+  absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
+                              std::span<nvme::Completion> out) override;
+
+ private:
+  bool Fires();
+
+  nvme::IoEngine& inner_;
+  IoFault fault_{.operation = 0, .count = 0};
+  uint64_t operations_ = 0;
+  uint64_t fired_ = 0;
+  std::vector<nvme::Completion> ready_;                     // made up here, not yet returned
+  std::vector<std::pair<nvme::IoRequest, int64_t>> short_;  // under way in `inner_`, what to report
+};
+
+}  // namespace forebay::testing
