@@ -11,10 +11,11 @@
 namespace forebay::cpu_adam {
 
 struct WorkerTeamOptions {
-  int threads = 0;        // 0: one per physical core of the set; more are cut to that number
-  int numa_node = -1;     // hwloc logical index whose cores are used; -1: all of the machine
-  std::vector<int> cpus;  // operating-system indices; not empty: exactly these, numa_node unused
-  int nice = 0;           // added weight against other processes: 0 to 19; best effort
+  int threads = 0;     // 0: one per physical core of the set; more are cut to that number
+  int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
+  std::vector<int> cpus =
+      {};        // operating-system indices; not empty: exactly these, numa_node unused
+  int nice = 0;  // added weight against other processes: 0 to 19; best effort
   size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
 };
 

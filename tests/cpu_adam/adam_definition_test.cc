@@ -1,0 +1,152 @@
+// Goal    The definition is AdamW: close to double precision in every step, right at the first and the
+//         millionth step, and `exact` holds the masters of `fp32`.
+// Method  Recompute each line of adam_kernel.h in double from the same float32 inputs and compare with a
+//         bound that is derived below; compare the two formats bit by bit over 30 steps.
+
+#include <limits>
+
+#include "cpu_adam/adam_kernel.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_adam/planes.h"
+
+namespace forebay::cpu_adam {
+namespace {
+
+using ::forebay::testing::AdamData;
+using ::forebay::testing::SameBits;
+using ::forebay::testing::TargetGuard;
+
+constexpr double kUnit = 0x1p-24;   // largest relative error of one rounding to float32
+constexpr double kTiny = 0x1p-149;  // smallest float32: the error of roundings that underflow
+constexpr uint32_t kSeed = 11;
+
+// Spacing of float32 at |x|.
+double Ulp(double x) {
+  const float magnitude = std::max(static_cast<float>(std::abs(x)), 0x1p-126f);
+  return std::ldexp(1.0, std::ilogb(magnitude) - 23);
+}
+
+void ExpectNear(double actual, double expected, double bound, double largest_term, const char* what,
+                size_t i) {
+  EXPECT_LE(std::abs(actual - expected), bound * (1 + 1e-6)) << what << " of element " << i;
+  EXPECT_LE(std::abs(actual - expected), 4 * Ulp(largest_term)) << what << " of element " << i;
+}
+
+// First-order rounding errors, in units u = 2^-24 of the value they are taken of. With grad_scale 1,
+// g' = g exactly.
+//   m' : u·|(1-β₁)g|, then u·|m'| by the fma.
+//   v' : the two products 2u·(1-β₂)g², then u·|v'| by the fma; all terms positive.
+//   w' : of the update s·m'/d: u for s = η·inv_bias1, u for the square root, u for the fma of d, u for the
+//        quotient: 4u; of the decayed weight: u for `decay` (which is below 1), u for the product: 2u; then
+//        u·|w'| by the last fma. m' and v' are taken as the kernel returned them.
+// A product or quotient that underflows adds up to 2^-149 instead.
+TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
+  const AdamHyper hyper = {.lr = 1e-3, .weight_decay = 0.1};
+  AdamData data(5000, kSeed);
+  for (uint64_t t = 1; t <= 10; ++t) {
+    const AdamScalars s = MakeAdamScalars(hyper, t, 1.0f);
+    for (float& g : data.grad) g = std::abs(g) > 1e17f ? 1e17f : g;  // v stays finite
+    const std::vector<float> w = data.w, m = data.m, v = data.v;
+    ASSERT_EQ(AdamStepFp32(s, w.size(), {data.grad.data(), GradType::kFp32},
+                           {data.w.data(), data.m.data(), data.v.data()}),
+              0u);
+    for (size_t i = 0; i < w.size(); ++i) {
+      const double g = data.grad[i];
+      const double old_m = double{s.beta1} * m[i], new_m = double{s.one_minus_beta1} * g;
+      ExpectNear(data.m[i], old_m + new_m,
+                 kUnit * (std::abs(new_m) + std::abs(old_m + new_m)) + 2 * kTiny,
+                 std::max(std::abs(old_m), std::abs(new_m)), "m", i);
+      const double old_v = double{s.beta2} * v[i], new_v = double{s.one_minus_beta2} * g * g;
+      // (1-β₂)g may underflow before it is multiplied by g once more.
+      ExpectNear(data.v[i], old_v + new_v,
+                 kUnit * (2 * new_v + old_v + new_v) + (2 + std::abs(g)) * kTiny,
+                 std::max(old_v, new_v), "v", i);
+      const double step = double{s.lr} * s.inv_bias1;
+      const double denominator = std::sqrt(double{data.v[i]}) * s.inv_sqrt_bias2 + s.eps;
+      const double update = step * data.m[i] / denominator;
+      const double kept = (1.0 - double{s.lr} * s.weight_decay) * w[i];
+      ExpectNear(
+          data.w[i], kept - update,
+          kUnit * (4 * std::abs(update) + 2 * std::abs(kept) + std::abs(kept - update)) + 3 * kTiny,
+          std::max(std::abs(kept), std::abs(update)), "w", i);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize) {
+  const AdamScalars s = MakeAdamScalars({.lr = 0.01, .weight_decay = 0}, 1, 1.0f);
+  for (const float g : {1e-4f, -0.5f, 3.0f, -1e6f}) {
+    float w = 1.0f, m = 0, v = 0;
+    AdamStepFp32(s, 1, {&g, GradType::kFp32}, {&w, &m, &v});
+    // η·m̂ / (sqrt(v̂) + ε) with m̂ = g, v̂ = g²: five roundings of the update, one of the result; ε shortens
+    // the update by ε/|g|.
+    const double update = 0.01 * g / (std::abs(double{g}) + 1e-8);
+    EXPECT_NEAR(w, 1.0 - update, 0.01 * 8 * kUnit + kUnit);
+  }
+}
+
+TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
+  const AdamHyper hyper = {.beta1 = 0.9, .beta2 = 0.999};
+  for (const uint64_t t : {1, 2, 10, 1000, 1000000}) {
+    const AdamScalars s = MakeAdamScalars(hyper, t, 1.0f);
+    const long double bias1 = 1 - std::pow(0.9L, static_cast<long double>(t));
+    const long double bias2 = 1 - std::pow(0.999L, static_cast<long double>(t));
+    EXPECT_FLOAT_EQ(s.inv_bias1, static_cast<float>(1 / bias1)) << t;
+    EXPECT_FLOAT_EQ(s.inv_sqrt_bias2, static_cast<float>(1 / std::sqrt(bias2))) << t;
+  }
+  EXPECT_EQ(MakeAdamScalars(hyper, 1000000, 1.0f).inv_bias1, 1.0f);
+  EXPECT_EQ(MakeAdamScalars(hyper, 1, 1.0f).one_minus_beta2, 0.001f);  // not 1.0f - 0.999f
+  const AdamScalars no_momentum = MakeAdamScalars({.beta1 = 0, .beta2 = 0}, 3, 1.0f);
+  EXPECT_EQ(no_momentum.inv_bias1, 1.0f);
+  EXPECT_EQ(no_momentum.inv_sqrt_bias2, 1.0f);
+}
+
+TEST(AdamDefinition, AGradientScaleIsTheSameAsAScaledGradient) {
+  constexpr float kScale = 0.25f;  // a power of two: the product is exact
+  AdamData a(1000, kSeed), b(1000, kSeed);
+  for (float& g : b.grad) g *= kScale;
+  AdamStepFp32(MakeAdamScalars({}, 1, kScale), 1000, {a.grad.data(), GradType::kFp32},
+               {a.w.data(), a.m.data(), a.v.data()});
+  AdamStepFp32(MakeAdamScalars({}, 1, 1.0f), 1000, {b.grad.data(), GradType::kFp32},
+               {b.w.data(), b.m.data(), b.v.data()});
+  EXPECT_TRUE(SameBits(a.w, b.w));
+  EXPECT_TRUE(SameBits(a.m, b.m));
+  EXPECT_TRUE(SameBits(a.v, b.v));
+}
+
+class ExactFormat : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
+  TargetGuard target;
+  target.Force(GetParam());
+  constexpr size_t kElems = 1013;
+  for (const GradType type : {GradType::kFp32, GradType::kBf16}) {
+    AdamData wide(kElems, kSeed), narrow(kElems, kSeed);
+    std::vector<uint16_t> param(kElems), rounded(kElems);
+    std::vector<int16_t> remainder(kElems);
+    std::vector<float> rebuilt(kElems);
+    SplitMaster(kElems, narrow.w.data(), param.data(), remainder.data());
+    for (uint64_t t = 1; t <= 30; ++t) {
+      const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
+      const Gradient g = type == GradType::kFp32 ? Gradient{fresh.grad.data(), type}
+                                                 : Gradient{fresh.grad16.data(), type};
+      const AdamScalars s = MakeAdamScalars({.lr = 0.01}, t, 0.5f);
+      AdamStepFp32(s, kElems, g, {wide.w.data(), wide.m.data(), wide.v.data()});
+      AdamStepExact(s, kElems, g,
+                    {param.data(), remainder.data(), narrow.m.data(), narrow.v.data()});
+      JoinMaster(kElems, param.data(), remainder.data(), rebuilt.data());
+      RoundToBf16(kElems, wide.w.data(), rounded.data());
+      ASSERT_TRUE(SameBits(rebuilt, wide.w)) << "step " << t << ", seed " << kSeed;
+      ASSERT_EQ(param, rounded) << "step " << t << ", seed " << kSeed;
+      ASSERT_TRUE(SameBits(narrow.m, wide.m));
+      ASSERT_TRUE(SameBits(narrow.v, wide.v));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Supported, ExactFormat, ::testing::ValuesIn(SupportedTargets()),
+                         [](const auto& target) { return target.param; });
+
+}  // namespace
+}  // namespace forebay::cpu_adam

@@ -1,0 +1,118 @@
+// Guarded, deliberately misaligned arrays and the data that the kernel tests run on.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/targets.h"
+#include "gtest/gtest.h"
+
+namespace forebay::testing {
+
+// n elements that start `offset` elements behind a 64-byte boundary, with guards on both sides.
+template <class T>
+class GuardedArray {
+ public:
+  GuardedArray(size_t n, size_t offset)
+      : n_(n), offset_(kGuard + offset), storage_(kGuard + offset + n + kGuard + 64 / sizeof(T)) {
+    while (reinterpret_cast<uintptr_t>(storage_.data() + shift_) % 64 != 0) ++shift_;
+    std::fill(storage_.begin(), storage_.end(), kCanary);
+  }
+  GuardedArray(const GuardedArray&) = delete;
+  GuardedArray& operator=(const GuardedArray&) = delete;
+
+  T* data() { return storage_.data() + shift_ + offset_; }
+  size_t size() const { return n_; }
+  void Assign(const std::vector<T>& values) {
+    std::copy(values.begin(), values.begin() + static_cast<ptrdiff_t>(n_), data());
+  }
+  std::vector<T> Copy() { return {data(), data() + n_}; }
+
+  bool GuardsIntact() const {
+    for (size_t i = 0; i < storage_.size(); ++i) {
+      const bool inside = i >= shift_ + offset_ && i < shift_ + offset_ + n_;
+      if (!inside && storage_[i] != kCanary) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t kGuard = 64;  // elements: whole 64-byte lines for every T
+  static constexpr T kCanary = T{77};
+
+  size_t n_;
+  size_t offset_;
+  size_t shift_ = 0;
+  std::vector<T> storage_;
+};
+
+inline bool SameBits(float a, float b) {
+  return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b) ||
+         (std::isnan(a) && std::isnan(b));  // sign and payload of a NaN are free
+}
+
+// Fails at the first element that differs.
+inline ::testing::AssertionResult SameBits(const std::vector<float>& a,
+                                           const std::vector<float>& b) {
+  if (a.size() != b.size()) return ::testing::AssertionFailure() << "sizes differ";
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (SameBits(a[i], b[i])) continue;
+    return ::testing::AssertionFailure() << "element " << i << " of " << a.size() << ": "
+                                         << std::hexfloat << a[i] << " and " << b[i];
+  }
+  return ::testing::AssertionSuccess();
+}
+
+inline uint16_t TopHalf(float value) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+}
+
+// States and gradients of plausible sizes, with denormal moments, zeros, and gradients from 1e-30 to
+// 1e25 (whose square overflows) strewn in.
+struct AdamData {
+  std::vector<float> w, m, v, grad;
+  std::vector<uint16_t> grad16;
+
+  AdamData(size_t n, uint32_t seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    constexpr float kOdd[] = {0.0f, -0.0f, 1e-30f, -1e8f, 1e18f, 1e25f, 3e-41f, -1e-44f};
+    for (size_t i = 0; i < n; ++i) {
+      const bool odd = random() % 13 == 0;
+      w.push_back(0.02f * normal(random));
+      m.push_back(odd ? std::ldexp(normal(random), -140) : 1e-3f * normal(random));
+      v.push_back(odd ? std::ldexp(std::abs(normal(random)), -140)
+                      : std::abs(1e-6f * normal(random)));
+      const float g = random() % 11 == 0 ? kOdd[random() % std::size(kOdd)] : 0.1f * normal(random);
+      grad.push_back(g);
+      grad16.push_back(TopHalf(g));
+    }
+  }
+};
+
+// Sizes around every vector width, primes, odd tails; and a length that spans several chunks.
+inline const std::vector<size_t>& KernelSizes() {
+  static const std::vector<size_t> sizes = {0,  1,  2,  3,  7,  8,  9,   15,  16,  17,  31,   32,
+                                            33, 47, 63, 64, 65, 97, 127, 128, 129, 251, 1009, 4099};
+  return sizes;
+}
+
+// Goes back to the best target when a test ends, however it ends.
+class TargetGuard {
+ public:
+  TargetGuard() = default;
+  TargetGuard(const TargetGuard&) = delete;
+  TargetGuard& operator=(const TargetGuard&) = delete;
+  ~TargetGuard() { EXPECT_TRUE(cpu_adam::ForceTarget("best").ok()); }
+
+  void Force(const std::string& name) { ASSERT_TRUE(cpu_adam::ForceTarget(name).ok()) << name; }
+};
+
+}  // namespace forebay::testing

@@ -1,0 +1,171 @@
+// Goal    The streaming passes give the bits of their scalar definition on every instruction set.
+// Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded data,
+//         and on all 2^16 bfloat16 values; compare bit by bit.
+
+#include <limits>
+#include <numeric>
+
+#include "cpu_adam/adam_kernel.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_adam/planes.h"
+
+namespace forebay::cpu_adam {
+namespace {
+
+using ::forebay::testing::AdamData;
+using ::forebay::testing::GuardedArray;
+using ::forebay::testing::KernelSizes;
+using ::forebay::testing::SameBits;
+using ::forebay::testing::TargetGuard;
+
+constexpr uint32_t kSeed = 41;
+constexpr GradType kGradTypes[] = {GradType::kFp32, GradType::kBf16};
+
+class StreamKernels : public ::testing::TestWithParam<std::string> {
+ protected:
+  // What `run` returns on the target under test and on the definition.
+  template <class Run>
+  auto Both(Run run) {
+    target_.Force("scalar");
+    auto expected = run();
+    target_.Force(GetParam());
+    return std::pair(run(), std::move(expected));
+  }
+
+  TargetGuard target_;
+};
+
+Gradient GradOf(const AdamData& data, GradType type) {
+  if (type == GradType::kFp32) return {data.grad.data(), type};
+  return {data.grad16.data(), type};
+}
+
+TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
+  for (const size_t n : {0, 1, 31, 32, 33, 1009, 4095, 4096, 4097, 12289}) {
+    const AdamData data(n, kSeed);
+    for (const GradType type : kGradTypes) {
+      const auto [sums, expected] = Both([&] {
+        std::vector<double> chunk_sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
+        ChunkSquareSums(n, GradOf(data, type), chunk_sums.data());
+        return chunk_sums;
+      });
+      EXPECT_EQ(sums, expected) << "n " << n;  // no NaN in the data: == is bit equality
+    }
+  }
+}
+
+TEST_P(StreamKernels, OneBadElementAnywhereIsFound) {
+  target_.Force(GetParam());
+  for (const size_t n : {1, 15, 64, 67}) {
+    std::vector<float> wide(n, std::numeric_limits<float>::max());
+    std::vector<uint16_t> narrow(n, 0xFF7F);  // the largest negative bfloat16
+    EXPECT_TRUE(AllFinite(n, {wide.data(), GradType::kFp32}));
+    EXPECT_TRUE(AllFinite(n, {narrow.data(), GradType::kBf16}));
+    for (size_t i = 0; i < n; ++i) {
+      for (const uint16_t bad : std::initializer_list<uint16_t>{0x7F80, 0xFF80, 0x7F81, 0xFFFF}) {
+        const float was_wide = std::exchange(wide[i], std::bit_cast<float>(uint32_t{bad} << 16));
+        const uint16_t was_narrow = std::exchange(narrow[i], bad);
+        EXPECT_FALSE(AllFinite(n, {wide.data(), GradType::kFp32})) << i << " of " << n;
+        EXPECT_FALSE(AllFinite(n, {narrow.data(), GradType::kBf16})) << i << " of " << n;
+        double sum = 0;
+        ChunkSquareSums(n, {wide.data(), GradType::kFp32}, &sum);
+        EXPECT_FALSE(std::isfinite(sum));
+        ChunkSquareSums(n, {narrow.data(), GradType::kBf16}, &sum);
+        EXPECT_FALSE(std::isfinite(sum));
+        wide[i] = was_wide;
+        narrow[i] = was_narrow;
+      }
+    }
+  }
+  EXPECT_TRUE(AllFinite(0, {nullptr, GradType::kFp32}));
+}
+
+TEST_P(StreamKernels, AddsAndSetsLikeTheDefinition) {
+  for (const size_t n : KernelSizes()) {
+    const AdamData data(n, kSeed);
+    for (const GradType type : kGradTypes) {
+      for (const AddMode mode : {AddMode::kSet, AddMode::kAdd}) {
+        for (const size_t offset : {0, 3}) {
+          const auto [sum, expected] = Both([&] {
+            GuardedArray<float> dst(n, offset);
+            dst.Assign(data.w);
+            AddGradient(n, GradOf(data, type), mode, dst.data());
+            EXPECT_TRUE(dst.GuardsIntact());
+            return dst.Copy();
+          });
+          EXPECT_TRUE(SameBits(sum, expected)) << "n " << n << " offset " << offset;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(StreamKernels, RanksAddInOrderAsInOneExpression) {
+  target_.Force(GetParam());
+  const AdamData a(100, 1), b(100, 2), c(100, 3);
+  std::vector<float> sum(100);
+  AddGradient(100, {a.grad.data(), GradType::kFp32}, AddMode::kSet, sum.data());
+  AddGradient(100, {b.grad.data(), GradType::kFp32}, AddMode::kAdd, sum.data());
+  AddGradient(100, {c.grad.data(), GradType::kFp32}, AddMode::kAdd, sum.data());
+  for (size_t i = 0; i < sum.size(); ++i) {
+    EXPECT_TRUE(SameBits(sum[i], (a.grad[i] + b.grad[i]) + c.grad[i])) << i;
+  }
+}
+
+TEST_P(StreamKernels, EveryBfloat16SurvivesWideningAndRounding) {
+  target_.Force(GetParam());
+  std::vector<uint16_t> all(1 << 16);
+  std::iota(all.begin(), all.end(), uint16_t{0});
+  std::vector<float> wide(all.size());
+  WidenBf16(all.size(), all.data(), wide.data());
+  for (size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(std::bit_cast<uint32_t>(wide[i]), uint32_t{all[i]} << 16);
+  }
+  std::vector<uint16_t> back(all.size());
+  RoundToBf16(all.size(), wide.data(), back.data());
+  EXPECT_EQ(back, all);
+}
+
+TEST_P(StreamKernels, RoundsToNearestWithTiesAwayFromZero) {
+  target_.Force(GetParam());
+  const struct {
+    uint32_t bits;
+    uint16_t rounded;
+  } kCases[] = {{0x3F808000, 0x3F81}, {0x3F807FFF, 0x3F80}, {0xBF808000, 0xBF81},
+                {0xBF817FFF, 0xBF81}, {0x00008000, 0x0001}, {0x7F7FFFFF, 0x7F80}};
+  for (const auto& test : kCases) {
+    const std::vector<float> value(33, std::bit_cast<float>(test.bits));
+    std::vector<uint16_t> rounded(value.size());
+    RoundToBf16(value.size(), value.data(), rounded.data());
+    EXPECT_EQ(rounded, std::vector<uint16_t>(value.size(), test.rounded)) << std::hex << test.bits;
+  }
+}
+
+TEST_P(StreamKernels, SplitAndJoinKeepEveryBit) {
+  std::mt19937 random(kSeed);
+  for (const size_t n : KernelSizes()) {
+    std::vector<float> masters;
+    for (size_t i = 0; i < n; ++i) {
+      masters.push_back(std::bit_cast<float>(static_cast<uint32_t>(random())));
+    }
+    const auto [halves, expected] = Both([&] {
+      GuardedArray<uint16_t> param(n, 1);
+      GuardedArray<int16_t> remainder(n, 3);
+      GuardedArray<float> joined(n, 5);
+      SplitMaster(n, masters.data(), param.data(), remainder.data());
+      JoinMaster(n, param.data(), remainder.data(), joined.data());
+      for (size_t i = 0; i < n; ++i) {
+        EXPECT_EQ(std::bit_cast<uint32_t>(joined.data()[i]), std::bit_cast<uint32_t>(masters[i]));
+      }
+      EXPECT_TRUE(param.GuardsIntact() && remainder.GuardsIntact() && joined.GuardsIntact());
+      return std::pair(param.Copy(), remainder.Copy());
+    });
+    EXPECT_EQ(halves, expected) << "n " << n;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Supported, StreamKernels, ::testing::ValuesIn(SupportedTargets()),
+                         [](const auto& target) { return target.param; });
+
+}  // namespace
+}  // namespace forebay::cpu_adam
