@@ -1,0 +1,136 @@
+// Goal    What only another user sees: a served segment cannot be opened for writing, and a low
+//         RLIMIT_MEMLOCK refuses a service and leaves a private daemon unlocked.
+// Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's own
+//         privileges would hide both. A child reports through its exit status; it runs under a deadline.
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <string>
+
+#include "pinned_mem/pinned_arena.h"
+#include "protocol/error.h"
+#include "tests/pinned_mem/arena_support.h"
+
+namespace forebay::pinned_mem {
+namespace {
+
+using ::forebay::testing::kMib;
+using ::forebay::testing::kPage;
+using ::forebay::testing::MakeArena;
+using ::forebay::testing::OptionsFor;
+
+constexpr unsigned kNobody = 65534;
+constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
+
+class PinnedArenaProcess : public ::forebay::testing::DescriptorsAsBefore {};
+
+// Runs `body` in a child that is nobody, and returns what it returns, or -signal.
+template <class Body>
+int AsNobody(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(kDeadlineSeconds);
+    if (geteuid() == 0 &&
+        (setresgid(kNobody, kNobody, kNobody) != 0 || setresuid(kNobody, kNobody, kNobody) != 0)) {
+      _exit(100);
+    }
+    _exit(body());
+  }
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// 0 where the descriptor can be opened again for writing; the errno otherwise.
+int ReopenForWriting(int fd) {
+  const std::string path = "/proc/self/fd/" + std::to_string(fd);
+  const int again = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  return again >= 0 ? 0 : errno;
+}
+
+TEST_F(PinnedArenaProcess, AnotherUserCannotOpenAServedSegmentForWriting) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root to become another user";
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  const auto fd = arena->ReadOnlyFd();
+  ASSERT_TRUE(fd.ok());
+  EXPECT_EQ(AsNobody([&] { return ReopenForWriting(fd->get()); }), EACCES);
+}
+
+TEST_F(PinnedArenaProcess, WithTheModeSwitchedOffAnotherUserCan) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root to become another user";
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  const auto fd = arena->ReadOnlyFd();
+  ASSERT_TRUE(fd.ok());
+  ASSERT_EQ(fchmod(arena->segment_fd().get(), 0666), 0);  // a memfd's mode as the kernel makes it
+  EXPECT_EQ(AsNobody([&] { return ReopenForWriting(fd->get()); }), 0);
+}
+
+TEST_F(PinnedArenaProcess, ALowLimitOnLockedMemoryRefusesAServiceAndNamesTheRemedy) {
+  const int result = AsNobody([] {
+    const rlimit limit = {kMib, kMib};
+    if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 10;
+    ArenaOptions options = OptionsFor(4 * kMib, Access::kPrivate);
+    options.lock = LockPolicy::kRequired;
+    const absl::Status status = PinnedArena::Create(options).status();
+    const std::string text = protocol::FormatError(status);
+    std::fprintf(stderr, "%s\n", text.c_str());
+    if (protocol::IdOf(status) != protocol::ErrorId::kMemlock) return 11;
+    if (text.find("RLIMIT_MEMLOCK is 1.0 MiB") == std::string::npos) return 12;
+    if (text.find("4194304 bytes") == std::string::npos) return 13;
+    if (text.find("LimitMEMLOCK=infinity") == std::string::npos) return 14;
+    if (text.find("limits.conf") == std::string::npos) return 15;
+    return 0;
+  });
+  EXPECT_EQ(result, 0);
+}
+
+TEST_F(PinnedArenaProcess, ALowLimitOnLockedMemoryLeavesAPrivateDaemonUnlocked) {
+  const int result = AsNobody([] {
+    const rlimit limit = {kMib, kMib};
+    if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 10;
+    const auto arena = PinnedArena::Create(OptionsFor(4 * kMib, Access::kShared));
+    if (!arena.ok()) return 11;
+    if ((*arena)->locked()) return 12;
+    if ((*arena)->allocated_bytes() != 4 * kMib) return 13;
+    const auto small = PinnedArena::Create(OptionsFor(4 * kPage, Access::kShared));
+    return small.ok() && (*small)->locked() ? 0 : 14;
+  });
+  EXPECT_EQ(result, 0);
+}
+
+// prctl(2): without the dump flag /proc/self/fd belongs to root, and the daemon runs so.
+TEST_F(PinnedArenaProcess, AProcessThatCannotBeDumpedStillMakesReadOnlyDescriptors) {
+  const int result = AsNobody([] {
+    if (prctl(PR_SET_DUMPABLE, 0) != 0) return 10;
+    const auto arena = PinnedArena::Create(OptionsFor(4 * kPage, Access::kServed));
+    if (!arena.ok()) return 11;
+    return (*arena)->ReadOnlyFd().ok() ? 0 : 12;
+  });
+  EXPECT_EQ(result, 0);
+}
+
+TEST_F(PinnedArenaProcess, TheMemoryOutlivesItsMakerWhileADescriptorIsOpen) {
+  auto arena = MakeArena(OptionsFor(2 * kMib + kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  arena->bytes().back() = std::byte{9};
+  const auto fd = arena->ReadOnlyFd();
+  ASSERT_TRUE(fd.ok());
+  arena.reset();
+  std::byte last{0};
+  EXPECT_EQ(pread(fd->get(), &last, 1, 2 * kMib + kPage - 1), 1);
+  EXPECT_EQ(last, std::byte{9});
+}
+
+}  // namespace
+}  // namespace forebay::pinned_mem

@@ -1,0 +1,279 @@
+// Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its seals bar
+//         what they must, and the same attacks succeed on a segment without them.
+// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore, F_GET_SEALS), then attack them with
+//         the system calls that a client could use on its descriptor.
+
+#include "pinned_mem/pinned_arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "protocol/error.h"
+#include "tests/pinned_mem/arena_support.h"
+
+namespace forebay::pinned_mem {
+namespace {
+
+using ::forebay::protocol::ErrorId;
+using ::forebay::protocol::IdOf;
+using ::forebay::protocol::UniqueFd;
+using ::forebay::testing::kMib;
+using ::forebay::testing::kPage;
+using ::forebay::testing::MakeArena;
+using ::forebay::testing::OptionsFor;
+using ::testing::HasSubstr;
+
+class PinnedArenaTest : public ::forebay::testing::DescriptorsAsBefore {};
+class PinnedArenaSeals : public ::forebay::testing::DescriptorsAsBefore {};
+
+// 0, or the errno of one attack on a descriptor of a segment of two pages or more.
+struct Attack {
+  static int MapWritable(int fd) {
+    void* const map = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) return errno;
+    munmap(map, kPage);
+    return 0;
+  }
+  static int Write(int fd) { return pwrite(fd, "x", 1, 0) == 1 ? 0 : errno; }
+  static int Shrink(int fd) { return ftruncate(fd, kPage) == 0 ? 0 : errno; }
+  static int Grow(int fd) { return ftruncate(fd, 1 << 30) == 0 ? 0 : errno; }
+  static int PunchHole(int fd) {
+    const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    return fallocate(fd, mode, 0, kPage) == 0 ? 0 : errno;
+  }
+  static int AddSeal(int fd) { return fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE) == 0 ? 0 : errno; }
+};
+
+TEST_F(PinnedArenaTest, IsExactlyItsSizeZeroAndAlignedWhateverTheSize) {
+  for (const uint64_t capacity : {kPage, 3 * kPage, 2 * kMib - kPage, 2 * kMib, 2 * kMib + kPage,
+                                  4 * kMib, 7 * kMib + 5 * kPage}) {
+    SCOPED_TRACE(capacity);
+    const auto arena = MakeArena(OptionsFor(capacity, Access::kPrivate));
+    ASSERT_NE(arena, nullptr);
+    EXPECT_EQ(arena->bytes().size(), capacity);
+    EXPECT_EQ(arena->capacity_bytes(), capacity);
+    EXPECT_EQ(arena->allocated_bytes(), capacity) << "by st_blocks: all of it, and no page more";
+    EXPECT_LE(arena->huge_bytes(), capacity);
+    EXPECT_EQ(arena->huge_bytes() % (2 * kMib), 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(arena->bytes().data()) % (2 * kMib), 0u);
+    EXPECT_TRUE(std::ranges::all_of(arena->bytes(), [](std::byte b) { return b == std::byte{0}; }));
+    EXPECT_EQ(arena->allocated_bytes(), capacity) << "reading changed nothing";
+  }
+}
+
+TEST_F(PinnedArenaTest, EveryPageIsPopulatedBeforeCreateReturns) {
+  const auto arena = MakeArena(OptionsFor(5 * kMib + kPage, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  std::vector<unsigned char> resident(arena->capacity_bytes() / kPage);
+  ASSERT_EQ(mincore(arena->bytes().data(), arena->capacity_bytes(), resident.data()), 0);
+  EXPECT_TRUE(std::ranges::all_of(resident, [](unsigned char r) { return (r & 1) != 0; }));
+}
+
+// The field of /proc/self/smaps for the mapping that starts at `begin`, in bytes.
+uint64_t SmapsBytes(const void* begin, const std::string& field) {
+  std::ifstream smaps("/proc/self/smaps");
+  const std::string start = [begin] {
+    std::ostringstream text;
+    text << std::hex << reinterpret_cast<uintptr_t>(begin) << "-";
+    return text.str();
+  }();
+  std::string line;
+  bool inside = false;
+  while (std::getline(smaps, line)) {
+    const std::string first = line.substr(0, line.find(' '));
+    if (first.find('-') != std::string::npos) inside = line.starts_with(start);
+    if (inside && first == field) return std::stoull(line.substr(field.size())) * 1024;
+  }
+  ADD_FAILURE() << "no " << field << " for this mapping";
+  return 0;
+}
+
+TEST_F(PinnedArenaTest, HugeBytesAreWhatTheKernelMapsInTwoMegabytePieces) {
+  const auto arena = MakeArena(OptionsFor(8 * kMib + kPage, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  std::printf("[ pages ] %.0f of 8 MiB on 2 MiB pages\n",
+              static_cast<double>(arena->huge_bytes()) / static_cast<double>(kMib));
+  EXPECT_EQ(SmapsBytes(arena->bytes().data(), "ShmemPmdMapped:"), arena->huge_bytes());
+}
+
+TEST_F(PinnedArenaTest, IsLockedWherePossibleAndLeftOutOfCoreFiles) {
+  const auto arena = MakeArena(OptionsFor(kMib, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  if (arena->locked()) {
+    EXPECT_EQ(SmapsBytes(arena->bytes().data(), "Locked:"), kMib);
+  }
+  std::ifstream smaps("/proc/self/smaps");
+  std::string line;
+  bool inside = false, dont_dump = false;
+  while (std::getline(smaps, line)) {
+    if (line.find("/memfd:test") != std::string::npos) inside = true;
+    if (inside && line.starts_with("VmFlags:")) {
+      dont_dump = line.find(" dd") != std::string::npos;
+      break;
+    }
+  }
+  EXPECT_TRUE(dont_dump);
+}
+
+TEST_F(PinnedArenaTest, RangesGiveTheirBytesBackWhenTheyDie) {
+  const auto arena = MakeArena(OptionsFor(8 * kPage, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  {
+    auto first = arena->Take(1);
+    ASSERT_TRUE(first.ok());
+    EXPECT_EQ(first->bytes().size(), 1u) << "what was asked for";
+    EXPECT_EQ(arena->free_bytes(), 7 * kPage) << "rounded up to the page";
+    auto second = arena->Take(7 * kPage);
+    ASSERT_TRUE(second.ok());
+    EXPECT_EQ(second->offset_bytes(), kPage);
+    EXPECT_EQ(second->bytes().data(), arena->bytes().data() + kPage);
+    EXPECT_EQ(IdOf(arena->Take(1).status()), ErrorId::kLimit);
+
+    PinnedArena::Range moved = *std::move(second);
+    moved = *std::move(first);  // the seven pages die here, once
+    EXPECT_EQ(arena->free_bytes(), 7 * kPage);
+    EXPECT_EQ(moved.offset_bytes(), 0u);
+  }
+  EXPECT_EQ(arena->free_bytes(), 8 * kPage);
+  EXPECT_TRUE(arena->Take(8 * kPage).ok());
+}
+
+TEST_F(PinnedArenaTest, ARangeThatCannotBeIsRefusedWithTheNumbers) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  EXPECT_EQ(IdOf(arena->Take(0).status()), ErrorId::kRange);
+  EXPECT_EQ(IdOf(arena->Take(4 * kPage + 1).status()), ErrorId::kRange);
+  EXPECT_EQ(IdOf(arena->Take(UINT64_MAX).status()), ErrorId::kRange);
+  const auto half = arena->Take(2 * kPage);
+  EXPECT_THAT(std::string(arena->Take(3 * kPage).status().message()), HasSubstr("free 8192"));
+}
+
+TEST_F(PinnedArenaTest, WrongOptionsAreRefusedByName) {
+  const auto refusal = [](auto change) {
+    ArenaOptions options = OptionsFor(kPage, Access::kPrivate);
+    change(options);
+    return IdOf(PinnedArena::Create(options).status());
+  };
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.capacity_bytes = 0; }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.capacity_bytes = 4097; }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.capacity_bytes = uint64_t{1} << 60; }),
+            ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.capacity_bytes = uint64_t{1} << 45; }),
+            ErrorId::kDramLimit);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.name = ""; }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.name = "a/b"; }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.name = std::string(201, 'x'); }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.numa_node = -1; }), ErrorId::kRange);
+  EXPECT_EQ(refusal([](ArenaOptions& o) { o.numa_node = 4711; }), ErrorId::kRange);
+}
+
+// The same attacks as below on a memfd that nobody sealed: each succeeds, so each test can fail.
+TEST_F(PinnedArenaSeals, WithoutThemEveryAttackSucceeds) {
+  const UniqueFd fd(memfd_create("bare", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(ftruncate(fd.get(), 4 * kPage), 0);
+  EXPECT_EQ(Attack::MapWritable(fd.get()), 0);
+  EXPECT_EQ(Attack::Write(fd.get()), 0);
+  EXPECT_EQ(Attack::PunchHole(fd.get()), 0);
+  EXPECT_EQ(Attack::Grow(fd.get()), 0);
+  EXPECT_EQ(Attack::Shrink(fd.get()), 0);
+  EXPECT_EQ(Attack::AddSeal(fd.get()), 0);
+}
+
+TEST_F(PinnedArenaSeals, NoArenaChangesItsSize) {
+  for (const Access access : {Access::kPrivate, Access::kServed, Access::kShared}) {
+    const auto arena = MakeArena(OptionsFor(4 * kPage, access));
+    ASSERT_NE(arena, nullptr);
+    EXPECT_EQ(Attack::Shrink(arena->segment_fd().get()), EPERM);
+    EXPECT_EQ(Attack::Grow(arena->segment_fd().get()), EPERM);
+    EXPECT_EQ(fcntl(arena->segment_fd().get(), F_GETFD), FD_CLOEXEC);
+  }
+}
+
+TEST_F(PinnedArenaSeals, ASharedArenaCanBeWrittenUntilItIsSealedAndNotMappedAfter) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kShared));
+  ASSERT_NE(arena, nullptr);
+  const int fd = arena->segment_fd().get();
+  void* const client = mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ASSERT_NE(client, MAP_FAILED);
+  EXPECT_FALSE(arena->IsSealed());
+  EXPECT_EQ(Attack::PunchHole(fd), 0) << "SHRINK and GROW alone do not bar it";
+
+  ASSERT_TRUE(arena->SealAfterMapping().ok());
+  EXPECT_TRUE(arena->IsSealed());
+  EXPECT_EQ(Attack::MapWritable(fd), EPERM);
+  EXPECT_EQ(Attack::Write(fd), EPERM);
+  EXPECT_EQ(Attack::PunchHole(fd), EPERM);
+  EXPECT_EQ(Attack::AddSeal(fd), EPERM);
+  EXPECT_EQ(madvise(client, kPage, MADV_REMOVE), -1) << "a hole through the mapping";
+  EXPECT_EQ(errno, EPERM);
+
+  static_cast<char*>(client)[kPage] = 7;  // the mapping from before goes on
+  EXPECT_EQ(arena->bytes()[kPage], std::byte{7});
+  EXPECT_TRUE(arena->SealAfterMapping().ok()) << "a repeat is harmless";
+  munmap(client, 4 * kPage);
+}
+
+TEST_F(PinnedArenaSeals, OnlyASharedArenaIsSealedAfterMapping) {
+  for (const Access access : {Access::kPrivate, Access::kServed}) {
+    const auto arena = MakeArena(OptionsFor(kPage, access));
+    ASSERT_NE(arena, nullptr);
+    EXPECT_EQ(IdOf(arena->SealAfterMapping()), ErrorId::kRange);
+    EXPECT_FALSE(arena->IsSealed());
+    EXPECT_EQ(Attack::MapWritable(arena->segment_fd().get()), 0) << "the next daemon must map it";
+  }
+}
+
+TEST_F(PinnedArenaSeals, AReadOnlyDescriptorReadsAndDoesNoMore) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  arena->bytes()[5] = std::byte{42};
+  const auto fd = arena->ReadOnlyFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  EXPECT_EQ(fcntl(fd->get(), F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_EQ(fcntl(fd->get(), F_GETFD), FD_CLOEXEC);
+  void* const map = mmap(nullptr, 4 * kPage, PROT_READ, MAP_SHARED, fd->get(), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  EXPECT_EQ(static_cast<char*>(map)[5], 42);
+  EXPECT_EQ(mprotect(map, kPage, PROT_READ | PROT_WRITE), -1);
+  EXPECT_EQ(madvise(map, kPage, MADV_REMOVE), -1);
+  munmap(map, 4 * kPage);
+  EXPECT_EQ(Attack::MapWritable(fd->get()), EACCES);
+  EXPECT_EQ(Attack::Write(fd->get()), EBADF);
+  EXPECT_EQ(Attack::PunchHole(fd->get()), EBADF);
+  struct stat info = {};
+  ASSERT_EQ(fstat(fd->get(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0400u);
+}
+
+TEST_F(PinnedArenaTest, ItsDeathGivesThePagesBack) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  std::byte* const begin = arena->bytes().data();
+  auto doomed = MakeArena(OptionsFor(4 * kMib, Access::kServed));
+  std::byte* const doomed_begin = doomed->bytes().data();
+  doomed.reset();
+  unsigned char resident[4 * kMib / kPage];
+  EXPECT_EQ(mincore(begin, 4 * kPage, resident), 0);
+  EXPECT_EQ(mincore(doomed_begin, 4 * kMib, resident), -1) << "still mapped";
+}
+
+TEST(PinnedArenaDeathTest, ARangeMustNotOutliveItsArena) {
+  EXPECT_DEATH(
+      {
+        auto arena = MakeArena(OptionsFor(kPage, Access::kPrivate));
+        auto range = arena->Take(kPage);
+        arena.reset();
+      },
+      "CHECK failed");
+}
+
+}  // namespace
+}  // namespace forebay::pinned_mem
