@@ -1,0 +1,110 @@
+#include "tools/forebay/bench_job.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/status_macros.h"
+#include "protocol/wire.h"
+
+namespace forebay::tools {
+namespace {
+
+using client::Attachment;
+
+constexpr client::Timeout kLimit = std::chrono::seconds(120);
+constexpr float kGradient = 1e-3F;  // plain numbers: no denormals, which are slow
+
+std::span<float> AsFloats(std::span<std::byte> bytes) {
+  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+}
+
+protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
+  protocol::LayoutSpec layout;
+  for (uint64_t begin = 0; begin < options.params; begin += options.group_elems) {
+    const auto group = static_cast<uint32_t>(layout.params.size());
+    const std::string name = absl::StrCat("group", group);
+    layout.params.push_back({.name = name,
+                             .shape = {std::min(options.group_elems, options.params - begin)},
+                             .group = group});
+    layout.group_names.push_back(name);
+  }
+  return layout;
+}
+
+absl::Status WriteParameters(Attachment& attachment) {
+  const auto groups = attachment.layout().groups();
+  for (uint32_t group = 0; group < groups.size(); ++group) {
+    const std::vector<float> ones(groups[group].elems, 1.0F);
+    RETURN_IF_ERROR(attachment.WriteInitial(group, std::as_bytes(std::span(ones)), kLimit));
+  }
+  return attachment.InitialDone(kLimit);
+}
+
+}  // namespace
+
+BenchJob::BenchJob(std::unique_ptr<PrivateDaemon> daemon) : daemon_(std::move(daemon)) {}
+
+absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions& options) {
+  ASSIGN_OR_RETURN(std::unique_ptr<PrivateDaemon> daemon, PrivateDaemon::Start(options.daemon));
+  // The constructor is private: make_unique cannot reach it.
+  std::unique_ptr<BenchJob> job(new BenchJob(std::move(daemon)));
+  ASSIGN_OR_RETURN(job->admin_, client::AdminClient::Connect({.socket = job->daemon_->socket()}));
+  client::AttachOptions attach;
+  attach.socket = job->daemon_->socket();
+  attach.job = "bench";
+  attach.layout = MakeLayout(options);
+  attach.timeout = kLimit;
+  ASSIGN_OR_RETURN(job->attachment_, Attachment::Attach(std::move(attach)));
+  RETURN_IF_ERROR(WriteParameters(*job->attachment_));
+  return job;
+}
+
+uint32_t BenchJob::groups() const {
+  return static_cast<uint32_t>(attachment_->layout().groups().size());
+}
+
+absl::Status BenchJob::DeliverGradients() {
+  for (uint32_t group = 0; group < groups(); ++group) {
+    ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                     attachment_->GradSlot(group, client::GradFill::kPadding, kLimit));
+    const uint64_t elems = attachment_->layout().groups()[group].elems;
+    std::ranges::fill(AsFloats(slot).first(elems), kGradient);
+    RETURN_IF_ERROR(attachment_->GradReady(group));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<double> BenchJob::TimedStep() {
+  protocol::HyperParams hyper{};
+  hyper.lr = 1e-4;
+  hyper.beta1 = 0.9;
+  hyper.beta2 = 0.999;
+  hyper.eps = 1e-8;
+  const auto began = std::chrono::steady_clock::now();
+  ASSIGN_OR_RETURN(
+      const client::StepResult result,
+      attachment_->Step(attachment_->committed_step() + 1, {&hyper, 1}, 0.0, {}, kLimit));
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+  if (result.repeated)
+    return protocol::MakeError(protocol::ErrorId::kInternal, "a step was repeated");
+  return took.count();
+}
+
+absl::StatusOr<client::NodeStatus> BenchJob::Status() {
+  ASSIGN_OR_RETURN(client::NodeStatus status, admin_->Status());
+  if (status.jobs.size() != 1) {
+    return protocol::MakeError(protocol::ErrorId::kInternal,
+                               "the daemon has another number of jobs");
+  }
+  return status;
+}
+
+}  // namespace forebay::tools

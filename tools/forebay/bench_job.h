@@ -1,0 +1,50 @@
+// A synthetic job on a private daemon: one rank, float32, AdamW, groups of equal size.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/admin.h"
+#include "client/client.h"
+#include "tools/forebay/private_daemon.h"
+
+namespace forebay::tools {
+
+struct BenchJobOptions {
+  PrivateDaemonOptions daemon = {};
+  uint64_t params = 0;       // > 0
+  uint64_t group_elems = 0;  // > 0; the last group may be smaller
+};
+
+// Ownership  The destructor detaches and stops the daemon.
+// Threads    The main thread of the process, which the daemon does not outlive.
+class BenchJob {
+ public:
+  static absl::StatusOr<std::unique_ptr<BenchJob>> Create(const BenchJobOptions& options);
+
+  BenchJob(const BenchJob&) = delete;
+  BenchJob& operator=(const BenchJob&) = delete;
+
+  client::Attachment& attachment() { return *attachment_; }
+  uint32_t groups() const;
+
+  // Delivers a gradient for every group; nothing of it is timed by the benches.
+  absl::Status DeliverGradients();
+
+  // The next step: seconds from the call to its commit.
+  absl::StatusOr<double> TimedStep();
+
+  absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
+
+ private:
+  explicit BenchJob(std::unique_ptr<PrivateDaemon> daemon);
+
+  std::unique_ptr<PrivateDaemon> daemon_;
+  std::unique_ptr<client::AdminClient> admin_;
+  std::unique_ptr<client::Attachment> attachment_;
+};
+
+}  // namespace forebay::tools

@@ -1,0 +1,290 @@
+// Bench update: a whole step of AdamW, all in DRAM beside the memory limit and all on swap beside the disk limit.
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "nvme/engine_factory.h"
+#include "pinned_mem/pinned_arena.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "protocol/unique_fd.h"
+#include "protocol/units.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/bench_harness.h"
+#include "tools/forebay/bench_job.h"
+
+namespace forebay::tools {
+namespace {
+
+using pinned_mem::PinnedArena;
+using protocol::ErrorId;
+using protocol::kMiB;
+using protocol::MakeError;
+using protocol::RoundUp;
+using protocol::UniqueFd;
+using Clock = std::chrono::steady_clock;
+
+constexpr uint32_t kSamples = 7;
+constexpr uint64_t kParams = uint64_t{1} << 25;
+constexpr uint64_t kGroupElems = uint64_t{1} << 20;
+constexpr uint64_t kPassBytesRead = 16;     // per parameter: w, m, v, gradient
+constexpr uint64_t kPassBytesWritten = 12;  // w, m, v
+constexpr uint64_t kStateBytes = 8;         // m and v: what goes to swap
+constexpr double kGiga = 1e9;
+
+double SecondsSince(Clock::time_point began) {
+  return std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+absl::StatusOr<std::unique_ptr<PinnedArena>> MakeArena(const std::string& name, uint64_t bytes) {
+  return PinnedArena::Create({.name = name,
+                              .capacity_bytes = RoundUp(bytes, protocol::kHugePageBytes),
+                              .lock = pinned_mem::LockPolicy::kBestEffort});
+}
+
+// Four floats at once, by the compiler's own vectors: as wide as every processor has.
+using Lane [[gnu::vector_size(16)]] = float;
+
+// The memory accesses of the pass with next to no arithmetic: reads g, reads and writes w, m, v.
+void TouchAsThePassDoes(const Lane* g, Lane* w, Lane* m, Lane* v, size_t lanes) {
+  for (size_t i = 0; i < lanes; ++i) {
+    const Lane gradient = g[i];
+    w[i] += gradient;
+    m[i] += gradient;
+    v[i] += gradient;
+  }
+}
+
+// The limit of DRAM: that loop over arrays of the job's size, on as many threads as the daemon has workers.
+class MemoryLimit {
+ public:
+  static absl::StatusOr<std::unique_ptr<MemoryLimit>> Create(uint64_t params, uint32_t threads) {
+    auto limit = std::make_unique<MemoryLimit>();
+    limit->lanes_ = params * sizeof(float) / sizeof(Lane);
+    limit->threads_ = threads;
+    for (auto& plane : limit->planes_) {
+      ASSIGN_OR_RETURN(plane, MakeArena("bench-plane", params * sizeof(float)));
+    }
+    return limit;
+  }
+
+  absl::StatusOr<Sample> Run() {
+    const auto began = Clock::now();
+    {
+      std::vector<std::jthread> team;
+      for (uint32_t i = 0; i < threads_; ++i) {
+        const size_t first = lanes_ * i / threads_;
+        const size_t count = lanes_ * (i + 1) / threads_ - first;
+        team.emplace_back([this, first, count] {
+          TouchAsThePassDoes(Plane(0) + first, Plane(1) + first, Plane(2) + first, Plane(3) + first,
+                             count);
+        });
+      }
+    }
+    const double bytes = static_cast<double>(lanes_ * sizeof(Lane) / sizeof(float)) *
+                         (kPassBytesRead + kPassBytesWritten);
+    return Sample{.value = bytes / SecondsSince(began) / kGiga};
+  }
+
+ private:
+  Lane* Plane(size_t i) { return reinterpret_cast<Lane*>(planes_[i]->bytes().data()); }
+
+  std::array<std::unique_ptr<PinnedArena>, 4> planes_;
+  size_t lanes_ = 0;
+  uint32_t threads_ = 1;
+};
+
+// The limit of the disk: reads of one half of a file and writes of the other, piece by piece, as many each.
+class DiskLimit {
+ public:
+  static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
+                                                           uint64_t bytes) {
+    auto limit = std::make_unique<DiskLimit>();
+    limit->pieces_ = std::max<uint64_t>(1, bytes / kPieceBytes);
+    std::string path = (std::filesystem::path(folder) / "forebay-bench-XXXXXX").string();
+    limit->file_.Reset(::mkostemp(path.data(), O_DIRECT | O_CLOEXEC));
+    const int error = errno;
+    ::unlink(path.c_str());
+    if (!limit->file_.valid()) {
+      return MakeError(ErrorId::kSwapPath, protocol::ErrnoText(absl::StrCat("make ", path), error));
+    }
+    if (::posix_fallocate(limit->file_.get(), 0,
+                          static_cast<off_t>(2 * limit->pieces_ * kPieceBytes)) != 0) {
+      return MakeError(
+          ErrorId::kSwapNospc,
+          absl::StrCat("no room for ", protocol::FormatBytes(2 * limit->pieces_ * kPieceBytes),
+                       " in ", folder));
+    }
+    ASSIGN_OR_RETURN(limit->buffer_, MakeArena("bench-disk", kDepth * kPieceBytes));
+    ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({}));
+    limit->engine_ = std::move(chosen.engine);
+    limit->engine_->RegisterBuffer(limit->buffer_->bytes());
+    ASSIGN_OR_RETURN(limit->index_, limit->engine_->RegisterFile(limit->file_.get()));
+    RETURN_IF_ERROR(limit->Run().status());  // gives every piece its place on the disk
+    std::swap(limit->read_half_, limit->write_half_);
+    RETURN_IF_ERROR(limit->Run().status());
+    return limit;
+  }
+
+  DiskLimit() = default;
+  DiskLimit(const DiskLimit&) = delete;
+  DiskLimit& operator=(const DiskLimit&) = delete;
+
+  // Each of kDepth slots reads a piece, then writes it to the other half, then takes the next.
+  absl::StatusOr<Sample> Run() {
+    std::array<nvme::Completion, kDepth> done;
+    const auto began = Clock::now();
+    uint64_t next = 0;
+    uint64_t written = 0;
+    std::array<uint64_t, kDepth> piece_of{};
+    for (uint32_t slot = 0; slot < kDepth && next < pieces_; ++slot) {
+      RETURN_IF_ERROR(Read(slot, piece_of[slot] = next++));
+    }
+    while (written < pieces_) {
+      ASSIGN_OR_RETURN(const size_t count, engine_->Wait(nvme::IoEngine::kForever, done));
+      for (size_t i = 0; i < count; ++i) {
+        if (done[i].result != static_cast<int64_t>(kPieceBytes)) {
+          return MakeError(ErrorId::kSwapIo, absl::StrCat("the bare disk loop got ", done[i].result,
+                                                          " of ", kPieceBytes, " bytes"));
+        }
+        const auto slot = static_cast<uint32_t>(done[i].token);
+        if (done[i].kind == nvme::IoKind::kRead) {
+          RETURN_IF_ERROR(engine_->SubmitWrite(
+              index_, (write_half_ * pieces_ + piece_of[slot]) * kPieceBytes, Slot(slot), slot));
+        } else {
+          ++written;
+          if (next < pieces_) RETURN_IF_ERROR(Read(slot, piece_of[slot] = next++));
+        }
+      }
+    }
+    const double bytes = 2.0 * static_cast<double>(pieces_ * kPieceBytes);
+    return Sample{.value = bytes / SecondsSince(began) / kGiga};
+  }
+
+ private:
+  static constexpr uint64_t kPieceBytes = kMiB;
+  static constexpr uint32_t kDepth = 16;
+
+  std::span<std::byte> Slot(uint32_t slot) {
+    return buffer_->bytes().subspan(slot * kPieceBytes, kPieceBytes);
+  }
+  absl::Status Read(uint32_t slot, uint64_t piece) {
+    return engine_->SubmitRead(index_, (read_half_ * pieces_ + piece) * kPieceBytes, Slot(slot),
+                               slot);
+  }
+
+  UniqueFd file_;
+  std::unique_ptr<PinnedArena> buffer_;
+  std::unique_ptr<nvme::IoEngine> engine_;
+  nvme::FileIndex index_{};
+  uint64_t pieces_ = 1;
+  uint64_t read_half_ = 0;
+  uint64_t write_half_ = 1;
+};
+
+// One step; the figure is bytes of the pass (all in DRAM) or bytes of swap (all on swap) per second.
+absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes) {
+  RETURN_IF_ERROR(job.DeliverGradients());
+  ASSIGN_OR_RETURN(const client::NodeStatus before, job.Status());
+  ASSIGN_OR_RETURN(const double seconds, job.TimedStep());
+  ASSIGN_OR_RETURN(const client::NodeStatus after, job.Status());
+  Sample sample{
+      .bytes_read = after.jobs[0].state_read_bytes - before.jobs[0].state_read_bytes,
+      .bytes_written = after.jobs[0].state_written_bytes - before.jobs[0].state_written_bytes};
+  const uint64_t bytes = pass_bytes != 0 ? pass_bytes : sample.bytes_read + sample.bytes_written;
+  sample.value = static_cast<double>(bytes) / seconds / kGiga;
+  return sample;
+}
+
+// What the job holds beside its states: with no more than this, all of them go to swap.
+uint64_t BytesBesideStates(const client::NodeStatus& status) {
+  uint64_t bytes = 0;
+  for (const client::ArenaStatus& arena : status.memory.arenas) {
+    if (arena.kind != "state" && arena.kind != "staging") bytes += arena.size_bytes;
+  }
+  return bytes;
+}
+
+struct CaseOptions {
+  const BenchOptions& bench;
+  uint64_t params;
+  uint32_t samples;
+};
+
+BenchJobOptions JobOptions(const CaseOptions& options, uint64_t dram_bytes) {
+  BenchJobOptions job{.params = options.params,
+                      .group_elems = std::min(kGroupElems, (options.params + 3) / 4)};
+  job.daemon.runtime_folder = options.bench.runtime_folder;
+  job.daemon.dram = absl::StrCat(dram_bytes);
+  return job;
+}
+
+// Leaves the job's memory beside its states in `beside_states`.
+absl::StatusOr<BenchResult> InDram(const CaseOptions& options, uint64_t& beside_states) {
+  const uint64_t room = options.params * 24 + 512 * kMiB;  // image, sums, states, and ample arenas
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
+                   BenchJob::Create(JobOptions(options, room)));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+  beside_states = BytesBesideStates(status);
+  ASSIGN_OR_RETURN(const std::unique_ptr<MemoryLimit> limit,
+                   MemoryLimit::Create(options.params, status.workers));
+  return MeasureCase(
+      {.bench = "update",
+       .name = "update/opt=adamw/format=fp32/place=dram",
+       .unit = "GB/s",
+       .limit_what = "loop with the pass's memory accesses",
+       .measure = Measure::kRate},
+      options.samples,
+      [&] { return TimeStep(*job, options.params * (kPassBytesRead + kPassBytesWritten)); },
+      [&] { return limit->Run(); });
+}
+
+absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states) {
+  const uint64_t staging = 64 * kMiB;
+  BenchJobOptions job_options = JobOptions(options, beside_states + staging + 2 * kMiB);
+  job_options.daemon.swap = {options.bench.swap_folder};
+  job_options.daemon.swap_size =
+      absl::StrCat(RoundUp(2 * options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
+  job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+  if (status.jobs[0].resident_blocks == status.jobs[0].blocks) {
+    return MakeError(ErrorId::kInternal, "no block of the bench's job is on swap");
+  }
+  ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
+                   DiskLimit::Create(options.bench.swap_folder, options.params * kStateBytes));
+  return MeasureCase(
+      {.bench = "update",
+       .name = "update/opt=adamw/format=fp32/place=nvme",
+       .unit = "GB/s",
+       .limit_what = "bare loop of reads and writes, as many each",
+       .measure = Measure::kRate},
+      options.samples, [&] { return TimeStep(*job, 0); }, [&] { return limit->Run(); });
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<BenchResult>> BenchUpdate(const BenchOptions& options) {
+  const CaseOptions case_options{.bench = options,
+                                 .params = options.params == 0 ? kParams : options.params,
+                                 .samples = options.samples == 0 ? kSamples : options.samples};
+  std::vector<BenchResult> results;
+  uint64_t beside_states = 0;
+  ASSIGN_OR_RETURN(results.emplace_back(), InDram(case_options, beside_states));
+  ASSIGN_OR_RETURN(results.emplace_back(), OnSwap(case_options, beside_states));
+  return results;
+}
+
+}  // namespace forebay::tools

@@ -1,0 +1,27 @@
+// `forebay doctor`: what this machine gives Forebay, and the line that mends what it does not.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+namespace forebay::tools {
+
+enum class Verdict { kPass, kWarn, kFail };
+
+struct Finding {
+  std::string what;  // "memlock"
+  Verdict verdict = Verdict::kPass;
+  std::string seen;  // the numbers
+  std::string fix;   // a command or a line to add; empty where nothing is to be mended
+};
+
+// Probes by trying: locks, rings, direct writes and huge pages are made and given back. `folders` are candidates
+// for swap.
+std::vector<Finding> Examine(const std::vector<std::string>& folders);
+
+std::string FindingsText(const std::vector<Finding>& findings);
+nlohmann::json FindingsJson(const std::vector<Finding>& findings);
+
+}  // namespace forebay::tools

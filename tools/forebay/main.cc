@@ -1,0 +1,228 @@
+// forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not permitted; `run` passes
+// on its command's.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "client/admin.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/doctor.h"
+#include "tools/forebay/node_view.h"
+#include "tools/forebay/run.h"
+
+namespace forebay::tools {
+namespace {
+
+constexpr int kGood = 0;
+constexpr int kError = 1;
+constexpr int kUsage = 2;
+constexpr int kNoDaemon = 3;
+constexpr int kNotPermitted = 4;
+
+struct Arguments {
+  bool json = false;
+  std::string socket;
+  std::string job;
+  std::string delete_job;
+  std::vector<std::string> folders = {"."};
+  RunOptions run;
+  BenchOptions bench;
+};
+
+int ExitCodeOf(const absl::Status& status) {
+  switch (protocol::IdOf(status)) {
+    case protocol::ErrorId::kNone:
+      return kGood;
+    case protocol::ErrorId::kNoDaemon:
+    case protocol::ErrorId::kDaemonGone:
+      return kNoDaemon;
+    case protocol::ErrorId::kPermission:
+      return kNotPermitted;
+    default:
+      return kError;
+  }
+}
+
+void Print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
+void Show(bool as_json, const nlohmann::json& json, const std::string& text) {
+  Print(as_json ? json.dump(2) + "\n" : text);
+}
+
+using View = std::function<absl::Status(client::AdminClient&)>;
+
+int WithDaemon(const Arguments& arguments, const View& view) {
+  const auto admin = client::AdminClient::Connect({.socket = arguments.socket});
+  const absl::Status status = admin.ok() ? view(**admin) : admin.status();
+  if (status.ok()) return kGood;
+  std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  if (protocol::IdOf(status) == protocol::ErrorId::kNoDaemon) {
+    std::fprintf(stderr, "start one: forebay run -- COMMAND, or: systemctl start forebayd\n");
+  }
+  return ExitCodeOf(status);
+}
+
+// Status() shown by a function of it.
+int WithStatus(const Arguments& arguments,
+               const std::function<void(const client::NodeStatus&)>& show) {
+  return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
+    ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
+    show(status);
+    return absl::OkStatus();
+  });
+}
+
+int ShowStatus(const Arguments& arguments) {
+  return WithStatus(arguments, [&](const client::NodeStatus& status) {
+    Show(arguments.json, ToJson(status), StatusText(status));
+  });
+}
+
+int ShowMemory(const Arguments& arguments) {
+  return WithStatus(arguments, [&](const client::NodeStatus& status) {
+    Show(arguments.json, ToJson(status.memory), MemoryText(status.memory));
+  });
+}
+
+int ShowSwap(const Arguments& arguments) {
+  return WithStatus(arguments, [&](const client::NodeStatus& status) {
+    Show(arguments.json, ToJson(status.swap), SwapText(status));
+  });
+}
+
+int ShowJobs(const Arguments& arguments) {
+  if (arguments.delete_job.empty()) {
+    return WithStatus(arguments, [&](const client::NodeStatus& status) {
+      Show(arguments.json, ToJson(status.jobs), JobsText(status.jobs));
+    });
+  }
+  return WithDaemon(
+      arguments, [&](client::AdminClient& admin) { return admin.DeleteJob(arguments.delete_job); });
+}
+
+int ShowTrace(const Arguments& arguments) {
+  return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::vector<client::TraceEvent> events, admin.Trace(arguments.job));
+    Show(arguments.json, ToJson(events), TraceText(events));
+    return absl::OkStatus();
+  });
+}
+
+int ShowDoctor(const Arguments& arguments) {
+  const std::vector<Finding> findings = Examine(arguments.folders);
+  Show(arguments.json, FindingsJson(findings), FindingsText(findings));
+  const bool failed = std::ranges::any_of(
+      findings, [](const Finding& finding) { return finding.verdict == Verdict::kFail; });
+  return failed ? kError : kGood;
+}
+
+int ShowBench(const Arguments& arguments) {
+  const absl::Status status = Bench(arguments.bench, arguments.json);
+  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  return ExitCodeOf(status);
+}
+
+CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
+  CLI::App* view = app.add_subcommand(name, help);
+  view->add_flag("--json", arguments.json, "JSON instead of a table");
+  return view;
+}
+
+void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
+  app->add_option("--dram", daemon.dram, "memory for everything (2GiB where nothing says more)");
+  app->add_option("--swap", daemon.swap, "a directory or block device for swap; may be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app->add_option("--swap-size", daemon.swap_size, "reserved in each (4GiB)");
+}
+
+// The command stands behind "--": everything after it is left alone.
+std::vector<std::string> TakeCommand(std::vector<std::string>& words) {
+  const auto dashes = std::find(words.begin(), words.end(), "--");
+  if (dashes == words.end()) return {};
+  std::vector<std::string> command(dashes + 1, words.end());
+  words.erase(dashes, words.end());
+  return command;
+}
+
+int Main(std::vector<std::string> words, const std::string& runtime_folder) {
+  Arguments arguments;
+  arguments.run.daemon.runtime_folder = runtime_folder;
+  arguments.bench.runtime_folder = runtime_folder;
+  arguments.run.command = TakeCommand(words);
+  CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
+  app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
+  app.require_subcommand(1);
+
+  CLI::App* run =
+      app.add_subcommand("run", "a private daemon for one command: run [OPTIONS] -- COMMAND");
+  PrivateDaemonOptions& daemon = arguments.run.daemon;
+  AddDaemonOptions(run, daemon);
+  run->add_option("--config", daemon.config, "a TOML file for the daemon");
+  run->add_option("--set", daemon.settings, "KEY=VALUE on top of the file; may be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  run->add_flag("--verbose", daemon.verbose, "show the daemon's log");
+
+  CLI::App* status = AddView(app, "status", "the node at a glance", arguments);
+  CLI::App* memory = AddView(app, "mem", "every arena, as the kernel counts it", arguments);
+  CLI::App* swap = AddView(app, "swap", "every swap path and its traffic", arguments);
+  CLI::App* jobs = AddView(app, "jobs", "every job", arguments);
+  jobs->add_option("--delete", arguments.delete_job, "free the memory and swap of this job");
+  CLI::App* trace = AddView(app, "trace", "timed events of a job's newest step", arguments);
+  trace->add_option("JOB", arguments.job)->required();
+  for (CLI::App* view : {status, memory, swap, jobs, trace}) {
+    view->add_option("--socket", arguments.socket, "of the daemon; else FOREBAY_SOCKET");
+  }
+  CLI::App* doctor = AddView(app, "doctor", "what this machine gives Forebay", arguments);
+  doctor->add_option("FOLDER", arguments.folders, "candidates for swap");
+  CLI::App* bench = AddView(app, "bench", "measure against this machine's limits", arguments);
+  bench->add_option("WHAT", arguments.bench.what, absl::StrCat("one of: ", BenchNames()))
+      ->required();
+  bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
+  bench->add_option("--params", arguments.bench.params, "of the synthetic job")
+      ->check(CLI::Range(1024, 1 << 30));
+  bench->add_option("--swap", arguments.bench.swap_folder, "a directory for the cases on swap");
+
+  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  try {
+    app.parse(words);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kGood : kUsage;
+  }
+  if (run->parsed()) {
+    if (arguments.run.command.empty()) {
+      std::fprintf(stderr, "usage: forebay run [OPTIONS] -- COMMAND [ARGUMENT]...\n");
+      return kUsage;
+    }
+    if (daemon.dram.empty() && daemon.config.empty()) daemon.dram = "2GiB";
+    if (daemon.swap_size.empty()) daemon.swap_size = "4GiB";
+    return Run(arguments.run);
+  }
+  if (status->parsed()) return ShowStatus(arguments);
+  if (memory->parsed()) return ShowMemory(arguments);
+  if (swap->parsed()) return ShowSwap(arguments);
+  if (jobs->parsed()) return ShowJobs(arguments);
+  if (trace->parsed()) return ShowTrace(arguments);
+  if (doctor->parsed()) return ShowDoctor(arguments);
+  return ShowBench(arguments);
+}
+
+}  // namespace
+}  // namespace forebay::tools
+
+int main(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
+  return forebay::tools::Main(std::move(words), runtime_folder == nullptr ? "" : runtime_folder);
+}

@@ -1,0 +1,84 @@
+// A forebayd for one command: its own folder, socket and swap; gone without a trace when it is stopped.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/forebay/process.h"
+
+namespace forebay::tools {
+
+// A new folder that this user alone can enter; its destructor removes it with all that is in it.
+class PrivateFolder {
+ public:
+  // Errors  E_OPTION  it cannot be made inside `parent`.
+  static absl::StatusOr<PrivateFolder> Create(const std::filesystem::path& parent);
+
+  PrivateFolder(PrivateFolder&&) = default;
+  PrivateFolder& operator=(PrivateFolder&&) = default;
+  ~PrivateFolder();
+
+  const std::filesystem::path& path() const { return *path_; }
+
+ private:
+  explicit PrivateFolder(std::filesystem::path path);
+
+  std::unique_ptr<std::filesystem::path> path_;
+};
+
+struct PrivateDaemonOptions {
+  std::string
+      runtime_folder;  // where the private folder goes: XDG_RUNTIME_DIR; empty or unusable: /tmp
+  std::string dram;    // "2GiB"; empty: what `config` says
+  std::vector<std::string>
+      swap;               // directories (a private one is made inside each) or block devices
+  std::string swap_size;  // of each
+  std::string config;     // a TOML file, or empty
+  std::vector<std::string> settings;  // "key=value", on top of everything
+  bool verbose = false;               // its log at level info; else warnings alone
+};
+
+// Ownership  The destructor stops the daemon and removes its folders.
+// Threads    Start() before the process has a second thread; one at a time.
+class PrivateDaemon {
+ public:
+  // Starts the forebayd that lies beside this program and returns once it takes clients. Its messages go to
+  // stderr. It is killed when the calling thread dies.
+  //
+  // Errors  E_OPTION, E_SWAP_PATH  a folder or the program is missing.
+  //         E_NO_DAEMON            it ended before it was ready; it has said why.
+  //         E_TIMEOUT              it was not ready within a minute.
+  //         E_INTERRUPTED          one of `abort_fds` became readable.
+  static absl::StatusOr<std::unique_ptr<PrivateDaemon>> Start(const PrivateDaemonOptions& options,
+                                                              std::span<const int> abort_fds = {});
+
+  PrivateDaemon(const PrivateDaemon&) = delete;
+  PrivateDaemon& operator=(const PrivateDaemon&) = delete;
+  ~PrivateDaemon();
+
+  const std::string& socket() const { return socket_; }
+  Process& process() { return *process_; }
+
+  // SIGTERM, and SIGKILL for one that does not end within ten seconds. Returns the wait status.
+  int Stop();
+
+ private:
+  explicit PrivateDaemon(PrivateFolder folder);
+  absl::Status MakeSwapFolders(const PrivateDaemonOptions& options);
+  absl::Status AwaitReady(int notify_fd, std::span<const int> abort_fds);
+
+  PrivateFolder folder_;
+  std::vector<PrivateFolder> swap_folders_;
+  std::vector<std::string> swap_paths_;
+  std::string socket_;
+  std::optional<Process> process_;
+};
+
+}  // namespace forebay::tools

@@ -1,0 +1,182 @@
+#include "tools/forebay/process.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::tools {
+namespace {
+
+using protocol::ErrnoText;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::UniqueFd;
+using Clock = std::chrono::steady_clock;
+
+std::vector<char*> Pointers(std::vector<std::string>& words) {
+  std::vector<char*> pointers;
+  pointers.reserve(words.size() + 1);
+  for (std::string& word : words) pointers.push_back(word.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+// This process's environment with `extra` on top.
+std::vector<std::string> Environment(const std::vector<std::string>& extra) {
+  std::vector<std::string> all = extra;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view name_and_value(*entry);
+    const std::string_view name = name_and_value.substr(0, name_and_value.find('=') + 1);
+    bool replaced = false;
+    for (const std::string& mine : extra) replaced = replaced || mine.starts_with(name);
+    if (!replaced) all.emplace_back(name_and_value);
+  }
+  return all;
+}
+
+// In the child, between fork and exec: async-signal-safe calls alone. Returns the errno of what failed.
+int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* arguments,
+                  char* const* environment) {
+  if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
+  if (::getppid() != parent) ::_exit(127);  // it died before prctl
+  if (options.own_group && ::setpgid(0, 0) != 0) return errno;
+  if (options.null_stdin) {
+    const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (null < 0 || ::dup2(null, STDIN_FILENO) < 0) return errno;
+  }
+  if (options.signal_mask.has_value()) {
+    ::sigprocmask(SIG_SETMASK, &*options.signal_mask, nullptr);
+  }
+  ::execvpe(arguments[0], arguments, environment);
+  return errno;
+}
+
+// Children of this process, zombies included.
+std::vector<pid_t> Children() {
+  std::vector<pid_t> children;
+  const std::unique_ptr<DIR, int (*)(DIR*)> proc(::opendir("/proc"), ::closedir);
+  if (proc == nullptr) return children;
+  while (const dirent* entry = ::readdir(proc.get())) {
+    const int pid = std::atoi(entry->d_name);
+    if (pid <= 0) continue;
+    std::ifstream stat(absl::StrCat("/proc/", pid, "/stat"));
+    std::string line;
+    std::getline(stat, line);
+    const size_t name_end = line.rfind(')');  // "PID (NAME) STATE PPID ..."
+    if (name_end == std::string::npos || name_end + 4 > line.size()) continue;
+    if (std::atoi(line.c_str() + name_end + 4) == ::getpid()) children.push_back(pid);
+  }
+  return children;
+}
+
+}  // namespace
+
+Process::Process(pid_t pid, UniqueFd pidfd) : pid_(pid), pidfd_(std::move(pidfd)) {}
+
+Process::Process(Process&& other) noexcept
+    : pid_(std::exchange(other.pid_, -1)),
+      pidfd_(std::move(other.pidfd_)),
+      status_(std::exchange(other.status_, std::nullopt)) {}
+
+Process::~Process() {
+  if (pid_ < 0 || status_.has_value()) return;
+  Signal(SIGKILL);
+  ::waitpid(pid_, nullptr, 0);
+}
+
+absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
+  std::vector<std::string> words = options.arguments;
+  std::vector<std::string> environment = Environment(options.environment);
+  const std::vector<char*> word_pointers = Pointers(words);
+  const std::vector<char*> environment_pointers = Pointers(environment);
+  std::array<int, 2> pipe_ends;  // tells the errno of a failed exec; closed by a good one
+  if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
+    return MakeError(ErrorId::kLimit, ErrnoText("pipe", errno));
+  }
+  UniqueFd read_end(pipe_ends[0]);
+  UniqueFd write_end(pipe_ends[1]);
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  if (pid < 0) return MakeError(ErrorId::kLimit, ErrnoText("fork", errno));
+  if (pid == 0) {
+    const int error =
+        BecomeProgram(options, parent, word_pointers.data(), environment_pointers.data());
+    const ssize_t told = ::write(write_end.get(), &error, sizeof(error));
+    ::_exit(told == sizeof(error) ? 127 : 126);
+  }
+  write_end.Reset();
+  Process process(pid, OpenPidfd(pid));
+  int error = 0;
+  if (::read(read_end.get(), &error, sizeof(error)) == sizeof(error)) {
+    return MakeError(ErrorId::kOption, ErrnoText(absl::StrCat("execute ", words[0]), error));
+  }
+  return process;
+}
+
+void Process::Signal(int number) const {
+  if (!status_.has_value()) ::kill(pid_, number);
+}
+
+std::optional<int> Process::WaitFor(std::chrono::milliseconds limit) {
+  if (status_.has_value()) return status_;
+  pollfd watched{.fd = pidfd_.get(), .events = POLLIN, .revents = 0};
+  const Clock::time_point end = Clock::now() + limit;
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+    const int ready = ::poll(&watched, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    if (ready > 0) break;
+    if (ready == 0) return std::nullopt;
+  }
+  int status = 0;
+  if (::waitpid(pid_, &status, 0) == pid_) status_ = status;
+  return status_;
+}
+
+std::string DescribeWaitStatus(int wait_status) {
+  if (WIFSIGNALED(wait_status)) {
+    const int number = WTERMSIG(wait_status);
+    return absl::StrCat("signal ", number, " (", ::strsignal(number), ")");
+  }
+  return absl::StrCat("exit status ", WEXITSTATUS(wait_status));
+}
+
+UniqueFd OpenPidfd(pid_t pid) {
+  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // sets CLOEXEC
+}
+
+void EndDescendants(pid_t spared, std::chrono::milliseconds grace) {
+  const Clock::time_point hard = Clock::now() + grace;
+  for (bool asked = false;; asked = true) {
+    std::vector<pid_t> left;
+    for (const pid_t child : Children()) {
+      if (child != spared && ::waitpid(child, nullptr, WNOHANG) == 0) left.push_back(child);
+    }
+    if (left.empty()) return;
+    const bool kill = Clock::now() >= hard;
+    for (const pid_t child : left) {
+      if (kill || !asked) ::kill(child, kill ? SIGKILL : SIGTERM);
+    }
+    // The first of them to end, or a little time: orphans of a dead child become ours only then.
+    const UniqueFd pidfd = OpenPidfd(left.front());
+    pollfd watched{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
+    ::poll(&watched, 1, 20);
+  }
+}
+
+}  // namespace forebay::tools

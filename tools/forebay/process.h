@@ -1,0 +1,65 @@
+// Child processes: started, waited for by descriptor, never left behind.
+#pragma once
+
+#include <signal.h>
+#include <sys/types.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "protocol/unique_fd.h"
+
+namespace forebay::tools {
+
+struct ProcessOptions {
+  std::vector<std::string> arguments;    // the first one is looked up in PATH
+  std::vector<std::string> environment;  // "NAME=value", on top of this process's own
+  bool own_group = false;                // out of reach of the terminal's signals
+  bool null_stdin = false;
+  std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent
+};
+
+// One child. It gets SIGKILL when the thread that started it dies.
+//
+// Ownership  The destructor kills and reaps a child that still lives.
+// Threads    One at a time.
+class Process {
+ public:
+  // Errors  E_OPTION  the program cannot be executed; names it and the errno.
+  //         E_LIMIT   no process or descriptor is left.
+  static absl::StatusOr<Process> Start(const ProcessOptions& options);
+
+  Process(Process&& other) noexcept;
+  Process& operator=(Process&&) = delete;
+  ~Process();
+
+  pid_t pid() const { return pid_; }
+  int pidfd() const { return pidfd_.get(); }  // readable once the child has ended
+  void Signal(int number) const;              // nothing once it has been reaped
+
+  // The wait status once the child has ended within `limit`; absent if it has not.
+  std::optional<int> WaitFor(std::chrono::milliseconds limit);
+
+ private:
+  Process(pid_t pid, protocol::UniqueFd pidfd);
+
+  pid_t pid_;
+  protocol::UniqueFd pidfd_;
+  std::optional<int> status_;
+};
+
+// "exit status 3", "signal 9 (Killed)".
+std::string DescribeWaitStatus(int wait_status);
+
+// Descriptor that becomes readable when `pid` ends; not valid where there is no such process.
+protocol::UniqueFd OpenPidfd(pid_t pid);
+
+// Kills every descendant of this process, `spared` and its children aside, and reaps it. This process must be a
+// subreaper (PR_SET_CHILD_SUBREAPER), so that none escapes. First SIGTERM, after `grace` SIGKILL.
+void EndDescendants(pid_t spared, std::chrono::milliseconds grace);
+
+}  // namespace forebay::tools

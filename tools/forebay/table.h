@@ -1,0 +1,25 @@
+// Text tables for a terminal.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace forebay::tools {
+
+// Columns as wide as their widest cell, two spaces between; cells that start with a digit stand right.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> header) : rows_{std::move(header)} {}
+
+  void Add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
+  bool empty() const { return rows_.size() == 1; }
+  std::string Text() const;  // lines, each with its newline
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string Percent(double share);  // "93.7 %"
+
+}  // namespace forebay::tools
