@@ -1,0 +1,406 @@
+// The machine's own file system: directories and block devices, locked, checked and reserved.
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "nvme/io_engine.h"
+#include "nvme/swap_files.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "protocol/unique_fd.h"
+#include "protocol/units.h"
+
+namespace forebay::nvme {
+namespace {
+
+using protocol::ErrnoText;
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::MakeError;
+using protocol::UniqueFd;
+
+constexpr const char* kFileName = "forebay.swap";
+constexpr int kTriesMax = 16;  // after EINTR
+
+// One path on its way from a name to a reserved file. Its destructor takes back what it made.
+struct Candidate {
+  Candidate() = default;
+  Candidate(Candidate&&) = default;
+  Candidate& operator=(Candidate&&) = default;
+
+  uint32_t index = 0;
+  std::string name;  // of the file or device
+  UniqueFd lock;     // the directory, or the device itself
+  UniqueFd file;     // O_DIRECT
+  bool is_device = false;
+  bool created = false;         // by this call
+  bool grown = false;           // maybe, by this call
+  uint64_t capacity_bytes = 0;  // wanted
+  uint64_t old_bytes = 0;       // length and
+  uint64_t old_allocated = 0;   // blocks of what was there
+  dev_t device = 0;             // the file system's
+  ino_t inode = 0;              // of what is locked
+};
+
+std::string Text(const Candidate& path) {
+  return absl::StrFormat("swap path %d (%s)", path.index, path.name);
+}
+
+absl::Status PathError(const Candidate& path, const char* what, int error, std::string_view hint) {
+  return MakeError(ErrorId::kSwapPath, ErrnoText(absl::StrCat(Text(path), ": ", what), error),
+                   hint);
+}
+
+// The process that holds an flock, from /proc/locks; 0 where it is not shown (another namespace).
+pid_t LockHolder(const struct stat& locked) {
+  std::ifstream locks("/proc/locks");
+  const std::string wanted =
+      absl::StrFormat("%02x:%02x:%d", major(locked.st_dev), minor(locked.st_dev), locked.st_ino);
+  std::string line;
+  while (std::getline(locks, line)) {
+    // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
+    if (line.find("FLOCK") == std::string::npos) continue;
+    const size_t place = line.find(" " + wanted + " ");
+    const size_t kind = line.find(" WRITE ");
+    if (place == std::string::npos || kind == std::string::npos) continue;
+    return static_cast<pid_t>(std::strtol(line.c_str() + kind + 7, nullptr, 10));
+  }
+  return 0;
+}
+
+absl::Status TakeLock(Candidate& path) {
+  if (flock(path.lock.get(), LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
+  const int error = errno;
+  if (error != EWOULDBLOCK) {
+    return PathError(path, "lock", error, "use a local file system");
+  }
+  struct stat status {};
+  const pid_t pid = fstat(path.lock.get(), &status) == 0 ? LockHolder(status) : 0;
+  return MakeError(ErrorId::kBusy,
+                   pid > 0 ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
+                           : absl::StrFormat("%s is in use by another process", Text(path)),
+                   "stop that daemon, or give this one another swap path");
+}
+
+// O_DIRECT may open and still mean nothing (tmpfs), or want more than our alignment.
+absl::Status CheckDirect(const Candidate& path) {
+  constexpr std::string_view kHint = "use a directory on a disk file system such as ext4 or XFS";
+  struct statfs system {};
+  if (fstatfs(path.file.get(), &system) != 0) {
+    return PathError(path, "fstatfs", errno, kHint);
+  }
+  if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) {
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrCat(Text(path), ": without O_DIRECT: it lies in memory (tmpfs)"),
+                     kHint);
+  }
+  struct statx status {};
+  if (statx(path.file.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0 ||
+      (status.stx_mask & STATX_DIOALIGN) == 0) {
+    return absl::OkStatus();  // not told; the open itself went well
+  }
+  if (status.stx_dio_mem_align == 0 || status.stx_dio_offset_align == 0) {
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrCat(Text(path), ": without O_DIRECT on this file system"), kHint);
+  }
+  if (status.stx_dio_mem_align > kIoAlignment || status.stx_dio_offset_align > kIoAlignment) {
+    return MakeError(
+        ErrorId::kSwapPath,
+        absl::StrFormat("%s: O_DIRECT needs an alignment of %d bytes, more than %d", Text(path),
+                        std::max(status.stx_dio_mem_align, status.stx_dio_offset_align),
+                        kIoAlignment),
+        kHint);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OpenError(const Candidate& path, int error) {
+  switch (error) {
+    case EINVAL:
+      return PathError(path, "without O_DIRECT: open", error,
+                       "use a directory on a disk file system such as ext4 or XFS");
+    case EROFS:
+    case EACCES:
+    case EPERM:
+      return PathError(path, "read-only: open", error,
+                       "give the daemon's user write access, or choose another directory");
+    default:
+      return PathError(path, "open", error, "choose another directory or device");
+  }
+}
+
+absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate& path) {
+  path.name = absl::StrCat(options.path, "/", kFileName);
+  path.lock.Reset(open(options.path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!path.lock.valid()) return OpenError(path, errno);
+  RETURN_IF_ERROR(TakeLock(path));
+  constexpr int kFlags = O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
+  const int directory = path.lock.get();
+  path.file.Reset(openat(directory, kFileName, kFlags));
+  if (!path.file.valid() && errno == ENOENT && mode == OpenMode::kReclaim) {
+    path.file.Reset(openat(directory, kFileName, kFlags | O_CREAT | O_EXCL, 0600));
+    const int error = errno;
+    struct stat made {};
+    path.created =
+        path.file.valid() || (error == EINVAL && fstatat(directory, kFileName, &made, 0) == 0);
+    errno = error;
+  }
+  if (!path.file.valid()) return OpenError(path, errno);
+  struct stat status {};
+  if (fstat(path.file.get(), &status) != 0) return OpenError(path, errno);
+  if (!S_ISREG(status.st_mode)) {
+    return MakeError(ErrorId::kSwapPath, absl::StrCat(Text(path), ": not a regular file"));
+  }
+  if (fchmod(path.file.get(), 0600) != 0) return PathError(path, "chmod 0600", errno, "");
+  path.device = status.st_dev;
+  path.old_bytes = static_cast<uint64_t>(status.st_size);
+  path.old_allocated = static_cast<uint64_t>(status.st_blocks) * 512;
+  return absl::OkStatus();
+}
+
+absl::Status OpenDevice(const PathOptions& options, Candidate& path) {
+  path.name = options.path;
+  path.is_device = true;
+  // O_EXCL: refused while a file system on it is mounted.
+  path.file.Reset(open(options.path.c_str(), O_RDWR | O_DIRECT | O_EXCL | O_CLOEXEC));
+  if (!path.file.valid()) return OpenError(path, errno);
+  path.lock.Reset(fcntl(path.file.get(), F_DUPFD_CLOEXEC, 0));
+  if (!path.lock.valid()) return OpenError(path, errno);
+  RETURN_IF_ERROR(TakeLock(path));
+  if (ioctl(path.file.get(), BLKGETSIZE64, &path.old_bytes) != 0) {
+    return PathError(path, "BLKGETSIZE64", errno, "");
+  }
+  if (path.old_bytes < path.capacity_bytes) {
+    return MakeError(
+        ErrorId::kSwapNospc,
+        absl::StrFormat("cannot reserve %s on swap path %d (free %s)",
+                        FormatBytes(path.capacity_bytes), path.index, FormatBytes(path.old_bytes)),
+        absl::StrFormat("lower the swap size to %s", FormatBytes(path.old_bytes)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const Candidate> before,
+                      Candidate& path) {
+  path.name = options.path;
+  path.capacity_bytes = options.capacity_bytes;
+  struct stat status {};
+  if (stat(options.path.c_str(), &status) != 0) {
+    return PathError(path, "missing", errno, "create it, or correct the path");
+  }
+  for (const Candidate& other : before) {
+    struct stat locked {};
+    if (fstat(other.lock.get(), &locked) == 0 && locked.st_dev == status.st_dev &&
+        locked.st_ino == status.st_ino) {
+      return MakeError(ErrorId::kSwapPath,
+                       absl::StrFormat("%s: the same as swap path %d", Text(path), other.index),
+                       "name each path once");
+    }
+  }
+  if (S_ISBLK(status.st_mode)) {
+    RETURN_IF_ERROR(OpenDevice(options, path));
+  } else if (S_ISDIR(status.st_mode)) {
+    RETURN_IF_ERROR(OpenDirectory(options, mode, path));
+  } else {
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrCat(Text(path), ": neither a directory nor a block device"),
+                     "give a directory; the file in it is made by the daemon");
+  }
+  RETURN_IF_ERROR(CheckDirect(path));
+  if (mode == OpenMode::kRecover && path.old_bytes < path.capacity_bytes) {
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrFormat("%s: %s long, shorter than its size of %s", Text(path),
+                                     FormatBytes(path.old_bytes), FormatBytes(path.capacity_bytes)),
+                     "give the sizes the volume was made with, or start without recovery");
+  }
+  return absl::OkStatus();
+}
+
+// Paths on one file system share its free space.
+absl::Status CheckSpace(std::span<const Candidate> paths) {
+  for (const Candidate& first : paths) {
+    if (first.is_device) continue;
+    struct statvfs system {};
+    if (fstatvfs(first.file.get(), &system) != 0) return PathError(first, "statvfs", errno, "");
+    uint64_t needed = 0;
+    uint64_t free_bytes = static_cast<uint64_t>(system.f_bavail) * system.f_frsize;
+    uint32_t sharing = 0;
+    for (const Candidate& path : paths) {
+      if (path.is_device || path.device != first.device) continue;
+      needed += path.capacity_bytes;
+      free_bytes += path.old_allocated;  // reused
+      ++sharing;
+    }
+    if (needed <= free_bytes) continue;
+    const std::string where =
+        sharing == 1 ? absl::StrFormat("on swap path %d", first.index)
+                     : absl::StrFormat("on swap path %d and %d more on the same file system",
+                                       first.index, sharing - 1);
+    return MakeError(ErrorId::kSwapNospc,
+                     absl::StrFormat("cannot reserve %s %s (free %s)", FormatBytes(needed), where,
+                                     FormatBytes(free_bytes)),
+                     absl::StrFormat("lower the swap size to %s in all, or free space there",
+                                     FormatBytes(free_bytes)));
+  }
+  return absl::OkStatus();
+}
+
+// fallocate keeps blocks that are there already: they are written, and need no metadata later.
+absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
+  if (path.is_device) return absl::OkStatus();
+  const int file = path.file.get();
+  int error = 0;
+  path.grown = mode == OpenMode::kReclaim;
+  for (int tries = 0; mode == OpenMode::kReclaim && tries < kTriesMax; ++tries) {
+    error = fallocate(file, 0, 0, static_cast<off_t>(path.capacity_bytes)) == 0 ? 0 : errno;
+    if (error != EINTR) break;
+  }
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
+    struct statvfs system {};
+    fstatvfs(file, &system);
+    return MakeError(ErrorId::kSwapNospc,
+                     ErrnoText(absl::StrFormat("cannot reserve %s on swap path %d (free %s)",
+                                               FormatBytes(path.capacity_bytes), path.index,
+                                               FormatBytes(static_cast<uint64_t>(system.f_bavail) *
+                                                           system.f_frsize)),
+                               error),
+                     "lower the swap size, or free space there");
+  }
+  if (error != 0) {
+    return PathError(path, "fallocate", error, "use a file system with fallocate, as ext4 or XFS");
+  }
+  if (mode == OpenMode::kReclaim && path.old_bytes > path.capacity_bytes &&
+      ftruncate(file, static_cast<off_t>(path.capacity_bytes)) != 0) {
+    return PathError(path, "ftruncate", errno, "");
+  }
+  if (life == FileLife::kUnlinked) {
+    if (unlinkat(path.lock.get(), kFileName, 0) != 0) return PathError(path, "unlink", errno, "");
+    path.created = false;
+    return absl::OkStatus();
+  }
+  if (fsync(file) != 0 || fsync(path.lock.get()) != 0) return PathError(path, "fsync", errno, "");
+  return absl::OkStatus();
+}
+
+void TakeBack(std::span<const Candidate> paths) {
+  for (const Candidate& path : paths) {
+    if (path.created) {
+      unlinkat(path.lock.get(), kFileName, 0);
+    } else if (path.grown) {
+      // Drops what fallocate added behind the old end; failing that, the next start reuses it.
+      if (ftruncate(path.file.get(), static_cast<off_t>(path.old_bytes)) != 0) continue;
+    }
+  }
+}
+
+class PosixFile final : public SwapFile {
+ public:
+  explicit PosixFile(Candidate path) : path_(std::move(path)) {}
+
+  int fd() const override { return path_.file.get(); }
+  std::string_view name() const override { return path_.name; }
+
+  absl::Status Read(uint64_t offset_bytes, std::span<std::byte> bytes) override {
+    return Transfer("read", offset_bytes, bytes.size(), [&](size_t done, off_t offset) {
+      return pread(fd(), bytes.data() + done, bytes.size() - done, offset);
+    });
+  }
+  absl::Status Write(uint64_t offset_bytes, std::span<const std::byte> bytes) override {
+    return Transfer("write", offset_bytes, bytes.size(), [&](size_t done, off_t offset) {
+      return pwrite(fd(), bytes.data() + done, bytes.size() - done, offset);
+    });
+  }
+  absl::Status Sync() override {
+    return fdatasync(fd()) == 0 ? absl::OkStatus() : Error("flush", 0, errno);
+  }
+
+ private:
+  template <typename Call>
+  absl::Status Transfer(const char* verb, uint64_t offset_bytes, size_t size_bytes, Call call) {
+    size_t done = 0;
+    for (int tries = 0; done < size_bytes;) {
+      const ssize_t result = call(done, static_cast<off_t>(offset_bytes + done));
+      const size_t whole =
+          result > 0 ? static_cast<size_t>(result) / kIoAlignment * kIoAlignment : 0;
+      done += whole;
+      if (whole > 0) continue;
+      if ((result < 0 && errno != EINTR && errno != EAGAIN) || ++tries == kTriesMax) {
+        return Error(verb, offset_bytes + done, result < 0 ? errno : ENODATA);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Error(const char* verb, uint64_t offset_bytes, int error) const {
+    return MakeError(
+        ErrorId::kSwapIo,
+        ErrnoText(absl::StrFormat("%s: %s at offset %d", Text(path_), verb, offset_bytes), error));
+  }
+
+  Candidate path_;
+};
+
+class PosixSwapFileSystem final : public SwapFileSystem {
+ public:
+  absl::StatusOr<std::vector<std::unique_ptr<SwapFile>>> Open(std::span<const PathOptions> paths,
+                                                              OpenMode mode,
+                                                              FileLife life) override {
+    std::vector<Candidate> candidates;
+    candidates.reserve(paths.size());
+    const absl::Status status = OpenAll(paths, mode, life, candidates);
+    if (!status.ok()) {
+      TakeBack(candidates);
+      return status;
+    }
+    std::vector<std::unique_ptr<SwapFile>> files;
+    for (Candidate& path : candidates)
+      files.push_back(std::make_unique<PosixFile>(std::move(path)));
+    return files;
+  }
+
+ private:
+  static absl::Status OpenAll(std::span<const PathOptions> paths, OpenMode mode, FileLife life,
+                              std::vector<Candidate>& candidates) {
+    for (const PathOptions& options : paths) {
+      const std::vector<Candidate>& before = candidates;
+      Candidate path;
+      path.index = static_cast<uint32_t>(candidates.size());
+      const absl::Status status = OpenPath(options, mode, before, path);
+      candidates.push_back(std::move(path));
+      if (!status.ok()) return status;
+    }
+    if (mode == OpenMode::kReclaim) RETURN_IF_ERROR(CheckSpace(candidates));
+    for (Candidate& path : candidates) RETURN_IF_ERROR(Reserve(path, mode, life));
+    return absl::OkStatus();
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<SwapFileSystem> MakePosixSwapFileSystem() {
+  return std::make_unique<PosixSwapFileSystem>();
+}
+
+}  // namespace forebay::nvme
