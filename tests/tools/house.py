@@ -177,11 +177,10 @@ def check_cpp(source):
         if re.search(r"\bgoto\b", line):
             yield number, "goto", "no goto: return, or a function of its own"
         owned = re.search(r"(unique_ptr|shared_ptr)\b.*|WrapUnique", before + line)
-        if re.search(r"(?<!#)\bnew\b", line) and not owned and not re.match(r"\s*#", line):
+        if re.search(r"(?<!operator )\bnew\b", line) and not owned and not re.match(r"\s*#", line):
             yield number, "ownership", "no new: std::make_unique, or an owner on the same line"
-        if re.search(r"\bdelete\b(?!\s*;\s*$)", line) or re.search(r"(?<!=)\s\bdelete\s*;", line):
-            if not re.search(r"=\s*delete\b", line):
-                yield number, "ownership", "no delete: an owner's destructor does it"
+        if re.search(r"(?<!operator )(?<!= )(?<!=)\bdelete\b", line):
+            yield number, "ownership", "no delete: an owner's destructor does it"
         if re.search(r"\b(secure_)?getenv\b", line) and source.room != "tests":
             if PurePosixPath(source.path).name != "main.cc" and source.path != "client/environment.cc":
                 yield number, "getenv", "getenv only in main.cc and client/environment.cc: pass options"

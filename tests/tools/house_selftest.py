@@ -27,6 +27,7 @@ CLEAN = {
     "// a new extent; goto, sleep(1) and getenv in a comment\n"
     'const char* kText = "new delete goto";\n'
     "Volume::Volume(const Volume&) = delete;\n"
+    "auto raw = ::operator new(8, align);\n"
     "auto made = std::unique_ptr<Volume>(new Volume());\n",
     "nvme/internal/map.h": "#pragma once\n",
     "cpu_adam/kernel.cc": '#include "hwy/highway.h"\n#include "cpu_adam/kernel.h"\n',

@@ -1,0 +1,138 @@
+"""Goal    What README.md and docs/ show is true: every code block runs, and the diff of the two training paths is the
+        one in the script.
+Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
+        `toml` is checked by forebayd, `python` runs under a private daemon, `sh by-ci` must be a command of .ci/run,
+        `diff` is made anew from tools/train_gpt.py. `text` is a drawing, nothing else is allowed. `docs_test.py --write` puts
+        the diff into README.md.
+"""
+
+import difflib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DEADLINE_S = 120
+LINES_MAX = 5  # that a user changes
+DIFF_MARK = "<!-- diff: tools/train_gpt.py, made by tests/tools/docs_test.py -->"
+
+
+def blocks():
+    """(page, line, language, text) of every fenced block."""
+    found = []
+    for page in PAGES:
+        open_at, language, body = None, "", []
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            if line.startswith("```") and open_at is None:
+                open_at, language, body = number, line[3:].strip(), []
+            elif line.startswith("```"):
+                found.append((page.relative_to(ROOT), open_at, language, "\n".join(body) + "\n" if body else ""))
+                open_at = None
+            elif open_at is not None:
+                body.append(line)
+        assert open_at is None, f"{page}: the block of line {open_at} has no end"
+    return found
+
+
+def one_path(source, plain):
+    """The script as it would be with one path only: the other branch of each `plain` choice is cut."""
+    lines, kept = source.splitlines(), []
+    i = 0
+    while i < len(lines):
+        match = re.fullmatch(r"( *)if (not )?(args|arguments)\.plain:", lines[i])
+        if not match:
+            kept.append(lines[i])
+            i += 1
+            continue
+        indent, wanted = match[1], plain != bool(match[2])
+        i += 1
+        while i < len(lines):
+            if lines[i].startswith(indent + "    "):
+                if wanted:
+                    kept.append(lines[i].replace("    ", "", 1))
+                i += 1
+            elif lines[i] == indent + "else:":
+                wanted = not wanted
+                i += 1
+            else:
+                break
+    return kept
+
+
+def path_diff():
+    source = (ROOT / "tools" / "train_gpt.py").read_text(encoding="utf-8")
+    lines = difflib.unified_diff(one_path(source, True), one_path(source, False), n=1, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++"))]
+
+
+def changed_lines(diff):
+    """A line that replaces another one counts once."""
+    total = removed = added = 0
+    for line in [*diff, " "]:
+        if line.startswith("-"):
+            removed += 1
+        elif line.startswith("+"):
+            added += 1
+        else:
+            total += max(removed, added)
+            removed = added = 0
+    return total
+
+
+def shown_diff():
+    return "\n".join(line for line in path_diff() if not line.startswith("@@")) + "\n"
+
+
+def run(command, **kwargs):
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S, check=False, **kwargs)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def test_the_two_training_paths_differ_by_at_most_five_lines():
+    diff = path_diff()
+    assert 0 < changed_lines(diff) <= LINES_MAX, "\n".join(diff)
+
+
+@pytest.mark.parametrize("page,line,language,text", blocks(), ids=lambda value: str(value).split("\n")[0][:40])
+def test_block_holds(page, line, language, text, tmp_path):
+    where = f"{page}:{line}"
+    if language == "text":
+        assert text
+    elif language == "diff":
+        assert text == shown_diff(), f"{where}: run python3 tests/tools/docs_test.py --write"
+    elif language == "sh by-ci":
+        ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+        for command in re.findall(r"^(\./\S+)", text, re.M):
+            assert re.search(rf"^run {re.escape(command)}\b", ci, re.M), f"{where}: .ci/run does not run {command}"
+    elif language == "sh":
+        run(["bash", "-euo", "pipefail", "-c", text])
+    elif language == "toml":
+        config = tmp_path / "forebay.toml"
+        config.write_text(text, encoding="utf-8")
+        run([BIN / "forebayd", "--config", config, "--check"])
+    elif language == "python":
+        script = tmp_path / "block.py"
+        script.write_text(text, encoding="utf-8")
+        run([BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script])
+    else:
+        pytest.fail(f"{where}: a block of language \"{language}\" is run by nothing")
+
+
+def write():
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    pattern = re.compile(re.escape(DIFF_MARK) + r"\n```diff\n.*?```", re.S)
+    assert pattern.search(text), "README.md has lost its diff"
+    page.write_text(pattern.sub(lambda _: f"{DIFF_MARK}\n```diff\n{shown_diff()}```", text), encoding="utf-8")
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    write()
