@@ -1,0 +1,229 @@
+#include "client/internal/control.h"
+
+#include <fcntl.h>
+#include <kj/debug.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/descriptor.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::client::internal {
+namespace {
+
+using protocol::ErrnoText;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::StatusOf;
+using protocol::UniqueFd;
+
+constexpr char kProgram[] = "forebay client";
+constexpr char kStartHint[] =
+    "start one with `forebay run -- COMMAND`, or `systemctl start forebayd`; FOREBAY_SOCKET names "
+    "another socket";
+
+absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) {
+    return MakeError(ErrorId::kNoDaemon,
+                     absl::StrCat("socket path ", path, " has ", path.size(), " bytes (at most ",
+                                  sizeof(address.sun_path) - 1, ")"));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd.valid()) {
+    return MakeError(ErrorId::kLimit, ErrnoText("socket", errno),
+                     "raise the limit of open files (ulimit -n)");
+  }
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+    return fd;
+  }
+  const int error_number = errno;
+  const std::string text = ErrnoText(absl::StrCat("connect to ", path), error_number);
+  if (error_number == EACCES || error_number == EPERM) {
+    return MakeError(ErrorId::kPermission, text, "join the group that owns the socket");
+  }
+  return MakeError(ErrorId::kNoDaemon, absl::StrCat("no daemon answers: ", text), kStartHint);
+}
+
+// The daemon by its pid, where the kernel and the daemon agree on it (they need not across containers
+// or with a socket that somebody else bound).
+UniqueFd DaemonPidfd(pid_t peer_pid, const NodeInfo& info) {
+  if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != info.pid) return UniqueFd();
+  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));
+}
+
+absl::StatusOr<NodeInfo> Hello(ControlThread& thread, uint32_t version, const WaitLimits& limits) {
+  return thread.Call<NodeInfo>(
+      "hello", limits, [version](Peer& peer) -> kj::Promise<absl::StatusOr<NodeInfo>> {
+        auto request = peer.node.helloRequest();
+        request.setProtocolVersion(version);
+        request.setProgram(kProgram);
+        return request.send().then([](auto&& response) -> absl::StatusOr<NodeInfo> {
+          RETURN_IF_ERROR(StatusOf(response.getOutcome()));
+          const auto info = response.getInfo();
+          return NodeInfo{.pid = info.getPid(),
+                          .version = info.getVersion().cStr(),
+                          .protocol_version = info.getProtocolVersion()};
+        });
+      });
+}
+
+// A memfd with the bytes that nobody can change any more.
+absl::StatusOr<UniqueFd> SealedMemfd(std::span<const std::byte> bytes) {
+  UniqueFd fd(::memfd_create("forebay-layout", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd.valid()) return MakeError(ErrorId::kLimit, ErrnoText("memfd_create", errno));
+  for (size_t written = 0; written < bytes.size();) {
+    const ssize_t got = ::pwrite(fd.get(), bytes.data() + written, bytes.size() - written,
+                                 static_cast<off_t>(written));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return MakeError(ErrorId::kLimit, ErrnoText("write of the layout", errno));
+    written += static_cast<size_t>(got);
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL) !=
+      0) {
+    return MakeError(ErrorId::kLimit, ErrnoText("sealing the layout", errno));
+  }
+  return fd;
+}
+
+AttachAnswer AnswerOf(schema::AttachReply::Reader reply) {
+  AttachAnswer answer{.committed_step = reply.getCommittedStep(),
+                      .writes_initial = reply.getWritesInitial(),
+                      .image_bytes = reply.getImageBytes(),
+                      .grad_arena_bytes = reply.getGradArenaBytes(),
+                      .step_region_offset = reply.getStepRegionOffset(),
+                      .step_region_bytes = reply.getStepRegionBytes(),
+                      .extra_state_bytes = reply.getExtraStateBytes(),
+                      .trace = {}};
+  for (const uint32_t group : reply.getTrace()) answer.trace.push_back(group);
+  return answer;
+}
+
+// The session of this connection; asking for one before attach is a bug of ours.
+schema::Session::Client& SessionOf(Peer& peer) { return KJ_ASSERT_NONNULL(peer.session); }
+
+// A call without results but its outcome.
+template <typename Request>
+kj::Promise<absl::StatusOr<bool>> SendForOutcome(Request request) {
+  return request.send().then([](auto&& response) -> absl::StatusOr<bool> {
+    RETURN_IF_ERROR(StatusOf(response.getOutcome()));
+    return true;
+  });
+}
+
+// Copies the descriptor that came with the answer, if one came.
+template <typename Response>
+kj::Promise<absl::StatusOr<bool>> TakeDescriptor(Response& response, std::shared_ptr<UniqueFd> fd) {
+  absl::Status status = StatusOf(response.getOutcome());
+  auto descriptor = response.getDescriptor();
+  auto arrival = descriptor.getFd();
+  return arrival.then([status = std::move(status), descriptor = kj::mv(descriptor),
+                       fd = std::move(fd)](kj::Maybe<int> found) -> absl::StatusOr<bool> {
+    RETURN_IF_ERROR(status);
+    KJ_IF_MAYBE (number, found) {
+      *fd = protocol::DuplicateFd(*number);
+    }
+    return true;
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& options,
+                                                          const WaitLimits& limits) {
+  ASSIGN_OR_RETURN(UniqueFd socket, ConnectSocket(options.socket));
+  ucred peer{};
+  socklen_t peer_bytes = sizeof(peer);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) peer.pid = 0;
+  std::unique_ptr<Control> control(new Control());
+  ASSIGN_OR_RETURN(control->thread_, ControlThread::Start(std::move(socket)));
+  ASSIGN_OR_RETURN(control->info_, Hello(*control->thread_, options.protocol_version, limits));
+  control->pidfd_ = DaemonPidfd(peer.pid, control->info_);
+  return control;
+}
+
+absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
+  ASSIGN_OR_RETURN(UniqueFd layout, SealedMemfd(call.layout));
+  auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
+  return thread_->Call<AttachAnswer>(
+      "attach", limits,
+      [job = call.job, rank = call.rank, world_size = call.world_size,
+       grad_arena_bytes = call.grad_arena_bytes, extra_state_bytes = call.extra_state_bytes,
+       layout_bytes = call.layout.size(),
+       shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachAnswer>> {
+        auto rpc = peer.node.attachRequest();
+        auto request = rpc.initRequest();
+        request.setJob(kj::StringPtr(job.c_str(), job.size()));
+        request.setRank(rank);
+        request.setWorldSize(world_size);
+        request.setGradArenaBytes(grad_arena_bytes);
+        request.setExtraStateBytes(extra_state_bytes);
+        request.setLayoutBytes(layout_bytes);
+        rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
+        return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachAnswer> {
+          RETURN_IF_ERROR(StatusOf(response.getOutcome()));
+          peer.session = response.getSession();
+          return AnswerOf(response.getReply());
+        });
+      });
+}
+
+absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const WaitLimits& limits) {
+  auto fd = std::make_shared<UniqueFd>();  // shared: a call that is given up may still end
+  RETURN_IF_ERROR(thread_
+                      ->Call<bool>("descriptor", limits,
+                                   [kind, fd](Peer& peer) {
+                                     auto request = SessionOf(peer).descriptorRequest();
+                                     request.setKind(kind);
+                                     return request.send().then([fd](auto&& response) {
+                                       return TakeDescriptor(response, fd);
+                                     });
+                                   })
+                      .status());
+  if (!fd->valid()) {
+    return MakeError(ErrorId::kLimit, "a descriptor of the session did not arrive",
+                     "raise the limit of open files (ulimit -n)");
+  }
+  return std::move(*fd);
+}
+
+absl::Status Control::Mapped(const WaitLimits& limits) {
+  return thread_
+      ->Call<bool>("mapped", limits,
+                   [](Peer& peer) { return SendForOutcome(SessionOf(peer).mappedRequest()); })
+      .status();
+}
+
+absl::Status Control::Detach(const WaitLimits& limits) {
+  return thread_
+      ->Call<bool>("detach", limits,
+                   [](Peer& peer) { return SendForOutcome(SessionOf(peer).detachRequest()); })
+      .status();
+}
+
+absl::Status Control::Explain(const protocol::Completion& completion, const WaitLimits& limits) {
+  const ErrorId id = protocol::Info(static_cast<ErrorId>(completion.error)).id;
+  const absl::Status told = thread_
+                                ->Call<bool>("explain", limits,
+                                             [tag = completion.tag](Peer& peer) {
+                                               auto request = SessionOf(peer).explainRequest();
+                                               request.setTag(tag);
+                                               return SendForOutcome(std::move(request));
+                                             })
+                                .status();
+  if (protocol::IdOf(told) == id) return told;
+  return MakeError(id, "the daemon refused a command and no longer knows why");
+}
+
+}  // namespace forebay::client::internal

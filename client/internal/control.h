@@ -1,0 +1,76 @@
+// The control plane of one client: connection, hello, and the calls of a session as plain values.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/admin.h"
+#include "client/internal/control_thread.h"
+#include "client/internal/deadline.h"
+#include "protocol/unique_fd.h"
+#include "protocol/wire.h"
+
+namespace forebay::client::internal {
+
+struct ConnectOptions {
+  std::string socket;
+  uint32_t protocol_version = protocol::kProtocolVersion;
+};
+
+struct AttachCall {
+  std::string job;
+  uint32_t rank = 0;
+  uint32_t world_size = 0;
+  uint64_t grad_arena_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+  std::span<const std::byte> layout;  // encoded
+};
+
+// schema::AttachReply.
+struct AttachAnswer {
+  uint64_t committed_step = 0;
+  bool writes_initial = false;
+  uint64_t image_bytes = 0;
+  uint64_t grad_arena_bytes = 0;
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+  std::vector<uint32_t> trace;
+};
+
+// Threads  Any.
+class Control {
+ public:
+  // Errors  E_NO_DAEMON, E_PERMISSION, E_PROTOCOL, E_LIMIT.
+  static absl::StatusOr<std::unique_ptr<Control>> Connect(const ConnectOptions& options,
+                                                          const WaitLimits& limits);
+
+  absl::StatusOr<AttachAnswer> Attach(const AttachCall& call, const WaitLimits& limits);
+
+  // The calls below are those of the attached session.
+  absl::StatusOr<protocol::UniqueFd> Descriptor(schema::Session::Kind kind,
+                                                const WaitLimits& limits);
+  absl::Status Mapped(const WaitLimits& limits);
+  absl::Status Detach(const WaitLimits& limits);
+
+  // The error behind a completion; of its id alone where the daemon has forgotten it.
+  absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
+
+  ControlThread& thread() { return *thread_; }
+  const NodeInfo& info() const { return info_; }
+  int daemon_pidfd() const { return pidfd_.get(); }  // -1 where the daemon's pid is not known
+
+ private:
+  Control() = default;
+
+  NodeInfo info_;
+  protocol::UniqueFd pidfd_;
+  std::unique_ptr<ControlThread> thread_;
+};
+
+}  // namespace forebay::client::internal

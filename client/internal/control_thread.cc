@@ -1,0 +1,232 @@
+#include "client/internal/control_thread.h"
+
+#include <capnp/rpc-twoparty.h>
+#include <kj/async-io.h>
+#include <kj/async-unix.h>
+#include <signal.h>
+
+#include <map>
+#include <system_error>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/command_port.h"
+#include "protocol/descriptor.h"
+#include "protocol/doorbell.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::client::internal {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// A status of the largest node: 1024 jobs with all their groups and arenas.
+constexpr uint64_t kMessageWordsMax = uint64_t{8} << 20;
+constexpr uint32_t kDescriptorsPerMessageMax = 1;
+
+// kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal, which is
+// enough for it; the process keeps what it had.
+class SigpipeKeeper {
+ public:
+  SigpipeKeeper() { ::sigaction(SIGPIPE, nullptr, &before_); }
+  SigpipeKeeper(const SigpipeKeeper&) = delete;
+  SigpipeKeeper& operator=(const SigpipeKeeper&) = delete;
+  ~SigpipeKeeper() { ::sigaction(SIGPIPE, &before_, nullptr); }
+
+ private:
+  struct sigaction before_ {};
+};
+
+kj::AsyncIoContext MakeIo() {
+  const SigpipeKeeper keeper;
+  return kj::setupAsyncIo();
+}
+
+// The program's signals are not for this thread.
+class AllSignalsBlocked {
+ public:
+  AllSignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
+  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
+  ~AllSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ControlThread>> ControlThread::Start(protocol::UniqueFd socket) {
+  ASSIGN_OR_RETURN(protocol::UniqueFd wake_fd, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(protocol::UniqueFd gone_fd, protocol::MakeDoorbell());
+  std::unique_ptr<ControlThread> control(
+      new ControlThread(std::move(socket), std::move(wake_fd), std::move(gone_fd)));
+  const AllSignalsBlocked blocked;  // inherited by the thread
+  try {
+    control->thread_ = std::thread([raw = control.get()] { raw->Loop(); });
+  } catch (const std::system_error& error) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("cannot start the control thread: ", error.what()),
+                     "raise the limit of processes (ulimit -u)");
+  }
+  return control;
+}
+
+ControlThread::ControlThread(protocol::UniqueFd socket, protocol::UniqueFd wake_fd,
+                             protocol::UniqueFd gone_fd)
+    : socket_(std::move(socket)), wake_fd_(std::move(wake_fd)), gone_fd_(std::move(gone_fd)) {}
+
+ControlThread::~ControlThread() {
+  if (!thread_.joinable()) return;
+  Post({.kind = Request::Kind::kStop, .id = 0, .what = {}, .start = {}, .state = {}});
+  thread_.join();
+}
+
+uint64_t ControlThread::calls() const {
+  const protocol::MutexLock lock(mutex_);
+  return calls_;
+}
+
+absl::Status ControlThread::Run(const std::string& what, const WaitLimits& limits,
+                                StartCall start) {
+  auto state = std::make_shared<CallState>();
+  uint64_t id = 0;
+  {
+    const protocol::MutexLock lock(mutex_);
+    if (ended_) return DaemonGoneError();
+    id = ++calls_;
+  }
+  Post({.kind = Request::Kind::kStart,
+        .id = id,
+        .what = what,
+        .start = std::move(start),
+        .state = state});
+  while (true) {
+    {
+      const protocol::MutexLock lock(state->mutex);
+      const auto pause = std::min(limits.deadline.Remaining(), kInterruptPeriod);
+      if (!state->done) state->ended.wait_for(state->mutex, pause);
+      if (state->done) return state->status;
+    }
+    const bool interrupted = limits.Interrupted();
+    if (!interrupted && !limits.deadline.Expired()) continue;
+    Post({.kind = Request::Kind::kCancel, .id = id, .what = {}, .start = {}, .state = {}});
+    if (interrupted)
+      return MakeError(ErrorId::kInterrupted, absl::StrCat(what, " was interrupted"));
+    return MakeError(ErrorId::kTimeout, absl::StrCat(what, " took longer than its limit"),
+                     "see `forebay status` for what the daemon waits for");
+  }
+}
+
+void ControlThread::Post(Request request) {
+  bool ended = false;
+  {
+    const protocol::MutexLock lock(mutex_);
+    ended = ended_;
+    if (!ended) requests_.push_back(std::move(request));
+  }
+  if (ended && request.state != nullptr) Finish(*request.state, DaemonGoneError());
+  protocol::RingDoorbell(wake_fd_.get());
+}
+
+std::deque<ControlThread::Request> ControlThread::TakeRequests() {
+  protocol::DrainDoorbell(wake_fd_.get());
+  const protocol::MutexLock lock(mutex_);
+  return std::exchange(requests_, {});
+}
+
+void ControlThread::Finish(CallState& state, absl::Status status) {
+  const protocol::MutexLock lock(state.mutex);
+  state.status = std::move(status);
+  state.done = true;
+  state.ended.notify_all();
+}
+
+void ControlThread::Loop() {
+  try {
+    Serve();
+  } catch (const kj::Exception&) {
+    // No loop can be made, or it broke: calls find the connection lost.
+  }
+  protocol::RingDoorbell(gone_fd_.get());
+  std::deque<Request> left;
+  {
+    const protocol::MutexLock lock(mutex_);
+    ended_ = true;
+    left = std::exchange(requests_, {});
+  }
+  for (const Request& request : left) {
+    if (request.state != nullptr) Finish(*request.state, DaemonGoneError());
+  }
+}
+
+void ControlThread::Serve() {
+  kj::AsyncIoContext io = MakeIo();
+  auto stream = io.lowLevelProvider->wrapUnixSocketFd(
+      socket_.Release(),
+      kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP | kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC);
+  capnp::ReaderOptions reader_options;
+  reader_options.traversalLimitInWords = kMessageWordsMax;
+  capnp::TwoPartyVatNetwork network(*stream, kDescriptorsPerMessageMax,
+                                    capnp::rpc::twoparty::Side::CLIENT, reader_options);
+  auto rpc = capnp::makeRpcClient(network);
+  capnp::MallocMessageBuilder vat_message;
+  auto vat = vat_message.initRoot<capnp::rpc::twoparty::VatId>();
+  vat.setSide(capnp::rpc::twoparty::Side::SERVER);
+  Peer peer{
+      .node = rpc.bootstrap(vat).castAs<schema::Node>(), .session = nullptr, .admin = nullptr};
+  const auto watch_end =
+      network.onDisconnect()
+          .then([this] { protocol::RingDoorbell(gone_fd_.get()); },
+                [this](kj::Exception&&) { protocol::RingDoorbell(gone_fd_.get()); })
+          .eagerlyEvaluate(nullptr);
+  kj::UnixEventPort::FdObserver wake(io.unixEventPort, wake_fd_.get(),
+                                     kj::UnixEventPort::FdObserver::OBSERVE_READ);
+  struct Running {
+    kj::Promise<void> promise;
+    std::shared_ptr<CallState> state;
+  };
+  std::map<uint64_t, Running> running;
+  std::vector<uint64_t> finished;  // dropped at the next turn: a promise cannot drop itself
+  for (bool stop = false; !stop;) {
+    std::deque<Request> requests = TakeRequests();
+    for (const uint64_t id : std::exchange(finished, {})) running.erase(id);
+    for (Request& request : requests) {
+      switch (request.kind) {
+        case Request::Kind::kStart: {
+          const uint64_t id = request.id;
+          auto promise = kj::evalNow([&] { return request.start(peer); })
+                             .then(
+                                 [state = request.state, id, &finished] {
+                                   finished.push_back(id);
+                                   Finish(*state, absl::OkStatus());
+                                 },
+                                 [state = request.state, what = request.what, id,
+                                  &finished](kj::Exception&& exception) {
+                                   finished.push_back(id);
+                                   Finish(*state, protocol::StatusOf(exception, what));
+                                 })
+                             .eagerlyEvaluate(nullptr);
+          running.emplace(id, Running{.promise = std::move(promise), .state = request.state});
+          break;
+        }
+        case Request::Kind::kCancel:
+          running.erase(request.id);
+          break;
+        case Request::Kind::kStop:
+          stop = true;
+          break;
+      }
+    }
+    if (!stop) wake.whenBecomesReadable().wait(io.waitScope);
+  }
+  for (auto& [id, call] : running) Finish(*call.state, DaemonGoneError());
+}
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,78 @@
+// Which bytes of a session's gradient arena are whose.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
+
+namespace forebay::client::internal {
+
+// Ranges of the arena. Open ones are being filled by the caller, busy ones are the daemon's until their
+// completion. Open ranges always leave one run as long as the largest group, busy ranges aside: so
+// whatever the caller keeps open, one gradient can still travel.
+//
+// Threads  One at a time.
+// Limits   Sizes are multiples of 64 and at most `largest_bytes`; largest_bytes <= capacity_bytes.
+class GradSlots {
+ public:
+  struct Options {
+    uint64_t capacity_bytes = 0;
+    uint64_t largest_bytes = 0;
+  };
+
+  explicit GradSlots(const Options& options) : options_(options) {}
+
+  // An open range, or nothing: then waiting for busy ranges helps only where FitsWithoutBusy().
+  std::optional<uint64_t> TakeOpen(uint64_t size_bytes);
+  bool FitsWithoutBusy(uint64_t size_bytes) const;
+
+  // A busy range, or nothing while other busy ranges are in its way.
+  std::optional<uint64_t> TakeBusy(uint64_t size_bytes);
+
+  void Deliver(uint64_t offset_bytes);  // an open range becomes busy
+  void Free(uint64_t offset_bytes);
+
+  bool AnyBusy() const;
+  uint64_t used_bytes() const;
+
+ private:
+  enum class Use : uint8_t { kOpen, kBusy };
+  struct Range {
+    uint64_t size_bytes = 0;
+    Use use = Use::kOpen;
+  };
+  using Ranges = std::map<uint64_t, Range>;  // by offset
+
+  std::optional<uint64_t> FindOpen(const Ranges& ranges, uint64_t size_bytes) const;
+  bool LeavesRoom(uint64_t offset_bytes, uint64_t size_bytes) const;
+  Ranges OpenRanges() const;
+
+  Options options_;
+  Ranges ranges_;
+};
+
+// A busy range that is given back, unless it is handed over to whoever frees it later.
+class BusyRange {
+ public:
+  BusyRange(GradSlots& slots, uint64_t offset_bytes)
+      : slots_(&slots), offset_bytes_(offset_bytes) {}
+  BusyRange(BusyRange&& other) noexcept
+      : slots_(std::exchange(other.slots_, nullptr)), offset_bytes_(other.offset_bytes_) {}
+  BusyRange& operator=(BusyRange&&) = delete;
+  ~BusyRange() {
+    if (slots_ != nullptr) slots_->Free(offset_bytes_);
+  }
+
+  uint64_t offset_bytes() const { return offset_bytes_; }
+  uint64_t HandOver() {
+    slots_ = nullptr;
+    return offset_bytes_;
+  }
+
+ private:
+  GradSlots* slots_;
+  uint64_t offset_bytes_;
+};
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,30 @@
+// Whether a processor core has nothing to do, so that spinning takes time from nobody.
+#pragma once
+
+#include <chrono>
+
+#include "protocol/unique_fd.h"
+
+namespace forebay::client::internal {
+
+// Compares the kernel's count of runnable threads with the processors this process may use.
+//
+// Limits   Reads /proc/loadavg at most every 10 ms; false where it cannot be read.
+// Threads  One at a time.
+class IdleCore {
+ public:
+  IdleCore();
+
+  bool Any();
+
+ private:
+  protocol::UniqueFd loadavg_;
+  int processors_ = 1;
+  bool any_ = false;
+  std::chrono::steady_clock::time_point next_look_{};
+};
+
+// Runnable threads in a line of /proc/loadavg ("0.20 0.18 0.12 1/80 11206"), or -1.
+int RunnableThreads(const char* loadavg);
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,41 @@
+// A mapped range that unmaps itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "absl/status/statusor.h"
+
+namespace forebay::client::internal {
+
+enum class MapAccess : uint8_t { kRead, kReadWrite };
+
+// Ownership  Whoever needs the bytes holds the shared_ptr.
+class Mapping {
+ public:
+  // The first `size_bytes` of a shared file, at an address where 2 MiB pages of the file stay 2 MiB pages.
+  //
+  // Errors  E_PROTOCOL  the file is shorter, or can shrink under the mapping.
+  //         E_LIMIT     no address space.
+  static absl::StatusOr<std::shared_ptr<Mapping>> MapFile(int fd, uint64_t size_bytes,
+                                                          MapAccess access);
+
+  // Zeroed private memory.
+  static absl::StatusOr<std::shared_ptr<Mapping>> MapPrivate(uint64_t size_bytes);
+
+  Mapping(std::byte* address, uint64_t size_bytes) : address_(address), size_bytes_(size_bytes) {}
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping();
+
+  // Written only where it was mapped so.
+  std::span<std::byte> bytes() const { return {address_, size_bytes_}; }
+
+ private:
+  std::byte* address_;
+  uint64_t size_bytes_;
+};
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,35 @@
+// Small words of a session's calls: the time one takes, and an empty command.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "protocol/wire.h"
+
+namespace forebay::client::internal {
+
+// Adds the time from construction to destruction.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<uint64_t>& total_ns) : total_ns_(total_ns) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    const auto spent = std::chrono::steady_clock::now() - begin_;
+    total_ns_ += static_cast<uint64_t>(std::chrono::nanoseconds(spent).count());
+  }
+
+ private:
+  std::atomic<uint64_t>& total_ns_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+inline protocol::Command MakeCommand(protocol::Op op, uint32_t group = 0) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(op);
+  command.group = group;
+  return command;
+}
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,159 @@
+"""attach(): from a model to windows, hooks and an optimizer."""
+
+import ctypes
+
+import torch
+
+from ._guards import Guards, refuse_attached
+from ._hooks import Engine, Group, Member, install
+from ._optimizer import ForebayOptimizer
+from ._plan import DTYPE_NAMES, FORMATS, make_plan
+from .errors import ForebayError, unsupported, usage_error
+
+HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
+
+
+def attach(model, optimizer, *, job, rank, world_size, socket, param_groups, extra_state_bytes, grad_arena_bytes,
+           timeout):
+    """See forebay.attach."""
+    from . import _core
+
+    plan = make_plan(model)
+    refuse_attached(plan)
+    defaults = {key: getattr(optimizer, key) for key in HYPER_PARAMETERS}
+    torch_groups = _torch_groups(plan, optimizer.params if param_groups is None else param_groups)
+    frozen_group = _assign_param_groups(plan, torch_groups)
+    if hasattr(_core, "install_fault_explainer"):
+        _core.install_fault_explainer()
+    attachment = _core.attach(
+        socket, job, rank, world_size, DTYPE_NAMES[plan.dtype], "adamw", optimizer.format or FORMATS[plan.dtype],
+        [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters], plan.group_names,
+        grad_arena_bytes, extra_state_bytes, float(timeout))
+    bound = guards = None
+    handles = []
+    try:
+        groups = _groups(plan, attachment)
+        if attachment.writes_initial:
+            _write_initial(plan, attachment, groups, timeout)
+        windows = _windows(plan, attachment, groups)
+        engine = Engine(attachment, groups, timeout)
+        bound = _bind(plan, groups, windows)
+        guards = Guards(model, plan)
+        handles = install(engine, plan.hook_points)
+        opt = ForebayOptimizer(torch_groups, defaults, plan=plan, engine=engine, handles=handles, guards=guards,
+                               max_grad_norm=optimizer.max_grad_norm, frozen_group=frozen_group)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        if guards is not None:
+            guards.remove()
+        for parameter, own in bound or ():
+            parameter.tensor.data = own
+        _leave(attachment)
+        raise
+    bound.clear()  # the last reference to the private values
+    _give_back_free_memory()
+    return opt
+
+
+def _leave(attachment):
+    try:
+        attachment.detach()
+    except ForebayError:
+        pass  # the error that brought us here says more
+
+
+def _torch_groups(plan, wanted):
+    """param_groups in torch's form; a plain list of parameters is one group."""
+    if wanted is None:
+        return [{"params": [p.tensor for p in plan.named]}]
+    wanted = list(wanted)
+    if not wanted:
+        raise usage_error("E_OPTION", "param_groups is empty")
+    if not isinstance(wanted[0], dict):
+        wanted = [{"params": wanted}]
+    groups = []
+    for group in wanted:
+        params = group["params"]
+        unknown = set(group) - {"params", "name", *HYPER_PARAMETERS}
+        if unknown:
+            raise usage_error("E_OPTION", f"param_groups: unknown option {sorted(unknown)[0]}",
+                              f"known: {', '.join(HYPER_PARAMETERS)}")
+        groups.append({**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
+    return groups
+
+
+def _assign_param_groups(plan, torch_groups):
+    """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their own."""
+    numbers = {id(tensor): number for number, group in enumerate(torch_groups) for tensor in group["params"]}
+    known = {id(parameter.tensor) for parameter in plan.parameters}
+    for group in torch_groups:
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise usage_error("E_OPTION", f"param_groups: a tensor of shape {list(tensor.shape)} is no parameter "
+                                  "of the model")
+    frozen = False
+    for parameter in plan.parameters:
+        if not parameter.trainable:
+            parameter.param_group, frozen = len(torch_groups), True
+        elif id(parameter.tensor) not in numbers:
+            raise usage_error("E_OPTION", f"parameter {parameter.name} is in no param group",
+                              "list it, or requires_grad_(False) before attach")
+        else:
+            parameter.param_group = numbers[id(parameter.tensor)]
+    return frozen
+
+
+def _groups(plan, attachment):
+    groups = [Group(number, plan.group_names[number], elems, padded_elems)
+              for number, (_, elems, padded_elems) in enumerate(attachment.groups)]
+    for parameter, offset in zip(plan.parameters, attachment.param_offsets):
+        parameter.offset = offset
+    return groups
+
+
+def _write_initial(plan, attachment, groups, timeout):
+    """The values of this process become the job's."""
+    for group in groups:
+        flat = torch.zeros(group.padded_elems, dtype=plan.dtype)
+        for parameter in plan.parameters:
+            if parameter.group != group.number:
+                continue
+            values = parameter.tensor.detach()
+            if not torch.isfinite(values).all():
+                raise usage_error("E_NONFINITE", f"parameter {parameter.name} has "
+                                  f"{int((~torch.isfinite(values)).sum())} values that are NaN or infinite at attach",
+                                  "check the initialization or the loaded checkpoint")
+            flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(values)
+        attachment.write_initial(group.number, flat, timeout)
+    attachment.initial_done(timeout)
+
+
+def _windows(plan, attachment, groups):
+    """One tensor per parameter, each with a storage of its own that starts and ends with it: saving one parameter
+    saves no more than it."""
+    windows = []
+    images = [torch.from_dlpack(attachment.image(group.number)) for group in groups]
+    for parameter in plan.parameters:
+        view = images[parameter.group][parameter.offset : parameter.offset + parameter.tensor.numel()]
+        windows.append(torch.from_dlpack(torch.utils.dlpack.to_dlpack(view)).view(parameter.tensor.shape))
+    return windows
+
+
+def _bind(plan, groups, windows):
+    """Returns (parameter, its private values) so that a failure can be undone."""
+    bound = []
+    for parameter, window in zip(plan.parameters, windows):
+        bound.append((parameter, parameter.tensor.data))
+        parameter.tensor.data = window
+        group = groups[parameter.group]
+        group.members.append(Member(parameter, group, window))
+        group.expected += parameter.trainable
+    return bound
+
+
+def _give_back_free_memory():
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc: the allocator keeps it

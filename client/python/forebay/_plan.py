@@ -1,0 +1,152 @@
+"""Which parameter lies in which group, and which modules hold which groups open. Knows no model."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .errors import unsupported, usage_error
+
+# The parameters outside of any layer stay one group up to this size; above it, each child has its own.
+ROOT_GROUP_BYTES = 16 << 20
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "exact"}
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(eq=False)
+class Parameter:
+    """One parameter of the model; tied ones appear once, under their first name."""
+
+    name: str
+    tensor: nn.Parameter
+    trainable: bool
+    group: int = -1
+    param_group: int = 0
+    offset: int = 0  # elements from the start of its group
+    index: int = -1  # in the order of the layout
+
+
+@dataclass(eq=False)
+class Plan:
+    """Groups in the order of the layout: what belongs to no layer first, then the layers as the model lists them."""
+
+    dtype: torch.dtype
+    parameters: list = field(default_factory=list)   # in the order of the layout
+    named: list = field(default_factory=list)        # the same, in the order of the model
+    group_names: list = field(default_factory=list)
+    hook_points: list = field(default_factory=list)  # (module, [group, ...])
+
+
+def make_plan(model):
+    """Errors: E_UNSUPPORTED names the parameter that is on a device, of another type or shares its memory."""
+    named = [Parameter(_logical(name), tensor, tensor.requires_grad) for name, tensor in model.named_parameters()]
+    if not named:
+        raise usage_error("E_LAYOUT", f"{type(model).__name__} has no parameters")
+    _check_tensors(named)
+    layers = list(_layers(model, ""))
+    keys = _group_keys(named, [name for name, _ in layers])
+    order = sorted(dict.fromkeys(keys))
+    numbers = {key: number for number, key in enumerate(order)}
+    plan = Plan(dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order])
+    for parameter, key in zip(named, keys):
+        parameter.group = numbers[key]
+    plan.parameters = sorted(named, key=lambda parameter: parameter.group)
+    for index, parameter in enumerate(plan.parameters):
+        parameter.index = index
+    plan.hook_points = _hook_points(model, [module for _, module in layers], plan)
+    return plan
+
+
+def _logical(name):
+    return name.replace("_orig_mod.", "")  # torch.compile wraps a module; its parameters stay the same
+
+
+def _check_tensors(named):
+    places = {}
+    first = named[0]
+    for parameter in named:
+        tensor = parameter.tensor
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise unsupported(f"parameter {parameter.name} is not initialized yet", "run one forward pass first")
+        if tensor.device.type != "cpu":
+            raise unsupported(f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters can be "
+                              "attached", "model.cpu() before attach")
+        if tensor.dtype not in FORMATS:
+            raise unsupported(f"parameter {parameter.name} is {tensor.dtype}; float32 and bfloat16 can be attached")
+        if tensor.dtype != first.tensor.dtype:
+            raise unsupported(f"mixed types: parameter {first.name} is {first.tensor.dtype}, parameter "
+                              f"{parameter.name} is {tensor.dtype}", "model.to(torch.bfloat16) or model.float() first")
+        if tensor.numel() == 0:
+            raise unsupported(f"parameter {parameter.name} has no elements")
+        if tensor.grad is not None:
+            raise unsupported(f"parameter {parameter.name} has a gradient already",
+                              "model.zero_grad(set_to_none=True) before attach")
+        other = places.setdefault(tensor.data_ptr(), parameter)
+        if other is not parameter:
+            raise unsupported(f"parameters {other.name} and {parameter.name} share memory but are two parameters",
+                              "tie them by assigning the same nn.Parameter")
+
+
+def _layers(module, prefix):
+    """(name, module) of the elements of the outermost nn.ModuleList and nn.Sequential."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for name, child in module.named_children():
+            yield prefix + _logical(name), child
+        return
+    for name, child in module.named_children():
+        child_prefix = _logical(f"{prefix}{name}.")
+        yield from _layers(child, child_prefix)
+
+
+def _group_keys(named, layer_names):
+    """For each parameter (0, order, name) outside the layers or (1, order, name) within one."""
+    places = {name: place for place, name in enumerate(layer_names)}
+    layer_of = {}
+    for parameter in named:
+        parts = parameter.name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+        layer_of[parameter.name] = next((prefix for prefix in prefixes if prefix in places), None)
+    rest = [parameter for parameter in named if layer_of[parameter.name] is None]
+    split = sum(p.tensor.numel() * p.tensor.element_size() for p in rest) > ROOT_GROUP_BYTES
+    children = {}
+    keys = []
+    for parameter in named:
+        layer = layer_of[parameter.name]
+        if layer is not None:
+            keys.append((1, places[layer], layer))
+            continue
+        child = parameter.name.split(".")[0] if split and "." in parameter.name else "root"
+        keys.append((0, children.setdefault(child, len(children)), child))
+    return keys
+
+
+def _has_forward(module):
+    return type(module).forward is not nn.Module.forward
+
+
+def _hook_points(model, layers, plan):
+    """The whole model for what belongs to no layer, and every layer; a module without a forward of its own (a list of
+    lists) gives way to its children. Each holds every group open that it has a parameter of, tied ones too."""
+    group_of = {id(parameter.tensor): parameter.group for parameter in plan.parameters}
+    in_layers = {id(tensor) for layer in layers for tensor in layer.parameters()}
+    rest = {parameter.group for parameter in plan.parameters if id(parameter.tensor) not in in_layers}
+    points = {}
+
+    def add(module, groups):
+        if groups and _has_forward(module):
+            points.setdefault(id(module), (module, set()))[1].update(groups)
+
+    def descend(module):
+        groups = {group_of[id(tensor)] for tensor in module.parameters()}
+        if _has_forward(module):
+            add(module, groups)
+            return
+        for child in module.children():
+            descend(child)
+
+    add(model, rest)
+    for child in model.children():
+        add(child, rest & {group_of[id(tensor)] for tensor in child.parameters()})
+    for layer in layers:
+        descend(layer)
+    return [(module, sorted(groups)) for module, groups in points.values()]

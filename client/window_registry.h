@@ -1,0 +1,60 @@
+// Which parameter an address of a window belongs to, told also from a signal handler.
+//
+// A signal handler has no argument of ours, so this table and the handler are the process's own: the one place of
+// the client with global state.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "protocol/layout.h"
+
+namespace forebay::client {
+
+inline constexpr int kWindowsMax = 64;  // more are not explained
+
+struct WindowPart {
+  uint64_t begin_bytes = 0;  // into the window
+  uint64_t end_bytes = 0;
+  uint64_t elem_bytes = 4;
+  uint32_t group = 0;
+  std::string param;
+  std::string group_name;
+};
+
+// The parts of a job's image, in ascending order.
+std::vector<WindowPart> WindowParts(const protocol::Layout& layout);
+
+// Takes the window out of the table when it dies.
+class WindowRegistration {
+ public:
+  WindowRegistration(const WindowRegistration&) = delete;
+  WindowRegistration& operator=(const WindowRegistration&) = delete;
+  ~WindowRegistration();
+
+ private:
+  friend std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte>, std::string,
+                                                            std::vector<WindowPart>);
+  explicit WindowRegistration(int index) : index_(index) {}
+
+  int index_;  // -1: the table was full
+};
+
+// Threads  Any.
+std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> window,
+                                                   std::string job, std::vector<WindowPart> parts);
+
+// Writes to `fd` which parameter `address` belongs to and what to do instead of writing there; false, and nothing
+// written, where it lies in no window. Async-signal-safe.
+bool ExplainWrite(const void* address, int fd);
+
+// From now on a SIGSEGV within a window is explained on stderr before the handler that was there takes over (or the
+// process dies, as it would have). A second call does nothing.
+void InstallSegvExplainer();
+
+}  // namespace forebay::client
