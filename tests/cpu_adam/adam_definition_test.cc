@@ -88,7 +88,7 @@ TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize)
 
 TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
   const AdamHyper hyper = {.beta1 = 0.9, .beta2 = 0.999};
-  for (const uint64_t t : {1, 2, 10, 1000, 1000000}) {
+  for (const uint64_t t : {1u, 2u, 10u, 1000u, 1000000u}) {
     const AdamScalars s = MakeAdamScalars(hyper, t, 1.0f);
     const long double bias1 = 1 - std::pow(0.9L, static_cast<long double>(t));
     const long double bias2 = 1 - std::pow(0.999L, static_cast<long double>(t));

@@ -174,7 +174,7 @@ TEST_P(AdamTargets, GivesTheBitsOfTheDefinitionAtEverySize) {
 
 TEST_P(AdamTargets, GivesTheBitsOfTheDefinitionAtEveryMisalignment) {
   for (size_t offset = 1; offset <= 16; ++offset) {
-    for (const size_t n : {5, 64, 131}) {
+    for (const size_t n : {5u, 64u, 131u}) {
       for (const GradType grad : {GradType::kFp32, GradType::kBf16}) {
         for (const Place place : {Place::kIn, Place::kOut}) {
           CompareWithScalar(RunFp32, {n, offset, grad, place});
@@ -195,7 +195,7 @@ TEST_P(AdamTargets, SplittingTheRangeChangesNoBit) {
     std::mt19937 random(kSeed);
     std::vector<float> w = data.w, m = data.m, v = data.v;
     uint64_t bad = 0;
-    for (const uint64_t t : {1, 2}) {
+    for (const uint64_t t : {1u, 2u}) {
       for (size_t begin = 0; begin < kElems;) {
         const size_t n = std::min<size_t>(kElems - begin, random() % 97);
         const Gradient g = grad == GradType::kFp32 ? Gradient{data.grad.data() + begin, grad}
@@ -214,7 +214,7 @@ TEST_P(AdamTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
   const float largest = std::numeric_limits<float>::max();
   const float last_finite16 = std::bit_cast<float>(0x7F7F7FFFu);  // rounds to the largest bfloat16
   const AdamScalars still = MakeAdamScalars({.lr = 0, .weight_decay = 0}, 1, 1.0f);
-  for (const size_t n : {1, 16, 19, 33}) {
+  for (const size_t n : {1u, 16u, 19u, 33u}) {
     std::vector<float> w(n, 1.0f), m(n, 0.0f), v(n, 1.0f), g(n, 0.0f);
     w[n - 1] = largest;
     w[0] = n > 1 ? last_finite16 : largest;

@@ -41,7 +41,7 @@ Gradient GradOf(const AdamData& data, GradType type) {
 }
 
 TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
-  for (const size_t n : {0, 1, 31, 32, 33, 1009, 4095, 4096, 4097, 12289}) {
+  for (const size_t n : {0u, 1u, 31u, 32u, 33u, 1009u, 4095u, 4096u, 4097u, 12289u}) {
     const AdamData data(n, kSeed);
     for (const GradType type : kGradTypes) {
       const auto [sums, expected] = Both([&] {
@@ -56,7 +56,7 @@ TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
 
 TEST_P(StreamKernels, OneBadElementAnywhereIsFound) {
   target_.Force(GetParam());
-  for (const size_t n : {1, 15, 64, 67}) {
+  for (const size_t n : {1u, 15u, 64u, 67u}) {
     std::vector<float> wide(n, std::numeric_limits<float>::max());
     std::vector<uint16_t> narrow(n, 0xFF7F);  // the largest negative bfloat16
     EXPECT_TRUE(AllFinite(n, {wide.data(), GradType::kFp32}));
@@ -85,7 +85,7 @@ TEST_P(StreamKernels, AddsAndSetsLikeTheDefinition) {
     const AdamData data(n, kSeed);
     for (const GradType type : kGradTypes) {
       for (const AddMode mode : {AddMode::kSet, AddMode::kAdd}) {
-        for (const size_t offset : {0, 3}) {
+        for (const size_t offset : {0u, 3u}) {
           const auto [sum, expected] = Both([&] {
             GuardedArray<float> dst(n, offset);
             dst.Assign(data.w);
