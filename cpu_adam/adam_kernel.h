@@ -1,5 +1,5 @@
-// The arithmetic of one AdamW step and the streaming passes around it. No allocation, no threads, no
-// I/O, no errors.
+// The arithmetic of one AdamW step and the streaming passes around it. No allocation, no threads,
+// no I/O, no errors.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,7 @@ struct AdamScalars {
   float inv_sqrt_bias2;  // 1 / sqrt(1 - β₂ᵗ)
   float one_minus_beta1;  // 1 - β₁ rounded from double, which 1.0f - beta1 is not (0.999: 5e-5 off)
   float one_minus_beta2;
-  float
-      grad_scale;  // multiplied into the gradient first: mean over the world, clip; 1 changes no bit
+  float grad_scale;  // multiplied into the gradient first: world mean, clip; 1 changes no bit
 };
 
 // What a person sets, per parameter group; defaults as torch.optim.AdamW's.
@@ -69,19 +68,19 @@ struct ExactPlanes {
 //   d  = fma(sqrt(v'), inv_sqrt_bias2, ε)
 //   w' = fma(-step, m' / d, decay·w[i])
 //
-// The plain forms work in place; the To forms read `from` and write `to`, with stores that bypass the
-// cache where every plane of `to` is aligned to 64 bytes. Both return how many w' are not finite or,
-// in `exact`, round to an infinite param.
+// The plain forms work in place; the To forms read `from` and write `to`, with stores that bypass
+// the cache where every plane of `to` is aligned to 64 bytes. Both return how many w' are not
+// finite or, in `exact`, round to an infinite param.
 //
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
-// Memory   Planes and gradient do not overlap. Any alignment that the element type allows is correct;
-//          64 bytes is fastest. The stores of the To forms are visible to other threads after any
-//          later release by this one.
+// Memory   Planes and gradient do not overlap. Any alignment that the element type allows is
+//          correct; 64 bytes is fastest. The stores of the To forms are visible to other threads
+//          after any later release by this one.
 // Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result.
 // Exact    Every target returns the bits of `scalar` (adam_scalar.cc), whose std::fma arithmetic is
-//          the definition; only sign and payload of a NaN are free. Given the same gradients, `fp32`
-//          and `exact` hold the same masters. Requires the default MXCSR: no FTZ, no DAZ.
+//          the definition; only sign and payload of a NaN are free. Given the same gradients,
+//          `fp32` and `exact` hold the same masters. Requires the default MXCSR: no FTZ, no DAZ.
 // Source   Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101,
 //          algorithm 2, with λ scaled by η and constants rounded as in torch.optim.AdamW.
 uint64_t AdamStepFp32(const AdamScalars& scalars, size_t n, Gradient g, const Fp32Planes& state);
@@ -95,10 +94,11 @@ uint64_t AdamStepExactTo(const AdamScalars& scalars, size_t n, Gradient g, const
 inline constexpr size_t kSumChunkElems = 4096;
 inline constexpr size_t kSumLanes = 32;
 
-// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks. Lane j of a
-// chunk adds the squares of its elements j, j + 32, j + 64, … in this order (each square is exact);
-// then lane j adds lane j + 16, then j + 8, 4, 2, 1. A sum is finite if and only if every element of
-// its chunk is. square_sum.h joins chunks to a total that does not depend on their order.
+// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks. Lane j of
+// a chunk adds the squares of its elements j, j + 32, j + 64, … in this order (each square is
+// exact); then lane j adds lane j + 16, then j + 8, 4, 2, 1. A sum is finite if and only if every
+// element of its chunk is. square_sum.h joins chunks to a total that does not depend on their
+// order.
 void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums);
 
 bool AllFinite(size_t n, Gradient g);  // true for n = 0

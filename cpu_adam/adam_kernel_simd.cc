@@ -1,5 +1,5 @@
-// The step for every instruction set that has a fused multiply-add. Includes its contract and Highway
-// alone; the bits are those of internal/adam_scalar.cc.
+// The step for every instruction set that has a fused multiply-add. Includes its contract and
+// Highway alone; the bits are those of internal/adam_scalar.cc.
 
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // no fused multiply-add

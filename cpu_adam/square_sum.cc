@@ -22,8 +22,8 @@ void SquareSum::AddChunk(double chunk_sum) {
   int exponent = 0;
   const double fraction = std::frexp(chunk_sum, &exponent);  // chunk_sum = fraction · 2^exponent
   const auto mantissa = static_cast<uint64_t>(std::ldexp(fraction, 53));
-  // Squares of float32 are multiples of 2^-298, and so are their sums as doubles: only zeros lie below
-  // 2^-320. 4096 squares stay below 2^268.
+  // Squares of float32 are multiples of 2^-298, and so are their sums as doubles: only zeros lie
+  // below 2^-320. 4096 squares stay below 2^268.
   FOREBAY_CHECK(chunk_sum > 0 && exponent <= 268);
   const int shift = exponent - 53 - kLowestExponent;
   const int low = std::max(shift, 0);

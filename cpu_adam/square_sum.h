@@ -9,8 +9,8 @@
 
 namespace forebay::cpu_adam {
 
-// Holds the sum of chunk sums (adam_kernel.h) exactly, in fixed point, so that adding is associative
-// and commutative. A value: copy, send and compare it freely.
+// Holds the sum of chunk sums (adam_kernel.h) exactly, in fixed point, so that adding is
+// associative and commutative. A value: copy, send and compare it freely.
 //
 // Limits  Up to 2^30 chunks: 2^42 elements.
 class SquareSum {

@@ -30,17 +30,18 @@ struct ArenaOptions {
   Access access = Access::kPrivate;
 };
 
-// One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where possible.
-// Every page is bound, touched and locked before Create() returns, so no later call can fault a page
-// in, move it, or find the node full. A new segment is all zeros.
+// One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where
+// possible. Every page is bound, touched and locked before Create() returns, so no later call can
+// fault a page in, move it, or find the node full. A new segment is all zeros.
 //
 // Every segment is sealed against SHRINK and GROW: its size is fixed for all who hold it.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
-// Threads    Create() on a worker (it blocks); all else on the loop thread. The bytes of a live range
-//            may be given to any thread.
+// Threads    Create() on a worker (it blocks); all else on the loop thread. The bytes of a live
+//            range may be given to any thread.
 // Limits     At most kMaxRanges live ranges.
-// Source     memfd_create(2), madvise(2), mbind(2), mlock(2), fcntl(2) F_ADD_SEALS, Linux man-pages.
+// Source     memfd_create(2), madvise(2), mbind(2), mlock(2), fcntl(2) F_ADD_SEALS, Linux
+//            man-pages.
 class PinnedArena {
  public:
   static constexpr uint64_t kRangeAlignment = 4096;  // bytes; meets O_DIRECT on 4Kn disks

@@ -15,7 +15,7 @@ struct CpuSet {
 // The processors of a NUMA node (-1: of the machine), or exactly `wanted` where it is not empty; in
 // either case only those this process may run on.
 //
-// Errors  E_OPTION    no such node or processor, or none that this process may use; names what there is.
+// Errors  E_OPTION    no such node or processor, or none for this process; names what there is.
 //         E_INTERNAL  hwloc cannot read the machine.
 absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted);
 

@@ -11,8 +11,8 @@
 
 namespace forebay::pinned_mem::internal {
 
-// A memfd of exactly `size_bytes`, without a page yet: close-on-exec, never executable where the kernel
-// knows that (6.3), mode 0400 where it is served and 0600 else, sealed SHRINK and GROW.
+// A memfd of exactly `size_bytes`, without a page yet: close-on-exec, never executable where the
+// kernel knows that (6.3), mode 0400 where it is served and 0600 else, sealed SHRINK and GROW.
 //
 // Errors  E_INTERNAL  a system call failed; its name and errno.
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,

@@ -8,8 +8,8 @@
 
 namespace forebay::pinned_mem::internal {
 
-// Makes the pages of `span`, not yet touched, come from node `numa_node` (hwloc logical index). With
-// one node there is nothing to choose and no system call.
+// Makes the pages of `span`, not yet touched, come from node `numa_node` (hwloc logical index).
+// With one node there is nothing to choose and no system call.
 //
 // Errors  E_RANGE     no such node; names how many there are.
 //         E_INTERNAL  hwloc or mbind(2) failed.

@@ -31,7 +31,8 @@ using protocol::kHugePageBytes;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Populates pages for which no 2 MiB page was to be had; EINVAL: a kernel before 5.14, so touch them.
+// Populates pages for which no 2 MiB page was to be had; EINVAL: a kernel before 5.14, so touch
+// them.
 int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
   while (madvise(begin, size_bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;

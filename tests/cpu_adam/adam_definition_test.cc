@@ -1,7 +1,7 @@
-// Goal    The definition is AdamW: close to double precision in every step, right at the first and the
-//         millionth step, and `exact` holds the masters of `fp32`.
-// Method  Recompute each line of adam_kernel.h in double from the same float32 inputs and compare with a
-//         bound that is derived below; compare the two formats bit by bit over 30 steps.
+// Goal    The definition is AdamW: close to double precision in every step, right at the first and
+//         the millionth step, and `exact` holds the masters of `fp32`.
+// Method  Recompute each line of adam_kernel.h in double from the same float32 inputs and compare
+//         with a bound that is derived below; compare the two formats bit by bit over 30 steps.
 
 #include <limits>
 
@@ -32,13 +32,13 @@ void ExpectNear(double actual, double expected, double bound, double largest_ter
   EXPECT_LE(std::abs(actual - expected), 4 * Ulp(largest_term)) << what << " of element " << i;
 }
 
-// First-order rounding errors, in units u = 2^-24 of the value they are taken of. With grad_scale 1,
-// g' = g exactly.
+// First-order rounding errors, in units u = 2^-24 of the value they are taken of. With grad_scale
+// 1, g' = g exactly.
 //   m' : u·|(1-β₁)g|, then u·|m'| by the fma.
 //   v' : the two products 2u·(1-β₂)g², then u·|v'| by the fma; all terms positive.
-//   w' : of the update s·m'/d: u for s = η·inv_bias1, u for the square root, u for the fma of d, u for the
-//        quotient: 4u; of the decayed weight: u for `decay` (which is below 1), u for the product: 2u; then
-//        u·|w'| by the last fma. m' and v' are taken as the kernel returned them.
+//   w' : of the update s·m'/d: u each for s = η·inv_bias1, the square root, the fma of d and the
+//        quotient: 4u; of the decayed weight: u for `decay` (which is below 1), u for the product:
+//        2u; then u·|w'| by the last fma. m' and v' are taken as the kernel returned them.
 // A product or quotient that underflows adds up to 2^-149 instead.
 TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
   const AdamHyper hyper = {.lr = 1e-3, .weight_decay = 0.1};
@@ -79,8 +79,8 @@ TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize)
   for (const float g : {1e-4f, -0.5f, 3.0f, -1e6f}) {
     float w = 1.0f, m = 0, v = 0;
     AdamStepFp32(s, 1, {&g, GradType::kFp32}, {&w, &m, &v});
-    // η·m̂ / (sqrt(v̂) + ε) with m̂ = g, v̂ = g²: five roundings of the update, one of the result; ε shortens
-    // the update by ε/|g|.
+    // η·m̂ / (sqrt(v̂) + ε) with m̂ = g, v̂ = g²: five roundings of the update, one of the result;
+    // ε shortens the update by ε/|g|.
     const double update = 0.01 * g / (std::abs(double{g}) + 1e-8);
     EXPECT_NEAR(w, 1.0 - update, 0.01 * 8 * kUnit + kUnit);
   }

@@ -1,7 +1,8 @@
-// Goal    Every instruction set gives the bits of the scalar definition, in place and out of place, at
-//         every size, tail and misalignment, and writes nothing else.
-// Method  Run two steps on each target that this processor has and on "scalar", on the same seeded data
-//         with denormals and overflows; compare all planes and the count of bad masters bit by bit.
+// Goal    Every instruction set gives the bits of the scalar definition, in place and out of place,
+//         at every size, tail and misalignment, and writes nothing else.
+// Method  Run two steps on each target that this processor has and on "scalar", on the same seeded
+//         data with denormals and overflows; compare all planes and the count of bad masters bit by
+//         bit.
 
 #include <tuple>
 

@@ -74,8 +74,8 @@ inline uint16_t TopHalf(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// States and gradients of plausible sizes, with denormal moments, zeros, and gradients from 1e-30 to
-// 1e25 (whose square overflows) strewn in.
+// States and gradients of plausible sizes, with denormal moments, zeros, and gradients from 1e-30
+// to 1e25 (whose square overflows) strewn in.
 struct AdamData {
   std::vector<float> w, m, v, grad;
   std::vector<uint16_t> grad16;

@@ -1,6 +1,7 @@
 // Goal    The sum of squares is right, and no split, order or target changes a bit of it.
-// Method  Compare with long double sums; split seeded data at random multiples of the chunk and merge the
-//         parts in random order; feed the accumulator the largest and the smallest chunk sums there are.
+// Method  Compare with long double sums; split seeded data at random multiples of the chunk and
+//         merge the parts in random order; feed the accumulator the largest and the smallest chunk
+//         sums there are.
 
 #include <algorithm>
 #include <limits>
@@ -30,8 +31,9 @@ TEST(SquareSum, OfSmallIntegersIsExact) {
   EXPECT_EQ(sum.ToDouble(), 100.0 * 328350.0);  // sum of i² below 100 is 328350
 }
 
-// A chunk's lane adds 128 squares, the tree 5 more times: at most 133 roundings of 2^-53 relative, all
-// terms positive; joining is exact and ToDouble() cuts once more (2^-52). 2^-45 is above the sum of both.
+// A chunk's lane adds 128 squares, the tree 5 more times: at most 133 roundings of 2^-53 relative,
+// all terms positive; joining is exact and ToDouble() cuts once more (2^-52). 2^-45 is above the
+// sum of both.
 TEST(SquareSum, AgreesWithAMorePreciseSum) {
   const AdamData data(100003, kSeed);
   const SquareSum sum = SumSquaresAndFinite(data.grad.size(), {data.grad.data(), GradType::kFp32});

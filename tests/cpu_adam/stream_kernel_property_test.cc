@@ -1,6 +1,6 @@
 // Goal    The streaming passes give the bits of their scalar definition on every instruction set.
-// Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded data,
-//         and on all 2^16 bfloat16 values; compare bit by bit.
+// Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded
+//         data, and on all 2^16 bfloat16 values; compare bit by bit.
 
 #include <limits>
 #include <numeric>

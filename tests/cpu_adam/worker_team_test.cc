@@ -1,7 +1,7 @@
-// Goal    Tasks run in order, none is lost, a full queue refuses at once, and the destructor leaves neither
-//         a task nor a thread behind.
-// Method  Hold the workers at a latch to fill the queue; count tasks and the process's threads. Every wait
-//         has a deadline.
+// Goal    Tasks run in order, none is lost, a full queue refuses at once, and the destructor leaves
+//         neither a task nor a thread behind.
+// Method  Hold the workers at a latch to fill the queue; count tasks and the process's threads.
+//         Every wait has a deadline.
 
 #include "cpu_adam/worker_team.h"
 

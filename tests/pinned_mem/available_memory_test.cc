@@ -1,4 +1,5 @@
-// Goal    The estimate that refuses an arena before the kernel would kill somebody is a sane number.
+// Goal    The estimate that refuses an arena before the kernel would kill somebody is a sane
+//         number.
 // Method  Compare it with MemTotal and with sysconf's free pages.
 
 #include "pinned_mem/internal/available_memory.h"

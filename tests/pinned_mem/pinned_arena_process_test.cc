@@ -1,7 +1,8 @@
 // Goal    What only another user sees: a served segment cannot be opened for writing, and a low
 //         RLIMIT_MEMLOCK refuses a service and leaves a private daemon unlocked.
-// Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's own
-//         privileges would hide both. A child reports through its exit status; it runs under a deadline.
+// Method  Fork children that become uid and gid 65534 (nobody) where the test runs as root: root's
+//         own privileges would hide both. A child reports through its exit status; it runs under a
+//         deadline.
 
 #include <fcntl.h>
 #include <signal.h>

@@ -1,7 +1,7 @@
-// Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its seals bar
-//         what they must, and the same attacks succeed on a segment without them.
-// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore, F_GET_SEALS), then attack them with
-//         the system calls that a client could use on its descriptor.
+// Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its
+//         seals bar what they must, and the same attacks succeed on a segment without them.
+// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore, F_GET_SEALS), then attack
+//         them with the system calls that a client could use on its descriptor.
 
 #include "pinned_mem/pinned_arena.h"
 
