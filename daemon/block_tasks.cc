@@ -1,0 +1,136 @@
+#include "daemon/block_tasks.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/square_sum.h"
+#include "protocol/check.h"
+#include "protocol/error.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using cpu_adam::AdamScalars;
+using cpu_adam::Gradient;
+using cpu_adam::GradType;
+using protocol::DType;
+using protocol::Format;
+
+// Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state machine's own.
+template <typename Value>
+Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, uint64_t elems) {
+  FOREBAY_CHECK(offset_bytes + (first + elems) * sizeof(Value) <= bytes.size());
+  return reinterpret_cast<Value*>(bytes.data() + offset_bytes) + first;
+}
+
+Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
+  return {bytes.data(), dtype == DType::kFloat32 ? GradType::kFp32 : GradType::kBf16};
+}
+
+size_t ElemsOf(DType dtype, std::span<const std::byte> bytes) {
+  return bytes.size() / protocol::SizeBytes(dtype);
+}
+
+}  // namespace
+
+nvme::Identity MakeIdentity(const BlockIdentity& identity, uint64_t nonce) {
+  const std::array<uint64_t, 4> words = {identity.job, identity.block, identity.written_step,
+                                         nonce};
+  nvme::Identity bytes;
+  static_assert(sizeof(words) == sizeof(bytes));
+  std::memcpy(bytes.data(), words.data(), sizeof(bytes));
+  return bytes;
+}
+
+uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
+                          uint64_t block_elems) {
+  uint64_t offset_bytes = 0;
+  for (size_t i = 0; i < plane; ++i) {
+    offset_bytes +=
+        protocol::RoundUp(block_elems * protocol::SizeBytes(planes[i].dtype), protocol::kPageBytes);
+  }
+  return offset_bytes;
+}
+
+uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems) {
+  return PlaneOffsetBytes(planes, planes.size(), block_elems);
+}
+
+uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
+  const bool exact = memory.format == Format::kExact;
+  const auto planes = protocol::StatePlanes(protocol::Optimizer::kAdamW, memory.format,
+                                            exact ? DType::kBFloat16 : DType::kFloat32);
+  const auto plane_at = [&](size_t plane) {
+    return PlaneOffsetBytes(planes, plane, action.block_elems);
+  };
+  uint64_t overflows = 0;
+  for (const UpdateSegment& segment : action.segments) {
+    const AdamScalars scalars =
+        cpu_adam::MakeAdamScalars({.lr = segment.hyper.lr,
+                                   .beta1 = segment.hyper.beta1,
+                                   .beta2 = segment.hyper.beta2,
+                                   .eps = segment.hyper.eps,
+                                   .weight_decay = segment.hyper.weight_decay},
+                                  segment.optimizer_step, action.grad_scale);
+    const uint64_t first = segment.block_elem;
+    const uint64_t elems = segment.elems;
+    const uint64_t gradient_bytes = elems * sizeof(float);
+    FOREBAY_CHECK(segment.accumulator_offset_bytes + gradient_bytes <= memory.accumulators.size());
+    const Gradient gradient{memory.accumulators.data() + segment.accumulator_offset_bytes,
+                            GradType::kFp32};
+    if (exact) {
+      overflows += cpu_adam::AdamStepExact(
+          scalars, elems, gradient,
+          {.param = Elems<uint16_t>(memory.image, segment.image_offset_bytes, 0, elems),
+           .remainder = Elems<int16_t>(memory.block, plane_at(0), first, elems),
+           .m = Elems<float>(memory.block, plane_at(1), first, elems),
+           .v = Elems<float>(memory.block, plane_at(2), first, elems)});
+    } else {
+      overflows += cpu_adam::AdamStepFp32(
+          scalars, elems, gradient,
+          {.w = Elems<float>(memory.image, segment.image_offset_bytes, 0, elems),
+           .m = Elems<float>(memory.block, plane_at(0), first, elems),
+           .v = Elems<float>(memory.block, plane_at(1), first, elems)});
+    }
+  }
+  return overflows;
+}
+
+absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
+                         const BlockIdentity& identity, std::span<const std::byte> bytes) {
+  if (expected.has_value()) return nvme::Verify(*expected, bytes);
+  const bool zeros =
+      std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
+  if (zeros && identity.written_step == 0) return absl::OkStatus();
+  return protocol::MakeError(
+      protocol::ErrorId::kCorrupt,
+      absl::StrCat("block ", identity.block, " of job ", identity.job, " written in step ",
+                   identity.written_step, " has no bytes on swap that could be verified"));
+}
+
+bool RunAddGradient(const AddGradient& action, std::span<const std::byte> contribution,
+                    std::span<std::byte> accumulator) {
+  const Gradient gradient = GradientOf(action.dtype, contribution);
+  if (!cpu_adam::AllFinite(action.elems, gradient)) return false;
+  cpu_adam::AddGradient(action.elems, gradient,
+                        action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
+                        Elems<float>(accumulator, 0, 0, action.elems));
+  return true;
+}
+
+double RunSumGroup(std::span<const std::byte> accumulator) {
+  return cpu_adam::SumSquaresAndFinite(ElemsOf(DType::kFloat32, accumulator),
+                                       GradientOf(DType::kFloat32, accumulator))
+      .ToDouble();
+}
+
+bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
+  std::memcpy(to.data(), from.data(), from.size());
+  return cpu_adam::AllFinite(ElemsOf(dtype, to), GradientOf(dtype, to));
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,297 @@
+#include "daemon/config.h"
+
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/status_macros.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;
+constexpr uint32_t kWorkersMax = 1024;
+
+constexpr std::array kKeys = {
+    ConfigKey{"socket.path", "path", "where clients connect"},
+    ConfigKey{"socket.mode", "octal string", "permissions of the socket, \"0660\""},
+    ConfigKey{"dram.limit", "size", "memory for everything; half of the machine's by default"},
+    ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
+    ConfigKey{"swap.capacity", "size or list of sizes", "reserved on each path"},
+    ConfigKey{"swap.staging", "size", "memory between swap and the update"},
+    ConfigKey{"swap.life", "kept | unlinked",
+              "unlinked: the space is free however the daemon ends"},
+    ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
+    ConfigKey{"update.workers", "number",
+              "threads of the update; one per physical core by default"},
+    ConfigKey{"update.target", "best | name", "instruction set of the kernels"},
+    ConfigKey{"update.block_elems", "number", "elements of a block, a multiple of 64"},
+    ConfigKey{"log.level", "debug | info | warning | error", "what is logged to stderr"},
+    ConfigKey{"memlock", "required | best_effort",
+              "whether memory that cannot be locked is refused"},
+};
+
+// Where a value stands, for messages.
+struct Place {
+  std::string text;  // "forebay.toml:12" or "--set"
+  std::string key;
+};
+
+absl::Status Bad(const Place& place, std::string_view what, std::string_view hint = {}) {
+  return MakeError(ErrorId::kConfig,
+                   absl::StrCat(place.text, ": ", place.key, ": ", std::string(what)), hint);
+}
+
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i + 1);
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+std::string_view NearestKey(std::string_view key) {
+  return std::ranges::min(kKeys, {},
+                          [&](const ConfigKey& known) { return EditDistance(key, known.name); })
+      .name;
+}
+
+absl::StatusOr<std::string> TextOf(const toml::node& node, const Place& place) {
+  const auto text = node.value_exact<std::string>();
+  if (!text.has_value()) return Bad(place, "is not a string");
+  return *text;
+}
+
+absl::StatusOr<uint64_t> SizeOf(const toml::node& node, const Place& place) {
+  if (const auto number = node.value_exact<int64_t>()) {
+    if (*number < 0) return Bad(place, "is negative");
+    return static_cast<uint64_t>(*number);
+  }
+  ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
+  const auto bytes = protocol::ParseBytes(text);
+  if (!bytes.ok()) return Bad(place, bytes.status().message().data(), "write 4096, 64MiB or 2GiB");
+  return *bytes;
+}
+
+struct Range {
+  uint64_t from;
+  uint64_t to;
+};
+
+absl::StatusOr<uint64_t> NumberOf(const toml::node& node, const Place& place, Range range) {
+  const auto number = node.value_exact<int64_t>();
+  if (!number.has_value()) return Bad(place, "is not a whole number");
+  if (*number < 0 || static_cast<uint64_t>(*number) < range.from ||
+      static_cast<uint64_t>(*number) > range.to) {
+    return Bad(place, absl::StrCat(*number, " is not in ", range.from, " to ", range.to));
+  }
+  return static_cast<uint64_t>(*number);
+}
+
+// One of a few words.
+template <typename Value>
+absl::StatusOr<Value> WordOf(const toml::node& node, const Place& place,
+                             std::initializer_list<std::pair<std::string_view, Value>> words) {
+  ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
+  std::string known;
+  for (const auto& [word, value] : words) {
+    if (text == word) return value;
+    absl::StrAppend(&known, known.empty() ? "" : ", ", std::string(word));
+  }
+  return Bad(place, absl::StrCat("\"", text, "\" is none of ", known));
+}
+
+// Calls `take` for each element of a list, or for the value itself.
+absl::Status ForEach(const toml::node& node,
+                     const std::function<absl::Status(const toml::node&)>& take) {
+  const toml::array* array = node.as_array();
+  if (array == nullptr) return take(node);
+  for (const toml::node& element : *array) RETURN_IF_ERROR(take(element));
+  return absl::OkStatus();
+}
+
+absl::Status SetSwap(const toml::node& node, const Place& place, Config& config) {
+  if (place.key == "swap.paths") {
+    config.swap_paths.clear();
+    return ForEach(node, [&](const toml::node& element) -> absl::Status {
+      ASSIGN_OR_RETURN(std::string path, TextOf(element, place));
+      if (path.empty()) return Bad(place, "has an empty path");
+      config.swap_paths.push_back(std::move(path));
+      return absl::OkStatus();
+    });
+  }
+  if (place.key == "swap.capacity") {
+    config.swap_capacity_bytes.clear();
+    return ForEach(node, [&](const toml::node& element) -> absl::Status {
+      ASSIGN_OR_RETURN(const uint64_t bytes, SizeOf(element, place));
+      if (bytes == 0) return Bad(place, "is 0");
+      config.swap_capacity_bytes.push_back(bytes);
+      return absl::OkStatus();
+    });
+  }
+  if (place.key == "swap.staging") {
+    ASSIGN_OR_RETURN(config.swap_staging_bytes, SizeOf(node, place));
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(
+      config.swap_life,
+      WordOf<nvme::FileLife>(
+          node, place, {{"kept", nvme::FileLife::kKept}, {"unlinked", nvme::FileLife::kUnlinked}}));
+  return absl::OkStatus();
+}
+
+absl::Status SetUpdate(const toml::node& node, const Place& place, Config& config) {
+  if (place.key == "update.workers") {
+    ASSIGN_OR_RETURN(const uint64_t workers, NumberOf(node, place, {0, kWorkersMax}));
+    config.workers = static_cast<uint32_t>(workers);
+  } else if (place.key == "update.target") {
+    ASSIGN_OR_RETURN(config.update_target, TextOf(node, place));
+  } else {
+    ASSIGN_OR_RETURN(config.block_elems,
+                     NumberOf(node, place, {protocol::kPartitionAlignElems, kBlockElemsMax}));
+    if (config.block_elems % protocol::kPartitionAlignElems != 0) {
+      return Bad(place, absl::StrCat(config.block_elems, " is not a multiple of ",
+                                     protocol::kPartitionAlignElems));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SetMode(const toml::node& node, const Place& place, Config& config) {
+  ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
+  const bool octal = !text.empty() && text.size() <= 4 &&
+                     std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '7'; });
+  if (!octal) return Bad(place, absl::StrCat("\"", text, "\" is not octal, as \"0660\" is"));
+  config.socket_mode = static_cast<uint32_t>(std::stoul(text, nullptr, 8)) & 0777;
+  return absl::OkStatus();
+}
+
+absl::Status SetKey(const toml::node& node, const Place& place, Config& config) {
+  const std::string& key = place.key;
+  if (std::ranges::none_of(kKeys, [&](const ConfigKey& known) { return known.name == key; })) {
+    return MakeError(ErrorId::kConfig, absl::StrCat(place.text, ": unknown key ", key),
+                     absl::StrCat("did you mean ", std::string(NearestKey(key)), "?"));
+  }
+  if (key.starts_with("swap.")) return SetSwap(node, place, config);
+  if (key.starts_with("update.")) return SetUpdate(node, place, config);
+  if (key == "socket.mode") return SetMode(node, place, config);
+  if (key == "socket.path") {
+    ASSIGN_OR_RETURN(config.socket_path, TextOf(node, place));
+  } else if (key == "dram.limit") {
+    ASSIGN_OR_RETURN(config.dram_limit_bytes, SizeOf(node, place));
+  } else if (key == "io.engine") {
+    ASSIGN_OR_RETURN(config.io_engine,
+                     WordOf<nvme::EngineChoice>(node, place,
+                                                {{"auto", nvme::EngineChoice::kAuto},
+                                                 {"io_uring", nvme::EngineChoice::kUring},
+                                                 {"threads", nvme::EngineChoice::kThreads}}));
+  } else if (key == "log.level") {
+    ASSIGN_OR_RETURN(config.log_level, WordOf<LogLevel>(node, place,
+                                                        {{"debug", LogLevel::kDebug},
+                                                         {"info", LogLevel::kInfo},
+                                                         {"warning", LogLevel::kWarning},
+                                                         {"error", LogLevel::kError}}));
+  } else {
+    ASSIGN_OR_RETURN(config.lock, WordOf<pinned_mem::LockPolicy>(
+                                      node, place,
+                                      {{"required", pinned_mem::LockPolicy::kRequired},
+                                       {"best_effort", pinned_mem::LockPolicy::kBestEffort}}));
+  }
+  return absl::OkStatus();
+}
+
+// Every leaf of the table under its dotted key.
+absl::Status Walk(const toml::table& table, const std::string& prefix, const std::string& file,
+                  Config& config) {
+  for (const auto& [name, node] : table) {
+    const std::string key = absl::StrCat(prefix, std::string(name.str()));
+    const Place place{absl::StrCat(file, ":", name.source().begin.line), key};
+    const bool is_section =
+        node.is_table() && std::ranges::any_of(kKeys, [&](const ConfigKey& known) {
+          return known.name.starts_with(absl::StrCat(key, "."));
+        });
+    if (is_section) {
+      RETURN_IF_ERROR(Walk(*node.as_table(), absl::StrCat(key, "."), file, config));
+    } else {
+      RETURN_IF_ERROR(SetKey(node, place, config));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string ParseErrorText(const toml::parse_error& error, const std::string& file) {
+  return absl::StrCat(file, ":", error.source().begin.line, ": ", std::string(error.description()));
+}
+
+}  // namespace
+
+std::span<const ConfigKey> ConfigKeys() { return kKeys; }
+
+absl::Status LoadConfigFile(const std::string& path, Config& config) {
+  try {
+    const toml::table table = toml::parse_file(path);
+    return Walk(table, "", path, config);
+  } catch (const toml::parse_error& error) {
+    return MakeError(ErrorId::kConfig, ParseErrorText(error, path));
+  }
+}
+
+absl::Status ApplySetting(std::string_view setting, Config& config) {
+  const size_t equals = setting.find('=');
+  if (equals == std::string_view::npos || equals == 0) {
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat("--set ", std::string(setting), ": not of the form key=value"));
+  }
+  const Place place{"--set", std::string(setting.substr(0, equals))};
+  const std::string value(setting.substr(equals + 1));
+  try {  // as in the file: numbers, quoted strings, lists
+    const toml::table table = toml::parse(absl::StrCat("value = ", value));
+    return SetKey(*table.get("value"), place, config);
+  } catch (const toml::parse_error&) {
+    // not TOML: bare text below
+  }
+  toml::array list;
+  for (const absl::string_view part : absl::StrSplit(value, ',')) {
+    list.push_back(std::string(part));
+  }
+  if (list.size() > 1) return SetKey(list, place, config);
+  return SetKey(toml::value<std::string>(value), place, config);
+}
+
+absl::Status CheckConfig(const Config& config) {
+  const size_t paths = config.swap_paths.size();
+  const size_t capacities = config.swap_capacity_bytes.size();
+  if (paths == 0 && capacities == 0) return absl::OkStatus();
+  if (paths == 0) {
+    return MakeError(ErrorId::kConfig, "swap.capacity is set, swap.paths is not",
+                     "name a directory or a block device in swap.paths");
+  }
+  if (capacities != 1 && capacities != paths) {
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat("swap.capacity has ", capacities, " sizes for ", paths, " paths"),
+                     "give one size for all paths, or one per path");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,59 @@
+// What a person may set: a TOML file, then `--set key=value` on top of it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "nvme/engine_factory.h"
+#include "nvme/swap_files.h"
+#include "pinned_mem/pinned_arena.h"
+
+namespace forebay::daemon {
+
+enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
+
+struct Config {
+  std::string socket_path = "/run/forebay/forebay.sock";
+  uint32_t socket_mode = 0660;
+  uint64_t dram_limit_bytes = 0;  // 0: half of the machine's memory
+  std::vector<std::string> swap_paths;
+  std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
+  uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more
+  nvme::FileLife swap_life = nvme::FileLife::kKept;
+  nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
+  uint32_t workers = 0;  // 0: one per physical core
+  std::string update_target = "best";
+  uint64_t block_elems = uint64_t{1} << 20;
+  LogLevel log_level = LogLevel::kInfo;
+  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+};
+
+// One key, for help and for the search of the nearest one.
+struct ConfigKey {
+  std::string_view name;   // "dram.limit"
+  std::string_view value;  // what it takes: "size", "path", "auto | io_uring | threads"
+  std::string_view help;
+};
+
+std::span<const ConfigKey> ConfigKeys();
+
+// Reads a TOML file on top of `config`.
+//
+// Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one) or its value has
+//                   another type or is out of range: file and line.
+absl::Status LoadConfigFile(const std::string& path, Config& config);
+
+// One "key=value". A value is written as in the file, quotes may be left out; lists also as "a,b".
+//
+// Errors  E_CONFIG  as above, with "--set" in place of file and line.
+absl::Status ApplySetting(std::string_view setting, Config& config);
+
+// What only the whole shows: capacities for paths, block_elems.
+absl::Status CheckConfig(const Config& config);
+
+}  // namespace forebay::daemon

@@ -1,0 +1,45 @@
+// The control thread: Cap'n Proto RPC over a Unix socket, one process watched per connection.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "daemon/reactor.h"
+#include "protocol/unique_fd.h"
+
+namespace forebay::daemon {
+
+inline constexpr uint32_t kConnectionsPerUidMax = 64;
+inline constexpr uint32_t kSessionsMax = 1024;
+inline constexpr int kHelloSeconds = 5;  // a connection that has not said hello by then is closed
+
+// Calls into the loop that may be refused stay below this; ends of sessions, one each, always fit.
+inline constexpr size_t kCallsWaitingMax = 4096;
+inline constexpr size_t kInboxCapacity = kCallsWaitingMax + 2 * kSessionsMax;
+
+struct ControlPlaneOptions {
+  protocol::UniqueFd listener;  // bound and listening
+  std::string socket_path;      // for status
+};
+
+// Threads  Create() and the destructor on one thread. Everything else happens on its own thread.
+class ControlPlane {
+ public:
+  // The inbox must outlive the control plane.
+  static absl::StatusOr<std::unique_ptr<ControlPlane>> Create(ControlPlaneOptions options,
+                                                              LoopInbox& inbox);
+
+  ControlPlane(const ControlPlane&) = delete;
+  ControlPlane& operator=(const ControlPlane&) = delete;
+  ~ControlPlane();  // ends every session, closes every connection, joins the thread
+
+ private:
+  struct State;
+  explicit ControlPlane(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,188 @@
+#include "daemon/daemon.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/targets.h"
+#include "daemon/block_tasks.h"
+#include "daemon/control_plane.h"
+#include "daemon/instance_lock.h"
+#include "daemon/node_shell.h"
+#include "daemon/reactor.h"
+#include "daemon/swap_space.h"
+#include "daemon/task_runner.h"
+#include "nvme/engine_factory.h"
+#include "protocol/check.h"
+#include "protocol/doorbell.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "protocol/units.h"
+#include "spdlog/spdlog.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
+
+// What this process may raise by itself it raises; the rest is for the service manager.
+void RaiseLimits() {
+  for (const auto resource : {RLIMIT_NOFILE, RLIMIT_MEMLOCK}) {
+    rlimit limit{};
+    if (::getrlimit(resource, &limit) != 0 || limit.rlim_cur == limit.rlim_max) continue;
+    limit.rlim_cur = limit.rlim_max;
+    (void)::setrlimit(resource, &limit);
+  }
+}
+
+uint64_t MachineBytes() {
+  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// Room for a block of the widest format.
+uint64_t StagingSlotBytes(uint64_t block_elems) {
+  uint64_t slot_bytes = 0;
+  for (const auto& [format, dtype] :
+       {std::pair(protocol::Format::kFp32, protocol::DType::kFloat32),
+        std::pair(protocol::Format::kExact, protocol::DType::kBFloat16)}) {
+    slot_bytes = std::max(
+        slot_bytes,
+        BlockBytes(protocol::StatePlanes(protocol::Optimizer::kAdamW, format, dtype), block_elems));
+  }
+  return slot_bytes;
+}
+
+absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t workers) {
+  SwapSpaceOptions options{.life = config.swap_life,
+                           .staging_slot_bytes = StagingSlotBytes(config.block_elems),
+                           .lock = config.lock};
+  uint64_t capacity_bytes = 0;
+  for (size_t i = 0; i < config.swap_paths.size(); ++i) {
+    const auto& sizes = config.swap_capacity_bytes;
+    const uint64_t bytes = sizes.size() == 1 ? sizes.front() : sizes[i];
+    options.paths.push_back({.path = config.swap_paths[i], .capacity_bytes = bytes});
+    capacity_bytes += bytes;
+  }
+  // Two slots an extent; twice as many for blocks that are cut short by the end of a rank.
+  options.extents_max = std::clamp<uint64_t>(capacity_bytes / options.staging_slot_bytes + 1024, 1,
+                                             nvme::Volume::kExtentsMax);
+  const uint64_t slots = config.swap_staging_bytes == 0
+                             ? 2 * workers + 4
+                             : config.swap_staging_bytes / options.staging_slot_bytes;
+  if (slots < kStagingSlotsMin) {
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("swap.staging of ", protocol::FormatBytes(config.swap_staging_bytes),
+                     " holds ", slots, " blocks of ",
+                     protocol::FormatBytes(options.staging_slot_bytes), " (at least ",
+                     kStagingSlotsMin, ")"),
+        absl::StrCat("raise it to ",
+                     protocol::FormatBytes(kStagingSlotsMin * options.staging_slot_bytes),
+                     ", or lower update.block_elems"));
+  }
+  options.staging_slots = static_cast<uint32_t>(std::min<uint64_t>(slots, 1 << 16));
+  return options;
+}
+
+}  // namespace
+
+// In the order in which they are made.
+struct Daemon::State {
+  Config config;
+  std::unique_ptr<InstanceLock> lock;
+  protocol::UniqueFd failure;
+  std::unique_ptr<nvme::IoEngine> engine;
+  std::unique_ptr<SwapSpace> swap;
+  std::unique_ptr<LoopInbox> inbox;
+  std::unique_ptr<TaskRunner> runner;
+  std::unique_ptr<NodeShell> shell;
+  bool stopping = false;  // the loop thread's
+  std::thread loop;
+  std::unique_ptr<ControlPlane> control;
+};
+
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
+  RETURN_IF_ERROR(CheckConfig(config));
+  RETURN_IF_ERROR(cpu_adam::ForceTarget(config.update_target));
+  RaiseLimits();
+  auto state = std::make_unique<State>();
+  state->config = config;
+  if (state->config.dram_limit_bytes == 0) state->config.dram_limit_bytes = MachineBytes() / 2;
+  ASSIGN_OR_RETURN(state->lock, InstanceLock::Take(config.socket_path));
+  ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
+  state->engine = std::move(chosen.engine);
+  ASSIGN_OR_RETURN(state->runner, TaskRunner::Create({.workers = config.workers}));
+  state->config.workers = state->runner->workers();
+
+  NodeShellOptions options{.state = {.dram_limit_bytes = state->config.dram_limit_bytes,
+                                     .block_elems = config.block_elems,
+                                     .workers = state->config.workers},
+                           .lock = config.lock,
+                           .io_engine_reason = chosen.reason};
+  if (!config.swap_paths.empty()) {
+    ASSIGN_OR_RETURN(const SwapSpaceOptions swap, SwapOptions(config, state->config.workers));
+    options.state.node_bytes = SwapSpace::StagingBytes(swap);
+    if (options.state.node_bytes > options.state.dram_limit_bytes) {
+      return MakeError(
+          ErrorId::kDramLimit,
+          absl::StrCat("staging for swap takes ", protocol::FormatBytes(options.state.node_bytes),
+                       " of a limit of ", protocol::FormatBytes(options.state.dram_limit_bytes)),
+          "raise dram.limit, or lower swap.staging or update.block_elems");
+    }
+    ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(swap, *state->engine));
+    options.state.staging_slots = swap.staging_slots;
+    options.state.staging_slot_bytes = swap.staging_slot_bytes;
+    options.state.swap_free_bytes = state->swap->free_bytes();
+  }
+  ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
+  state->shell =
+      std::make_unique<NodeShell>(options, *state->engine, *state->runner, state->swap.get());
+  ASSIGN_OR_RETURN(protocol::UniqueFd listener, ListenAt(config.socket_path, config.socket_mode));
+  std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
+  State& made = *daemon->state_;
+  made.loop = std::thread([&made] {
+    const absl::Status status =
+        Reactor(*made.engine, *made.shell, *made.runner, *made.inbox).Run(made.stopping);
+    if (status.ok()) return;
+    spdlog::critical("{}", protocol::FormatError(status));
+    protocol::RingDoorbell(made.failure.get());
+  });
+  ASSIGN_OR_RETURN(made.control, ControlPlane::Create({.listener = std::move(listener),
+                                                       .socket_path = config.socket_path},
+                                                      *made.inbox));
+  return daemon;
+}
+
+Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+Daemon::~Daemon() { Stop(); }
+
+void Daemon::Stop() {
+  if (!state_->loop.joinable()) return;
+  state_->control.reset();  // no new calls; every session is told to end
+  ::unlink(state_->config.socket_path.c_str());
+  FOREBAY_CHECK(
+      state_->inbox->Push([&stopping = state_->stopping](NodeShell&) { stopping = true; }));
+  state_->loop.join();
+  // The work in flight ends before what it works on.
+  state_->runner.reset();
+  state_->shell.reset();
+  state_->swap.reset();
+  state_->engine.reset();
+  state_->lock.reset();
+}
+
+int Daemon::failure_fd() const { return state_->failure.get(); }
+
+const Config& Daemon::config() const { return state_->config; }
+
+}  // namespace forebay::daemon

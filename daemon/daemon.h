@@ -1,0 +1,41 @@
+// The whole daemon as an object: `forebayd` holds one, and so does a test.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "daemon/config.h"
+
+namespace forebay::daemon {
+
+// Threads  Start() and the destructor on one thread.
+class Daemon {
+ public:
+  // Returns when clients can connect.
+  //
+  // Errors  E_CONFIG, E_OPTION  a setting that cannot be.
+  //         E_BUSY              another daemon on the socket or a swap path; its process id.
+  //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  as of nvme.
+  //         E_DRAM_LIMIT, E_MEMLOCK                   staging alone is above a limit.
+  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config);
+
+  Daemon(const Daemon&) = delete;
+  Daemon& operator=(const Daemon&) = delete;
+  ~Daemon();  // Stop()
+
+  // Ends all sessions, waits for work in flight, removes the socket. A repeat does nothing.
+  void Stop();
+
+  // An eventfd that becomes readable where the daemon cannot go on by itself (its log says why).
+  int failure_fd() const;
+
+  const Config& config() const;  // as it runs: defaults filled in
+
+ private:
+  struct State;
+  explicit Daemon(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,36 @@
+// One daemon per socket.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "protocol/unique_fd.h"
+
+namespace forebay::daemon {
+
+// Holds `PATH.lock`, which names the daemon's process id, until it dies; the kernel lets go of it however the process
+// ends.
+class InstanceLock {
+ public:
+  // Errors  E_BUSY    another daemon holds it; its process id.
+  //         E_CONFIG  the file cannot be made; errno.
+  static absl::StatusOr<std::unique_ptr<InstanceLock>> Take(const std::string& socket_path);
+
+  InstanceLock(const InstanceLock&) = delete;
+  InstanceLock& operator=(const InstanceLock&) = delete;
+  ~InstanceLock();  // removes the file
+
+ private:
+  InstanceLock(std::string path, protocol::UniqueFd fd);
+
+  std::string path_;
+  protocol::UniqueFd fd_;
+};
+
+// A Unix socket that listens at `path` with these permission bits from the first moment; what lay there is replaced.
+//
+// Errors  E_CONFIG  the path is too long, or a call fails; errno.
+absl::StatusOr<protocol::UniqueFd> ListenAt(const std::string& path, unsigned mode);
+
+}  // namespace forebay::daemon

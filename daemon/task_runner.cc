@@ -1,0 +1,53 @@
+#include "daemon/task_runner.h"
+
+#include <utility>
+
+#include "protocol/check.h"
+#include "protocol/status_macros.h"
+
+namespace forebay::daemon {
+
+absl::StatusOr<std::unique_ptr<TaskRunner>> TaskRunner::Create(const TaskRunnerOptions& options) {
+  std::unique_ptr<TaskRunner> runner(new TaskRunner());
+  ASSIGN_OR_RETURN(runner->finished_, LoopQueue<Then>::Create(kFinishedMax));
+  ASSIGN_OR_RETURN(runner->update_team_,
+                   cpu_adam::WorkerTeam::Create({.threads = static_cast<int>(options.workers)}));
+  ASSIGN_OR_RETURN(runner->making_team_, cpu_adam::WorkerTeam::Create({.threads = 1}));
+  return runner;
+}
+
+TaskRunner::~TaskRunner() {
+  making_team_.reset();
+  update_team_.reset();
+}
+
+uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_team_->threads()); }
+
+void TaskRunner::Post(Crew crew, Work work) {
+  ++in_flight_;
+  cpu_adam::WorkerTeam::Task task = [finished = finished_.get(), run = std::move(work)]() mutable {
+    Then then = run();
+    run = nullptr;  // what the work held is let go before its outcome is known
+    FOREBAY_CHECK(finished->Push(std::move(then)));
+  };
+  if (!waiting_.empty() || !Team(crew).TryPost(std::move(task))) {
+    waiting_.push_back({crew, std::move(task)});
+  }
+}
+
+cpu_adam::WorkerTeam& TaskRunner::Team(Crew crew) {
+  return crew == Crew::kUpdate ? *update_team_ : *making_team_;
+}
+
+void TaskRunner::RunFinished() {
+  for (Then& then : finished_->TakeAll()) {
+    --in_flight_;
+    then();
+  }
+  while (!waiting_.empty() &&
+         Team(waiting_.front().crew).TryPost(std::move(waiting_.front().task))) {
+    waiting_.pop_front();
+  }
+}
+
+}  // namespace forebay::daemon

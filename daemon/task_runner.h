@@ -1,0 +1,67 @@
+// Takes work off the loop thread and brings its outcome back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "cpu_adam/worker_team.h"
+#include "daemon/loop_queue.h"
+
+namespace forebay::daemon {
+
+enum class Crew : uint8_t {
+  kUpdate,  // arithmetic and copies: the update's workers
+  kMaking,  // one thread for what blocks long: arenas made and unmade
+};
+
+struct TaskRunnerOptions {
+  uint32_t workers = 0;  // 0: one per physical core
+};
+
+// Threads  Everything on the loop thread; work runs elsewhere.
+// Limits   Post() never blocks; what the crew's queue has no room for waits here, as many as the state machine has
+//          tasks (bounded by sessions and commands in flight).
+class TaskRunner {
+ public:
+  using Then = absl::AnyInvocable<void()>;  // runs on the loop thread
+  using Work = absl::AnyInvocable<Then()>;  // runs on a worker
+
+  static constexpr size_t kFinishedMax = size_t{1} << 20;
+
+  // Errors  of WorkerTeam::Create.
+  static absl::StatusOr<std::unique_ptr<TaskRunner>> Create(const TaskRunnerOptions& options);
+
+  TaskRunner(const TaskRunner&) = delete;
+  TaskRunner& operator=(const TaskRunner&) = delete;
+  ~TaskRunner();  // waits for the work in flight; its outcomes are dropped
+
+  void Post(Crew crew, Work work);
+
+  // Runs the outcomes that are there.
+  void RunFinished();
+
+  int wake_fd() const { return finished_->fd(); }  // an eventfd: written when outcomes are there
+  uint64_t in_flight() const { return in_flight_; }
+  uint32_t workers() const;
+
+ private:
+  TaskRunner() = default;
+  cpu_adam::WorkerTeam& Team(Crew crew);
+
+  std::unique_ptr<LoopQueue<Then>> finished_;
+  struct Waiting {
+    Crew crew;
+    cpu_adam::WorkerTeam::Task task;
+  };
+  std::deque<Waiting> waiting_;
+  uint64_t in_flight_ = 0;
+  std::unique_ptr<cpu_adam::WorkerTeam>
+      update_team_;  // die first: their work pushes into finished_
+  std::unique_ptr<cpu_adam::WorkerTeam> making_team_;
+};
+
+}  // namespace forebay::daemon

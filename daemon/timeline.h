@@ -1,0 +1,47 @@
+// What happened when in the newest completed step of a job.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace forebay::daemon {
+
+enum class Lane : uint8_t { kGradient, kSwapRead, kUpdate, kSwapWrite, kStep };
+
+const char* Name(Lane lane);  // "gradient", "swap read", "update", "swap write", "step"
+
+struct TimedEvent {
+  Lane lane = Lane::kStep;
+  std::string name;       // group, block or step
+  uint64_t start_ns = 0;  // CLOCK_MONOTONIC
+  uint64_t end_ns = 0;
+  uint64_t bytes = 0;
+};
+
+// Threads  The loop thread.
+// Limits   kEventsMax events a step; later ones are not kept.
+class Timeline {
+ public:
+  static constexpr size_t kEventsMax = 2048;
+
+  void Add(TimedEvent event);
+
+  // A rank has called step: the newest such call before a commit is the last rank's.
+  void StepCalled(uint64_t now_ns) { step_called_ns_ = now_ns; }
+
+  // What was added since the last commit becomes newest().
+  void Committed(uint64_t step, uint64_t now_ns);
+
+  const std::vector<TimedEvent>& newest() const { return newest_; }
+  double newest_seconds() const { return newest_seconds_; }  // last rank's call to commit
+
+ private:
+  std::vector<TimedEvent> current_;
+  std::vector<TimedEvent> newest_;
+  uint64_t step_called_ns_ = 0;
+  double newest_seconds_ = 0;
+};
+
+}  // namespace forebay::daemon
