@@ -1,0 +1,321 @@
+// forebay._core: the client for Python. Bytes cross as DLPack views that keep their mapping alive.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/python/src/admin.h"
+#include "client/python/src/errors.h"
+#include "client/window_registry.h"
+#include "protocol/error.h"
+
+namespace forebay::python {
+namespace nb = nanobind;
+namespace {
+
+using client::Attachment;
+using client::Timeout;
+using protocol::DType;
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// What Python gets: `torch.from_dlpack` and `numpy.from_dlpack` take it. Never marked read-only, for torch warns of
+// what is; a write to the image is stopped by the page table, and explained.
+using View = nb::ndarray<nb::array_api>;
+using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t>;
+using HyperTuple = std::tuple<double, double, double, double, double>;
+
+Timeout TimeoutOf(double seconds) {
+  if (!(seconds < 1e9)) return client::kNoTimeout;  // NaN and infinity too
+  return std::chrono::duration_cast<Timeout>(std::chrono::duration<double>(seconds));
+}
+
+nb::dlpack::dtype DlpackType(DType dtype) {
+  using Code = nb::dlpack::dtype_code;
+  switch (dtype) {
+    case DType::kFloat32:
+      return {static_cast<uint8_t>(Code::Float), 32, 1};
+    case DType::kFloat16:
+      return {static_cast<uint8_t>(Code::Float), 16, 1};
+    case DType::kBFloat16:
+      return {static_cast<uint8_t>(Code::Bfloat), 16, 1};
+    case DType::kInt16:
+      return {static_cast<uint8_t>(Code::Int), 16, 1};
+  }
+  return {};
+}
+
+View MakeView(std::span<const std::byte> bytes, DType dtype, std::shared_ptr<const void> owner) {
+  auto kept = std::make_unique<std::shared_ptr<const void>>(std::move(owner));
+  const nb::capsule capsule(kept.get(), [](void* held) noexcept {
+    delete static_cast<std::shared_ptr<const void>*>(held);
+  });
+  kept.release();  // the capsule owns it
+  const size_t elems = bytes.size() / SizeBytes(dtype);
+  return View(const_cast<std::byte*>(bytes.data()), 1, &elems, capsule, nullptr, DlpackType(dtype),
+              nb::device::cpu::value);
+}
+
+std::span<const std::byte> BytesOf(const nb::bytes& bytes) {
+  return {static_cast<const std::byte*>(bytes.data()), bytes.size()};
+}
+
+absl::StatusOr<DType> DTypeFromName(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
+                   "known: float32, bfloat16, float16");
+}
+
+// True where a signal handler of Python's has raised; the exception stays set for Raise().
+bool PythonInterrupted() {
+  const nb::gil_scoped_acquire acquired;
+  return PyErr_CheckSignals() != 0;
+}
+
+class PyAttachment {
+ public:
+  explicit PyAttachment(std::unique_ptr<Attachment> attachment)
+      : attachment_(std::move(attachment)) {}
+
+  Attachment& operator*() { return *attachment_; }
+  Attachment* operator->() { return attachment_.get(); }
+
+  DType dtype() const { return attachment_->layout().spec().dtype; }
+
+  void CheckGroup(uint32_t group) const {
+    const size_t groups = attachment_->layout().groups().size();
+    if (group < groups) return;
+    Raise(MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups)));
+  }
+
+ private:
+  std::unique_ptr<Attachment> attachment_;
+};
+
+std::unique_ptr<PyAttachment> Attach(const std::string& socket, const std::string& job,
+                                     uint32_t rank, uint32_t world_size, const std::string& dtype,
+                                     const std::string& optimizer, const std::string& format,
+                                     const std::vector<ParamTuple>& params,
+                                     const std::vector<std::string>& group_names,
+                                     uint64_t grad_arena_bytes, uint64_t extra_state_bytes,
+                                     double timeout) {
+  client::AttachOptions options{
+      .socket = socket,
+      .job = job,
+      .rank = rank,
+      .layout = {.world_size = world_size,
+                 .dtype = Take(DTypeFromName(dtype)),
+                 .optimizer = Take(protocol::OptimizerFromName(optimizer)),
+                 .format = Take(protocol::FormatFromName(format)),
+                 .params = {},
+                 .group_names = group_names},
+      .grad_arena_bytes = grad_arena_bytes,
+      .extra_state_bytes = extra_state_bytes,
+      .timeout = TimeoutOf(timeout),
+      .interrupt_check = PythonInterrupted};
+  for (const auto& [name, shape, group, param_group] : params) {
+    options.layout.params.push_back(
+        {.name = name, .shape = shape, .group = group, .param_group = param_group});
+  }
+  client::InstallSegvExplainer();
+  return std::make_unique<PyAttachment>(
+      Take(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
+}
+
+nb::list Groups(PyAttachment& self) {
+  nb::list groups;
+  for (const protocol::GroupPlace& group : self->layout().groups()) {
+    groups.append(nb::make_tuple(group.image_offset_bytes, group.elems, group.padded_elems));
+  }
+  return groups;
+}
+
+nb::list ParamOffsets(PyAttachment& self) {
+  nb::list offsets;
+  for (const protocol::ParamPlace& param : self->layout().params()) {
+    offsets.append(param.offset_elems);
+  }
+  return offsets;
+}
+
+nb::list PlaneNames(PyAttachment& self) {
+  const protocol::LayoutSpec& spec = self->layout().spec();
+  nb::list names;
+  for (const protocol::Plane& plane :
+       protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
+    names.append(nb::str(plane.name.data(), plane.name.size()));
+  }
+  return names;
+}
+
+nb::list TraceGroups(PyAttachment& self) {
+  nb::list groups;
+  for (const uint32_t group : self->trace()) groups.append(group);
+  return groups;
+}
+
+View Image(PyAttachment& self, uint32_t group) {
+  self.CheckGroup(group);
+  return MakeView(self->image(group), self.dtype(), self->image_owner());
+}
+
+View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
+  const client::GradFill fill = zero ? client::GradFill::kZero : client::GradFill::kPadding;
+  const std::span<std::byte> bytes =
+      Take(WithoutGil([&] { return self->GradSlot(group, fill, TimeoutOf(timeout)); }));
+  std::shared_ptr<const void> owner = self->grad_owner(group);
+  if (owner == nullptr) {
+    Raise(MakeError(ErrorId::kNotReady,
+                    absl::StrCat("group ", group, "'s slot was delivered by another thread")));
+  }
+  return MakeView(bytes, self.dtype(), std::move(owner));
+}
+
+void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, double timeout) {
+  const std::span<const std::byte> bytes(static_cast<const std::byte*>(buffer.data()),
+                                         buffer.nbytes());
+  Check(WithoutGil([&] { return self->WriteInitial(group, bytes, TimeoutOf(timeout)); }));
+}
+
+uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
+  return Take(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
+}
+
+nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperTuple>& hyper,
+               double max_grad_norm, const nb::bytes& extra_state, double timeout) {
+  std::vector<protocol::HyperParams> params;
+  for (const auto& [lr, beta1, beta2, eps, weight_decay] : hyper) {
+    params.push_back({.lr = lr,
+                      .beta1 = beta1,
+                      .beta2 = beta2,
+                      .eps = eps,
+                      .weight_decay = weight_decay,
+                      .reserved = 0});
+  }
+  const std::span<const std::byte> extra = BytesOf(extra_state);
+  const client::StepResult result = Take(
+      WithoutGil([&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout)); }));
+  return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
+}
+
+View ReadState(PyAttachment& self, uint32_t group, uint32_t plane, uint64_t offset, uint64_t elems,
+               double timeout) {
+  self.CheckGroup(group);
+  const protocol::LayoutSpec& spec = self->layout().spec();
+  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
+  const uint64_t padded = self->layout().groups()[group].padded_elems;
+  if (plane >= planes.size() || elems > padded) {
+    Raise(MakeError(ErrorId::kRange, absl::StrCat("plane ", plane, " of ", planes.size(), ", ",
+                                                  elems, " elements of ", padded)));
+  }
+  const DType dtype = planes[plane].dtype;
+  auto bytes = std::make_shared<std::vector<std::byte>>(elems * SizeBytes(dtype));
+  Check(WithoutGil([&] {
+    return self->ReadState({.group = group, .plane = plane, .element_offset = offset}, *bytes,
+                           TimeoutOf(timeout));
+  }));
+  return MakeView(*bytes, dtype, bytes);
+}
+
+nb::dict CountersDict(PyAttachment& self) {
+  const client::Counters counters = self->counters();
+  nb::dict dict;
+  dict["rpc_calls"] = counters.rpc_calls;
+  dict["commands"] = counters.commands;
+  dict["sleeps"] = counters.sleeps;
+  dict["wait_ns_fetch"] = counters.wait_ns_fetch;
+  dict["wait_ns_grad"] = counters.wait_ns_grad;
+  dict["wait_ns_step"] = counters.wait_ns_step;
+  dict["wait_ns_other"] = counters.wait_ns_other;
+  dict["wait_ns_total"] = counters.wait_ns_fetch + counters.wait_ns_grad + counters.wait_ns_step +
+                          counters.wait_ns_other;
+  dict["fetched_bytes"] = counters.fetched_bytes;
+  dict["grad_bytes"] = counters.grad_bytes;
+  dict["private_slots"] = counters.private_slots;
+  return dict;
+}
+
+void BindAttachment(nb::module_& module) {
+  constexpr double kTimeout = 60.0;
+  nb::class_<PyAttachment>(module, "Attachment")
+      .def_prop_ro("writes_initial", [](PyAttachment& self) { return self->writes_initial(); })
+      .def_prop_ro("committed_step", [](PyAttachment& self) { return self->committed_step(); })
+      .def_prop_ro("extra_state",
+                   [](PyAttachment& self) {
+                     const auto bytes = self->extra_state();
+                     return nb::bytes(bytes.data(), bytes.size());
+                   })
+      .def_prop_ro("trace", &TraceGroups)
+      .def_prop_ro("groups", &Groups)
+      .def_prop_ro("param_offsets", &ParamOffsets)
+      .def_prop_ro("plane_names", &PlaneNames)
+      .def("image_dlpack",
+           [](PyAttachment& self) {
+             return MakeView(self->image(), self.dtype(), self->image_owner());
+           })
+      .def("image", &Image, nb::arg("group"))
+      .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
+           nb::arg("timeout") = kTimeout)
+      .def(
+          "initial_done",
+          [](PyAttachment& self, double timeout) {
+            Check(WithoutGil([&] { return self->InitialDone(TimeoutOf(timeout)); }));
+          },
+          nb::arg("timeout") = kTimeout)
+      .def("fetch", &Fetch, nb::arg("group"), nb::arg("timeout") = kTimeout)
+      .def(
+          "release",
+          [](PyAttachment& self, uint64_t lease) {
+            Check(
+                WithoutGil([&] { return self->Release({.id = lease, .group = 0, .bytes = {}}); }));
+          },
+          nb::arg("lease"))
+      .def("grad_slot", &GradSlot, nb::arg("group"), nb::arg("timeout") = kTimeout,
+           nb::arg("zero") = true)
+      .def(
+          "grad_ready",
+          [](PyAttachment& self, uint32_t group) {
+            Check(WithoutGil([&] { return self->GradReady(group); }));
+          },
+          nb::arg("group"))
+      .def("drop_gradients",
+           [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
+      .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
+           nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout)
+      .def("read_state", &ReadState, nb::arg("group"), nb::arg("plane"), nb::arg("offset"),
+           nb::arg("elems"), nb::arg("timeout") = kTimeout)
+      .def("counters", &CountersDict)
+      .def("detach", [](PyAttachment& self) { Check(WithoutGil([&] { return self->Detach(); })); });
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  BindErrors(module);
+  BindAdmin(module);
+  BindAttachment(module);
+  module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
+             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
+             nb::arg("params"), nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0,
+             nb::arg("extra_state_bytes") = 65536, nb::arg("timeout") = 60.0);
+}
+
+}  // namespace forebay::python

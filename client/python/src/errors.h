@@ -1,0 +1,37 @@
+// Python's exceptions for our statuses: one class a family, each with .code, .hint and .retryable.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace forebay::python {
+
+void BindErrors(nanobind::module_& module);
+
+// Raises. Where a signal handler of Python's raised inside the call, that exception goes on instead.
+//
+// Threads  Holds the GIL.
+[[noreturn]] void Raise(const absl::Status& status);
+
+// Runs `call` without the GIL; its status or value comes back with it.
+template <typename Call>
+auto WithoutGil(Call call) {
+  const nanobind::gil_scoped_release released;
+  return call();
+}
+
+inline void Check(const absl::Status& status) {
+  if (!status.ok()) Raise(status);
+}
+
+template <typename T>
+T Take(absl::StatusOr<T> value) {
+  if (!value.ok()) Raise(value.status());
+  return *std::move(value);
+}
+
+}  // namespace forebay::python
