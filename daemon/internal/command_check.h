@@ -1,0 +1,40 @@
+// What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing out.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/status.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// What a session's commands are held against.
+struct CommandLimits {
+  uint64_t grad_bytes = 0;  // gradients' part of the arena: [0, grad_bytes)
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+};
+
+// Checks op, kind, group, alignment, range and exact length; not step numbers and leases, which are the job's.
+//
+// Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
+//         E_RANGE        group, plane, offset or length.
+//         E_UNSUPPORTED  GradKind::kReduced.
+absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
+                          const CommandLimits& limits);
+
+// Checks the body of a kStep that names `request` with `hyper_params`.
+//
+// Errors  E_STEP         not the step of the command.
+//         E_RANGE        the length is not that of its parts.
+//         E_OPTION       too few or too many parameter groups, a hyper-parameter outside its bounds.
+//         E_EXTRA_STATE  more than the session took at attach.
+absl::Status CheckStepRequest(const protocol::Command& command,
+                              const protocol::StepRequest& request,
+                              std::span<const protocol::HyperParams> hyper_params,
+                              const protocol::Layout& layout, const CommandLimits& limits);
+
+}  // namespace forebay::daemon

@@ -1,0 +1,85 @@
+// The node's staging slots, and which blocks of a job lie in them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <vector>
+
+namespace forebay::daemon {
+
+class StagedBlocks;
+
+// Slots of one size, shared by all jobs of the node.
+class StagingPool {
+ public:
+  explicit StagingPool(uint32_t slots);
+
+  // The lowest free slot.
+  std::optional<uint32_t> TakeFree();
+
+  // A free slot, or one of a clean block that was read ahead and is not being used: the asking job's own (its last in
+  // the order of update) before another job's.
+  std::optional<uint32_t> TakeUrgent(StagedBlocks& asking);
+
+  void Release(uint32_t slot);
+
+  void Join(StagedBlocks& blocks) { jobs_.push_back(&blocks); }
+  void Leave(StagedBlocks& blocks);
+
+  uint32_t slots() const { return slots_; }
+  uint32_t used() const { return slots_ - static_cast<uint32_t>(free_.size()); }
+
+ private:
+  uint32_t slots_;
+  std::set<uint32_t> free_;
+  std::vector<StagedBlocks*> jobs_;  // in the order of joining; borrowed
+};
+
+// Swapped blocks of one job that have a slot.
+//
+// Ownership  The pool outlives it.
+class StagedBlocks {
+ public:
+  enum class State : uint8_t {
+    kReading,
+    kReady,  // the bytes on disk, not verified yet, not used: may be dropped
+    kInUse,  // being copied, updated or written
+  };
+
+  struct Staged {
+    uint32_t slot = 0;
+    State state = State::kReading;
+    bool unwanted = false;  // drop it when its read is done
+    bool early = false;     // its read was asked for before an update waited for it
+  };
+
+  explicit StagedBlocks(StagingPool& pool) : pool_(pool) { pool_.Join(*this); }
+  StagedBlocks(const StagedBlocks&) = delete;
+  StagedBlocks& operator=(const StagedBlocks&) = delete;
+  ~StagedBlocks();
+
+  StagingPool& pool() { return pool_; }
+  bool contains(uint32_t block) const { return blocks_.contains(block); }
+  Staged& at(uint32_t block) { return blocks_.at(block); }
+  const std::map<uint32_t, Staged>& all() const { return blocks_; }
+  void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
+  void Drop(uint32_t block);  // gives the slot back
+
+  // While a step is applied no block is given away.
+  void set_may_donate(bool may) { may_donate_ = may; }
+  // Drops the last kReady block and takes its slot; nothing where there is none.
+  std::optional<uint32_t> Donate();
+
+  // The lowest block that may have been dropped since this was last asked; UINT32_MAX: none.
+  uint32_t TakeLowestDropped();
+
+ private:
+  StagingPool& pool_;
+  std::map<uint32_t, Staged> blocks_;
+  bool may_donate_ = true;
+  uint32_t lowest_dropped_ = UINT32_MAX;
+};
+
+}  // namespace forebay::daemon
