@@ -36,6 +36,8 @@ struct Completion {
   // kRead, kWrite: bytes, maybe fewer than asked; kFlush: 0; kEvent: the counter; or -errno.
   int64_t result = 0;
   IoKind kind = IoKind::kFlush;
+
+  bool operator==(const Completion&) const = default;
 };
 
 // Ownership  Files, buffers and eventfds stay the caller's. The memory of a transfer belongs to the

@@ -2,6 +2,8 @@
 
 #include <liburing.h>
 #include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -88,7 +90,9 @@ struct UringEngine::State {
 void UringEngine::State::EnableOnFirstUse() {
   if (enabled) return;
   // From here on the calling thread owns the ring.
-  FOREBAY_CHECK(io_uring_enable_rings(&ring) == 0);
+  // liburing 2.3 declares io_uring_enable_rings() but does not export it.
+  FOREBAY_CHECK(
+      syscall(__NR_io_uring_register, ring.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) == 0);
   enabled = true;
 }
 

@@ -1,0 +1,53 @@
+// A directory below the working directory of the test (the build tree, where O_DIRECT works).
+#pragma once
+
+#include <dirent.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <system_error>
+
+#include "gtest/gtest.h"
+
+namespace forebay::nvme {
+
+// Removed with everything in it when it dies.
+class TempDir {
+ public:
+  TempDir() {
+    std::string pattern = std::filesystem::current_path().string() + "/nvme_test_XXXXXX";
+    const char* made = mkdtemp(pattern.data());
+    EXPECT_NE(made, nullptr);
+    path_ = pattern;
+  }
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  ~TempDir() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+
+  const std::string& path() const { return path_; }
+
+  // A new directory in it.
+  std::string Make(const std::string& name) const {
+    std::filesystem::create_directory(path_ + "/" + name);
+    return path_ + "/" + name;
+  }
+
+ private:
+  std::string path_;
+};
+
+// How many descriptors this process has open.
+inline size_t OpenDescriptors() {
+  size_t count = 0;
+  DIR* directory = opendir("/proc/self/fd");
+  while (readdir(directory) != nullptr) ++count;
+  closedir(directory);
+  return count;
+}
+
+}  // namespace forebay::nvme
