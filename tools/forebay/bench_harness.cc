@@ -46,7 +46,7 @@ absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
   return result;
 }
 
-nlohmann::json ToJson(const BenchResult& result) {
+nlohmann::ordered_json ToJson(const BenchResult& result) {
   return {{"bench", result.what.bench},
           {"case", result.what.name},
           {"value", result.value},

@@ -46,7 +46,7 @@ struct BenchResult {
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const Sampler& limit);
 
-nlohmann::json ToJson(const BenchResult& result);
+nlohmann::ordered_json ToJson(const BenchResult& result);
 std::string ResultsText(const std::vector<BenchResult>& results);
 
 // The benches; each returns its cases.

@@ -66,9 +66,6 @@ int WithDaemon(const Arguments& arguments, const View& view) {
   const absl::Status status = admin.ok() ? view(**admin) : admin.status();
   if (status.ok()) return kGood;
   std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
-  if (protocol::IdOf(status) == protocol::ErrorId::kNoDaemon) {
-    std::fprintf(stderr, "start one: forebay run -- COMMAND, or: systemctl start forebayd\n");
-  }
   return ExitCodeOf(status);
 }
 

@@ -8,18 +8,22 @@
 namespace forebay::tools {
 
 std::string Table::Text() const {
-  std::vector<size_t> widths;
-  for (const auto& row : rows_) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  std::vector<size_t> widths(rows_[0].size());
+  std::vector<bool> numbers(rows_[0].size(), true);
+  for (size_t at = 0; at < rows_.size(); ++at) {
+    for (size_t i = 0; i < widths.size(); ++i) {
+      const std::string& cell = rows_[at][i];
+      widths[i] = std::max(widths[i], cell.size());
+      const bool number = cell.empty() || cell == "-" || (cell[0] >= '0' && cell[0] <= '9');
+      if (at > 0) numbers[i] = numbers[i] && number;
+    }
   }
   std::string text;
   for (const auto& row : rows_) {
     std::string line;
     for (size_t i = 0; i < row.size(); ++i) {
       const std::string space(widths[i] - row[i].size(), ' ');
-      const bool number = !row[i].empty() && row[i][0] >= '0' && row[i][0] <= '9';
-      line += (i == 0 ? "" : "  ") + (number ? space + row[i] : row[i] + space);
+      line += (i == 0 ? "" : "  ") + (numbers[i] ? space + row[i] : row[i] + space);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     text += line + "\n";
