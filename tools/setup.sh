@@ -1,10 +1,11 @@
-# Set-up shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced by bash, from the
-# root of the checkout. Every function looks first and does only what is missing, so that a second call is quick.
+# Set-up shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced
+# by bash, from the root of the checkout. Every function looks first and does only what is missing,
+# so that a second call is quick.
 
 readonly VENV=.venv
 readonly VENV_PYTHON=$VENV/bin/python
 readonly TORCH_MIN=2.4
-readonly GIB_FOR_DEBIAN=2  # what the packages of debian-packages.txt take on a bare system, rounded up
+readonly GIB_FOR_DEBIAN=2  # what debian-packages.txt takes on a bare system, rounded up
 readonly GIB_FOR_TORCH=9   # torch's CUDA build from PyPI: 3 GiB to download, 5.4 GiB installed
 readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
 
@@ -41,7 +42,8 @@ base_python() {
   return 1
 }
 
-# has_torch PYTHON: a torch of at least TORCH_MIN is installed there. Looks at its metadata: importing takes seconds.
+# has_torch PYTHON: a torch of at least TORCH_MIN is installed there. Looks at its metadata:
+# importing takes seconds.
 has_torch() {
   "$1" - "$TORCH_MIN" <<'PYTHON' 2>/dev/null
 import importlib.metadata, sys

@@ -1,4 +1,5 @@
-// Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round trip.
+// Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round
+// trip.
 
 #include <sys/eventfd.h>
 #include <sys/prctl.h>

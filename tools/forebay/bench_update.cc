@@ -1,4 +1,5 @@
-// Bench update: a whole step of AdamW, all in DRAM beside the memory limit and all on swap beside the disk limit.
+// Bench update: a whole step of AdamW, all in DRAM beside the memory limit and all on swap beside
+// the disk limit.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -67,7 +68,8 @@ void TouchAsThePassDoes(const Lane* g, Lane* w, Lane* m, Lane* v, size_t lanes) 
   }
 }
 
-// The limit of DRAM: that loop over arrays of the job's size, on as many threads as the daemon has workers.
+// The limit of DRAM: that loop over arrays of the job's size, on as many threads as the daemon has
+// workers.
 class MemoryLimit {
  public:
   static absl::StatusOr<std::unique_ptr<MemoryLimit>> Create(uint64_t params, uint32_t threads) {
@@ -106,7 +108,8 @@ class MemoryLimit {
   uint32_t threads_ = 1;
 };
 
-// The limit of the disk: reads of one half of a file and writes of the other, piece by piece, as many each.
+// The limit of the disk: reads of one half of a file and writes of the other, piece by piece, as
+// many each.
 class DiskLimit {
  public:
   static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
@@ -194,7 +197,8 @@ class DiskLimit {
   uint64_t write_half_ = 1;
 };
 
-// One step; the figure is bytes of the pass (all in DRAM) or bytes of swap (all on swap) per second.
+// One step; the figure is bytes of the pass (all in DRAM) or bytes of swap (all on swap) per
+// second.
 absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes) {
   RETURN_IF_ERROR(job.DeliverGradients());
   ASSIGN_OR_RETURN(const client::NodeStatus before, job.Status());

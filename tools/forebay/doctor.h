@@ -17,8 +17,8 @@ struct Finding {
   std::string fix;   // a command or a line to add; empty where nothing is to be mended
 };
 
-// Probes by trying: locks, rings, direct writes and huge pages are made and given back. `folders` are candidates
-// for swap.
+// Probes by trying: locks, rings, direct writes and huge pages are made and given back. `folders`
+// are candidates for swap.
 std::vector<Finding> Examine(const std::vector<std::string>& folders);
 
 std::string FindingsText(const std::vector<Finding>& findings);

@@ -1,5 +1,5 @@
-// forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not permitted; `run` passes
-// on its command's.
+// forebay: everything a person types. Exit codes: 0 good, 1 error, 2 usage, 3 no daemon, 4 not
+// permitted; `run` passes on its command's.
 
 #include <algorithm>
 #include <cstdio>

@@ -1,4 +1,5 @@
-// A forebayd for one command: its own folder, socket and swap; gone without a trace when it is stopped.
+// A forebayd for one command: its own folder, socket and swap; gone without a trace when it is
+// stopped.
 #pragma once
 
 #include <chrono>
@@ -49,8 +50,8 @@ struct PrivateDaemonOptions {
 // Threads    Start() before the process has a second thread; one at a time.
 class PrivateDaemon {
  public:
-  // Starts the forebayd that lies beside this program and returns once it takes clients. Its messages go to
-  // stderr. It is killed when the calling thread dies.
+  // Starts the forebayd that lies beside this program and returns once it takes clients. Its
+  // messages go to stderr. It is killed when the calling thread dies.
   //
   // Errors  E_OPTION, E_SWAP_PATH  a folder or the program is missing.
   //         E_NO_DAEMON            it ended before it was ready; it has said why.

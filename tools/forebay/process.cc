@@ -50,7 +50,8 @@ std::vector<std::string> Environment(const std::vector<std::string>& extra) {
   return all;
 }
 
-// In the child, between fork and exec: async-signal-safe calls alone. Returns the errno of what failed.
+// In the child, between fork and exec: async-signal-safe calls alone. Returns the errno of what
+// failed.
 int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* arguments,
                   char* const* environment) {
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;

@@ -40,7 +40,8 @@ void Print(const absl::Status& status) {
 
 int ExitStatus(int code) { return W_EXITCODE(code, 0); }
 
-// What came through a signalfd, a signal of the terminal aside: that one reaches the command by itself.
+// What came through a signalfd, a signal of the terminal aside: that one reaches the command by
+// itself.
 std::optional<int> NextSignal(int signal_fd) {
   signalfd_siginfo info;
   while (::read(signal_fd, &info, sizeof(info)) == sizeof(info)) {

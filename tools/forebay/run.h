@@ -13,10 +13,10 @@ struct RunOptions {
   std::vector<std::string> command;  // not empty
 };
 
-// Runs the command with FOREBAY_SOCKET set and returns its exit status; a command that a signal ended ends this
-// process by the same signal. Signals sent to this process reach the command. Nothing is left behind: a second
-// process, which is the parent of daemon and command and outlives this one, ends what still runs and removes the
-// folders, also after a SIGKILL of this one.
+// Runs the command with FOREBAY_SOCKET set and returns its exit status; a command that a signal
+// ended ends this process by the same signal. Signals sent to this process reach the command.
+// Nothing is left behind: a second process, which is the parent of daemon and command and outlives
+// this one, ends what still runs and removes the folders, also after a SIGKILL of this one.
 //
 // Threads  Before the process has a second thread.
 int Run(const RunOptions& options);

@@ -7,8 +7,8 @@
 
 namespace forebay::tools {
 
-// Columns as wide as their widest cell, two spaces between; columns of numbers stand right. Every row has as many
-// cells as the header.
+// Columns as wide as their widest cell, two spaces between; columns of numbers stand right. Every
+// row has as many cells as the header.
 class Table {
  public:
   explicit Table(std::vector<std::string> header) : rows_{std::move(header)} {}
