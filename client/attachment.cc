@@ -224,8 +224,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
 Attachment::Attachment(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Attachment::~Attachment() {
-  // In a forked child the control thread does not exist and the locks may be held: all of it is left to the
-  // end of the process.
+  // In a forked child the control thread does not exist and the locks may be held: all of it is
+  // left to the end of the process.
   if (impl_->InChild()) impl_.release();
 }
 

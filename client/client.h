@@ -22,8 +22,8 @@ using Timeout = std::chrono::milliseconds;
 
 inline constexpr Timeout kNoTimeout = Timeout::max();
 
-// Asked every 100 ms, and after each signal, by every call that waits, on the thread that waits. True
-// makes the call return E_INTERRUPTED.
+// Asked every 100 ms, and after each signal, by every call that waits, on the thread that waits.
+// True makes the call return E_INTERRUPTED.
 using InterruptCheck = std::function<bool()>;
 
 struct AttachOptions {

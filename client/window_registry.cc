@@ -99,7 +99,8 @@ void OnSegv(int signal_number, siginfo_t* info, void* context) {
   } else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN) {
     previous_action.sa_handler(signal_number);
   } else {
-    // The faulting instruction runs again, or the signal is sent again, and the default takes the process.
+    // The faulting instruction runs again, or the signal is sent again, and the default takes the
+    // process.
     struct sigaction default_action {};
     default_action.sa_handler = SIG_DFL;
     ::sigaction(signal_number, &default_action, nullptr);
@@ -130,7 +131,8 @@ std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
 WindowRegistration::~WindowRegistration() {
   if (index_ < 0) return;
   const Window* window = windows[static_cast<size_t>(index_)].exchange(nullptr);
-  // A handler that began before the exchange may still read it: then it is left, for the process is about to end.
+  // A handler that began before the exchange may still read it: then it is left, for the process
+  // is about to end.
   if (readers == 0) delete window;
 }
 

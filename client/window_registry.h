@@ -1,7 +1,7 @@
 // Which parameter an address of a window belongs to, told also from a signal handler.
 //
-// A signal handler has no argument of ours, so this table and the handler are the process's own: the one place of
-// the client with global state.
+// A signal handler has no argument of ours, so this table and the handler are the process's own:
+// the one place of the client with global state.
 #pragma once
 
 #include <cstddef>
@@ -49,12 +49,12 @@ class WindowRegistration {
 std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> window,
                                                    std::string job, std::vector<WindowPart> parts);
 
-// Writes to `fd` which parameter `address` belongs to and what to do instead of writing there; false, and nothing
-// written, where it lies in no window. Async-signal-safe.
+// Writes to `fd` which parameter `address` belongs to and what to do instead of writing there;
+// false, and nothing written, where it lies in no window. Async-signal-safe.
 bool ExplainWrite(const void* address, int fd);
 
-// From now on a SIGSEGV within a window is explained on stderr before the handler that was there takes over (or the
-// process dies, as it would have). A second call does nothing.
+// From now on a SIGSEGV within a window is explained on stderr before the handler that was there
+// takes over (or the process dies, as it would have). A second call does nothing.
 void InstallSegvExplainer();
 
 }  // namespace forebay::client

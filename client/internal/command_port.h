@@ -31,8 +31,8 @@ class CommandPort {
 
   explicit CommandPort(Options options);
 
-  // Writes the command under a tag of its own, waiting while kRingEntries are out. `on_done` is called
-  // once, unless the port ends or breaks first.
+  // Writes the command under a tag of its own, waiting while kRingEntries are out. `on_done` is
+  // called once, unless the port ends or breaks first.
   absl::Status Send(protocol::Command command, const WaitLimits& limits, OnDone on_done);
 
   // Handles what has come in. Errors as Wait, but for E_TIMEOUT and E_INTERRUPTED.

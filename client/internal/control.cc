@@ -56,8 +56,8 @@ absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
   return MakeError(ErrorId::kNoDaemon, absl::StrCat("no daemon answers: ", text), kStartHint);
 }
 
-// The daemon by its pid, where the kernel and the daemon agree on it (they need not across containers
-// or with a socket that somebody else bound).
+// The daemon by its pid, where the kernel and the daemon agree on it (they need not across
+// containers or with a socket that somebody else bound).
 UniqueFd DaemonPidfd(pid_t peer_pid, const NodeInfo& info) {
   if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != info.pid) return UniqueFd();
   return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));

@@ -26,8 +26,8 @@ using protocol::MakeError;
 constexpr uint64_t kMessageWordsMax = uint64_t{8} << 20;
 constexpr uint32_t kDescriptorsPerMessageMax = 1;
 
-// kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal, which is
-// enough for it; the process keeps what it had.
+// kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal,
+// which is enough for it; the process keeps what it had.
 class SigpipeKeeper {
  public:
   SigpipeKeeper() { ::sigaction(SIGPIPE, nullptr, &before_); }

@@ -1,4 +1,5 @@
-// The one thread on which a client's Cap'n Proto connection lives, and calls into it from any other.
+// The one thread on which a client's Cap'n Proto connection lives, and calls into it from any
+// other.
 #pragma once
 
 #include <capnp/capability.h>

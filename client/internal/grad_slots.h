@@ -8,9 +8,9 @@
 
 namespace forebay::client::internal {
 
-// Ranges of the arena. Open ones are being filled by the caller, busy ones are the daemon's until their
-// completion. Open ranges always leave one run as long as the largest group, busy ranges aside: so
-// whatever the caller keeps open, one gradient can still travel.
+// Ranges of the arena. Open ones are being filled by the caller, busy ones are the daemon's until
+// their completion. Open ranges always leave one run as long as the largest group, busy ranges
+// aside: so whatever the caller keeps open, one gradient can still travel.
 //
 // Threads  One at a time.
 // Limits   Sizes are multiples of 64 and at most `largest_bytes`; largest_bytes <= capacity_bytes.

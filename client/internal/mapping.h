@@ -15,7 +15,8 @@ enum class MapAccess : uint8_t { kRead, kReadWrite };
 // Ownership  Whoever needs the bytes holds the shared_ptr.
 class Mapping {
  public:
-  // The first `size_bytes` of a shared file, at an address where 2 MiB pages of the file stay 2 MiB pages.
+  // The first `size_bytes` of a shared file, at an address where 2 MiB pages of the file stay 2
+  // MiB pages.
   //
   // Errors  E_PROTOCOL  the file is shorter, or can shrink under the mapping.
   //         E_LIMIT     no address space.

@@ -69,7 +69,7 @@ absl::Status Session::TakeKeptErrors() {
   return kept_grad_error_;
 }
 
-// ------------------------------------------------------------------------------------------- commands
+// ---------------------------------------- commands
 
 void Session::Learn(const Completion& completion) {
   if (completion.committed_step > committed_step()) {
@@ -158,7 +158,7 @@ absl::Status Session::CopyIn(uint64_t arena_offset, std::span<const std::byte> b
   return stream_->Synchronize();
 }
 
-// --------------------------------------------------------------------------------- parameters, leases
+// ---------------------------------------- parameters, leases
 
 absl::Status Session::WriteInitial(uint32_t group, std::span<const std::byte> bytes,
                                    Timeout timeout) {
@@ -219,7 +219,7 @@ absl::Status Session::Release(const Lease& lease) {
   return TakeKeptReleaseError();
 }
 
-// ------------------------------------------------------------------------------------------ gradients
+// ---------------------------------------- gradients
 
 absl::StatusOr<std::span<std::byte>> Session::GradSlot(uint32_t group, GradFill fill,
                                                        Timeout timeout) {

@@ -1,5 +1,5 @@
-// What one attached session does through its ring: leases, gradients, the step. Knows no process, no
-// connection and no lock.
+// What one attached session does through its ring: leases, gradients, the step. Knows no process,
+// no connection and no lock.
 #pragma once
 
 #include <atomic>

@@ -110,7 +110,8 @@ absl::StatusOr<StepResult> Session::EndStep() {
                     .repeated = (answer.completion.flags & protocol::kStepRepeated) != 0};
 }
 
-// ---------------------------------------------------------------------------------------------- state
+// ----------------------------------------------------------------------------------------------
+// state
 
 absl::Status Session::ReadState(const StateRange& range, std::span<std::byte> out,
                                 Timeout timeout) {

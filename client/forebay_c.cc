@@ -1,0 +1,313 @@
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/forebay.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+
+struct forebay_session {
+  std::unique_ptr<forebay::client::Attachment> attachment;
+};
+
+namespace {
+
+using forebay::client::Attachment;
+using forebay::client::Timeout;
+using forebay::protocol::DType;
+using forebay::protocol::ErrorId;
+using forebay::protocol::MakeError;
+
+struct LastError {
+  int32_t id = FOREBAY_OK;
+  std::string message;
+  std::string hint;
+  bool retryable = false;
+};
+
+thread_local LastError last_error;
+
+int32_t Report(const absl::Status& status) {
+  if (status.ok()) return FOREBAY_OK;
+  last_error = {.id = static_cast<int32_t>(forebay::protocol::IdOf(status)),
+                .message = std::string(status.message()),
+                .hint = forebay::protocol::HintOf(status),
+                .retryable = forebay::protocol::IsRetryable(status)};
+  return last_error.id;
+}
+
+// Runs the call; no exception (of the allocator, say) goes on into C.
+template <typename Call>
+int32_t Guard(Call call) {
+  try {
+    return Report(call());
+  } catch (const std::exception& error) {
+    return Report(MakeError(ErrorId::kInternal, error.what()));
+  }
+}
+
+absl::Status NullArgument(const char* name) {
+  return MakeError(ErrorId::kOption, absl::StrCat(name, " is NULL"));
+}
+
+absl::Status CheckSize(const char* name, size_t given, size_t known) {
+  if (given == known) return absl::OkStatus();
+  return MakeError(ErrorId::kProtocol,
+                   absl::StrCat(name, ".struct_size is ", given, "; this library has ", known,
+                                " (ABI version ", FOREBAY_ABI_VERSION, ")"),
+                   "set it to sizeof of the struct, and build against the library's own header");
+}
+
+std::string TextOf(const char* text) { return text == nullptr ? std::string() : std::string(text); }
+
+Timeout TimeoutOf(int64_t timeout_ms) {
+  return timeout_ms < 0 ? forebay::client::kNoTimeout : Timeout(timeout_ms);
+}
+
+std::span<const std::byte> BytesOf(const void* bytes, size_t size_bytes) {
+  return {static_cast<const std::byte*>(bytes), size_bytes};
+}
+
+absl::StatusOr<DType> DTypeFromName(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
+                   "known: float32, bfloat16, float16");
+}
+
+absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options_t& options) {
+  forebay::protocol::LayoutSpec spec;
+  spec.world_size = options.world_size;
+  ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(TextOf(options.dtype)));
+  ASSIGN_OR_RETURN(spec.optimizer, forebay::protocol::OptimizerFromName(TextOf(options.optimizer)));
+  ASSIGN_OR_RETURN(spec.format, forebay::protocol::FormatFromName(TextOf(options.format)));
+  if (options.params == nullptr && options.param_count > 0) return NullArgument("params");
+  for (const forebay_param_t& param : std::span(options.params, options.param_count)) {
+    if (param.shape == nullptr && param.dims > 0) return NullArgument("params[].shape");
+    const std::span<const uint64_t> shape(param.shape, param.dims);
+    spec.params.push_back({.name = TextOf(param.name),
+                           .shape = {shape.begin(), shape.end()},
+                           .group = param.group,
+                           .param_group = param.param_group});
+  }
+  if (options.group_names == nullptr && options.group_count > 0) return NullArgument("group_names");
+  for (const char* name : std::span(options.group_names, options.group_count)) {
+    spec.group_names.push_back(TextOf(name));
+  }
+  return spec;
+}
+
+absl::Status AttachTo(const forebay_options_t& options, forebay_t** session) {
+  ASSIGN_OR_RETURN(forebay::protocol::LayoutSpec spec, LayoutOf(options));
+  ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
+                   Attachment::Attach({.socket = TextOf(options.socket),
+                                       .job = TextOf(options.job),
+                                       .rank = options.rank,
+                                       .layout = std::move(spec),
+                                       .grad_arena_bytes = options.grad_arena_bytes,
+                                       .extra_state_bytes = options.extra_state_bytes,
+                                       .timeout = TimeoutOf(options.timeout_ms)}));
+  auto made = std::make_unique<forebay_t>();
+  made->attachment = std::move(attachment);
+  *session = made.release();  // forebay_free() takes it back
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+extern "C" {
+
+uint32_t forebay_abi_version(void) { return FOREBAY_ABI_VERSION; }
+
+int32_t forebay_last_error_id(void) { return last_error.id; }
+const char* forebay_last_error_message(void) { return last_error.message.c_str(); }
+const char* forebay_last_error_hint(void) { return last_error.hint.c_str(); }
+int32_t forebay_last_error_retryable(void) { return last_error.retryable ? 1 : 0; }
+
+const char* forebay_error_name(int32_t code) {
+  if (code == FOREBAY_OK) return "OK";
+  return forebay::protocol::Info(static_cast<ErrorId>(code)).name.data();
+}
+
+int32_t forebay_attach(const forebay_options_t* options, forebay_t** session) {
+  return Guard([&]() -> absl::Status {
+    if (options == nullptr) return NullArgument("options");
+    if (session == nullptr) return NullArgument("session");
+    RETURN_IF_ERROR(CheckSize("options", options->struct_size, sizeof(*options)));
+    *session = nullptr;
+    return AttachTo(*options, session);
+  });
+}
+
+int32_t forebay_get_info(const forebay_t* session, forebay_info_t* info) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (info == nullptr) return NullArgument("info");
+    RETURN_IF_ERROR(CheckSize("info", info->struct_size, sizeof(*info)));
+    const Attachment& attachment = *session->attachment;
+    *info = {.struct_size = sizeof(*info),
+             .committed_step = attachment.committed_step(),
+             .writes_initial = attachment.writes_initial() ? 1 : 0,
+             .group_count = static_cast<uint32_t>(attachment.layout().groups().size()),
+             .image = attachment.image().data(),
+             .image_bytes = attachment.image().size(),
+             .extra_state = attachment.extra_state().data(),
+             .extra_state_bytes = attachment.extra_state().size()};
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_get_group(const forebay_t* session, uint32_t group, forebay_group_t* place) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (place == nullptr) return NullArgument("place");
+    RETURN_IF_ERROR(CheckSize("place", place->struct_size, sizeof(*place)));
+    const forebay::protocol::Layout& layout = session->attachment->layout();
+    if (group >= layout.groups().size()) {
+      return MakeError(ErrorId::kRange,
+                       absl::StrCat("group ", group, " of ", layout.groups().size()));
+    }
+    const forebay::protocol::GroupPlace& found = layout.groups()[group];
+    *place = {.struct_size = sizeof(*place),
+              .image_offset_bytes = found.image_offset_bytes,
+              .elems = found.elems,
+              .padded_elems = found.padded_elems,
+              .padded_bytes = layout.group_bytes(group)};
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_write_initial(forebay_t* session, uint32_t group, const void* bytes,
+                              size_t size_bytes, int64_t timeout_ms) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (bytes == nullptr) return NullArgument("bytes");
+    return session->attachment->WriteInitial(group, BytesOf(bytes, size_bytes),
+                                             TimeoutOf(timeout_ms));
+  });
+}
+
+int32_t forebay_initial_done(forebay_t* session, int64_t timeout_ms) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    return session->attachment->InitialDone(TimeoutOf(timeout_ms));
+  });
+}
+
+int32_t forebay_fetch(forebay_t* session, uint32_t group, int64_t timeout_ms,
+                      forebay_lease_t* lease) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (lease == nullptr) return NullArgument("lease");
+    ASSIGN_OR_RETURN(const forebay::client::Lease taken,
+                     session->attachment->Fetch(group, TimeoutOf(timeout_ms)));
+    *lease = {.id = taken.id,
+              .group = taken.group,
+              .reserved = 0,
+              .bytes = taken.bytes.data(),
+              .size_bytes = taken.bytes.size()};
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_release(forebay_t* session, const forebay_lease_t* lease) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (lease == nullptr) return NullArgument("lease");
+    return session->attachment->Release({.id = lease->id, .group = lease->group, .bytes = {}});
+  });
+}
+
+int32_t forebay_grad_slot(forebay_t* session, uint32_t group, int64_t timeout_ms, void** bytes,
+                          uint64_t* size_bytes) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (bytes == nullptr) return NullArgument("bytes");
+    ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                     session->attachment->GradSlot(group, forebay::client::GradFill::kZero,
+                                                   TimeoutOf(timeout_ms)));
+    *bytes = slot.data();
+    if (size_bytes != nullptr) *size_bytes = slot.size();
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_grad_ready(forebay_t* session, uint32_t group) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    return session->attachment->GradReady(group);
+  });
+}
+
+int32_t forebay_drop_gradients(forebay_t* session) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    return session->attachment->DropGradients();
+  });
+}
+
+int32_t forebay_step(forebay_t* session, const forebay_step_args_t* args, int64_t timeout_ms,
+                     forebay_step_result_t* result) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (args == nullptr) return NullArgument("args");
+    RETURN_IF_ERROR(CheckSize("args", args->struct_size, sizeof(*args)));
+    if (args->hyper == nullptr && args->hyper_count > 0) return NullArgument("hyper");
+    if (args->extra_state == nullptr && args->extra_state_bytes > 0) {
+      return NullArgument("extra_state");
+    }
+    std::vector<forebay::protocol::HyperParams> hyper;
+    for (const forebay_hyper_t& one : std::span(args->hyper, args->hyper_count)) {
+      hyper.push_back({.lr = one.lr,
+                       .beta1 = one.beta1,
+                       .beta2 = one.beta2,
+                       .eps = one.eps,
+                       .weight_decay = one.weight_decay,
+                       .reserved = 0});
+    }
+    ASSIGN_OR_RETURN(const forebay::client::StepResult done,
+                     session->attachment->Step(args->step, hyper, args->max_grad_norm,
+                                               BytesOf(args->extra_state, args->extra_state_bytes),
+                                               TimeoutOf(timeout_ms)));
+    if (result != nullptr) {
+      *result = {.committed_step = done.committed_step,
+                 .norm = done.norm,
+                 .clipped = done.clipped ? 1 : 0,
+                 .repeated = done.repeated ? 1 : 0};
+    }
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_read_state(forebay_t* session, uint32_t group, uint32_t plane,
+                           uint64_t element_offset, void* bytes, size_t size_bytes,
+                           int64_t timeout_ms) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    if (bytes == nullptr) return NullArgument("bytes");
+    return session->attachment->ReadState(
+        {.group = group, .plane = plane, .element_offset = element_offset},
+        {static_cast<std::byte*>(bytes), size_bytes}, TimeoutOf(timeout_ms));
+  });
+}
+
+int32_t forebay_detach(forebay_t* session) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    return session->attachment->Detach();
+  });
+}
+
+void forebay_free(forebay_t* session) { const std::unique_ptr<forebay_t> owned(session); }
+
+}  // extern "C"
