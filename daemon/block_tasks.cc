@@ -20,7 +20,8 @@ using cpu_adam::GradType;
 using protocol::DType;
 using protocol::Format;
 
-// Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state machine's own.
+// Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
+// machine's own.
 template <typename Value>
 Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, uint64_t elems) {
   FOREBAY_CHECK(offset_bytes + (first + elems) * sizeof(Value) <= bytes.size());

@@ -18,7 +18,8 @@ namespace forebay::daemon {
 // Identity of a block's bytes in its checksum; `nonce` is another for every opening of the volume.
 nvme::Identity MakeIdentity(const BlockIdentity& identity, uint64_t nonce);
 
-// Where a plane starts within a block, and the size of all planes: each starts on a multiple of kPageBytes.
+// Where a plane starts within a block, and the size of all planes: each starts on a multiple of
+// kPageBytes.
 uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
                           uint64_t block_elems);
 uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems);
@@ -34,8 +35,8 @@ struct UpdateMemory {
 // Masters that became non-finite.
 uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory);
 
-// What swapped bytes must be before they are used: `expected` of the volume with identity and checksum of the state
-// machine's table, or nothing for zeros that were never written.
+// What swapped bytes must be before they are used: `expected` of the volume with identity and
+// checksum of the state machine's table, or nothing for zeros that were never written.
 //
 // Errors  E_CORRUPT  names path, extent and identity, or the block whose zeros are none.
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,

@@ -271,9 +271,8 @@ absl::Status ApplySetting(std::string_view setting, Config& config) {
     // not TOML: bare text below
   }
   toml::array list;
-  for (const absl::string_view part : absl::StrSplit(value, ',')) {
-    list.push_back(std::string(part));
-  }
+  const std::vector<std::string> parts = absl::StrSplit(value, ',');
+  for (const std::string& part : parts) list.push_back(part);
   if (list.size() > 1) return SetKey(list, place, config);
   return SetKey(toml::value<std::string>(value), place, config);
 }

@@ -44,7 +44,8 @@ std::span<const ConfigKey> ConfigKeys();
 
 // Reads a TOML file on top of `config`.
 //
-// Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one) or its value has
+// Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one) or
+//         its value has
 //                   another type or is out of range: file and line.
 absl::Status LoadConfigFile(const std::string& path, Config& config);
 

@@ -9,8 +9,8 @@
 
 namespace forebay::daemon {
 
-// Holds `PATH.lock`, which names the daemon's process id, until it dies; the kernel lets go of it however the process
-// ends.
+// Holds `PATH.lock`, which names the daemon's process id, until it dies; the kernel lets go of it
+// however the process ends.
 class InstanceLock {
  public:
   // Errors  E_BUSY    another daemon holds it; its process id.
@@ -28,7 +28,8 @@ class InstanceLock {
   protocol::UniqueFd fd_;
 };
 
-// A Unix socket that listens at `path` with these permission bits from the first moment; what lay there is replaced.
+// A Unix socket that listens at `path` with these permission bits from the first moment; what lay
+// there is replaced.
 //
 // Errors  E_CONFIG  the path is too long, or a call fails; errno.
 absl::StatusOr<protocol::UniqueFd> ListenAt(const std::string& path, unsigned mode);

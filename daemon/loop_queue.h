@@ -27,7 +27,8 @@ class LoopQueue {
 
   [[nodiscard]] bool Push(Item&& item) { return PushBelow(capacity_, std::move(item)); }
 
-  // As Push(), refused already where `limit` items wait: keeps room for items that must not be refused.
+  // As Push(), refused already where `limit` items wait: keeps room for items that must not be
+  // refused.
   [[nodiscard]] bool PushBelow(size_t limit, Item&& item) {
     {
       protocol::MutexLock lock(mutex_);

@@ -80,7 +80,7 @@ void NodeShell::Retire(Resource resource) {
   });
 }
 
-// ---------------------------------------------------------------------------------------- making and unmaking
+// ----------------------------------------------------------------------------- making and unmaking
 
 void NodeShell::Run(CreateJobMemory& action) {
   JobIo io;
@@ -233,7 +233,7 @@ void NodeShell::Run(AnswerDelete& action) {
   node.mapped()(std::move(action.status));
 }
 
-// ------------------------------------------------------------------------------------------------- small copies
+// ------------------------------------------------------------------------------------ small copies
 
 void NodeShell::Run(CopyStepRequest& action) {
   // The answer comes before anything else: at once, its actions behind those that are being run.
@@ -259,7 +259,7 @@ void NodeShell::Run(CopyToStepArena& action) {
   });
 }
 
-// -------------------------------------------------------------------------------------------------- the gradient
+// ------------------------------------------------------------------------------------ the gradient
 
 void NodeShell::Run(AddGradient& action) {
   JobIo& io = job(action.job);
@@ -286,7 +286,7 @@ void NodeShell::Run(SumGroup& action) {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------- the step
+// ---------------------------------------------------------------------------------------- the step
 
 void NodeShell::Run(ReadBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);

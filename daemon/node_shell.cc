@@ -70,7 +70,7 @@ bool NodeShell::idle() const {
          (swap_ == nullptr || swap_->in_flight() == 0);
 }
 
-// ------------------------------------------------------------------------------- the control plane's wishes
+// ---------------------------------------------------------------------- the control plane's wishes
 
 void NodeShell::Attach(AttachRequested request, AttachCallbacks callbacks) {
   const SessionId id = request.session;
@@ -142,7 +142,7 @@ absl::StatusOr<std::vector<TimedEvent>> NodeShell::Trace(std::string_view name) 
                    "forebay status lists the jobs");
 }
 
-// --------------------------------------------------------------------------------------- the reactor's news
+// ------------------------------------------------------------------------------ the reactor's news
 
 void NodeShell::OnCompletion(const nvme::Completion& completion) {
   if (nvme::Volume::Owns(completion.token)) {

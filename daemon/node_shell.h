@@ -1,4 +1,5 @@
-// Runs the state machine: turns calls, ring entries and outcomes into events, and actions into work.
+// Runs the state machine: turns calls, ring entries and outcomes into events, and actions into
+// work.
 #pragma once
 
 #include <cstdint>
@@ -56,11 +57,12 @@ class NodeShell {
   NodeShell(const NodeShell&) = delete;
   NodeShell& operator=(const NodeShell&) = delete;
 
-  // ------------------------------------------------------------------- what the control plane asks for
+  // --------------------------------------------------------------- what the control plane asks for
 
   void Attach(AttachRequested request, AttachCallbacks callbacks);
 
-  // Seals the grad arena and takes commands from now on. Errors: E_FENCED where the session is over.
+  // Seals the grad arena and takes commands from now on. Errors: E_FENCED where the session is
+  // over.
   absl::Status Mapped(SessionId session);
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
   absl::Status Explain(SessionId session, uint64_t tag) const;
@@ -72,7 +74,8 @@ class NodeShell {
 
   void OnCompletion(const nvme::Completion& completion);  // disk (Volume::Owns) or doorbell
 
-  // Takes commands from every session that is awake; those without any go to sleep. True: more are waiting.
+  // Takes commands from every session that is awake; those without any go to sleep. True: more are
+  // waiting.
   bool PollSessions();
 
   bool idle() const;  // no session, no task, no transfer
@@ -120,7 +123,8 @@ class NodeShell {
   void Run(StepCalled& action);
   void Run(StepCommitted& action);
 
-  // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it too.
+  // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it
+  // too.
   using Work = absl::AnyInvocable<TaskDone()>;
   struct Timed {
     JobId job = 0;

@@ -16,7 +16,8 @@ namespace forebay::daemon {
 using LoopCall = absl::AnyInvocable<void(NodeShell&)>;
 using LoopInbox = LoopQueue<LoopCall>;
 
-// Threads  Run() on the loop thread, which is the only one that touches shell, runner and engine while it runs.
+// Threads  Run() on the loop thread, which is the only one that touches shell, runner and engine
+//          while it runs.
 class Reactor {
  public:
   Reactor(nvme::IoEngine& engine, NodeShell& shell, TaskRunner& runner, LoopInbox& inbox);

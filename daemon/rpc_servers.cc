@@ -35,8 +35,9 @@ absl::Status NotGreeted() {
   return MakeError(ErrorId::kProtocol, "the first call of a connection is hello");
 }
 
-// Asks the loop: `ask(shell, answer)` calls `answer(value)` at once or later. `refused` where the loop takes no more.
-// Values come as kj::Own: within a kj promise g++ 12 believes others uninitialized.
+// Asks the loop: `ask(shell, answer)` calls `answer(value)` at once or later. `refused` where the
+// loop takes no more. Values come as kj::Own: within a kj promise g++ 12 believes others
+// uninitialized.
 template <typename Value, typename Ask>
 kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask ask) {
   auto paf = kj::newPromiseAndCrossThreadFulfiller<kj::Own<Value>>();
@@ -95,7 +96,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }
 
-// ----------------------------------------------------------------------------------------------------- Session
+// ----------------------------------------------------------------------------------------- Session
 
 class SessionServer final : public schema::Session::Server {
  public:
@@ -182,7 +183,7 @@ class SessionServer final : public schema::Session::Server {
   kj::ForkedPromise<void> closed_ = nullptr;
 };
 
-// ------------------------------------------------------------------------------------------------------- Admin
+// ------------------------------------------------------------------------------------------- Admin
 
 class AdminServer final : public schema::Admin::Server {
  public:
@@ -233,7 +234,7 @@ class AdminServer final : public schema::Admin::Server {
   std::shared_ptr<Connection> connection_;
 };
 
-// -------------------------------------------------------------------------------------------------------- Node
+// -------------------------------------------------------------------------------------------- Node
 
 class NodeServer final : public schema::Node::Server {
  public:
@@ -338,7 +339,8 @@ class NodeServer final : public schema::Node::Server {
     });
   }
 
-  // Lets go of the descriptors when the loop has; a client whose ring lied loses its connection too.
+  // Lets go of the descriptors when the loop has; a client whose ring lied loses its connection
+  // too.
   kj::ForkedPromise<void> WatchClosed(const std::shared_ptr<SessionHandle>& handle,
                                       kj::Promise<kj::Own<absl::Status>> closed) {
     ++connection_->context->sessions;

@@ -1,5 +1,5 @@
-// The capabilities a client holds: Node, Session, Admin. Everything here lives on the control thread; the loop is
-// asked by LoopCall and answers through kj's cross-thread fulfillers.
+// The capabilities a client holds: Node, Session, Admin. Everything here lives on the control
+// thread; the loop is asked by LoopCall and answers through kj's cross-thread fulfillers.
 #pragma once
 
 #include <kj/async.h>
@@ -41,8 +41,8 @@ struct Connection {
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };
 
-// The control thread's end of a session, from attach on; its descriptors go when the loop says that the session is
-// closed.
+// The control thread's end of a session, from attach on; its descriptors go when the loop says that
+// the session is closed.
 class SessionHandle {
  public:
   SessionHandle(ControlContext& context, SessionId id);

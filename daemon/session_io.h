@@ -1,5 +1,5 @@
-// The shell's half of one session: its arenas, doorbells and channel. What the session means is the state
-// machine's affair.
+// The shell's half of one session: its arenas, doorbells and channel. What the session means is the
+// state machine's affair.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,8 @@ class SessionIo {
   // The client has mapped the grad arena: from here on no hole can be punched into it.
   absl::Status Seal() { return memory_.grad->SealAfterMapping(); }
 
-  // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each once.
+  // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each
+  // once.
   StepRequestCopied CopyRequest(const CopyStepRequest& action) const;
 
   void KeepError(uint64_t tag, absl::Status status);

@@ -1,4 +1,5 @@
-// A picture of the node as values, taken on the loop thread and written into a message on the control thread.
+// A picture of the node as values, taken on the loop thread and written into a message on the
+// control thread.
 #pragma once
 
 #include <cstdint>

@@ -40,8 +40,8 @@ struct SwapDone {
   absl::Status status = {};
 };
 
-// Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end of a read and the
-//          start of a write.
+// Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end
+//          of a read and the start of a write.
 class SwapSpace {
  public:
   // Blocks: reserves the paths and makes the staging arena.
@@ -69,7 +69,8 @@ class SwapSpace {
   // True where the extent was never written: its content is zeros, and there is nothing to read.
   bool IsFresh(const ReadBlock& action) const;
 
-  // What VerifyBlock() needs for a slot that was read: of the state machine's table, not the volume's.
+  // What VerifyBlock() needs for a slot that was read: of the state machine's table, not the
+  // volume's.
   std::optional<nvme::ExpectedContent> Expected(JobId job, const BlockPlace& place,
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;

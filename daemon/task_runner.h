@@ -23,8 +23,8 @@ struct TaskRunnerOptions {
 };
 
 // Threads  Everything on the loop thread; work runs elsewhere.
-// Limits   Post() never blocks; what the crew's queue has no room for waits here, as many as the state machine has
-//          tasks (bounded by sessions and commands in flight).
+// Limits   Post() never blocks; what the crew's queue has no room for waits here, as many as the
+//          state machine has tasks (bounded by sessions and commands in flight).
 class TaskRunner {
  public:
   using Then = absl::AnyInvocable<void()>;  // runs on the loop thread

@@ -1,5 +1,6 @@
-// Commands one way, completions the other: the seam between a session's client and the daemon. In production a pair
-// of rings in shared memory with an eventfd each way; in tests also a fake (tests/support/fake_channel.h).
+// Commands one way, completions the other: the seam between a session's client and the daemon. In
+// production a pair of rings in shared memory with an eventfd each way; in tests also a fake
+// (tests/support/fake_channel.h).
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,11 @@ namespace forebay::protocol {
 
 // The client's end.
 //
-// Sleeping   `PrepareSleep()`; if true: poll wait_fd() for input (with whatever else), then `EndSleep()`; then
-//            Receive() until nothing is there. A wake-up may be empty.
+// Sleeping   `PrepareSleep()`; if true: poll wait_fd() for input (with whatever else), then
+//            `EndSleep()`; then Receive() until nothing is there. A wake-up may be empty.
 // Threads    One at a time.
-// Limits     Nothing blocks. A command counts as out until its completion was received; kRingEntries at most.
+// Limits     Nothing blocks. A command counts as out until its completion was received;
+//            kRingEntries at most.
 class ClientChannel {
  public:
   virtual ~ClientChannel() = default;
@@ -47,10 +49,12 @@ class ServerChannel {
 
   // The next command, or nothing.
   //
-  // Errors  E_RING  impossible indices, or more than kRingEntries commands whose completions were not taken out.
+  // Errors  E_RING  impossible indices, or more than kRingEntries commands whose completions were
+  //         not taken out.
   virtual absl::StatusOr<std::optional<Command>> Receive() = 0;
 
-  // Answers one received command; there is always room for it. Wakes the client where it sleeps. Errors as Receive.
+  // Answers one received command; there is always room for it. Wakes the client where it sleeps.
+  // Errors as Receive.
   virtual absl::Status Send(const Completion& completion) = 0;
 
   // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).

@@ -13,7 +13,8 @@
 
 namespace forebay::protocol {
 
-// Owns a descriptor; whoever holds the capability over a connection that passes descriptors gets a copy of it.
+// Owns a descriptor; whoever holds the capability over a connection that passes descriptors gets a
+// copy of it.
 class DescriptorServer final : public schema::Descriptor::Server {
  public:
   explicit DescriptorServer(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -32,10 +33,12 @@ UniqueFd DuplicateFd(int fd);
 
 void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 
-// The status that SetOutcome was given: id, message and hint. Numbers this side does not know are E_INTERNAL.
+// The status that SetOutcome was given: id, message and hint. Numbers this side does not know are
+// E_INTERNAL.
 absl::Status StatusOf(schema::Outcome::Reader outcome);
 
-// A broken connection as a Status: E_DAEMON_GONE where the peer is gone, else E_PROTOCOL. `what` names the call.
+// A broken connection as a Status: E_DAEMON_GONE where the peer is gone, else E_PROTOCOL. `what`
+// names the call.
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what);
 
 }  // namespace forebay::protocol

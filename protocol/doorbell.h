@@ -11,7 +11,8 @@ namespace forebay::protocol {
 // Errors  E_LIMIT  no descriptor is left; names the errno.
 absl::StatusOr<UniqueFd> MakeDoorbell();
 
-// Wakes whoever waits on `fd`. Never blocks; a counter that is full wakes as well. Async-signal-safe.
+// Wakes whoever waits on `fd`. Never blocks; a counter that is full wakes as well.
+// Async-signal-safe.
 void RingDoorbell(int fd);
 
 // Takes every ring so far. Never blocks.

@@ -1,5 +1,6 @@
-// The layout of a job: which parameter lies where in its group's image, which planes its states have. Client and
-// daemon compute it with the same functions, so that neither has to believe the other.
+// The layout of a job: which parameter lies where in its group's image, which planes its states
+// have. Client and daemon compute it with the same functions, so that neither has to believe the
+// other.
 #pragma once
 
 #include <cstdint>
@@ -39,14 +40,15 @@ struct Plane {
   DType dtype;
 };
 
-// The planes of (optimizer, format, dtype of the image), in the order in which they lie in a block; empty where
-// the pair is not supported.
+// The planes of (optimizer, format, dtype of the image), in the order in which they lie in a block;
+// empty where the pair is not supported.
 std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype);
 
 // Bytes of all planes for one element; 0 where the pair is not supported.
 uint64_t StateBytesPerElem(Optimizer optimizer, Format format, DType image_dtype);
 
-// What a client asks for, in the order of the model: parameters of one group are neighbours, groups ascend from 0.
+// What a client asks for, in the order of the model: parameters of one group are neighbours, groups
+// ascend from 0.
 struct ParamSpec {
   std::string name;             // unique, 1 to kNameBytesMax bytes
   std::vector<uint64_t> shape;  // empty: a scalar; no dimension is 0
@@ -85,10 +87,12 @@ struct GroupPlace {
 
 // A checked LayoutSpec with every offset. Immutable.
 //
-// A rank's partition of group g is the elements [r, r + 1) * padded_elems / world_size of the group.
+// A rank's partition of group g is the elements [r, r + 1) * padded_elems / world_size of the
+// group.
 class Layout {
  public:
-  // Errors  E_LAYOUT  a limit above is broken, a name repeats, groups do not ascend; names the parameter.
+  // Errors  E_LAYOUT  a limit above is broken, a name repeats, groups do not ascend; names the
+  //         parameter.
   //         E_OPTION  (optimizer, format, dtype) is not supported.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
 

@@ -18,8 +18,8 @@ inline constexpr uint64_t kLayoutBytesMax = uint64_t{64} << 20;
 // Errors  E_LAYOUT  longer than kLayoutBytesMax.
 absl::StatusOr<std::vector<std::byte>> EncodeLayout(const LayoutSpec& spec);
 
-// Reads bytes that may come from anybody. The spec is not checked further than that it can be held; Layout::Create
-// does the rest.
+// Reads bytes that may come from anybody. The spec is not checked further than that it can be held;
+// Layout::Create does the rest.
 //
 // Limits  Time and memory in proportion to the bytes, however they point at each other.
 // Errors  E_PROTOCOL  not such a message.

@@ -1,5 +1,5 @@
-// A std::mutex that clang's thread-safety analysis understands (the packaged absl::Mutex gives false races under
-// ThreadSanitizer, which does not see into a library that was built without it).
+// A std::mutex that clang's thread-safety analysis understands (the packaged absl::Mutex gives
+// false races under ThreadSanitizer, which does not see into a library that was built without it).
 #pragma once
 
 #include <condition_variable>

@@ -1,4 +1,5 @@
-// The two ends of one single-producer single-consumer ring that lies in memory shared with another process.
+// The two ends of one single-producer single-consumer ring that lies in memory shared with another
+// process.
 #pragma once
 
 #include <array>
@@ -17,7 +18,8 @@
 
 namespace forebay::protocol {
 
-// E_RING: the peer's index is not one that our code writes. `own` and `peer` are this side's index and the other's.
+// E_RING: the peer's index is not one that our code writes. `own` and `peer` are this side's index
+// and the other's.
 absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer);
 
 // Writes the header of a zeroed ring; the daemon does so before it gives the memory away.
@@ -28,7 +30,8 @@ absl::Status CheckRingHeader(const RingMemory& ring);
 
 namespace internal {
 
-// Shared words are loaded and stored one by one, each once, so that nothing changes between check and use.
+// Shared words are loaded and stored one by one, each once, so that nothing changes between check
+// and use.
 template <typename Word>
 Word LoadWord(const Word& word, std::memory_order order) {
   return std::atomic_ref<Word>(const_cast<Word&>(word)).load(order);
@@ -66,8 +69,8 @@ enum class PushResult : uint8_t {
   kPushedAsleep,  // the consumer may sleep: ring its doorbell
 };
 
-// Writes entries. Believes of the consumer's line only what can be true: the index has moved by no more than what
-// lay in the ring.
+// Writes entries. Believes of the consumer's line only what can be true: the index has moved by no
+// more than what lay in the ring.
 //
 // Threads  One. The consumer is another thread or process.
 // Limits   Never blocks, no system call.
@@ -109,8 +112,7 @@ class RingProducer {
   RingLine* tail_line_;
   const RingLine* head_line_;
   std::span<Entry> entries_;
-  uint64_t tail_ =
-      0;  // private copies: the shared words are only ever written from them or checked against them
+  uint64_t tail_ = 0;  // private copies: the shared words are only written from them, or checked
   uint64_t head_ = 0;
 };
 
@@ -138,8 +140,9 @@ class RingConsumer {
     return std::optional<Entry>(entry);
   }
 
-  // Asks for a doorbell and looks once more. True: the ring is empty and every later push will ring; wait, then
-  // EndSleep(). False: something is there (the request is taken back). Errors as Pop.
+  // Asks for a doorbell and looks once more. True: the ring is empty and every later push will
+  // ring; wait, then EndSleep(). False: something is there (the request is taken back). Errors as
+  // Pop.
   absl::StatusOr<bool> PrepareSleep() {
     internal::StoreWord<uint32_t>(head_line_->sleeping, 1, std::memory_order_seq_cst);
     const absl::Status status = Refresh(std::memory_order_seq_cst);

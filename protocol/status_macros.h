@@ -15,7 +15,8 @@
     if (!forebay_status.ok()) return forebay_status; \
   } while (false)
 
-// ASSIGN_OR_RETURN(auto x, F()): declares or assigns the left side from a StatusOr, or returns its status.
+// ASSIGN_OR_RETURN(auto x, F()): declares or assigns the left side from a StatusOr, or returns its
+// status.
 #define ASSIGN_OR_RETURN(left, expression) \
   ASSIGN_OR_RETURN_INNER(FOREBAY_CONCAT(forebay_or_, __LINE__), left, expression)
 #define ASSIGN_OR_RETURN_INNER(name, left, expression) \

@@ -1,6 +1,6 @@
-// What lies in shared memory between a client and the daemon: ring entries and the step request. Trivially copyable,
-// explicit widths, sizes asserted. Whoever reads bytes that the other side can write copies them once, checks the
-// copy, then uses it.
+// What lies in shared memory between a client and the daemon: ring entries and the step request.
+// Trivially copyable, explicit widths, sizes asserted. Whoever reads bytes that the other side can
+// write copies them once, checks the copy, then uses it.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,11 @@
 
 namespace forebay::protocol {
 
-// Raised by one with every change that an older peer would misread; hello() refuses a peer of another version.
+// Raised by one with every change that an older peer would misread; hello() refuses a peer of
+// another version.
 inline constexpr uint32_t kProtocolVersion = 1;
 
-// ---------------------------------------------------------------------------------------------- ring entries
+// ------------------------------------------------------------------------------------ ring entries
 
 // Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
@@ -66,7 +67,7 @@ enum CompletionFlags : uint16_t {
   kStepClipped = 2,   // the gradient was scaled to max_grad_norm
 };
 
-// ---------------------------------------------------------------------------------------------- step request
+// ------------------------------------------------------------------------------------ step request
 
 // Hyper-parameters of one parameter group, as the caller's torch param_groups have them.
 struct HyperParams {
@@ -79,8 +80,8 @@ struct HyperParams {
 };
 static_assert(sizeof(HyperParams) == 48 && std::is_trivially_copyable_v<HyperParams>);
 
-// At the named offset of the grad arena: this header, `param_groups` HyperParams, then `extra_state_bytes` bytes.
-// length_bytes of the command is the size of all three.
+// At the named offset of the grad arena: this header, `param_groups` HyperParams, then
+// `extra_state_bytes` bytes. length_bytes of the command is the size of all three.
 struct StepRequest {
   uint64_t step;               // t; equals Command::step
   uint32_t param_groups;       // 1 to kParamGroupsMax; covers every param_group of the layout
@@ -92,7 +93,7 @@ static_assert(sizeof(StepRequest) == 32 && std::is_trivially_copyable_v<StepRequ
 
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{16} << 20;
 
-// ------------------------------------------------------------------------------------------------- ring memory
+// ------------------------------------------------------------------------------------- ring memory
 
 inline constexpr uint64_t kRingMagic = 0x31474e4952594246;  // "FBYRING1" on a little-endian machine
 inline constexpr uint32_t kRingEntries = 256;               // each way; a power of two
@@ -114,7 +115,8 @@ struct alignas(kCacheLineBytes) RingHeader {
 };
 static_assert(sizeof(RingHeader) == kCacheLineBytes);
 
-// The ring arena: header, four lines, two arrays. The daemon makes and zeroes it and writes the header.
+// The ring arena: header, four lines, two arrays. The daemon makes and zeroes it and writes the
+// header.
 struct RingMemory {
   RingHeader header;
   RingLine command_tail;     // written by the client
