@@ -32,7 +32,14 @@ def blocks():
             if line.startswith("```") and open_at is None:
                 open_at, language, body = number, line[3:].strip(), []
             elif line.startswith("```"):
-                found.append((page.relative_to(ROOT), open_at, language, "\n".join(body) + "\n" if body else ""))
+                found.append(
+                    (
+                        page.relative_to(ROOT),
+                        open_at,
+                        language,
+                        "\n".join(body) + "\n" if body else "",
+                    )
+                )
                 open_at = None
             elif open_at is not None:
                 body.append(line)
@@ -90,8 +97,17 @@ def shown_diff():
 
 
 def run(command, **kwargs):
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S, check=False, **kwargs)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        **kwargs,
+    )
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 
@@ -101,7 +117,9 @@ def test_the_two_training_paths_differ_by_at_most_five_lines():
     assert 0 < changed_lines(diff) <= LINES_MAX, "\n".join(diff)
 
 
-@pytest.mark.parametrize("page,line,language,text", blocks(), ids=lambda value: str(value).split("\n")[0][:40])
+@pytest.mark.parametrize(
+    "page,line,language,text", blocks(), ids=lambda value: str(value).split("\n")[0][:40]
+)
 def test_block_holds(page, line, language, text, tmp_path):
     where = f"{page}:{line}"
     if language == "text":
@@ -111,7 +129,9 @@ def test_block_holds(page, line, language, text, tmp_path):
     elif language == "sh by-ci":
         ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
         for command in re.findall(r"^(\./\S+)", text, re.M):
-            assert re.search(rf"^run {re.escape(command)}\b", ci, re.M), f"{where}: .ci/run does not run {command}"
+            assert re.search(
+                rf"^run {re.escape(command)}\b", ci, re.M
+            ), f"{where}: .ci/run does not run {command}"
     elif language == "sh":
         run(["bash", "-euo", "pipefail", "-c", text])
     elif language == "toml":
@@ -123,7 +143,7 @@ def test_block_holds(page, line, language, text, tmp_path):
         script.write_text(text, encoding="utf-8")
         run([BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script])
     else:
-        pytest.fail(f"{where}: a block of language \"{language}\" is run by nothing")
+        pytest.fail(f'{where}: a block of language "{language}" is run by nothing')
 
 
 def write():
@@ -131,7 +151,9 @@ def write():
     text = page.read_text(encoding="utf-8")
     pattern = re.compile(re.escape(DIFF_MARK) + r"\n```diff\n.*?```", re.S)
     assert pattern.search(text), "README.md has lost its diff"
-    page.write_text(pattern.sub(lambda _: f"{DIFF_MARK}\n```diff\n{shown_diff()}```", text), encoding="utf-8")
+    page.write_text(
+        pattern.sub(lambda _: f"{DIFF_MARK}\n```diff\n{shown_diff()}```", text), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
