@@ -1,14 +1,32 @@
-"""Forebay: parameters, gradients and optimizer states of a PyTorch model, held by the node's daemon.
+"""Forebay: parameters, gradients and optimizer states of a PyTorch model, held by the node's
+daemon.
 
     opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
 
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 """
 
-from .errors import (DataLossError, ForebayError, ResourceError, TimeoutError_, UnavailableError, UsageError)
+from .errors import (
+    DataLossError,
+    ForebayError,
+    ResourceError,
+    TimeoutError_,
+    UnavailableError,
+    UsageError,
+)
 from .options import AdamW, attach, status, trace
 
 __version__ = "0.1.0"
 
-__all__ = ["AdamW", "DataLossError", "ForebayError", "ResourceError", "TimeoutError_", "UnavailableError",
-           "UsageError", "attach", "status", "trace"]
+__all__ = [
+    "AdamW",
+    "DataLossError",
+    "ForebayError",
+    "ResourceError",
+    "TimeoutError_",
+    "UnavailableError",
+    "UsageError",
+    "attach",
+    "status",
+    "trace",
+]

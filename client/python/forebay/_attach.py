@@ -13,8 +13,19 @@ from .errors import ForebayError, unsupported, usage_error
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
 
-def attach(model, optimizer, *, job, rank, world_size, socket, param_groups, extra_state_bytes, grad_arena_bytes,
-           timeout):
+def attach(
+    model,
+    optimizer,
+    *,
+    job,
+    rank,
+    world_size,
+    socket,
+    param_groups,
+    extra_state_bytes,
+    grad_arena_bytes,
+    timeout,
+):
     """See forebay.attach."""
     from . import _core
 
@@ -23,12 +34,20 @@ def attach(model, optimizer, *, job, rank, world_size, socket, param_groups, ext
     defaults = {key: getattr(optimizer, key) for key in HYPER_PARAMETERS}
     torch_groups = _torch_groups(plan, optimizer.params if param_groups is None else param_groups)
     frozen_group = _assign_param_groups(plan, torch_groups)
-    if hasattr(_core, "install_fault_explainer"):
-        _core.install_fault_explainer()
     attachment = _core.attach(
-        socket, job, rank, world_size, DTYPE_NAMES[plan.dtype], "adamw", optimizer.format or FORMATS[plan.dtype],
-        [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters], plan.group_names,
-        grad_arena_bytes, extra_state_bytes, float(timeout))
+        socket,
+        job,
+        rank,
+        world_size,
+        DTYPE_NAMES[plan.dtype],
+        "adamw",
+        optimizer.format or FORMATS[plan.dtype],
+        [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters],
+        plan.group_names,
+        grad_arena_bytes,
+        extra_state_bytes,
+        float(timeout),
+    )
     bound = guards = None
     handles = []
     try:
@@ -40,8 +59,16 @@ def attach(model, optimizer, *, job, rank, world_size, socket, param_groups, ext
         bound = _bind(plan, groups, windows)
         guards = Guards(model, plan)
         handles = install(engine, plan.hook_points)
-        opt = ForebayOptimizer(torch_groups, defaults, plan=plan, engine=engine, handles=handles, guards=guards,
-                               max_grad_norm=optimizer.max_grad_norm, frozen_group=frozen_group)
+        opt = ForebayOptimizer(
+            torch_groups,
+            defaults,
+            plan=plan,
+            engine=engine,
+            handles=handles,
+            guards=guards,
+            max_grad_norm=optimizer.max_grad_norm,
+            frozen_group=frozen_group,
+        )
     except BaseException:
         for handle in handles:
             handle.remove()
@@ -77,36 +104,54 @@ def _torch_groups(plan, wanted):
         params = group["params"]
         unknown = set(group) - {"params", "name", *HYPER_PARAMETERS}
         if unknown:
-            raise usage_error("E_OPTION", f"param_groups: unknown option {sorted(unknown)[0]}",
-                              f"known: {', '.join(HYPER_PARAMETERS)}")
-        groups.append({**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
+            raise usage_error(
+                "E_OPTION",
+                f"param_groups: unknown option {sorted(unknown)[0]}",
+                f"known: {', '.join(HYPER_PARAMETERS)}",
+            )
+        groups.append(
+            {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+        )
     return groups
 
 
 def _assign_param_groups(plan, torch_groups):
-    """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their own."""
-    numbers = {id(tensor): number for number, group in enumerate(torch_groups) for tensor in group["params"]}
+    """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their
+    own."""
+    numbers = {
+        id(tensor): number
+        for number, group in enumerate(torch_groups)
+        for tensor in group["params"]
+    }
     known = {id(parameter.tensor) for parameter in plan.parameters}
     for group in torch_groups:
         for tensor in group["params"]:
             if id(tensor) not in known:
-                raise usage_error("E_OPTION", f"param_groups: a tensor of shape {list(tensor.shape)} is no parameter "
-                                  "of the model")
+                raise usage_error(
+                    "E_OPTION",
+                    f"param_groups: a tensor of shape {list(tensor.shape)} is no parameter "
+                    "of the model",
+                )
     frozen = False
     for parameter in plan.parameters:
         if not parameter.trainable:
             parameter.param_group, frozen = len(torch_groups), True
         elif id(parameter.tensor) not in numbers:
-            raise usage_error("E_OPTION", f"parameter {parameter.name} is in no param group",
-                              "list it, or requires_grad_(False) before attach")
+            raise usage_error(
+                "E_OPTION",
+                f"parameter {parameter.name} is in no param group",
+                "list it, or requires_grad_(False) before attach",
+            )
         else:
             parameter.param_group = numbers[id(parameter.tensor)]
     return frozen
 
 
 def _groups(plan, attachment):
-    groups = [Group(number, plan.group_names[number], elems, padded_elems)
-              for number, (_, elems, padded_elems) in enumerate(attachment.groups)]
+    groups = [
+        Group(number, plan.group_names[number], elems, padded_elems)
+        for number, (_, elems, padded_elems) in enumerate(attachment.groups)
+    ]
     for parameter, offset in zip(plan.parameters, attachment.param_offsets):
         parameter.offset = offset
     return groups
@@ -121,22 +166,31 @@ def _write_initial(plan, attachment, groups, timeout):
                 continue
             values = parameter.tensor.detach()
             if not torch.isfinite(values).all():
-                raise usage_error("E_NONFINITE", f"parameter {parameter.name} has "
-                                  f"{int((~torch.isfinite(values)).sum())} values that are NaN or infinite at attach",
-                                  "check the initialization or the loaded checkpoint")
-            flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(values)
+                raise usage_error(
+                    "E_NONFINITE",
+                    f"parameter {parameter.name} has "
+                    f"{int((~torch.isfinite(values)).sum())} values that are NaN or infinite at
+                    attach", "check the initialization or the loaded checkpoint",
+                )
+            flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(
+                values
+            )
         attachment.write_initial(group.number, flat, timeout)
     attachment.initial_done(timeout)
 
 
 def _windows(plan, attachment, groups):
-    """One tensor per parameter, each with a storage of its own that starts and ends with it: saving one parameter
-    saves no more than it."""
+    """One tensor per parameter, each with a storage of its own that starts and ends with it: saving
+    one parameter saves no more than it."""
     windows = []
     images = [torch.from_dlpack(attachment.image(group.number)) for group in groups]
     for parameter in plan.parameters:
-        view = images[parameter.group][parameter.offset : parameter.offset + parameter.tensor.numel()]
-        windows.append(torch.from_dlpack(torch.utils.dlpack.to_dlpack(view)).view(parameter.tensor.shape))
+        view = images[parameter.group][
+            parameter.offset : parameter.offset + parameter.tensor.numel()
+        ]
+        windows.append(
+            torch.from_dlpack(torch.utils.dlpack.to_dlpack(view)).view(parameter.tensor.shape)
+        )
     return windows
 
 

@@ -1,18 +1,22 @@
-"""What would silently do nothing, or move a parameter off its window, is an error on an attached model."""
+"""What would silently do nothing, or move a parameter off its window, is an error on an attached
+model."""
 
+import functools
 import types
+import weakref
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import unsupported
 
-_owners = {}  # id of an attached parameter: (parameter, its name)
+_owners = {}  # id of an attached parameter: its name
 _global_hook = None
 
 
 class InertOnCopy:
-    """A hook whose copies do nothing: deepcopy and pickle of an attached module give a module of its own."""
+    """A hook whose copies do nothing: deepcopy and pickle of an attached module give a module of
+    its own."""
 
     def __deepcopy__(self, memo):
         return nothing
@@ -30,16 +34,18 @@ def _make_nothing():
 
 
 class GradientTaken(torch.Tensor):
-    """Stands in p.grad for a gradient that the daemon has: whatever reads or changes it is refused by name.
+    """Stands in p.grad for a gradient that the daemon has: whatever reads or changes it is refused
+    by name.
 
-    So clip_grad_norm_, another optimizer, a gradient scaler, a second backward before step() and logging of norms
-    are errors, where a p.grad of None would make them do nothing.
+    So clip_grad_norm_, another optimizer, a gradient scaler, a second backward before step() and
+    logging of norms are errors, where a p.grad of None would make them do nothing.
     """
 
     @staticmethod
     def __new__(cls, name, parameter):
-        tensor = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype,
-                                                     device=parameter.device)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
         tensor.__dict__["parameter_name"] = name
         return tensor
 
@@ -54,7 +60,9 @@ class GradientTaken(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types_, args=(), kwargs=None):
-        if "add" in str(function):  # AccumulateGrad is the one caller that does not pass __torch_function__
+        if "add" in str(
+            function
+        ):  # AccumulateGrad is the one caller that does not pass __torch_function__
             raise second_gradient(_first(cls, args).__dict__["parameter_name"])
         raise cls._refusal(function, args)
 
@@ -62,13 +70,27 @@ class GradientTaken(torch.Tensor):
     def _refusal(cls, function, args):
         name = _first(cls, args).__dict__["parameter_name"]
         return unsupported(
-            f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: the daemon has it "
-            "already", "clip with forebay.AdamW(max_grad_norm=...); for anything else that needs p.grad, register "
-            "p.register_hook before attach")
+            f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: the
+            daemon has it " "already",
+            "clip with forebay.AdamW(max_grad_norm=...); for anything else that needs p.grad,
+            register " "p.register_hook before attach",
+        )
 
 
-_HARMLESS = {getattr(torch.Tensor, name).__get__ for name in
-             ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "is_leaf", "ndim", "is_cpu")}
+_HARMLESS = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "is_sparse",
+        "requires_grad",
+        "is_leaf",
+        "ndim",
+        "is_cpu",
+    )
+}
 
 
 def _first(cls, values):
@@ -84,9 +106,11 @@ def _first(cls, values):
 
 def second_gradient(name):
     """The error of gradient accumulation and of a second backward over a retained graph."""
-    return unsupported(f"parameter {name} received a second gradient before step(): gradient accumulation and a "
-                       "second backward (retain_graph) are not supported",
-                       "call opt.step() after each backward; sum the losses first")
+    return unsupported(
+        f"parameter {name} received a second gradient before step(): gradient accumulation and a "
+        "second backward (retain_graph) are not supported",
+        "call opt.step() after each backward; sum the losses first",
+    )
 
 
 class LoadGuard(InertOnCopy):
@@ -96,13 +120,16 @@ class LoadGuard(InertOnCopy):
         self.name = name
 
     def __call__(self, *_args, **_kwargs):
-        raise unsupported(f"load_state_dict on {self.name}: its parameters are attached",
-                          "load before forebay.attach (the first session of a job writes the values), or "
-                          "opt.detach() first")
+        raise unsupported(
+            f"load_state_dict on {self.name}: its parameters are attached",
+            "load before forebay.attach (the first session of a job writes the values), or "
+            "opt.detach() first",
+        )
 
 
 class ApplyGuard:
-    """Stands in for module._apply, through which half(), to(), cuda() and share_memory() replace parameters."""
+    """Stands in for module._apply, through which half(), to(), cuda() and share_memory() replace
+    parameters."""
 
     def __init__(self, module, name):
         self.module, self.name = module, name
@@ -113,9 +140,11 @@ class ApplyGuard:
                 continue
             probe = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
             if function(probe) is not probe or probe.is_shared():
-                raise unsupported(f"half(), to() or the like on {self.name}: parameter {_owners[id(tensor)][1]} is "
-                                  "attached and cannot change its type, device or memory",
-                                  "convert before forebay.attach, or opt.detach() first")
+                raise unsupported(
+                    f"half(), to() or the like on {self.name}: parameter {_owners[id(tensor)]} is "
+                    "attached and cannot change its type, device or memory",
+                    "convert before forebay.attach, or opt.detach() first",
+                )
         return type(self.module)._apply(self.module, function, recurse)
 
     def __deepcopy__(self, memo):
@@ -123,14 +152,15 @@ class ApplyGuard:
         return types.MethodType(type(copy)._apply, copy)
 
     def __reduce__(self):
-        return (types.MethodType, (type(self.module)._apply, self.module))
+        return (functools.partial, (type(self.module)._apply, self.module))
 
 
 class Guards:
-    """The guards of one attached model; remove() takes every one of them away."""
+    """The guards of one attached model; remove() takes every one of them away. Holds nothing of it
+    alive."""
 
     def __init__(self, model, plan):
-        self._parameters = plan.parameters
+        self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
         self._handles = []
         self._modules = []
         try:
@@ -139,9 +169,11 @@ class Guards:
             for name, module in model.named_modules():
                 if any(id(tensor) in _owners for tensor in module.parameters()):
                     label = f"{type(module).__name__} {name}".rstrip()
-                    self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))
+                    self._handles.append(
+                        module._register_load_state_dict_pre_hook(LoadGuard(label))
+                    )
                     module.__dict__["_apply"] = ApplyGuard(module, label)
-                    self._modules.append(module)
+                    self._modules.append(weakref.ref(module))
         except BaseException:
             self.remove()
             raise
@@ -149,30 +181,34 @@ class Guards:
     def remove(self):
         for handle in self._handles:
             handle.remove()
-        for module in self._modules:
-            module.__dict__.pop("_apply", None)
-        for parameter in self._parameters:
-            _disown(parameter)
-        self._handles, self._modules, self._parameters = [], [], []
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                module.__dict__.pop("_apply", None)
+        _disown(self._parameter_ids)
+        self._handles, self._modules, self._parameter_ids = [], [], []
 
 
 def refuse_attached(plan):
     """Errors: E_UNSUPPORTED where a parameter is attached already."""
     for parameter in plan.parameters:
         if id(parameter.tensor) in _owners:
-            raise unsupported(f"parameter {parameter.name} is attached already", "opt.detach() first")
+            raise unsupported(
+                f"parameter {parameter.name} is attached already", "opt.detach() first"
+            )
 
 
 def _own(parameter):
     global _global_hook
-    _owners[id(parameter.tensor)] = (parameter.tensor, parameter.name)
+    _owners[id(parameter.tensor)] = parameter.name
     if _global_hook is None:
         _global_hook = register_optimizer_step_pre_hook(_refuse_other_optimizers)
 
 
-def _disown(parameter):
+def _disown(parameter_ids):
     global _global_hook
-    _owners.pop(id(parameter.tensor), None)
+    for number in parameter_ids:
+        _owners.pop(number, None)
     if not _owners and _global_hook is not None:
         _global_hook.remove()
         _global_hook = None
@@ -184,5 +220,8 @@ def _refuse_other_optimizers(optimizer: Optimizer, _args, _kwargs):
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) in _owners:
-                raise unsupported(f"{type(optimizer).__name__}.step() on parameter {_owners[id(tensor)][1]}: it is "
-                                  "attached, the daemon updates it", "step the optimizer that forebay.attach returned")
+                raise unsupported(
+                    f"{type(optimizer).__name__}.step() on parameter {_owners[id(tensor)]}: it is "
+                    "attached, the daemon updates it",
+                    "step the optimizer that forebay.attach returned",
+                )

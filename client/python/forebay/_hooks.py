@@ -1,4 +1,5 @@
-"""The hooks of one attached model: fetch before a group's forward and backward, deliver its gradient, release."""
+"""The hooks of one attached model: fetch before a group's forward and backward, deliver its
+gradient, release."""
 
 import collections
 import time
@@ -16,7 +17,9 @@ class Clock:
 
     def __init__(self):
         self.exposed_ns = 0
-        self.timeline = collections.deque(maxlen=TIMELINE_ENTRIES)  # (kind, group, began_ns, ended_ns), monotonic
+        self.timeline = collections.deque(
+            maxlen=TIMELINE_ENTRIES
+        )  # (kind, group, began_ns, ended_ns), monotonic
 
     def add(self, kind, group, began_ns):
         ended_ns = time.monotonic_ns()
@@ -32,12 +35,12 @@ class Group:
 
     def __init__(self, number, name, elems, padded_elems):
         self.number, self.name, self.elems, self.padded_elems = number, name, elems, padded_elems
-        self.members = []        # Member, in the order of the group
-        self.expected = 0        # gradients of a step
-        self.uses = 0            # forwards that are running
+        self.members = []  # Member, in the order of the group
+        self.expected = 0  # gradients of a step
+        self.uses = 0  # forwards that are running
         self.in_backward = False
         self.lease = None
-        self.slot = None         # the open gradient slot, a flat tensor
+        self.slot = None  # the open gradient slot, a flat tensor
         self.arrived = 0
 
     def forget(self):
@@ -50,20 +53,28 @@ class Member:
     """One parameter within its group."""
 
     def __init__(self, parameter, group, window):
-        self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
+        self.name, self.tensor, self.trainable = (
+            parameter.name,
+            parameter.tensor,
+            parameter.trainable,
+        )
         self.group, self.begin = group, parameter.offset
         self.end = parameter.offset + parameter.tensor.numel()
         self.address = window.data_ptr()
         self.arrived = False
-        self.taken = GradientTaken(parameter.name, parameter.tensor) if parameter.trainable else None
+        self.taken = (
+            GradientTaken(parameter.name, parameter.tensor) if parameter.trainable else None
+        )
 
 
 class Engine:
-    """What the hooks share. One thread trains; autograd runs a CPU backward on the thread that calls it."""
+    """What the hooks share. One thread trains; autograd runs a CPU backward on the thread that
+    calls it."""
 
     def __init__(self, attachment, groups, timeout):
         self.attachment, self.groups, self.timeout = attachment, groups, timeout
         self.clock = Clock()
+        self.owner = None
         self.delivered = 0  # groups, in the step that is being gathered
 
     def open(self, numbers):
@@ -84,8 +95,10 @@ class Engine:
     @staticmethod
     def check_place(member):
         if member.tensor.data_ptr() != member.address:
-            raise unsupported(f"parameter {member.name} was moved off its window (half(), to(), .data = ...)",
-                              "detach first; an attached parameter keeps its type, device and memory")
+            raise unsupported(
+                f"parameter {member.name} was moved off its window (half(), to(), .data = ...)",
+                "detach first; an attached parameter keeps its type, device and memory",
+            )
 
     def take_gradient(self, member):
         """Copies p.grad into the group's slot; delivers the slot with the group's last gradient."""
@@ -95,11 +108,12 @@ class Engine:
             tensor.grad = member.taken
             raise second_gradient(member.name)
         if gradient.requires_grad:
-            raise unsupported(f"backward(create_graph=True) reached parameter {member.name}",
-                              "use torch.autograd.grad for gradients of gradients")
+            raise unsupported(
+                f"backward(create_graph=True) reached parameter {member.name}",
+                "use torch.autograd.grad for gradients of gradients",
+            )
         if group.slot is None:
-            group.slot = torch.from_dlpack(self.attachment.grad_slot(group.number, self.timeout))
-            group.slot[group.elems :].zero_()
+            self.open_slot(group)
         group.slot[member.begin : member.end].view(tensor.shape).copy_(gradient)
         tensor.grad = member.taken
         member.arrived = True
@@ -108,6 +122,13 @@ class Engine:
             self.deliver(group)
             group.in_backward = False
             self.close_unused(group)
+
+    def open_slot(self, group):
+        group.slot = torch.from_dlpack(self.attachment.grad_slot(group.number, self.timeout, False))
+        group.slot[group.elems :].zero_()
+        for member in group.members:
+            if not member.trainable:
+                group.slot[member.begin : member.end].zero_()
 
     def deliver(self, group):
         group.slot = None
@@ -153,9 +174,10 @@ class BeforeForward(InertOnCopy):
 
 
 class AfterForward(InertOnCopy):
-    """Releases them, also after an exception and after the early stop of a recomputation; asks for them again before
-    the backward of what the module returned. A hook of the graph's node, unlike a full backward hook, puts no view
-    around the output, and fires also where no input needs a gradient."""
+    """Releases them, also after an exception and after the early stop of a recomputation; asks for
+    them again before the backward of what the module returned. A hook of the graph's node, unlike a
+    full backward hook, puts no view around the output, and fires also where no input needs a
+    gradient."""
 
     def __init__(self, engine, numbers):
         self.engine, self.numbers = engine, numbers
@@ -176,7 +198,8 @@ class AfterForward(InertOnCopy):
 
 
 class BeforeBackward:
-    """Fetches the groups again; they stay until their last gradient has arrived, at most until step()."""
+    """Fetches the groups again; they stay until their last gradient has arrived, at most until
+    step()."""
 
     def __init__(self, engine, numbers):
         self.engine, self.numbers = engine, numbers
@@ -199,10 +222,14 @@ class BeforeAccumulate:
         member = self.member
         present = member.tensor.grad
         if present is not None and present is not member.taken:
-            raise unsupported(f"the gradient of parameter {member.name} was set by hand before backward",
-                              "leave p.grad alone, or p.grad = None")
+            raise unsupported(
+                f"the gradient of parameter {member.name} was set by hand before backward",
+                "leave p.grad alone, or p.grad = None",
+            )
         if gradient.layout is not torch.strided:
-            raise unsupported(f"sparse gradient for parameter {member.name}", "nn.Embedding(..., sparse=False)")
+            raise unsupported(
+                f"sparse gradient for parameter {member.name}", "nn.Embedding(..., sparse=False)"
+            )
 
 
 class AfterAccumulate:
@@ -239,12 +266,19 @@ def install(engine, hook_points):
     """Puts every hook; returns the handles that remove them."""
     handles = []
     for module, numbers in hook_points:
-        handles.append(module.register_forward_pre_hook(BeforeForward(engine, numbers), prepend=True))
-        handles.append(module.register_forward_hook(AfterForward(engine, numbers), always_call=True))
+        handles.append(
+            module.register_forward_pre_hook(BeforeForward(engine, numbers), prepend=True)
+        )
+        handles.append(
+            module.register_forward_hook(AfterForward(engine, numbers), always_call=True)
+        )
     for group in engine.groups:
         for member in group.members:
             if member.trainable:
                 handles.append(member.tensor.register_hook(BeforeAccumulate(member)))
                 handles.append(
-                    member.tensor.register_post_accumulate_grad_hook(AfterAccumulate(engine, member)))
+                    member.tensor.register_post_accumulate_grad_hook(
+                        AfterAccumulate(engine, member)
+                    )
+                )
     return handles

@@ -11,8 +11,11 @@ import torch
 from ._hooks import Engine
 from .errors import ForebayError, unsupported, usage_error
 
-HASH_ELEMS = 1 << 20  # read back through the client in pieces of this many elements
-GRADIENTS_GONE = {"E_NONFINITE", "E_OVERFLOW"}  # after these the step starts anew; after others it can be repeated
+PIECE_ELEMS = 1 << 20  # states are read back through the client in pieces of this many
+GRADIENTS_GONE = {
+    "E_NONFINITE",
+    "E_OVERFLOW",
+}  # after these the step starts anew; after others it can be repeated
 
 _attached = weakref.WeakSet()
 
@@ -20,31 +23,36 @@ _attached = weakref.WeakSet()
 class ForebayOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state and arithmetic are the daemon's.
 
-    step() reads lr, betas, eps and weight_decay from param_groups at each call, so torch's LR schedulers work.
-    A parameter without a gradient in a step counts as zero if another one of its group has one (torch would skip it);
-    a group without any is skipped by all.
+    step() reads lr, betas, eps and weight_decay from param_groups at each call, so torch's LR
+    schedulers work. A parameter without a gradient in a step counts as zero if another one of its
+    group has one (torch would skip it); a group without any is skipped by all.
 
     Threads  One thread trains. Errors: see forebay.ForebayError.
     """
 
     is_forebay = True
 
-    def __init__(self, param_groups, defaults, *, plan, engine, handles, guards, max_grad_norm, frozen_group):
+    def __init__(
+        self, param_groups, defaults, *, plan, engine, handles, guards, max_grad_norm, frozen_group
+    ):
         self._ready = False
         super().__init__(param_groups, defaults)
-        self._plan, self._engine, self._handles, self._guards = plan, engine, handles, guards
+        self._plan, self._engine = plan, engine
         self._attachment = engine.attachment
         self._max_grad_norm = 0.0 if max_grad_norm is None else float(max_grad_norm)
-        self._frozen_group = frozen_group  # parameters that take no gradient have a group of their own, with lr 0
+        self._frozen_group = (
+            frozen_group  # parameters that take no gradient have a group of their own, with lr 0
+        )
         self._members = [member for group in engine.groups for member in group.members]
         self._extra_state = bytes(self._attachment.extra_state or b"") or None
         self._pending_state = None
-        self._read_calls = 0
         self._process = os.getpid()
         self._ready = True
+        engine.owner = self  # lives as long as a hook does
+        self._strip = weakref.finalize(self, _strip, handles, guards)
         _attached.add(self)
 
-    # ------------------------------------------------------------------------------------------------ the step
+    # ---------------------------------------------------------------------------------- the step
 
     @property
     def committed_step(self):
@@ -53,8 +61,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
     @property
     def extra_state(self):
-        """What was committed with committed_step by this rank, or None. What is assigned commits with the next
-        step."""
+        """What was committed with committed_step by this rank, or None. What is assigned commits
+        with the next step."""
         return self._extra_state
 
     @extra_state.setter
@@ -72,7 +80,9 @@ class ForebayOptimizer(torch.optim.Optimizer):
         extra_state  bytes that commit with the step and come back from a later attach.
         """
         if closure is not None:
-            raise unsupported("step(closure)", "call backward() yourself, then opt.step(extra_state=...)")
+            raise unsupported(
+                "step(closure)", "call backward() yourself, then opt.step(extra_state=...)"
+            )
         attachment = self._live()
         began = time.monotonic_ns()
         engine = self._engine
@@ -82,8 +92,13 @@ class ForebayOptimizer(torch.optim.Optimizer):
         try:
             engine.deliver_open()
             engine.release_all()
-            attachment.step(attachment.committed_step + 1, self._hyper_parameters(), self._max_grad_norm,
-                            bytes(extra or b""), engine.timeout)
+            attachment.step(
+                attachment.committed_step + 1,
+                self._hyper_parameters(),
+                self._max_grad_norm,
+                bytes(extra or b""),
+                engine.timeout,
+            )
             gone = True
         except ForebayError as error:
             gone = error.code in GRADIENTS_GONE
@@ -108,58 +123,79 @@ class ForebayOptimizer(torch.optim.Optimizer):
             self._engine.check_place(member)
             tensor = member.tensor
             if tensor.requires_grad != member.trainable:
-                raise unsupported(f"requires_grad of parameter {member.name} was changed after attach",
-                                  "opt.detach(), change it, attach as another job")
+                raise unsupported(
+                    f"requires_grad of parameter {member.name} was changed after attach",
+                    "opt.detach(), change it, attach as another job",
+                )
             if tensor.grad is not None and tensor.grad is not member.taken:
-                raise unsupported(f"the gradient of parameter {member.name} was set by hand before step()",
-                                  "leave p.grad alone, or p.grad = None")
+                raise unsupported(
+                    f"the gradient of parameter {member.name} was set by hand before step()",
+                    "leave p.grad alone, or p.grad = None",
+                )
 
     def _hyper_parameters(self):
-        rows = [(float(group["lr"]), float(group["betas"][0]), float(group["betas"][1]), float(group["eps"]),
-                 float(group["weight_decay"])) for group in self.param_groups]
+        rows = [
+            (
+                float(group["lr"]),
+                float(group["betas"][0]),
+                float(group["betas"][1]),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+            )
+            for group in self.param_groups
+        ]
         if self._frozen_group:
             rows.append((0.0, 0.9, 0.999, 1e-8, 0.0))
         return rows
 
-    # ------------------------------------------------------------------------------------------------ reading
+    # ----------------------------------------------------------------------------------- reading
 
     def read_state(self, name):
-        """{plane: tensor} of one parameter: exp_avg, exp_avg_sq, and for format exact its remainder."""
+        """{plane: tensor} of one parameter: exp_avg, exp_avg_sq, and for format exact its
+        remainder."""
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
             raise usage_error("E_OPTION", f"no parameter {name} in the attached model")
-        attachment = self._live()
+        return {
+            plane: torch.cat(list(self._pieces(parameter, number))).view(parameter.tensor.shape)
+            for number, plane in enumerate(self._live().plane_names)
+        }
+
+    def _pieces(self, parameter, plane):
+        """One plane of a parameter, read back through the client."""
         count = parameter.tensor.numel()
-        return {plane: torch.from_dlpack(attachment.read_state(parameter.group, number, parameter.offset, count))
-                .clone().view(parameter.tensor.shape) for number, plane in enumerate(attachment.plane_names)}
+        for begin in range(0, count, PIECE_ELEMS):
+            elems = min(PIECE_ELEMS, count - begin)
+            yield torch.from_dlpack(
+                self._live().read_state(
+                    parameter.group, plane, parameter.offset + begin, elems, self._engine.timeout
+                )
+            )
 
     def state_sha256(self):
-        """SHA-256 over the model: for each parameter in the model's order its name, a zero byte, its bytes, and those
-        of every plane of its state."""
-        attachment = self._live()
+        """SHA-256 over the model: for each parameter in the model's order its name, a zero byte,
+        its bytes, and those of every plane of its state."""
+        planes = range(len(self._live().plane_names))
         digest = hashlib.sha256()
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
-            flat = parameter.tensor.detach().reshape(-1)
-            for begin in range(0, flat.numel(), HASH_ELEMS):
-                digest.update(_bytes_of(flat[begin : begin + HASH_ELEMS]))
-            for number in range(len(attachment.plane_names)):
-                for begin in range(0, flat.numel(), HASH_ELEMS):
-                    count = min(HASH_ELEMS, flat.numel() - begin)
-                    piece = attachment.read_state(parameter.group, number, parameter.offset + begin, count)
-                    digest.update(_bytes_of(torch.from_dlpack(piece)))
+            digest.update(_bytes_of(parameter.tensor.detach().reshape(-1)))
+            for plane in planes:
+                for piece in self._pieces(parameter, plane):
+                    digest.update(_bytes_of(piece))
         return digest.hexdigest()
 
     def stats(self):
-        """exposed_wait_s (wall time of the training thread inside our hooks and calls) and timeline ((kind, group,
-        began_ns, ended_ns) on CLOCK_MONOTONIC) since the last call; the client's counters since attach."""
+        """exposed_wait_s (wall time of the training thread inside our hooks and calls) and timeline
+        ((kind, group, began_ns, ended_ns) on CLOCK_MONOTONIC) since the last call; the client's
+        counters since attach."""
         clock = self._engine.clock
         exposed_ns, clock.exposed_ns = clock.exposed_ns, 0
         timeline = list(clock.timeline)
         clock.timeline.clear()
         return {**self._live().counters(), "exposed_wait_s": exposed_ns / 1e9, "timeline": timeline}
 
-    # ------------------------------------------------------------------------------------------------ the end
+    # ----------------------------------------------------------------------------------- the end
 
     def detach(self):
         """Gives every parameter a private copy, takes hooks and guards away, ends the session."""
@@ -168,18 +204,15 @@ class ForebayOptimizer(torch.optim.Optimizer):
             member.tensor.grad = None
             member.tensor.data = member.tensor.detach().clone()
         self._strip()
-        attachment.detach()
-
-    def _strip(self):
-        for handle in self._handles:
-            handle.remove()
-        self._guards.remove()
         self._attachment = None
         _attached.discard(self)
+        attachment.detach()
 
     def _live(self):
         if self._attachment is None:
-            raise usage_error("E_NOT_READY", "this optimizer is detached", "forebay.attach(model, ...) again")
+            raise usage_error(
+                "E_NOT_READY", "this optimizer is detached", "forebay.attach(model, ...) again"
+            )
         return self._attachment
 
     def _leave(self):
@@ -189,7 +222,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
             except ForebayError:
                 pass  # the process ends; the daemon frees what a lost session held
 
-    # ------------------------------------------------------------------------- of torch.optim.Optimizer, refused
+    # ------------------------------------------------------------------------- of
+    # torch.optim.Optimizer, refused
 
     def add_param_group(self, param_group):
         if self._ready:
@@ -197,12 +231,24 @@ class ForebayOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict):
-        raise unsupported("load_state_dict on the optimizer of an attached model: its state is the daemon's",
-                          "attach again to go on at the committed step; set lr in opt.param_groups")
+        raise unsupported(
+            "load_state_dict on the optimizer of an attached model: its state is the daemon's",
+            "attach again to go on at the committed step; set lr in opt.param_groups",
+        )
+
+
+def _strip(handles, guards):
+    for handle in handles:
+        handle.remove()
+    guards.remove()
 
 
 def _bytes_of(flat):
-    return memoryview(flat.contiguous().view(torch.uint8).numpy()) if _NUMPY else bytes(flat.view(torch.uint8).tolist())
+    return (
+        memoryview(flat.contiguous().view(torch.uint8).numpy())
+        if _NUMPY
+        else bytes(flat.view(torch.uint8).tolist())
+    )
 
 
 def _has_numpy():

@@ -7,7 +7,8 @@ from torch import nn
 
 from .errors import unsupported, usage_error
 
-# The parameters outside of any layer stay one group up to this size; above it, each child has its own.
+# The parameters outside of any layer stay one group up to this size; above it, each child has its
+# own.
 ROOT_GROUP_BYTES = 16 << 20
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "exact"}
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -28,18 +29,23 @@ class Parameter:
 
 @dataclass(eq=False)
 class Plan:
-    """Groups in the order of the layout: what belongs to no layer first, then the layers as the model lists them."""
+    """Groups in the order of the layout: what belongs to no layer first, then the layers as the
+    model lists them."""
 
     dtype: torch.dtype
-    parameters: list = field(default_factory=list)   # in the order of the layout
-    named: list = field(default_factory=list)        # the same, in the order of the model
+    parameters: list = field(default_factory=list)  # in the order of the layout
+    named: list = field(default_factory=list)  # the same, in the order of the model
     group_names: list = field(default_factory=list)
     hook_points: list = field(default_factory=list)  # (module, [group, ...])
 
 
 def make_plan(model):
-    """Errors: E_UNSUPPORTED names the parameter that is on a device, of another type or shares its memory."""
-    named = [Parameter(_logical(name), tensor, tensor.requires_grad) for name, tensor in model.named_parameters()]
+    """Errors: E_UNSUPPORTED names the parameter that is on a device, of another type or shares its
+    memory."""
+    named = [
+        Parameter(_logical(name), tensor, tensor.requires_grad)
+        for name, tensor in model.named_parameters()
+    ]
     if not named:
         raise usage_error("E_LAYOUT", f"{type(model).__name__} has no parameters")
     _check_tensors(named)
@@ -47,7 +53,9 @@ def make_plan(model):
     keys = _group_keys(named, [name for name, _ in layers])
     order = sorted(dict.fromkeys(keys))
     numbers = {key: number for number, key in enumerate(order)}
-    plan = Plan(dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order])
+    plan = Plan(
+        dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order]
+    )
     for parameter, key in zip(named, keys):
         parameter.group = numbers[key]
     plan.parameters = sorted(named, key=lambda parameter: parameter.group)
@@ -58,7 +66,9 @@ def make_plan(model):
 
 
 def _logical(name):
-    return name.replace("_orig_mod.", "")  # torch.compile wraps a module; its parameters stay the same
+    return name.replace(
+        "_orig_mod.", ""
+    )  # torch.compile wraps a module; its parameters stay the same
 
 
 def _check_tensors(named):
@@ -67,24 +77,39 @@ def _check_tensors(named):
     for parameter in named:
         tensor = parameter.tensor
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise unsupported(f"parameter {parameter.name} is not initialized yet", "run one forward pass first")
+            raise unsupported(
+                f"parameter {parameter.name} is not initialized yet", "run one forward pass first"
+            )
         if tensor.device.type != "cpu":
-            raise unsupported(f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters can be "
-                              "attached", "model.cpu() before attach")
+            raise unsupported(
+                f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters can
+                be " "attached",
+                "model.cpu() before attach",
+            )
         if tensor.dtype not in FORMATS:
-            raise unsupported(f"parameter {parameter.name} is {tensor.dtype}; float32 and bfloat16 can be attached")
+            raise unsupported(
+                f"parameter {parameter.name} is {tensor.dtype}; float32 and bfloat16 can be
+                attached"
+            )
         if tensor.dtype != first.tensor.dtype:
-            raise unsupported(f"mixed types: parameter {first.name} is {first.tensor.dtype}, parameter "
-                              f"{parameter.name} is {tensor.dtype}", "model.to(torch.bfloat16) or model.float() first")
+            raise unsupported(
+                f"mixed types: parameter {first.name} is {first.tensor.dtype}, parameter "
+                f"{parameter.name} is {tensor.dtype}",
+                "model.to(torch.bfloat16) or model.float() first",
+            )
         if tensor.numel() == 0:
             raise unsupported(f"parameter {parameter.name} has no elements")
         if tensor.grad is not None:
-            raise unsupported(f"parameter {parameter.name} has a gradient already",
-                              "model.zero_grad(set_to_none=True) before attach")
+            raise unsupported(
+                f"parameter {parameter.name} has a gradient already",
+                "model.zero_grad(set_to_none=True) before attach",
+            )
         other = places.setdefault(tensor.data_ptr(), parameter)
         if other is not parameter:
-            raise unsupported(f"parameters {other.name} and {parameter.name} share memory but are two parameters",
-                              "tie them by assigning the same nn.Parameter")
+            raise unsupported(
+                f"parameters {other.name} and {parameter.name} share memory but are two parameters",
+                "tie them by assigning the same nn.Parameter",
+            )
 
 
 def _layers(module, prefix):
@@ -125,11 +150,14 @@ def _has_forward(module):
 
 
 def _hook_points(model, layers, plan):
-    """The whole model for what belongs to no layer, and every layer; a module without a forward of its own (a list of
-    lists) gives way to its children. Each holds every group open that it has a parameter of, tied ones too."""
+    """The whole model for what belongs to no layer, and every layer; a module without a forward of
+    its own (a list of lists) gives way to its children. Each holds every group open that it has a
+    parameter of, tied ones too."""
     group_of = {id(parameter.tensor): parameter.group for parameter in plan.parameters}
     in_layers = {id(tensor) for layer in layers for tensor in layer.parameters()}
-    rest = {parameter.group for parameter in plan.parameters if id(parameter.tensor) not in in_layers}
+    rest = {
+        parameter.group for parameter in plan.parameters if id(parameter.tensor) not in in_layers
+    }
     points = {}
 
     def add(module, groups):

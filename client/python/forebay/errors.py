@@ -1,7 +1,14 @@
 """Every error a caller can meet: one class per family, `.code` ("E_..."), `.hint`, `.retryable`."""
 
 try:
-    from ._core import (DataLossError, ForebayError, ResourceError, TimeoutError_, UnavailableError, UsageError)
+    from ._core import (
+        DataLossError,
+        ForebayError,
+        ResourceError,
+        TimeoutError_,
+        UnavailableError,
+        UsageError,
+    )
 except ImportError:  # the package without its extension: errors of the Python half alone
 
     class ForebayError(Exception):
@@ -27,7 +34,14 @@ except ImportError:  # the package without its extension: errors of the Python h
         """The bytes are gone: restore from a checkpoint."""
 
 
-__all__ = ["DataLossError", "ForebayError", "ResourceError", "TimeoutError_", "UnavailableError", "UsageError"]
+__all__ = [
+    "DataLossError",
+    "ForebayError",
+    "ResourceError",
+    "TimeoutError_",
+    "UnavailableError",
+    "UsageError",
+]
 
 
 def usage_error(code, message, hint=""):

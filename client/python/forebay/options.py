@@ -8,10 +8,13 @@ import os
 class AdamW:
     """torch.optim.AdamW, applied by the daemon.
 
-    params         None: every parameter of the model. Or a list of dicts as torch takes it, each with "params" and
-                   its own lr, betas, eps, weight_decay; it must name every parameter that takes gradients.
-    max_grad_norm  Clips the norm of the whole gradient at each step, as torch.nn.utils.clip_grad_norm_ would.
-    format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the parameters' type.
+    params         None: every parameter of the model. Or a list of dicts as torch takes it, each
+                   with "params" and its own lr, betas, eps, weight_decay; it must name every
+                   parameter that takes gradients.
+    max_grad_norm  Clips the norm of the whole gradient at each step, as
+                   torch.nn.utils.clip_grad_norm_ would.
+    format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the
+                   parameters' type.
     """
 
     lr: float = 1e-3
@@ -23,32 +26,50 @@ class AdamW:
     params: list | None = None
 
 
-def attach(model, optimizer=None, *, job=None, rank=None, world_size=None, socket=None, param_groups=None,
-           extra_state_bytes=64 * 1024, grad_arena_bytes=0, timeout=300.0):
+def attach(
+    model,
+    optimizer=None,
+    *,
+    job=None,
+    rank=None,
+    world_size=None,
+    socket=None,
+    param_groups=None,
+    extra_state_bytes=64 * 1024,
+    grad_arena_bytes=0,
+    timeout=300.0,
+):
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
-    model              Any nn.Module on the CPU, all parameters float32 or all bfloat16. From now on its parameters
-                       are read-only views of memory that the daemon owns.
+    model              Any nn.Module on the CPU, all parameters float32 or all bfloat16. From now on
+                       its parameters are read-only views of memory that the daemon owns.
     optimizer          AdamW(...); None: its defaults.
-    job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default", RANK or 0,
-    world_size         WORLD_SIZE or 1.
+    job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
+    world_size         RANK or 0, WORLD_SIZE or 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As AdamW.params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step, at most 16 MiB.
     grad_arena_bytes   Room for gradients on their way; 0: three times the largest group.
     timeout            Seconds that this call and each later one may wait.
 
-    The first session of a new job writes the model's values; every other one takes the values of the job's last
-    committed step. Errors: forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
+    The first session of a new job writes the model's values; every other one takes the values of
+    the job's last committed step. Errors: forebay.ForebayError with .code, .hint and .retryable;
+    the model is then as it was.
     """
     from . import _attach
 
     return _attach.attach(
-        model, optimizer or AdamW(), job=job or os.environ.get("FOREBAY_JOB") or "default",
+        model,
+        optimizer or AdamW(),
+        job=job or os.environ.get("FOREBAY_JOB") or "default",
         rank=int(os.environ.get("RANK", 0)) if rank is None else rank,
         world_size=int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size,
-        socket=socket or os.environ.get("FOREBAY_SOCKET", ""), param_groups=param_groups,
-        extra_state_bytes=extra_state_bytes, grad_arena_bytes=grad_arena_bytes, timeout=timeout)
+        socket=socket or os.environ.get("FOREBAY_SOCKET", ""),
+        param_groups=param_groups,
+        extra_state_bytes=extra_state_bytes,
+        grad_arena_bytes=grad_arena_bytes,
+        timeout=timeout,
+    )
 
 
 def status(socket=None):
@@ -62,5 +83,7 @@ def trace(job=None, socket=None):
     """The order in which a step of the job touches its groups."""
     from . import _core
 
-    return _core.trace(socket or os.environ.get("FOREBAY_SOCKET", ""),
-                       job or os.environ.get("FOREBAY_JOB") or "default")
+    return _core.trace(
+        socket or os.environ.get("FOREBAY_SOCKET", ""),
+        job or os.environ.get("FOREBAY_JOB") or "default",
+    )

@@ -1,0 +1,288 @@
+"""A node in this process with the interface of forebay._core: jobs, ranks (one thread each), AdamW
+in torch.
+
+As careful as the daemon where the Python half can go wrong: leases, slots, repeated and missing
+gradients, step numbers, ranks that disagree, groups nobody delivered. No memory is protected: a
+write into a window is not noticed.
+"""
+
+import threading
+
+import torch
+
+from forebay import errors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PLANES = {"fp32": ["exp_avg", "exp_avg_sq"], "exact": ["remainder", "exp_avg", "exp_avg_sq"]}
+ALIGN_ELEMS = 64
+PAGE_BYTES = 4096
+
+jobs = {}
+
+
+def reset():
+    jobs.clear()
+
+
+class Dead(BaseException):
+    """Raised by a test where a SIGKILL would end the process."""
+
+
+class Job:
+    def __init__(self, world_size, dtype, format_, params, group_names):
+        self.layout = (
+            world_size,
+            dtype,
+            format_,
+            [tuple(map(str, p)) for p in params],
+            group_names,
+        )
+        self.world_size, self.dtype, self.format = world_size, DTYPES[dtype], format_
+        self.params, self.group_names = params, group_names
+        self.offsets, self.elems = [], [0] * len(group_names)
+        for _, shape, group, _ in params:
+            self.offsets.append(self.elems[group])
+            self.elems[group] += torch.Size(shape).numel()
+        pad = world_size * ALIGN_ELEMS
+        self.padded = [-(-elems // pad) * pad for elems in self.elems]
+        width = torch.empty((), dtype=self.dtype).element_size()
+        self.image_offsets, end = [], 0
+        for padded in self.padded:
+            self.image_offsets.append(end)
+            end += -(-padded * width // PAGE_BYTES) * PAGE_BYTES
+        self.images = [torch.zeros(padded, dtype=self.dtype) for padded in self.padded]
+        self.masters = [torch.zeros(padded) for padded in self.padded]
+        self.moments = [[torch.zeros(padded), torch.zeros(padded)] for padded in self.padded]
+        self.updates = [0] * len(group_names)
+        self.ready = False
+        self.writer = None
+        self.committed_step = 0
+        self.extra_state = {}
+        self.changed = threading.Condition()
+        self.sessions = {}
+        self.new_step()
+
+    def new_step(self):
+        self.gradients = [{} for _ in self.group_names]
+        self.votes = {}
+
+    def apply(self, hyper, max_grad_norm):
+        sums = []
+        for contributions in self.gradients:
+            total = None
+            for rank in sorted(contributions):
+                part = contributions[rank].float()
+                total = part.clone() if total is None else total + part
+            sums.append(total)
+        norm = (
+            sum(float(s.double().pow(2).sum()) for s in sums if s is not None) ** 0.5
+            / self.world_size
+        )
+        scale = 1.0 / self.world_size
+        clipped = max_grad_norm > 0 and norm > max_grad_norm
+        if clipped:
+            scale *= max_grad_norm / (norm + 1e-6)
+        for number, total in enumerate(sums):
+            if total is None:
+                continue
+            self.updates[number] += 1
+            for (_, shape, group, param_group), offset in zip(self.params, self.offsets):
+                if group == number:
+                    span = slice(offset, offset + torch.Size(shape).numel())
+                    self.update(
+                        number, span, total[span] * scale, self.updates[number], hyper[param_group]
+                    )
+        return norm, clipped
+
+    def update(self, number, span, gradient, t, hyper):
+        lr, beta1, beta2, eps, weight_decay = hyper
+        w = self.masters[number][span]
+        m, v = (plane[span] for plane in self.moments[number])
+        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        d = v.sqrt() / (1 - beta2**t) ** 0.5 + eps
+        w.mul_(1 - lr * weight_decay).sub_(lr / (1 - beta1**t) * m / d)
+        self.images[number][span] = w.to(self.dtype)
+
+
+class Attachment:
+    def __init__(self, job, rank, extra_state_bytes):
+        self.job, self.rank, self.extra_state_bytes = job, rank, extra_state_bytes
+        self.writes_initial = False
+        self.groups = list(zip(job.image_offsets, job.elems, job.padded))
+        self.param_offsets = list(job.offsets)
+        self.plane_names = PLANES[job.format]
+        self.committed_step = job.committed_step
+        self.extra_state = job.extra_state.get(rank, b"")
+        self.leases = {}
+        self.slots = {}
+        self.next_lease = 1
+        self.alive = True
+        self.calls = {"fetch": 0, "release": 0, "grad_slot": 0, "grad_ready": 0, "step": 0}
+
+    def _check(self, call=None):
+        if not self.alive or self.job.sessions.get(self.rank) is not self:
+            error = errors.UnavailableError("error[E_RANK_LOST]: another rank of the job ended")
+            error.code, error.hint, error.retryable = "E_RANK_LOST", "attach again", True
+            raise error
+        if call:
+            self.calls[call] += 1
+
+    def image(self, group):
+        return self.job.images[group]
+
+    def write_initial(self, group, values, _timeout):
+        self._check()
+        assert self.writes_initial and not self.job.ready
+        self.job.images[group].copy_(values)
+        self.job.masters[group].copy_(values.float())
+
+    def initial_done(self, _timeout):
+        with self.job.changed:
+            self.job.ready = True
+            self.job.changed.notify_all()
+
+    def fetch(self, group, _timeout):
+        self._check("fetch")
+        lease, self.next_lease = self.next_lease, self.next_lease + 1
+        self.leases[lease] = group
+        return lease
+
+    def release(self, lease):
+        self._check("release")
+        if self.leases.pop(lease, None) is None:
+            raise errors.usage_error("E_LEASE", f"lease {lease} is not open")
+
+    def grad_slot(self, group, _timeout, zero=True):
+        assert not zero, "the caller fills what it does not write"
+        self._check("grad_slot")
+        return self.slots.setdefault(
+            group, torch.full((self.job.padded[group],), float("nan"), dtype=self.job.dtype)
+        )
+
+    def grad_ready(self, group):
+        self._check("grad_ready")
+        slot = self.slots.pop(group, None)
+        if slot is None:
+            raise errors.usage_error("E_NOT_READY", f"group {group} has no open slot")
+        if self.rank in self.job.gradients[group]:
+            raise errors.usage_error("E_GRAD_REPEAT", f"group {group}")
+        assert bool((slot[self.job.elems[group] :] == 0).all()), (
+            "the padding of a gradient is not zero"
+        )
+        self.job.gradients[group][self.rank] = slot
+
+    def drop_gradients(self):
+        self.slots.clear()
+
+    def step(self, t, hyper, max_grad_norm, extra_state, timeout):
+        self._check("step")
+        job = self.job
+        if len(extra_state) > self.extra_state_bytes:
+            raise errors.usage_error(
+                "E_EXTRA_STATE", f"{len(extra_state)} bytes, room for {self.extra_state_bytes}"
+            )
+        assert not self.leases, "a lease is open at step"
+        assert all(
+            any(p[3] == number for p in job.params) is False or number < len(hyper)
+            for number in range(64)
+        ), "a parameter group has no hyper-parameters"
+        with job.changed:
+            if t == job.committed_step:
+                return t, 0.0, False, True
+            if t != job.committed_step + 1:
+                raise errors.usage_error("E_STEP", f"step {t} after {job.committed_step}")
+            bad = [
+                n
+                for n, group in enumerate(job.gradients)
+                for g in group.values()
+                if not g.isfinite().all()
+            ]
+            if bad:
+                job.new_step()
+                raise errors.usage_error(
+                    "E_NONFINITE", f"gradient of group {job.group_names[bad[0]]}"
+                )
+            job.votes[self.rank] = (hyper, max_grad_norm, extra_state)
+            if len(job.votes) == job.world_size:
+                job.norm = job.apply(hyper, max_grad_norm)
+                job.extra_state = {rank: vote[2] for rank, vote in job.votes.items()}
+                job.committed_step = t
+                job.new_step()
+                job.changed.notify_all()
+            elif not job.changed.wait_for(
+                lambda: job.committed_step >= t or not self.alive, timeout
+            ):
+                raise errors.usage_error("E_TIMEOUT", f"step {t}")
+        self._check()
+        self.committed_step = t
+        return t, *job.norm, False
+
+    def read_state(self, group, plane, offset, elems, _timeout=0):
+        job = self.job
+        name = self.plane_names[plane]
+        if name == "remainder":
+            rest = job.masters[group].view(torch.int32) - (
+                job.images[group].view(torch.int16).int() << 16
+            )
+            return rest[offset : offset + elems].to(torch.int16)
+        return job.moments[group][0 if name == "exp_avg" else 1][offset : offset + elems]
+
+    def counters(self):
+        return {"rpc_calls": 1, "wait_ns_total": 0, **self.calls}
+
+    def detach(self):
+        self.alive = False
+        if self.job.sessions.get(self.rank) is self:
+            del self.job.sessions[self.rank]
+
+    def kill(self):
+        """What the daemon does when this session's process dies: the gathering step is dropped,
+        others are fenced."""
+        job = self.job
+        with job.changed:
+            job.new_step()
+            for session in job.sessions.values():
+                session.alive = False
+            job.sessions.clear()
+            job.changed.notify_all()
+
+
+def attach(
+    _socket,
+    job_name,
+    rank,
+    world_size,
+    dtype,
+    optimizer,
+    format_,
+    params,
+    group_names,
+    _grad_arena_bytes,
+    extra_state_bytes,
+    timeout,
+):
+    assert optimizer == "adamw"
+    if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
+        raise errors.usage_error("E_OPTION", f"format {format_} does not serve {dtype} parameters")
+    assert [p[2] for p in params] == sorted(p[2] for p in params), "groups ascend"
+    wanted = Job(world_size, dtype, format_, params, group_names)
+    job = jobs.setdefault(job_name, wanted)
+    if job.layout != wanted.layout:
+        raise errors.usage_error("E_LAYOUT", "another layout")
+    session = Attachment(job, rank, extra_state_bytes)
+    with job.changed:
+        if not job.ready and job.writer is None:
+            session.writes_initial, job.writer = True, rank
+        elif not job.ready and not job.changed.wait_for(lambda: job.ready, timeout):
+            raise errors.usage_error("E_TIMEOUT", "attach")
+        job.sessions[rank] = session
+    return session
+
+
+def status(_socket):
+    return {"memory": {"used_bytes": 0}, "swap": [{"read_bytes": 0, "written_bytes": 0}]}
+
+
+def trace(_socket, _job):
+    return []

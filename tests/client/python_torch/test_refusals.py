@@ -1,0 +1,279 @@
+# Goal    What cannot work on an attached model is an error with an id that names the culprit;
+#         training goes on after.
+# Method  Provoke each, check code and text, then train one more step.
+
+import copy
+import io
+
+import forebay
+import pytest
+import torch
+from models import Net, batch, loss_of, net, train
+from torch import nn
+
+
+@pytest.fixture
+def attached(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    yield model, opt
+    before = opt.committed_step
+    train(model, opt, 1)
+    assert opt.committed_step == before + 1
+
+
+def refused(code="E_UNSUPPORTED", match=""):
+    class Refusal:
+        def __enter__(self):
+            self.context = pytest.raises(forebay.ForebayError, match=match)
+            self.info = self.context.__enter__()
+            return self.info
+
+        def __exit__(self, *error):
+            result = self.context.__exit__(*error)
+            assert self.info.value.code == code, self.info.value
+            return result
+
+    return Refusal()
+
+
+def test_second_backward_over_a_retained_graph(attached):
+    model, opt = attached
+    loss = loss_of(model, batch(0))
+    loss.backward(retain_graph=True)
+    with refused(match="second gradient.*retain_graph"):
+        loss.backward()
+    opt.step()
+    assert opt.committed_step == 1
+
+
+def test_gradient_accumulation(attached):
+    model, opt = attached
+    loss_of(model, batch(0)).backward()
+    with refused(match="gradient accumulation"):
+        loss_of(model, batch(1)).backward()
+    model.zero_grad()
+    with refused(match="gradient accumulation"):
+        loss_of(model, batch(1)).backward()
+    opt.step()
+
+
+def test_graph_kept_across_a_step_is_torchs_own_error(attached):
+    model, opt = attached
+    kept = loss_of(model, batch(0))
+    train(model, opt, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    opt.step()
+
+
+def test_clip_grad_norm(attached):
+    model, opt = attached
+    loss_of(model, batch(0)).backward()
+    for clip in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: model.head.weight.grad.norm(),
+    ):
+        with refused(match="gradient of parameter.*max_grad_norm|max_grad_norm"):
+            clip()
+    assert "taken by forebay" in repr(model.head.weight.grad)
+    opt.step()
+    assert model.head.weight.grad is None
+
+
+def test_another_optimizer(attached):
+    model, _ = attached
+    with refused(match=r"SGD.step\(\) on parameter embedding.weight"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_other_optimizers_of_other_models_still_work(attached):
+    other = nn.Linear(2, 2)
+    opt = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    opt.step()
+
+
+def test_load_state_dict(attached):
+    model, _ = attached
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with refused(match="load_state_dict on Net"):
+        model.load_state_dict(state)
+    with refused(match="load_state_dict on Block"):
+        model.layers[0].load_state_dict(model.layers[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to("meta"),
+        lambda m: m.layers[1].bfloat16(),
+        lambda m: m.share_memory(),
+    ],
+)
+def test_conversion(attached, convert):
+    model, _ = attached
+    with refused(match="parameter .* is attached and cannot change"):
+        convert(model)
+
+
+def test_conversion_that_changes_nothing_is_allowed(attached):
+    model, _ = attached
+    assert model.float().to("cpu") is model
+
+
+def test_parameter_moved_off_its_window(attached):
+    model, opt = attached
+    window = model.layers[1].up.weight.data
+    model.layers[1].up.weight.data = torch.zeros_like(window)
+    with refused(match="layers.1.up.weight was moved off its window"):
+        loss_of(model, batch(0))
+    with refused(match="layers.1.up.weight was moved off its window"):
+        opt.step()
+    model.layers[1].up.weight.data = window
+
+
+def test_gradient_set_by_hand(attached):
+    model, opt = attached
+    model.norm.bias.grad = torch.ones_like(model.norm.bias)
+    with refused(match="norm.bias was set by hand before step"):
+        opt.step()
+    with refused(match="norm.bias was set by hand before backward"):
+        loss_of(model, batch(0)).backward()
+    model.norm.bias.grad = None
+    opt.step()
+
+
+def test_sparse_gradient(node):
+    model = net()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    model.embedding.sparse = True
+    opt = forebay.attach(model, forebay.AdamW())
+    with refused(match="sparse gradient for parameter embedding.weight"):
+        loss_of(model, batch(0)).backward()
+    opt.step()
+    model.embedding.sparse = False
+    train(model, opt, 1)
+
+
+def test_closure_and_create_graph(attached):
+    model, opt = attached
+    with refused(match="closure"):
+        opt.step(lambda: 0)
+    with refused(match="create_graph"):
+        loss_of(model, batch(0)).backward(create_graph=True)
+    opt.step()
+
+
+def test_requires_grad_changed_after_attach(attached):
+    model, opt = attached
+    model.norm.bias.requires_grad_(False)
+    with refused(match="requires_grad of parameter norm.bias was changed"):
+        opt.step()
+    model.norm.bias.requires_grad_(True)
+
+
+def test_groups_and_state_of_the_optimizer_are_fixed(attached):
+    _, opt = attached
+    with refused(match="add_param_group"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with refused(match="load_state_dict on the optimizer"):
+        opt.load_state_dict(opt.state_dict())
+
+
+def test_second_attach_of_a_model(attached):
+    model, _ = attached
+    with refused(match="attached already"):
+        forebay.attach(model)
+
+
+def test_unknown_parameter_and_oversized_extra_state(attached):
+    _, opt = attached
+    with refused("E_OPTION", match="no parameter nobody"):
+        opt.read_state("nobody")
+    with refused("E_EXTRA_STATE"):
+        opt.step(extra_state=bytes(1 << 20))
+
+
+def test_nan_gradient_is_refused_and_the_step_can_be_repeated(attached):
+    model, opt = attached
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (loss_of(model, batch(0)) * float("nan")).backward()
+    with refused("E_NONFINITE", match="root|layers"):
+        opt.step()
+    assert opt.committed_step == 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_models_that_cannot_be_attached(node):
+    with refused(
+        match="mixed types: parameter embedding.weight is torch.float32, parameter layers.1"
+    ):
+        model = net()
+        model.layers[1].bfloat16()
+        forebay.attach(model)
+    with refused(match="device meta"):
+        forebay.attach(net().to("meta"))
+    with refused(match="torch.float64"):
+        forebay.attach(net().double())
+    with refused("E_LAYOUT", match="no parameters"):
+        forebay.attach(nn.ReLU())
+    with refused("E_OPTION", match="does not serve"):
+        forebay.attach(net(), forebay.AdamW(format="exact"))
+    with refused("E_OPTION", match="is in no param group"):
+        model = net()
+        forebay.attach(model, param_groups=[{"params": list(model.layers.parameters())}])
+    with refused(match="share memory"):
+        model = net()
+        model.layers[0].up.weight.data = model.layers[1].up.weight.data
+        forebay.attach(model)
+
+
+def test_nan_parameter_at_attach_leaves_the_model_as_it_was(node):
+    model = net()
+    with torch.no_grad():
+        model.layers[1].up.bias[3] = float("inf")
+    with refused("E_NONFINITE", match="layers.1.up.bias has 1 values"):
+        forebay.attach(model)
+    with torch.no_grad():
+        model.layers[1].up.bias[3] = 0.0
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    model.half().float().load_state_dict(net().state_dict())
+
+
+def test_reading_an_attached_model(attached):
+    model, opt = attached
+    train(model, opt, 1)
+    assert "Parameter containing" in repr(model.norm.weight)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plain = Net()
+    plain.load_state_dict(torch.load(file))
+    single = io.BytesIO()
+    torch.save(model.norm.weight, single)
+    assert len(single.getvalue()) < 4096, "saving one parameter saves that one alone"
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    whole.seek(0)
+    for twin in (plain, copy.deepcopy(model), torch.load(whole, weights_only=False)):
+        assert loss_of(twin, batch(3)).item() == loss_of(model, batch(3)).item()
+        twin.double().float().load_state_dict(model.state_dict())
+        train(twin, torch.optim.AdamW(twin.parameters()), 1)
+        assert twin.norm.weight.data_ptr() != model.norm.weight.data_ptr()
+
+
+def test_detach_gives_private_parameters(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    train(model, opt, 1)
+    opt.detach()
+    train(model, torch.optim.AdamW(model.parameters()), 1)
+    model.half()
+    with refused("E_NOT_READY", match="detached"):
+        opt.step()

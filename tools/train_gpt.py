@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Trains a decoder-only GPT on the King James Bible, with Forebay or, with --plain, with torch's
+own DDP and AdamW.
+
+The model is a plain nn.Module and the training loop is plain torch; the two `if args.plain:`
+branches are all that differs. Start it with torchrun (one process per rank) or alone. Every rank
+writes OUT/rank<R>.jsonl: one JSON object a line with "event": start, resume, heldout, step,
+timeline, kill, end (see train_support.py).
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import train_support as support
+
+VOCAB = 256  # bytes
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """One layer: attention and a four times wider two-layer perceptron, each after a norm and
+    around a shortcut."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """Bytes in, logits of the next byte out; the output matrix is the embedding (tied)."""
+
+    def __init__(self, width, layers, heads, length):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.positions = nn.Parameter(torch.empty(length, width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        for name, param in self.named_parameters():
+            if param.dim() > 1:
+                shrink = (
+                    math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 1
+                )
+                nn.init.normal_(param, std=0.02 / shrink)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="torch DDP and torch.optim.AdamW instead of Forebay"
+    )
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
+    parser.add_argument("--seed", type=int, default=1611)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument(
+        "--format", choices=["fp32", "exact"], help="state format; default: by dtype"
+    )
+    parser.add_argument(
+        "--text", default="kjv.txt", help="the text; made by `bible` where the file is missing"
+    )
+    parser.add_argument(
+        "--heldout", type=int, default=4, help="held-out sequences per rank, before and after"
+    )
+    parser.add_argument("--out", default="train-out", help="folder of the logs")
+    parser.add_argument("--save", metavar="FILE", help="rank 0 saves the plain state_dict here")
+    parser.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="rank 0 prints N characters"
+    )
+    parser.add_argument(
+        "--sha", metavar="FILE", help="rank 0 writes the SHA-256 of parameters and states, as JSON"
+    )
+    parser.add_argument(
+        "--kill",
+        type=support.parse_kill,
+        metavar="RANK:STEP:GROUPS",
+        help="SIGKILL that rank in that step once so many groups are delivered; first start only",
+    )
+    parser.add_argument("--timeline", type=int, metavar="STEP", help="log every wait of this step")
+    parser.add_argument(
+        "--reference-check",
+        action="store_true",
+        help="compare all states with the scalar reference on the same gradients (bf16, exact)",
+    )
+    return parser.parse_args(argv)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def heldout_loss(model, batches):
+    with torch.no_grad():
+        return sum(loss_of(model, tokens).item() for tokens in batches) / max(1, len(batches))
+
+
+def sample(model, count, prompt=b"And God said", context=32):
+    """Draws `count` bytes one by one; a short context keeps it cheap without a cache of keys and
+    values."""
+    tokens = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        for _ in range(count):
+            chances = torch.softmax(model(tokens[:, -context:])[0, -1].float() / 0.8, dim=0)
+            tokens = torch.cat([tokens, torch.multinomial(chances, 1)[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+
+
+def train(args):
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    out = pathlib.Path(args.out)
+    text = support.load_text(args.text)
+    batches = support.Batches(
+        text, batch=args.batch, seq=args.seq, rank=rank, world=world, seed=args.seed
+    )
+
+    torch.manual_seed(args.seed)
+    model = Gpt(args.width, args.layers, args.heads, args.seq)
+    model = model.to(torch.bfloat16) if args.dtype == "bf16" else model
+    torch.manual_seed(args.seed + 1 + rank)
+    reference = support.reference(args, model, rank, world)
+    net = model
+    if args.plain:
+        torch.distributed.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(model)
+        opt = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    else:
+        opt = forebay.attach(model, forebay.AdamW(lr=args.lr, format=args.format))
+    meter = support.Meter(opt, rank)
+
+    start = support.restore(getattr(opt, "extra_state", None), batches)
+    log = support.Log(out, rank, resumed=start > 0)
+    params = sum(param.numel() for param in model.parameters())
+    log.write(
+        "resume" if start else "start",
+        step=start,
+        params=params,
+        world=world,
+        args=support.plain_args(args),
+    )
+    if start == 0:
+        log.write("heldout", step=0, loss=heldout_loss(model, batches.heldout(args.heldout)))
+        support.arm_kill(args.kill, opt, model, rank, log)
+    meter.start()
+
+    for step in range(start + 1, args.steps + 1):
+        for group in opt.param_groups:
+            group["lr"] = args.lr * min(1.0, step / args.warmup)
+        began = time.monotonic_ns()
+        tokens = batches.next()
+        loss = loss_of(net, tokens)
+        forward_done = time.monotonic_ns()
+        loss.backward()
+        backward_done = time.monotonic_ns()
+        opt.extra_state = support.pack(step, batches)
+        opt.step()
+        opt.zero_grad()
+        row = {
+            "step": step,
+            "loss": loss.item(),
+            "tokens": tokens.shape[0] * (tokens.shape[1] - 1),
+            "began_ns": began,
+            "forward_done_ns": forward_done,
+            "backward_done_ns": backward_done,
+            "ended_ns": time.monotonic_ns(),
+            **meter.take(),
+        }
+        timeline = row.pop("timeline", None)
+        log.write("step", **row)
+        if step == args.timeline and timeline is not None:
+            log.write("timeline", step=step, intervals=timeline)
+        if reference:
+            reference.after_step(step, opt)
+        if rank == 0:
+            print(support.progress_line(row, world, args.steps, meter), flush=True)
+
+    log.write("heldout", step=args.steps, loss=heldout_loss(model, batches.heldout(args.heldout)))
+    finish(args, model, opt, rank, log, reference)
+    log.write("end", step=args.steps, **meter.summary())
+    meter.stop()
+    if args.plain:
+        torch.distributed.destroy_process_group()
+
+
+def finish(args, model, opt, rank, log, reference):
+    """What is left once the last step is committed: the check, the hash, the file, the sample."""
+    if reference:
+        log.write("reference", **reference.compare(opt))
+    if rank != 0:
+        return
+    if args.sha and hasattr(opt, "state_sha256"):
+        pathlib.Path(args.sha).write_text(
+            json.dumps({"sha256": opt.state_sha256(), "step": args.steps}) + "\n"
+        )
+    if args.save:
+        torch.save(model.state_dict(), args.save)
+    if args.sample:
+        said = sample(model, args.sample)
+        log.write("sample", step=args.steps, text=said)
+        print(f"sample: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    if not arguments.plain:
+        import forebay
+    train(arguments)
