@@ -207,11 +207,9 @@ def node_figures(status):
 
 
 def progress_line(row, world, steps, meter):
-    line = (
-        f"step {row['step']:4d}/{steps}  loss {row['loss']:.4f}  {
-            world * row['tokens'] / row['step_s']:7.1f} tokens/s"
-        f"  {row['step_s']:.2f} s"
-    )
+    tokens_per_s = world * row["tokens"] / row["step_s"]
+    line = f"step {row['step']:4d}/{steps}  loss {row['loss']:.4f}  {tokens_per_s:7.1f} tokens/s"
+    line += f"  {row['step_s']:.2f} s"
     if "exposed_wait_s" in row:
         line += f"  exposed wait {row['exposed_wait_s'] * 1e3:.0f} ms"
     if "dram_used" in row:

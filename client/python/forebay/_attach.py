@@ -168,9 +168,9 @@ def _write_initial(plan, attachment, groups, timeout):
             if not torch.isfinite(values).all():
                 raise usage_error(
                     "E_NONFINITE",
-                    f"parameter {parameter.name} has "
-                    f"{int((~torch.isfinite(values)).sum())} values that are NaN or infinite at
-                    attach", "check the initialization or the loaded checkpoint",
+                    f"parameter {parameter.name} has {int((~torch.isfinite(values)).sum())} "
+                    "values that are NaN or infinite at attach",
+                    "check the initialization or the loaded checkpoint",
                 )
             flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(
                 values

@@ -70,10 +70,10 @@ class GradientTaken(torch.Tensor):
     def _refusal(cls, function, args):
         name = _first(cls, args).__dict__["parameter_name"]
         return unsupported(
-            f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: the
-            daemon has it " "already",
-            "clip with forebay.AdamW(max_grad_norm=...); for anything else that needs p.grad,
-            register " "p.register_hook before attach",
+            f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: "
+            "the daemon has it already",
+            "clip with forebay.AdamW(max_grad_norm=...); what else needs p.grad can look at it "
+            "in a hook: p.register_hook before attach",
         )
 
 

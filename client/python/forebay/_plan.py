@@ -66,9 +66,7 @@ def make_plan(model):
 
 
 def _logical(name):
-    return name.replace(
-        "_orig_mod.", ""
-    )  # torch.compile wraps a module; its parameters stay the same
+    return name.replace("_orig_mod.", "")  # a module that torch.compile wraps stays the same
 
 
 def _check_tensors(named):
@@ -82,14 +80,14 @@ def _check_tensors(named):
             )
         if tensor.device.type != "cpu":
             raise unsupported(
-                f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters can
-                be " "attached",
+                f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters "
+                "can be attached",
                 "model.cpu() before attach",
             )
         if tensor.dtype not in FORMATS:
             raise unsupported(
-                f"parameter {parameter.name} is {tensor.dtype}; float32 and bfloat16 can be
-                attached"
+                f"parameter {parameter.name} is {tensor.dtype}; "
+                "float32 and bfloat16 can be attached"
             )
         if tensor.dtype != first.tensor.dtype:
             raise unsupported(
