@@ -1,5 +1,5 @@
-"""What quickstart claims, and how each claim is seen to hold. Evidence is read once; a check that cannot be made
-because a run ended early is a claim that does not hold.
+"""What quickstart claims, and how each claim is seen to hold. Evidence is read once; a check that
+cannot be made because a run ended early is a claim that does not hold.
 """
 
 import json
@@ -12,20 +12,24 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 PARAMS_LEAST = 60_000_000
-STEADY_FROM = 3            # the first step that the trace can steer
+STEADY_FROM = 3  # the first step that the trace can steer
 SWAP_SHARE_LEAST = 0.60
 DRAM_SLACK_BYTES = 64 * MIB
 LOSS_STEPS, LOSS_RELATIVE = 20, 1e-3
-MOMENT_BYTES = 8           # of one parameter in fp32: GOALS section 1
+MOMENT_BYTES = 8  # of one parameter in fp32: GOALS section 1
 SUMMARY_KEYS = (
     "steps ranks params format seed loss_first loss_last heldout_loss_first heldout_loss_last plain_loss_first "
     "plain_loss_last loss_max_rel_diff state_bytes swap_state_share dram_limit_bytes dram_peak_bytes grad_arena_bytes "
     "rank_private_peak_bytes plain_rank_private_peak_bytes swap_read_bytes_per_param_step "
     "swap_write_bytes_per_param_step daemon_read_bytes daemon_written_bytes exposed_wait_s_per_step step_s plain_step_s "
     "tokens_per_s prefetch_hit_share rpc_calls_per_step io_engine adam_target huge_page_share killed_at_step "
-    "killed_after_groups resumed_at_step params_sha256 uninterrupted_params_sha256").split()
-PROGRESS = re.compile(r"^step +\d+/\d+ +loss [\d.]+ +[\d.]+ tokens/s .*exposed wait [\d.]+ ms .*DRAM \d+ MiB"
-                      r".*swap read \d+ MB/s +write \d+ MB/s", re.M)
+    "killed_after_groups resumed_at_step params_sha256 uninterrupted_params_sha256"
+).split()
+PROGRESS = re.compile(
+    r"^step +\d+/\d+ +loss [\d.]+ +[\d.]+ tokens/s .*exposed wait [\d.]+ ms .*DRAM \d+ MiB"
+    r".*swap read \d+ MB/s +write \d+ MB/s",
+    re.M,
+)
 LOADS_IN_PLAIN_TORCH = """
 import sys
 sys.modules["forebay"] = None  # any import of it fails
@@ -67,14 +71,18 @@ class Claims:
 
     def text(self):
         width = max(len(claim.name) for claim in self.all)
-        return "\n".join(f"{'PASS' if claim.holds else 'FAIL'}  {claim.name:{width}}  {claim.seen}"
-                         for claim in self.all)
+        return "\n".join(
+            f"{'PASS' if claim.holds else 'FAIL'}  {claim.name:{width}}  {claim.seen}"
+            for claim in self.all
+        )
 
 
 def read_log(path):
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 def group_count(out):
@@ -107,7 +115,10 @@ class Ranks:
 
     def losses(self):
         """Loss of each step, averaged over ranks; a step that was repeated after a restart counts as it ended."""
-        by_rank = [{row["step"]: row["loss"] for row in self.events("step", rank)} for rank in range(len(self.logs))]
+        by_rank = [
+            {row["step"]: row["loss"] for row in self.events("step", rank)}
+            for rank in range(len(self.logs))
+        ]
         steps = sorted(set.intersection(*(set(rows) for rows in by_rank)))
         return {step: statistics.fmean(rows[step] for rows in by_rank) for step in steps}
 
@@ -118,8 +129,12 @@ class Ranks:
 
     def steady(self, key):
         """The value of every step from STEADY_FROM on, of every rank."""
-        return [row[key] for rank in range(len(self.logs)) for row in self.events("step", rank)
-                if row["step"] >= STEADY_FROM]
+        return [
+            row[key]
+            for rank in range(len(self.logs))
+            for row in self.events("step", rank)
+            if row["step"] >= STEADY_FROM
+        ]
 
     def private_peaks(self):
         return [self.event("end", rank)["rss_anon_peak"] for rank in range(len(self.logs))]
@@ -132,7 +147,8 @@ class Evidence:
         self.args, self.runs, self.model = args, runs, model
         self.ranks = 2
         self.plain, self.forebay, self.killed, self.exact = (
-            Ranks(runs[name].out, self.ranks) for name in ("plain", "forebay", "killed", "exact"))
+            Ranks(runs[name].out, self.ranks) for name in ("plain", "forebay", "killed", "exact")
+        )
         samples = self.forebay.events("sample")
         self.sample = samples[-1]["text"] if samples else ""
         self.kill = runs["killed"].kill
@@ -147,7 +163,9 @@ class Evidence:
 
     def swap_share(self):
         """Share of the moments on swap, by what one step moves; blocks cannot tell, the last one is short."""
-        return self.job["state_written_bytes"] / (self.job["committed_step"] * MOMENT_BYTES * self.job["params"])
+        return self.job["state_written_bytes"] / (
+            self.job["committed_step"] * MOMENT_BYTES * self.job["params"]
+        )
 
     def swap_totals(self):
         swap = self.forebay.node["status"]["swap"]
@@ -155,8 +173,11 @@ class Evidence:
 
     def since_steady(self):
         """(first, last) sample of the daemon's counters with the steps from STEADY_FROM on between them."""
-        settled = [sample for sample in self.forebay.node["samples"]
-                   if sample["step"] >= STEADY_FROM - 1 and sample["sessions"] == self.ranks]
+        settled = [
+            sample
+            for sample in self.forebay.node["samples"]
+            if sample["step"] >= STEADY_FROM - 1 and sample["sessions"] == self.ranks
+        ]
         if len(settled) < 2:
             raise LookupError("too few samples of the daemon's counters")
         return settled[0], settled[-1]
@@ -185,41 +206,62 @@ def summarize(e):
     tokens = e.forebay.event("step")["tokens"]
     arenas = memory["arenas"]
     return {
-        "steps": steps, "ranks": e.ranks, "params": job["params"], "format": job["format"], "seed": e.args.seed,
-        "loss_first": losses[min(losses)], "loss_last": losses[max(losses)],
-        "heldout_loss_first": heldout[0], "heldout_loss_last": heldout[1],
-        "plain_loss_first": plain[min(plain)], "plain_loss_last": plain[max(plain)],
+        "steps": steps,
+        "ranks": e.ranks,
+        "params": job["params"],
+        "format": job["format"],
+        "seed": e.args.seed,
+        "loss_first": losses[min(losses)],
+        "loss_last": losses[max(losses)],
+        "heldout_loss_first": heldout[0],
+        "heldout_loss_last": heldout[1],
+        "plain_loss_first": plain[min(plain)],
+        "plain_loss_last": plain[max(plain)],
         "loss_max_rel_diff": e.loss_difference(),
-        "state_bytes": job["state_bytes"], "swap_state_share": e.swap_share(),
-        "dram_limit_bytes": memory["limit_bytes"], "dram_peak_bytes": e.forebay.node["dram_peak_bytes"],
+        "state_bytes": job["state_bytes"],
+        "swap_state_share": e.swap_share(),
+        "dram_limit_bytes": memory["limit_bytes"],
+        "dram_peak_bytes": e.forebay.node["dram_peak_bytes"],
         "grad_arena_bytes": e.forebay.node["grad_arena_bytes"],
         "rank_private_peak_bytes": max(e.forebay.private_peaks()),
         "plain_rank_private_peak_bytes": max(e.plain.private_peaks()),
         "swap_read_bytes_per_param_step": job["state_read_bytes"] / steps / job["params"],
         "swap_write_bytes_per_param_step": job["state_written_bytes"] / steps / job["params"],
-        "daemon_read_bytes": read_bytes, "daemon_written_bytes": written_bytes,
+        "daemon_read_bytes": read_bytes,
+        "daemon_written_bytes": written_bytes,
         "exposed_wait_s_per_step": statistics.fmean(e.forebay.steady("exposed_wait_s")),
-        "step_s": step_s, "plain_step_s": statistics.median(e.plain.steady("step_s")),
+        "step_s": step_s,
+        "plain_step_s": statistics.median(e.plain.steady("step_s")),
         "tokens_per_s": e.ranks * tokens / step_s,
-        "prefetch_hit_share": (last["early"] - first["early"]) / max(1, last["updates"] - first["updates"]),
+        "prefetch_hit_share": (last["early"] - first["early"])
+        / max(1, last["updates"] - first["updates"]),
         "rpc_calls_per_step": (statistics.fmean(e.forebay.steady("rpc_calls"))),
-        "io_engine": e.forebay.node["status"]["io_engine"], "adam_target": e.forebay.node["status"]["adam_target"],
-        "huge_page_share": memory["huge_bytes"] / max(1, sum(arena["allocated_bytes"] for arena in arenas)),
-        "killed_at_step": e.kill["step"], "killed_after_groups": e.kill["groups"],
+        "io_engine": e.forebay.node["status"]["io_engine"],
+        "adam_target": e.forebay.node["status"]["adam_target"],
+        "huge_page_share": memory["huge_bytes"]
+        / max(1, sum(arena["allocated_bytes"] for arena in arenas)),
+        "killed_at_step": e.kill["step"],
+        "killed_after_groups": e.kill["groups"],
         "resumed_at_step": e.resumed_at()[0] + 1,
-        "params_sha256": e.killed.sha, "uninterrupted_params_sha256": e.forebay.sha,
+        "params_sha256": e.killed.sha,
+        "uninterrupted_params_sha256": e.forebay.sha,
     }
 
 
 def check_all(claims, e, seconds):
     """Every claim of the main job, in the order in which it is made. Returns the summary."""
     for name, run in e.runs.items():
-        claims.check(f"run {name}", run.status == 0, f"exit status {run.status}, {run.seconds:.0f} s")
+        claims.check(
+            f"run {name}", run.status == 0, f"exit status {run.status}, {run.seconds:.0f} s"
+        )
     summary = {}
 
     def summary_is_whole():
         summary.update(summarize(e))
-        return list(summary) == SUMMARY_KEYS, f"summary.json has {len(summary)} of {len(SUMMARY_KEYS)} keys"
+        return (
+            list(summary) == SUMMARY_KEYS,
+            f"summary.json has {len(summary)} of {len(SUMMARY_KEYS)} keys",
+        )
 
     claims.attempt("summary", summary_is_whole)
     for key in SUMMARY_KEYS:
@@ -234,79 +276,139 @@ def check_all(claims, e, seconds):
         claims.check("time", seconds < 240, f"all runs took {seconds:.0f} s, under 240 s")
     else:
         three = sum(e.runs[name].seconds for name in ("plain", "forebay", "killed"))
-        claims.check("time", three < 600, f"three runs of {e.args.steps} steps took {three:.0f} s, under 600 s")
+        claims.check(
+            "time",
+            three < 600,
+            f"three runs of {e.args.steps} steps took {three:.0f} s, under 600 s",
+        )
     return summary
 
 
 def _check_size_and_memory(claims, e, s):
     claims.attempt("size", lambda: (s["params"] >= PARAMS_LEAST, f"{s['params']} parameters"))
-    claims.attempt("dram below states", lambda: (
-        s["dram_limit_bytes"] < s["state_bytes"] == 12 * s["params"],
-        f"--dram is {s['dram_limit_bytes']} bytes, parameters and moments are {s['state_bytes']}"))
-    claims.attempt("moments on swap", lambda: (
-        s["swap_state_share"] >= SWAP_SHARE_LEAST, f"{s['swap_state_share']:.1%} of the moments are on swap"))
-    claims.attempt("dram within limit", lambda: (
-        s["dram_peak_bytes"] <= s["dram_limit_bytes"] + DRAM_SLACK_BYTES,
-        f"the kernel saw at most {s['dram_peak_bytes'] / MIB:.0f} MiB, the limit is "
-        f"{s['dram_limit_bytes'] / MIB:.0f} MiB"))
-    claims.attempt("rank's memory", lambda: (
-        all(plain - ours >= 12 * s["params"]
-            for plain, ours in zip(e.plain.private_peaks(), e.forebay.private_peaks())),
-        f"private peaks {[round(peak / MIB) for peak in e.forebay.private_peaks()]} MiB, plain "
-        f"{[round(peak / MIB) for peak in e.plain.private_peaks()]} MiB: 12 bytes a parameter are "
-        f"{12 * s['params'] / MIB:.0f} MiB"))
+    claims.attempt(
+        "dram below states",
+        lambda: (
+            s["dram_limit_bytes"] < s["state_bytes"] == 12 * s["params"],
+            f"--dram is {s['dram_limit_bytes']} bytes, parameters and moments are {s['state_bytes']}",
+        ),
+    )
+    claims.attempt(
+        "moments on swap",
+        lambda: (
+            s["swap_state_share"] >= SWAP_SHARE_LEAST,
+            f"{s['swap_state_share']:.1%} of the moments are on swap",
+        ),
+    )
+    claims.attempt(
+        "dram within limit",
+        lambda: (
+            s["dram_peak_bytes"] <= s["dram_limit_bytes"] + DRAM_SLACK_BYTES,
+            f"the kernel saw at most {s['dram_peak_bytes'] / MIB:.0f} MiB, the limit is "
+            f"{s['dram_limit_bytes'] / MIB:.0f} MiB",
+        ),
+    )
+    claims.attempt(
+        "rank's memory",
+        lambda: (
+            all(
+                plain - ours >= 12 * s["params"]
+                for plain, ours in zip(e.plain.private_peaks(), e.forebay.private_peaks())
+            ),
+            f"private peaks {[round(peak / MIB) for peak in e.forebay.private_peaks()]} MiB, plain "
+            f"{[round(peak / MIB) for peak in e.plain.private_peaks()]} MiB: 12 bytes a parameter are "
+            f"{12 * s['params'] / MIB:.0f} MiB",
+        ),
+    )
 
 
 def _check_swap(claims, e, s):
-    claims.attempt("O_DIRECT", lambda: (
-        e.forebay.node["direct"] and all(e.forebay.node["direct"])
-        and all(path["direct"] for path in e.forebay.node["status"]["swap"]),
-        f"flags of {len(e.forebay.node['direct'])} swap descriptors of the daemon"))
+    claims.attempt(
+        "O_DIRECT",
+        lambda: (
+            e.forebay.node["direct"]
+            and all(e.forebay.node["direct"])
+            and all(path["direct"] for path in e.forebay.node["status"]["swap"]),
+            f"flags of {len(e.forebay.node['direct'])} swap descriptors of the daemon",
+        ),
+    )
 
     def bytes_agree():
         io = e.forebay.node["io"]
-        ours, kernel = (s["daemon_read_bytes"], s["daemon_written_bytes"]), (io["read_bytes"], io["write_bytes"])
-        return (all(abs(a - b) <= 0.01 * b for a, b in zip(ours, kernel)),
-                f"read {ours[0]} (kernel {kernel[0]}), written {ours[1]} (kernel {kernel[1]})")
+        ours, kernel = (s["daemon_read_bytes"], s["daemon_written_bytes"]), (
+            io["read_bytes"],
+            io["write_bytes"],
+        )
+        return (
+            all(abs(a - b) <= 0.01 * b for a, b in zip(ours, kernel)),
+            f"read {ours[0]} (kernel {kernel[0]}), written {ours[1]} (kernel {kernel[1]})",
+        )
 
     claims.attempt("bytes as the kernel's", bytes_agree)
 
     def bytes_of_goals():
-        # Which moments are on swap follows from the blocks; all blocks of a rank but its last are whole.
+        # Which moments are on swap follows from the blocks; of a rank's blocks, only the last is
+        # not whole.
         job = e.job
         share = 1 - job["resident_blocks"] / job["blocks"]
         want = MOMENT_BYTES * e.swap_share()
         read, written = s["swap_read_bytes_per_param_step"], s["swap_write_bytes_per_param_step"]
-        return (abs(read - want) <= 0.02 * want and abs(written - want) <= 0.02 * want
-                and abs(e.swap_share() - share) <= 1.0 / job["blocks"] + 0.02,
-                f"{read:.3f} read and {written:.3f} written a parameter and step; {MOMENT_BYTES} (1 - f) is {want:.3f}")
+        return (
+            abs(read - want) <= 0.02 * want
+            and abs(written - want) <= 0.02 * want
+            and abs(e.swap_share() - share) <= 1.0 / job["blocks"] + 0.02,
+            f"{read:.3f} read and {written:.3f} written a parameter and step; {MOMENT_BYTES} (1 - f) is {want:.3f}",
+        )
 
     claims.attempt("bytes as GOALS says", bytes_of_goals)
-    claims.attempt("prefetch", lambda: (
-        s["prefetch_hit_share"] >= 0.9,
-        f"{s['prefetch_hit_share']:.1%} of swap reads were asked for before they were needed"))
+    claims.attempt(
+        "prefetch",
+        lambda: (
+            s["prefetch_hit_share"] >= 0.9,
+            f"{s['prefetch_hit_share']:.1%} of swap reads were asked for before they were needed",
+        ),
+    )
 
     def no_rpc():
         first, last = e.since_steady()
         calls = last["rpc_calls"] - first["rpc_calls"]
-        return (s["rpc_calls_per_step"] == 0 and calls == 0,
-                f"{s['rpc_calls_per_step']} calls a step counted by clients, {calls} in all by the daemon")
+        return (
+            s["rpc_calls_per_step"] == 0 and calls == 0,
+            f"{s['rpc_calls_per_step']} calls a step counted by clients, {calls} in all by the daemon",
+        )
 
     claims.attempt("no RPC", no_rpc)
-    claims.attempt("progress line", lambda: (
-        PROGRESS.search("".join(e.runs["forebay"].lines)) is not None,
-        "step, loss, tokens/s, exposed wait, DRAM, swap read and write rate"))
+    claims.attempt(
+        "progress line",
+        lambda: (
+            PROGRESS.search("".join(e.runs["forebay"].lines)) is not None,
+            "step, loss, tokens/s, exposed wait, DRAM, swap read and write rate",
+        ),
+    )
 
 
 def _check_results(claims, e, s):
-    claims.attempt("loss as plain's", lambda: (
-        s["loss_max_rel_diff"] <= LOSS_RELATIVE,
-        f"differs by at most {s['loss_max_rel_diff']:.1e} in the first {LOSS_STEPS} steps"))
-    claims.attempt("loss falls", lambda: (
-        s["loss_first"] - s["loss_last"] >= 1.0, f"{s['loss_first']:.3f} to {s['loss_last']:.3f}"))
-    claims.attempt("held-out loss falls", lambda: (
-        s["heldout_loss_last"] < s["heldout_loss_first"],
-        f"{s['heldout_loss_first']:.3f} to {s['heldout_loss_last']:.3f}"))
+    claims.attempt(
+        "loss as plain's",
+        lambda: (
+            s["loss_max_rel_diff"] <= LOSS_RELATIVE,
+            f"differs by at most {s['loss_max_rel_diff']:.1e} in the first {LOSS_STEPS} steps",
+        ),
+    )
+    claims.attempt(
+        "loss falls",
+        lambda: (
+            s["loss_first"] - s["loss_last"] >= 1.0,
+            f"{s['loss_first']:.3f} to {s['loss_last']:.3f}",
+        ),
+    )
+    claims.attempt(
+        "held-out loss falls",
+        lambda: (
+            s["heldout_loss_last"] < s["heldout_loss_first"],
+            f"{s['heldout_loss_first']:.3f} to {s['heldout_loss_last']:.3f}",
+        ),
+    )
 
 
 def _check_kill(claims, e, s):
@@ -314,16 +416,24 @@ def _check_kill(claims, e, s):
         row = e.killed.event("kill", e.kill["rank"])
         groups = len(e.job["groups"])
         resumed = e.resumed_at()
-        return (0 < e.kill["groups"] < groups and row["step"] == e.kill["step"]
-                and all(step == e.kill["step"] - 1 for step in resumed),
-                f"rank {row['rank']} died in step {row['step']} after {row['groups']} of {groups} groups (seed "
-                f"{e.args.kill_seed}); both ranks went on from committed step {resumed[0]}")
+        return (
+            0 < e.kill["groups"] < groups
+            and row["step"] == e.kill["step"]
+            and all(step == e.kill["step"] - 1 for step in resumed),
+            f"rank {row['rank']} died in step {row['step']} after {row['groups']} of {groups} groups (seed "
+            f"{e.args.kill_seed}); both ranks went on from committed step {resumed[0]}",
+        )
 
     claims.attempt("kill and resume", killed)
-    claims.attempt("same bits after the kill", lambda: (
-        s["params_sha256"] is not None and s["params_sha256"] == s["uninterrupted_params_sha256"],
-        f"SHA-256 of parameters and states {str(s['params_sha256'])[:16]}, uninterrupted "
-        f"{str(s['uninterrupted_params_sha256'])[:16]}"))
+    claims.attempt(
+        "same bits after the kill",
+        lambda: (
+            s["params_sha256"] is not None
+            and s["params_sha256"] == s["uninterrupted_params_sha256"],
+            f"SHA-256 of parameters and states {str(s['params_sha256'])[:16]}, uninterrupted "
+            f"{str(s['uninterrupted_params_sha256'])[:16]}",
+        ),
+    )
 
 
 def _check_exact(claims, e):
@@ -331,8 +441,13 @@ def _check_exact(claims, e):
         job = e.exact.node["status"]["jobs"][0]
         rows = [e.exact.event("reference", rank) for rank in range(e.ranks)]
         elements, mismatches = (sum(row[key] for row in rows) for key in ("elements", "mismatches"))
-        return (job["format"] == "exact" and job["dtype"] == "bf16" and elements > 0 and mismatches == 0,
-                f"{elements} state elements of a {job['dtype']} model, {mismatches} differ from the scalar reference")
+        return (
+            job["format"] == "exact"
+            and job["dtype"] == "bf16"
+            and elements > 0
+            and mismatches == 0,
+            f"{elements} state elements of a {job['dtype']} model, {mismatches} differ from the scalar reference",
+        )
 
     claims.attempt("bf16 exact", exact)
 
@@ -343,19 +458,37 @@ def _check_model(claims, e):
     def loads():
         settings = json.dumps(e.forebay.event("start")["args"])
         done = subprocess.run(
-            [sys.executable, "-c", LOADS_IN_PLAIN_TORCH, str(e.model), str(pathlib.Path(__file__).parent), settings,
-             str(e.ranks)], capture_output=True, text=True, check=False)
+            [
+                sys.executable,
+                "-c",
+                LOADS_IN_PLAIN_TORCH,
+                str(e.model),
+                str(pathlib.Path(__file__).parent),
+                settings,
+                str(e.ranks),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0:
             return False, done.stderr.strip().splitlines()[-1]
         loss, trained = float(done.stdout.split()[-1]), e.forebay.events("heldout")[-1]["loss"]
-        return (abs(loss - trained) <= LOSS_RELATIVE * trained,
-                f"model.pt in plain torch has held-out loss {loss:.4f}, the trained model had {trained:.4f}")
+        return (
+            abs(loss - trained) <= LOSS_RELATIVE * trained,
+            f"model.pt in plain torch has held-out loss {loss:.4f}, the trained model had {trained:.4f}",
+        )
 
     claims.attempt("model.pt without Forebay", loads)
 
 
 def is_self_contained(page):
-    return re.search(r"""(src|href)\s*=\s*["']?(https?:|//|[\w./-]+\.(css|js|png))|@import|url\(""", page) is None
+    return (
+        re.search(
+            r"""(src|href)\s*=\s*["']?(https?:|//|[\w./-]+\.(css|js|png))|@import|url\(""", page
+        )
+        is None
+    )
 
 
 def table(summary):

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank killed), once more in
-bfloat16 beside the scalar reference, checks every claim made about it, and writes quickstart-report/ and model.pt.
+"""The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank
+killed), once more in bfloat16 beside the scalar reference, checks every claim made about it, and
+writes quickstart-report/ and model.pt.
 
-Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the set-up and calls this.
+Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the
+set-up and calls this.
 """
 
 import argparse
@@ -22,17 +24,21 @@ import report
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOREBAY = ROOT / "build/bin/forebay"
 RANKS = 2
-DRAM = "700MiB"       # below the 12 bytes a parameter that parameters and moments take
-SWAP_SIZE = "2GiB"    # moments of 63 M parameters, each block in two slots
+DRAM = "700MiB"  # below the 12 bytes a parameter that parameters and moments take
+SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
 SMALL = ["--width", "256", "--layers", "4", "--heads", "4"]  # the bfloat16 run: short and small
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="25 steps instead of 100")
     parser.add_argument("--steps", type=int, help="that many steps")
     parser.add_argument("--seed", type=int, default=1611, help="of model and data")
-    parser.add_argument("--kill-seed", type=int, help="draws the rank, step and group of the kill; default: random")
+    parser.add_argument(
+        "--kill-seed", type=int, help="draws the rank, step and group of the kill; default: random"
+    )
     parser.add_argument("--work", default="build/quickstart", help="folder of logs and swap")
     parser.add_argument("--report", default="quickstart-report")
     parser.add_argument("--model", default="model.pt")
@@ -59,8 +65,15 @@ class Run:
         print(f"== {self.name}: {' '.join(map(str, command))}", flush=True)
         began = time.monotonic()
         with open(self.out / "stdout.log", "w", encoding="utf-8") as log:
-            process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdin=subprocess.DEVNULL, text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+            process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                errors="replace",
+            )
             for line in process.stdout:
                 print(line, end="", flush=True)
                 log.write(line)
@@ -72,17 +85,45 @@ class Run:
 
 def torchrun(run, args, *flags):
     text = ROOT / "build/kjv.txt"
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS,
-            "--max-restarts", 1, "tools/train_gpt.py", "--steps", args.steps, "--seed", args.seed,
-            "--text", text, "--out", run.out, *flags]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        RANKS,
+        "--max-restarts",
+        1,
+        "tools/train_gpt.py",
+        "--steps",
+        args.steps,
+        "--seed",
+        args.seed,
+        "--text",
+        text,
+        "--out",
+        run.out,
+        *flags,
+    ]
 
 
 def inside(run, work, command, swap=True):
     swap_folder = work / "swap"
     swap_folder.mkdir(parents=True, exist_ok=True)
     flags = ["--swap", swap_folder, "--swap-size", SWAP_SIZE] if swap else []
-    return [FOREBAY, "run", "--dram", DRAM, *flags, "--", sys.executable, "tools/quickstart_watch.py", FOREBAY,
-            run.out, *command]
+    return [
+        FOREBAY,
+        "run",
+        "--dram",
+        DRAM,
+        *flags,
+        "--",
+        sys.executable,
+        "tools/quickstart_watch.py",
+        FOREBAY,
+        run.out,
+        *command,
+    ]
 
 
 def train_all(args, work):
@@ -92,23 +133,64 @@ def train_all(args, work):
     plain.start(torchrun(plain, args, "--plain"))
 
     forebay = runs["forebay"] = Run("forebay", work)
-    forebay.start(inside(forebay, work, torchrun(
-        forebay, args, "--timeline", args.steps, "--sha", forebay.out / "sha.json", "--save", ROOT / args.model,
-        "--sample", 200)))
+    forebay.start(
+        inside(
+            forebay,
+            work,
+            torchrun(
+                forebay,
+                args,
+                "--timeline",
+                args.steps,
+                "--sha",
+                forebay.out / "sha.json",
+                "--save",
+                ROOT / args.model,
+                "--sample",
+                200,
+            ),
+        )
+    )
 
     draw = random.Random(args.kill_seed)
-    kill = {"rank": draw.randrange(RANKS), "step": draw.randint(3, args.steps - 2),
-            "groups": draw.randint(1, max(1, claims_of.group_count(forebay.out) - 1))}
-    print(f"== kill drawn from seed {args.kill_seed}: rank {kill['rank']} in step {kill['step']} after "
-          f"{kill['groups']} groups", flush=True)
+    kill = {
+        "rank": draw.randrange(RANKS),
+        "step": draw.randint(3, args.steps - 2),
+        "groups": draw.randint(1, max(1, claims_of.group_count(forebay.out) - 1)),
+    }
+    print(
+        f"== kill drawn from seed {args.kill_seed}: rank {kill['rank']} in step {kill['step']} after "
+        f"{kill['groups']} groups",
+        flush=True,
+    )
     killed = runs["killed"] = Run("killed", work)
     killed.kill = kill
-    killed.start(inside(killed, work, torchrun(
-        killed, args, "--sha", killed.out / "sha.json", "--kill", "{rank}:{step}:{groups}".format(**kill))))
+    killed.start(
+        inside(
+            killed,
+            work,
+            torchrun(
+                killed,
+                args,
+                "--sha",
+                killed.out / "sha.json",
+                "--kill",
+                "{rank}:{step}:{groups}".format(**kill),
+            ),
+        )
+    )
 
     exact = runs["exact"] = Run("exact", work)
-    command = torchrun(exact, argparse.Namespace(**{**vars(args), "steps": 5}), "--dtype", "bf16", "--format", "exact",
-                       "--reference-check", *SMALL)
+    command = torchrun(
+        exact,
+        argparse.Namespace(**{**vars(args), "steps": 5}),
+        "--dtype",
+        "bf16",
+        "--format",
+        "exact",
+        "--reference-check",
+        *SMALL,
+    )
     exact.start(inside(exact, work, command))
     return runs
 
@@ -130,14 +212,21 @@ def main():
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     page = report.page(summary, claims, evidence)
     (folder / "index.html").write_text(page, encoding="utf-8")
-    claims.check("report", claims_of.is_self_contained(page), f"{folder.name}/index.html needs nothing beside itself")
+    claims.check(
+        "report",
+        claims_of.is_self_contained(page),
+        f"{folder.name}/index.html needs nothing beside itself",
+    )
 
     print(claims_of.table(summary))
     print(f"sample: {evidence.sample}\n")
     print(claims.text())
     failed = [claim.name for claim in claims.all if not claim.holds]
     if failed:
-        print(f"error[E_CLAIM]: not true: {', '.join(failed)}\nhint: logs are in {args.work}/", file=sys.stderr)
+        print(
+            f"error[E_CLAIM]: not true: {', '.join(failed)}\nhint: logs are in {args.work}/",
+            file=sys.stderr,
+        )
     print(f"claims: {len(claims.all) - len(failed)} passed, {len(failed)} failed", flush=True)
     return 1 if failed else 0
 

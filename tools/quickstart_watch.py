@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Runs a command beside a daemon and writes down what the kernel and the daemon say about it.
 
-usage: quickstart_watch.py FOREBAY OUT COMMAND...      (inside `forebay run`, which sets FOREBAY_SOCKET)
+usage: quickstart_watch.py FOREBAY OUT COMMAND...   (in `forebay run`, which sets FOREBAY_SOCKET)
 
-OUT/node.json: {"samples": [{"t", "step", "dram", "updates", "early", "rpc_calls", "sessions"}], "dram_peak_bytes",
-"grad_arena_bytes", "io": /proc/PID/io, "direct": [descriptor is O_DIRECT], "status", "trace"}. The figures of memory and
-I/O are the kernel's, of the daemon's process; `status` and `trace` are the daemon's own, taken after the command.
+OUT/node.json: {"samples": [{"t", "step", "dram", "updates", "early", "rpc_calls", "sessions"}],
+"dram_peak_bytes", "grad_arena_bytes", "io": /proc/PID/io, "direct": [descriptor is O_DIRECT],
+"status", "trace"}. The figures of memory and I/O are the kernel's, of the daemon's process;
+`status` and `trace` are the daemon's own, taken after the command.
 """
 
 import json
@@ -76,7 +77,9 @@ class Watch:
         self.grad_arena_bytes = 0
         self.samples = []
         self.over = threading.Event()
-        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._memory, self._status)]
+        self.threads = [
+            threading.Thread(target=run, daemon=True) for run in (self._memory, self._status)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -96,21 +99,39 @@ class Watch:
                 return
             arenas = status["memory"]["arenas"]
             self.grad_arena_bytes = max(
-                self.grad_arena_bytes, sum(arena["size_bytes"] for arena in arenas if arena["kind"] == "grad"))
+                self.grad_arena_bytes,
+                sum(arena["size_bytes"] for arena in arenas if arena["kind"] == "grad"),
+            )
             for job in status["jobs"][:1]:
-                self.samples.append({"t": time.time(), "step": job["committed_step"], "dram": self.dram,
-                                     "updates": job["update_reads"], "early": job["update_reads_early"],
-                                     "rpc_calls": job["rpc_calls"], "sessions": job["sessions"]})
+                self.samples.append(
+                    {
+                        "t": time.time(),
+                        "step": job["committed_step"],
+                        "dram": self.dram,
+                        "updates": job["update_reads"],
+                        "early": job["update_reads_early"],
+                        "rpc_calls": job["rpc_calls"],
+                        "sessions": job["sessions"],
+                    }
+                )
 
     def finish(self):
         self.over.set()
         for thread in self.threads:
             thread.join()
         status = forebay_json(self.forebay, "status")
-        trace = forebay_json(self.forebay, "trace", status["jobs"][0]["name"]) if status["jobs"] else []
-        return {"samples": self.samples, "dram_peak_bytes": max(self.dram_peak, dram_bytes(self.pid)),
-                "grad_arena_bytes": self.grad_arena_bytes, "io": process_io(self.pid),
-                "direct": direct_flags(self.pid), "status": status, "trace": trace}
+        trace = (
+            forebay_json(self.forebay, "trace", status["jobs"][0]["name"]) if status["jobs"] else []
+        )
+        return {
+            "samples": self.samples,
+            "dram_peak_bytes": max(self.dram_peak, dram_bytes(self.pid)),
+            "grad_arena_bytes": self.grad_arena_bytes,
+            "io": process_io(self.pid),
+            "direct": direct_flags(self.pid),
+            "status": status,
+            "trace": trace,
+        }
 
 
 def main(arguments):

@@ -44,7 +44,11 @@ def ticks(low, high, count=5):
     span = max(high - low, 1e-12)
     step = 10 ** len(str(int(span))) / 1000
     while span / step > count:
-        step *= 2 if str(step).lstrip("0.").startswith("1") else 2.5 if str(step).lstrip("0.").startswith("2") else 2
+        step *= (
+            2
+            if str(step).lstrip("0.").startswith("1")
+            else 2.5 if str(step).lstrip("0.").startswith("2") else 2
+        )
     first = -(-low // step) * step + 0.0
     marks = []
     while first <= high + 1e-9:
@@ -63,28 +67,42 @@ def loss_chart(series, held_out):
         return "<p>No run left a loss.</p>"
     low, high, last_step = min(losses), max(losses), max(max(steps), 2)
     x = lambda step: left + (width - left - 16) * step / last_step  # noqa: E731
-    y = lambda loss: top + (height - top - bottom) * (high - loss) / max(high - low, 1e-9)  # noqa: E731
+    y = lambda loss: top + (height - top - bottom) * (high - loss) / max(
+        high - low, 1e-9
+    )  # noqa: E731
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="loss by step">']
     for mark in ticks(low, high):
-        parts.append(f'<line x1="{left}" x2="{width - 16}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="#e8edf1"/>'
-                     f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:g}</text>')
+        parts.append(
+            f'<line x1="{left}" x2="{width - 16}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="#e8edf1"/>'
+            f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:g}</text>'
+        )
     for mark in ticks(0, last_step, 10):
-        parts.append(f'<text x="{x(mark):.1f}" y="{height - 14}" text-anchor="middle">{mark:g}</text>')
+        parts.append(
+            f'<text x="{x(mark):.1f}" y="{height - 14}" text-anchor="middle">{mark:g}</text>'
+        )
     for name, color, dashes, points in series:
         path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in sorted(points.items()))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8" '
-                     f'stroke-dasharray="{dashes}"><title>{escape(name)}</title></polyline>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8" '
+            f'stroke-dasharray="{dashes}"><title>{escape(name)}</title></polyline>'
+        )
     for name, color, first, last in held_out:
         for step, loss in ((0, first), (last_step, last)):
-            parts.append(f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="#fff" stroke="{color}" '
-                         f'stroke-width="2"><title>{escape(name)} {loss:.4f}</title></circle>')
+            parts.append(
+                f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="#fff" stroke="{color}" '
+                f'stroke-width="2"><title>{escape(name)} {loss:.4f}</title></circle>'
+            )
     at = left + 330
     for name, color, dashes, _ in series:
-        parts.append(f'<line x1="{at}" x2="{at + 26}" y1="22" y2="22" stroke="{color}" stroke-width="2" '
-                     f'stroke-dasharray="{dashes}"/><text x="{at + 32}" y="26">{escape(name)}</text>')
+        parts.append(
+            f'<line x1="{at}" x2="{at + 26}" y1="22" y2="22" stroke="{color}" stroke-width="2" '
+            f'stroke-dasharray="{dashes}"/><text x="{at + 32}" y="26">{escape(name)}</text>'
+        )
         at += 60 + 7 * len(name)
-    parts.append(f'<circle cx="{at + 6}" cy="22" r="4" fill="#fff" stroke="#5b6b7a" stroke-width="2"/>'
-                 f'<text x="{at + 16}" y="26">held out</text></svg>')
+    parts.append(
+        f'<circle cx="{at + 6}" cy="22" r="4" fill="#fff" stroke="#5b6b7a" stroke-width="2"/>'
+        f'<text x="{at + 16}" y="26">held out</text></svg>'
+    )
     return "".join(parts)
 
 
@@ -106,15 +124,20 @@ def lanes_of(evidence):
     timeline = evidence.forebay.event("timeline")
     row = next(row for row in evidence.forebay.events("step") if row["step"] == timeline["step"])
     lanes = {name: [] for name, _, _ in LANES}
-    mine = sorted((began, ended, kind, group) for kind, group, began, ended in timeline["intervals"]
-                  if ended > row["began_ns"] and began < row["ended_ns"])
+    mine = sorted(
+        (began, ended, kind, group)
+        for kind, group, began, ended in timeline["intervals"]
+        if ended > row["began_ns"] and began < row["ended_ns"]
+    )
     for began, ended, kind, group in mine:
         lane = {"fetch": "fetch wait", "grad": "gradients", "step": "step wait"}.get(kind)
         if lane:
             lanes[lane].append((began, ended, f"{kind} {group}"))
     holes = [(began, ended) for began, ended, _, _ in mine]
-    for name, began, ended in (("forward", row["began_ns"], row["forward_done_ns"]),
-                               ("backward", row["forward_done_ns"], row["backward_done_ns"])):
+    for name, began, ended in (
+        ("forward", row["began_ns"], row["forward_done_ns"]),
+        ("backward", row["forward_done_ns"], row["backward_done_ns"]),
+    ):
         lanes["compute"] += [(a, b, name) for a, b in without((began, ended), holes)]
     for event in evidence.forebay.node["trace"]:
         lane = {"gradient": "gradients"}.get(event["lane"], event["lane"])
@@ -141,20 +164,28 @@ def timeline_chart(lanes, span):
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="timeline of one step">']
     for mark in ticks(0, (ended - began) / 1e6, 8):
         at = x(began + mark * 1e6)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - 24}" stroke="#e8edf1"/>'
-                     f'<text x="{at:.1f}" y="{height - 8}" text-anchor="middle">{mark:g} ms</text>')
+        parts.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - 24}" stroke="#e8edf1"/>'
+            f'<text x="{at:.1f}" y="{height - 8}" text-anchor="middle">{mark:g} ms</text>'
+        )
     for number, (name, color, _) in enumerate(LANES):
         y = top + number * row_height
-        parts.append(f'<text x="{left - 10}" y="{y + 20}" text-anchor="end">{name}</text>'
-                     f'<line x1="{left}" x2="{width - 12}" y1="{y + row_height}" y2="{y + row_height}" '
-                     'stroke="#eef2f5"/>')
+        parts.append(
+            f'<text x="{left - 10}" y="{y + 20}" text-anchor="end">{name}</text>'
+            f'<line x1="{left}" x2="{width - 12}" y1="{y + row_height}" y2="{y + row_height}" '
+            'stroke="#eef2f5"/>'
+        )
         for a, b, title in lanes[name]:
-            parts.append(f'<rect x="{x(a):.2f}" y="{y + 6}" width="{max(0.6, x(b) - x(a)):.2f}" height="22" '
-                         f'fill="{color}" fill-opacity="0.85"><title>{escape(title)}: {(b - a) / 1e6:.2f} ms</title>'
-                         "</rect>")
+            parts.append(
+                f'<rect x="{x(a):.2f}" y="{y + 6}" width="{max(0.6, x(b) - x(a)):.2f}" height="22" '
+                f'fill="{color}" fill-opacity="0.85"><title>{escape(title)}: {(b - a) / 1e6:.2f} ms</title>'
+                "</rect>"
+            )
     for at in span:
-        parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{top}" y2="{height - 24}" stroke="#1b2733" '
-                     'stroke-dasharray="3 3"/>')
+        parts.append(
+            f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{top}" y2="{height - 24}" stroke="#1b2733" '
+            'stroke-dasharray="3 3"/>'
+        )
     return "".join(parts) + "</svg>"
 
 
@@ -174,53 +205,89 @@ def kill_section(evidence):
         f"{len(evidence.job['groups'])} groups (drawn from seed {evidence.args.kill_seed}). The step was dropped; "
         f"the daemon kept everything up to step {resumed}. torchrun started both ranks again, they attached and went on "
         f"with step {resumed + 1}.</p><p>From the kill to the commit of step {row['step']}: <b>{lost_s:.1f} s</b>, where "
-        f"that step usually takes {usual_s:.2f} s. Steps lost: 0. No checkpoint was read.</p>")
+        f"that step usually takes {usual_s:.2f} s. Steps lost: 0. No checkpoint was read.</p>"
+    )
     width, height = 920, 74
     steps = evidence.killed.events("step")
     first, last = steps[0]["time"], max(steps[-1]["time"], steps[0]["time"] + 1)
     x = lambda at: 20 + (width - 40) * (at - first) / (last - first)  # noqa: E731
-    marks = "".join(f'<line x1="{x(step["time"]):.1f}" x2="{x(step["time"]):.1f}" y1="22" y2="44" stroke="#2a9d6f">'
-                    f'<title>step {step["step"]}</title></line>' for step in steps)
-    return (summary + f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="commits around the kill">{marks}'
-            f'<rect x="{x(row["time"]):.1f}" y="22" width="{x(row["time"] + lost_s) - x(row["time"]):.1f}" height="22" '
-            f'fill="#c23b3b" fill-opacity="0.25"/><line x1="{x(row["time"]):.1f}" x2="{x(row["time"]):.1f}" y1="14" '
-            f'y2="52" stroke="#c23b3b" stroke-width="2"/><text x="{x(row["time"]):.1f}" y="68" text-anchor="middle">'
-            f'SIGKILL in step {row["step"]}</text><text x="20" y="12">one mark a committed step</text></svg>')
+    marks = "".join(
+        f'<line x1="{x(step["time"]):.1f}" x2="{x(step["time"]):.1f}" y1="22" y2="44" stroke="#2a9d6f">'
+        f'<title>step {step["step"]}</title></line>'
+        for step in steps
+    )
+    return (
+        summary
+        + f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="commits around the kill">{marks}'
+        f'<rect x="{x(row["time"]):.1f}" y="22" width="{x(row["time"] + lost_s) - x(row["time"]):.1f}" height="22" '
+        f'fill="#c23b3b" fill-opacity="0.25"/><line x1="{x(row["time"]):.1f}" x2="{x(row["time"]):.1f}" y1="14" '
+        f'y2="52" stroke="#c23b3b" stroke-width="2"/><text x="{x(row["time"]):.1f}" y="68" text-anchor="middle">'
+        f'SIGKILL in step {row["step"]}</text><text x="20" y="12">one mark a committed step</text></svg>'
+    )
 
 
 def step_words(summary, lanes, span):
     """Where the time of the step went; said in full where it took over twice plain's."""
     whole = max(1, span[1] - span[0])
-    shares = ", ".join(f"{name} {busy_ns(items) / 1e6:.0f} ms" for name, items in lanes.items() if items)
+    shares = ", ".join(
+        f"{name} {busy_ns(items) / 1e6:.0f} ms" for name, items in lanes.items() if items
+    )
     ratio = summary["step_s"] / summary["plain_step_s"]
-    text = (f"<p>A step takes {summary['step_s']:.2f} s (median), plain torch's {summary['plain_step_s']:.2f} s: "
-            f"{ratio:.2f} times. Of the {whole / 1e6:.0f} ms shown, lanes are busy: {shares}.</p>")
+    text = (
+        f"<p>A step takes {summary['step_s']:.2f} s (median), plain torch's {summary['plain_step_s']:.2f} s: "
+        f"{ratio:.2f} times. Of the {whole / 1e6:.0f} ms shown, lanes are busy: {shares}.</p>"
+    )
     if ratio > 2:
-        slow = max(("swap read", "swap write", "update", "gradients", "fetch wait"),
-                   key=lambda name: busy_ns(lanes[name]))
+        slow = max(
+            ("swap read", "swap write", "update", "gradients", "fetch wait"),
+            key=lambda name: busy_ns(lanes[name]),
+        )
         wait = busy_ns(lanes["step wait"]) + busy_ns(lanes["fetch wait"])
-        text += (f"<p><b>Over twice plain's time.</b> Rank 0 waits {wait / 1e6:.0f} ms of the step for the daemon; the "
-                 f"busiest lane beside compute is <i>{slow}</i>. {summary['swap_state_share']:.0%} of the moments cross "
-                 "the disk twice in each step, and with so few tokens a step there is little compute to hide them "
-                 "behind.</p>")
+        text += (
+            f"<p><b>Over twice plain's time.</b> Rank 0 waits {wait / 1e6:.0f} ms of the step for the daemon; the "
+            f"busiest lane beside compute is <i>{slow}</i>. {summary['swap_state_share']:.0%} of the moments cross "
+            "the disk twice in each step, and with so few tokens a step there is little compute to hide them "
+            "behind.</p>"
+        )
     return text
 
 
 def figures(summary):
     """The numbers a reader looks for first."""
+
     def figure(value, text):
         return f'<div class="figure"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
-    return '<div class="figures">' + "".join((
-        figure(f"{summary['params'] / 1e6:.1f} M", f"parameters, {summary['ranks']} ranks, {summary['format']}"),
-        figure(f"{summary['swap_state_share']:.0%}", "of the moments on swap"),
-        figure(f"{summary['dram_peak_bytes'] / MIB:.0f} MiB", f"DRAM at most; limit {summary['dram_limit_bytes'] / MIB:.0f} "
-               f"MiB, states {summary['state_bytes'] / MIB:.0f} MiB"),
-        figure(f"{summary['loss_first']:.2f} to {summary['loss_last']:.2f}", f"loss in {summary['steps']} steps"),
-        figure(f"{summary['exposed_wait_s_per_step'] * 1e3:.0f} ms", "exposed wait a step"),
-        figure(f"{summary['prefetch_hit_share']:.0%}", "of swap reads asked for in time"),
-        figure(f"{summary['tokens_per_s']:.0f}", "tokens a second"),
-        figure(f"{summary['rank_private_peak_bytes'] / MIB:.0f} MiB", "private memory of a rank; plain "
-               f"{summary['plain_rank_private_peak_bytes'] / MIB:.0f} MiB"))) + "</div>"
+
+    return (
+        '<div class="figures">'
+        + "".join(
+            (
+                figure(
+                    f"{summary['params'] / 1e6:.1f} M",
+                    f"parameters, {summary['ranks']} ranks, {summary['format']}",
+                ),
+                figure(f"{summary['swap_state_share']:.0%}", "of the moments on swap"),
+                figure(
+                    f"{summary['dram_peak_bytes'] / MIB:.0f} MiB",
+                    f"DRAM at most; limit {summary['dram_limit_bytes'] / MIB:.0f} "
+                    f"MiB, states {summary['state_bytes'] / MIB:.0f} MiB",
+                ),
+                figure(
+                    f"{summary['loss_first']:.2f} to {summary['loss_last']:.2f}",
+                    f"loss in {summary['steps']} steps",
+                ),
+                figure(f"{summary['exposed_wait_s_per_step'] * 1e3:.0f} ms", "exposed wait a step"),
+                figure(f"{summary['prefetch_hit_share']:.0%}", "of swap reads asked for in time"),
+                figure(f"{summary['tokens_per_s']:.0f}", "tokens a second"),
+                figure(
+                    f"{summary['rank_private_peak_bytes'] / MIB:.0f} MiB",
+                    "private memory of a rank; plain "
+                    f"{summary['plain_rank_private_peak_bytes'] / MIB:.0f} MiB",
+                ),
+            )
+        )
+        + "</div>"
+    )
 
 
 def section(title, make):
@@ -234,27 +301,42 @@ def section(title, make):
 
 def page(summary, claims, evidence):
     def losses():
-        runs = (("plain torch", "var(--plain)", "none", evidence.plain), ("Forebay", "var(--ours)", "none", evidence.forebay),
-                ("Forebay, killed", "var(--killed)", "5 4", evidence.killed))
-        return loss_chart([(name, color, dashes, run.losses()) for name, color, dashes, run in runs],
-                          [(name, color, *run.heldout()) for name, color, _, run in runs[:2]])
+        runs = (
+            ("plain torch", "var(--plain)", "none", evidence.plain),
+            ("Forebay", "var(--ours)", "none", evidence.forebay),
+            ("Forebay, killed", "var(--killed)", "5 4", evidence.killed),
+        )
+        return loss_chart(
+            [(name, color, dashes, run.losses()) for name, color, dashes, run in runs],
+            [(name, color, *run.heldout()) for name, color, _, run in runs[:2]],
+        )
 
     def step():
         lanes, span, number = lanes_of(evidence)
-        keys = "".join(f'<tr><td><b style="color:{color}">{name}</b></td><td>{what}</td></tr>' for name, color, what in LANES)
-        return (f"<p class=\"soft\">Step {number} of the uninterrupted run, from that run's own events; dashed: begin and "
-                f"end of the step as rank 0 saw it.</p>{timeline_chart(lanes, span)}"
-                f"{step_words(summary, lanes, span)}<table>{keys}</table>")
+        keys = "".join(
+            f'<tr><td><b style="color:{color}">{name}</b></td><td>{what}</td></tr>'
+            for name, color, what in LANES
+        )
+        return (
+            f'<p class="soft">Step {number} of the uninterrupted run, from that run\'s own events; dashed: begin and '
+            f"end of the step as rank 0 saw it.</p>{timeline_chart(lanes, span)}"
+            f"{step_words(summary, lanes, span)}<table>{keys}</table>"
+        )
 
     def claim_rows():
-        rows = "".join(f'<tr><td class="{"pass" if claim.holds else "fail"}">{"holds" if claim.holds else "FAILS"}</td>'
-                       f"<td>{escape(claim.name)}</td><td>{escape(claim.seen)}</td></tr>" for claim in claims.all)
+        rows = "".join(
+            f'<tr><td class="{"pass" if claim.holds else "fail"}">{"holds" if claim.holds else "FAILS"}</td>'
+            f"<td>{escape(claim.name)}</td><td>{escape(claim.seen)}</td></tr>"
+            for claim in claims.all
+        )
         return f"<table>{rows}</table>"
 
     def numbers():
-        rows = "".join(f"<tr><td>{key}</td><td class=\"number\">"
-                       f"{escape(f'{value:.6g}' if isinstance(value, float) else value)}</td></tr>"
-                       for key, value in summary.items())
+        rows = "".join(
+            f'<tr><td>{key}</td><td class="number">'
+            f"{escape(f'{value:.6g}' if isinstance(value, float) else value)}</td></tr>"
+            for key, value in summary.items()
+        )
         return f"<table>{rows}</table>"
 
     return (
@@ -270,4 +352,5 @@ def page(summary, claims, evidence):
         + section("What was claimed", claim_rows)
         + section("200 characters", lambda: f"<blockquote>{escape(evidence.sample)}</blockquote>")
         + section("summary.json", numbers)
-        + "</main></body></html>\n")
+        + "</main></body></html>\n"
+    )

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""The house rules a compiler cannot check: who may include whom, what is listed, how large, which words.
+"""The house rules a compiler cannot check: who may include whom, what is listed, how large, which
+words.
 
 usage: house.py ROOT
 
-Prints one line a breach, `path:line: [rule] what, and what to do`, and exits 1 where there is any. A line whose comment,
-or the line above it, says `house: allow RULE: reason` may break that rule; for `size` the first ten lines may say so.
+Prints one line a breach, `path:line: [rule] what, and what to do`, and exits 1 where there is any.
+A line whose comment, or the line above it, says `house: allow RULE: reason` may break that rule;
+for `size` the first ten lines may say so.
 """
 
 import os
@@ -105,8 +107,19 @@ def strip_cpp(text):
 def tracked_files(root):
     if (root / ".git").exists():
         listed = subprocess.run(
-            ["git", "-c", "safe.directory=*", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
-            check=True, capture_output=True,
+            [
+                "git",
+                "-c",
+                "safe.directory=*",
+                "-C",
+                str(root),
+                "ls-files",
+                "-co",
+                "--exclude-standard",
+                "-z",
+            ],
+            check=True,
+            capture_output=True,
         ).stdout.decode()
         return sorted(name for name in listed.split("\0") if name and (root / name).is_file())
     found = []
@@ -158,7 +171,11 @@ def check_include(source):
         if target.endswith(".capnp.h"):
             target = "capnp/" + target
         for start, (library, rooms) in LIBRARIES.items():
-            if target.startswith(start) and source.room not in rooms and not looks_into_every_room(source.path):
+            if (
+                target.startswith(start)
+                and source.room not in rooms
+                and not looks_into_every_room(source.path)
+            ):
                 yield number, "library", f"{source.room}/ may not name {library}"
 
 
@@ -182,7 +199,10 @@ def check_cpp(source):
         if re.search(r"(?<!operator )(?<!= )(?<!=)\bdelete\b", line):
             yield number, "ownership", "no delete: an owner's destructor does it"
         if re.search(r"\b(secure_)?getenv\b", line) and source.room != "tests":
-            if PurePosixPath(source.path).name != "main.cc" and source.path != "client/environment.cc":
+            if (
+                PurePosixPath(source.path).name != "main.cc"
+                and source.path != "client/environment.cc"
+            ):
                 yield number, "getenv", "getenv only in main.cc and client/environment.cc: pass options"
         for pattern, replacement in BANNED_CPP:
             if re.search(pattern, line) and source.path != "protocol/mutex.h":
@@ -213,7 +233,10 @@ def check_text(source):
             match = re.search(pattern, line)
             if match:
                 yield number, "word", f"'{match.group()}': write {replacement}"
-        if re.search(r"no_sanitize|default_suppressions|sanitize-(ignorelist|blacklist)|\bsuppressions=", line):
+        if re.search(
+            r"no_sanitize|default_suppressions|sanitize-(ignorelist|blacklist)|\bsuppressions=",
+            line,
+        ):
             yield number, "suppression", "no suppression: mend what the tool found"
     if source.suffix in SIZED and len(source.lines) > LINES_MAX:
         yield len(source.lines), "size", f"{len(source.lines)} lines: {LINES_MAX} is the end"
@@ -238,7 +261,12 @@ def check_tree(root, sources):
     folders = set()
     for path in tracked_files(root):
         top = path.split("/")[0]
-        if "/" in path and top not in TOP_FOLDERS and not top.startswith(".") and top not in folders:
+        if (
+            "/" in path
+            and top not in TOP_FOLDERS
+            and not top.startswith(".")
+            and top not in folders
+        ):
             folders.add(top)
             yield top, 1, "folder", "no other folder at the top"
         if re.search(r"(^|/)[^/]*(\.supp|suppressions?[^/]*\.txt)$", path):
@@ -259,7 +287,7 @@ def breaches(root):
 
 def main(arguments):
     if len(arguments) != 2:
-        print(__doc__.split("\n\n")[1], file=sys.stderr)
+        print("usage: house.py ROOT", file=sys.stderr)
         return 2
     found = sorted(breaches(Path(arguments[1])))
     for path, number, rule, text in found:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Goal    The house rules report each breach, at its line and under its rule, and nothing else.
-Method  A small clean tree is written to a temporary folder: no breach. Then, rule by rule, one file with one
-        breach is added, and exactly that breach must be reported. The same tree with all of them at once must
-        report all of them; a reason beside the breach silences it.
+Method  A small clean tree is written to a temporary folder: no breach. Then, rule by rule, one
+        file with one breach is added, and exactly that breach must be reported. The same tree with
+        all of them at once must report all of them; a reason beside the breach silences it.
 """
 
 import sys
@@ -36,7 +36,8 @@ CLEAN = {
     "client/environment.cc": 'auto* socket = std::getenv("FOREBAY_SOCKET");\n',
     "tools/forebay/bench_disk.cc": '#include "nvme/volume.h"\n#include "daemon/x.h"\n#include "client/y.h"\n',
     "tests/nvme/CMakeLists.txt": "forebay_add_test(volume_test SOURCES volume_test.cc)\n",
-    "tests/nvme/volume_test.cc": TEST_HEAD + '#include "nvme/internal/map.h"\n#include "gtest/gtest.h"\n'
+    "tests/nvme/volume_test.cc": TEST_HEAD
+    + '#include "nvme/internal/map.h"\n#include "gtest/gtest.h"\n'
     'void F() { GTEST_SKIP() << "no disk"; }\n',
 }
 
