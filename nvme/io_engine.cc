@@ -5,6 +5,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
 
 namespace forebay::nvme {
@@ -34,10 +35,28 @@ absl::Status IoEngine::SubmitFlush(FileIndex file, uint64_t token) {
   return Submit({.kind = IoKind::kFlush, .file = file, .token = token});
 }
 
-absl::Status IoEngine::Check(const IoRequest& request, uint32_t files) {
-  if (static_cast<uint32_t>(request.file) >= files) {
+absl::StatusOr<FileIndex> IoEngine::TakeFileIndex() {
+  for (uint32_t index = 0; index < kFilesMax; ++index) {
+    if (file_taken_[index]) continue;
+    file_taken_[index] = true;
+    return FileIndex{index};
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrFormat("%d files are registered: that is the maximum", kFilesMax));
+}
+
+bool IoEngine::ReleaseFileIndex(FileIndex file) {
+  const auto index = static_cast<uint32_t>(file);
+  if (index >= kFilesMax || !file_taken_[index]) return false;
+  file_taken_[index] = false;
+  return true;
+}
+
+absl::Status IoEngine::Check(const IoRequest& request) const {
+  const auto index = static_cast<uint32_t>(request.file);
+  if (index >= kFilesMax || !file_taken_[index]) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("I/O on file %d of %d", static_cast<uint32_t>(request.file), files));
+        absl::StrFormat("I/O on file %d, which is not registered", index));
   }
   if (request.kind == IoKind::kFlush) return absl::OkStatus();
   if (request.kind == IoKind::kEvent) {

@@ -3,6 +3,7 @@
 // Tests: a simulated disk.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -64,10 +65,15 @@ class IoEngine {
 
   virtual std::string_view name() const = 0;  // "io_uring", "threads", "simulated"
 
-  // Makes `fd` known; it stays open until the engine has died. O_DIRECT is the caller's affair.
+  // Makes `fd` known; it stays open until UnregisterFile() or the engine's end. O_DIRECT is the
+  // caller's affair.
   //
   // Errors  kResourceExhausted  kFilesMax reached, or the kernel refused.
   virtual absl::StatusOr<FileIndex> RegisterFile(int fd) = 0;
+
+  // Lets go of the file, which the kernel may hold open until then. No transfer of it is in flight.
+  // Unknown indices are ignored.
+  virtual void UnregisterFile(FileIndex file) = 0;
 
   // Tells the kernel about memory that transfers will use often, in pieces of at most
   // kBufferPieceBytesMax. Best effort: false (RLIMIT_MEMLOCK, or an engine without such a thing)
@@ -114,8 +120,17 @@ class IoEngine {
   absl::Status SubmitFlush(FileIndex file, uint64_t token);
 
  protected:
-  // The checks every engine makes in Submit(); `files` is how many are registered.
-  static absl::Status Check(const IoRequest& request, uint32_t files);
+  // The checks every engine makes in Submit().
+  absl::Status Check(const IoRequest& request) const;
+
+  // The lowest free index; kResourceExhausted where there is none.
+  absl::StatusOr<FileIndex> TakeFileIndex();
+
+  // False where it was not taken.
+  bool ReleaseFileIndex(FileIndex file);
+
+ private:
+  std::array<bool, kFilesMax> file_taken_{};
 };
 
 }  // namespace forebay::nvme

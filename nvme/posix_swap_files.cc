@@ -90,18 +90,22 @@ pid_t LockHolder(const struct stat& locked) {
   return 0;
 }
 
+absl::Status BusyError(const Candidate& path, const struct stat& locked) {
+  const pid_t pid = LockHolder(locked);
+  return MakeError(ErrorId::kBusy,
+                   pid > 0 ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
+                           : absl::StrFormat("%s is in use, or mounted", Text(path)),
+                   "stop that daemon, or give this one another swap path");
+}
+
 absl::Status TakeLock(Candidate& path) {
   if (flock(path.lock.get(), LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
   const int error = errno;
-  if (error != EWOULDBLOCK) {
+  struct stat status {};
+  if (error != EWOULDBLOCK || fstat(path.lock.get(), &status) != 0) {
     return PathError(path, "lock", error, "use a local file system");
   }
-  struct stat status {};
-  const pid_t pid = fstat(path.lock.get(), &status) == 0 ? LockHolder(status) : 0;
-  return MakeError(ErrorId::kBusy,
-                   pid > 0 ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
-                           : absl::StrFormat("%s is in use by another process", Text(path)),
-                   "stop that daemon, or give this one another swap path");
+  return BusyError(path, status);
 }
 
 // O_DIRECT may open and still mean nothing (tmpfs), or want more than our alignment.
@@ -111,7 +115,7 @@ absl::Status CheckDirect(const Candidate& path) {
   if (fstatfs(path.file.get(), &system) != 0) {
     return PathError(path, "fstatfs", errno, kHint);
   }
-  if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) {
+  if (!path.is_device && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
     return MakeError(ErrorId::kSwapPath,
                      absl::StrCat(Text(path), ": without O_DIRECT: it lies in memory (tmpfs)"),
                      kHint);
@@ -180,12 +184,14 @@ absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate&
   return absl::OkStatus();
 }
 
-absl::Status OpenDevice(const PathOptions& options, Candidate& path) {
+absl::Status OpenDevice(const PathOptions& options, const struct stat& status, Candidate& path) {
   path.name = options.path;
   path.is_device = true;
   // O_EXCL: refused while a file system on it is mounted.
   path.file.Reset(open(options.path.c_str(), O_RDWR | O_DIRECT | O_EXCL | O_CLOEXEC));
-  if (!path.file.valid()) return OpenError(path, errno);
+  if (!path.file.valid()) {
+    return errno == EBUSY ? BusyError(path, status) : OpenError(path, errno);
+  }
   path.lock.Reset(fcntl(path.file.get(), F_DUPFD_CLOEXEC, 0));
   if (!path.lock.valid()) return OpenError(path, errno);
   RETURN_IF_ERROR(TakeLock(path));
@@ -220,7 +226,7 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
     }
   }
   if (S_ISBLK(status.st_mode)) {
-    RETURN_IF_ERROR(OpenDevice(options, path));
+    RETURN_IF_ERROR(OpenDevice(options, status, path));
   } else if (S_ISDIR(status.st_mode)) {
     RETURN_IF_ERROR(OpenDirectory(options, mode, path));
   } else {

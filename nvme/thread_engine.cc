@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <cstddef>
@@ -82,7 +83,7 @@ struct ThreadEngine::State {
 
   protocol::UniqueFd epoll;
   protocol::UniqueFd done_event;  // written by the threads, one of the epoll set
-  std::vector<int> files;
+  std::array<int, kFilesMax> files{};
   internal::WatchTable watches;
   uint32_t unfinished = 0;  // submitted and not yet returned by Wait()
 
@@ -191,20 +192,19 @@ ThreadEngine::~ThreadEngine() {
 }
 
 absl::StatusOr<FileIndex> ThreadEngine::RegisterFile(int fd) {
-  if (state_->files.size() == kFilesMax) {
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("%d files are registered: that is the maximum", kFilesMax));
-  }
-  state_->files.push_back(fd);
-  return FileIndex{static_cast<uint32_t>(state_->files.size() - 1)};
+  ASSIGN_OR_RETURN(const FileIndex file, TakeFileIndex());
+  state_->files[static_cast<uint32_t>(file)] = fd;
+  return file;
 }
+
+void ThreadEngine::UnregisterFile(FileIndex file) { ReleaseFileIndex(file); }
 
 bool ThreadEngine::RegisterBuffer(std::span<std::byte> /*bytes*/) { return false; }
 
 void ThreadEngine::UnregisterBuffer(std::span<std::byte> /*bytes*/) {}
 
 absl::Status ThreadEngine::Submit(const IoRequest& request) {
-  RETURN_IF_ERROR(Check(request, static_cast<uint32_t>(state_->files.size())));
+  RETURN_IF_ERROR(Check(request));
   if (state_->unfinished >= kBacklogMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d transfers are queued: that is the maximum", kBacklogMax));

@@ -29,6 +29,7 @@ class ThreadEngine final : public IoEngine {
 
   std::string_view name() const override { return "threads"; }
   absl::StatusOr<FileIndex> RegisterFile(int fd) override;
+  void UnregisterFile(FileIndex file) override;
   bool RegisterBuffer(std::span<std::byte> bytes) override;
   void UnregisterBuffer(std::span<std::byte> bytes) override;
   absl::Status Submit(const IoRequest& request) override;

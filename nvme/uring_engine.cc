@@ -79,7 +79,6 @@ struct UringEngine::State {
   bool enabled = false;
   bool buffers_usable = false;
   uint32_t depth;
-  uint32_t files = 0;
   internal::BoundedQueue<IoRequest> backlog;
   std::vector<Transfer> transfers;
   std::vector<uint32_t> free_transfers;
@@ -251,16 +250,18 @@ UringEngine::~UringEngine() {
 }
 
 absl::StatusOr<FileIndex> UringEngine::RegisterFile(int fd) {
-  if (state_->files == kFilesMax) {
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("%d files are registered: that is the maximum", kFilesMax));
-  }
-  const int rc = io_uring_register_files_update(&state_->ring, state_->files, &fd, 1);
-  if (rc != 1) {
-    return absl::ResourceExhaustedError(
-        protocol::ErrnoText(absl::StrFormat("io_uring: register file %d", fd), rc < 0 ? -rc : EIO));
-  }
-  return FileIndex{state_->files++};
+  ASSIGN_OR_RETURN(const FileIndex file, TakeFileIndex());
+  const int rc = io_uring_register_files_update(&state_->ring, static_cast<unsigned>(file), &fd, 1);
+  if (rc == 1) return file;
+  ReleaseFileIndex(file);
+  return absl::ResourceExhaustedError(
+      protocol::ErrnoText(absl::StrFormat("io_uring: register file %d", fd), rc < 0 ? -rc : EIO));
+}
+
+void UringEngine::UnregisterFile(FileIndex file) {
+  if (!ReleaseFileIndex(file)) return;
+  const int none = -1;
+  io_uring_register_files_update(&state_->ring, static_cast<unsigned>(file), &none, 1);
 }
 
 bool UringEngine::RegisterBuffer(std::span<std::byte> bytes) {
@@ -297,7 +298,7 @@ void UringEngine::UnregisterBuffer(std::span<std::byte> bytes) {
 }
 
 absl::Status UringEngine::Submit(const IoRequest& request) {
-  RETURN_IF_ERROR(Check(request, state_->files));
+  RETURN_IF_ERROR(Check(request));
   if (state_->backlog.size() + state_->in_flight() >= kBacklogMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d transfers are queued: that is the maximum", kBacklogMax));

@@ -89,6 +89,12 @@ Volume::State::State(IoEngine& io_engine, const internal::Geometry& disk_geometr
     free_requests.push_back(static_cast<uint32_t>(i - 1));
 }
 
+Volume::State::~State() {
+  for (const internal::Path& path : paths) {
+    if (path.index.has_value()) engine.UnregisterFile(*path.index);
+  }
+}
+
 absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
     const VolumeOptions& options, const internal::Protections& protections, IoEngine& engine,
     SwapFileSystem& files) {

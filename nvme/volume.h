@@ -91,8 +91,9 @@ struct Finished {
 // last good flush counts as lost: NeedsRewrite() lists it, and Commit() refuses until it has been
 // written again.
 //
-// Ownership  Files are the volume's; engine and buffers are the caller's. Buffers are in use until
-//            their token is finished. Requests in flight must be finished before the volume dies.
+// Ownership  Files are the volume's; engine and buffers are the caller's. The engine outlives the
+//            volume. Buffers are in use until their token is finished. Requests in flight must be
+//            finished before the volume dies.
 // Threads    Open() anywhere, it blocks; everything else on the engine's thread, and nothing
 //            blocks.
 // Limits     kRequestsMax requests unfinished; one commit at a time. A transfer without progress is

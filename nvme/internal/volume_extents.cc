@@ -1,6 +1,8 @@
 // Volume: which extent has which space.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -39,32 +41,43 @@ uint64_t Volume::State::FreeBytes() const {
   return free_bytes;
 }
 
-// Onto the path that is least full for its weight; the order of the paths breaks ties.
-bool Volume::State::PlaceSlot(Slot& slot, uint64_t size_bytes) {
+// Onto the path that has the fewest slots of this number for its weight, so that a step, which
+// mostly writes slots of one number, keeps every path busy; then onto the least full one.
+bool Volume::State::PlaceSlot(Extent& extent, size_t slot) {
   Path* best = nullptr;
-  double best_fill = 0;
+  std::pair<double, double> best_fill;
   for (Path& path : paths) {
-    if (path.stats.flush_failed || !path.space.Fits(size_bytes)) continue;
-    const double fill = static_cast<double>(path.stats.allocated_bytes + size_bytes) / path.weight;
+    if (path.stats.flush_failed || !path.space.Fits(extent.size_bytes)) continue;
+    const auto fill_with = [&](uint64_t allocated_bytes) {
+      return static_cast<double>(allocated_bytes + extent.size_bytes) / path.weight;
+    };
+    const std::pair<double, double> fill = {fill_with(path.slot_bytes[slot]),
+                                            fill_with(path.stats.allocated_bytes)};
     if (best != nullptr && fill >= best_fill) continue;
     best = &path;
     best_fill = fill;
   }
   if (best == nullptr) return false;
-  const std::optional<uint64_t> offset = best->space.Take(size_bytes);
+  const std::optional<uint64_t> offset = best->space.Take(extent.size_bytes);
   FOREBAY_CHECK(offset.has_value());
-  best->stats.allocated_bytes += size_bytes;
-  slot = Slot{};
-  slot.path = static_cast<uint32_t>(best - paths.data());
-  slot.offset_bytes = *offset;
+  best->stats.allocated_bytes += extent.size_bytes;
+  best->slot_bytes[slot] += extent.size_bytes;
+  extent.slots[slot].path = static_cast<uint32_t>(best - paths.data());
+  extent.slots[slot].offset_bytes = *offset;
   return true;
 }
 
+void Volume::State::ReleaseSlot(const Extent& extent, size_t slot) {
+  const Slot& released = extent.slots[slot];
+  Path& path = paths[released.path];
+  path.space.Release(released.offset_bytes, extent.size_bytes);
+  path.stats.allocated_bytes -= extent.size_bytes;
+  path.slot_bytes[slot] -= extent.size_bytes;
+}
+
 void Volume::State::ReleaseSpace(Extent& extent) {
-  for (const Slot& slot : extent.slots) {
-    paths[slot.path].space.Release(slot.offset_bytes, extent.size_bytes);
-    paths[slot.path].stats.allocated_bytes -= extent.size_bytes;
-  }
+  ReleaseSlot(extent, 0);
+  ReleaseSlot(extent, 1);
   extent = Extent{};
 }
 
@@ -82,11 +95,9 @@ absl::StatusOr<std::vector<ExtentId>> Volume::State::Allocate(uint32_t count, ui
     if (index == extents.size()) extents.emplace_back();
     Extent extent;
     extent.size_bytes = size_bytes;
-    if (!PlaceSlot(extent.slots[0], size_bytes)) break;
-    if (!PlaceSlot(extent.slots[1], size_bytes)) {
-      const Slot& placed = extent.slots[0];
-      paths[placed.path].space.Release(placed.offset_bytes, size_bytes);
-      paths[placed.path].stats.allocated_bytes -= size_bytes;
+    if (!PlaceSlot(extent, 0)) break;
+    if (!PlaceSlot(extent, 1)) {
+      ReleaseSlot(extent, 0);
       break;
     }
     extents[index] = extent;

@@ -36,7 +36,8 @@ using protocol::ErrorId;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Old records die before the labels change, so that a cut in between leaves an empty volume or none.
+// Old records die before the labels change, so that a cut in between leaves an empty volume or
+// none.
 absl::Status Volume::State::Initialise() {
   if (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
     return absl::InternalError(protocol::ErrnoText("getrandom", errno));
@@ -192,6 +193,11 @@ bool Volume::State::AdoptTable(std::span<const std::byte> bytes) {
     extent.pinned = static_cast<uint8_t>(1u << entry.current);
   }
   extents = std::move(found);
+  for (const Extent& extent : extents) {
+    for (size_t s = 0; extent.size_bytes > 0 && s < 2; ++s) {
+      paths[extent.slots[s].path].slot_bytes[s] += extent.size_bytes;
+    }
+  }
   for (uint32_t path = 0; path < paths.size(); ++path) {
     PathStats& stats = paths[path].stats;
     stats.allocated_bytes = paths[path].space.free_bytes() - spaces[path].free_bytes();

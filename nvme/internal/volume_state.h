@@ -52,12 +52,13 @@ struct Extent {
 
 struct Path {
   std::unique_ptr<SwapFile> file;
-  FileIndex index{};
+  std::optional<FileIndex> index;  // at the engine
   uint32_t weight = 1;
   SpaceMap space;
-  uint64_t writes = 0;   // finished
-  uint64_t flushed = 0;  // those up to this number are durable
-  PathStats stats;       // capacity_bytes from the start
+  std::array<uint64_t, 2> slot_bytes{};  // allocated for first and for second slots
+  uint64_t writes = 0;                   // finished
+  uint64_t flushed = 0;                  // those up to this number are durable
+  PathStats stats;                       // capacity_bytes from the start
 };
 
 enum class Job : uint8_t { kRead, kWrite, kZero, kCommitPart };
@@ -110,6 +111,9 @@ struct CommitState {
 
 struct Volume::State {
   State(IoEngine& io_engine, const internal::Geometry& disk_geometry);
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State();
 
   // volume_open.cc
   absl::Status Initialise();
@@ -122,7 +126,8 @@ struct Volume::State {
   // volume_extents.cc
   absl::StatusOr<std::vector<ExtentId>> Allocate(uint32_t count, uint64_t size_bytes);
   absl::Status Free(std::span<const ExtentId> ids);
-  bool PlaceSlot(internal::Slot& slot, uint64_t size_bytes);
+  bool PlaceSlot(internal::Extent& extent, size_t slot);
+  void ReleaseSlot(const internal::Extent& extent, size_t slot);
   void ReleaseSpace(internal::Extent& extent);
   internal::Extent* Find(ExtentId id);
   const internal::Extent* Find(ExtentId id) const;

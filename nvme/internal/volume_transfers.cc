@@ -97,7 +97,7 @@ void Volume::State::Release(uint32_t index) {
 absl::Status Volume::State::Start(uint32_t index) {
   const Request& request = requests[index];
   return engine.Submit({.kind = request.io,
-                        .file = paths[request.path].index,
+                        .file = *paths[request.path].index,
                         .offset_bytes = request.offset_bytes + request.done_bytes,
                         .data = request.data + request.done_bytes,
                         .size_bytes = request.size_bytes - request.done_bytes,

@@ -389,6 +389,16 @@ TEST_P(IoEngineContract, TooManyFilesAreRefused) {
     EXPECT_EQ(static_cast<uint32_t>(file), i);
   }
   EXPECT_THAT(engine_->RegisterFile(fd), HasCode(absl::StatusCode::kResourceExhausted));
+  engine_->UnregisterFile(FileIndex{5});
+  engine_->UnregisterFile(FileIndex{5});  // ignored, as is the next one
+  engine_->UnregisterFile(FileIndex{9999});
+  Bytes bytes(4096);
+  EXPECT_THAT(engine_->SubmitRead(FileIndex{5}, 0, bytes, 1),
+              HasCode(absl::StatusCode::kInvalidArgument));
+  ASSERT_OK_AND_ASSIGN(const FileIndex again, engine_->RegisterFile(fd));
+  EXPECT_EQ(again, FileIndex{5});
+  ASSERT_OK(engine_->SubmitRead(again, 0, bytes, 1));
+  EXPECT_EQ(WaitFor(1).size(), 1u);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IoEngineContract,

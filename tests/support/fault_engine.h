@@ -41,6 +41,7 @@ class FaultEngine final : public nvme::IoEngine {
 
   std::string_view name() const override { return inner_.name(); }
   absl::StatusOr<nvme::FileIndex> RegisterFile(int fd) override { return inner_.RegisterFile(fd); }
+  void UnregisterFile(nvme::FileIndex file) override { inner_.UnregisterFile(file); }
   bool RegisterBuffer(std::span<std::byte> bytes) override { return inner_.RegisterBuffer(bytes); }
   void UnregisterBuffer(std::span<std::byte> bytes) override { inner_.UnregisterBuffer(bytes); }
   absl::Status Submit(const nvme::IoRequest& request) override;

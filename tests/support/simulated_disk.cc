@@ -104,7 +104,6 @@ void SimulatedDisk::RestorePower() {
     path.latest = path.durable;
     path.cache.clear();
   }
-  files_.clear();
   queue_.clear();
   watches_ = {};
   watched_.clear();
@@ -115,11 +114,11 @@ void SimulatedDisk::RestorePower() {
 }
 
 bool SimulatedDisk::PowerIsOff() {
-  if (!power_is_off_ && cut_at_.has_value() && operations_ == *cut_at_) CutPower();
+  if (!power_is_off_ && cut_at_.has_value() && operations_ == *cut_at_) CutPowerNow();
   return power_is_off_;
 }
 
-void SimulatedDisk::CutPower() {
+void SimulatedDisk::CutPowerNow() {
   // What is under way may arrive as well as what is cached.
   for (const Queued& queued : queue_) {
     const IoRequest& request = queued.request;
@@ -258,21 +257,23 @@ int64_t SimulatedDisk::Execute(const Queued& queued) {
 }
 
 absl::StatusOr<nvme::FileIndex> SimulatedDisk::RegisterFile(int fd) {
-  if (files_.size() == kFilesMax) return absl::ResourceExhaustedError("too many files");
   const int path = fd - kFirstFd;
   if (path < 0 || path >= static_cast<int>(paths_.size())) {
     return absl::InvalidArgumentError(absl::StrFormat("descriptor %d is not of this disk", fd));
   }
-  files_.push_back(static_cast<uint32_t>(path));
-  return nvme::FileIndex{static_cast<uint32_t>(files_.size() - 1)};
+  ASSIGN_OR_RETURN(const nvme::FileIndex file, TakeFileIndex());
+  files_[static_cast<uint32_t>(file)] = static_cast<uint32_t>(path);
+  return file;
 }
+
+void SimulatedDisk::UnregisterFile(nvme::FileIndex file) { ReleaseFileIndex(file); }
 
 bool SimulatedDisk::RegisterBuffer(std::span<std::byte> /*bytes*/) { return false; }
 
 void SimulatedDisk::UnregisterBuffer(std::span<std::byte> /*bytes*/) {}
 
 absl::Status SimulatedDisk::Submit(const IoRequest& request) {
-  RETURN_IF_ERROR(Check(request, static_cast<uint32_t>(files_.size())));
+  RETURN_IF_ERROR(Check(request));
   if (queue_.size() >= kBacklogMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d transfers are queued: that is the maximum", kBacklogMax));

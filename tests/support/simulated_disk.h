@@ -2,6 +2,7 @@
 // power fails.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -67,17 +68,18 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
 
   std::string path_name(uint32_t path) const;
 
-  // Operations since the creation, failed ones included.
+  // Operations since the creation; what comes after a power cut is none.
   uint64_t operations() const { return operations_; }
   const std::vector<OperationRecord>& log() const { return log_; }
 
   // Cuts the power before the operation that is `operation` (from 0) after this call.
   void CutPowerBefore(uint64_t operation) { cut_at_ = operations_ + operation; }
+  void CutPowerNow();
   void set_cut_fate(CutFate fate, uint64_t seed);
   void set_order(ExecutionOrder order) { order_ = order; }
   bool power_was_cut() const { return power_was_cut_; }
 
-  // Everything in the cache has met its fate; files, watches and queued transfers are forgotten.
+  // Everything in the cache has met its fate; watches and queued transfers are forgotten.
   void RestorePower();
 
   // Faults the write that is `operation` (from 0) after this call; nothing where it is no write.
@@ -97,6 +99,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   // nvme::IoEngine.
   std::string_view name() const override { return "simulated"; }
   absl::StatusOr<nvme::FileIndex> RegisterFile(int fd) override;
+  void UnregisterFile(nvme::FileIndex file) override;
   bool RegisterBuffer(std::span<std::byte> bytes) override;
   void UnregisterBuffer(std::span<std::byte> bytes) override;
   absl::Status Submit(const nvme::IoRequest& request) override;
@@ -132,7 +135,6 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
 
   // True where the power is off, after cutting it if its time has come.
   bool PowerIsOff();
-  void CutPower();
   void MeetFate(Path& path);
   int64_t Execute(const Queued& queued);
   int64_t DoRead(uint32_t path, uint64_t offset_bytes, std::span<std::byte> bytes);
@@ -143,7 +145,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   size_t ReportEvents(std::chrono::nanoseconds timeout, std::span<nvme::Completion> out);
 
   std::vector<Path> paths_;
-  std::vector<uint32_t> files_;  // path by FileIndex
+  std::array<uint32_t, kFilesMax> files_{};  // path by FileIndex
   std::vector<Queued> queue_;
   nvme::internal::WatchTable watches_;
   std::vector<std::pair<int, nvme::internal::WatchKey>> watched_;

@@ -1,0 +1,335 @@
+// Goal    On the machine's own file system a volume is O_DIRECT, reserved, private and locked; and
+//         a path that cannot be swap is refused with its index and numbers, before anything starts.
+// Method  Real directories in the build tree, both engines, a second process for the lock. What a
+//         machine cannot show (no tmpfs, no loop device) is skipped with its reason.
+
+#include <fcntl.h>
+#include <linux/loop.h>
+#include <linux/magic.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nvme/engine_factory.h"
+#include "nvme/volume.h"
+#include "protocol/error.h"
+#include "protocol/unique_fd.h"
+#include "tests/nvme/temp_dir.h"
+#include "tests/nvme/volume_world.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::nvme {
+namespace {
+
+using ::forebay::testing::HasError;
+using protocol::ErrorId;
+using protocol::UniqueFd;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kPathBytes = 1 << 20;
+constexpr uid_t kNobody = 65534;
+
+class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == EngineChoice::kUring && !ProbeUring().ok()) {
+      GTEST_SKIP() << "no io_uring here: " << ProbeUring();
+    }
+    ASSERT_OK_AND_ASSIGN(chosen_, CreateIoEngine({.choice = GetParam()}));
+    a_ = directory_.Make("a");
+    b_ = directory_.Make("b");
+    descriptors_before_ = OpenDescriptors();
+  }
+
+  void TearDown() override {
+    if (IsSkipped()) return;
+    EXPECT_EQ(OpenDescriptors(), descriptors_before_);
+  }
+
+  VolumeOptions Options(std::vector<std::string> paths) const {
+    VolumeOptions options;
+    for (const std::string& path : paths) {
+      options.paths.push_back({.path = path, .capacity_bytes = kPathBytes});
+    }
+    options.extents_max = 32;
+    return options;
+  }
+
+  absl::StatusOr<std::unique_ptr<Volume>> Open(const VolumeOptions& options) {
+    return Volume::Open(options, *chosen_.engine);
+  }
+
+  IoEngine& engine() { return *chosen_.engine; }
+
+  TempDir directory_;
+  ChosenEngine chosen_;
+  std::string a_;
+  std::string b_;
+  size_t descriptors_before_ = 0;
+};
+
+// Flags of this process's descriptors whose name starts with `name`.
+std::vector<int> FlagsOf(const std::string& name) {
+  std::vector<int> flags;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (gone || !target.starts_with(name)) continue;
+    flags.push_back(fcntl(std::stoi(entry.path().filename()), F_GETFL));
+  }
+  return flags;
+}
+
+TEST_P(VolumeFiles, KeepStepsAcrossReopening) {
+  for (uint32_t life = 1; life <= 3; ++life) {
+    VolumeOptions options = Options({a_, b_});
+    options.mode = life == 1 ? OpenMode::kReclaim : OpenMode::kRecover;
+    ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
+    if (life == 1) {
+      ASSERT_OK_AND_ASSIGN(const auto extents, volume->AllocateExtents(5, kBlockBytes));
+      ASSERT_OK(ZeroNow(*volume, engine(), extents));
+    }
+    for (const ExtentId extent : volume->extents()) {
+      if (life == 1) continue;
+      const BlockState block = ReadBlock(*volume, engine(), extent);
+      EXPECT_OK(block.status);
+      EXPECT_TRUE(block.bytes_right);
+      EXPECT_EQ(block.step, life - 1);
+    }
+    EXPECT_EQ(volume->extents().size(), 5u);
+    EXPECT_OK(CommitStep(*volume, engine(), life));
+    EXPECT_EQ(volume->durable_sequence(), life);
+  }
+}
+
+TEST_P(VolumeFiles, AreDirectReservedAndPrivate) {
+  ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_, b_})));
+  for (const std::string& directory : {a_, b_}) {
+    const std::vector<int> flags = FlagsOf(directory + "/forebay.swap");
+    ASSERT_EQ(flags.size(), 1u);
+    EXPECT_NE(flags[0] & O_DIRECT, 0);
+    struct stat status {};
+    ASSERT_EQ(stat((directory + "/forebay.swap").c_str(), &status), 0);
+    EXPECT_EQ(status.st_mode & 07777, 0600u);
+    EXPECT_EQ(static_cast<uint64_t>(status.st_size), kPathBytes);
+    EXPECT_GE(static_cast<uint64_t>(status.st_blocks) * 512, kPathBytes) << "not reserved";
+  }
+}
+
+TEST_P(VolumeFiles, AreReclaimedAtTheNextStart) {
+  {
+    VolumeOptions options = Options({a_});
+    options.paths[0].capacity_bytes = 2 * kPathBytes;
+    ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
+    ASSERT_OK(volume->AllocateExtents(3, kBlockBytes));
+    ASSERT_OK(CommitStep(*volume, engine(), 1));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
+  EXPECT_TRUE(volume->extents().empty());
+  EXPECT_EQ(std::filesystem::file_size(a_ + "/forebay.swap"), kPathBytes);
+}
+
+TEST_P(VolumeFiles, UnlinkedOnesLeaveNothingAndStayLocked) {
+  VolumeOptions options = Options({a_});
+  options.life = FileLife::kUnlinked;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
+    EXPECT_TRUE(std::filesystem::is_empty(a_));
+    ASSERT_OK(volume->AllocateExtents(1, kBlockBytes));
+    EXPECT_OK(CommitStep(*volume, engine(), 1));
+    EXPECT_THAT(Open(options), HasError(ErrorId::kBusy));
+  }
+  EXPECT_OK(Open(options));
+}
+
+TEST_P(VolumeFiles, AMissingPathIsRefused) {
+  const auto volume = Open(Options({a_, directory_.path() + "/none"}));
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapPath));
+  EXPECT_THAT(volume.status().message(), HasSubstr("swap path 1"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("No such file"));
+  EXPECT_TRUE(std::filesystem::is_empty(a_)) << "nothing is left on the path that was right";
+}
+
+TEST_P(VolumeFiles, APathThatIsAFileIsRefused) {
+  std::ofstream(directory_.path() + "/file") << "text";
+  EXPECT_THAT(Open(Options({directory_.path() + "/file"})), HasError(ErrorId::kSwapPath));
+}
+
+TEST_P(VolumeFiles, APathNamedTwiceIsRefused) {
+  const auto volume = Open(Options({a_, b_, a_}));
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapPath));
+  EXPECT_THAT(volume.status().message(), HasSubstr("the same as swap path 0"));
+}
+
+TEST_P(VolumeFiles, ASwapFileThatIsALinkIsNotFollowed) {
+  const std::string precious = directory_.path() + "/precious";
+  std::ofstream(precious) << "text";
+  std::filesystem::create_symlink(precious, a_ + "/forebay.swap");
+  EXPECT_THAT(Open(Options({a_})), HasError(ErrorId::kSwapPath));
+  EXPECT_EQ(std::filesystem::file_size(precious), 4u);
+}
+
+TEST_P(VolumeFiles, AReadOnlyPathIsRefused) {
+  ASSERT_EQ(chmod(a_.c_str(), 0555), 0);
+  ASSERT_EQ(chmod(directory_.path().c_str(), 0755), 0);
+  if (geteuid() == 0 && seteuid(kNobody) != 0) GTEST_SKIP() << "root cannot become another user";
+  if (access(directory_.path().c_str(), X_OK) != 0 || !std::filesystem::exists(a_)) {
+    ASSERT_EQ(seteuid(getuid()), 0);
+    GTEST_SKIP() << "another user cannot reach the build tree";
+  }
+  const auto volume = Open(Options({a_}));
+  ASSERT_EQ(seteuid(getuid()), 0);
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapPath));
+  EXPECT_THAT(volume.status().message(), HasSubstr("read-only"));
+}
+
+TEST_P(VolumeFiles, APathInMemoryIsRefused) {
+  struct statfs system {};
+  if (statfs("/dev/shm", &system) != 0 || system.f_type != TMPFS_MAGIC) {
+    GTEST_SKIP() << "/dev/shm is no tmpfs here";
+  }
+  std::string pattern = "/dev/shm/forebay_test_XXXXXX";
+  ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+  const auto volume = Open(Options({pattern}));
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapPath));
+  EXPECT_THAT(volume.status().message(), HasSubstr("without O_DIRECT"));
+  EXPECT_TRUE(std::filesystem::is_empty(pattern));
+  std::filesystem::remove(pattern);
+}
+
+TEST_P(VolumeFiles, ATooSmallDiskIsRefusedWithNeededAndFreeBytes) {
+  VolumeOptions options = Options({a_, b_});
+  options.paths[1].capacity_bytes = uint64_t{1} << 50;
+  auto volume = Open(options);
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapNospc));
+  EXPECT_THAT(volume.status().message(), HasSubstr("cannot reserve 1024.0 TiB on swap path"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("(free "));
+  EXPECT_TRUE(std::filesystem::is_empty(a_));
+  EXPECT_TRUE(std::filesystem::is_empty(b_));
+  // Two paths that fit alone, but share a file system.
+  struct statfs system {};
+  ASSERT_EQ(statfs(a_.c_str(), &system), 0);
+  const uint64_t free_bytes =
+      static_cast<uint64_t>(system.f_bavail) * static_cast<uint64_t>(system.f_bsize);
+  for (PathOptions& path : options.paths) path.capacity_bytes = free_bytes / 4 * 3;
+  volume = Open(options);
+  EXPECT_THAT(volume, HasError(ErrorId::kSwapNospc));
+  EXPECT_THAT(volume.status().message(), HasSubstr("1 more on the same file system"));
+}
+
+TEST_P(VolumeFiles, ARefusalLeavesAnOlderFileAsItWas) {
+  {
+    ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
+    ASSERT_OK(volume->AllocateExtents(2, kBlockBytes));
+    ASSERT_OK(CommitStep(*volume, engine(), 1));
+  }
+  VolumeOptions options = Options({a_, b_});
+  options.paths[1].capacity_bytes = uint64_t{1} << 50;
+  EXPECT_THAT(Open(options), HasError(ErrorId::kSwapNospc));
+  VolumeOptions recover = Options({a_});
+  recover.mode = OpenMode::kRecover;
+  ASSERT_OK_AND_ASSIGN(const auto volume, Open(recover));
+  EXPECT_EQ(ReadBlock(*volume, engine(), ExtentId{1}).step, 1u);
+}
+
+TEST_P(VolumeFiles, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
+  int ready[2];
+  int end[2];
+  ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
+  ASSERT_EQ(pipe2(end, O_CLOEXEC), 0);
+  UniqueFd ready_read(ready[0]);
+  UniqueFd ready_write(ready[1]);
+  UniqueFd end_read(end[0]);
+  UniqueFd end_write(end[1]);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    end_write.Reset();
+    // Threads of the parent's engine do not exist here: a new engine.
+    auto chosen = CreateIoEngine({.choice = EngineChoice::kThreads, .threads = 1});
+    if (!chosen.ok()) _exit(2);
+    const auto volume = Volume::Open(Options({a_}), *chosen->engine);
+    char byte = volume.ok() ? 'y' : 'n';
+    if (write(ready_write.get(), &byte, 1) != 1) _exit(3);
+    // Ends when the parent closes its end.
+    if (read(end_read.get(), &byte, 1) < 0) _exit(4);
+    _exit(0);
+  }
+  end_read.Reset();
+  ready_write.Reset();
+  char byte = 0;
+  ASSERT_EQ(read(ready_read.get(), &byte, 1), 1);
+  ASSERT_EQ(byte, 'y');
+  const auto volume = Open(Options({b_, a_}));
+  EXPECT_THAT(volume, HasError(ErrorId::kBusy));
+  EXPECT_THAT(volume.status().message(), HasSubstr("swap path 1"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("process " + std::to_string(child)));
+  end_write.Reset();
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_OK(Open(Options({b_, a_})));
+}
+
+TEST_P(VolumeFiles, AFullDeviceIsAnErrorOfTheRequest) {
+  // The file is shorter than its capacity says, as after a truncation by somebody else.
+  ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
+  ASSERT_OK(volume->AllocateExtents(1, kBlockBytes));
+  ASSERT_OK(CommitStep(*volume, engine(), 1));
+  ASSERT_EQ(truncate((a_ + "/forebay.swap").c_str(), 4096), 0);
+  const BlockState block = ReadBlock(*volume, engine(), ExtentId{0});
+  EXPECT_THAT(block.status, HasError(ErrorId::kSwapIo));
+  EXPECT_THAT(block.status.message(), HasSubstr("0 of 12288 bytes"));
+}
+
+TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
+  UniqueFd control(open("/dev/loop-control", O_RDWR | O_CLOEXEC));
+  if (!control.valid()) GTEST_SKIP() << "no loop device may be made here";
+  const int number = ioctl(control.get(), LOOP_CTL_GET_FREE);
+  const std::string name = "/dev/loop" + std::to_string(number);
+  const std::string backing = directory_.path() + "/backing";
+  UniqueFd file(open(backing.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  ASSERT_EQ(ftruncate(file.get(), 2 * kPathBytes), 0);
+  UniqueFd loop(open(name.c_str(), O_RDWR | O_CLOEXEC));
+  if (number < 0 || !loop.valid() || ioctl(loop.get(), LOOP_SET_FD, file.get()) != 0) {
+    GTEST_SKIP() << "no loop device is usable here";
+  }
+  {
+    auto volume = Open(Options({name, a_}));
+    EXPECT_OK(volume);
+    if (volume.ok()) {
+      EXPECT_OK((*volume)->AllocateExtents(4, kBlockBytes));
+      EXPECT_OK(CommitStep(**volume, engine(), 1));
+      EXPECT_EQ(ReadBlock(**volume, engine(), ExtentId{3}).step, 1u);
+      const auto second = Open(Options({name}));
+      EXPECT_THAT(second, HasError(ErrorId::kBusy));
+      EXPECT_THAT(second.status().message(), HasSubstr("process " + std::to_string(getpid())));
+    }
+    VolumeOptions options = Options({name});
+    options.paths[0].capacity_bytes = 4 * kPathBytes;
+    volume = absl::UnknownError("closed");
+    EXPECT_THAT(Open(options), HasError(ErrorId::kSwapNospc));
+  }
+  EXPECT_EQ(ioctl(loop.get(), LOOP_CLR_FD), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, VolumeFiles,
+                         ::testing::Values(EngineChoice::kUring, EngineChoice::kThreads),
+                         [](const auto& choice) {
+                           return choice.param == EngineChoice::kUring ? "Uring" : "Threads";
+                         });
+
+}  // namespace
+}  // namespace forebay::nvme
