@@ -29,8 +29,9 @@ using DI16Half = hn::Rebind<int16_t, D>;
 using DU16 = hn::Repartition<uint16_t, D>;  // twice as many: one pair of vectors
 using V = hn::Vec<D>;
 using VU = hn::Vec<DU>;
+using VU16 = hn::Vec<DU16>;
 
-constexpr size_t kPairMax = 2 * HWY_MAX_BYTES / sizeof(float);
+constexpr size_t kRestMax = 4 * HWY_MAX_BYTES / sizeof(float);  // the loops take 2 or 4 vectors
 
 enum class Store { kCached, kStream };
 
@@ -81,12 +82,12 @@ struct GradBuffer;
 template <>
 struct GradBuffer<GradType::kFp32> {
   using Elem = float;
-  Elem elems[kPairMax] = {};
+  Elem elems[kRestMax] = {};
 };
 template <>
 struct GradBuffer<GradType::kBf16> {
   using Elem = uint16_t;
-  Elem elems[kPairMax] = {};
+  Elem elems[kRestMax] = {};
 };
 
 // The last n elements of a gradient, zeros behind them.
@@ -125,7 +126,7 @@ uint64_t RunFp32(const StepConstants& k, size_t n, Gradient g, const Fp32Planes&
   if constexpr (kStore == Store::kStream) hwy::FlushStream();
   if (i == n) return bad;
 
-  HWY_ALIGN float w[kPairMax] = {}, m[kPairMax] = {}, v[kPairMax] = {};
+  HWY_ALIGN float w[kRestMax] = {}, m[kRestMax] = {}, v[kRestMax] = {};
   GradBuffer<kGrad> grad;
   const Gradient rest = CopyGrad<kGrad>(g, i, n - i, grad);
   const Fp32Planes planes = {w, m, v};
@@ -151,47 +152,75 @@ HWY_INLINE V LoadMaster(const ExactPlanes& from, size_t i) {
   return hn::BitCast(D(), hn::Add(WidenU16(from.param + i), hn::BitCast(DU(), remainder)));
 }
 
-template <GradType kGrad, Store kStore>
-HWY_INLINE size_t ExactPair(const StepConstants& k, Gradient g, const ExactPlanes& from,
-                            const ExactPlanes& to, size_t i) {
-  const D d;
+// One vector: moments and master of element i on.
+template <GradType kGrad>
+HWY_INLINE void ExactVector(const StepConstants& k, Gradient g, const ExactPlanes& from, size_t i,
+                            V& w, V& m, V& v) {
+  w = LoadMaster(from, i);
+  m = hn::LoadU(D(), from.m + i);
+  v = hn::LoadU(D(), from.v + i);
+  Step(k, LoadGrad<kGrad>(g, i), w, m, v);
+}
+
+// param << 16 has zeros below, so the remainder is the low half of the master as it is.
+HWY_INLINE VU16 Remainders(V w0, V w1) {
+  const DU16 du16;
+  return hn::ConcatEven(du16, hn::BitCast(du16, w1), hn::BitCast(du16, w0));
+}
+
+HWY_INLINE VU16 Params(V w0, V w1) {
   const DU du;
   const DU16 du16;
-  const size_t j = i + hn::Lanes(d);
-  V w0 = LoadMaster(from, i), m0 = hn::LoadU(d, from.m + i), v0 = hn::LoadU(d, from.v + i);
-  V w1 = LoadMaster(from, j), m1 = hn::LoadU(d, from.m + j), v1 = hn::LoadU(d, from.v + j);
-  Step(k, LoadGrad<kGrad>(g, i), w0, m0, v0);
-  Step(k, LoadGrad<kGrad>(g, j), w1, m1, v1);
-  Put<kStore>(m0, d, to.m + i);
-  Put<kStore>(m1, d, to.m + j);
-  Put<kStore>(v0, d, to.v + i);
-  Put<kStore>(v1, d, to.v + j);
-
-  // param << 16 has zeros below, so the remainder is the low half of the master as it is.
-  const VU b0 = hn::BitCast(du, w0), b1 = hn::BitCast(du, w1);
   const VU half = hn::Set(du, 0x8000u);
-  const auto param = hn::ConcatOdd(du16, hn::BitCast(du16, hn::Add(b1, half)),
-                                   hn::BitCast(du16, hn::Add(b0, half)));
-  const auto remainder = hn::ConcatEven(du16, hn::BitCast(du16, b1), hn::BitCast(du16, b0));
-  Put<kStore>(param, du16, to.param + i);
-  Put<kStore>(remainder, du16, reinterpret_cast<uint16_t*>(to.remainder + i));
-  return CountBad(w0, kExactBadBits) + CountBad(w1, kExactBadBits);
+  return hn::ConcatOdd(du16, hn::BitCast(du16, hn::Add(hn::BitCast(du, w1), half)),
+                       hn::BitCast(du16, hn::Add(hn::BitCast(du, w0), half)));
+}
+
+// Four vectors, loaded and computed before the first store, so that with 32-byte vectors too each
+// plane is written in whole lines of 64 bytes and no load parts their halves: lines that bypass the
+// cache in two pieces cost several times as much.
+template <GradType kGrad, Store kStore>
+HWY_INLINE size_t ExactQuad(const StepConstants& k, Gradient g, const ExactPlanes& from,
+                            const ExactPlanes& to, size_t i) {
+  const D d;
+  const size_t lanes = hn::Lanes(d);
+  V w0, m0, v0, w1, m1, v1, w2, m2, v2, w3, m3, v3;
+  ExactVector<kGrad>(k, g, from, i, w0, m0, v0);
+  ExactVector<kGrad>(k, g, from, i + lanes, w1, m1, v1);
+  ExactVector<kGrad>(k, g, from, i + 2 * lanes, w2, m2, v2);
+  ExactVector<kGrad>(k, g, from, i + 3 * lanes, w3, m3, v3);
+  Put<kStore>(m0, d, to.m + i);
+  Put<kStore>(m1, d, to.m + i + lanes);
+  Put<kStore>(m2, d, to.m + i + 2 * lanes);
+  Put<kStore>(m3, d, to.m + i + 3 * lanes);
+  Put<kStore>(v0, d, to.v + i);
+  Put<kStore>(v1, d, to.v + i + lanes);
+  Put<kStore>(v2, d, to.v + i + 2 * lanes);
+  Put<kStore>(v3, d, to.v + i + 3 * lanes);
+  const DU16 du16;
+  auto* const remainder = reinterpret_cast<uint16_t*>(to.remainder);
+  Put<kStore>(Params(w0, w1), du16, to.param + i);
+  Put<kStore>(Params(w2, w3), du16, to.param + i + 2 * lanes);
+  Put<kStore>(Remainders(w0, w1), du16, remainder + i);
+  Put<kStore>(Remainders(w2, w3), du16, remainder + i + 2 * lanes);
+  return CountBad(w0, kExactBadBits) + CountBad(w1, kExactBadBits) + CountBad(w2, kExactBadBits) +
+         CountBad(w3, kExactBadBits);
 }
 
 template <GradType kGrad, Store kStore>
 uint64_t RunExact(const StepConstants& k, size_t n, Gradient g, const ExactPlanes& from,
                   const ExactPlanes& to) {
-  const size_t pair = 2 * hn::Lanes(D());
+  const size_t quad = 4 * hn::Lanes(D());
   uint64_t bad = 0;
   size_t i = 0;
-  for (; i + pair <= n; i += pair) bad += ExactPair<kGrad, kStore>(k, g, from, to, i);
+  for (; i + quad <= n; i += quad) bad += ExactQuad<kGrad, kStore>(k, g, from, to, i);
   if constexpr (kStore == Store::kStream) hwy::FlushStream();
   if (i == n) return bad;
 
-  HWY_ALIGN float m[kPairMax] = {}, v[kPairMax] = {};
+  HWY_ALIGN float m[kRestMax] = {}, v[kRestMax] = {};
+  HWY_ALIGN uint16_t param[kRestMax] = {};
+  HWY_ALIGN int16_t remainder[kRestMax] = {};
   GradBuffer<kGrad> grad;
-  HWY_ALIGN uint16_t param[kPairMax] = {};
-  HWY_ALIGN int16_t remainder[kPairMax] = {};
   const Gradient rest = CopyGrad<kGrad>(g, i, n - i, grad);
   const ExactPlanes planes = {param, remainder, m, v};
   for (size_t j = 0; i + j < n; ++j) {
@@ -200,7 +229,7 @@ uint64_t RunExact(const StepConstants& k, size_t n, Gradient g, const ExactPlane
     m[j] = from.m[i + j];
     v[j] = from.v[i + j];
   }
-  ExactPair<kGrad, Store::kCached>(k, rest, planes, planes, 0);
+  ExactQuad<kGrad, Store::kCached>(k, rest, planes, planes, 0);
   for (size_t j = 0; i + j < n; ++j) {
     to.param[i + j] = param[j];
     to.remainder[i + j] = remainder[j];
