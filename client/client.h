@@ -42,7 +42,7 @@ struct AttachOptions {
 struct Lease {
   uint64_t id = 0;
   uint32_t group = 0;
-  std::span<const std::byte> bytes;  // the padded group within the window
+  std::span<const std::byte> bytes = {};  // the padded group within the window
 };
 
 struct StepResult {

@@ -1,0 +1,373 @@
+// Goal    Each call of a session writes the command the protocol says and reads its answer
+//         rightly; what fails later is told later; who gives up leaks nothing.
+// Method  Both ends of a real ring in one process; a script plays the daemon.
+
+#include "client/internal/session.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "gpu/host_device.h"
+#include "gtest/gtest.h"
+#include "tests/client/scripted_daemon.h"
+#include "tests/support/fake_device.h"
+#include "tests/support/pattern.h"
+
+namespace forebay::client::internal {
+namespace {
+
+using protocol::Command;
+using protocol::Completion;
+using protocol::ErrorId;
+using protocol::Op;
+using testing::HasError;
+using testing::Pattern;
+
+using MaybeCompletion = std::optional<Completion>;
+
+bool Is(const Command& command, Op op) { return command.op == static_cast<uint16_t>(op); }
+
+TEST_F(SessionTest, FetchGivesTheGroupWithinTheWindow) {
+  StartSession(Obey());
+  ASSERT_OK_AND_ASSIGN(const Lease lease, session_->Fetch(2, kTimeout));
+  EXPECT_EQ(lease.id, 102U);
+  EXPECT_EQ(lease.group, 2U);
+  EXPECT_EQ(lease.bytes.data(), image_->bytes().data() + layout_->groups()[2].image_offset_bytes);
+  EXPECT_EQ(lease.bytes.size(), 512U);
+  ASSERT_OK(session_->Release(lease));
+  const std::vector<Command> seen = daemon_.WaitForCommands(2);
+  EXPECT_EQ(seen[1].lease_id, 102U);
+  EXPECT_EQ(gauge_->fetched_bytes, 512U);
+}
+
+TEST_F(SessionTest, APlaceThatIsNotTheLayoutsIsRefused) {
+  StartSession([this](const Command& command) {
+    Completion completion = Obeyed(command);
+    completion.offset_bytes += 64;
+    return MaybeCompletion(completion);
+  });
+  EXPECT_THAT(session_->Fetch(1, kTimeout), HasError(ErrorId::kProtocol));
+}
+
+TEST_F(SessionTest, AGroupThatIsNotThereIsRefusedByEveryCall) {
+  StartSession(Obey());
+  std::vector<std::byte> out(4);
+  EXPECT_THAT(session_->Fetch(4, kTimeout), HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->GradSlot(4, GradFill::kZero, kTimeout), HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->GradReady(4), HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->WriteInitial(4, out, kTimeout), HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->ReadState({.group = 4}, out, kTimeout), HasError(ErrorId::kRange));
+}
+
+TEST_F(SessionTest, InitialParametersTravelPaddedWithZeros) {
+  testing::Bytes arrived;
+  StartSession([&](const Command& command) {
+    if (Is(command, Op::kWriteInitial)) {
+      const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+      arrived.assign(bytes.begin(), bytes.end());
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  std::fill(grad_->bytes().begin(), grad_->bytes().end(), std::byte{255});
+  const testing::Bytes plain = Pattern(200, 1);
+  ASSERT_OK(session_->WriteInitial(0, plain, kTimeout));
+  testing::Bytes expected = plain;
+  expected.resize(256);
+  EXPECT_EQ(arrived, expected);
+  const testing::Bytes padded = Pattern(256, 2);
+  ASSERT_OK(session_->WriteInitial(0, padded, kTimeout));
+  expected = padded;
+  std::fill(expected.begin() + 200, expected.end(), std::byte{0});
+  EXPECT_EQ(arrived, expected);
+  EXPECT_THAT(session_->WriteInitial(0, Pattern(255, 1), kTimeout), HasError(ErrorId::kRange));
+  ASSERT_OK(session_->InitialDone(kTimeout));
+}
+
+TEST_F(SessionTest, AFetchThatTimedOutGivesItsLeaseBackWhenItArrives) {
+  std::atomic<bool> hold{true};
+  StartSession([&](const Command& command) {
+    return hold && Is(command, Op::kFetch) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  EXPECT_THAT(session_->Fetch(1, Timeout(1)), HasError(ErrorId::kTimeout));
+  hold = false;
+  daemon_.Answer(Obeyed(daemon_.WaitForCommands(1)[0]));
+  ASSERT_OK(session_->Fetch(2, kTimeout).status());
+  const std::vector<Command> seen = daemon_.WaitForCommands(3);
+  ASSERT_TRUE(Is(seen[2], Op::kRelease));
+  EXPECT_EQ(seen[2].lease_id, 101U);
+}
+
+TEST_F(SessionTest, AReleaseErrorIsToldOnceByTheNextCall) {
+  StartSession([this](const Command& command) {
+    if (Is(command, Op::kRelease)) {
+      return MaybeCompletion(ScriptedDaemon::Failure(command, ErrorId::kLease));
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  (void)session_->Release({.id = 7});
+  daemon_.WaitForCommands(1);
+  absl::Status told;
+  for (int i = 0; i < 2 && told.ok(); ++i) told = session_->Fetch(0, kTimeout).status();
+  EXPECT_THAT(told, HasError(ErrorId::kLease));
+  EXPECT_OK(session_->Fetch(0, kTimeout).status());
+}
+
+TEST_F(SessionTest, AGradientTravelsFromTheSlotAsItIs) {
+  testing::Bytes arrived;
+  StartSession([&](const Command& command) {
+    if (Is(command, Op::kGradReady)) {
+      const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+      arrived.assign(bytes.begin(), bytes.end());
+      EXPECT_EQ(command.step, 1U);
+      EXPECT_EQ(command.kind, static_cast<uint16_t>(protocol::GradKind::kPartial));
+      EXPECT_EQ(command.arena_offset_bytes % 64, 0U);
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  std::fill(grad_->bytes().begin(), grad_->bytes().end(), std::byte{255});
+  ASSERT_OK_AND_ASSIGN(const auto slot, session_->GradSlot(2, GradFill::kZero, kTimeout));
+  ASSERT_EQ(slot.size(), 512U);
+  EXPECT_TRUE(std::all_of(slot.begin(), slot.end(), [](std::byte b) { return b == std::byte{0}; }));
+  const testing::Bytes gradient = Pattern(512, 3);
+  std::copy(gradient.begin(), gradient.end(), slot.begin());
+  ASSERT_OK_AND_ASSIGN(const auto again, session_->GradSlot(2, GradFill::kZero, kTimeout));
+  EXPECT_EQ(again.data(), slot.data());
+  ASSERT_OK(session_->GradReady(2));
+  daemon_.WaitForCommands(1);
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());
+  EXPECT_EQ(arrived, gradient);
+  EXPECT_THAT(session_->GradReady(2), HasError(ErrorId::kNotReady));
+}
+
+TEST_F(SessionTest, OnlyThePaddingIsZeroedWhereTheCallerWritesTheRest) {
+  StartSession(Obey());
+  std::fill(grad_->bytes().begin(), grad_->bytes().end(), std::byte{255});
+  ASSERT_OK_AND_ASSIGN(const auto slot, session_->GradSlot(0, GradFill::kPadding, kTimeout));
+  for (size_t i = 0; i < slot.size(); ++i) {
+    ASSERT_EQ(slot[i], i < 200 ? std::byte{255} : std::byte{0}) << i;
+  }
+}
+
+TEST_F(SessionTest, ASlotWaitsForRoomThatDeliveredGradientsHold) {
+  StartSession([&](const Command& command) {
+    return Is(command, Op::kGradReady) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  for (const uint32_t group : {0U, 1U, 2U}) {
+    ASSERT_OK(session_->GradSlot(group, GradFill::kZero, kTimeout).status());
+    ASSERT_OK(session_->GradReady(group));
+  }
+  ASSERT_OK_AND_ASSIGN(auto slot, session_->GradSlot(3, GradFill::kZero, kTimeout));
+  EXPECT_EQ(session_->grad_owner(3), grad_);
+  ASSERT_OK(session_->GradReady(3));
+  // The ring now holds 64 + 64 + 128 + 64 of 384 elements: a slot of 128 has no room until one
+  // comes back.
+  EXPECT_THAT(session_->GradSlot(2, GradFill::kZero, Timeout(1)), HasError(ErrorId::kTimeout));
+  const std::vector<Command> seen = daemon_.WaitForCommands(4);
+  std::thread later([&] {
+    for (const Command& command : seen) daemon_.Answer(ScriptedDaemon::Success(command));
+  });
+  EXPECT_OK(session_->GradSlot(2, GradFill::kZero, kTimeout).status());
+  later.join();
+  EXPECT_EQ(gauge_->private_slots, 0U);
+}
+
+TEST_F(SessionTest, SlotsBeyondTheArenaArePrivateAndTravelAllTheSame) {
+  std::map<uint32_t, testing::Bytes> arrived;
+  StartSession([&](const Command& command) {
+    if (Is(command, Op::kGradReady)) {
+      const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+      arrived[command.group].assign(bytes.begin(), bytes.end());
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  for (const uint32_t group : {2U, 0U, 1U, 3U}) {
+    ASSERT_OK_AND_ASSIGN(const auto slot, session_->GradSlot(group, GradFill::kZero, kTimeout));
+    const testing::Bytes gradient = Pattern(slot.size(), group);
+    std::copy(gradient.begin(), gradient.end(), slot.begin());
+  }
+  EXPECT_GT(gauge_->private_slots, 0U);
+  EXPECT_NE(session_->grad_owner(3), grad_);
+  for (const uint32_t group : {3U, 2U, 1U, 0U}) ASSERT_OK(session_->GradReady(group));
+  daemon_.WaitForCommands(4);
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());
+  for (const uint32_t group : {0U, 1U, 2U, 3U}) {
+    EXPECT_EQ(arrived[group], Pattern(layout_->group_bytes(group), group)) << group;
+  }
+}
+
+TEST_F(SessionTest, AGradientErrorStopsStepsUntilGradientsAreDropped) {
+  StartSession([this](const Command& command) {
+    if (Is(command, Op::kGradReady)) {
+      return MaybeCompletion(ScriptedDaemon::Failure(command, ErrorId::kGradOrder));
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  const std::array<protocol::HyperParams, 1> hyper{};
+  ASSERT_OK(session_->GradSlot(0, GradFill::kZero, kTimeout).status());
+  ASSERT_OK(session_->GradReady(0));
+  daemon_.WaitForCommands(1);
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());  // takes the completion in
+  EXPECT_THAT(session_->GradSlot(1, GradFill::kZero, kTimeout), HasError(ErrorId::kGradOrder));
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradOrder));
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradOrder));
+  EXPECT_TRUE(daemon_.Seen(Op::kStep).empty());
+  ASSERT_OK(session_->DropGradients());
+  EXPECT_OK(session_->Step(1, hyper, 0, {}, kTimeout).status());
+}
+
+TEST_F(SessionTest, ANonfiniteGradientStillReachesTheBarrier) {
+  StartSession([this](const Command& command) {
+    const bool refused =
+        Is(command, Op::kGradReady) || (Is(command, Op::kStep) && daemon_.Seen(Op::kStep).empty());
+    return MaybeCompletion(refused ? ScriptedDaemon::Failure(command, ErrorId::kNonfinite)
+                                   : Obeyed(command));
+  });
+  const std::array<protocol::HyperParams, 1> hyper{};
+  ASSERT_OK(session_->GradSlot(0, GradFill::kZero, kTimeout).status());
+  ASSERT_OK(session_->GradReady(0));
+  daemon_.WaitForCommands(1);
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kNonfinite));
+  EXPECT_EQ(daemon_.Seen(Op::kStep).size(), 1U);
+  EXPECT_OK(session_->GradSlot(1, GradFill::kZero, kTimeout).status());
+  EXPECT_OK(session_->Step(1, hyper, 0, {}, kTimeout).status());
+}
+
+TEST_F(SessionTest, AStepNamesItsRequestInTheStepRegion) {
+  std::vector<std::byte> request;
+  StartSession([&](const Command& command) {
+    Completion completion = Obeyed(command);
+    const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+    request.assign(bytes.begin(), bytes.end());
+    completion.norm = 2.5;
+    completion.flags = protocol::kStepClipped;
+    return MaybeCompletion(completion);
+  });
+  const std::array<protocol::HyperParams, 2> hyper{
+      protocol::HyperParams{
+          .lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .reserved = 0},
+      protocol::HyperParams{
+          .lr = 0.25, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .weight_decay = 0, .reserved = 0}};
+  const testing::Bytes extra = Pattern(100, 5);
+  ASSERT_OK_AND_ASSIGN(const StepResult result, session_->Step(1, hyper, 1.5, extra, kTimeout));
+  EXPECT_EQ(result.committed_step, 1U);
+  EXPECT_EQ(result.norm, 2.5);
+  EXPECT_TRUE(result.clipped);
+  EXPECT_FALSE(result.repeated);
+  EXPECT_EQ(gauge_->committed_step, 1U);
+  protocol::StepRequest header{};
+  ASSERT_EQ(request.size(), sizeof(header) + sizeof(hyper) + 100);
+  std::memcpy(&header, request.data(), sizeof(header));
+  EXPECT_EQ(header.step, 1U);
+  EXPECT_EQ(header.param_groups, 2U);
+  EXPECT_EQ(header.extra_state_bytes, 100U);
+  EXPECT_EQ(header.max_grad_norm, 1.5);
+  EXPECT_EQ(std::memcmp(request.data() + sizeof(header), hyper.data(), sizeof(hyper)), 0);
+  EXPECT_TRUE(std::equal(extra.begin(), extra.end(), request.end() - 100));
+}
+
+TEST_F(SessionTest, AStepIsCheckedBeforeItIsSent) {
+  StartSession(Obey());
+  const std::array<protocol::HyperParams, 1> hyper{};
+  EXPECT_THAT(session_->Step(1, hyper, 0, Pattern(1025, 1), kTimeout),
+              HasError(ErrorId::kExtraState));
+  EXPECT_THAT(session_->Step(1, {}, 0, {}, kTimeout), HasError(ErrorId::kOption));
+  EXPECT_TRUE(daemon_.Seen(Op::kStep).empty());
+}
+
+TEST_F(SessionTest, AStepThatTimedOutIsWaitedForByTheSameCallAgain) {
+  StartSession([&](const Command& command) {
+    return Is(command, Op::kStep) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  const std::array<protocol::HyperParams, 1> hyper{};
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, Timeout(1)), HasError(ErrorId::kTimeout));
+  EXPECT_THAT(session_->Step(1, hyper, 2, {}, kTimeout), HasError(ErrorId::kStep));
+  EXPECT_THAT(session_->Step(2, hyper, 0, {}, kTimeout), HasError(ErrorId::kStep));
+  const std::vector<Command> seen = daemon_.WaitForCommands(1);
+  daemon_.Answer(Obeyed(seen[0]));
+  ASSERT_OK_AND_ASSIGN(const StepResult result, session_->Step(1, hyper, 0, {}, kTimeout));
+  EXPECT_EQ(result.committed_step, 1U);
+  EXPECT_EQ(daemon_.Seen(Op::kStep).size(), 1U);
+}
+
+TEST_F(SessionTest, AnErrorOfAStepNobodyWaitedForIsToldByTheNextStep) {
+  StartSession([&](const Command& command) {
+    const bool held = Is(command, Op::kStep) && daemon_.Seen(Op::kStep).empty();
+    return held ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  const std::array<protocol::HyperParams, 1> hyper{};
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, Timeout(1)), HasError(ErrorId::kTimeout));
+  daemon_.Answer(ScriptedDaemon::Failure(daemon_.WaitForCommands(1)[0], ErrorId::kOverflow));
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());
+  EXPECT_THAT(session_->Step(2, hyper, 0, {}, kTimeout), HasError(ErrorId::kOverflow));
+  EXPECT_OK(session_->Step(2, hyper, 0, {}, kTimeout).status());
+}
+
+TEST_F(SessionTest, StateComesInPiecesThatFitTheArena) {
+  StartSession([&](const Command& command) {
+    if (Is(command, Op::kReadState)) {
+      EXPECT_EQ(command.kind, 1U);
+      auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+      for (size_t i = 0; i < bytes.size(); i += 4) {
+        const auto elem = static_cast<uint32_t>(command.element_offset + i / 4);
+        std::memcpy(bytes.data() + i, &elem, 4);
+      }
+    }
+    return MaybeCompletion(Obeyed(command));
+  });
+  std::vector<uint32_t> elems(97);
+  ASSERT_OK(session_->ReadState({.group = 2, .plane = 1, .element_offset = 31},
+                                std::as_writable_bytes(std::span(elems)), kTimeout));
+  for (uint32_t i = 0; i < elems.size(); ++i) ASSERT_EQ(elems[i], 31 + i);
+  const auto bytes = std::as_writable_bytes(std::span(elems));
+  EXPECT_THAT(session_->ReadState({.group = 2, .plane = 2}, bytes, kTimeout),
+              HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->ReadState({.group = 2, .plane = 1, .element_offset = 32}, bytes, kTimeout),
+              HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->ReadState({.group = 2}, bytes.first(3), kTimeout),
+              HasError(ErrorId::kRange));
+}
+
+TEST_F(SessionTest, ARangeOfAReadThatTimedOutComesBackWithItsAnswer) {
+  StartSession([&](const Command& command) {
+    return Is(command, Op::kReadState) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  std::vector<std::byte> out(512);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_THAT(session_->ReadState({.group = 2}, out, Timeout(1)), HasError(ErrorId::kTimeout));
+  }
+  for (const Command& command : daemon_.WaitForCommands(3)) {
+    daemon_.Answer(ScriptedDaemon::Success(command));
+  }
+  for (const uint32_t group : {2U, 0U, 1U, 3U}) {
+    ASSERT_OK(session_->GradSlot(group, GradFill::kZero, kTimeout).status());
+    ASSERT_OK(session_->GradReady(group));
+  }
+}
+
+TEST_F(SessionTest, TheDeviceKnowsBothWindowsAndCopiesInitialParameters) {
+  auto device = std::make_shared<testing::FakeDevice>();
+  testing::Bytes arrived;
+  StartSession(
+      [&](const Command& command) {
+        const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, 200);
+        arrived.assign(bytes.begin(), bytes.end());
+        return MaybeCompletion(Obeyed(command));
+      },
+      [&](Session::Options& options) { options.device = device; });
+  ASSERT_EQ(device->registrations.size(), 2U);
+  EXPECT_EQ(device->registrations[0].begin, image_->bytes().data());
+  EXPECT_EQ(device->registrations[0].access, gpu::HostAccess::kRead);
+  EXPECT_EQ(device->registrations[1].access, gpu::HostAccess::kReadWrite);
+  ASSERT_OK(session_->WriteInitial(0, Pattern(200, 1), kTimeout));
+  EXPECT_EQ(arrived, Pattern(200, 1));
+  session_.reset();
+  EXPECT_EQ(*device->live_registrations, 0);
+}
+
+}  // namespace
+}  // namespace forebay::client::internal
