@@ -1,0 +1,225 @@
+// Goal    A job trained through a real daemon has the bits of the scalar reference: fp32 and exact,
+//         all in DRAM and mostly on swap, with clipping, whatever the order in which ranks deliver,
+//         and across a killed rank.
+// Method  Two ranks, each a thread with its own connection, deliver gradients that the reference
+//         knows; after each step every byte of the image, and at the end every byte of the states,
+//         is compared.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/admin.h"
+#include "client/client.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::AdminClient;
+using client::Attachment;
+using client::GradFill;
+using protocol::DType;
+using protocol::Format;
+using protocol::Layout;
+using testing::DaemonProcess;
+using testing::JobShape;
+using testing::ReferenceTrainer;
+using testing::TempDir;
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+constexpr uint64_t kSeed = 7;
+
+struct Case {
+  std::string name;
+  JobShape shape;
+  std::vector<std::string> settings;
+  bool swapped = false;
+  double max_grad_norm = 0;
+};
+
+void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
+
+absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket, const JobShape& shape,
+                                                   uint32_t rank) {
+  return Attachment::Attach({.socket = socket,
+                             .job = "job",
+                             .rank = rank,
+                             .layout = testing::MakeLayoutSpec(shape),
+                             .timeout = kTimeout});
+}
+
+absl::Status WriteInitial(Attachment& session) {
+  for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
+    RETURN_IF_ERROR(
+        session.WriteInitial(g, testing::MakeValues(session.layout(), g, kSeed), kTimeout));
+  }
+  return session.InitialDone(kTimeout);
+}
+
+absl::Status Deliver(Attachment& session, uint32_t group, uint32_t rank, uint64_t t) {
+  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                   session.GradSlot(group, GradFill::kZero, kTimeout));
+  const std::vector<std::byte> gradient = testing::MakeGradient(session.layout(), group, rank, t);
+  std::memcpy(slot.data(), gradient.data(), gradient.size());
+  return session.GradReady(group);
+}
+
+// Fetches all groups in order, delivers all backwards, steps.
+absl::StatusOr<client::StepResult> TrainStep(Attachment& session, uint32_t rank, uint64_t t,
+                                             double max_grad_norm) {
+  const auto groups = static_cast<uint32_t>(session.layout().groups().size());
+  for (uint32_t g = 0; g < groups; ++g) {
+    ASSIGN_OR_RETURN(const client::Lease lease, session.Fetch(g, kTimeout));
+    RETURN_IF_ERROR(session.Release(lease));
+  }
+  for (uint32_t g = groups; g-- > 0;) RETURN_IF_ERROR(Deliver(session, g, rank, t));
+  const std::string extra = "rank " + std::to_string(rank) + " step " + std::to_string(t);
+  return session.Step(t, testing::MakeHyperParams(), max_grad_norm, std::as_bytes(std::span(extra)),
+                      kTimeout);
+}
+
+std::vector<uint32_t> AllGroups(const Layout& layout) {
+  std::vector<uint32_t> groups(layout.groups().size());
+  for (uint32_t g = 0; g < groups.size(); ++g) groups[g] = g;
+  return groups;
+}
+
+void ExpectImage(Attachment& session, const ReferenceTrainer& reference) {
+  for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
+    ASSERT_OK_AND_ASSIGN(const client::Lease lease, session.Fetch(g, kTimeout));
+    const auto expected = reference.Image(g);
+    EXPECT_TRUE(std::ranges::equal(lease.bytes, expected)) << "image of group " << g;
+    EXPECT_OK(session.Release(lease));
+  }
+}
+
+void ExpectStates(Attachment& session, const ReferenceTrainer& reference) {
+  const protocol::LayoutSpec& spec = session.layout().spec();
+  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
+  for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
+    for (uint32_t plane = 0; plane < planes.size(); ++plane) {
+      const std::vector<std::byte> expected = reference.State(g, plane);
+      std::vector<std::byte> read(expected.size());
+      ASSERT_OK(
+          session.ReadState({.group = g, .plane = plane, .element_offset = 0}, read, kTimeout));
+      EXPECT_TRUE(read == expected) << "plane " << planes[plane].name << " of group " << g;
+    }
+  }
+}
+
+class DaemonTraining : public ::testing::TestWithParam<Case> {};
+
+TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
+  const TempDir dir;
+  std::vector<std::string> settings = GetParam().settings;
+  if (GetParam().swapped) {
+    settings.push_back("swap.paths=[\"" + dir.Make("a") + "\", \"" + dir.Make("b") + "\"]");
+    settings.push_back("swap.capacity=32MiB");
+  }
+  const std::string socket = dir.path() + "/s";
+  ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(socket, settings));
+  const JobShape& shape = GetParam().shape;
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(testing::MakeLayoutSpec(shape)));
+  ReferenceTrainer reference(layout, kSeed);
+
+  std::vector<std::unique_ptr<Attachment>> ranks;
+  for (uint32_t rank = 0; rank < shape.world_size; ++rank) {
+    ASSERT_OK_AND_ASSIGN(ranks.emplace_back(), Attach(socket, shape, rank));
+    EXPECT_EQ(ranks.back()->writes_initial(), rank == 0);
+    if (rank == 0) {
+      ASSERT_OK(WriteInitial(*ranks.back()));
+    }
+  }
+  constexpr uint64_t kSteps = 4;
+  for (uint64_t t = 1; t <= kSteps; ++t) {
+    SCOPED_TRACE("step " + std::to_string(t));
+    const double norm =
+        reference.Step(t, testing::MakeHyperParams(), GetParam().max_grad_norm, AllGroups(layout));
+    std::vector<absl::StatusOr<client::StepResult>> results(ranks.size());
+    {
+      std::vector<std::jthread> threads;
+      for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
+        threads.emplace_back([&, rank] {
+          results[rank] = TrainStep(*ranks[rank], rank, t, GetParam().max_grad_norm);
+        });
+      }
+    }
+    for (const auto& result : results) {
+      ASSERT_OK(result);
+      EXPECT_EQ(result->committed_step, t);
+      EXPECT_EQ(result->norm, norm);
+      EXPECT_EQ(result->clipped, GetParam().max_grad_norm > 0);
+      EXPECT_FALSE(result->repeated);
+    }
+    for (const auto& rank : ranks) ExpectImage(*rank, reference);
+  }
+  ExpectStates(*ranks[0], reference);
+
+  ASSERT_OK_AND_ASSIGN(auto admin, AdminClient::Connect({.socket = socket}));
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  ASSERT_EQ(status.jobs.size(), 1U);
+  EXPECT_EQ(status.jobs[0].committed_step, kSteps);
+  EXPECT_LE(status.memory.used_bytes - status.memory.private_bytes, status.memory.limit_bytes);
+  const uint32_t swapped = status.jobs[0].blocks - status.jobs[0].resident_blocks;
+  if (GetParam().swapped) {
+    EXPECT_GT(swapped, 0U);
+    EXPECT_GT(status.jobs[0].resident_blocks, 0U);
+    EXPECT_GE(status.jobs[0].update_reads, swapped * (kSteps - 1));
+    uint64_t written_bytes = 0;
+    for (const auto& path : status.swap) written_bytes += path.written_bytes;
+    EXPECT_GT(written_bytes, status.jobs[0].state_written_bytes);  // the zeros of the start too
+  } else {
+    EXPECT_EQ(swapped, 0U);
+  }
+  ASSERT_OK_AND_ASSIGN(const auto events, admin->Trace("job"));
+  const auto lane_is = [](const std::string& lane) {
+    return [lane](const client::TraceEvent& event) { return event.lane == lane; };
+  };
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("step")), 1);
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("update")), status.jobs[0].blocks);
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("swap read")), swapped);
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("swap write")), swapped);
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("gradient")), shape.groups * shape.world_size);
+  for (const auto& event : events) EXPECT_LE(event.start_ns, event.end_ns);
+
+  for (auto& rank : ranks) EXPECT_OK(rank->Detach());
+  const testing::Ended ended = daemon->Stop();
+  EXPECT_EQ(ended.exit_code, 0) << ended.errors;
+}
+
+constexpr uint64_t kSwapGroupElems = 64 << 10;
+const std::vector<std::string> kTight = {"dram.limit=9MiB", "update.block_elems=4096"};
+
+INSTANTIATE_TEST_SUITE_P(
+    Jobs, DaemonTraining,
+    ::testing::Values(
+        Case{"fp32InDram", {}, {"update.block_elems=1024"}},
+        Case{"fp32OneRankClipped", {.world_size = 1, .groups = 2}, {}, false, 0.01},
+        Case{"exactInDram",
+             {.dtype = DType::kBFloat16, .format = Format::kExact},
+             {"update.block_elems=1024"}},
+        Case{"fp32OnSwap", {.groups = 8, .group_elems = kSwapGroupElems}, kTight, true},
+        Case{"fp32OnSwapClipped", {.groups = 8, .group_elems = kSwapGroupElems}, kTight, true, 0.5},
+        Case{"fp32OnSwapThreads",
+             {.groups = 8, .group_elems = kSwapGroupElems},
+             {"dram.limit=9MiB", "update.block_elems=4096", "io.engine=threads"},
+             true},
+        Case{"exactOnSwap",
+             {.groups = 8,
+              .group_elems = kSwapGroupElems,
+              .dtype = DType::kBFloat16,
+              .format = Format::kExact},
+             {"dram.limit=7MiB", "update.block_elems=4096"},
+             true}),
+    [](const ::testing::TestParamInfo<Case>& one) { return one.param.name; });
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,77 @@
+// A real forebayd in a directory of its own.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "protocol/unique_fd.h"
+
+namespace forebay::testing {
+
+// A new directory below the working directory (the build tree, where O_DIRECT works), removed with
+// all in it.
+class TempDir {
+ public:
+  TempDir();
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  ~TempDir();
+
+  const std::string& path() const { return path_; }
+  std::string Make(const std::string& name) const;                            // a directory in it
+  std::string Write(const std::string& name, const std::string& text) const;  // a file in it
+
+ private:
+  std::string path_;
+};
+
+struct Ended {
+  int exit_code = -1;  // -1: by a signal
+  int signal = 0;
+  std::string errors;  // what it wrote to stderr
+};
+
+// Runs a program to its end; kills it after 60 s.
+Ended RunProgram(const std::vector<std::string>& arguments);
+
+// Threads  One.
+class DaemonProcess {
+ public:
+  // `settings` are key=value. memlock is best_effort and dram.limit 1GiB unless they say otherwise.
+  //
+  // Errors  kInternal  it ended before it was ready; its stderr.
+  static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(
+      const std::string& socket, const std::vector<std::string>& settings = {});
+
+  DaemonProcess(const DaemonProcess&) = delete;
+  DaemonProcess& operator=(const DaemonProcess&) = delete;
+  ~DaemonProcess();  // SIGKILL
+
+  pid_t pid() const { return pid_; }
+  Ended Stop();  // SIGTERM, then its end
+  void Kill();   // SIGKILL
+
+  int OpenFds() const;   // entries of /proc/PID/fd
+  bool IsAlive() const;  // has not ended
+
+ private:
+  DaemonProcess() = default;
+
+  pid_t pid_ = -1;
+  protocol::UniqueFd errors_;
+  std::string seen_;  // of its stderr
+};
+
+// Calls `done` until it is true or 30 s have passed; gives the core away in between.
+bool Eventually(bool (*done)(void*), void* context);
+
+template <typename Done>
+bool Eventually(Done done) {
+  return Eventually([](void* context) { return (*static_cast<Done*>(context))(); }, &done);
+}
+
+}  // namespace forebay::testing

@@ -1,0 +1,231 @@
+#include "tests/support/node_harness.h"
+
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/check.h"
+
+namespace forebay::testing {
+
+using namespace daemon;  // events and actions
+using protocol::Op;
+
+std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
+                                                   const std::vector<uint64_t>& group_elems) {
+  protocol::LayoutSpec spec{.world_size = world_size, .params = {}, .group_names = {}};
+  for (uint32_t group = 0; group < group_elems.size(); ++group) {
+    spec.params.push_back({.name = absl::StrCat("p", group),
+                           .shape = {group_elems[group]},
+                           .group = group,
+                           .param_group = 0});
+    spec.group_names.push_back(absl::StrCat("g", group));
+  }
+  absl::StatusOr<protocol::Layout> layout = protocol::Layout::Create(std::move(spec));
+  FOREBAY_CHECK(layout.ok());
+  return std::make_shared<const protocol::Layout>(*std::move(layout));
+}
+
+NodeState::Options RoomyOptions() {
+  return {.dram_limit_bytes = uint64_t{1} << 30,
+          .node_bytes = 4096,
+          .staging_slots = 0,
+          .staging_slot_bytes = 0,
+          .swap_free_bytes = 0,
+          .block_elems = 64,
+          .workers = 2};
+}
+
+void NodeHarness::Send(const Event& event) {
+  std::vector<Event> queue{event};
+  for (size_t i = 0; i < queue.size(); ++i) {
+    std::vector<Action> actions;
+    state_.Handle(Event(queue[i]), actions);
+    state_.CheckInvariants();
+    for (const Action& action : actions) {
+      log_.push_back(action);
+      Observe(action);
+      if (const auto* copy = std::get_if<CopyStepRequest>(&action)) {
+        StepRequestCopied copied = override_ ? *override_ : step_requests_.at(copy->tag);
+        override_.reset();
+        copied.session = copy->session;
+        copied.tag = copy->tag;
+        queue.push_back(copied);
+      }
+    }
+  }
+}
+
+void NodeHarness::Observe(const Action& action) {
+  if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
+    attached_.insert_or_assign(attach->session, *attach);
+    if (attach->status.ok()) model_.BindSession(attach->session, attach->job);
+  } else if (const auto* close = std::get_if<CloseSession>(&action)) {
+    closed_.emplace(close->session, close->reason);
+  } else if (const auto* memory = std::get_if<CreateJobMemory>(&action)) {
+    model_.AddJob(memory->job, sessions_.at(last_session_).layout);
+  } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
+    FOREBAY_CHECK(answers_.emplace(answer->completion.tag, *answer).second);  // exactly once
+    FOREBAY_CHECK(answer->completion.error ==
+                  static_cast<uint32_t>(protocol::IdOf(answer->status)));
+    const auto gradient = gradients_.find(answer->completion.tag);
+    if (gradient != gradients_.end()) {
+      model_.DropGradient(gradient->second.session, gradient->second.offset);
+      sessions_.at(gradient->second.session).unanswered.erase(gradient->second.offset);
+    }
+  }
+  model_.Execute(action);
+}
+
+void NodeHarness::RunTasks() {
+  while (!model_.running().empty()) Finish(model_.running().begin()->first);
+}
+
+void NodeHarness::Finish(TaskId task, const absl::Status& status) {
+  Send(model_.Finish(task, status));
+}
+
+uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layout,
+                                    const AttachWish& wish) {
+  const uint64_t session = ++last_session_;
+  const uint64_t grad_bytes =
+      wish.grad_arena_bytes != 0 ? wish.grad_arena_bytes : 4 * layout->largest_group_bytes();
+  SessionInfo& info = sessions_[session];
+  info.rank = wish.rank;
+  info.layout = layout;
+  info.grad_arena_bytes = grad_bytes;
+  Send(AttachRequested{.session = session,
+                       .uid = wish.uid,
+                       .job = wish.job,
+                       .rank = wish.rank,
+                       .grad_arena_bytes = grad_bytes,
+                       .extra_state_bytes = wish.extra_state_bytes,
+                       .layout = std::move(layout)});
+  return session;
+}
+
+uint64_t NodeHarness::Attach(std::shared_ptr<const protocol::Layout> layout,
+                             const AttachWish& wish) {
+  const uint64_t session = RequestAttach(layout, wish);
+  RunTasks();
+  Send(SessionMapped{.session = session});
+  const AnswerAttach* answer = attached(session);
+  if (answer == nullptr || !answer->status.ok() || !answer->writes_initial) return session;
+  for (uint32_t group = 0; group < layout->groups().size(); ++group) {
+    protocol::Command command{};
+    command.op = static_cast<uint16_t>(Op::kWriteInitial);
+    command.group = group;
+    command.length_bytes = layout->group_bytes(group);
+    Command(session, command);
+    RunTasks();
+  }
+  protocol::Command done{};
+  done.op = static_cast<uint16_t>(Op::kInitialDone);
+  Command(session, done);
+  RunTasks();
+  return session;
+}
+
+const AnswerAttach* NodeHarness::attached(uint64_t session) const {
+  const auto it = attached_.find(session);
+  return it == attached_.end() ? nullptr : &it->second;
+}
+
+uint64_t NodeHarness::Command(uint64_t session, protocol::Command command) {
+  command.tag = ++last_tag_;
+  Send(CommandArrived{.session = session, .command = command});
+  return command.tag;
+}
+
+uint64_t NodeHarness::Fetch(uint64_t session, uint32_t group) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kFetch);
+  command.group = group;
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::Release(uint64_t session, uint64_t lease) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kRelease);
+  command.lease_id = lease;
+  return Command(session, command);
+}
+
+// The lowest free place among the gradients that were not answered; a client would wait where there is none.
+uint64_t NodeHarness::TakeOffset(uint64_t session, uint64_t bytes) {
+  uint64_t offset = 0;
+  for (const auto& [begin, end] : InfoOf(session).unanswered) {
+    if (offset + bytes <= begin) break;
+    offset = end;
+  }
+  FOREBAY_CHECK(offset + bytes <= InfoOf(session).grad_arena_bytes);
+  InfoOf(session).unanswered[offset] = offset + bytes;
+  return offset;
+}
+
+uint64_t NodeHarness::Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite) {
+  const SessionInfo& info = InfoOf(session);
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kGradReady);
+  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  command.group = group;
+  command.step = step;
+  command.length_bytes = info.layout->group_bytes(group);
+  command.arena_offset_bytes = TakeOffset(session, command.length_bytes);
+  model_.PutGradient(session, command.arena_offset_bytes,
+                     {.session = session,
+                      .rank = info.rank,
+                      .group = group,
+                      .step = step,
+                      .attempt = 0,
+                      .finite = finite});
+  gradients_[last_tag_ + 1] = {.session = session, .offset = command.arena_offset_bytes};
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double max_grad_norm,
+                           uint32_t extra_state_bytes) {
+  StepRequestCopied copied;
+  copied.request = {.step = step,
+                    .param_groups = 1,
+                    .extra_state_bytes = extra_state_bytes,
+                    .max_grad_norm = max_grad_norm,
+                    .reserved = 0};
+  copied.hyper_params = {{lr, 0.9, 0.999, 1e-8, 0.01, 0}};
+  step_requests_[last_tag_ + 1] = copied;
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kStep);
+  command.step = step;
+  const AnswerAttach* attach = attached(session);
+  command.arena_offset_bytes = attach != nullptr ? attach->step_region_offset : 0;
+  command.length_bytes =
+      sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) + extra_state_bytes;
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kReadState);
+  command.kind = 1;  // exp_avg_sq
+  command.group = group;
+  command.element_offset = first;
+  command.length_bytes = elems * 4;
+  return Command(session, command);
+}
+
+const AnswerCommand* NodeHarness::answer(uint64_t tag) const {
+  const auto it = answers_.find(tag);
+  return it == answers_.end() ? nullptr : &it->second;
+}
+
+protocol::ErrorId NodeHarness::ErrorOf(uint64_t tag) const {
+  const AnswerCommand* found = answer(tag);
+  return found == nullptr ? protocol::ErrorId::kTimeout : protocol::IdOf(found->status);
+}
+
+void NodeHarness::OverrideStepRequest(const protocol::StepRequest& request,
+                                      const std::vector<protocol::HyperParams>& hyper_params) {
+  override_ = StepRequestCopied{.request = request, .hyper_params = hyper_params};
+}
+
+}  // namespace forebay::testing

@@ -1,0 +1,130 @@
+// Drives one NodeState as the daemon's loop does, with a NodeModel for workers and disk. Invariants are checked after
+// every event; a fault of either is in fault().
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "daemon/events.h"
+#include "daemon/node_state.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+#include "tests/support/node_model.h"
+
+namespace forebay::testing {
+
+// A float32 layout; each group has one parameter of so many elements, in parameter group 0.
+std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
+                                                   const std::vector<uint64_t>& group_elems);
+
+// Options with which a small job is wholly resident.
+daemon::NodeState::Options RoomyOptions();
+
+struct AttachWish {
+  std::string job = "job";
+  uint32_t uid = 1000;
+  uint32_t rank = 0;
+  uint64_t grad_arena_bytes = 0;  // 0: four times the largest group
+  uint64_t extra_state_bytes = 64;
+};
+
+class NodeHarness {
+ public:
+  explicit NodeHarness(const daemon::NodeState::Options& options) : state_(options) {}
+
+  daemon::NodeState& state() { return state_; }
+  NodeModel& model() { return model_; }
+  const std::string& fault() const { return model_.fault(); }
+  // All actions so far, in order; a task's number and sizes are in it.
+  const std::vector<daemon::Action>& log() const { return log_; }
+  template <typename A>
+  std::vector<A> Logged() const {
+    std::vector<A> found;
+    for (const daemon::Action& action : log_) {
+      if (const auto* a = std::get_if<A>(&action)) found.push_back(*a);
+    }
+    return found;
+  }
+
+  // One event; requests to copy a step request are served at once, as the loop does.
+  void Send(const daemon::Event& event);
+  // Finishes running tasks, oldest first, until none is left (new ones included).
+  void RunTasks();
+  void Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
+  // Running tasks of one kind, oldest first.
+  template <typename A>
+  std::vector<A> Running() const {
+    std::vector<A> found;
+    for (const auto& [task, action] : model_.running()) {
+      if (const auto* a = std::get_if<A>(&action)) found.push_back(*a);
+    }
+    return found;
+  }
+  template <typename A>
+  void FinishAll() {
+    for (const A& a : Running<A>()) Finish(a.task);
+  }
+
+  // Sends AttachRequested only.
+  uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout, const AttachWish& wish);
+  // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters.
+  uint64_t Attach(std::shared_ptr<const protocol::Layout> layout, const AttachWish& wish);
+  const daemon::AnswerAttach* attached(uint64_t session) const;
+  bool is_closed(uint64_t session) const { return closed_.contains(session); }
+  const absl::Status& close_reason(uint64_t session) const { return closed_.at(session); }
+  void End(uint64_t session, daemon::EndCause cause) {
+    Send(daemon::SessionEnded{.session = session, .cause = cause});
+  }
+
+  // Commands; each returns its tag.
+  uint64_t Command(uint64_t session, protocol::Command command);
+  uint64_t Fetch(uint64_t session, uint32_t group);
+  uint64_t Release(uint64_t session, uint64_t lease);
+  uint64_t Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite = true);
+  uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
+                uint32_t extra_state_bytes = 0);
+  uint64_t ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems);
+
+  const daemon::AnswerCommand* answer(uint64_t tag) const;
+  // The answer's error id; kTimeout (which the state machine never gives) while there is none.
+  protocol::ErrorId ErrorOf(uint64_t tag) const;
+  // What the session's next step request will be read as, instead of a right one.
+  void OverrideStepRequest(const protocol::StepRequest& request,
+                           const std::vector<protocol::HyperParams>& hyper_params);
+
+ private:
+  struct SessionInfo {
+    uint32_t rank = 0;
+    std::shared_ptr<const protocol::Layout> layout;
+    uint64_t grad_arena_bytes = 0;
+    std::map<uint64_t, uint64_t> unanswered = {};  // gradients: offset and end
+  };
+  struct SentGradient {
+    uint64_t session = 0;
+    uint64_t offset = 0;
+  };
+
+  void Observe(const daemon::Action& action);
+  SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
+  uint64_t TakeOffset(uint64_t session, uint64_t bytes);
+
+  daemon::NodeState state_;
+  NodeModel model_;
+  std::vector<daemon::Action> log_;
+  std::map<uint64_t, SessionInfo> sessions_;
+  std::map<uint64_t, daemon::AnswerAttach> attached_;
+  std::map<uint64_t, absl::Status> closed_;
+  std::map<uint64_t, daemon::AnswerCommand> answers_;            // by tag
+  std::map<uint64_t, SentGradient> gradients_;                   // by tag
+  std::map<uint64_t, daemon::StepRequestCopied> step_requests_;  // by tag
+  std::optional<daemon::StepRequestCopied> override_;
+  uint64_t last_session_ = 0;
+  uint64_t last_tag_ = 0;
+};
+
+}  // namespace forebay::testing

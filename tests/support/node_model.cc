@@ -1,0 +1,316 @@
+#include "tests/support/node_model.h"
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/units.h"
+
+namespace forebay::testing {
+
+using namespace daemon;  // the actions
+
+namespace {
+
+constexpr uint64_t kStagingSlotBytes = uint64_t{1} << 32;  // in the model's numbering
+
+template <typename T>
+concept HasTask = requires(T action) {
+  action.task;
+};
+
+BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
+  return {.job = identity.job,
+          .block = identity.block,
+          .written_step = identity.written_step,
+          .checksum = checksum};
+}
+
+}  // namespace
+
+void NodeModel::Fault(const std::string& what) {
+  if (fault_.empty()) fault_ = what;
+}
+
+void NodeModel::AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout) {
+  jobs_[job].layout = std::move(layout);
+}
+
+void NodeModel::PutGradient(uint64_t session, uint64_t offset, const GradientToken& token) {
+  sessions_[session].gradients[offset] = token;
+}
+
+void NodeModel::DropGradient(uint64_t session, uint64_t offset) {
+  sessions_[session].gradients.erase(offset);
+}
+
+NodeModel::Use NodeModel::GradUse(uint64_t session, uint64_t offset, uint64_t bytes,
+                                  bool writes) const {
+  return {absl::StrCat("grad ", session), offset, bytes, writes};
+}
+
+NodeModel::Use NodeModel::StepUse(uint64_t job, uint64_t offset, uint64_t bytes,
+                                  bool writes) const {
+  return {absl::StrCat("step ", job), offset, bytes, writes};
+}
+
+NodeModel::Use NodeModel::StateUse(uint64_t job, const BlockPlace& place, uint64_t bytes,
+                                   bool writes) const {
+  if (place.resident) {
+    return {absl::StrCat("state ", job), place.state_offset_bytes, bytes, writes};
+  }
+  return {"staging", place.staging_slot * kStagingSlotBytes, bytes, writes};
+}
+
+uint64_t NodeModel::SizeOf(const std::string& memory) {
+  const size_t space = memory.find(' ');
+  if (space == std::string::npos) return UINT64_MAX;
+  const std::string kind = memory.substr(0, space);
+  const uint64_t id = std::stoull(memory.substr(space + 1));
+  if (kind == "grad") return sessions_[id].bytes;
+  const JobMemory& job = jobs_[id];
+  if (kind == "image") return job.image_bytes;
+  if (kind == "step") return job.step_bytes;
+  if (kind == "state") return job.state_bytes;
+  return job.extents * job.extent_bytes;  // disk
+}
+
+void NodeModel::CheckBounds(const Use& use) {
+  const uint64_t size = SizeOf(use.memory);
+  if (use.offset_bytes > size || use.bytes > size - use.offset_bytes) {
+    Fault(absl::StrCat("[", use.offset_bytes, " + ", use.bytes, ") is outside ", use.memory, " of ",
+                       size, " bytes"));
+  }
+}
+
+std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
+  std::vector<Use> uses;
+  if (const auto* initial = std::get_if<CopyInitial>(&action)) {
+    uses.push_back(GradUse(initial->session, initial->grad_offset_bytes, initial->bytes, false));
+    uses.push_back(
+        {absl::StrCat("image ", initial->job), initial->image_offset_bytes, initial->bytes, true});
+  } else if (const auto* copy = std::get_if<CopyToStepArena>(&action)) {
+    uses.push_back(GradUse(copy->session, copy->grad_offset_bytes, copy->bytes, false));
+    uses.push_back(StepUse(copy->job, copy->step_offset_bytes, copy->bytes, true));
+  } else if (const auto* add = std::get_if<AddGradient>(&action)) {
+    const uint64_t bytes = add->elems * protocol::SizeBytes(add->dtype);
+    uses.push_back(add->session != 0 ? GradUse(add->session, add->source_offset_bytes, bytes, false)
+                                     : StepUse(add->job, add->source_offset_bytes, bytes, false));
+    uses.push_back(StepUse(add->job, add->accumulator_offset_bytes, add->elems * 4, true));
+  } else if (const auto* sum = std::get_if<SumGroup>(&action)) {
+    uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes, sum->elems * 4, false));
+  } else if (const auto* read = std::get_if<ReadBlock>(&action)) {
+    uses.push_back(StateUse(read->job, read->place, read->bytes, true));
+    uses.push_back({absl::StrCat("disk ", read->job),
+                    read->place.extent * jobs_[read->job].extent_bytes, read->bytes, false});
+  } else if (const auto* update = std::get_if<UpdateBlock>(&action)) {
+    uses.push_back(StateUse(update->job, update->place, update->bytes, true));
+    const uint64_t width = protocol::SizeBytes(jobs_[update->job].layout->spec().dtype);
+    for (const UpdateSegment& segment : update->segments) {
+      uses.push_back({absl::StrCat("image ", update->job), segment.image_offset_bytes,
+                      segment.elems * width, true});
+      uses.push_back(
+          StepUse(update->job, segment.accumulator_offset_bytes, segment.elems * 4, false));
+      if (segment.block_elem + segment.elems > update->block_elems) {
+        Fault("a segment is outside its block");
+      }
+    }
+  } else if (const auto* write = std::get_if<WriteBlock>(&action)) {
+    uses.push_back(StateUse(write->job, write->place, write->bytes, false));
+    uses.push_back({absl::StrCat("disk ", write->job),
+                    write->place.extent * jobs_[write->job].extent_bytes, write->bytes, true});
+  } else if (const auto* state = std::get_if<CopyState>(&action)) {
+    uses.push_back(StateUse(state->job, state->place, state->block_bytes, false));
+    uses.push_back(GradUse(state->session, state->grad_offset_bytes, state->bytes, true));
+    if (state->block_offset_bytes + state->bytes > state->block_bytes) {
+      Fault("a read of states is outside its block");
+    }
+  }
+  return uses;
+}
+
+void NodeModel::Execute(const Action& action) {
+  if (const auto* close = std::get_if<CloseSession>(&action)) {
+    if (!closed_.insert(close->session).second) Fault("a session was closed twice");
+    const std::string arena = absl::StrCat("grad ", close->session);
+    for (const auto& [task, uses] : uses_) {
+      for (const Use& use : uses) {
+        if (use.memory == arena) Fault("a session was closed while a task uses its arena");
+      }
+    }
+    sessions_.erase(close->session);
+    return;
+  }
+  if (const auto* free_job = std::get_if<FreeJob>(&action)) {
+    for (const auto& [id, session] : sessions_) {
+      if (session.job == free_job->job) Fault("a job was freed while it has sessions");
+    }
+    jobs_.erase(free_job->job);
+    return;
+  }
+  if (const auto* committed = std::get_if<StepCommitted>(&action)) {
+    Committed(*committed);
+    return;
+  }
+  const TaskId task = std::visit(
+      []<typename A>(const A& a) -> TaskId {
+        if constexpr (HasTask<A>) return a.task;
+        return 0;
+      },
+      action);
+  if (task == 0) return;
+  std::vector<Use> uses = UsesOf(action);
+  for (const Use& use : uses) {
+    CheckBounds(use);
+    if (use.memory.starts_with("grad")) continue;  // a client may name its bytes twice
+    for (const auto& [other_task, other_uses] : uses_) {
+      for (const Use& other : other_uses) {
+        const bool overlap = use.memory == other.memory &&
+                             use.offset_bytes < other.offset_bytes + other.bytes &&
+                             other.offset_bytes < use.offset_bytes + use.bytes;
+        if (overlap && (use.writes || other.writes)) {
+          Fault(absl::StrCat("tasks ", other_task, " and ", task, " race in ", use.memory, " at ",
+                             use.offset_bytes));
+        }
+      }
+    }
+  }
+  uses_.emplace(task, std::move(uses));
+  if (!running_.emplace(task, action).second) Fault("a task number was used twice");
+}
+
+TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
+  const Action action = running_.at(task);
+  running_.erase(task);
+  uses_.erase(task);
+  TaskDone done{.task = task, .status = status};
+  if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
+  return done;
+}
+
+void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  job.image_bytes = a.image_bytes;
+  job.state_bytes = a.state_bytes;
+  job.step_bytes = a.step_bytes;
+}
+
+void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
+  jobs_[a.job].extents = a.extents;
+  jobs_[a.job].extent_bytes = a.extent_bytes;
+}
+
+void NodeModel::Apply(const CreateSessionMemory& a, TaskDone&) {
+  if (sessions_[a.session].bytes != 0) Fault("a session got its arena twice");
+  sessions_[a.session].bytes = a.grad_bytes;
+}
+
+void NodeModel::Apply(const CopyInitial&, TaskDone&) {}
+
+void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
+  const auto& gradients = sessions_[a.session].gradients;
+  const auto it = gradients.find(a.grad_offset_bytes);
+  jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
+}
+
+void NodeModel::Apply(const AddGradient& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  const auto& from = a.session != 0 ? sessions_[a.session].gradients : job.overflow;
+  const auto it = from.find(a.source_offset_bytes);
+  // Bytes that were given back to the client may be anything. That is well where the step was
+  // dropped; in a committed one the token of no step is found.
+  const GradientToken token = it != from.end() ? it->second : GradientToken{};
+  std::vector<GradientToken>& sum = job.accumulators[a.accumulator_offset_bytes];
+  done.count = token.finite ? 0 : 1;
+  if (!token.finite) return;
+  if (a.assign) sum.clear();
+  sum.push_back(token);
+}
+
+void NodeModel::Apply(const SumGroup& a, TaskDone& done) {
+  done.sum_squares =
+      static_cast<double>(jobs_[a.job].accumulators[a.accumulator_offset_bytes].size());
+}
+
+void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  const uint64_t block = a.place.extent;
+  staging_[a.place.staging_slot] =
+      job.disk.contains(block) ? job.disk[block] : BlockToken{.job = a.job, .block = UINT64_MAX};
+}
+
+uint32_t NodeModel::GroupAt(const JobMemory& job, uint64_t image_offset) const {
+  const auto groups = job.layout->groups();
+  for (uint32_t g = 0; g < groups.size(); ++g) {
+    const uint64_t begin = groups[g].image_offset_bytes;
+    if (image_offset >= begin && image_offset < begin + job.layout->group_bytes(g)) return g;
+  }
+  return UINT32_MAX;
+}
+
+void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  BlockToken& block =
+      a.place.resident ? job.resident[a.place.state_offset_bytes] : staging_[a.place.staging_slot];
+  const bool fresh = a.identity_before.written_step == 0 && block.written_step == 0;
+  if (!fresh && !(block == TokenOf(a.identity_before, a.checksum_before))) {
+    Fault(absl::StrCat("block ", a.identity_before.block, " is not that of step ",
+                       a.identity_before.written_step));
+  }
+  done.count = std::exchange(masters_overflow_, 0);
+  done.checksum = a.place.resident ? 0 : ++checksums_;
+  block = TokenOf(a.identity_after, done.checksum);
+  for (const UpdateSegment& segment : a.segments) {
+    const uint32_t group = GroupAt(job, segment.image_offset_bytes);
+    const uint64_t group_elem =
+        (segment.image_offset_bytes - job.layout->groups()[group].image_offset_bytes) /
+        protocol::SizeBytes(job.layout->spec().dtype);
+    job.updated_elems[group] += segment.elems;
+    job.used[group] = job.accumulators[segment.accumulator_offset_bytes - group_elem * 4];
+  }
+}
+
+void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
+  if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
+    Fault("a slot was written that does not hold its block");
+  }
+  jobs_[a.job].disk[a.place.extent] = staging_[a.place.staging_slot];
+}
+
+void NodeModel::Apply(const CopyState& a, TaskDone&) {
+  if (a.place.resident || a.identity.written_step == 0) return;
+  if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
+    Fault("a state was read from a slot that does not hold its block");
+  }
+}
+
+void NodeModel::Committed(const StepCommitted& a) {
+  JobMemory& job = jobs_[a.job];
+  if (a.step != job.committed_step + 1) Fault("a step was committed twice or left out");
+  job.committed_step = a.step;
+  for (const auto& [group, elems] : job.updated_elems) {
+    if (elems != job.layout->groups()[group].elems) {
+      Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of group ", group, " of ",
+                         job.layout->groups()[group].elems));
+    }
+  }
+  for (const auto& [group, tokens] : job.used) {
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      if (i > 0 && tokens[i].rank <= tokens[i - 1].rank) Fault("ranks were not added in order");
+      if (tokens[i].step != a.step) Fault("a gradient of another step was used");
+      if (tokens[i].group != group) Fault("a gradient of another group was used");
+    }
+  }
+  job.committed = std::exchange(job.used, {});
+  job.updated_elems.clear();
+}
+
+std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
+  std::map<uint64_t, uint64_t> steps;
+  for (const auto& [offset, block] : jobs_[id].resident) steps[block.block] = block.written_step;
+  for (const auto& [extent, block] : jobs_[id].disk) steps[block.block] = block.written_step;
+  return steps;
+}
+
+}  // namespace forebay::testing

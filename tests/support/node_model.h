@@ -1,0 +1,136 @@
+// A node without bytes: executes the state machine's actions on tokens, as careful as workers and disk have to be.
+// Every task declares what it reads and writes; two that would race, a range outside its arena, a block that is not
+// the one it should be, or a session closed under a task, is reported as a fault of the state machine.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/events.h"
+#include "protocol/layout.h"
+
+namespace forebay::testing {
+
+// A gradient of one rank, as it lies in an arena.
+struct GradientToken {
+  uint64_t session = 0;
+  uint32_t rank = 0;
+  uint32_t group = 0;
+  uint64_t step = 0;
+  uint64_t attempt = 0;  // raised by the client whenever it repeats a step
+  bool finite = true;
+};
+
+// A block of states: whose, and of which step.
+struct BlockToken {
+  uint64_t job = 0;
+  uint64_t block = 0;
+  uint64_t written_step = 0;
+  uint64_t checksum = 0;
+
+  bool operator==(const BlockToken&) const = default;
+};
+
+class NodeModel {
+ public:
+  using TaskMap = std::map<daemon::TaskId, daemon::Action>;
+
+  // Takes one action: what has a TaskId waits in running() until Finish.
+  void Execute(const daemon::Action& action);
+  // Ends a task and gives the event that tells of it. With a status that is not OK nothing has happened.
+  daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
+
+  const TaskMap& running() const { return running_; }
+  // What was wrong so far; empty while the state machine is well.
+  const std::string& fault() const { return fault_; }
+
+  // Clients.
+  void PutGradient(uint64_t session, uint64_t offset_bytes, const GradientToken& token);
+  void DropGradient(uint64_t session,
+                    uint64_t offset_bytes);  // its bytes are used for other things
+  void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout);
+  void BindSession(uint64_t session, uint64_t job) { sessions_[session].job = job; }
+  void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
+
+  // What was added to the accumulators that the last committed step of a job has used, by group.
+  using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
+  const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
+  uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
+  // Steps the blocks of a job were written at.
+  std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
+  bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
+  bool has_job(uint64_t job) const { return jobs_.contains(job); }
+
+ private:
+  // A run of bytes in one memory, that a task reads or writes.
+  struct Use {
+    std::string memory;
+    uint64_t offset_bytes = 0;
+    uint64_t bytes = 0;
+    bool writes = false;
+  };
+  struct JobMemory {
+    std::shared_ptr<const protocol::Layout> layout;
+    uint64_t image_bytes = 0;
+    uint64_t state_bytes = 0;
+    uint64_t step_bytes = 0;
+    uint64_t extents = 0;
+    uint64_t extent_bytes = 0;
+    uint64_t committed_step = 0;
+    std::map<uint64_t, GradientToken> overflow;                   // by offset in the step arena
+    std::map<uint64_t, std::vector<GradientToken>> accumulators;  // by offset in the step arena
+    std::map<uint64_t, BlockToken> disk;                          // by extent
+    std::map<uint64_t, BlockToken> resident;                      // by offset in the state arena
+    std::map<uint64_t, uint64_t> updated_elems;                   // by group, in this step
+    Gradients used;                                               // in this step
+    Gradients committed;
+  };
+  struct SessionMemory {
+    uint64_t job = 0;
+    uint64_t bytes = 0;
+    std::map<uint64_t, GradientToken> gradients;  // by offset
+  };
+
+  void Fault(const std::string& what);
+  void CheckBounds(const Use& use);
+  uint64_t SizeOf(const std::string& memory);
+  std::vector<Use> UsesOf(const daemon::Action& action);
+  Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
+  Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
+  Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
+  uint32_t GroupAt(const JobMemory& job, uint64_t image_offset) const;
+
+  void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
+  void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);
+  void Apply(const daemon::CreateSessionMemory& a, daemon::TaskDone& done);
+  void Apply(const daemon::CopyInitial& a, daemon::TaskDone& done);
+  void Apply(const daemon::CopyToStepArena& a, daemon::TaskDone& done);
+  void Apply(const daemon::AddGradient& a, daemon::TaskDone& done);
+  void Apply(const daemon::SumGroup& a, daemon::TaskDone& done);
+  void Apply(const daemon::ReadBlock& a, daemon::TaskDone& done);
+  void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
+  void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
+  void Apply(const daemon::CopyState& a, daemon::TaskDone& done);
+  template <typename Other>
+  void Apply(const Other&, daemon::TaskDone&) {
+    Fault("an action without a task was finished");
+  }
+  void Committed(const daemon::StepCommitted& a);
+
+  TaskMap running_;
+  std::map<daemon::TaskId, std::vector<Use>> uses_;
+  std::map<uint64_t, JobMemory> jobs_;
+  std::map<uint64_t, SessionMemory> sessions_;
+  std::map<uint32_t, BlockToken> staging_;  // by slot
+  std::set<uint64_t> closed_;
+  std::string fault_;
+  uint64_t masters_overflow_ = 0;
+  uint64_t checksums_ = 0;
+};
+
+}  // namespace forebay::testing

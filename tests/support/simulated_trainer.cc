@@ -1,0 +1,365 @@
+#include "tests/support/simulated_trainer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+
+namespace forebay::testing {
+
+using namespace daemon;  // events and actions
+using protocol::ErrorId;
+using protocol::Op;
+
+SimulatedTrainer::SimulatedTrainer(std::string job, uint32_t rank,
+                                   std::shared_ptr<const protocol::Layout> layout, Wires wires)
+    : job_(std::move(job)),
+      rank_(rank),
+      layout_(std::move(layout)),
+      wires_(std::move(wires)),
+      grad_arena_bytes_(2 * layout_->largest_group_bytes()) {}
+
+void SimulatedTrainer::Attach(SimulationRandom& random) {
+  session_ = wires_.new_session();
+  sessions_.insert(session_);
+  phase_ = Phase::kAttaching;
+  in_arena_.clear();
+  leases_.clear();
+  stepping_ = false;
+  BeginAttempt();
+  wires_.send(AttachRequested{.session = session_,
+                              .uid = random.OneIn(20) ? 0U : 1000U,
+                              .job = job_,
+                              .rank = rank_,
+                              .grad_arena_bytes = grad_arena_bytes_,
+                              .extra_state_bytes = 100,
+                              .layout = layout_});
+}
+
+void SimulatedTrainer::Leave(EndCause cause) {
+  phase_ = Phase::kOut;
+  wires_.send(SessionEnded{.session = std::exchange(session_, 0), .cause = cause});
+}
+
+void SimulatedTrainer::BeginAttempt() {
+  ++attempt_;
+  planned_ = false;
+  delivered_.clear();
+  to_deliver_.clear();
+}
+
+void SimulatedTrainer::OnAttach(const AnswerAttach& answer) {
+  if (answer.session != session_) return;
+  if (!answer.status.ok()) {
+    ++errors_[static_cast<uint32_t>(protocol::IdOf(answer.status))];
+    phase_ = Phase::kOut;
+    session_ = 0;
+    return;
+  }
+  attached_ = answer;
+  committed_ = answer.committed_step;
+  initial_next_ = 0;
+  phase_ = answer.writes_initial ? Phase::kInitial : Phase::kTraining;
+}
+
+void SimulatedTrainer::OnClosed(uint64_t session) {
+  sessions_.erase(session);
+  std::erase_if(sent_, [session](const auto& entry) { return entry.second.session == session; });
+  if (session != session_) return;
+  session_ = 0;
+  phase_ = Phase::kOut;
+}
+
+void SimulatedTrainer::Send(uint64_t session, protocol::Command command, Sent sent) {
+  command.tag = wires_.new_tag();
+  sent.session = session;
+  sent.attempt = attempt_;
+  sent_.emplace(command.tag, sent);
+  wires_.send(CommandArrived{.session = session, .command = command});
+}
+
+void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
+  if (chaos && random.OneIn(25)) {
+    Misbehave(random);
+    return;
+  }
+  switch (phase_) {
+    case Phase::kOut:
+      Attach(random);
+      return;
+    case Phase::kAttaching:
+      return;
+    case Phase::kInitial:
+      WriteInitial();
+      return;
+    case Phase::kTraining:
+      Train(random, chaos);
+      return;
+    case Phase::kLeaving:
+      Leave(random.OneIn(2) ? EndCause::kDetached : EndCause::kLost);
+      return;
+  }
+}
+
+void SimulatedTrainer::Misbehave(SimulationRandom& random) {
+  if (!sessions_.empty() && random.OneIn(3)) {  // a stale session, perhaps
+    auto it = sessions_.begin();
+    std::advance(it, static_cast<int64_t>(random.Below(sessions_.size())));
+    SendGarbage(random, *it);
+    return;
+  }
+  if (phase_ == Phase::kOut) return;
+  switch (random.Below(10)) {
+    case 0:
+      Leave(EndCause::kLost);
+      return;
+    case 1:
+      Leave(EndCause::kDetached);
+      return;
+    case 2:
+      if (random.OneIn(2)) Attach(random);  // while the old session lives
+      return;
+    default:
+      SendGarbage(random, session_);
+  }
+}
+
+void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(random.Below(9));
+  command.kind = static_cast<uint16_t>(random.Below(4));
+  command.group = static_cast<uint32_t>(random.Below(layout_->groups().size() + 1));
+  command.step = random.OneIn(2) ? random.Below(3) : committed_ + 2;
+  const uint64_t wild[] = {0, 1, 64, 1 << 20, UINT64_MAX, UINT64_MAX - 63};
+  command.arena_offset_bytes = wild[random.Below(6)];
+  command.length_bytes = random.OneIn(2) ? wild[random.Below(6)] : 256;
+  command.element_offset = wild[random.Below(6)];
+  command.lease_id = random.Below(5);
+  command.reserved = random.OneIn(4) ? 1 : 0;
+  if (session == session_) {
+    // Its own live session must not deliver what it has not planned, nor vote by chance.
+    if (command.op == static_cast<uint16_t>(Op::kGradReady)) command.step = committed_ + 2;
+    if (command.op == static_cast<uint16_t>(Op::kStep)) command.step = committed_ + 3;
+    if (command.op == static_cast<uint16_t>(Op::kWriteInitial)) command.length_bytes = 7;
+    if (command.op == static_cast<uint16_t>(Op::kInitialDone)) command.reserved = 1;
+  } else if (command.op == static_cast<uint16_t>(Op::kGradReady) && random.OneIn(2)) {
+    command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+    command.group %= static_cast<uint32_t>(layout_->groups().size());
+    command.step = committed_ + 1;
+    command.arena_offset_bytes = 0;
+    command.length_bytes = layout_->group_bytes(command.group);
+    command.reserved = 0;
+  }
+  Send(session, command, {.kind = Kind::kOther});
+}
+
+void SimulatedTrainer::WriteInitial() {
+  if (attached_.session != session_) return;
+  if (initial_next_ == 0) wires_.send(SessionMapped{.session = session_});
+  protocol::Command command{};
+  if (initial_next_ < layout_->groups().size()) {
+    command.op = static_cast<uint16_t>(Op::kWriteInitial);
+    command.group = initial_next_;
+    command.length_bytes = layout_->group_bytes(initial_next_);
+    ++initial_next_;
+    Send(session_, command, {.kind = Kind::kInitialWrite});
+  } else if (initial_next_ == layout_->groups().size()) {
+    ++initial_next_;
+    command.op = static_cast<uint16_t>(Op::kInitialDone);
+    Send(session_, command, {.kind = Kind::kInitialDone});
+  }
+}
+
+void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
+  if (!planned_) {
+    wires_.send(SessionMapped{.session = session_});
+    planned_ = true;
+    for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
+      if (!random.OneIn(12)) to_deliver_.push_back(group);  // else nobody's or the others' alone
+    }
+    if (chaos && random.OneIn(4)) std::reverse(to_deliver_.begin(), to_deliver_.end());
+    return;
+  }
+  const uint64_t what = random.Below(12);
+  protocol::Command command{};
+  if (what == 0) {
+    command.op = static_cast<uint16_t>(Op::kFetch);
+    command.group = static_cast<uint32_t>(random.Below(layout_->groups().size()));
+    Send(session_, command, {.kind = Kind::kFetch});
+  } else if (what == 1 && !leases_.empty()) {
+    command.op = static_cast<uint16_t>(Op::kRelease);
+    command.lease_id = leases_.back();
+    leases_.pop_back();
+    Send(session_, command, {.kind = Kind::kOther});
+  } else if (what == 2 && !stepping_) {
+    command.op = static_cast<uint16_t>(Op::kReadState);
+    command.group = static_cast<uint32_t>(random.Below(layout_->groups().size()));
+    command.element_offset = random.Below(64);
+    command.length_bytes = 4 * (1 + random.Below(64));
+    if (in_arena_.empty()) Send(session_, command, {.kind = Kind::kOther});
+  } else if (what == 3 && committed_ > 0 && !stepping_ && random.OneIn(4)) {
+    command.op = static_cast<uint16_t>(Op::kStep);  // a repeat
+    command.step = committed_;
+    command.length_bytes = sizeof(protocol::StepRequest);
+    command.arena_offset_bytes = attached_.step_region_offset;
+    Send(session_, command, {.kind = Kind::kOther});
+  } else if (!stepping_ && !to_deliver_.empty()) {
+    SendGradient(random, chaos);
+  } else if (!stepping_) {
+    SendStep(random, chaos);
+  }
+}
+
+std::optional<uint64_t> SimulatedTrainer::FreeOffset(uint64_t bytes) const {
+  uint64_t offset = 0;
+  for (const auto& [begin, end] : in_arena_) {
+    if (offset + bytes <= begin) break;
+    offset = end;
+  }
+  if (offset + bytes > grad_arena_bytes_) return std::nullopt;
+  return offset;
+}
+
+bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
+  const uint32_t group = to_deliver_.back();
+  const uint64_t bytes = layout_->group_bytes(group);
+  const std::optional<uint64_t> offset = FreeOffset(bytes);
+  if (!offset) return false;
+  to_deliver_.pop_back();
+  delivered_.insert(group);
+  in_arena_[*offset] = *offset + bytes;
+  wires_.model->PutGradient(session_, *offset,
+                            {.session = session_,
+                             .rank = rank_,
+                             .group = group,
+                             .step = committed_ + 1,
+                             .attempt = attempt_,
+                             .finite = !(chaos && random.OneIn(300))});
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kGradReady);
+  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  command.group = group;
+  command.step = committed_ + 1;
+  command.arena_offset_bytes = *offset;
+  command.length_bytes = bytes;
+  Send(session_, command, {.kind = Kind::kGradient, .group = group, .offset = *offset});
+  return true;
+}
+
+void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
+  stepping_ = true;
+  scalars_wrong_ = chaos && random.OneIn(40);
+  request_garbage_ = chaos && random.OneIn(40);
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kStep);
+  command.step = committed_ + 1;
+  command.arena_offset_bytes = attached_.step_region_offset;
+  command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) + 10;
+  Send(session_, command, {.kind = Kind::kStep});
+}
+
+StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
+  StepRequestCopied copied{
+      .session = copy.session, .tag = copy.tag, .request = {}, .hyper_params = {}};
+  copied.request = {.step = committed_ + 1,
+                    .param_groups = 1,
+                    .extra_state_bytes = 10,
+                    .max_grad_norm = 1.0,
+                    .reserved = 0};
+  copied.hyper_params = {{scalars_wrong_ ? 0.2 : 0.1, 0.9, 0.999, 1e-8, 0, 0}};
+  if (request_garbage_ || copy.session != session_) copied.request.param_groups = 1000000;
+  return copied;
+}
+
+void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
+  const auto it = sent_.find(answer.completion.tag);
+  if (it == sent_.end() || it->second.session != answer.session) {
+    fault_ = "an answer to no command";
+    return;
+  }
+  const Sent sent = it->second;
+  sent_.erase(it);
+  const uint32_t error = answer.completion.error;
+  if (error != 0) ++errors_[error];
+  if (sent.kind == Kind::kGradient) wires_.model->DropGradient(answer.session, sent.offset);
+  if (answer.session != session_) return;  // of a session that was given up
+  switch (sent.kind) {
+    case Kind::kGradient:
+      OnGradientAnswer(sent, error);
+      return;
+    case Kind::kStep:
+      OnStepAnswer(answer);
+      return;
+    case Kind::kFetch:
+      if (error == 0) leases_.push_back(answer.completion.lease_id);
+      return;
+    case Kind::kInitialDone:
+      phase_ = error == 0 ? Phase::kTraining : Phase::kLeaving;
+      return;
+    case Kind::kInitialWrite:
+      if (error != 0) phase_ = Phase::kLeaving;
+      return;
+    case Kind::kOther:
+      return;
+  }
+}
+
+void SimulatedTrainer::OnGradientAnswer(const Sent& sent, uint32_t error) {
+  in_arena_.erase(sent.offset);
+  if (error == 0 || sent.attempt != attempt_) return;
+  const auto id = static_cast<ErrorId>(error);
+  if (id == ErrorId::kNonfinite) return;  // step will say so
+  if (id == ErrorId::kGradOrder) {
+    delivered_.erase(sent.group);
+    to_deliver_.insert(to_deliver_.begin(), sent.group);
+    return;
+  }
+  if (id == ErrorId::kStep) {  // passed over, after a vote of this rank was refused
+    delivered_.erase(sent.group);
+    return;
+  }
+  phase_ = Phase::kLeaving;
+}
+
+void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
+  stepping_ = false;
+  switch (static_cast<ErrorId>(answer.completion.error)) {
+    case ErrorId::kNone:
+    case ErrorId::kOverflow:
+      if (answer.completion.committed_step != committed_ + 1) fault_ = "step returned uncommitted";
+      committed_ = answer.completion.committed_step;
+      ++commits_seen_;
+      BeginAttempt();
+      return;
+    case ErrorId::kNonfinite:
+      BeginAttempt();
+      return;
+    case ErrorId::kStep:
+    case ErrorId::kOption:
+      return;  // calls step again
+    default:
+      phase_ = Phase::kLeaving;
+  }
+}
+
+std::string SimulatedTrainer::CheckCommit(uint64_t step, const NodeModel::Gradients& used) const {
+  std::set<uint32_t> groups;
+  for (const auto& [group, tokens] : used) {
+    for (const GradientToken& token : tokens) {
+      if (token.rank != rank_) continue;
+      groups.insert(group);
+      const bool own = token.session == session_ && token.attempt == attempt_;
+      if (session_ != 0 && stepping_ && !own) {
+        return absl::StrCat("step ", step, " used a gradient of rank ", rank_,
+                            " from another session or attempt");
+      }
+    }
+  }
+  if (session_ == 0 || !stepping_) return {};  // died, or was replaced, after its last call
+  if (groups == delivered_) return {};
+  return absl::StrCat("step ", step, " used ", groups.size(), " gradients of rank ", rank_,
+                      ", which delivered ", delivered_.size());
+}
+
+}  // namespace forebay::testing

@@ -1,0 +1,118 @@
+// One rank of a training run in a simulation: attaches, delivers gradients, steps, and now and then misbehaves or
+// dies. Says what it has delivered, so that a commit can be held against it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "daemon/events.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+#include "tests/support/node_model.h"
+
+namespace forebay::testing {
+
+// The same numbers on every machine, unlike std::uniform_int_distribution.
+class SimulationRandom {
+ public:
+  explicit SimulationRandom(uint64_t seed) : engine_(seed) {}
+  uint64_t Next() { return engine_(); }
+  uint64_t Below(uint64_t bound) { return engine_() % bound; }
+  bool OneIn(uint64_t n) { return Below(n) == 0; }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+class SimulatedTrainer {
+ public:
+  struct Wires {  // to the simulated node
+    std::function<void(const daemon::Event&)> send;
+    std::function<uint64_t()> new_session;
+    std::function<uint64_t()> new_tag;
+    NodeModel* model = nullptr;
+  };
+
+  SimulatedTrainer(std::string job, uint32_t rank, std::shared_ptr<const protocol::Layout> layout,
+                   Wires wires);
+
+  // Does one thing. With `chaos` it may also do a wrong one.
+  void Act(SimulationRandom& random, bool chaos);
+
+  bool OwnsSession(uint64_t session) const { return sessions_.contains(session); }
+  void OnAttach(const daemon::AnswerAttach& answer);
+  void OnAnswer(const daemon::AnswerCommand& answer);
+  void OnClosed(uint64_t session);
+  daemon::StepRequestCopied StepRequestOf(const daemon::CopyStepRequest& copy);
+
+  // Compares what a commit has used with what this rank had delivered when it called step; empty where they agree.
+  std::string CheckCommit(uint64_t step, const NodeModel::Gradients& used) const;
+
+  const std::string& job() const { return job_; }
+  bool is_out() const { return phase_ == Phase::kOut; }
+  uint64_t commits_seen() const { return commits_seen_; }
+  const std::string& fault() const { return fault_; }
+  // Errors it was given, by id; shows that the simulation reaches them.
+  const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
+
+ private:
+  enum class Phase : uint8_t { kOut, kAttaching, kInitial, kTraining, kLeaving };
+  enum class Kind : uint8_t { kInitialWrite, kInitialDone, kFetch, kGradient, kStep, kOther };
+  struct Sent {
+    Kind kind = Kind::kOther;
+    uint64_t session = 0;
+    uint32_t group = 0;
+    uint64_t offset = 0;
+    uint64_t attempt = 0;
+  };
+
+  void Attach(SimulationRandom& random);
+  void Leave(daemon::EndCause cause);
+  void WriteInitial();
+  void Train(SimulationRandom& random, bool chaos);
+  void Misbehave(SimulationRandom& random);
+  void SendGarbage(SimulationRandom& random, uint64_t session);
+  bool SendGradient(SimulationRandom& random, bool chaos);
+  void SendStep(SimulationRandom& random, bool chaos);
+  void Send(uint64_t session, protocol::Command command, Sent sent);
+  void BeginAttempt();
+  void OnGradientAnswer(const Sent& sent, uint32_t error);
+  void OnStepAnswer(const daemon::AnswerCommand& answer);
+  std::optional<uint64_t> FreeOffset(uint64_t bytes) const;
+
+  std::string job_;
+  uint32_t rank_;
+  std::shared_ptr<const protocol::Layout> layout_;
+  Wires wires_;
+  uint64_t grad_arena_bytes_;
+
+  Phase phase_ = Phase::kOut;
+  uint64_t session_ = 0;
+  std::set<uint64_t> sessions_;    // all that were not closed, the current one included
+  std::map<uint64_t, Sent> sent_;  // by tag
+  daemon::AnswerAttach attached_;
+  uint64_t committed_ = 0;
+  uint64_t attempt_ = 0;              // never repeats over all sessions of this rank
+  std::vector<uint32_t> to_deliver_;  // the back is next
+  bool planned_ = false;
+  std::set<uint32_t> delivered_;           // in this attempt
+  std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
+  bool stepping_ = false;
+  uint32_t initial_next_ = 0;
+  std::vector<uint64_t> leases_;
+  bool scalars_wrong_ = false;
+  bool request_garbage_ = false;
+
+  uint64_t commits_seen_ = 0;
+  std::map<uint32_t, uint64_t> errors_;
+  std::string fault_;
+};
+
+}  // namespace forebay::testing

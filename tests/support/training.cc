@@ -1,0 +1,171 @@
+#include "tests/support/training.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/square_sum.h"
+#include "cpu_adam/targets.h"
+#include "protocol/check.h"
+
+namespace forebay::testing {
+namespace {
+
+using protocol::DType;
+using protocol::Format;
+
+// splitmix64 of a position, as a float in [-1, 1).
+float Value(uint64_t seed, uint64_t position) {
+  uint64_t mixed = (seed << 32) + position + 0x9E3779B97F4A7C15U;
+  mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9U;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBU;
+  mixed ^= mixed >> 31;
+  return static_cast<float>(static_cast<int32_t>(mixed >> 32)) * 0x1p-31F;
+}
+
+std::vector<std::byte> Values(DType dtype, uint64_t elems, uint64_t seed) {
+  std::vector<std::byte> bytes(elems * protocol::SizeBytes(dtype));
+  for (uint64_t i = 0; i < elems; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(Value(seed, i));
+    if (dtype == DType::kFloat32) {
+      std::memcpy(bytes.data() + i * 4, &bits, 4);
+    } else {
+      const auto upper = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(bytes.data() + i * 2, &upper, 2);
+    }
+  }
+  return bytes;
+}
+
+cpu_adam::Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
+  return {bytes.data(),
+          dtype == DType::kFloat32 ? cpu_adam::GradType::kFp32 : cpu_adam::GradType::kBf16};
+}
+
+}  // namespace
+
+protocol::LayoutSpec MakeLayoutSpec(const JobShape& shape) {
+  protocol::LayoutSpec spec{.world_size = shape.world_size,
+                            .dtype = shape.dtype,
+                            .format = shape.format,
+                            .params = {},
+                            .group_names = {}};
+  const uint64_t first = shape.group_elems / 2 + 1;
+  const uint64_t second = shape.group_elems / 3;
+  for (uint32_t group = 0; group < shape.groups; ++group) {
+    const std::string prefix = "layer" + std::to_string(group) + ".";
+    spec.params.push_back({prefix + "weight", {first}, group, 0});
+    spec.params.push_back({prefix + "bias", {second}, group, 1});
+    spec.params.push_back({prefix + "scale", {shape.group_elems - first - second}, group, 0});
+    spec.group_names.push_back("layer" + std::to_string(group));
+  }
+  return spec;
+}
+
+std::vector<protocol::HyperParams> MakeHyperParams(double lr) {
+  return {
+      {.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .reserved = 0},
+      {.lr = lr / 2, .beta1 = 0.8, .beta2 = 0.99, .eps = 1e-6, .weight_decay = 0, .reserved = 0}};
+}
+
+std::vector<std::byte> MakeValues(const protocol::Layout& layout, uint32_t group, uint64_t seed) {
+  return Values(layout.spec().dtype, layout.groups()[group].elems, seed * 1000 + group);
+}
+
+std::vector<std::byte> MakeGradient(const protocol::Layout& layout, uint32_t group, uint32_t rank,
+                                    uint64_t t) {
+  return Values(layout.spec().dtype, layout.groups()[group].elems,
+                (t * 64 + rank + 1) * 1000 + group);
+}
+
+ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint64_t seed)
+    : layout_(layout) {
+  for (uint32_t g = 0; g < layout.groups().size(); ++g) {
+    const uint64_t padded = layout.groups()[g].padded_elems;
+    Group group{.image = MakeValues(layout, g, seed),
+                .remainder = std::vector<int16_t>(padded),
+                .m = std::vector<float>(padded),
+                .v = std::vector<float>(padded)};
+    group.image.resize(layout.group_bytes(g));
+    groups_.push_back(std::move(group));
+  }
+}
+
+double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams> hyper,
+                              double max_grad_norm, std::span<const uint32_t> delivered) {
+  const std::string target = cpu_adam::ChosenTarget();
+  FOREBAY_CHECK(cpu_adam::ForceTarget("scalar").ok());
+  const DType dtype = layout_.spec().dtype;
+  const uint32_t world = layout_.spec().world_size;
+  std::vector<std::vector<float>> sums(groups_.size());
+  double squares = 0;
+  for (const uint32_t g : delivered) {  // ascending
+    sums[g].resize(layout_.groups()[g].padded_elems);
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      std::vector<std::byte> gradient = MakeGradient(layout_, g, rank, t);
+      gradient.resize(layout_.group_bytes(g));
+      cpu_adam::AddGradient(sums[g].size(), GradientOf(dtype, gradient),
+                            rank == 0 ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
+                            sums[g].data());
+    }
+    squares +=
+        cpu_adam::SumSquaresAndFinite(sums[g].size(), {sums[g].data(), cpu_adam::GradType::kFp32})
+            .ToDouble();
+  }
+  double scale = 1.0 / world;
+  double norm = 0;
+  if (max_grad_norm > 0) {
+    norm = std::sqrt(squares) / world;
+    const double clip = max_grad_norm / (norm + 1e-6);
+    if (clip < 1) scale *= clip;
+  }
+  for (const uint32_t g : delivered) {
+    Group& group = groups_[g];
+    ++group.updates;
+    for (uint32_t p = layout_.groups()[g].param_begin; p < layout_.groups()[g].param_end; ++p) {
+      const protocol::ParamPlace& place = layout_.params()[p];
+      const protocol::HyperParams& h = hyper[place.param_group];
+      const auto scalars = cpu_adam::MakeAdamScalars({.lr = h.lr,
+                                                      .beta1 = h.beta1,
+                                                      .beta2 = h.beta2,
+                                                      .eps = h.eps,
+                                                      .weight_decay = h.weight_decay},
+                                                     group.updates, static_cast<float>(scale));
+      const uint64_t at = place.offset_elems;
+      const cpu_adam::Gradient gradient{sums[g].data() + at, cpu_adam::GradType::kFp32};
+      if (layout_.spec().format == Format::kExact) {
+        cpu_adam::AdamStepExact(
+            scalars, place.elems, gradient,
+            {reinterpret_cast<uint16_t*>(group.image.data()) + at, group.remainder.data() + at,
+             group.m.data() + at, group.v.data() + at});
+      } else {
+        cpu_adam::AdamStepFp32(scalars, place.elems, gradient,
+                               {reinterpret_cast<float*>(group.image.data()) + at,
+                                group.m.data() + at, group.v.data() + at});
+      }
+    }
+  }
+  FOREBAY_CHECK(cpu_adam::ForceTarget(target).ok());
+  return norm;
+}
+
+std::span<const std::byte> ReferenceTrainer::Image(uint32_t group) const {
+  return groups_[group].image;
+}
+
+std::vector<std::byte> ReferenceTrainer::State(uint32_t group, size_t plane) const {
+  const Group& state = groups_[group];
+  std::span<const std::byte> bytes;
+  if (layout_.spec().format == Format::kExact) {
+    bytes = plane == 0   ? std::as_bytes(std::span(state.remainder))
+            : plane == 1 ? std::as_bytes(std::span(state.m))
+                         : std::as_bytes(std::span(state.v));
+  } else {
+    bytes = plane == 0 ? std::as_bytes(std::span(state.m)) : std::as_bytes(std::span(state.v));
+  }
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace forebay::testing
