@@ -143,7 +143,8 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords(bool& never_commi
     return a.first.sequence > b.first.sequence;
   });
   std::vector<Record> records;
-  for (const auto& [record, hash] : whole) {
+  for (const auto& candidate : whole) {
+    const Record& record = candidate.first;
     last_sequence = std::max(last_sequence, record.sequence);
     if (!records.empty() && records.back().sequence == record.sequence) continue;
     // Hash-chained: the one it was written after must be the one that is there.

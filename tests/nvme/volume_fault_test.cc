@@ -300,7 +300,7 @@ TEST(VolumeFault, ReadsMeetFailingAndShortTransfersWithTheRightBytesOrAnError) {
 
 // After any one failure the same volume, without a restart, gets the step through.
 TEST(VolumeFault, AfterAFailureTheStepCanBeCommittedAgain) {
-  for (const uint64_t count : {1, 3, 9}) {
+  for (const uint64_t count : {1u, 3u, 9u}) {
     bool fired = true;
     for (uint64_t operation = 0; fired; ++operation) {
       ASSERT_LT(operation, kOperationsMax);
