@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
@@ -110,13 +111,11 @@ class PyAttachment {
   std::unique_ptr<Attachment> attachment_;
 };
 
-std::unique_ptr<PyAttachment> Attach(const std::string& socket, const std::string& job,
-                                     uint32_t rank, uint32_t world_size, const std::string& dtype,
-                                     const std::string& optimizer, const std::string& format,
-                                     const std::vector<ParamTuple>& params,
-                                     const std::vector<std::string>& group_names,
-                                     uint64_t grad_arena_bytes, uint64_t extra_state_bytes,
-                                     double timeout) {
+PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
+                    uint32_t world_size, const std::string& dtype, const std::string& optimizer,
+                    const std::string& format, const std::vector<ParamTuple>& params,
+                    const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
+                    uint64_t extra_state_bytes, double timeout) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -136,8 +135,7 @@ std::unique_ptr<PyAttachment> Attach(const std::string& socket, const std::strin
         {.name = name, .shape = shape, .group = group, .param_group = param_group});
   }
   client::InstallSegvExplainer();
-  return std::make_unique<PyAttachment>(
-      Take(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
+  return PyAttachment(Take(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
 }
 
 nb::list Groups(PyAttachment& self) {
