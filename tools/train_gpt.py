@@ -15,6 +15,7 @@ import os
 import pathlib
 import time
 
+import forebay
 import torch
 from torch import nn
 from torch.nn import functional
@@ -183,7 +184,7 @@ def train(args):
         step=start,
         params=params,
         world=world,
-        args=support.plain_args(args),
+        args=support.json_args(args),
     )
     if start == 0:
         log.write("heldout", step=0, loss=heldout_loss(model, batches.heldout(args.heldout)))
@@ -248,7 +249,4 @@ def finish(args, model, opt, rank, log, reference):
 
 
 if __name__ == "__main__":
-    arguments = parse_args()
-    if not arguments.plain:
-        import forebay
-    train(arguments)
+    train(parse_args())

@@ -105,7 +105,7 @@ def _has_numpy():
     return True
 
 
-def plain_args(args):
+def json_args(args):
     return {key: value for key, value in vars(args).items()}
 
 

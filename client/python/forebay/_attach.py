@@ -8,7 +8,7 @@ from ._guards import Guards, refuse_attached
 from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, make_plan
-from .errors import ForebayError, unsupported, usage_error
+from .errors import ForebayError, usage_error
 
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
@@ -106,7 +106,7 @@ def _torch_groups(plan, wanted):
         if unknown:
             raise usage_error(
                 "E_OPTION",
-                f"param_groups: unknown option {sorted(unknown)[0]}",
+                f"param_groups: unknown option {min(unknown)}",
                 f"known: {', '.join(HYPER_PARAMETERS)}",
             )
         groups.append(

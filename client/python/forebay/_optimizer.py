@@ -8,7 +8,6 @@ import weakref
 
 import torch
 
-from ._hooks import Engine
 from .errors import ForebayError, unsupported, usage_error
 
 PIECE_ELEMS = 1 << 20  # states are read back through the client in pieces of this many

@@ -1,7 +1,7 @@
 """What a caller writes down before torch, the daemon or the extension are needed."""
 
-from dataclasses import dataclass
 import os
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

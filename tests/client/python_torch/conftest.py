@@ -1,18 +1,11 @@
 """Every test that takes `node` runs on the fake node; on the real daemon as well where its programs
-are built.
-
-FOREBAY_BIN_DIR  folder of forebayd (default: build/bin of this checkout)
-FOREBAY_CORE     the built extension, a file _core*.so (default: that of an installed forebay)
+are built (see daemon_process.py).
 """
 
 import gc
-import glob
 import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 
@@ -25,60 +18,25 @@ sys.path[:0] = [
     str(pathlib.Path(__file__).parent),
 ]
 
-START_DEADLINE_S = 30
+from daemon_process import CORE, Daemon, missing  # noqa: E402
 
-
-def _find_core():
-    places = [os.environ.get("FOREBAY_CORE", "")]
-    places += glob.glob(sysconfig.get_paths()["platlib"] + "/forebay/_core*.so")
-    places += glob.glob(str(ROOT / "build" / "**" / "_core*.so"), recursive=True)
-    return next((place for place in places if place and os.path.exists(place)), None)
-
-
-CORE = _find_core()
 if CORE:
     spec = importlib.util.spec_from_file_location("forebay._core", CORE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["forebay._core"] = module
     spec.loader.exec_module(module)
 
-import forebay  # noqa: E402
 import fake_core  # noqa: E402
+import forebay  # noqa: E402
+import torch  # noqa: E402
 
-FOREBAYD = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin")) / "forebayd"
-
-
-class Daemon:
-    """A forebayd of our own on a socket in a folder of its own."""
-
-    def __init__(self, folder, *settings):
-        self.folder = pathlib.Path(folder)
-        self.socket = str(self.folder / "s")
-        values = (f"socket.path={self.socket}", "memlock=best_effort", "dram.limit=1GiB", *settings)
-        command = [str(FOREBAYD)]
-        for value in values:
-            command += ["--set", value]
-        self.log = self.folder / "log"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
-        end = time.monotonic() + START_DEADLINE_S
-        while b"forebayd ready" not in self.log.read_bytes():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"forebayd did not start: {self.log.read_text()}")
-            time.sleep(0.01)
-
-    def stop(self):
-        self.process.terminate()
-        assert self.process.wait(START_DEADLINE_S) == 0, self.log.read_text()
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def daemon():
-    if not CORE or not FOREBAYD.exists():
-        pytest.skip(
-            f"no daemon: extension {CORE}, program {FOREBAYD} "
-            f"{'is there' if FOREBAYD.exists() else 'is missing'}"
-        )
+    if missing():
+        pytest.skip(missing())
     with tempfile.TemporaryDirectory(prefix="fb") as folder:
         own = Daemon(folder)
         yield own

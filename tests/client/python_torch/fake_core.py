@@ -167,10 +167,9 @@ class Attachment:
             raise errors.usage_error("E_NOT_READY", f"group {group} has no open slot")
         if self.rank in self.job.gradients[group]:
             raise errors.usage_error("E_GRAD_REPEAT", f"group {group}")
-        assert bool((slot[self.job.elems[group] :] == 0).all()), (
-            "the padding of a gradient is not zero"
-        )
-        self.job.gradients[group][self.rank] = slot
+        assert bool((slot[self.job.elems[group] :] == 0).all()), "the padding is not zero"
+        with self.job.changed:
+            self.job.gradients[group][self.rank] = slot
 
     def drop_gradients(self):
         self.slots.clear()
@@ -232,9 +231,14 @@ class Attachment:
         return {"rpc_calls": 1, "wait_ns_total": 0, **self.calls}
 
     def detach(self):
+        job = self.job
+        if self.alive and (
+            self.rank in job.votes or any(self.rank in group for group in job.gradients)
+        ):
+            self.kill()  # it was part of the step that is being gathered
         self.alive = False
-        if self.job.sessions.get(self.rank) is self:
-            del self.job.sessions[self.rank]
+        if job.sessions.get(self.rank) is self:
+            del job.sessions[self.rank]
 
     def kill(self):
         """What the daemon does when this session's process dies: the gathering step is dropped,

@@ -22,7 +22,7 @@ def attached(node):
     assert opt.committed_step == before + 1
 
 
-def refused(code="E_UNSUPPORTED", match=""):
+def refused(code="E_UNSUPPORTED", match=None):
     class Refusal:
         def __enter__(self):
             self.context = pytest.raises(forebay.ForebayError, match=match)

@@ -1,0 +1,141 @@
+# Goal    Ranks train on the mean of their gradients, wait for each other, and go on after a loss.
+# Method  Two ranks are two threads of this process, each with a model and an attachment of its own.
+#         Torch's side is one model that is stepped with the mean of the two gradients.
+
+import concurrent.futures
+
+import forebay
+import pytest
+import torch
+from models import assert_close, batch, loss_of, net
+
+STEPS = 4
+
+
+def attach(rank, model, **options):
+    return forebay.attach(
+        model, forebay.AdamW(lr=1e-2), rank=rank, world_size=2, timeout=30, **options
+    )
+
+
+def both(work):
+    """work(rank) on two threads; the first error of either."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(work, rank) for rank in (0, 1)]]
+
+
+def attach_both(models):
+    return both(lambda rank: attach(rank, models[rank]))
+
+
+def train_ranks(models, opts, steps, first=0):
+    def run(rank):
+        for step in range(first, first + steps):
+            loss_of(models[rank], batch(10 * step + rank)).backward()
+            opts[rank].extra_state = bytes([rank, step])
+            opts[rank].step()
+
+    both(run)
+
+
+def train_mean(model, opt, steps, first=0):
+    for step in range(first, first + steps):
+        sum(loss_of(model, batch(10 * step + rank)) / 2 for rank in (0, 1)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def test_the_mean_of_both_gradients_is_applied(node):
+    models = [net(seed=1), net(seed=2)]
+    opts = attach_both(models)
+    plain = net(seed=1 if torch.equal(models[0].norm.weight, net(1).norm.weight) else 2)
+    plain.load_state_dict(models[0].state_dict())
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(ours, theirs), "later sessions take the values of the first"
+    train_ranks(models, opts, STEPS)
+    train_mean(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), STEPS)
+    for model in models:
+        assert_close(model, plain, STEPS)
+    assert opts[0].state_sha256() == opts[1].state_sha256()
+
+
+def test_extra_state_and_committed_step_come_back(node):
+    models = [net(), net()]
+    opts = attach_both(models)
+    assert [opt.extra_state for opt in opts] == [None, None]
+    train_ranks(models, opts, 3)
+    sha = opts[0].state_sha256()
+    for opt in opts:
+        opt.detach()
+    opts = attach_both([net(seed=8), net(seed=9)])
+    assert [opt.committed_step for opt in opts] == [3, 3]
+    assert [opt.extra_state for opt in opts] == [bytes([0, 2]), bytes([1, 2])]
+    assert opts[1].state_sha256() == sha
+
+
+def test_resumed_training_has_the_bits_of_an_uninterrupted_one(node, monkeypatch):
+    import os
+
+    models = [net(), net()]
+    opts = attach_both(models)
+    train_ranks(models, opts, 4)
+    want = opts[0].state_sha256()
+
+    monkeypatch.setenv("FOREBAY_JOB", os.environ["FOREBAY_JOB"] + ".again")
+    models = [net(), net()]
+    again = attach_both(models)
+    train_ranks(models, again, 2)
+    loss_of(models[0], batch(20)).backward()  # rank 0 delivered some of step 3 and is lost
+    again[0]._attachment.detach()
+    again[1].detach()
+    models = [net(seed=5), net(seed=6)]
+    again = attach_both(models)
+    assert [opt.committed_step for opt in again] == [2, 2]
+    train_ranks(models, again, 2, first=2)
+    assert again[0].state_sha256() == want
+
+
+def test_different_learning_rates_are_refused(node):
+    if node == "fake":
+        pytest.skip("the fake node does not compare scalars")
+    models = [net(), net()]
+    opts = attach_both(models)
+    train_ranks(models, opts, 1)
+    opts[1].param_groups[0]["lr"] = 1e-3
+
+    def run(rank):
+        loss_of(models[rank], batch(rank)).backward()
+        with pytest.raises(forebay.ForebayError) as info:
+            opts[rank].step()
+        return info.value.code
+
+    assert both(run) == ["E_STEP", "E_STEP"]
+    opts[1].param_groups[0]["lr"] = 1e-2
+    both(lambda rank: opts[rank].step())  # the gradients are still there
+    assert opts[0].committed_step == 2
+    train_ranks(models, opts, 1, first=2)
+
+
+def test_one_rank_alone_waits_until_its_time_is_up(node):
+    if node == "fake":
+        pytest.skip("the fake node has no clock of its own")
+    models = [net(), net()]
+    opts = both(
+        lambda rank: forebay.attach(models[rank], rank=rank, world_size=2, timeout=0.5 + 10 * rank)
+    )
+    loss_of(models[0], batch(0)).backward()
+    with pytest.raises(forebay.TimeoutError_) as info:
+        opts[0].step()
+    assert info.value.code == "E_TIMEOUT"
+    loss_of(models[1], batch(1)).backward()
+
+    def finish(rank):
+        opts[rank].step()
+        return opts[rank].committed_step
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        late = pool.submit(finish, 1)
+        assert late.result() == 1, "rank 0 had voted already"
+    opts[0].step()  # the repeat of a committed step changes nothing
+    assert opts[0].committed_step == 1
+    assert opts[0].state_sha256() == opts[1].state_sha256()
