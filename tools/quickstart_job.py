@@ -22,11 +22,11 @@ import quickstart_claims as claims_of
 import report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOREBAY = ROOT / "build/bin/forebay"
 RANKS = 2
 DRAM = "700MiB"  # below the 12 bytes a parameter that parameters and moments take
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
-SMALL = ["--width", "256", "--layers", "4", "--heads", "4"]  # the bfloat16 run: short and small
+EXACT_STEPS = 5  # of the bfloat16 run, which is small
+SMALL = ["--width=256", "--layers=4", "--heads=4"]
 
 
 def parse_args():
@@ -40,9 +40,11 @@ def parse_args():
         "--kill-seed", type=int, help="draws the rank, step and group of the kill; default: random"
     )
     parser.add_argument("--work", default="build/quickstart", help="folder of logs and swap")
+    parser.add_argument("--bin", default="build/bin", help="folder of forebay and forebayd")
     parser.add_argument("--report", default="quickstart-report")
     parser.add_argument("--model", default="model.pt")
     args = parser.parse_args()
+    args.forebay = ROOT / args.bin / "forebay"
     args.steps = args.steps or (25 if args.smoke else 100)
     args.kill_seed = secrets.randbelow(1 << 31) if args.kill_seed is None else args.kill_seed
     return args
@@ -84,114 +86,52 @@ class Run:
 
 
 def torchrun(run, args, *flags):
-    text = ROOT / "build/kjv.txt"
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        RANKS,
-        "--max-restarts",
-        1,
-        "tools/train_gpt.py",
-        "--steps",
-        args.steps,
-        "--seed",
-        args.seed,
-        "--text",
-        text,
-        "--out",
-        run.out,
-        *flags,
-    ]
+    module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    script = ["--max-restarts=1", "tools/train_gpt.py", f"--steps={args.steps}"]
+    places = [f"--seed={args.seed}", f"--text={ROOT / 'build/kjv.txt'}", f"--out={run.out}"]
+    return [sys.executable, *module, *script, *places, *flags]
 
 
-def inside(run, work, command, swap=True):
-    swap_folder = work / "swap"
-    swap_folder.mkdir(parents=True, exist_ok=True)
-    flags = ["--swap", swap_folder, "--swap-size", SWAP_SIZE] if swap else []
-    return [
-        FOREBAY,
-        "run",
-        "--dram",
-        DRAM,
-        *flags,
-        "--",
-        sys.executable,
-        "tools/quickstart_watch.py",
-        FOREBAY,
-        run.out,
-        *command,
-    ]
+def inside(run, args, work, command):
+    """The command beside a private daemon, and a watch of it that writes node.json."""
+    swap = work / "swap"
+    swap.mkdir(parents=True, exist_ok=True)
+    flags = [f"--dram={DRAM}", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
+    watch = [sys.executable, "tools/quickstart_watch.py", args.forebay, run.out]
+    return [args.forebay, "run", *flags, "--", *watch, *command]
+
+
+def draw_kill(args, out):
+    draw = random.Random(args.kill_seed)
+    rank, step = draw.randrange(RANKS), draw.randint(3, args.steps - 2)
+    groups = draw.randint(1, max(1, claims_of.group_count(out) - 1))
+    print(
+        f"== kill drawn from seed {args.kill_seed}: rank {rank} in step {step} after {groups} groups",
+        flush=True,
+    )
+    return {"rank": rank, "step": step, "groups": groups}
 
 
 def train_all(args, work):
-    runs = {}
+    runs = {name: Run(name, work) for name in ("plain", "forebay", "killed", "exact")}
+    plain, forebay, killed, exact = runs.values()
 
-    plain = runs["plain"] = Run("plain", work)
     plain.start(torchrun(plain, args, "--plain"))
 
-    forebay = runs["forebay"] = Run("forebay", work)
-    forebay.start(
-        inside(
-            forebay,
-            work,
-            torchrun(
-                forebay,
-                args,
-                "--timeline",
-                args.steps,
-                "--sha",
-                forebay.out / "sha.json",
-                "--save",
-                ROOT / args.model,
-                "--sample",
-                200,
-            ),
-        )
-    )
+    flags = [f"--timeline={args.steps}", f"--sha={forebay.out / 'sha.json'}"]
+    flags += [f"--save={ROOT / args.model}", "--sample=200"]
+    forebay.start(inside(forebay, args, work, torchrun(forebay, args, *flags)))
 
-    draw = random.Random(args.kill_seed)
-    kill = {
-        "rank": draw.randrange(RANKS),
-        "step": draw.randint(3, args.steps - 2),
-        "groups": draw.randint(1, max(1, claims_of.group_count(forebay.out) - 1)),
-    }
-    print(
-        f"== kill drawn from seed {args.kill_seed}: rank {kill['rank']} in step {kill['step']} after "
-        f"{kill['groups']} groups",
-        flush=True,
-    )
-    killed = runs["killed"] = Run("killed", work)
-    killed.kill = kill
-    killed.start(
-        inside(
-            killed,
-            work,
-            torchrun(
-                killed,
-                args,
-                "--sha",
-                killed.out / "sha.json",
-                "--kill",
-                "{rank}:{step}:{groups}".format(**kill),
-            ),
-        )
-    )
+    killed.kill = draw_kill(args, forebay.out)
+    flags = [
+        f"--sha={killed.out / 'sha.json'}",
+        "--kill={rank}:{step}:{groups}".format(**killed.kill),
+    ]
+    killed.start(inside(killed, args, work, torchrun(killed, args, *flags)))
 
-    exact = runs["exact"] = Run("exact", work)
-    command = torchrun(
-        exact,
-        argparse.Namespace(**{**vars(args), "steps": 5}),
-        "--dtype",
-        "bf16",
-        "--format",
-        "exact",
-        "--reference-check",
-        *SMALL,
-    )
-    exact.start(inside(exact, work, command))
+    short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed)
+    flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
+    exact.start(inside(exact, args, work, torchrun(exact, short, *flags)))
     return runs
 
 

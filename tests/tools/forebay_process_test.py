@@ -1,0 +1,241 @@
+"""Goal    The forebay command does what a person at a shell expects: exit codes, signals passed on,
+        errors with their id, and nothing left behind by `run`, however it ends.
+Method  Real processes of build/bin. Commands tell by their standard output that they have begun;
+        ends are awaited by pidfd, each with a deadline.
+"""
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOREBAY = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build/bin")) / "forebay"
+DEADLINE_S = 60
+BENCH_KEYS = [
+    *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
+    *("bytes_read", "bytes_written"),
+]
+
+
+def forebay(*words, **options):
+    return subprocess.run(
+        [FOREBAY, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """(environment, runtime folder, swap folder); both folders must be empty again at the end."""
+    runtime, swap = tmp_path / "runtime", ROOT / "build" / f"test-swap-{os.getpid()}"
+    runtime.mkdir()
+    swap.mkdir(parents=True)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    environment.pop("FOREBAY_SOCKET", None)
+    yield environment, runtime, swap
+    left = [*runtime.iterdir(), *swap.iterdir()]
+    for folder in (runtime, swap):
+        for path in folder.iterdir():
+            subprocess.run(["rm", "-rf", path], check=True)
+    swap.rmdir()
+    assert left == [], "left behind"
+
+
+def run_flags(swap):
+    return ["run", "--dram", "256MiB", "--swap", swap, "--swap-size", "64MiB", "--"]
+
+
+def await_end(pid):
+    """Returns once the process has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([pidfd], [], [], DEADLINE_S)[0], f"process {pid} still runs"
+    finally:
+        os.close(pidfd)
+
+
+def parent_of(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    return int(fields.split()[1])
+
+
+class Started:
+    """A `forebay run` whose command has begun: it prints its own pid, then runs for ever."""
+
+    def __init__(self, folders, script="echo $$; while :; do read -r line || exit 5; done"):
+        environment, _, swap = folders
+        self.process = subprocess.Popen(
+            [FOREBAY, *map(str, run_flags(swap)), "sh", "-c", script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pids = [int(word) for word in self.process.stdout.readline().split()]
+        self.supervisor = parent_of(self.pids[0])
+        children = pathlib.Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
+        self.daemon = next(
+            pid
+            for pid in map(int, children.read_text(encoding="ascii").split())
+            if pid not in self.pids
+        )
+
+    def wait(self):
+        status = self.process.wait(timeout=DEADLINE_S)
+        self.process.stdout.close()
+        self.process.stdin.close()
+        return status
+
+
+def test_no_daemon_says_how_to_start_one_and_exits_3(folders):
+    environment, runtime, _ = folders
+    for view in ("status", "mem", "swap", "jobs"):
+        done = forebay(view, "--socket", runtime / "none.sock", env=environment)
+        assert done.returncode == 3
+        assert "error[E_NO_DAEMON]" in done.stderr and "forebay run --" in done.stderr
+
+
+def test_usage_errors_exit_2_and_help_and_version_exit_0():
+    assert forebay().returncode == 2
+    assert forebay("status", "--nonsense").returncode == 2
+    assert forebay("run", "--dram", "1GiB").returncode == 2  # no command
+    assert forebay("--help").returncode == 0
+    assert forebay("--version").stdout.startswith("forebay ")
+
+
+def test_run_passes_on_the_exit_status(folders):
+    environment, _, swap = folders
+    for status in (0, 7):
+        assert (
+            forebay(*run_flags(swap), "sh", "-c", f"exit {status}", env=environment).returncode
+            == status
+        )
+    done = forebay(*run_flags(swap), "/does/not/exist", env=environment)
+    assert done.returncode == 127 and "/does/not/exist" in done.stderr
+
+
+def test_run_ends_by_the_signal_that_ended_its_command(folders):
+    environment, _, swap = folders
+    done = forebay(*run_flags(swap), "sh", "-c", "kill -KILL $$", env=environment)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_run_passes_signals_to_its_command(folders, number):
+    script = f"trap 'exit 42' {number.name[3:]}; echo $$; while :; do read -r line; done"
+    started = Started(folders, script)
+    started.process.send_signal(number)
+    started.process.stdin.write("\n")  # a shell runs its trap after the command it waits in
+    started.process.stdin.flush()
+    assert started.wait() == 42
+    await_end(started.daemon)
+
+
+def test_nothing_is_left_after_a_kill_of_run(folders):
+    started = Started(folders, "sh -c 'read -r line' <&0 & echo $$ $!; while :; do wait; done")
+    started.process.kill()
+    assert started.wait() == -signal.SIGKILL
+    for pid in (*started.pids, started.daemon, started.supervisor):
+        await_end(pid)
+
+
+def test_what_the_command_leaves_running_ends_with_it(folders):
+    started = Started(
+        folders, "setsid sh -c 'trap \"\" HUP; read -r line' <&0 & echo $$ $!; read -r line"
+    )
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    started.wait()
+    for pid in (*started.pids, started.daemon, started.supervisor):
+        await_end(pid)
+
+
+def test_a_command_sees_its_private_daemon(folders):
+    environment, runtime, swap = folders
+    done = forebay(*run_flags(swap), FOREBAY, "status", "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["socket_path"].startswith(str(runtime))
+    assert status["memory"]["limit_bytes"] == 256 << 20
+    assert status["swap"][0]["path"].startswith(str(swap)) and status["swap"][0]["direct"]
+    for view in ("status", "mem", "swap", "jobs"):
+        shown = forebay(*run_flags(swap), FOREBAY, view, env=environment)
+        assert shown.returncode == 0 and shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, error, words",
+    [
+        (["--swap", "/does/not/exist"], "E_SWAP_PATH", ["/does/not/exist"]),
+        (["--swap", "{swap}", "--swap-size", "1000000GiB"], "E_SWAP_NOSPC", ["free", "GiB"]),
+        (["--set", "dram.limt=1GiB"], "E_CONFIG", ["dram.limt", "dram.limit"]),
+        (["--config", "/does/not/exist.toml"], "E_CONFIG", ["/does/not/exist.toml"]),
+    ],
+)
+def test_what_cannot_start_is_refused_with_its_id(folders, flags, error, words):
+    environment, _, swap = folders
+    flags = [flag.replace("{swap}", str(swap)) for flag in flags]
+    done = forebay("run", *flags, "--", "echo", "started", env=environment)
+    assert done.returncode == 1 and "started" not in done.stdout
+    assert f"error[{error}]" in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_an_unknown_key_is_named_with_file_and_line(folders, tmp_path):
+    environment, _, _ = folders
+    config = tmp_path / "forebay.toml"
+    config.write_text('[dram]\n\nlimmit = "1GiB"\n', encoding="utf-8")
+    done = forebay("run", "--config", config, "--", "true", env=environment)
+    assert done.returncode == 1
+    assert f"{config}:3" in done.stderr and "dram.limit" in done.stderr
+
+
+def test_doctor_judges_everything_once():
+    findings = json.loads(forebay("doctor", "--json", ROOT / "build").stdout)
+    whats = [finding["what"].split(" /")[0] for finding in findings]
+    assert whats == ["memlock", "io_uring", "huge pages", "CPU target", "O_DIRECT", "disk"]
+    assert all(finding["verdict"] in ("PASS", "WARN", "FAIL") for finding in findings)
+    assert all(finding["fix"] for finding in findings if finding["verdict"] != "PASS")
+    assert forebay("doctor", "/does/not/exist").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "flags, cases",
+    [
+        (["fetch", "--samples", 1], ["fetch/place=dram/ranks=1"]),
+        (
+            ["update", "--samples", 1, "--params", 8 << 20],
+            [
+                "update/opt=adamw/format=fp32/place=dram",
+                "update/opt=adamw/format=fp32/place=nvme",
+            ],
+        ),
+    ],
+)
+def test_each_bench_prints_one_line_a_case(folders, flags, cases):
+    environment, _, swap = folders
+    done = forebay("bench", *flags, "--swap", swap, "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == cases
+    for line in lines:
+        assert list(line) == BENCH_KEYS
+        assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
+
+
+def test_an_unknown_bench_is_refused_with_the_known_ones():
+    done = forebay("bench", "nonsense")
+    assert done.returncode == 1 and "fetch, update" in done.stderr
