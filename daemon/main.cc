@@ -34,14 +34,17 @@ constexpr int kExitUsage = 2;
 struct CommandLine {
   std::string config_path;
   std::vector<std::string> settings;
+  bool check = false;
   bool version = false;
   bool help = false;
 };
 
 void PrintHelp() {
   std::printf(
-      "usage: forebayd [--config FILE] [--set KEY=VALUE]... [--version] [--help]\n\n"
-      "Serves training jobs on this node. Settings of --set go over those of the file.\n\nkeys:\n");
+      "usage: forebayd [--config FILE] [--set KEY=VALUE]... [--check] [--version] [--help]\n\n"
+      "Serves training jobs on this node. Settings of --set go over those of the file; --check "
+      "only\n"
+      "reads them.\n\nkeys:\n");
   for (const auto& key : forebay::daemon::ConfigKeys()) {
     std::printf("  %-20.*s %.*s\n  %-20s %.*s\n", static_cast<int>(key.name.size()),
                 key.name.data(), static_cast<int>(key.value.size()), key.value.data(), "",
@@ -62,6 +65,8 @@ bool Parse(int argc, char** argv, CommandLine& line) {
       line.config_path = argv[++i];
     } else if (argument == "--set") {
       line.settings.emplace_back(argv[++i]);
+    } else if (argument == "--check") {
+      line.check = true;
     } else if (argument == "--version") {
       line.version = true;
     } else if (argument == "--help" || argument == "-h") {
@@ -82,6 +87,7 @@ absl::StatusOr<Config> ReadConfig(const CommandLine& line) {
   for (const std::string& setting : line.settings) {
     RETURN_IF_ERROR(forebay::daemon::ApplySetting(setting, config));
   }
+  RETURN_IF_ERROR(forebay::daemon::CheckConfig(config));
   return config;
 }
 
@@ -155,6 +161,7 @@ int main(int argc, char** argv) {
   }
   const auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
+  if (line.check) return 0;
   SetUpLog(config->log_level);
   return Serve(*config);
 }
