@@ -1,0 +1,171 @@
+// Goal    When the daemon is killed every blocked call returns E_DAEMON_GONE; a forked child is
+//         refused, never hangs and harms nothing; a write into the image is explained.
+// Method  A real forebayd, killed with SIGKILL while threads wait in each call that can; real
+//         forks.
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/client.h"
+#include "client/window_registry.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::client {
+namespace {
+
+using protocol::ErrorId;
+using testing::DaemonProcess;
+using testing::HasError;
+
+constexpr Timeout kTimeout = std::chrono::seconds(60);
+
+class AttachmentProcess : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_)); }
+
+  absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& job, uint32_t rank,
+                                                     uint32_t world_size) {
+    return Attachment::Attach({.socket = socket_,
+                               .job = job,
+                               .rank = rank,
+                               .layout = testing::MakeLayoutSpec({.world_size = world_size}),
+                               .timeout = kTimeout});
+  }
+  std::unique_ptr<Attachment> AttachFirst(const std::string& job, uint32_t world_size) {
+    auto session = Attach(job, 0, world_size).value();
+    for (uint32_t g = 0; g < session->layout().groups().size(); ++g) {
+      EXPECT_OK(session->WriteInitial(g, testing::MakeValues(session->layout(), g, 1), kTimeout));
+    }
+    EXPECT_OK(session->InitialDone(kTimeout));
+    return session;
+  }
+
+  testing::TempDir dir_;
+  std::string socket_ = dir_.path() + "/s";
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
+  std::atomic<int> begun{0};
+  const auto stepper = AttachFirst("step", 2);
+  const auto writer = Attach("attach", 0, 2).value();
+  const auto rank0 = AttachFirst("grad", 2);
+  const auto rank1 = Attach("grad", 1, 2).value();
+  const auto hyper = testing::MakeHyperParams();
+
+  std::vector<std::thread> blocked;
+  blocked.emplace_back([&] {
+    ++begun;
+    EXPECT_THAT(stepper->Step(1, hyper, 0, {}, kNoTimeout), HasError(ErrorId::kDaemonGone));
+  });
+  blocked.emplace_back([&] {
+    ++begun;
+    EXPECT_THAT(Attach("attach", 1, 2), HasError(ErrorId::kDaemonGone));
+  });
+  blocked.emplace_back([&] {
+    // Rank 0 delivers nothing: what rank 1 delivers is held until it has no room left.
+    absl::Status status;
+    for (uint32_t g = 0; g < 3 && status.ok(); ++g) {
+      status = rank1->GradSlot(g, GradFill::kZero, kTimeout).status();
+      if (status.ok()) status = rank1->GradReady(g);
+    }
+    ++begun;
+    if (status.ok()) status = rank1->Step(1, hyper, 0, {}, kNoTimeout).status();
+    EXPECT_THAT(status, HasError(ErrorId::kDaemonGone));
+  });
+  EXPECT_TRUE(testing::Eventually([&] { return begun == 3; }));
+  daemon_->Kill();
+  for (std::thread& thread : blocked) thread.join();
+  EXPECT_THAT(rank0->Fetch(0, kTimeout), HasError(ErrorId::kDaemonGone));
+  EXPECT_THAT(rank0->Detach(), HasError(ErrorId::kDaemonGone));
+  EXPECT_THAT(writer->InitialDone(kTimeout), HasError(ErrorId::kDaemonGone));
+  const auto values = testing::MakeValues(rank0->layout(), 0, 1);
+  EXPECT_TRUE(std::equal(values.begin(), values.end(), rank0->image().begin()));
+}
+
+// Every check of a forked child; the number of the first that fails, 0 if none does.
+int ChecksInChild(Attachment& session, std::span<const std::byte> expected_image) {
+  std::vector<std::byte> bytes(16);
+  const auto hyper = testing::MakeHyperParams();
+  const std::vector<absl::Status> results{session.WriteInitial(0, bytes, kNoTimeout),
+                                          session.InitialDone(kNoTimeout),
+                                          session.Fetch(0, kNoTimeout).status(),
+                                          session.Release({}),
+                                          session.GradSlot(0, GradFill::kZero, kNoTimeout).status(),
+                                          session.GradReady(0),
+                                          session.DropGradients(),
+                                          session.Step(1, hyper, 0, {}, kNoTimeout).status(),
+                                          session.ReadState({}, bytes, kNoTimeout),
+                                          session.Detach()};
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (protocol::IdOf(results[i]) != ErrorId::kForked) return static_cast<int>(i) + 1;
+  }
+  if (session.grad_owner(0) != nullptr) return 50;
+  const bool same = std::equal(expected_image.begin(), expected_image.end(),
+                               session.image().begin(), session.image().end());
+  return same ? 0 : 51;
+}
+
+TEST_F(AttachmentProcess, AForkedChildIsRefusedAndHarmsNothing) {
+  std::unique_ptr<Attachment> session = AttachFirst("job", 1);
+  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const int failed = ChecksInChild(*session, image);
+    session.reset();  // must neither hang nor end the parent's session
+    ::_exit(failed);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_OK(session->Fetch(0, kTimeout).status());
+  EXPECT_OK(session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status());
+}
+
+TEST_F(AttachmentProcess, AForkWhileAnotherThreadWaitsDoesNotHangTheChild) {
+  std::unique_ptr<Attachment> session = AttachFirst("job", 2);
+  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const auto second = Attach("job", 1, 2).value();
+  std::thread waiting(
+      [&] { EXPECT_OK(session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status()); });
+  EXPECT_TRUE(testing::Eventually([&] { return session->counters().commands >= 5; }));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const int failed = ChecksInChild(*session, image);
+    session.reset();
+    ::_exit(failed);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_OK(second->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status());
+  waiting.join();
+}
+
+using AttachmentProcessDeathTest = AttachmentProcess;
+
+TEST_F(AttachmentProcessDeathTest, AWriteIntoTheImageIsExplained) {
+  EXPECT_DEATH(
+      {
+        const auto session = AttachFirst("job", 1);
+        InstallSegvExplainer();
+        auto* image =
+            reinterpret_cast<volatile char*>(const_cast<std::byte*>(session->image().data()));
+        *image = 1;
+      },
+      "read-only image of job job: parameter .*, element 0 .group 0");
+}
+
+}  // namespace
+}  // namespace forebay::client
