@@ -49,7 +49,8 @@ def update(scalars, gradient, master, m, v):
     g = gradient * scalars.grad_scale
     m = fma(scalars.beta1, m, scalars.one_minus_beta1 * g)
     v = fma(scalars.beta2, v, (scalars.one_minus_beta2 * g) * g)
-    d = fma(torch.sqrt(v), scalars.inv_sqrt_bias2, scalars.eps)
+    root = torch.sqrt(v.double()).float()  # torch's float32 root is not always rounded to nearest
+    d = fma(root, scalars.inv_sqrt_bias2, scalars.eps)
     return fma(-scalars.step, m / d, scalars.decay * master), m, v
 
 

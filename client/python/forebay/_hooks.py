@@ -7,7 +7,7 @@ import time
 import torch
 
 from ._guards import GradientTaken, InertOnCopy, second_gradient
-from .errors import unsupported
+from .errors import ForebayError, unsupported
 
 TIMELINE_ENTRIES = 4096
 
@@ -114,7 +114,8 @@ class Engine:
             )
         if group.slot is None:
             self.open_slot(group)
-        group.slot[member.begin : member.end].view(tensor.shape).copy_(gradient)
+        if group.slot is not None:
+            group.slot[member.begin : member.end].view(tensor.shape).copy_(gradient)
         tensor.grad = member.taken
         member.arrived = True
         group.arrived += 1
@@ -124,15 +125,26 @@ class Engine:
             self.close_unused(group)
 
     def open_slot(self, group):
-        group.slot = torch.from_dlpack(self.attachment.grad_slot(group.number, self.timeout, False))
+        try:
+            slot = self.attachment.grad_slot(group.number, self.timeout, False)
+        except ForebayError as error:
+            raise_unless_step_does(error)
+            return
+        group.slot = torch.from_dlpack(slot)
         group.slot[group.elems :].zero_()
         for member in group.members:
             if not member.trainable:
                 group.slot[member.begin : member.end].zero_()
 
     def deliver(self, group):
+        if group.slot is None:
+            return  # this step has failed already
         group.slot = None
-        self.attachment.grad_ready(group.number)
+        try:
+            self.attachment.grad_ready(group.number)
+        except ForebayError as error:
+            raise_unless_step_does(error)
+            return
         self.delivered += 1
 
     def deliver_open(self):
@@ -155,6 +167,13 @@ class Engine:
             group.forget()
             for member in group.members:
                 member.tensor.grad = None
+
+
+def raise_unless_step_does(error):
+    """Torch's backward knows no error for a gradient that is NaN: step() raises it, on every rank,
+    and the step can then be repeated."""
+    if error.code != "E_NONFINITE":
+        raise error
 
 
 class BeforeForward(InertOnCopy):

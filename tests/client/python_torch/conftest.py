@@ -60,7 +60,7 @@ def node(request, monkeypatch):
     yield "daemon"
 
 
-_JOB_NAME = {ord(char): "-" for char in "[]/: "}
+_JOB_NAME = {ord(char): "-" for char in "[]/: <>,="}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,83 @@
+/* The same training as ../cpp/train.cc, through the C ABI. */
+#include <forebay.h>
+#include <stdio.h>
+#include <string.h>
+
+static int failed(const char* what) {
+  fprintf(stderr, "%s: %s: %s (%s)\n", what, forebay_error_name(forebay_last_error_id()),
+          forebay_last_error_message(), forebay_last_error_hint());
+  return 1;
+}
+
+static int train(forebay_t* session) {
+  const float initial[2] = {1.0F, -2.0F};
+  const forebay_hyper_t hyper = {0.25, 0.9, 0.999, 1e-8, 0.0};
+  forebay_info_t info;
+  float values[2];
+  int i;
+  memset(&info, 0, sizeof(info));
+  info.struct_size = sizeof(info);
+  if (forebay_get_info(session, &info) != FOREBAY_OK) return failed("info");
+  if (info.writes_initial) {
+    if (forebay_write_initial(session, 0, initial, sizeof(initial), 30000)) return failed("write");
+    if (forebay_initial_done(session, 30000)) return failed("done");
+  }
+  for (i = 1; i <= 3; ++i) {
+    forebay_lease_t lease;
+    forebay_step_args_t args;
+    forebay_step_result_t result;
+    void* slot = NULL;
+    uint64_t slot_bytes = 0;
+    if (forebay_fetch(session, 0, 30000, &lease)) return failed("fetch");
+    if (forebay_grad_slot(session, 0, 30000, &slot, &slot_bytes)) return failed("slot");
+    memcpy(slot, lease.bytes, 2 * sizeof(float));
+    if (forebay_release(session, &lease)) return failed("release");
+    if (forebay_grad_ready(session, 0)) return failed("ready");
+    memset(&args, 0, sizeof(args));
+    args.struct_size = sizeof(args);
+    args.step = info.committed_step + (uint64_t)i;
+    args.hyper = &hyper;
+    args.hyper_count = 1;
+    if (forebay_step(session, &args, 30000, &result)) return failed("step");
+    if (result.committed_step != args.step) return 1;
+  }
+  if (forebay_get_info(session, &info) != FOREBAY_OK) return failed("info");
+  memcpy(values, info.image, sizeof(values));
+  printf("step %llu: %.4f %.4f\n", (unsigned long long)info.committed_step, (double)values[0],
+         (double)values[1]);
+  return forebay_detach(session) ? failed("detach") : 0;
+}
+
+int main(void) {
+  const uint64_t shape[1] = {2};
+  forebay_param_t param;
+  const char* const groups[1] = {"all"};
+  forebay_options_t options;
+  forebay_t* session = NULL;
+  int status;
+  memset(&param, 0, sizeof(param));
+  param.name = "w";
+  param.shape = shape;
+  param.dims = 1;
+  memset(&options, 0, sizeof(options));
+  if (forebay_abi_version() != FOREBAY_ABI_VERSION) return 2;
+  /* A struct of another size is refused, and the error says why. */
+  if (forebay_attach(&options, &session) == FOREBAY_OK || session != NULL) return 3;
+  if (strcmp(forebay_error_name(forebay_last_error_id()), "E_PROTOCOL") != 0) return 4;
+  options.struct_size = sizeof(options);
+  options.job = "installed-c";
+  options.world_size = 1;
+  options.dtype = "float32";
+  options.optimizer = "adamw";
+  options.format = "fp32";
+  options.params = &param;
+  options.param_count = 1;
+  options.group_names = groups;
+  options.group_count = 1;
+  options.timeout_ms = 30000;
+  if (forebay_attach(&options, &session) != FOREBAY_OK) return failed("attach");
+  status = train(session);
+  forebay_free(session);
+  forebay_free(NULL);
+  return status;
+}
