@@ -221,7 +221,8 @@ void Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   if (!fatal.ok()) Fail(fatal);
 }
 
-// Everything that waits gets the first error; what comes later E_JOB_FAILED. Tasks that run give back what they hold.
+// Everything that waits gets the first error; what comes later E_JOB_FAILED. Tasks that run give
+// back what they hold.
 void Job::Fail(const absl::Status& first_error) {
   if (phase_ == Phase::kFailed) return;
   phase_ = Phase::kFailed;

@@ -25,8 +25,8 @@
 
 namespace forebay::daemon {
 
-// Events change the job; Advance() then does all that has become possible, and is called for every job after every
-// event. Sessions in job_sessions.cc, gradients and steps in job_step.cc.
+// Events change the job; Advance() then does all that has become possible, and is called for every
+// job after every event. Sessions in job_sessions.cc, gradients and steps in job_step.cc.
 class Job {
  public:
   struct Spec {

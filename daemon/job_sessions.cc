@@ -118,8 +118,8 @@ void Job::SetLeft(uint32_t rank, bool left) {
   book_.SetLeft(io_, rank, left);
 }
 
-// A new generation: the step being gathered is dropped and every other session is fenced. A step that all ranks have
-// called goes on and is answered.
+// A new generation: the step being gathered is dropped and every other session is fenced. A step
+// that all ranks have called goes on and is answered.
 void Job::LoseRank(Session& lost) {
   ++generation_;
   ClearLeft();
@@ -150,7 +150,8 @@ void Job::LoseRank(Session& lost) {
   }
 }
 
-// Detached in good order with nothing of it in the step: the others' step is refused until the rank is back.
+// Detached in good order with nothing of it in the step: the others' step is refused until the rank
+// is back.
 void Job::LeaveRank(const Session& session) {
   const auto stays = [&](const auto& entry) {
     return entry.second.is_current() && entry.first != session.id;

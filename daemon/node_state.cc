@@ -168,8 +168,8 @@ void NodeState::Impl::On(const DeleteJobRequested& request) {
   deletes[job->id()].push_back(request.request);
 }
 
-// Every job does what it can now; whoever was last to get staging slots is not the first again. Repeated, since one
-// job may give back what another waits for.
+// Every job does what it can now; whoever was last to get staging slots is not the first again.
+// Repeated, since one job may give back what another waits for.
 void NodeState::Impl::AdvanceAll(const std::vector<Action>& actions) {
   std::vector<Job*> order;
   for (const auto& [id, job] : jobs) order.push_back(job.get());

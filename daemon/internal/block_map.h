@@ -1,4 +1,5 @@
-// From a layout to blocks: which elements of which groups a block holds, and where an element's state lies.
+// From a layout to blocks: which elements of which groups a block holds, and where an element's
+// state lies.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +31,10 @@ struct ElementRun {
   bool operator==(const ElementRun&) const = default;
 };
 
-// The blocks of a job. A rank's partitions of all groups, end to end in the order of groups, are cut into blocks of
-// `block_elems`; the last one may be short. Blocks are numbered in the order in which they are placed and updated:
-// the first block of each rank, then the second of each, ... (first layers first).
+// The blocks of a job. A rank's partitions of all groups, end to end in the order of groups, are
+// cut into blocks of `block_elems`; the last one may be short. Blocks are numbered in the order in
+// which they are placed and updated: the first block of each rank, then the second of each, ...
+// (first layers first).
 class BlockMap {
  public:
   // `block_elems` is a multiple of kPartitionAlignElems.
@@ -55,7 +57,8 @@ class BlockMap {
   // Where the states of elements [first, first + elems) of a padded group lie, in order.
   std::vector<ElementRun> Locate(uint32_t group, uint64_t first, uint64_t elems) const;
 
-  // Bytes of every block without making a map: what admission reckons with before it believes a layout.
+  // Bytes of every block without making a map: what admission reckons with before it believes a
+  // layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
   static uint64_t Blocks(const protocol::Layout& layout, uint64_t block_elems);
 

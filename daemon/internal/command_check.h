@@ -1,4 +1,5 @@
-// What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing out.
+// What a client may ask, field by field. Pure: a private copy of its words in, an error or nothing
+// out.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ struct CommandLimits {
   uint64_t extra_state_bytes = 0;
 };
 
-// Checks op, kind, group, alignment, range and exact length; not step numbers and leases, which are the job's.
+// Checks op, kind, group, alignment, range and exact length; not step numbers and leases, which are
+// the job's.
 //
 // Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
 //         E_RANGE        group, plane, offset or length.
@@ -30,7 +32,7 @@ absl::Status CheckCommand(const protocol::Command& command, const protocol::Layo
 //
 // Errors  E_STEP         not the step of the command.
 //         E_RANGE        the length is not that of its parts.
-//         E_OPTION       too few or too many parameter groups, a hyper-parameter outside its bounds.
+//         E_OPTION       too few or too many parameter groups, a hyper-parameter out of bounds.
 //         E_EXTRA_STATE  more than the session took at attach.
 absl::Status CheckStepRequest(const protocol::Command& command,
                               const protocol::StepRequest& request,

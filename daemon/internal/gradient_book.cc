@@ -146,7 +146,8 @@ void GradientBook::Relieve(JobIo& io) {
   std::vector<std::pair<Key, uint32_t>> waiting;  // with the rank that each waits for
   for (const auto& [arrival, key] : held_) {
     const uint32_t blocker = Blocker(key);
-    if (blocker == kNobody) continue;
+    // A rank that has called step writes no more, and counts on what it has delivered.
+    if (blocker == kNobody || closed_[key.rank]) continue;
     waiting.emplace_back(key, blocker);
     waiting_bytes[At(key).command.session] += layout_->group_bytes(key.group);
   }

@@ -1,4 +1,5 @@
-// The gradients of the step that is being gathered: who has delivered what, and in which order it is added.
+// The gradients of the step that is being gathered: who has delivered what, and in which order it
+// is added.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +17,14 @@
 
 namespace forebay::daemon {
 
-// A group's gradient is the sum of its ranks' contributions, added in float32 in the order of ranks whatever the order
-// of arrival; so the bits do not depend on timing. A contribution that must wait for a lower rank stays in its
-// session's arena while that leaves room for one more of the largest group, else it moves to the overflow; with the
-// overflow full it goes on waiting, unless the ranks deliver in different orders: then it is refused.
+// A group's gradient is the sum of its ranks' contributions, added in float32 in the order of ranks
+// whatever the order of arrival; so the bits do not depend on timing. A contribution that must wait
+// for a lower rank stays in its session's arena while that leaves room for one more of the largest
+// group, else it moves to the overflow; with the overflow full it goes on waiting, unless the ranks
+// deliver in different orders: then it is refused.
 //
-// A contribution or a sum that is not finite spoils the step: nothing is added any more, whatever else arrives is
-// taken and dropped, and fault() says why, until Clear().
+// A contribution or a sum that is not finite spoils the step: nothing is added any more, whatever
+// else arrives is taken and dropped, and fault() says why, until Clear().
 class GradientBook {
  public:
   struct Delivery {
@@ -35,7 +37,8 @@ class GradientBook {
 
   GradientBook(std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan);
 
-  // Takes a checked kGradReady of step `step`; it is answered when its bytes are free, or at once with an error.
+  // Takes a checked kGradReady of step `step`; it is answered when its bytes are free, or at once
+  // with an error.
   //
   // Errors  E_GRAD_REPEAT  the rank has delivered this group.
   //         E_STEP         the group went on without the rank after it had called step.
@@ -51,14 +54,15 @@ class GradientBook {
   void CloseRank(JobIo& io, uint32_t rank);
   void ReopenRanks();  // no vote stands any more
 
-  // `rank` has detached, or is back. Contributions that would wait for it without end, for want of room, are refused
-  // with E_RANK_LOST.
+  // `rank` has detached, or is back. Contributions that would wait for it without end, for want of
+  // room, are refused with E_RANK_LOST.
   void SetLeft(JobIo& io, uint32_t rank, bool left);
 
   // Answers what waits of one session; its contributions stay.
   void AnswerSession(JobIo& io, SessionId session, const absl::Status& status);
 
-  // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller makes them stale.
+  // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller
+  // makes them stale.
   void Drop(JobIo& io, const absl::Status& status);
   // The same for a book whose tasks have all ended.
   void Clear(JobIo& io, const absl::Status& status);
@@ -66,7 +70,8 @@ class GradientBook {
   bool empty() const { return delivered_total_ == 0; }
   bool idle() const { return running_.empty(); }
   bool has_delivered(uint32_t rank) const { return delivered_[rank] > 0; }
-  // All ranks are closed and every group with a contribution is summed, or the step is spoilt; nothing runs.
+  // All ranks are closed and every group with a contribution is summed, or the step is spoilt;
+  // nothing runs.
   bool settled() const;
   bool UsesArenaOf(SessionId session) const;
 

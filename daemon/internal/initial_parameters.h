@@ -24,7 +24,8 @@ class InitialParameters {
   void set_writer(SessionId session) { writer_ = session; }
   bool ready() const { return ready_; }
 
-  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the image and are finite.
+  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the image and are
+  // finite.
   //
   // Errors  E_PROTOCOL   an earlier write of the group has not been answered.
   //         E_NONFINITE  the group counts as not written.

@@ -1,5 +1,5 @@
-// What a job does to the world: starts tasks, answers commands. Keeps the books that decide when a session or a job
-// may be closed: nothing of theirs is in flight any more.
+// What a job does to the world: starts tasks, answers commands. Keeps the books that decide when a
+// session or a job may be closed: nothing of theirs is in flight any more.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,8 @@ class JobIo {
   Outbox& outbox() { return outbox_; }
   void set_committed_step(uint64_t step) { committed_step_ = step; }
 
-  // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until the task is done.
+  // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
+  // the task is done.
   template <typename TaskAction>
   TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
     action.task = NewTask(kind, session);
@@ -83,8 +84,8 @@ class JobIo {
   Task Finish(TaskId id);  // CHECKs that the task is the job's
   bool idle() const { return tasks_.empty(); }
 
-  // Gradients and initial parameters being gathered are given up: what still runs of them is stale, and nothing new
-  // may touch the same bytes before stale_tasks() is 0.
+  // Gradients and initial parameters being gathered are given up: what still runs of them is stale,
+  // and nothing new may touch the same bytes before stale_tasks() is 0.
   void NewEpoch();
   uint64_t epoch() const { return epoch_; }
   uint64_t stale_tasks() const { return stale_tasks_; }

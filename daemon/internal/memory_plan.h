@@ -66,8 +66,9 @@ uint64_t StepRegionBytes(uint64_t extra_state_bytes);
 //         E_EXTRA_STATE  above kExtraStateBytesMax.
 absl::Status CheckWish(const protocol::Layout& layout, const SessionWish& wish);
 
-// Errors  E_DRAM_LIMIT  the limit is too low: every term of the sum, the limit, what other jobs hold.
-//         E_SWAP_NOSPC  swap is too small for the blocks that do not fit in DRAM: needed and free bytes.
+// Errors  E_DRAM_LIMIT  the limit is too low: every term of the sum, the limit, what other jobs
+//         hold.
+//         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionWish& wish,
                                    const NodeState::Options& options, const NodeUse& use);
 

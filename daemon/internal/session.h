@@ -33,8 +33,8 @@ struct Session {
   // A kStep whose request is being copied.
   std::optional<protocol::Command> step_being_copied;
 
-  // It has seen E_NONFINITE for the step being gathered: its next gradients belong to the repetition, and wait here
-  // until the other ranks have seen it too.
+  // It has seen E_NONFINITE for the step being gathered: its next gradients belong to the
+  // repetition, and wait here until the other ranks have seen it too.
   bool awaits_repetition = false;
   std::deque<protocol::Command> parked;
 

@@ -19,8 +19,8 @@ class StagingPool {
   // The lowest free slot.
   std::optional<uint32_t> TakeFree();
 
-  // A free slot, or one of a clean block that was read ahead and is not being used: the asking job's own (its last in
-  // the order of update) before another job's.
+  // A free slot, or one of a clean block that was read ahead and is not being used: the asking
+  // job's own (its last in the order of update) before another job's.
   std::optional<uint32_t> TakeUrgent(StagedBlocks& asking);
 
   void Release(uint32_t slot);

@@ -20,8 +20,8 @@ class StateReads {
   void Add(const CommandId& command, const protocol::Command& words, const protocol::Layout& layout,
            const StepPipeline& pipeline);
 
-  // Goes on with the read in progress, or begins the next; called while no step is applied. A read in progress must
-  // end before a step begins to update.
+  // Goes on with the read in progress, or begins the next; called while no step is applied. A read
+  // in progress must end before a step begins to update.
   void Pump(JobIo& io, StepPipeline& pipeline);
   void OnRead(JobIo& io, StepPipeline& pipeline, const StepPipeline::ReadOutcome& outcome);
   void OnCopied(JobIo& io, StepPipeline& pipeline, const TaskDone& done);

@@ -73,8 +73,9 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
   running_ = true;
   order_ = std::move(order);
   resident_.clear();
-  swapped_.clear();
+  to_read_.clear();
   next_resident_ = next_read_ = 0;
+  blocks_left_ = 0;
   overflowed_masters_ = 0;
   at_begin_ = counters_;
   prefetch_failed_.clear();
@@ -85,16 +86,17 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
       needed = true;
       ++group_blocks_left_[group];
     }
-    if (needed) (is_resident(block) ? resident_ : swapped_).push_back(block);
-    if (!needed && staged_.contains(block)) {
-      if (staged_.at(block).state == State::kReady) {
-        staged_.Drop(block);
-      } else {
-        staged_.at(block).unwanted = true;
-      }
+    const bool is_staged = staged_.contains(block);
+    if (is_staged) staged_.at(block).unwanted = !needed;
+    if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
+    if (!needed) continue;
+    ++blocks_left_;
+    if (is_resident(block)) {
+      resident_.push_back(block);
+    } else if (!is_staged) {
+      to_read_.push_back(block);
     }
   }
-  blocks_left_ = resident_.size() + swapped_.size();
   staged_.set_may_donate(false);
   Pump(io);
 }
@@ -107,9 +109,8 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
 }
 
 void StepPipeline::StartReads(JobIo& io) {
-  for (; next_read_ < swapped_.size(); ++next_read_) {
-    const uint32_t block = swapped_[next_read_];
-    if (staged_.contains(block)) continue;  // was read ahead
+  for (; next_read_ < to_read_.size(); ++next_read_) {
+    const uint32_t block = to_read_[next_read_];
     const std::optional<uint32_t> slot = staged_.pool().TakeUrgent(staged_);
     if (!slot) return;
     const bool early = UpdatesHaveOtherWork();

@@ -1,4 +1,5 @@
-// Applying a step: every block with a gradient is updated once; swapped ones stream through staging slots.
+// Applying a step: every block with a gradient is updated once; swapped ones stream through staging
+// slots.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +34,10 @@ struct PipelineCounters {
   uint64_t written_bytes = 0;
 };
 
-// Blocks are read ahead in the order of update, before the verdict into free slots only. After it, a worker takes the
-// lowest swapped block that is ready, else the next resident one; a slot goes read, update, write, free. An update
-// of blocks never overlaps a read of states (StateReads): the job sees to that.
+// Blocks are read ahead in the order of update, before the verdict into free slots only. After it,
+// a worker takes the lowest swapped block that is ready, else the next resident one; a slot goes
+// read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
+// job sees to that.
 class StepPipeline {
  public:
   StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
@@ -114,7 +116,7 @@ class StepPipeline {
   bool abandoned_ = false;
   StepOrder order_;
   std::vector<uint32_t> resident_;  // blocks of this step, in order
-  std::vector<uint32_t> swapped_;
+  std::vector<uint32_t> to_read_;   // swapped and not read ahead
   size_t next_resident_ = 0;
   size_t next_read_ = 0;
   uint32_t updating_ = 0;

@@ -21,8 +21,8 @@ struct StepVote {
 
 class StepVotes {
  public:
-  // OK, or E_STEP that names the ranks and both values where `vote` differs from the lowest rank's that has voted.
-  // extra_state may differ between ranks.
+  // OK, or E_STEP that names the ranks and both values where `vote` differs from the lowest rank's
+  // that has voted. extra_state may differ between ranks.
   absl::Status Compare(uint32_t rank, const StepVote& vote) const;
 
   void Add(uint32_t rank, StepVote vote) { votes_.emplace(rank, std::move(vote)); }

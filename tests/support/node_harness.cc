@@ -151,7 +151,8 @@ uint64_t NodeHarness::Release(uint64_t session, uint64_t lease) {
   return Command(session, command);
 }
 
-// The lowest free place among the gradients that were not answered; a client would wait where there is none.
+// The lowest free place among the gradients that were not answered; a client would wait where there
+// is none.
 uint64_t NodeHarness::TakeOffset(uint64_t session, uint64_t bytes) {
   uint64_t offset = 0;
   for (const auto& [begin, end] : InfoOf(session).unanswered) {

@@ -1,5 +1,5 @@
-// Drives one NodeState as the daemon's loop does, with a NodeModel for workers and disk. Invariants are checked after
-// every event; a fault of either is in fault().
+// Drives one NodeState as the daemon's loop does, with a NodeModel for workers and disk. Invariants
+// are checked after every event; a fault of either is in fault().
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
-// A node without bytes: executes the state machine's actions on tokens, as careful as workers and disk have to be.
-// Every task declares what it reads and writes; two that would race, a range outside its arena, a block that is not
-// the one it should be, or a session closed under a task, is reported as a fault of the state machine.
+// A node without bytes: executes the state machine's actions on tokens, as careful as workers and
+// disk have to be. Every task declares what it reads and writes; two that would race, a range
+// outside its arena, a block that is not the one it should be, or a session closed under a task, is
+// reported as a fault of the state machine.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +43,8 @@ class NodeModel {
 
   // Takes one action: what has a TaskId waits in running() until Finish.
   void Execute(const daemon::Action& action);
-  // Ends a task and gives the event that tells of it. With a status that is not OK nothing has happened.
+  // Ends a task and gives the event that tells of it. With a status that is not OK nothing has
+  // happened.
   daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
 
   const TaskMap& running() const { return running_; }

@@ -20,7 +20,7 @@ SimulatedTrainer::SimulatedTrainer(std::string job, uint32_t rank,
       wires_(std::move(wires)),
       grad_arena_bytes_(2 * layout_->largest_group_bytes()) {}
 
-void SimulatedTrainer::Attach(SimulationRandom& random) {
+void SimulatedTrainer::Attach() {
   session_ = wires_.new_session();
   sessions_.insert(session_);
   phase_ = Phase::kAttaching;
@@ -29,7 +29,7 @@ void SimulatedTrainer::Attach(SimulationRandom& random) {
   stepping_ = false;
   BeginAttempt();
   wires_.send(AttachRequested{.session = session_,
-                              .uid = random.OneIn(20) ? 0U : 1000U,
+                              .uid = 1000,
                               .job = job_,
                               .rank = rank_,
                               .grad_arena_bytes = grad_arena_bytes_,
@@ -86,7 +86,11 @@ void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
   }
   switch (phase_) {
     case Phase::kOut:
-      Attach(random);
+      // A session it gave up without a word ends with its process, sooner or later.
+      if (!sessions_.empty() && random.OneIn(2)) {
+        wires_.send(SessionEnded{.session = *sessions_.begin(), .cause = EndCause::kLost});
+      }
+      Attach();
       return;
     case Phase::kAttaching:
       return;
@@ -118,7 +122,7 @@ void SimulatedTrainer::Misbehave(SimulationRandom& random) {
       Leave(EndCause::kDetached);
       return;
     case 2:
-      if (random.OneIn(2)) Attach(random);  // while the old session lives
+      if (random.OneIn(2)) Attach();  // while the old session lives
       return;
     default:
       SendGarbage(random, session_);

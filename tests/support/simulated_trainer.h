@@ -1,5 +1,5 @@
-// One rank of a training run in a simulation: attaches, delivers gradients, steps, and now and then misbehaves or
-// dies. Says what it has delivered, so that a commit can be held against it.
+// One rank of a training run in a simulation: attaches, delivers gradients, steps, and now and then
+// misbehaves or dies. Says what it has delivered, so that a commit can be held against it.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,8 @@ class SimulatedTrainer {
   void OnClosed(uint64_t session);
   daemon::StepRequestCopied StepRequestOf(const daemon::CopyStepRequest& copy);
 
-  // Compares what a commit has used with what this rank had delivered when it called step; empty where they agree.
+  // Compares what a commit has used with what this rank had delivered when it called step; empty
+  // where they agree.
   std::string CheckCommit(uint64_t step, const NodeModel::Gradients& used) const;
 
   const std::string& job() const { return job_; }
@@ -73,7 +74,7 @@ class SimulatedTrainer {
     uint64_t attempt = 0;
   };
 
-  void Attach(SimulationRandom& random);
+  void Attach();
   void Leave(daemon::EndCause cause);
   void WriteInitial();
   void Train(SimulationRandom& random, bool chaos);

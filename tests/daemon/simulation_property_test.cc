@@ -1,0 +1,325 @@
+// Goal    Whatever three clients, their deaths, bad words and failing disks do, in any order:
+//         invariants hold after each event, each committed step has used exactly what its ranks had
+//         delivered, in rank order, and has updated each block once; when the faults end, every
+//         client trains on. Equal seeds give equal traces.
+// Method  The production state machine with a model of workers and disk that ends tasks in random
+//         order. 10^5 events from a printed seed, run twice; then a quiet phase. FOREBAY_SEED
+//         chooses another seed.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "daemon/node_state.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/node_model.h"
+#include "tests/support/simulated_trainer.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeModel;
+using ::forebay::testing::SimulatedTrainer;
+using ::forebay::testing::SimulationRandom;
+using protocol::ErrorId;
+
+constexpr uint64_t kChaosEvents = 100000;
+constexpr uint64_t kQuietEventsMax = 50000;
+constexpr uint64_t kQuietCommits = 5;
+
+// FNV-1a over words.
+class TraceHash {
+ public:
+  void Add(uint64_t word) {
+    for (int byte = 0; byte < 8; ++byte) {
+      hash_ = (hash_ ^ ((word >> (8 * byte)) & 0xff)) * 0x100000001b3;
+    }
+  }
+  uint64_t value() const { return hash_; }
+
+ private:
+  uint64_t hash_ = 0xcbf29ce484222325;
+};
+
+// What an action says, as words.
+struct Words {
+  TraceHash& hash;
+  void operator()(const CreateJobMemory& a) const { Put({a.task, a.job, a.state_bytes}); }
+  void operator()(const CreateJobSwap& a) const { Put({a.task, a.job, a.extents}); }
+  void operator()(const CreateSessionMemory& a) const { Put({a.task, a.session, a.grad_bytes}); }
+  void operator()(const AnswerAttach& a) const { Put({a.session, Id(a.status), a.committed_step}); }
+  void operator()(const AnswerCommand& a) const {
+    Put({a.session, a.completion.tag, a.completion.error, a.completion.committed_step,
+         a.completion.lease_id});
+  }
+  void operator()(const CloseSession& a) const { Put({a.session, Id(a.reason)}); }
+  void operator()(const FreeJob& a) const { Put({a.job}); }
+  void operator()(const AnswerDelete& a) const { Put({a.request, Id(a.status)}); }
+  void operator()(const CopyStepRequest& a) const { Put({a.session, a.tag}); }
+  void operator()(const CopyInitial& a) const { Put({a.task, a.session, a.image_offset_bytes}); }
+  void operator()(const CopyToStepArena& a) const { Put({a.task, a.session, a.step_offset_bytes}); }
+  void operator()(const AddGradient& a) const {
+    Put({a.task, a.session, a.source_offset_bytes, a.accumulator_offset_bytes, a.assign ? 1U : 0U});
+  }
+  void operator()(const SumGroup& a) const { Put({a.task, a.accumulator_offset_bytes}); }
+  void operator()(const ReadBlock& a) const { Put({a.task, a.place.extent, a.place.staging_slot}); }
+  void operator()(const UpdateBlock& a) const {
+    Put({a.task, a.identity_after.block, a.identity_after.written_step, a.segments.size()});
+  }
+  void operator()(const WriteBlock& a) const { Put({a.task, a.place.extent, a.checksum}); }
+  void operator()(const CopyState& a) const { Put({a.task, a.session, a.identity.block, a.bytes}); }
+  void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
+  void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
+
+  static uint64_t Id(const absl::Status& status) {
+    return static_cast<uint64_t>(protocol::IdOf(status));
+  }
+  void Put(std::initializer_list<uint64_t> words) const {
+    for (const uint64_t word : words) hash.Add(word);
+  }
+};
+
+NodeState::Options TightOptions() {
+  return {.dram_limit_bytes = 500 << 10,  // two jobs of about 200 KiB, few of their blocks
+          .node_bytes = 3 * 8192,
+          .staging_slots = 3,
+          .staging_slot_bytes = 8192,
+          .swap_free_bytes = 64 << 20,
+          .block_elems = 64,
+          .workers = 2};
+}
+
+class Simulation {
+ public:
+  explicit Simulation(uint64_t seed) : random_(seed), state_(TightOptions()) {
+    const SimulatedTrainer::Wires wires{.send = [this](const Event& event) { Send(event); },
+                                        .new_session = [this] { return ++last_session_; },
+                                        .new_tag = [this] { return ++last_tag_; },
+                                        .model = &model_};
+    layouts_ = {{"alpha", MakeLayout(2, {300, 500, 64, 512, 512, 490, 512})},
+                {"beta", MakeLayout(1, {400, 90})}};
+    trainers_.emplace_back("alpha", 0, layouts_["alpha"], wires);
+    trainers_.emplace_back("alpha", 1, layouts_["alpha"], wires);
+    trainers_.emplace_back("beta", 0, layouts_["beta"], wires);
+  }
+
+  void RunChaos() {
+    while (events_ < kChaosEvents && fault().empty()) Turn(/*chaos=*/true);
+  }
+
+  // No more faults: every client must commit steps of its own.
+  bool RunQuiet() {
+    std::vector<uint64_t> goals;
+    for (const SimulatedTrainer& trainer : trainers_) {
+      goals.push_back(trainer.commits_seen() + kQuietCommits);
+    }
+    const uint64_t end = events_ + kQuietEventsMax;
+    while (events_ < end && fault().empty()) {
+      Turn(/*chaos=*/false);
+      bool reached = true;
+      for (size_t i = 0; i < trainers_.size(); ++i) {
+        reached = reached && trainers_[i].commits_seen() >= goals[i];
+      }
+      if (reached) return true;
+    }
+    return false;
+  }
+
+  std::string fault() const {
+    if (!model_.fault().empty()) return model_.fault();
+    if (!fault_.empty()) return fault_;
+    for (const SimulatedTrainer& trainer : trainers_) {
+      if (!trainer.fault().empty()) return trainer.fault();
+    }
+    return {};
+  }
+  uint64_t hash() const { return hash_.value(); }
+  uint64_t events() const { return events_; }
+  uint64_t commits() const { return commits_; }
+  uint64_t failures() const { return io_errors_; }
+  std::set<uint32_t> errors() const {
+    std::set<uint32_t> ids;
+    for (const SimulatedTrainer& trainer : trainers_) {
+      for (const auto& [id, count] : trainer.errors()) ids.insert(id);
+    }
+    return ids;
+  }
+  const NodeState& state() const { return state_; }
+
+ private:
+  void Turn(bool chaos) {
+    const auto& running = model_.running();
+    if (!running.empty() && random_.Below(10) < 6) {
+      auto it = running.begin();
+      std::advance(it, static_cast<int64_t>(random_.Below(running.size())));
+      FinishTask(it->first, it->second, chaos);
+    } else if (random_.OneIn(200)) {
+      DeleteSomething();
+    } else {
+      trainers_[random_.Below(trainers_.size())].Act(random_, chaos);
+    }
+  }
+
+  void FinishTask(TaskId task, const Action& action, bool chaos) {
+    const bool may_fail =
+        std::holds_alternative<ReadBlock>(action) || std::holds_alternative<WriteBlock>(action) ||
+        std::holds_alternative<UpdateBlock>(action) || std::holds_alternative<CopyState>(action) ||
+        std::holds_alternative<CreateJobSwap>(action) ||
+        std::holds_alternative<CreateSessionMemory>(action);
+    if (chaos && may_fail && random_.OneIn(2000)) {
+      ++io_errors_;
+      Send(model_.Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated")));
+      return;
+    }
+    if (chaos && random_.OneIn(500)) model_.set_masters_overflow(1);
+    Send(model_.Finish(task));
+  }
+
+  // Refused while there are sessions; the cure for a failed job.
+  void DeleteSomething() {
+    const std::string job = random_.OneIn(2) ? "alpha" : "beta";
+    Send(DeleteJobRequested{.request = ++last_request_, .uid = 1000, .job = job});
+  }
+
+  // A client may act on an answer at once: what it then sends waits for its turn.
+  void Send(const Event& event) {
+    queue_.push_back(event);
+    if (sending_) return;
+    sending_ = true;
+    while (!queue_.empty()) {
+      const Event next = queue_.front();
+      queue_.erase(queue_.begin());
+      ++events_;
+      hash_.Add(next.index());
+      std::vector<Action> actions;
+      state_.Handle(next, actions);
+      state_.CheckInvariants();
+      // A step request is copied before anything else.
+      std::vector<Event> copied;
+      for (const Action& action : actions) {
+        hash_.Add(action.index());
+        std::visit(Words{hash_}, action);
+        Observe(action, copied);
+      }
+      queue_.insert(queue_.begin(), copied.begin(), copied.end());
+    }
+    sending_ = false;
+  }
+
+  void Observe(const Action& action, std::vector<Event>& copied) {
+    if (const auto* memory = std::get_if<CreateJobMemory>(&action)) {
+      const std::string name = NameOf(memory->job);
+      model_.AddJob(memory->job, layouts_.at(name));
+    }
+    if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
+      if (attach->status.ok()) model_.BindSession(attach->session, attach->job);
+    }
+    model_.Execute(action);
+    for (SimulatedTrainer& trainer : trainers_) {
+      if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
+        if (trainer.OwnsSession(attach->session)) trainer.OnAttach(*attach);
+      } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
+        if (trainer.OwnsSession(answer->session)) trainer.OnAnswer(*answer);
+      } else if (const auto* close = std::get_if<CloseSession>(&action)) {
+        if (trainer.OwnsSession(close->session)) trainer.OnClosed(close->session);
+      } else if (const auto* copy = std::get_if<CopyStepRequest>(&action)) {
+        if (trainer.OwnsSession(copy->session)) copied.push_back(trainer.StepRequestOf(*copy));
+      } else if (const auto* committed = std::get_if<StepCommitted>(&action)) {
+        if (NameOf(committed->job) == trainer.job()) CheckCommit(trainer, *committed);
+      }
+    }
+    if (std::holds_alternative<StepCommitted>(action)) ++commits_;
+  }
+
+  void CheckCommit(const SimulatedTrainer& trainer, const StepCommitted& committed) {
+    const NodeModel::Gradients& used = model_.committed_gradients(committed.job);
+    const std::string wrong = trainer.CheckCommit(committed.step, used);
+    if (fault_.empty()) fault_ = wrong;
+    if (used.size() != layouts_.at(trainer.job())->groups().size()) return;
+    // Every group had a gradient: all blocks are of this step.
+    for (const auto& [block, step] : model_.WrittenSteps(committed.job)) {
+      if (step != committed.step && fault_.empty()) fault_ = "a block was left behind";
+    }
+  }
+
+  std::string NameOf(JobId id) const {
+    for (const JobView& job : state_.Jobs()) {
+      if (job.id == id) return job.name;
+    }
+    return "freed";
+  }
+
+  SimulationRandom random_;
+  NodeState state_;
+  NodeModel model_;
+  std::map<std::string, std::shared_ptr<const protocol::Layout>> layouts_;
+  std::vector<SimulatedTrainer> trainers_;
+  std::vector<Event> queue_;
+  bool sending_ = false;
+  TraceHash hash_;
+  std::string fault_;
+  uint64_t events_ = 0;
+  uint64_t commits_ = 0;
+  uint64_t io_errors_ = 0;
+  uint64_t last_session_ = 0;
+  uint64_t last_tag_ = 0;
+  uint64_t last_request_ = 0;
+};
+
+uint64_t Seed() {
+  const char* chosen = std::getenv("FOREBAY_SEED");
+  return chosen != nullptr ? std::strtoull(chosen, nullptr, 10) : 20240607;
+}
+
+TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
+  const uint64_t seed = Seed();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  Simulation first(seed);
+  first.RunChaos();
+  ASSERT_EQ(first.fault(), "") << "seed " << seed << ", event " << first.events();
+  EXPECT_TRUE(first.RunQuiet()) << "seed " << seed << ": not every client trains on";
+  ASSERT_EQ(first.fault(), "") << "seed " << seed << ", event " << first.events();
+  EXPECT_GE(first.events(), kChaosEvents);
+  std::printf("%llu events, %llu commits, %llu failed tasks\n",
+              static_cast<unsigned long long>(first.events()),
+              static_cast<unsigned long long>(first.commits()),
+              static_cast<unsigned long long>(first.failures()));
+
+  // The run was worth it: each of these was met.
+  EXPECT_GT(first.commits(), 500U);
+  EXPECT_GT(first.failures(), 5U);
+  for (const ErrorId id : {ErrorId::kRankLost, ErrorId::kFenced, ErrorId::kRange, ErrorId::kLease,
+                           ErrorId::kStep, ErrorId::kGradOrder, ErrorId::kNonfinite,
+                           ErrorId::kOverflow, ErrorId::kJobFailed, ErrorId::kProtocol}) {
+    EXPECT_TRUE(first.errors().contains(static_cast<uint32_t>(id))) << protocol::Info(id).name;
+  }
+
+  Simulation second(seed);
+  second.RunChaos();
+  second.RunQuiet();
+  EXPECT_EQ(first.hash(), second.hash());
+  EXPECT_EQ(first.events(), second.events());
+}
+
+TEST(NodeStateSimulation, AnotherSeedIsAnotherTrace) {
+  Simulation first(1);
+  Simulation second(2);
+  first.RunChaos();
+  second.RunChaos();
+  EXPECT_EQ(first.fault(), "");
+  EXPECT_EQ(second.fault(), "");
+  EXPECT_NE(first.hash(), second.hash());
+}
+
+}  // namespace
+}  // namespace forebay::daemon
