@@ -1,0 +1,252 @@
+"""Goal    forebay._core: views that torch takes silently and that outlive what made them, errors with
+        code and hint, calls without the GIL that answer Ctrl-C, forks and faults.
+Method  The built extension on a real daemon; what ends a process runs in one of its own.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from core_daemon import CORE, HYPER, ROOT, attach, core, initial, write_all
+
+DTYPES = [("float32", "fp32", torch.float32), ("bfloat16", "exact", torch.bfloat16)]
+
+
+def run_script(socket, body):
+    """Runs Python code in a process of its own that has `core`, `attach`, `write_all`, `socket`."""
+    head = f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "tests" / "client" / "python")!r})
+        from core_daemon import *
+        import torch
+        socket = {socket!r}
+    """
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)],
+        env={**os.environ, "FOREBAY_CORE": CORE},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("name, format, dtype", DTYPES)
+def test_views_are_tensors_of_the_jobs_dtype_without_a_warning(core_node, job, name, format, dtype):
+    session = attach(core_node, job, dtype=name, format=format)
+    write_all(session, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = torch.from_dlpack(session.image_dlpack())
+        for group, (offset, elems, padded) in enumerate(session.groups):
+            image = torch.from_dlpack(session.image(group))
+            assert image.dtype == dtype and image.shape == (padded,) and image.device.type == "cpu"
+            assert torch.equal(image[:elems], initial(session, group, dtype))
+            assert image[elems:].count_nonzero() == 0
+            assert image.data_ptr() == whole.data_ptr() + offset
+            slot = torch.from_dlpack(session.grad_slot(group))
+            assert slot.dtype == dtype and slot.shape == (padded,) and slot.count_nonzero() == 0
+            slot.fill_(1)
+    assert session.param_offsets == [0, 50, 0]
+    session.detach()
+
+
+def test_views_outlive_the_attachment(core_node, job):
+    session = attach(core_node, job)
+    write_all(session, torch.float32)
+    image = torch.from_dlpack(session.image(1))
+    slot = torch.from_dlpack(session.grad_slot(1))
+    expected = initial(session, 1, torch.float32)
+    session.detach()
+    del session
+    gc.collect()
+    assert torch.equal(image[:300], expected)
+    slot.fill_(2)
+    assert slot.sum() == 2 * slot.numel()
+
+
+def test_two_ranks_step_as_torch_does(core_node, job):
+    ranks = [attach(core_node, job, 0, 2)]
+    write_all(ranks[0], torch.float32)
+    ranks.append(attach(core_node, job, 1, 2))
+    model = [initial(ranks[0], g, torch.float32).requires_grad_() for g in (0, 1)]
+    reference = torch.optim.AdamW(model, lr=0.1, weight_decay=0.0)
+    for t in range(1, 6):
+        gradients = [
+            [torch.sin(torch.arange(p.numel()) * (r + 1.0) + t) for p in model] for r in (0, 1)
+        ]
+        for p, *both in zip(model, *gradients):
+            p.grad = (both[0] + both[1]) / 2
+        reference.step()
+        results = {}
+
+        def step(rank):
+            session = ranks[rank]
+            for group, (_, elems, _) in enumerate(session.groups):
+                slot = torch.from_dlpack(session.grad_slot(group, 30.0, False))
+                slot[:elems] = gradients[rank][group]
+                session.grad_ready(group)
+            results[rank] = session.step(t, HYPER, 0.0, b"extra %d" % rank, 30.0)
+
+        other = threading.Thread(target=step, args=(1,))
+        other.start()
+        step(0)
+        other.join()
+        assert results == {0: (t, 0.0, False, False), 1: (t, 0.0, False, False)}
+        for group, p in enumerate(model):
+            image = torch.from_dlpack(ranks[0].image(group))
+            # One float32 rounding of another order per operation: 8 ulp of a value of about 1.
+            torch.testing.assert_close(image[: p.numel()], p.detach(), rtol=0, atol=1e-6)
+    for group, p in enumerate(model):
+        for plane, name in enumerate(ranks[0].plane_names):
+            state = torch.from_dlpack(ranks[0].read_state(group, plane, 0, p.numel()))
+            torch.testing.assert_close(state, reference.state[p][name], rtol=1e-5, atol=1e-7)
+    counters = ranks[0].counters()
+    assert counters["wait_ns_total"] >= counters["wait_ns_step"] > 0
+    for session in ranks:
+        session.detach()
+    again = attach(core_node, job, 0, 2)
+    assert (again.committed_step, again.extra_state) == (5, b"extra 0")
+
+
+def test_exact_states_have_their_planes_dtypes(core_node, job):
+    session = attach(core_node, job, dtype="bfloat16", format="exact")
+    write_all(session, torch.bfloat16)
+    assert session.plane_names == ["remainder", "exp_avg", "exp_avg_sq"]
+    dtypes = [torch.from_dlpack(session.read_state(0, plane, 3, 20)).dtype for plane in range(3)]
+    assert dtypes == [torch.int16, torch.float32, torch.float32]
+
+
+def test_errors_have_a_family_code_hint_and_say_whether_to_retry(core_node, job, tmp_path):
+    with pytest.raises(core.UnavailableError) as caught:
+        core.status(str(tmp_path / "none"))
+    assert caught.value.code == "E_NO_DAEMON" and caught.value.retryable
+    assert "forebay run" in caught.value.hint
+    assert str(caught.value).startswith("error[E_NO_DAEMON]: ")
+    with pytest.raises(core.UsageError) as caught:
+        attach(core_node, job, dtype="int8")
+    assert caught.value.code == "E_OPTION" and not caught.value.retryable
+    with pytest.raises(core.UsageError) as caught:
+        attach(core_node, job, dtype="bfloat16", format="fp32")
+    assert caught.value.code == "E_OPTION"
+    session = attach(core_node, job, 0, 2)
+    with pytest.raises(TimeoutError) as caught:
+        attach(core_node, job, 1, 2, timeout=0.05)
+    assert isinstance(caught.value, core.TimeoutError_) and caught.value.code == "E_TIMEOUT"
+    for call in (session.image, session.fetch, session.grad_slot, session.grad_ready):
+        with pytest.raises(core.UsageError) as caught:
+            call(2)
+        assert caught.value.code == "E_RANGE"
+    with pytest.raises(core.UsageError) as caught:
+        session.step(1, HYPER, 0.0, b"x" * 4097, 1.0)
+    assert caught.value.code == "E_EXTRA_STATE"
+    assert issubclass(core.DataLossError, core.ForebayError)
+    session.detach()
+    with pytest.raises(core.ForebayError) as caught:
+        session.fetch(0)
+    assert caught.value.code == "E_FENCED"
+
+
+def test_status_trace_and_delete(core_node, job):
+    session = attach(core_node, job)
+    write_all(session, torch.float32)
+    torch.from_dlpack(session.grad_slot(0)).fill_(1)
+    session.grad_ready(0)
+    session.step(1, HYPER)
+    status = core.status(core_node)
+    mine = next(entry for entry in status["jobs"] if entry["name"] == job)
+    assert mine["committed_step"] == 1 and mine["groups"] == ["embed", "head"]
+    assert status["memory"]["used_bytes"] <= status["memory"]["limit_bytes"] == 1 << 30
+    assert {event["lane"] for event in core.trace(core_node, job)} >= {"update", "step"}
+    with pytest.raises(core.ForebayError):
+        core.delete_job(core_node, job)
+    session.detach()
+    core.delete_job(core_node, job)
+    assert all(entry["name"] != job for entry in core.status(core_node)["jobs"])
+
+
+def test_ctrl_c_ends_a_wait_and_the_step_can_be_waited_for_again(core_node, job):
+    first = attach(core_node, job, 0, 2)
+    write_all(first, torch.float32)
+    second = attach(core_node, job, 1, 2)
+    before = first.counters()["commands"]
+
+    def interrupt():
+        while first.counters()["commands"] == before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        first.step(1, HYPER, 0.0, b"", float("inf"))
+    thread.join()
+    thread = threading.Thread(target=lambda: second.step(1, HYPER))
+    thread.start()
+    assert first.step(1, HYPER, 0.0, b"", 30.0)[0] == 1
+    thread.join()
+
+
+def test_a_killed_daemon_ends_a_blocked_call(own_daemon, job):
+    session = attach(own_daemon.socket, job, 0, 2)
+    write_all(session, torch.float32)
+    image = torch.from_dlpack(session.image(0))
+    before = session.counters()["commands"]
+
+    def kill():
+        while session.counters()["commands"] == before:
+            time.sleep(0.001)
+        own_daemon.process.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(core.UnavailableError) as caught:
+        session.step(1, HYPER, 0.0, b"", float("inf"))
+    thread.join()
+    assert caught.value.code == "E_DAEMON_GONE" and caught.value.retryable
+    assert torch.equal(image[:57], initial(session, 0, torch.float32))
+
+
+def test_a_forked_child_is_refused_and_ends_in_good_order(core_node, job):
+    result = run_script(
+        core_node,
+        f"""
+        import os
+        session = attach(socket, {job!r})
+        write_all(session, torch.float32)
+        image = torch.from_dlpack(session.image(1))
+        child = os.fork()
+        if child == 0:
+            try:
+                session.fetch(0)
+            except core.UsageError as error:
+                ok = error.code == "E_FORKED" and image[0] == -1
+            sys.exit(0 if ok else 1)  # through the interpreter's own tear-down
+        assert os.waitpid(child, 0)[1] == 0
+        session.release(session.fetch(0))
+        session.step(1, HYPER)
+        print("done")
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+def test_a_write_into_the_image_is_explained(core_node, job):
+    result = run_script(
+        core_node,
+        f"""
+        session = attach(socket, {job!r})
+        write_all(session, torch.float32)
+        torch.from_dlpack(session.image(0))[52] = 1
+        """,
+    )
+    assert result.returncode == -signal.SIGSEGV
+    assert f"image of job {job}: parameter w, element 2 (group 0, embed)" in result.stderr
+    assert "hint: " in result.stderr
