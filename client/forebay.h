@@ -1,6 +1,5 @@
 /* Forebay's client in C: one session of a training process. C99; every function returns a code. */
-#ifndef FOREBAY_H_
-#define FOREBAY_H_
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -21,18 +20,18 @@ extern "C" {
  * Ownership  Pointers into windows live until forebay_free(); strings of errors until this
  *            thread's next call.
  */
-typedef struct forebay_session forebay_t;
+struct forebay_session;
 
-typedef struct forebay_param {
+struct forebay_param {
   const char* name;      /* unique */
   const uint64_t* shape; /* `dims` dimensions, none of them 0 */
   uint32_t dims;
   uint32_t group;       /* unit of fetch and gradient; ascends from 0 without a gap */
   uint32_t param_group; /* which hyper-parameters */
-} forebay_param_t;
+};
 
-typedef struct forebay_options {
-  size_t struct_size; /* sizeof(forebay_options_t) */
+struct forebay_options {
+  size_t struct_size; /* sizeof(struct forebay_options) */
   const char* socket; /* NULL: FOREBAY_SOCKET, else /run/forebay/forebay.sock */
   const char* job;
   uint32_t rank;
@@ -40,17 +39,17 @@ typedef struct forebay_options {
   const char* dtype;     /* "float32", "bfloat16" */
   const char* optimizer; /* "adamw" */
   const char* format;    /* "fp32", "exact" */
-  const forebay_param_t* params;
+  const struct forebay_param* params;
   size_t param_count;
   const char* const* group_names; /* one a group */
   size_t group_count;
   uint64_t grad_arena_bytes;  /* 0: three times the largest group */
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
-} forebay_options_t;
+};
 
-typedef struct forebay_info {
-  size_t struct_size; /* sizeof(forebay_info_t), set by the caller */
+struct forebay_info {
+  size_t struct_size; /* sizeof(struct forebay_info), set by the caller */
   uint64_t committed_step;
   int32_t writes_initial; /* 1: this session must write every group, then call initial_done */
   uint32_t group_count;
@@ -58,48 +57,48 @@ typedef struct forebay_info {
   uint64_t image_bytes;
   const void* extra_state; /* of this rank and the step found at attach */
   uint64_t extra_state_bytes;
-} forebay_info_t;
+};
 
-typedef struct forebay_group {
-  size_t struct_size; /* sizeof(forebay_group_t), set by the caller */
+struct forebay_group {
+  size_t struct_size; /* sizeof(struct forebay_group), set by the caller */
   uint64_t image_offset_bytes;
   uint64_t elems; /* without padding */
   uint64_t padded_elems;
   uint64_t padded_bytes;
-} forebay_group_t;
+};
 
-typedef struct forebay_lease {
+struct forebay_lease {
   uint64_t id;
   uint32_t group;
   uint32_t reserved;
   const void* bytes; /* the padded group within the window */
   uint64_t size_bytes;
-} forebay_lease_t;
+};
 
-typedef struct forebay_hyper {
+struct forebay_hyper {
   double lr;
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
-} forebay_hyper_t;
+};
 
-typedef struct forebay_step_args {
-  size_t struct_size; /* sizeof(forebay_step_args_t) */
+struct forebay_step_args {
+  size_t struct_size; /* sizeof(struct forebay_step_args) */
   uint64_t step;      /* committed_step + 1; a repeat is answered, not applied again */
-  const forebay_hyper_t* hyper;
+  const struct forebay_hyper* hyper;
   size_t hyper_count;   /* one a parameter group */
   double max_grad_norm; /* 0: no clipping */
   const void* extra_state;
   size_t extra_state_bytes;
-} forebay_step_args_t;
+};
 
-typedef struct forebay_step_result {
+struct forebay_step_result {
   uint64_t committed_step;
   double norm; /* before clipping; 0 without max_grad_norm */
   int32_t clipped;
   int32_t repeated;
-} forebay_step_result_t;
+};
 
 uint32_t forebay_abi_version(void); /* of the library; compare with FOREBAY_ABI_VERSION */
 
@@ -110,40 +109,41 @@ const char* forebay_last_error_hint(void);
 int32_t forebay_last_error_retryable(void); /* 1: attach again or wait, then retry */
 const char* forebay_error_name(int32_t code);
 
-int32_t forebay_attach(const forebay_options_t* options, forebay_t** session);
-int32_t forebay_get_info(const forebay_t* session, forebay_info_t* info);
-int32_t forebay_get_group(const forebay_t* session, uint32_t group, forebay_group_t* place);
+int32_t forebay_attach(const struct forebay_options* options, struct forebay_session** session);
+int32_t forebay_get_info(const struct forebay_session* session, struct forebay_info* info);
+int32_t forebay_get_group(const struct forebay_session* session, uint32_t group,
+                          struct forebay_group* place);
 
 /* The initial parameters: a group with or without its padding. */
-int32_t forebay_write_initial(forebay_t* session, uint32_t group, const void* bytes,
+int32_t forebay_write_initial(struct forebay_session* session, uint32_t group, const void* bytes,
                               size_t size_bytes, int64_t timeout_ms);
-int32_t forebay_initial_done(forebay_t* session, int64_t timeout_ms);
+int32_t forebay_initial_done(struct forebay_session* session, int64_t timeout_ms);
 
-int32_t forebay_fetch(forebay_t* session, uint32_t group, int64_t timeout_ms,
-                      forebay_lease_t* lease);
-int32_t forebay_release(forebay_t* session, const forebay_lease_t* lease);
+int32_t forebay_fetch(struct forebay_session* session, uint32_t group, int64_t timeout_ms,
+                      struct forebay_lease* lease);
+int32_t forebay_release(struct forebay_session* session, const struct forebay_lease* lease);
 
 /* The group's open slot, zeroed when it is new: room for its padded gradient. grad_ready
  * delivers it. */
-int32_t forebay_grad_slot(forebay_t* session, uint32_t group, int64_t timeout_ms, void** bytes,
-                          uint64_t* size_bytes);
-int32_t forebay_grad_ready(forebay_t* session, uint32_t group);
-int32_t forebay_drop_gradients(forebay_t* session);
+int32_t forebay_grad_slot(struct forebay_session* session, uint32_t group, int64_t timeout_ms,
+                          void** bytes, uint64_t* size_bytes);
+int32_t forebay_grad_ready(struct forebay_session* session, uint32_t group);
+int32_t forebay_drop_gradients(struct forebay_session* session);
 
-int32_t forebay_step(forebay_t* session, const forebay_step_args_t* args, int64_t timeout_ms,
-                     forebay_step_result_t* result); /* result may be NULL */
+int32_t forebay_step(struct forebay_session* session, const struct forebay_step_args* args,
+                     int64_t timeout_ms,
+                     struct forebay_step_result* result); /* result may be NULL */
 
 /* Elements of state plane `plane` from `element_offset` of the padded group on. */
-int32_t forebay_read_state(forebay_t* session, uint32_t group, uint32_t plane,
+int32_t forebay_read_state(struct forebay_session* session, uint32_t group, uint32_t plane,
                            uint64_t element_offset, void* bytes, size_t size_bytes,
                            int64_t timeout_ms);
 
 int32_t forebay_detach(
-    forebay_t* session);               /* ends the session in good order; the image stays mapped */
-void forebay_free(forebay_t* session); /* NULL is fine; without detach the rank counts as lost */
+    struct forebay_session* session); /* ends the session in good order; the image stays mapped */
+void forebay_free(
+    struct forebay_session* session); /* NULL is fine; without detach the rank counts as lost */
 
 #ifdef __cplusplus
 }
 #endif
-
-#endif /* FOREBAY_H_ */

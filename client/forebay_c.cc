@@ -85,14 +85,14 @@ absl::StatusOr<DType> DTypeFromName(const std::string& name) {
                    "known: float32, bfloat16, float16");
 }
 
-absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options_t& options) {
+absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& options) {
   forebay::protocol::LayoutSpec spec;
   spec.world_size = options.world_size;
   ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(TextOf(options.dtype)));
   ASSIGN_OR_RETURN(spec.optimizer, forebay::protocol::OptimizerFromName(TextOf(options.optimizer)));
   ASSIGN_OR_RETURN(spec.format, forebay::protocol::FormatFromName(TextOf(options.format)));
   if (options.params == nullptr && options.param_count > 0) return NullArgument("params");
-  for (const forebay_param_t& param : std::span(options.params, options.param_count)) {
+  for (const forebay_param& param : std::span(options.params, options.param_count)) {
     if (param.shape == nullptr && param.dims > 0) return NullArgument("params[].shape");
     const std::span<const uint64_t> shape(param.shape, param.dims);
     spec.params.push_back({.name = TextOf(param.name),
@@ -107,7 +107,7 @@ absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options_t& 
   return spec;
 }
 
-absl::Status AttachTo(const forebay_options_t& options, forebay_t** session) {
+absl::Status AttachTo(const forebay_options& options, forebay_session** session) {
   ASSIGN_OR_RETURN(forebay::protocol::LayoutSpec spec, LayoutOf(options));
   ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
                    Attachment::Attach({.socket = TextOf(options.socket),
@@ -117,7 +117,7 @@ absl::Status AttachTo(const forebay_options_t& options, forebay_t** session) {
                                        .grad_arena_bytes = options.grad_arena_bytes,
                                        .extra_state_bytes = options.extra_state_bytes,
                                        .timeout = TimeoutOf(options.timeout_ms)}));
-  auto made = std::make_unique<forebay_t>();
+  auto made = std::make_unique<forebay_session>();
   made->attachment = std::move(attachment);
   *session = made.release();  // forebay_free() takes it back
   return absl::OkStatus();
@@ -139,7 +139,7 @@ const char* forebay_error_name(int32_t code) {
   return forebay::protocol::Info(static_cast<ErrorId>(code)).name.data();
 }
 
-int32_t forebay_attach(const forebay_options_t* options, forebay_t** session) {
+int32_t forebay_attach(const forebay_options* options, forebay_session** session) {
   return Guard([&]() -> absl::Status {
     if (options == nullptr) return NullArgument("options");
     if (session == nullptr) return NullArgument("session");
@@ -149,7 +149,7 @@ int32_t forebay_attach(const forebay_options_t* options, forebay_t** session) {
   });
 }
 
-int32_t forebay_get_info(const forebay_t* session, forebay_info_t* info) {
+int32_t forebay_get_info(const forebay_session* session, struct forebay_info* info) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (info == nullptr) return NullArgument("info");
@@ -167,7 +167,8 @@ int32_t forebay_get_info(const forebay_t* session, forebay_info_t* info) {
   });
 }
 
-int32_t forebay_get_group(const forebay_t* session, uint32_t group, forebay_group_t* place) {
+int32_t forebay_get_group(const forebay_session* session, uint32_t group,
+                          struct forebay_group* place) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (place == nullptr) return NullArgument("place");
@@ -187,7 +188,7 @@ int32_t forebay_get_group(const forebay_t* session, uint32_t group, forebay_grou
   });
 }
 
-int32_t forebay_write_initial(forebay_t* session, uint32_t group, const void* bytes,
+int32_t forebay_write_initial(forebay_session* session, uint32_t group, const void* bytes,
                               size_t size_bytes, int64_t timeout_ms) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
@@ -197,15 +198,15 @@ int32_t forebay_write_initial(forebay_t* session, uint32_t group, const void* by
   });
 }
 
-int32_t forebay_initial_done(forebay_t* session, int64_t timeout_ms) {
+int32_t forebay_initial_done(forebay_session* session, int64_t timeout_ms) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     return session->attachment->InitialDone(TimeoutOf(timeout_ms));
   });
 }
 
-int32_t forebay_fetch(forebay_t* session, uint32_t group, int64_t timeout_ms,
-                      forebay_lease_t* lease) {
+int32_t forebay_fetch(forebay_session* session, uint32_t group, int64_t timeout_ms,
+                      forebay_lease* lease) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (lease == nullptr) return NullArgument("lease");
@@ -220,7 +221,7 @@ int32_t forebay_fetch(forebay_t* session, uint32_t group, int64_t timeout_ms,
   });
 }
 
-int32_t forebay_release(forebay_t* session, const forebay_lease_t* lease) {
+int32_t forebay_release(forebay_session* session, const forebay_lease* lease) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (lease == nullptr) return NullArgument("lease");
@@ -228,8 +229,8 @@ int32_t forebay_release(forebay_t* session, const forebay_lease_t* lease) {
   });
 }
 
-int32_t forebay_grad_slot(forebay_t* session, uint32_t group, int64_t timeout_ms, void** bytes,
-                          uint64_t* size_bytes) {
+int32_t forebay_grad_slot(forebay_session* session, uint32_t group, int64_t timeout_ms,
+                          void** bytes, uint64_t* size_bytes) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (bytes == nullptr) return NullArgument("bytes");
@@ -242,22 +243,22 @@ int32_t forebay_grad_slot(forebay_t* session, uint32_t group, int64_t timeout_ms
   });
 }
 
-int32_t forebay_grad_ready(forebay_t* session, uint32_t group) {
+int32_t forebay_grad_ready(forebay_session* session, uint32_t group) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     return session->attachment->GradReady(group);
   });
 }
 
-int32_t forebay_drop_gradients(forebay_t* session) {
+int32_t forebay_drop_gradients(forebay_session* session) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     return session->attachment->DropGradients();
   });
 }
 
-int32_t forebay_step(forebay_t* session, const forebay_step_args_t* args, int64_t timeout_ms,
-                     forebay_step_result_t* result) {
+int32_t forebay_step(forebay_session* session, const forebay_step_args* args, int64_t timeout_ms,
+                     forebay_step_result* result) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     if (args == nullptr) return NullArgument("args");
@@ -267,7 +268,7 @@ int32_t forebay_step(forebay_t* session, const forebay_step_args_t* args, int64_
       return NullArgument("extra_state");
     }
     std::vector<forebay::protocol::HyperParams> hyper;
-    for (const forebay_hyper_t& one : std::span(args->hyper, args->hyper_count)) {
+    for (const forebay_hyper& one : std::span(args->hyper, args->hyper_count)) {
       hyper.push_back({.lr = one.lr,
                        .beta1 = one.beta1,
                        .beta2 = one.beta2,
@@ -289,7 +290,7 @@ int32_t forebay_step(forebay_t* session, const forebay_step_args_t* args, int64_
   });
 }
 
-int32_t forebay_read_state(forebay_t* session, uint32_t group, uint32_t plane,
+int32_t forebay_read_state(forebay_session* session, uint32_t group, uint32_t plane,
                            uint64_t element_offset, void* bytes, size_t size_bytes,
                            int64_t timeout_ms) {
   return Guard([&]() -> absl::Status {
@@ -301,13 +302,15 @@ int32_t forebay_read_state(forebay_t* session, uint32_t group, uint32_t plane,
   });
 }
 
-int32_t forebay_detach(forebay_t* session) {
+int32_t forebay_detach(forebay_session* session) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
     return session->attachment->Detach();
   });
 }
 
-void forebay_free(forebay_t* session) { const std::unique_ptr<forebay_t> owned(session); }
+void forebay_free(forebay_session* session) {
+  const std::unique_ptr<forebay_session> owned(session);
+}
 
 }  // extern "C"

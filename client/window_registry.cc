@@ -130,10 +130,10 @@ std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
 
 WindowRegistration::~WindowRegistration() {
   if (index_ < 0) return;
-  const Window* window = windows[static_cast<size_t>(index_)].exchange(nullptr);
-  // A handler that began before the exchange may still read it: then it is left, for the process
-  // is about to end.
-  if (readers == 0) delete window;
+  std::unique_ptr<const Window> window(windows[static_cast<size_t>(index_)].exchange(nullptr));
+  // A handler that began before the exchange may still read it: then it is left, for the process is
+  // about to end.
+  if (readers != 0) window.release();
 }
 
 std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> window,

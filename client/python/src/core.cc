@@ -65,7 +65,8 @@ nb::dlpack::dtype DlpackType(DType dtype) {
 View MakeView(std::span<const std::byte> bytes, DType dtype, std::shared_ptr<const void> owner) {
   auto kept = std::make_unique<std::shared_ptr<const void>>(std::move(owner));
   const nb::capsule capsule(kept.get(), [](void* held) noexcept {
-    delete static_cast<std::shared_ptr<const void>*>(held);
+    const std::unique_ptr<std::shared_ptr<const void>> owned(
+        static_cast<std::shared_ptr<const void>*>(held));
   });
   kept.release();  // the capsule owns it
   const size_t elems = bytes.size() / SizeBytes(dtype);

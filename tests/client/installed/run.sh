@@ -15,7 +15,7 @@ cmake --install "$build" --component client --prefix "$work/root" >/dev/null
 libdir=$(cd "$work/root" && dirname "$(find . -name forebay.pc -printf '%h\n')")
 
 gcc -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror -fsyntax-only -x c \
-  "$work/root/include/forebay.h"
+  -I"$work/root/include" - <<<'#include <forebay.h>'
 export PKG_CONFIG_PATH=$work/root/$libdir/pkgconfig
 read -r -a flags < <(pkg-config --cflags --libs forebay)
 gcc -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror "$here/c/train.c" -o "$work/train_c" \

@@ -20,6 +20,13 @@ from core_daemon import CORE, HYPER, ROOT, attach, core, initial, write_all
 DTYPES = [("float32", "fp32", torch.float32), ("bfloat16", "exact", torch.bfloat16)]
 
 
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
 def run_script(socket, body):
     """Runs Python code in a process of its own that has `core`, `attach`, `write_all`, `socket`."""
     head = f"""
@@ -179,8 +186,7 @@ def test_ctrl_c_ends_a_wait_and_the_step_can_be_waited_for_again(core_node, job)
     before = first.counters()["commands"]
 
     def interrupt():
-        while first.counters()["commands"] == before:
-            time.sleep(0.001)
+        wait_until(lambda: first.counters()["commands"] != before)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -201,8 +207,7 @@ def test_a_killed_daemon_ends_a_blocked_call(own_daemon, job):
     before = session.counters()["commands"]
 
     def kill():
-        while session.counters()["commands"] == before:
-            time.sleep(0.001)
+        wait_until(lambda: session.counters()["commands"] != before)
         own_daemon.process.kill()
 
     thread = threading.Thread(target=kill)

@@ -9,10 +9,10 @@ static int failed(const char* what) {
   return 1;
 }
 
-static int train(forebay_t* session) {
+static int train(struct forebay_session* session) {
   const float initial[2] = {1.0F, -2.0F};
-  const forebay_hyper_t hyper = {0.25, 0.9, 0.999, 1e-8, 0.0};
-  forebay_info_t info;
+  const struct forebay_hyper hyper = {0.25, 0.9, 0.999, 1e-8, 0.0};
+  struct forebay_info info;
   float values[2];
   int i;
   memset(&info, 0, sizeof(info));
@@ -23,10 +23,10 @@ static int train(forebay_t* session) {
     if (forebay_initial_done(session, 30000)) return failed("done");
   }
   for (i = 1; i <= 3; ++i) {
-    forebay_lease_t lease;
-    forebay_step_args_t args;
-    forebay_step_result_t result;
-    void* slot = NULL;
+    struct forebay_lease lease;
+    struct forebay_step_args args;
+    struct forebay_step_result result;
+    void* slot = 0;
     uint64_t slot_bytes = 0;
     if (forebay_fetch(session, 0, 30000, &lease)) return failed("fetch");
     if (forebay_grad_slot(session, 0, 30000, &slot, &slot_bytes)) return failed("slot");
@@ -50,10 +50,10 @@ static int train(forebay_t* session) {
 
 int main(void) {
   const uint64_t shape[1] = {2};
-  forebay_param_t param;
+  struct forebay_param param;
   const char* const groups[1] = {"all"};
-  forebay_options_t options;
-  forebay_t* session = NULL;
+  struct forebay_options options;
+  struct forebay_session* session = 0;
   int status;
   memset(&param, 0, sizeof(param));
   param.name = "w";
@@ -62,7 +62,7 @@ int main(void) {
   memset(&options, 0, sizeof(options));
   if (forebay_abi_version() != FOREBAY_ABI_VERSION) return 2;
   /* A struct of another size is refused, and the error says why. */
-  if (forebay_attach(&options, &session) == FOREBAY_OK || session != NULL) return 3;
+  if (forebay_attach(&options, &session) == FOREBAY_OK || session != 0) return 3;
   if (strcmp(forebay_error_name(forebay_last_error_id()), "E_PROTOCOL") != 0) return 4;
   options.struct_size = sizeof(options);
   options.job = "installed-c";
@@ -78,6 +78,6 @@ int main(void) {
   if (forebay_attach(&options, &session) != FOREBAY_OK) return failed("attach");
   status = train(session);
   forebay_free(session);
-  forebay_free(NULL);
+  forebay_free(0);
   return status;
 }
