@@ -78,6 +78,8 @@ class Engine:
         self.delivered = 0  # groups, in the step that is being gathered
 
     def open(self, numbers):
+        if self.attachment is None:
+            return  # a graph that outlived detach()
         for number in numbers:
             group = self.groups[number]
             if group.lease is None:

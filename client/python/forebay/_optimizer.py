@@ -203,7 +203,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
             member.tensor.grad = None
             member.tensor.data = member.tensor.detach().clone()
         self._strip()
-        self._attachment = None
+        self._attachment = self._engine.attachment = None
         _attached.discard(self)
         attachment.detach()
 
@@ -215,9 +215,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
         return self._attachment
 
     def _leave(self):
-        if self._attachment is not None and os.getpid() == self._process:
+        attachment, self._attachment, self._engine.attachment = self._attachment, None, None
+        if attachment is not None and os.getpid() == self._process:
             try:
-                self._attachment.detach()
+                attachment.detach()
             except ForebayError:
                 pass  # the process ends; the daemon frees what a lost session held
 
