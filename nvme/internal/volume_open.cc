@@ -36,32 +36,23 @@ using protocol::ErrorId;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Old records die before the labels change, so that a cut in between leaves an empty volume or
-// none.
+// The old labels of the first path die before the old records, and those before there are new
+// labels: so a power cut in between leaves the old volume as it was, none, or the new one, empty.
 absl::Status Volume::State::Initialise() {
   if (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
     return absl::InternalError(protocol::ErrnoText("getrandom", errno));
   }
-  const auto write = [this](Place place, const PageBuffer& page) {
-    Path& path = paths[place.path];
-    ++path.stats.writes;
-    path.stats.written_bytes += kPageBytes;
-    return path.file->Write(place.offset_bytes, page.bytes());
-  };
-  const auto sync_all = [this]() -> absl::Status {
-    for (Path& path : paths) {
-      ++path.stats.flushes;
-      RETURN_IF_ERROR(path.file->Sync());
-    }
-    return absl::OkStatus();
-  };
   const PageBuffer zeros(kPageBytes);
+  for (uint32_t copy = 0; copy < kCopies; ++copy) {
+    RETURN_IF_ERROR(WriteNow(geometry.LabelPlace(0, copy), zeros));
+  }
+  RETURN_IF_ERROR(SyncNow());
   for (uint32_t slot = 0; slot < 2; ++slot) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
-      RETURN_IF_ERROR(write(geometry.RecordPlace(slot, copy), zeros));
+      RETURN_IF_ERROR(WriteNow(geometry.RecordPlace(slot, copy), zeros));
     }
   }
-  RETURN_IF_ERROR(sync_all());
+  RETURN_IF_ERROR(SyncNow());
   for (uint32_t path = 0; path < paths.size(); ++path) {
     PageBuffer page(kPageBytes);
     EncodePage(Label{.path_index = path,
@@ -71,10 +62,32 @@ absl::Status Volume::State::Initialise() {
                      .extents_max = extents_max},
                page.bytes());
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
-      RETURN_IF_ERROR(write(geometry.LabelPlace(path, copy), page));
+      RETURN_IF_ERROR(WriteNow(geometry.LabelPlace(path, copy), page));
     }
   }
-  return sync_all();
+  return SyncNow();
+}
+
+absl::Status Volume::State::WriteNow(Place place, const PageBuffer& page) {
+  Path& path = paths[place.path];
+  ++path.stats.writes;
+  path.stats.written_bytes += kPageBytes;
+  return path.file->Write(place.offset_bytes, page.bytes());
+}
+
+absl::Status Volume::State::ReadNow(Place place, std::span<std::byte> bytes) {
+  Path& path = paths[place.path];
+  ++path.stats.reads;
+  path.stats.read_bytes += bytes.size();
+  return path.file->Read(place.offset_bytes, bytes);
+}
+
+absl::Status Volume::State::SyncNow() {
+  for (Path& path : paths) {
+    ++path.stats.flushes;
+    RETURN_IF_ERROR(path.file->Sync());
+  }
+  return absl::OkStatus();
 }
 
 // Every path must have a label of one and the same volume, made with these options.
@@ -83,8 +96,7 @@ absl::Status Volume::State::FindVolume() {
   for (uint32_t path = 0; path < paths.size(); ++path) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
       PageBuffer page(kPageBytes);
-      RETURN_IF_ERROR(
-          paths[path].file->Read(geometry.LabelPlace(path, copy).offset_bytes, page.bytes()));
+      RETURN_IF_ERROR(ReadNow(geometry.LabelPlace(path, copy), page.bytes()));
       Label label;
       if (DecodePage(page.bytes(), label)) labels[path].push_back(label);
     }
@@ -123,9 +135,8 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords(bool& never_commi
   std::array<bool, 2> unused{};
   for (uint32_t slot = 0; slot < 2; ++slot) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
-      const Place place = geometry.RecordPlace(slot, copy);
       PageBuffer page(kPageBytes);
-      RETURN_IF_ERROR(paths[place.path].file->Read(place.offset_bytes, page.bytes()));
+      RETURN_IF_ERROR(ReadNow(geometry.RecordPlace(slot, copy), page.bytes()));
       Record record;
       if (internal::IsZero(page.bytes())) {
         unused[slot] = true;
@@ -210,9 +221,8 @@ bool Volume::State::AdoptTable(std::span<const std::byte> bytes) {
 absl::StatusOr<bool> Volume::State::LoadTable(const Record& record) {
   const std::span<std::byte> bytes = table.bytes().first(record.table_bytes);
   for (uint32_t copy = 0; copy < kCopies; ++copy) {
-    const Place place = geometry.TablePlace(record.table_slot, copy);
     if (!bytes.empty()) {
-      RETURN_IF_ERROR(paths[place.path].file->Read(place.offset_bytes, bytes));
+      RETURN_IF_ERROR(ReadNow(geometry.TablePlace(record.table_slot, copy), bytes));
     }
     if (internal::TableChecksum(record, bytes) == record.table_checksum && AdoptTable(bytes)) {
       return true;
@@ -224,7 +234,7 @@ absl::StatusOr<bool> Volume::State::LoadTable(const Record& record) {
 
 absl::Status Volume::State::Recover() {
   // What we read may still be in a volatile cache; before it is relied on it must be durable.
-  for (Path& path : paths) RETURN_IF_ERROR(path.file->Sync());
+  RETURN_IF_ERROR(SyncNow());
   RETURN_IF_ERROR(FindVolume());
   bool never_committed = false;
   ASSIGN_OR_RETURN(const std::vector<Record> records, FindRecords(never_committed));

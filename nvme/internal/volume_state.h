@@ -118,6 +118,9 @@ struct Volume::State {
   // volume_open.cc
   absl::Status Initialise();
   absl::Status Recover();
+  absl::Status WriteNow(internal::Place place, const internal::PageBuffer& page);
+  absl::Status ReadNow(internal::Place place, std::span<std::byte> bytes);
+  absl::Status SyncNow();
   absl::Status FindVolume();
   absl::StatusOr<std::vector<internal::Record>> FindRecords(bool& never_committed);
   absl::StatusOr<bool> LoadTable(const internal::Record& record);

@@ -244,45 +244,6 @@ TEST_P(VolumeFiles, ARefusalLeavesAnOlderFileAsItWas) {
   EXPECT_EQ(ReadBlock(*volume, engine(), ExtentId{1}).step, 1u);
 }
 
-TEST_P(VolumeFiles, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
-  int ready[2];
-  int end[2];
-  ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
-  ASSERT_EQ(pipe2(end, O_CLOEXEC), 0);
-  UniqueFd ready_read(ready[0]);
-  UniqueFd ready_write(ready[1]);
-  UniqueFd end_read(end[0]);
-  UniqueFd end_write(end[1]);
-  const pid_t child = fork();
-  ASSERT_GE(child, 0);
-  if (child == 0) {
-    end_write.Reset();
-    // Threads of the parent's engine do not exist here: a new engine.
-    auto chosen = CreateIoEngine({.choice = EngineChoice::kThreads, .threads = 1});
-    if (!chosen.ok()) _exit(2);
-    const auto volume = Volume::Open(Options({a_}), *chosen->engine);
-    char byte = volume.ok() ? 'y' : 'n';
-    if (write(ready_write.get(), &byte, 1) != 1) _exit(3);
-    // Ends when the parent closes its end.
-    if (read(end_read.get(), &byte, 1) < 0) _exit(4);
-    _exit(0);
-  }
-  end_read.Reset();
-  ready_write.Reset();
-  char byte = 0;
-  ASSERT_EQ(read(ready_read.get(), &byte, 1), 1);
-  ASSERT_EQ(byte, 'y');
-  const auto volume = Open(Options({b_, a_}));
-  EXPECT_THAT(volume, HasError(ErrorId::kBusy));
-  EXPECT_THAT(volume.status().message(), HasSubstr("swap path 1"));
-  EXPECT_THAT(volume.status().message(), HasSubstr("process " + std::to_string(child)));
-  end_write.Reset();
-  int status = 0;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
-  EXPECT_OK(Open(Options({b_, a_})));
-}
-
 TEST_P(VolumeFiles, AFullDeviceIsAnErrorOfTheRequest) {
   // The file is shorter than its capacity says, as after a truncation by somebody else.
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
@@ -323,6 +284,53 @@ TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
     EXPECT_THAT(Open(options), HasError(ErrorId::kSwapNospc));
   }
   EXPECT_EQ(ioctl(loop.get(), LOOP_CLR_FD), 0);
+}
+
+// No engine is alive at the fork: a child has none of its threads.
+TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
+  TempDir directory;
+  VolumeOptions options;
+  options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
+  options.extents_max = 32;
+  int ready[2];
+  int end[2];
+  ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
+  ASSERT_EQ(pipe2(end, O_CLOEXEC), 0);
+  UniqueFd ready_read(ready[0]);
+  UniqueFd ready_write(ready[1]);
+  UniqueFd end_read(end[0]);
+  UniqueFd end_write(end[1]);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    end_write.Reset();
+    auto chosen = CreateIoEngine();
+    if (!chosen.ok()) _exit(2);
+    const auto volume = Volume::Open(options, *chosen->engine);
+    char byte = volume.ok() ? 'y' : 'n';
+    if (write(ready_write.get(), &byte, 1) != 1) _exit(3);
+    // Ends when the parent closes its end.
+    if (read(end_read.get(), &byte, 1) < 0) _exit(4);
+    _exit(0);
+  }
+  end_read.Reset();
+  ready_write.Reset();
+  char byte = 0;
+  ASSERT_EQ(read(ready_read.get(), &byte, 1), 1);
+  ASSERT_EQ(byte, 'y');
+  ASSERT_OK_AND_ASSIGN(const ChosenEngine chosen, CreateIoEngine());
+  VolumeOptions second = options;
+  second.paths.insert(second.paths.begin(),
+                      {.path = directory.Make("b"), .capacity_bytes = kPathBytes});
+  const auto volume = Volume::Open(second, *chosen.engine);
+  EXPECT_THAT(volume, HasError(ErrorId::kBusy));
+  EXPECT_THAT(volume.status().message(), HasSubstr("swap path 1"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("process " + std::to_string(child)));
+  end_write.Reset();
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_OK(Volume::Open(second, *chosen.engine));
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, VolumeFiles,

@@ -272,18 +272,21 @@ TEST_F(VolumeTest, NeverOverwritesADurableSlotBetweenCommits) {
   ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
   ASSERT_OK(Put(ExtentId{0}, 1));
   ASSERT_OK(CommitNow(*volume_, disk_));
-  for (uint32_t step = 2; step < 6; ++step) {
-    ASSERT_OK(Put(ExtentId{0}, step));
-    EXPECT_EQ(Get(ExtentId{0}), step);
+  // In the life that committed it, and in one that recovered it.
+  for (uint32_t life = 1; life <= 2; ++life) {
+    for (uint32_t step = 2; step < 6; ++step) {
+      ASSERT_OK(Put(ExtentId{0}, step));
+      EXPECT_EQ(Get(ExtentId{0}), step);
+    }
+    disk_.set_cut_fate(::forebay::testing::CutFate::kKeepAll, 0);
+    disk_.CutPowerNow();
+    volume_.reset();
+    disk_.RestorePower();
+    VolumeOptions options = Options(2);
+    options.mode = OpenMode::kRecover;
+    Open(options);
+    EXPECT_EQ(Get(ExtentId{0}), 1u);
   }
-  disk_.set_cut_fate(::forebay::testing::CutFate::kKeepAll, 0);
-  disk_.CutPowerNow();
-  volume_.reset();
-  disk_.RestorePower();
-  VolumeOptions options = Options(2);
-  options.mode = OpenMode::kRecover;
-  Open(options);
-  EXPECT_EQ(Get(ExtentId{0}), 1u);
 }
 
 TEST_F(VolumeTest, AWriteDuringACommitThatNeedsBothSlotsWaitsForItsEnd) {
