@@ -31,8 +31,8 @@ PROGRESS = re.compile(
     re.M,
 )
 LOADS_IN_PLAIN_TORCH = """
-import sys
-sys.modules["forebay"] = None  # any import of it fails
+import sys, types
+sys.modules["forebay"] = types.ModuleType("forebay")  # empty: nothing of it can be used
 sys.path.insert(0, sys.argv[2])
 import torch, train_gpt
 settings = __import__("json").loads(sys.argv[3])
