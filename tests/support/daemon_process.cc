@@ -108,6 +108,27 @@ Ended RunProgram(const std::vector<std::string>& arguments) {
   return Reap(child.pid, child.errors.get(), {});
 }
 
+std::unique_ptr<RunningProgram> RunningProgram::Start(const std::vector<std::string>& arguments,
+                                                      const std::string& sign) {
+  Child child = Spawn(arguments);
+  std::unique_ptr<RunningProgram> program(new RunningProgram());
+  program->pid_ = child.pid;
+  program->errors_ = std::move(child.errors);
+  (void)ReadUntil(program->errors_.get(), sign, program->seen_);
+  return program;
+}
+
+Ended RunningProgram::Wait() {
+  return Reap(std::exchange(pid_, -1), errors_.get(), std::move(seen_));
+}
+
+void RunningProgram::Kill() {
+  if (pid_ < 0) return;
+  ::kill(pid_, SIGKILL);
+  int status = 0;
+  ::waitpid(std::exchange(pid_, -1), &status, 0);
+}
+
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
     const std::string& socket, const std::vector<std::string>& settings) {
   std::vector<std::string> arguments = {FOREBAYD_PATH};

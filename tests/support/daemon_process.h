@@ -38,6 +38,31 @@ struct Ended {
 // Runs a program to its end; kills it after 60 s.
 Ended RunProgram(const std::vector<std::string>& arguments);
 
+// A program that runs until it is killed.
+//
+// Threads  One.
+class RunningProgram {
+ public:
+  // Returns when `sign` stands in its stderr, or it has ended.
+  static std::unique_ptr<RunningProgram> Start(const std::vector<std::string>& arguments,
+                                               const std::string& sign);
+  RunningProgram(const RunningProgram&) = delete;
+  RunningProgram& operator=(const RunningProgram&) = delete;
+  ~RunningProgram() { Kill(); }
+
+  pid_t pid() const { return pid_; }
+  const std::string& errors() const { return seen_; }  // so far
+  Ended Wait();                                        // for its end
+  void Kill();                                         // SIGKILL
+
+ private:
+  RunningProgram() = default;
+
+  pid_t pid_ = -1;
+  protocol::UniqueFd errors_;
+  std::string seen_;
+};
+
 // Threads  One.
 class DaemonProcess {
  public:

@@ -1,0 +1,152 @@
+// Goal    Every key is read, from a file and from the command line; what is wrong is named with
+//         file, line and the nearest valid key, by the program too, whose exit status says which
+//         kind of failure it was.
+// Method  Small files in a directory of their own, and real runs of forebayd that end before they
+//         serve.
+
+#include "daemon/config.h"
+
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using ::testing::ElementsAre;
+using testing::HasError;
+using ::testing::HasSubstr;
+using testing::RunProgram;
+using testing::TempDir;
+
+TEST(Config, ReadsEveryKeyOfAFile) {
+  const TempDir dir;
+  Config config;
+  ASSERT_OK(LoadConfigFile(dir.Write("c.toml", R"(
+memlock = "best_effort"
+[socket]
+path = "/tmp/f.sock"
+mode = "0600"
+[dram]
+limit = "2GiB"
+[swap]
+paths = ["/a", "/b"]
+capacity = ["1GiB", 4096]
+staging = "64MiB"
+life = "unlinked"
+[io]
+engine = "threads"
+[update]
+workers = 3
+target = "scalar"
+block_elems = 4096
+[log]
+level = "debug"
+)"),
+                           config));
+  EXPECT_EQ(config.socket_path, "/tmp/f.sock");
+  EXPECT_EQ(config.socket_mode, 0600U);
+  EXPECT_EQ(config.dram_limit_bytes, uint64_t{2} << 30);
+  EXPECT_THAT(config.swap_paths, ElementsAre("/a", "/b"));
+  EXPECT_THAT(config.swap_capacity_bytes, ElementsAre(uint64_t{1} << 30, 4096U));
+  EXPECT_EQ(config.swap_staging_bytes, uint64_t{64} << 20);
+  EXPECT_EQ(config.swap_life, nvme::FileLife::kUnlinked);
+  EXPECT_EQ(config.io_engine, nvme::EngineChoice::kThreads);
+  EXPECT_EQ(config.workers, 3U);
+  EXPECT_EQ(config.update_target, "scalar");
+  EXPECT_EQ(config.block_elems, 4096U);
+  EXPECT_EQ(config.log_level, LogLevel::kDebug);
+  EXPECT_EQ(config.lock, pinned_mem::LockPolicy::kBestEffort);
+  EXPECT_OK(CheckConfig(config));
+}
+
+TEST(Config, NamesFileLineAndTheNearestKey) {
+  const TempDir dir;
+  Config config;
+  const std::string path = dir.Write("c.toml", "[dram]\nlimit = 4096\n[swap]\npathes = \"/a\"\n");
+  const absl::Status status = LoadConfigFile(path, config);
+  EXPECT_THAT(status, HasError(ErrorId::kConfig));
+  EXPECT_THAT(status.message().data(), HasSubstr(path + ":4: unknown key swap.pathes"));
+  EXPECT_THAT(protocol::HintOf(status), HasSubstr("swap.paths"));
+
+  const absl::Status broken = LoadConfigFile(dir.Write("b.toml", "\n[dram\n"), config);
+  EXPECT_THAT(broken, HasError(ErrorId::kConfig));
+  EXPECT_THAT(broken.message().data(), HasSubstr("b.toml:2"));
+  EXPECT_THAT(LoadConfigFile(dir.path() + "/none.toml", config), HasError(ErrorId::kConfig));
+}
+
+TEST(Config, TakesSettingsOverTheFile) {
+  Config config;
+  for (const char* setting :
+       {"dram.limit=1.5GiB", "swap.paths=/a,/b", "swap.capacity=4GiB", "update.workers=2",
+        "socket.mode=0600", "io.engine=io_uring", "log.level=warning", "memlock=best_effort"}) {
+    EXPECT_OK(ApplySetting(setting, config)) << setting;
+  }
+  EXPECT_EQ(config.dram_limit_bytes, uint64_t{3} << 29);
+  EXPECT_THAT(config.swap_paths, ElementsAre("/a", "/b"));
+  EXPECT_EQ(config.workers, 2U);
+  EXPECT_EQ(config.io_engine, nvme::EngineChoice::kUring);
+  EXPECT_OK(ApplySetting("swap.paths=[\"/with,comma\"]", config));
+  EXPECT_THAT(config.swap_paths, ElementsAre("/with,comma"));
+  EXPECT_OK(CheckConfig(config));
+}
+
+TEST(Config, RefusesValuesThatAKeyCannotHave) {
+  for (const char* setting :
+       {"nothing", "=1", "dram.limit=much", "dram.limit=-1", "update.workers=many",
+        "update.workers=100000", "update.block_elems=100", "update.block_elems=0", "io.engine=aio",
+        "log.level=loud", "memlock=maybe", "socket.mode=0999", "swap.capacity=0", "swap.life=short",
+        "update=1", "dram.limit=[1]"}) {
+    Config config;
+    EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
+  }
+  Config config;
+  EXPECT_OK(ApplySetting("swap.capacity=4096", config));
+  EXPECT_THAT(CheckConfig(config), HasError(ErrorId::kConfig));
+  EXPECT_OK(ApplySetting("swap.paths=/a,/b,/c", config));
+  EXPECT_OK(CheckConfig(config));
+  EXPECT_OK(ApplySetting("swap.capacity=[4096, 4096]", config));
+  EXPECT_THAT(CheckConfig(config), HasError(ErrorId::kConfig));
+}
+
+TEST(Forebayd, EndsWithTheErrorOfABadStart) {
+  const TempDir dir;
+  const auto run = [&](std::vector<std::string> arguments) {
+    std::vector<std::string> all = {FOREBAYD_PATH, "--set", "socket.path=" + dir.path() + "/s",
+                                    "--set", "memlock=best_effort"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    return RunProgram(all);
+  };
+  const auto expect = [&](const std::vector<std::string>& arguments, const char* error) {
+    const testing::Ended ended = run(arguments);
+    EXPECT_EQ(ended.exit_code, 1) << ended.errors;
+    EXPECT_THAT(ended.errors, HasSubstr(error));
+    EXPECT_THAT(ended.errors, HasSubstr("hint: "));
+  };
+  expect({"--set", "dram.limt=1GiB"}, "error[E_CONFIG]");
+  expect({"--config", dir.Write("c.toml", "drum = 1\n")}, "error[E_CONFIG]");
+  expect({"--set", "update.target=abacus"}, "error[E_OPTION]");
+  const std::string missing = "swap.paths=" + dir.path() + "/none";
+  expect({"--set", missing, "--set", "swap.capacity=16MiB"}, "error[E_SWAP_PATH]");
+  const std::string swap = "swap.paths=" + dir.path();
+  expect({"--set", swap, "--set", "swap.capacity=900TiB"}, "error[E_SWAP_NOSPC]");
+  expect({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "dram.limit=1MiB"},
+         "error[E_DRAM_LIMIT]");
+  expect({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "swap.staging=1MiB"},
+         "error[E_CONFIG]");
+  expect({"--set", "socket.path=" + dir.path() + "/none/s"}, "error[E_CONFIG]");
+  expect({"--set", "socket.path=" + dir.path() + "/" + std::string(200, 's')}, "error[E_CONFIG]");
+
+  EXPECT_EQ(run({"--sett", "a=b"}).exit_code, 2);
+  EXPECT_EQ(run({"--set"}).exit_code, 2);
+  EXPECT_EQ(run({"--version"}).exit_code, 0);
+  EXPECT_EQ(run({"--help"}).exit_code, 0);
+}
+
+}  // namespace
+}  // namespace forebay::daemon

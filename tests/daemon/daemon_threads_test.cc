@@ -1,0 +1,166 @@
+// Goal    Ring, lease and step hold with both ends as threads of one process, where a race detector
+//         sees all of them.
+// Method  The daemon is started within the test; two ranks, a status reader and a rank that comes
+//         and goes are threads of their own. The result is compared with the scalar reference bit
+//         by bit.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/admin.h"
+#include "client/client.h"
+#include "daemon/daemon.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::Attachment;
+using protocol::Layout;
+using testing::HasError;
+using testing::JobShape;
+
+constexpr auto kTimeout = std::chrono::seconds(120);
+constexpr uint64_t kSteps = 5;
+constexpr uint64_t kSeed = 3;
+
+absl::Status Train(const std::string& socket, const std::string& job, const JobShape& shape,
+                   uint32_t rank) {
+  ASSIGN_OR_RETURN(auto session, Attachment::Attach({.socket = socket,
+                                                     .job = job,
+                                                     .rank = rank,
+                                                     .layout = testing::MakeLayoutSpec(shape),
+                                                     .timeout = kTimeout}));
+  const auto groups = static_cast<uint32_t>(session->layout().groups().size());
+  if (session->writes_initial()) {
+    for (uint32_t g = 0; g < groups; ++g) {
+      RETURN_IF_ERROR(
+          session->WriteInitial(g, testing::MakeValues(session->layout(), g, kSeed), kTimeout));
+    }
+    RETURN_IF_ERROR(session->InitialDone(kTimeout));
+  }
+  for (uint64_t t = 1; t <= kSteps; ++t) {
+    for (uint32_t g = 0; g < groups; ++g) {
+      ASSIGN_OR_RETURN(const client::Lease lease, session->Fetch(g, kTimeout));
+      RETURN_IF_ERROR(session->Release(lease));
+    }
+    for (uint32_t g = groups; g-- > 0;) {
+      ASSIGN_OR_RETURN(const auto slot, session->GradSlot(g, client::GradFill::kZero, kTimeout));
+      const auto gradient = testing::MakeGradient(session->layout(), g, rank, t);
+      std::memcpy(slot.data(), gradient.data(), gradient.size());
+      RETURN_IF_ERROR(session->GradReady(g));
+    }
+    RETURN_IF_ERROR(session->Step(t, testing::MakeHyperParams(), 1.0, {}, kTimeout).status());
+  }
+  for (uint32_t g = 0; g < groups; ++g) {
+    ASSIGN_OR_RETURN(const client::Lease lease, session->Fetch(g, kTimeout));
+    RETURN_IF_ERROR(session->Release(lease));
+  }
+  return session->Detach();
+}
+
+TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
+  const testing::TempDir dir;
+  Config config;
+  config.socket_path = dir.path() + "/s";
+  config.dram_limit_bytes = uint64_t{3700} << 10;
+  config.swap_paths = {dir.Make("swap")};
+  config.swap_capacity_bytes = {uint64_t{32} << 20};
+  config.block_elems = 2048;
+  config.workers = 2;
+  config.lock = pinned_mem::LockPolicy::kBestEffort;
+  ASSERT_OK_AND_ASSIGN(auto daemon, Daemon::Start(config));
+
+  // The others take their memory first, so that the large job gets what is left.
+  for (const char* job : {"passing", "alone"}) {
+    const JobShape small{
+        .world_size = 1, .groups = 2, .group_elems = job == std::string("alone") ? 5'000U : 100U};
+    ASSERT_OK(Attachment::Attach({.socket = config.socket_path,
+                                  .job = job,
+                                  .layout = testing::MakeLayoutSpec(small),
+                                  .timeout = kTimeout}));
+  }
+  const JobShape shape{.world_size = 2, .groups = 4, .group_elems = 20'000};
+  std::atomic<bool> done = false;
+  std::vector<absl::Status> outcomes(3);
+  {
+    std::jthread reader([&] {
+      auto admin = client::AdminClient::Connect({.socket = config.socket_path});
+      ASSERT_OK(admin);
+      while (!done) EXPECT_OK((*admin)->Status());
+    });
+    std::jthread passer_by([&] {
+      while (!done) {
+        EXPECT_OK(Attachment::Attach(
+            {.socket = config.socket_path,
+             .job = "passing",
+             .layout = testing::MakeLayoutSpec({.world_size = 1, .groups = 2, .group_elems = 100}),
+             .timeout = kTimeout}));
+      }
+    });
+    {
+      std::vector<std::jthread> ranks;
+      for (uint32_t rank = 0; rank < 2; ++rank) {
+        ranks.emplace_back(
+            [&, rank] { outcomes[rank] = Train(config.socket_path, "job", shape, rank); });
+      }
+      ranks.emplace_back([&] {
+        outcomes[2] = Train(config.socket_path, "alone",
+                            {.world_size = 1, .groups = 2, .group_elems = 5'000}, 0);
+      });
+    }
+    done = true;
+  }
+  for (const absl::Status& outcome : outcomes) EXPECT_OK(outcome);
+
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(testing::MakeLayoutSpec(shape)));
+  testing::ReferenceTrainer reference(layout, kSeed);
+  const std::vector<uint32_t> all = {0, 1, 2, 3};
+  for (uint64_t t = 1; t <= kSteps; ++t) {
+    reference.Step(t, testing::MakeHyperParams(), 1.0, all);
+  }
+  ASSERT_OK_AND_ASSIGN(auto session, Attachment::Attach({.socket = config.socket_path,
+                                                         .job = "job",
+                                                         .layout = layout.spec(),
+                                                         .timeout = kTimeout}));
+  EXPECT_EQ(session->committed_step(), kSteps);
+  {
+    ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = config.socket_path}));
+    ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+    for (const client::JobStatus& job : status.jobs) {
+      if (job.name != "job") continue;
+      EXPECT_GT(job.resident_blocks, 0U);
+      EXPECT_GT(job.blocks, job.resident_blocks);
+    }
+  }
+  for (const uint32_t g : all) {
+    ASSERT_OK_AND_ASSIGN(const client::Lease lease, session->Fetch(g, kTimeout));
+    EXPECT_TRUE(std::ranges::equal(lease.bytes, reference.Image(g))) << "group " << g;
+  }
+  // The daemon ends under a session that lives.
+  daemon->Stop();
+  EXPECT_FALSE(session->Fetch(0, kTimeout).ok());
+}
+
+TEST(DaemonThreads, ASecondDaemonOfOneProcessIsRefused) {
+  const testing::TempDir dir;
+  Config config;
+  config.socket_path = dir.path() + "/s";
+  config.dram_limit_bytes = uint64_t{64} << 20;
+  config.lock = pinned_mem::LockPolicy::kBestEffort;
+  ASSERT_OK_AND_ASSIGN(auto daemon, Daemon::Start(config));
+  EXPECT_THAT(Daemon::Start(config), HasError(protocol::ErrorId::kBusy));
+  daemon->Stop();
+  ASSERT_OK_AND_ASSIGN(auto again, Daemon::Start(config));
+}
+
+}  // namespace
+}  // namespace forebay::daemon

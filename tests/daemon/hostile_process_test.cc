@@ -1,0 +1,274 @@
+// Goal    Nothing that a client can say or write stops the daemon or reaches another job: wrong
+//         versions and messages, rings with impossible indices, commands out of range, holes and
+//         mappings after the seals.
+// Method  A raw client against a real daemon; after each attack a well-behaved client attaches and
+//         fetches.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/layout_codec.h"
+#include "protocol/ring.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/raw_session.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::Op;
+using testing::DaemonProcess;
+using testing::HasError;
+using ::testing::HasSubstr;
+using testing::RawSession;
+using testing::TempDir;
+
+class HostileClient : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_)); }
+
+  // Whatever happened before, a client of ours still finds its job.
+  void TearDown() override {
+    ASSERT_TRUE(daemon_->IsAlive());
+    std::unique_ptr<RawSession> good = Attached("good");
+    ASSERT_NE(good, nullptr);
+    ASSERT_OK(good->Map());
+    ASSERT_OK(WriteAll(*good));
+    EXPECT_OK(good->Ask(Make(Op::kFetch)));
+    EXPECT_OK(good->Detach());
+  }
+
+  std::unique_ptr<RawSession> Greeted() {
+    auto raw = RawSession::Connect(socket_);
+    EXPECT_OK(raw);
+    if (!raw.ok()) return nullptr;
+    EXPECT_OK((*raw)->Hello());
+    return *std::move(raw);
+  }
+
+  std::unique_ptr<RawSession> Attached(const std::string& job) {
+    std::unique_ptr<RawSession> raw = Greeted();
+    if (raw == nullptr) return nullptr;
+    const absl::Status status = raw->Attach({.job = job}, layout_spec_);
+    EXPECT_OK(status);
+    return status.ok() ? std::move(raw) : nullptr;
+  }
+
+  static Command Make(Op op) {
+    Command command{};
+    command.op = static_cast<uint16_t>(op);
+    return command;
+  }
+
+  absl::Status WriteAll(RawSession& raw) {
+    ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
+    for (uint32_t g = 0; g < layout.groups().size(); ++g) {
+      Command write = Make(Op::kWriteInitial);
+      write.group = g;
+      write.length_bytes = layout.group_bytes(g);
+      RETURN_IF_ERROR(raw.Ask(write));
+    }
+    return raw.Ask(Make(Op::kInitialDone));
+  }
+
+  const TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+  const protocol::LayoutSpec layout_spec_ =
+      testing::MakeLayoutSpec({.world_size = 1, .groups = 2, .group_elems = 1000});
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+TEST_F(HostileClient, OfAnotherVersionIsToldBoth) {
+  ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
+  const absl::Status status = raw->Hello(protocol::kProtocolVersion + 41);
+  EXPECT_THAT(status, HasError(ErrorId::kProtocol));
+  EXPECT_THAT(status.message().data(), HasSubstr(std::to_string(protocol::kProtocolVersion + 41)));
+  EXPECT_THAT(status.message().data(), HasSubstr(std::to_string(protocol::kProtocolVersion)));
+  EXPECT_THAT(raw->Attach({}, layout_spec_), HasError(ErrorId::kProtocol));
+}
+
+TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
+  auto raw = Greeted();
+  EXPECT_THAT(raw->Attach({.layout_bytes = 64}), HasError(ErrorId::kProtocol));  // no descriptor
+  const std::vector<std::byte> garbage(64, std::byte{0xA5});
+  const protocol::UniqueFd memfd = testing::MakeMemfd(garbage);
+  EXPECT_THAT(raw->Attach({.layout_fd = memfd.get(), .layout_bytes = 64}),
+              HasError(ErrorId::kProtocol));
+  EXPECT_THAT(raw->Attach({.layout_fd = memfd.get(), .layout_bytes = 128}),
+              HasError(ErrorId::kProtocol));  // longer than the memfd
+  EXPECT_THAT(raw->Attach({.layout_fd = memfd.get(), .layout_bytes = uint64_t{1} << 40}),
+              HasError(ErrorId::kLayout));
+  const protocol::UniqueFd fifo(::open("/dev/zero", O_RDONLY | O_CLOEXEC));
+  EXPECT_THAT(raw->Attach({.layout_fd = fifo.get(), .layout_bytes = 64}),
+              HasError(ErrorId::kProtocol));
+  EXPECT_THAT(raw->Attach({.job = "../job"}, layout_spec_), HasError(ErrorId::kJobName));
+  EXPECT_THAT(raw->Attach({.rank = 5}, layout_spec_), HasError(ErrorId::kRank));
+  EXPECT_THAT(raw->Attach({.extra_state_bytes = uint64_t{1} << 60}, layout_spec_),
+              HasError(ErrorId::kExtraState));
+  EXPECT_THAT(raw->Attach({.grad_arena_bytes = 0}, layout_spec_), HasError(ErrorId::kRange));
+}
+
+TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
+  const std::vector<std::function<void(protocol::RingMemory&)>> attacks = {
+      [](protocol::RingMemory& ring) { ring.command_tail.index = protocol::kRingEntries + 1; },
+      [](protocol::RingMemory& ring) { ring.command_tail.index = ~uint64_t{0}; },
+  };
+  for (size_t i = 0; i < attacks.size(); ++i) {
+    SCOPED_TRACE(i);
+    auto raw = Attached("bad" + std::to_string(i));
+    ASSERT_NE(raw, nullptr);
+    ASSERT_OK(raw->Map());
+    attacks[i](raw->ring());
+    raw->RingDoorbell();
+    // The connection is closed: calls fail from some moment on.
+    EXPECT_TRUE(testing::Eventually([&] { return !raw->Explain(1).ok(); }));
+    EXPECT_TRUE(testing::Eventually(
+        [&] { return raw->Explain(1).code() == absl::StatusCode::kUnavailable; }));
+  }
+}
+
+TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
+  auto raw = Attached("bad");
+  ASSERT_NE(raw, nullptr);
+  ASSERT_OK(raw->Map());
+  EXPECT_THAT(raw->Ask(Make(Op::kFetch)), HasError(ErrorId::kNotReady));
+  ASSERT_OK(WriteAll(*raw));
+  ASSERT_OK_AND_ASSIGN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
+
+  Command command = Make(static_cast<Op>(999));
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kProtocol));
+  command = Make(Op::kFetch);
+  command.group = 99;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange));
+  command = Make(Op::kRelease);
+  command.lease_id = 4711;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kLease));
+
+  Command gradient = Make(Op::kGradReady);
+  gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  gradient.step = 1;
+  gradient.length_bytes = layout.group_bytes(0);
+  for (const uint64_t offset :
+       {uint64_t{1}, uint64_t{4096} << 20, std::numeric_limits<uint64_t>::max() - 63}) {
+    command = gradient;
+    command.arena_offset_bytes = offset;
+    EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange)) << offset;
+  }
+  command = gradient;
+  command.length_bytes -= 64;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange));
+  command = gradient;
+  command.step = 0;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kStep));
+  command = gradient;
+  command.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kUnsupported));
+
+  command = Make(Op::kStep);
+  command.step = 1;
+  command.length_bytes = std::numeric_limits<uint64_t>::max() - 63;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange));
+  command = Make(Op::kReadState);
+  command.element_offset = std::numeric_limits<uint64_t>::max();
+  command.length_bytes = 4096;
+  EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange));
+  EXPECT_OK(raw->Ask(Make(Op::kFetch)));
+}
+
+TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
+  auto one = Attached("one");
+  ASSERT_NE(one, nullptr);
+  ASSERT_OK(one->Map());
+  ASSERT_OK(WriteAll(*one));
+  ASSERT_OK_AND_ASSIGN(const protocol::Completion fetched, one->Call(Make(Op::kFetch)));
+  Command release = Make(Op::kRelease);
+  release.lease_id = fetched.lease_id;
+  std::jthread([&] {  // one event loop a thread
+    auto two = Attached("two");
+    ASSERT_NE(two, nullptr);
+    ASSERT_OK(two->Map());
+    ASSERT_OK(WriteAll(*two));
+    EXPECT_THAT(two->Ask(release), HasError(ErrorId::kLease));
+    ASSERT_OK_AND_ASSIGN(const protocol::Completion own, two->Call(Make(Op::kFetch)));
+    Command release_own = release;
+    release_own.lease_id = own.lease_id;
+    EXPECT_OK(two->Ask(release_own));
+  })
+      .join();
+  EXPECT_OK(one->Ask(release));
+  EXPECT_THAT(one->Ask(release), HasError(ErrorId::kLease));
+}
+
+TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheImage) {
+  auto raw = Attached("bad");
+  ASSERT_NE(raw, nullptr);
+  ASSERT_OK(raw->Map());
+  const int grad = raw->grad_fd();
+  EXPECT_EQ(::fcntl(grad, F_GET_SEALS) &
+                (F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL),
+            F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  EXPECT_EQ(::fallocate(grad, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
+  EXPECT_EQ(errno, EPERM);
+  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, grad, 0), MAP_FAILED);
+  EXPECT_EQ(::madvise(raw->grad().data(), 4096, MADV_REMOVE), -1);
+  raw->grad()[0] = std::byte{1};  // the mapping that was there stays writable
+
+  const int image = raw->image_fd();
+  EXPECT_EQ(::fcntl(image, F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, image, 0), MAP_FAILED);
+  EXPECT_EQ(errno, EACCES);
+  EXPECT_EQ(::mprotect(const_cast<std::byte*>(raw->image().data()), 4096, PROT_READ | PROT_WRITE),
+            -1);
+  EXPECT_EQ(::fallocate(image, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
+  EXPECT_EQ(::ftruncate(image, 0), -1);
+  for (const auto kind : {schema::Session::Kind::GRAD_ARENA, schema::Session::Kind::RING}) {
+    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd fd, raw->Descriptor(kind));
+    EXPECT_EQ(::ftruncate(fd.get(), 0), -1);
+  }
+}
+
+TEST_F(HostileClient, WhoseCommandsCameBeforeMappedIsAnsweredAfterIt) {
+  auto raw = Attached("early");
+  ASSERT_NE(raw, nullptr);
+  ASSERT_OK(raw->Map());
+  EXPECT_OK(raw->Mapped());  // a repeat is harmless
+  EXPECT_THAT(raw->Descriptor(schema::Session::Kind::EXTRA_STATE), HasError(ErrorId::kNotReady));
+  EXPECT_OK(raw->Detach());
+  EXPECT_THAT(raw->Mapped(), HasError(ErrorId::kFenced));
+  EXPECT_THAT(raw->Descriptor(schema::Session::Kind::RING), HasError(ErrorId::kFenced));
+}
+
+TEST_F(HostileClient, ThatFloodsTheRingIsEvicted) {
+  auto raw = Attached("flood");
+  ASSERT_NE(raw, nullptr);
+  ASSERT_OK(raw->Map());
+  // Two rings full of commands whose completions are never taken out.
+  protocol::RingMemory& ring = raw->ring();
+  uint64_t tail = 0;
+  const auto evicted = [&] {
+    const uint64_t head =
+        protocol::internal::LoadWord(ring.command_head.index, std::memory_order_acquire);
+    tail = head + protocol::kRingEntries;
+    protocol::internal::StoreWord(ring.command_tail.index, tail, std::memory_order_seq_cst);
+    raw->RingDoorbell();
+    return raw->Explain(1).code() == absl::StatusCode::kUnavailable;
+  };
+  EXPECT_TRUE(testing::Eventually(evicted));
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,209 @@
+// Goal    What a dead client held is free within a second, also while it waited and while a forked
+//         child of its lives on; a daemon starts alone on its socket and swap, stops cleanly, and
+//         starts again after SIGKILL.
+// Method  Real processes and kill -9. Free means: no session, no lease, as many descriptors and as
+//         much memory as before. The second is asked of the daemon, not of this machine's
+//         scheduler: the deadline is 30 s.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/admin.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::AdminClient;
+using protocol::ErrorId;
+using testing::DaemonProcess;
+using testing::Ended;
+using testing::Eventually;
+using testing::HasError;
+using ::testing::HasSubstr;
+using testing::RunningProgram;
+using testing::TempDir;
+
+class DaemonLifecycle : public ::testing::Test {
+ protected:
+  void Start(const std::vector<std::string>& settings = {}) {
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_, settings));
+    ASSERT_OK_AND_ASSIGN(admin_, AdminClient::Connect({.socket = socket_}));
+  }
+
+  std::unique_ptr<RunningProgram> Hold(uint32_t rank, uint32_t world, const std::string& what) {
+    return RunningProgram::Start(
+        {HELD_CLIENT_PATH, socket_, std::to_string(rank), std::to_string(world), what}, "held");
+  }
+
+  client::NodeStatus Status() {
+    auto status = admin_->Status();
+    EXPECT_OK(status);
+    return status.ok() ? *status : client::NodeStatus{};
+  }
+
+  uint64_t SegmentBytes() {
+    const client::MemoryStatus memory = Status().memory;
+    return memory.used_bytes - memory.private_bytes;
+  }
+
+  const TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+  std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<AdminClient> admin_;
+};
+
+TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAForkedChild) {
+  Start();
+  {  // the job and its memory stay; what comes and goes are sessions
+    const auto first = Hold(0, 1, "hold");
+    ASSERT_THAT(first->errors(), HasSubstr("held"));
+  }
+  const auto free = [&] {
+    const auto status = Status();
+    return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
+  };
+  ASSERT_TRUE(Eventually(free));
+  const int fds = daemon_->OpenFds();
+  const uint64_t bytes = SegmentBytes();
+
+  for (const std::string what : {"hold", "fork", "step", "hold", "fork", "step"}) {
+    SCOPED_TRACE(what);
+    const auto client = Hold(0, 1, what);
+    ASSERT_THAT(client->errors(), HasSubstr("held"));
+    pid_t child = -1;
+    if (what == "fork") {
+      child = std::atoi(client->errors().substr(client->errors().find("held ") + 5).c_str());
+      ASSERT_GT(child, 0);
+    }
+    if (what != "step") {  // with one rank a step ends by itself
+      EXPECT_EQ(Status().jobs[0].sessions, 1U);
+      EXPECT_EQ(Status().jobs[0].leases, 1U);
+      EXPECT_GT(daemon_->OpenFds(), fds);
+      EXPECT_GT(SegmentBytes(), bytes);
+    }
+    const auto killed = std::chrono::steady_clock::now();
+    client->Kill();
+    EXPECT_TRUE(Eventually(free));
+    EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; })) << daemon_->OpenFds();
+    EXPECT_TRUE(Eventually([&] { return SegmentBytes() == bytes; })) << SegmentBytes();
+    RecordProperty("freed_after_us_" + what,
+                   std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(
+                                      std::chrono::steady_clock::now() - killed)
+                                      .count()));
+    if (child > 0) {
+      EXPECT_EQ(::kill(child, SIGKILL), 0) << "the forked child did not outlive its parent";
+    }
+  }
+}
+
+TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterReattach) {
+  Start();
+  const auto first = Hold(0, 2, "step");  // waits for rank 1, which never steps
+  ASSERT_THAT(first->errors(), HasSubstr("held"));
+  const auto second = Hold(1, 2, "hold");
+  ASSERT_THAT(second->errors(), HasSubstr("held"));
+  second->Kill();
+  const Ended ended = first->Wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_THAT(ended.errors, HasSubstr("E_RANK_LOST"));
+  EXPECT_THAT(ended.errors, HasSubstr("hint: "));
+
+  // Both attach again and make the step.
+  const auto third = Hold(0, 2, "step");
+  const auto fourth = Hold(1, 2, "step");
+  EXPECT_EQ(third->Wait().exit_code, 0);
+  EXPECT_EQ(fourth->Wait().exit_code, 0);
+  EXPECT_EQ(Status().jobs[0].committed_step, 1U);
+}
+
+TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
+  const std::string swap = dir_.Make("swap");
+  const std::vector<std::string> settings = {"swap.paths=" + swap, "swap.capacity=16MiB",
+                                             "update.block_elems=4096"};
+  Start(settings);
+  const std::string pid = std::to_string(daemon_->pid());
+  const auto same_socket = DaemonProcess::Start(socket_, {});
+  EXPECT_THAT(same_socket.status().message().data(), HasSubstr("error[E_BUSY]"));
+  EXPECT_THAT(same_socket.status().message().data(), HasSubstr(pid));
+  const auto same_swap = DaemonProcess::Start(dir_.path() + "/t", settings);
+  EXPECT_THAT(same_swap.status().message().data(), HasSubstr("error[E_BUSY]"));
+  EXPECT_THAT(same_swap.status().message().data(), HasSubstr(pid));
+  EXPECT_TRUE(daemon_->IsAlive());
+  EXPECT_OK(admin_->Status());
+}
+
+TEST_F(DaemonLifecycle, StopsCleanlyOnSigtermWithClientsAttached) {
+  Start();
+  const auto client = Hold(0, 1, "hold");
+  ASSERT_THAT(client->errors(), HasSubstr("held"));
+  const Ended ended = daemon_->Stop();
+  EXPECT_EQ(ended.exit_code, 0) << ended.errors;
+  EXPECT_NE(::access(socket_.c_str(), F_OK), 0) << "the socket is left behind";
+  EXPECT_NE(::access((socket_ + ".lock").c_str(), F_OK), 0) << "the lock is left behind";
+}
+
+TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
+  const std::vector<std::string> settings = {"swap.paths=" + dir_.Make("swap"),
+                                             "swap.capacity=16MiB", "update.block_elems=4096",
+                                             "dram.limit=2100KiB"};
+  Start(settings);
+  const auto client = Hold(0, 1, "step");
+  EXPECT_EQ(client->Wait().exit_code, 0) << client->errors();
+  ASSERT_EQ(Status().swap.size(), 1U);
+  EXPECT_GT(Status().swap[0].used_bytes, 0U);
+  daemon_->Kill();
+  EXPECT_THAT(admin_->Status(), HasError(ErrorId::kDaemonGone));
+
+  Start(settings);
+  EXPECT_EQ(Status().jobs.size(), 0U);
+  EXPECT_EQ(Status().swap[0].used_bytes, 0U);
+  const auto again = Hold(0, 1, "step");
+  EXPECT_EQ(again->Wait().exit_code, 0) << again->errors();
+}
+
+TEST_F(DaemonLifecycle, FreesADeletedJob) {
+  Start({"swap.paths=" + dir_.Make("swap"), "swap.capacity=16MiB", "update.block_elems=4096",
+         "dram.limit=2100KiB"});
+  const uint64_t bytes = SegmentBytes();
+  const int fds = daemon_->OpenFds();
+  auto client = Hold(0, 1, "hold");
+  ASSERT_THAT(client->errors(), HasSubstr("held"));
+  EXPECT_GT(Status().swap[0].used_bytes, 0U);
+  EXPECT_FALSE(admin_->DeleteJob("job").ok()) << "it has a session";
+  client->Kill();
+  ASSERT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 0; }));
+  EXPECT_OK(admin_->DeleteJob("job"));
+  EXPECT_TRUE(Eventually([&] { return SegmentBytes() == bytes; }));
+  EXPECT_EQ(Status().swap[0].used_bytes, 0U);
+  EXPECT_EQ(Status().jobs.size(), 0U);
+  EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; }));
+}
+
+TEST_F(DaemonLifecycle, CountsMemoryAsTheKernelDoesAndStaysWithinTheLimit) {
+  Start();
+  const auto client = Hold(0, 1, "hold");
+  const client::MemoryStatus memory = Status().memory;
+  uint64_t arenas_bytes = 0;
+  for (const auto& arena : memory.arenas) {
+    EXPECT_EQ(arena.allocated_bytes, arena.size_bytes) << arena.kind;
+    arenas_bytes += arena.allocated_bytes;
+  }
+  EXPECT_EQ(memory.used_bytes, arenas_bytes + memory.private_bytes);
+  EXPECT_GE(memory.peak_bytes, memory.used_bytes / 2);
+  std::vector<std::string> kinds;
+  for (const auto& arena : memory.arenas) kinds.push_back(arena.kind);
+  EXPECT_THAT(kinds, ::testing::UnorderedElementsAre("image", "state", "step", "grad", "ring"));
+}
+
+}  // namespace
+}  // namespace forebay::daemon

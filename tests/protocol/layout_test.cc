@@ -1,0 +1,124 @@
+// Goal    A layout's offsets are what they say; every broken rule is refused by name; bytes from
+//         anybody decode to a layout or an error, and what was encoded comes back equal.
+// Method  Small layouts by hand; every truncation and 20,000 seeded mutations of an encoded one.
+
+#include "protocol/layout.h"
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/layout_codec.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::protocol {
+namespace {
+
+using testing::HasError;
+using ::testing::HasSubstr;
+
+LayoutSpec Small() {
+  return {.world_size = 2,
+          .dtype = DType::kFloat32,
+          .optimizer = Optimizer::kAdamW,
+          .format = Format::kFp32,
+          .params = {{"a.weight", {3, 5}, 0, 0}, {"a.bias", {}, 0, 1}, {"b.weight", {200}, 1, 0}},
+          .group_names = {"a", "b"}};
+}
+
+TEST(Layout, PlacesParametersAndPadsGroups) {
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(Small()));
+  EXPECT_EQ(layout.params()[1].offset_elems, 15U);
+  EXPECT_EQ(layout.groups()[0].elems, 16U);
+  EXPECT_EQ(layout.groups()[0].padded_elems, 128U);
+  EXPECT_EQ(layout.groups()[1].padded_elems, 256U);
+  EXPECT_EQ(layout.groups()[1].image_offset_bytes, 4096U);
+  EXPECT_EQ(layout.partition_elems(1), 128U);
+  EXPECT_EQ(layout.largest_group_bytes(), 1024U);
+  EXPECT_EQ(layout.image_bytes(), 8192U);
+  EXPECT_EQ(layout.total_elems(), 216U);
+}
+
+TEST(Layout, RefusesEveryBrokenRuleByName) {
+  const auto broken = [](auto change) {
+    LayoutSpec spec = Small();
+    change(spec);
+    return Layout::Create(std::move(spec)).status();
+  };
+  EXPECT_THAT(broken([](auto& s) { s.world_size = 0; }), HasError(ErrorId::kRank));
+  EXPECT_THAT(broken([](auto& s) { s.world_size = kWorldMax + 1; }), HasError(ErrorId::kRank));
+  EXPECT_THAT(broken([](auto& s) { s.params.clear(); }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[1].name = "a.weight"; }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[1].name.clear(); }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[0].shape = {0}; }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) {
+                s.params[0].shape = {uint64_t{1} << 31, 1 << 10};
+              }),
+              HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[0].shape.assign(9, 1); }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[2].group = 2; }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[0].group = 1; }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[0].param_group = kParamGroupsMax; }),
+              HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.group_names.pop_back(); }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.dtype = DType::kFloat16; }), HasError(ErrorId::kOption));
+  EXPECT_THAT(broken([](auto& s) { s.format = Format::kExact; }), HasError(ErrorId::kOption));
+}
+
+TEST(Layout, NamesTheFirstDifference) {
+  LayoutSpec other = Small();
+  EXPECT_EQ(Layout::Difference(Small(), other), "");
+  other.params[2].shape = {201};
+  EXPECT_THAT(Layout::Difference(Small(), other), HasSubstr("b.weight"));
+  other = Small();
+  other.group_names[1] = "c";
+  EXPECT_NE(Layout::Difference(Small(), other), "");
+}
+
+TEST(LayoutCodec, GivesBackWhatWasEncoded) {
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(Small()));
+  ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(bytes));
+  EXPECT_TRUE(decoded == Small());
+}
+
+TEST(LayoutCodec, RefusesEveryTruncation) {
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(Small()));
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    const auto decoded = DecodeLayout(std::span(bytes).first(size));
+    EXPECT_FALSE(decoded.ok()) << size;
+  }
+  EXPECT_THAT(DecodeLayout({}), HasError(ErrorId::kProtocol));
+}
+
+TEST(LayoutCodec, SurvivesEveryMutation) {
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(Small()));
+  std::mt19937_64 random(20261121);
+  int refused = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    std::vector<std::byte> mutant = bytes;
+    const uint64_t changes = 1 + random() % 4;
+    for (uint64_t c = 0; c < changes; ++c) {
+      mutant[random() % mutant.size()] = static_cast<std::byte>(random());
+    }
+    auto decoded = DecodeLayout(mutant);
+    if (!decoded.ok()) {
+      ++refused;
+      continue;
+    }
+    EXPECT_LE(decoded->params.size(), kParamsMax);
+    (void)Layout::Create(*std::move(decoded));
+  }
+  EXPECT_GT(refused, 1000);
+}
+
+TEST(LayoutCodec, RefusesUnknownWordsAndControlCharacters) {
+  LayoutSpec spec = Small();
+  spec.params[0].name = "a\nb";
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(spec));
+  EXPECT_THAT(DecodeLayout(bytes), HasError(ErrorId::kLayout));
+}
+
+}  // namespace
+}  // namespace forebay::protocol
