@@ -170,9 +170,9 @@ bool Volume::State::AdvanceCommit() {
   return false;
 }
 
-void Volume::State::EndFlush(const Request& request, bool ok) {
+void Volume::State::EndFlush(const Request& request, const absl::Status& status) {
   Path& path = paths[request.path];
-  if (ok) {
+  if (status.ok()) {
     path.flushed = std::max(path.flushed, request.covers);
     return;
   }
@@ -190,7 +190,7 @@ void Volume::State::EndFlush(const Request& request, bool ok) {
 void Volume::State::EndPart(const Request& request, const absl::Status& status,
                             std::vector<Finished>& finished) {
   if (request.io == IoKind::kFlush) {
-    EndFlush(request, status.ok());
+    EndFlush(request, status);
   } else {
     ++paths[request.path].writes;
   }

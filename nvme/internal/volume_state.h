@@ -159,7 +159,7 @@ struct Volume::State {
                std::vector<Finished>& finished);
   bool AdvanceCommit();  // true when it has ended, well or not
   absl::Status EndCommit();
-  void EndFlush(const internal::Request& request, bool ok);
+  void EndFlush(const internal::Request& request, const absl::Status& status);
   void StartDeferred(std::vector<Finished>& finished);
 
   IoEngine& engine;

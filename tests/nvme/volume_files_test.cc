@@ -28,6 +28,7 @@
 #include "protocol/unique_fd.h"
 #include "tests/nvme/temp_dir.h"
 #include "tests/nvme/volume_world.h"
+#include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::nvme {
@@ -90,6 +91,48 @@ std::vector<int> FlagsOf(const std::string& name) {
     flags.push_back(fcntl(std::stoi(entry.path().filename()), F_GETFL));
   }
   return flags;
+}
+
+// A counter of /proc/self/io.
+uint64_t KernelCounter(const std::string& wanted) {
+  std::ifstream counters("/proc/self/io");
+  std::string name;
+  uint64_t value = 0;
+  while (counters >> name >> value) {
+    if (name == wanted) return value;
+  }
+  return 0;
+}
+
+TEST_P(VolumeFiles, CountBytesAsTheKernelDoes) {
+  if (!std::ifstream("/proc/self/io").is_open()) GTEST_SKIP() << "/proc/self/io is not readable";
+  constexpr uint64_t kBigBytes = 256 << 10;
+  VolumeOptions options = Options({a_, b_});
+  for (PathOptions& path : options.paths) path.capacity_bytes = 24 << 20;
+  const uint64_t read_before = KernelCounter("read_bytes:");
+  const uint64_t written_before = KernelCounter("write_bytes:");
+  ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
+  ASSERT_OK_AND_ASSIGN(const auto extents, volume->AllocateExtents(8, kBigBytes));
+  ASSERT_OK(ZeroNow(*volume, engine(), extents));
+  ::forebay::testing::Bytes bytes = ::forebay::testing::Pattern(kBigBytes, /*seed=*/1);
+  for (const ExtentId extent : extents) {
+    ASSERT_OK(WriteNow(*volume, engine(), extent, bytes, Identity{}));
+    ASSERT_OK(ReadNow(*volume, engine(), extent, bytes));
+  }
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+  for (const PathStats& path : volume->stats().paths) {
+    read_bytes += path.read_bytes;
+    written_bytes += path.written_bytes;
+  }
+  EXPECT_EQ(read_bytes, 8 * kBigBytes);
+  EXPECT_GE(written_bytes, 3 * 8 * kBigBytes);
+  // The kernel also counts what it reads of this program itself and of the directories: little.
+  const auto near_kernel = [](uint64_t ours) {
+    return ::testing::AllOf(::testing::Ge(ours), ::testing::Le(ours + ours / 100 + (1 << 20)));
+  };
+  EXPECT_THAT(KernelCounter("read_bytes:") - read_before, near_kernel(read_bytes));
+  EXPECT_THAT(KernelCounter("write_bytes:") - written_before, near_kernel(written_bytes));
 }
 
 TEST_P(VolumeFiles, KeepStepsAcrossReopening) {

@@ -6,6 +6,7 @@
 #include "nvme/volume.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
