@@ -1,0 +1,416 @@
+// Goal    Who may attach and when; what admission says; what the loss of a rank, a detach or a
+//         newer
+//         session does to the others; when sessions and jobs are closed and freed.
+// Method  The harness drives the state machine; each test chooses which tasks end and when, and
+//         reads the answers.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::AttachWish;
+using ::forebay::testing::HasError;
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RoomyOptions;
+using protocol::ErrorId;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class NodeStateAttach : public ::testing::Test {
+ protected:
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  absl::Status StatusOf(uint64_t session) const {
+    const AnswerAttach* answer = node_.attached(session);
+    return answer == nullptr ? absl::UnavailableError("no answer yet") : answer->status;
+  }
+  std::string MessageOf(uint64_t tag) const {
+    return std::string(node_.answer(tag)->status.message());
+  }
+  void AttachBoth() {
+    first_ = node_.Attach(layout_, {.rank = 0});
+    second_ = node_.Attach(layout_, {.rank = 1});
+    ASSERT_TRUE(StatusOf(first_).ok());
+    ASSERT_TRUE(StatusOf(second_).ok());
+  }
+  absl::Status Delete(const std::string& job, uint32_t uid) {
+    node_.Send(DeleteJobRequested{.request = ++requests_, .uid = uid, .job = job});
+    node_.RunTasks();
+    const std::vector<AnswerDelete> answers = node_.Logged<AnswerDelete>();
+    EXPECT_EQ(answers.size(), requests_);
+    return answers.back().status;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(2, {200, 100});
+  NodeHarness node_{RoomyOptions()};
+  uint64_t first_ = 0;
+  uint64_t second_ = 0;
+  uint64_t requests_ = 0;
+};
+
+TEST_F(NodeStateAttach, IsAnsweredWhenTheMemoryIsMade) {
+  const uint64_t session = node_.RequestAttach(layout_, {});
+  EXPECT_EQ(node_.attached(session), nullptr);
+  node_.FinishAll<CreateJobMemory>();
+  EXPECT_EQ(node_.attached(session), nullptr);
+  node_.FinishAll<CreateSessionMemory>();
+  ASSERT_NE(node_.attached(session), nullptr);
+  const AnswerAttach& answer = *node_.attached(session);
+  EXPECT_TRUE(answer.writes_initial);
+  EXPECT_EQ(answer.committed_step, 0U);
+  EXPECT_EQ(answer.image_bytes, layout_->image_bytes());
+  EXPECT_EQ(answer.step_region_offset + answer.step_region_bytes, answer.grad_arena_bytes);
+  EXPECT_EQ(node_.Logged<CreateSessionMemory>()[0].grad_bytes, answer.grad_arena_bytes);
+}
+
+TEST_F(NodeStateAttach, WaitsWhileAnotherSessionWritesTheInitialParameters) {
+  const uint64_t writer = node_.RequestAttach(layout_, {.rank = 0});
+  node_.RunTasks();
+  const uint64_t other = node_.RequestAttach(layout_, {.rank = 1});
+  node_.RunTasks();
+  EXPECT_EQ(node_.attached(other), nullptr);
+  node_.End(writer, EndCause::kLost);
+  ASSERT_NE(node_.attached(other), nullptr) << "it writes them now";
+  EXPECT_TRUE(node_.attached(other)->writes_initial);
+}
+
+TEST_F(NodeStateAttach, TheNextWriterWaitsForTheCopiesOfTheLast) {
+  const uint64_t writer = node_.RequestAttach(layout_, {.rank = 0});
+  node_.RunTasks();
+  node_.Send(SessionMapped{.session = writer});
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
+  command.length_bytes = layout_->group_bytes(0);
+  node_.Command(writer, command);
+  ASSERT_EQ(node_.Running<CopyInitial>().size(), 1U);
+  const uint64_t other = node_.RequestAttach(layout_, {.rank = 1});
+  node_.FinishAll<CreateSessionMemory>();
+  node_.End(writer, EndCause::kLost);
+  EXPECT_FALSE(node_.is_closed(writer)) << "a copy reads its arena";
+  EXPECT_EQ(node_.attached(other), nullptr);
+  node_.RunTasks();
+  EXPECT_TRUE(node_.is_closed(writer));
+  ASSERT_NE(node_.attached(other), nullptr);
+  EXPECT_TRUE(node_.attached(other)->writes_initial);
+}
+
+TEST_F(NodeStateAttach, IsNotReadyBeforeEveryGroupIsWritten) {
+  const uint64_t writer = node_.RequestAttach(layout_, {.rank = 0});
+  node_.RunTasks();
+  node_.Send(SessionMapped{.session = writer});
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(writer, 0)), ErrorId::kNotReady);
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(protocol::Op::kInitialDone);
+  const uint64_t early = node_.Command(writer, command);
+  EXPECT_EQ(node_.ErrorOf(early), ErrorId::kNotReady);
+  EXPECT_THAT(MessageOf(early), HasSubstr("group 0 (g0)"));
+}
+
+TEST_F(NodeStateAttach, InitialParametersThatAreNotFiniteAreRefusedByGroup) {
+  const uint64_t writer = node_.RequestAttach(layout_, {.rank = 0});
+  node_.RunTasks();
+  node_.Send(SessionMapped{.session = writer});
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
+  command.group = 1;
+  command.length_bytes = layout_->group_bytes(1);
+  const uint64_t tag = node_.Command(writer, command);
+  TaskDone done = node_.model().Finish(node_.Running<CopyInitial>()[0].task);
+  done.count = 1;
+  node_.Send(done);
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNonfinite);
+  EXPECT_THAT(MessageOf(tag), HasSubstr("group 1 (g1)"));
+  EXPECT_FALSE(node_.state().FindJob("job")->ready);
+}
+
+TEST_F(NodeStateAttach, InitialParametersAreTakenFromTheirWriterAlone) {
+  AttachBoth();
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
+  command.length_bytes = layout_->group_bytes(0);
+  EXPECT_EQ(node_.ErrorOf(node_.Command(first_, command)), ErrorId::kProtocol);
+}
+
+TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
+  AttachBoth();
+  const auto refused = [&](const AttachWish& wish, auto layout) {
+    const uint64_t session = node_.RequestAttach(layout, wish);
+    EXPECT_TRUE(node_.is_closed(session));
+    return StatusOf(session);
+  };
+  for (const std::string name : {"", "a b", "x/y", "ä"}) {
+    EXPECT_THAT(refused({.job = name}, layout_), HasError(ErrorId::kJobName)) << name;
+  }
+  EXPECT_THAT(refused({.job = std::string(201, 'a')}, layout_), HasError(ErrorId::kJobName));
+  EXPECT_THAT(refused({.rank = 2}, layout_), HasError(ErrorId::kRank));
+  EXPECT_THAT(refused({.uid = 1001}, layout_), HasError(ErrorId::kPermission));
+  const absl::Status layout_error = refused({}, MakeLayout(2, {200, 101}));
+  EXPECT_THAT(layout_error, HasError(ErrorId::kLayout));
+  EXPECT_THAT(std::string(layout_error.message()), AllOf(HasSubstr("[100]"), HasSubstr("[101]")));
+  EXPECT_THAT(refused({.grad_arena_bytes = 2 * layout_->largest_group_bytes() - 1}, layout_),
+              HasError(ErrorId::kRange));
+  EXPECT_THAT(refused({.grad_arena_bytes = 5 * layout_->largest_group_bytes()}, layout_),
+              HasError(ErrorId::kRange))
+      << "more than the first session took";
+  EXPECT_THAT(refused({.extra_state_bytes = 65}, layout_), HasError(ErrorId::kExtraState));
+  EXPECT_THAT(refused({.extra_state_bytes = (16 << 20) + 1}, layout_),
+              HasError(ErrorId::kExtraState));
+}
+
+TEST_F(NodeStateAttach, IsOpenToRootAndToSmallerArenas) {
+  first_ = node_.Attach(layout_, {.rank = 0});
+  second_ = node_.Attach(
+      layout_, {.uid = 0, .rank = 1, .grad_arena_bytes = 2 * layout_->largest_group_bytes()});
+  EXPECT_TRUE(StatusOf(second_).ok()) << StatusOf(second_);
+}
+
+TEST_F(NodeStateAttach, TellsEveryTermWhenDramIsTooSmall) {
+  NodeState::Options options = RoomyOptions();
+  options.dram_limit_bytes = 100 << 10;
+  NodeHarness node(options);
+  const uint64_t session = node.RequestAttach(layout_, {});
+  ASSERT_TRUE(node.is_closed(session));
+  const absl::Status& status = node.attached(session)->status;
+  ASSERT_THAT(status, HasError(ErrorId::kDramLimit));
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("image"), HasSubstr("gradient sums"), HasSubstr("overflow"),
+                    HasSubstr("extra_state"), HasSubstr("2 x (gradient arena"), HasSubstr("ring"),
+                    HasSubstr("states"), HasSubstr("102400 bytes"), HasSubstr("other jobs hold")));
+  // The hint's figure is enough, and one byte less is not.
+  const std::string hint = protocol::HintOf(status);
+  const uint64_t least = std::stoull(hint.substr(hint.find("at least ") + 9));
+  for (const uint64_t limit : {least, least - 1}) {
+    options.dram_limit_bytes = limit;
+    NodeHarness other(options);
+    const uint64_t again = other.RequestAttach(layout_, {});
+    EXPECT_EQ(other.is_closed(again), limit < least);
+  }
+}
+
+TEST_F(NodeStateAttach, ReckonsWithoutOverflowForAbsurdWishes) {
+  for (const uint64_t bytes : {UINT64_MAX, UINT64_MAX / 2, uint64_t{1} << 40}) {
+    const uint64_t session = node_.RequestAttach(layout_, {.grad_arena_bytes = bytes});
+    EXPECT_THAT(StatusOf(session), HasError(ErrorId::kDramLimit)) << bytes;
+  }
+}
+
+TEST_F(NodeStateAttach, GivesTheSecondJobWhatIsLeftAndAllOfItBackWhenDeleted) {
+  const uint64_t before = node_.state().Node().dram_used_bytes;
+  node_.Attach(layout_, {.job = "a"});
+  const uint64_t of_a = node_.state().FindJob("a")->dram_bytes;
+  EXPECT_EQ(node_.state().Node().dram_used_bytes, before + of_a);
+
+  NodeState::Options options = RoomyOptions();
+  options.dram_limit_bytes = options.node_bytes + 2 * of_a - 1;
+  NodeHarness node(options);
+  const uint64_t a = node.Attach(layout_, {.job = "a"});
+  const uint64_t b = node.RequestAttach(layout_, {.job = "b"});
+  EXPECT_THAT(node.attached(b)->status, HasError(ErrorId::kDramLimit));
+  node.End(a, EndCause::kDetached);
+  node.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "a"});
+  EXPECT_EQ(node.Logged<FreeJob>().size(), 1U);
+  EXPECT_EQ(node.state().Node().dram_used_bytes, options.node_bytes);
+  const uint64_t again = node.Attach(layout_, {.job = "b"});
+  EXPECT_TRUE(node.attached(again)->status.ok());
+}
+
+TEST_F(NodeStateAttach, ReportsWhyAJobsMemoryCouldNotBeMade) {
+  const uint64_t session = node_.RequestAttach(layout_, {});
+  node_.Finish(node_.Running<CreateJobMemory>()[0].task,
+               protocol::MakeError(ErrorId::kMemlock, "too little may be locked"));
+  EXPECT_THAT(StatusOf(session), HasError(ErrorId::kMemlock));
+  EXPECT_TRUE(node_.is_closed(session));
+  EXPECT_EQ(node_.Logged<FreeJob>().size(), 1U);
+  EXPECT_TRUE(node_.state().Jobs().empty());
+  AttachBoth();  // nothing of it is left in the way
+}
+
+TEST_F(NodeStateAttach, ReportsWhyASessionsMemoryCouldNotBeMade) {
+  first_ = node_.Attach(layout_, {.rank = 0});
+  const uint64_t session = node_.RequestAttach(layout_, {.rank = 1});
+  node_.Finish(node_.Running<CreateSessionMemory>()[0].task,
+               protocol::MakeError(ErrorId::kMemlock, "too little may be locked"));
+  EXPECT_THAT(StatusOf(session), HasError(ErrorId::kMemlock));
+  EXPECT_TRUE(node_.is_closed(session));
+}
+
+TEST_F(NodeStateAttach, ThatEndsBeforeItsAnswerIsForgotten) {
+  const uint64_t session = node_.RequestAttach(layout_, {});
+  node_.FinishAll<CreateJobMemory>();
+  node_.End(session, EndCause::kLost);
+  EXPECT_FALSE(node_.is_closed(session)) << "its memory is being made";
+  node_.RunTasks();
+  EXPECT_TRUE(node_.is_closed(session));
+  EXPECT_EQ(node_.attached(session), nullptr);
+}
+
+TEST_F(NodeStateAttach, ALostRankFencesTheOthersWhoseEndChangesNothing) {
+  AttachBoth();
+  const uint64_t generation = node_.state().FindJob("job")->generation;
+  const uint64_t held = node_.Gradient(second_, 0, 1);
+  const uint64_t fetched = node_.Fetch(second_, 0);
+  EXPECT_EQ(node_.ErrorOf(fetched), ErrorId::kNone);
+  const uint64_t voted = node_.Step(second_, 1);
+  node_.End(first_, EndCause::kLost);
+  EXPECT_TRUE(node_.is_closed(first_));
+  for (const uint64_t tag : {held, voted}) {
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost);
+    EXPECT_THAT(MessageOf(tag),
+                AllOf(HasSubstr("rank 0"), HasSubstr("step 1"), HasSubstr("committed step is 0")));
+  }
+  EXPECT_EQ(node_.state().FindJob("job")->leases, 0U);
+  for (const uint64_t tag :
+       {node_.Fetch(second_, 0), node_.Gradient(second_, 1, 1), node_.Step(second_, 1)}) {
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost) << "whatever comes later too";
+  }
+  EXPECT_EQ(node_.state().FindJob("job")->generation, generation + 1);
+  node_.End(second_, EndCause::kLost);
+  EXPECT_EQ(node_.state().FindJob("job")->generation, generation + 1);
+}
+
+TEST_F(NodeStateAttach, ANewGenerationTrainsOnWithoutTheDroppedGradients) {
+  AttachBoth();
+  node_.Gradient(first_, 0, 1);
+  node_.Gradient(second_, 0, 1);
+  node_.RunTasks();
+  node_.End(first_, EndCause::kLost);
+  node_.End(second_, EndCause::kLost);
+  AttachBoth();
+  node_.Gradient(second_, 1, 1);
+  const uint64_t a = node_.Step(first_, 1);
+  const uint64_t b = node_.Step(second_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(b), ErrorId::kNone);
+  EXPECT_EQ(node_.model().committed_gradients(1).size(), 1U) << "group 1 alone";
+}
+
+TEST_F(NodeStateAttach, WaitsForTasksOfTheLastGeneration) {
+  AttachBoth();
+  node_.Gradient(first_, 0, 1);
+  ASSERT_EQ(node_.Running<AddGradient>().size(), 1U);
+  node_.End(second_, EndCause::kLost);
+  const uint64_t again = node_.RequestAttach(layout_, {.rank = 1});
+  node_.FinishAll<CreateSessionMemory>();
+  EXPECT_EQ(node_.attached(again), nullptr) << "an old gradient is being added";
+  node_.FinishAll<AddGradient>();
+  EXPECT_NE(node_.attached(again), nullptr);
+}
+
+TEST_F(NodeStateAttach, OfARankWhoseSessionLivesFencesTheOldOne) {
+  AttachBoth();
+  const uint64_t waiting = node_.Gradient(second_, 0, 1);
+  const uint64_t newer = node_.RequestAttach(layout_, {.rank = 1});
+  EXPECT_EQ(node_.ErrorOf(waiting), ErrorId::kFenced);
+  EXPECT_TRUE(node_.is_closed(second_));
+  EXPECT_THAT(node_.close_reason(second_), HasError(ErrorId::kFenced));
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(first_, 0)), ErrorId::kRankLost) << "it was current";
+  node_.RunTasks();
+  EXPECT_TRUE(StatusOf(newer).ok());
+  node_.End(second_, EndCause::kLost);  // its connection closes at last: too late to matter
+  EXPECT_FALSE(node_.is_closed(newer));
+}
+
+TEST_F(NodeStateAttach, ADetachWithNothingInTheStepRefusesTheOthersStepUntilItIsBack) {
+  AttachBoth();
+  node_.Gradient(first_, 0, 1);
+  node_.RunTasks();
+  node_.End(second_, EndCause::kDetached);
+  const uint64_t tag = node_.Step(first_, 1);
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost) << "instead of waiting for ever";
+  EXPECT_THAT(MessageOf(tag), HasSubstr("rank 1"));
+  second_ = node_.Attach(layout_, {.rank = 1});
+  const uint64_t a = node_.Step(first_, 1);
+  const uint64_t b = node_.Step(second_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(b), ErrorId::kNone);
+  EXPECT_EQ(node_.model().committed_gradients(1).size(), 1U) << "the gradient was kept";
+}
+
+TEST_F(NodeStateAttach, ADetachRefusesAStepThatWaits) {
+  AttachBoth();
+  const uint64_t tag = node_.Step(first_, 1);
+  EXPECT_EQ(node_.answer(tag), nullptr);
+  node_.End(second_, EndCause::kDetached);
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost);
+}
+
+TEST_F(NodeStateAttach, ADetachWithAGradientInTheStepIsALoss) {
+  AttachBoth();
+  node_.Gradient(second_, 0, 1);
+  node_.End(second_, EndCause::kDetached);
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(first_, 0)), ErrorId::kRankLost);
+}
+
+TEST_F(NodeStateAttach, RanksThatNeverAttachedAreWaitedFor) {
+  first_ = node_.Attach(layout_, {.rank = 0});
+  const uint64_t a = node_.Step(first_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.answer(a), nullptr);
+  second_ = node_.Attach(layout_, {.rank = 1});
+  const uint64_t b = node_.Step(second_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(b), ErrorId::kNone);
+}
+
+TEST_F(NodeStateAttach, ARunThatAllRanksHaveLeftIsWaitedForAgain) {
+  AttachBoth();
+  node_.End(first_, EndCause::kDetached);
+  node_.End(second_, EndCause::kDetached);
+  first_ = node_.Attach(layout_, {.rank = 0});
+  const uint64_t a = node_.Step(first_, 1);
+  EXPECT_EQ(node_.answer(a), nullptr) << "rank 1 of the new run is on its way";
+}
+
+TEST_F(NodeStateAttach, ALossAfterTheLastStepCallDoesNotStopTheStep) {
+  AttachBoth();
+  node_.Gradient(first_, 0, 1);
+  node_.Gradient(second_, 0, 1);
+  const uint64_t a = node_.Step(first_, 1);
+  node_.Step(second_, 1);
+  node_.End(second_, EndCause::kLost);
+  EXPECT_FALSE(node_.is_closed(second_)) << "its gradient is still needed";
+  const uint64_t again = node_.RequestAttach(layout_, {.rank = 1});
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
+  EXPECT_EQ(node_.model().committed_gradients(1).at(0).size(), 2U);
+  EXPECT_TRUE(node_.is_closed(second_));
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(first_, 0)), ErrorId::kRankLost) << "its next command";
+  ASSERT_NE(node_.attached(again), nullptr);
+  EXPECT_EQ(node_.attached(again)->committed_step, 1U) << "attach waited for the step";
+}
+
+TEST_F(NodeStateAttach, ADeleteIsTheOwnersAndNeedsAnEmptyJob) {
+  AttachBoth();
+  EXPECT_THAT(Delete("nobody", 0), HasError(ErrorId::kJobName));
+  EXPECT_THAT(Delete("job", 1001), HasError(ErrorId::kPermission));
+  EXPECT_THAT(Delete("job", 1000), HasError(ErrorId::kBusy));
+  node_.End(first_, EndCause::kDetached);
+  node_.End(second_, EndCause::kDetached);
+  EXPECT_TRUE(Delete("job", 1000).ok());
+  EXPECT_TRUE(node_.state().Jobs().empty());
+  EXPECT_EQ(node_.Logged<FreeJob>().size(), 1U);
+}
+
+TEST_F(NodeStateAttach, CommandsBeforeMappedAreIgnored) {
+  AttachBoth();
+  const uint64_t third = node_.RequestAttach(layout_, {.rank = 1});
+  node_.RunTasks();
+  const uint64_t tag = node_.Fetch(third, 0);
+  EXPECT_EQ(node_.answer(tag), nullptr);
+}
+
+}  // namespace
+}  // namespace forebay::daemon

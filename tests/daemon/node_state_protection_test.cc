@@ -1,0 +1,238 @@
+// Goal    Nothing a client puts into its ring is believed: ops, kinds, groups, ranges, lengths,
+//         leases.
+//         The range check and the fence matter: with each switched off, its fault shows.
+// Method  Wild values for every field of a command; the harness's model faults where an action
+//         names
+//         bytes outside an arena, and keeps what was added to each gradient sum.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/node_harness.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RoomyOptions;
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::GradKind;
+using protocol::Op;
+using ::testing::HasSubstr;
+
+class NodeStateProtection : public ::testing::Test {
+ protected:
+  void SetUp() override { session_ = node_.Attach(layout_, {}); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  ErrorId ErrorFor(const Command& command) {
+    const ErrorId error = node_.ErrorOf(node_.Command(session_, command));
+    EXPECT_FALSE(node_.is_closed(session_)) << "a bad command does not end the session";
+    return error;
+  }
+  Command Gradient() const {
+    Command command{};
+    command.op = static_cast<uint16_t>(Op::kGradReady);
+    command.kind = static_cast<uint16_t>(GradKind::kPartial);
+    command.step = 1;
+    command.length_bytes = layout_->group_bytes(0);
+    return command;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(1, {200, 100});
+  NodeHarness node_{RoomyOptions()};
+  uint64_t session_ = 0;
+};
+
+TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
+  for (const int op : {0, 8, 0xffff}) {
+    Command command = Gradient();
+    command.op = static_cast<uint16_t>(op);
+    EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;
+  }
+  for (const int kind : {0, 3, 0xffff}) {
+    Command command = Gradient();
+    command.kind = static_cast<uint16_t>(kind);
+    EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << kind;
+  }
+  Command command = Gradient();
+  command.reserved = 1;
+  EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol);
+}
+
+TEST_F(NodeStateProtection, GroupsThatAreNotThereAreRefused) {
+  for (const Op op : {Op::kFetch, Op::kGradReady, Op::kReadState, Op::kWriteInitial}) {
+    for (const uint32_t group : {2U, UINT32_MAX}) {
+      Command command = Gradient();
+      command.op = static_cast<uint16_t>(op);
+      command.group = group;
+      EXPECT_EQ(ErrorFor(command), ErrorId::kRange);
+    }
+  }
+}
+
+TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
+  const uint64_t arena = 4 * layout_->largest_group_bytes();
+  const uint64_t length = layout_->group_bytes(0);
+  for (const uint64_t offset :
+       {arena, arena - length + 64, UINT64_MAX - 63, uint64_t{0} - length, uint64_t{1} << 63}) {
+    Command command = Gradient();
+    command.arena_offset_bytes = offset;
+    EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset;
+  }
+  for (const uint64_t offset : {1, 8, 63, 65}) {
+    Command command = Gradient();
+    command.arena_offset_bytes = offset;
+    EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset << " is not aligned";
+  }
+  for (const uint64_t bad : {uint64_t{0}, length - 4, length + 4, UINT64_MAX}) {
+    Command command = Gradient();
+    command.length_bytes = bad;
+    EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << bad;
+  }
+  Command last = Gradient();
+  last.arena_offset_bytes = arena - length;
+  node_.model().PutGradient(session_, last.arena_offset_bytes,
+                            {.session = session_, .rank = 0, .group = 0, .step = 1});
+  const uint64_t tag = node_.Command(session_, last);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << "the last one that fits";
+}
+
+TEST_F(NodeStateProtection, AStepRequestLiesInTheStepRegion) {
+  const AnswerAttach& attach = *node_.attached(session_);
+  Command command{};
+  command.op = static_cast<uint16_t>(Op::kStep);
+  command.step = 1;
+  for (const uint64_t offset :
+       {uint64_t{0}, attach.step_region_offset - 64, attach.grad_arena_bytes,
+        attach.grad_arena_bytes - 64, UINT64_MAX - 63}) {
+    command.arena_offset_bytes = offset;
+    command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams);
+    EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset;
+  }
+  command.arena_offset_bytes = attach.step_region_offset;
+  for (const uint64_t length : {uint64_t{0}, uint64_t{31}, UINT64_MAX}) {
+    command.length_bytes = length;
+    EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << length;
+  }
+  EXPECT_TRUE(node_.Logged<CopyStepRequest>().empty());
+}
+
+TEST_F(NodeStateProtection, ReadsOfStatesStayInTheirGroup) {
+  Command good{};
+  good.op = static_cast<uint16_t>(Op::kReadState);
+  good.length_bytes = 40;
+  const uint64_t elems = layout_->groups()[0].padded_elems;
+  const auto refused = [&](uint16_t plane, uint64_t element, uint64_t length) {
+    Command command = good;
+    command.kind = plane;
+    command.element_offset = element;
+    command.length_bytes = length;
+    return ErrorFor(command);
+  };
+  EXPECT_EQ(refused(2, 0, 40), ErrorId::kRange) << "two planes";
+  EXPECT_EQ(refused(0, elems - 9, 40), ErrorId::kRange);
+  EXPECT_EQ(refused(0, elems, 4), ErrorId::kRange);
+  EXPECT_EQ(refused(0, UINT64_MAX, 4), ErrorId::kRange);
+  EXPECT_EQ(refused(0, UINT64_MAX - 9, 40), ErrorId::kRange);
+  EXPECT_EQ(refused(0, 0, 0), ErrorId::kRange);
+  EXPECT_EQ(refused(0, 0, 41), ErrorId::kRange);
+  EXPECT_EQ(refused(0, 0, UINT64_MAX - 3), ErrorId::kRange);
+  const uint64_t tag = node_.Command(session_, good);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+}
+
+TEST_F(NodeStateProtection, ALeaseIsReleasedOnceAndByItsOwner) {
+  const uint64_t other = node_.Attach(layout_, {.job = "other"});
+  const uint64_t fetch = node_.Fetch(session_, 0);
+  const uint64_t lease = node_.answer(fetch)->completion.lease_id;
+  EXPECT_EQ(node_.ErrorOf(node_.Release(other, lease)), ErrorId::kLease);
+  EXPECT_EQ(node_.ErrorOf(node_.Release(session_, lease + 1)), ErrorId::kLease);
+  EXPECT_EQ(node_.ErrorOf(node_.Release(session_, lease)), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(node_.Release(session_, lease)), ErrorId::kLease);
+}
+
+TEST_F(NodeStateProtection, LeasesOfASessionAreLimitedAndEndWithIt) {
+  for (uint32_t i = 0; i < kLeasesPerSessionMax; ++i) {
+    ASSERT_EQ(node_.ErrorOf(node_.Fetch(session_, 0)), ErrorId::kNone);
+  }
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(session_, 0)), ErrorId::kLimit);
+  EXPECT_EQ(node_.state().FindJob("job")->leases, kLeasesPerSessionMax);
+  node_.End(session_, EndCause::kLost);
+  EXPECT_EQ(node_.state().FindJob("job")->leases, 0U);
+}
+
+TEST(NodeStateProtectionLimits, CommandsInFlightAreLimited) {
+  const auto layout = MakeLayout(2, {100});
+  NodeHarness node(RoomyOptions());
+  const uint64_t session = node.Attach(layout, {.rank = 0});
+  node.Attach(layout, {.rank = 1});
+  node.Step(session, 1);  // waits for rank 1, and the fetches for it
+  for (uint32_t i = 1; i < protocol::kRingEntries; ++i) {
+    EXPECT_EQ(node.answer(node.Fetch(session, 0)), nullptr);
+  }
+  EXPECT_EQ(node.ErrorOf(node.Fetch(session, 0)), ErrorId::kLimit);
+}
+
+// The gradient of a killed rank's last session arrives late, after its successor has attached.
+std::string FaultOfALateGradient(bool fence) {
+  const auto layout = MakeLayout(2, {100, 100});
+  NodeState::Options options = RoomyOptions();
+  options.disable_fence_for_test = !fence;
+  NodeHarness node(options);
+  const uint64_t old_first = node.Attach(layout, {.rank = 0});
+  const uint64_t old_second = node.Attach(layout, {.rank = 1});
+  node.End(old_second, EndCause::kLost);  // the generation ends; rank 0 has not noticed yet
+  const uint64_t second = node.Attach(layout, {.rank = 1});
+  node.Gradient(old_first, 0, 1);
+  node.RunTasks();
+  const uint64_t first = node.Attach(layout, {.rank = 0});
+  for (const uint64_t session : {first, second}) node.Gradient(session, 1, 1);
+  node.RunTasks();
+  node.Step(first, 1);
+  node.Step(second, 1);
+  node.RunTasks();
+  for (const auto& [group, tokens] : node.model().committed_gradients(1)) {
+    for (const ::forebay::testing::GradientToken& token : tokens) {
+      if (token.session == old_first) return "a gradient of a dropped generation was used";
+    }
+  }
+  return node.state().FindJob("job")->committed_step == 1 ? "" : "the step was not committed";
+}
+
+TEST(NodeStateFence, KeepsLateGradientsOutAndIsNeededForIt) {
+  EXPECT_EQ(FaultOfALateGradient(/*fence=*/true), "");
+  EXPECT_EQ(FaultOfALateGradient(/*fence=*/false), "a gradient of a dropped generation was used");
+}
+
+std::string FaultOfAWildOffset(bool range_check) {
+  const auto layout = MakeLayout(1, {100});
+  NodeState::Options options = RoomyOptions();
+  options.disable_range_check_for_test = !range_check;
+  NodeHarness node(options);
+  const uint64_t session = node.Attach(layout, {});
+  Command command{};
+  command.op = static_cast<uint16_t>(Op::kGradReady);
+  command.kind = static_cast<uint16_t>(GradKind::kPartial);
+  command.step = 1;
+  command.length_bytes = layout->group_bytes(0);
+  command.arena_offset_bytes = uint64_t{1} << 40;
+  node.Command(session, command);
+  return node.fault();
+}
+
+TEST(NodeStateRangeCheck, KeepsWildOffsetsOutAndIsNeededForIt) {
+  EXPECT_EQ(FaultOfAWildOffset(/*range_check=*/true), "");
+  EXPECT_THAT(FaultOfAWildOffset(/*range_check=*/false), HasSubstr("outside grad"));
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,317 @@
+// Goal    A step is a barrier over all ranks, applied exactly once: repeats, gaps, other scalars,
+//         bad
+//         hyper-parameters; norm and clipping as torch has them; groups without a gradient are left
+//         alone; fetches wait for the update of their own group and no longer.
+// Method  The harness drives the state machine; each test chooses which tasks end and when, and
+//         reads actions and answers.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/node_harness.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RoomyOptions;
+using protocol::ErrorId;
+using protocol::HyperParams;
+using protocol::StepRequest;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class NodeStateStep : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      sessions_.push_back(node_.Attach(layout_, {.rank = rank}));
+    }
+  }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  void DeliverAll(uint64_t step) {
+    for (uint32_t group = 0; group < 3; ++group) {
+      for (const uint64_t session : sessions_) node_.Gradient(session, group, step);
+      node_.RunTasks();
+    }
+  }
+  ErrorId StepBoth(uint64_t step, double max_grad_norm = 0) {
+    const uint64_t a = node_.Step(sessions_[0], step, 0.1, max_grad_norm);
+    last_ = node_.Step(sessions_[1], step, 0.1, max_grad_norm);
+    node_.RunTasks();
+    EXPECT_EQ(node_.ErrorOf(a), node_.ErrorOf(last_));
+    return node_.ErrorOf(last_);
+  }
+  std::string MessageOf(uint64_t tag) const {
+    return std::string(node_.answer(tag)->status.message());
+  }
+  // The sums of squares that the workers report, by group.
+  void FinishSums(const std::vector<double>& sums) {
+    for (size_t group = 0; group < sums.size(); ++group) {
+      for (const uint64_t session : sessions_) {
+        node_.Gradient(session, static_cast<uint32_t>(group), 1);
+      }
+      node_.FinishAll<AddGradient>();
+      node_.FinishAll<AddGradient>();
+      ASSERT_EQ(node_.Running<SumGroup>().size(), 1U);
+      TaskDone done = node_.model().Finish(node_.Running<SumGroup>()[0].task);
+      done.sum_squares = sums[group];
+      node_.Send(done);
+    }
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(2, {200, 100, 130});
+  NodeHarness node_{RoomyOptions()};
+  std::vector<uint64_t> sessions_;
+  uint64_t last_ = 0;
+};
+
+TEST_F(NodeStateStep, IsABarrierThatIsAppliedOnce) {
+  DeliverAll(1);
+  const uint64_t a = node_.Step(sessions_[0], 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.answer(a), nullptr);
+  EXPECT_TRUE(node_.Logged<UpdateBlock>().empty()) << "nothing is touched before all have called";
+  const uint64_t b = node_.Step(sessions_[1], 1);
+  EXPECT_EQ(node_.Logged<StepCalled>().size(), 1U);
+  node_.RunTasks();
+  for (const uint64_t tag : {a, b}) {
+    ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+    EXPECT_EQ(node_.answer(tag)->completion.committed_step, 1U);
+  }
+  EXPECT_EQ(node_.Logged<StepCommitted>().size(), 1U);
+  // Each block once, but for the one that holds padding alone.
+  EXPECT_EQ(node_.Logged<UpdateBlock>().size(), node_.state().FindJob("job")->blocks - 1);
+  EXPECT_EQ(node_.model().WrittenSteps(1).size(), node_.state().FindJob("job")->blocks - 1);
+}
+
+TEST_F(NodeStateStep, ARepeatIsANoOpWithTheSameAnswer) {
+  DeliverAll(1);
+  ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/0.001), ErrorId::kNone);
+  const double norm = node_.answer(last_)->completion.norm;
+  EXPECT_GT(norm, 0);
+  const size_t updates = node_.Logged<UpdateBlock>().size();
+  const uint64_t again = node_.Step(sessions_[0], 1);
+  ASSERT_EQ(node_.ErrorOf(again), ErrorId::kNone) << "at once";
+  EXPECT_EQ(node_.answer(again)->completion.flags,
+            protocol::kStepRepeated | protocol::kStepClipped);
+  EXPECT_EQ(node_.answer(again)->completion.norm, norm);
+  node_.RunTasks();
+  EXPECT_EQ(node_.Logged<UpdateBlock>().size(), updates);
+}
+
+TEST_F(NodeStateStep, ZeroAndGapsAreRefused) {
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 0)), ErrorId::kStep);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 2)), ErrorId::kStep);
+  DeliverAll(1);
+  ASSERT_EQ(StepBoth(1), ErrorId::kNone);
+  const uint64_t gap = node_.Step(sessions_[0], 3);
+  EXPECT_EQ(node_.ErrorOf(gap), ErrorId::kStep);
+  EXPECT_THAT(MessageOf(gap), AllOf(HasSubstr("step 3"), HasSubstr("committed step is 1")));
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 0)), ErrorId::kStep);
+}
+
+TEST_F(NodeStateStep, OtherScalarsAreToldToBothRanksAndTheGradientsAreKept) {
+  DeliverAll(1);
+  const uint64_t a = node_.Step(sessions_[0], 1, 0.1);
+  const uint64_t b = node_.Step(sessions_[1], 1, 0.25);
+  for (const uint64_t tag : {a, b}) {
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kStep);
+    EXPECT_THAT(MessageOf(tag),
+                AllOf(HasSubstr("ranks 0 and 1"), HasSubstr("lr"), HasSubstr("0.1 and 0.25")));
+  }
+  ASSERT_EQ(StepBoth(1), ErrorId::kNone);
+  EXPECT_EQ(node_.model().committed_gradients(1).size(), 3U);
+}
+
+TEST_F(NodeStateStep, ExtraStateMayDifferBetweenRanks) {
+  const uint64_t a = node_.Step(sessions_[0], 1, 0.1, 0, /*extra_state_bytes=*/10);
+  const uint64_t b = node_.Step(sessions_[1], 1, 0.1, 0, /*extra_state_bytes=*/64);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(a), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(b), ErrorId::kNone);
+  // The next attach gets the committed one, and steps alternate between two slots.
+  node_.End(sessions_[1], EndCause::kDetached);
+  sessions_[1] = node_.Attach(layout_, {.rank = 1});
+  const AnswerAttach first = *node_.attached(sessions_[1]);
+  EXPECT_EQ(first.committed_step, 1U);
+  EXPECT_EQ(first.extra_state_bytes, 64U);
+  const CopyToStepArena copied = node_.Logged<CopyToStepArena>().back();
+  EXPECT_EQ(copied.bytes, 64U);
+  EXPECT_EQ(copied.step_offset_bytes, first.extra_state_offset);
+  node_.Step(sessions_[0], 2, 0.1, 0, 10);
+  node_.Step(sessions_[1], 2, 0.1, 0, 0);
+  node_.RunTasks();
+  node_.End(sessions_[1], EndCause::kDetached);
+  sessions_[1] = node_.Attach(layout_, {.rank = 1});
+  EXPECT_EQ(node_.attached(sessions_[1])->extra_state_bytes, 0U);
+  EXPECT_NE(node_.attached(sessions_[1])->extra_state_offset, first.extra_state_offset);
+}
+
+TEST_F(NodeStateStep, HyperParametersAreChecked) {
+  const StepRequest good{
+      .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .reserved = 0};
+  const HyperParams hyper{0.1, 0.9, 0.999, 1e-8, 0.01, 0};
+  const auto refused = [&](const StepRequest& request, const HyperParams& params) {
+    node_.OverrideStepRequest(request, {params});
+    return node_.ErrorOf(node_.Step(sessions_[0], 1));
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double inf = std::numeric_limits<double>::infinity();
+  for (double HyperParams::*member : {&HyperParams::lr, &HyperParams::beta1, &HyperParams::beta2,
+                                      &HyperParams::eps, &HyperParams::weight_decay}) {
+    for (const double bad : {nan, inf, -inf}) {
+      HyperParams params = hyper;
+      params.*member = bad;
+      EXPECT_EQ(refused(good, params), ErrorId::kOption) << bad;
+    }
+  }
+  for (const double beta : {-0.1, 1.0}) {
+    HyperParams params = hyper;
+    params.beta1 = beta;
+    EXPECT_EQ(refused(good, params), ErrorId::kOption) << beta;
+  }
+  HyperParams no_eps = hyper;
+  no_eps.eps = 0;
+  EXPECT_EQ(refused(good, no_eps), ErrorId::kOption);
+  HyperParams growth = hyper;
+  growth.weight_decay = -1;
+  EXPECT_EQ(refused(good, growth), ErrorId::kOption);
+  StepRequest request = good;
+  request.max_grad_norm = -1;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
+  request = good;
+  request.param_groups = 0;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
+  request.param_groups = UINT32_MAX;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
+  request = good;
+  request.extra_state_bytes = 65;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kExtraState);
+  request = good;
+  request.extra_state_bytes = 1;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kRange) << "not the length of the command";
+  request = good;
+  request.step = 2;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kStep) << "not the step of the command";
+  EXPECT_EQ(StepBoth(1), ErrorId::kNone);
+}
+
+TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
+  node_.Gradient(sessions_[1], 1, 1);  // rank 0 counts as zero
+  ASSERT_EQ(StepBoth(1), ErrorId::kNone);
+  DeliverAll(2);
+  ASSERT_EQ(StepBoth(2), ErrorId::kNone);
+  for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+    const bool first_step = update.identity_after.written_step == 1;
+    for (const UpdateSegment& segment : update.segments) {
+      const bool in_group_1 =
+          segment.image_offset_bytes >= layout_->groups()[1].image_offset_bytes &&
+          segment.image_offset_bytes < layout_->groups()[2].image_offset_bytes;
+      EXPECT_TRUE(in_group_1 || !first_step);
+      // The optimizer's own count of steps goes on for groups that were updated.
+      EXPECT_EQ(segment.optimizer_step, in_group_1 && !first_step ? 2U : 1U);
+      EXPECT_EQ(segment.hyper.lr, 0.1);
+    }
+  }
+}
+
+TEST_F(NodeStateStep, WithoutAnyGradientIsCommitted) {
+  EXPECT_EQ(StepBoth(1), ErrorId::kNone);
+  EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
+  EXPECT_EQ(node_.state().FindJob("job")->committed_step, 1U);
+}
+
+TEST_F(NodeStateStep, ScalesByTheWorldWithoutClipping) {
+  DeliverAll(1);
+  ASSERT_EQ(StepBoth(1), ErrorId::kNone);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale, 0.5F);
+  EXPECT_EQ(node_.answer(last_)->completion.norm, 0.0);
+  EXPECT_EQ(node_.answer(last_)->completion.flags, 0);
+}
+
+TEST_F(NodeStateStep, ClipsAsTorchDoes) {
+  FinishSums({36.0, 64.0, 0.0});  // |sum over two ranks| = 10: the mean's norm is 5
+  ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/2.0), ErrorId::kNone);
+  EXPECT_EQ(node_.answer(last_)->completion.norm, 5.0);
+  EXPECT_EQ(node_.answer(last_)->completion.flags, protocol::kStepClipped);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale,
+            static_cast<float>(0.5 * (2.0 / (5.0 + 1e-6))));
+}
+
+TEST_F(NodeStateStep, DoesNotClipANormBelowTheMaximum) {
+  FinishSums({36.0, 64.0, 0.0});
+  ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/5.1), ErrorId::kNone);
+  EXPECT_EQ(node_.answer(last_)->completion.norm, 5.0);
+  EXPECT_EQ(node_.answer(last_)->completion.flags, 0);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale, 0.5F);
+}
+
+TEST_F(NodeStateStep, MastersThatOverflowAreCountedAndTheStepIsCommitted) {
+  DeliverAll(1);
+  node_.model().set_masters_overflow(7);
+  ASSERT_EQ(StepBoth(1), ErrorId::kOverflow);
+  EXPECT_THAT(MessageOf(last_), HasSubstr("7 parameters"));
+  EXPECT_EQ(node_.answer(last_)->completion.committed_step, 1U);
+  EXPECT_EQ(node_.state().FindJob("job")->committed_step, 1U);
+}
+
+TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(sessions_[0], 0)), ErrorId::kNone) << "at once";
+  DeliverAll(1);
+  node_.Step(sessions_[0], 1);
+  const uint64_t early = node_.Fetch(sessions_[0], 0);
+  EXPECT_EQ(node_.answer(early), nullptr) << "its rank waits in step";
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(sessions_[1], 0)), ErrorId::kNone) << "its rank does not";
+  const uint64_t step = node_.Step(sessions_[1], 1);
+  const uint64_t last_group = node_.Fetch(sessions_[1], 2);
+  EXPECT_EQ(node_.answer(early), nullptr);
+  while (node_.answer(early) == nullptr) {
+    ASSERT_FALSE(node_.Running<UpdateBlock>().empty());
+    node_.Finish(node_.Running<UpdateBlock>()[0].task);
+  }
+  EXPECT_EQ(node_.answer(step), nullptr) << "fetchable before the step has ended";
+  EXPECT_EQ(node_.answer(last_group), nullptr);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(last_group), ErrorId::kNone);
+  const protocol::Completion& completion = node_.answer(last_group)->completion;
+  EXPECT_EQ(completion.offset_bytes, layout_->groups()[2].image_offset_bytes);
+  EXPECT_EQ(completion.length_bytes, layout_->group_bytes(2));
+}
+
+TEST_F(NodeStateStep, AtMostSoManyUpdatesAsWorkersAreInFlight) {
+  DeliverAll(1);
+  node_.Step(sessions_[0], 1);
+  node_.Step(sessions_[1], 1);
+  EXPECT_EQ(node_.Running<UpdateBlock>().size(), RoomyOptions().workers);
+  node_.RunTasks();
+}
+
+TEST_F(NodeStateStep, TheTraceIsTheOrderOfFirstFetchesOfTheLastStep) {
+  for (const uint32_t group : {1, 0, 1, 2, 0}) node_.Fetch(sessions_[0], group);
+  DeliverAll(1);
+  EXPECT_THAT(node_.state().FindJob("job")->trace, ElementsAre());
+  ASSERT_EQ(StepBoth(1), ErrorId::kNone);
+  node_.Fetch(sessions_[0], 2);
+  node_.End(sessions_[1], EndCause::kDetached);
+  sessions_[1] = node_.Attach(layout_, {.rank = 1});
+  EXPECT_THAT(node_.attached(sessions_[1])->trace, ElementsAre(1, 0, 2));
+}
+
+TEST_F(NodeStateStep, ASecondCallOfARankThatWaitsIsRefused) {
+  node_.Step(sessions_[0], 1);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kStep);
+  EXPECT_EQ(node_.Logged<CopyStepRequest>().size(), 1U);
+}
+
+}  // namespace
+}  // namespace forebay::daemon

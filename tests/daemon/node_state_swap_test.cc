@@ -1,0 +1,355 @@
+// Goal    Blocks that do not fit in DRAM stream through few staging slots: read ahead, verified
+//         against the right step, updated once, written, committed; a failing disk fails the job by
+//         name; states can be read between steps; jobs share the slots without hanging.
+// Method  The harness with a tight DRAM limit; its model holds what is on disk and in each slot,
+//         and
+//         faults where a block is not the one it should be.
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::HasError;
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RoomyOptions;
+using protocol::ErrorId;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
+
+// What the fixed arenas of the tests' job take.
+uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
+  NodeHarness node(RoomyOptions());
+  node.Attach(layout, {});
+  const JobView job = *node.state().FindJob("job");
+  return job.dram_bytes - job.resident_blocks * kBlockBytes;
+}
+
+// One rank, 20 blocks of which 4 fit in DRAM, 3 staging slots, 2 workers.
+class NodeStateSwap : public ::testing::Test {
+ protected:
+  static NodeState::Options Options(uint64_t fixed_bytes) {
+    NodeState::Options options = RoomyOptions();
+    options.node_bytes = 3 * kBlockBytes;
+    options.dram_limit_bytes = options.node_bytes + fixed_bytes + 4 * kBlockBytes;
+    options.staging_slots = 3;
+    options.staging_slot_bytes = kBlockBytes;
+    options.swap_free_bytes = 2 * 16 * kBlockBytes;
+    return options;
+  }
+  void SetUp() override { session_ = node_.Attach(layout_, {}); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  ErrorId TrainStep(uint64_t step) {
+    for (uint32_t group = 0; group < 4; ++group) {
+      node_.Gradient(session_, group, step);
+      node_.RunTasks();
+    }
+    const uint64_t tag = node_.Step(session_, step);
+    node_.RunTasks();
+    return node_.ErrorOf(tag);
+  }
+  JobView View() { return *node_.state().FindJob("job"); }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(1, {320, 320, 320, 320});
+  NodeHarness node_{Options(FixedBytes(layout_))};
+  uint64_t session_ = 0;
+};
+
+TEST_F(NodeStateSwap, TheFirstBlocksStayInDram) {
+  EXPECT_EQ(View().blocks, 20U);
+  EXPECT_EQ(View().resident_blocks, 4U);
+  const CreateJobSwap swap = node_.Logged<CreateJobSwap>()[0];
+  EXPECT_EQ(swap.extents, 16U);
+  EXPECT_EQ(swap.extent_bytes, kBlockBytes);
+  EXPECT_EQ(node_.Logged<CreateJobMemory>()[0].state_bytes, 4 * kBlockBytes);
+  EXPECT_EQ(node_.state().Node().swap_used_bytes, 2 * 16 * kBlockBytes);
+}
+
+TEST_F(NodeStateSwap, EveryBlockIsOfTheCommittedStepAfterEachStep) {
+  for (uint64_t step = 1; step <= 5; ++step) {
+    ASSERT_EQ(TrainStep(step), ErrorId::kNone);
+    const auto written = node_.model().WrittenSteps(1);
+    EXPECT_EQ(written.size(), 20U);
+    for (const auto& [block, written_step] : written) EXPECT_EQ(written_step, step) << block;
+  }
+  EXPECT_EQ(View().update_reads, 5U * 16);
+  EXPECT_EQ(View().last_step_reads, 16U);
+  EXPECT_EQ(View().state_read_bytes, 5U * 16 * kBlockBytes);
+  EXPECT_EQ(View().state_written_bytes, 5U * 16 * kBlockBytes);
+  EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
+}
+
+TEST_F(NodeStateSwap, ReadsAheadFromTheFirstGradientOn) {
+  EXPECT_TRUE(node_.Logged<ReadBlock>().empty());
+  node_.Gradient(session_, 3, 1);
+  ASSERT_EQ(node_.Running<ReadBlock>().size(), 3U) << "as many as there are slots";
+  for (uint32_t i = 0; i < 3; ++i) EXPECT_EQ(node_.Running<ReadBlock>()[i].place.extent, i);
+  node_.RunTasks();
+  EXPECT_EQ(node_.state().Node().staging_slots_used, 3U);
+  EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
+}
+
+TEST_F(NodeStateSwap, MostReadsAreAskedForBeforeTheyAreNeeded) {
+  NodeState::Options options = Options(FixedBytes(layout_));
+  options.staging_slots = 6;  // one read ahead for each update and each write
+  NodeHarness node(options);
+  const uint64_t session = node.Attach(layout_, {});
+  for (uint64_t step = 1; step <= 3; ++step) {
+    for (uint32_t group = 0; group < 4; ++group) {
+      node.Gradient(session, group, step);
+      node.RunTasks();
+    }
+    node.Step(session, step);
+    node.RunTasks();
+  }
+  const JobView view = *node.state().FindJob("job");
+  EXPECT_EQ(view.last_step_reads, 16U);
+  EXPECT_GE(view.last_step_reads_early * 10, view.last_step_reads * 9);
+}
+
+TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
+  NodeState::Options options = Options(FixedBytes(layout_));
+  options.staging_slots = 1;
+  options.dram_limit_bytes -= 4 * kBlockBytes;
+  options.swap_free_bytes = 2 * 20 * kBlockBytes;
+  NodeHarness node(options);
+  const uint64_t session = node.Attach(layout_, {});
+  ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 0U);
+  for (uint32_t group = 0; group < 4; ++group) {
+    node.Gradient(session, group, 1);
+    node.RunTasks();
+  }
+  node.Step(session, 1);
+  node.RunTasks();
+  const JobView view = *node.state().FindJob("job");
+  EXPECT_EQ(view.committed_step, 1U);
+  EXPECT_EQ(view.update_reads, 20U);
+  EXPECT_EQ(view.update_reads_early, 1U) << "the one read before the verdict";
+}
+
+TEST_F(NodeStateSwap, WorkersTakeReadyBlocksBeforeResidentOnes) {
+  for (uint32_t group = 0; group < 4; ++group) {
+    node_.Gradient(session_, group, 1);
+    node_.RunTasks();
+  }
+  node_.Step(session_, 1);
+  const std::vector<UpdateBlock> updates = node_.Running<UpdateBlock>();
+  ASSERT_EQ(updates.size(), 2U);
+  EXPECT_FALSE(updates[0].place.resident);
+  EXPECT_FALSE(updates[1].place.resident);
+  node_.RunTasks();
+}
+
+TEST_F(NodeStateSwap, BlocksReadAheadStayValidWhenTheStepIsDropped) {
+  node_.Gradient(session_, 0, 1);
+  node_.RunTasks();
+  ASSERT_EQ(node_.Logged<ReadBlock>().size(), 3U);
+  node_.End(session_, EndCause::kLost);
+  session_ = node_.Attach(layout_, {});
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  EXPECT_EQ(node_.Logged<ReadBlock>().size(), 16U) << "no block was read twice";
+}
+
+TEST_F(NodeStateSwap, BlocksOfSkippedGroupsAreNotRead) {
+  node_.Gradient(session_, 0, 1);  // blocks 0 to 4: one swapped
+  node_.RunTasks();
+  const uint64_t tag = node_.Step(session_, 1);
+  node_.RunTasks();
+  ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  EXPECT_EQ(View().update_reads, 1U);
+  EXPECT_EQ(node_.Logged<WriteBlock>().size(), 1U);
+  ASSERT_EQ(TrainStep(2), ErrorId::kNone);
+}
+
+TEST_F(NodeStateSwap, AFailedReadAheadIsTriedAgainAfterTheVerdict) {
+  node_.Gradient(session_, 0, 1);
+  node_.Finish(node_.Running<ReadBlock>()[0].task,
+               protocol::MakeError(ErrorId::kSwapIo, "path 0: Input/output error"));
+  node_.RunTasks();
+  ASSERT_TRUE(View().failed.ok());
+  for (uint32_t group = 1; group < 4; ++group) {
+    node_.Gradient(session_, group, 1);
+    node_.RunTasks();
+  }
+  const uint64_t tag = node_.Step(session_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+}
+
+// A task of one kind fails after the verdict.
+template <typename A>
+void FailOne(NodeHarness& node, ErrorId id) {
+  while (node.Running<A>().empty()) {
+    ASSERT_FALSE(node.model().running().empty());
+    node.Finish(node.model().running().begin()->first);
+  }
+  node.Finish(node.Running<A>()[0].task, protocol::MakeError(id, "path 0, extent 3: simulated"));
+}
+
+TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
+  for (const int kind : {0, 1, 2}) {
+    SCOPED_TRACE(kind);
+    NodeHarness node(Options(FixedBytes(layout_)));
+    const uint64_t session = node.Attach(layout_, {});
+    for (uint32_t group = 0; group < 4; ++group) {
+      node.Gradient(session, group, 1);
+      node.RunTasks();
+    }
+    const uint64_t step = node.Step(session, 1);
+    const uint64_t fetch = node.Fetch(session, 3);
+    if (kind == 0) FailOne<ReadBlock>(node, ErrorId::kSwapIo);
+    if (kind == 1) FailOne<UpdateBlock>(node, ErrorId::kCorrupt);
+    if (kind == 2) FailOne<WriteBlock>(node, ErrorId::kSwapIo);
+    const ErrorId expected = kind == 1 ? ErrorId::kCorrupt : ErrorId::kSwapIo;
+    EXPECT_EQ(node.ErrorOf(step), expected);
+    EXPECT_EQ(node.ErrorOf(fetch), expected);
+    const uint64_t later = node.Fetch(session, 0);
+    EXPECT_EQ(node.ErrorOf(later), ErrorId::kJobFailed);
+    EXPECT_THAT(std::string(node.answer(later)->status.message()), HasSubstr("extent 3"));
+    node.RunTasks();
+    EXPECT_EQ(node.state().Node().staging_slots_used, 0U) << "the slots came back";
+    EXPECT_EQ(node.state().FindJob("job")->committed_step, 0U);
+    node.End(session, EndCause::kDetached);
+    const uint64_t again = node.RequestAttach(layout_, {});
+    EXPECT_THAT(node.attached(again)->status, HasError(ErrorId::kJobFailed));
+    node.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+    node.RunTasks();
+    const uint64_t fresh = node.Attach(layout_, {});
+    EXPECT_TRUE(node.attached(fresh)->status.ok());
+    EXPECT_EQ(node.fault(), "");
+  }
+}
+
+TEST_F(NodeStateSwap, IsRefusedWithNumbersWhenItDoesNotFit) {
+  NodeState::Options options = Options(FixedBytes(layout_));
+  options.swap_free_bytes -= 1;
+  NodeHarness node(options);
+  const uint64_t session = node.RequestAttach(layout_, {});
+  const absl::Status status = node.attached(session)->status;
+  EXPECT_THAT(status, HasError(ErrorId::kSwapNospc));
+  EXPECT_THAT(std::string(status.message()),
+              ::testing::AllOf(HasSubstr(std::to_string(2 * 16 * kBlockBytes)),
+                               HasSubstr(std::to_string(2 * 16 * kBlockBytes - 1))));
+}
+
+TEST_F(NodeStateSwap, StatesAreReadAcrossResidentAndSwappedBlocks) {
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  const uint64_t tag = node_.ReadState(session_, 0, 100, 220);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  uint64_t bytes = 0;
+  uint64_t end = 0;
+  std::set<bool> places;
+  for (const CopyState& copy : node_.Logged<CopyState>()) {
+    EXPECT_EQ(copy.grad_offset_bytes, end) << "pieces lie side by side";
+    end += copy.bytes;
+    bytes += copy.bytes;
+    places.insert(copy.place.resident);
+    EXPECT_EQ(copy.identity.written_step, 1U);
+  }
+  EXPECT_EQ(bytes, 220U * 4);
+  EXPECT_EQ(places.size(), 2U);
+  EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
+}
+
+TEST_F(NodeStateSwap, AReadOfStatesMayTakeTheSlotOfABlockReadAhead) {
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  node_.Gradient(session_, 0, 2);
+  node_.RunTasks();
+  ASSERT_EQ(node_.state().Node().staging_slots_used, 3U);
+  const uint64_t tag = node_.ReadState(session_, 3, 300, 10);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+}
+
+TEST_F(NodeStateSwap, AReadOfStatesAndAStepDoNotOverlap) {
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  for (uint32_t group = 0; group < 4; ++group) {
+    node_.Gradient(session_, group, 2);
+    node_.RunTasks();
+  }
+  const uint64_t before = node_.ReadState(session_, 0, 0, 10);
+  ASSERT_EQ(node_.Running<CopyState>().size(), 1U);
+  const size_t updates = node_.Logged<UpdateBlock>().size();
+  const uint64_t step = node_.Step(session_, 2);
+  EXPECT_EQ(node_.Logged<UpdateBlock>().size(), updates) << "the step waits for the read";
+  const uint64_t after = node_.ReadState(session_, 0, 0, 10);
+  node_.FinishAll<CopyState>();
+  EXPECT_EQ(node_.ErrorOf(before), ErrorId::kNone);
+  EXPECT_GT(node_.Logged<UpdateBlock>().size(), updates);
+  EXPECT_EQ(node_.answer(after), nullptr) << "the read waits for the step";
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(step), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(after), ErrorId::kNone);
+  EXPECT_EQ(node_.Logged<CopyState>().back().identity.written_step, 2U);
+}
+
+TEST_F(NodeStateSwap, AFailedReadOfStatesIsTheReadersAlone) {
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  const uint64_t tag = node_.ReadState(session_, 3, 0, 10);
+  node_.Finish(node_.Running<ReadBlock>()[0].task,
+               protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kSwapIo);
+  EXPECT_EQ(TrainStep(2), ErrorId::kNone);
+}
+
+TEST_F(NodeStateSwap, AJobThatOnlyReadsAheadGivesItsSlotsToOneThatSteps) {
+  NodeState::Options options = Options(FixedBytes(layout_));
+  options.dram_limit_bytes = options.node_bytes + 2 * FixedBytes(layout_) + 20 * kBlockBytes;
+  options.swap_free_bytes = 4 * 40 * kBlockBytes;
+  NodeHarness node(options);
+  // A job takes what DRAM is left; b gets none while another is there, and a too little afterwards.
+  const uint64_t filler = node.Attach(layout_, {.job = "filler"});
+  const uint64_t b = node.Attach(layout_, {.job = "b"});
+  node.End(filler, EndCause::kDetached);
+  node.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "filler"});
+  const uint64_t a = node.Attach(MakeLayout(1, {640, 640, 640, 640}), {.job = "a"});
+  for (const char* name : {"a", "b"}) {
+    const JobView job = *node.state().FindJob(name);
+    ASSERT_GT(job.blocks - job.resident_blocks, 3U) << name << " is on swap";
+  }
+  node.Gradient(a, 0, 1);
+  node.RunTasks();
+  ASSERT_EQ(node.state().Node().staging_slots_used, 3U);
+  for (uint32_t group = 0; group < 4; ++group) {
+    node.Gradient(b, group, 1);
+    node.RunTasks();
+  }
+  const uint64_t tag = node.Step(b, 1);
+  node.RunTasks();
+  EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
+  for (uint32_t group = 1; group < 4; ++group) {
+    node.Gradient(a, group, 1);
+    node.RunTasks();
+  }
+  const uint64_t of_a = node.Step(a, 1);
+  node.RunTasks();
+  EXPECT_EQ(node.ErrorOf(of_a), ErrorId::kNone);
+  EXPECT_EQ(node.fault(), "");
+}
+
+TEST_F(NodeStateSwap, AFreedJobGivesItsSlotsBack) {
+  node_.Gradient(session_, 0, 1);
+  node_.RunTasks();
+  ASSERT_EQ(node_.state().Node().staging_slots_used, 3U);
+  node_.End(session_, EndCause::kDetached);
+  node_.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  node_.RunTasks();
+  EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
+  EXPECT_EQ(node_.state().Node().swap_used_bytes, 0U);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
