@@ -215,7 +215,9 @@ def check_tests(source):
     if source.room != "tests":
         return
     for number, line in enumerate(source.code, 1):
-        if re.search(r"\b(sleep_for|sleep_until|usleep|nanosleep|sleep)\s*\(", line):
+        if re.search(
+            r"\b(sleep_for|sleep_until|usleep|nanosleep)\s*\(|(::|time\.)sleep\s*\(", line
+        ):
             yield number, "sleep", "no sleep in a test: wait for the event, with a deadline"
         if re.search(r"\bGTEST_SKIP\s*\(\s*\)\s*;", line) or re.search(
             r"\bpytest\.(skip\(\s*\)|mark\.skip\b(?!\())", line
@@ -252,10 +254,15 @@ def check_tree(root, sources):
         folder = PurePosixPath(source.path).parent
         name = PurePosixPath(source.path).name
         if source.path.startswith("tests/") and name.endswith("_test.cc"):
-            if not any(
-                (PurePosixPath(source.path).relative_to(at)).as_posix() in text
-                for at, text in listed.items()
+            # With its suffix, or without it as a word of a foreach().
+            below = {
+                at: PurePosixPath(source.path).relative_to(at).with_suffix("").as_posix()
+                for at in listed
                 if folder.is_relative_to(at)
+            }
+            if not any(
+                re.search(rf"(?<![\w/-]){re.escape(stem)}(\.cc)?(?![\w./-])", listed[at])
+                for at, stem in below.items()
             ):
                 yield source.path, 1, "unlisted", "no CMakeLists.txt lists this test"
     folders = set()

@@ -35,7 +35,9 @@ CLEAN = {
     "daemon/main.cc": '#include <spdlog/spdlog.h>\n#include "nvme/volume.h"\nauto* home = std::getenv("HOME");\n',
     "client/environment.cc": 'auto* socket = std::getenv("FOREBAY_SOCKET");\n',
     "tools/forebay/bench_disk.cc": '#include "nvme/volume.h"\n#include "daemon/x.h"\n#include "client/y.h"\n',
-    "tests/nvme/CMakeLists.txt": "forebay_add_test(volume_test SOURCES volume_test.cc)\n",
+    "tests/nvme/CMakeLists.txt": "forebay_add_test(volume_test SOURCES volume_test.cc)\n"
+    "foreach(name\n    looped_test)\n",
+    "tests/nvme/looped_test.cc": TEST_HEAD,
     "tests/nvme/volume_test.cc": TEST_HEAD
     + '#include "nvme/internal/map.h"\n#include "gtest/gtest.h"\n'
     'void F() { GTEST_SKIP() << "no disk"; }\n',

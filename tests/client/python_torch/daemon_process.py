@@ -50,7 +50,7 @@ class Daemon:
         while b"forebayd ready" not in self.log.read_bytes():
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"forebayd did not start: {self.log.read_text()}")
-            time.sleep(0.01)
+            time.sleep(0.01)  # house: allow sleep: a poll with a deadline
 
     def stop(self):
         self.process.terminate()

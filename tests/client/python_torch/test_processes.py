@@ -74,7 +74,7 @@ def settled(daemon, want=None):
         done = have == want if want else not any(have["sessions"])
         if done or time.monotonic() > end:
             return have
-        time.sleep(0.01)
+        time.sleep(0.01)  # house: allow sleep: a poll with a deadline
 
 
 def test_a_hundred_killed_trainers_leave_nothing(own_daemon, monkeypatch):
