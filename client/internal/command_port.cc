@@ -95,6 +95,7 @@ absl::Status CommandPort::Wait(const std::function<bool()>& done, const WaitLimi
       if (done()) return absl::OkStatus();
     }
   }
+  Pause pause = Pause::kWoken;
   while (true) {
     // Looked at before the ring: what a daemon answered before its death still counts.
     const bool gone = DaemonGone();
@@ -104,7 +105,8 @@ absl::Status CommandPort::Wait(const std::function<bool()>& done, const WaitLimi
       broken_ = DaemonGoneError();
       return broken_;
     }
-    if (limits.Interrupted()) {
+    // Asked after a pause or a signal alone: in Python the question costs a wait for the interpreter.
+    if (pause == Pause::kUndisturbed && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
     }
     if (limits.deadline.Expired()) {
@@ -112,29 +114,29 @@ absl::Status CommandPort::Wait(const std::function<bool()>& done, const WaitLimi
                        "the call's time ran out before the daemon answered; its outcome is unknown",
                        "another rank may not have come this far: see `forebay status`");
     }
-    RETURN_IF_ERROR(Sleep(limits));
+    ASSIGN_OR_RETURN(pause, Sleep(limits));
   }
 }
 
-absl::Status CommandPort::Sleep(const WaitLimits& limits) {
+absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(const WaitLimits& limits) {
   absl::StatusOr<bool> may_sleep = options_.channel->PrepareSleep();
   if (!may_sleep.ok()) {
     broken_ = may_sleep.status();
     return broken_;
   }
-  if (!*may_sleep) return absl::OkStatus();
+  if (!*may_sleep) return Pause::kWoken;
   std::array<pollfd, 3> entries{
       pollfd{.fd = options_.channel->wait_fd(), .events = POLLIN, .revents = 0},
       pollfd{.fd = options_.daemon_pidfd, .events = POLLIN, .revents = 0},
       pollfd{.fd = options_.gone_fd, .events = POLLIN, .revents = 0}};
-  auto pause = limits.deadline.Remaining();
+  auto limit = limits.deadline.Remaining();
   const bool asks = limits.interrupt_check != nullptr && *limits.interrupt_check;
-  if (asks) pause = std::min(pause, kInterruptPeriod);
-  pause = std::min(pause, std::chrono::milliseconds(INT_MAX));
-  ::poll(entries.data(), entries.size(), static_cast<int>(pause.count()));
+  if (asks) limit = std::min(limit, kInterruptPeriod);
+  limit = std::min(limit, std::chrono::milliseconds(INT_MAX));
+  const int woken = ::poll(entries.data(), entries.size(), static_cast<int>(limit.count()));
   ++sleeps_;
   options_.channel->EndSleep();
-  return absl::OkStatus();
+  return woken > 0 ? Pause::kWoken : Pause::kUndisturbed;
 }
 
 bool CommandPort::DaemonGone() const {

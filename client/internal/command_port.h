@@ -47,7 +47,12 @@ class CommandPort {
   uint64_t sleeps() const { return sleeps_; }
 
  private:
-  absl::Status Sleep(const WaitLimits& limits);
+  enum class Pause : uint8_t {
+    kWoken,        // something came in, or nobody slept
+    kUndisturbed,  // the time was up, or a signal came
+  };
+
+  absl::StatusOr<Pause> Sleep(const WaitLimits& limits);
   bool DaemonGone() const;
 
   Options options_;

@@ -2,6 +2,7 @@
 // Method  Daemon and clients as threads of one process.
 
 #include <dirent.h>
+#include <signal.h>
 
 #include <atomic>
 #include <cstring>
@@ -275,6 +276,17 @@ TEST_F(AttachmentTest, NothingIsLeftOfManySessions) {
   }
   // The daemon, in this process too, closes its ends when it has seen the connections go.
   EXPECT_TRUE(testing::Eventually([&] { return OpenFds() <= before; })) << OpenFds() << before;
+}
+
+TEST_F(AttachmentTest, TheProcessKeepsItsWayWithBrokenPipes) {
+  struct sigaction usual {};
+  usual.sa_handler = SIG_DFL;
+  struct sigaction before {};
+  ASSERT_EQ(::sigaction(SIGPIPE, &usual, &before), 0);
+  const std::unique_ptr<Attachment> session = AttachFirst();
+  struct sigaction now {};
+  ASSERT_EQ(::sigaction(SIGPIPE, &before, &now), 0);
+  EXPECT_EQ(now.sa_handler, SIG_DFL);
 }
 
 TEST_F(AttachmentTest, AnotherLayoutIsRefusedWithBoth) {

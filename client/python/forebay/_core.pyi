@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Protocol
 
 class ForebayError(RuntimeError):
     code: str
@@ -11,7 +11,7 @@ class UnavailableError(ForebayError): ...
 class TimeoutError_(ForebayError, TimeoutError): ...
 class DataLossError(ForebayError): ...
 
-class View:
+class View(Protocol):
     """One-dimensional bytes of a mapping; keeps it alive. For torch.from_dlpack, numpy.from_dlpack."""
 
     def __dlpack__(self, **kwargs: Any) -> Any: ...
