@@ -125,14 +125,14 @@ absl::StatusOr<std::unique_ptr<Attachment::Impl>> Attachment::Impl::Create(Attac
                    protocol::EncodeLayout(impl->layout_->spec()));
   ASSIGN_OR_RETURN(impl->control_,
                    Control::Connect({.socket = SocketPath(options.socket)}, limits));
-  const uint64_t wanted = options.grad_arena_bytes != 0
-                              ? options.grad_arena_bytes
-                              : kGroupsInGradArena * impl->layout_->largest_group_bytes();
+  if (options.grad_arena_bytes == 0) {
+    options.grad_arena_bytes = kGroupsInGradArena * impl->layout_->largest_group_bytes();
+  }
   ASSIGN_OR_RETURN(const internal::AttachAnswer answer,
                    impl->control_->Attach({.job = options.job,
                                            .rank = options.rank,
                                            .world_size = options.layout.world_size,
-                                           .grad_arena_bytes = wanted,
+                                           .grad_arena_bytes = options.grad_arena_bytes,
                                            .extra_state_bytes = options.extra_state_bytes,
                                            .layout = encoded},
                                           limits));
@@ -186,6 +186,7 @@ absl::Status Attachment::Impl::MapAndOpen(const AttachOptions& options,
                        .grad = std::move(grad),
                        .step_region_offset = answer.step_region_offset,
                        .step_region_bytes = answer.step_region_bytes,
+                       .grad_bytes_max = options.grad_arena_bytes,
                        .extra_state_bytes = options.extra_state_bytes,
                        .gauge = gauge_,
                        .timeout = timeout_,

@@ -46,7 +46,7 @@ Session::Session(Options options)
     : options_(std::move(options)),
       gauge_(*options_.gauge),
       port_(std::move(options_.port)),
-      slots_({.capacity_bytes = options_.step_region_offset,
+      slots_({.capacity_bytes = std::min(options_.step_region_offset, options_.grad_bytes_max),
               .largest_bytes = options_.layout->largest_group_bytes()}) {}
 
 WaitLimits Session::Limits(Timeout timeout) const {

@@ -50,6 +50,7 @@ class Session {
     std::shared_ptr<Mapping> grad;  // gradients, then the step region
     uint64_t step_region_offset = 0;
     uint64_t step_region_bytes = 0;
+    uint64_t grad_bytes_max = UINT64_MAX;  // what was asked for; the region may be larger
     uint64_t extra_state_bytes = 0;
     std::shared_ptr<SessionGauge> gauge;  // committed_step is set
     Timeout timeout{};                    // of calls without their own
