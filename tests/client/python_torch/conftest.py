@@ -20,7 +20,7 @@ sys.path[:0] = [
 
 from daemon_process import CORE, Daemon, missing  # noqa: E402
 
-if CORE:
+if CORE and "forebay._core" not in sys.modules:
     spec = importlib.util.spec_from_file_location("forebay._core", CORE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["forebay._core"] = module
