@@ -1,7 +1,5 @@
 // What the shell does for each action of the state machine.
 
-#include <unistd.h>
-
 #include <cstring>
 #include <utility>
 
@@ -10,6 +8,7 @@
 #include "daemon/clock.h"
 #include "daemon/node_shell.h"
 #include "protocol/check.h"
+#include "protocol/descriptor.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/status_macros.h"
@@ -170,7 +169,7 @@ absl::StatusOr<SessionFds> NodeShell::FdsFor(Session& session, const AnswerAttac
     ASSIGN_OR_RETURN(fds.extra_state,
                      MakeSealedCopy("forebay-extra-state", Part(io.step, answer.extra_state_offset,
                                                                 answer.extra_state_bytes)));
-    session.extra_state = protocol::UniqueFd(::dup(fds.extra_state.get()));
+    session.extra_state = protocol::DuplicateFd(fds.extra_state.get());
     book_.EnterFd(
         {ArenaKind::kExtraState, session.request.job, static_cast<int>(session.request.rank)},
         session.extra_state.get());
@@ -191,6 +190,10 @@ void NodeShell::Run(AnswerAttach& action) {
     }
   }
   (void)book_.Totals();  // the peak
+  spdlog::debug(
+      "session {}: rank {} of job {}: {}", result.answer.session, session.request.rank,
+      session.request.job,
+      result.answer.status.ok() ? "attached" : protocol::FormatError(result.answer.status));
   if (session.callbacks.answered) session.callbacks.answered(std::move(result));
 }
 

@@ -5,7 +5,11 @@
 //         fetches.
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -16,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "daemon/control_plane.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/layout_codec.h"
@@ -250,6 +255,30 @@ TEST_F(HostileClient, WhoseCommandsCameBeforeMappedIsAnsweredAfterIt) {
   EXPECT_OK(raw->Detach());
   EXPECT_THAT(raw->Mapped(), HasError(ErrorId::kFenced));
   EXPECT_THAT(raw->Descriptor(schema::Session::Kind::RING), HasError(ErrorId::kFenced));
+}
+
+// True when the other end has closed the connection.
+bool IsClosed(int fd) {
+  pollfd poll_fd{.fd = fd, .events = POLLIN, .revents = 0};
+  char byte = 0;
+  return ::poll(&poll_fd, 1, 0) == 1 && ::read(fd, &byte, 1) == 0;
+}
+
+TEST_F(HostileClient, WithTooManyConnectionsOrWithoutAWordLosesThem) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  ASSERT_LT(socket_.size(), sizeof(address.sun_path));
+  std::memcpy(address.sun_path, socket_.data(), socket_.size());
+  std::vector<protocol::UniqueFd> connections;
+  for (uint32_t i = 0; i <= kConnectionsPerUidMax; ++i) {
+    connections.emplace_back(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(::connect(connections.back().get(), reinterpret_cast<const sockaddr*>(&address),
+                        sizeof(address)),
+              0);
+  }
+  EXPECT_TRUE(testing::Eventually([&] { return IsClosed(connections.back().get()); }));
+  // The others may stay for as long as a client may take to say hello.
+  EXPECT_TRUE(testing::Eventually([&] { return IsClosed(connections.front().get()); }));
 }
 
 TEST_F(HostileClient, ThatFloodsTheRingIsEvicted) {

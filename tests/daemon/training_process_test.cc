@@ -6,7 +6,6 @@
 //         is compared.
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -19,13 +18,13 @@
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
+#include "tests/support/training_client.h"
 
 namespace forebay::daemon {
 namespace {
 
 using client::AdminClient;
 using client::Attachment;
-using client::GradFill;
 using protocol::DType;
 using protocol::Format;
 using protocol::Layout;
@@ -54,36 +53,6 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket, co
                              .rank = rank,
                              .layout = testing::MakeLayoutSpec(shape),
                              .timeout = kTimeout});
-}
-
-absl::Status WriteInitial(Attachment& session) {
-  for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
-    RETURN_IF_ERROR(
-        session.WriteInitial(g, testing::MakeValues(session.layout(), g, kSeed), kTimeout));
-  }
-  return session.InitialDone(kTimeout);
-}
-
-absl::Status Deliver(Attachment& session, uint32_t group, uint32_t rank, uint64_t t) {
-  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
-                   session.GradSlot(group, GradFill::kZero, kTimeout));
-  const std::vector<std::byte> gradient = testing::MakeGradient(session.layout(), group, rank, t);
-  std::memcpy(slot.data(), gradient.data(), gradient.size());
-  return session.GradReady(group);
-}
-
-// Fetches all groups in order, delivers all backwards, steps.
-absl::StatusOr<client::StepResult> TrainStep(Attachment& session, uint32_t rank, uint64_t t,
-                                             double max_grad_norm) {
-  const auto groups = static_cast<uint32_t>(session.layout().groups().size());
-  for (uint32_t g = 0; g < groups; ++g) {
-    ASSIGN_OR_RETURN(const client::Lease lease, session.Fetch(g, kTimeout));
-    RETURN_IF_ERROR(session.Release(lease));
-  }
-  for (uint32_t g = groups; g-- > 0;) RETURN_IF_ERROR(Deliver(session, g, rank, t));
-  const std::string extra = "rank " + std::to_string(rank) + " step " + std::to_string(t);
-  return session.Step(t, testing::MakeHyperParams(), max_grad_norm, std::as_bytes(std::span(extra)),
-                      kTimeout);
 }
 
 std::vector<uint32_t> AllGroups(const Layout& layout) {
@@ -135,7 +104,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
     ASSERT_OK_AND_ASSIGN(ranks.emplace_back(), Attach(socket, shape, rank));
     EXPECT_EQ(ranks.back()->writes_initial(), rank == 0);
     if (rank == 0) {
-      ASSERT_OK(WriteInitial(*ranks.back()));
+      ASSERT_OK(testing::WriteInitial(*ranks.back(), kSeed));
     }
   }
   constexpr uint64_t kSteps = 4;
@@ -148,7 +117,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
       std::vector<std::jthread> threads;
       for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
         threads.emplace_back([&, rank] {
-          results[rank] = TrainStep(*ranks[rank], rank, t, GetParam().max_grad_norm);
+          results[rank] = testing::TrainStep(*ranks[rank], {rank, t, GetParam().max_grad_norm});
         });
       }
     }

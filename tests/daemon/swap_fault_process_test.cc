@@ -1,0 +1,89 @@
+// Goal    A swapped block that is not the one that was written is an error that names path and
+//         extent, in the step that would have used it; the job is unusable, says so, and can be
+//         deleted; other jobs and the daemon go on.
+// Method  The swap file of a running daemon is overwritten from outside between two steps.
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/admin.h"
+#include "client/client.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+#include "tests/support/training_client.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::Attachment;
+using protocol::ErrorId;
+using testing::HasError;
+using ::testing::HasSubstr;
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+
+absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket,
+                                                   const std::string& job) {
+  ASSIGN_OR_RETURN(auto session,
+                   Attachment::Attach({.socket = socket,
+                                       .job = job,
+                                       .layout = testing::MakeLayoutSpec({.world_size = 1}),
+                                       .timeout = kTimeout}));
+  RETURN_IF_ERROR(testing::WriteInitial(*session, 1));
+  return session;
+}
+
+void OverwriteFile(const std::string& path) {
+  const protocol::UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_TRUE(fd.valid()) << path;
+  struct stat info = {};
+  ASSERT_EQ(::fstat(fd.get(), &info), 0);
+  const std::string noise(1 << 20, 'n');
+  for (off_t at = 0; at < info.st_size; at += static_cast<off_t>(noise.size())) {
+    ASSERT_EQ(::pwrite(fd.get(), noise.data(), noise.size(), at),
+              static_cast<ssize_t>(noise.size()));
+  }
+  ASSERT_EQ(::fsync(fd.get()), 0);
+}
+
+TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
+  const testing::TempDir dir;
+  const std::string socket = dir.path() + "/s";
+  const std::string swap = dir.Make("swap");
+  ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
+                                        socket, {"swap.paths=" + swap, "swap.capacity=16MiB",
+                                                 "update.block_elems=4096", "dram.limit=2100KiB"}));
+  ASSERT_OK_AND_ASSIGN(auto session, Attach(socket, "job"));
+  for (const uint64_t t : {1, 2}) {
+    ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
+  }
+  OverwriteFile(swap + "/forebay.swap");
+  const auto failed = testing::TrainStep(*session, {.rank = 0, .t = 3});
+  EXPECT_THAT(failed, HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(failed.status().message().data(), HasSubstr(swap));
+  EXPECT_THAT(session->Fetch(0, kTimeout), HasError(ErrorId::kJobFailed));
+
+  ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  EXPECT_THAT(status.jobs[0].failed, HasSubstr("E_CORRUPT"));
+  EXPECT_EQ(status.jobs[0].committed_step, 2U);
+  (void)session->Detach();
+  ASSERT_TRUE(testing::Eventually([&] { return admin->Status()->jobs[0].sessions == 0; }));
+  EXPECT_OK(admin->DeleteJob("job"));
+
+  ASSERT_OK_AND_ASSIGN(auto other, Attach(socket, "other"));
+  for (const uint64_t t : {1, 2, 3}) {
+    EXPECT_OK(testing::TrainStep(*other, {.rank = 0, .t = t}));
+  }
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,28 @@
+// What a well-behaved rank does, with the values of training.h.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/client.h"
+
+namespace forebay::testing {
+
+// Writes MakeValues(group, seed) to every group and ends the initialisation.
+absl::Status WriteInitial(client::Attachment& session, uint64_t seed);
+
+absl::Status DeliverGradient(client::Attachment& session, uint32_t group, uint32_t rank,
+                             uint64_t t);
+
+struct TrainStepOptions {
+  uint32_t rank = 0;
+  uint64_t t = 1;
+  double max_grad_norm = 0;
+};
+
+// Fetches all groups in order, delivers all backwards, steps with extra_state "rank R step T".
+absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
+                                             const TrainStepOptions& options);
+
+}  // namespace forebay::testing
