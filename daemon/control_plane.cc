@@ -13,6 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/rpc_servers.h"
+#include "protocol/check.h"
+#include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "spdlog/spdlog.h"
 
@@ -73,18 +75,33 @@ struct LiveConnection {
 // Lives on the control thread.
 class Acceptor final : private kj::TaskSet::ErrorHandler {
  public:
-  Acceptor(kj::AsyncIoContext& io, ControlPlaneOptions& options, LoopInbox& inbox)
+  Acceptor(kj::AsyncIoContext& io, ControlPlaneOptions& options, LoopInbox& inbox,
+           ControlOutbox& outbox, kj::Own<kj::PromiseFulfiller<void>> stop)
       : port_(io.unixEventPort),
         timer_(io.provider->getTimer()),
         listener_(io.lowLevelProvider->wrapListenSocketFd(
             options.listener.Release(), kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP)),
         closings_(*this),
-        context_{.inbox = inbox, .tasks = closings_, .socket_path = options.socket_path},
+        context_{.inbox = inbox,
+                 .outbox = outbox,
+                 .tasks = closings_,
+                 .socket_path = options.socket_path,
+                 .stop = kj::mv(stop)},
+        answers_(port_, outbox.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         connections_(*this) {
     connections_.add(AcceptNext());
+    connections_.add(TakeAnswers());
   }
 
  private:
+  // The observer is armed before the queue is emptied: what comes in between wakes it again.
+  kj::Promise<void> TakeAnswers() {
+    auto next = answers_.whenBecomesReadable();
+    protocol::DrainDoorbell(context_.outbox.fd());
+    for (ControlCall& call : context_.outbox.TakeAll()) call(context_);
+    return next.then([this] { return TakeAnswers(); });
+  }
+
   kj::Promise<void> AcceptNext() {
     return listener_->accept()
         .then(
@@ -145,43 +162,44 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   kj::Own<kj::ConnectionReceiver> listener_;
   kj::TaskSet closings_;  // sessions whose end the loop has still to confirm
   ControlContext context_;
+  kj::UnixEventPort::FdObserver answers_;
   kj::TaskSet connections_;  // dies first: ends its sessions
 };
 
 }  // namespace
 
 struct ControlPlane::State {
-  std::thread thread;
-  kj::Own<const kj::CrossThreadPromiseFulfiller<void>> stop;
+  ControlOutbox& outbox;
+  std::thread thread = {};
 };
 
 absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneOptions options,
-                                                                   LoopInbox& inbox) {
-  auto state = std::make_unique<State>();
+                                                                   LoopInbox& inbox,
+                                                                   ControlOutbox& outbox) {
+  auto state = std::make_unique<State>(outbox);
   std::promise<absl::Status> started;
   std::future<absl::Status> outcome = started.get_future();
-  state->thread = std::thread([state = state.get(), options = std::move(options), &inbox,
-                               started = std::move(started)]() mutable {
-    const auto exception = kj::runCatchingExceptions([&] {
-      kj::AsyncIoContext io = kj::setupAsyncIo();
-      auto stop = kj::newPromiseAndCrossThreadFulfiller<void>();
-      state->stop = kj::mv(stop.fulfiller);
-      Acceptor acceptor(io, options, inbox);
-      started.set_value(absl::OkStatus());
-      stop.promise.wait(io.waitScope);
-    });
-    KJ_IF_MAYBE (e, exception) {
-      const absl::Status status =
-          protocol::MakeError(protocol::ErrorId::kInternal,
-                              absl::StrCat("control thread: ", e->getDescription().cStr()));
-      spdlog::error("{}", protocol::FormatError(status));
-      try {
-        started.set_value(status);
-      } catch (const std::future_error&) {
-        // it had started: the daemon goes on without new clients until it is stopped
-      }
-    }
-  });
+  state->thread = std::thread(
+      [options = std::move(options), &inbox, &outbox, started = std::move(started)]() mutable {
+        const auto exception = kj::runCatchingExceptions([&] {
+          kj::AsyncIoContext io = kj::setupAsyncIo();
+          auto stop = kj::newPromiseAndFulfiller<void>();
+          Acceptor acceptor(io, options, inbox, outbox, kj::mv(stop.fulfiller));
+          started.set_value(absl::OkStatus());
+          stop.promise.wait(io.waitScope);
+        });
+        KJ_IF_MAYBE (e, exception) {
+          const absl::Status status =
+              protocol::MakeError(protocol::ErrorId::kInternal,
+                                  absl::StrCat("control thread: ", e->getDescription().cStr()));
+          spdlog::error("{}", protocol::FormatError(status));
+          try {
+            started.set_value(status);
+          } catch (const std::future_error&) {
+            // it had started: the daemon goes on without new clients until it is stopped
+          }
+        }
+      });
   const absl::Status status = outcome.get();
   if (!status.ok()) {
     state->thread.join();
@@ -193,7 +211,7 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneO
 ControlPlane::ControlPlane(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 ControlPlane::~ControlPlane() {
-  state_->stop->fulfill();
+  FOREBAY_CHECK(state_->outbox.Push([](ControlContext& context) { context.stop->fulfill(); }));
   state_->thread.join();
 }
 

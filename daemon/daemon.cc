@@ -102,6 +102,7 @@ struct Daemon::State {
   std::unique_ptr<nvme::IoEngine> engine;
   std::unique_ptr<SwapSpace> swap;
   std::unique_ptr<LoopInbox> inbox;
+  std::unique_ptr<ControlOutbox> outbox;
   std::unique_ptr<TaskRunner> runner;
   std::unique_ptr<NodeShell> shell;
   bool stopping = false;  // the loop thread's
@@ -144,6 +145,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     options.state.swap_free_bytes = state->swap->free_bytes();
   }
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
+  ASSIGN_OR_RETURN(state->outbox, ControlOutbox::Create(kOutboxCapacity));
   state->shell =
       std::make_unique<NodeShell>(options, *state->engine, *state->runner, state->swap.get());
   ASSIGN_OR_RETURN(protocol::UniqueFd listener, ListenAt(config.socket_path, config.socket_mode));
@@ -158,7 +160,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   });
   ASSIGN_OR_RETURN(made.control, ControlPlane::Create({.listener = std::move(listener),
                                                        .socket_path = config.socket_path},
-                                                      *made.inbox));
+                                                      *made.inbox, *made.outbox));
   return daemon;
 }
 

@@ -40,17 +40,14 @@ absl::Status NotGreeted() {
 // uninitialized.
 template <typename Value, typename Ask>
 kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask ask) {
-  auto paf = kj::newPromiseAndCrossThreadFulfiller<kj::Own<Value>>();
-  auto answer = [fulfiller = kj::mv(paf.fulfiller)](Value value) mutable {
-    fulfiller->fulfill(kj::heap<Value>(std::move(value)));
-  };
-  LoopCall call = [ask = std::move(ask), answer = std::move(answer)](NodeShell& shell) mutable {
-    ask(shell, std::move(answer));
-  };
+  auto reply = context.Expect<Value>();
+  LoopCall call = [ask = std::move(ask), answer = std::move(reply.answer)](
+                      NodeShell& shell) mutable { ask(shell, std::move(answer)); };
   if (!context.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
+    context.waiters.erase(reply.waiter);
     return kj::heap<Value>(std::move(refused));
   }
-  return kj::mv(paf.promise);
+  return kj::mv(reply.promise);
 }
 
 // The layout's bytes, copied. Only a memfd is read: no other file can make the control thread wait.
@@ -307,8 +304,8 @@ class NodeServer final : public schema::Node::Server {
     std::erase_if(connection_->sessions, [](const auto& weak) { return weak.expired(); });
     connection_->sessions.push_back(handle);
 
-    auto answered = kj::newPromiseAndCrossThreadFulfiller<kj::Own<AttachResult>>();
-    auto closed = kj::newPromiseAndCrossThreadFulfiller<kj::Own<absl::Status>>();
+    auto answered = control.Expect<AttachResult>();
+    auto closed = control.Expect<absl::Status>();
     LoopCall call = [wish = AttachRequested{.session = handle->id(),
                                             .uid = connection_->uid,
                                             .job = request.getJob().cStr(),
@@ -316,23 +313,17 @@ class NodeServer final : public schema::Node::Server {
                                             .grad_arena_bytes = request.getGradArenaBytes(),
                                             .extra_state_bytes = request.getExtraStateBytes(),
                                             .layout = *std::move(layout)},
-                     answer = kj::mv(answered.fulfiller),
-                     close = kj::mv(closed.fulfiller)](NodeShell& shell) mutable {
-      shell.Attach(std::move(wish),
-                   {.answered =
-                        [answer = kj::mv(answer)](AttachResult result) mutable {
-                          answer->fulfill(kj::heap<AttachResult>(std::move(result)));
-                        },
-                    .closed =
-                        [close = kj::mv(close)](const absl::Status& reason) mutable {
-                          close->fulfill(kj::heap<absl::Status>(reason));
-                        }});
+                     answer = std::move(answered.answer),
+                     close = std::move(closed.answer)](NodeShell& shell) mutable {
+      shell.Attach(std::move(wish), {.answered = std::move(answer), .closed = std::move(close)});
     };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();
+      control.waiters.erase(answered.waiter);
+      control.waiters.erase(closed.waiter);
       return Refuse(context, Overloaded());
     }
-    auto when_closed = WatchClosed(handle, kj::mv(closed.promise));
+    auto when_closed = WatchClosed(handle, answered.waiter, kj::mv(closed.promise));
     return answered.promise.then([this, context, handle, when_closed = kj::mv(when_closed)](
                                      kj::Own<AttachResult> result) mutable {
       Answer(context, std::move(*result), std::move(handle), kj::mv(when_closed));
@@ -342,16 +333,19 @@ class NodeServer final : public schema::Node::Server {
   // Lets go of the descriptors when the loop has; a client whose ring lied loses its connection
   // too.
   kj::ForkedPromise<void> WatchClosed(const std::shared_ptr<SessionHandle>& handle,
+                                      uint64_t answer_waiter,
                                       kj::Promise<kj::Own<absl::Status>> closed) {
     ++connection_->context->sessions;
-    auto forked = closed
-                      .then([connection = connection_, context = connection_->context,
-                             weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
-                        --context->sessions;
-                        if (const auto here = weak.lock()) here->fds = {};
-                        if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
-                      })
-                      .fork();
+    auto forked =
+        closed
+            .then([connection = connection_, context = connection_->context, answer_waiter,
+                   weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
+              --context->sessions;
+              context->waiters.erase(answer_waiter);  // a session that ended before
+              if (const auto here = weak.lock()) here->fds = {};
+              if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
+            })
+            .fork();
     connection_->context->tasks.add(forked.addBranch());
     return forked;
   }

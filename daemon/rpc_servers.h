@@ -1,34 +1,82 @@
 // The capabilities a client holds: Node, Session, Admin. Everything here lives on the control
-// thread; the loop is asked by LoopCall and answers through kj's cross-thread fulfillers.
+// thread; the loop is asked by LoopCall and answers by ControlCall.
 #pragma once
 
 #include <kj/async.h>
+#include <kj/memory.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/control_plane.h"
 #include "daemon/reactor.h"
 #include "daemon/session_io.h"
+#include "protocol/check.h"
 #include "protocol/forebay.capnp.h"
 
 namespace forebay::daemon {
 
 class SessionHandle;
 
+// A promise of the control thread that the loop's answer will fulfil.
+class Waiter {
+ public:
+  virtual ~Waiter() noexcept(false) = default;  // kj destructors may throw
+};
+
+template <typename Value>
+class ValueWaiter final : public Waiter {
+ public:
+  explicit ValueWaiter(kj::Own<kj::PromiseFulfiller<kj::Own<Value>>> fulfiller)
+      : fulfiller_(kj::mv(fulfiller)) {}
+  void Fulfill(Value value) { fulfiller_->fulfill(kj::heap<Value>(std::move(value))); }
+
+ private:
+  kj::Own<kj::PromiseFulfiller<kj::Own<Value>>> fulfiller_;
+};
+
 // What all connections share.
 struct ControlContext {
   LoopInbox& inbox;
+  ControlOutbox& outbox;
   kj::TaskSet& tasks;
   std::string socket_path;
+  kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
   SessionId next_session = 1;
   uint32_t sessions = 0;                          // whose end the loop has not confirmed
   std::map<JobId, uint64_t> rpc_calls = {};       // of sessions, by job
   std::map<uint32_t, uint32_t> connections = {};  // by uid
+  std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};
+  uint64_t next_waiter = 1;
+
+  // A promise, and what the loop thread calls once to fulfil it.
+  template <typename Value>
+  struct Reply {
+    kj::Promise<kj::Own<Value>> promise;
+    uint64_t waiter;  // its key, until it was answered
+    absl::AnyInvocable<void(Value)> answer;
+  };
+
+  template <typename Value>
+  Reply<Value> Expect() {
+    auto paf = kj::newPromiseAndFulfiller<kj::Own<Value>>();
+    const uint64_t waiter = next_waiter++;
+    waiters.emplace(waiter, std::make_unique<ValueWaiter<Value>>(kj::mv(paf.fulfiller)));
+    auto answer = [queue = &outbox, waiter](Value value) {
+      ControlCall call = [waiter, value = std::move(value)](ControlContext& here) mutable {
+        const auto node = here.waiters.extract(waiter);
+        if (node.empty()) return;
+        static_cast<ValueWaiter<Value>&>(*node.mapped()).Fulfill(std::move(value));
+      };
+      FOREBAY_CHECK(queue->Push(std::move(call)));
+    };
+    return {kj::mv(paf.promise), waiter, std::move(answer)};
+  }
 };
 
 // One client's connection. Sessions end when it does.
