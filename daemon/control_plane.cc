@@ -169,8 +169,10 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
 }  // namespace
 
 struct ControlPlane::State {
+  explicit State(ControlOutbox& queue) : outbox(queue) {}
+
   ControlOutbox& outbox;
-  std::thread thread = {};
+  std::thread thread;
 };
 
 absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneOptions options,
