@@ -79,11 +79,7 @@ class Batches:
 
 def pack(step, batches):
     """What a restarted rank needs beside parameters and moments; committed with the step."""
-    rng = (
-        torch.get_rng_state().numpy().tobytes()
-        if _has_numpy()
-        else bytes(torch.get_rng_state().tolist())
-    )
+    rng = bytes(torch.get_rng_state().tolist())
     return pickle.dumps({"step": step, "position": batches.position, "rng": rng}, protocol=5)
 
 
@@ -95,14 +91,6 @@ def restore(extra_state, batches):
     batches.position = state["position"]
     torch.set_rng_state(torch.frombuffer(bytearray(state["rng"]), dtype=torch.uint8).clone())
     return state["step"]
-
-
-def _has_numpy():
-    try:
-        import numpy  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def json_args(args):

@@ -123,7 +123,11 @@ def losses(log):
 def test_kill_and_resume_have_the_bits_of_an_uninterrupted_run(own_daemon, tmp_path, monkeypatch):
     plain = trainer(tmp_path / "plain", "--plain")
     monkeypatch.setenv("FOREBAY_JOB", "whole")
-    whole = trainer(tmp_path / "whole", "--sha", str(tmp_path / "whole.json"))
+    ends = ("--sample", "20", "--save", str(tmp_path / "model.pt"))
+    whole = trainer(tmp_path / "whole", "--sha", str(tmp_path / "whole.json"), *ends)
+    said = next(row["text"] for row in whole[0] if row["event"] == "sample")
+    assert len(said) >= 20
+    assert torch.load(tmp_path / "model.pt")["head.weight"].shape == (256, 32)
     monkeypatch.setenv("FOREBAY_JOB", "killed")
     killed = trainer(tmp_path / "killed", "--sha", str(tmp_path / "killed.json"), "--kill", "1:4:2")
     for ours, theirs in zip(whole, plain):
