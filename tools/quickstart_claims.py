@@ -443,7 +443,7 @@ def _check_exact(claims, e):
         elements, mismatches = (sum(row[key] for row in rows) for key in ("elements", "mismatches"))
         return (
             job["format"] == "exact"
-            and job["dtype"] == "bf16"
+            and job["dtype"] == "bfloat16"
             and elements > 0
             and mismatches == 0,
             f"{elements} state elements of a {job['dtype']} model, {mismatches} differ from the scalar reference",
