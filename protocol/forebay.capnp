@@ -119,7 +119,7 @@ struct NodeStatus {
   memory @2 :MemoryStatus;
   swap @3 :List(SwapPathStatus);
   jobs @4 :List(JobStatus);
-  ioEngine @5 :Text;        # "io_uring", "threads", "none" without swap
+  ioEngine @5 :Text;        # "io_uring" or "threads"; the loop sleeps in it without swap too
   ioEngineReason @6 :Text;  # why not io_uring
   adamTarget @7 :Text;      # instruction set of the kernels
   workers @8 :UInt32;
@@ -129,7 +129,7 @@ struct NodeStatus {
 struct MemoryStatus {
   limitBytes @0 :UInt64;
   usedBytes @1 :UInt64;      # allocated bytes of every memfd as the kernel counts them + private memory
-  privateBytes @2 :UInt64;   # the daemon's private resident memory
+  privateBytes @2 :UInt64;   # RssAnon of the daemon: heap and stacks; no page of a memfd is in it
   lockedBytes @3 :UInt64;
   hugeBytes @4 :UInt64;      # on 2 MiB pages
   peakBytes @5 :UInt64;      # highest usedBytes seen at attach and step ends
@@ -137,7 +137,7 @@ struct MemoryStatus {
 }
 
 struct ArenaStatus {
-  kind @0 :Text;       # image, state, staging, grad, ring, step, ledger
+  kind @0 :Text;       # image, state, step, staging, grad, ring, extra_state
   job @1 :Text;        # empty for the node's own
   rank @2 :Int32;      # -1 where it belongs to no rank
   numaNode @3 :UInt32;

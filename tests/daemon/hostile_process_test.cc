@@ -221,6 +221,14 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
 TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheImage) {
   auto raw = Attached("bad");
   ASSERT_NE(raw, nullptr);
+  {  // without the seal, before mapped(), all of it works: the daemon believes no byte yet
+    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd open,
+                         raw->Descriptor(schema::Session::Kind::GRAD_ARENA));
+    EXPECT_EQ(::fallocate(open.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), 0);
+    void* window = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, open.get(), 0);
+    ASSERT_NE(window, MAP_FAILED);
+    EXPECT_EQ(::munmap(window, 4096), 0);
+  }
   ASSERT_OK(raw->Map());
   const int grad = raw->grad_fd();
   EXPECT_EQ(::fcntl(grad, F_GET_SEALS) &

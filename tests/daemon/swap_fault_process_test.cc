@@ -62,7 +62,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
                                         socket, {"swap.paths=" + swap, "swap.capacity=16MiB",
                                                  "update.block_elems=4096", "dram.limit=2100KiB"}));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket, "job"));
-  for (const uint64_t t : {1, 2}) {
+  for (uint64_t t = 1; t <= 2; ++t) {
     ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
   }
   OverwriteFile(swap + "/forebay.swap");
@@ -80,7 +80,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   EXPECT_OK(admin->DeleteJob("job"));
 
   ASSERT_OK_AND_ASSIGN(auto other, Attach(socket, "other"));
-  for (const uint64_t t : {1, 2, 3}) {
+  for (uint64_t t = 1; t <= 3; ++t) {
     EXPECT_OK(testing::TrainStep(*other, {.rank = 0, .t = t}));
   }
 }
