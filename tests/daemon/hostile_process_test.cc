@@ -23,6 +23,7 @@
 #include "daemon/control_plane.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/ring.h"
 #include "tests/support/daemon_process.h"
@@ -125,6 +126,19 @@ TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
   EXPECT_THAT(raw->Attach({.extra_state_bytes = uint64_t{1} << 60}, layout_spec_),
               HasError(ErrorId::kExtraState));
   EXPECT_THAT(raw->Attach({.grad_arena_bytes = 0}, layout_spec_), HasError(ErrorId::kRange));
+}
+
+TEST_F(HostileClient, WhoseModelDoesNotFitIsToldEveryTermOfTheSum) {
+  auto raw = Greeted();
+  ASSERT_NE(raw, nullptr);
+  const protocol::LayoutSpec huge =
+      testing::MakeLayoutSpec({.world_size = 1, .groups = 4096, .group_elems = 131072});
+  const absl::Status status = raw->Attach({.job = "huge"}, huge);
+  EXPECT_THAT(status, HasError(ErrorId::kDramLimit));
+  for (const char* term : {"image", "gradient sums", "gradient arena", "ring", "the limit is"}) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr(term));
+  }
+  EXPECT_THAT(protocol::HintOf(status), HasSubstr("dram.limit"));
 }
 
 TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
