@@ -45,7 +45,7 @@ class BlockMapLayouts : public ::testing::TestWithParam<std::pair<uint32_t, Para
 
 TEST_P(BlockMapLayouts, CoverEveryElementOnceWhereLocateFindsIt) {
   const auto layout = Make(GetParam().first, GetParam().second);
-  for (const uint64_t block_elems : {64, 128, 1024}) {
+  for (const uint64_t block_elems : {64U, 128U, 1024U}) {
     const BlockMap map(layout, block_elems);
     std::map<std::pair<uint32_t, uint64_t>, std::pair<uint32_t, uint64_t>> place_of_element;
     for (uint32_t block = 0; block < map.blocks(); ++block) {
@@ -102,7 +102,7 @@ TEST_P(BlockMapLayouts, KnowTheirParameterGroups) {
 
 TEST_P(BlockMapLayouts, AreAsLargeAsAdmissionReckons) {
   const auto layout = Make(GetParam().first, GetParam().second);
-  for (const uint64_t block_elems : {64, 128, 1024}) {
+  for (const uint64_t block_elems : {64U, 128U, 1024U}) {
     const BlockMap map(layout, block_elems);
     uint64_t bytes = 0;
     uint64_t elems = 0;

@@ -81,7 +81,7 @@ TEST_F(NodeStateGradient, AreAddedInRankOrderForEveryOrderOfArrival) {
 }
 
 TEST_F(NodeStateGradient, TheFirstAssignsAndTheOthersAdd) {
-  for (const uint32_t rank : {2, 0, 1}) node_.Gradient(sessions_[rank], 0, 1);
+  for (const uint32_t rank : {2U, 0U, 1U}) node_.Gradient(sessions_[rank], 0, 1);
   node_.RunTasks();
   const std::vector<AddGradient> adds = node_.Logged<AddGradient>();
   ASSERT_EQ(adds.size(), 3U);
@@ -133,7 +133,7 @@ TEST_F(NodeStateGradient, AreTheSameInOppositeOrdersWhileTheOverflowLasts) {
 
 TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
   // Rank 2 delivers everything before the others have begun: two held, two in the overflow.
-  for (const uint32_t group : {3, 2, 1, 0}) {
+  for (const uint32_t group : {3U, 2U, 1U, 0U}) {
     node_.Gradient(sessions_[2], group, 1);
     node_.RunTasks();
   }

@@ -86,7 +86,7 @@ TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
     command.arena_offset_bytes = offset;
     EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset;
   }
-  for (const uint64_t offset : {1, 8, 63, 65}) {
+  for (const uint64_t offset : {1U, 8U, 63U, 65U}) {
     Command command = Gradient();
     command.arena_offset_bytes = offset;
     EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset << " is not aligned";

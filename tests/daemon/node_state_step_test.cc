@@ -297,7 +297,7 @@ TEST_F(NodeStateStep, AtMostSoManyUpdatesAsWorkersAreInFlight) {
 }
 
 TEST_F(NodeStateStep, TheTraceIsTheOrderOfFirstFetchesOfTheLastStep) {
-  for (const uint32_t group : {1, 0, 1, 2, 0}) node_.Fetch(sessions_[0], group);
+  for (const uint32_t group : {1U, 0U, 1U, 2U, 0U}) node_.Fetch(sessions_[0], group);
   DeliverAll(1);
   EXPECT_THAT(node_.state().FindJob("job")->trace, ElementsAre());
   ASSERT_EQ(StepBoth(1), ErrorId::kNone);
