@@ -226,11 +226,11 @@ class SessionTest : public ::testing::Test {
     return completion;
   }
 
-  ScriptedDaemon daemon_;
   std::shared_ptr<const protocol::Layout> layout_;
   std::shared_ptr<Mapping> image_;
   std::shared_ptr<Mapping> grad_;
   std::shared_ptr<SessionGauge> gauge_;
+  ScriptedDaemon daemon_;  // its thread may still answer from the layout when a test has ended
   std::unique_ptr<Session> session_;
 };
 
