@@ -197,18 +197,33 @@ class DiskLimit {
   uint64_t write_half_ = 1;
 };
 
-// One step; the figure is bytes of the pass (all in DRAM) or bytes of swap (all on swap) per
-// second.
-absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes) {
+// Swap traffic of the job's updates so far.
+struct Traffic {
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+};
+
+absl::StatusOr<Traffic> TrafficOf(BenchJob& job) {
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job.Status());
+  return Traffic{.read_bytes = status.jobs[0].state_read_bytes,
+                 .written_bytes = status.jobs[0].state_written_bytes};
+}
+
+// One step; the figure is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
+// while the step was applied, per second. What was read ahead counts in the sample's bytes alone,
+// which are those since `last`.
+absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& last) {
   RETURN_IF_ERROR(job.DeliverGradients());
-  ASSIGN_OR_RETURN(const client::NodeStatus before, job.Status());
+  ASSIGN_OR_RETURN(const Traffic before, TrafficOf(job));
   ASSIGN_OR_RETURN(const double seconds, job.TimedStep());
-  ASSIGN_OR_RETURN(const client::NodeStatus after, job.Status());
-  Sample sample{
-      .bytes_read = after.jobs[0].state_read_bytes - before.jobs[0].state_read_bytes,
-      .bytes_written = after.jobs[0].state_written_bytes - before.jobs[0].state_written_bytes};
-  const uint64_t bytes = pass_bytes != 0 ? pass_bytes : sample.bytes_read + sample.bytes_written;
-  sample.value = static_cast<double>(bytes) / seconds / kGiga;
+  ASSIGN_OR_RETURN(const Traffic after, TrafficOf(job));
+  const uint64_t swap_bytes =
+      after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes;
+  const Sample sample{
+      .value = static_cast<double>(pass_bytes != 0 ? pass_bytes : swap_bytes) / seconds / kGiga,
+      .bytes_read = after.read_bytes - last.read_bytes,
+      .bytes_written = after.written_bytes - last.written_bytes};
+  last = after;
   return sample;
 }
 
@@ -244,6 +259,7 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, uint64_t& beside_
   beside_states = BytesBesideStates(status);
   ASSIGN_OR_RETURN(const std::unique_ptr<MemoryLimit> limit,
                    MemoryLimit::Create(options.params, status.workers));
+  Traffic last;
   return MeasureCase(
       {.bench = "update",
        .name = "update/opt=adamw/format=fp32/place=dram",
@@ -251,7 +267,7 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, uint64_t& beside_
        .limit_what = "loop with the pass's memory accesses",
        .measure = Measure::kRate},
       options.samples,
-      [&] { return TimeStep(*job, options.params * (kPassBytesRead + kPassBytesWritten)); },
+      [&] { return TimeStep(*job, options.params * (kPassBytesRead + kPassBytesWritten), last); },
       [&] { return limit->Run(); });
 }
 
@@ -269,13 +285,14 @@ absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_s
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
                    DiskLimit::Create(options.bench.swap_folder, options.params * kStateBytes));
+  Traffic last;
   return MeasureCase(
       {.bench = "update",
        .name = "update/opt=adamw/format=fp32/place=nvme",
        .unit = "GB/s",
        .limit_what = "bare loop of reads and writes, as many each",
        .measure = Measure::kRate},
-      options.samples, [&] { return TimeStep(*job, 0); }, [&] { return limit->Run(); });
+      options.samples, [&] { return TimeStep(*job, 0, last); }, [&] { return limit->Run(); });
 }
 
 }  // namespace
