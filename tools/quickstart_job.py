@@ -36,7 +36,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="25 steps instead of 100")
+    parser.add_argument("--smoke", action="store_true", help="25 steps of half the text")
     parser.add_argument("--steps", type=int, help="that many steps")
     parser.add_argument("--seed", type=int, default=1611, help="of model and data")
     parser.add_argument(
@@ -91,6 +91,7 @@ class Run:
 def torchrun(run, args, *flags):
     module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     script = ["--max-restarts=1", "tools/train_gpt.py", f"--steps={args.steps}"]
+    script += ["--seq=64"] if args.smoke else []
     places = [f"--seed={args.seed}", f"--text={ROOT / 'build/kjv.txt'}", f"--out={run.out}"]
     return [sys.executable, *module, *script, *places, *flags]
 
@@ -133,7 +134,7 @@ def train_all(args, work):
     ]
     killed.start(inside(killed, args, work, torchrun(killed, args, *flags)))
 
-    short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed)
+    short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
     flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
     exact.start(inside(exact, args, work, torchrun(exact, short, *flags)))
     return runs
