@@ -1,0 +1,109 @@
+"""Goal    Set-up refuses in plain words, with the command that is missing, and notices what changed:
+        a package that was deleted, a source that was edited, an environment without its packages.
+Method  tools/setup.sh in bash, in an empty folder; the programs it asks are shell functions that
+        answer as a machine without root, network, room or packages would.
+"""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_S = 60
+
+NOT_ROOT = "id() { echo 1000; }"
+NO_NETWORK = "apt-get() { return 100; }"
+ALL_BUT_LIBURING = """dpkg-query() {
+  listed_debian_packages | grep -v '^liburing-dev$' | sed 's/^/installed /'
+}"""
+EVERYTHING = "dpkg-query() { listed_debian_packages | sed 's/^/installed /'; }"
+ONE_GIB_FREE = 'df() { printf "head\\n/dev/disk 9 9 1048576 9%% /\\n"; }'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout's root with the two lists and nothing else."""
+    (tmp_path / "tools").mkdir()
+    for name in ("debian-packages.txt", "python-requirements.txt"):
+        (tmp_path / "tools" / name).write_bytes((ROOT / "tools" / name).read_bytes())
+    return tmp_path
+
+
+def setup(folder, *lines):
+    """Runs lines after setup.sh was sourced."""
+    script = "\n".join(["set -uo pipefail", f"source '{ROOT}/tools/setup.sh'", *lines])
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def stand_in_python(folder, answers):
+    """A .venv whose Python is this one, save for what `answers` (bash) takes for itself."""
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\n{answers}\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (NOT_ROOT, ["not root", "hint: sudo apt-get install -y", "liburing-dev"]),
+        ("id() { echo 0; }\n" + NO_NETWORK, ["no network", "hint: apt-get update && apt-get"]),
+    ],
+    ids=["not-root", "no-network"],
+)
+def test_a_missing_package_names_the_command(folder, machine, words):
+    done = setup(folder, ALL_BUT_LIBURING, machine, "install_debian_packages; echo went on")
+    assert done.returncode == 1
+    assert "error[E_SETUP]" in done.stderr
+    assert "went on" not in done.stdout
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_deleted_package_is_noticed_and_the_others_are_left_alone(folder):
+    assert setup(folder, ALL_BUT_LIBURING, "missing_debian_packages").stdout == "liburing-dev\n"
+    assert setup(folder, EVERYTHING, "missing_debian_packages").stdout == ""
+
+
+def test_python_packages_without_network_name_the_command(folder):
+    stand_in_python(folder, '[[ $1 == -m ]] && exit 1\n[[ $1 == -c ]] && exit 0')
+    (folder / "tools" / "python-requirements.txt").write_text("no-such-package-anywhere>=1.0\n")
+    done = setup(folder, "make_venv; echo went on")
+    assert done.returncode == 1
+    assert "pip could not install: no-such-package-anywhere>=1.0 (no network" in done.stderr
+    assert "hint: .venv/bin/python -m pip install -r tools/python-requirements.txt" in done.stderr
+    assert "went on" not in done.stdout
+
+
+def test_too_little_disk_names_need_and_free(folder):
+    stand_in_python(folder, "")
+    done = setup(folder, EVERYTHING, ONE_GIB_FREE, 'need_disk 6 "the main job"')
+    assert done.returncode == 1
+    assert "too little free disk" in done.stderr
+    assert "need 9 GiB (the main job, build trees), free 1 GiB" in done.stderr
+    assert "hint:" in done.stderr
+
+
+def test_an_edited_source_is_another_wheel(folder):
+    stand_in_python(folder, "")
+    for name in ("client", "gpu", "protocol"):
+        (folder / name).mkdir()
+    source = folder / "client" / "session.cc"
+    (folder / "CMakeLists.txt").write_text("project(x)\n")
+    source.write_text("int x;\n")
+    digests = [setup(folder, "wheel_digest").stdout]
+    digests.append(setup(folder, "wheel_digest").stdout)
+    source.write_text("int y;\n")
+    digests.append(setup(folder, "wheel_digest").stdout)
+    assert digests[0] == digests[1] != digests[2]
+    assert len(digests[0]) == 65
