@@ -27,7 +27,8 @@ DRAM = "700MiB"  # below the 12 bytes a parameter that parameters and moments ta
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
 # Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
 # small machine always has reads to do beside the writes.
-SETTINGS = ["update.block_elems=262144", "swap.staging=64MiB"]
+BLOCK_ELEMS = 1 << 18
+SETTINGS = [f"update.block_elems={BLOCK_ELEMS}", "swap.staging=64MiB"]
 EXACT_STEPS = 5  # of the bfloat16 run, which is small
 SMALL = ["--width=256", "--layers=4", "--heads=4"]
 
@@ -48,6 +49,7 @@ def parse_args():
     parser.add_argument("--model", default="model.pt")
     args = parser.parse_args()
     args.forebay = ROOT / args.bin / "forebay"
+    args.block_elems = BLOCK_ELEMS
     args.steps = args.steps or (25 if args.smoke else 100)
     args.kill_seed = secrets.randbelow(1 << 31) if args.kill_seed is None else args.kill_seed
     return args
