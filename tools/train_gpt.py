@@ -243,6 +243,7 @@ def finish(args, model, opt, rank, log, reference):
     if args.save:
         torch.save(model.state_dict(), args.save)
     if args.sample:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
         said = sample(model, args.sample)
         log.write("sample", step=args.steps, text=said)
         print(f"sample: {said}", flush=True)
