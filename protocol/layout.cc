@@ -132,7 +132,8 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
       return BadLayout(absl::StrCat("parameter ", param.name, " is there twice"));
     }
     const bool opens_group = layout.groups_.size() == param.group;
-    if (!opens_group && param.group + 1 != layout.groups_.size()) {
+    // No sum with the client's word: the largest group + 1 is 0.
+    if (!opens_group && (layout.groups_.empty() || param.group != layout.groups_.size() - 1)) {
       return BadLayout(absl::StrCat("parameter ", Describe(param),
                                     " breaks the order: groups ascend from 0 without a gap"));
     }

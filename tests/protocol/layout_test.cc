@@ -60,6 +60,7 @@ TEST(Layout, RefusesEveryBrokenRuleByName) {
   EXPECT_THAT(broken([](auto& s) { s.params[0].shape.assign(9, 1); }), HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.params[2].group = 2; }), HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.params[0].group = 1; }), HasError(ErrorId::kLayout));
+  EXPECT_THAT(broken([](auto& s) { s.params[0].group = UINT32_MAX; }), HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.params[0].param_group = kParamGroupsMax; }),
               HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.group_names.pop_back(); }), HasError(ErrorId::kLayout));
