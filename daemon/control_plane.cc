@@ -1,6 +1,7 @@
 #include "daemon/control_plane.h"
 
 #include <capnp/rpc-twoparty.h>
+#include <capnp/serialize-async.h>
 #include <kj/async-io.h>
 #include <kj/async-unix.h>
 #include <sys/socket.h>
@@ -23,12 +24,59 @@ namespace {
 
 constexpr unsigned kFdsPerMessageMax = 1;
 constexpr uint64_t kMessageWordsMax = 64 << 10;  // 512 KiB; a client of ours stays below half of it
+constexpr size_t kCallWordsMax = 4096;           // of calls not yet answered, then no more are read
+constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
 constexpr auto kAcceptPause =
     100 * kj::MILLISECONDS;  // after a failed accept (descriptors used up)
 
 protocol::UniqueFd OpenPidfd(int32_t pid) {
   return protocol::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
 }
+
+// Reads no further while an answer is being written: a client that asks and takes no answers waits
+// for itself. The library would keep every answer, and free the chain of them recursively.
+class AnswersFirst final : public capnp::MessageStream {
+ public:
+  explicit AnswersFirst(kj::AsyncCapabilityStream& stream) : stream_(stream) {}
+
+  kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(
+      kj::ArrayPtr<kj::AutoCloseFd> fds, capnp::ReaderOptions options,
+      kj::ArrayPtr<capnp::word> scratch) override {
+    if (writes_ == 0) return stream_.tryReadMessage(fds, options, scratch);
+    auto written = kj::newPromiseAndFulfiller<void>();
+    written_ = kj::mv(written.fulfiller);
+    return written.promise.then(
+        [this, fds, options, scratch] { return stream_.tryReadMessage(fds, options, scratch); });
+  }
+
+  kj::Promise<void> writeMessage(
+      kj::ArrayPtr<const int> fds,
+      kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
+    return Counted([&] { return stream_.writeMessage(fds, segments); });
+  }
+
+  kj::Promise<void> writeMessages(
+      kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
+    return Counted([&] { return stream_.writeMessages(messages); });
+  }
+
+  kj::Maybe<int> getSendBufferSize() override { return stream_.getSendBufferSize(); }
+  kj::Promise<void> end() override { return stream_.end(); }
+
+ private:
+  template <typename Write>
+  kj::Promise<void> Counted(Write write) {
+    ++writes_;
+    auto over = kj::defer([this] {
+      if (--writes_ == 0 && written_.get() != nullptr) written_->fulfill();
+    });
+    return write().attach(kj::mv(over));
+  }
+
+  capnp::AsyncCapabilityMessageStream stream_;
+  int writes_ = 0;
+  kj::Own<kj::PromiseFulfiller<void>> written_;  // of the read that waits
+};
 
 // Everything that dies with a connection, in the order in which it was made.
 struct LiveConnection {
@@ -37,8 +85,10 @@ struct LiveConnection {
       : stream(kj::mv(socket)),
         pidfd(std::move(process)),
         connection(std::move(shared)),
-        network(*stream, kFdsPerMessageMax, capnp::rpc::twoparty::Side::SERVER, Limits()),
+        messages(*stream),
+        network(messages, kFdsPerMessageMax, capnp::rpc::twoparty::Side::SERVER, Limits()),
         rpc(capnp::makeRpcServer(network, MakeNode(connection))) {
+    rpc.setFlowLimit(kCallWordsMax);
     if (pidfd.valid()) {
       observer = kj::heap<kj::UnixEventPort::FdObserver>(
           port, pidfd.get(), kj::UnixEventPort::FdObserver::OBSERVE_READ);
@@ -67,6 +117,7 @@ struct LiveConnection {
   kj::Own<kj::AsyncCapabilityStream> stream;
   protocol::UniqueFd pidfd;
   std::shared_ptr<Connection> connection;
+  AnswersFirst messages;
   capnp::TwoPartyVatNetwork network;
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
   kj::Own<kj::UnixEventPort::FdObserver> observer;
@@ -104,15 +155,14 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
 
   kj::Promise<void> AcceptNext() {
     return listener_->accept()
-        .then(
-            [this](kj::Own<kj::AsyncIoStream>&& stream) -> kj::Promise<void> {
-              Accepted(kj::mv(stream));
-              return kj::READY_NOW;
-            },
-            [this](kj::Exception&& exception) -> kj::Promise<void> {
-              spdlog::error("accept: {}", exception.getDescription().cStr());
-              return timer_.afterDelay(kAcceptPause);
-            })
+        .then([this](kj::Own<kj::AsyncIoStream>&& stream) -> kj::Promise<void> {
+          Accepted(kj::mv(stream));
+          return kj::READY_NOW;
+        })
+        .catch_([this](kj::Exception&& exception) -> kj::Promise<void> {
+          spdlog::error("accept: {}", exception.getDescription().cStr());
+          return timer_.afterDelay(kAcceptPause);
+        })
         .then([this] { return AcceptNext(); });
   }
 
@@ -185,6 +235,7 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneO
       [options = std::move(options), &inbox, &outbox, started = std::move(started)]() mutable {
         const auto exception = kj::runCatchingExceptions([&] {
           kj::AsyncIoContext io = kj::setupAsyncIo();
+          io.waitScope.setBusyPollInterval(kEventsPerTurn);
           auto stop = kj::newPromiseAndFulfiller<void>();
           Acceptor acceptor(io, options, inbox, outbox, kj::mv(stop.fulfiller));
           started.set_value(absl::OkStatus());

@@ -27,7 +27,8 @@ struct ControlContext;
 using ControlCall = absl::AnyInvocable<void(ControlContext&)>;
 using ControlOutbox = LoopQueue<ControlCall>;
 
-inline constexpr size_t kOutboxCapacity = 4 * kInboxCapacity;  // answers: no more than calls
+// Answers: one for each call that waits (kCallsWaitingMax at most, taken or not), two a session.
+inline constexpr size_t kOutboxCapacity = 4 * kInboxCapacity;
 
 struct ControlPlaneOptions {
   protocol::UniqueFd listener;  // bound and listening

@@ -40,6 +40,7 @@ absl::Status NotGreeted() {
 // uninitialized.
 template <typename Value, typename Ask>
 kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask ask) {
+  if (context.waiters.size() >= kCallsWaitingMax) return kj::heap<Value>(std::move(refused));
   auto reply = context.Expect<Value>();
   LoopCall call = [ask = std::move(ask), answer = std::move(reply.answer)](
                       NodeShell& shell) mutable { ask(shell, std::move(answer)); };
@@ -79,6 +80,24 @@ absl::StatusOr<std::shared_ptr<const protocol::Layout>> ReadLayout(int fd, uint6
   return std::make_shared<const protocol::Layout>(std::move(layout));
 }
 
+int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
+  switch (kind) {
+    case schema::Session::Kind::IMAGE:
+      return fds.image.get();
+    case schema::Session::Kind::GRAD_ARENA:
+      return fds.grad.get();
+    case schema::Session::Kind::RING:
+      return fds.ring.get();
+    case schema::Session::Kind::COMMAND_DOORBELL:
+      return fds.command_doorbell.get();
+    case schema::Session::Kind::COMPLETION_DOORBELL:
+      return fds.completion_doorbell.get();
+    case schema::Session::Kind::EXTRA_STATE:
+      return fds.extra_state.get();
+  }
+  return -1;
+}
+
 void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {
   reply.setJobId(answer.job);
   reply.setSessionId(session);
@@ -103,18 +122,16 @@ class SessionServer final : public schema::Session::Server {
   kj::Promise<void> descriptor(DescriptorContext context) override {
     Count();
     auto results = context.getResults();
-    const protocol::UniqueFd& fd = Fd(context.getParams().getKind());
-    protocol::UniqueFd copy = protocol::DuplicateFd(fd.get());
-    if (!copy.valid()) {
-      const absl::Status status =
-          handle_->ended() || !handle_->fds.ring.valid()
-              ? MakeError(ErrorId::kFenced, "the session is over", "attach again")
-              : MakeError(ErrorId::kNotReady, "this session has no such descriptor");
-      SetOutcome(status, results.initOutcome());
+    KJ_IF_MAYBE (descriptor, handle_->Descriptor(context.getParams().getKind())) {
+      results.initOutcome();
+      results.setDescriptor(*descriptor);
       return kj::READY_NOW;
     }
-    results.initOutcome();
-    results.setDescriptor(protocol::MakeDescriptor(std::move(copy)));
+    const absl::Status status =
+        handle_->ended() || !handle_->fds.ring.valid()
+            ? MakeError(ErrorId::kFenced, "the session is over", "attach again")
+            : MakeError(ErrorId::kNotReady, "this session has no such descriptor");
+    SetOutcome(status, results.initOutcome());
     return kj::READY_NOW;
   }
 
@@ -156,25 +173,6 @@ class SessionServer final : public schema::Session::Server {
 
  private:
   void Count() { ++handle_->context.rpc_calls[handle_->job]; }
-
-  const protocol::UniqueFd& Fd(schema::Session::Kind kind) const {
-    static const protocol::UniqueFd kNone;
-    switch (kind) {
-      case schema::Session::Kind::IMAGE:
-        return handle_->fds.image;
-      case schema::Session::Kind::GRAD_ARENA:
-        return handle_->fds.grad;
-      case schema::Session::Kind::RING:
-        return handle_->fds.ring;
-      case schema::Session::Kind::COMMAND_DOORBELL:
-        return handle_->fds.command_doorbell;
-      case schema::Session::Kind::COMPLETION_DOORBELL:
-        return handle_->fds.completion_doorbell;
-      case schema::Session::Kind::EXTRA_STATE:
-        return handle_->fds.extra_state;
-    }
-    return kNone;
-  }
 
   std::shared_ptr<SessionHandle> handle_;
   kj::ForkedPromise<void> closed_ = nullptr;
@@ -258,11 +256,6 @@ class NodeServer final : public schema::Node::Server {
   kj::Promise<void> attach(AttachContext context) override {
     context.allowCancellation();
     if (!connection_->greeted) return Refuse(context, NotGreeted());
-    if (connection_->context->sessions >= kSessionsMax) {
-      return Refuse(context,
-                    MakeError(ErrorId::kLimit, absl::StrCat(kSessionsMax, " sessions are open"),
-                              "detach one"));
-    }
     auto layout = context.getParams().getLayout();
     return layout.getFd().then([this, context, layout](kj::Maybe<int> fd) mutable {
       KJ_IF_MAYBE (layout_fd, fd) {
@@ -293,6 +286,12 @@ class NodeServer final : public schema::Node::Server {
     const auto request = context.getParams().getRequest();
     auto layout = ReadLayout(layout_fd, request.getLayoutBytes());
     if (!layout.ok()) return Refuse(context, layout.status());
+    // Here, after the last wait: a descriptor may have been promised and come late.
+    if (connection_->context->sessions >= kSessionsMax) {
+      return Refuse(context,
+                    MakeError(ErrorId::kLimit, absl::StrCat(kSessionsMax, " sessions are open"),
+                              "detach one"));
+    }
     if ((*layout)->spec().world_size != request.getWorldSize()) {
       return Refuse(context,
                     MakeError(ErrorId::kRank,
@@ -342,7 +341,7 @@ class NodeServer final : public schema::Node::Server {
                    weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
               --context->sessions;
               context->waiters.erase(answer_waiter);  // a session that ended before
-              if (const auto here = weak.lock()) here->fds = {};
+              if (const auto here = weak.lock()) here->LetGo();
               if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
             })
             .fork();
@@ -378,6 +377,20 @@ void SessionHandle::End(EndCause cause) {
   ended_ = true;
   LoopCall call = [id = id_, cause](NodeShell& shell) { shell.End(id, cause); };
   FOREBAY_CHECK(context.inbox.Push(std::move(call)));  // room for kSessionsMax of these is kept
+}
+
+kj::Maybe<schema::Descriptor::Client> SessionHandle::Descriptor(schema::Session::Kind kind) {
+  if (const auto known = descriptors_.find(kind); known != descriptors_.end()) {
+    return known->second;
+  }
+  protocol::UniqueFd copy = protocol::DuplicateFd(FdOf(fds, kind));
+  if (!copy.valid()) return nullptr;
+  return descriptors_.emplace(kind, protocol::MakeDescriptor(std::move(copy))).first->second;
+}
+
+void SessionHandle::LetGo() {
+  fds = {};
+  descriptors_.clear();
 }
 
 schema::Node::Client MakeNode(std::shared_ptr<Connection> connection) {

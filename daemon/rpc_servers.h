@@ -104,12 +104,18 @@ class SessionHandle {
   bool ended() const { return ended_; }
 
   ControlContext& context;
+  // The capability that carries a descriptor: one a kind, so that a client's asking again costs no
+  // descriptor. Nothing where the session has none or is over, or none could be copied.
+  kj::Maybe<schema::Descriptor::Client> Descriptor(schema::Session::Kind kind);
+  void LetGo();  // of all descriptors
+
   JobId job = 0;
   SessionFds fds;
 
  private:
   SessionId id_;
   bool ended_ = false;
+  std::map<schema::Session::Kind, schema::Descriptor::Client> descriptors_;
 };
 
 schema::Node::Client MakeNode(std::shared_ptr<Connection> connection);

@@ -122,6 +122,7 @@ absl::StatusOr<protocol::UniqueFd> RawSession::Descriptor(schema::Session::Kind 
   ASSIGN_OR_RETURN(const auto response, Wait(request.send()));
   RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
   auto descriptor = response.getDescriptor();
+  if (keeps_descriptors_) descriptors_.push_back(schema::Descriptor::Client(descriptor));
   KJ_IF_MAYBE (fd, descriptor.getFd().wait(io_.waitScope)) {
     return protocol::DuplicateFd(*fd);
   }

@@ -30,8 +30,8 @@ struct RawAttach {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t grad_arena_bytes = 1 << 20;
-  uint64_t extra_state_bytes = 4096;
-  int layout_fd = -1;  // none where -1
+  uint64_t extra_state_bytes = 64 << 10;  // as clients of ours
+  int layout_fd = -1;                     // none where -1
   uint64_t layout_bytes = 0;
 };
 
@@ -53,6 +53,7 @@ class RawSession {
   absl::Status Attach(RawAttach attach, const protocol::LayoutSpec& layout);
 
   absl::StatusOr<protocol::UniqueFd> Descriptor(schema::Session::Kind kind);
+  void KeepDescriptors() { keeps_descriptors_ = true; }  // their capabilities, until the end
   absl::Status Mapped();
   absl::Status Explain(uint64_t tag);
   absl::Status Detach();
@@ -86,6 +87,8 @@ class RawSession {
   kj::Own<schema::Node::Client> node_;
   kj::Own<schema::Session::Client> session_;
   kj::Own<capnp::Response<schema::Node::AttachResults>> reply_;
+  bool keeps_descriptors_ = false;
+  std::vector<schema::Descriptor::Client> descriptors_;
   protocol::UniqueFd grad_fd_;
   protocol::UniqueFd image_fd_;
   protocol::UniqueFd ring_fd_;

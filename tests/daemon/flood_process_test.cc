@@ -1,0 +1,195 @@
+// Goal    A client that asks without end, and never reads an answer, costs the daemon neither its
+//         life, nor descriptors, nor unbounded memory, and no other client waits for it.
+// Method  RPC messages written by hand to the socket of a real daemon; a client of ours beside it.
+
+#include <capnp/rpc.capnp.h>
+#include <capnp/serialize.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/admin.h"
+#include "gtest/gtest.h"
+#include "protocol/unique_fd.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/raw_session.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::daemon {
+namespace {
+
+using testing::DaemonProcess;
+using testing::Eventually;
+using testing::RawSession;
+using testing::TempDir;
+
+constexpr uint64_t kNodeInterface = capnp::typeId<schema::Node>();
+constexpr uint64_t kAdminInterface = capnp::typeId<schema::Admin>();
+constexpr uint16_t kHello = 0;  // of Node
+constexpr uint16_t kAdmin = 2;
+constexpr uint16_t kStatus = 0;         // of Admin
+constexpr int kCalls = 200'000;         // some 20 MB
+constexpr int kCallsIntoLoop = 40'000;  // above what any queue holds
+constexpr int kRoundsBeside = 100;
+
+// A connection that writes, and reads only to throw away.
+class MuteClient {
+ public:
+  explicit MuteClient(const std::string& socket)
+      : fd_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path, socket.data(), socket.size());
+    EXPECT_EQ(::connect(fd_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+              0);
+  }
+
+  void Bootstrap() {
+    capnp::MallocMessageBuilder builder;
+    builder.initRoot<capnp::rpc::Message>().initBootstrap().setQuestionId(0);
+    Append(builder);
+  }
+
+  // Asks the answer to question `of`: itself where `of` is 0, else the capability at its pointer
+  // field 1 (AdminResults.admin).
+  void Call(uint32_t of, uint64_t interface, uint16_t method) {
+    capnp::MallocMessageBuilder builder;
+    auto call = builder.initRoot<capnp::rpc::Message>().initCall();
+    call.setQuestionId(++last_question_);
+    auto target = call.initTarget().initPromisedAnswer();
+    target.setQuestionId(of);
+    if (of != 0) target.initTransform(1)[0].setGetPointerField(1);
+    call.setInterfaceId(interface);
+    call.setMethodId(method);
+    if (interface == kNodeInterface && method == kHello) {
+      auto hello = call.initParams().getContent().initAs<schema::Node::HelloParams>();
+      hello.setProtocolVersion(protocol::kProtocolVersion);
+    }
+    Append(builder);
+  }
+
+  // Says that the last answer is of no interest, whether it came or not.
+  void Finish() {
+    capnp::MallocMessageBuilder builder;
+    builder.initRoot<capnp::rpc::Message>().initFinish().setQuestionId(last_question_);
+    Append(builder);
+  }
+
+  // Writes what the socket takes. False when the daemon has closed the connection.
+  bool Pump() {
+    while (written_ < bytes_.size()) {
+      const ssize_t wrote =
+          ::send(fd_.get(), bytes_.data() + written_, bytes_.size() - written_, MSG_NOSIGNAL);
+      if (wrote < 0 && errno == EAGAIN) return true;
+      if (wrote < 0) return false;
+      written_ += static_cast<size_t>(wrote);
+    }
+    bytes_.clear();
+    written_ = 0;
+    return true;
+  }
+
+  // Reads answers without a look at them.
+  void Discard() {
+    std::array<char, 65536> bytes;
+    while (::recv(fd_.get(), bytes.data(), bytes.size(), 0) > 0) continue;
+  }
+
+  bool has_more() const { return !bytes_.empty(); }
+
+ private:
+  void Append(capnp::MallocMessageBuilder& builder) {
+    const auto words = capnp::messageToFlatArray(builder);
+    const auto bytes = words.asChars();
+    bytes_.insert(bytes_.end(), bytes.begin(), bytes.end());
+  }
+
+  protocol::UniqueFd fd_;
+  std::vector<char> bytes_;
+  size_t written_ = 0;
+  uint32_t last_question_ = 0;
+};
+
+class Flood : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_)); }
+
+  void ExpectThatOthersAreServed() {
+    ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
+    EXPECT_OK(admin->Status());
+  }
+
+  // The daemon takes a part and then no more, for as long as it takes to serve others.
+  void ExpectUnread(MuteClient& mute) {
+    for (int i = 0; i < kRoundsBeside; ++i) {
+      EXPECT_TRUE(mute.Pump());
+      ExpectThatOthersAreServed();
+    }
+    EXPECT_TRUE(mute.has_more());
+  }
+
+  const TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+// What would be freed as one long chain when the connection ends.
+TEST_F(Flood, OfAnswersThatNobodyTakesIsReadNoFurther) {
+  MuteClient mute(socket_);
+  mute.Bootstrap();
+  for (int i = 0; i < kCalls; ++i) {
+    mute.Call(0, kNodeInterface, kHello);
+    mute.Finish();
+  }
+  ExpectUnread(mute);
+}
+
+TEST_F(Flood, OfCallsThatAreNotFinishedIsReadNoFurther) {
+  MuteClient mute(socket_);
+  mute.Bootstrap();
+  for (int i = 0; i < kCalls; ++i) mute.Call(0, kNodeInterface, kHello);
+  ExpectUnread(mute);
+}
+
+TEST_F(Flood, OfCallsIntoTheLoopDoesNotEndTheDaemon) {
+  MuteClient mute(socket_);
+  mute.Bootstrap();
+  mute.Call(0, kNodeInterface, kHello);
+  mute.Call(0, kNodeInterface, kAdmin);  // question 2
+  for (int i = 0; i < kCallsIntoLoop; ++i) {
+    mute.Call(2, kAdminInterface, kStatus);
+    mute.Finish();
+  }
+  EXPECT_TRUE(Eventually([&] {
+    mute.Discard();
+    return !mute.Pump() || !mute.has_more();
+  }));
+  ExpectThatOthersAreServed();
+}
+
+TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
+  ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
+  ASSERT_OK(raw->Hello());
+  ASSERT_OK(raw->Attach({}, testing::MakeLayoutSpec({.world_size = 1})));
+  raw->KeepDescriptors();
+  const auto take_all = [&] {
+    for (const auto kind : {schema::Session::Kind::RING, schema::Session::Kind::IMAGE}) {
+      EXPECT_OK(raw->Descriptor(kind));
+    }
+  };
+  take_all();
+  const int before = daemon_->OpenFds();
+  for (int i = 0; i < 100; ++i) take_all();
+  EXPECT_EQ(daemon_->OpenFds(), before);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
