@@ -214,10 +214,13 @@ void NodeShell::Run(CloseSession& action) {
   if (!action.reason.ok()) {
     spdlog::warn("session {} of job {} rank {} is over: {}", action.session, session.request.job,
                  session.request.rank, protocol::FormatError(action.reason));
+    if (evicted_.size() == kEvictedKeptMax) evicted_.pop_front();
+    evicted_.emplace_back(action.session, action.reason);
   }
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     if (session.mapped) engine_.UnwatchEventFd(session.io->channel().wait_fd());
+    session.io->channel().Close();
     Retire(std::move(session.io));
   }
   session.extra_state.Reset();

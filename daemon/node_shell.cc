@@ -1,5 +1,6 @@
 #include "daemon/node_shell.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -99,8 +100,12 @@ void NodeShell::End(SessionId id, EndCause cause) {
 
 absl::Status NodeShell::Explain(SessionId id, uint64_t tag) const {
   const auto found = sessions_.find(id);
-  if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
-  return found->second.io->Explain(tag);
+  if (found != sessions_.end() && found->second.io != nullptr) {
+    return found->second.io->Explain(tag);
+  }
+  const auto evicted = std::find_if(evicted_.begin(), evicted_.end(),
+                                    [&](const auto& entry) { return entry.first == id; });
+  return evicted == evicted_.end() ? SessionOver() : evicted->second;
 }
 
 void NodeShell::DeleteJob(std::string name, uint32_t uid,

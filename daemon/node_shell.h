@@ -50,6 +50,7 @@ class NodeShell {
  public:
   static constexpr uint64_t kSessionTokenTag = uint64_t{0x5E} << 56;  // of doorbell watches
   static constexpr int kCommandsPerTurn = 64;                         // of one session
+  static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
 
   // `swap` may be null. All outlive the shell.
   NodeShell(const NodeShellOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
@@ -65,6 +66,7 @@ class NodeShell {
   // over.
   absl::Status Mapped(SessionId session);
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
+  // Of a session that was ended without its client's asking: why.
   absl::Status Explain(SessionId session, uint64_t tag) const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodePicture Picture();
@@ -153,6 +155,7 @@ class NodeShell {
   ArenaBook book_;
   std::map<JobId, JobIo> jobs_;
   std::map<SessionId, Session> sessions_;
+  std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
   uint64_t next_delete_ = 1;
   std::deque<Event> events_;

@@ -29,10 +29,13 @@ class ClientChannel {
   // Errors  E_RING  the other end wrote impossible indices; the channel is useless from now on.
   virtual absl::StatusOr<bool> Send(const Command& command) = 0;
 
-  // The next completion, or nothing. Errors as Send.
+  // The next completion, or nothing. Errors as Send, and
+  //
+  // Errors  E_FENCED  the daemon has closed the channel, and all it sent was received.
   virtual absl::StatusOr<std::optional<Completion>> Receive() = 0;
 
-  // True: nothing is there and the next completion will make wait_fd() readable. Errors as Send.
+  // True: nothing is there and the next completion, or the close, will make wait_fd() readable.
+  // Errors as Receive.
   virtual absl::StatusOr<bool> PrepareSleep() = 0;
   virtual void EndSleep() = 0;  // after a PrepareSleep() that was true; drains wait_fd()
 
@@ -56,6 +59,9 @@ class ServerChannel {
   // Answers one received command; there is always room for it. Wakes the client where it sleeps.
   // Errors as Receive.
   virtual absl::Status Send(const Completion& completion) = 0;
+
+  // The session is over: the client learns it after the last completion, and nothing is sent any more.
+  virtual void Close() = 0;
 
   // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).
   virtual absl::StatusOr<bool> PrepareSleep() = 0;

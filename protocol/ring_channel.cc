@@ -13,12 +13,17 @@
 namespace forebay::protocol {
 namespace {
 
+absl::Status ChannelClosed() {
+  return MakeError(ErrorId::kFenced, "the daemon has ended the session", "attach again");
+}
+
 class RingClientChannel final : public ClientChannel {
  public:
   explicit RingClientChannel(const RingChannelOptions& options)
       : commands_(options.ring->command_tail, options.ring->command_head, options.ring->commands),
         completions_(options.ring->completion_head, options.ring->completion_tail,
                      std::span<const Completion>(options.ring->completions)),
+        closed_(&options.ring->completion_tail.closed),
         command_doorbell_fd_(options.command_doorbell_fd),
         completion_doorbell_fd_(options.completion_doorbell_fd) {}
 
@@ -30,8 +35,18 @@ class RingClientChannel final : public ClientChannel {
     return true;
   }
 
-  absl::StatusOr<std::optional<Completion>> Receive() override { return completions_.Pop(); }
-  absl::StatusOr<bool> PrepareSleep() override { return completions_.PrepareSleep(); }
+  absl::StatusOr<std::optional<Completion>> Receive() override {
+    const bool closed = Closed();  // before the look at the ring: what was sent before still counts
+    ASSIGN_OR_RETURN(std::optional<Completion> completion, completions_.Pop());
+    if (!completion.has_value() && closed) return ChannelClosed();
+    return completion;
+  }
+  absl::StatusOr<bool> PrepareSleep() override {
+    ASSIGN_OR_RETURN(const bool empty, completions_.PrepareSleep());
+    if (!empty || !Closed()) return empty;
+    completions_.EndSleep();
+    return ChannelClosed();
+  }
   void EndSleep() override {
     completions_.EndSleep();
     DrainDoorbell(completion_doorbell_fd_);
@@ -39,8 +54,11 @@ class RingClientChannel final : public ClientChannel {
   int wait_fd() const override { return completion_doorbell_fd_; }
 
  private:
+  bool Closed() const { return internal::LoadWord(*closed_, std::memory_order_acquire) != 0; }
+
   RingProducer<Command> commands_;
   RingConsumer<Completion> completions_;
+  const uint32_t* closed_;
   int command_doorbell_fd_;
   int completion_doorbell_fd_;
 };
@@ -52,6 +70,7 @@ class RingServerChannel final : public ServerChannel {
                   std::span<const Command>(options.ring->commands)),
         completions_(options.ring->completion_tail, options.ring->completion_head,
                      options.ring->completions),
+        closed_(&options.ring->completion_tail.closed),
         command_doorbell_fd_(options.command_doorbell_fd),
         completion_doorbell_fd_(options.completion_doorbell_fd) {}
 
@@ -75,6 +94,12 @@ class RingServerChannel final : public ServerChannel {
     return absl::OkStatus();
   }
 
+  // Rung whether or not the client sleeps: it may be about to.
+  void Close() override {
+    internal::StoreWord<uint32_t>(*closed_, 1, std::memory_order_release);
+    RingDoorbell(completion_doorbell_fd_);
+  }
+
   absl::StatusOr<bool> PrepareSleep() override { return commands_.PrepareSleep(); }
   void EndSleep() override { commands_.EndSleep(); }
   int wait_fd() const override { return command_doorbell_fd_; }
@@ -82,6 +107,7 @@ class RingServerChannel final : public ServerChannel {
  private:
   RingConsumer<Command> commands_;
   RingProducer<Completion> completions_;
+  uint32_t* closed_;
   uint64_t taken_ = 0;
   int command_doorbell_fd_;
   int completion_doorbell_fd_;

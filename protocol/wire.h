@@ -103,7 +103,8 @@ inline constexpr size_t kCacheLineBytes = 64;
 struct alignas(kCacheLineBytes) RingLine {
   uint64_t index;     // entries written (producer's line) or read (consumer's line) so far
   uint32_t sleeping;  // consumer's line: 1 while the consumer may sleep and wants its doorbell
-  uint32_t reserved[13];
+  uint32_t closed;    // completion_tail alone: 1 once the daemon has ended the session
+  uint32_t reserved[12];
 };
 static_assert(sizeof(RingLine) == kCacheLineBytes);
 

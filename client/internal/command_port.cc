@@ -36,11 +36,7 @@ CommandPort::CommandPort(Options options) : options_(std::move(options)) {}
 
 absl::Status CommandPort::Send(protocol::Command command, const WaitLimits& limits,
                                OnDone on_done) {
-  RETURN_IF_ERROR(Poll());
-  if (DaemonGone()) {
-    broken_ = DaemonGoneError();
-    return broken_;
-  }
+  RETURN_IF_ERROR(PollAlive());
   command.tag = next_tag_;
   bool sent = false;
   absl::Status send_error;
@@ -65,10 +61,7 @@ absl::Status CommandPort::Poll() {
   RETURN_IF_ERROR(broken_);
   while (true) {
     absl::StatusOr<std::optional<protocol::Completion>> received = options_.channel->Receive();
-    if (!received.ok()) {
-      broken_ = received.status();
-      return broken_;
-    }
+    if (!received.ok()) return Break(received.status());
     if (!received->has_value()) break;
     const protocol::Completion& completion = **received;
     auto pending = pending_.extract(completion.tag);
@@ -83,6 +76,13 @@ absl::Status CommandPort::Poll() {
     pending.mapped()(completion, status);
   }
   return absl::OkStatus();
+}
+
+absl::Status CommandPort::PollAlive() {
+  const bool gone = DaemonGone();  // before: what a daemon answered before its death still counts
+  RETURN_IF_ERROR(Poll());
+  if (gone) broken_ = DaemonGoneError();
+  return broken_;
 }
 
 absl::Status CommandPort::Wait(const std::function<bool()>& done, const WaitLimits& limits) {
@@ -120,10 +120,7 @@ absl::Status CommandPort::Wait(const std::function<bool()>& done, const WaitLimi
 
 absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(const WaitLimits& limits) {
   absl::StatusOr<bool> may_sleep = options_.channel->PrepareSleep();
-  if (!may_sleep.ok()) {
-    broken_ = may_sleep.status();
-    return broken_;
-  }
+  if (!may_sleep.ok()) return Break(may_sleep.status());
   if (!*may_sleep) return Pause::kWoken;
   std::array<pollfd, 3> entries{
       pollfd{.fd = options_.channel->wait_fd(), .events = POLLIN, .revents = 0},
@@ -137,6 +134,17 @@ absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(const WaitLimits& limits) 
   ++sleeps_;
   options_.channel->EndSleep();
   return woken > 0 ? Pause::kWoken : Pause::kUndisturbed;
+}
+
+// The channel knows that the session is over; the daemon knows why.
+absl::Status CommandPort::Break(absl::Status status) {
+  broken_ = std::move(status);
+  if (protocol::IdOf(broken_) == ErrorId::kFenced) {
+    protocol::Completion over{};  // tag 0: no command has it
+    over.error = static_cast<uint16_t>(ErrorId::kFenced);
+    broken_ = options_.explain(over);
+  }
+  return broken_;
 }
 
 bool CommandPort::DaemonGone() const {

@@ -22,7 +22,7 @@ class CommandPort {
     std::unique_ptr<protocol::ClientChannel> channel;
     int daemon_pidfd = -1;  // readable once the daemon is dead; -1: unknown
     int gone_fd = -1;       // readable once the connection is lost; -1: unknown
-    // Text and hint behind a failed completion; asks the daemon.
+    // Text and hint behind a failed completion, or (tag 0) why the session is over; asks the daemon.
     std::function<absl::Status(const protocol::Completion&)> explain;
   };
 
@@ -38,9 +38,12 @@ class CommandPort {
   // Handles what has come in. Errors as Wait, but for E_TIMEOUT and E_INTERRUPTED.
   absl::Status Poll();
 
+  // The same for calls that neither send nor wait: E_DAEMON_GONE where the daemon is dead.
+  absl::Status PollAlive();
+
   // Handles completions until `done()` is true. Errors are checked only while it is not.
   //
-  // Errors  E_DAEMON_GONE, E_RING: for good. E_TIMEOUT, E_INTERRUPTED.
+  // Errors  E_DAEMON_GONE, E_RING, E_FENCED or why else the session is over: for good. E_TIMEOUT, E_INTERRUPTED.
   absl::Status Wait(const std::function<bool()>& done, const WaitLimits& limits);
 
   uint64_t commands() const { return commands_; }
@@ -53,6 +56,7 @@ class CommandPort {
   };
 
   absl::StatusOr<Pause> Sleep(const WaitLimits& limits);
+  absl::Status Break(absl::Status status);
   bool DaemonGone() const;
 
   Options options_;

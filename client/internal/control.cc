@@ -222,7 +222,7 @@ absl::Status Control::Explain(const protocol::Completion& completion, const Wait
                                                return SendForOutcome(std::move(request));
                                              })
                                 .status();
-  if (protocol::IdOf(told) == id) return told;
+  if (protocol::IdOf(told) == id || (completion.tag == 0 && !told.ok())) return told;
   return MakeError(id, "the daemon refused a command and no longer knows why");
 }
 

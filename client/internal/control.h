@@ -58,7 +58,8 @@ class Control {
   absl::Status Mapped(const WaitLimits& limits);
   absl::Status Detach(const WaitLimits& limits);
 
-  // The error behind a completion; of its id alone where the daemon has forgotten it.
+  // The error behind a completion; of its id alone where the daemon has forgotten it. Of tag 0: why
+  // the session is over.
   absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
 
   ControlThread& thread() { return *thread_; }

@@ -225,6 +225,7 @@ absl::StatusOr<std::span<std::byte>> Session::GradSlot(uint32_t group, GradFill 
                                                        Timeout timeout) {
   const Stopwatch stopwatch(gauge_.wait_ns_grad);
   RETURN_IF_ERROR(CheckGroup(group));
+  RETURN_IF_ERROR(port_.PollAlive());
   RETURN_IF_ERROR(TakeKeptErrors());
   const auto found = open_.find(group);
   if (found != open_.end()) return found->second.bytes;
@@ -317,7 +318,7 @@ absl::Status Session::SendGradient(uint32_t group, BusyRange range, const WaitLi
 }
 
 absl::Status Session::DropGradients() {
-  const absl::Status polled = port_.Poll();
+  const absl::Status polled = port_.PollAlive();
   for (const auto& [group, slot] : open_) {
     if (slot.arena_offset.has_value()) slots_.Free(*slot.arena_offset);
   }

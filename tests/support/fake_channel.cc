@@ -31,6 +31,7 @@ struct Fake {
   uint64_t taken ABSL_GUARDED_BY(mutex) = 0;     // commands, by the server
   uint64_t answered ABSL_GUARDED_BY(mutex) = 0;  // completions sent
   uint64_t received ABSL_GUARDED_BY(mutex) = 0;  // completions, by the client
+  bool closed ABSL_GUARDED_BY(mutex) = false;
 };
 
 class FakeClient final : public protocol::ClientChannel {
@@ -52,7 +53,10 @@ class FakeClient final : public protocol::ClientChannel {
 
   absl::StatusOr<std::optional<Completion>> Receive() override {
     MutexLock lock(fake_->mutex);
-    if (fake_->completions.empty()) return std::optional<Completion>();
+    if (fake_->completions.empty()) {
+      if (fake_->closed) return Closed();
+      return std::optional<Completion>();
+    }
     const Completion completion = fake_->completions.front();
     fake_->completions.pop_front();
     ++fake_->received;
@@ -61,6 +65,7 @@ class FakeClient final : public protocol::ClientChannel {
 
   absl::StatusOr<bool> PrepareSleep() override {
     MutexLock lock(fake_->mutex);
+    if (fake_->completions.empty() && fake_->closed) return Closed();
     fake_->client_sleeps = fake_->completions.empty();
     return fake_->client_sleeps;
   }
@@ -76,6 +81,10 @@ class FakeClient final : public protocol::ClientChannel {
   int wait_fd() const override { return fake_->completion_doorbell.get(); }
 
  private:
+  static absl::Status Closed() {
+    return protocol::MakeError(protocol::ErrorId::kFenced, "closed", "attach again");
+  }
+
   std::shared_ptr<Fake> fake_;
 };
 
@@ -103,6 +112,14 @@ class FakeServer final : public protocol::ServerChannel {
     }
     if (wake) protocol::RingDoorbell(fake_->completion_doorbell.get());
     return absl::OkStatus();
+  }
+
+  void Close() override {
+    {
+      MutexLock lock(fake_->mutex);
+      fake_->closed = true;
+    }
+    protocol::RingDoorbell(fake_->completion_doorbell.get());
   }
 
   absl::StatusOr<bool> PrepareSleep() override {

@@ -107,8 +107,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
             raise
         finally:
             if gone:
-                attachment.drop_gradients()
                 engine.forget_gradients()
+                attachment.drop_gradients()
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
