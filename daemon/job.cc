@@ -90,7 +90,8 @@ void Job::Dispatch(Session& session, const Command& command) {
     io_.Answer(
         session.IdOf(command),
         MakeError(ErrorId::kNotReady,
-                  absl::StrCat("job ", spec_.name, ": the initial parameters were not written")));
+                  absl::StrCat("job ", spec_.name, ": the initial parameters were not written"),
+                  "write every group, then end the initialisation"));
     return;
   }
   switch (op) {
@@ -117,9 +118,12 @@ void Job::Dispatch(Session& session, const Command& command) {
 void Job::TakeInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (initial_.ready() || initial_.writer() != session.id) {
-    io_.Answer(
-        id, MakeError(ErrorId::kProtocol, absl::StrCat("job ", spec_.name, ": rank ", session.rank,
-                                                       " does not write the initial parameters")));
+    io_.Answer(id,
+               MakeError(ErrorId::kProtocol,
+                         absl::StrCat("job ", spec_.name, ": rank ", session.rank,
+                                      " does not write the initial parameters"),
+                         "the job has its parameters, or another rank writes them: read them with "
+                         "fetch"));
   } else if (static_cast<Op>(command.op) == Op::kInitialDone) {
     initial_.Done(io_, id);
   } else {
@@ -245,7 +249,8 @@ absl::Status Job::FailedStatus() const {
 absl::Status Job::Delete(uint32_t uid) {
   if (uid != spec_.uid && uid != 0) {
     return MakeError(ErrorId::kPermission,
-                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid));
+                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid),
+                     "delete it as that user");
   }
   const auto live = std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) {
     return entry.second.state != Session::State::kEnded;

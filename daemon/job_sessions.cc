@@ -16,8 +16,10 @@ using protocol::MakeError;
 
 absl::Status Job::CheckAttach(const AttachRequested& request) const {
   if (request.uid != spec_.uid && request.uid != 0) {
-    return MakeError(ErrorId::kPermission, absl::StrCat("job ", spec_.name, " belongs to uid ",
-                                                        spec_.uid, ", not to uid ", request.uid));
+    return MakeError(ErrorId::kPermission,
+                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid,
+                                  ", not to uid ", request.uid),
+                     "take another job name, or attach as that user");
   }
   const std::string difference =
       protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
@@ -28,15 +30,18 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
   }
   const SessionWish& room = spec_.plan.session;
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
-    return MakeError(ErrorId::kRange, absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
-                                                   " bytes; the job's first session took ",
-                                                   room.grad_arena_bytes, " for each rank"));
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
+                                  " bytes; the job's first session took ", room.grad_arena_bytes,
+                                  " for each rank"),
+                     "ask for no more, or delete the job and start with more");
   }
   if (request.extra_state_bytes > room.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
                      absl::StrCat("room for ", request.extra_state_bytes,
                                   " bytes of extra_state; the job's first session took ",
-                                  room.extra_state_bytes, " for each rank"));
+                                  room.extra_state_bytes, " for each rank"),
+                     "ask for no more, or delete the job and start with more");
   }
   if (phase_ == Phase::kFailed) return FailedStatus();
   if (doomed_) {
@@ -49,9 +54,10 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
 void Job::Attach(const AttachRequested& request) {
   for (auto& [id, session] : sessions_) {
     if (session.rank != request.rank || session.state == Session::State::kEnded) continue;
-    Evict(session,
-          MakeError(ErrorId::kFenced, absl::StrCat("a newer session of rank ", request.rank,
-                                                   " of job ", spec_.name, " has attached")));
+    Evict(session, MakeError(ErrorId::kFenced,
+                             absl::StrCat("a newer session of rank ", request.rank, " of job ",
+                                          spec_.name, " has attached"),
+                             "one process trains a rank: end the other, then attach again"));
   }
   Session session;
   session.id = request.session;

@@ -30,15 +30,17 @@ void Job::TakeGradient(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (command.step != committed_step_ + 1) {
     io_.Answer(
-        id, MakeError(ErrorId::kStep, absl::StrCat("a gradient for step ", command.step,
-                                                   "; the committed step is ", committed_step_)));
+        id, MakeError(ErrorId::kStep,
+                      absl::StrCat("a gradient for step ", command.step, "; the committed step is ",
+                                   committed_step_, ", the next one ", committed_step_ + 1)));
     return;
   }
   if (phase_ != Phase::kOpen || votes_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
                              absl::StrCat("rank ", session.rank, " has called step ", command.step,
                                           " already; its gradient for group ", command.group,
-                                          " comes too late")));
+                                          " comes too late"),
+                             "deliver every gradient of a step before calling step"));
     return;
   }
   if (session.awaits_repetition) {
@@ -67,12 +69,15 @@ void Job::TakeStep(Session& session, const Command& command) {
     io_.Answer(id,
                MakeError(ErrorId::kStep,
                          absl::StrCat("step ", command.step, "; the committed step is ",
-                                      committed_step_, ", the next one ", committed_step_ + 1)));
+                                      committed_step_, ", the next one ", committed_step_ + 1),
+                         "steps are numbered from 1 without a gap: go on after the committed one, "
+                         "and take up its extra_state"));
     return;
   }
   if (phase_ != Phase::kOpen || votes_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " waits in step ", command.step)));
+                             absl::StrCat("rank ", session.rank, " waits in step ", command.step),
+                             "wait for the answer to the first call"));
     return;
   }
   if (session.awaits_repetition) {

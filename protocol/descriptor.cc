@@ -27,11 +27,14 @@ absl::Status StatusOf(schema::Outcome::Reader outcome) {
 }
 
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what) {
-  const std::string text = absl::StrCat(std::string(what), ": ", exception.getDescription().cStr());
+  const std::string text(exception.getDescription().cStr());
   if (exception.getType() == kj::Exception::Type::DISCONNECTED) {
-    return MakeError(ErrorId::kDaemonGone, text, "start the daemon, then attach again");
+    return MakeError(
+        ErrorId::kDaemonGone,
+        absl::StrCat(std::string(what), ": the daemon died or closed the connection: ", text),
+        "start the daemon, then attach again");
   }
-  return MakeError(ErrorId::kProtocol, text);
+  return MakeError(ErrorId::kProtocol, absl::StrCat(std::string(what), ": ", text));
 }
 
 }  // namespace forebay::protocol

@@ -53,6 +53,59 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kLimit, "E_LIMIT", StatusCode::kResourceExhausted},
 };
 
+// What helps where the place of the error knows no better.
+struct Hint {
+  ErrorId id;
+  std::string_view text;
+};
+
+constexpr std::array kHints = {
+    Hint{ErrorId::kInternal, "a bug of Forebay: report it with the daemon's log"},
+    Hint{ErrorId::kDaemonGone, "start the daemon, then attach again"},
+    Hint{ErrorId::kNoDaemon,
+         "start one with `forebay run -- COMMAND`, or `systemctl start forebayd`"},
+    Hint{ErrorId::kProtocol, "use client and daemon of one release"},
+    Hint{ErrorId::kTimeout, "see `forebay status` for what the daemon waits for"},
+    Hint{ErrorId::kPermission, "ask as the user who owns it"},
+    Hint{ErrorId::kConfig, "`forebayd --help` lists every key"},
+    Hint{ErrorId::kBusy, "wait for what holds it, or end that; then retry"},
+    Hint{ErrorId::kMemlock, "add the line LimitMEMLOCK=infinity to the unit's [Service] section"},
+    Hint{ErrorId::kDramLimit, "raise --dram / dram.limit, or delete jobs that hold memory"},
+    Hint{ErrorId::kSwapPath, "give a directory on a local disk that the daemon's user may write"},
+    Hint{ErrorId::kSwapNospc, "give more swap, or delete jobs that hold it: `forebay jobs`"},
+    Hint{ErrorId::kSwapIo, "see the kernel's log for the disk; go back to a checkpoint"},
+    Hint{ErrorId::kCorrupt, "check the disk; go back to a checkpoint"},
+    Hint{ErrorId::kJobName, "`forebay jobs` lists the jobs there are"},
+    Hint{ErrorId::kLayout, "correct the layout, or take another job name"},
+    Hint{ErrorId::kOption, "give a value that is allowed, or leave the option out"},
+    Hint{ErrorId::kRank, "ranks go from 0 to the world size - 1, which all ranks give alike"},
+    Hint{ErrorId::kRankLost, "attach again and go on after the committed step"},
+    Hint{ErrorId::kFenced, "attach again"},
+    Hint{ErrorId::kLease, "release each lease once, in the session that took it"},
+    Hint{ErrorId::kRange, "name a place within what this session and its job have"},
+    Hint{ErrorId::kRing, "the session is over: attach again"},
+    Hint{ErrorId::kStep, "call the step after the committed one, with one set of scalars"},
+    Hint{ErrorId::kGradOrder, "let every rank deliver its groups in one order"},
+    Hint{ErrorId::kGradRepeat, "deliver each group once a step"},
+    Hint{ErrorId::kNonfinite, "lower the learning rate, or look for the cause in the loss"},
+    Hint{ErrorId::kOverflow, "go back to a checkpoint, or lower the learning rate"},
+    Hint{ErrorId::kJobFailed, "delete the job and start it again from a checkpoint"},
+    Hint{ErrorId::kForked, "attach in the process that trains"},
+    Hint{ErrorId::kUnsupported, "README.md says what works and what does not yet"},
+    Hint{ErrorId::kExtraState, "ask for more extra_state_bytes at attach (at most 16 MiB)"},
+    Hint{ErrorId::kInterrupted, "call again with the same arguments"},
+    Hint{ErrorId::kNotReady, "do first what it waits for, then call again"},
+    Hint{ErrorId::kLimit, "release or end what is not needed any more, then retry"},
+};
+static_assert(kHints.size() == kErrors.size());
+
+std::string_view OwnHint(ErrorId id) {
+  for (const Hint& hint : kHints) {
+    if (hint.id == id) return hint.text;
+  }
+  return kHints.front().text;
+}
+
 std::string PayloadOf(const absl::Status& status, const char* key) {
   const auto payload = status.GetPayload(key);
   return payload.has_value() ? std::string(*payload) : std::string();
@@ -80,7 +133,8 @@ absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hi
   const ErrorInfo& info = Info(id);
   absl::Status status(info.code, {message.data(), message.size()});
   status.SetPayload(kIdPayload, absl::Cord({info.name.data(), info.name.size()}));
-  if (!hint.empty()) status.SetPayload(kHintPayload, absl::Cord({hint.data(), hint.size()}));
+  if (hint.empty()) hint = OwnHint(info.id);
+  status.SetPayload(kHintPayload, absl::Cord({hint.data(), hint.size()}));
   return status;
 }
 

@@ -62,7 +62,7 @@ std::span<const ErrorInfo> AllErrors();
 const ErrorInfo& Info(ErrorId id);               // unknown numbers give kInternal's row
 ErrorId ErrorIdFromName(std::string_view name);  // kInternal where unknown
 
-// A Status with the id's code; id and hint travel as payloads. `hint` may be empty.
+// A Status with the id's code; id and hint travel as payloads. Without a hint: the id's own.
 absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint = {});
 
 ErrorId IdOf(const absl::Status& status);  // kNone for OK, kInternal where no payload is there

@@ -37,9 +37,12 @@ void InitialParameters::OnCopied(JobIo& io, const TaskDone& done) {
   running_.erase(it);
   absl::Status status = done.status;
   if (status.ok() && done.count > 0) {
-    status = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the initial parameters of group ", copy.group, " (",
-                                    layout_->spec().group_names[copy.group], ") are not finite"));
+    status = MakeError(
+        ErrorId::kNonfinite,
+        absl::StrCat("the initial parameters of group ", copy.group, " (",
+                     layout_->spec().group_names[copy.group], ") have ", done.count,
+                     done.count == 1 ? " value that is" : " values that are", " NaN or infinite"),
+        "check the initialisation or the loaded checkpoint");
   }
   written_[copy.group] = status.ok();
   io.Answer(copy.command, status);
@@ -64,7 +67,8 @@ void InitialParameters::TryDone(JobIo& io) {
     io.Answer(command,
               MakeError(ErrorId::kNotReady,
                         absl::StrCat("the initial parameters of group ", group, " (",
-                                     layout_->spec().group_names[group], ") were not written")));
+                                     layout_->spec().group_names[group], ") were not written"),
+                        "write every group, then end the initialisation"));
     return;
   }
   ready_ = true;

@@ -32,6 +32,15 @@ TEST(ErrorTable, HasEachNumberAndNameOnce) {
   EXPECT_EQ(Info(static_cast<ErrorId>(999)).id, ErrorId::kInternal);
 }
 
+TEST(ErrorTable, HasAHintOfItsOwnForEachId) {
+  std::set<std::string> hints;
+  for (const ErrorInfo& info : AllErrors()) {
+    const std::string hint = HintOf(MakeError(info.id, "said without one"));
+    EXPECT_FALSE(hint.empty()) << info.name;
+    EXPECT_TRUE(hints.insert(hint).second) << info.name << " has another's: " << hint;
+  }
+}
+
 TEST(Outcome, CarriesIdMessageAndHint) {
   for (const ErrorInfo& info : AllErrors()) {
     capnp::MallocMessageBuilder message;
