@@ -21,6 +21,8 @@ using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
 
+constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;  // times kWorldMax: no sum overflows
+
 // "12.0 MiB (12582912 bytes)": people read the first, tests and scripts the second.
 std::string Bytes(uint64_t bytes) {
   return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
@@ -120,10 +122,11 @@ absl::Status CheckWish(const Layout& layout, const SessionWish& wish) {
 absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionWish& wish,
                                    const NodeState::Options& options, const NodeUse& use) {
   RETURN_IF_ERROR(CheckWish(layout, wish));
-  if (wish.grad_arena_bytes > options.dram_limit_bytes) {  // before any sum that could overflow
+  if (wish.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
     return MakeError(ErrorId::kDramLimit,
                      absl::StrCat("a gradient arena of ", Bytes(wish.grad_arena_bytes),
-                                  " alone is above the limit of ", Bytes(options.dram_limit_bytes)),
+                                  " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
+                                  Bytes(options.dram_limit_bytes)),
                      "ask for a smaller gradient arena");
   }
   MemoryPlan plan;
