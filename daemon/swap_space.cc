@@ -34,15 +34,16 @@ SwapSpace::~SwapSpace() {
 absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOptions& options,
                                                            nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
+  // Memory first: where it cannot be had, no space was taken on a disk.
+  ASSIGN_OR_RETURN(space->staging_, MakeArena({.name = "forebay-staging",
+                                               .capacity_bytes = StagingBytes(options),
+                                               .lock = options.lock}));
   ASSIGN_OR_RETURN(space->volume_,
                    nvme::Volume::Open({.paths = options.paths,
                                        .mode = nvme::OpenMode::kReclaim,
                                        .life = options.life,
                                        .extents_max = static_cast<uint32_t>(options.extents_max)},
                                       engine));
-  ASSIGN_OR_RETURN(space->staging_, MakeArena({.name = "forebay-staging",
-                                               .capacity_bytes = StagingBytes(options),
-                                               .lock = options.lock}));
   (void)engine.RegisterBuffer(space->staging_->bytes());  // speed alone
   if (::getrandom(&space->nonce_, sizeof(space->nonce_), 0) != sizeof(space->nonce_)) {
     return protocol::MakeError(protocol::ErrorId::kInternal,
