@@ -1,20 +1,22 @@
 // A training process to be killed: attaches, says what it is told to, and waits.
 //
-//   held_client SOCKET RANK WORLD hold       attaches (writes the parameters as first rank), takes
-//   a lease, "held" held_client SOCKET RANK WORLD fork       the same; a forked child lives on:
-//   "held PID" held_client SOCKET RANK WORLD step       the same, then delivers all groups and
-//   waits in step 1: "held" before
+// usage: held_client SOCKET RANK WORLD WHAT [UID]     UID: becomes that user first
+//   hold   attaches (writes the parameters as first rank), takes a lease, says "held"
+//   fork   the same; a forked child lives on: "held PID"
+//   step   the same, then delivers all groups, says "held" and waits in the next step
 
+#include <grp.h>
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstring>
 #include <string>
 
 #include "client/client.h"
 #include "protocol/error.h"
 #include "protocol/status_macros.h"
+#include "tests/support/healthy_job.h"
 #include "tests/support/training.h"
+#include "tests/support/training_client.h"
 
 namespace {
 
@@ -31,21 +33,14 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
                                        .layout = testing::MakeLayoutSpec({.world_size = world}),
                                        .timeout = kTimeout}));
   const auto groups = static_cast<uint32_t>(session->layout().groups().size());
+  const uint64_t t = session->committed_step() + 1;
   if (session->writes_initial()) {
-    for (uint32_t g = 0; g < groups; ++g) {
-      RETURN_IF_ERROR(
-          session->WriteInitial(g, testing::MakeValues(session->layout(), g, 7), kTimeout));
-    }
-    RETURN_IF_ERROR(session->InitialDone(kTimeout));
+    RETURN_IF_ERROR(testing::WriteInitial(*session, testing::HealthyJob::kSeed));
   }
   RETURN_IF_ERROR(session->Fetch(0, kTimeout).status());
   if (what == "step") {
     for (uint32_t g = 0; g < groups; ++g) {
-      ASSIGN_OR_RETURN(const auto slot,
-                       session->GradSlot(g, forebay::client::GradFill::kZero, kTimeout));
-      const auto gradient = testing::MakeGradient(session->layout(), g, rank, 1);
-      std::memcpy(slot.data(), gradient.data(), gradient.size());
-      RETURN_IF_ERROR(session->GradReady(g));
+      RETURN_IF_ERROR(testing::DeliverGradient(*session, g, rank, t));
     }
   }
   const pid_t child = what == "fork" ? ::fork() : -1;
@@ -54,16 +49,26 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
   }
   std::fprintf(stderr, "held %d\n", static_cast<int>(child));
   if (what == "step") {
-    return session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status();
+    return session->Step(t, testing::MakeHyperParams(), 0, {}, kTimeout).status();
   }
   while (true) ::pause();
+}
+
+// The socket's folder stays the working directory: another user could not walk to it.
+bool Become(uid_t uid, std::string& socket) {
+  const size_t slash = socket.rfind('/');
+  if (::chdir(socket.substr(0, slash).c_str()) != 0) return false;
+  socket = socket.substr(slash + 1);
+  return ::setgroups(0, nullptr) == 0 && ::setgid(uid) == 0 && ::setuid(uid) == 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
-  const absl::Status status = Run(argv[1], static_cast<uint32_t>(std::stoul(argv[2])),
+  if (argc != 5 && argc != 6) return 2;
+  std::string socket = argv[1];
+  if (argc == 6 && !Become(static_cast<uid_t>(std::stoul(argv[5])), socket)) return 3;
+  const absl::Status status = Run(socket, static_cast<uint32_t>(std::stoul(argv[2])),
                                   static_cast<uint32_t>(std::stoul(argv[3])), argv[4]);
   std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
   return status.ok() ? 0 : 1;

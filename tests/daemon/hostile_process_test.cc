@@ -1,8 +1,9 @@
 // Goal    Nothing that a client can say or write stops the daemon or reaches another job: wrong
 //         versions and messages, rings with impossible indices, commands out of range, holes and
 //         mappings after the seals.
-// Method  A raw client against a real daemon; after each attack a well-behaved client attaches and
-//         fetches.
+// Method  A raw client against a real daemon. Beside it a healthy job trains, before and after each
+//         attack; a job that was attacked through its own session trains on too, where it has
+//         parameters. Every byte of both is compared with the reference.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -27,6 +28,7 @@
 #include "protocol/layout_codec.h"
 #include "protocol/ring.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/healthy_job.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -40,22 +42,25 @@ using protocol::Op;
 using testing::DaemonProcess;
 using testing::HasError;
 using ::testing::HasSubstr;
+using testing::HealthyJob;
 using testing::RawSession;
 using testing::TempDir;
 
 class HostileClient : public ::testing::Test {
  protected:
-  void SetUp() override { ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_)); }
+  void SetUp() override {
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_));
+    ASSERT_OK_AND_ASSIGN(healthy_, HealthyJob::Attach({.socket = socket_}));
+    ASSERT_OK(healthy_->TrainOneMoreStep());
+  }
 
-  // Whatever happened before, a client of ours still finds its job.
   void TearDown() override {
     ASSERT_TRUE(daemon_->IsAlive());
-    std::unique_ptr<RawSession> good = Attached("good");
-    ASSERT_NE(good, nullptr);
-    ASSERT_OK(good->Map());
-    ASSERT_OK(WriteAll(*good));
-    EXPECT_OK(good->Ask(Make(Op::kFetch)));
-    EXPECT_OK(good->Detach());
+    EXPECT_OK(healthy_->TrainOneMoreStep());
+    for (const std::string& job : ready_jobs_) {
+      SCOPED_TRACE(job);
+      EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .job = job, .shape = kShape}));
+    }
   }
 
   std::unique_ptr<RawSession> Greeted() {
@@ -80,9 +85,14 @@ class HostileClient : public ::testing::Test {
     return command;
   }
 
-  absl::Status WriteAll(RawSession& raw) {
+  // The job has its parameters from here on: it must be able to train when the test ends.
+  absl::Status WriteAll(RawSession& raw, const std::string& job) {
+    ready_jobs_.push_back(job);
     ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
     for (uint32_t g = 0; g < layout.groups().size(); ++g) {
+      const std::vector<std::byte> values = testing::MakeValues(layout, g, HealthyJob::kSeed);
+      std::memset(raw.grad().data(), 0, layout.group_bytes(g));
+      std::memcpy(raw.grad().data(), values.data(), values.size());
       Command write = Make(Op::kWriteInitial);
       write.group = g;
       write.length_bytes = layout.group_bytes(g);
@@ -91,11 +101,14 @@ class HostileClient : public ::testing::Test {
     return raw.Ask(Make(Op::kInitialDone));
   }
 
+  static constexpr testing::JobShape kShape = {.world_size = 1, .groups = 2, .group_elems = 1000};
+
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
-  const protocol::LayoutSpec layout_spec_ =
-      testing::MakeLayoutSpec({.world_size = 1, .groups = 2, .group_elems = 1000});
+  const protocol::LayoutSpec layout_spec_ = testing::MakeLayoutSpec(kShape);
   std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<HealthyJob> healthy_;
+  std::vector<std::string> ready_jobs_;
 };
 
 TEST_F(HostileClient, OfAnotherVersionIsToldBoth) {
@@ -165,7 +178,7 @@ TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
   ASSERT_NE(raw, nullptr);
   ASSERT_OK(raw->Map());
   EXPECT_THAT(raw->Ask(Make(Op::kFetch)), HasError(ErrorId::kNotReady));
-  ASSERT_OK(WriteAll(*raw));
+  ASSERT_OK(WriteAll(*raw, "bad"));
   ASSERT_OK_AND_ASSIGN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
 
   Command command = Make(static_cast<Op>(999));
@@ -212,7 +225,7 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
   auto one = Attached("one");
   ASSERT_NE(one, nullptr);
   ASSERT_OK(one->Map());
-  ASSERT_OK(WriteAll(*one));
+  ASSERT_OK(WriteAll(*one, "one"));
   ASSERT_OK_AND_ASSIGN(const protocol::Completion fetched, one->Call(Make(Op::kFetch)));
   Command release = Make(Op::kRelease);
   release.lease_id = fetched.lease_id;
@@ -220,7 +233,7 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
     auto two = Attached("two");
     ASSERT_NE(two, nullptr);
     ASSERT_OK(two->Map());
-    ASSERT_OK(WriteAll(*two));
+    ASSERT_OK(WriteAll(*two, "two"));
     EXPECT_THAT(two->Ask(release), HasError(ErrorId::kLease));
     ASSERT_OK_AND_ASSIGN(const protocol::Completion own, two->Call(Make(Op::kFetch)));
     Command release_own = release;

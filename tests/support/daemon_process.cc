@@ -38,7 +38,7 @@ struct Child {
   protocol::UniqueFd errors;
 };
 
-Child Spawn(const std::vector<std::string>& arguments) {
+Child Spawn(const std::vector<std::string>& arguments, const Prepare& prepare = {}) {
   std::array<int, 2> ends{};
   FOREBAY_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0);
   std::vector<char*> argv;
@@ -48,6 +48,7 @@ Child Spawn(const std::vector<std::string>& arguments) {
   FOREBAY_CHECK(pid >= 0);
   if (pid == 0) {
     ::dup2(ends[1], STDERR_FILENO);
+    if (prepare) prepare();
     ::execv(argv[0], argv.data());
     ::_exit(127);
   }
@@ -130,7 +131,7 @@ void RunningProgram::Kill() {
 }
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
-    const std::string& socket, const std::vector<std::string>& settings) {
+    const std::string& socket, const std::vector<std::string>& settings, const Prepare& prepare) {
   std::vector<std::string> arguments = {FOREBAYD_PATH};
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
                                   "dram.limit=1GiB"};
@@ -139,13 +140,15 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
     arguments.push_back("--set");
     arguments.push_back(setting);
   }
-  Child child = Spawn(arguments);
+  Child child = Spawn(arguments, prepare);
   std::unique_ptr<DaemonProcess> process(new DaemonProcess());
   process->pid_ = child.pid;
   process->errors_ = std::move(child.errors);
   if (ReadUntil(process->errors_.get(), "forebayd ready", process->seen_)) return process;
-  process->Kill();
-  return absl::InternalError(absl::StrCat("forebayd did not become ready: ", process->seen_));
+  const Ended ended =
+      Reap(std::exchange(process->pid_, -1), process->errors_.get(), std::move(process->seen_));
+  return absl::InternalError(
+      absl::StrCat("forebayd ended with ", ended.exit_code, ": ", ended.errors));
 }
 
 DaemonProcess::~DaemonProcess() { Kill(); }

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -63,14 +64,19 @@ class RunningProgram {
   std::string seen_;
 };
 
+// Between fork and exec: system calls only.
+using Prepare = std::function<void()>;
+
 // Threads  One.
 class DaemonProcess {
  public:
   // `settings` are key=value. memlock is best_effort and dram.limit 1GiB unless they say otherwise.
+  // `prepare` runs in the new process before the program does.
   //
-  // Errors  kInternal  it ended before it was ready; its stderr.
+  // Errors  kInternal  it ended before it was ready; its exit status and stderr.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(
-      const std::string& socket, const std::vector<std::string>& settings = {});
+      const std::string& socket, const std::vector<std::string>& settings = {},
+      const Prepare& prepare = {});
 
   DaemonProcess(const DaemonProcess&) = delete;
   DaemonProcess& operator=(const DaemonProcess&) = delete;

@@ -31,6 +31,21 @@ absl::Status DeliverGradient(client::Attachment& session, uint32_t group, uint32
   return session.GradReady(group);
 }
 
+absl::Status DeliverValue(client::Attachment& session, uint32_t group, float value) {
+  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                   session.GradSlot(group, client::GradFill::kZero, kTimeout));
+  std::memcpy(slot.data() + 7 * sizeof(value), &value, sizeof(value));
+  return session.GradReady(group);
+}
+
+absl::StatusOr<client::StepResult> CallStep(client::Attachment& session,
+                                            const TrainStepOptions& options) {
+  const std::string extra =
+      "rank " + std::to_string(options.rank) + " step " + std::to_string(options.t);
+  return session.Step(options.t, MakeHyperParams(), options.max_grad_norm,
+                      std::as_bytes(std::span(extra)), kTimeout);
+}
+
 absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
                                              const TrainStepOptions& options) {
   const auto groups = static_cast<uint32_t>(session.layout().groups().size());
@@ -41,10 +56,7 @@ absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
   for (uint32_t g = groups; g-- > 0;) {
     RETURN_IF_ERROR(DeliverGradient(session, g, options.rank, options.t));
   }
-  const std::string extra =
-      "rank " + std::to_string(options.rank) + " step " + std::to_string(options.t);
-  return session.Step(options.t, MakeHyperParams(), options.max_grad_norm,
-                      std::as_bytes(std::span(extra)), kTimeout);
+  return CallStep(session, options);
 }
 
 }  // namespace forebay::testing

@@ -15,13 +15,20 @@ absl::Status WriteInitial(client::Attachment& session, uint64_t seed);
 absl::Status DeliverGradient(client::Attachment& session, uint32_t group, uint32_t rank,
                              uint64_t t);
 
+// A gradient of zeros with one `value`, of a float32 job.
+absl::Status DeliverValue(client::Attachment& session, uint32_t group, float value);
+
 struct TrainStepOptions {
   uint32_t rank = 0;
   uint64_t t = 1;
   double max_grad_norm = 0;
 };
 
-// Fetches all groups in order, delivers all backwards, steps with extra_state "rank R step T".
+// Step alone, with MakeHyperParams() and extra_state "rank R step T".
+absl::StatusOr<client::StepResult> CallStep(client::Attachment& session,
+                                            const TrainStepOptions& options);
+
+// Fetches all groups in order, delivers all backwards, then CallStep().
 absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
                                              const TrainStepOptions& options);
 

@@ -1,0 +1,214 @@
+// Goal    Ranks that disagree, or one of which sends what is not finite, are told so by name and lose
+//         nothing; a rank that attaches again fences its older session; another user gets nothing.
+// Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,
+//         image and states are compared with the reference, before one more step and after it.
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/client.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/healthy_job.h"
+#include "tests/support/refused_call.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+#include "tests/support/training_client.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using testing::ExpectRefusal;
+using ::testing::HasSubstr;
+using testing::HealthyJob;
+using testing::RefusedCall;
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+
+class RefusedRanks : public RefusedCall {
+ protected:
+  void Start(const testing::JobShape& shape, uint64_t grad_arena_bytes = 0) {
+    job_ = Trained({.socket = socket_, .shape = shape, .grad_arena_bytes = grad_arena_bytes});
+    ASSERT_NE(job_, nullptr);
+  }
+
+  void DeliverAll(uint64_t t) {
+    for (const uint32_t rank : {0U, 1U}) {
+      for (const uint32_t group : {0U, 1U}) {
+        ASSERT_OK(testing::DeliverGradient(job_->rank(rank), group, rank, t));
+      }
+    }
+  }
+
+  // What both ranks' step 2 ends with.
+  std::vector<absl::Status> BothStep(double lr_of_rank_1) {
+    std::vector<absl::Status> ended(2);
+    const auto step = [&](uint32_t rank, double lr) {
+      ended[rank] =
+          job_->rank(rank).Step(2, testing::MakeHyperParams(lr), 0, {}, kTimeout).status();
+    };
+    std::jthread other([&] { step(1, lr_of_rank_1); });
+    step(0, 1e-2);
+    other.join();
+    return ended;
+  }
+
+  static constexpr testing::JobShape kTwoRanks = {
+      .world_size = 2, .groups = 2, .group_elems = 1000};
+  std::unique_ptr<HealthyJob> job_;
+};
+
+TEST_F(RefusedRanks, WithOtherScalarsAreBothToldAndKeepTheirGradients) {
+  Start(kTwoRanks);
+  DeliverAll(2);
+  for (const absl::Status& status : BothStep(/*lr_of_rank_1=*/2e-2)) {
+    ExpectRefusal(status, ErrorId::kStep,
+                  {"ranks ", "step 2", "lr of parameter group 0", "0.01", "0.02"});
+  }
+  EXPECT_OK(job_->HoldsItsBytes());
+  EXPECT_OK(job_->StepAsDelivered());
+  ExpectGoesOn(*job_);
+}
+
+TEST_F(RefusedRanks, WithAnotherStepNumberAreToldAndTheOtherWaits) {
+  Start(kTwoRanks);
+  DeliverAll(2);
+  std::jthread waiting([&] { EXPECT_OK(testing::CallStep(job_->rank(0), {.rank = 0, .t = 2})); });
+  ExpectRefusal(testing::CallStep(job_->rank(1), {.rank = 1, .t = 3}).status(), ErrorId::kStep,
+                {"step 3", "next one 2"});
+  EXPECT_OK(testing::CallStep(job_->rank(1), {.rank = 1, .t = 2}));
+  waiting.join();
+  // The step that both made in the end is the one that was delivered.
+  job_.reset();
+  EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = kTwoRanks}));
+}
+
+TEST_F(RefusedRanks, WhoseGradientIsNotFiniteAreBothToldByRankAndGroup) {
+  const float largest = std::numeric_limits<float>::max();
+  const struct {
+    std::vector<float> of_rank;
+    std::vector<std::string> words;
+  } cases[] = {
+      {{1.0F, std::nanf("")}, {"rank 1", "group 1 (layer1)"}},
+      {{std::numeric_limits<float>::infinity(), 1.0F}, {"rank 0", "group 1 (layer1)"}},
+      {{largest, largest}, {"sum of the ranks' gradients", "group 1 (layer1)"}},
+  };
+  Start(kTwoRanks);
+  for (const auto& one : cases) {
+    SCOPED_TRACE(one.words[0]);
+    for (const uint32_t rank : {0U, 1U}) {
+      ASSERT_OK(testing::DeliverValue(job_->rank(rank), 1, one.of_rank[rank]));
+    }
+    for (const absl::Status& status : BothStep(1e-2)) {
+      ExpectRefusal(status, ErrorId::kNonfinite, one.words);
+    }
+    EXPECT_OK(job_->HoldsItsBytes());
+  }
+  ExpectGoesOn(*job_);
+}
+
+TEST_F(RefusedRanks, InOppositeOrdersHaveTheSameBitsUntilTheOverflowIsFull) {
+  constexpr uint32_t kGroups = 10;
+  constexpr uint64_t kGroupBytes = 1024 * sizeof(float);
+  Start({.world_size = 2, .groups = kGroups, .group_elems = 1000}, 2 * kGroupBytes);
+  const auto deliver = [&](uint32_t rank, uint32_t group, uint64_t t) {
+    return testing::DeliverGradient(job_->rank(rank), group, rank, t);
+  };
+  // Step 2: each of rank 1's groups is early by at most two.
+  for (uint32_t first = 0; first < kGroups; first += 2) {
+    for (const auto& [rank, group] : {std::pair{1U, first + 1}, std::pair{0U, first},
+                                      std::pair{1U, first}, std::pair{0U, first + 1}}) {
+      ASSERT_OK(deliver(rank, group, 2));
+    }
+  }
+  ASSERT_OK(job_->StepAsDelivered());
+
+  // Step 3: opposite orders, until there is no room.
+  absl::Status refused;
+  uint32_t next = 0;
+  for (; next < kGroups && refused.ok(); ++next) {
+    ASSERT_OK(deliver(0, next, 3));
+    refused = deliver(1, kGroups - 1 - next, 3);
+  }
+  // Which call of rank 1's the answer meets is a matter of time: which groups it took is not.
+  ExpectRefusal(refused, ErrorId::kGradOrder, {"rank 1 delivered group 6", "rank 0", "2 x 4096"});
+  ASSERT_OK(job_->rank(1).DropGradients());
+  for (; next < kGroups; ++next) ASSERT_OK(deliver(0, next, 3));
+  for (uint32_t group = 0; group < 7; ++group) ASSERT_OK(deliver(1, group, 3));
+  EXPECT_OK(job_->StepAsDelivered());
+  ExpectGoesOn(*job_);
+}
+
+TEST_F(RefusedRanks, OfASessionWhoseRankAttachedAgainIsFencedAndTheNewOneHasItsExtraState) {
+  const auto old_job = Trained({.socket = socket_});
+  ASSERT_NE(old_job, nullptr);
+  EXPECT_TRUE(old_job->rank(0).extra_state().empty());
+  ASSERT_OK(testing::DeliverGradient(old_job->rank(0), 1, 0, 2));  // dropped with its session
+
+  ASSERT_OK_AND_ASSIGN(const auto job, HealthyJob::Attach({.socket = socket_}));
+  const auto extra = job->rank(0).extra_state();
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(extra.data()), extra.size()),
+            "rank 0 step 1");
+  const absl::Status fenced = old_job->rank(0).Fetch(0, kTimeout).status();
+  ExpectRefusal(fenced, ErrorId::kFenced, {"newer session of rank 0", "job healthy"});
+  EXPECT_THAT(testing::CallStep(old_job->rank(0), {.rank = 0, .t = 2}),
+              testing::HasError(ErrorId::kFenced));
+  ExpectGoesOn(*job);
+}
+
+// --------------------------------------------------------------------------------- another user
+
+class RefusedUser : public RefusedCall {
+ protected:
+  static constexpr char kUid[] = "65534";
+
+  void SetUp() override {
+    if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+    ASSERT_EQ(::chmod(dir_.path().c_str(), 0711), 0);
+    settings_ = {"socket.mode=\"0666\""};
+    RefusedCall::SetUp();
+  }
+
+  // A client of another user, which ends at once: its attach is refused.
+  testing::Ended Other() {
+    return testing::RunProgram({HELD_CLIENT_PATH, socket_, "0", "1", "hold", kUid});
+  }
+};
+
+TEST_F(RefusedUser, MayNotAttachToTheJobOfAnother) {
+  const auto job = Trained({.socket = socket_, .job = "job", .shape = {.world_size = 1}});
+  ASSERT_NE(job, nullptr);
+  const testing::Ended other = Other();
+  EXPECT_EQ(other.exit_code, 1);
+  for (const char* word :
+       {"error[E_PERMISSION]", "job job belongs to uid 0", "not to uid 65534", "hint: "}) {
+    EXPECT_THAT(other.errors, HasSubstr(word));
+  }
+  ExpectGoesOn(*job);
+}
+
+TEST_F(RefusedUser, MayNotConnectToASocketOfAnotherGroup) {
+  const auto job = Trained({.socket = socket_, .job = "job", .shape = {.world_size = 1}});
+  ASSERT_NE(job, nullptr);
+  ASSERT_EQ(::chmod(socket_.c_str(), 0660), 0);
+  const testing::Ended other = Other();
+  EXPECT_EQ(other.exit_code, 1);
+  for (const char* word : {"error[E_PERMISSION]", "Permission denied", "hint: "}) {
+    EXPECT_THAT(other.errors, HasSubstr(word));
+  }
+  ExpectGoesOn(*job);
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,204 @@
+// Goal    A daemon that cannot serve does not begin to: it says why with id, numbers and hint, exits
+//         with 1 and leaves nothing behind; mended, it starts and trains. A service that may not
+//         lock its memory refuses what it cannot lock and serves the rest.
+// Method  Real runs of forebayd with one thing wrong, then with that thing right.
+
+#include <linux/capability.h>
+#include <linux/magic.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/statfs.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "client/client.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/healthy_job.h"
+#include "tests/support/refused_call.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using testing::DaemonProcess;
+using ::testing::HasSubstr;
+using testing::HealthyJob;
+using testing::TempDir;
+
+// <DIR> stands for the test's folder, with the empty folder <DIR>/swap.
+struct BadStart {
+  std::string name;
+  std::vector<std::string> bad;   // settings
+  std::vector<std::string> said;  // id, numbers, cause
+  std::vector<std::string> good;  // settings instead
+};
+
+void PrintTo(const BadStart& one, std::ostream* out) { *out << one.name; }
+
+const std::vector<std::string> kGoodSwap = {"swap.paths=<DIR>/swap", "swap.capacity=16MiB",
+                                            "update.block_elems=4096", "dram.limit=2100KiB"};
+
+class Startup : public ::testing::Test {
+ protected:
+  std::vector<std::string> Here(std::vector<std::string> texts) const {
+    for (std::string& text : texts) {
+      for (size_t at; (at = text.find("<DIR>")) != std::string::npos;) {
+        text.replace(at, 5, dir_.path());
+      }
+    }
+    return texts;
+  }
+
+  const TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+};
+
+class RefusedStart : public Startup, public ::testing::WithParamInterface<BadStart> {};
+
+TEST_P(RefusedStart, SaysWhatIsWrongLeavesNothingAndMendedTrains) {
+  const std::string swap = dir_.Make("swap");
+  struct statfs system = {};
+  if (GetParam().name == "SwapInMemory" &&
+      (::statfs("/dev/shm", &system) != 0 || system.f_type != TMPFS_MAGIC)) {
+    GTEST_SKIP() << "/dev/shm is no tmpfs here";
+  }
+  const auto refused = DaemonProcess::Start(socket_, Here(GetParam().bad));
+  ASSERT_FALSE(refused.ok());
+  const std::string said(refused.status().message());
+  EXPECT_THAT(said, HasSubstr("forebayd ended with 1: error["));
+  EXPECT_THAT(said, HasSubstr("\nhint: "));
+  for (const std::string& word : Here(GetParam().said)) EXPECT_THAT(said, HasSubstr(word));
+  EXPECT_TRUE(std::filesystem::is_empty(swap)) << "left behind";
+  EXPECT_FALSE(std::filesystem::exists(socket_));
+  EXPECT_FALSE(std::filesystem::exists(socket_ + ".lock"));
+
+  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, Here(GetParam().good)));
+  EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = {.world_size = 1}}));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Starts, RefusedStart,
+    ::testing::Values(
+        BadStart{"UnknownKey",
+                 {"swap.pathes=<DIR>/swap"},
+                 {"[E_CONFIG]", "--set: unknown key swap.pathes", "did you mean swap.paths?"},
+                 kGoodSwap},
+        BadStart{"BadValue",
+                 {"dram.limit=plenty"},
+                 {"[E_CONFIG]", "--set: dram.limit", "plenty"},
+                 {"dram.limit=64MiB"}},
+        BadStart{"SwapMissing",
+                 {"swap.paths=<DIR>/none", "swap.capacity=16MiB"},
+                 {"[E_SWAP_PATH]", "swap path 0", "<DIR>/none", "missing", "No such file"},
+                 kGoodSwap},
+        // sysfs: no user may make a file there, root neither.
+        BadStart{"SwapReadOnly",
+                 {"swap.paths=/sys/kernel", "swap.capacity=16MiB"},
+                 {"[E_SWAP_PATH]", "swap path 0", "/sys/kernel", "read-only"},
+                 kGoodSwap},
+        BadStart{"SwapInMemory",
+                 {"swap.paths=/dev/shm", "swap.capacity=16MiB"},
+                 {"[E_SWAP_PATH]", "swap path 0", "/dev/shm", "without O_DIRECT"},
+                 kGoodSwap},
+        BadStart{"SwapTooSmall",
+                 {"swap.paths=<DIR>/swap", "swap.capacity=900000GiB"},
+                 {"[E_SWAP_NOSPC]", "cannot reserve 878.9 TiB", "swap path 0", "free", "iB)"},
+                 kGoodSwap},
+        BadStart{"SecondOfTwoSwapPathsMissing",
+                 {"swap.paths=[\"<DIR>/swap\", \"<DIR>/none\"]", "swap.capacity=16MiB"},
+                 {"[E_SWAP_PATH]", "swap path 1", "<DIR>/none"},
+                 kGoodSwap},
+        BadStart{"LimitBelowTheStagingArena",
+                 {"swap.paths=<DIR>/swap", "swap.capacity=16MiB", "dram.limit=1MiB"},
+                 {"[E_DRAM_LIMIT]", "staging for swap takes", "limit of 1.0 MiB"},
+                 kGoodSwap},
+        BadStart{"SocketInNoFolder",
+                 {"socket.path=<DIR>/none/s"},
+                 {"[E_CONFIG]", "<DIR>/none/s", "No such file"},
+                 {"socket.path=<DIR>/s"}}),
+    [](const ::testing::TestParamInfo<BadStart>& one) { return one.param.name; });
+
+TEST_F(Startup, WithAnUnknownKeyInAFileNamesFileAndLine) {
+  const std::string file = dir_.Write("c.toml", "[dram]\nlimit = \"64MiB\"\nlimitt = 1\n");
+  const auto program = testing::RunProgram({FOREBAYD_PATH, "--config", file});
+  EXPECT_EQ(program.exit_code, 1);
+  EXPECT_THAT(program.errors,
+              HasSubstr("error[E_CONFIG]: " + file + ":3: unknown key dram.limitt"));
+  EXPECT_THAT(program.errors, HasSubstr("hint: did you mean dram.limit?"));
+  dir_.Write("c.toml", "memlock = \"best_effort\"\n[dram]\nlimit = \"64MiB\"\n[socket]\npath = \"" +
+                           socket_ + "\"\n");
+  const auto mended =
+      testing::RunningProgram::Start({FOREBAYD_PATH, "--config", file}, "forebayd ready");
+  EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = {.world_size = 1}}));
+}
+
+// A job that needs more DRAM than the limit is told the terms of the sum; the limit that the hint
+// names is enough.
+TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
+  const testing::HealthyJobOptions large = {
+      .socket = socket_,
+      .job = "large",
+      .shape = {.world_size = 2, .groups = 4, .group_elems = 100'000}};
+  std::string enough;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {"dram.limit=2MiB"}));
+    ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
+    const absl::Status status = HealthyJob::Attach(large).status();
+    testing::ExpectRefusal(
+        status, ErrorId::kDramLimit,
+        {"the job needs", "image", "gradient sums", "overflow", "extra_state",
+         "2 x (gradient arena", "ring", "states", "the limit is 2.0 MiB", "other jobs hold"});
+    const std::string hint = protocol::HintOf(status);
+    enough = hint.substr(hint.find("at least ") + 9);
+    enough = enough.substr(0, enough.find(' '));
+    EXPECT_TRUE(daemon->IsAlive());
+    EXPECT_OK(healthy->TrainOneMoreStep());
+  }
+  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {"dram.limit=" + enough}));
+  EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_}));
+  EXPECT_OK(testing::TrainsOneMoreStep(large));
+}
+
+// As a service of a user who may lock `bytes`: root could lock anything.
+testing::Prepare LockAtMost(uint64_t bytes) {
+  return [bytes] {
+    (void)::prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0);  // gone with the exec
+    const rlimit limit = {bytes, bytes};
+    (void)::setrlimit(RLIMIT_MEMLOCK, &limit);
+  };
+}
+
+TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
+  dir_.Make("swap");
+  std::vector<std::string> settings = Here(kGoodSwap);
+  settings.push_back("memlock=required");
+  const auto refused = DaemonProcess::Start(socket_, settings, LockAtMost(64 << 10));
+  const std::string said(refused.status().message());
+  for (const char* word : {"forebayd ended with 1: error[E_MEMLOCK]", "cannot lock arena",
+                           "RLIMIT_MEMLOCK is 64.0 KiB", "hint: ", "LimitMEMLOCK=infinity"}) {
+    EXPECT_THAT(said, HasSubstr(word));
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(dir_.path() + "/swap")) << "left behind";
+
+  // Enough for a small job, too little for a larger one.
+  ASSERT_OK_AND_ASSIGN(const auto daemon,
+                       DaemonProcess::Start(socket_, {"memlock=required"}, LockAtMost(4 << 20)));
+  ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
+  testing::ExpectRefusal(
+      HealthyJob::Attach({.socket = socket_, .job = "large", .shape = {.group_elems = 1 << 20}})
+          .status(),
+      ErrorId::kMemlock, {"cannot lock arena", "RLIMIT_MEMLOCK is 4.0 MiB"});
+  EXPECT_TRUE(daemon->IsAlive());
+  EXPECT_OK(healthy->TrainOneMoreStep());
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,108 @@
+#include "tests/support/healthy_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <numeric>
+#include <span>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/status_macros.h"
+#include "tests/support/training_client.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+
+absl::Status Differs(const std::string& what, uint32_t group, uint64_t step) {
+  return absl::DataLossError(
+      absl::StrCat(what, " of group ", group, " is not that of step ", step));
+}
+
+}  // namespace
+
+HealthyJob::HealthyJob(std::vector<std::unique_ptr<client::Attachment>> ranks)
+    : ranks_(std::move(ranks)), reference_(ranks_[0]->layout(), kSeed) {}
+
+absl::StatusOr<std::unique_ptr<HealthyJob>> HealthyJob::Attach(const HealthyJobOptions& options) {
+  std::vector<std::unique_ptr<client::Attachment>> ranks;
+  for (uint32_t rank = 0; rank < options.shape.world_size; ++rank) {
+    ASSIGN_OR_RETURN(auto session,
+                     client::Attachment::Attach({.socket = options.socket,
+                                                 .job = options.job,
+                                                 .rank = rank,
+                                                 .layout = MakeLayoutSpec(options.shape),
+                                                 .grad_arena_bytes = options.grad_arena_bytes,
+                                                 .timeout = kTimeout}));
+    if (session->writes_initial()) RETURN_IF_ERROR(WriteInitial(*session, kSeed));
+    ranks.push_back(std::move(session));
+  }
+  std::unique_ptr<HealthyJob> job(new HealthyJob(std::move(ranks)));
+  const uint64_t committed = job->ranks_[0]->committed_step();
+  for (uint64_t t = 1; t <= committed; ++t) job->AdvanceReference(t);
+  RETURN_IF_ERROR(job->HoldsItsBytes());
+  return job;
+}
+
+void HealthyJob::AdvanceReference(uint64_t t) {
+  std::vector<uint32_t> groups(layout().groups().size());
+  std::iota(groups.begin(), groups.end(), 0U);
+  reference_.Step(t, MakeHyperParams(), 0, groups);
+  committed_step_ = t;
+}
+
+absl::Status HealthyJob::TrainOneMoreStep() { return Step(Part::kWholeStep); }
+
+absl::Status HealthyJob::StepAsDelivered() { return Step(Part::kAsDelivered); }
+
+absl::Status HealthyJob::Step(Part part) {
+  const uint64_t t = committed_step_ + 1;
+  std::vector<absl::StatusOr<client::StepResult>> results(ranks_.size());
+  {
+    std::vector<std::jthread> threads;
+    for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+      threads.emplace_back([&, rank] {
+        results[rank] = part == Part::kWholeStep ? TrainStep(*ranks_[rank], {.rank = rank, .t = t})
+                                                 : CallStep(*ranks_[rank], {.rank = rank, .t = t});
+      });
+    }
+  }
+  for (const auto& result : results) {
+    RETURN_IF_ERROR(result.status());
+    if (result->committed_step != t || result->repeated) {
+      return absl::DataLossError(absl::StrCat("step ", t, " ended as ", result->committed_step));
+    }
+  }
+  AdvanceReference(t);
+  return HoldsItsBytes();
+}
+
+absl::Status HealthyJob::HoldsItsBytes() {
+  const protocol::LayoutSpec& spec = layout().spec();
+  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
+  for (uint32_t g = 0; g < layout().groups().size(); ++g) {
+    ASSIGN_OR_RETURN(const client::Lease lease, ranks_[0]->Fetch(g, kTimeout));
+    const bool same = std::ranges::equal(lease.bytes, reference_.Image(g));
+    RETURN_IF_ERROR(ranks_[0]->Release(lease));
+    if (!same) return Differs("image", g, committed_step_);
+    for (uint32_t plane = 0; plane < planes.size(); ++plane) {
+      const std::vector<std::byte> expected = reference_.State(g, plane);
+      std::vector<std::byte> read(expected.size());
+      RETURN_IF_ERROR(
+          ranks_[0]->ReadState({.group = g, .plane = plane, .element_offset = 0}, read, kTimeout));
+      if (read != expected) return Differs(std::string(planes[plane].name), g, committed_step_);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TrainsOneMoreStep(const HealthyJobOptions& options) {
+  ASSIGN_OR_RETURN(const auto job, HealthyJob::Attach(options));
+  RETURN_IF_ERROR(job->TrainOneMoreStep());
+  return job->rank(0).Detach();
+}
+
+}  // namespace forebay::testing
