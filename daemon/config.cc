@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <functional>
 #include <numeric>
 #include <optional>
@@ -87,8 +88,9 @@ absl::StatusOr<uint64_t> SizeOf(const toml::node& node, const Place& place) {
     if (*number < 0) return Bad(place, "is negative");
     return static_cast<uint64_t>(*number);
   }
-  ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
-  const auto bytes = protocol::ParseBytes(text);
+  const auto text = node.value_exact<std::string>();
+  if (!text.has_value()) return Bad(place, "is not a size", "write 4096, \"64MiB\" or \"2GiB\"");
+  const auto bytes = protocol::ParseBytes(*text);
   if (!bytes.ok()) return Bad(place, bytes.status().message().data(), "write 4096, 64MiB or 2GiB");
   return *bytes;
 }
@@ -197,8 +199,12 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
   if (key == "socket.mode") return SetMode(node, place, config);
   if (key == "socket.path") {
     ASSIGN_OR_RETURN(config.socket_path, TextOf(node, place));
+    if (config.socket_path.empty()) return Bad(place, "is empty");
   } else if (key == "dram.limit") {
     ASSIGN_OR_RETURN(config.dram_limit_bytes, SizeOf(node, place));
+    if (config.dram_limit_bytes == 0) {
+      return Bad(place, "is 0", "leave it out for half of the machine's memory");
+    }
   } else if (key == "io.engine") {
     ASSIGN_OR_RETURN(config.io_engine,
                      WordOf<nvme::EngineChoice>(node, place,
@@ -248,6 +254,10 @@ std::string ParseErrorText(const toml::parse_error& error, const std::string& fi
 std::span<const ConfigKey> ConfigKeys() { return kKeys; }
 
 absl::Status LoadConfigFile(const std::string& path, Config& config) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {  // which reads as an empty file
+    return MakeError(ErrorId::kConfig, absl::StrCat(path, ": is a directory"), "name a TOML file");
+  }
   try {
     const toml::table table = toml::parse_file(path);
     return Walk(table, "", path, config);

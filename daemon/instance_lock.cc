@@ -77,6 +77,11 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Take(const std::stri
 }
 
 absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {
+  struct stat there = {};
+  if (::lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
+    return MakeError(ErrorId::kConfig, absl::StrCat(path, " exists and is no socket"),
+                     "give socket.path a name that is free");
+  }
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const std::string unready = absl::StrCat(path, ".new");  // until its permissions are right

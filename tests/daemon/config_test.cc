@@ -114,6 +114,15 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_THAT(CheckConfig(config), HasError(ErrorId::kConfig));
 }
 
+TEST(Config, RefusesWhatWouldMeanSomethingElse) {
+  Config config;
+  for (const char* setting : {"dram.limit=0", "socket.path=\"\"", "dram.limit=1.5"}) {
+    EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
+  }
+  const TempDir dir;  // a directory reads as an empty file
+  EXPECT_THAT(LoadConfigFile(dir.path(), config), HasError(ErrorId::kConfig));
+}
+
 TEST(Forebayd, EndsWithTheErrorOfABadStart) {
   const TempDir dir;
   const auto run = [&](std::vector<std::string> arguments) {

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -140,6 +141,15 @@ TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
   EXPECT_THAT(same_swap.status().message().data(), HasSubstr(pid));
   EXPECT_TRUE(daemon_->IsAlive());
   EXPECT_OK(admin_->Status());
+}
+
+TEST_F(DaemonLifecycle, LeavesAFileThatStandsInTheWayOfItsSocket) {
+  const std::string file = dir_.Write("precious", "text");
+  EXPECT_THAT(DaemonProcess::Start(file).status().ToString(), HasSubstr("E_CONFIG"));
+  std::ifstream stream(file);
+  std::string text;
+  stream >> text;
+  EXPECT_EQ(text, "text");
 }
 
 TEST_F(DaemonLifecycle, StopsCleanlyOnSigtermWithClientsAttached) {

@@ -10,6 +10,7 @@ import pathlib
 import select
 import signal
 import subprocess
+import tempfile
 
 import pytest
 
@@ -180,6 +181,8 @@ def test_a_command_sees_its_private_daemon(folders):
     "flags, error, words",
     [
         (["--swap", "/does/not/exist"], "E_SWAP_PATH", ["/does/not/exist"]),
+        (["--swap", ""], "E_SWAP_PATH", ["empty"]),
+        (["--dram", "0"], "E_CONFIG", ["dram.limit", "is 0"]),
         (["--swap", "{swap}", "--swap-size", "1000000GiB"], "E_SWAP_NOSPC", ["free", "GiB"]),
         (["--set", "dram.limt=1GiB"], "E_CONFIG", ["dram.limt", "dram.limit"]),
         (["--config", "/does/not/exist.toml"], "E_CONFIG", ["/does/not/exist.toml"]),
@@ -192,6 +195,29 @@ def test_what_cannot_start_is_refused_with_its_id(folders, flags, error, words):
     assert done.returncode == 1 and "started" not in done.stdout
     assert f"error[{error}]" in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("name", ['quo"te', "back\\slash", "new\nline", "com,ma", "ünï"])
+def test_folders_may_have_any_name(folders, name):
+    environment, _, swap = folders
+    (swap / name).mkdir()
+    with tempfile.TemporaryDirectory(prefix="fb") as short:  # a socket's path is 107 bytes at most
+        runtime = pathlib.Path(short) / name
+        runtime.mkdir()
+        environment = {**environment, "XDG_RUNTIME_DIR": str(runtime)}
+        done = forebay(*run_flags(swap / name), FOREBAY, "status", "--json", env=environment)
+        runtime.rmdir()  # nothing is left in it
+    (swap / name).rmdir()
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["socket_path"].startswith(str(runtime))
+    assert status["swap"][0]["path"].startswith(str(swap / name))
+
+
+def test_deleting_a_job_without_a_name_is_an_error(folders):
+    environment, _, swap = folders
+    done = forebay(*run_flags(swap), FOREBAY, "jobs", "--delete", "", env=environment)
+    assert done.returncode == 1 and "error[E_JOB_NAME]" in done.stderr
 
 
 def test_an_unknown_key_is_named_with_file_and_line(folders, tmp_path):

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,7 +34,7 @@ struct Arguments {
   bool json = false;
   std::string socket;
   std::string job;
-  std::string delete_job;
+  std::optional<std::string> delete_job;
   std::vector<std::string> folders = {"."};
   RunOptions run;
   BenchOptions bench;
@@ -56,7 +57,9 @@ int ExitCodeOf(const absl::Status& status) {
 void Print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
 void Show(bool as_json, const nlohmann::json& json, const std::string& text) {
-  Print(as_json ? json.dump(2) + "\n" : text);
+  // Names come from clients and may be no UTF-8, which JSON must be.
+  using Handler = nlohmann::json::error_handler_t;
+  Print(as_json ? json.dump(2, ' ', false, Handler::replace) + "\n" : text);
 }
 
 using View = std::function<absl::Status(client::AdminClient&)>;
@@ -98,13 +101,16 @@ int ShowSwap(const Arguments& arguments) {
 }
 
 int ShowJobs(const Arguments& arguments) {
-  if (arguments.delete_job.empty()) {
+  if (!arguments.delete_job.has_value()) {
     return WithStatus(arguments, [&](const client::NodeStatus& status) {
       Show(arguments.json, ToJson(status.jobs), JobsText(status.jobs));
     });
   }
-  return WithDaemon(
-      arguments, [&](client::AdminClient& admin) { return admin.DeleteJob(arguments.delete_job); });
+  return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
+    RETURN_IF_ERROR(admin.DeleteJob(*arguments.delete_job));
+    Show(arguments.json, {{"deleted", *arguments.delete_job}}, "");
+    return absl::OkStatus();
+  });
 }
 
 int ShowTrace(const Arguments& arguments) {

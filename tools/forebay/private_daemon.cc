@@ -49,6 +49,21 @@ absl::StatusOr<UniqueFd> BindNotifySocket(const std::string& path) {
   return fd;
 }
 
+// A path as a string of TOML, whatever bytes are in it.
+std::string Quoted(std::string_view path) {
+  std::string text = "\"";
+  for (const char c : path) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) {
+      absl::StrAppend(&text, "\\u", absl::Hex(byte, absl::kZeroPad4));
+    } else {
+      if (c == '"' || c == '\\') text += '\\';
+      text += c;
+    }
+  }
+  return text + '"';
+}
+
 absl::StatusOr<std::string> DaemonPath() {
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
@@ -96,6 +111,9 @@ PrivateDaemon::~PrivateDaemon() { Stop(); }
 absl::Status PrivateDaemon::MakeSwapFolders(const PrivateDaemonOptions& options) {
   for (const std::string& place : options.swap) {
     std::error_code error;
+    if (place.empty()) {
+      return MakeError(ErrorId::kSwapPath, "a swap path is empty", "name a directory after --swap");
+    }
     if (fs::is_block_file(place, error)) {
       swap_paths_.push_back(place);
       continue;
@@ -132,13 +150,14 @@ absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
   if (!options.config.empty()) {
     process.arguments.insert(process.arguments.end(), {"--config", options.config});
   }
-  std::vector<std::string> settings = {absl::StrCat("socket.path=\"", daemon->socket_, "\""),
+  std::vector<std::string> settings = {absl::StrCat("socket.path=", Quoted(daemon->socket_)),
                                        "socket.mode=\"0600\"", "memlock=best_effort",
                                        options.verbose ? "log.level=info" : "log.level=warning"};
   if (!options.dram.empty()) settings.push_back(absl::StrCat("dram.limit=\"", options.dram, "\""));
   if (!daemon->swap_paths_.empty()) {
+    const auto quoted = [](std::string* out, const std::string& path) { *out += Quoted(path); };
     settings.push_back(
-        absl::StrCat("swap.paths=[\"", absl::StrJoin(daemon->swap_paths_, "\",\""), "\"]"));
+        absl::StrCat("swap.paths=[", absl::StrJoin(daemon->swap_paths_, ",", quoted), "]"));
     settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));
     settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
   }
