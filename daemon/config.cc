@@ -254,8 +254,8 @@ std::string ParseErrorText(const toml::parse_error& error, const std::string& fi
 std::span<const ConfigKey> ConfigKeys() { return kKeys; }
 
 absl::Status LoadConfigFile(const std::string& path, Config& config) {
-  std::error_code error;
-  if (std::filesystem::is_directory(path, error)) {  // which reads as an empty file
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {  // which reads as an empty file
     return MakeError(ErrorId::kConfig, absl::StrCat(path, ": is a directory"), "name a TOML file");
   }
   try {
