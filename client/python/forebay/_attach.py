@@ -96,7 +96,9 @@ def _torch_groups(plan, wanted):
         return [{"params": [p.tensor for p in plan.named]}]
     wanted = list(wanted)
     if not wanted:
-        raise usage_error("E_OPTION", "param_groups is empty")
+        raise usage_error(
+            "E_OPTION", "param_groups is empty", "leave it out for one group of all parameters"
+        )
     if not isinstance(wanted[0], dict):
         wanted = [{"params": wanted}]
     groups = []
@@ -131,6 +133,7 @@ def _assign_param_groups(plan, torch_groups):
                     "E_OPTION",
                     f"param_groups: a tensor of shape {list(tensor.shape)} is no parameter "
                     "of the model",
+                    "list model.parameters() themselves, not copies or views",
                 )
     frozen = False
     for parameter in plan.parameters:

@@ -155,7 +155,11 @@ class ForebayOptimizer(torch.optim.Optimizer):
         remainder."""
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
-            raise usage_error("E_OPTION", f"no parameter {name} in the attached model")
+            raise usage_error(
+                "E_OPTION",
+                f"no parameter {name} in the attached model",
+                "model.named_parameters() names them; of a tied one the first name counts",
+            )
         return {
             plane: torch.cat(list(self._pieces(parameter, number))).view(parameter.tensor.shape)
             for number, plane in enumerate(self._live().plane_names)

@@ -47,7 +47,11 @@ def make_plan(model):
         for name, tensor in model.named_parameters()
     ]
     if not named:
-        raise usage_error("E_LAYOUT", f"{type(model).__name__} has no parameters")
+        raise usage_error(
+            "E_LAYOUT",
+            f"{type(model).__name__} has no parameters",
+            "attach the module that holds the layers",
+        )
     _check_tensors(named)
     layers = list(_layers(model, ""))
     keys = _group_keys(named, [name for name, _ in layers])
@@ -87,7 +91,8 @@ def _check_tensors(named):
         if tensor.dtype not in FORMATS:
             raise unsupported(
                 f"parameter {parameter.name} is {tensor.dtype}; "
-                "float32 and bfloat16 can be attached"
+                "float32 and bfloat16 can be attached",
+                "model.float() or model.to(torch.bfloat16) before attach",
             )
         if tensor.dtype != first.tensor.dtype:
             raise unsupported(
@@ -96,7 +101,9 @@ def _check_tensors(named):
                 "model.to(torch.bfloat16) or model.float() first",
             )
         if tensor.numel() == 0:
-            raise unsupported(f"parameter {parameter.name} has no elements")
+            raise unsupported(
+                f"parameter {parameter.name} has no elements", "leave it out of the model"
+            )
         if tensor.grad is not None:
             raise unsupported(
                 f"parameter {parameter.name} has a gradient already",

@@ -44,14 +44,13 @@ __all__ = [
 ]
 
 
-def usage_error(code, message, hint=""):
+def usage_error(code, message, hint):
     """A UsageError as the extension makes it."""
-    text = f"error[{code}]: {message}"
-    error = UsageError(f"{text}\nhint: {hint}" if hint else text)
+    error = UsageError(f"error[{code}]: {message}\nhint: {hint}")
     error.code, error.hint, error.retryable = code, hint, False
     return error
 
 
-def unsupported(message, hint=""):
+def unsupported(message, hint):
     """Something that is refused by name until it is supported."""
     return usage_error("E_UNSUPPORTED", message, hint)

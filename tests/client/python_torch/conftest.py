@@ -1,5 +1,6 @@
 """Every test that takes `node` runs on the fake node; on the real daemon as well where its programs
-are built (see daemon_process.py).
+are built (see daemon_process.py). After each test on the daemon a healthy job of it trains one more
+step.
 """
 
 import gc
@@ -29,6 +30,7 @@ if CORE and "forebay._core" not in sys.modules:
 import fake_core  # noqa: E402
 import forebay  # noqa: E402
 import torch  # noqa: E402
+from models import HealthyJob  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -39,6 +41,7 @@ def daemon():
         pytest.skip(missing())
     with tempfile.TemporaryDirectory(prefix="fb") as folder:
         own = Daemon(folder)
+        own.healthy = HealthyJob(own.socket)
         yield own
         own.stop()
 
@@ -58,6 +61,8 @@ def node(request, monkeypatch):
     monkeypatch.setenv("FOREBAY_SOCKET", own.socket)
     monkeypatch.setattr(forebay, "_core", sys.modules["forebay._core"], raising=False)
     yield "daemon"
+    assert own.process.poll() is None
+    own.healthy.train_one_more_step()
 
 
 _JOB_NAME = {ord(char): "-" for char in "[]/: <>,="}

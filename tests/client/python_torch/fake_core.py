@@ -20,6 +20,10 @@ PAGE_BYTES = 4096
 jobs = {}
 
 
+def refusal(code, message):
+    return errors.usage_error(code, message, "ask the daemon for a better hint")
+
+
 def reset():
     jobs.clear()
 
@@ -151,7 +155,7 @@ class Attachment:
     def release(self, lease):
         self._check("release")
         if self.leases.pop(lease, None) is None:
-            raise errors.usage_error("E_LEASE", f"lease {lease} is not open")
+            raise refusal("E_LEASE", f"lease {lease} is not open")
 
     def grad_slot(self, group, _timeout, zero=True):
         assert not zero, "the caller fills what it does not write"
@@ -164,9 +168,9 @@ class Attachment:
         self._check("grad_ready")
         slot = self.slots.pop(group, None)
         if slot is None:
-            raise errors.usage_error("E_NOT_READY", f"group {group} has no open slot")
+            raise refusal("E_NOT_READY", f"group {group} has no open slot")
         if self.rank in self.job.gradients[group]:
-            raise errors.usage_error("E_GRAD_REPEAT", f"group {group}")
+            raise refusal("E_GRAD_REPEAT", f"group {group}")
         assert bool((slot[self.job.elems[group] :] == 0).all()), "the padding is not zero"
         with self.job.changed:
             self.job.gradients[group][self.rank] = slot
@@ -178,7 +182,7 @@ class Attachment:
         self._check("step")
         job = self.job
         if len(extra_state) > self.extra_state_bytes:
-            raise errors.usage_error(
+            raise refusal(
                 "E_EXTRA_STATE", f"{len(extra_state)} bytes, room for {self.extra_state_bytes}"
             )
         assert not self.leases, "a lease is open at step"
@@ -190,7 +194,7 @@ class Attachment:
             if t == job.committed_step:
                 return t, 0.0, False, True
             if t != job.committed_step + 1:
-                raise errors.usage_error("E_STEP", f"step {t} after {job.committed_step}")
+                raise refusal("E_STEP", f"step {t} after {job.committed_step}")
             bad = [
                 n
                 for n, group in enumerate(job.gradients)
@@ -199,8 +203,8 @@ class Attachment:
             ]
             if bad:
                 job.new_step()
-                raise errors.usage_error(
-                    "E_NONFINITE", f"gradient of group {job.group_names[bad[0]]}"
+                raise refusal(
+                    "E_NONFINITE", f"gradient for group {bad[0]} ({job.group_names[bad[0]]})"
                 )
             job.votes[self.rank] = (hyper, max_grad_norm, extra_state)
             if len(job.votes) == job.world_size:
@@ -212,7 +216,7 @@ class Attachment:
             elif not job.changed.wait_for(
                 lambda: job.committed_step >= t or not self.alive, timeout
             ):
-                raise errors.usage_error("E_TIMEOUT", f"step {t}")
+                raise refusal("E_TIMEOUT", f"step {t}")
         self._check()
         self.committed_step = t
         return t, *job.norm, False
@@ -268,18 +272,18 @@ def attach(
 ):
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
-        raise errors.usage_error("E_OPTION", f"format {format_} does not serve {dtype} parameters")
+        raise refusal("E_OPTION", f"format {format_} does not serve {dtype} parameters")
     assert [p[2] for p in params] == sorted(p[2] for p in params), "groups ascend"
     wanted = Job(world_size, dtype, format_, params, group_names)
     job = jobs.setdefault(job_name, wanted)
     if job.layout != wanted.layout:
-        raise errors.usage_error("E_LAYOUT", "another layout")
+        raise refusal("E_LAYOUT", "another layout")
     session = Attachment(job, rank, extra_state_bytes)
     with job.changed:
         if not job.ready and job.writer is None:
             session.writes_initial, job.writer = True, rank
         elif not job.ready and not job.changed.wait_for(lambda: job.ready, timeout):
-            raise errors.usage_error("E_TIMEOUT", "attach")
+            raise refusal("E_TIMEOUT", "attach")
         job.sessions[rank] = session
     return session
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import forebay
 import torch
 from torch import nn
 from torch.nn import functional
@@ -83,3 +84,60 @@ def assert_close(model, plain, steps, lr=1e-2):
         bound = 64 * steps * (2**-24 * 8 * lr * 10 + 2**-23 * theirs.abs().max().item())
         difference = (ours - theirs).abs().max().item()
         assert difference <= bound, f"{name}: {difference} > {bound}"
+
+
+def assert_trains_one_more_step(model, opt, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, decay=1e-2):
+    """One step of an attached float32 model, compared with AdamW's formula on its own state: nothing
+    of that state was lost. A private twin computes the gradients.
+
+    Bounds: each new value is made of a few float32 operations, each with a relative error of 2^-24;
+    1e-5 is above a hundred of them. The step that corrects a group's bias is the number of steps in
+    which it had a gradient, which only the daemon counts: one of those that can be must fit.
+    """
+    seed, before = 1000 + opt.committed_step, opt.committed_step
+    twin = copy.deepcopy(model)
+    states = {name: opt.read_state(name) for name, _ in model.named_parameters()}
+    loss_of(twin, batch(seed)).backward()
+    (loss,) = train(model, opt, 1, first=seed)
+    assert opt.committed_step == before + 1
+    assert loss == loss_of(twin, batch(seed)).item() and loss < 100
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters()):
+        if not ours.requires_grad:
+            assert torch.equal(ours, theirs), name
+            continue
+        gradient, w = theirs.grad, theirs.detach()
+        m = betas[0] * states[name]["exp_avg"] + (1 - betas[0]) * gradient
+        v = betas[1] * states[name]["exp_avg_sq"] + (1 - betas[1]) * gradient**2
+        state = opt.read_state(name)
+        torch.testing.assert_close(state["exp_avg"], m, rtol=1e-5, atol=1e-8, msg=name)
+        torch.testing.assert_close(state["exp_avg_sq"], v, rtol=1e-5, atol=1e-12, msg=name)
+        fits = []
+        for t in range(1, before + 2):
+            update = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+            want = w * (1 - lr * decay) - lr * update
+            fits.append(torch.allclose(ours, want, rtol=1e-5, atol=lr * 1e-3))
+        assert any(fits), name
+
+
+class HealthyJob:
+    """A job that does everything right, on the daemon that the tests mistreat."""
+
+    def __init__(self, socket):
+        self.socket, self.steps, self.sha256 = socket, 0, None
+
+    def train_one_more_step(self):
+        model = net(seed=42)
+        opt = forebay.attach(
+            model,
+            forebay.AdamW(lr=1e-2),
+            job="healthy",
+            rank=0,
+            world_size=1,
+            socket=self.socket,
+            timeout=30,
+        )
+        assert opt.committed_step == self.steps
+        assert self.sha256 in (None, opt.state_sha256()), "lost or changed since its last step"
+        assert_trains_one_more_step(model, opt)
+        self.steps, self.sha256 = self.steps + 1, opt.state_sha256()
+        opt.detach()
