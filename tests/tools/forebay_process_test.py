@@ -7,8 +7,11 @@ Method  Real processes of build/bin. Commands tell by their standard output that
 import json
 import os
 import pathlib
+import re
 import select
+import shlex
 import signal
+import socket
 import subprocess
 import tempfile
 
@@ -21,6 +24,12 @@ BENCH_KEYS = [
     *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
     *("bytes_read", "bytes_written"),
 ]
+
+
+SWAP = "--swap {swap} --swap-size 64MiB"
+
+# Trains one step of a small job on the daemon of FOREBAY_SOCKET.
+TRAIN = ("sh", "-c", f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step')
 
 
 def forebay(*words, **options):
@@ -103,10 +112,33 @@ class Started:
 
 def test_no_daemon_says_how_to_start_one_and_exits_3(folders):
     environment, runtime, _ = folders
-    for view in ("status", "mem", "swap", "jobs"):
-        done = forebay(view, "--socket", runtime / "none.sock", env=environment)
-        assert done.returncode == 3
-        assert "error[E_NO_DAEMON]" in done.stderr and "forebay run --" in done.stderr
+    dead = runtime / "dead.sock"  # as a killed daemon leaves it: nobody listens
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(dead))
+    for path in (runtime / "none.sock", dead):
+        for view in ("status", "mem", "swap", "jobs"):
+            done = forebay(view, "--socket", path, env=environment)
+            assert done.returncode == 3
+            assert f"error[E_NO_DAEMON]: no daemon answers: connect to {path}" in done.stderr
+            assert "hint: start one with `forebay run -- COMMAND`" in done.stderr
+    dead.unlink()
+
+
+def trains(environment, *flags):
+    done = forebay("run", *flags, "--", *TRAIN, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough(folders):
+    environment, _, _ = folders
+    done = forebay("run", "--dram", "64KiB", "--", *TRAIN, env=environment)
+    assert done.returncode == 1
+    for term in ("error[E_DRAM_LIMIT]: the job needs", "image", "gradient sums", "overflow"):
+        assert term in done.stderr
+    for term in ("gradient arena", "ring", "states", "the limit is 64.0 KiB"):
+        assert term in done.stderr
+    enough = re.search(r"hint: raise --dram / dram.limit to at least (\d+) bytes", done.stderr)
+    trains(environment, "--dram", enough[1])
 
 
 def test_usage_errors_exit_2_and_help_and_version_exit_0():
@@ -178,23 +210,27 @@ def test_a_command_sees_its_private_daemon(folders):
 
 
 @pytest.mark.parametrize(
-    "flags, error, words",
+    "flags, error, words, mended",
     [
-        (["--swap", "/does/not/exist"], "E_SWAP_PATH", ["/does/not/exist"]),
-        (["--swap", ""], "E_SWAP_PATH", ["empty"]),
-        (["--dram", "0"], "E_CONFIG", ["dram.limit", "is 0"]),
-        (["--swap", "{swap}", "--swap-size", "1000000GiB"], "E_SWAP_NOSPC", ["free", "GiB"]),
-        (["--set", "dram.limt=1GiB"], "E_CONFIG", ["dram.limt", "dram.limit"]),
-        (["--config", "/does/not/exist.toml"], "E_CONFIG", ["/does/not/exist.toml"]),
+        ("--swap /does/not/exist", "E_SWAP_PATH", ["swap path /does/not/exist", "No such"], SWAP),
+        ("--swap ''", "E_SWAP_PATH", ["empty"], SWAP),
+        ("--dram 0", "E_CONFIG", ["dram.limit", "is 0"], "--dram 1GiB"),
+        (f"--dram 1MiB {SWAP}", "E_DRAM_LIMIT", ["staging", "1.0 MiB"], f"--dram 1GiB {SWAP}"),
+        ("--swap {swap} --swap-size 1000000GiB", "E_SWAP_NOSPC", ["free", "GiB"], SWAP),
+        ("--set dram.limt=1GiB", "E_CONFIG", ["dram.limt", "dram.limit?"], "--set dram.limit=1GiB"),
+        ("--config /does/not/exist.toml", "E_CONFIG", ["/does/not/exist.toml"], ""),
     ],
 )
-def test_what_cannot_start_is_refused_with_its_id(folders, flags, error, words):
+def test_what_cannot_start_is_refused_with_its_id_and_mended_trains(
+    folders, flags, error, words, mended
+):
     environment, _, swap = folders
-    flags = [flag.replace("{swap}", str(swap)) for flag in flags]
+    flags, mended = (shlex.split(some.replace("{swap}", str(swap))) for some in (flags, mended))
     done = forebay("run", *flags, "--", "echo", "started", env=environment)
     assert done.returncode == 1 and "started" not in done.stdout
-    assert f"error[{error}]" in done.stderr
+    assert f"error[{error}]: " in done.stderr and "\nhint: " in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+    trains(environment, *mended)
 
 
 @pytest.mark.parametrize("name", ['quo"te', "back\\slash", "new\nline", "com,ma", "ünï"])
@@ -226,7 +262,10 @@ def test_an_unknown_key_is_named_with_file_and_line(folders, tmp_path):
     config.write_text('[dram]\n\nlimmit = "1GiB"\n', encoding="utf-8")
     done = forebay("run", "--config", config, "--", "true", env=environment)
     assert done.returncode == 1
-    assert f"{config}:3" in done.stderr and "dram.limit" in done.stderr
+    assert f"error[E_CONFIG]: {config}:3: unknown key dram.limmit" in done.stderr
+    assert "hint: did you mean dram.limit?" in done.stderr
+    config.write_text('[dram]\n\nlimit = "1GiB"\n', encoding="utf-8")
+    trains(environment, "--config", config)
 
 
 def test_doctor_judges_everything_once():
