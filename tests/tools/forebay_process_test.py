@@ -85,7 +85,9 @@ def parent_of(pid):
 class Started:
     """A `forebay run` whose command has begun: it prints its own pid, then runs for ever."""
 
-    def __init__(self, folders, script="echo $$; while :; do read -r line || exit 5; done"):
+    def __init__(
+        self, folders, script="echo $$; while :; do read -r line || exit 5; done", new_group=False
+    ):
         environment, _, swap = folders
         self.process = subprocess.Popen(
             [FOREBAY, *map(str, run_flags(swap)), "sh", "-c", script],
@@ -93,6 +95,7 @@ class Started:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=new_group,
         )
         self.pids = [int(word) for word in self.process.stdout.readline().split()]
         self.supervisor = parent_of(self.pids[0])
@@ -182,6 +185,22 @@ def test_nothing_is_left_after_a_kill_of_run(folders):
     started.process.kill()
     assert started.wait() == -signal.SIGKILL
     for pid in (*started.pids, started.daemon, started.supervisor):
+        await_end(pid)
+
+
+def test_nothing_is_left_after_a_kill_of_its_process_group(folders):
+    started = Started(folders, new_group=True)
+    os.killpg(started.process.pid, signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL
+    for pid in (*started.pids, started.daemon, started.supervisor):
+        await_end(pid)
+
+
+def test_nothing_is_left_after_a_kill_of_the_second_process(folders):
+    started = Started(folders, "setsid sh -c 'read -r line' <&0 & echo $$ $!; read -r line")
+    os.kill(started.supervisor, signal.SIGKILL)
+    assert started.wait() == 1
+    for pid in (*started.pids, started.daemon):
         await_end(pid)
 
 

@@ -125,6 +125,7 @@ absl::Status PrivateDaemon::MakeSwapFolders(const PrivateDaemonOptions& options)
                        absl::StrCat("swap path ", place, ": ", folder.status().message()),
                        "name a directory that exists and is writable, on a disk with O_DIRECT");
     }
+    if (options.folder_made) options.folder_made(folder->path());
     swap_paths_.push_back(folder->path().string());
     swap_folders_.push_back(*std::move(folder));
   }
@@ -135,6 +136,7 @@ absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
     const PrivateDaemonOptions& options, std::span<const int> abort_fds) {
   ASSIGN_OR_RETURN(const std::string program, DaemonPath());
   ASSIGN_OR_RETURN(PrivateFolder folder, RuntimeFolder(options.runtime_folder));
+  if (options.folder_made) options.folder_made(folder.path());
   // The constructor is private: make_unique cannot reach it.
   std::unique_ptr<PrivateDaemon> daemon(new PrivateDaemon(std::move(folder)));
   RETURN_IF_ERROR(daemon->MakeSwapFolders(options));

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -44,6 +45,8 @@ struct PrivateDaemonOptions {
   std::string config;     // a TOML file, or empty
   std::vector<std::string> settings;  // "key=value", on top of everything
   bool verbose = false;               // its log at level info; else warnings alone
+  // Told each folder that is made, for somebody who removes it where this process cannot.
+  std::function<void(const std::filesystem::path&)> folder_made = {};
 };
 
 // Ownership  The destructor stops the daemon and removes its folders.

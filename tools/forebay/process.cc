@@ -57,6 +57,7 @@ int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* argu
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (::getppid() != parent) ::_exit(127);  // it died before prctl
   if (options.own_group && ::setpgid(0, 0) != 0) return errno;
+  if (options.group.has_value() && ::setpgid(0, *options.group) != 0) return errno;
   if (options.null_stdin) {
     const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (null < 0 || ::dup2(null, STDIN_FILENO) < 0) return errno;

@@ -19,6 +19,7 @@ struct ProcessOptions {
   std::vector<std::string> arguments;    // the first one is looked up in PATH
   std::vector<std::string> environment;  // "NAME=value", on top of this process's own
   bool own_group = false;                // out of reach of the terminal's signals
+  std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
   std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent
 };

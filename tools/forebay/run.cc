@@ -13,9 +13,13 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
@@ -32,6 +36,7 @@ using protocol::UniqueFd;
 constexpr int kFailed = 1;
 constexpr int kNotFound = 127;                     // as a shell says it
 constexpr std::chrono::milliseconds kGrace(3000);  // for what the command left running
+constexpr int kOfTerminal = 0x666f7265;            // marks a signal that the first process hands on
 constexpr std::array kForwarded = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 void Print(const absl::Status& status) {
@@ -40,39 +45,88 @@ void Print(const absl::Status& status) {
 
 int ExitStatus(int code) { return W_EXITCODE(code, 0); }
 
-// What came through a signalfd, a signal of the terminal aside: that one reaches the command by
-// itself.
-std::optional<int> NextSignal(int signal_fd) {
+struct Signal {
+  int number = 0;
+  bool of_terminal = false;  // which the command gets by itself
+};
+
+// What came through a signalfd.
+std::optional<Signal> NextSignal(int signal_fd) {
   signalfd_siginfo info;
-  while (::read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
-    if (info.ssi_code != SI_KERNEL) return static_cast<int>(info.ssi_signo);
-  }
-  return std::nullopt;
+  if (::read(signal_fd, &info, sizeof(info)) != sizeof(info)) return std::nullopt;
+  const bool handed_on = info.ssi_code == SI_QUEUE && info.ssi_int == kOfTerminal;
+  return Signal{.number = static_cast<int>(info.ssi_signo),
+                .of_terminal = info.ssi_code == SI_KERNEL || handed_on};
 }
+
+void HandOn(pid_t to, const Signal& signal) {
+  ::sigqueue(to, signal.number, sigval{.sival_int = signal.of_terminal ? kOfTerminal : 0});
+}
+
+// What the second process tells the first: folders it has made, then the wait status to pass on.
+class Report {
+ public:
+  static void Folder(int fd, const std::filesystem::path& folder) {
+    const std::string text = absl::StrCat("F", folder.string(), std::string(1, '\0'));
+    (void)!::write(fd, text.data(), text.size());  // below PIPE_BUF: all of it or nothing
+  }
+  static bool Status(int fd, int status) {
+    const std::string text = absl::StrCat("S", status, std::string(1, '\0'));
+    return ::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  }
+
+  // False at its end.
+  bool Read(int fd) {
+    std::array<char, 4096> bytes;
+    const ssize_t got = ::read(fd, bytes.data(), bytes.size());
+    if (got > 0) text_.append(bytes.data(), static_cast<size_t>(got));
+    return got > 0 || (got < 0 && errno == EINTR);
+  }
+
+  std::optional<int> status() const {
+    for (const std::string& line : Lines('S')) return std::atoi(line.c_str());
+    return std::nullopt;
+  }
+  std::vector<std::string> folders() const { return Lines('F'); }
+
+ private:
+  std::vector<std::string> Lines(char kind) const {
+    std::vector<std::string> lines;
+    for (size_t at = 0, end; (end = text_.find('\0', at)) != std::string::npos; at = end + 1) {
+      if (text_[at] == kind) lines.push_back(text_.substr(at + 1, end - at - 1));
+    }
+    return lines;
+  }
+
+  std::string text_;
+};
 
 // The second process: parent of the daemon and of the command.
 class Supervisor {
  public:
   Supervisor(const RunOptions& options, int signal_fd, const sigset_t& command_mask,
-             UniqueFd front_pidfd)
+             pid_t command_group, UniqueFd front_pidfd)
       : options_(options),
         signal_fd_(signal_fd),
         command_mask_(command_mask),
+        command_group_(command_group),
         front_pidfd_(std::move(front_pidfd)) {}
 
   // The wait status to pass on.
   int Supervise() {
     const std::array abort_fds = {signal_fd_, front_pidfd_.get()};
     auto daemon = PrivateDaemon::Start(options_.daemon, abort_fds);
+    if (const std::optional<Signal> signal = NextSignal(signal_fd_)) {
+      return W_EXITCODE(0, signal->number);
+    }
     if (!daemon.ok()) {
-      const std::optional<int> number = NextSignal(signal_fd_);
-      if (number.has_value()) return W_EXITCODE(0, *number);
       Print(daemon.status());
       return ExitStatus(kFailed);
     }
     auto command =
         Process::Start({.arguments = options_.command,
                         .environment = {absl::StrCat("FOREBAY_SOCKET=", (*daemon)->socket())},
+                        .group = command_group_,
                         .signal_mask = command_mask_});
     if (!command.ok()) {
       Print(command.status());
@@ -93,7 +147,9 @@ class Supervisor {
                                       {daemon.process().pidfd(), POLLIN, 0}}};
     while (true) {
       if (::poll(watched.data(), watched.size(), -1) < 0) continue;
-      while (const std::optional<int> number = NextSignal(signal_fd_)) command.Signal(*number);
+      while (const std::optional<Signal> signal = NextSignal(signal_fd_)) {
+        if (!signal->of_terminal) command.Signal(signal->number);
+      }
       if (watched[2].revents != 0) return command.WaitFor(std::chrono::seconds(1));
       if (watched[1].revents != 0) return std::nullopt;
       if (watched[3].revents != 0) {
@@ -108,26 +164,31 @@ class Supervisor {
   const RunOptions& options_;
   int signal_fd_;
   sigset_t command_mask_;
+  pid_t command_group_;
   UniqueFd front_pidfd_;
 };
 
-// The first process: hands signals on, waits for the second one's word.
+// The first process: hands signals on, waits for the second one's word, and clears up where that
+// one could not.
 int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
   std::array<pollfd, 2> watched = {{{signal_fd, POLLIN, 0}, {report_fd, POLLIN, 0}}};
-  while (watched[1].revents == 0) {
+  Report report;
+  for (bool more = true; more;) {
     if (::poll(watched.data(), watched.size(), -1) < 0) continue;
-    while (const std::optional<int> number = NextSignal(signal_fd)) ::kill(supervisor, *number);
+    while (const std::optional<Signal> signal = NextSignal(signal_fd)) HandOn(supervisor, *signal);
+    if (watched[1].revents != 0) more = report.Read(report_fd);
   }
-  int status = 0;
-  const bool told = ::read(report_fd, &status, sizeof(status)) == sizeof(status);
   int supervisor_status = 0;
   ::waitpid(supervisor, &supervisor_status, 0);
-  if (!told) {
-    Print(MakeError(ErrorId::kInternal, absl::StrCat("the supervising process ended: ",
-                                                     DescribeWaitStatus(supervisor_status))));
-    return ExitStatus(kFailed);
+  if (const std::optional<int> status = report.status()) return *status;
+  Print(MakeError(ErrorId::kInternal, absl::StrCat("the supervising process ended: ",
+                                                   DescribeWaitStatus(supervisor_status))));
+  EndDescendants(/*spared=*/0, std::chrono::milliseconds(0));  // orphans: ours since its death
+  for (const std::string& folder : report.folders()) {
+    std::error_code ignored;
+    std::filesystem::remove_all(folder, ignored);
   }
-  return status;
+  return ExitStatus(kFailed);
 }
 
 [[noreturn]] void EndBySignal(int number) {
@@ -160,6 +221,8 @@ int Run(const RunOptions& options) {
   }
   UniqueFd report_read(report_ends[0]);
   UniqueFd report_write(report_ends[1]);
+  const pid_t group = ::getpgrp();
+  ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   const pid_t supervisor = ::fork();
   if (supervisor < 0) {
     Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("fork", errno)));
@@ -168,10 +231,14 @@ int Run(const RunOptions& options) {
   if (supervisor == 0) {
     report_read.Reset();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+    ::setpgid(0, 0);  // it clears up also after a SIGKILL of the whole group
+    RunOptions told = options;
+    told.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
+      Report::Folder(fd, folder);
+    };
     const int status =
-        Supervisor(options, signal_fd.get(), before, std::move(self_pidfd)).Supervise();
-    const ssize_t told = ::write(report_write.get(), &status, sizeof(status));
-    ::_exit(told == sizeof(status) ? 0 : kFailed);
+        Supervisor(told, signal_fd.get(), before, group, std::move(self_pidfd)).Supervise();
+    ::_exit(Report::Status(report_write.get(), status) ? 0 : kFailed);
   }
   report_write.Reset();
   const int status = PassOn(supervisor, signal_fd.get(), report_read.get());
