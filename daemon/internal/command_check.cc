@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
@@ -80,17 +81,22 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
   return CheckWithin(command, gradients);
 }
 
+// The kernels compute in float32.
+bool IsFloat(double value) { return std::fabs(value) <= std::numeric_limits<float>::max(); }
+
 absl::Status CheckHyperParams(size_t index, const HyperParams& hyper) {
   const auto bad = [index](std::string_view name, double value, std::string_view rule) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("parameter group ", index, ": ", std::string(name), " ", value,
                                   " is not ", std::string(rule)));
   };
-  if (!std::isfinite(hyper.lr)) return bad("lr", hyper.lr, "finite");
+  if (!IsFloat(hyper.lr)) return bad("lr", hyper.lr, "finite in float32");
   if (!(hyper.beta1 >= 0 && hyper.beta1 < 1)) return bad("beta1", hyper.beta1, "in [0, 1)");
   if (!(hyper.beta2 >= 0 && hyper.beta2 < 1)) return bad("beta2", hyper.beta2, "in [0, 1)");
-  if (!(hyper.eps > 0 && std::isfinite(hyper.eps))) return bad("eps", hyper.eps, "above 0");
-  if (!(hyper.weight_decay >= 0 && std::isfinite(hyper.weight_decay))) {
+  if (!(hyper.eps >= std::numeric_limits<float>::min() && IsFloat(hyper.eps))) {
+    return bad("eps", hyper.eps, "above 0 in float32");  // 0 / 0 for a parameter without gradient
+  }
+  if (!(hyper.weight_decay >= 0 && IsFloat(hyper.weight_decay))) {
     return bad("weight_decay", hyper.weight_decay, "0 or above");
   }
   return absl::OkStatus();

@@ -169,7 +169,7 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const double inf = std::numeric_limits<double>::infinity();
   for (double HyperParams::*member : {&HyperParams::lr, &HyperParams::beta1, &HyperParams::beta2,
                                       &HyperParams::eps, &HyperParams::weight_decay}) {
-    for (const double bad : {nan, inf, -inf}) {
+    for (const double bad : {nan, inf, -inf, 1e300, -1e300}) {  // the last are none in float32
       HyperParams params = hyper;
       params.*member = bad;
       EXPECT_EQ(refused(good, params), ErrorId::kOption) << bad;
@@ -180,9 +180,11 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
     params.beta1 = beta;
     EXPECT_EQ(refused(good, params), ErrorId::kOption) << beta;
   }
-  HyperParams no_eps = hyper;
-  no_eps.eps = 0;
-  EXPECT_EQ(refused(good, no_eps), ErrorId::kOption);
+  for (const double eps : {0.0, 1e-300}) {  // the latter is 0 in float32
+    HyperParams no_eps = hyper;
+    no_eps.eps = eps;
+    EXPECT_EQ(refused(good, no_eps), ErrorId::kOption) << eps;
+  }
   HyperParams growth = hyper;
   growth.weight_decay = -1;
   EXPECT_EQ(refused(good, growth), ErrorId::kOption);
