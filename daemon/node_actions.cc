@@ -322,24 +322,22 @@ void NodeShell::Run(UpdateBlock& action) {
                                                    action.checksum_before);
   const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
   const TaskId task = action.task;
-  PostTimed(task,
-            {.job = action.job,
-             .lane = Lane::kUpdate,
-             .name = absl::StrCat("block ", action.identity_before.block),
-             .bytes = action.bytes},
-            [action = std::move(action), memory, resident, expected, nonce] {
-              TaskDone done;
-              if (!resident) {
-                done.status = VerifyBlock(expected, action.identity_before, memory.block);
-                if (!done.status.ok()) return done;
-              }
-              done.count = RunUpdate(action, memory);
-              if (!resident) {
-                done.checksum =
-                    nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
-              }
-              return done;
-            });
+  const Timed timed{.job = action.job,
+                    .lane = Lane::kUpdate,
+                    .name = absl::StrCat("block ", action.identity_before.block),
+                    .bytes = action.bytes};
+  PostTimed(task, timed, [action = std::move(action), memory, resident, expected, nonce] {
+    TaskDone done;
+    if (!resident) {
+      done.status = VerifyBlock(expected, action.identity_before, memory.block);
+      if (!done.status.ok()) return done;
+    }
+    done.count = RunUpdate(action, memory);
+    if (!resident) {
+      done.checksum = nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
+    }
+    return done;
+  });
 }
 
 void NodeShell::Run(WriteBlock& action) {

@@ -103,7 +103,9 @@ class NodeShell {
   };
 
   void Raise(Event event);
-  void Done(TaskId task, absl::Status status) { Raise(TaskDone{.task = task, .status = status}); }
+  void Done(TaskId task, absl::Status status) {
+    Raise(TaskDone{.task = task, .status = std::move(status)});
+  }
 
   void Run(CreateJobMemory& action);
   void Run(CreateJobSwap& action);

@@ -31,6 +31,7 @@ void TaskRunner::Post(Crew crew, Work work) {
     FOREBAY_CHECK(finished->Push(std::move(then)));
   };
   if (!waiting_.empty() || !Team(crew).TryPost(std::move(task))) {
+    // NOLINTNEXTLINE(bugprone-use-after-move): a team that is full leaves the task untouched
     waiting_.push_back({crew, std::move(task)});
   }
 }

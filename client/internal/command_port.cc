@@ -42,7 +42,7 @@ absl::Status CommandPort::Send(protocol::Command command, const WaitLimits& limi
   absl::Status send_error;
   const auto try_send = [&] {
     absl::StatusOr<bool> result = options_.channel->Send(command);
-    if (!result.ok()) send_error = std::move(result).status();
+    if (!result.ok()) send_error = result.status();
     sent = result.ok() && *result;
     return sent || !send_error.ok();
   };

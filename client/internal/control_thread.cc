@@ -125,13 +125,14 @@ absl::Status ControlThread::Run(const std::string& what, const WaitLimits& limit
 }
 
 void ControlThread::Post(Request request) {
+  const std::shared_ptr<CallState> state = request.state;
   bool ended = false;
   {
     const protocol::MutexLock lock(mutex_);
     ended = ended_;
     if (!ended) requests_.push_back(std::move(request));
   }
-  if (ended && request.state != nullptr) Finish(*request.state, DaemonGoneError());
+  if (ended && state != nullptr) Finish(*state, DaemonGoneError());
   protocol::RingDoorbell(wake_fd_.get());
 }
 

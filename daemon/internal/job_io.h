@@ -75,10 +75,11 @@ class JobIo {
   // the task is done.
   template <typename TaskAction>
   TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
-    action.task = NewTask(kind, session);
+    const TaskId task = NewTask(kind, session);
+    action.task = task;
     action.job = job_;
     outbox_.Emit(std::move(action));
-    return action.task;
+    return task;
   }
   TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
   Task Finish(TaskId id);  // CHECKs that the task is the job's
