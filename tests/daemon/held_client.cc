@@ -1,9 +1,11 @@
 // A training process to be killed: attaches, says what it is told to, and waits.
 //
 // usage: held_client SOCKET RANK WORLD WHAT [UID]     UID: becomes that user first
-//   hold   attaches (writes the parameters as first rank), takes a lease, says "held"
-//   fork   the same; a forked child lives on: "held PID"
-//   step   the same, then delivers all groups, says "held" and waits in the next step
+//   begin      says "attaching", attaches and says "held"; as first rank writes no parameters
+//   hold       the same, but writes them, and takes a lease
+//   step       the same, then delivers all groups, says "held" and waits in the next step
+//   fork       as hold; a forked child lives on: "held PID"
+//   fork,step  both
 
 #include <grp.h>
 #include <unistd.h>
@@ -26,6 +28,9 @@ constexpr auto kTimeout = std::chrono::seconds(60);
 absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
                  const std::string& what) {
   namespace testing = forebay::testing;
+  const bool forks = what.starts_with("fork");
+  const bool steps = what.ends_with("step");
+  std::fprintf(stderr, "attaching\n");
   ASSIGN_OR_RETURN(auto session,
                    Attachment::Attach({.socket = socket,
                                        .job = "job",
@@ -34,21 +39,21 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
                                        .timeout = kTimeout}));
   const auto groups = static_cast<uint32_t>(session->layout().groups().size());
   const uint64_t t = session->committed_step() + 1;
-  if (session->writes_initial()) {
+  if (session->writes_initial() && what != "begin") {
     RETURN_IF_ERROR(testing::WriteInitial(*session, testing::HealthyJob::kSeed));
   }
-  RETURN_IF_ERROR(session->Fetch(0, kTimeout).status());
-  if (what == "step") {
+  if (what != "begin") RETURN_IF_ERROR(session->Fetch(0, kTimeout).status());
+  if (steps) {
     for (uint32_t g = 0; g < groups; ++g) {
       RETURN_IF_ERROR(testing::DeliverGradient(*session, g, rank, t));
     }
   }
-  const pid_t child = what == "fork" ? ::fork() : -1;
+  const pid_t child = forks ? ::fork() : -1;
   if (child == 0) {
     while (true) ::pause();
   }
   std::fprintf(stderr, "held %d\n", static_cast<int>(child));
-  if (what == "step") {
+  if (steps) {
     return session->Step(t, testing::MakeHyperParams(), 0, {}, kTimeout).status();
   }
   while (true) ::pause();

@@ -10,7 +10,9 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,6 +21,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/healthy_job.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::daemon {
@@ -31,6 +34,7 @@ using testing::Ended;
 using testing::Eventually;
 using testing::HasError;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::RunningProgram;
 using testing::TempDir;
 
@@ -41,9 +45,16 @@ class DaemonLifecycle : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(admin_, AdminClient::Connect({.socket = socket_}));
   }
 
-  std::unique_ptr<RunningProgram> Hold(uint32_t rank, uint32_t world, const std::string& what) {
+  std::unique_ptr<RunningProgram> Hold(uint32_t rank, uint32_t world, const std::string& what,
+                                       const std::string& sign = "held") {
     return RunningProgram::Start(
-        {HELD_CLIENT_PATH, socket_, std::to_string(rank), std::to_string(world), what}, "held");
+        {HELD_CLIENT_PATH, socket_, std::to_string(rank), std::to_string(world), what}, sign);
+  }
+
+  // What held_client's job has lost: nothing, if it trains on to the reference's bits.
+  absl::Status TrainsOneMoreStep(uint32_t world) {
+    return testing::TrainsOneMoreStep(
+        {.socket = socket_, .job = "job", .shape = {.world_size = world}});
   }
 
   client::NodeStatus Status() {
@@ -63,12 +74,17 @@ class DaemonLifecycle : public ::testing::Test {
   std::unique_ptr<AdminClient> admin_;
 };
 
+// Its main thread waits in the kernel.
+bool Sleeps(pid_t pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text((std::istreambuf_iterator<char>(stat)), std::istreambuf_iterator<char>());
+  const size_t name_end = text.rfind(") ");
+  return name_end != std::string::npos && text.substr(name_end + 2, 1) == "S";
+}
+
 TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAForkedChild) {
   Start();
-  {  // the job and its memory stay; what comes and goes are sessions
-    const auto first = Hold(0, 1, "hold");
-    ASSERT_THAT(first->errors(), HasSubstr("held"));
-  }
+  ASSERT_OK(TrainsOneMoreStep(2));  // the job and its memory stay; what comes and goes are sessions
   const auto free = [&] {
     const auto status = Status();
     return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
@@ -77,21 +93,20 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
   const int fds = daemon_->OpenFds();
   const uint64_t bytes = SegmentBytes();
 
-  for (const std::string what : {"hold", "fork", "step", "hold", "fork", "step"}) {
+  for (const std::string what : {"hold", "fork", "step", "fork,step", "hold", "fork,step"}) {
     SCOPED_TRACE(what);
-    const auto client = Hold(0, 1, what);
+    const auto client = Hold(0, 2, what);  // rank 1 never comes: a step waits
     ASSERT_THAT(client->errors(), HasSubstr("held"));
     pid_t child = -1;
-    if (what == "fork") {
+    if (what.starts_with("fork")) {
       child = std::atoi(client->errors().substr(client->errors().find("held ") + 5).c_str());
       ASSERT_GT(child, 0);
     }
-    if (what != "step") {  // with one rank a step ends by itself
-      EXPECT_EQ(Status().jobs[0].sessions, 1U);
-      EXPECT_EQ(Status().jobs[0].leases, 1U);
-      EXPECT_GT(daemon_->OpenFds(), fds);
-      EXPECT_GT(SegmentBytes(), bytes);
-    }
+    EXPECT_TRUE(Eventually([&] { return Sleeps(client->pid()); }));
+    EXPECT_EQ(Status().jobs[0].sessions, 1U);
+    EXPECT_EQ(Status().jobs[0].leases, 1U);
+    EXPECT_GT(daemon_->OpenFds(), fds);
+    EXPECT_GT(SegmentBytes(), bytes);
     const auto killed = std::chrono::steady_clock::now();
     client->Kill();
     EXPECT_TRUE(Eventually(free));
@@ -104,7 +119,24 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
     if (child > 0) {
       EXPECT_EQ(::kill(child, SIGKILL), 0) << "the forked child did not outlive its parent";
     }
+    EXPECT_OK(TrainsOneMoreStep(2));
+    EXPECT_TRUE(Eventually(free));
   }
+}
+
+TEST_F(DaemonLifecycle, FreesAClientThatIsKilledWhileItsAttachWaits) {
+  Start();
+  const auto first = Hold(0, 2, "begin");  // never writes the parameters
+  ASSERT_THAT(first->errors(), HasSubstr("held"));
+  const auto second = Hold(1, 2, "hold", "attaching");
+  ASSERT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 2; }));
+  EXPECT_TRUE(Eventually([&] { return Sleeps(second->pid()); }));
+  EXPECT_THAT(second->errors(), Not(HasSubstr("held")));
+  second->Kill();
+  EXPECT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 1; }));
+  first->Kill();
+  EXPECT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 0; }));
+  EXPECT_OK(TrainsOneMoreStep(2));
 }
 
 TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterReattach) {
@@ -125,13 +157,15 @@ TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterR
   EXPECT_EQ(third->Wait().exit_code, 0);
   EXPECT_EQ(fourth->Wait().exit_code, 0);
   EXPECT_EQ(Status().jobs[0].committed_step, 1U);
+  EXPECT_OK(TrainsOneMoreStep(2));
 }
 
 TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
   const std::string swap = dir_.Make("swap");
   const std::vector<std::string> settings = {"swap.paths=" + swap, "swap.capacity=16MiB",
-                                             "update.block_elems=4096"};
+                                             "update.block_elems=4096", "dram.limit=2100KiB"};
   Start(settings);
+  ASSERT_OK(TrainsOneMoreStep(1));
   const std::string pid = std::to_string(daemon_->pid());
   const auto same_socket = DaemonProcess::Start(socket_, {});
   EXPECT_THAT(same_socket.status().message().data(), HasSubstr("error[E_BUSY]"));
@@ -139,8 +173,11 @@ TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
   const auto same_swap = DaemonProcess::Start(dir_.path() + "/t", settings);
   EXPECT_THAT(same_swap.status().message().data(), HasSubstr("error[E_BUSY]"));
   EXPECT_THAT(same_swap.status().message().data(), HasSubstr(pid));
+  EXPECT_THAT(same_swap.status().message().data(), HasSubstr("\nhint: "));
+  EXPECT_FALSE(std::filesystem::exists(dir_.path() + "/t"));
   EXPECT_TRUE(daemon_->IsAlive());
   EXPECT_OK(admin_->Status());
+  EXPECT_OK(TrainsOneMoreStep(1));
 }
 
 TEST_F(DaemonLifecycle, LeavesAFileThatStandsInTheWayOfItsSocket) {
