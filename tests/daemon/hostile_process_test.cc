@@ -61,6 +61,9 @@ class HostileClient : public ::testing::Test {
       SCOPED_TRACE(job);
       EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .job = job, .shape = kShape}));
     }
+    const testing::Ended ended = daemon_->Stop();
+    EXPECT_EQ(ended.exit_code, 0);
+    for (const std::string& line : logged_) EXPECT_THAT(ended.errors, HasSubstr(line));
   }
 
   std::unique_ptr<RawSession> Greeted() {
@@ -109,6 +112,7 @@ class HostileClient : public ::testing::Test {
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<HealthyJob> healthy_;
   std::vector<std::string> ready_jobs_;
+  std::vector<std::string> logged_;  // must stand in the daemon's log
 };
 
 TEST_F(HostileClient, OfAnotherVersionIsToldBoth) {
@@ -156,7 +160,7 @@ TEST_F(HostileClient, WhoseModelDoesNotFitIsToldEveryTermOfTheSum) {
 
 TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
   const std::vector<std::function<void(protocol::RingMemory&)>> attacks = {
-      [](protocol::RingMemory& ring) { ring.command_tail.index = protocol::kRingEntries + 1; },
+      [](protocol::RingMemory& ring) { ring.command_tail.index += protocol::kRingEntries + 1; },
       [](protocol::RingMemory& ring) { ring.command_tail.index = ~uint64_t{0}; },
   };
   for (size_t i = 0; i < attacks.size(); ++i) {
@@ -164,6 +168,7 @@ TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
     auto raw = Attached("bad" + std::to_string(i));
     ASSERT_NE(raw, nullptr);
     ASSERT_OK(raw->Map());
+    ASSERT_OK(WriteAll(*raw, "bad" + std::to_string(i)));
     attacks[i](raw->ring());
     raw->RingDoorbell();
     // The connection is closed: calls fail from some moment on.
@@ -171,6 +176,9 @@ TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
     EXPECT_TRUE(testing::Eventually(
         [&] { return raw->Explain(1).code() == absl::StatusCode::kUnavailable; }));
   }
+  logged_ = {"error[E_RING]: the producer's ring index is 260 where this side is at 3 ",
+             "error[E_RING]: the producer's ring index is 18446744073709551615 where",
+             "of a ring of 256 entries", "hint: the session is over: attach again"};
 }
 
 TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
@@ -320,6 +328,7 @@ TEST_F(HostileClient, ThatFloodsTheRingIsEvicted) {
   auto raw = Attached("flood");
   ASSERT_NE(raw, nullptr);
   ASSERT_OK(raw->Map());
+  ASSERT_OK(WriteAll(*raw, "flood"));
   // Two rings full of commands whose completions are never taken out.
   protocol::RingMemory& ring = raw->ring();
   uint64_t tail = 0;
