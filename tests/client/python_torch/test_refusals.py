@@ -215,6 +215,31 @@ def test_second_attach_of_a_model(attached):
         forebay.attach(model)
 
 
+def test_a_job_attached_again_with_another_layout_is_told_both(attached, node):
+    both = r"embedding.weight\[11, ?8\].*this client wants embedding.weight\[11, ?16\]"
+    with refused("E_LAYOUT", match="another layout" if node == "fake" else both):
+        forebay.attach(net(width=16))
+
+
+def test_a_second_attach_of_a_rank_fences_the_first_and_has_its_extra_state(node):
+    if node == "fake":
+        pytest.skip("the fake node does not fence")
+    first, second = net(), net(seed=9)
+    old = forebay.attach(first, forebay.AdamW(lr=1e-2))
+    loss_of(first, batch(0)).backward()
+    old.step(extra_state=b"one")
+    loss = loss_of(first, batch(1))
+    opt = forebay.attach(second, forebay.AdamW(lr=1e-2))
+    assert (opt.committed_step, opt.extra_state) == (1, b"one")
+    for use in (loss.backward, lambda: loss_of(first, batch(1)), old.step):
+        with pytest.raises(forebay.UnavailableError, match="newer session of rank 0") as info:
+            use()
+        assert info.value.code == "E_FENCED" and info.value.hint and info.value.retryable
+    assert_trains_one_more_step(second, opt)
+    old.detach()
+    assert_trains_one_more_step(second, opt)
+
+
 def test_unknown_parameter_and_oversized_extra_state(attached):
     _, opt = attached
     with refused("E_OPTION", match="no parameter nobody"):
