@@ -1,5 +1,6 @@
 """Which parameter lies in which group, and which modules hold which groups open. Knows no model."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -109,12 +110,37 @@ def _check_tensors(named):
                 f"parameter {parameter.name} has a gradient already",
                 "model.zero_grad(set_to_none=True) before attach",
             )
+        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
+            raise unsupported(
+                f"parameter {parameter.name} has elements that are one in memory (expand)",
+                "nn.Parameter(tensor.clone())",
+            )
         other = places.setdefault(tensor.data_ptr(), parameter)
         if other is not parameter:
-            raise unsupported(
-                f"parameters {other.name} and {parameter.name} share memory but are two parameters",
-                "tie them by assigning the same nn.Parameter",
-            )
+            raise _shared(other, parameter)
+    _check_overlap(named)
+
+
+def _check_overlap(named):
+    """Parameters that share a part of their memory. Of contiguous ones alone: what lies between the
+    elements of another, columns of a matrix say, may be a third's."""
+    spans = sorted(
+        (
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), at)
+            for at, tensor in enumerate(parameter.tensor for parameter in named)
+            if tensor.is_contiguous()
+        ),
+    )
+    for (_, end, at), (begin, _, next_at) in itertools.pairwise(spans):
+        if begin < end:
+            raise _shared(named[at], named[next_at])
+
+
+def _shared(one, other):
+    return unsupported(
+        f"parameters {one.name} and {other.name} share memory but are two parameters",
+        "tie them by assigning the same nn.Parameter",
+    )
 
 
 def _layers(module, prefix):
