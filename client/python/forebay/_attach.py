@@ -168,11 +168,12 @@ def _write_initial(plan, attachment, groups, timeout):
             if parameter.group != group.number:
                 continue
             values = parameter.tensor.detach()
-            if not torch.isfinite(values).all():
+            bad = int((~torch.isfinite(values)).sum())
+            if bad:
+                those = "value that is" if bad == 1 else "values that are"
                 raise usage_error(
                     "E_NONFINITE",
-                    f"parameter {parameter.name} has {int((~torch.isfinite(values)).sum())} "
-                    "values that are NaN or infinite at attach",
+                    f"parameter {parameter.name} has {bad} {those} NaN or infinite at attach",
                     "check the initialization or the loaded checkpoint",
                 )
             flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(

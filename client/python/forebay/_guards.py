@@ -139,10 +139,12 @@ class ApplyGuard:
             if id(tensor) not in _owners:
                 continue
             probe = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-            if function(probe) is not probe or probe.is_shared():
+            wanted = function(probe)
+            if wanted is not probe or probe.is_shared():
                 raise unsupported(
                     f"half(), to() or the like on {self.name}: parameter {_owners[id(tensor)]} is "
-                    "attached and cannot change its type, device or memory",
+                    "attached and cannot change its type, device or memory (it is "
+                    f"{_kind(tensor)}, wanted is {_kind(wanted)})",
                     "convert before forebay.attach, or opt.detach() first",
                 )
         return type(self.module)._apply(self.module, function, recurse)
@@ -153,6 +155,10 @@ class ApplyGuard:
 
     def __reduce__(self):
         return (functools.partial, (type(self.module)._apply, self.module))
+
+
+def _kind(tensor):
+    return f"{tensor.dtype} on {tensor.device}{', shared' * tensor.is_shared()}"
 
 
 class Guards:

@@ -81,7 +81,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise unsupported(
-                "step(closure)", "call backward() yourself, then opt.step(extra_state=...)"
+                "step(closure): the daemon cannot evaluate the model again",
+                "call backward() yourself, then opt.step(extra_state=...)",
             )
         attachment = self._live()
         began = time.monotonic_ns()
@@ -232,7 +233,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         if self._ready:
-            raise unsupported("add_param_group on an attached model", "list all groups at attach")
+            raise unsupported(
+                "add_param_group on an attached model: its layout is fixed",
+                "list all groups at attach",
+            )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict):
