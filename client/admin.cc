@@ -157,7 +157,7 @@ absl::StatusOr<std::vector<TraceEvent>> AdminClient::Trace(const std::string& jo
   return impl_->control().thread().Call<Events>(
       "trace", impl_->Limits(), [job](Peer& peer) -> kj::Promise<absl::StatusOr<Events>> {
         auto request = AdminOf(peer).traceRequest();
-        request.setJob(job.c_str());
+        request.setJob(kj::StringPtr(job.c_str(), job.size()));
         return request.send().then([](auto&& response) -> absl::StatusOr<Events> {
           RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
           Events events;
@@ -179,7 +179,7 @@ absl::Status AdminClient::DeleteJob(const std::string& job) {
       .Call<bool>("deleteJob", impl_->Limits(),
                   [job](Peer& peer) -> kj::Promise<absl::StatusOr<bool>> {
                     auto request = AdminOf(peer).deleteJobRequest();
-                    request.setJob(job.c_str());
+                    request.setJob(kj::StringPtr(job.c_str(), job.size()));
                     return request.send().then([](auto&& response) -> absl::StatusOr<bool> {
                       RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
                       return true;

@@ -77,6 +77,7 @@ void NodeShell::Attach(AttachRequested request, AttachCallbacks callbacks) {
   const SessionId id = request.session;
   Session session;
   session.request = request;
+  session.request.layout = nullptr;  // the job's is kept, not one a session
   session.callbacks = std::move(callbacks);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));

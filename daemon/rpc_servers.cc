@@ -51,6 +51,9 @@ kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask 
   return kj::mv(reply.promise);
 }
 
+// All of it: a name is not cut at a zero byte.
+std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
+
 // The layout's bytes, copied. Only a memfd is read: no other file can make the control thread wait.
 absl::StatusOr<std::vector<std::byte>> ReadLayoutBytes(int fd, uint64_t bytes) {
   if (bytes == 0 || bytes > protocol::kLayoutBytesMax) {
@@ -198,7 +201,7 @@ class AdminServer final : public schema::Admin::Server {
 
   kj::Promise<void> trace(TraceContext context) override {
     context.allowCancellation();
-    std::string job(context.getParams().getJob().cStr());
+    std::string job = TextOf(context.getParams().getJob());
     using Events = absl::StatusOr<std::vector<TimedEvent>>;
     return AskLoop<Events>(*connection_->context, Events(Overloaded()),
                            [job = std::move(job)](NodeShell& shell, auto answer) mutable {
@@ -214,7 +217,7 @@ class AdminServer final : public schema::Admin::Server {
 
   kj::Promise<void> deleteJob(DeleteJobContext context) override {
     context.allowCancellation();
-    std::string job(context.getParams().getJob().cStr());
+    std::string job = TextOf(context.getParams().getJob());
     return AskLoop<absl::Status>(*connection_->context, Overloaded(),
                                  [job = std::move(job), uid = connection_->uid](
                                      NodeShell& shell, auto answer) mutable {
@@ -307,7 +310,7 @@ class NodeServer final : public schema::Node::Server {
     auto closed = control.Expect<absl::Status>();
     LoopCall call = [wish = AttachRequested{.session = handle->id(),
                                             .uid = connection_->uid,
-                                            .job = request.getJob().cStr(),
+                                            .job = TextOf(request.getJob()),
                                             .rank = request.getRank(),
                                             .grad_arena_bytes = request.getGradArenaBytes(),
                                             .extra_state_bytes = request.getExtraStateBytes(),

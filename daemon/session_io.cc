@@ -89,6 +89,7 @@ StepRequestCopied SessionIo::CopyRequest(const CopyStepRequest& action) const {
   const uint64_t count =
       std::min<uint64_t>({copied.request.param_groups, room, protocol::kParamGroupsMax});
   copied.hyper_params.resize(count);
+  if (count == 0) return copied;
   std::memcpy(copied.hyper_params.data(), bytes.data() + sizeof(protocol::StepRequest),
               count * sizeof(protocol::HyperParams));
   return copied;

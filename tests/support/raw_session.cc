@@ -91,7 +91,7 @@ absl::Status RawSession::Hello(uint32_t version) {
 absl::Status RawSession::Attach(const RawAttach& attach) {
   auto request = node_->attachRequest();
   auto wish = request.initRequest();
-  wish.setJob(attach.job);
+  wish.setJob(kj::StringPtr(attach.job.c_str(), attach.job.size()));
   wish.setRank(attach.rank);
   wish.setWorldSize(attach.world_size);
   wish.setGradArenaBytes(attach.grad_arena_bytes);
