@@ -6,11 +6,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "client/admin.h"
 #include "client/client.h"
 #include "client/window_registry.h"
 #include "gmock/gmock.h"
@@ -83,6 +85,14 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
     EXPECT_THAT(status, HasError(ErrorId::kDaemonGone));
   });
   EXPECT_TRUE(testing::Eventually([&] { return begun == 3; }));
+  // Attach has a connection by now: without one its error would be another.
+  ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket_}));
+  EXPECT_TRUE(testing::Eventually([&] {
+    const auto status = admin->Status();
+    return status.ok() && std::ranges::any_of(status->jobs, [](const JobStatus& job) {
+             return job.name == "attach" && job.sessions == 2;
+           });
+  }));
   daemon_->Kill();
   for (std::thread& thread : blocked) thread.join();
   EXPECT_THAT(rank0->Fetch(0, kTimeout), HasError(ErrorId::kDaemonGone));
