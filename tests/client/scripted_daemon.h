@@ -166,7 +166,7 @@ class SessionTest : public ::testing::Test {
 
   // `script` answers; nothing answers where it is empty.
   void StartSession(ScriptedDaemon::Script script,
-                    std::function<void(Session::Options&)> change = {}) {
+                    const std::function<void(Session::Options&)>& change = {}) {
     protocol::LayoutSpec spec{.world_size = 1,
                               .dtype = protocol::DType::kFloat32,
                               .optimizer = protocol::Optimizer::kAdamW,
