@@ -169,6 +169,7 @@ class Guards:
         self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
         self._handles = []
         self._modules = []
+        self._places = []  # (module, key in it, name and id of the parameter)
         try:
             for parameter in plan.parameters:
                 _own(parameter)
@@ -179,10 +180,27 @@ class Guards:
                         module._register_load_state_dict_pre_hook(LoadGuard(label))
                     )
                     module.__dict__["_apply"] = ApplyGuard(module, label)
-                    self._modules.append(weakref.ref(module))
+                    reference = weakref.ref(module)
+                    self._modules.append(reference)
+                    self._places += [
+                        (reference, key, f"{name}.{key}".lstrip("."), id(tensor))
+                        for key, tensor in module._parameters.items()
+                        if id(tensor) in _owners
+                    ]
         except BaseException:
             self.remove()
             raise
+
+    def check_places(self):
+        """Errors: E_UNSUPPORTED where a module has another parameter than was attached, which would
+        train without the daemon, or not at all."""
+        for reference, key, name, number in self._places:
+            module = reference()
+            if module is not None and id(module._parameters.get(key)) != number:
+                raise unsupported(
+                    f"parameter {name} was replaced or removed after attach",
+                    "put it back, or opt.detach() first and attach again as another job",
+                )
 
     def remove(self):
         for handle in self._handles:
@@ -192,7 +210,7 @@ class Guards:
             if module is not None:
                 module.__dict__.pop("_apply", None)
         _disown(self._parameter_ids)
-        self._handles, self._modules, self._parameter_ids = [], [], []
+        self._handles, self._modules, self._parameter_ids, self._places = [], [], [], []
 
 
 def refuse_attached(plan):

@@ -46,6 +46,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._members = [member for group in engine.groups for member in group.members]
         self._extra_state = bytes(self._attachment.extra_state or b"") or None
         self._pending_state = None
+        self._guards = guards
         self._process = os.getpid()
         self._ready = True
         engine.owner = self  # lives as long as a hook does
@@ -120,6 +121,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         """Nothing: the daemon has the gradients, and step() forgets them."""
 
     def _check_members(self):
+        self._guards.check_places()
         for member in self._members:
             self._engine.check_place(member)
             tensor = member.tensor

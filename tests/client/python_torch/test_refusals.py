@@ -161,6 +161,17 @@ def test_parameter_moved_off_its_window(attached):
     model.layers[1].up.weight.data = window
 
 
+@pytest.mark.parametrize("new", [nn.Parameter(torch.zeros(8)), None])
+def test_parameter_replaced(attached, new):
+    model, opt = attached
+    before, model.norm.bias = model.norm.bias, new
+    loss_of(model, batch(0)).backward()
+    with refused(match="parameter norm.bias was replaced or removed after attach"):
+        opt.step()
+    model.norm.bias = before
+    opt.step()
+
+
 def test_gradient_set_by_hand(attached):
     model, opt = attached
     model.norm.bias.grad = torch.ones_like(model.norm.bias)
