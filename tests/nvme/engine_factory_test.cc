@@ -24,9 +24,7 @@
 namespace forebay::nvme {
 namespace {
 
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::Not;
 
 bool OwnRingWorks() {
   io_uring ring{};

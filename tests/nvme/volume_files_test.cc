@@ -59,7 +59,7 @@ class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
     EXPECT_EQ(OpenDescriptors(), descriptors_before_);
   }
 
-  VolumeOptions Options(std::vector<std::string> paths) const {
+  VolumeOptions Options(const std::vector<std::string>& paths) const {
     VolumeOptions options;
     for (const std::string& path : paths) {
       options.paths.push_back({.path = path, .capacity_bytes = kPathBytes});

@@ -8,7 +8,8 @@
 
 namespace forebay::testing {
 
-using namespace daemon;  // events and actions
+// NOLINTNEXTLINE(google-build-using-namespace): events and actions
+using namespace daemon;
 using protocol::Op;
 
 std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
@@ -104,7 +105,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
   return session;
 }
 
-uint64_t NodeHarness::Attach(std::shared_ptr<const protocol::Layout> layout,
+uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layout,
                              const AttachWish& wish) {
   const uint64_t session = RequestAttach(layout, wish);
   RunTasks();

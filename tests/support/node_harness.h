@@ -73,7 +73,7 @@ class NodeHarness {
   // Sends AttachRequested only.
   uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout, const AttachWish& wish);
   // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters.
-  uint64_t Attach(std::shared_ptr<const protocol::Layout> layout, const AttachWish& wish);
+  uint64_t Attach(const std::shared_ptr<const protocol::Layout>& layout, const AttachWish& wish);
   const daemon::AnswerAttach* attached(uint64_t session) const;
   bool is_closed(uint64_t session) const { return closed_.contains(session); }
   const absl::Status& close_reason(uint64_t session) const { return closed_.at(session); }

@@ -9,7 +9,8 @@
 
 namespace forebay::testing {
 
-using namespace daemon;  // the actions
+// NOLINTNEXTLINE(google-build-using-namespace): the actions
+using namespace daemon;
 
 namespace {
 

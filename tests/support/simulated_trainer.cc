@@ -8,7 +8,8 @@
 
 namespace forebay::testing {
 
-using namespace daemon;  // events and actions
+// NOLINTNEXTLINE(google-build-using-namespace): events and actions
+using namespace daemon;
 using protocol::ErrorId;
 using protocol::Op;
 

@@ -95,7 +95,7 @@ class MemoryLimit {
         });
       }
     }
-    const double bytes = static_cast<double>(lanes_ * sizeof(Lane) / sizeof(float)) *
+    const double bytes = static_cast<double>(lanes_ * (sizeof(Lane) / sizeof(float))) *
                          (kPassBytesRead + kPassBytesWritten);
     return Sample{.value = bytes / SecondsSince(began) / kGiga};
   }
