@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <future>
 #include <thread>
 #include <utility>
@@ -172,7 +173,10 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     kj::uint length = sizeof(peer);
     socket->getsockopt(SOL_SOCKET, SO_PEERCRED, &peer, &length);
     protocol::UniqueFd pidfd = OpenPidfd(peer.pid);
-    if (!pidfd.valid() && peer.pid != 0) return;  // it is dead already; 0: of another pid namespace
+    if (!pidfd.valid() && peer.pid != 0) {  // it is dead already; 0: of another pid namespace
+      if (errno != ESRCH) spdlog::error("{}", protocol::ErrnoText("pidfd_open", errno));
+      return;
+    }
     uint32_t& count = context_.connections[peer.uid];
     if (count >= kConnectionsPerUidMax) {
       spdlog::warn("uid {} has {} connections already: process {} is refused", peer.uid, count,

@@ -130,11 +130,7 @@ class SessionServer final : public schema::Session::Server {
       results.setDescriptor(*descriptor);
       return kj::READY_NOW;
     }
-    const absl::Status status =
-        handle_->ended() || !handle_->fds.ring.valid()
-            ? MakeError(ErrorId::kFenced, "the session is over", "attach again")
-            : MakeError(ErrorId::kNotReady, "this session has no such descriptor");
-    SetOutcome(status, results.initOutcome());
+    SetOutcome(WhyNoDescriptor(context.getParams().getKind()), results.initOutcome());
     return kj::READY_NOW;
   }
 
@@ -175,6 +171,14 @@ class SessionServer final : public schema::Session::Server {
   void SetClosed(kj::ForkedPromise<void> closed) { closed_ = kj::mv(closed); }
 
  private:
+  absl::Status WhyNoDescriptor(schema::Session::Kind kind) const {
+    if (handle_->ended() || !handle_->fds.ring.valid()) {
+      return MakeError(ErrorId::kFenced, "the session is over", "attach again");
+    }
+    if (FdOf(handle_->fds, kind) >= 0) return NoDescriptor("copy a session's descriptor");
+    return MakeError(ErrorId::kNotReady, "this session has no such descriptor");
+  }
+
   void Count() { ++handle_->context.rpc_calls[handle_->job]; }
 
   std::shared_ptr<SessionHandle> handle_;
@@ -264,7 +268,8 @@ class NodeServer final : public schema::Node::Server {
       KJ_IF_MAYBE (layout_fd, fd) {
         return AttachWith(context, *layout_fd);
       }
-      return Refuse(context, MakeError(ErrorId::kProtocol, "attach came without a layout's memfd"));
+      return Refuse(context, MakeError(ErrorId::kProtocol, "attach came without a layout's memfd",
+                                       "should the daemon have none to spare: LimitNOFILE="));
     });
   }
 

@@ -23,17 +23,17 @@ namespace {
 using protocol::ErrorId;
 using protocol::UniqueFd;
 
-absl::Status NoDescriptor(const char* what) {
-  return protocol::MakeError(ErrorId::kLimit, protocol::ErrnoText(what, errno),
-                             "raise the daemon's limit of open files (LimitNOFILE=)");
-}
-
 absl::Status Copy(int from, UniqueFd& to) {
   to = UniqueFd(::fcntl(from, F_DUPFD_CLOEXEC, 3));
   return to.valid() ? absl::OkStatus() : NoDescriptor("copy a session's descriptor");
 }
 
 }  // namespace
+
+absl::Status NoDescriptor(const char* what) {
+  return protocol::MakeError(ErrorId::kLimit, protocol::ErrnoText(what, errno),
+                             "raise the daemon's limit of open files (LimitNOFILE=)");
+}
 
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
   SessionMemory memory;

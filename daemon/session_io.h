@@ -80,6 +80,9 @@ class SessionIo {
   std::deque<std::pair<uint64_t, absl::Status>> errors_;
 };
 
+// E_LIMIT: `what` and errno; the limit to raise.
+absl::Status NoDescriptor(const char* what);
+
 // A sealed memfd with a copy of `bytes`.
 //
 // Errors  E_LIMIT  names the call that failed and its errno.

@@ -149,8 +149,7 @@ absl::StatusOr<protocol::UniqueFd> PinnedArena::ReadOnlyFd() const {
   const std::string path = absl::StrCat("/proc/self/fd/", state_->fd.get());
   protocol::UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd.valid()) {
-    return MakeError(ErrorId::kInternal,
-                     ErrnoText(absl::StrCat("open arena ", name(), " to read"), errno));
+    return internal::NoDescriptor(absl::StrCat("open arena ", name(), " to read"), errno);
   }
   return fd;
 }

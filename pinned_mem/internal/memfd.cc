@@ -24,13 +24,22 @@ using protocol::MakeError;
 
 }  // namespace
 
+absl::Status NoDescriptor(const std::string& what, int error_number) {
+  const std::string text = ErrnoText(what, error_number);
+  if (error_number != EMFILE && error_number != ENFILE) {
+    return MakeError(ErrorId::kInternal, text);
+  }
+  return MakeError(ErrorId::kLimit, text,
+                   "raise the limit of open files (ulimit -n, LimitNOFILE=)");
+}
+
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,
                                              Access access) {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   protocol::UniqueFd fd(memfd_create(name.c_str(), flags | MFD_NOEXEC_SEAL));
   if (!fd.valid() && errno == EINVAL) fd.Reset(memfd_create(name.c_str(), flags));
   if (!fd.valid()) {
-    return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("memfd_create ", name), errno));
+    return NoDescriptor(absl::StrCat("memfd_create ", name), errno);
   }
   const mode_t mode = access == Access::kServed ? 0400 : 0600;
   if (fchmod(fd.get(), mode) != 0) {

@@ -4,6 +4,7 @@
 
 #include <capnp/rpc.capnp.h>
 #include <capnp/serialize.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -15,8 +16,11 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/admin.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
 #include "protocol/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/raw_session.h"
@@ -28,6 +32,8 @@ namespace {
 
 using testing::DaemonProcess;
 using testing::Eventually;
+using testing::HasError;
+using ::testing::HasSubstr;
 using testing::RawSession;
 using testing::TempDir;
 
@@ -38,6 +44,12 @@ constexpr uint16_t kAdmin = 2;
 constexpr uint16_t kStatus = 0;         // of Admin
 constexpr int kCalls = 200'000;         // some 20 MB
 constexpr int kCallsIntoLoop = 40'000;  // above what any queue holds
+#if defined(__has_feature)
+constexpr bool kSanitized = __has_feature(address_sanitizer);
+#else
+constexpr bool kSanitized = false;
+#endif
+constexpr int kSpareMost = 64;
 constexpr int kRoundsBeside = 100;
 
 // A connection that writes, and reads only to throw away.
@@ -189,6 +201,35 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
   const int before = daemon_->OpenFds();
   for (int i = 0; i < 100; ++i) take_all();
   EXPECT_EQ(daemon_->OpenFds(), before);
+}
+
+// With one descriptor to spare, with two, ... until an attach has enough.
+TEST_F(Flood, ThatLeavesTooFewDescriptorsIsToldSoUntilThereAreEnough) {
+  if (kSanitized) GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
+  ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
+  ASSERT_OK(raw->Hello());
+  const auto limit_spare = [&](int spare) {
+    rlimit limit{};
+    ASSERT_EQ(::prlimit(daemon_->pid(), RLIMIT_NOFILE, nullptr, &limit), 0);
+    limit.rlim_cur = static_cast<rlim_t>(daemon_->OpenFds() + spare);
+    ASSERT_EQ(::prlimit(daemon_->pid(), RLIMIT_NOFILE, &limit, nullptr), 0);
+  };
+  int refused = 0;
+  for (int spare = 1; spare <= kSpareMost; ++spare) {
+    SCOPED_TRACE(spare);
+    limit_spare(spare);
+    const std::string job = absl::StrCat("job", spare);
+    const absl::Status status =
+        raw->Attach({.job = job}, testing::MakeLayoutSpec({.world_size = 1}));
+    if (status.ok()) break;
+    EXPECT_THAT(status, HasError(protocol::ErrorId::kLimit));
+    EXPECT_THAT(protocol::HintOf(status), HasSubstr("LimitNOFILE"));
+    ++refused;
+  }
+  EXPECT_GT(refused, 5);
+  EXPECT_LT(refused, kSpareMost);
+  limit_spare(kSpareMost);
+  ExpectThatOthersAreServed();
 }
 
 }  // namespace
