@@ -47,6 +47,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._extra_state = bytes(self._attachment.extra_state or b"") or None
         self._pending_state = None
         self._guards = guards
+        self._stepping = False
         self._process = os.getpid()
         self._ready = True
         engine.owner = self  # lives as long as a hook does
@@ -91,6 +92,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         extra = self._pending_state if extra_state is None else extra_state
         self._check_members()
         gone = False
+        self._stepping = True
         try:
             engine.deliver_open()
             engine.release_all()
@@ -108,6 +110,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 self._extra_state = extra or None
             raise
         finally:
+            self._stepping = False
             if gone:
                 engine.forget_gradients()
                 attachment.drop_gradients()
@@ -223,6 +226,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
         return self._attachment
 
     def _leave(self):
+        if self._stepping:
+            return  # another thread waits in step, and detach() would wait for it
         attachment, self._attachment, self._engine.attachment = self._attachment, None, None
         if attachment is not None and os.getpid() == self._process:
             try:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cmath>
@@ -86,8 +87,11 @@ absl::StatusOr<DType> DTypeFromName(const std::string& name) {
                    "known: float32, bfloat16, float16");
 }
 
-// True where a signal handler of Python's has raised; the exception stays set for Raise().
+// True where a signal handler of Python's has raised; the exception stays set for Raise(). Handlers
+// run on the main thread alone; another one that took the GIL while the interpreter ends would be
+// ended by it, through frames of ours.
 bool PythonInterrupted() {
+  if (::gettid() != ::getpid()) return false;
   const nb::gil_scoped_acquire acquired;
   return PyErr_CheckSignals() != 0;
 }
