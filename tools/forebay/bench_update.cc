@@ -57,6 +57,7 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> MakeArena(const std::string& name, 
 
 // Four floats at once, by the compiler's own vectors: as wide as every processor has.
 using Lane [[gnu::vector_size(16)]] = float;
+constexpr size_t kLaneElems = sizeof(Lane) / sizeof(float);
 
 // The memory accesses of the pass with next to no arithmetic: reads g, reads and writes w, m, v.
 void TouchAsThePassDoes(const Lane* g, Lane* w, Lane* m, Lane* v, size_t lanes) {
@@ -95,8 +96,8 @@ class MemoryLimit {
         });
       }
     }
-    const double bytes = static_cast<double>(lanes_ * (sizeof(Lane) / sizeof(float))) *
-                         (kPassBytesRead + kPassBytesWritten);
+    const double bytes =
+        static_cast<double>(lanes_ * kLaneElems) * (kPassBytesRead + kPassBytesWritten);
     return Sample{.value = bytes / SecondsSince(began) / kGiga};
   }
 
