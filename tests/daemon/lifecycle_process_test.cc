@@ -84,13 +84,17 @@ bool Sleeps(pid_t pid) {
 
 TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAForkedChild) {
   Start();
+  const int fds_without_job = daemon_->OpenFds();
   ASSERT_OK(TrainsOneMoreStep(2));  // the job and its memory stay; what comes and goes are sessions
   const auto free = [&] {
     const auto status = Status();
     return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
   };
   ASSERT_TRUE(Eventually(free));
-  const int fds = daemon_->OpenFds();
+  // Of a job: its image, its states, its step arena.
+  constexpr int kJobFds = 3;
+  const int fds = fds_without_job + kJobFds;
+  EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; })) << daemon_->OpenFds();
   const uint64_t bytes = SegmentBytes();
 
   for (const std::string what : {"hold", "fork", "step", "fork,step", "hold", "fork,step"}) {
