@@ -80,8 +80,8 @@ def status(socket=None):
 
 
 def trace(job=None, socket=None):
-    """The timed events of the job's newest step, as `forebay trace` shows them: dicts with lane, name,
-    start_ns, end_ns (CLOCK_MONOTONIC) and bytes."""
+    """The timed events of the job's newest step, as `forebay trace` shows them: dicts with lane,
+    name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes."""
     from . import _core
 
     return _core.trace(
