@@ -5,11 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/stream_kernel.h"
 
 namespace forebay::cpu_adam {
 
-// Holds the sum of chunk sums (adam_kernel.h) exactly, in fixed point, so that adding is
+// Holds the sum of chunk sums (stream_kernel.h) exactly, in fixed point, so that adding is
 // associative and commutative. A value: copy, send and compare it freely.
 //
 // Limits  Up to 2^30 chunks: 2^42 elements.

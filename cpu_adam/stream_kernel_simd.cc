@@ -1,8 +1,8 @@
-// The streaming passes for every instruction set of adam_kernel_simd.cc. Includes its contract and
+// The streaming passes for every instruction set of update_kernel_simd.cc. Includes its contract and
 // Highway alone; the bits are those of internal/stream_scalar.cc.
 
 #ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // as in adam_kernel_simd.cc
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // as in update_kernel_simd.cc
 #define HWY_WANT_AVX3_DL
 #endif
 
@@ -30,11 +30,17 @@ using DI16 = hn::RebindToSigned<DU16>;
 using V = hn::Vec<D>;
 using VU = hn::Vec<DU>;
 
-template <class Float, class From>
-HWY_INLINE hn::Vec<Float> WidenAt(Float df, From from) {
+// 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
+template <class Float>
+HWY_INLINE hn::Vec<Float> WidenAt(Float df, const uint16_t* from) {
   const hn::RebindToUnsigned<Float> du;
   const hn::Rebind<uint16_t, Float> du16;
   return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(du16, from))));
+}
+
+template <class Float>
+HWY_INLINE hn::Vec<Float> WidenAt(Float df, const hwy::float16_t* from) {
+  return hn::PromoteTo(df, hn::LoadU(hn::Rebind<hwy::float16_t, Float>(), from));
 }
 
 #if !HWY_HAVE_SCALABLE
@@ -47,7 +53,8 @@ HWY_INLINE hn::Vec<DD> LoadDoubles(const float* from) {
   return hn::PromoteTo(DD(), hn::LoadU(hn::Rebind<float, DD>(), from));
 }
 
-HWY_INLINE hn::Vec<DD> LoadDoubles(const uint16_t* from) {
+template <class Half>
+HWY_INLINE hn::Vec<DD> LoadDoubles(const Half* from) {
   return hn::PromoteTo(DD(), WidenAt(hn::Rebind<float, DD>(), from));
 }
 
@@ -93,6 +100,8 @@ void SumChunks(size_t n, const T* from, double* chunk_sums) {
 void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   if (g.type == GradType::kFp32) {
     SumChunks(n, static_cast<const float*>(g.data), chunk_sums);
+  } else if (g.type == GradType::kFp16) {
+    SumChunks(n, static_cast<const hwy::float16_t*>(g.data), chunk_sums);
   } else {
     SumChunks(n, static_cast<const uint16_t*>(g.data), chunk_sums);
   }
@@ -126,11 +135,15 @@ bool SimdAllFinite(size_t n, Gradient g) {
   if (g.type == GradType::kFp32) {
     return AllBelow(DI(), n, static_cast<const int32_t*>(g.data), 0x7FFFFFFF, 0x7F800000);
   }
-  return AllBelow(DI16(), n, static_cast<const int16_t*>(g.data), int16_t{0x7FFF}, int16_t{0x7F80});
+  const int16_t infinity = g.type == GradType::kFp16 ? 0x7C00 : 0x7F80;
+  return AllBelow(DI16(), n, static_cast<const int16_t*>(g.data), int16_t{0x7FFF}, infinity);
 }
 
 HWY_INLINE V LoadFloats(const float* from) { return hn::LoadU(D(), from); }
-HWY_INLINE V LoadFloats(const uint16_t* from) { return WidenAt(D(), from); }
+template <class Half>
+HWY_INLINE V LoadFloats(const Half* from) {
+  return WidenAt(D(), from);
+}
 
 HWY_INLINE float WidenOne(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;
@@ -139,6 +152,9 @@ HWY_INLINE float WidenOne(uint16_t bits) {
   return value;
 }
 HWY_INLINE float WidenOne(float value) { return value; }
+HWY_INLINE float WidenOne(const hwy::float16_t& half) {
+  return hn::GetLane(WidenAt(hn::CappedTag<float, 1>(), &half));
+}
 
 template <bool kAdd, class T>
 void AddRun(size_t n, const T* src, float* dst) {
@@ -163,6 +179,8 @@ template <bool kAdd>
 void AddTyped(size_t n, Gradient g, float* dst) {
   if (g.type == GradType::kFp32) {
     AddRun<kAdd>(n, static_cast<const float*>(g.data), dst);
+  } else if (g.type == GradType::kFp16) {
+    AddRun<kAdd>(n, static_cast<const hwy::float16_t*>(g.data), dst);
   } else {
     AddRun<kAdd>(n, static_cast<const uint16_t*>(g.data), dst);
   }

@@ -27,12 +27,12 @@ constexpr NamedTarget kTargets[] = {
 std::vector<Kernels> FindKernels() {
   std::vector<Kernels> found;
   for (const NamedTarget& target : kTargets) {
-    const internal::StepKernels* step = internal::StepKernelsOf(target.bit);
+    const internal::UpdateKernels* updates = internal::UpdateKernelsOf(target.bit);
     const internal::StreamKernels* stream = internal::StreamKernelsOf(target.bit);
-    if ((hwy::SupportedTargets() & target.bit) == 0 || step == nullptr) continue;
-    found.push_back({target.name, step, stream});
+    if ((hwy::SupportedTargets() & target.bit) == 0 || updates == nullptr) continue;
+    found.push_back({target.name, updates, stream});
   }
-  found.push_back({"scalar", &internal::kScalarStepKernels, &internal::kScalarStreamKernels});
+  found.push_back({"scalar", &internal::kScalarUpdateKernels, &internal::kScalarStreamKernels});
   return found;
 }
 

@@ -1,4 +1,4 @@
-// Which instruction set the kernels of adam_kernel.h run on.
+// Which instruction set the kernels of update_kernel.h run on.
 #pragma once
 
 #include <string>

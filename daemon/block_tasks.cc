@@ -5,8 +5,9 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_adam/adam_kernel.h"
 #include "cpu_adam/square_sum.h"
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/update_kernel.h"
 #include "protocol/check.h"
 #include "protocol/error.h"
 #include "protocol/units.h"
@@ -14,9 +15,12 @@
 namespace forebay::daemon {
 namespace {
 
-using cpu_adam::AdamScalars;
 using cpu_adam::Gradient;
 using cpu_adam::GradType;
+using cpu_adam::Rule;
+using cpu_adam::StateFormat;
+using cpu_adam::StatePlanes;
+using cpu_adam::StepScalars;
 using protocol::DType;
 using protocol::Format;
 
@@ -65,13 +69,12 @@ uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
   const bool exact = memory.format == Format::kExact;
   const auto planes = protocol::StatePlanes(protocol::Optimizer::kAdamW, memory.format,
                                             exact ? DType::kBFloat16 : DType::kFloat32);
-  const auto plane_at = [&](size_t plane) {
-    return PlaneOffsetBytes(planes, plane, action.block_elems);
-  };
+  const auto format = exact ? StateFormat::kExact : StateFormat::kFp32;
   uint64_t overflows = 0;
   for (const UpdateSegment& segment : action.segments) {
-    const AdamScalars scalars =
-        cpu_adam::MakeAdamScalars({.lr = segment.hyper.lr,
+    const StepScalars scalars =
+        cpu_adam::MakeStepScalars(Rule::kAdamW,
+                                  {.lr = segment.hyper.lr,
                                    .beta1 = segment.hyper.beta1,
                                    .beta2 = segment.hyper.beta2,
                                    .eps = segment.hyper.eps,
@@ -83,20 +86,19 @@ uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
     FOREBAY_CHECK(segment.accumulator_offset_bytes + gradient_bytes <= memory.accumulators.size());
     const Gradient gradient{memory.accumulators.data() + segment.accumulator_offset_bytes,
                             GradType::kFp32};
+    const size_t first_moment = exact ? 1 : 0;
+    StatePlanes state{};
     if (exact) {
-      overflows += cpu_adam::AdamStepExact(
-          scalars, elems, gradient,
-          {.param = Elems<uint16_t>(memory.image, segment.image_offset_bytes, 0, elems),
-           .remainder = Elems<int16_t>(memory.block, plane_at(0), first, elems),
-           .m = Elems<float>(memory.block, plane_at(1), first, elems),
-           .v = Elems<float>(memory.block, plane_at(2), first, elems)});
+      state.image = Elems<uint16_t>(memory.image, segment.image_offset_bytes, 0, elems);
+      state.remainder = Elems<int16_t>(memory.block, 0, first, elems);
     } else {
-      overflows += cpu_adam::AdamStepFp32(
-          scalars, elems, gradient,
-          {.w = Elems<float>(memory.image, segment.image_offset_bytes, 0, elems),
-           .m = Elems<float>(memory.block, plane_at(0), first, elems),
-           .v = Elems<float>(memory.block, plane_at(1), first, elems)});
+      state.image = Elems<float>(memory.image, segment.image_offset_bytes, 0, elems);
     }
+    for (size_t i = first_moment; i < planes.size(); ++i) {
+      const uint64_t offset = PlaneOffsetBytes(planes, i, action.block_elems);
+      state.moments[i - first_moment] = Elems<float>(memory.block, offset, first, elems);
+    }
+    overflows += cpu_adam::Update(Rule::kAdamW, format, scalars, elems, gradient, state);
   }
   return overflows;
 }

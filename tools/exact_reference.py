@@ -1,4 +1,4 @@
-"""The scalar reference of --reference-check: AdamW with format `exact`, as cpu_adam/adam_kernel.h
+"""The scalar reference of --reference-check: AdamW with format `exact`, as cpu_adam/update_kernel.h
 defines it, in torch.
 
 Every rank records the bfloat16 gradients that its model hands to the optimizer; after the last step

@@ -5,19 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/update_kernel.h"
 
 namespace forebay::cpu_adam::internal {
-
-// AdamScalars with what a step derives from them once.
-struct StepConstants {
-  float beta1, one_minus_beta1;
-  float beta2, one_minus_beta2;
-  float eps, inv_sqrt_bias2;
-  float decay;  // fma(-lr, weight_decay, 1)
-  float step;   // lr * inv_bias1
-  float grad_scale;
-};
 
 // A master is counted when its bits, sign aside, reach this: float32 infinity, or the first value
 // whose bfloat16 is infinite.
@@ -25,11 +16,15 @@ inline constexpr int32_t kFp32BadBits = 0x7F800000;
 inline constexpr int32_t kExactBadBits = 0x7F7F8000;
 
 // `from` and `to` are the same planes, or do not overlap.
-struct StepKernels {
-  uint64_t (*fp32)(const StepConstants&, size_t n, Gradient, const Fp32Planes& from,
-                   const Fp32Planes& to);
-  uint64_t (*exact)(const StepConstants&, size_t n, Gradient, const ExactPlanes& from,
-                    const ExactPlanes& to);
+using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes& from,
+                          const StatePlanes& to);
+
+inline constexpr size_t kRules = 8;
+inline constexpr size_t kStateFormats = 2;
+
+// By rule and format, each less 1.
+struct UpdateKernels {
+  UpdateFn* by_rule[kRules][kStateFormats];
 };
 
 struct StreamKernels {
@@ -43,11 +38,11 @@ struct StreamKernels {
 };
 
 // The std::fma reference: always built, the definition of every bit.
-extern const StepKernels kScalarStepKernels;
+extern const UpdateKernels kScalarUpdateKernels;
 extern const StreamKernels kScalarStreamKernels;
 
 // The kernels of one Highway target (a HWY_* bit), or null where it is not compiled in.
-const StepKernels* StepKernelsOf(int64_t hwy_target);
+const UpdateKernels* UpdateKernelsOf(int64_t hwy_target);
 const StreamKernels* StreamKernelsOf(int64_t hwy_target);
 
 }  // namespace forebay::cpu_adam::internal

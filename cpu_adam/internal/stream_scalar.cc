@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
 
 namespace forebay::cpu_adam::internal {
@@ -16,7 +17,8 @@ uint16_t Round(float value) {
 
 float LoadGrad(Gradient g, size_t i) {
   if (g.type == GradType::kFp32) return static_cast<const float*>(g.data)[i];
-  return Widen(static_cast<const uint16_t*>(g.data)[i]);
+  const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
+  return g.type == GradType::kFp16 ? WidenFp16(bits) : Widen(bits);
 }
 
 void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {

@@ -1,18 +1,24 @@
 // Goal    The definition is AdamW: close to double precision in every step, right at the first and
 //         the millionth step, and `exact` holds the masters of `fp32`.
-// Method  Recompute each line of adam_kernel.h in double from the same float32 inputs and compare
+// Method  Recompute each line of update_kernel.h in double from the same float32 inputs and compare
 //         with a bound that is derived below; compare the two formats bit by bit over 30 steps.
 
 #include <limits>
+#include <tuple>
 
-#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/planes.h"
+#include "tests/cpu_adam/rules.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::AdamData;
+using ::forebay::testing::kGradTypes;
+using ::forebay::testing::kRules;
+using ::forebay::testing::NameOf;
 using ::forebay::testing::SameBits;
 using ::forebay::testing::TargetGuard;
 
@@ -26,6 +32,10 @@ double Ulp(double x) {
   return std::ldexp(1.0, std::ilogb(magnitude) - 23);
 }
 
+StatePlanes PlanesOf(AdamData& data) {
+  return {data.w.data(), nullptr, {data.m.data(), data.v.data()}};
+}
+
 void ExpectNear(double actual, double expected, double bound, double largest_term, const char* what,
                 size_t i) {
   EXPECT_LE(std::abs(actual - expected), bound * (1 + 1e-6)) << what << " of element " << i;
@@ -36,19 +46,19 @@ void ExpectNear(double actual, double expected, double bound, double largest_ter
 // 1, g' = g exactly.
 //   m' : u·|(1-β₁)g|, then u·|m'| by the fma.
 //   v' : the two products 2u·(1-β₂)g², then u·|v'| by the fma; all terms positive.
-//   w' : of the update s·m'/d: u each for s = η·inv_bias1, the square root, the fma of d and the
-//        quotient: 4u; of the decayed weight: u for `decay` (which is below 1), u for the product:
+//   w' : of the update s·m'/d: u each for the square root, the fma of d and the quotient, within
+//        4u; of the decayed weight: u for `decay` (which is below 1), u for the product:
 //        2u; then u·|w'| by the last fma. m' and v' are taken as the kernel returned them.
 // A product or quotient that underflows adds up to 2^-149 instead.
 TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
-  const AdamHyper hyper = {.lr = 1e-3, .weight_decay = 0.1};
+  const Hyper hyper = {.lr = 1e-3, .weight_decay = 0.1};
   AdamData data(5000, kSeed);
   for (uint64_t t = 1; t <= 10; ++t) {
-    const AdamScalars s = MakeAdamScalars(hyper, t, 1.0f);
+    const StepScalars s = MakeStepScalars(Rule::kAdamW, hyper, t, 1.0f);
     for (float& g : data.grad) g = std::abs(g) > 1e17f ? 1e17f : g;  // v stays finite
     const std::vector<float> w = data.w, m = data.m, v = data.v;
-    ASSERT_EQ(AdamStepFp32(s, w.size(), {data.grad.data(), GradType::kFp32},
-                           {data.w.data(), data.m.data(), data.v.data()}),
+    ASSERT_EQ(Update(Rule::kAdamW, StateFormat::kFp32, s, w.size(), data.Grad(GradType::kFp32),
+                     PlanesOf(data)),
               0u);
     for (size_t i = 0; i < w.size(); ++i) {
       const double g = data.grad[i];
@@ -61,10 +71,10 @@ TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
       ExpectNear(data.v[i], old_v + new_v,
                  kUnit * (2 * new_v + old_v + new_v) + (2 + std::abs(g)) * kTiny,
                  std::max(old_v, new_v), "v", i);
-      const double step = double{s.lr} * s.inv_bias1;
+      const double step = s.step;
       const double denominator = std::sqrt(double{data.v[i]}) * s.inv_sqrt_bias2 + s.eps;
       const double update = step * data.m[i] / denominator;
-      const double kept = (1.0 - double{s.lr} * s.weight_decay) * w[i];
+      const double kept = (1.0 - double{static_cast<float>(hyper.lr)} * hyper.weight_decay) * w[i];
       ExpectNear(
           data.w[i], kept - update,
           kUnit * (4 * std::abs(update) + 2 * std::abs(kept) + std::abs(kept - update)) + 3 * kTiny,
@@ -75,10 +85,10 @@ TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
 }
 
 TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize) {
-  const AdamScalars s = MakeAdamScalars({.lr = 0.01, .weight_decay = 0}, 1, 1.0f);
+  const StepScalars s = MakeStepScalars(Rule::kAdamW, {.lr = 0.01, .weight_decay = 0}, 1, 1.0f);
   for (const float g : {1e-4f, -0.5f, 3.0f, -1e6f}) {
     float w = 1.0f, m = 0, v = 0;
-    AdamStepFp32(s, 1, {&g, GradType::kFp32}, {&w, &m, &v});
+    Update(Rule::kAdamW, StateFormat::kFp32, s, 1, {&g, GradType::kFp32}, {&w, nullptr, {&m, &v}});
     // η·m̂ / (sqrt(v̂) + ε) with m̂ = g, v̂ = g²: five roundings of the update, one of the result;
     // ε shortens the update by ε/|g|.
     const double update = 0.01 * g / (std::abs(double{g}) + 1e-8);
@@ -87,18 +97,19 @@ TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize)
 }
 
 TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
-  const AdamHyper hyper = {.beta1 = 0.9, .beta2 = 0.999};
+  const Hyper hyper = {.beta1 = 0.9, .beta2 = 0.999};
   for (const uint64_t t : {1u, 2u, 10u, 1000u, 1000000u}) {
-    const AdamScalars s = MakeAdamScalars(hyper, t, 1.0f);
+    const StepScalars s = MakeStepScalars(Rule::kAdamW, hyper, t, 1.0f);
     const long double bias1 = 1 - std::pow(0.9L, static_cast<long double>(t));
     const long double bias2 = 1 - std::pow(0.999L, static_cast<long double>(t));
-    EXPECT_FLOAT_EQ(s.inv_bias1, static_cast<float>(1 / bias1)) << t;
+    EXPECT_FLOAT_EQ(s.step, static_cast<float>(0.001L / bias1)) << t;
     EXPECT_FLOAT_EQ(s.inv_sqrt_bias2, static_cast<float>(1 / std::sqrt(bias2))) << t;
   }
-  EXPECT_EQ(MakeAdamScalars(hyper, 1000000, 1.0f).inv_bias1, 1.0f);
-  EXPECT_EQ(MakeAdamScalars(hyper, 1, 1.0f).one_minus_beta2, 0.001f);  // not 1.0f - 0.999f
-  const AdamScalars no_momentum = MakeAdamScalars({.beta1 = 0, .beta2 = 0}, 3, 1.0f);
-  EXPECT_EQ(no_momentum.inv_bias1, 1.0f);
+  EXPECT_EQ(MakeStepScalars(Rule::kAdamW, hyper, 1000000, 1.0f).step, 0.001f);
+  EXPECT_EQ(MakeStepScalars(Rule::kAdamW, hyper, 1, 1.0f).one_minus_beta2,
+            0.001f);  // not 1.0f - 0.999f
+  const StepScalars no_momentum = MakeStepScalars(Rule::kAdamW, {.beta1 = 0, .beta2 = 0}, 3, 1.0f);
+  EXPECT_EQ(no_momentum.step, 0.001f);
   EXPECT_EQ(no_momentum.inv_sqrt_bias2, 1.0f);
 }
 
@@ -106,47 +117,54 @@ TEST(AdamDefinition, AGradientScaleIsTheSameAsAScaledGradient) {
   constexpr float kScale = 0.25f;  // a power of two: the product is exact
   AdamData a(1000, kSeed), b(1000, kSeed);
   for (float& g : b.grad) g *= kScale;
-  AdamStepFp32(MakeAdamScalars({}, 1, kScale), 1000, {a.grad.data(), GradType::kFp32},
-               {a.w.data(), a.m.data(), a.v.data()});
-  AdamStepFp32(MakeAdamScalars({}, 1, 1.0f), 1000, {b.grad.data(), GradType::kFp32},
-               {b.w.data(), b.m.data(), b.v.data()});
+  Update(Rule::kAdamW, StateFormat::kFp32, MakeStepScalars(Rule::kAdamW, {}, 1, kScale), 1000,
+         a.Grad(GradType::kFp32), PlanesOf(a));
+  Update(Rule::kAdamW, StateFormat::kFp32, MakeStepScalars(Rule::kAdamW, {}, 1, 1.0f), 1000,
+         b.Grad(GradType::kFp32), PlanesOf(b));
   EXPECT_TRUE(SameBits(a.w, b.w));
   EXPECT_TRUE(SameBits(a.m, b.m));
   EXPECT_TRUE(SameBits(a.v, b.v));
 }
 
-class ExactFormat : public ::testing::TestWithParam<std::string> {};
+class ExactFormat : public ::testing::TestWithParam<std::tuple<std::string, Rule>> {};
 
 TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
+  const auto& [target_name, rule] = GetParam();
   TargetGuard target;
-  target.Force(GetParam());
+  target.Force(target_name);
   constexpr size_t kElems = 1013;
-  for (const GradType type : {GradType::kFp32, GradType::kBf16}) {
+  for (const GradType type : kGradTypes) {
     AdamData wide(kElems, kSeed), narrow(kElems, kSeed);
-    std::vector<uint16_t> param(kElems), rounded(kElems);
+    std::vector<uint16_t> image(kElems), rounded(kElems);
     std::vector<int16_t> remainder(kElems);
-    std::vector<float> rebuilt(kElems);
-    SplitMaster(kElems, narrow.w.data(), param.data(), remainder.data());
+    std::vector<float> rebuilt(kElems), wide_third(kElems), narrow_third(kElems);
+    SplitMaster(kElems, narrow.w.data(), image.data(), remainder.data());
     for (uint64_t t = 1; t <= 30; ++t) {
       const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
-      const Gradient g = type == GradType::kFp32 ? Gradient{fresh.grad.data(), type}
-                                                 : Gradient{fresh.grad16.data(), type};
-      const AdamScalars s = MakeAdamScalars({.lr = 0.01}, t, 0.5f);
-      AdamStepFp32(s, kElems, g, {wide.w.data(), wide.m.data(), wide.v.data()});
-      AdamStepExact(s, kElems, g,
-                    {param.data(), remainder.data(), narrow.m.data(), narrow.v.data()});
-      JoinMaster(kElems, param.data(), remainder.data(), rebuilt.data());
+      const StepScalars s = MakeStepScalars(rule, {.lr = 0.01, .momentum = 0.9}, t, 0.5f);
+      Update(rule, StateFormat::kFp32, s, kElems, fresh.Grad(type),
+             {wide.w.data(), nullptr, {wide.m.data(), wide.v.data(), wide_third.data()}});
+      Update(rule, StateFormat::kExact, s, kElems, fresh.Grad(type),
+             {image.data(),
+              remainder.data(),
+              {narrow.m.data(), narrow.v.data(), narrow_third.data()}});
+      JoinMaster(kElems, image.data(), remainder.data(), rebuilt.data());
       RoundToBf16(kElems, wide.w.data(), rounded.data());
       ASSERT_TRUE(SameBits(rebuilt, wide.w)) << "step " << t << ", seed " << kSeed;
-      ASSERT_EQ(param, rounded) << "step " << t << ", seed " << kSeed;
+      ASSERT_EQ(image, rounded) << "step " << t << ", seed " << kSeed;
       ASSERT_TRUE(SameBits(narrow.m, wide.m));
       ASSERT_TRUE(SameBits(narrow.v, wide.v));
+      ASSERT_TRUE(SameBits(narrow_third, wide_third));
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Supported, ExactFormat, ::testing::ValuesIn(SupportedTargets()),
-                         [](const auto& target) { return target.param; });
+INSTANTIATE_TEST_SUITE_P(Supported, ExactFormat,
+                         ::testing::Combine(::testing::ValuesIn(SupportedTargets()),
+                                            ::testing::ValuesIn(kRules)),
+                         [](const auto& run) {
+                           return std::get<0>(run.param) + "_" + NameOf(std::get<1>(run.param));
+                         });
 
 }  // namespace
 }  // namespace forebay::cpu_adam

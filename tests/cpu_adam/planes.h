@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/gradient.h"
 #include "cpu_adam/targets.h"
 #include "gtest/gtest.h"
 
@@ -74,11 +74,12 @@ inline uint16_t TopHalf(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// States and gradients of plausible sizes, with denormal moments, zeros, and gradients from 1e-30
-// to 1e25 (whose square overflows) strewn in.
+// Masters, moments and gradients of plausible sizes, with denormal moments, zeros, and gradients from
+// 1e-30 to 1e25 (whose square overflows) strewn in.
 struct AdamData {
   std::vector<float> w, m, v, grad;
-  std::vector<uint16_t> grad16;
+  std::vector<uint16_t> bf16;  // the gradient's upper halves
+  std::vector<uint16_t> fp16;  // other gradients: any finite bits
 
   AdamData(size_t n, uint32_t seed) {
     std::mt19937 random(seed);
@@ -92,10 +93,21 @@ struct AdamData {
                       : std::abs(1e-6f * normal(random)));
       const float g = random() % 11 == 0 ? kOdd[random() % std::size(kOdd)] : 0.1f * normal(random);
       grad.push_back(g);
-      grad16.push_back(TopHalf(g));
+      bf16.push_back(TopHalf(g));
+      const auto bits = static_cast<uint16_t>(random());
+      const bool finite = (bits & 0x7C00) != 0x7C00;
+      fp16.push_back(finite ? bits : static_cast<uint16_t>(bits & 0xBFFF));
     }
   }
+
+  cpu_adam::Gradient Grad(cpu_adam::GradType type) const {
+    if (type == cpu_adam::GradType::kFp32) return {grad.data(), type};
+    return {type == cpu_adam::GradType::kBf16 ? bf16.data() : fp16.data(), type};
+  }
 };
+
+inline constexpr cpu_adam::GradType kGradTypes[] = {
+    cpu_adam::GradType::kFp32, cpu_adam::GradType::kBf16, cpu_adam::GradType::kFp16};
 
 // Sizes around every vector width, primes, odd tails; and a length that spans several chunks.
 inline const std::vector<size_t>& KernelSizes() {

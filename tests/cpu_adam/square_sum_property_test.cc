@@ -47,7 +47,7 @@ TEST(SquareSum, NoSplitOrderOrTargetChangesABit) {
   TargetGuard target;
   const size_t elems = 40 * kSumChunkElems + 1234;
   const AdamData data(elems, kSeed);
-  const SquareSum whole = SumSquaresAndFinite(elems, {data.grad16.data(), GradType::kBf16});
+  const SquareSum whole = SumSquaresAndFinite(elems, {data.bf16.data(), GradType::kBf16});
   ASSERT_GT(whole.ToDouble(), 0);
   std::mt19937 random(kSeed);
   for (const std::string& name : SupportedTargets()) {
@@ -56,7 +56,7 @@ TEST(SquareSum, NoSplitOrderOrTargetChangesABit) {
       std::vector<SquareSum> parts;
       for (size_t begin = 0; begin < elems;) {
         const size_t n = std::min(elems - begin, kSumChunkElems * (1 + random() % 9));
-        parts.push_back(SumSquaresAndFinite(n, {data.grad16.data() + begin, GradType::kBf16}));
+        parts.push_back(SumSquaresAndFinite(n, {data.bf16.data() + begin, GradType::kBf16}));
         begin += n;
       }
       std::shuffle(parts.begin(), parts.end(), random);

@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-#include "cpu_adam/adam_kernel.h"
+#include "cpu_adam/stream_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/planes.h"
 
@@ -15,11 +15,11 @@ namespace {
 using ::forebay::testing::AdamData;
 using ::forebay::testing::GuardedArray;
 using ::forebay::testing::KernelSizes;
+using ::forebay::testing::kGradTypes;
 using ::forebay::testing::SameBits;
 using ::forebay::testing::TargetGuard;
 
 constexpr uint32_t kSeed = 41;
-constexpr GradType kGradTypes[] = {GradType::kFp32, GradType::kBf16};
 
 class StreamKernels : public ::testing::TestWithParam<std::string> {
  protected:
@@ -35,18 +35,13 @@ class StreamKernels : public ::testing::TestWithParam<std::string> {
   TargetGuard target_;
 };
 
-Gradient GradOf(const AdamData& data, GradType type) {
-  if (type == GradType::kFp32) return {data.grad.data(), type};
-  return {data.grad16.data(), type};
-}
-
 TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
   for (const size_t n : {0u, 1u, 31u, 32u, 33u, 1009u, 4095u, 4096u, 4097u, 12289u}) {
     const AdamData data(n, kSeed);
     for (const GradType type : kGradTypes) {
       const auto [sums, expected] = Both([&] {
         std::vector<double> chunk_sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
-        ChunkSquareSums(n, GradOf(data, type), chunk_sums.data());
+        ChunkSquareSums(n, data.Grad(type), chunk_sums.data());
         return chunk_sums;
       });
       EXPECT_EQ(sums, expected) << "n " << n;  // no NaN in the data: == is bit equality
@@ -89,7 +84,7 @@ TEST_P(StreamKernels, AddsAndSetsLikeTheDefinition) {
           const auto [sum, expected] = Both([&] {
             GuardedArray<float> dst(n, offset);
             dst.Assign(data.w);
-            AddGradient(n, GradOf(data, type), mode, dst.data());
+            AddGradient(n, data.Grad(type), mode, dst.data());
             EXPECT_TRUE(dst.GuardsIntact());
             return dst.Copy();
           });
@@ -110,6 +105,39 @@ TEST_P(StreamKernels, RanksAddInOrderAsInOneExpression) {
   for (size_t i = 0; i < sum.size(); ++i) {
     EXPECT_TRUE(SameBits(sum[i], (a.grad[i] + b.grad[i]) + c.grad[i])) << i;
   }
+}
+
+// What IEEE 754 says of the bits, in double.
+double ValueOfFp16(uint16_t bits) {
+  const int exponent = (bits >> 10) & 31;
+  const int fraction = bits & 1023;
+  const double magnitude =
+      exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
+}
+
+TEST_P(StreamKernels, EveryBinary16IsWidenedToItsValueAndInfinityIsFound) {
+  target_.Force(GetParam());
+  std::vector<uint16_t> all(1 << 16);
+  std::iota(all.begin(), all.end(), uint16_t{0});
+  std::vector<float> wide(all.size());
+  AddGradient(all.size(), {all.data(), GradType::kFp16}, AddMode::kSet, wide.data());
+  for (size_t i = 0; i < all.size(); ++i) {
+    float alone = 0;  // by the code for the last elements
+    AddGradient(1, {&all[i], GradType::kFp16}, AddMode::kSet, &alone);
+    const bool finite = (all[i] & 0x7C00) != 0x7C00;
+    EXPECT_EQ(AllFinite(1, {&all[i], GradType::kFp16}), finite) << i;
+    EXPECT_EQ(std::isfinite(wide[i]), finite) << i;
+    EXPECT_TRUE(SameBits(alone, wide[i])) << i;
+    if (finite) {
+      EXPECT_TRUE(SameBits(wide[i], static_cast<float>(ValueOfFp16(all[i])))) << i;
+    } else {
+      EXPECT_EQ(std::isinf(wide[i]), (all[i] & 1023) == 0) << i;
+    }
+    if (HasFailure()) return;
+  }
+  const std::vector<uint16_t> largest(67, 0xFBFF);
+  EXPECT_TRUE(AllFinite(largest.size(), {largest.data(), GradType::kFp16}));
 }
 
 TEST_P(StreamKernels, EveryBfloat16SurvivesWideningAndRounding) {

@@ -5,9 +5,10 @@
 #include <cstring>
 #include <string>
 
-#include "cpu_adam/adam_kernel.h"
 #include "cpu_adam/square_sum.h"
+#include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/targets.h"
+#include "cpu_adam/update_kernel.h"
 #include "protocol/check.h"
 
 namespace forebay::testing {
@@ -127,7 +128,9 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
     for (uint32_t p = layout_.groups()[g].param_begin; p < layout_.groups()[g].param_end; ++p) {
       const protocol::ParamPlace& place = layout_.params()[p];
       const protocol::HyperParams& h = hyper[place.param_group];
-      const auto scalars = cpu_adam::MakeAdamScalars({.lr = h.lr,
+      const auto rule = cpu_adam::Rule::kAdamW;
+      const auto scalars = cpu_adam::MakeStepScalars(rule,
+                                                     {.lr = h.lr,
                                                       .beta1 = h.beta1,
                                                       .beta2 = h.beta2,
                                                       .eps = h.eps,
@@ -135,16 +138,13 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
                                                      group.updates, static_cast<float>(scale));
       const uint64_t at = place.offset_elems;
       const cpu_adam::Gradient gradient{sums[g].data() + at, cpu_adam::GradType::kFp32};
-      if (layout_.spec().format == Format::kExact) {
-        cpu_adam::AdamStepExact(
-            scalars, place.elems, gradient,
-            {reinterpret_cast<uint16_t*>(group.image.data()) + at, group.remainder.data() + at,
-             group.m.data() + at, group.v.data() + at});
-      } else {
-        cpu_adam::AdamStepFp32(scalars, place.elems, gradient,
-                               {reinterpret_cast<float*>(group.image.data()) + at,
-                                group.m.data() + at, group.v.data() + at});
-      }
+      const bool exact = layout_.spec().format == Format::kExact;
+      const uint64_t width = protocol::SizeBytes(dtype);
+      cpu_adam::Update(rule, exact ? cpu_adam::StateFormat::kExact : cpu_adam::StateFormat::kFp32,
+                       scalars, place.elems, gradient,
+                       {group.image.data() + at * width,
+                        exact ? group.remainder.data() + at : nullptr,
+                        {group.m.data() + at, group.v.data() + at}});
     }
   }
   FOREBAY_CHECK(cpu_adam::ForceTarget(target).ok());

@@ -1,0 +1,10 @@
+// IEEE binary16 as raw bits, without a vector unit.
+#pragma once
+
+#include <cstdint>
+
+namespace forebay::cpu_adam::internal {
+
+float WidenFp16(uint16_t bits);  // exact, denormals included; a NaN stays one
+
+}  // namespace forebay::cpu_adam::internal

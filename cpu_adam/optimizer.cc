@@ -1,0 +1,75 @@
+#include "cpu_adam/optimizer.h"
+
+#include <cmath>
+
+namespace forebay::cpu_adam {
+namespace {
+
+// 1 - βᵗ by expm1: right for β near 1 and small t, where the difference would cancel.
+double BiasOf(double beta, double t) { return beta == 0 ? 1.0 : -std::expm1(t * std::log(beta)); }
+
+bool AddsDecayToGradient(Rule rule) {
+  return rule != Rule::kAdamW && rule != Rule::kAdamWAmsgrad && rule != Rule::kLion;
+}
+
+}  // namespace
+
+size_t MomentCount(Rule rule) {
+  switch (rule) {
+    case Rule::kAdamWAmsgrad:
+    case Rule::kAdamAmsgrad:
+      return 3;
+    case Rule::kAdamW:
+    case Rule::kAdam:
+      return 2;
+    case Rule::kAdagrad:
+    case Rule::kLion:
+    case Rule::kSgd:
+    case Rule::kSgdNesterov:
+      return 1;
+  }
+  return 0;
+}
+
+StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float grad_scale) {
+  const auto steps = static_cast<double>(t);
+  const auto lr = static_cast<float>(hyper.lr);
+  const auto weight_decay = static_cast<float>(hyper.weight_decay);
+  StepScalars s{};
+  s.grad_scale = grad_scale;
+  if (AddsDecayToGradient(rule)) {
+    s.l2 = weight_decay;
+    s.decay = 1.0f;
+  } else {
+    s.decay = std::fma(-lr, weight_decay, 1.0f);
+  }
+  s.eps = static_cast<float>(hyper.eps);
+  s.step = lr;
+  switch (rule) {
+    case Rule::kSgd:
+    case Rule::kSgdNesterov:
+      s.beta1 = static_cast<float>(hyper.momentum);
+      s.one_minus_beta1 = t == 1 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
+      return s;
+    case Rule::kAdagrad:
+      s.step = static_cast<float>(hyper.lr / (1.0 + (steps - 1.0) * hyper.lr_decay));
+      s.first = t == 1 ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
+      return s;
+    case Rule::kAdamW:
+    case Rule::kAdam:
+    case Rule::kAdamWAmsgrad:
+    case Rule::kAdamAmsgrad:
+      s.step = lr * static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
+      s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
+      break;
+    case Rule::kLion:
+      break;
+  }
+  s.beta1 = static_cast<float>(hyper.beta1);
+  s.beta2 = static_cast<float>(hyper.beta2);
+  s.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  s.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  return s;
+}
+
+}  // namespace forebay::cpu_adam

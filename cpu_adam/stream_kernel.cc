@@ -1,0 +1,35 @@
+#include "cpu_adam/stream_kernel.h"
+
+#include "cpu_adam/internal/dispatch.h"
+
+namespace forebay::cpu_adam {
+
+using internal::ChosenKernels;
+
+void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
+  ChosenKernels().stream->chunk_square_sums(n, g, chunk_sums);
+}
+
+bool AllFinite(size_t n, Gradient g) { return ChosenKernels().stream->all_finite(n, g); }
+
+void AddGradient(size_t n, Gradient src, AddMode mode, float* dst) {
+  ChosenKernels().stream->add_gradient(n, src, mode, dst);
+}
+
+void RoundToBf16(size_t n, const float* src, uint16_t* dst) {
+  ChosenKernels().stream->round_to_bf16(n, src, dst);
+}
+
+void WidenBf16(size_t n, const uint16_t* src, float* dst) {
+  ChosenKernels().stream->widen_bf16(n, src, dst);
+}
+
+void SplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
+  ChosenKernels().stream->split_master(n, w, param, remainder);
+}
+
+void JoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
+  ChosenKernels().stream->join_master(n, param, remainder, w);
+}
+
+}  // namespace forebay::cpu_adam

@@ -1,0 +1,173 @@
+// Goal    Each rule is what its source says: close to double precision in every step, with the
+//         scalars of its first, second and millionth step.
+// Method  Recompute every result in double from the float32 inputs of the step and compare within 4
+//         ulp of the largest term that it was summed from; check scalars and single steps by hand.
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu_adam/update_kernel.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_adam/planes.h"
+#include "tests/cpu_adam/rules.h"
+
+namespace forebay::cpu_adam {
+namespace {
+
+using ::forebay::testing::AdamData;
+using ::forebay::testing::kRules;
+using ::forebay::testing::NameOf;
+
+constexpr uint32_t kSeed = 77;
+
+// A value in double, and the largest term of its sum.
+struct Sum {
+  double value = 0;
+  double largest_term = 0;
+};
+
+Sum Add(double x, double y) { return {x + y, std::max(std::abs(x), std::abs(y))}; }
+
+// Spacing of float32 at |x|.
+double Ulp(double x) {
+  const float magnitude = std::max(static_cast<float>(std::abs(x)), 0x1p-126f);
+  return std::ldexp(1.0, std::ilogb(magnitude) - 23);
+}
+
+// What a step makes of one element. The gradient, scaled and with its decay, is taken as float32
+// rounds it: its cancellation is not the rule's.
+struct Expected {
+  Sum w;
+  Sum moments[kMomentsMax];
+};
+
+Expected Adam(Rule rule, const StepScalars& k, double g, double w, const double* old) {
+  Expected e;
+  e.moments[0] = Add(double{k.beta1} * old[0], double{k.one_minus_beta1} * g);
+  e.moments[1] = Add(double{k.beta2} * old[1], double{k.one_minus_beta2} * g * g);
+  double largest = e.moments[1].value;
+  if (MomentCount(rule) == 3) {
+    largest = std::max(old[2], largest);
+    e.moments[2] = {largest, e.moments[1].largest_term};
+  }
+  const double denominator = std::sqrt(largest) * k.inv_sqrt_bias2 + k.eps;
+  e.w = Add(double{k.decay} * w, -double{k.step} * e.moments[0].value / denominator);
+  return e;
+}
+
+Expected Other(Rule rule, const StepScalars& k, double g, double w, double old) {
+  Expected e;
+  if (rule == Rule::kAdagrad) {
+    e.moments[0] = Add(old + k.first, g * g);
+    e.w = Add(w, -double{k.step} * g / (std::sqrt(e.moments[0].value) + k.eps));
+    return e;
+  }
+  if (rule == Rule::kLion) {
+    const double mixed = double{k.beta1} * old + double{k.one_minus_beta1} * g;
+    const double sign = mixed > 0 ? 1 : mixed < 0 ? -1 : 0;
+    e.w = Add(double{k.decay} * w, -double{k.step} * sign);
+    e.moments[0] = Add(double{k.beta2} * old, double{k.one_minus_beta2} * g);
+    return e;
+  }
+  e.moments[0] = Add(double{k.beta1} * old, double{k.one_minus_beta1} * g);
+  const double buffer = e.moments[0].value;
+  e.w = Add(w, -double{k.step} * (rule == Rule::kSgdNesterov ? k.beta1 * buffer + g : buffer));
+  return e;
+}
+
+class RuleDefinition : public ::testing::TestWithParam<Rule> {};
+
+// Of ten thousand elements over ten steps none is off by more: products, quotient and root round by
+// half an ulp each, the sum by one more half, and at most six of them enter a result. Where a sum
+// cancels, what was rounded is its terms.
+TEST_P(RuleDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
+  const Rule rule = GetParam();
+  const Hyper hyper = {.lr = 1e-3,
+                       .weight_decay = 0.1,
+                       .momentum = 0.9,
+                       .dampening = 0.25,
+                       .lr_decay = 0.01,
+                       .initial_accumulator = 0.1};
+  AdamData data(1000, kSeed);
+  for (float& v : data.v) v += 1e-12f;  // no root of a denormal
+  std::vector<float> largest = data.v;
+  for (uint64_t t = 1; t <= 10; ++t) {
+    const StepScalars k = MakeStepScalars(rule, hyper, t, 0.5f);
+    AdamData fresh(data.w.size(), kSeed + static_cast<uint32_t>(t));
+    for (float& g : fresh.grad) g = std::clamp(g, -1e3f, 1e3f);
+    const std::vector<float> w = data.w;
+    const std::vector<float> old[] = {data.m, data.v, largest};
+    const StatePlanes state = {
+        data.w.data(), nullptr, {data.m.data(), data.v.data(), largest.data()}};
+    if (MomentCount(rule) == 1 && rule == Rule::kAdagrad) {
+      for (float& m : data.m) m = std::abs(m);
+    }
+    const std::vector<float> first = data.m;
+    ASSERT_EQ(Update(rule, StateFormat::kFp32, k, w.size(), fresh.Grad(GradType::kFp32), state),
+              0u);
+    for (size_t i = 0; i < w.size(); ++i) {
+      const double g = std::fma(k.l2, w[i], fresh.grad[i] * k.grad_scale);
+      const double moments[] = {first[i], old[1][i], old[2][i]};
+      const Expected e = MomentCount(rule) >= 2 ? Adam(rule, k, g, w[i], moments)
+                                                : Other(rule, k, g, w[i], moments[0]);
+      const float* const now[] = {&data.m[i], &data.v[i], &largest[i]};
+      for (size_t j = 0; j < MomentCount(rule); ++j) {
+        ASSERT_LE(std::abs(*now[j] - e.moments[j].value), 4 * Ulp(e.moments[j].largest_term))
+            << "moment " << j << " of element " << i << " in step " << t;
+      }
+      ASSERT_LE(std::abs(data.w[i] - e.w.value), 4 * Ulp(e.w.largest_term))
+          << "element " << i << " in step " << t;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, RuleDefinition, ::testing::ValuesIn(kRules),
+                         [](const auto& run) { return NameOf(run.param); });
+
+TEST(RuleScalars, DecayGoesToTheWeightOrToTheGradient) {
+  for (const Rule rule : kRules) {
+    const StepScalars k = MakeStepScalars(rule, {.lr = 0.5, .weight_decay = 0.25}, 1, 1.0f);
+    const bool to_weight =
+        rule == Rule::kAdamW || rule == Rule::kAdamWAmsgrad || rule == Rule::kLion;
+    EXPECT_EQ(k.decay, to_weight ? 0.875f : 1.0f) << NameOf(rule);
+    EXPECT_EQ(k.l2, to_weight ? 0.0f : 0.25f) << NameOf(rule);
+  }
+}
+
+TEST(RuleScalars, SgdDampensFromItsSecondStepOn) {
+  const Hyper hyper = {.momentum = 0.9, .dampening = 0.25};
+  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 1, 1.0f).one_minus_beta1, 1.0f);
+  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 2, 1.0f).one_minus_beta1, 0.75f);
+}
+
+TEST(RuleScalars, AdagradDecaysItsRateAndStartsItsAccumulatorOnce) {
+  const Hyper hyper = {.lr = 0.1, .lr_decay = 0.5, .initial_accumulator = 0.1};
+  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 1, 1.0f).step, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 3, 1.0f).step, 0.05f);
+  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 1, 1.0f).first, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 2, 1.0f).first, 0.0f);
+}
+
+TEST(RuleSteps, LionMovesByItsRateOrNotAtAll) {
+  const StepScalars k = MakeStepScalars(Rule::kLion, {.lr = 0.25, .weight_decay = 0}, 1, 1.0f);
+  float w[] = {1.0f, 1.0f, 1.0f}, m[] = {0, 0, 0};
+  const float g[] = {1e-30f, -5.0f, 0.0f};
+  Update(Rule::kLion, StateFormat::kFp32, k, 3, {g, GradType::kFp32}, {w, nullptr, {m}});
+  EXPECT_EQ(w[0], 0.75f);
+  EXPECT_EQ(w[1], 1.25f);
+  EXPECT_EQ(w[2], 1.0f);
+}
+
+TEST(RuleSteps, AmsgradKeepsTheLargestSecondMoment) {
+  const StepScalars k = MakeStepScalars(Rule::kAdamWAmsgrad, {}, 1, 1.0f);
+  float w[] = {1.0f, 1.0f}, m[] = {0, 0}, v[] = {0, 0}, largest[] = {4.0f, 0.0f};
+  const float g[] = {1.0f, 1.0f};
+  Update(Rule::kAdamWAmsgrad, StateFormat::kFp32, k, 2, {g, GradType::kFp32},
+         {w, nullptr, {m, v, largest}});
+  EXPECT_EQ(largest[0], 4.0f);
+  EXPECT_EQ(largest[1], v[1]);
+  EXPECT_LT(v[0], 1.0f);
+}
+
+}  // namespace
+}  // namespace forebay::cpu_adam
