@@ -37,7 +37,8 @@ struct forebay_options {
   uint32_t rank;
   uint32_t world_size;
   const char* dtype;     /* "float32", "bfloat16" */
-  const char* optimizer; /* "adamw" */
+  /* "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov" */
+  const char* optimizer;
   const char* format;    /* "fp32", "exact" */
   const struct forebay_param* params;
   size_t param_count;
@@ -75,6 +76,8 @@ struct forebay_lease {
   uint64_t size_bytes;
 };
 
+/* What an optimizer does not have is 0; beta1 and beta2 are momentum and dampening of sgd, lr_decay
+   and initial_accumulator_value of adagrad. */
 struct forebay_hyper {
   double lr;
   double beta1;

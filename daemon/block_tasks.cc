@@ -23,6 +23,7 @@ using cpu_adam::StatePlanes;
 using cpu_adam::StepScalars;
 using protocol::DType;
 using protocol::Format;
+using protocol::Optimizer;
 
 // Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
 // machine's own.
@@ -34,6 +35,33 @@ Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, 
 
 Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
   return {bytes.data(), dtype == DType::kFloat32 ? GradType::kFp32 : GradType::kBf16};
+}
+
+// The two rooms number them alike.
+Rule RuleOf(Optimizer optimizer) {
+  static_assert(static_cast<int>(Rule::kAdamW) == static_cast<int>(Optimizer::kAdamW) &&
+                static_cast<int>(Rule::kAdam) == static_cast<int>(Optimizer::kAdam) &&
+                static_cast<int>(Rule::kAdamWAmsgrad) ==
+                    static_cast<int>(Optimizer::kAdamWAmsgrad) &&
+                static_cast<int>(Rule::kAdamAmsgrad) == static_cast<int>(Optimizer::kAdamAmsgrad) &&
+                static_cast<int>(Rule::kAdagrad) == static_cast<int>(Optimizer::kAdagrad) &&
+                static_cast<int>(Rule::kLion) == static_cast<int>(Optimizer::kLion) &&
+                static_cast<int>(Rule::kSgd) == static_cast<int>(Optimizer::kSgd) &&
+                static_cast<int>(Rule::kSgdNesterov) == static_cast<int>(Optimizer::kSgdNesterov));
+  return static_cast<Rule>(optimizer);
+}
+
+// wire.h says which fields hold what.
+cpu_adam::Hyper HyperOf(const protocol::HyperParams& from) {
+  return {.lr = from.lr,
+          .beta1 = from.beta1,
+          .beta2 = from.beta2,
+          .eps = from.eps,
+          .weight_decay = from.weight_decay,
+          .momentum = from.beta1,
+          .dampening = from.beta2,
+          .lr_decay = from.beta1,
+          .initial_accumulator = from.beta2};
 }
 
 size_t ElemsOf(DType dtype, std::span<const std::byte> bytes) {
@@ -67,19 +95,14 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 
 uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
   const bool exact = memory.format == Format::kExact;
-  const auto planes = protocol::StatePlanes(protocol::Optimizer::kAdamW, memory.format,
+  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format,
                                             exact ? DType::kBFloat16 : DType::kFloat32);
+  const Rule rule = RuleOf(memory.optimizer);
   const auto format = exact ? StateFormat::kExact : StateFormat::kFp32;
   uint64_t overflows = 0;
   for (const UpdateSegment& segment : action.segments) {
-    const StepScalars scalars =
-        cpu_adam::MakeStepScalars(Rule::kAdamW,
-                                  {.lr = segment.hyper.lr,
-                                   .beta1 = segment.hyper.beta1,
-                                   .beta2 = segment.hyper.beta2,
-                                   .eps = segment.hyper.eps,
-                                   .weight_decay = segment.hyper.weight_decay},
-                                  segment.optimizer_step, action.grad_scale);
+    const StepScalars scalars = cpu_adam::MakeStepScalars(
+        rule, HyperOf(segment.hyper), segment.optimizer_step, action.grad_scale);
     const uint64_t first = segment.block_elem;
     const uint64_t elems = segment.elems;
     const uint64_t gradient_bytes = elems * sizeof(float);
@@ -98,7 +121,7 @@ uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
       const uint64_t offset = PlaneOffsetBytes(planes, i, action.block_elems);
       state.moments[i - first_moment] = Elems<float>(memory.block, offset, first, elems);
     }
-    overflows += cpu_adam::Update(Rule::kAdamW, format, scalars, elems, gradient, state);
+    overflows += cpu_adam::Update(rule, format, scalars, elems, gradient, state);
   }
   return overflows;
 }

@@ -29,6 +29,7 @@ struct UpdateMemory {
   std::span<std::byte> image;               // image arena
   std::span<const std::byte> accumulators;  // step arena, float32
   std::span<std::byte> block;               // all planes of the block
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
 };
 

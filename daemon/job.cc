@@ -21,7 +21,7 @@ Job::Job(Spec spec, Outbox& outbox, StagingPool& pool)
       left_(spec_.layout->spec().world_size, false),
       initial_(spec_.layout),
       book_(spec_.layout, spec_.plan),
-      pipeline_(spec_.layout, spec_.options.block_elems, spec_.plan, pool, spec_.options.workers),
+      pipeline_(spec_.layout, spec_.plan.block_elems, spec_.plan, pool, spec_.options.workers),
       extra_bytes_(spec_.layout->spec().world_size, 0) {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,

@@ -316,6 +316,7 @@ void NodeShell::Run(UpdateBlock& action) {
       .accumulators = io.step->bytes(),
       .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
                         : swap_->Slot(action.place.staging_slot, action.bytes),
+      .optimizer = io.layout->spec().optimizer,
       .format = io.layout->spec().format};
   const auto expected = resident ? std::nullopt
                                  : swap_->Expected(action.job, action.place, action.identity_before,

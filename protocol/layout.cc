@@ -15,11 +15,41 @@
 namespace forebay::protocol {
 namespace {
 
-constexpr std::array kAdamWFp32 = {Plane{"exp_avg", DType::kFloat32},
-                                   Plane{"exp_avg_sq", DType::kFloat32}};
-constexpr std::array kAdamWExact = {Plane{"remainder", DType::kInt16},
-                                    Plane{"exp_avg", DType::kFloat32},
-                                    Plane{"exp_avg_sq", DType::kFloat32}};
+// The states of an optimizer: `exact` has all planes, `fp32` those behind the remainder.
+struct OptimizerEntry {
+  Optimizer optimizer;
+  std::string_view name;
+  std::span<const Plane> planes;
+};
+
+constexpr Plane kRemainder{"remainder", DType::kInt16};
+constexpr Plane kExpAvg{"exp_avg", DType::kFloat32};
+constexpr Plane kExpAvgSq{"exp_avg_sq", DType::kFloat32};
+
+constexpr std::array kAdam = {kRemainder, kExpAvg, kExpAvgSq};
+constexpr std::array kAmsgrad = {kRemainder, kExpAvg, kExpAvgSq,
+                                 Plane{"max_exp_avg_sq", DType::kFloat32}};
+constexpr std::array kAdagrad = {kRemainder, Plane{"sum", DType::kFloat32}};
+constexpr std::array kLion = {kRemainder, kExpAvg};
+constexpr std::array kSgd = {kRemainder, Plane{"momentum_buffer", DType::kFloat32}};
+
+constexpr OptimizerEntry kOptimizers[] = {
+    {Optimizer::kAdamW, "adamw", kAdam},
+    {Optimizer::kAdam, "adam", kAdam},
+    {Optimizer::kAdamWAmsgrad, "adamw_amsgrad", kAmsgrad},
+    {Optimizer::kAdamAmsgrad, "adam_amsgrad", kAmsgrad},
+    {Optimizer::kAdagrad, "adagrad", kAdagrad},
+    {Optimizer::kLion, "lion", kLion},
+    {Optimizer::kSgd, "sgd", kSgd},
+    {Optimizer::kSgdNesterov, "sgd_nesterov", kSgd},
+};
+
+const OptimizerEntry* Find(Optimizer optimizer) {
+  const auto* const entry =
+      std::find_if(std::begin(kOptimizers), std::end(kOptimizers),
+                   [optimizer](const OptimizerEntry& one) { return one.optimizer == optimizer; });
+  return entry == std::end(kOptimizers) ? nullptr : entry;
+}
 
 std::string Describe(const ParamSpec& param) {
   return absl::StrCat(param.name, "[", absl::StrJoin(param.shape, ", "), "] in group ", param.group,
@@ -55,11 +85,8 @@ absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
 }  // namespace
 
 std::string_view Name(Optimizer optimizer) {
-  switch (optimizer) {
-    case Optimizer::kAdamW:
-      return "adamw";
-  }
-  return "unknown";
+  const OptimizerEntry* const entry = Find(optimizer);
+  return entry == nullptr ? "unknown" : entry->name;
 }
 
 std::string_view Name(Format format) {
@@ -73,9 +100,13 @@ std::string_view Name(Format format) {
 }
 
 absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name) {
-  if (name == Name(Optimizer::kAdamW)) return Optimizer::kAdamW;
+  std::vector<std::string> known;
+  for (const OptimizerEntry& entry : kOptimizers) {
+    if (entry.name == name) return entry.optimizer;
+    known.emplace_back(entry.name);
+  }
   return MakeError(ErrorId::kOption, absl::StrCat("unknown optimizer \"", std::string(name), "\""),
-                   "known: adamw");
+                   absl::StrCat("known: ", absl::StrJoin(known, ", ")));
 }
 
 absl::StatusOr<Format> FormatFromName(std::string_view name) {
@@ -86,9 +117,10 @@ absl::StatusOr<Format> FormatFromName(std::string_view name) {
 }
 
 std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype) {
-  if (optimizer != Optimizer::kAdamW) return {};
-  if (format == Format::kFp32 && image_dtype == DType::kFloat32) return kAdamWFp32;
-  if (format == Format::kExact && image_dtype == DType::kBFloat16) return kAdamWExact;
+  const OptimizerEntry* const entry = Find(optimizer);
+  if (entry == nullptr) return {};
+  if (format == Format::kFp32 && image_dtype == DType::kFloat32) return entry->planes.subspan(1);
+  if (format == Format::kExact && image_dtype == DType::kBFloat16) return entry->planes;
   return {};
 }
 

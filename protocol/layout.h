@@ -15,10 +15,20 @@
 
 namespace forebay::protocol {
 
-enum class Optimizer : uint8_t { kAdamW = 1 };
+enum class Optimizer : uint8_t {
+  kAdamW = 1,
+  kAdam,
+  kAdamWAmsgrad,
+  kAdamAmsgrad,
+  kAdagrad,
+  kLion,
+  kSgd,
+  kSgdNesterov,
+};
 enum class Format : uint8_t { kFp32 = 1, kExact = 2 };
 
-std::string_view Name(Optimizer optimizer);                          // "adamw"
+// "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov"
+std::string_view Name(Optimizer optimizer);
 std::string_view Name(Format format);                                // "fp32", "exact"
 absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name);  // E_OPTION names what is known
 absl::StatusOr<Format> FormatFromName(std::string_view name);
@@ -36,7 +46,7 @@ inline constexpr uint64_t kPartitionAlignElems = 64;
 
 // One plane of the state of a block: elems * width bytes, contiguous.
 struct Plane {
-  std::string_view name;  // "exp_avg", "exp_avg_sq", "remainder"
+  std::string_view name;  // "remainder", or as torch calls the state: "exp_avg", "sum", ...
   DType dtype;
 };
 

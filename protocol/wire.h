@@ -69,7 +69,10 @@ enum CompletionFlags : uint16_t {
 
 // ------------------------------------------------------------------------------------ step request
 
-// Hyper-parameters of one parameter group, as the caller's torch param_groups have them.
+// Hyper-parameters of one parameter group, as the caller's torch param_groups have them. What an
+// optimizer does not have is 0; where it has others, beta1 and beta2 hold them:
+//   sgd, sgd_nesterov  momentum, dampening
+//   adagrad            lr_decay, initial_accumulator_value
 struct HyperParams {
   double lr;
   double beta1;

@@ -131,6 +131,15 @@ uint64_t BlockMap::Blocks(const Layout& layout, uint64_t block_elems) {
   return (rank_elems + block_elems - 1) / block_elems * world_size;
 }
 
+uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
+  const std::span<const Plane> planes = PlanesOf(layout);
+  uint64_t width = 0;
+  for (const Plane& plane : planes) width += protocol::SizeBytes(plane.dtype);
+  uint64_t elems = bytes / width / protocol::kPartitionAlignElems * protocol::kPartitionAlignElems;
+  while (elems > 0 && BlockBytes(planes, elems) > bytes) elems -= protocol::kPartitionAlignElems;
+  return elems;
+}
+
 uint64_t BlockMap::TotalBytes(const Layout& layout, uint64_t block_elems) {
   const uint64_t world_size = layout.spec().world_size;
   const uint64_t rank_elems = layout.padded_elems() / world_size;

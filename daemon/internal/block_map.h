@@ -62,6 +62,10 @@ class BlockMap {
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
   static uint64_t Blocks(const protocol::Layout& layout, uint64_t block_elems);
 
+  // The most elements, a multiple of kPartitionAlignElems, that a block of `bytes` has room for; 0
+  // where there is none.
+  static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes);
+
  private:
   uint64_t BytesOf(uint64_t elems) const;
 

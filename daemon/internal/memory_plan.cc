@@ -52,6 +52,12 @@ void PlanSessionArena(MemoryPlan& plan) {
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
 }
 
+// Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
+uint64_t BlockElems(const Layout& layout, const NodeState::Options& options) {
+  const uint64_t within = BlockMap::ElemsWithin(layout, options.staging_slot_bytes);
+  return within == 0 ? options.block_elems : std::min(options.block_elems, within);
+}
+
 // The terms of a sum that does not fit, and the limit that would do.
 absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan,
                        const NodeState::Options& options, const NodeUse& use,
@@ -140,7 +146,8 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionWish& wish
   const uint64_t taken = options.node_bytes + use.jobs_dram_bytes;
   const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
   const bool has_swap = options.swap_free_bytes > 0;
-  const uint64_t state_bytes = BlockMap::TotalBytes(layout, options.block_elems);
+  plan.block_elems = BlockElems(layout, options);
+  const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
   if (plan.dram_bytes > room)
     return DramLimit(layout, plan, options, use, has_swap ? 0 : state_bytes);
   if (!has_swap && state_bytes > room - plan.dram_bytes) {
@@ -149,7 +156,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionWish& wish
 
   // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.
   const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
-  PlaceBlocks(BlockMap(borrowed, options.block_elems), room - plan.dram_bytes, plan);
+  PlaceBlocks(BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
   const uint64_t swap_free = options.swap_free_bytes - use.jobs_swap_bytes;
   if (plan.swap_bytes > swap_free) {
     return MakeError(

@@ -42,7 +42,9 @@ struct MemoryPlan {
   uint64_t session_arena_bytes = 0;
   uint64_t ring_bytes = 0;
 
-  // States: blocks [0, resident_blocks) in DRAM, the rest on swap.
+  // States: blocks [0, resident_blocks) in DRAM, the rest on swap. A block has as many elements as
+  // the options say, or as its planes leave room for in a staging slot.
+  uint64_t block_elems = 0;
   std::vector<uint64_t> state_offsets;  // of each resident block
   uint32_t resident_blocks = 0;
   uint32_t swapped_blocks = 0;

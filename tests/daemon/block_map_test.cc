@@ -127,6 +127,23 @@ INSTANTIATE_TEST_SUITE_P(
                       std::pair(3U, Params{{7, 0, 1}, {11, 0, 1}, {500, 0, 0}, {192, 1, 0}}),
                       std::pair(4U, Params{{1, 0, 0}, {2, 1, 0}, {3, 2, 0}, {4, 3, 0}})));
 
+TEST(BlockMap, HasTheMostElementsThatFitIntoSoManyBytes) {
+  LayoutSpec spec = Make(1, {{100'000, 0, 0}})->spec();
+  for (const protocol::Optimizer optimizer :
+       {protocol::Optimizer::kLion, protocol::Optimizer::kAdamW,
+        protocol::Optimizer::kAdamWAmsgrad}) {
+    spec.optimizer = optimizer;
+    const auto layout = std::make_shared<const Layout>(*Layout::Create(spec));
+    for (const uint64_t bytes : {uint64_t{3 * 4096}, uint64_t{40'000}, uint64_t{163'840}}) {
+      const uint64_t elems = BlockMap::ElemsWithin(*layout, bytes);
+      ASSERT_GT(elems, 0U);
+      EXPECT_LE(BlockMap(layout, elems).full_block_bytes(), bytes);
+      EXPECT_GT(BlockMap(layout, elems + protocol::kPartitionAlignElems).full_block_bytes(), bytes);
+    }
+  }
+  EXPECT_EQ(BlockMap::ElemsWithin(*Make(1, {{64, 0, 0}}), 8191), 0U);
+}
+
 TEST(BlockMap, NumbersTheFirstBlockOfEachRankFirst) {
   const auto layout = Make(2, {{512, 0, 0}});
   const BlockMap map(layout, 64);

@@ -28,6 +28,7 @@ using client::Attachment;
 using protocol::DType;
 using protocol::Format;
 using protocol::Layout;
+using protocol::Optimizer;
 using testing::DaemonProcess;
 using testing::JobShape;
 using testing::ReferenceTrainer;
@@ -187,7 +188,19 @@ INSTANTIATE_TEST_SUITE_P(
               .dtype = DType::kBFloat16,
               .format = Format::kExact},
              {"dram.limit=7MiB", "update.block_elems=4096"},
-             true}),
+             true},
+        Case{"amsgradOnSwapInSmallerBlocks",
+             {.groups = 8, .group_elems = kSwapGroupElems, .optimizer = Optimizer::kAdamWAmsgrad},
+             kTight,
+             true},
+        Case{"adagradOnSwap",
+             {.groups = 8, .group_elems = kSwapGroupElems, .optimizer = Optimizer::kAdagrad},
+             {"dram.limit=8MiB", "update.block_elems=4096"},
+             true},
+        Case{"lionExactInDram",
+             {.dtype = DType::kBFloat16, .format = Format::kExact, .optimizer = Optimizer::kLion},
+             {"update.block_elems=1024"}},
+        Case{"sgdInDramClipped", {.optimizer = Optimizer::kSgd}, {}, false, 0.01}),
     [](const ::testing::TestParamInfo<Case>& one) { return one.param.name; });
 
 }  // namespace

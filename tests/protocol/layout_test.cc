@@ -93,6 +93,25 @@ TEST(LayoutCodec, RefusesEveryTruncation) {
   EXPECT_THAT(DecodeLayout({}), HasError(ErrorId::kProtocol));
 }
 
+TEST(Optimizers, HaveANameAndTheStatesThatTorchNames) {
+  for (int number = 1; number <= static_cast<int>(Optimizer::kSgdNesterov); ++number) {
+    const auto optimizer = static_cast<Optimizer>(number);
+    ASSERT_OK_AND_ASSIGN(const Optimizer found, OptimizerFromName(Name(optimizer)));
+    EXPECT_EQ(found, optimizer);
+    const auto fp32 = StatePlanes(optimizer, Format::kFp32, DType::kFloat32);
+    const auto exact = StatePlanes(optimizer, Format::kExact, DType::kBFloat16);
+    ASSERT_EQ(exact.size(), fp32.size() + 1);
+    EXPECT_EQ(exact[0].name, "remainder");
+    EXPECT_EQ(StateBytesPerElem(optimizer, Format::kExact, DType::kBFloat16), 2 + 4 * fp32.size());
+    EXPECT_TRUE(StatePlanes(optimizer, Format::kExact, DType::kFloat32).empty());
+  }
+  EXPECT_EQ(StatePlanes(Optimizer::kAdamWAmsgrad, Format::kFp32, DType::kFloat32)[2].name,
+            "max_exp_avg_sq");
+  EXPECT_EQ(StatePlanes(Optimizer::kAdagrad, Format::kFp32, DType::kFloat32)[0].name, "sum");
+  EXPECT_THAT(OptimizerFromName("adamax"), HasError(ErrorId::kOption));
+  EXPECT_EQ(Name(static_cast<Optimizer>(99)), "unknown");
+}
+
 TEST(LayoutCodec, SurvivesEveryMutation) {
   ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(Small()));
   std::mt19937_64 random(20261121);

@@ -40,6 +40,23 @@ std::vector<std::byte> Values(DType dtype, uint64_t elems, uint64_t seed) {
   return bytes;
 }
 
+cpu_adam::Rule RuleOf(const protocol::Layout& layout) {
+  return static_cast<cpu_adam::Rule>(layout.spec().optimizer);
+}
+
+// protocol/wire.h says which fields hold what.
+cpu_adam::Hyper HyperOf(const protocol::HyperParams& from) {
+  return {.lr = from.lr,
+          .beta1 = from.beta1,
+          .beta2 = from.beta2,
+          .eps = from.eps,
+          .weight_decay = from.weight_decay,
+          .momentum = from.beta1,
+          .dampening = from.beta2,
+          .lr_decay = from.beta1,
+          .initial_accumulator = from.beta2};
+}
+
 cpu_adam::Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
   return {bytes.data(),
           dtype == DType::kFloat32 ? cpu_adam::GradType::kFp32 : cpu_adam::GradType::kBf16};
@@ -50,6 +67,7 @@ cpu_adam::Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
 protocol::LayoutSpec MakeLayoutSpec(const JobShape& shape) {
   protocol::LayoutSpec spec{.world_size = shape.world_size,
                             .dtype = shape.dtype,
+                            .optimizer = shape.optimizer,
                             .format = shape.format,
                             .params = {},
                             .group_names = {}};
@@ -87,8 +105,7 @@ ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint64_t seed
     const uint64_t padded = layout.groups()[g].padded_elems;
     Group group{.image = MakeValues(layout, g, seed),
                 .remainder = std::vector<int16_t>(padded),
-                .m = std::vector<float>(padded),
-                .v = std::vector<float>(padded)};
+                .moments = {cpu_adam::MomentCount(RuleOf(layout)), std::vector<float>(padded)}};
     group.image.resize(layout.group_bytes(g));
     groups_.push_back(std::move(group));
   }
@@ -127,24 +144,20 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
     ++group.updates;
     for (uint32_t p = layout_.groups()[g].param_begin; p < layout_.groups()[g].param_end; ++p) {
       const protocol::ParamPlace& place = layout_.params()[p];
-      const protocol::HyperParams& h = hyper[place.param_group];
-      const auto rule = cpu_adam::Rule::kAdamW;
-      const auto scalars = cpu_adam::MakeStepScalars(rule,
-                                                     {.lr = h.lr,
-                                                      .beta1 = h.beta1,
-                                                      .beta2 = h.beta2,
-                                                      .eps = h.eps,
-                                                      .weight_decay = h.weight_decay},
+      const cpu_adam::Rule rule = RuleOf(layout_);
+      const auto scalars = cpu_adam::MakeStepScalars(rule, HyperOf(hyper[place.param_group]),
                                                      group.updates, static_cast<float>(scale));
       const uint64_t at = place.offset_elems;
       const cpu_adam::Gradient gradient{sums[g].data() + at, cpu_adam::GradType::kFp32};
       const bool exact = layout_.spec().format == Format::kExact;
-      const uint64_t width = protocol::SizeBytes(dtype);
+      cpu_adam::StatePlanes state{.image = group.image.data() + at * protocol::SizeBytes(dtype),
+                                  .remainder = group.remainder.data() + at,
+                                  .moments = {}};
+      for (size_t i = 0; i < group.moments.size(); ++i) {
+        state.moments[i] = group.moments[i].data() + at;
+      }
       cpu_adam::Update(rule, exact ? cpu_adam::StateFormat::kExact : cpu_adam::StateFormat::kFp32,
-                       scalars, place.elems, gradient,
-                       {group.image.data() + at * width,
-                        exact ? group.remainder.data() + at : nullptr,
-                        {group.m.data() + at, group.v.data() + at}});
+                       scalars, place.elems, gradient, state);
     }
   }
   FOREBAY_CHECK(cpu_adam::ForceTarget(target).ok());
@@ -157,14 +170,10 @@ std::span<const std::byte> ReferenceTrainer::Image(uint32_t group) const {
 
 std::vector<std::byte> ReferenceTrainer::State(uint32_t group, size_t plane) const {
   const Group& state = groups_[group];
-  std::span<const std::byte> bytes;
-  if (layout_.spec().format == Format::kExact) {
-    bytes = plane == 0   ? std::as_bytes(std::span(state.remainder))
-            : plane == 1 ? std::as_bytes(std::span(state.m))
-                         : std::as_bytes(std::span(state.v));
-  } else {
-    bytes = plane == 0 ? std::as_bytes(std::span(state.m)) : std::as_bytes(std::span(state.v));
-  }
+  const size_t first_moment = layout_.spec().format == Format::kExact ? 1 : 0;
+  const std::span<const std::byte> bytes =
+      plane < first_moment ? std::as_bytes(std::span(state.remainder))
+                           : std::as_bytes(std::span(state.moments[plane - first_moment]));
   return {bytes.begin(), bytes.end()};
 }
 

@@ -18,6 +18,7 @@ struct JobShape {
   uint64_t group_elems = 10'000;  // of each group, in three parameters, two parameter groups
   protocol::DType dtype = protocol::DType::kFloat32;
   protocol::Format format = protocol::Format::kFp32;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
 };
 
 protocol::LayoutSpec MakeLayoutSpec(const JobShape& shape);
@@ -52,8 +53,7 @@ class ReferenceTrainer {
   struct Group {
     std::vector<std::byte> image;
     std::vector<int16_t> remainder;
-    std::vector<float> m;
-    std::vector<float> v;
+    std::vector<std::vector<float>> moments;
     uint64_t updates = 0;
   };
 

@@ -14,14 +14,19 @@ from .errors import (
     UnavailableError,
     UsageError,
 )
-from .options import AdamW, attach, status, trace
+from .optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from .options import attach, status, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "DataLossError",
     "ForebayError",
+    "Lion",
     "ResourceError",
     "TimeoutError_",
     "UnavailableError",

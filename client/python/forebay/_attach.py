@@ -10,8 +10,6 @@ from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, make_plan
 from .errors import ForebayError, usage_error
 
-HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay")
-
 
 def attach(
     model,
@@ -31,8 +29,9 @@ def attach(
 
     plan = make_plan(model)
     refuse_attached(plan)
-    defaults = {key: getattr(optimizer, key) for key in HYPER_PARAMETERS}
-    torch_groups = _torch_groups(plan, optimizer.params if param_groups is None else param_groups)
+    defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
+    wanted_groups = optimizer.params if param_groups is None else param_groups
+    torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
     frozen_group = _assign_param_groups(plan, torch_groups)
     attachment = _core.attach(
         socket,
@@ -40,7 +39,7 @@ def attach(
         rank,
         world_size,
         DTYPE_NAMES[plan.dtype],
-        "adamw",
+        optimizer.name,
         optimizer.format or FORMATS[plan.dtype],
         [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters],
         plan.group_names,
@@ -66,7 +65,7 @@ def attach(
             engine=engine,
             handles=handles,
             guards=guards,
-            max_grad_norm=optimizer.max_grad_norm,
+            rule=optimizer,
             frozen_group=frozen_group,
         )
     except BaseException:
@@ -90,7 +89,7 @@ def _leave(attachment):
         pass  # the error that brought us here says more
 
 
-def _torch_groups(plan, wanted):
+def _torch_groups(plan, wanted, hyper_parameters):
     """param_groups in torch's form; a plain list of parameters is one group."""
     if wanted is None:
         return [{"params": [p.tensor for p in plan.named]}]
@@ -104,12 +103,12 @@ def _torch_groups(plan, wanted):
     groups = []
     for group in wanted:
         params = group["params"]
-        unknown = set(group) - {"params", "name", *HYPER_PARAMETERS}
+        unknown = set(group) - {"params", "name", *hyper_parameters}
         if unknown:
             raise usage_error(
                 "E_OPTION",
                 f"param_groups: unknown option {min(unknown)}",
-                f"known: {', '.join(HYPER_PARAMETERS)}",
+                f"known: {', '.join(hyper_parameters)}",
             )
         groups.append(
             {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}

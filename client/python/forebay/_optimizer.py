@@ -23,7 +23,7 @@ _attached = weakref.WeakSet()
 class ForebayOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state and arithmetic are the daemon's.
 
-    step() reads lr, betas, eps and weight_decay from param_groups at each call, so torch's LR
+    step() reads lr and its like from param_groups at each call, so torch's LR
     schedulers work. A parameter without a gradient in a step counts as zero if another one of its
     group has one (torch would skip it); a group without any is skipped by all.
 
@@ -33,13 +33,14 @@ class ForebayOptimizer(torch.optim.Optimizer):
     is_forebay = True
 
     def __init__(
-        self, param_groups, defaults, *, plan, engine, handles, guards, max_grad_norm, frozen_group
+        self, param_groups, defaults, *, plan, engine, handles, guards, rule, frozen_group
     ):
         self._ready = False
         super().__init__(param_groups, defaults)
         self._plan, self._engine = plan, engine
         self._attachment = engine.attachment
-        self._max_grad_norm = 0.0 if max_grad_norm is None else float(max_grad_norm)
+        self._rule = rule  # one of forebay.optimizers
+        self._max_grad_norm = float(rule.max_grad_norm or 0.0)
         self._frozen_group = (
             frozen_group  # parameters that take no gradient have a group of their own, with lr 0
         )
@@ -140,18 +141,9 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper_parameters(self):
-        rows = [
-            (
-                float(group["lr"]),
-                float(group["betas"][0]),
-                float(group["betas"][1]),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-            )
-            for group in self.param_groups
-        ]
+        rows = [self._rule.row(group) for group in self.param_groups]
         if self._frozen_group:
-            rows.append((0.0, 0.9, 0.999, 1e-8, 0.0))
+            rows.append(self._rule.row({**self.defaults, "lr": 0.0, "weight_decay": 0.0}))
         return rows
 
     # ----------------------------------------------------------------------------------- reading

@@ -1,29 +1,8 @@
 """What a caller writes down before torch, the daemon or the extension are needed."""
 
 import os
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class AdamW:
-    """torch.optim.AdamW, applied by the daemon.
-
-    params         None: every parameter of the model. Or a list of dicts as torch takes it, each
-                   with "params" and its own lr, betas, eps, weight_decay; it must name every
-                   parameter that takes gradients.
-    max_grad_norm  Clips the norm of the whole gradient at each step, as
-                   torch.nn.utils.clip_grad_norm_ would.
-    format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the
-                   parameters' type.
-    """
-
-    lr: float = 1e-3
-    betas: tuple = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
+from .optimizers import AdamW
 
 
 def attach(
@@ -43,11 +22,11 @@ def attach(
 
     model              Any nn.Module on the CPU, all parameters float32 or all bfloat16. From now on
                        its parameters are read-only views of memory that the daemon owns.
-    optimizer          AdamW(...); None: its defaults.
+    optimizer          AdamW(...) or another of forebay.optimizers; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
-    param_groups       As AdamW.params.
+    param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step, at most 16 MiB.
     grad_arena_bytes   Room for gradients on their way; 0: three times the largest group.
     timeout            Seconds that this call and each later one may wait.

@@ -1,0 +1,144 @@
+"""The optimizers that the daemon applies, named and preset as torch.optim's."""
+
+from dataclasses import dataclass
+
+from .errors import usage_error
+
+
+class Optimizer:
+    """What every optimizer has beside its own hyper-parameters:
+
+    params         None: every parameter of the model. Or a list of dicts as torch takes it, each
+                   with "params" and hyper-parameters of its own; it must name every parameter that
+                   takes gradients.
+    max_grad_norm  Clips the norm of the whole gradient at each step, as
+                   torch.nn.utils.clip_grad_norm_ would.
+    format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the
+                   parameters' type.
+    """
+
+    hyper_parameters = ("lr", "betas", "eps", "weight_decay")  # what a parameter group may set
+
+    @property
+    def name(self):
+        """As the daemon calls it."""
+        return type(self).__name__.lower()
+
+    def row(self, group):
+        """lr, beta1, beta2, eps and weight_decay of the wire, or what stands in their places
+        (protocol/wire.h), for one dict of torch's param_groups."""
+        beta1, beta2 = group["betas"]
+        return _floats(group["lr"], beta1, beta2, group.get("eps", 0.0), group["weight_decay"])
+
+
+def _floats(*values):
+    return tuple(float(value) for value in values)
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """torch.optim.AdamW, applied by the daemon. For the rest see Optimizer."""
+
+    lr: float = 1e-3
+    betas: tuple = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
+    amsgrad: bool = False
+
+    @property
+    def name(self):
+        return "adamw_amsgrad" if self.amsgrad else "adamw"
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """torch.optim.Adam, whose weight decay is added to the gradient. For the rest see Optimizer."""
+
+    lr: float = 1e-3
+    betas: tuple = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
+    amsgrad: bool = False
+
+    @property
+    def name(self):
+        return "adam_amsgrad" if self.amsgrad else "adam"
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """torch.optim.Adagrad. For the rest see Optimizer."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
+
+    hyper_parameters = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+
+    def row(self, group):
+        return _floats(
+            group["lr"],
+            group["lr_decay"],
+            group["initial_accumulator_value"],
+            group["eps"],
+            group["weight_decay"],
+        )
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (Chen et al., arXiv:2302.06675, algorithm 2). For the rest see Optimizer."""
+
+    lr: float = 1e-4
+    betas: tuple = (0.9, 0.99)
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
+
+    hyper_parameters = ("lr", "betas", "weight_decay")
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """torch.optim.SGD; the daemon keeps a momentum buffer also where momentum is 0. For the rest
+    see Optimizer."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
+
+    hyper_parameters = ("lr", "momentum", "dampening", "weight_decay")
+
+    def __post_init__(self):
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise usage_error(
+                "E_OPTION",
+                f"SGD(nesterov=True) with momentum {self.momentum} and dampening {self.dampening}",
+                "Nesterov's momentum needs a momentum above 0 and a dampening of 0",
+            )
+
+    @property
+    def name(self):
+        return "sgd_nesterov" if self.nesterov else "sgd"
+
+    def row(self, group):
+        return _floats(
+            group["lr"], group["momentum"], group["dampening"], 0.0, group["weight_decay"]
+        )
