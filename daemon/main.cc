@@ -57,7 +57,7 @@ bool Parse(int argc, char** argv, CommandLine& line) {
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     const bool takes_value = argument == "--config" || argument == "--set";
-    if (takes_value && i + 1 == argc) {
+    if (takes_value && (i + 1 == argc || *argv[i + 1] == '\0')) {
       std::fprintf(stderr, "forebayd: %s takes a value\n", argv[i]);
       return false;
     }

@@ -2,6 +2,7 @@
 
 import os
 
+from .errors import usage_error
 from .optimizers import AdamW
 
 
@@ -41,14 +42,33 @@ def attach(
         model,
         optimizer or AdamW(),
         job=job or os.environ.get("FOREBAY_JOB") or "default",
-        rank=int(os.environ.get("RANK", 0)) if rank is None else rank,
-        world_size=int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size,
+        rank=_whole("rank (RANK)", os.environ.get("RANK", 0) if rank is None else rank, 0),
+        world_size=_whole(
+            "world_size (WORLD_SIZE)",
+            os.environ.get("WORLD_SIZE", 1) if world_size is None else world_size,
+            1,
+        ),
         socket=socket or os.environ.get("FOREBAY_SOCKET", ""),
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=grad_arena_bytes,
         timeout=timeout,
     )
+
+
+def _whole(what, value, least):
+    """The value as a whole number that the wire has room for."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if not least <= number < 1 << 32:
+        raise usage_error(
+            "E_RANK",
+            f"{what} is {value!r}, not a whole number from {least} on",
+            "torchrun sets RANK and WORLD_SIZE; alone leave them out",
+        )
+    return number
 
 
 def status(socket=None):

@@ -267,6 +267,15 @@ def test_gradient_that_is_not_finite_is_refused_and_the_step_can_be_repeated(att
         opt.step()
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"rank": -1}, {"rank": 2**40}, {"rank": "x"}, {"world_size": 0}], ids=str
+)
+def test_ranks_that_are_no_whole_numbers(node, wrong):
+    with pytest.raises(forebay.UsageError, match=r"is .* not a whole number") as info:
+        forebay.attach(net(), forebay.AdamW(), **wrong)
+    assert info.value.code == "E_RANK"
+
+
 def test_models_that_cannot_be_attached(node):
     with refused(
         match="mixed types: parameter embedding.weight is torch.float32, parameter layers.1"
