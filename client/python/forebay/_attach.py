@@ -9,6 +9,7 @@ from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, make_plan
 from .errors import ForebayError, usage_error
+from .optimizers import Optimizer
 
 
 def attach(
@@ -27,8 +28,14 @@ def attach(
     """See forebay.attach."""
     from . import _core
 
+    if not isinstance(optimizer, Optimizer):
+        raise usage_error(
+            "E_OPTION",
+            f"the optimizer is {optimizer!r}, none of Forebay's",
+            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD",
+        )
+    refuse_attached(model)
     plan = make_plan(model)
-    refuse_attached(plan)
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
     wanted_groups = optimizer.params if param_groups is None else param_groups
     torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)

@@ -213,13 +213,11 @@ class Guards:
         self._handles, self._modules, self._parameter_ids, self._places = [], [], [], []
 
 
-def refuse_attached(plan):
+def refuse_attached(model):
     """Errors: E_UNSUPPORTED where a parameter is attached already."""
-    for parameter in plan.parameters:
-        if id(parameter.tensor) in _owners:
-            raise unsupported(
-                f"parameter {parameter.name} is attached already", "opt.detach() first"
-            )
+    for name, tensor in model.named_parameters():
+        if id(tensor) in _owners:
+            raise unsupported(f"parameter {name} is attached already", "opt.detach() first")
 
 
 def _own(parameter):

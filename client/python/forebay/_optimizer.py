@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import os
 import time
+import warnings
 import weakref
 
 import torch
@@ -41,6 +42,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._attachment = engine.attachment
         self._rule = rule  # one of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
+        self._grad_norm = None
         self._frozen_group = (
             frozen_group  # parameters that take no gradient have a group of their own, with lr 0
         )
@@ -70,7 +72,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
     @extra_state.setter
     def extra_state(self, value):
-        self._pending_state = value
+        self._pending_state = _as_bytes(value)
 
     @property
     def delivered_groups(self):
@@ -90,21 +92,22 @@ class ForebayOptimizer(torch.optim.Optimizer):
         attachment = self._live()
         began = time.monotonic_ns()
         engine = self._engine
-        extra = self._pending_state if extra_state is None else extra_state
+        extra = self._pending_state if extra_state is None else _as_bytes(extra_state)
         self._check_members()
         gone = False
         self._stepping = True
         try:
             engine.deliver_open()
             engine.release_all()
-            attachment.step(
+            _, norm, _, _ = attachment.step(
                 attachment.committed_step + 1,
                 self._hyper_parameters(),
                 self._max_grad_norm,
-                bytes(extra or b""),
+                extra or b"",
                 engine.timeout,
             )
             gone = True
+            self._grad_norm = norm if self._max_grad_norm > 0 else None
         except ForebayError as error:
             gone = error.code in GRADIENTS_GONE
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
@@ -121,8 +124,24 @@ class ForebayOptimizer(torch.optim.Optimizer):
             engine.clock.add("step", "", began)
         self._extra_state, self._pending_state = (extra or None), None
 
+    @property
+    def grad_norm(self):
+        """Norm of the whole gradient before clipping, of the last step; None without
+        max_grad_norm."""
+        return self._grad_norm
+
     def zero_grad(self, set_to_none=True):
-        """Nothing: the daemon has the gradients, and step() forgets them."""
+        """Nothing after step(), which forgets the gradients. Before it, drops those that the daemon
+        has not got yet. Errors: E_UNSUPPORTED where it has some of this step."""
+        engine = self._engine
+        if engine.delivered:
+            raise unsupported(
+                f"zero_grad() before step(): the daemon has the gradients of {engine.delivered} "
+                "groups already, and they would be applied",
+                "call step() after each backward; leave a bad batch out before its backward",
+            )
+        self._live().drop_gradients()
+        engine.forget_gradients()
 
     def _check_members(self):
         self._guards.check_places()
@@ -133,6 +152,15 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 raise unsupported(
                     f"requires_grad of parameter {member.name} was changed after attach",
                     "opt.detach(), change it, attach as another job",
+                )
+            if tensor.grad is None and member.arrived:
+                for other in self._members:  # as they were: the next call applies them
+                    if other.arrived:
+                        other.tensor.grad = other.taken
+                raise unsupported(
+                    f"the gradient of parameter {member.name} was cleared between backward and "
+                    "step(): the daemon has it, and it would be applied",
+                    "call step() after each backward; leave a bad batch out before its backward",
                 )
             if tensor.grad is not None and tensor.grad is not member.taken:
                 raise unsupported(
@@ -238,11 +266,33 @@ class ForebayOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def state_dict(self):
+        warnings.warn(
+            "state_dict() of an attached optimizer holds param_groups alone: moments are the "
+            "daemon's and come back with forebay.attach; read_state() reads them",
+            stacklevel=2,
+        )
+        return super().state_dict()
+
     def load_state_dict(self, state_dict):
         raise unsupported(
             "load_state_dict on the optimizer of an attached model: its state is the daemon's",
             "attach again to go on at the committed step; set lr in opt.param_groups",
         )
+
+
+def _as_bytes(value):
+    """None, or the bytes of a bytes-like object."""
+    if value is None:
+        return None
+    try:
+        return memoryview(value).tobytes()
+    except TypeError:
+        raise usage_error(
+            "E_OPTION",
+            f"extra_state is of type {type(value).__name__}, not bytes",
+            "pickle.dumps(state), or json.dumps(state).encode()",
+        ) from None
 
 
 def _strip(handles, guards):

@@ -66,6 +66,8 @@ def test_gradient_accumulation(attached):
     model.zero_grad()
     with refused(match="gradient accumulation"):
         loss_of(model, batch(1)).backward()
+    with refused(match="was cleared between backward and step"):
+        opt.step()
     opt.step()
 
 
@@ -216,14 +218,59 @@ def test_groups_and_state_of_the_optimizer_are_fixed(attached):
     _, opt = attached
     with refused(match="add_param_group"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.warns(UserWarning, match="moments are the daemon's"):
+        state = opt.state_dict()
     with refused(match="load_state_dict on the optimizer"):
-        opt.load_state_dict(opt.state_dict())
+        opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize("clear", ["opt.zero_grad", "model.zero_grad", "p.grad = None"])
+def test_gradients_cleared_between_backward_and_step(attached, clear):
+    model, opt = attached
+    opt.zero_grad()  # before a backward: nothing to take back
+    loss_of(model, batch(1)).backward()
+    with refused(match="the daemon has"):
+        if clear == "opt.zero_grad":
+            opt.zero_grad()
+        elif clear == "model.zero_grad":
+            model.zero_grad()
+        else:
+            model.norm.weight.grad = None
+        opt.step()
+    opt.step()  # nothing was lost
+
+
+def test_a_gradient_that_no_group_delivered_is_dropped_by_zero_grad(attached):
+    model, opt = attached
+    model.layers[0].up.weight.sum().backward()  # one parameter of its group
+    assert opt.delivered_groups == 0
+    opt.zero_grad()
+    before = model.layers[0].up.weight.detach().clone()
+    opt.step()
+    assert torch.equal(model.layers[0].up.weight, before)
+
+
+@pytest.mark.parametrize("value", [5, "text", [1]], ids=["int", "str", "list"])
+def test_extra_state_that_is_no_bytes(attached, value):
+    _, opt = attached
+    with refused("E_OPTION", match="not bytes"):
+        opt.step(extra_state=value)
+    with refused("E_OPTION", match="not bytes"):
+        opt.extra_state = value
+
+
+@pytest.mark.parametrize("wrong", [1e-3, torch.optim.SGD, {"lr": 1e-3}], ids=["lr", "class", "dict"])
+def test_an_optimizer_that_is_not_forebays(node, wrong):
+    with refused("E_OPTION", match="none of Forebay's"):
+        forebay.attach(net(), wrong)
 
 
 def test_second_attach_of_a_model(attached):
-    model, _ = attached
+    model, opt = attached
+    loss_of(model, batch(1)).backward()  # gradients that the daemon has are no hindrance
     with refused(match="attached already"):
         forebay.attach(model)
+    opt.step()
 
 
 def test_a_job_attached_again_with_another_layout_is_told_both(attached, node):
