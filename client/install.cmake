@@ -4,6 +4,9 @@
 include(CMakePackageConfigHelpers)
 
 install(TARGETS forebay_compile_options forebay_schema EXPORT forebayTargets COMPONENT client)
+# The headers need it of whoever includes them.
+target_compile_features(forebay_protocol PUBLIC cxx_std_20)
+target_compile_features(forebay_client PUBLIC cxx_std_20)
 foreach(library protocol rpc gpu client)
   install(TARGETS forebay_${library} EXPORT forebayTargets
     ARCHIVE COMPONENT client
