@@ -1,9 +1,12 @@
 #include "daemon/config.h"
 
 #include <toml++/toml.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <numeric>
@@ -257,6 +260,10 @@ absl::Status LoadConfigFile(const std::string& path, Config& config) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {  // which reads as an empty file
     return MakeError(ErrorId::kConfig, absl::StrCat(path, ": is a directory"), "name a TOML file");
+  }
+  if (::access(path.c_str(), R_OK) != 0) {
+    return MakeError(ErrorId::kConfig, absl::StrCat(path, ": ", std::strerror(errno)),
+                     "name a file that the daemon may read; daemon/forebay.toml has every key");
   }
   try {
     const toml::table table = toml::parse_file(path);

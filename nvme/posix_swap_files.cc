@@ -201,8 +201,8 @@ absl::Status OpenDevice(const PathOptions& options, const struct stat& status, C
   if (path.old_bytes < path.capacity_bytes) {
     return MakeError(
         ErrorId::kSwapNospc,
-        absl::StrFormat("cannot reserve %s on swap path %d (free %s)",
-                        FormatBytes(path.capacity_bytes), path.index, FormatBytes(path.old_bytes)),
+        absl::StrFormat("cannot reserve %s on %s (free %s)", FormatBytes(path.capacity_bytes),
+                        Text(path), FormatBytes(path.old_bytes)),
         absl::StrFormat("lower the swap size to %s", FormatBytes(path.old_bytes)));
   }
   return absl::OkStatus();
@@ -260,10 +260,10 @@ absl::Status CheckSpace(std::span<const Candidate> paths) {
       ++sharing;
     }
     if (needed <= free_bytes) continue;
-    const std::string where =
-        sharing == 1 ? absl::StrFormat("on swap path %d", first.index)
-                     : absl::StrFormat("on swap path %d and %d more on the same file system",
-                                       first.index, sharing - 1);
+    const std::string where = sharing == 1
+                                  ? absl::StrCat("on ", Text(first))
+                                  : absl::StrFormat("on %s and %d more on the same file system",
+                                                    Text(first), sharing - 1);
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrFormat("cannot reserve %s %s (free %s)", FormatBytes(needed), where,
                                      FormatBytes(free_bytes)),
@@ -287,8 +287,8 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
     struct statvfs system {};
     fstatvfs(file, &system);
     return MakeError(ErrorId::kSwapNospc,
-                     ErrnoText(absl::StrFormat("cannot reserve %s on swap path %d (free %s)",
-                                               FormatBytes(path.capacity_bytes), path.index,
+                     ErrnoText(absl::StrFormat("cannot reserve %s on %s (free %s)",
+                                               FormatBytes(path.capacity_bytes), Text(path),
                                                FormatBytes(static_cast<uint64_t>(system.f_bavail) *
                                                            system.f_frsize)),
                                error),

@@ -257,7 +257,7 @@ TEST_P(VolumeFiles, ATooSmallDiskIsRefusedWithNeededAndFreeBytes) {
   options.paths[1].capacity_bytes = uint64_t{1} << 50;
   auto volume = Open(options);
   EXPECT_THAT(volume, HasError(ErrorId::kSwapNospc));
-  EXPECT_THAT(volume.status().message(), HasSubstr("cannot reserve 1024.0 TiB on swap path"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("cannot reserve 1024.0 TiB on swap path 0 (/"));
   EXPECT_THAT(volume.status().message(), HasSubstr("(free "));
   EXPECT_TRUE(std::filesystem::is_empty(a_));
   EXPECT_TRUE(std::filesystem::is_empty(b_));
