@@ -146,7 +146,10 @@ def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough
 
 def test_usage_errors_exit_2_and_help_and_version_exit_0():
     assert forebay().returncode == 2
-    assert forebay("status", "--nonsense").returncode == 2
+    wrong = forebay("status", "--nonsense")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error[E_OPTION]: ") and "--nonsense" in wrong.stderr
+    assert "stands behind --" in forebay("run", "true").stderr
     assert forebay("run", "--dram", "1GiB").returncode == 2  # no command
     assert forebay("--help").returncode == 0
     assert forebay("--version").stdout.startswith("forebay ")

@@ -166,6 +166,13 @@ int Main(std::vector<std::string> words, const std::string& runtime_folder) {
   CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
   app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
   app.require_subcommand(1);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return protocol::FormatError(protocol::MakeError(
+               protocol::ErrorId::kOption, error.what(),
+               "forebay --help lists the commands, forebay COMMAND --help its options; what run "
+               "starts stands behind --")) +
+           "\n";
+  });
 
   CLI::App* run =
       app.add_subcommand("run", "a private daemon for one command: run [OPTIONS] -- COMMAND");
@@ -189,8 +196,13 @@ int Main(std::vector<std::string> words, const std::string& runtime_folder) {
   }
   CLI::App* doctor = AddView(app, "doctor", "what this machine gives Forebay", arguments);
   doctor->add_option("FOLDER", arguments.folders, "candidates for swap");
-  CLI::App* bench = AddView(app, "bench", "measure against this machine's limits", arguments);
-  bench->add_option("WHAT", arguments.bench.what, absl::StrCat("one of: ", BenchNames()))
+  CLI::App* bench =
+      AddView(app, "bench", "measure against this machine's limits, in the same run", arguments);
+  bench
+      ->add_option("WHAT", arguments.bench.what,
+                   absl::StrCat("one of: ", BenchNames(),
+                                "; fetch: from the request to the lease of a group in DRAM; "
+                                "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
   bench->add_option("--params", arguments.bench.params, "of the synthetic job")
