@@ -59,6 +59,8 @@ class SimulatedTrainer {
   const std::string& job() const { return job_; }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
+  // Its last attach was refused because other jobs hold the memory.
+  bool is_without_memory() const { return is_out() && without_memory_; }
   const std::string& fault() const { return fault_; }
   // Errors it was given, by id; shows that the simulation reaches them.
   const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
@@ -111,6 +113,7 @@ class SimulatedTrainer {
   bool scalars_wrong_ = false;
   bool request_garbage_ = false;
 
+  bool without_memory_ = false;
   uint64_t commits_seen_ = 0;
   std::map<uint32_t, uint64_t> errors_;
   std::string fault_;
