@@ -36,10 +36,10 @@ struct forebay_options {
   const char* job;
   uint32_t rank;
   uint32_t world_size;
-  const char* dtype;     /* "float32", "bfloat16" */
+  const char* dtype; /* "float32", "bfloat16" */
   /* "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov" */
   const char* optimizer;
-  const char* format;    /* "fp32", "exact" */
+  const char* format; /* "fp32", "exact" */
   const struct forebay_param* params;
   size_t param_count;
   const char* const* group_names; /* one a group */

@@ -142,7 +142,7 @@ def heldout_loss(model, batches):
         return sum(loss_of(model, tokens).item() for tokens in batches) / max(1, len(batches))
 
 
-def sample(model, count, prompt=b"And God said", context=32):
+def sample(model, count, prompt=b"And God said", context=16):
     """Draws `count` bytes one by one; a short context keeps it cheap without a cache of keys and
     values."""
     tokens = torch.tensor([list(prompt)])
@@ -243,7 +243,6 @@ def finish(args, model, opt, rank, log, reference):
     if args.save:
         torch.save(model.state_dict(), args.save)
     if args.sample:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
         said = sample(model, args.sample)
         log.write("sample", step=args.steps, text=said)
         print(f"sample: {said}", flush=True)
