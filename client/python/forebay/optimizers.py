@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .errors import usage_error
 
 
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """What every optimizer has beside its own hyper-parameters:
 
@@ -16,6 +17,10 @@ class Optimizer:
     format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the
                    parameters' type.
     """
+
+    max_grad_norm: float | None = None
+    format: str | None = None
+    params: list | None = None
 
     hyper_parameters = ("lr", "betas", "eps", "weight_decay")  # what a parameter group may set
 
@@ -36,24 +41,6 @@ def _floats(*values):
 
 
 @dataclass(frozen=True)
-class AdamW(Optimizer):
-    """torch.optim.AdamW, applied by the daemon. For the rest see Optimizer."""
-
-    lr: float = 1e-3
-    betas: tuple = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
-    amsgrad: bool = False
-
-    @property
-    def name(self):
-        return "adamw_amsgrad" if self.amsgrad else "adamw"
-
-
-@dataclass(frozen=True)
 class Adam(Optimizer):
     """torch.optim.Adam, whose weight decay is added to the gradient. For the rest see Optimizer."""
 
@@ -61,14 +48,19 @@ class Adam(Optimizer):
     betas: tuple = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
     amsgrad: bool = False
 
     @property
     def name(self):
-        return "adam_amsgrad" if self.amsgrad else "adam"
+        return super().name + ("_amsgrad" if self.amsgrad else "")
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """torch.optim.AdamW, whose weight decay is apart from the gradient. For the rest see
+    Optimizer."""
+
+    weight_decay: float = 1e-2
 
 
 @dataclass(frozen=True)
@@ -80,9 +72,6 @@ class Adagrad(Optimizer):
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
 
     hyper_parameters = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
@@ -103,9 +92,6 @@ class Lion(Optimizer):
     lr: float = 1e-4
     betas: tuple = (0.9, 0.99)
     weight_decay: float = 0.0
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
 
     hyper_parameters = ("lr", "betas", "weight_decay")
 
@@ -120,9 +106,6 @@ class SGD(Optimizer):
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
-    max_grad_norm: float | None = None
-    format: str | None = None
-    params: list | None = None
 
     hyper_parameters = ("lr", "momentum", "dampening", "weight_decay")
 
