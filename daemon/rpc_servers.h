@@ -17,6 +17,7 @@
 #include "daemon/reactor.h"
 #include "daemon/session_io.h"
 #include "protocol/check.h"
+#include "protocol/error.h"
 #include "protocol/forebay.capnp.h"
 
 namespace forebay::daemon {
@@ -62,12 +63,19 @@ struct ControlContext {
     absl::AnyInvocable<void(Value)> answer;
   };
 
+  // What crosses to the control thread shares no status with the loop.
+  static void Unshare(absl::Status& status) { status = protocol::Unshared(status); }
+  static void Unshare(AttachResult& result) { Unshare(result.answer.status); }
+  template <typename Value>
+  static void Unshare(Value&) {}
+
   template <typename Value>
   Reply<Value> Expect() {
     auto paf = kj::newPromiseAndFulfiller<kj::Own<Value>>();
     const uint64_t waiter = next_waiter++;
     waiters.emplace(waiter, std::make_unique<ValueWaiter<Value>>(kj::mv(paf.fulfiller)));
     auto answer = [queue = &outbox, waiter](Value value) {
+      Unshare(value);
       ControlCall call = [waiter, value = std::move(value)](ControlContext& here) mutable {
         const auto node = here.waiters.extract(waiter);
         if (node.empty()) return;

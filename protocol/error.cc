@@ -138,6 +138,12 @@ absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hi
   return status;
 }
 
+absl::Status Unshared(const absl::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  const absl::string_view message = status.message();
+  return MakeError(IdOf(status), {message.data(), message.size()}, HintOf(status));
+}
+
 ErrorId IdOf(const absl::Status& status) {
   return status.ok() ? ErrorId::kNone : ErrorIdFromName(PayloadOf(status, kIdPayload));
 }

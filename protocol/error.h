@@ -65,6 +65,10 @@ ErrorId ErrorIdFromName(std::string_view name);  // kInternal where unknown
 // A Status with the id's code; id and hint travel as payloads. Without a hint: the id's own.
 absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint = {});
 
+// The same error in memory of its own. Copies of a Status share theirs and count their owners in a
+// library that a race detector does not see into: hand this one to another thread.
+absl::Status Unshared(const absl::Status& status);
+
 ErrorId IdOf(const absl::Status& status);  // kNone for OK, kInternal where no payload is there
 std::string HintOf(const absl::Status& status);
 

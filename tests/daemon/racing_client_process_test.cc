@@ -65,6 +65,16 @@ class RacingClient : public ::testing::Test {
     return *std::move(raw);
   }
 
+  // Word by word: the client's own threads do not race, only the daemon is raced.
+  static void StoreWords(const void* from, size_t bytes, std::byte* to) {
+    std::vector<uint64_t> words(bytes / sizeof(uint64_t));
+    std::memcpy(words.data(), from, bytes);
+    auto* const at = reinterpret_cast<uint64_t*>(to);
+    for (size_t i = 0; i < words.size(); ++i) {
+      std::atomic_ref(at[i]).store(words[i], std::memory_order_relaxed);
+    }
+  }
+
   // A step request in the session's arena, and the command that names it.
   static Command WriteStep(RawSession& raw, uint64_t step, uint32_t param_groups) {
     const std::vector<HyperParams> hyper = testing::MakeHyperParams();
@@ -76,8 +86,8 @@ class RacingClient : public ::testing::Test {
     command.arena_offset_bytes = raw.reply().getStepRegionOffset();
     command.length_bytes = sizeof(request) + param_groups * sizeof(HyperParams);
     std::byte* at = raw.grad().data() + command.arena_offset_bytes;
-    std::memcpy(at, &request, sizeof(request));
-    std::memcpy(at + sizeof(request), hyper.data(), param_groups * sizeof(HyperParams));
+    StoreWords(&request, sizeof(request), at);
+    StoreWords(hyper.data(), param_groups * sizeof(HyperParams), at + sizeof(request));
     return command;
   }
 

@@ -85,5 +85,13 @@ TEST(Units, ReadWhatPeopleWrite) {
   EXPECT_EQ(RoundUp(0, 4096), 0U);
 }
 
+TEST(Unshared, IsTheSameErrorInMemoryOfItsOwn) {
+  const absl::Status status = MakeError(ErrorId::kRing, "index 9 of 4", "end the client");
+  const absl::Status own = Unshared(status);
+  EXPECT_EQ(own, status);
+  EXPECT_NE(own.message().data(), status.message().data());
+  EXPECT_TRUE(Unshared(absl::OkStatus()).ok());
+}
+
 }  // namespace
 }  // namespace forebay::protocol
