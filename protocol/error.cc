@@ -140,8 +140,7 @@ absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hi
 
 absl::Status Unshared(const absl::Status& status) {
   if (status.ok()) return absl::OkStatus();
-  const absl::string_view message = status.message();
-  return MakeError(IdOf(status), {message.data(), message.size()}, HintOf(status));
+  return MakeError(IdOf(status), std::string(status.message()), HintOf(status));
 }
 
 ErrorId IdOf(const absl::Status& status) {
