@@ -67,11 +67,11 @@ class RacingClient : public ::testing::Test {
 
   // Word by word: the client's own threads do not race, only the daemon is raced.
   static void StoreWords(const void* from, size_t bytes, std::byte* to) {
-    std::vector<uint64_t> words(bytes / sizeof(uint64_t));
-    std::memcpy(words.data(), from, bytes);
     auto* const at = reinterpret_cast<uint64_t*>(to);
-    for (size_t i = 0; i < words.size(); ++i) {
-      std::atomic_ref(at[i]).store(words[i], std::memory_order_relaxed);
+    for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) {
+      uint64_t word = 0;
+      std::memcpy(&word, static_cast<const std::byte*>(from) + i * sizeof(word), sizeof(word));
+      std::atomic_ref(at[i]).store(word, std::memory_order_relaxed);
     }
   }
 
