@@ -116,8 +116,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         finally:
             self._stepping = False
             if gone:
-                engine.forget_gradients()
-                attachment.drop_gradients()
+                self._forget_gradients(attachment)
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
@@ -140,8 +139,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 "groups already, and they would be applied",
                 "call step() after each backward; leave a bad batch out before its backward",
             )
-        self._live().drop_gradients()
-        engine.forget_gradients()
+        self._forget_gradients(self._live())
+
+    def _forget_gradients(self, attachment):
+        """Ours first: they are forgotten also where the client's call fails."""
+        self._engine.forget_gradients()
+        attachment.drop_gradients()
 
     def _check_members(self):
         self._guards.check_places()
