@@ -27,6 +27,9 @@ struct StatePlanes {
   float* moments[kMomentsMax];
 };
 
+// The same planes from element `elems` on. Planes that the rule and format do not have stay.
+StatePlanes Advance(const StatePlanes& planes, Rule rule, StateFormat format, size_t elems);
+
 // Updates n elements; for each i in [0, n), in float32, in this order, fma rounded once, with the
 // names of StepScalars and a, b, c for the moments:
 //
