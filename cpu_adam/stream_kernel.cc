@@ -10,6 +10,10 @@ void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   ChosenKernels().stream->chunk_square_sums(n, g, chunk_sums);
 }
 
+void CopyWithSquareSums(size_t n, Gradient src, void* dst, double* chunk_sums) {
+  ChosenKernels().stream->copy_with_square_sums(n, src, dst, chunk_sums);
+}
+
 bool AllFinite(size_t n, Gradient g) { return ChosenKernels().stream->all_finite(n, g); }
 
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst) {

@@ -20,6 +20,12 @@ inline constexpr size_t kSumLanes = 32;
 // order.
 void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums);
 
+// dst[i] = src[i] in the type of src, and the sums of ChunkSquareSums of what was written: each
+// element is read once, so that the sums are those of dst whatever another process writes to src
+// meanwhile. The stores bypass the cache where dst is aligned to 64 bytes, and are visible to other
+// threads after any later release by this one.
+void CopyWithSquareSums(size_t n, Gradient src, void* dst, double* chunk_sums);
+
 bool AllFinite(size_t n, Gradient g);  // true for n = 0
 
 enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };

@@ -10,6 +10,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/stream_kernel_simd.cc"
+#include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
@@ -107,10 +108,66 @@ void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   }
 }
 
+// From `from` to `to` and to the aligned `warm`; kStream: `to` is aligned to a vector.
+template <bool kStream, class T>
+HWY_INLINE void CopyTwice(size_t n, const T* from, T* to, T* warm) {
+  const hn::ScalableTag<T> d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto value = hn::LoadU(d, from + i);
+    hn::Store(value, d, warm + i);
+    if constexpr (kStream) {
+      hn::Stream(value, d, to + i);
+    } else {
+      hn::StoreU(value, d, to + i);
+    }
+  }
+  for (; i < n; ++i) {
+    warm[i] = from[i];
+    to[i] = warm[i];
+  }
+}
+
+// `Raw` holds the bits of an element, T gives them their meaning.
+template <class T, class Raw>
+void CopyChunks(size_t n, const Raw* from, Raw* to, double* chunk_sums) {
+  HWY_ALIGN Raw warm[kSumChunkElems];
+  const bool stream = reinterpret_cast<uintptr_t>(to) % HWY_MAX_BYTES == 0;
+  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+    const size_t elems = HWY_MIN(kSumChunkElems, n - begin);
+    if (stream) {
+      CopyTwice<true>(elems, from + begin, to + begin, warm);
+    } else {
+      CopyTwice<false>(elems, from + begin, to + begin, warm);
+    }
+    chunk_sums[begin / kSumChunkElems] = SumChunk(reinterpret_cast<const T*>(warm), elems);
+  }
+  hwy::FlushStream();
+}
+
+void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
+  if (g.type == GradType::kFp32) {
+    CopyChunks<float>(n, static_cast<const float*>(g.data), static_cast<float*>(dst), chunk_sums);
+    return;
+  }
+  const auto* from = static_cast<const uint16_t*>(g.data);
+  auto* to = static_cast<uint16_t*>(dst);
+  if (g.type == GradType::kFp16) {
+    CopyChunks<hwy::float16_t>(n, from, to, chunk_sums);
+  } else {
+    CopyChunks<uint16_t>(n, from, to, chunk_sums);
+  }
+}
+
 #else  // vectors of unknown length cannot be kept in an array: the reference is used
 
 void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   kScalarStreamKernels.chunk_square_sums(n, g, chunk_sums);
+}
+
+void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
+  kScalarStreamKernels.copy_with_square_sums(n, g, dst, chunk_sums);
 }
 
 #endif  // HWY_HAVE_SCALABLE
@@ -243,8 +300,8 @@ void SimdJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, f
 
 extern const StreamKernels kStreamKernels;
 const StreamKernels kStreamKernels = {
-    SimdChunkSquareSums, SimdAllFinite,   SimdAddGradient, SimdRoundToBf16,
-    SimdWidenBf16,       SimdSplitMaster, SimdJoinMaster,
+    SimdChunkSquareSums, SimdCopyWithSquareSums, SimdAllFinite,   SimdAddGradient,
+    SimdRoundToBf16,     SimdWidenBf16,          SimdSplitMaster, SimdJoinMaster,
 };
 
 #endif  // a target with vectors

@@ -17,6 +17,7 @@ namespace {
 
 using cpu_adam::Gradient;
 using cpu_adam::GradType;
+using cpu_adam::kSumChunkElems;
 using cpu_adam::Rule;
 using cpu_adam::StateFormat;
 using cpu_adam::StatePlanes;
@@ -31,6 +32,14 @@ template <typename Value>
 Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, uint64_t elems) {
   FOREBAY_CHECK(offset_bytes + (first + elems) * sizeof(Value) <= bytes.size());
   return reinterpret_cast<Value*>(bytes.data() + offset_bytes) + first;
+}
+
+// The same of a run in `dtype`, as bytes.
+template <typename Byte>
+std::span<Byte> Part(std::span<Byte> bytes, DType dtype, uint64_t offset_bytes, ElemRange range) {
+  const uint64_t width = protocol::SizeBytes(dtype);
+  FOREBAY_CHECK(range.begin <= range.end && offset_bytes + range.end * width <= bytes.size());
+  return bytes.subspan(offset_bytes + range.begin * width, (range.end - range.begin) * width);
 }
 
 Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
@@ -93,7 +102,7 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
   return PlaneOffsetBytes(planes, planes.size(), block_elems);
 }
 
-uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
+uint64_t RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
   const bool exact = memory.format == Format::kExact;
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format,
                                             exact ? DType::kBFloat16 : DType::kFloat32);
@@ -101,21 +110,23 @@ uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory) {
   const auto format = exact ? StateFormat::kExact : StateFormat::kFp32;
   uint64_t overflows = 0;
   for (const UpdateSegment& segment : action.segments) {
+    const uint64_t first = std::max(segment.block_elem, range.begin);
+    const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
+    if (first >= end) continue;
+    const uint64_t skipped = first - segment.block_elem;
+    const uint64_t elems = end - first;
     const StepScalars scalars = cpu_adam::MakeStepScalars(
         rule, HyperOf(segment.hyper), segment.optimizer_step, action.grad_scale);
-    const uint64_t first = segment.block_elem;
-    const uint64_t elems = segment.elems;
-    const uint64_t gradient_bytes = elems * sizeof(float);
-    FOREBAY_CHECK(segment.accumulator_offset_bytes + gradient_bytes <= memory.accumulators.size());
-    const Gradient gradient{memory.accumulators.data() + segment.accumulator_offset_bytes,
-                            GradType::kFp32};
+    const Gradient gradient = GradientOf(
+        memory.sum_dtype, Part(memory.accumulators, memory.sum_dtype,
+                               segment.accumulator_offset_bytes, {skipped, skipped + elems}));
     const size_t first_moment = exact ? 1 : 0;
     StatePlanes state{};
     if (exact) {
-      state.image = Elems<uint16_t>(memory.image, segment.image_offset_bytes, 0, elems);
+      state.image = Elems<uint16_t>(memory.image, segment.image_offset_bytes, skipped, elems);
       state.remainder = Elems<int16_t>(memory.block, 0, first, elems);
     } else {
-      state.image = Elems<float>(memory.image, segment.image_offset_bytes, 0, elems);
+      state.image = Elems<float>(memory.image, segment.image_offset_bytes, skipped, elems);
     }
     for (size_t i = first_moment; i < planes.size(); ++i) {
       const uint64_t offset = PlaneOffsetBytes(planes, i, action.block_elems);
@@ -138,14 +149,57 @@ absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
                    identity.written_step, " has no bytes on swap that could be verified"));
 }
 
-bool RunAddGradient(const AddGradient& action, std::span<const std::byte> contribution,
-                    std::span<std::byte> accumulator) {
-  const Gradient gradient = GradientOf(action.dtype, contribution);
-  if (!cpu_adam::AllFinite(action.elems, gradient)) return false;
-  cpu_adam::AddGradient(action.elems, gradient,
-                        action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
-                        Elems<float>(accumulator, 0, 0, action.elems));
-  return true;
+namespace {
+
+// One rank alone: its gradient is the sum.
+AddedGradient CopyGradient(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
+  constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // whose chunk sums are on the stack
+  AddedGradient added;
+  const uint64_t elems = ElemsOf(dtype, from);
+  for (uint64_t begin = 0; begin < elems; begin += kPieceElems) {
+    const ElemRange piece{begin, std::min(begin + kPieceElems, elems)};
+    std::array<double, kPieceElems / kSumChunkElems> sums;
+    const uint64_t piece_elems = piece.end - piece.begin;
+    cpu_adam::CopyWithSquareSums(piece_elems, GradientOf(dtype, Part(from, dtype, 0, piece)),
+                                 Part(to, dtype, 0, piece).data(), sums.data());
+    const uint64_t chunks = (piece_elems + kSumChunkElems - 1) / kSumChunkElems;
+    for (uint64_t chunk = 0; chunk < chunks; ++chunk) added.squares.AddChunk(sums[chunk]);
+    added.finite = added.squares.finite();
+    if (!added.finite) break;
+  }
+  return added;
+}
+
+}  // namespace
+
+AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
+                             std::span<const std::byte> contribution,
+                             std::span<std::byte> accumulator) {
+  FOREBAY_CHECK(range.begin % kSumChunkElems == 0);
+  const std::span<const std::byte> from = Part(contribution, action.dtype, 0, range);
+  const std::span<std::byte> to = Part(accumulator, action.sum_dtype, 0, range);
+  if (action.assign && action.completes && action.sum_dtype == action.dtype) {
+    return CopyGradient(action.dtype, from, to);
+  }
+  FOREBAY_CHECK(action.sum_dtype == DType::kFloat32);
+  AddedGradient added;
+  const uint64_t elems = range.end - range.begin;
+  for (uint64_t begin = 0; begin < elems; begin += kSumChunkElems) {
+    const ElemRange chunk{begin, std::min(begin + kSumChunkElems, elems)};
+    const uint64_t chunk_elems = chunk.end - chunk.begin;
+    const Gradient gradient = GradientOf(action.dtype, Part(from, action.dtype, 0, chunk));
+    added.finite = cpu_adam::AllFinite(chunk_elems, gradient);
+    if (!added.finite) break;
+    const std::span<std::byte> sum = Part(to, DType::kFloat32, 0, chunk);
+    cpu_adam::AddGradient(chunk_elems, gradient,
+                          action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
+                          Elems<float>(sum, 0, 0, chunk_elems));
+    if (!action.completes) continue;
+    double square_sum = 0;
+    cpu_adam::ChunkSquareSums(chunk_elems, GradientOf(DType::kFloat32, sum), &square_sum);
+    added.squares.AddChunk(square_sum);
+  }
+  return added;
 }
 
 double RunSumGroup(std::span<const std::byte> accumulator) {

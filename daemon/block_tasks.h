@@ -7,6 +7,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "cpu_adam/square_sum.h"
 #include "daemon/events.h"
 #include "nvme/checksum.h"
 #include "nvme/volume.h"
@@ -26,15 +27,27 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 
 // Memory an update touches, and what the job's states are. The block is updated in place.
 struct UpdateMemory {
-  std::span<std::byte> image;               // image arena
-  std::span<const std::byte> accumulators;  // step arena, float32
-  std::span<std::byte> block;               // all planes of the block
+  std::span<std::byte> image;                             // image arena
+  std::span<const std::byte> accumulators;                // step arena
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
+  std::span<std::byte> block;                             // all planes of the block
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
 };
 
-// Masters that became non-finite.
-uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory);
+// Elements [begin, end) of a block or of a group.
+struct ElemRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Work on many elements is cut into ranges of so many, which may be done at once: the result is the
+// same, bit for bit.
+inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
+static_assert(kPartElems % cpu_adam::kSumChunkElems == 0);
+
+// Updates those elements of the block that lie in `range`. Masters that became non-finite.
+uint64_t RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
 // What swapped bytes must be before they are used: `expected` of the volume with identity and
 // checksum of the state machine's table, or nothing for zeros that were never written.
@@ -43,9 +56,18 @@ uint64_t RunUpdate(const UpdateBlock& action, const UpdateMemory& memory);
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
                          const BlockIdentity& identity, std::span<const std::byte> bytes);
 
-// contribution -> accumulator. False, and nothing added, where the contribution is not finite.
-bool RunAddGradient(const AddGradient& action, std::span<const std::byte> contribution,
-                    std::span<std::byte> accumulator);
+// What an addition has found.
+struct AddedGradient {
+  bool finite = true;           // the contribution
+  cpu_adam::SquareSum squares;  // of the accumulator, where the action completes it
+};
+
+// contribution -> accumulator, for the elements in `range` (it begins at a multiple of
+// kSumChunkElems; both spans are whole), in one pass over memory: what is checked and summed is
+// still in the cache, or in registers. Ends early where the contribution is not finite.
+AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
+                             std::span<const std::byte> contribution,
+                             std::span<std::byte> accumulator);
 
 // In double, in an order that depends on nothing; NaN where an element is not finite.
 double RunSumGroup(std::span<const std::byte> accumulator);

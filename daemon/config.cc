@@ -14,6 +14,7 @@
 #include <sstream>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "protocol/error.h"
@@ -29,6 +30,8 @@ using protocol::MakeError;
 
 constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;
 constexpr uint32_t kWorkersMax = 1024;
+constexpr int kCpuMax = 65535;
+constexpr int kNiceMax = 19;
 
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
@@ -42,6 +45,12 @@ constexpr std::array kKeys = {
     ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
     ConfigKey{"update.workers", "number",
               "threads of the update; one per physical core by default"},
+    ConfigKey{"update.cpus", "list of processors",
+              "where those threads run, \"0-3,8\"; everywhere by default"},
+    ConfigKey{"update.numa_node", "number", "the same, as the processors of a NUMA node"},
+    ConfigKey{"update.nice", "number",
+              "0 to 19: the higher, the less those threads get beside other processes; 5 by "
+              "default"},
     ConfigKey{"update.target", "best | name", "instruction set of the kernels"},
     ConfigKey{"update.block_elems", "number", "elements of a block, a multiple of 64"},
     ConfigKey{"log.level", "debug | info | warning | error", "what is logged to stderr"},
@@ -165,10 +174,51 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
   return absl::OkStatus();
 }
 
+// "4" or "0-3".
+absl::Status AddCpus(std::string_view text, const Place& place, std::vector<int>& cpus) {
+  const size_t dash = text.find('-');
+  int first = 0;
+  int last = 0;
+  const bool ok =
+      absl::SimpleAtoi(std::string(text.substr(0, dash)), &first) &&
+      absl::SimpleAtoi(std::string(text.substr(dash == text.npos ? 0 : dash + 1)), &last);
+  if (!ok || first < 0 || first > last || last > kCpuMax) {
+    return Bad(place,
+               absl::StrCat("\"", std::string(text), "\" is neither a processor (0 to ", kCpuMax,
+                            ") nor a range of them"),
+               "write \"0-3,8\" or [0, 1, 2, 3, 8]");
+  }
+  for (int cpu = first; cpu <= last; ++cpu) cpus.push_back(cpu);
+  return absl::OkStatus();
+}
+
+absl::Status SetCpus(const toml::node& node, const Place& place, Config& config) {
+  config.update_cpus.clear();
+  return ForEach(node, [&](const toml::node& element) -> absl::Status {
+    if (const auto number = element.value_exact<int64_t>()) {
+      return AddCpus(absl::StrCat(*number), place, config.update_cpus);
+    }
+    ASSIGN_OR_RETURN(const std::string text, TextOf(element, place));
+    const std::vector<std::string> parts = absl::StrSplit(text, ',');
+    for (const std::string& part : parts) {
+      RETURN_IF_ERROR(AddCpus(part, place, config.update_cpus));
+    }
+    return absl::OkStatus();
+  });
+}
+
 absl::Status SetUpdate(const toml::node& node, const Place& place, Config& config) {
   if (place.key == "update.workers") {
     ASSIGN_OR_RETURN(const uint64_t workers, NumberOf(node, place, {0, kWorkersMax}));
     config.workers = static_cast<uint32_t>(workers);
+  } else if (place.key == "update.cpus") {
+    return SetCpus(node, place, config);
+  } else if (place.key == "update.numa_node") {
+    ASSIGN_OR_RETURN(const uint64_t numa_node, NumberOf(node, place, {0, kCpuMax}));
+    config.update_numa_node = static_cast<int>(numa_node);
+  } else if (place.key == "update.nice") {
+    ASSIGN_OR_RETURN(const uint64_t nice, NumberOf(node, place, {0, kNiceMax}));
+    config.update_nice = static_cast<int>(nice);
   } else if (place.key == "update.target") {
     ASSIGN_OR_RETURN(config.update_target, TextOf(node, place));
   } else {
@@ -295,6 +345,10 @@ absl::Status ApplySetting(std::string_view setting, Config& config) {
 }
 
 absl::Status CheckConfig(const Config& config) {
+  if (!config.update_cpus.empty() && config.update_numa_node >= 0) {
+    return MakeError(ErrorId::kConfig, "update.cpus and update.numa_node are both set",
+                     "leave one of them out");
+  }
   const size_t paths = config.swap_paths.size();
   const size_t capacities = config.swap_capacity_bytes.size();
   if (paths == 0 && capacities == 0) return absl::OkStatus();

@@ -60,6 +60,19 @@ uint64_t StagingSlotBytes(uint64_t block_elems) {
   return slot_bytes;
 }
 
+absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
+  auto runner = TaskRunner::Create({.update = {.threads = static_cast<int>(config.workers),
+                                               .numa_node = config.update_numa_node,
+                                               .cpus = config.update_cpus,
+                                               .nice = config.update_nice}});
+  if (runner.ok() || protocol::IdOf(runner.status()) != ErrorId::kOption) return runner;
+  // The number of workers and the nice value were checked before.
+  const char* key = config.update_cpus.empty() ? "update.numa_node" : "update.cpus";
+  return MakeError(ErrorId::kConfig,
+                   absl::StrCat(key, ": ", std::string(runner.status().message())),
+                   "name processors that the daemon may run on, or leave the key out");
+}
+
 absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t workers) {
   SwapSpaceOptions options{.life = config.swap_life,
                            .staging_slot_bytes = StagingSlotBytes(config.block_elems),
@@ -121,7 +134,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
   state->engine = std::move(chosen.engine);
-  ASSIGN_OR_RETURN(state->runner, TaskRunner::Create({.workers = config.workers}));
+  ASSIGN_OR_RETURN(state->runner, MakeRunner(config));
   state->config.workers = state->runner->workers();
 
   NodeShellOptions options{.state = {.dram_limit_bytes = state->config.dram_limit_bytes,

@@ -66,7 +66,7 @@ struct TaskDone {
   uint64_t count =
       0;  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
   uint64_t checksum = 0;   // UpdateBlock on a staging slot: of the new bytes
-  double sum_squares = 0;  // SumGroup
+  double sum_squares = 0;  // SumGroup; AddGradient that completes its group
 };
 
 struct DeleteJobRequested {
@@ -179,8 +179,14 @@ struct CopyToStepArena {
   uint64_t bytes = 0;
 };
 
-// accumulator (float32, step arena) = or += contribution. A contribution that is not finite leaves
-// the accumulator as it was and is told by TaskDone::count.
+// The type of a job's gradient sums: float32, or that of the gradients where one rank delivers them
+// and there is nothing to add.
+inline protocol::DType GradientSumType(const protocol::LayoutSpec& spec) {
+  return spec.world_size == 1 ? spec.dtype : protocol::DType::kFloat32;
+}
+
+// accumulator (step arena) = or += contribution. A contribution that is not finite is told by
+// TaskDone::count; it leaves anything in the accumulator.
 struct AddGradient {
   TaskId task = 0;
   JobId job = 0;
@@ -188,11 +194,13 @@ struct AddGradient {
   uint64_t source_offset_bytes = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t elems = 0;
-  protocol::DType dtype = protocol::DType::kFloat32;  // of the contribution
-  bool assign = false;                                // first contribution: assign instead of add
+  protocol::DType dtype = protocol::DType::kFloat32;      // of the contribution
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
+  bool assign = false;     // first contribution: assign instead of add
+  bool completes = false;  // of the last rank: ends with the sum of squares, as SumGroup does
 };
 
-// Sum of squares of an accumulator, in double and in a fixed order.
+// Sum of squares of an accumulator (float32), in double and in a fixed order.
 struct SumGroup {
   TaskId task = 0;
   JobId job = 0;

@@ -1,6 +1,9 @@
 // What the shell does for each action of the state machine.
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,11 +26,12 @@ std::span<std::byte> Part(const ArenaBook::Arena& arena, uint64_t offset_bytes, 
   return arena->bytes().subspan(offset_bytes, bytes);
 }
 
-// Group whose accumulator lies at an offset of the step arena: they lie there in order, float32.
+// Group whose accumulator lies at an offset of the step arena: they lie there in order.
 std::string GroupAt(const protocol::Layout& layout, uint64_t accumulator_offset_bytes) {
+  const uint64_t width = protocol::SizeBytes(GradientSumType(layout.spec()));
   uint64_t offset_bytes = 0;
   for (size_t i = 0; i < layout.groups().size(); ++i) {
-    offset_bytes += layout.groups()[i].padded_elems * sizeof(float);
+    offset_bytes += layout.groups()[i].padded_elems * width;
     if (accumulator_offset_bytes < offset_bytes) return layout.spec().group_names[i];
   }
   return "unknown";
@@ -68,6 +72,38 @@ void NodeShell::PostTimed(TaskId task, Timed timed, Work work) {
               job(owner).timeline.Add(std::move(event));
               Raise(std::move(done));
             };
+      });
+}
+
+template <typename Found>
+void NodeShell::PostParts(TaskId task, Timed timed, uint64_t elems,
+                          absl::AnyInvocable<Found(ElemRange) const> work,
+                          absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join) {
+  struct Parts {  // each part writes its own elements
+    std::vector<Found> found;
+    std::vector<uint64_t> start_ns;
+    std::vector<uint64_t> end_ns;
+  };
+  const uint64_t count = std::max<uint64_t>(1, (elems + kPartElems - 1) / kPartElems);
+  const auto parts = std::make_shared<Parts>(
+      Parts{std::vector<Found>(count), std::vector<uint64_t>(count), std::vector<uint64_t>(count)});
+  runner_.PostParts(
+      Crew::kUpdate, count,
+      [parts, elems, run = std::move(work)](size_t part) {
+        const uint64_t begin = part * kPartElems;
+        parts->start_ns[part] = MonotonicNs();
+        parts->found[part] = run({begin, std::min(begin + kPartElems, elems)});
+        parts->end_ns[part] = MonotonicNs();
+      },
+      [this, task, parts, timed = std::move(timed), ended = std::move(join)]() mutable {
+        TaskDone done = ended(parts->found);
+        done.task = task;
+        job(timed.job).timeline.Add({.lane = timed.lane,
+                                     .name = std::move(timed.name),
+                                     .start_ns = std::ranges::min(parts->start_ns),
+                                     .end_ns = std::ranges::max(parts->end_ns),
+                                     .bytes = timed.bytes});
+        Raise(std::move(done));
       });
 }
 
@@ -272,14 +308,28 @@ void NodeShell::Run(AddGradient& action) {
   const ArenaBook::Arena source = action.session == 0 ? io.step : session_io(action.session).grad();
   const uint64_t bytes = action.elems * protocol::SizeBytes(action.dtype);
   const auto from = Part(source, action.source_offset_bytes, bytes);
-  const auto to = Part(io.step, action.accumulator_offset_bytes, action.elems * sizeof(float));
-  PostTimed(
+  const auto to = Part(io.step, action.accumulator_offset_bytes,
+                       action.elems * protocol::SizeBytes(action.sum_dtype));
+  PostParts<AddedGradient>(
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
        .name = GroupAt(*io.layout, action.accumulator_offset_bytes),
        .bytes = bytes},
-      [source, from, to, action] { return Counted(RunAddGradient(action, from, to) ? 0 : 1); });
+      action.elems,
+      [source, from, to, action](ElemRange range) {
+        return RunAddGradient(action, range, from, to);
+      },
+      [](const std::vector<AddedGradient>& parts) {
+        TaskDone done;
+        cpu_adam::SquareSum squares;
+        for (const AddedGradient& part : parts) {
+          if (!part.finite) done.count = 1;
+          squares.Merge(part.squares);
+        }
+        done.sum_squares = squares.ToDouble();
+        return done;
+      });
 }
 
 void NodeShell::Run(SumGroup& action) {
@@ -314,31 +364,40 @@ void NodeShell::Run(UpdateBlock& action) {
   const UpdateMemory memory{
       .image = io.image->bytes(),
       .accumulators = io.step->bytes(),
+      .sum_dtype = GradientSumType(io.layout->spec()),
       .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
                         : swap_->Slot(action.place.staging_slot, action.bytes),
       .optimizer = io.layout->spec().optimizer,
       .format = io.layout->spec().format};
-  const auto expected = resident ? std::nullopt
-                                 : swap_->Expected(action.job, action.place, action.identity_before,
-                                                   action.checksum_before);
-  const uint64_t nonce = swap_ == nullptr ? 0 : swap_->nonce();
   const TaskId task = action.task;
-  const Timed timed{.job = action.job,
-                    .lane = Lane::kUpdate,
-                    .name = absl::StrCat("block ", action.identity_before.block),
-                    .bytes = action.bytes};
-  PostTimed(task, timed, [action = std::move(action), memory, resident, expected, nonce] {
-    TaskDone done;
-    if (!resident) {
-      done.status = VerifyBlock(expected, action.identity_before, memory.block);
-      if (!done.status.ok()) return done;
-    }
-    done.count = RunUpdate(action, memory);
-    if (!resident) {
-      done.checksum = nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
-    }
-    return done;
-  });
+  const uint64_t elems = action.block_elems;
+  Timed timed{.job = action.job,
+              .lane = Lane::kUpdate,
+              .name = absl::StrCat("block ", action.identity_before.block),
+              .bytes = action.bytes};
+  if (resident) {
+    PostParts<uint64_t>(
+        task, std::move(timed), elems,
+        [action = std::move(action), memory](ElemRange range) {
+          return RunUpdate(action, range, memory);
+        },
+        [](const std::vector<uint64_t>& overflows) {
+          return Counted(std::accumulate(overflows.begin(), overflows.end(), uint64_t{0}));
+        });
+    return;
+  }
+  const auto expected =
+      swap_->Expected(action.job, action.place, action.identity_before, action.checksum_before);
+  PostTimed(task, std::move(timed),
+            [action = std::move(action), memory, elems, expected, nonce = swap_->nonce()] {
+              TaskDone done;
+              done.status = VerifyBlock(expected, action.identity_before, memory.block);
+              if (!done.status.ok()) return done;
+              done.count = RunUpdate(action, {0, elems}, memory);
+              done.checksum =
+                  nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
+              return done;
+            });
 }
 
 void NodeShell::Run(WriteBlock& action) {

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/arena_book.h"
+#include "daemon/block_tasks.h"
 #include "daemon/events.h"
 #include "daemon/node_state.h"
 #include "daemon/session_io.h"
@@ -138,6 +139,12 @@ class NodeShell {
   };
   void PostTask(TaskId task, Work work);
   void PostTimed(TaskId task, Timed timed, Work work);
+  // The same for work over `elems` elements, in parts of kPartElems on all workers: `work` gives
+  // what a part found, and `join` makes the TaskDone of all parts, in their order.
+  template <typename Found>
+  void PostParts(TaskId task, Timed timed, uint64_t elems,
+                 absl::AnyInvocable<Found(ElemRange) const> work,
+                 absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
 
   template <typename Resource>
   void Retire(Resource resource);  // destroys it on the crew that may block

@@ -19,7 +19,7 @@ enum class Crew : uint8_t {
 };
 
 struct TaskRunnerOptions {
-  uint32_t workers = 0;  // 0: one per physical core
+  cpu_adam::WorkerTeamOptions update = {};
 };
 
 // Threads  Everything on the loop thread; work runs elsewhere.
@@ -27,8 +27,9 @@ struct TaskRunnerOptions {
 //          state machine has tasks (bounded by sessions and commands in flight).
 class TaskRunner {
  public:
-  using Then = absl::AnyInvocable<void()>;  // runs on the loop thread
-  using Work = absl::AnyInvocable<Then()>;  // runs on a worker
+  using Then = absl::AnyInvocable<void()>;                       // runs on the loop thread
+  using Work = absl::AnyInvocable<Then()>;                       // runs on a worker
+  using PartWork = absl::AnyInvocable<void(size_t part) const>;  // on several workers at once
 
   static constexpr size_t kFinishedMax = size_t{1} << 20;
 
@@ -41,6 +42,10 @@ class TaskRunner {
 
   void Post(Crew crew, Work work);
 
+  // Runs `work` once for each part in [0, parts), on the workers that are free, and `then` when all
+  // have ended: it sees what they wrote.
+  void PostParts(Crew crew, size_t parts, PartWork work, Then then);
+
   // Runs the outcomes that are there.
   void RunFinished();
 
@@ -51,6 +56,7 @@ class TaskRunner {
  private:
   TaskRunner() = default;
   cpu_adam::WorkerTeam& Team(Crew crew);
+  void Queue(Crew crew, cpu_adam::WorkerTeam::Task task);
 
   std::unique_ptr<LoopQueue<Then>> finished_;
   struct Waiting {

@@ -29,6 +29,7 @@ struct UpdateKernels {
 
 struct StreamKernels {
   void (*chunk_square_sums)(size_t n, Gradient, double* chunk_sums);
+  void (*copy_with_square_sums)(size_t n, Gradient, void* dst, double* chunk_sums);
   bool (*all_finite)(size_t n, Gradient);
   void (*add_gradient)(size_t n, Gradient, AddMode, float* dst);
   void (*round_to_bf16)(size_t n, const float* src, uint16_t* dst);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
@@ -34,6 +35,11 @@ void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
     }
     chunk_sums[begin / kSumChunkElems] = lanes[0];
   }
+}
+
+void ScalarCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
+  std::memcpy(dst, g.data, n * (g.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t)));
+  ScalarChunkSquareSums(n, {dst, g.type}, chunk_sums);
 }
 
 bool ScalarAllFinite(size_t n, Gradient g) {
@@ -76,6 +82,7 @@ void ScalarJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder,
 
 const StreamKernels kScalarStreamKernels = {
     .chunk_square_sums = ScalarChunkSquareSums,
+    .copy_with_square_sums = ScalarCopyWithSquareSums,
     .all_finite = ScalarAllFinite,
     .add_gradient = ScalarAddGradient,
     .round_to_bf16 = ScalarRoundToBf16,

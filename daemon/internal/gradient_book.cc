@@ -120,7 +120,9 @@ void GradientBook::StartAdd(JobIo& io, const Key& key) {
                   .accumulator_offset_bytes = plan_.accumulator_offsets[key.group],
                   .elems = layout_->groups()[key.group].padded_elems,
                   .dtype = layout_->spec().dtype,
-                  .assign = groups_[key.group].added == 0});
+                  .sum_dtype = plan_.sum_dtype,
+                  .assign = groups_[key.group].added == 0,
+                  .completes = Completes(key)});
   running_.emplace(task, key);
 }
 
@@ -240,6 +242,10 @@ void GradientBook::OnAdded(JobIo& io, const TaskDone& done) {
   AnswerOnce(io, contribution, absl::OkStatus());
   ++group.added;
   ++group.next_rank;
+  if (Completes(key)) {
+    group.summed = true;
+    TakeSum(io, key.group, done.sum_squares);
+  }
   Advance(io, key.group);
   Relieve(io);
 }
@@ -253,12 +259,15 @@ void GradientBook::OnMoved(JobIo& io, const TaskDone& done) {
 }
 
 void GradientBook::OnSummed(JobIo& io, const TaskDone& done) {
-  const Key key = TakeRunning(done.task);
+  TakeSum(io, TakeRunning(done.task).group, done.sum_squares);
+}
+
+void GradientBook::TakeSum(JobIo& io, uint32_t group, double sum_squares) {
   --unsummed_groups_;
-  groups_[key.group].sum_squares = done.sum_squares;
-  if (std::isfinite(done.sum_squares)) return;
+  groups_[group].sum_squares = sum_squares;
+  if (std::isfinite(sum_squares)) return;
   Spoil(io, MakeError(ErrorId::kNonfinite,
-                      absl::StrCat("the sum of the ranks' gradients for ", NameOf(key.group),
+                      absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
                                    " in step ", step_, " is not finite"),
                       "the step was not applied; repeat it with other gradients"));
 }

@@ -23,6 +23,9 @@ namespace forebay::daemon {
 // group, else it moves to the overflow; with the overflow full it goes on waiting, unless the ranks
 // deliver in different orders: then it is refused.
 //
+// The last rank's addition brings the group's sum of squares with it; where that rank delivers
+// nothing, which is known when it calls step, another pass over the sum does.
+//
 // A contribution or a sum that is not finite spoils the step: nothing is added any more, whatever
 // else arrives is taken and dropped, and fault() says why, until Clear().
 class GradientBook {
@@ -115,6 +118,8 @@ class GradientBook {
   Key TakeRunning(TaskId task);
   void Advance(JobIo& io, uint32_t group);
   void StartAdd(JobIo& io, const Key& key);
+  bool Completes(const Key& key) const { return key.rank + 1 == world_size_; }
+  void TakeSum(JobIo& io, uint32_t group, double sum_squares);
   uint64_t OverflowOffset(uint32_t slot) const {
     return plan_.overflow_offset + slot * plan_.overflow_slot_bytes;
   }

@@ -30,10 +30,11 @@ std::string Bytes(uint64_t bytes) {
 
 void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   const uint32_t world_size = layout.spec().world_size;
+  plan.sum_dtype = GradientSumType(layout.spec());
   uint64_t at = 0;
   for (const protocol::GroupPlace& group : layout.groups()) {
     plan.accumulator_offsets.push_back(at);
-    at += group.padded_elems * sizeof(float);
+    at += group.padded_elems * protocol::SizeBytes(plan.sum_dtype);
   }
   plan.overflow_offset = at = RoundUp(at, kPageBytes);
   plan.overflow_slot_bytes = layout.largest_group_bytes();  // a multiple of 128
@@ -63,7 +64,7 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan,
                        const NodeState::Options& options, const NodeUse& use,
                        uint64_t state_bytes_needed) {
   const uint64_t world_size = layout.spec().world_size;
-  const uint64_t accumulator_bytes = layout.padded_elems() * sizeof(float);
+  const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
   const uint64_t overflow_bytes = plan.overflow_slot_bytes * plan.overflow_slots;
   const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
   const uint64_t needed =

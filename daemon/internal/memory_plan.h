@@ -27,7 +27,8 @@ struct MemoryPlan {
   uint64_t image_bytes = 0;
 
   // Step arena: accumulators, overflow, extra_state.
-  std::vector<uint64_t> accumulator_offsets;  // by group
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
+  std::vector<uint64_t> accumulator_offsets;              // by group
   uint64_t overflow_offset = 0;
   uint64_t overflow_slot_bytes = 0;  // the largest group
   uint32_t overflow_slots = 0;       // one per rank

@@ -138,13 +138,14 @@ void StepPipeline::Pump(JobIo& io) {
 
 std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.groups[run.group]) continue;
     segments.push_back({.image_offset_bytes = layout_->groups()[run.group].image_offset_bytes +
                                               run.group_elem * width,
                         .accumulator_offset_bytes =
-                            plan_.accumulator_offsets[run.group] + run.group_elem * sizeof(float),
+                            plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
                         .block_elem = run.block_elem,
                         .elems = run.elems,
                         .hyper = order_.hyper_params[run.param_group],

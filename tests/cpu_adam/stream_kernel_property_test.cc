@@ -49,6 +49,64 @@ TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
   }
 }
 
+// Copies n elements of Raw to `offset` behind a 64-byte line.
+template <class Raw>
+std::pair<std::vector<Raw>, std::vector<double>> CopyAndSum(size_t n, Gradient from,
+                                                            size_t offset) {
+  GuardedArray<Raw> dst(n, offset);
+  std::vector<double> sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
+  CopyWithSquareSums(n, from, dst.data(), sums.data());
+  EXPECT_TRUE(dst.GuardsIntact());
+  return {dst.Copy(), sums};
+}
+
+TEST_P(StreamKernels, CopiesEveryBitAndSumsWhatItCopied) {
+  for (const size_t n : {0u, 1u, 31u, 33u, 63u, 65u, 1009u, 4095u, 4096u, 4097u, 12289u}) {
+    const AdamData data(n, kSeed);
+    for (const size_t offset : {0u, 1u, 8u, 32u}) {
+      for (const GradType type : kGradTypes) {
+        const Gradient from = data.Grad(type);
+        if (type == GradType::kFp32) {
+          const auto [copied, expected] = Both([&] { return CopyAndSum<float>(n, from, offset); });
+          EXPECT_EQ(copied, expected) << "n " << n << " offset " << offset;
+          EXPECT_TRUE(SameBits(copied.first, data.grad)) << "n " << n << " offset " << offset;
+        } else {
+          const auto [copied, expected] =
+              Both([&] { return CopyAndSum<uint16_t>(n, from, offset); });
+          EXPECT_EQ(copied, expected) << "n " << n << " offset " << offset;
+          const auto* first = static_cast<const uint16_t*>(from.data);
+          EXPECT_EQ(copied.first, std::vector<uint16_t>(first, first + n));
+        }
+        std::vector<double> sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
+        ChunkSquareSums(n, from, sums.data());
+        const auto copied_sums = type == GradType::kFp32
+                                     ? CopyAndSum<float>(n, from, offset).second
+                                     : CopyAndSum<uint16_t>(n, from, offset).second;
+        EXPECT_EQ(copied_sums, sums) << "n " << n << " offset " << offset;
+      }
+    }
+  }
+}
+
+TEST_P(StreamKernels, ACopyKeepsNanAndInfinityAndItsSumTells) {
+  target_.Force(GetParam());
+  for (const size_t n : {1u, 67u, 4099u}) {
+    for (const size_t i : {size_t{0}, n / 2, n - 1}) {
+      for (const uint16_t bad : std::initializer_list<uint16_t>{0x7F80, 0xFF80, 0x7F81, 0xFFFF}) {
+        std::vector<uint16_t> narrow(n, 0x3F80);
+        narrow[i] = bad;
+        const auto [copied, sums] = CopyAndSum<uint16_t>(n, {narrow.data(), GradType::kBf16}, 0);
+        EXPECT_EQ(copied, narrow);
+        EXPECT_FALSE(std::isfinite(sums[i / kSumChunkElems])) << i << " of " << n;
+        std::vector<float> wide(n, 1.0F);
+        wide[i] = std::bit_cast<float>(uint32_t{bad} << 16);
+        const auto wide_sums = CopyAndSum<float>(n, {wide.data(), GradType::kFp32}, 0).second;
+        EXPECT_FALSE(std::isfinite(wide_sums[i / kSumChunkElems])) << i << " of " << n;
+      }
+    }
+  }
+}
+
 TEST_P(StreamKernels, OneBadElementAnywhereIsFound) {
   target_.Force(GetParam());
   for (const size_t n : {1u, 15u, 64u, 67u}) {

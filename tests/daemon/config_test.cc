@@ -43,6 +43,8 @@ life = "unlinked"
 engine = "threads"
 [update]
 workers = 3
+cpus = ["0-2", 5]
+nice = 0
 target = "scalar"
 block_elems = 4096
 [log]
@@ -58,6 +60,8 @@ level = "debug"
   EXPECT_EQ(config.swap_life, nvme::FileLife::kUnlinked);
   EXPECT_EQ(config.io_engine, nvme::EngineChoice::kThreads);
   EXPECT_EQ(config.workers, 3U);
+  EXPECT_THAT(config.update_cpus, ElementsAre(0, 1, 2, 5));
+  EXPECT_EQ(config.update_nice, 0);
   EXPECT_EQ(config.update_target, "scalar");
   EXPECT_EQ(config.block_elems, 4096U);
   EXPECT_EQ(config.log_level, LogLevel::kDebug);
@@ -94,6 +98,46 @@ TEST(Config, TakesSettingsOverTheFile) {
   EXPECT_OK(ApplySetting("swap.paths=[\"/with,comma\"]", config));
   EXPECT_THAT(config.swap_paths, ElementsAre("/with,comma"));
   EXPECT_OK(CheckConfig(config));
+}
+
+TEST(Config, PlacesTheWorkersOnProcessorsOrOnANode) {
+  Config config;
+  EXPECT_EQ(config.update_nice, 5) << "less than a training process gets";
+  EXPECT_THAT(config.update_cpus, ElementsAre());
+  for (const char* setting : {"update.cpus=0-1,3", "update.cpus=\"0-1,3\"", "update.cpus=[0, 1, 3]",
+                              "update.cpus=0,1,3", "update.cpus=[\"0,1\", 3]"}) {
+    EXPECT_OK(ApplySetting(setting, config)) << setting;
+    EXPECT_THAT(config.update_cpus, ElementsAre(0, 1, 3)) << setting;
+  }
+  EXPECT_OK(ApplySetting("update.nice=19", config));
+  EXPECT_EQ(config.update_nice, 19);
+  EXPECT_OK(CheckConfig(config));
+  EXPECT_OK(ApplySetting("update.numa_node=0", config));
+  EXPECT_THAT(CheckConfig(config), HasError(ErrorId::kConfig)) << "two places at once";
+  EXPECT_OK(ApplySetting("update.cpus=[]", config));
+  EXPECT_OK(CheckConfig(config));
+}
+
+TEST(Config, NamesKeyValueAndRuleOfABadPlacement) {
+  const struct {
+    const char* setting;
+    const char* message;
+  } cases[] = {
+      {"update.nice=20", "--set: update.nice: 20 is not in 0 to 19"},
+      {"update.nice=-1", "--set: update.nice: -1 is not in 0 to 19"},
+      {"update.cpus=-1", "--set: update.cpus: \"-1\" is neither a processor (0 to 65535) nor"},
+      {"update.cpus=3-1", "update.cpus: \"3-1\" is neither"},
+      {"update.cpus=two", "update.cpus: \"two\" is neither"},
+      {"update.cpus=0-99999999", "update.cpus: \"0-99999999\" is neither"},
+      {"update.cpus=1.5", "update.cpus: is not a string"},
+      {"update.numa_node=-1", "--set: update.numa_node: -1 is not in 0 to 65535"},
+  };
+  for (const auto& test : cases) {
+    Config config;
+    const absl::Status status = ApplySetting(test.setting, config);
+    EXPECT_THAT(status, HasError(ErrorId::kConfig)) << test.setting;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(test.message));
+  }
 }
 
 TEST(Config, RefusesValuesThatAKeyCannotHave) {
@@ -140,6 +184,10 @@ TEST(Forebayd, EndsWithTheErrorOfABadStart) {
   expect({"--set", "dram.limt=1GiB"}, "error[E_CONFIG]");
   expect({"--config", dir.Write("c.toml", "drum = 1\n")}, "error[E_CONFIG]");
   expect({"--set", "update.target=abacus"}, "error[E_OPTION]");
+  expect({"--set", "update.cpus=60000"},
+         "error[E_CONFIG]: update.cpus: processor 60000 is not one that this process may use: ");
+  expect({"--set", "update.numa_node=60000"},
+         "error[E_CONFIG]: update.numa_node: NUMA node 60000 does not exist");
   const std::string missing = "swap.paths=" + dir.path() + "/none";
   expect({"--set", missing, "--set", "swap.capacity=16MiB"}, "error[E_SWAP_PATH]");
   const std::string swap = "swap.paths=" + dir.path();

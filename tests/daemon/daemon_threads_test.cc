@@ -2,12 +2,21 @@
 //         sees all of them.
 // Method  The daemon is started within the test; two ranks, a status reader and a rank that comes
 //         and goes are threads of their own. The result is compared with the scalar reference bit
-//         by bit.
+//         by bit. The workers' place and weight are read from /proc/self/task.
+
+#include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -65,6 +74,69 @@ absl::Status Train(const std::string& socket, const std::string& job, const JobS
     RETURN_IF_ERROR(session->Release(lease));
   }
   return session->Detach();
+}
+
+// What the kernel says of one thread of this process.
+struct ThreadFacts {
+  int nice = 0;
+  std::string cpus;  // "0-1"
+
+  bool operator==(const ThreadFacts&) const = default;
+};
+
+std::map<std::string, ThreadFacts> ThreadsOfThisProcess() {
+  std::map<std::string, ThreadFacts> threads;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream stat(entry.path() / "stat");
+    std::string text((std::istreambuf_iterator<char>(stat)), {});
+    const size_t name_end = text.rfind(')');
+    if (name_end == std::string::npos) continue;  // it has ended meanwhile
+    std::istringstream fields(text.substr(name_end + 1));
+    std::string field;
+    for (int i = 3; i < 19; ++i) fields >> field;  // proc(5): nice is field 19
+    ThreadFacts facts;
+    fields >> facts.nice;
+    std::ifstream status(entry.path() / "status");
+    for (std::string line; std::getline(status, line);) {
+      if (!line.starts_with("Cpus_allowed_list:")) continue;
+      facts.cpus = line.substr(line.find_first_not_of(" \t", line.find(':') + 1));
+    }
+    threads.emplace(entry.path().filename(), facts);
+  }
+  return threads;
+}
+
+TEST(DaemonThreads, WorkersStandWhereTheConfigurationPutsThem) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+  int cpu = CPU_SETSIZE - 1;
+  while (!CPU_ISSET(static_cast<size_t>(cpu), &allowed)) --cpu;
+  const ThreadFacts own = ThreadsOfThisProcess().at(std::to_string(gettid()));
+
+  const testing::TempDir dir;
+  Config config;
+  config.socket_path = dir.path() + "/s";
+  config.dram_limit_bytes = uint64_t{1} << 20;
+  config.lock = pinned_mem::LockPolicy::kBestEffort;
+  config.update_cpus = {cpu};
+  config.update_nice = std::min(own.nice + 7, 19);
+  ASSERT_OK_AND_ASSIGN(const auto daemon, Daemon::Start(config));
+  const ThreadFacts worker{.nice = config.update_nice, .cpus = std::to_string(cpu)};
+
+  // A thread places itself when it starts.
+  const auto deadline = std::chrono::steady_clock::now() + kTimeout;
+  std::vector<ThreadFacts> placed;
+  while (placed.empty() && std::chrono::steady_clock::now() < deadline) {
+    for (const auto& [id, facts] : ThreadsOfThisProcess()) {
+      if (facts == worker) placed.push_back(facts);
+    }
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(placed.size(), 1U) << "one worker, for the one core";
+  for (const auto& [id, facts] : ThreadsOfThisProcess()) {
+    if (facts == worker) continue;
+    EXPECT_EQ(facts.nice, own.nice) << "thread " << id;
+  }
 }
 
 TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {

@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/units.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
 
@@ -194,6 +196,43 @@ TEST_F(NodeStateAttach, TellsEveryTermWhenDramIsTooSmall) {
     NodeHarness other(options);
     const uint64_t again = other.RequestAttach(layout_, {});
     EXPECT_EQ(other.is_closed(again), limit < least);
+  }
+}
+
+// Of the step arena, as the byte table has it: two bytes an element of a 16-bit gradient that
+// nothing is added to, four else.
+TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
+  const struct {
+    uint32_t world_size;
+    protocol::DType dtype;
+    uint64_t sum_bytes;
+  } cases[] = {{1, protocol::DType::kBFloat16, 2},
+               {1, protocol::DType::kFloat32, 4},
+               {2, protocol::DType::kBFloat16, 4},
+               {2, protocol::DType::kFloat32, 4}};
+  for (const auto& test : cases) {
+    protocol::LayoutSpec spec = MakeLayout(test.world_size, {70'000, 4096})->spec();
+    spec.dtype = test.dtype;
+    if (test.dtype == protocol::DType::kBFloat16) spec.format = protocol::Format::kExact;
+    const auto layout =
+        std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
+    NodeHarness node(RoomyOptions());
+    node.RequestAttach(layout, {});
+    const uint64_t page = protocol::kPageBytes;
+    const uint64_t sums = protocol::RoundUp(layout->padded_elems() * test.sum_bytes, page);
+    const uint64_t overflow =
+        protocol::RoundUp(layout->largest_group_bytes() * test.world_size, page);
+    const uint64_t extra_state = page;  // two slots of 64 bytes a rank
+    EXPECT_EQ(node.Logged<CreateJobMemory>()[0].step_bytes, sums + overflow + extra_state);
+
+    // The sum that is told is the sum that is taken.
+    NodeState::Options options = RoomyOptions();
+    options.dram_limit_bytes = 100 << 10;
+    NodeHarness refused(options);
+    const uint64_t session = refused.RequestAttach(layout, {});
+    EXPECT_THAT(std::string(refused.attached(session)->status.message()),
+                HasSubstr(absl::StrCat("(", layout->padded_elems() * test.sum_bytes,
+                                       " bytes) + overflow")));
   }
 }
 

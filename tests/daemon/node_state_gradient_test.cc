@@ -316,14 +316,37 @@ TEST_F(NodeStateGradient, ASumThatIsNotFiniteRefusesTheStep) {
   for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
   node_.FinishAll<AddGradient>();
   node_.FinishAll<AddGradient>();
-  node_.FinishAll<AddGradient>();
-  const std::vector<SumGroup> sums = node_.Running<SumGroup>();
-  ASSERT_EQ(sums.size(), 1U);
-  TaskDone done = node_.model().Finish(sums[0].task);
+  const std::vector<AddGradient> last = node_.Running<AddGradient>();
+  ASSERT_EQ(last.size(), 1U);
+  TaskDone done = node_.model().Finish(last[0].task);
   done.sum_squares = std::numeric_limits<double>::infinity();
   node_.Send(done);
   EXPECT_THAT(StepAll(1),
               ElementsAre(ErrorId::kNonfinite, ErrorId::kNonfinite, ErrorId::kNonfinite));
+}
+
+TEST_F(NodeStateGradient, TheLastRanksAdditionCompletesItsGroup) {
+  for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+  EXPECT_THAT(StepAll(1), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
+  std::vector<bool> completes;
+  for (const AddGradient& add : node_.Logged<AddGradient>()) completes.push_back(add.completes);
+  EXPECT_THAT(completes, ElementsAre(false, false, true));
+  EXPECT_THAT(node_.Logged<SumGroup>(), ::testing::IsEmpty());
+}
+
+TEST_F(NodeStateGradient, AGroupWithoutTheLastRankIsSummedWhenThatRankCallsStep) {
+  node_.Gradient(sessions_[0], 0, 1);
+  node_.Gradient(sessions_[1], 0, 1);
+  node_.RunTasks();
+  EXPECT_THAT(node_.Logged<SumGroup>(), ::testing::IsEmpty());
+  std::vector<uint64_t> tags;
+  for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, 1));
+  ASSERT_EQ(node_.Running<SumGroup>().size(), 1U);
+  TaskDone done = node_.model().Finish(node_.Running<SumGroup>()[0].task);
+  done.sum_squares = std::numeric_limits<double>::infinity();
+  node_.Send(done);
+  for (const uint64_t tag : tags) EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNonfinite);
+  EXPECT_EQ(node_.model().committed_step(1), 0U);
 }
 
 }  // namespace

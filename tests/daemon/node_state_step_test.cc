@@ -61,9 +61,8 @@ class NodeStateStep : public ::testing::Test {
         node_.Gradient(session, static_cast<uint32_t>(group), 1);
       }
       node_.FinishAll<AddGradient>();
-      node_.FinishAll<AddGradient>();
-      ASSERT_EQ(node_.Running<SumGroup>().size(), 1U);
-      TaskDone done = node_.model().Finish(node_.Running<SumGroup>()[0].task);
+      ASSERT_EQ(node_.Running<AddGradient>().size(), 1U);
+      TaskDone done = node_.model().Finish(node_.Running<AddGradient>()[0].task);
       done.sum_squares = sums[group];
       node_.Send(done);
     }

@@ -98,7 +98,8 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t bytes = add->elems * protocol::SizeBytes(add->dtype);
     uses.push_back(add->session != 0 ? GradUse(add->session, add->source_offset_bytes, bytes, false)
                                      : StepUse(add->job, add->source_offset_bytes, bytes, false));
-    uses.push_back(StepUse(add->job, add->accumulator_offset_bytes, add->elems * 4, true));
+    uses.push_back(StepUse(add->job, add->accumulator_offset_bytes,
+                           add->elems * protocol::SizeBytes(add->sum_dtype), true));
   } else if (const auto* sum = std::get_if<SumGroup>(&action)) {
     uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes, sum->elems * 4, false));
   } else if (const auto* read = std::get_if<ReadBlock>(&action)) {
@@ -107,12 +108,14 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
                     read->place.extent * jobs_[read->job].extent_bytes, read->bytes, false});
   } else if (const auto* update = std::get_if<UpdateBlock>(&action)) {
     uses.push_back(StateUse(update->job, update->place, update->bytes, true));
-    const uint64_t width = protocol::SizeBytes(jobs_[update->job].layout->spec().dtype);
+    const protocol::LayoutSpec& spec = jobs_[update->job].layout->spec();
+    const uint64_t width = protocol::SizeBytes(spec.dtype);
+    const uint64_t sum_width = protocol::SizeBytes(GradientSumType(spec));
     for (const UpdateSegment& segment : update->segments) {
       uses.push_back({absl::StrCat("image ", update->job), segment.image_offset_bytes,
                       segment.elems * width, true});
       uses.push_back(
-          StepUse(update->job, segment.accumulator_offset_bytes, segment.elems * 4, false));
+          StepUse(update->job, segment.accumulator_offset_bytes, segment.elems * sum_width, false));
       if (segment.block_elem + segment.elems > update->block_elems) {
         Fault("a segment is outside its block");
       }
@@ -227,6 +230,7 @@ void NodeModel::Apply(const AddGradient& a, TaskDone& done) {
   if (!token.finite) return;
   if (a.assign) sum.clear();
   sum.push_back(token);
+  if (a.completes) done.sum_squares = static_cast<double>(sum.size());
 }
 
 void NodeModel::Apply(const SumGroup& a, TaskDone& done) {
@@ -268,7 +272,9 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
         (segment.image_offset_bytes - job.layout->groups()[group].image_offset_bytes) /
         protocol::SizeBytes(job.layout->spec().dtype);
     job.updated_elems[group] += segment.elems;
-    job.used[group] = job.accumulators[segment.accumulator_offset_bytes - group_elem * 4];
+    job.used[group] =
+        job.accumulators[segment.accumulator_offset_bytes -
+                         group_elem * protocol::SizeBytes(GradientSumType(job.layout->spec()))];
   }
 }
 

@@ -1,0 +1,213 @@
+// Goal    One rank's gradient in its own type gives the bits of a float32 sum; parts of any split
+//         give those of the whole; what is not finite is found wherever it stands.
+// Method  The functions of the workers on seeded gradients: the 16-bit path beside the float32 one,
+//         and beside the kernels that each of its passes once was.
+
+#include "daemon/block_tasks.h"
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/targets.h"
+#include "gtest/gtest.h"
+
+namespace forebay::daemon {
+namespace {
+
+using cpu_adam::GradType;
+using cpu_adam::kSumChunkElems;
+using protocol::DType;
+
+template <typename T>
+std::span<std::byte> BytesOf(std::vector<T>& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+// Finite bfloat16 of every magnitude that a training run sees, signed zeros and denormals included.
+std::vector<uint16_t> Bf16Gradient(uint64_t elems, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<uint16_t> gradient;
+  for (uint64_t i = 0; i < elems; ++i) {
+    const uint64_t exponent = random() % 16 == 0 ? 0 : 90 + random() % 50;
+    gradient.push_back(
+        static_cast<uint16_t>((random() & 0x8000) | (exponent << 7) | (random() & 0x7F)));
+  }
+  return gradient;
+}
+
+std::vector<float> Widened(const std::vector<uint16_t>& narrow) {
+  std::vector<float> wide;
+  for (const uint16_t bits : narrow) wide.push_back(std::bit_cast<float>(uint32_t{bits} << 16));
+  return wide;
+}
+
+AddGradient OneRank(DType dtype, uint64_t elems) {
+  return {.elems = elems, .dtype = dtype, .sum_dtype = dtype, .assign = true, .completes = true};
+}
+
+class Targets : public ::testing::TestWithParam<std::string> {
+ protected:
+  Targets() { EXPECT_TRUE(cpu_adam::ForceTarget(GetParam()).ok()); }
+  ~Targets() override { EXPECT_TRUE(cpu_adam::ForceTarget("best").ok()); }
+};
+
+TEST_P(Targets, OneRanksGradientIsCopiedAndItsSquaresAreThoseOfTheFloat32Sum) {
+  for (const uint64_t elems : {1U, 63U, 4096U, 4160U, 300'000U}) {
+    std::vector<uint16_t> gradient = Bf16Gradient(elems, 7);
+    std::vector<uint16_t> copy(elems);
+    const AddedGradient added = RunAddGradient(OneRank(DType::kBFloat16, elems), {0, elems},
+                                               BytesOf(gradient), BytesOf(copy));
+    std::vector<float> sum(elems);
+    cpu_adam::AddGradient(elems, {gradient.data(), GradType::kBf16}, cpu_adam::AddMode::kSet,
+                          sum.data());
+    EXPECT_TRUE(added.finite);
+    EXPECT_EQ(copy, gradient) << elems;
+    EXPECT_EQ(added.squares.ToDouble(), RunSumGroup(BytesOf(sum))) << elems;
+    std::vector<float> wide = Widened(gradient);
+    std::vector<float> wide_copy(elems);
+    const AddedGradient same = RunAddGradient(OneRank(DType::kFloat32, elems), {0, elems},
+                                              BytesOf(wide), BytesOf(wide_copy));
+    EXPECT_EQ(wide_copy, wide);
+    EXPECT_TRUE(same.squares == added.squares);
+  }
+}
+
+TEST_P(Targets, PartsGiveWhatTheWholeGives) {
+  constexpr uint64_t kElems = 5 * kSumChunkElems + 77;
+  std::vector<uint16_t> first = Bf16Gradient(kElems, 1);
+  std::vector<uint16_t> second = Bf16Gradient(kElems, 2);
+  std::vector<float> whole(kElems);
+  std::vector<float> parts(kElems, 5.0F);
+  AddGradient action{.elems = kElems, .dtype = DType::kBFloat16, .assign = true};
+  RunAddGradient(action, {0, kElems}, BytesOf(first), BytesOf(whole));
+  for (const ElemRange range : {ElemRange{2 * kSumChunkElems, kElems}, {0, 2 * kSumChunkElems}}) {
+    RunAddGradient(action, range, BytesOf(first), BytesOf(parts));
+  }
+  EXPECT_EQ(parts, Widened(first));
+  action.assign = false;
+  action.completes = true;
+  const AddedGradient added = RunAddGradient(action, {0, kElems}, BytesOf(second), BytesOf(whole));
+  cpu_adam::SquareSum squares;
+  for (const ElemRange range : {ElemRange{4 * kSumChunkElems, kElems},
+                                {0, kSumChunkElems},
+                                {kSumChunkElems, 4 * kSumChunkElems}}) {
+    squares.Merge(RunAddGradient(action, range, BytesOf(second), BytesOf(parts)).squares);
+  }
+  EXPECT_EQ(parts, whole);
+  for (uint64_t i = 0; i < kElems; ++i)
+    ASSERT_EQ(whole[i], Widened(first)[i] + Widened({second[i]})[0]) << i;
+  EXPECT_TRUE(squares == added.squares);
+  EXPECT_EQ(added.squares.ToDouble(), RunSumGroup(BytesOf(whole)));
+}
+
+TEST_P(Targets, AnElementThatIsNotFiniteIsFoundWhereverItStands) {
+  constexpr uint64_t kElems = 2 * kSumChunkElems + 5;
+  const std::vector<uint16_t> good = Bf16Gradient(kElems, 3);
+  for (const uint64_t at : {uint64_t{0}, kSumChunkElems - 1, kSumChunkElems, kElems - 1}) {
+    for (const uint16_t bad : {uint16_t{0x7F80}, uint16_t{0xFF80}, uint16_t{0x7FC1}}) {
+      std::vector<uint16_t> gradient = good;
+      gradient[at] = bad;
+      std::vector<uint16_t> copy(kElems);
+      EXPECT_FALSE(RunAddGradient(OneRank(DType::kBFloat16, kElems), {0, kElems}, BytesOf(gradient),
+                                  BytesOf(copy))
+                       .finite);
+      std::vector<float> sum(kElems);
+      for (const bool completes : {false, true}) {
+        const AddGradient action{
+            .elems = kElems, .dtype = DType::kBFloat16, .assign = true, .completes = completes};
+        EXPECT_FALSE(RunAddGradient(action, {0, kElems}, BytesOf(gradient), BytesOf(sum)).finite);
+      }
+    }
+  }
+}
+
+TEST_P(Targets, ASumThatOverflowsIsToldByItsSquares) {
+  std::vector<float> largest(100, std::numeric_limits<float>::max());
+  std::vector<float> sum = largest;
+  const AddGradient action{.elems = 100, .dtype = DType::kFloat32, .completes = true};
+  const AddedGradient added = RunAddGradient(action, {0, 100}, BytesOf(largest), BytesOf(sum));
+  EXPECT_TRUE(added.finite) << "the contribution";
+  EXPECT_TRUE(std::isnan(added.squares.ToDouble()));
+}
+
+// A block of `exact` with two segments, and the memory it works on.
+struct ExactBlock {
+  static constexpr uint64_t kElems = 3000;
+
+  explicit ExactBlock(DType type) : sum_dtype(type) {
+    planes.resize(BlockBytes(protocol::StatePlanes(protocol::Optimizer::kAdamW,
+                                                   protocol::Format::kExact, DType::kBFloat16),
+                             kElems));
+    image.assign(kElems, 0x3F80);
+    const uint64_t width = protocol::SizeBytes(sum_dtype);
+    action.block_elems = kElems;
+    action.bytes = planes.size();
+    action.grad_scale = 0.5F;
+    for (const ElemRange range : {ElemRange{0, 1001}, {1001, kElems}}) {
+      action.segments.push_back({.image_offset_bytes = range.begin * 2,
+                                 .accumulator_offset_bytes = range.begin * width,
+                                 .block_elem = range.begin,
+                                 .elems = range.end - range.begin,
+                                 .hyper = {.lr = range.begin == 0 ? 0.1 : 0.01,
+                                           .beta1 = 0.9,
+                                           .beta2 = 0.999,
+                                           .eps = 1e-8,
+                                           .weight_decay = 0.1,
+                                           .reserved = 0},
+                                 .optimizer_step = 1});
+    }
+  }
+
+  void Update(ElemRange range, std::span<const std::byte> gradients) {
+    RunUpdate(action, range,
+              {.image = BytesOf(image),
+               .accumulators = gradients,
+               .sum_dtype = sum_dtype,
+               .block = planes,
+               .optimizer = protocol::Optimizer::kAdamW,
+               .format = protocol::Format::kExact});
+  }
+
+  DType sum_dtype;
+  std::vector<uint16_t> image;
+  std::vector<std::byte> planes;
+  UpdateBlock action;
+};
+
+TEST_P(Targets, AnUpdateFromBf16GradientsHasTheBitsOfTheFloat32Sum) {
+  std::vector<uint16_t> narrow = Bf16Gradient(ExactBlock::kElems, 4);
+  std::vector<float> wide = Widened(narrow);
+  ExactBlock from_narrow(DType::kBFloat16);
+  ExactBlock from_wide(DType::kFloat32);
+  for (int step = 0; step < 3; ++step) {
+    from_narrow.Update({0, ExactBlock::kElems}, BytesOf(narrow));
+    from_wide.Update({0, ExactBlock::kElems}, BytesOf(wide));
+    EXPECT_EQ(from_narrow.image, from_wide.image);
+    EXPECT_EQ(from_narrow.planes, from_wide.planes);
+  }
+  EXPECT_NE(from_narrow.image, std::vector<uint16_t>(ExactBlock::kElems, 0x3F80));
+}
+
+TEST_P(Targets, PartsOfAnUpdateGiveTheBlock) {
+  std::vector<uint16_t> gradient = Bf16Gradient(ExactBlock::kElems, 5);
+  ExactBlock whole(DType::kBFloat16);
+  whole.Update({0, ExactBlock::kElems}, BytesOf(gradient));
+  ExactBlock parts(DType::kBFloat16);
+  for (const ElemRange range :
+       {ElemRange{1500, ExactBlock::kElems}, {0, 0}, {0, 999}, {999, 1500}}) {
+    parts.Update(range, BytesOf(gradient));
+  }
+  EXPECT_EQ(parts.image, whole.image);
+  EXPECT_EQ(parts.planes, whole.planes);
+}
+
+INSTANTIATE_TEST_SUITE_P(BlockTasks, Targets, ::testing::ValuesIn(cpu_adam::SupportedTargets()),
+                         [](const auto& target) { return target.param; });
+
+}  // namespace
+}  // namespace forebay::daemon
