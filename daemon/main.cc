@@ -7,11 +7,13 @@
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_adam/targets.h"
 #include "daemon/config.h"
 #include "daemon/daemon.h"
 #include "daemon/notify.h"
@@ -44,7 +46,8 @@ void PrintHelp() {
       "usage: forebayd [--config FILE] [--set KEY=VALUE]... [--check] [--version] [--help]\n\n"
       "Serves training jobs on this node. Settings of --set go over those of the file; --check "
       "only\n"
-      "reads them.\n\nkeys:\n");
+      "reads them. FOREBAY_CPU_TARGET forces an instruction set: forebay doctor lists them.\n\n"
+      "keys:\n");
   for (const auto& key : forebay::daemon::ConfigKeys()) {
     std::printf("  %-20.*s %.*s\n  %-20s %.*s\n", static_cast<int>(key.name.size()),
                 key.name.data(), static_cast<int>(key.value.size()), key.value.data(), "",
@@ -159,6 +162,9 @@ int main(int argc, char** argv) {
     std::printf("forebayd %s\n", forebay::daemon::kVersion);
     return 0;
   }
+  const char* const target = std::getenv("FOREBAY_CPU_TARGET");
+  const absl::Status forced = forebay::cpu_adam::ForceTarget(target == nullptr ? "" : target);
+  if (!forced.ok()) return Fail(forced);
   const auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
   if (line.check) return 0;

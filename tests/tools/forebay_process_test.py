@@ -299,6 +299,60 @@ def test_doctor_judges_everything_once():
     assert forebay("doctor", "/does/not/exist").returncode == 1
 
 
+def test_the_environment_forces_an_instruction_set(folders):
+    environment, _, _ = folders
+
+    def seen(target):
+        done = forebay("doctor", "--json", env={**environment, "FOREBAY_CPU_TARGET": target})
+        assert done.returncode == 0, done.stderr
+        findings = json.loads(done.stdout)
+        used, _, all_ = next(f["seen"] for f in findings if f["what"] == "CPU target").partition(
+            " of "
+        )
+        return used, all_.split(", ")
+
+    best, targets = seen("")
+    assert best == targets[0] and targets[-1] == "scalar"
+    assert [seen(target) for target in targets] == [(target, targets) for target in targets]
+    for program in (FOREBAY, FOREBAY.parent / "forebayd"):
+        refused = subprocess.run(
+            [program, "doctor"] if program == FOREBAY else [program, "--check"],
+            env={**environment, "FOREBAY_CPU_TARGET": "mmx"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert refused.returncode == 1
+        assert 'error[E_OPTION]: instruction set "mmx" is not one of' in refused.stderr
+        assert ", ".join(targets) in refused.stderr
+
+
+def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
+    environment, _, _ = folders
+    names = forebay("bench", "adam", "--list", "--params", 100_000).stdout.splitlines()
+    assert len(names) == len(set(names)) and names
+    assert "adam/opt=adamw/format=exact/grad=bf16/param=bf16/place=inplace/threads=1/shape=flat" in names
+    flags = ["adam", "--params", 100_000, "--samples", 1]
+    done = forebay("bench", *flags, "--json", env={**environment, "FOREBAY_CPU_TARGET": ""})
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == names
+    for line in lines:
+        assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
+        loops = [line[f"{store}_{pages}"] for store in ("plain", "bypass") for pages in ("2mib", "4kib")]
+        assert line["value"] > 0 and line["limit"] == max(loops) and min(loops) > 0
+        assert line["bytes_read"] > 0 and 0 <= line["huge_share"] <= 1
+        assert ("unhashed" in line) == ("hash=on" in line["case"])
+
+    scalar = forebay(
+        "bench", *flags, "--case", "opt=lion", env={**environment, "FOREBAY_CPU_TARGET": "scalar"}
+    )
+    assert scalar.returncode == 0 and "/shape=flat/target=scalar" in scalar.stdout
+    assert forebay("bench", "adam", "--list", "--case", "no such").returncode == 1
+    assert forebay("bench", "fetch", "--list").returncode == 1
+
+
 @pytest.mark.parametrize(
     "flags, cases",
     [
@@ -325,4 +379,4 @@ def test_each_bench_prints_one_line_a_case(folders, flags, cases):
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "fetch, update" in done.stderr
+    assert done.returncode == 1 and "adam, fetch, update" in done.stderr

@@ -13,12 +13,15 @@
 namespace forebay::tools {
 namespace {
 
+using List = BenchOptions::List;
+
 struct Entry {
   std::string_view name;
-  absl::StatusOr<std::vector<BenchResult>> (*run)(const BenchOptions& options);
+  absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"fetch", BenchFetch}, Entry{"update", BenchUpdate}};
+constexpr std::array kBenches = {Entry{"adam", BenchAdam}, Entry{"fetch", BenchFetch},
+                                 Entry{"update", BenchUpdate}};
 
 }  // namespace
 
@@ -33,12 +36,18 @@ std::string BenchNames() {
 absl::Status Bench(const BenchOptions& options, bool as_json) {
   for (const Entry& entry : kBenches) {
     if (entry.name != options.what) continue;
-    ASSIGN_OR_RETURN(const std::vector<BenchResult> results, entry.run(options));
-    if (as_json) {
-      for (const BenchResult& result : results) std::printf("%s\n", ToJson(result).dump().c_str());
-    } else {
-      std::printf("%s", ResultsText(results).c_str());
+    if (entry.run != BenchAdam && (!options.only.empty() || options.list == List::kNames)) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("bench ", options.what, " has no list of cases"),
+                                 "leave out --case and --list: they belong to adam");
     }
+    std::vector<BenchResult> results;
+    RETURN_IF_ERROR(entry.run(options, [&](const BenchResult& result) {
+      if (!as_json) return results.push_back(result);
+      std::printf("%s\n", ToJson(result).dump().c_str());
+      std::fflush(stdout);
+    }));
+    if (!results.empty()) std::printf("%s", ResultsText(results).c_str());
     return absl::OkStatus();
   }
   return protocol::MakeError(protocol::ErrorId::kOption,

@@ -14,13 +14,17 @@ struct BenchOptions {
   uint64_t params = 0;            // of the synthetic job; 0: the bench's own number
   std::string swap_folder = ".";  // for the cases on swap
   std::string runtime_folder;     // of the private daemon
+  std::string only;               // adam: the cases whose name contains this
+  enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };
 
-std::string BenchNames();  // "fetch, update"
+std::string BenchNames();  // "adam, fetch, update"
 
-// Runs every case of one bench on a private daemon and prints a line a case: JSON, or a table.
+// Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
+// JSON as each comes, or a table at the end.
 //
-// Errors  E_OPTION  no such bench; names them. Else what the daemon answers.
+// Errors  E_OPTION  no such bench, or none of its cases is meant; names them. Else what the daemon
+//                   answers.
 absl::Status Bench(const BenchOptions& options, bool as_json);
 
 }  // namespace forebay::tools

@@ -105,14 +105,14 @@ absl::StatusOr<Sample> TimeEchoes(EventFdEcho& echo) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<BenchResult>> BenchFetch(const BenchOptions& options) {
+absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
   ASSIGN_OR_RETURN(const std::unique_ptr<EventFdEcho> echo, EventFdEcho::Create());
   const uint64_t params = options.params == 0 ? kParams : options.params;
   BenchJobOptions job_options{.params = params, .group_elems = (params + 3) / 4};
   job_options.daemon.runtime_folder = options.runtime_folder;
   job_options.daemon.dram = "1GiB";
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
-  ASSIGN_OR_RETURN(BenchResult result,
+  ASSIGN_OR_RETURN(const BenchResult result,
                    MeasureCase(
                        {.bench = "fetch",
                         .name = "fetch/place=dram/ranks=1",
@@ -121,7 +121,8 @@ absl::StatusOr<std::vector<BenchResult>> BenchFetch(const BenchOptions& options)
                         .measure = Measure::kTime},
                        options.samples == 0 ? kSamples : options.samples,
                        [&] { return TimeFetches(*job); }, [&] { return TimeEchoes(*echo); }));
-  return std::vector<BenchResult>{std::move(result)};
+  report(result);
+  return absl::OkStatus();
 }
 
 }  // namespace forebay::tools

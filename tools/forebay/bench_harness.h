@@ -31,27 +31,45 @@ struct Sample {
 
 using Sampler = std::function<absl::StatusOr<Sample>()>;
 
+// What runs in every round beside the measured side: a candidate for the limit, or something shown
+// with the figure.
+struct BenchLoop {
+  enum class Role { kLimit, kShown };
+  std::string name;  // key in the JSON line
+  Role role = Role::kLimit;
+  Sampler run;
+};
+
 struct BenchResult {
   BenchCase what;
   double value = 0;  // median
-  double limit = 0;  // median
+  double limit = 0;  // median; of several the best
   double share = 0;  // value / limit for rates, limit / value for times
   uint32_t samples = 0;
   double spread = 0;  // interquartile range of the values over their median
   uint64_t bytes_read = 0;
   uint64_t bytes_written = 0;
+  nlohmann::ordered_json more = {};  // what one bench adds to its lines; medians of its loops
 };
 
 // One unrecorded round of both sides, then `samples` rounds that alternate between them.
 absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
                                         const Sampler& value, const Sampler& limit);
 
+// The same with any number of loops, at least one of them a limit; each has its median in `more`.
+absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
+                                        const Sampler& value, const std::vector<BenchLoop>& loops);
+
 nlohmann::ordered_json ToJson(const BenchResult& result);
 std::string ResultsText(const std::vector<BenchResult>& results);
 
-// The benches; each returns its cases.
+// Takes a result as soon as it is there.
+using Report = std::function<void(const BenchResult& result)>;
+
+// The benches; each reports its cases one by one.
 struct BenchOptions;
-absl::StatusOr<std::vector<BenchResult>> BenchFetch(const BenchOptions& options);
-absl::StatusOr<std::vector<BenchResult>> BenchUpdate(const BenchOptions& options);
+absl::Status BenchAdam(const BenchOptions& options, const Report& report);
+absl::Status BenchFetch(const BenchOptions& options, const Report& report);
+absl::Status BenchUpdate(const BenchOptions& options, const Report& report);
 
 }  // namespace forebay::tools

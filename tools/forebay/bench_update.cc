@@ -298,15 +298,16 @@ absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_s
 
 }  // namespace
 
-absl::StatusOr<std::vector<BenchResult>> BenchUpdate(const BenchOptions& options) {
+absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
   const CaseOptions case_options{.bench = options,
                                  .params = options.params == 0 ? kParams : options.params,
                                  .samples = options.samples == 0 ? kSamples : options.samples};
-  std::vector<BenchResult> results;
   uint64_t beside_states = 0;
-  ASSIGN_OR_RETURN(results.emplace_back(), InDram(case_options, beside_states));
-  ASSIGN_OR_RETURN(results.emplace_back(), OnSwap(case_options, beside_states));
-  return results;
+  ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, beside_states));
+  report(in_dram);
+  ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states));
+  report(on_swap);
+  return absl::OkStatus();
 }
 
 }  // namespace forebay::tools

@@ -135,6 +135,8 @@ Finding ExamineCpu() {
 
 }  // namespace
 
+absl::Status ForceCpuTarget(const std::string& name) { return cpu_adam::ForceTarget(name); }
+
 std::vector<Finding> Examine(const std::vector<std::string>& folders) {
   std::vector<Finding> findings = {ExamineMemlock(), ExamineUring(), ExamineHugePages(),
                                    ExamineCpu()};

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "nlohmann/json.hpp"
 
 namespace forebay::tools {
@@ -16,6 +17,11 @@ struct Finding {
   std::string seen;  // the numbers
   std::string fix;   // a command or a line to add; empty where nothing is to be mended
 };
+
+// The instruction set that this process uses: a name that Examine() shows, or "" for the best.
+//
+// Errors  E_OPTION  not one of them; names them.
+absl::Status ForceCpuTarget(const std::string& name);
 
 // Probes by trying: locks, rings, direct writes and huge pages are made and given back. `folders`
 // are candidates for swap.

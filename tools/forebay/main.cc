@@ -158,10 +158,15 @@ std::vector<std::string> TakeCommand(std::vector<std::string>& words) {
   return command;
 }
 
-int Main(std::vector<std::string> words, const std::string& runtime_folder) {
+struct Environment {
+  std::string runtime_folder;  // XDG_RUNTIME_DIR
+  std::string cpu_target;      // FOREBAY_CPU_TARGET
+};
+
+int Main(std::vector<std::string> words, const Environment& environment) {
   Arguments arguments;
-  arguments.run.daemon.runtime_folder = runtime_folder;
-  arguments.bench.runtime_folder = runtime_folder;
+  arguments.run.daemon.runtime_folder = environment.runtime_folder;
+  arguments.bench.runtime_folder = environment.runtime_folder;
   arguments.run.command = TakeCommand(words);
   CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
   app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
@@ -201,19 +206,28 @@ int Main(std::vector<std::string> words, const std::string& runtime_folder) {
   bench
       ->add_option("WHAT", arguments.bench.what,
                    absl::StrCat("one of: ", BenchNames(),
-                                "; fetch: from the request to the lease of a group in DRAM; "
+                                "; adam: the fused passes of the optimizers, without a daemon; "
+                                "fetch: from the request to the lease of a group in DRAM; "
                                 "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
-  bench->add_option("--params", arguments.bench.params, "of the synthetic job")
+  bench->add_option("--params", arguments.bench.params, "of the synthetic job; adam: 100000000")
       ->check(CLI::Range(1024, 1 << 30));
   bench->add_option("--swap", arguments.bench.swap_folder, "a directory for the cases on swap");
+  bench->add_option("--case", arguments.bench.only, "adam: only cases whose name contains this");
+  bench->add_flag_callback(
+      "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
+      "adam: print the names of the cases and measure nothing");
 
   std::reverse(words.begin(), words.end());  // as CLI11 wants them
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kGood : kUsage;
+  }
+  if (const absl::Status forced = ForceCpuTarget(environment.cpu_target); !forced.ok()) {
+    std::fprintf(stderr, "%s\n", protocol::FormatError(forced).c_str());
+    return ExitCodeOf(forced);
   }
   if (run->parsed()) {
     if (arguments.run.command.empty()) {
@@ -238,6 +252,10 @@ int Main(std::vector<std::string> words, const std::string& runtime_folder) {
 
 int main(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
-  const char* runtime_folder = std::getenv("XDG_RUNTIME_DIR");
-  return forebay::tools::Main(std::move(words), runtime_folder == nullptr ? "" : runtime_folder);
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  return forebay::tools::Main(std::move(words), {.runtime_folder = variable("XDG_RUNTIME_DIR"),
+                                                 .cpu_target = variable("FOREBAY_CPU_TARGET")});
 }

@@ -1,0 +1,214 @@
+// Bench adam: the optimizer's passes alone, without a daemon, each beside the memory limit of its
+// own streams.
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/targets.h"
+#include "protocol/error.h"
+#include "protocol/status_macros.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/bench_adam_pass.h"
+#include "tools/forebay/bench_adam_rig.h"
+#include "tools/forebay/bench_adam_streams.h"
+#include "tools/forebay/bench_harness.h"
+
+namespace forebay::tools {
+namespace {
+
+using cpu_adam::Rule;
+using cpu_adam::StateFormat;
+
+constexpr uint32_t kSamples = 7;
+constexpr uint64_t kParams = 100'000'000;
+constexpr uint64_t kManyPartitions = 1000;
+
+struct RuleName {
+  Rule rule;
+  const char* name;
+};
+
+constexpr RuleName kRules[] = {
+    {Rule::kAdam, "adam"},
+    {Rule::kAdamWAmsgrad, "adamw_amsgrad"},
+    {Rule::kAdamAmsgrad, "adam_amsgrad"},
+    {Rule::kAdagrad, "adagrad"},
+    {Rule::kLion, "lion"},
+    {Rule::kSgd, "sgd"},
+    {Rule::kSgdNesterov, "sgd_nesterov"},
+};
+
+struct Case {
+  std::string name;
+  uint64_t memory_bytes = 0;
+  std::string target;  // "": the one in use
+  std::function<absl::StatusOr<BenchResult>(const AdamRig& rig, const BenchCase& what)> measure;
+};
+
+std::string NameOf(Rule rule) {
+  for (const RuleName& entry : kRules) {
+    if (entry.rule == rule) return entry.name;
+  }
+  return "adamw";
+}
+
+class CaseList {
+ public:
+  CaseList(uint64_t params, int cores) : params_(params), cores_(cores) {
+    if (cpu_adam::ChosenTarget() != cpu_adam::SupportedTargets().front()) {
+      suffix_ = absl::StrCat("/target=", cpu_adam::ChosenTarget());
+    }
+  }
+
+  std::vector<Case> All() {
+    for (const AdamFormat& format : kAdamFormats) AddFormat(format);
+    const AdamFormat& exact = FormatOf(StateFormat::kExact);
+    for (const RuleName& entry : kRules) {
+      AddPass({.format = &exact, .rule = entry.rule, .threads = cores_});
+    }
+    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
+      for (const int threads : ThreadCounts()) {
+        AddPass(
+            {.format = &exact, .place = place, .threads = threads, .hash = AdamPass::Hash::kOn});
+      }
+    }
+    for (const int threads : ThreadCounts()) {
+      AddPass({.format = &exact, .threads = threads, .data = AdamPass::Data::kDenormal});
+    }
+    for (const StreamKernel& kernel : kStreamKernels) {
+      for (const int threads : ThreadCounts()) AddStreamKernel(kernel, threads);
+    }
+    AddAvx2Cases();
+    return std::move(cases_);
+  }
+
+ private:
+  // One thread, two, and all cores.
+  std::vector<int> ThreadCounts() const {
+    std::vector<int> counts = {1};
+    if (cores_ >= 2) counts.push_back(2);
+    if (cores_ > 2) counts.push_back(cores_);
+    return counts;
+  }
+
+  static const AdamFormat& FormatOf(StateFormat format) {
+    return *std::ranges::find(kAdamFormats, format, &AdamFormat::format);
+  }
+
+  void AddFormat(const AdamFormat& format) {
+    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
+      for (const int threads : ThreadCounts()) {
+        AddPass({.format = &format, .place = place, .threads = threads});
+        AddPass(
+            {.format = &format, .place = place, .threads = threads, .partitions = kManyPartitions});
+      }
+    }
+  }
+
+  // The narrower set beside the best one, where that is not it.
+  void AddAvx2Cases() {
+    const std::vector<std::string> targets = cpu_adam::SupportedTargets();
+    if (!suffix_.empty() || targets.front() == "avx2") return;
+    if (std::ranges::find(targets, "avx2") == targets.end()) return;
+    const size_t first = cases_.size();
+    suffix_ = "/target=avx2";
+    for (const AdamFormat& format : kAdamFormats) {
+      for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
+        for (const int threads : ThreadCounts()) {
+          AddPass({.format = &format, .place = place, .threads = threads});
+        }
+      }
+    }
+    for (size_t c = first; c < cases_.size(); ++c) cases_[c].target = "avx2";
+  }
+
+  void AddPass(const AdamPass& pass) {
+    std::string shape = "flat";
+    if (pass.partitions > 1) shape = absl::StrCat(pass.partitions, "x", params_ / pass.partitions);
+    cases_.push_back({.name = absl::StrCat(
+                          "adam/opt=", NameOf(pass.rule), "/format=", pass.format->name,
+                          "/grad=", tools::NameOf(pass.format->grad), "/param=", pass.format->param,
+                          "/place=", pass.place == Place::kInPlace ? "inplace" : "out",
+                          "/threads=", pass.threads, "/shape=", shape,
+                          pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
+                          pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
+                      .memory_bytes = MemoryFor(pass, params_),
+                      .target = "",
+                      .measure = [pass](const AdamRig& rig, const BenchCase& what) {
+                        return MeasurePass(rig, what, pass);
+                      }});
+  }
+
+  void AddStreamKernel(const StreamKernel& kernel, int threads) {
+    cases_.push_back(
+        {.name = absl::StrCat("adam/kernel=", kernel.name, "/grad=", tools::NameOf(kernel.source),
+                              "/threads=", threads, "/shape=flat", suffix_),
+         .memory_bytes = MemoryFor(kernel, params_),
+         .target = "",
+         .measure = [&kernel, threads](const AdamRig& rig, const BenchCase& what) {
+           return MeasureStreamKernel(rig, what, kernel, threads);
+         }});
+  }
+
+  uint64_t params_;
+  int cores_;
+  std::string suffix_;  // of every name
+  std::vector<Case> cases_;
+};
+
+absl::StatusOr<BenchResult> MeasureOne(const AdamRig& rig, const Case& one) {
+  const BenchCase what{.bench = "adam",
+                       .name = one.name,
+                       .unit = "GB/s",
+                       .limit_what =
+                           "best of four loops over the same streams: plain and bypassing "
+                           "stores, pages of 2 MiB and 4 KiB",
+                       .measure = Measure::kRate};
+  if (one.target.empty()) return one.measure(rig, what);
+  RETURN_IF_ERROR(cpu_adam::ForceTarget(one.target));
+  absl::StatusOr<BenchResult> result = one.measure(rig, what);
+  RETURN_IF_ERROR(cpu_adam::ForceTarget("best"));
+  return result;
+}
+
+}  // namespace
+
+absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
+  AdamRig rig;
+  rig.params = options.params == 0 ? kParams : options.params;
+  rig.samples = options.samples == 0 ? kSamples : options.samples;
+  ASSIGN_OR_RETURN(rig.teams.emplace_back(), cpu_adam::WorkerTeam::Create({}));
+  const int cores = rig.teams.back()->threads();
+  std::vector<Case> cases = CaseList(rig.params, cores).All();
+  std::erase_if(cases, [&](const Case& one) { return !absl::StrContains(one.name, options.only); });
+  if (cases.empty()) {
+    return protocol::MakeError(protocol::ErrorId::kOption,
+                               absl::StrCat("no case of bench adam contains ", options.only),
+                               "forebay bench adam --list");
+  }
+  if (options.list == BenchOptions::List::kNames) {
+    for (const Case& one : cases) std::printf("%s\n", one.name.c_str());
+    return absl::OkStatus();
+  }
+  rig.teams.clear();
+  uint64_t memory_bytes = 0;
+  for (const Case& one : cases) memory_bytes = std::max(memory_bytes, one.memory_bytes);
+  using Pages = BenchMemory::Pages;
+  ASSIGN_OR_RETURN(rig.huge, BenchMemory::Create(Pages::k2MiB, memory_bytes));
+  ASSIGN_OR_RETURN(rig.small, BenchMemory::Create(Pages::k4KiB, memory_bytes));
+  for (int threads = 1; threads <= cores; ++threads) {
+    ASSIGN_OR_RETURN(rig.teams.emplace_back(), cpu_adam::WorkerTeam::Create({.threads = threads}));
+  }
+  for (const Case& one : cases) {
+    ASSIGN_OR_RETURN(const BenchResult result, MeasureOne(rig, one));
+    report(result);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::tools

@@ -1,0 +1,13 @@
+#include <immintrin.h>
+
+#define FOREBAY_WORD_BYTES 32
+#define FOREBAY_BYPASS(to, word) \
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(word))
+
+#include "tools/forebay/bench_adam_loops.inc"
+
+namespace forebay::tools::loops {
+
+const Loops kAvx2 = {"avx2", Loop<Store::kPlain>, Loop<Store::kBypass>};
+
+}  // namespace forebay::tools::loops

@@ -1,0 +1,13 @@
+#include <immintrin.h>
+
+#define FOREBAY_WORD_BYTES 64
+#define FOREBAY_BYPASS(to, word) \
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(word))
+
+#include "tools/forebay/bench_adam_loops.inc"
+
+namespace forebay::tools::loops {
+
+const Loops kAvx512 = {"avx512f", Loop<Store::kPlain>, Loop<Store::kBypass>};
+
+}  // namespace forebay::tools::loops

@@ -1,0 +1,16 @@
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define FOREBAY_BYPASS(to, word) \
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(word))
+#else
+#define FOREBAY_BYPASS(to, word) (*(to) = (word))
+#endif
+#define FOREBAY_WORD_BYTES 16
+
+#include "tools/forebay/bench_adam_loops.inc"
+
+namespace forebay::tools::loops {
+
+const Loops kBaseline = {"128-bit", Loop<Store::kPlain>, Loop<Store::kBypass>};
+
+}  // namespace forebay::tools::loops

@@ -1,0 +1,344 @@
+#include "tools/forebay/bench_adam_pass.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <span>
+
+#include "cpu_adam/parallel_update.h"
+#include "cpu_adam/stream_kernel.h"
+#include "nvme/checksum.h"
+#include "protocol/check.h"
+#include "protocol/units.h"
+
+namespace forebay::tools {
+namespace {
+
+using cpu_adam::GradType;
+using cpu_adam::PartitionUpdate;
+using cpu_adam::StatePlanes;
+using protocol::RoundUp;
+using Access = StreamShape::Access;
+using Beside = AdamFormat::Beside;
+using Clock = std::chrono::steady_clock;
+
+constexpr double kGiga = 1e9;
+constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // what the daemon updates and hashes at a time
+constexpr uint64_t kPatternElems = uint64_t{1} << 20;
+constexpr size_t kDenormalEvery = 97;
+constexpr uint32_t kSeed = 20251121;
+
+StreamShape ShapeOf(uint32_t elem_bytes, Access access) {
+  return {elem_bytes * static_cast<uint32_t>(kStreamGroupElems), access};
+}
+
+// In this order: image, what is beside it, moments, scales.
+std::vector<StreamShape> StateShapes(const AdamPass& pass) {
+  const AdamFormat& format = *pass.format;
+  std::vector<StreamShape> shapes;
+  switch (format.beside) {
+    case Beside::kNothing:
+      shapes = {ShapeOf(4, Access::kUpdate)};
+      break;
+    case Beside::kRemainder:
+      shapes = {ShapeOf(2, Access::kUpdate), ShapeOf(2, Access::kUpdate)};
+      break;
+    case Beside::kMaster:
+      shapes = {ShapeOf(2, Access::kWrite), ShapeOf(4, Access::kUpdate)};
+      break;
+  }
+  const size_t moments = cpu_adam::MomentCount(pass.rule);
+  shapes.insert(shapes.end(), moments, ShapeOf(format.moment_bytes, Access::kUpdate));
+  if (format.scale_group_bytes != 0) {
+    shapes.insert(shapes.end(), moments, {format.scale_group_bytes, Access::kUpdate});
+  }
+  return shapes;
+}
+
+// The gradient first, then the state.
+std::vector<StreamShape> PassShapes(const AdamPass& pass) {
+  std::vector<StreamShape> shapes = StateShapes(pass);
+  shapes.insert(shapes.begin(), ShapeOf(ElemBytes(pass.format->grad), Access::kRead));
+  return shapes;
+}
+
+// Gradient and image, then everything else of a block in one piece, as it goes to disk.
+std::vector<StreamShape> BlockShapes(const AdamPass& pass) {
+  const std::vector<StreamShape> all = PassShapes(pass);
+  StreamShape states = {0, Access::kUpdate};
+  for (size_t s = 2; s < all.size(); ++s) states.group_bytes += all[s].group_bytes;
+  return {all[0], all[1], states};
+}
+
+uint64_t PartitionElems(const AdamPass& pass, uint64_t params) { return params / pass.partitions; }
+
+// Partitions begin at whole groups, so that arrays of bytes too begin on a cache line.
+uint64_t PartitionSpan(const AdamPass& pass, uint64_t params) {
+  return RoundUp(PartitionElems(pass, params), kStreamGroupElems);
+}
+
+uint64_t SpanOf(const AdamPass& pass, uint64_t params) {
+  return RoundUp(PartitionSpan(pass, params) * pass.partitions, kLoopElems);
+}
+
+// Planes from arrays in the order of StateShapes().
+StatePlanes PlanesOf(const AdamPass& pass, const std::vector<std::byte*>& arrays) {
+  StatePlanes planes = {};
+  size_t next = 0;
+  planes.image = arrays[next++];
+  if (pass.format->beside == Beside::kRemainder) {
+    planes.remainder = reinterpret_cast<int16_t*>(arrays[next++]);
+  }
+  for (size_t m = 0; m < cpu_adam::MomentCount(pass.rule); ++m) {
+    planes.moments[m] = reinterpret_cast<float*>(arrays[next++]);
+  }
+  return planes;
+}
+
+std::byte* SourceOf(const BenchStream& stream) {
+  return stream.from == nullptr ? stream.to : stream.from;
+}
+
+// Repeats `pattern` over an array of n elements.
+template <class T>
+void Fill(const std::vector<T>& pattern, uint64_t n, const void* array) {
+  auto* const elems = static_cast<T*>(const_cast<void*>(array));
+  for (uint64_t begin = 0; begin < n; begin += pattern.size()) {
+    std::memcpy(elems + begin, pattern.data(),
+                std::min<uint64_t>(pattern.size(), n - begin) * sizeof(T));
+  }
+}
+
+// Weights and gradients of plausible sizes; with denormal data one element of 97 has no gradient.
+struct Pattern {
+  explicit Pattern(AdamPass::Data data) : w(kPatternElems), grad(kPatternElems) {
+    std::mt19937 random(kSeed);
+    std::normal_distribution<float> normal;
+    for (size_t i = 0; i < kPatternElems; ++i) {
+      w[i] = 0.02f * normal(random);
+      const bool none = data == AdamPass::Data::kDenormal && i % kDenormalEvery == 0;
+      grad[i] = none ? 0.0f : std::copysign(1e-3f, w[i]) + 0.1f * w[i];
+      // binary16: a sign, an exponent of 2^-7 to 2^-4, 10 bits
+      const auto bits = static_cast<uint32_t>(random());
+      half.push_back(static_cast<uint16_t>((bits & 0x83FF) | ((8 + (bits >> 30)) << 10)));
+      if (none) half.back() = 0;
+    }
+    w16.resize(kPatternElems);
+    remainder.resize(kPatternElems);
+    cpu_adam::SplitMaster(kPatternElems, w.data(), w16.data(), remainder.data());
+    grad16.resize(kPatternElems);
+    cpu_adam::RoundToBf16(kPatternElems, grad.data(), grad16.data());
+  }
+
+  void Put(const AdamFormat& format, const PartitionUpdate& piece) const {
+    switch (format.grad) {
+      case GradType::kFp32:
+        Fill(grad, piece.n, piece.grad.data);
+        break;
+      case GradType::kBf16:
+        Fill(grad16, piece.n, piece.grad.data);
+        break;
+      case GradType::kFp16:
+        Fill(half, piece.n, piece.grad.data);
+        break;
+    }
+    if (format.beside == Beside::kNothing) Fill(w, piece.n, piece.from.image);
+    if (format.beside != Beside::kRemainder) return;
+    Fill(w16, piece.n, piece.from.image);
+    Fill(remainder, piece.n, piece.from.remainder);
+  }
+
+  std::vector<float> w, grad;
+  std::vector<uint16_t> w16, grad16, half;
+  std::vector<int16_t> remainder;
+};
+
+// The arrays of a pass and what the measured side calls.
+class PassRun {
+ public:
+  PassRun(const AdamRig& rig, const AdamPass& pass)
+      : pass_(pass),
+        team_(rig.Team(pass.threads)),
+        params_(rig.params),
+        scalars_(cpu_adam::MakeStepScalars(pass.rule, {.lr = 1e-4, .momentum = 0.9}, /*t=*/10,
+                                           /*grad_scale=*/1.0f)) {
+    const uint64_t span = SpanOf(pass, params_);
+    if (pass.hash == AdamPass::Hash::kOn) {
+      LayBlocks(rig.huge->Lay(BlockShapes(pass), span, pass.place));
+    } else {
+      LayFlat(rig.huge->Lay(PassShapes(pass), span, pass.place));
+    }
+    PutData();
+    streams_ = rig.huge->Lay(PassShapes(pass), span, pass.place);  // flat, over the same sources
+  }
+
+  absl::StatusOr<Sample> Run() {
+    const auto began = Clock::now();
+    Update(partitions_);
+    return Figure(began);
+  }
+
+  // What the daemon does with blocks that go to disk: hashes each when it is updated.
+  absl::StatusOr<Sample> RunAndHash() {
+    const auto began = Clock::now();
+    const auto threads = static_cast<size_t>(team_.threads());
+    std::atomic<uint64_t> digest = 0;
+    cpu_adam::RunOnAll(team_, [&](int task) {
+      const size_t blocks = partitions_.size(), t = static_cast<size_t>(task);
+      for (size_t b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b) {
+        cpu_adam::UpdateShare(pass_.rule, pass_.format->format, {&partitions_[b], 1},
+                              {.index = 0, .count = 1});
+        digest ^= nvme::Checksum(nvme::Identity{}, states_[b]);
+      }
+    });
+    return Figure(began);
+  }
+
+  const std::vector<BenchStream>& streams() const { return streams_; }
+
+ private:
+  void Update(const std::vector<PartitionUpdate>& partitions) {
+    FOREBAY_CHECK(cpu_adam::UpdateAll(team_, pass_.rule, pass_.format->format, partitions) == 0);
+  }
+
+  Sample Figure(Clock::time_point began) const {
+    const std::chrono::duration<double> took = Clock::now() - began;
+    uint64_t elems = 0;
+    for (const PartitionUpdate& partition : partitions_) elems += partition.n;
+    const PassBytes bytes = BytesOf(PassShapes(pass_), elems);
+    return {.value = static_cast<double>(bytes.read + bytes.written) / took.count() / kGiga,
+            .bytes_read = bytes.read,
+            .bytes_written = bytes.written};
+  }
+
+  void AddPartition(const BenchStream& grad, uint64_t begin, uint64_t n, const StatePlanes& from,
+                    const StatePlanes& to) {
+    const std::byte* const grad_at = grad.from + begin * ElemBytes(pass_.format->grad);
+    partitions_.push_back({.scalars = scalars_,
+                           .n = n,
+                           .grad = {grad_at, pass_.format->grad},
+                           .from = from,
+                           .to = to});
+  }
+
+  void LayFlat(const std::vector<BenchStream>& streams) {
+    std::vector<std::byte*> from, to;
+    for (size_t s = 1; s < streams.size(); ++s) {
+      from.push_back(SourceOf(streams[s]));
+      to.push_back(streams[s].to);
+    }
+    for (uint64_t p = 0; p < pass_.partitions; ++p) {
+      const uint64_t begin = p * PartitionSpan(pass_, params_);
+      const auto at = [&](const std::vector<std::byte*>& arrays) {
+        return cpu_adam::Advance(PlanesOf(pass_, arrays), pass_.rule, pass_.format->format, begin);
+      };
+      AddPartition(streams[0], begin, PartitionElems(pass_, params_), at(from), at(to));
+    }
+    Clear(streams);
+  }
+
+  void LayBlocks(const std::vector<BenchStream>& streams) {
+    for (uint64_t begin = 0; begin < params_; begin += kBlockElems) {
+      const uint64_t n = std::min(kBlockElems, params_ - begin);
+      states_.emplace_back();
+      const StatePlanes from = BlockPlanes(SourceOf(streams[1]), streams[2].from, begin, n);
+      const StatePlanes to = BlockPlanes(streams[1].to, streams[2].to, begin, n);
+      AddPartition(streams[0], begin, n, from, to);
+    }
+    Clear(streams);
+  }
+
+  // The planes of the block of elements `begin` to `begin + n` one behind the other; the last call
+  // for a block says which bytes of it are hashed.
+  StatePlanes BlockPlanes(std::byte* image, std::byte* states, uint64_t begin, uint64_t n) {
+    const std::vector<StreamShape> shapes = StateShapes(pass_);
+    const auto bytes_of = [](const StreamShape& shape, uint64_t elems) {
+      return RoundUp(elems, kStreamGroupElems) / kStreamGroupElems * shape.group_bytes;
+    };
+    const StreamShape all = BlockShapes(pass_)[2];
+    std::byte* const first = states + bytes_of(all, begin);
+    std::vector<std::byte*> arrays = {image + bytes_of(shapes[0], begin)};
+    std::byte* next = first;
+    for (size_t s = 1; s < shapes.size(); ++s) {
+      arrays.push_back(next);
+      next += bytes_of(shapes[s], n);
+    }
+    states_.back() = {first, next};
+    return PlanesOf(pass_, arrays);
+  }
+
+  static void Clear(const std::vector<BenchStream>& streams) {
+    for (const BenchStream& stream : streams) {
+      if (stream.from != nullptr) std::memset(stream.from, 0, stream.bytes);
+    }
+  }
+
+  // Moments are what one update makes of zeros, whatever their format.
+  void PutData() {
+    const Pattern pattern(pass_.data);
+    std::vector<PartitionUpdate> sources = partitions_;
+    for (PartitionUpdate& source : sources) {
+      pattern.Put(*pass_.format, source);
+      source.to = source.from;
+    }
+    Update(sources);
+    if (pass_.data != AdamPass::Data::kDenormal) return;
+    for (const PartitionUpdate& source : sources) {
+      auto* const v = static_cast<float*>(source.from.moments[1]);
+      for (uint64_t i = 0; i < source.n; ++i) {
+        if (i % kPatternElems % kDenormalEvery == 0) v[i] = 1e-39f;
+      }
+    }
+  }
+
+  AdamPass pass_;
+  cpu_adam::WorkerTeam& team_;
+  uint64_t params_;
+  cpu_adam::StepScalars scalars_;
+  std::vector<BenchStream> streams_;
+  std::vector<PartitionUpdate> partitions_;         // with hash=on: blocks
+  std::vector<std::span<const std::byte>> states_;  // with hash=on: what is written of each
+};
+
+}  // namespace
+
+const std::vector<AdamFormat> kAdamFormats = {
+    {.name = "fp32",
+     .param = "fp32",
+     .format = cpu_adam::StateFormat::kFp32,
+     .grad = GradType::kFp32,
+     .beside = Beside::kNothing,
+     .moment_bytes = 4,
+     .scale_group_bytes = 0},
+    {.name = "exact",
+     .param = "bf16",
+     .format = cpu_adam::StateFormat::kExact,
+     .grad = GradType::kBf16,
+     .beside = Beside::kRemainder,
+     .moment_bytes = 4,
+     .scale_group_bytes = 0},
+};
+
+uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {
+  return BenchMemory::BytesFor(PassShapes(pass), SpanOf(pass, params), pass.place);
+}
+
+absl::StatusOr<BenchResult> MeasurePass(const AdamRig& rig, const BenchCase& what,
+                                        const AdamPass& pass) {
+  PassRun run(rig, pass);
+  MeasuredSide side{.run = [&run] { return run.Run(); },
+                    .streams = run.streams(),
+                    .span_elems = SpanOf(pass, rig.params),
+                    .place = pass.place,
+                    .threads = pass.threads};
+  if (pass.hash == AdamPass::Hash::kOn) {
+    side.shown = {{"unhashed", BenchLoop::Role::kShown, side.run}};
+    side.run = [&run] { return run.RunAndHash(); };
+  }
+  return MeasureBesideLoops(rig, what, std::move(side));
+}
+
+}  // namespace forebay::tools

@@ -1,0 +1,112 @@
+#include "tools/forebay/bench_adam_streams.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "cpu_adam/parallel_update.h"
+#include "cpu_adam/square_sum.h"
+#include "cpu_adam/stream_kernel.h"
+#include "protocol/check.h"
+#include "protocol/units.h"
+
+namespace forebay::tools {
+namespace {
+
+using cpu_adam::GradType;
+using Access = StreamShape::Access;
+using Clock = std::chrono::steady_clock;
+using What = StreamKernel::What;
+
+constexpr double kGiga = 1e9;
+
+std::vector<StreamShape> ShapesOf(const StreamKernel& kernel) {
+  const auto shape = [](uint32_t elem_bytes, Access access) {
+    return StreamShape{elem_bytes * static_cast<uint32_t>(kStreamGroupElems), access};
+  };
+  const StreamShape source = shape(ElemBytes(kernel.source), Access::kRead);
+  switch (kernel.what) {
+    case What::kSquareSum:
+      return {source};
+    case What::kAdd:
+      return {source, shape(4, Access::kUpdate)};
+    case What::kRoundToBf16:
+      return {source, shape(2, Access::kWrite)};
+    case What::kWidenBf16:
+      return {source, shape(4, Access::kWrite)};
+  }
+  return {};
+}
+
+uint64_t SpanOf(uint64_t params) { return protocol::RoundUp(params, kLoopElems); }
+
+// Elements `begin` to `begin + n` of the kernel's arrays, whose values are all 0.125.
+void RunPart(const StreamKernel& kernel, const std::vector<BenchStream>& streams, uint64_t begin,
+             uint64_t n) {
+  const std::byte* const from = streams[0].from + begin * ElemBytes(kernel.source);
+  switch (kernel.what) {
+    case What::kSquareSum:
+      FOREBAY_CHECK(cpu_adam::SumSquaresAndFinite(n, {from, kernel.source}).finite());
+      return;
+    case What::kAdd:
+      return cpu_adam::AddGradient(n, {from, kernel.source}, cpu_adam::AddMode::kAdd,
+                                   reinterpret_cast<float*>(streams[1].to) + begin);
+    case What::kRoundToBf16:
+      return cpu_adam::RoundToBf16(n, reinterpret_cast<const float*>(from),
+                                   reinterpret_cast<uint16_t*>(streams[1].to) + begin);
+    case What::kWidenBf16:
+      return cpu_adam::WidenBf16(n, reinterpret_cast<const uint16_t*>(from),
+                                 reinterpret_cast<float*>(streams[1].to) + begin);
+  }
+}
+
+void PutData(GradType type, uint64_t n, std::byte* array) {
+  if (type == GradType::kFp32) {
+    std::fill_n(reinterpret_cast<float*>(array), n, 0.125f);
+    return;
+  }
+  const uint16_t eighth = type == GradType::kBf16 ? 0x3E00 : 0x3000;
+  std::fill_n(reinterpret_cast<uint16_t*>(array), n, eighth);
+}
+
+}  // namespace
+
+const std::vector<StreamKernel> kStreamKernels = {
+    {What::kSquareSum, "square_sum", GradType::kBf16},
+    {What::kSquareSum, "square_sum", GradType::kFp32},
+    {What::kAdd, "add", GradType::kBf16},
+    {What::kAdd, "add", GradType::kFp32},
+    {What::kRoundToBf16, "round_to_bf16", GradType::kFp32},
+    {What::kWidenBf16, "widen_bf16", GradType::kBf16},
+};
+
+uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params) {
+  return BenchMemory::BytesFor(ShapesOf(kernel), SpanOf(params), Place::kInPlace);
+}
+
+absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchCase& what,
+                                                const StreamKernel& kernel, int threads) {
+  const uint64_t span = SpanOf(rig.params);
+  const std::vector<BenchStream> streams = rig.huge->Lay(ShapesOf(kernel), span, Place::kInPlace);
+  PutData(kernel.source, span, streams[0].from);
+  if (kernel.what == What::kAdd) PutData(GradType::kFp32, span, streams[1].from);
+  const PassBytes bytes = BytesOf(ShapesOf(kernel), rig.params);
+  const auto run = [&]() -> absl::StatusOr<Sample> {
+    const auto began = Clock::now();
+    cpu_adam::RunOnAll(rig.Team(threads), [&](int task) {
+      const auto t = static_cast<uint64_t>(task), count = static_cast<uint64_t>(threads);
+      const auto cut = [&](uint64_t part) {
+        if (part == count) return rig.params;
+        return rig.params * part / count / cpu_adam::kCutElems * cpu_adam::kCutElems;
+      };
+      RunPart(kernel, streams, cut(t), cut(t + 1) - cut(t));
+    });
+    const std::chrono::duration<double> took = Clock::now() - began;
+    return Sample{.value = static_cast<double>(bytes.read + bytes.written) / took.count() / kGiga,
+                  .bytes_read = bytes.read,
+                  .bytes_written = bytes.written};
+  };
+  return MeasureBesideLoops(
+      rig, what, {.run = run, .streams = streams, .span_elems = span, .threads = threads});
+}
+
+}  // namespace forebay::tools
