@@ -1,6 +1,7 @@
 // Takes work off the loop thread and brings its outcome back.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -58,12 +59,19 @@ class TaskRunner {
   cpu_adam::WorkerTeam& Team(Crew crew);
   void Queue(Crew crew, cpu_adam::WorkerTeam::Task task);
 
-  std::unique_ptr<LoopQueue<Then>> finished_;
+  void PostWaiting();
+
+  struct Outcome {
+    uint32_t tasks = 0;  // that have ended; 0: the crew's queue has room again
+    Then then;
+  };
+  std::unique_ptr<LoopQueue<Outcome>> finished_;
   struct Waiting {
     Crew crew;
     cpu_adam::WorkerTeam::Task task;
   };
   std::deque<Waiting> waiting_;
+  std::atomic<bool> starved_ = false;  // tasks wait, or are about to
   uint64_t in_flight_ = 0;
   std::unique_ptr<cpu_adam::WorkerTeam>
       update_team_;  // die first: their work pushes into finished_

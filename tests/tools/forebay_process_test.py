@@ -360,6 +360,7 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
         (
             ["update", "--samples", 1, "--params", 8 << 20],
             [
+                "update/opt=adamw/format=exact/place=dram",
                 "update/opt=adamw/format=fp32/place=dram",
                 "update/opt=adamw/format=fp32/place=nvme",
             ],

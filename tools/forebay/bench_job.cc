@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstddef>
 #include <span>
@@ -22,12 +23,26 @@ using client::Attachment;
 constexpr client::Timeout kLimit = std::chrono::seconds(120);
 constexpr float kGradient = 1e-3F;  // plain numbers: no denormals, which are slow
 
-std::span<float> AsFloats(std::span<std::byte> bytes) {
-  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+// Elements of the job's type, all of one value.
+void Fill(protocol::DType dtype, float value, std::span<std::byte> bytes) {
+  if (dtype == protocol::DType::kFloat32) {
+    auto* elems = reinterpret_cast<float*>(bytes.data());
+    std::fill_n(elems, bytes.size() / sizeof(float), value);
+  } else {
+    const auto bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+    auto* elems = reinterpret_cast<uint16_t*>(bytes.data());
+    std::fill_n(elems, bytes.size() / sizeof(uint16_t), bits);
+  }
+}
+
+uint64_t GroupBytes(const protocol::Layout& layout, uint32_t group) {
+  return layout.groups()[group].elems * protocol::SizeBytes(layout.spec().dtype);
 }
 
 protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
   protocol::LayoutSpec layout;
+  layout.format = options.format;
+  if (options.format == protocol::Format::kExact) layout.dtype = protocol::DType::kBFloat16;
   for (uint64_t begin = 0; begin < options.params; begin += options.group_elems) {
     const auto group = static_cast<uint32_t>(layout.params.size());
     const std::string name = absl::StrCat("group", group);
@@ -40,10 +55,11 @@ protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
 }
 
 absl::Status WriteParameters(Attachment& attachment) {
-  const auto groups = attachment.layout().groups();
-  for (uint32_t group = 0; group < groups.size(); ++group) {
-    const std::vector<float> ones(groups[group].elems, 1.0F);
-    RETURN_IF_ERROR(attachment.WriteInitial(group, std::as_bytes(std::span(ones)), kLimit));
+  const protocol::Layout& layout = attachment.layout();
+  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
+    std::vector<std::byte> ones(GroupBytes(layout, group));
+    Fill(layout.spec().dtype, 1.0F, ones);
+    RETURN_IF_ERROR(attachment.WriteInitial(group, ones, kLimit));
   }
   return attachment.InitialDone(kLimit);
 }
@@ -75,8 +91,8 @@ absl::Status BenchJob::DeliverGradients() {
   for (uint32_t group = 0; group < groups(); ++group) {
     ASSIGN_OR_RETURN(const std::span<std::byte> slot,
                      attachment_->GradSlot(group, client::GradFill::kPadding, kLimit));
-    const uint64_t elems = attachment_->layout().groups()[group].elems;
-    std::ranges::fill(AsFloats(slot).first(elems), kGradient);
+    const protocol::Layout& layout = attachment_->layout();
+    Fill(layout.spec().dtype, kGradient, slot.first(GroupBytes(layout, group)));
     RETURN_IF_ERROR(attachment_->GradReady(group));
   }
   return absl::OkStatus();

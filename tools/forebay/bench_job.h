@@ -1,4 +1,4 @@
-// A synthetic job on a private daemon: one rank, float32, AdamW, groups of equal size.
+// A synthetic job on a private daemon: one rank, AdamW, groups of equal size.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,16 @@
 #include "absl/status/statusor.h"
 #include "client/admin.h"
 #include "client/client.h"
+#include "protocol/layout.h"
 #include "tools/forebay/private_daemon.h"
 
 namespace forebay::tools {
 
 struct BenchJobOptions {
   PrivateDaemonOptions daemon = {};
-  uint64_t params = 0;       // > 0
-  uint64_t group_elems = 0;  // > 0; the last group may be smaller
+  protocol::Format format = protocol::Format::kFp32;  // kExact: bfloat16 parameters and gradients
+  uint64_t params = 0;                                // > 0
+  uint64_t group_elems = 0;                           // > 0; the last group may be smaller
 };
 
 // Ownership  The destructor detaches and stops the daemon.

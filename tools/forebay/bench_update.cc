@@ -31,6 +31,7 @@ namespace {
 
 using pinned_mem::PinnedArena;
 using protocol::ErrorId;
+using protocol::Format;
 using protocol::kMiB;
 using protocol::MakeError;
 using protocol::RoundUp;
@@ -40,9 +41,9 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
-constexpr uint64_t kPassBytesRead = 16;     // per parameter: w, m, v, gradient
-constexpr uint64_t kPassBytesWritten = 12;  // w, m, v
-constexpr uint64_t kStateBytes = 8;         // m and v: what goes to swap
+constexpr uint64_t kMomentBytes = 8;  // m and v
+constexpr uint64_t kMasterBytes = 4;  // w; exact: image and remainder
+constexpr uint64_t kStateBytes = 8;   // fp32: what goes to swap
 constexpr double kGiga = 1e9;
 
 double SecondsSince(Clock::time_point began) {
@@ -55,57 +56,94 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> MakeArena(const std::string& name, 
                               .lock = pinned_mem::LockPolicy::kBestEffort});
 }
 
-// Four floats at once, by the compiler's own vectors: as wide as every processor has.
-using Lane [[gnu::vector_size(16)]] = float;
-constexpr size_t kLaneElems = sizeof(Lane) / sizeof(float);
+// By the compiler's own vectors: as wide as every processor has.
+using Lane [[gnu::vector_size(16)]] = uint32_t;
 
-// The memory accesses of the pass with next to no arithmetic: reads g, reads and writes w, m, v.
-void TouchAsThePassDoes(const Lane* g, Lane* w, Lane* m, Lane* v, size_t lanes) {
-  for (size_t i = 0; i < lanes; ++i) {
-    const Lane gradient = g[i];
-    w[i] += gradient;
-    m[i] += gradient;
-    v[i] += gradient;
+// The memory accesses of the pass with next to no arithmetic: reads the gradient g, reads and
+// writes the master w (exact: its two halves), the moments m and v. Ranges are of elements.
+struct Planes {
+  std::byte* g;
+  std::byte* w;
+  std::byte* remainder;  // exact
+  std::byte* m;
+  std::byte* v;
+};
+
+void TouchAsThePassDoes(Format format, const Planes& planes, size_t first, size_t end) {
+  const auto lanes = [](std::byte* plane, size_t elem, size_t width) {
+    return reinterpret_cast<Lane*>(plane + elem * width);
+  };
+  constexpr size_t kStep = 8;  // elements a turn: a lane of 16 bits, two of 32
+  for (size_t i = first; i + kStep <= end; i += kStep) {
+    Lane* m = lanes(planes.m, i, 4);
+    Lane* v = lanes(planes.v, i, 4);
+    if (format == Format::kExact) {
+      const Lane gradient = *lanes(planes.g, i, 2);
+      *lanes(planes.w, i, 2) += gradient;
+      *lanes(planes.remainder, i, 2) += gradient;
+      m[0] += gradient;
+      m[1] += gradient;
+      v[0] += gradient;
+      v[1] += gradient;
+    } else {
+      for (size_t lane = 0; lane < 2; ++lane) {
+        const Lane gradient = lanes(planes.g, i, 4)[lane];
+        lanes(planes.w, i, 4)[lane] += gradient;
+        m[lane] += gradient;
+        v[lane] += gradient;
+      }
+    }
   }
 }
+
+uint64_t GradBytes(Format format) { return format == Format::kExact ? 2 : 4; }
+// Read once, and all but the gradient written once.
+uint64_t PassBytes(Format format) { return GradBytes(format) + 2 * (kMasterBytes + kMomentBytes); }
 
 // The limit of DRAM: that loop over arrays of the job's size, on as many threads as the daemon has
 // workers.
 class MemoryLimit {
  public:
-  static absl::StatusOr<std::unique_ptr<MemoryLimit>> Create(uint64_t params, uint32_t threads) {
+  static absl::StatusOr<std::unique_ptr<MemoryLimit>> Create(Format format, uint64_t params,
+                                                             uint32_t threads) {
     auto limit = std::make_unique<MemoryLimit>();
-    limit->lanes_ = params * sizeof(float) / sizeof(Lane);
+    limit->format_ = format;
+    limit->params_ = params;
     limit->threads_ = threads;
-    for (auto& plane : limit->planes_) {
-      ASSIGN_OR_RETURN(plane, MakeArena("bench-plane", params * sizeof(float)));
+    const uint64_t half = GradBytes(format);  // exact: the master's halves are as wide
+    const std::array<uint64_t, 5> widths = {half, half, format == Format::kExact ? half : 0, 4, 4};
+    for (size_t i = 0; i < widths.size(); ++i) {
+      if (widths[i] == 0) continue;
+      ASSIGN_OR_RETURN(limit->planes_[i], MakeArena("bench-plane", params * widths[i]));
     }
     return limit;
   }
 
   absl::StatusOr<Sample> Run() {
+    const Planes planes{Plane(0), Plane(1), Plane(2), Plane(3), Plane(4)};
     const auto began = Clock::now();
     {
       std::vector<std::jthread> team;
       for (uint32_t i = 0; i < threads_; ++i) {
-        const size_t first = lanes_ * i / threads_;
-        const size_t count = lanes_ * (i + 1) / threads_ - first;
-        team.emplace_back([this, first, count] {
-          TouchAsThePassDoes(Plane(0) + first, Plane(1) + first, Plane(2) + first, Plane(3) + first,
-                             count);
-        });
+        const auto share = [&](uint32_t part) { return params_ * part / threads_ / 64 * 64; };
+        team.emplace_back(
+            [this, &planes, first = share(i), end = i + 1 == threads_ ? params_ : share(i + 1)] {
+              TouchAsThePassDoes(format_, planes, first, end);
+            });
       }
     }
-    const double bytes =
-        static_cast<double>(lanes_ * kLaneElems) * (kPassBytesRead + kPassBytesWritten);
-    return Sample{.value = bytes / SecondsSince(began) / kGiga};
+    return Sample{.value = static_cast<double>(params_ * PassBytes(format_)) / SecondsSince(began) /
+                           kGiga};
   }
 
  private:
-  Lane* Plane(size_t i) { return reinterpret_cast<Lane*>(planes_[i]->bytes().data()); }
+  std::byte* Plane(size_t i) {
+    return planes_[i] == nullptr ? nullptr : planes_[i]->bytes().data();
+  }
 
-  std::array<std::unique_ptr<PinnedArena>, 4> planes_;
-  size_t lanes_ = 0;
+  std::array<std::unique_ptr<PinnedArena>, 5> planes_;
+  Format format_ = Format::kFp32;
+  uint64_t params_ = 0;
   uint32_t threads_ = 1;
 };
 
@@ -243,8 +281,9 @@ struct CaseOptions {
   uint32_t samples;
 };
 
-BenchJobOptions JobOptions(const CaseOptions& options, uint64_t dram_bytes) {
-  BenchJobOptions job{.params = options.params,
+BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t dram_bytes) {
+  BenchJobOptions job{.format = format,
+                      .params = options.params,
                       .group_elems = std::min(kGroupElems, (options.params + 3) / 4)};
   job.daemon.runtime_folder = options.bench.runtime_folder;
   job.daemon.dram = absl::StrCat(dram_bytes);
@@ -252,29 +291,31 @@ BenchJobOptions JobOptions(const CaseOptions& options, uint64_t dram_bytes) {
 }
 
 // Leaves the job's memory beside its states in `beside_states`.
-absl::StatusOr<BenchResult> InDram(const CaseOptions& options, uint64_t& beside_states) {
+absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
+                                   uint64_t& beside_states) {
   const uint64_t room = options.params * 24 + 512 * kMiB;  // image, sums, states, and ample arenas
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
-                   BenchJob::Create(JobOptions(options, room)));
+                   BenchJob::Create(JobOptions(options, format, room)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   beside_states = BytesBesideStates(status);
   ASSIGN_OR_RETURN(const std::unique_ptr<MemoryLimit> limit,
-                   MemoryLimit::Create(options.params, status.workers));
+                   MemoryLimit::Create(format, options.params, status.workers));
   Traffic last;
   return MeasureCase(
       {.bench = "update",
-       .name = "update/opt=adamw/format=fp32/place=dram",
+       .name = absl::StrCat("update/opt=adamw/format=", std::string(protocol::Name(format)),
+                            "/place=dram"),
        .unit = "GB/s",
        .limit_what = "loop with the pass's memory accesses",
        .measure = Measure::kRate},
-      options.samples,
-      [&] { return TimeStep(*job, options.params * (kPassBytesRead + kPassBytesWritten), last); },
+      options.samples, [&] { return TimeStep(*job, options.params * PassBytes(format), last); },
       [&] { return limit->Run(); });
 }
 
 absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states) {
   const uint64_t staging = 64 * kMiB;
-  BenchJobOptions job_options = JobOptions(options, beside_states + staging + 2 * kMiB);
+  BenchJobOptions job_options =
+      JobOptions(options, Format::kFp32, beside_states + staging + 2 * kMiB);
   job_options.daemon.swap = {options.bench.swap_folder};
   job_options.daemon.swap_size =
       absl::StrCat(RoundUp(2 * options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
@@ -303,8 +344,10 @@ absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
                                  .params = options.params == 0 ? kParams : options.params,
                                  .samples = options.samples == 0 ? kSamples : options.samples};
   uint64_t beside_states = 0;
-  ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, beside_states));
-  report(in_dram);
+  for (const Format format : {Format::kExact, Format::kFp32}) {
+    ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, format, beside_states));
+    report(in_dram);
+  }
   ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states));
   report(on_swap);
   return absl::OkStatus();
