@@ -80,6 +80,9 @@ class CaseList {
     for (const int threads : ThreadCounts()) {
       AddPass({.format = &exact, .threads = threads, .data = AdamPass::Data::kDenormal});
     }
+    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
+      AddPass({.format = &exact, .place = place, .threads = cores_, .offsets = Offsets::kEqual});
+    }
     for (const StreamKernel& kernel : kStreamKernels) {
       for (const int threads : ThreadCounts()) AddStreamKernel(kernel, threads);
     }
@@ -136,6 +139,7 @@ class CaseList {
                           "/place=", pass.place == Place::kInPlace ? "inplace" : "out",
                           "/threads=", pass.threads, "/shape=", shape,
                           pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
+                          pass.offsets == Offsets::kEqual ? "/offsets=equal" : "",
                           pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
                       .memory_bytes = MemoryFor(pass, params_),
                       .target = "",

@@ -41,8 +41,15 @@ const loops::Loops& BestLoops() {
 
 uint64_t GroupsOf(uint64_t elems) { return (elems + kStreamGroupElems - 1) / kStreamGroupElems; }
 
-uint64_t ArrayBytes(const StreamShape& shape, uint64_t elems) {
-  return protocol::RoundUp(GroupsOf(elems) * shape.group_bytes, protocol::kPageBytes);
+// Whole pages, and eleven lines more: ten arrays then lie 128 bytes or more apart in their pages.
+uint64_t ArrayBytes(const StreamShape& shape, const Laying& laying) {
+  const uint64_t bytes =
+      protocol::RoundUp(GroupsOf(laying.elems) * shape.group_bytes, protocol::kPageBytes);
+  return laying.offsets == Offsets::kEqual ? bytes : bytes + 11 * loops::kLineBytes;
+}
+
+bool HasTwo(const StreamShape& shape, Place place) {
+  return place == Place::kOutOfPlace && shape.access == Access::kUpdate;
 }
 
 // The streams from element `first` on; whole chunks alone.
@@ -117,37 +124,33 @@ BenchMemory::~BenchMemory() {
   if (mapped_ != nullptr) ::munmap(mapped_, bytes_.size());
 }
 
-uint64_t BenchMemory::BytesFor(const std::vector<StreamShape>& shapes, uint64_t elems,
-                               Place place) {
+uint64_t BenchMemory::BytesFor(const Laying& laying) {
   uint64_t bytes = 0;
-  for (const StreamShape& shape : shapes) {
-    const bool two = place == Place::kOutOfPlace && shape.access == Access::kUpdate;
-    bytes += ArrayBytes(shape, elems) * (two ? 2 : 1);
+  for (const StreamShape& shape : laying.shapes) {
+    bytes += ArrayBytes(shape, laying) * (HasTwo(shape, laying.place) ? 2 : 1);
   }
   return bytes;
 }
 
-std::vector<BenchStream> BenchMemory::Lay(const std::vector<StreamShape>& shapes, uint64_t elems,
-                                          Place place) {
+std::vector<BenchStream> BenchMemory::Lay(const Laying& laying) {
   std::span<std::byte> left = bytes_;
   const auto take = [&](const StreamShape& shape) {
-    const uint64_t bytes = ArrayBytes(shape, elems);
+    const uint64_t bytes = ArrayBytes(shape, laying);
     FOREBAY_CHECK(bytes <= left.size());
     std::byte* const array = left.data();
     left = left.subspan(bytes);
     return array;
   };
   std::vector<BenchStream> streams;
-  for (const StreamShape& shape : shapes) {
-    BenchStream stream{shape, nullptr, nullptr, GroupsOf(elems) * shape.group_bytes};
+  for (const StreamShape& shape : laying.shapes) {
+    BenchStream stream{shape, nullptr, nullptr, GroupsOf(laying.elems) * shape.group_bytes};
     if (shape.access != Access::kWrite) stream.from = take(shape);
     if (shape.access == Access::kUpdate) stream.to = stream.from;
     streams.push_back(stream);
   }
   for (BenchStream& stream : streams) {
-    const Access access = stream.shape.access;
-    const bool two = place == Place::kOutOfPlace && access == Access::kUpdate;
-    if (two || access == Access::kWrite) stream.to = take(stream.shape);
+    const bool written_alone = stream.shape.access == Access::kWrite;
+    if (written_alone || HasTwo(stream.shape, laying.place)) stream.to = take(stream.shape);
   }
   return streams;
 }

@@ -35,6 +35,17 @@ struct BenchStream {
 
 enum class Place { kInPlace, kOutOfPlace };
 
+// Where arrays begin: all at the same offset in their pages, as planes of whole blocks do, or each
+// at another. Stores that bypass the cache are up to twice as fast in the second way on a Zen 3.
+enum class Offsets { kEqual, kStaggered };
+
+struct Laying {
+  std::vector<StreamShape> shapes;
+  uint64_t elems;
+  Place place;
+  Offsets offsets;
+};
+
 struct PassBytes {
   uint64_t read = 0;
   uint64_t written = 0;
@@ -57,8 +68,8 @@ class BenchMemory {
 
   // Forgets what was laid before, and lays arrays for `elems` elements: all that are read, then those
   // that are only written. What is in them stays.
-  std::vector<BenchStream> Lay(const std::vector<StreamShape>& shapes, uint64_t elems, Place place);
-  static uint64_t BytesFor(const std::vector<StreamShape>& shapes, uint64_t elems, Place place);
+  std::vector<BenchStream> Lay(const Laying& laying);
+  static uint64_t BytesFor(const Laying& laying);
 
   double huge_share() const;  // of the bytes, on 2 MiB pages when made
 

@@ -84,6 +84,13 @@ uint64_t SpanOf(const AdamPass& pass, uint64_t params) {
   return RoundUp(PartitionSpan(pass, params) * pass.partitions, kLoopElems);
 }
 
+Laying FlatLaying(const AdamPass& pass, uint64_t params) {
+  return {.shapes = PassShapes(pass),
+          .elems = SpanOf(pass, params),
+          .place = pass.place,
+          .offsets = pass.offsets};
+}
+
 // Planes from arrays in the order of StateShapes().
 StatePlanes PlanesOf(const AdamPass& pass, const std::vector<std::byte*>& arrays) {
   StatePlanes planes = {};
@@ -165,14 +172,16 @@ class PassRun {
         params_(rig.params),
         scalars_(cpu_adam::MakeStepScalars(pass.rule, {.lr = 1e-4, .momentum = 0.9}, /*t=*/10,
                                            /*grad_scale=*/1.0f)) {
-    const uint64_t span = SpanOf(pass, params_);
+    const Laying flat = FlatLaying(pass, params_);
     if (pass.hash == AdamPass::Hash::kOn) {
-      LayBlocks(rig.huge->Lay(BlockShapes(pass), span, pass.place));
+      Laying blocks = flat;
+      blocks.shapes = BlockShapes(pass);
+      LayBlocks(rig.huge->Lay(blocks));
     } else {
-      LayFlat(rig.huge->Lay(PassShapes(pass), span, pass.place));
+      LayFlat(rig.huge->Lay(flat));
     }
     PutData();
-    streams_ = rig.huge->Lay(PassShapes(pass), span, pass.place);  // flat, over the same sources
+    streams_ = rig.huge->Lay(flat);  // over the same sources
   }
 
   absl::StatusOr<Sample> Run() {
@@ -323,7 +332,7 @@ const std::vector<AdamFormat> kAdamFormats = {
 };
 
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {
-  return BenchMemory::BytesFor(PassShapes(pass), SpanOf(pass, params), pass.place);
+  return BenchMemory::BytesFor(FlatLaying(pass, params));
 }
 
 absl::StatusOr<BenchResult> MeasurePass(const AdamRig& rig, const BenchCase& what,
@@ -331,8 +340,7 @@ absl::StatusOr<BenchResult> MeasurePass(const AdamRig& rig, const BenchCase& wha
   PassRun run(rig, pass);
   MeasuredSide side{.run = [&run] { return run.Run(); },
                     .streams = run.streams(),
-                    .span_elems = SpanOf(pass, rig.params),
-                    .place = pass.place,
+                    .laying = FlatLaying(pass, rig.params),
                     .threads = pass.threads};
   if (pass.hash == AdamPass::Hash::kOn) {
     side.shown = {{"unhashed", BenchLoop::Role::kShown, side.run}};

@@ -30,6 +30,7 @@ struct AdamPass {
   Place place = Place::kInPlace;
   int threads = 1;
   uint64_t partitions = 1;  // of equal size
+  Offsets offsets = Offsets::kStaggered;
   enum class Hash { kOff, kOn } hash = Hash::kOff;
   enum class Data { kNormal, kDenormal } data = Data::kNormal;  // second moments
 };

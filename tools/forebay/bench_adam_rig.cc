@@ -11,10 +11,8 @@ using cpu_adam::GradType;
 
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamRig& rig, const BenchCase& what,
                                                MeasuredSide side) {
-  std::vector<StreamShape> shapes;
-  for (const BenchStream& stream : side.streams) shapes.push_back(stream.shape);
-  std::vector<BenchLoop> loops = LimitLoops(rig.Team(side.threads), side.span_elems, side.streams,
-                                            rig.small->Lay(shapes, side.span_elems, side.place));
+  std::vector<BenchLoop> loops = LimitLoops(rig.Team(side.threads), side.laying.elems, side.streams,
+                                            rig.small->Lay(side.laying));
   for (BenchLoop& shown : side.shown) loops.push_back(std::move(shown));
   if (rig.teams.size() >= 2) {
     loops.push_back({"ping_pong_ns", BenchLoop::Role::kShown, [&rig]() -> absl::StatusOr<Sample> {
@@ -22,7 +20,7 @@ absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamRig& rig, const BenchCa
                      }});
   }
   ASSIGN_OR_RETURN(BenchResult result, MeasureCase(what, rig.samples, side.run, loops));
-  const PassBytes bytes = BytesOf(shapes, kStreamGroupElems);
+  const PassBytes bytes = BytesOf(side.laying.shapes, kStreamGroupElems);
   result.more["ns_per_elem"] = static_cast<double>(bytes.read + bytes.written) /
                                static_cast<double>(kStreamGroupElems) / result.value;
   result.more["threads"] = side.threads;

@@ -28,8 +28,7 @@ struct AdamRig {
 struct MeasuredSide {
   Sampler run;
   std::vector<BenchStream> streams;
-  uint64_t span_elems = 0;  // of the arrays; a multiple of kLoopElems
-  Place place = Place::kInPlace;
+  Laying laying = {};  // of these arrays; whole runs of kLoopElems elements
   int threads = 1;
   std::vector<BenchLoop> shown = {};
 };

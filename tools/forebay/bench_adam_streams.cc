@@ -37,7 +37,12 @@ std::vector<StreamShape> ShapesOf(const StreamKernel& kernel) {
   return {};
 }
 
-uint64_t SpanOf(uint64_t params) { return protocol::RoundUp(params, kLoopElems); }
+Laying LayingOf(const StreamKernel& kernel, uint64_t params) {
+  return {.shapes = ShapesOf(kernel),
+          .elems = protocol::RoundUp(params, kLoopElems),
+          .place = Place::kInPlace,
+          .offsets = Offsets::kStaggered};
+}
 
 // Elements `begin` to `begin + n` of the kernel's arrays, whose values are all 0.125.
 void RunPart(const StreamKernel& kernel, const std::vector<BenchStream>& streams, uint64_t begin,
@@ -80,15 +85,15 @@ const std::vector<StreamKernel> kStreamKernels = {
 };
 
 uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params) {
-  return BenchMemory::BytesFor(ShapesOf(kernel), SpanOf(params), Place::kInPlace);
+  return BenchMemory::BytesFor(LayingOf(kernel, params));
 }
 
 absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchCase& what,
                                                 const StreamKernel& kernel, int threads) {
-  const uint64_t span = SpanOf(rig.params);
-  const std::vector<BenchStream> streams = rig.huge->Lay(ShapesOf(kernel), span, Place::kInPlace);
-  PutData(kernel.source, span, streams[0].from);
-  if (kernel.what == What::kAdd) PutData(GradType::kFp32, span, streams[1].from);
+  const Laying laying = LayingOf(kernel, rig.params);
+  const std::vector<BenchStream> streams = rig.huge->Lay(laying);
+  PutData(kernel.source, laying.elems, streams[0].from);
+  if (kernel.what == What::kAdd) PutData(GradType::kFp32, laying.elems, streams[1].from);
   const PassBytes bytes = BytesOf(ShapesOf(kernel), rig.params);
   const auto run = [&]() -> absl::StatusOr<Sample> {
     const auto began = Clock::now();
@@ -105,8 +110,8 @@ absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchC
                   .bytes_read = bytes.read,
                   .bytes_written = bytes.written};
   };
-  return MeasureBesideLoops(
-      rig, what, {.run = run, .streams = streams, .span_elems = span, .threads = threads});
+  return MeasureBesideLoops(rig, what,
+                            {.run = run, .streams = streams, .laying = laying, .threads = threads});
 }
 
 }  // namespace forebay::tools
