@@ -9,7 +9,14 @@ namespace {
 double BiasOf(double beta, double t) { return beta == 0 ? 1.0 : -std::expm1(t * std::log(beta)); }
 
 bool AddsDecayToGradient(Rule rule) {
-  return rule != Rule::kAdamW && rule != Rule::kAdamWAmsgrad && rule != Rule::kLion;
+  return rule != Rule::kAdamW && rule != Rule::kAdamWAmsgrad && rule != Rule::kLion &&
+         rule != Rule::kLamb;
+}
+
+uint64_t Mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
 }
 
 }  // namespace
@@ -21,6 +28,7 @@ size_t MomentCount(Rule rule) {
       return 3;
     case Rule::kAdamW:
     case Rule::kAdam:
+    case Rule::kLamb:
       return 2;
     case Rule::kAdagrad:
     case Rule::kLion:
@@ -31,15 +39,25 @@ size_t MomentCount(Rule rule) {
   return 0;
 }
 
+void SetDrawKey(const DrawKey& key, StepScalars& scalars) {
+  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+  const uint64_t mixed = Mix(Mix(Mix(key.seed + kGolden) + key.parameter + kGolden) + key.t);
+  scalars.draw_key[0] = static_cast<uint32_t>(mixed);
+  scalars.draw_key[1] = static_cast<uint32_t>(mixed >> 32);
+}
+
 StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float grad_scale) {
   const auto steps = static_cast<double>(t);
   const auto lr = static_cast<float>(hyper.lr);
   const auto weight_decay = static_cast<float>(hyper.weight_decay);
   StepScalars s{};
+  SetDrawKey({}, s);
   s.grad_scale = grad_scale;
   if (AddsDecayToGradient(rule)) {
     s.l2 = weight_decay;
     s.decay = 1.0f;
+  } else if (rule == Rule::kLamb) {
+    s.decay = weight_decay;
   } else {
     s.decay = std::fma(-lr, weight_decay, 1.0f);
   }
@@ -60,6 +78,10 @@ StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float gra
     case Rule::kAdamWAmsgrad:
     case Rule::kAdamAmsgrad:
       s.step = lr * static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
+      s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
+      break;
+    case Rule::kLamb:
+      s.inv_bias1 = static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
       s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
       break;
     case Rule::kLion:

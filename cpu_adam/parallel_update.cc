@@ -35,8 +35,8 @@ Gradient Advance(Gradient grad, size_t elems) {
 
 uint64_t UpdatePiece(Rule rule, StateFormat format, const PartitionUpdate& partition, size_t begin,
                      size_t end) {
-  const StatePlanes from = Advance(partition.from, rule, format, begin);
-  const StatePlanes to = Advance(partition.to, rule, format, begin);
+  const StatePlanes from = Advance(partition.from, format, begin);
+  const StatePlanes to = Advance(partition.to, format, begin);
   return UpdateTo(rule, format, partition.scalars, end - begin, Advance(partition.grad, begin),
                   from, to);
 }

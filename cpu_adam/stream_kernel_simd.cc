@@ -1,9 +1,8 @@
-// The streaming passes for every instruction set of update_kernel_simd.cc. Includes its contract and
-// Highway alone; the bits are those of internal/stream_scalar.cc.
+// The streaming passes for every instruction set that has a fused multiply-add. Includes its contract
+// and Highway alone; the bits are those of internal/stream_scalar.cc.
 
 #ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // as in update_kernel_simd.cc
-#define HWY_WANT_AVX3_DL
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // no fused multiply-add
 #endif
 
 #include "cpu_adam/internal/kernel_table.h"
@@ -310,38 +309,11 @@ const StreamKernels kStreamKernels = {
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include "cpu_adam/internal/per_target.h"
+
 namespace forebay::cpu_adam::internal {
 
-const StreamKernels* StreamKernelsOf(int64_t hwy_target) {
-  switch (hwy_target) {
-#if HWY_TARGETS & HWY_AVX3_DL
-    case HWY_AVX3_DL:
-      return &N_AVX3_DL::kStreamKernels;
-#endif
-#if HWY_TARGETS & HWY_AVX3
-    case HWY_AVX3:
-      return &N_AVX3::kStreamKernels;
-#endif
-#if HWY_TARGETS & HWY_AVX2
-    case HWY_AVX2:
-      return &N_AVX2::kStreamKernels;
-#endif
-#if HWY_TARGETS & HWY_SVE2
-    case HWY_SVE2:
-      return &N_SVE2::kStreamKernels;
-#endif
-#if HWY_TARGETS & HWY_SVE
-    case HWY_SVE:
-      return &N_SVE::kStreamKernels;
-#endif
-#if HWY_TARGETS & HWY_NEON
-    case HWY_NEON:
-      return &N_NEON::kStreamKernels;
-#endif
-    default:
-      return nullptr;
-  }
-}
+FOREBAY_TABLE_OF_TARGET(StreamKernels, StreamKernelsOf, kStreamKernels)
 
 }  // namespace forebay::cpu_adam::internal
 #endif  // HWY_ONCE

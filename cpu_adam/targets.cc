@@ -20,19 +20,26 @@ struct NamedTarget {
 
 constexpr NamedTarget kTargets[] = {
     // best first
-    {HWY_AVX3_DL, "avx3_dl"}, {HWY_AVX3, "avx3"}, {HWY_AVX2, "avx2"},
-    {HWY_SVE2, "sve2"},       {HWY_SVE, "sve"},   {HWY_NEON, "neon"},
+    {HWY_AVX3, "avx3"}, {HWY_AVX2, "avx2"}, {HWY_SVE2, "sve2"},
+    {HWY_SVE, "sve"},   {HWY_NEON, "neon"},
 };
 
 std::vector<Kernels> FindKernels() {
+  using namespace internal;  // NOLINT: the tables alone
   std::vector<Kernels> found;
   for (const NamedTarget& target : kTargets) {
-    const internal::UpdateKernels* updates = internal::UpdateKernelsOf(target.bit);
-    const internal::StreamKernels* stream = internal::StreamKernelsOf(target.bit);
-    if ((hwy::SupportedTargets() & target.bit) == 0 || updates == nullptr) continue;
-    found.push_back({target.name, updates, stream});
+    if ((hwy::SupportedTargets() & target.bit) == 0 || StreamKernelsOf(target.bit) == nullptr) {
+      continue;
+    }
+    found.push_back({.name = target.name,
+                     .formats = {Fp32KernelsOf(target.bit), ExactKernelsOf(target.bit),
+                                 Bf16KernelsOf(target.bit), Int8KernelsOf(target.bit),
+                                 Fp32Bf16KernelsOf(target.bit), Fp32Fp16KernelsOf(target.bit)},
+                     .stream = StreamKernelsOf(target.bit)});
   }
-  found.push_back({"scalar", &internal::kScalarUpdateKernels, &internal::kScalarStreamKernels});
+  Kernels scalar{.name = "scalar", .formats = {}, .stream = &kScalarStreamKernels};
+  for (size_t i = 0; i < kStateFormats; ++i) scalar.formats[i] = &kScalarFormats[i];
+  found.push_back(scalar);
   return found;
 }
 

@@ -3,17 +3,28 @@
 #include "cpu_adam/internal/dispatch.h"
 
 namespace forebay::cpu_adam {
+namespace {
 
-StatePlanes Advance(const StatePlanes& planes, Rule rule, StateFormat format, size_t elems) {
-  StatePlanes rest = planes;
-  if (format == StateFormat::kFp32) {
-    rest.image = static_cast<float*>(planes.image) + elems;
-  } else {
-    rest.image = static_cast<uint16_t*>(planes.image) + elems;
-    rest.remainder += elems;
+void Move(void*& plane, size_t bytes) {
+  if (plane != nullptr) plane = static_cast<char*>(plane) + bytes;
+}
+
+}  // namespace
+
+StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems) {
+  StatePlanes moved = planes;
+  Move(moved.image, elems * (format == StateFormat::kFp32 ? sizeof(float) : sizeof(uint16_t)));
+  if (moved.remainder != nullptr) moved.remainder += elems;
+  if (moved.master != nullptr) moved.master += elems;
+  const size_t width = format == StateFormat::kInt8   ? sizeof(uint8_t)
+                       : format == StateFormat::kBf16 ? sizeof(uint16_t)
+                                                      : sizeof(float);
+  for (void*& moment : moved.moments) Move(moment, elems * width);
+  for (float*& scale : moved.scales) {
+    if (scale != nullptr) scale += elems / kGroupElems;
   }
-  for (size_t m = 0; m < MomentCount(rule); ++m) rest.moments[m] += elems;
-  return rest;
+  moved.first_elem += static_cast<uint32_t>(elems);
+  return moved;
 }
 
 uint64_t Update(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,

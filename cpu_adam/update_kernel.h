@@ -10,25 +10,49 @@
 
 namespace forebay::cpu_adam {
 
-// kFp32   the image is the float32 master.
-// kExact  image and remainder together are the float32 master w, bit for bit. With bits = the bits
-//         of w:
+// Where the float32 master w of an element is, and how its moments are held.
 //
-//           image = (bits + 0x8000) >> 16      remainder = int16(bits - (image << 16))
-//           bits  = (image << 16) + remainder
+// kFp32      the image is the master; moments float32.
+// kExact     image and remainder together are the master, bit for bit. With bits = the bits of w:
 //
-//         so the image is w as bfloat16, rounded to nearest, ties away from zero.
-enum class StateFormat : uint8_t { kFp32 = 1, kExact = 2 };
+//              image = (bits + 0x8000) >> 16      remainder = int16(bits - (image << 16))
+//              bits  = (image << 16) + remainder
+//
+//            so the image is w as bfloat16, rounded to nearest, ties away from zero.
+// kBf16      master as in kExact; moments bfloat16. A new moment is rounded stochastically:
+//            (bits + draw) >> 16 with the draw of its element, see Draws below.
+// kInt8      master as in kExact; moments as codes of 8 bits in groups of kGroupElems elements, each
+//            group with a float32 scale s. Moments m (Adam's first, Lion's, SGD's) are linear: q·s
+//            with q an int8 from -127 to 127. Moments v (Adam's second and its largest, Adagrad's)
+//            are codes c from 0 to 255 of their root: v = (max(c, 1)·s)², never 0 beside others that
+//            are not: a step would be divided by it. Writing, in float32 and with u = draw·2⁻¹⁵:
+//
+//              s = max|x|·unit, 0 where that is below 2⁻¹²⁶       1/s is 0 where s is 0
+//              q = floor(fma(x, 1/s, 384 + u)) - 384    x = m,                    unit = 1.000001/127
+//              c = floor(fma(x, 1/s, 256 + u)) - 256    x = min(sqrt(v), 1.8e19), unit = 1.000001/255
+// kFp32Bf16  a float32 master beside a bfloat16 image that is rounded as in kExact; moments float32.
+// kFp32Fp16  the same with a binary16 image, rounded to nearest, ties to even.
+enum class StateFormat : uint8_t { kFp32 = 1, kExact, kBf16, kInt8, kFp32Bf16, kFp32Fp16 };
 
-// Planes of n elements each. `moments` are float32 and as many as MomentCount of the rule.
+// Elements of one scale of kInt8. The code of element e of a group is its byte
+// 4·((e mod 64) div 2) + 2·(e div 64) + e mod 2, so that no instruction set has to move bytes between
+// lanes.
+inline constexpr size_t kGroupElems = 128;
+
+// Planes of n elements each; a format has those that its description names.
 struct StatePlanes {
-  void* image;         // float32, or bfloat16 as raw bits
-  int16_t* remainder;  // kExact
-  float* moments[kMomentsMax];
+  void* image = nullptr;         // float32; bfloat16 or binary16 as raw bits
+  int16_t* remainder = nullptr;  // kExact, kBf16, kInt8
+  // As many as MomentCount of the rule: float32, bfloat16 as raw bits, or bytes of codes, whole
+  // groups of kGroupElems: the bytes behind element n - 1 are written too.
+  void* moments[kMomentsMax] = {};
+  float* scales[kMomentsMax] = {};  // kInt8: one for each group that has begun
+  float* master = nullptr;          // kFp32Bf16, kFp32Fp16
+  uint32_t first_elem = 0;          // index of the first element in its parameter: see Draws
 };
 
-// The same planes from element `elems` on. Planes that the rule and format do not have stay.
-StatePlanes Advance(const StatePlanes& planes, Rule rule, StateFormat format, size_t elems);
+// The same planes from element `elems` on, which is a multiple of kGroupElems in kInt8.
+StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems);
 
 // Updates n elements; for each i in [0, n), in float32, in this order, fma rounded once, with the
 // names of StepScalars and a, b, c for the moments:
@@ -48,20 +72,30 @@ StatePlanes Advance(const StatePlanes& planes, Rule rule, StateFormat format, si
 //                  a' = fma(beta1, a, one_minus_beta1·g')
 //                  w' = fma(-step, a', w)
 //   kSgdNesterov   the same with fma(beta1, a', g') for a' in the last line
+//   kLamb          a' and b' of kAdamW, w' = w: the first of its two passes, see lamb.h
 //
-// Update works in place; UpdateTo reads `from` and writes `to`, with stores that bypass the cache
-// where every plane of `to` is aligned to 64 bytes. Both return how many w' are not finite or, in
-// kExact, round to an infinite image.
+// w' is computed from the moments before these are rounded to the format. Update works in place;
+// UpdateTo reads `from` and writes `to`, with stores that bypass the cache where every plane of `to`
+// (scales aside) is aligned to 64 bytes. Both return how many w' are not finite or round to an
+// infinite image.
 //
+// Draws    In kBf16 and kInt8 each element has a hash h of draw_key and e = first_elem + i, all
+//          modulo 2³²:
+//            x = e·0x9E3779B9 + draw_key[0]     x = ((x ^ (x >> 16)) ^ draw_key[1])·0x846CA68B
+//            h = x ^ (x >> 15)
+//          In kBf16 moments 0, 1, 2 have the 16 low bits of h, its 16 high ones, and the 16 high
+//          ones of h·0x9E3779B1; in kInt8 the 15 low and high bits of the same words.
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
 // Memory   Planes and gradient do not overlap. Any alignment that the element type allows is
 //          correct; 64 bytes is fastest. The stores of UpdateTo are visible to other threads after
 //          any later release by this one.
-// Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result.
+// Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result (kInt8:
+//          split at multiples of kGroupElems).
 // Exact    Every target returns the bits of `scalar` (update_scalar.cc), whose std::fma arithmetic
-//          is the definition; only sign and payload of a NaN are free. Given the same gradients,
-//          both formats hold the same masters. Requires the default MXCSR: no FTZ, no DAZ.
+//          is the definition; only sign and payload of a NaN are free, and the codes of one. Given
+//          the same gradients, kFp32, kExact, kFp32Bf16 and kFp32Fp16 hold the same masters. Requires
+//          the default MXCSR: no FTZ, no DAZ.
 uint64_t Update(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
                 const StatePlanes& state);
 uint64_t UpdateTo(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,

@@ -7,11 +7,14 @@ namespace forebay::cpu_adam::internal {
 
 struct Kernels {
   const char* name;
-  const UpdateKernels* updates;
+  const FormatKernels* formats[kStateFormats];
   const StreamKernels* stream;
 
+  const FormatKernels& of(StateFormat format) const {
+    return *formats[static_cast<size_t>(format) - 1];
+  }
   UpdateFn* update(Rule rule, StateFormat format) const {
-    return updates->by_rule[static_cast<size_t>(rule) - 1][static_cast<size_t>(format) - 1];
+    return of(format).updates[static_cast<size_t>(rule) - 1];
   }
 };
 

@@ -11,20 +11,41 @@
 namespace forebay::cpu_adam::internal {
 
 // A master is counted when its bits, sign aside, reach this: float32 infinity, or the first value
-// whose bfloat16 is infinite.
+// whose bfloat16 or binary16 is infinite.
 inline constexpr int32_t kFp32BadBits = 0x7F800000;
-inline constexpr int32_t kExactBadBits = 0x7F7F8000;
+inline constexpr int32_t kBf16BadBits = 0x7F7F8000;
+inline constexpr int32_t kFp16BadBits = 0x477FF000;
+
+// What the draws and codes of update_kernel.h are made of.
+inline constexpr uint32_t kElemStep = 0x9E3779B9u, kHashMultiplier = 0x846CA68Bu,
+                          kThirdDraw = 0x9E3779B1u;
+inline constexpr float kRootLimit = 1.8e19f;  // whose square is finite
+// A little more than 1/127 and 1/255: the largest moment never rounds up past the last code.
+inline constexpr float kLinearUnit = 1.000001f / 127, kRootUnit = 1.000001f / 255;
+inline constexpr float kScaleMin = 0x1p-126f;
+inline constexpr uint32_t kLinearZeroBits = 0x43C00000;  // 384: the code + 128 stands above bit 15
+inline constexpr uint32_t kRootZeroBits = 0x43800000;    // 256: the code stands above bit 15
+
+// Moment `index` of a rule is a square, whose root is coded.
+template <Rule kRule, size_t kIndex>
+inline constexpr bool kIsSquare = kRule == Rule::kAdagrad ||
+                                  (kIndex > 0 && kRule != Rule::kLion && kRule != Rule::kSgd &&
+                                   kRule != Rule::kSgdNesterov);
 
 // `from` and `to` are the same planes, or do not overlap.
 using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes& from,
                           const StatePlanes& to);
 
-inline constexpr size_t kRules = 8;
-inline constexpr size_t kStateFormats = 2;
+inline constexpr size_t kRules = 9;
+inline constexpr size_t kStateFormats = 6;
 
-// By rule and format, each less 1.
-struct UpdateKernels {
-  UpdateFn* by_rule[kRules][kStateFormats];
+// The kernels of one format.
+struct FormatKernels {
+  UpdateFn* updates[kRules];  // by rule, less 1
+  // Of the second pass of LAMB (lamb.h), n elements: w and u out of planes, and fma(-step, u, w) into
+  // them, which returns how many masters are bad.
+  void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
+  uint64_t (*lamb_apply)(float step, size_t n, const float* w, const float* u, const StatePlanes&);
 };
 
 struct StreamKernels {
@@ -39,11 +60,16 @@ struct StreamKernels {
 };
 
 // The std::fma reference: always built, the definition of every bit.
-extern const UpdateKernels kScalarUpdateKernels;
+extern const FormatKernels kScalarFormats[kStateFormats];  // by format, less 1
 extern const StreamKernels kScalarStreamKernels;
 
 // The kernels of one Highway target (a HWY_* bit), or null where it is not compiled in.
-const UpdateKernels* UpdateKernelsOf(int64_t hwy_target);
+const FormatKernels* Fp32KernelsOf(int64_t hwy_target);
+const FormatKernels* ExactKernelsOf(int64_t hwy_target);
+const FormatKernels* Bf16KernelsOf(int64_t hwy_target);
+const FormatKernels* Int8KernelsOf(int64_t hwy_target);
+const FormatKernels* Fp32Bf16KernelsOf(int64_t hwy_target);
+const FormatKernels* Fp32Fp16KernelsOf(int64_t hwy_target);
 const StreamKernels* StreamKernelsOf(int64_t hwy_target);
 
 }  // namespace forebay::cpu_adam::internal

@@ -1,7 +1,9 @@
 // The definition of an update: one element at a time, every rounding written out.
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
@@ -9,12 +11,17 @@
 namespace forebay::cpu_adam::internal {
 namespace {
 
+uint32_t BitsOf(float value) { return std::bit_cast<uint32_t>(value); }
+float FloatOf(uint32_t bits) { return std::bit_cast<float>(bits); }
+
 float LoadGrad(Gradient g, size_t i) {
   if (g.type == GradType::kFp32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
   if (g.type == GradType::kFp16) return WidenFp16(bits);
-  return std::bit_cast<float>(uint32_t{bits} << 16);
+  return FloatOf(uint32_t{bits} << 16);
 }
+
+// ----------------------------------------------------------------------------------------- the rules
 
 struct Element {
   float w = 0;
@@ -26,6 +33,7 @@ void StepAdam(Rule rule, const StepScalars& k, float g, Element& e) {
   if (rule == Rule::kAdam || rule == Rule::kAdamAmsgrad) g = std::fma(k.l2, e.w, g);
   a = std::fma(k.beta1, a, k.one_minus_beta1 * g);
   b = std::fma(k.beta2, b, (k.one_minus_beta2 * g) * g);
+  if (rule == Rule::kLamb) return;
   float largest = b;
   if (rule == Rule::kAdamWAmsgrad || rule == Rule::kAdamAmsgrad) {
     if (c < b) c = b;
@@ -72,60 +80,194 @@ void Step(const StepScalars& k, float grad, Element& e) {
   }
 }
 
-bool Reaches(uint32_t bits, int32_t bad_bits) {
-  return static_cast<int32_t>(bits & 0x7FFFFFFF) >= bad_bits;
+// --------------------------------------------------------------------------------------- the masters
+
+bool Splits(StateFormat format) {
+  return format == StateFormat::kExact || format == StateFormat::kBf16 ||
+         format == StateFormat::kInt8;
 }
 
 uint32_t LoadMaster(StateFormat format, const StatePlanes& from, size_t i) {
-  if (format == StateFormat::kFp32) {
-    return std::bit_cast<uint32_t>(static_cast<const float*>(from.image)[i]);
-  }
+  if (format == StateFormat::kFp32) return BitsOf(static_cast<const float*>(from.image)[i]);
+  if (!Splits(format)) return BitsOf(from.master[i]);
   const uint16_t image = static_cast<const uint16_t*>(from.image)[i];
   return (uint32_t{image} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
 
-void StoreMaster(StateFormat format, const StatePlanes& to, size_t i, uint32_t bits) {
+// Returns 1 where the master is bad.
+uint64_t StoreMaster(StateFormat format, const StatePlanes& to, size_t i, uint32_t bits) {
+  const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
   if (format == StateFormat::kFp32) {
-    static_cast<float*>(to.image)[i] = std::bit_cast<float>(bits);
-    return;
+    static_cast<float*>(to.image)[i] = FloatOf(bits);
+    return magnitude >= kFp32BadBits ? 1 : 0;
+  }
+  if (!Splits(format)) to.master[i] = FloatOf(bits);
+  if (format == StateFormat::kFp32Fp16) {
+    static_cast<uint16_t*>(to.image)[i] = RoundToFp16(bits);
+    return magnitude >= kFp16BadBits ? 1 : 0;
   }
   const auto image = static_cast<uint16_t>((bits + 0x8000) >> 16);
   static_cast<uint16_t*>(to.image)[i] = image;
-  to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{image} << 16));
+  if (Splits(format)) to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{image} << 16));
+  return magnitude >= kBf16BadBits ? 1 : 0;
 }
+
+// --------------------------------------------------------------------------------------- the moments
+
+uint32_t Hash(const StepScalars& k, uint32_t elem) {
+  uint32_t x = elem * kElemStep + k.draw_key[0];
+  x = ((x ^ (x >> 16)) ^ k.draw_key[1]) * kHashMultiplier;
+  return x ^ (x >> 15);
+}
+
+// The draw of a moment, of so many bits.
+uint32_t Draw(uint32_t hash, size_t moment, int bits) {
+  if (moment == 0) return hash & ((1u << bits) - 1);
+  return (moment == 1 ? hash : hash * kThirdDraw) >> (32 - bits);
+}
+
+// Byte of element i among the codes of a plane.
+size_t CodeAt(size_t i) {
+  const size_t e = i % kGroupElems;
+  return i - e + 4 * (e % 64 / 2) + 2 * (e / 64) + e % 2;
+}
+
+template <Rule kRule, size_t kIndex>
+float Decode(const StatePlanes& from, size_t i) {
+  const uint8_t code = static_cast<const uint8_t*>(from.moments[kIndex])[CodeAt(i)];
+  const float scale = from.scales[kIndex][i / kGroupElems];
+  if constexpr (kIsSquare<kRule, kIndex>) {
+    const float root = static_cast<float>(std::max<uint8_t>(code, 1)) * scale;
+    return root * root;
+  } else {
+    return static_cast<float>(static_cast<int8_t>(code)) * scale;
+  }
+}
+
+template <Rule kRule, StateFormat kFormat, size_t kIndex>
+float LoadMoment(const StatePlanes& from, size_t i) {
+  if constexpr (kFormat == StateFormat::kInt8) {
+    return Decode<kRule, kIndex>(from, i);
+  } else if constexpr (kFormat == StateFormat::kBf16) {
+    return FloatOf(uint32_t{static_cast<const uint16_t*>(from.moments[kIndex])[i]} << 16);
+  } else {
+    return static_cast<const float*>(from.moments[kIndex])[i];
+  }
+}
+
+template <Rule kRule, StateFormat kFormat>
+Element Load(const StatePlanes& from, size_t i) {
+  const size_t moments = MomentCount(kRule);
+  Element e{.w = FloatOf(LoadMaster(kFormat, from, i))};
+  e.moments[0] = LoadMoment<kRule, kFormat, 0>(from, i);
+  if (moments > 1) e.moments[1] = LoadMoment<kRule, kFormat, 1>(from, i);
+  if (moments > 2) e.moments[2] = LoadMoment<kRule, kFormat, 2>(from, i);
+  return e;
+}
+
+// The codes of a group of moments whose first element is `begin`.
+template <Rule kRule, size_t kIndex>
+void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begin,
+            const StatePlanes& to) {
+  constexpr bool kSquare = kIsSquare<kRule, kIndex>;
+  float x[kGroupElems] = {};
+  float largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const float moment = elements[i].moments[kIndex];
+    x[i] = kSquare ? std::min(std::sqrt(moment), kRootLimit) : moment;
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  float scale = largest * (kSquare ? kRootUnit : kLinearUnit);
+  if (scale < kScaleMin) scale = 0;
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  auto* const codes = static_cast<uint8_t*>(to.moments[kIndex]);
+  for (size_t i = 0; i < kGroupElems; ++i) {
+    const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
+    const uint32_t zero = (kSquare ? kRootZeroBits : kLinearZeroBits) | Draw(hash, kIndex, 15);
+    const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
+    codes[CodeAt(begin + i)] = kSquare ? byte : byte ^ 0x80;
+  }
+  to.scales[kIndex][begin / kGroupElems] = scale;
+}
+
+template <Rule kRule, StateFormat kFormat>
+void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_t begin,
+                  const StatePlanes& to) {
+  const size_t moments = MomentCount(kRule);
+  if constexpr (kFormat == StateFormat::kInt8) {
+    Encode<kRule, 0>(k, elements, n, begin, to);
+    if (moments > 1) Encode<kRule, 1>(k, elements, n, begin, to);
+    if (moments > 2) Encode<kRule, 2>(k, elements, n, begin, to);
+    return;
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
+    for (size_t j = 0; j < moments; ++j) {
+      const float moment = elements[i].moments[j];
+      if constexpr (kFormat == StateFormat::kBf16) {
+        static_cast<uint16_t*>(to.moments[j])[begin + i] =
+            static_cast<uint16_t>((BitsOf(moment) + Draw(hash, j, 16)) >> 16);
+      } else {
+        static_cast<float*>(to.moments[j])[begin + i] = moment;
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------- the passes
 
 template <Rule kRule, StateFormat kFormat>
 uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& from,
              const StatePlanes& to) {
-  const size_t moments = MomentCount(kRule);
-  const int32_t bad_bits = kFormat == StateFormat::kFp32 ? kFp32BadBits : kExactBadBits;
+  uint64_t bad = 0;
+  for (size_t begin = 0; begin < n; begin += kGroupElems) {
+    const size_t count = std::min(kGroupElems, n - begin);
+    Element group[kGroupElems];
+    for (size_t i = 0; i < count; ++i) {
+      group[i] = Load<kRule, kFormat>(from, begin + i);
+      Step<kRule>(k, LoadGrad(g, begin + i), group[i]);
+      bad += StoreMaster(kFormat, to, begin + i, BitsOf(group[i].w));
+    }
+    StoreMoments<kRule, kFormat>(k, group, count, begin, to);
+  }
+  return bad;
+}
+
+template <StateFormat kFormat>
+void Direction(const StepScalars& k, size_t n, const StatePlanes& from, float* w, float* u) {
+  for (size_t i = 0; i < n; ++i) {
+    const Element e = Load<Rule::kLamb, kFormat>(from, i);
+    const float root = std::fma(std::sqrt(e.moments[1]), k.inv_sqrt_bias2, k.eps);
+    w[i] = e.w;
+    u[i] = std::fma(k.decay, e.w, e.moments[0] * k.inv_bias1 / root);
+  }
+}
+
+template <StateFormat kFormat>
+uint64_t Apply(float step, size_t n, const float* w, const float* u, const StatePlanes& to) {
   uint64_t bad = 0;
   for (size_t i = 0; i < n; ++i) {
-    Element e{.w = std::bit_cast<float>(LoadMaster(kFormat, from, i))};
-    for (size_t j = 0; j < moments; ++j) e.moments[j] = from.moments[j][i];
-    Step<kRule>(k, LoadGrad(g, i), e);
-    const uint32_t bits = std::bit_cast<uint32_t>(e.w);
-    StoreMaster(kFormat, to, i, bits);
-    for (size_t j = 0; j < moments; ++j) to.moments[j][i] = e.moments[j];
-    bad += Reaches(bits, bad_bits) ? 1 : 0;
+    bad += StoreMaster(kFormat, to, i, BitsOf(std::fma(-step, u[i], w[i])));
   }
   return bad;
 }
 
 }  // namespace
 
-#define FOREBAY_FORMATS(rule) \
-  { Run<rule, StateFormat::kFp32>, Run<rule, StateFormat::kExact> }
-const UpdateKernels kScalarUpdateKernels = {{
-    FOREBAY_FORMATS(Rule::kAdamW),
-    FOREBAY_FORMATS(Rule::kAdam),
-    FOREBAY_FORMATS(Rule::kAdamWAmsgrad),
-    FOREBAY_FORMATS(Rule::kAdamAmsgrad),
-    FOREBAY_FORMATS(Rule::kAdagrad),
-    FOREBAY_FORMATS(Rule::kLion),
-    FOREBAY_FORMATS(Rule::kSgd),
-    FOREBAY_FORMATS(Rule::kSgdNesterov),
-}};
-#undef FOREBAY_FORMATS
+#define FOREBAY_KERNELS(format)                                         \
+  {                                                                     \
+    {Run<Rule::kAdamW, format>,        Run<Rule::kAdam, format>,        \
+     Run<Rule::kAdamWAmsgrad, format>, Run<Rule::kAdamAmsgrad, format>, \
+     Run<Rule::kAdagrad, format>,      Run<Rule::kLion, format>,        \
+     Run<Rule::kSgd, format>,          Run<Rule::kSgdNesterov, format>, \
+     Run<Rule::kLamb, format>},                                         \
+        Direction<format>, Apply<format>                                \
+  }
+const FormatKernels kScalarFormats[kStateFormats] = {
+    FOREBAY_KERNELS(StateFormat::kFp32),     FOREBAY_KERNELS(StateFormat::kExact),
+    FOREBAY_KERNELS(StateFormat::kBf16),     FOREBAY_KERNELS(StateFormat::kInt8),
+    FOREBAY_KERNELS(StateFormat::kFp32Bf16), FOREBAY_KERNELS(StateFormat::kFp32Fp16),
+};
+#undef FOREBAY_KERNELS
 
 }  // namespace forebay::cpu_adam::internal

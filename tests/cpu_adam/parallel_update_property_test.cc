@@ -20,6 +20,7 @@
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/planes.h"
 #include "tests/cpu_adam/rules.h"
+#include "tests/cpu_adam/state_arrays.h"
 
 namespace forebay::cpu_adam {
 namespace {
@@ -175,7 +176,7 @@ void CompareWithSingleCalls(const Case& run, const std::vector<Range>& ranges, c
   uint64_t bad = 0;
   for (const auto& [begin, n] : ranges) {
     const auto at = [&, b = begin](State& state) {
-      return Advance(state.Planes(run.format), run.rule, run.format, b);
+      return Advance(state.Planes(run.format), run.format, b);
     };
     partitions.push_back({.scalars = ScalarsOf(run.rule, partitions.size() % 2),
                           .n = n,
@@ -237,6 +238,28 @@ TEST_P(ParallelUpdate, ATeamOfAnySizeGivesTheBitsOfTheSingleCall) {
   }
 }
 
+TEST_P(ParallelUpdate, SharesOfAPartitionGiveItsBitsInEveryFormat) {
+  constexpr size_t kElems = 5 * kCutElems + 77;
+  const ::forebay::testing::AdamData data(kElems, kSeed);
+  const StepScalars scalars = ScalarsOf(GetParam(), 1);
+  for (const StateFormat format : ::forebay::testing::kFormats) {
+    SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format));
+    ::forebay::testing::StateArrays whole(kElems, 0);
+    whole.Assign(data);
+    const Gradient grad = data.Grad(GradType::kBf16);
+    const uint64_t bad = Update(GetParam(), format, scalars, kElems, grad, whole.Planes(format));
+    for (const size_t count : kShareCounts) {
+      ::forebay::testing::StateArrays state(kElems, 0);
+      state.Assign(data);
+      const StatePlanes planes = state.Planes(format);
+      EXPECT_EQ(
+          UpdateInShares(GetParam(), format, {{scalars, kElems, grad, planes, planes}}, count),
+          bad);
+      state.ExpectEquals(whole);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Rules, ParallelUpdate, ::testing::ValuesIn(kRules),
                          [](const auto& run) { return NameOf(run.param); });
 
@@ -250,7 +273,7 @@ std::vector<Range> RunOf(const std::vector<Range>& ranges, Share share) {
   state.image = w.data();
   state.moments[0] = momentum.data();
   for (const auto& [begin, size] : ranges) {
-    const StatePlanes planes = Advance(state, Rule::kSgd, StateFormat::kFp32, begin);
+    const StatePlanes planes = Advance(state, StateFormat::kFp32, begin);
     partitions.push_back({scalars, size, {grad.data() + begin, GradType::kFp32}, planes, planes});
   }
   EXPECT_EQ(UpdateShare(Rule::kSgd, StateFormat::kFp32, partitions, share), 0u);

@@ -4,15 +4,16 @@
 //         data with denormals and overflows; compare all planes and the count of bad masters bit by
 //         bit.
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <tuple>
 
-#include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/planes.h"
 #include "tests/cpu_adam/rules.h"
+#include "tests/cpu_adam/state_arrays.h"
 
 namespace forebay::cpu_adam {
 namespace {
@@ -20,14 +21,14 @@ namespace {
 using ::forebay::testing::AdamData;
 using ::forebay::testing::GuardedArray;
 using ::forebay::testing::KernelSizes;
+using ::forebay::testing::kFormats;
 using ::forebay::testing::kGradTypes;
 using ::forebay::testing::kRules;
 using ::forebay::testing::NameOf;
-using ::forebay::testing::SameBits;
+using ::forebay::testing::StateArrays;
 using ::forebay::testing::TargetGuard;
 
 constexpr uint32_t kSeed = 20251121;
-constexpr StateFormat kFormats[] = {StateFormat::kFp32, StateFormat::kExact};
 
 enum class Place { kIn, kOut };
 
@@ -56,66 +57,6 @@ StepScalars ScalarsOf(Rule rule, uint64_t t) {
   return MakeStepScalars(rule, hyper, t, t == 1 ? 1.0f : 0.37f);
 }
 
-// Everything a state and its gradient can have, guarded.
-struct Arrays {
-  Arrays(size_t n, size_t offset)
-      : image(n, offset),
-        image16(n, offset),
-        remainder(n, offset),
-        moments{GuardedArray<float>(n, offset), GuardedArray<float>(n, offset),
-                GuardedArray<float>(n, offset)} {}
-
-  void Assign(const AdamData& data) {
-    image.Assign(data.w);
-    SplitMaster(image.size(), data.w.data(), image16.data(), remainder.data());
-    moments[0].Assign(data.m);
-    moments[1].Assign(data.v);
-    moments[2].Assign(data.v);
-  }
-
-  StatePlanes Planes(StateFormat format) {
-    void* served = format == StateFormat::kFp32 ? static_cast<void*>(image.data()) : image16.data();
-    return {served, remainder.data(), {moments[0].data(), moments[1].data(), moments[2].data()}};
-  }
-
-  void ExpectGuards() const {
-    EXPECT_TRUE(image.GuardsIntact() && image16.GuardsIntact() && remainder.GuardsIntact());
-    for (const auto& moment : moments) EXPECT_TRUE(moment.GuardsIntact());
-  }
-
-  GuardedArray<float> image;
-  GuardedArray<uint16_t> image16;
-  GuardedArray<int16_t> remainder;
-  GuardedArray<float> moments[kMomentsMax];
-};
-
-struct Result {
-  std::vector<float> image;
-  std::vector<uint16_t> image16;
-  std::vector<int16_t> remainder;
-  std::vector<std::vector<float>> moments;
-  uint64_t bad = 0;
-
-  Result(Arrays& arrays, Rule rule, uint64_t bad_masters)
-      : image(arrays.image.Copy()),
-        image16(arrays.image16.Copy()),
-        remainder(arrays.remainder.Copy()),
-        bad(bad_masters) {
-    for (size_t i = 0; i < MomentCount(rule); ++i) moments.push_back(arrays.moments[i].Copy());
-  }
-
-  void ExpectEquals(const Result& other) const {
-    EXPECT_TRUE(SameBits(image, other.image));
-    EXPECT_EQ(image16, other.image16);
-    EXPECT_EQ(remainder, other.remainder);
-    ASSERT_EQ(moments.size(), other.moments.size());
-    for (size_t i = 0; i < moments.size(); ++i) {
-      EXPECT_TRUE(SameBits(moments[i], other.moments[i])) << "moment " << i;
-    }
-    EXPECT_EQ(bad, other.bad);
-  }
-};
-
 struct GuardedGrad {
   GuardedGrad(const AdamData& data, const Case& run)
       : wide(run.n, run.offset), narrow(run.n, run.offset), type(run.grad) {
@@ -131,28 +72,43 @@ struct GuardedGrad {
   GradType type;
 };
 
-Result RunTwoSteps(const AdamData& data, const Case& run) {
-  GuardedGrad grad(data, run);
-  Arrays state(run.n, run.offset);
-  Arrays other(run.n, run.offset);
-  state.Assign(data);
-  other.Assign(data);  // what a format or rule does not have is equal in every result
-  const StatePlanes here = state.Planes(run.format), there = other.Planes(run.format);
+// Where two steps end: what was `state` in the end, and the count of bad masters.
+struct Result {
+  Result(size_t n, size_t offset) : state(n, offset), other(n, offset) {}
+
+  void ExpectEquals(Result& wanted) {
+    state.ExpectEquals(wanted.state);
+    EXPECT_EQ(bad, wanted.bad);
+  }
+
+  StateArrays state;
+  StateArrays other;
   uint64_t bad = 0;
+};
+
+std::unique_ptr<Result> RunTwoSteps(const AdamData& data, const Case& run) {
+  GuardedGrad grad(data, run);
+  auto result = std::make_unique<Result>(run.n, run.offset);
+  result->state.Assign(data);
+  result->other.Assign(data);
+  const StatePlanes here = result->state.Planes(run.format);
+  const StatePlanes there = result->other.Planes(run.format);
   for (const uint64_t t : {1u, 2u}) {
     const StepScalars scalars = ScalarsOf(run.rule, t);
     if (run.place == Place::kIn) {
-      bad += Update(run.rule, run.format, scalars, run.n, grad.get(), here);
+      result->bad += Update(run.rule, run.format, scalars, run.n, grad.get(), here);
     } else if (t == 1) {
-      bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), here, there);
-      EXPECT_TRUE(run.n == 0 || SameBits(state.image.data()[0], data.w[0])) << "the source stays";
+      StateArrays before(run.n, run.offset);
+      before.Assign(data);
+      result->bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), here, there);
+      result->state.ExpectEquals(before);  // the source stays
     } else {
-      bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), there, here);
+      result->bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), there, here);
     }
   }
-  state.ExpectGuards();
-  other.ExpectGuards();
-  return {state, run.rule, bad};
+  result->state.ExpectGuards();
+  result->other.ExpectGuards();
+  return result;
 }
 
 using TargetAndRule = std::tuple<std::string, Rule>;
@@ -163,10 +119,10 @@ class UpdateTargets : public ::testing::TestWithParam<TargetAndRule> {
     SCOPED_TRACE(::testing::Message() << target() << ", " << run << ", seed " << kSeed);
     const AdamData data(std::max<size_t>(run.n, 1), kSeed + static_cast<uint32_t>(run.n));
     guard_.Force(target());
-    const Result result = RunTwoSteps(data, run);
+    const std::unique_ptr<Result> result = RunTwoSteps(data, run);
     guard_.Force("scalar");
     run.place = Place::kIn;
-    result.ExpectEquals(RunTwoSteps(data, run));
+    result->ExpectEquals(*RunTwoSteps(data, run));
   }
 
   void CompareEach(size_t n, size_t offset) {
@@ -207,52 +163,58 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
   const AdamData data(kElems, kSeed);
   guard_.Force(target());
   for (const StateFormat format : kFormats) {
-    const Result whole =
-        RunTwoSteps(data, {rule(), format, kElems, 0, GradType::kFp32, Place::kIn});
+    SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format));
+    const auto whole = RunTwoSteps(data, {rule(), format, kElems, 0, GradType::kFp32, Place::kIn});
     std::mt19937 random(kSeed);
-    Arrays pieces(kElems, 0);
-    pieces.Assign(data);
-    uint64_t bad = 0;
+    Result pieces(kElems, 0);
+    pieces.state.Assign(data);
     for (const uint64_t t : {1u, 2u}) {
       for (size_t begin = 0; begin < kElems;) {
-        const size_t n = std::min<size_t>(kElems - begin, random() % 97);
-        StatePlanes planes = {pieces.image.data() + begin, pieces.remainder.data() + begin, {}};
-        if (format == StateFormat::kExact) planes.image = pieces.image16.data() + begin;
-        for (size_t i = 0; i < kMomentsMax; ++i) {
-          planes.moments[i] = pieces.moments[i].data() + begin;
-        }
-        bad += Update(rule(), format, ScalarsOf(rule(), t), n,
-                      {data.grad.data() + begin, GradType::kFp32}, planes);
+        const size_t wish =
+            format == StateFormat::kInt8 ? random() % 4 * kGroupElems : random() % 97;
+        const size_t n = std::min<size_t>(kElems - begin, wish);
+        pieces.bad += Update(rule(), format, ScalarsOf(rule(), t), n,
+                             {data.grad.data() + begin, GradType::kFp32},
+                             Advance(pieces.state.Planes(format), format, begin));
         begin += n;
       }
     }
-    Result(pieces, rule(), bad).ExpectEquals(whole);
+    pieces.ExpectEquals(*whole);
   }
+}
+
+// The largest master that is not counted, and the next one, which rounds to an infinite image.
+float LargestOf(StateFormat format) {
+  if (format == StateFormat::kFp32) return std::numeric_limits<float>::max();
+  return std::bit_cast<float>(format == StateFormat::kFp32Fp16 ? 0x477FEFFFu : 0x7F7F7FFFu);
 }
 
 TEST_P(UpdateTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
   guard_.Force(target());
-  const float largest = std::numeric_limits<float>::max();
-  const float last_finite16 = std::bit_cast<float>(0x7F7F7FFFu);  // rounds to the largest bfloat16
   const StepScalars still = MakeStepScalars(rule(), {.lr = 0, .weight_decay = 0}, 1, 1.0f);
-  for (const size_t n : {1u, 16u, 19u, 33u}) {
-    AdamData data(n, kSeed);
-    std::fill(data.w.begin(), data.w.end(), 1.0f);
-    data.w[n - 1] = largest;
-    data.w[0] = n > 1 ? last_finite16 : largest;
-    std::fill(data.grad.begin(), data.grad.end(), 1.0f);
-    Arrays state(n, 0);
-    state.Assign(data);
-    const Gradient grad = {data.grad.data(), GradType::kFp32};
-    EXPECT_EQ(Update(rule(), StateFormat::kFp32, still, n, grad, state.Planes(StateFormat::kFp32)),
-              0u);
-    EXPECT_EQ(
-        Update(rule(), StateFormat::kExact, still, n, grad, state.Planes(StateFormat::kExact)), 1u)
-        << "the largest float32 rounds to an infinite bfloat16";
-    state.image.data()[n - 1] = std::numeric_limits<float>::infinity();
-    state.image.data()[n / 2] = std::numeric_limits<float>::quiet_NaN();
-    EXPECT_EQ(Update(rule(), StateFormat::kFp32, still, n, grad, state.Planes(StateFormat::kFp32)),
-              n == 1 ? 1u : 2u);
+  for (const StateFormat format : kFormats) {
+    for (const size_t n : {1u, 16u, 19u, 33u, 128u, 131u}) {
+      SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format) << ", n " << n);
+      AdamData data(n, kSeed);
+      std::fill(data.w.begin(), data.w.end(), 1.0f);
+      std::fill(data.m.begin(), data.m.end(), 0.0f);
+      std::fill(data.grad.begin(), data.grad.end(), 1.0f);
+      const auto count = [&](float first, float last) {
+        data.w[0] = first;
+        data.w[n - 1] = last;
+        StateArrays state(n, 0);
+        state.Assign(data);
+        return Update(rule(), format, still, n, {data.grad.data(), GradType::kFp32},
+                      state.Planes(format));
+      };
+      const float largest = LargestOf(format);
+      const float above = std::nextafter(largest, std::numeric_limits<float>::infinity());
+      const float inf = std::numeric_limits<float>::infinity();
+      EXPECT_EQ(count(largest, largest), 0u);
+      EXPECT_EQ(count(largest, above), 1u);
+      EXPECT_EQ(count(-inf, inf), n == 1 ? 1u : 2u);
+      EXPECT_EQ(count(std::numeric_limits<float>::quiet_NaN(), -above), n == 1 ? 1u : 2u);
+    }
   }
 }
 

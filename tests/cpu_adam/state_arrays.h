@@ -1,0 +1,109 @@
+// Every plane that a rule and a format can have, guarded, with data for them.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/update_kernel.h"
+#include "gtest/gtest.h"
+#include "tests/cpu_adam/planes.h"
+
+namespace forebay::testing {
+
+inline constexpr cpu_adam::StateFormat kFormats[] = {
+    cpu_adam::StateFormat::kFp32,     cpu_adam::StateFormat::kExact,
+    cpu_adam::StateFormat::kBf16,     cpu_adam::StateFormat::kInt8,
+    cpu_adam::StateFormat::kFp32Bf16, cpu_adam::StateFormat::kFp32Fp16,
+};
+
+class StateArrays {
+ public:
+  StateArrays(size_t n, size_t offset)
+      : image(n, offset),
+        image16(n, offset),
+        remainder(n, offset),
+        master(n, offset),
+        moments{{n, offset}, {n, offset}, {n, offset}},
+        moments16{{n, offset}, {n, offset}, {n, offset}},
+        codes{{Whole(n), offset}, {Whole(n), offset}, {Whole(n), offset}},
+        scales{{Groups(n), offset}, {Groups(n), offset}, {Groups(n), offset}} {}
+
+  void Assign(const AdamData& data) {
+    const size_t n = image.size();
+    image.Assign(data.w);
+    master.Assign(data.w);
+    cpu_adam::SplitMaster(n, data.w.data(), image16.data(), remainder.data());
+    const std::vector<float>* const sources[] = {&data.m, &data.v, &data.v};
+    std::mt19937 random(7);
+    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+      moments[m].Assign(*sources[m]);
+      for (size_t i = 0; i < n; ++i) moments16[m].data()[i] = TopHalf((*sources[m])[i]);
+      for (size_t i = 0; i < codes[m].size(); ++i) {
+        codes[m].data()[i] = static_cast<uint8_t>(i % kZeroesEach == 0 ? 0 : random());
+      }
+      for (size_t i = 0; i < scales[m].size(); ++i) {
+        scales[m].data()[i] = i % 5 == 3 ? 0.0f : 1e-5f * static_cast<float>(1 + random() % 9);
+      }
+    }
+  }
+
+  cpu_adam::StatePlanes Planes(cpu_adam::StateFormat format) {
+    cpu_adam::StatePlanes planes;
+    planes.image =
+        format == cpu_adam::StateFormat::kFp32 ? static_cast<void*>(image.data()) : image16.data();
+    planes.remainder = remainder.data();
+    planes.master = master.data();
+    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+      planes.moments[m] = moments[m].data();
+      if (format == cpu_adam::StateFormat::kBf16) planes.moments[m] = moments16[m].data();
+      if (format == cpu_adam::StateFormat::kInt8) {
+        planes.moments[m] = codes[m].data();
+        planes.scales[m] = scales[m].data();
+      }
+    }
+    planes.first_elem = 12345;
+    return planes;
+  }
+
+  void ExpectGuards() const {
+    EXPECT_TRUE(image.GuardsIntact() && image16.GuardsIntact() && remainder.GuardsIntact() &&
+                master.GuardsIntact());
+    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+      EXPECT_TRUE(moments[m].GuardsIntact() && moments16[m].GuardsIntact() &&
+                  codes[m].GuardsIntact() && scales[m].GuardsIntact())
+          << "moment " << m;
+    }
+  }
+
+  // Arrays that a format or rule does not have are equal when they began so.
+  void ExpectEquals(StateArrays& other) {
+    EXPECT_TRUE(SameBits(image.Copy(), other.image.Copy()));
+    EXPECT_EQ(image16.Copy(), other.image16.Copy());
+    EXPECT_EQ(remainder.Copy(), other.remainder.Copy());
+    EXPECT_TRUE(SameBits(master.Copy(), other.master.Copy()));
+    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+      EXPECT_TRUE(SameBits(moments[m].Copy(), other.moments[m].Copy())) << "moment " << m;
+      EXPECT_EQ(moments16[m].Copy(), other.moments16[m].Copy()) << "moment " << m;
+      EXPECT_EQ(codes[m].Copy(), other.codes[m].Copy()) << "moment " << m;
+      EXPECT_TRUE(SameBits(scales[m].Copy(), other.scales[m].Copy())) << "moment " << m;
+    }
+  }
+
+  GuardedArray<float> image;
+  GuardedArray<uint16_t> image16;
+  GuardedArray<int16_t> remainder;
+  GuardedArray<float> master;
+  GuardedArray<float> moments[cpu_adam::kMomentsMax];
+  GuardedArray<uint16_t> moments16[cpu_adam::kMomentsMax];
+  GuardedArray<uint8_t> codes[cpu_adam::kMomentsMax];
+  GuardedArray<float> scales[cpu_adam::kMomentsMax];
+
+ private:
+  static constexpr size_t kZeroesEach = 13;
+  static size_t Groups(size_t n) { return (n + cpu_adam::kGroupElems - 1) / cpu_adam::kGroupElems; }
+  static size_t Whole(size_t n) { return Groups(n) * cpu_adam::kGroupElems; }
+};
+
+}  // namespace forebay::testing
