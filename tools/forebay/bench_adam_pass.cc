@@ -99,8 +99,14 @@ StatePlanes PlanesOf(const AdamPass& pass, const std::vector<std::byte*>& arrays
   if (pass.format->beside == Beside::kRemainder) {
     planes.remainder = reinterpret_cast<int16_t*>(arrays[next++]);
   }
-  for (size_t m = 0; m < cpu_adam::MomentCount(pass.rule); ++m) {
-    planes.moments[m] = reinterpret_cast<float*>(arrays[next++]);
+  if (pass.format->beside == Beside::kMaster) {
+    planes.master = reinterpret_cast<float*>(arrays[next++]);
+  }
+  const size_t moments = cpu_adam::MomentCount(pass.rule);
+  for (size_t m = 0; m < moments; ++m) planes.moments[m] = arrays[next++];
+  if (pass.format->scale_group_bytes == 0) return planes;
+  for (size_t m = 0; m < moments; ++m) {
+    planes.scales[m] = reinterpret_cast<float*>(arrays[next++]);
   }
   return planes;
 }
@@ -242,7 +248,7 @@ class PassRun {
     for (uint64_t p = 0; p < pass_.partitions; ++p) {
       const uint64_t begin = p * PartitionSpan(pass_, params_);
       const auto at = [&](const std::vector<std::byte*>& arrays) {
-        return cpu_adam::Advance(PlanesOf(pass_, arrays), pass_.rule, pass_.format->format, begin);
+        return cpu_adam::Advance(PlanesOf(pass_, arrays), pass_.format->format, begin);
       };
       AddPartition(streams[0], begin, PartitionElems(pass_, params_), at(from), at(to));
     }
