@@ -41,6 +41,7 @@ constexpr RuleName kRules[] = {
     {Rule::kLion, "lion"},
     {Rule::kSgd, "sgd"},
     {Rule::kSgdNesterov, "sgd_nesterov"},
+    {Rule::kLamb, "lamb"},
 };
 
 struct Case {

@@ -8,6 +8,7 @@
 #include <random>
 #include <span>
 
+#include "cpu_adam/lamb.h"
 #include "cpu_adam/parallel_update.h"
 #include "cpu_adam/stream_kernel.h"
 #include "nvme/checksum.h"
@@ -19,6 +20,7 @@ namespace {
 
 using cpu_adam::GradType;
 using cpu_adam::PartitionUpdate;
+using cpu_adam::StateFormat;
 using cpu_adam::StatePlanes;
 using protocol::RoundUp;
 using Access = StreamShape::Access;
@@ -27,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kGiga = 1e9;
 constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // what the daemon updates and hashes at a time
-constexpr uint64_t kPatternElems = uint64_t{1} << 20;
+constexpr uint64_t kPatternElemsMax = uint64_t{1} << 20;
 constexpr size_t kDenormalEvery = 97;
 constexpr uint32_t kSeed = 20251121;
 
@@ -127,10 +129,11 @@ void Fill(const std::vector<T>& pattern, uint64_t n, const void* array) {
 
 // Weights and gradients of plausible sizes; with denormal data one element of 97 has no gradient.
 struct Pattern {
-  explicit Pattern(AdamPass::Data data) : w(kPatternElems), grad(kPatternElems) {
+  Pattern(AdamPass::Data data, uint64_t elems_max)
+      : elems(std::min(elems_max, kPatternElemsMax)), w(elems), grad(elems) {
     std::mt19937 random(kSeed);
     std::normal_distribution<float> normal;
-    for (size_t i = 0; i < kPatternElems; ++i) {
+    for (size_t i = 0; i < elems; ++i) {
       w[i] = 0.02f * normal(random);
       const bool none = data == AdamPass::Data::kDenormal && i % kDenormalEvery == 0;
       grad[i] = none ? 0.0f : std::copysign(1e-3f, w[i]) + 0.1f * w[i];
@@ -139,11 +142,11 @@ struct Pattern {
       half.push_back(static_cast<uint16_t>((bits & 0x83FF) | ((8 + (bits >> 30)) << 10)));
       if (none) half.back() = 0;
     }
-    w16.resize(kPatternElems);
-    remainder.resize(kPatternElems);
-    cpu_adam::SplitMaster(kPatternElems, w.data(), w16.data(), remainder.data());
-    grad16.resize(kPatternElems);
-    cpu_adam::RoundToBf16(kPatternElems, grad.data(), grad16.data());
+    w16.resize(elems);
+    remainder.resize(elems);
+    cpu_adam::SplitMaster(elems, w.data(), w16.data(), remainder.data());
+    grad16.resize(elems);
+    cpu_adam::RoundToBf16(elems, grad.data(), grad16.data());
   }
 
   void Put(const AdamFormat& format, const PartitionUpdate& piece) const {
@@ -158,12 +161,21 @@ struct Pattern {
         Fill(half, piece.n, piece.grad.data);
         break;
     }
-    if (format.beside == Beside::kNothing) Fill(w, piece.n, piece.from.image);
-    if (format.beside != Beside::kRemainder) return;
-    Fill(w16, piece.n, piece.from.image);
-    Fill(remainder, piece.n, piece.from.remainder);
+    switch (format.beside) {
+      case Beside::kNothing:
+        Fill(w, piece.n, piece.from.image);
+        break;
+      case Beside::kRemainder:
+        Fill(w16, piece.n, piece.from.image);
+        Fill(remainder, piece.n, piece.from.remainder);
+        break;
+      case Beside::kMaster:
+        Fill(w, piece.n, piece.from.master);
+        break;
+    }
   }
 
+  uint64_t elems;
   std::vector<float> w, grad;
   std::vector<uint16_t> w16, grad16, half;
   std::vector<int16_t> remainder;
@@ -217,6 +229,37 @@ class PassRun {
  private:
   void Update(const std::vector<PartitionUpdate>& partitions) {
     FOREBAY_CHECK(cpu_adam::UpdateAll(team_, pass_.rule, pass_.format->format, partitions) == 0);
+    if (pass_.rule != cpu_adam::Rule::kLamb) return;
+    for (const PartitionUpdate& partition : partitions) FinishLamb(partition);
+  }
+
+  // Sums over the whole partition, then its masters.
+  void FinishLamb(const PartitionUpdate& partition) {
+    const StateFormat format = pass_.format->format;
+    std::vector<cpu_adam::LambSums> sums(static_cast<size_t>(team_.threads()));
+    OnParts(partition, [&](size_t part, uint64_t n, const StatePlanes& planes) {
+      sums[part] = cpu_adam::SumLamb(format, scalars_, n, planes);
+    });
+    for (size_t part = 1; part < sums.size(); ++part) sums[0].Merge(sums[part]);
+    const float trust = cpu_adam::TrustRatio(sums[0]);
+    OnParts(partition, [&](size_t, uint64_t n, const StatePlanes& planes) {
+      cpu_adam::ApplyLamb(format, scalars_, trust, n, planes);
+    });
+  }
+
+  // Runs body(part, elements, planes) for one part of the updated planes on each thread.
+  template <class Body>
+  void OnParts(const PartitionUpdate& partition, const Body& body) {
+    const auto parts = static_cast<uint64_t>(team_.threads());
+    const auto cut = [&](uint64_t part) {
+      if (part == parts) return uint64_t{partition.n};
+      return partition.n * part / parts / cpu_adam::kCutElems * cpu_adam::kCutElems;
+    };
+    cpu_adam::RunOnAll(team_, [&](int task) {
+      const auto part = static_cast<uint64_t>(task);
+      body(part, cut(part + 1) - cut(part),
+           cpu_adam::Advance(partition.to, pass_.format->format, cut(part)));
+    });
   }
 
   Sample Figure(Clock::time_point began) const {
@@ -293,7 +336,7 @@ class PassRun {
 
   // Moments are what one update makes of zeros, whatever their format.
   void PutData() {
-    const Pattern pattern(pass_.data);
+    const Pattern pattern(pass_.data, PartitionElems(pass_, params_));
     std::vector<PartitionUpdate> sources = partitions_;
     for (PartitionUpdate& source : sources) {
       pattern.Put(*pass_.format, source);
@@ -304,7 +347,7 @@ class PassRun {
     for (const PartitionUpdate& source : sources) {
       auto* const v = static_cast<float*>(source.from.moments[1]);
       for (uint64_t i = 0; i < source.n; ++i) {
-        if (i % kPatternElems % kDenormalEvery == 0) v[i] = 1e-39f;
+        if (i % pattern.elems % kDenormalEvery == 0) v[i] = 1e-39f;
       }
     }
   }
@@ -321,20 +364,13 @@ class PassRun {
 }  // namespace
 
 const std::vector<AdamFormat> kAdamFormats = {
-    {.name = "fp32",
-     .param = "fp32",
-     .format = cpu_adam::StateFormat::kFp32,
-     .grad = GradType::kFp32,
-     .beside = Beside::kNothing,
-     .moment_bytes = 4,
-     .scale_group_bytes = 0},
-    {.name = "exact",
-     .param = "bf16",
-     .format = cpu_adam::StateFormat::kExact,
-     .grad = GradType::kBf16,
-     .beside = Beside::kRemainder,
-     .moment_bytes = 4,
-     .scale_group_bytes = 0},
+    // format name, parameter, format, gradient, beside the image, bytes of a moment, of its scales
+    {"fp32", "fp32", StateFormat::kFp32, GradType::kFp32, Beside::kNothing, 4, 0},
+    {"fp32", "bf16", StateFormat::kFp32Bf16, GradType::kBf16, Beside::kMaster, 4, 0},
+    {"fp32", "fp16", StateFormat::kFp32Fp16, GradType::kFp16, Beside::kMaster, 4, 0},
+    {"exact", "bf16", StateFormat::kExact, GradType::kBf16, Beside::kRemainder, 4, 0},
+    {"bf16", "bf16", StateFormat::kBf16, GradType::kBf16, Beside::kRemainder, 2, 0},
+    {"int8", "bf16", StateFormat::kInt8, GradType::kBf16, Beside::kRemainder, 1, 4},
 };
 
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {

@@ -24,6 +24,7 @@ struct AdamFormat {
 
 extern const std::vector<AdamFormat> kAdamFormats;
 
+// LAMB's case is its whole step, three passes over flat arrays, beside the limit of one.
 struct AdamPass {
   const AdamFormat* format = nullptr;
   cpu_adam::Rule rule = cpu_adam::Rule::kAdamW;
