@@ -87,7 +87,7 @@ class NodeState {
     uint64_t staging_slot_bytes = 0;
     uint64_t swap_free_bytes = 0;  // 0: no swap. An extent takes twice its bytes (two slots)
     uint64_t block_elems = uint64_t{1} << 20;  // a multiple of kPartitionAlignElems
-    uint32_t workers = 1;                      // UpdateBlocks in flight per job
+    uint32_t workers = 1;                      // UpdateBlocks that run at once
 
     // Tests alone: what goes wrong without the protection. The daemon never sets them.
     bool disable_fence_for_test = false;        // stale sessions' commands are taken

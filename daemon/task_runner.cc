@@ -36,13 +36,16 @@ void TaskRunner::Post(Crew crew, Work work) {
 void TaskRunner::PostParts(Crew crew, size_t parts, PartWork work, Then then) {
   FOREBAY_CHECK(parts > 0);
   struct Shared {
-    std::atomic<size_t> next;
+    Shared(size_t count, PartWork part_work, Then outcome)
+        : left(count), work(std::move(part_work)), then(std::move(outcome)) {}
+
+    std::atomic<size_t> next = 0;
     std::atomic<size_t> left;
     PartWork work;
     Then then;
   };
   ++in_flight_;
-  const auto shared = std::make_shared<Shared>(0, parts, std::move(work), std::move(then));
+  const auto shared = std::make_shared<Shared>(parts, std::move(work), std::move(then));
   const size_t threads = static_cast<size_t>(Team(crew).threads());
   for (size_t i = 0; i < std::min(parts, threads); ++i) {
     Queue(crew, [this, shared, parts] {

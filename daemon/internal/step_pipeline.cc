@@ -119,10 +119,16 @@ void StepPipeline::StartReads(JobIo& io) {
   }
 }
 
+// A block that comes from swap goes before those that would wait for a worker.
+uint32_t StepPipeline::UpdatesMax() const {
+  const bool only_resident = next_read_ == to_read_.size() && staged_.all().empty();
+  return only_resident ? kUpdatesPerWorker * workers_ : workers_;
+}
+
 void StepPipeline::Pump(JobIo& io) {
   if (!running_ || abandoned_) return;
   StartReads(io);
-  while (updating_ < workers_) {
+  while (updating_ < UpdatesMax()) {
     const auto ready =
         std::find_if(staged_.all().begin(), staged_.all().end(),
                      [](const auto& entry) { return entry.second.state == State::kReady; });
@@ -254,7 +260,7 @@ void StepPipeline::Abandon() {
 }
 
 void StepPipeline::CheckInvariants(uint64_t committed_step) const {
-  FOREBAY_CHECK(updating_ <= workers_);
+  FOREBAY_CHECK(updating_ <= kUpdatesPerWorker * workers_);
   for (const auto& [block, staged] : staged_.all()) {
     FOREBAY_CHECK(!is_resident(block) && block < map_.blocks());
   }

@@ -40,6 +40,10 @@ struct PipelineCounters {
 // job sees to that.
 class StepPipeline {
  public:
+  // Updates of resident blocks in flight, where no other is left: one that runs and one that waits,
+  // so that no worker waits for the loop.
+  static constexpr uint32_t kUpdatesPerWorker = 2;
+
   StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
                const MemoryPlan& plan, StagingPool& pool, uint32_t workers);
 
@@ -98,6 +102,7 @@ class StepPipeline {
   void StartUpdate(JobIo& io, uint32_t block);
   void StartReads(JobIo& io);
   bool UpdatesHaveOtherWork() const;
+  uint32_t UpdatesMax() const;
   std::vector<UpdateSegment> Segments(uint32_t block) const;
 
   std::shared_ptr<const protocol::Layout> layout_;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/internal/step_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
@@ -289,11 +290,12 @@ TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
   EXPECT_EQ(completion.length_bytes, layout_->group_bytes(2));
 }
 
-TEST_F(NodeStateStep, AtMostSoManyUpdatesAsWorkersAreInFlight) {
+TEST_F(NodeStateStep, AnUpdateRunsOnEachWorkerAndOneWaitsForIt) {
   DeliverAll(1);
   node_.Step(sessions_[0], 1);
   node_.Step(sessions_[1], 1);
-  EXPECT_EQ(node_.Running<UpdateBlock>().size(), RoomyOptions().workers);
+  EXPECT_EQ(node_.Running<UpdateBlock>().size(),
+            RoomyOptions().workers * StepPipeline::kUpdatesPerWorker);
   node_.RunTasks();
 }
 
