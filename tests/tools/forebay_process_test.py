@@ -341,6 +341,7 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
     for line in lines:
         assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
         loops = [line[f"{store}_{pages}"] for store in ("plain", "bypass") for pages in ("2mib", "4kib")]
+        loops += [line[key] for key in line if key.endswith("_2mib_4_places")]
         assert line["value"] > 0 and line["limit"] == max(loops) and min(loops) > 0
         assert line["bytes_read"] > 0 and 0 <= line["huge_share"] <= 1
         assert ("unhashed" in line) == ("hash=on" in line["case"])
@@ -350,6 +351,7 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
     )
     assert scalar.returncode == 0 and "/shape=flat/target=scalar" in scalar.stdout
     assert forebay("bench", "adam", "--list", "--case", "no such").returncode == 1
+    assert forebay("bench", "adam", "--params", 1024).returncode == 1
     assert forebay("bench", "fetch", "--list").returncode == 1
 
 

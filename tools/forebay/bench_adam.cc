@@ -171,7 +171,7 @@ absl::StatusOr<BenchResult> MeasureOne(const AdamRig& rig, const Case& one) {
                        .name = one.name,
                        .unit = "GB/s",
                        .limit_what =
-                           "best of four loops over the same streams: plain and bypassing "
+                           "best of the loops over the same streams: plain and bypassing "
                            "stores, pages of 2 MiB and 4 KiB",
                        .measure = Measure::kRate};
   if (one.target.empty()) return one.measure(rig, what);
@@ -189,6 +189,13 @@ absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
   rig.samples = options.samples == 0 ? kSamples : options.samples;
   ASSIGN_OR_RETURN(rig.teams.emplace_back(), cpu_adam::WorkerTeam::Create({}));
   const int cores = rig.teams.back()->threads();
+  const uint64_t params_min = kLoopElems * static_cast<uint64_t>(cores);
+  if (rig.params < params_min) {
+    return protocol::MakeError(protocol::ErrorId::kOption,
+                               absl::StrCat("bench adam: ", rig.params,
+                                            " parameters are too few for the loops of its limit"),
+                               absl::StrCat("--params ", params_min, " or more"));
+  }
   std::vector<Case> cases = CaseList(rig.params, cores).All();
   std::erase_if(cases, [&](const Case& one) { return !absl::StrContains(one.name, options.only); });
   if (cases.empty()) {

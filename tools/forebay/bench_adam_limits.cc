@@ -25,6 +25,8 @@ using Access = StreamShape::Access;
 static_assert(kLoopElems == loops::kChunkElems);
 
 constexpr double kGiga = 1e9;
+constexpr uint64_t kPlaces = 4;
+constexpr size_t kFewStreams = 8;
 constexpr uint32_t kPingPongRounds = 1000;
 constexpr std::chrono::milliseconds kPingPongMax(20);
 
@@ -52,35 +54,56 @@ bool HasTwo(const StreamShape& shape, Place place) {
   return place == Place::kOutOfPlace && shape.access == Access::kUpdate;
 }
 
-// The streams from element `first` on; whole chunks alone.
-std::vector<loops::Stream> StreamsFrom(const std::vector<BenchStream>& streams, uint64_t first) {
-  std::vector<loops::Stream> moved;
+// A pass of one loop over an even part of the chunks for each thread, which goes over as many places
+// of its part at once as `places` says: a processor reads few streams slower than many.
+struct LoopPass {
+  loops::LoopFn* loop;
+  uint64_t chunks;
+  uint64_t places;
+};
+
+// The streams from chunk `first` on.
+void AddStreams(const std::vector<BenchStream>& streams, uint64_t first,
+                std::vector<loops::Stream>& moved) {
   for (const BenchStream& stream : streams) {
-    const uint64_t offset = first / kStreamGroupElems * stream.shape.group_bytes;
+    const uint64_t offset =
+        first * loops::kChunkElems / kStreamGroupElems * stream.shape.group_bytes;
     const auto at = [offset](std::byte* array) {
       return array == nullptr ? nullptr : reinterpret_cast<unsigned char*>(array + offset);
     };
     const uint64_t step_bytes = stream.shape.group_bytes * loops::kStepElems / kStreamGroupElems;
     moved.push_back({at(stream.from), at(stream.to), step_bytes / loops::kLineBytes});
   }
-  return moved;
 }
 
-double RunLoop(cpu_adam::WorkerTeam& team, loops::LoopFn* loop, uint64_t chunks,
+// Seconds; what does not fill the places is left out.
+double RunPass(cpu_adam::WorkerTeam& team, const LoopPass& pass,
                const std::vector<BenchStream>& streams) {
   const auto threads = static_cast<uint64_t>(team.threads());
-  std::vector<std::vector<loops::Stream>> parts;
+  const uint64_t run = pass.chunks / threads / pass.places;
+  std::vector<std::vector<loops::Stream>> parts(threads);
   for (uint64_t t = 0; t < threads; ++t) {
-    parts.push_back(StreamsFrom(streams, chunks * t / threads * loops::kChunkElems));
+    for (uint64_t p = 0; p < pass.places; ++p) {
+      AddStreams(streams, (t * pass.places + p) * run, parts[t]);
+    }
   }
   const auto began = Clock::now();
   cpu_adam::RunOnAll(team, [&](int task) {
-    const auto t = static_cast<uint64_t>(task);
-    const uint64_t mine = chunks * (t + 1) / threads - chunks * t / threads;
-    const std::vector<loops::Stream>& part = parts[t];
-    loop_digest ^= loop(part.data(), part.size(), mine, loop_zero);
+    const std::vector<loops::Stream>& part = parts[static_cast<size_t>(task)];
+    loop_digest ^= pass.loop(part.data(), part.size(), run, loop_zero);
   });
   return std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+absl::StatusOr<Sample> GigabytesPerSecond(cpu_adam::WorkerTeam& team, const LoopPass& pass,
+                                          const std::vector<BenchStream>& streams) {
+  const uint64_t runs = static_cast<uint64_t>(team.threads()) * pass.places;
+  FOREBAY_CHECK(pass.chunks >= runs);
+  std::vector<StreamShape> shapes;
+  for (const BenchStream& stream : streams) shapes.push_back(stream.shape);
+  const PassBytes bytes = BytesOf(shapes, pass.chunks / runs * runs * loops::kChunkElems);
+  const double seconds = RunPass(team, pass, streams);
+  return Sample{.value = static_cast<double>(bytes.read + bytes.written) / seconds / kGiga};
 }
 
 }  // namespace
@@ -165,23 +188,21 @@ std::string LimitLoopsTarget() { return BestLoops().name; }
 std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerTeam& team, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small) {
-  const uint64_t chunks = elems / loops::kChunkElems;
-  FOREBAY_CHECK(chunks > 0 && huge.size() <= loops::kStreamsMax);
-  std::vector<StreamShape> shapes;
-  for (const BenchStream& stream : huge) shapes.push_back(stream.shape);
-  const PassBytes bytes = BytesOf(shapes, chunks * loops::kChunkElems);
-  const auto all = static_cast<double>(bytes.read + bytes.written);
-  const auto sampler = [&team, all, chunks](loops::LoopFn* loop,
-                                            const std::vector<BenchStream>& streams) {
-    return [&team, all, chunks, loop, streams]() -> absl::StatusOr<Sample> {
-      return Sample{.value = all / RunLoop(team, loop, chunks, streams) / kGiga};
-    };
-  };
   const loops::Loops& best = BestLoops();
-  return {{"plain_2mib", BenchLoop::Role::kLimit, sampler(best.plain, huge)},
-          {"bypass_2mib", BenchLoop::Role::kLimit, sampler(best.bypass, huge)},
-          {"plain_4kib", BenchLoop::Role::kLimit, sampler(best.plain, small)},
-          {"bypass_4kib", BenchLoop::Role::kLimit, sampler(best.bypass, small)}};
+  const auto loop = [&](const char* name, loops::LoopFn* fn,
+                        const std::vector<BenchStream>& streams, uint64_t places) {
+    const LoopPass pass{.loop = fn, .chunks = elems / loops::kChunkElems, .places = places};
+    return BenchLoop{name, BenchLoop::Role::kLimit,
+                     [&team, pass, streams] { return GigabytesPerSecond(team, pass, streams); }};
+  };
+  std::vector<BenchLoop> all = {
+      loop("plain_2mib", best.plain, huge, 1), loop("bypass_2mib", best.bypass, huge, 1),
+      loop("plain_4kib", best.plain, small, 1), loop("bypass_4kib", best.bypass, small, 1)};
+  const auto runs = static_cast<uint64_t>(team.threads()) * kPlaces;
+  if (huge.size() * kPlaces > kFewStreams || elems / loops::kChunkElems < runs) return all;
+  all.push_back(loop("plain_2mib_4_places", best.plain, huge, kPlaces));
+  all.push_back(loop("bypass_2mib_4_places", best.bypass, huge, kPlaces));
+  return all;
 }
 
 double PingPongNs(cpu_adam::WorkerTeam& team) {

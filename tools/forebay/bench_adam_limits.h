@@ -1,4 +1,4 @@
-// The memory limit of this machine for a pass over some streams: the best of four loops.
+// The memory limit of this machine for a pass over some streams: the best of four loops and more.
 #pragma once
 
 #include <cstddef>
@@ -84,8 +84,9 @@ class BenchMemory {
 // Name of the instruction set that the loops run on.
 std::string LimitLoopsTarget();
 
-// The four loops over `elems` elements, a multiple of kLoopElems, of the streams of two memories, on
-// the threads of `team`: GB/s of the bytes that each touches. They leave every byte as it is.
+// The four loops over `elems` elements, a multiple of kLoopElems and one for each thread, of the streams of two memories, on
+// the threads of `team`: GB/s of the bytes that each touches. Where the streams are one or two, two
+// loops more that go over them at four places at once. They leave every byte as it is.
 std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerTeam& team, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small);
