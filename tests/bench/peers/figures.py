@@ -1,0 +1,212 @@
+"""From samples to JSON lines, a Markdown table, and the verdict whether the run counts."""
+
+import statistics
+
+import ours
+
+# Shares of the limit that a peer must reach for a run to count: medians of careful runs of the same
+# peers by hand (torch 2.15.0, DeepSpeed 0.19.8, two cores of an AVX-512 Zen 5, 2026-11; 15 rounds
+# with two threads, 9 with one). The limit is the fp32 loop (28 bytes an element) of the same round;
+# three passes are counted as the 28 bytes that one pass would take. The phase is 85 to 94 ms for
+# 110.3 M parameters beside 28 to 30 ms of the loop.
+SHARES = {
+    ("torch-fused", "flat", 2): 0.98,
+    ("torch-fused", "flat", 1): 1.00,
+    ("torch-fused", "1000", 2): 0.72,
+    ("torch-fused", "1000", 1): 0.90,
+    ("deepspeed", "flat", 2): 0.96,
+    ("deepspeed", "flat", 1): 0.98,
+    ("deepspeed", "1000", 2): 0.68,
+    ("deepspeed", "1000", 1): 0.89,
+    ("deepspeed-3-passes", "flat", 2): 0.49,
+    ("deepspeed-3-passes", "flat", 1): 0.53,
+    ("deepspeed-3-passes", "1000", 2): 0.31,
+    ("deepspeed-3-passes", "1000", 1): 0.46,
+    ("deepspeed", "phase", 2): 0.32,
+}
+SLACK = 0.10  # below its share, beyond which the run is void
+SAMPLES_MIN = 5  # below that nothing is said
+
+SIDES = {  # what a side's case is called, and the loop that has the accesses of its single pass
+    "torch-fused": ("by=torch-fused/format=fp32/grad=fp32/param=fp32", "fp32"),
+    "deepspeed": ("by=deepspeed/format=fp32/grad=fp32/param=fp32", "fp32"),
+    "deepspeed-3-passes": ("by=deepspeed/format=fp32/grad=bf16/param=bf16", "fp32"),
+    "ours-fp32": ("by=forebay/format=fp32/grad=fp32/param=fp32", "fp32"),
+    "ours-exact": ("by=forebay/format=exact/grad=bf16/param=bf16", "exact"),
+    "ours-master": ("by=forebay/format=fp32/grad=bf16/param=bf16", "master"),
+}
+GOALS = {  # (peer, ours): {shape: times as fast}
+    ("torch-fused", "ours-fp32"): {"flat": 0.97, "1000": 1.35},
+    ("deepspeed", "ours-fp32"): {},
+    ("deepspeed-3-passes", "ours-exact"): {"flat": 1.8, "1000": 2.8},
+    ("deepspeed-3-passes", "ours-master"): {"flat": 1.8, "1000": 2.8},
+}
+PHASE_GOAL = 2.5
+SHAPE_NAMES = {"flat": "flat", "1000": "1000x{}"}
+PARTS = {  # of a training step
+    "step": ("step",),
+    "backward+step": ("backward", "step"),
+    "all": ("forward", "backward", "step"),
+}
+
+
+def spread(values):
+    """Median and quartiles."""
+    if len(values) < 2:
+        return {"value": values[0], "q1": values[0], "q3": values[0], "samples": len(values)}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"value": middle, "q1": low, "q3": high, "samples": len(values)}
+
+
+def is_void(share, needed):
+    return needed is not None and share < (1 - SLACK) * needed
+
+
+def kernel_rows(result):
+    """One run of kernels.py: a row a side, a row a limit, a row a comparison."""
+    samples, shape, threads = result["samples"], result["shape"], result["threads"]
+    if not samples["limit-fp32"]:
+        return []
+    elems = result["n"] // (1 if shape == "flat" else int(shape))
+    tail = f"threads={threads}/shape={SHAPE_NAMES[shape].format(elems)}"
+    kept = {"unit": "ms", "rejected": result["rejected"], "huge_pages": result["huge_pages"]}
+    rows = []
+    for side, (name, work) in SIDES.items():
+        if side not in samples:
+            continue
+        loop, seconds = samples[f"limit-{work}"], samples[side]
+        share = statistics.median(limit / own for limit, own in zip(loop, seconds))
+        needed = SHARES.get((side, shape, threads))
+        rows.append(
+            {"case": f"peers/adam/{name}/{tail}", "kind": "side"}
+            | spread([1e3 * own for own in seconds])
+            | kept
+            | {
+                "limit": 1e3 * statistics.median(loop),
+                "limit_what": f"loop that touches {ours.BYTES_PER_ELEM[work]} bytes an element",
+                "share": share,
+                "share_needed": needed,
+                "void": is_void(share, needed),
+            }
+        )
+    for work in ours.WORKS:
+        seconds = samples[f"limit-{work}"]
+        rate = ours.BYTES_PER_ELEM[work] * result["n"] / 1e9
+        rows.append(
+            {"case": f"peers/adam/by=limit/like={work}/{tail}", "kind": "limit"}
+            | spread([1e3 * own for own in seconds])
+            | kept
+            | {"gb_per_s": rate / statistics.median(seconds)}
+        )
+    for (peer, own), goals in GOALS.items():
+        if own in samples:
+            pairs = zip(samples[peer], samples[own])
+            rows.append(
+                {"case": f"peers/adam/{peer}-over-{own}/{tail}", "kind": "ratio", "unit": "times"}
+                | spread([theirs / mine for theirs, mine in pairs])
+                | {"goal": goals.get(shape), "rejected": result["rejected"]}
+            )
+    return rows
+
+
+def phase_rows(result):
+    """The run of phase.py: rows for the parts of each side's step, and comparisons."""
+    samples = result["samples"]
+    if not samples["limit"]:
+        return []
+    tail = f"params={result['params'] / 1e6:.1f}M/threads={result['threads']}"
+    loop = [one["touch_fp32"] for one in samples["limit"]]
+    rows, totals = [], {}
+    for side, taken in samples.items():
+        if side == "limit":
+            continue
+        needed = SHARES.get((side.split("/", maxsplit=1)[0], "phase", result["threads"]))
+        for part, names in PARTS.items():
+            seconds = [sum(one[name] for name in names) for one in taken]
+            totals[side, part] = seconds
+            row = {"case": f"peers/phase/by={side}/part={part}/{tail}", "kind": "side"}
+            row |= spread([1e3 * one for one in seconds])
+            row |= {"unit": "ms", "rejected": result["rejected"]}
+            if part == "step":
+                share = statistics.median(limit / own for limit, own in zip(loop, seconds))
+                row |= {"share": share, "share_needed": needed, "void": False}
+            rows.append(row)
+    for like in ("fp32", "exact"):
+        seconds = [1e3 * one[f"touch_{like}"] for one in samples["limit"]]
+        row = {"case": f"peers/phase/by=limit/like={like}/{tail}", "kind": "limit", "unit": "ms"}
+        rows.append(row | spread(seconds) | {"rejected": result["rejected"]})
+    peers = [side for side in samples if side.startswith("deepspeed")]
+    best = min(peers, key=lambda side: statistics.median(totals[side, "step"]))
+    for row in rows:  # its best settings are what must reach the share
+        if row["case"].startswith(f"peers/phase/by={best}/part=step/"):
+            row["void"] = is_void(row["share"], row["share_needed"])
+    for part in PARTS:
+        pairs = zip(totals[best, part], totals["forebay", part])
+        row = {"case": f"peers/phase/deepspeed-over-forebay/part={part}/{tail}", "kind": "ratio"}
+        row |= spread([theirs / mine for theirs, mine in pairs])
+        row |= {"unit": "times", "peer": best, "goal": PHASE_GOAL if part == "step" else None}
+        rows.append(row | {"rejected": result["rejected"]})
+    return rows
+
+
+def verdicts(rows):
+    """Why the run does not count; empty where it does."""
+    reasons = []
+    for row in rows:
+        if row.get("void"):
+            reasons.append(
+                f"{row['case']} reached {row['share']:.2f} of the limit, "
+                f"{row['share_needed']:.2f} less {SLACK:.0%} is needed"
+            )
+    few = min((row["samples"] for row in rows), default=0)
+    if few < SAMPLES_MIN:
+        reasons.append(f"{few} quiet rounds, {SAMPLES_MIN} are needed: others used the machine")
+    return reasons
+
+
+def digits(value):
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def side_line(row):
+    share = f"{row['share']:.2f}" if "share" in row else ""
+    needed = row.get("share_needed")
+    floor = f"{(1 - SLACK) * needed:.2f}" if needed else ""
+    return (
+        f"| `{row['case'].removeprefix('peers/')}` | {digits(row['value'])} | "
+        f"{digits(row['q1'])} to {digits(row['q3'])} | {row['samples']} | {share} | "
+        f"{floor}{' **void**' if row.get('void') else ''} |"
+    )
+
+
+def ratio_line(row):
+    goal = "" if row["goal"] is None else f"{row['goal']}"
+    return (
+        f"| `{row['case'].removeprefix('peers/')}` | {row['value']:.2f} | "
+        f"{row['q1']:.2f} to {row['q3']:.2f} | {row['samples']} | {goal} |"
+    )
+
+
+def markdown(rows, facts, reasons):
+    """The tables that docs/benchmarks.md quotes."""
+    lines = [
+        f"{facts['date']}; {facts['processor']}, {facts['processors']} processors; "
+        f"Linux {facts['kernel']}, Python {facts['python']}, g++ {facts['g++']}, "
+        f"torch {facts['torch']}, DeepSpeed {facts['deepspeed']}; our kernels on "
+        f"{facts['target']}. Rounds thrown away because others computed: "
+        + "; ".join(f"{part}: {had['rejected']}" for part, had in facts["rounds"].items())
+        + ".",
+        "",
+        "| case | median ms | quartiles | samples | share of the limit | needed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [side_line(row) for row in rows if row["kind"] != "ratio"]
+    lines += [
+        "",
+        "| peer's time over ours | median | quartiles | samples | goal |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [ratio_line(row) for row in rows if row["kind"] == "ratio"]
+    if reasons:
+        lines += ["", *(f"VOID: {reason}." for reason in reasons)]
+    return "\n".join(lines) + "\n"

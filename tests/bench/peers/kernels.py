@@ -1,0 +1,202 @@
+"""The update alone: every side in alternation on the same buffers, in this one process.
+
+Runs in the environment of the peers, started by `run`, which sets the number of threads and their
+places. Prints one JSON object: the samples in seconds, and what they were taken on.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import time
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+import ours
+import quiet
+
+SHAPES = {"flat": 1, "1000": 1000}  # tensors
+WORKS = ("fp32", "exact")  # of ours
+PARK_S = 0.02  # an OpenMP thread spins for some milliseconds before it sleeps
+
+
+class Arrays:
+    """What all sides share: the planes of a state, gradients in both widths, the 16-bit image."""
+
+    def __init__(self, n):
+        self.n = n
+        self.buffers = {}
+        self.tensors = {}
+        for name, dtype in {
+            "master": torch.float32,
+            "m": torch.float32,
+            "v": torch.float32,
+            "grad32": torch.float32,
+            "grad16": torch.bfloat16,
+            "image": torch.bfloat16,
+            "remainder": torch.int16,
+        }.items():
+            buffer = ours.Buffer(n * dtype.itemsize)
+            self.buffers[name] = buffer
+            self.tensors[name] = torch.frombuffer(
+                buffer.memory, dtype=dtype, count=n, offset=buffer.offset
+            )
+        pattern = torch.randn(1 << 20, generator=torch.Generator().manual_seed(4))
+        self._fill("master", 0.02 * pattern)
+        self._fill("m", 1e-4 * pattern)
+        self._fill("v", (1e-3 * pattern).square() + 1e-8)  # no denormal numbers on any side
+        self._fill("grad32", 1e-3 * pattern)
+        self._fill("grad16", 1e-3 * pattern)
+        self._fill("image", 0.02 * pattern)
+
+    def _fill(self, name, pattern):
+        for part in self.tensors[name].split(pattern.numel()):
+            part.copy_(pattern[: part.numel()])
+
+    def cut(self, count):
+        """[{plane: tensor}] of `count` tensors of equal size."""
+        parts = {
+            name: tensor[: self.n // count * count].view(count, -1).unbind(0)
+            for name, tensor in self.tensors.items()
+        }
+        return [{name: parts[name][i] for name in parts} for i in range(count)]
+
+
+def planes_of(work, part):
+    at = {name: tensor.data_ptr() for name, tensor in part.items()}
+    return ours.Planes(
+        n=part["m"].numel(),
+        image=at["master"] if work == "fp32" else at["image"],
+        master=None if work == "exact" else at["master"],
+        remainder=at["remainder"] if work == "exact" else None,
+        m=at["m"],
+        v=at["v"],
+        grad=at["grad32"] if work == "fp32" else at["grad16"],
+    )
+
+
+def peer_optimizer(make, parts):
+    """An optimizer of a peer whose parameters and moments are the shared arrays."""
+    params = []
+    for part in parts:
+        param = torch.nn.Parameter(part["master"])
+        param.grad = part["grad32"]
+        params.append(param)
+    optimizer, step_zero = make(params)
+    for param, part in zip(params, parts):
+        optimizer.state[param] = {
+            "step": step_zero(),
+            "exp_avg": part["m"],
+            "exp_avg_sq": part["v"],
+        }
+    return optimizer
+
+
+def torch_fused(params):
+    optimizer = torch.optim.AdamW(params, lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True)
+    return optimizer, lambda: torch.tensor(0.0)
+
+
+def deepspeed_adam(params):
+    optimizer = DeepSpeedCPUAdam(params, lr=ours.LR, weight_decay=ours.WEIGHT_DECAY)
+    return optimizer, int
+
+
+def three_passes(optimizer, parts):
+    """What ZeRO does around the update: gradients widened, update, parameters narrowed."""
+
+    def run():
+        for part in parts:
+            part["grad32"].copy_(part["grad16"])
+        optimizer.step()
+        for part in parts:
+            part["image"].copy_(part["master"])
+
+    return run
+
+
+def make_sides(library, arrays, tensors, cpus):
+    """{side: function}; limits touch all arrays in one run whatever the shape."""
+    parts, (whole,) = arrays.cut(tensors), arrays.cut(1)
+    deepspeed = peer_optimizer(deepspeed_adam, parts)
+    fused = peer_optimizer(torch_fused, parts)
+    sides = {
+        "torch-fused": fused.step,
+        "deepspeed": deepspeed.step,
+        "deepspeed-3-passes": three_passes(deepspeed, parts),
+    }
+    for work in WORKS:
+        team = ours.Ours(library, work, cpus, [planes_of(work, part) for part in parts])
+        sides[f"ours-{work}"] = team.step
+    for work in ours.WORKS:
+        planes = planes_of(work, whole)
+        sides[f"limit-{work}"] = lambda work=work, planes=planes: team.touch(work, planes)
+    return sides
+
+
+def measure(sides, taken):
+    """Samples of every side, in seconds; each round begins with another side."""
+    names = list(sides)
+
+    def take(number):
+        shift = number % len(names)
+        samples = {}
+        with quiet.Span() as span:
+            for name in names[shift:] + names[:shift]:
+                quiet.pause(PARK_S)
+                began = time.perf_counter()
+                sides[name]()
+                samples[name] = time.perf_counter() - began
+        return samples, span
+
+    for run in sides.values():
+        run()
+    taken.collect(take)
+    return {
+        "samples": {name: [samples[name] for samples in taken.kept] for name in names},
+        "rejected": taken.rejected,
+        "noise": taken.noise,
+    }
+
+
+def openmp_libraries():
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return sorted({line.split()[-1] for line in maps if "omp" in os.path.basename(line)})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--cpus", required=True, help="one thread on each, comma-separated")
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--n", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--patience", type=float, required=True)
+    parser.add_argument("--noise", type=float, required=True)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    cpus = [int(cpu) for cpu in args.cpus.split(",")]
+    torch.set_num_threads(len(cpus))
+    library = ours.Library(args.library)
+    arrays = Arrays(args.n)
+    with torch.no_grad():
+        sides = make_sides(library, arrays, SHAPES[args.shape], cpus)
+        result = measure(sides, quiet.Rounds(args.rounds, args.patience, args.noise))
+    assert ctypes.sizeof(ours.Planes) == 56
+    for name in ("master", "m", "v"):
+        assert torch.isfinite(arrays.tensors[name]).all(), f"{name} is not finite any more"
+    result |= {
+        "threads": len(cpus),
+        "shape": args.shape,
+        "n": args.n,
+        "target": library.target(),
+        "huge_pages": ours.huge_page_share(arrays.buffers.values()),
+        "openmp": openmp_libraries(),
+    }
+    with open(args.out, "w", encoding="utf-8") as out:
+        json.dump(result, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Our side for a Python process: the shared object of ours.cc, and buffers on huge pages."""
+
+import ctypes
+import mmap
+import os
+import pathlib
+
+HUGE_PAGE_BYTES = 2 << 20
+WORKS = {"fp32": 0, "exact": 1, "master": 2}  # as ours.cc numbers them
+BYTES_PER_ELEM = {"fp32": 28, "exact": 26, "master": 28}  # that a single pass reads and writes
+LR, WEIGHT_DECAY = 1e-5, 0.01  # of every side
+
+
+class Planes(ctypes.Structure):
+    """struct PeersPlanes."""
+
+    _fields_ = [
+        ("n", ctypes.c_uint64),
+        ("image", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+    ]
+
+
+class Buffer:
+    """Zeroed private memory that starts on a 2 MiB boundary and asks for 2 MiB pages."""
+
+    def __init__(self, size_bytes):
+        whole = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.memory = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory.madvise(mmap.MADV_HUGEPAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.offset = -start % HUGE_PAGE_BYTES
+        self.address, self.size_bytes = start + self.offset, size_bytes
+
+
+def huge_page_share(buffers):
+    """Of the memory of these buffers."""
+    kib = {"AnonHugePages:": 0, "Rss:": 0}
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            inside = any(begin <= buffer.address < end for buffer in buffers)
+        elif inside and words[0] in kib:
+            kib[words[0]] += int(words[1])
+    return kib["AnonHugePages:"] / max(1, kib["Rss:"])
+
+
+class Library:
+    """libforebay_peers.so."""
+
+    def __init__(self, path):
+        self.calls = calls = ctypes.CDLL(str(path))
+        calls.PeersMake.restype = ctypes.c_void_p
+        calls.PeersMake.argtypes = [
+            ctypes.c_int,
+            ctypes.POINTER(ctypes.c_int),
+            ctypes.c_size_t,
+            ctypes.POINTER(Planes),
+            ctypes.c_size_t,
+            ctypes.c_double,
+            ctypes.c_double,
+        ]
+        calls.PeersDrop.argtypes = [ctypes.c_void_p]
+        calls.PeersThreads.argtypes = [ctypes.c_void_p]
+        calls.PeersStep.restype = ctypes.c_uint64
+        calls.PeersStep.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float]
+        calls.PeersTouch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Planes)]
+        calls.PeersTarget.restype = ctypes.c_char_p
+
+    def target(self):
+        return self.calls.PeersTarget().decode()
+
+
+class Ours:
+    """AdamW of one work over partitions, on a team of one thread per processor of `cpus`."""
+
+    def __init__(self, library, work, cpus, planes, lr=LR, weight_decay=WEIGHT_DECAY):
+        self.calls = library.calls
+        self.work, self.steps = WORKS[work], 0
+        self.planes = (Planes * len(planes))(*planes)
+        before = os.sched_getaffinity(0)  # OpenMP has bound this thread to its first place
+        os.sched_setaffinity(0, cpus)
+        try:
+            self.handle = self.calls.PeersMake(
+                self.work,
+                (ctypes.c_int * len(cpus))(*cpus),
+                len(cpus),
+                self.planes,
+                len(planes),
+                lr,
+                weight_decay,
+            )
+        finally:
+            os.sched_setaffinity(0, before)
+        if not self.handle:
+            raise RuntimeError(f"no threads on processors {list(cpus)}")
+        threads = self.calls.PeersThreads(self.handle)
+        if threads != len(cpus):
+            raise RuntimeError(f"{threads} threads on processors {list(cpus)}: no core for each")
+
+    def step(self, grad_scale=1.0):
+        self.steps += 1
+        bad = self.calls.PeersStep(self.handle, self.steps, grad_scale)
+        if bad:
+            raise RuntimeError(f"{bad} parameters are not finite after step {self.steps}")
+
+    def touch(self, work, planes):
+        """One pass of the limit loop of `work`."""
+        self.calls.PeersTouch(self.handle, WORKS[work], ctypes.byref(planes))
+
+    def close(self):
+        self.calls.PeersDrop(self.handle)
+        self.handle = None

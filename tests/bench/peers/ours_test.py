@@ -1,0 +1,174 @@
+"""Goal    What the comparison with other systems calls of ours does what it is timed for, and its
+        verdict counts no run in which a peer was held back.
+Method  The shared object through ctypes, on small buffers: the same bits however the elements are
+        cut, the same masters in both formats, values left as they were by the limit loops. The
+        figures from made-up samples. The peers themselves are not installed here.
+"""
+
+import ctypes
+import os
+import pathlib
+import struct
+
+import pytest
+
+import figures
+import ours
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
+N = 3 * 4096 + 77
+CPUS = sorted(os.sched_getaffinity(0))[:1]
+WIDTHS = {"image": 2, "master": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
+
+
+@pytest.fixture(name="library", scope="module")
+def fixture_library():
+    return ours.Library(BIN.parent / "tests" / "libforebay_peers.so")
+
+
+class State:
+    """Planes of N elements with the same plausible values each time."""
+
+    def __init__(self, work):
+        self.work = work
+        self.buffers = {name: ours.Buffer(N * width) for name, width in WIDTHS.items()}
+        # Masters that are bfloat16 to begin with, so that both formats start from the same ones.
+        self.write("master", "I", [0x3C000000 + (i % 127 << 16) for i in range(N)])
+        self.write("image", "H", [0x3C00 + i % 127 for i in range(N)])
+        gradients = [0x3A80 + i % 61 for i in range(N)]
+        if work == "fp32":
+            self.write("grad", "I", [bits << 16 for bits in gradients])
+        else:
+            self.write("grad", "H", gradients)
+
+    def write(self, name, kind, values):
+        packed = struct.pack(f"<{len(values)}{kind}", *values)
+        ctypes.memmove(self.buffers[name].address, packed, len(packed))
+
+    def bytes(self, name):
+        return ctypes.string_at(self.buffers[name].address, N * WIDTHS[name])
+
+    def planes(self, begin=0, end=N):
+        at = {name: one.address + begin * WIDTHS[name] for name, one in self.buffers.items()}
+        if self.work == "fp32":
+            return ours.Planes(n=end - begin, **(at | {"image": at["master"], "remainder": None}))
+        at["grad"] = self.buffers["grad"].address + begin * 2
+        return ours.Planes(n=end - begin, **at)
+
+
+def stepped(library, work, cuts, steps=3):
+    state = State(work)
+    parts = [state.planes(begin, end) for begin, end in zip([0, *cuts], [*cuts, N])]
+    team = ours.Ours(library, work, CPUS, parts, lr=1e-2)
+    for _ in range(steps):
+        team.step(grad_scale=0.5)
+    team.close()
+    return state
+
+
+@pytest.mark.parametrize("work", ["fp32", "exact"])
+def test_partitions_change_no_bit(library, work):
+    whole, cut = stepped(library, work, []), stepped(library, work, [100, 101, 8192])
+    for name in WIDTHS:
+        assert whole.bytes(name) == cut.bytes(name), name
+    assert whole.bytes("m") != State(work).bytes("m")
+
+
+def test_both_works_hold_the_same_masters(library):
+    fp32, exact = stepped(library, "fp32", []), stepped(library, "exact", [])
+    masters = struct.unpack(f"<{N}I", fp32.bytes("master"))
+    images = struct.unpack(f"<{N}H", exact.bytes("image"))
+    remainders = struct.unpack(f"<{N}h", exact.bytes("remainder"))
+    joined = tuple((image << 16) + rest for image, rest in zip(images, remainders))
+    assert joined == masters
+    assert any(remainders)
+
+
+@pytest.mark.parametrize("work", ["fp32", "exact", "master"])
+def test_limit_loops_leave_the_values(library, work):
+    state, untouched = State(work), State(work)
+    team = ours.Ours(library, "fp32", CPUS, [])
+    team.touch(work, state.planes())
+    team.close()
+    for name in WIDTHS:
+        if (work, name) != ("master", "image"):
+            assert state.bytes(name) == untouched.bytes(name), name
+
+
+def kernel_result(**milliseconds):
+    """Six rounds of one shape, alike but for the machine's mood, which slows all sides."""
+    sides = {
+        "torch-fused": 51,
+        "deepspeed": 52,
+        "deepspeed-3-passes": 100,
+        "ours-fp32": 50,
+        "ours-exact": 50,
+        "limit-fp32": 50,
+        "limit-exact": 48,
+        "limit-master": 50,
+    } | milliseconds
+    moods = (1, 1, 2, 1, 1.5, 1)
+    return {
+        "samples": {side: [ms / 1e3 * mood for mood in moods] for side, ms in sides.items()},
+        "shape": "flat",
+        "threads": 2,
+        "n": 10**8,
+        "rejected": 2,
+        "huge_pages": 1.0,
+    }
+
+
+def row_of(rows, case):
+    (row,) = (row for row in rows if case in row["case"])
+    return row
+
+
+def test_ratios_are_of_the_same_round():
+    rows = figures.kernel_rows(kernel_result())
+    ratio = row_of(rows, "deepspeed-3-passes-over-ours-exact")
+    assert ratio["value"] == ratio["q1"] == ratio["q3"] == pytest.approx(2.0)
+    assert ratio["goal"] == 1.8
+    assert figures.verdicts(rows) == []
+
+
+def test_a_peer_below_its_share_makes_the_run_void():
+    rows = figures.kernel_rows(kernel_result(**{"torch-fused": 58}))  # 0.86 of 0.98
+    (reason,) = figures.verdicts(rows)
+    assert "by=torch-fused" in reason
+    assert figures.verdicts(figures.kernel_rows(kernel_result(**{"torch-fused": 56}))) == []
+
+
+def test_too_few_quiet_rounds_make_the_run_void():
+    result = kernel_result()
+    result["samples"] = {side: values[:4] for side, values in result["samples"].items()}
+    (reason,) = figures.verdicts(figures.kernel_rows(result))
+    assert "4 quiet rounds" in reason
+    assert figures.verdicts([]) != []
+
+
+def phase_result(step_ms):
+    part = {"forward": 0.1, "backward": 0.2, "loss": 9.0}
+    return {
+        "samples": {
+            "deepspeed/sub_group=1e9": [part | {"step": step_ms / 1e3}] * 6,
+            "deepspeed/sub_group=2e7": [part | {"step": 2 * step_ms / 1e3}] * 6,
+            "forebay": [part | {"step": 0.03}] * 6,
+            "limit": [{"touch_fp32": 0.03, "touch_exact": 0.028}] * 6,
+        },
+        "params": 110_300_000,
+        "threads": 2,
+        "rejected": 0,
+    }
+
+
+def test_the_better_settings_of_the_peer_are_compared():
+    rows = figures.phase_rows(phase_result(step_ms=90))
+    ratio = row_of(rows, "deepspeed-over-forebay/part=step/")
+    assert ratio["value"] == pytest.approx(3.0)
+    assert ratio["peer"] == "deepspeed/sub_group=1e9"
+    assert row_of(rows, "deepspeed-over-forebay/part=backward+step/")["value"] == pytest.approx(
+        0.29 / 0.23
+    )
+    assert figures.verdicts(rows) == []
+    assert len(figures.verdicts(figures.phase_rows(phase_result(step_ms=120)))) == 1

@@ -1,0 +1,126 @@
+"""One side of the phase bench: trains the model, a step for each message, and sleeps in between.
+
+Runs in the environment of the peers, started by `run`; the Forebay side under `forebay run`. Each
+message is a step's number; the answer has the seconds of forward, backward and step, and the loss.
+"""
+
+import argparse
+import gc
+import multiprocessing.connection
+import os
+import time
+
+import torch
+
+import gpt
+import ours
+
+MAX_GRAD_NORM = 1.0
+
+
+class DeepSpeed:
+    """ZeRO-3 with the optimizer's states and arithmetic on the CPU, one rank."""
+
+    def __init__(self, model, args):
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": MAX_GRAD_NORM,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": ours.LR, "weight_decay": ours.WEIGHT_DECAY},
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": args.sub_group,
+                "overlap_comm": False,
+                "contiguous_gradients": True,
+                "offload_optimizer": {"device": "cpu", "pin_memory": args.pin},
+            },
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        self.inner = self.engine.optimizer
+        self.facts = {
+            "sub_group_size": args.sub_group,
+            "pin_memory": args.pin,
+            "optimizer": f"{type(self.inner).__name__} over {type(self.inner.optimizer).__name__}",
+        }
+
+    def forward(self, tokens):
+        return self.engine(tokens)
+
+    def backward(self, loss):
+        self.engine.backward(loss)
+
+    def step(self):
+        self.engine.step()
+
+
+class Forebay:
+    """The daemon holds the states and updates; this process is its one rank."""
+
+    def __init__(self, model, _args):
+        import forebay
+
+        self.model = model.to(torch.bfloat16)
+        self.opt = forebay.attach(
+            self.model,
+            forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM),
+        )
+        self.facts = {"format": "exact", "max_grad_norm": MAX_GRAD_NORM}
+
+    def forward(self, tokens):
+        return self.model(tokens)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.opt.step()
+
+
+def one_step(side, tokens):
+    marks = [time.perf_counter()]
+    loss = side.forward(tokens)
+    marks.append(time.perf_counter())
+    side.backward(loss)
+    marks.append(time.perf_counter())
+    side.step()
+    marks.append(time.perf_counter())
+    names = ("forward", "backward", "step")
+    seconds = {name: after - before for name, before, after in zip(names, marks, marks[1:])}
+    return seconds | {"loss": loss.item()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--by", choices=["deepspeed", "forebay"], required=True)
+    parser.add_argument("--connect", required=True, help="path of the socket of `run`")
+    parser.add_argument("--size", choices=gpt.SIZES, required=True)
+    parser.add_argument("--sub-group", type=int)
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    size = gpt.SIZES[args.size]
+    torch.manual_seed(0)
+    model = gpt.Gpt(size)
+    params = sum(param.numel() for param in model.parameters())
+    side = (DeepSpeed if args.by == "deepspeed" else Forebay)(model, args)
+    generator = torch.Generator().manual_seed(1)
+    gc.collect()
+    with multiprocessing.connection.Client(args.connect, "AF_UNIX") as conductor:
+        conductor.send({"params": params} | side.facts)
+        while conductor.recv() == "step":
+            tokens = torch.randint(0, size.vocab, (1, size.length), generator=generator)
+            conductor.send(one_step(side, tokens))
+
+
+if __name__ == "__main__":
+    main()
