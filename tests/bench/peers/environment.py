@@ -45,13 +45,11 @@ class Environment:
             "OMP_NUM_THREADS": str(len(cpus)),
             "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
             "OMP_PROC_BIND": "close",
-            # 2 MiB pages for all that malloc takes, on either side of the phase bench
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
 
     def run(self, *command, log):
         variables = self.variables(cores(1)) | {"MAX_JOBS": str(os.cpu_count())}
-        for name in ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "GLIBC_TUNABLES"):
+        for name in ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND"):
             variables.pop(name)
         with open(self.folder / log, "a", encoding="utf-8") as out:
             done = subprocess.run(

@@ -1,5 +1,6 @@
 """The model of the phase bench: a decoder-only GPT of about 110 M parameters, untied head."""
 
+import pathlib
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,29 @@ class Size:
     width: int = 768
     heads: int = 12
     vocab: int = 16384
-    length: int = 128
+    length: int = 64
 
 
 SIZES = {"110M": Size(), "smoke": Size(layers=2, width=64, heads=2, vocab=256, length=16)}
+
+
+def has_bf16_products():
+    """Whether the processor multiplies bfloat16 itself. Where not, torch's products of bfloat16
+    matrices take tens of seconds for one backward of this model."""
+    flags = set(pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+class Linear(nn.Linear):
+    """bfloat16 parameters, input and output; where it is faster, the product is of float32."""
+
+    widened = not has_bf16_products()
+
+    def forward(self, x):
+        if not self.widened:
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(x.float(), self.weight.float(), bias).to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -24,11 +44,11 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.norm1 = nn.LayerNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.out = nn.Linear(size.width, size.width)
+        self.qkv = Linear(size.width, 3 * size.width)
+        self.out = Linear(size.width, size.width)
         self.norm2 = nn.LayerNorm(size.width)
-        self.up = nn.Linear(size.width, 4 * size.width)
-        self.down = nn.Linear(4 * size.width, size.width)
+        self.up = Linear(size.width, 4 * size.width)
+        self.down = Linear(4 * size.width, size.width)
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -46,7 +66,7 @@ class Gpt(nn.Module):
         self.positions = nn.Embedding(size.length, size.width)
         self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocab, bias=False)
+        self.head = Linear(size.width, size.vocab, bias=False)
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))

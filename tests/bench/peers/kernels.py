@@ -37,7 +37,7 @@ class Arrays:
             "image": torch.bfloat16,
             "remainder": torch.int16,
         }.items():
-            buffer = ours.Buffer(n * dtype.itemsize)
+            buffer = ours.Buffer(n * dtype.itemsize, stagger=len(self.buffers) * ours.STAGGER)
             self.buffers[name] = buffer
             self.tensors[name] = torch.frombuffer(
                 buffer.memory, dtype=dtype, count=n, offset=buffer.offset
@@ -135,20 +135,20 @@ def make_sides(library, arrays, tensors, cpus):
     return sides
 
 
-def measure(sides, taken):
+def measure(sides, taken, hold):
     """Samples of every side, in seconds; each round begins with another side."""
     names = list(sides)
 
-    def take(number):
+    def take(number, watch):
         shift = number % len(names)
         samples = {}
-        with quiet.Span() as span:
-            for name in names[shift:] + names[:shift]:
-                quiet.pause(PARK_S)
+        for name in names[shift:] + names[:shift]:
+            quiet.pause(PARK_S)
+            with hold, watch.running():
                 began = time.perf_counter()
                 sides[name]()
                 samples[name] = time.perf_counter() - began
-        return samples, span
+        return samples
 
     for run in sides.values():
         run()
@@ -169,20 +169,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
     parser.add_argument("--cpus", required=True, help="one thread on each, comma-separated")
+    parser.add_argument("--everywhere", required=True, help="all that this process may use")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--n", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--noise", type=float, required=True)
+    parser.add_argument("--ahead", action="store_true")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     cpus = [int(cpu) for cpu in args.cpus.split(",")]
+    everywhere = [int(cpu) for cpu in args.everywhere.split(",")]
     torch.set_num_threads(len(cpus))
     library = ours.Library(args.library)
     arrays = Arrays(args.n)
     with torch.no_grad():
         sides = make_sides(library, arrays, SHAPES[args.shape], cpus)
-        result = measure(sides, quiet.Rounds(args.rounds, args.patience, args.noise))
+        others = sorted(set(everywhere) - set(cpus)) if args.ahead else []
+        hold = ours.Hold(library, others)
+        result = measure(
+            sides, quiet.Rounds(args.rounds, args.patience, args.noise, args.ahead), hold
+        )
     assert ctypes.sizeof(ours.Planes) == 56
     for name in ("master", "m", "v"):
         assert torch.isfinite(arrays.tensors[name]).all(), f"{name} is not finite any more"

@@ -1,7 +1,7 @@
 // What tests/bench/peers/run calls through ctypes: our fused pass and the limit loops, on the
 // buffers that the peers use. No header: kernels.py declares these functions for Python.
 
-#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -25,7 +25,6 @@ using forebay::cpu_adam::Rule;
 using forebay::cpu_adam::StateFormat;
 using forebay::cpu_adam::StatePlanes;
 using forebay::cpu_adam::WorkerTeam;
-using forebay::cpu_adam::WorkerTeamOptions;
 
 namespace {
 
@@ -33,6 +32,14 @@ constexpr size_t kLineElems = 64;  // a whole number of cache lines of every pla
 
 // Names of a case as Python says them.
 enum Work : int { kWorkFp32 = 0, kWorkExact = 1 };
+
+std::unique_ptr<WorkerTeam> MakeTeam(const int* cpus, size_t count) {
+  auto team = WorkerTeam::Create(
+      {.threads = static_cast<int>(count), .cpus = std::vector<int>(cpus, cpus + count)});
+  if (team.ok()) return *std::move(team);
+  std::fprintf(stderr, "%s\n", team.status().ToString().c_str());
+  return nullptr;
+}
 
 }  // namespace
 
@@ -58,18 +65,19 @@ struct PeersOurs {
   std::vector<PartitionUpdate> partitions;
 };
 
+// Threads that compute without touching memory, so that nobody else does on their processors.
+struct PeersHold {
+  std::unique_ptr<WorkerTeam> team;
+  std::atomic<bool> held = false;
+};
+
 // Null, with a line on stderr, where the threads cannot be had.
 PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPlanes* planes,
                      size_t plane_count, double lr, double weight_decay) {
-  WorkerTeamOptions options{.threads = static_cast<int>(cpu_count),
-                            .cpus = std::vector<int>(cpus, cpus + cpu_count)};
-  auto team = WorkerTeam::Create(options);
-  if (!team.ok()) {
-    std::fprintf(stderr, "%s\n", team.status().ToString().c_str());
-    return nullptr;
-  }
+  auto team = MakeTeam(cpus, cpu_count);
+  if (team == nullptr) return nullptr;
   auto ours = std::make_unique<PeersOurs>();
-  ours->team = *std::move(team);
+  ours->team = std::move(team);
   ours->format = work == kWorkExact ? StateFormat::kExact : StateFormat::kFp32;
   ours->hyper = Hyper{.lr = lr, .weight_decay = weight_decay};
   const GradType grad_type = work == kWorkFp32 ? GradType::kFp32 : GradType::kBf16;
@@ -118,6 +126,24 @@ void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {
     }
   });
 }
+
+PeersHold* PeersHoldMake(const int* cpus, size_t cpu_count) {
+  auto hold = std::make_unique<PeersHold>();
+  hold->team = MakeTeam(cpus, cpu_count);
+  return hold->team == nullptr ? nullptr : hold.release();
+}
+
+void PeersHoldBegin(PeersHold* hold) {
+  hold->held = true;
+  for (int i = 0; i < hold->team->threads(); ++i) {
+    (void)hold->team->TryPost([hold] {
+      while (hold->held) {
+      }
+    });
+  }
+}
+
+void PeersHoldEnd(PeersHold* hold) { hold->held = false; }
 
 // The instruction set of the kernels; valid until the next call.
 const char* PeersTarget() {

@@ -1,11 +1,14 @@
 """Our side for a Python process: the shared object of ours.cc, and buffers on huge pages."""
 
+import contextlib
 import ctypes
 import mmap
 import os
 import pathlib
 
 HUGE_PAGE_BYTES = 2 << 20
+LINE_BYTES = 64
+STAGGER = 37  # lines from one stream to the next: no two of ten alike within 4 KiB
 WORKS = {"fp32": 0, "exact": 1, "master": 2}  # as ours.cc numbers them
 BYTES_PER_ELEM = {"fp32": 28, "exact": 26, "master": 28}  # that a single pass reads and writes
 LR, WEIGHT_DECAY = 1e-5, 0.01  # of every side
@@ -26,15 +29,20 @@ class Planes(ctypes.Structure):
 
 
 class Buffer:
-    """Zeroed private memory that starts on a 2 MiB boundary and asks for 2 MiB pages."""
+    """Zeroed private memory on 2 MiB pages, where the kernel has them.
 
-    def __init__(self, size_bytes):
+    stagger  Cache lines from the start of the first page. Streams that start alike in every page
+             compete for the same places of the caches, on all sides: give each another start.
+    """
+
+    def __init__(self, size_bytes, stagger=0):
+        size_bytes += stagger * LINE_BYTES
         whole = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.memory = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.offset = -start % HUGE_PAGE_BYTES
-        self.address, self.size_bytes = start + self.offset, size_bytes
+        self.offset = -start % HUGE_PAGE_BYTES + stagger * LINE_BYTES
+        self.address = start + self.offset
 
 
 def huge_page_share(buffers):
@@ -71,10 +79,42 @@ class Library:
         calls.PeersStep.restype = ctypes.c_uint64
         calls.PeersStep.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float]
         calls.PeersTouch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Planes)]
+        calls.PeersHoldMake.restype = ctypes.c_void_p
+        calls.PeersHoldMake.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_size_t]
+        calls.PeersHoldBegin.argtypes = calls.PeersHoldEnd.argtypes = [ctypes.c_void_p]
         calls.PeersTarget.restype = ctypes.c_char_p
 
     def target(self):
         return self.calls.PeersTarget().decode()
+
+
+@contextlib.contextmanager
+def on_processors(cpus):
+    """Threads may be made for these meanwhile: OpenMP has bound this one to its first place."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Hold:
+    """Keeps processors from others, without touching memory, in each with block."""
+
+    def __init__(self, library, cpus):
+        self.calls, self.handle = library.calls, None
+        if cpus:
+            with on_processors(cpus):
+                self.handle = self.calls.PeersHoldMake((ctypes.c_int * len(cpus))(*cpus), len(cpus))
+
+    def __enter__(self):
+        if self.handle:
+            self.calls.PeersHoldBegin(self.handle)
+
+    def __exit__(self, *_):
+        if self.handle:
+            self.calls.PeersHoldEnd(self.handle)
 
 
 class Ours:
@@ -84,9 +124,7 @@ class Ours:
         self.calls = library.calls
         self.work, self.steps = WORKS[work], 0
         self.planes = (Planes * len(planes))(*planes)
-        before = os.sched_getaffinity(0)  # OpenMP has bound this thread to its first place
-        os.sched_setaffinity(0, cpus)
-        try:
+        with on_processors(cpus):
             self.handle = self.calls.PeersMake(
                 self.work,
                 (ctypes.c_int * len(cpus))(*cpus),
@@ -96,8 +134,6 @@ class Ours:
                 lr,
                 weight_decay,
             )
-        finally:
-            os.sched_setaffinity(0, before)
         if not self.handle:
             raise RuntimeError(f"no threads on processors {list(cpus)}")
         threads = self.calls.PeersThreads(self.handle)

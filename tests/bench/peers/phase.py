@@ -10,7 +10,7 @@ import time
 import ours
 import quiet
 
-PARK_S = 0.05  # before each turn: OpenMP threads of the last one fall asleep
+PARK_S = 0.15  # before each turn: OpenMP threads fall asleep, and others get their share
 WARM_ROUNDS = 3
 START_S = 600  # DeepSpeed may compile its communication first
 TURN_S = 120
@@ -67,7 +67,10 @@ class Limit:
 
     def __init__(self, library, params, cpus):
         sizes = {"image": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
-        self.buffers = {name: ours.Buffer(params * width) for name, width in sizes.items()}
+        self.buffers = {
+            name: ours.Buffer(params * width, stagger=place * ours.STAGGER)
+            for place, (name, width) in enumerate(sizes.items())
+        }
         at = {name: buffer.address for name, buffer in self.buffers.items()}
         self.planes = ours.Planes(n=params, master=at["image"], **at)
         self.team = ours.Ours(library, "exact", cpus, [])
@@ -133,19 +136,17 @@ def measure(place, build, library, cpus, out, rounds, smoke):
             for side in sides:
                 side.turn()
 
-        def take(number):
+        def take(number, watch):
             """One turn each. What a parked side computes meanwhile counts as noise."""
             shift = number % len(sides)
-            samples, noisiest = {}, None
+            samples = {}
             for side in [*sides[shift:], *sides[:shift], limit]:
                 quiet.pause(PARK_S)
                 roots = [side.process.pid] if isinstance(side, Side) else []
-                with quiet.Span(roots, alone=[os.getpid()]) as span:
+                with watch.running(roots):
                     got = side.turn()
                 samples[side.name if isinstance(side, Side) else LIMIT] = got
-                if noisiest is None or span.noise > noisiest.noise:
-                    noisiest = span
-            return samples, noisiest
+            return samples
 
         rounds.collect(take)
         for side in sides:

@@ -116,7 +116,7 @@ def main():
     generator = torch.Generator().manual_seed(1)
     gc.collect()
     with multiprocessing.connection.Client(args.connect, "AF_UNIX") as conductor:
-        conductor.send({"params": params} | side.facts)
+        conductor.send({"params": params, "fp32_products": gpt.Linear.widened} | side.facts)
         while conductor.recv() == "step":
             tokens = torch.randint(0, size.vocab, (1, size.length), generator=generator)
             conductor.send(one_step(side, tokens))

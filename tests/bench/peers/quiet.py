@@ -1,5 +1,6 @@
 """The guard against a noisy machine: what others used of it while something was measured."""
 
+import contextlib
 import os
 import pathlib
 import time
@@ -36,10 +37,9 @@ def parents():
     return found
 
 
-def tree_seconds(roots, alone):
-    """CPU seconds of the processes `roots` with their descendants, and of `alone` without."""
-    processes = parents()
-    mine = set(alone) & set(processes)
+def tree_seconds(roots):
+    """CPU seconds of the processes `roots` with their descendants."""
+    processes, mine = parents(), set()
     grown = set(roots) & set(processes)
     while grown:
         mine |= grown
@@ -47,55 +47,73 @@ def tree_seconds(roots, alone):
     return sum(processes[pid][1] for pid in mine)
 
 
-class Span:
-    """A with block; afterwards `noise` is what others and the host took of it, as a share of a CPU."""
+class Watch:
+    """Runs in each with block; `noise` is what others and the host took of those stretches, as a
+    share of a CPU."""
 
-    def __init__(self, roots=None, alone=()):
-        self.roots = [os.getpid()] if roots is None else roots
-        self.alone = alone
+    def __init__(self):
+        self.seconds = self.foreign = 0.0
 
-    def __enter__(self):
-        self._own = tree_seconds(self.roots, self.alone)
-        self._busy, self._steal = machine_seconds()
-        self._began = time.monotonic()
-        return self
+    @contextlib.contextmanager
+    def running(self, roots=None):
+        """Own is this process, and what `roots` names: processes with their descendants."""
 
-    def __exit__(self, *_):
-        self.seconds = time.monotonic() - self._began
-        busy, steal = machine_seconds()
-        own = tree_seconds(self.roots, self.alone)
-        foreign = max(0.0, (busy - self._busy) - (own - self._own))
-        self.noise = (foreign + steal - self._steal) / self.seconds
+        def read():
+            own = time.process_time() + (tree_seconds(roots) if roots else 0)
+            busy, steal = machine_seconds()
+            return own, busy + steal
+
+        own, total = read()
+        began = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - began
+        own_after, total_after = read()  # in the same order: what reading costs cancels out
+        self.foreign += total_after - total - (own_after - own)
+
+    @property
+    def noise(self):
+        return max(0.0, self.foreign) / self.seconds
 
 
 def wait_quiet(noise_max, deadline):
-    """Until two windows in a row had half of that noise; False where `deadline` came first."""
+    """Until two windows in a row had half of that noise, or until `deadline`."""
     windows = 0
     while windows < 2 and time.monotonic() < deadline:
-        with Span() as span:
+        watch = Watch()
+        with watch.running():
             pause(WINDOW_S)
-        windows = windows + 1 if span.noise < noise_max / 2 else 0
-    return windows == 2
+        windows = windows + 1 if watch.noise < noise_max / 2 else 0
 
 
 class Rounds:
-    """Rounds of samples until `wanted` are kept or the patience is over."""
+    """Rounds of samples until `wanted` are kept or the patience is over.
 
-    def __init__(self, wanted, patience_s, noise_max):
-        self.wanted, self.noise_max = wanted, noise_max
+    ahead  Before all others by priority: does not wait for them to be quiet.
+    """
+
+    def __init__(self, wanted, patience_s, noise_max, ahead):
+        self.wanted, self.noise_max, self.ahead = wanted, noise_max, ahead
         self.deadline = time.monotonic() + patience_s
         self.kept, self.noise, self.rejected = [], [], 0
 
     def collect(self, take):
-        """take(number of the round) returns its samples and the Span that it lay in."""
-        number = 0
-        wait_quiet(self.noise_max, self.deadline)
+        """take(number of the round, Watch) returns its samples; the watch has run during them."""
+        number, last_quiet = 0, False
         while len(self.kept) < self.wanted and (number == 0 or time.monotonic() < self.deadline):
-            samples, span = take(number)
+            if not self.ahead and not last_quiet:
+                wait_quiet(self.noise_max, self.deadline)
+            watch = Watch()
+            samples = take(number, watch)
             number += 1
-            if span.noise <= self.noise_max + ROUNDING_TICKS / TICKS / span.seconds:
+            last_quiet = watch.noise <= self.noise_max + ROUNDING_TICKS / TICKS / watch.seconds
+            if last_quiet:
                 self.kept.append(samples)
-                self.noise.append(span.noise)
+                self.noise.append(watch.noise)
             else:
                 self.rejected += 1
-                wait_quiet(self.noise_max, self.deadline)
+
+
+def go_ahead():
+    """Puts this process, and all that it starts, before everybody else. Niceness would not do: it
+    counts within a session alone where the kernel groups processes by session."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
