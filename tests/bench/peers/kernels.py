@@ -17,7 +17,6 @@ import ours
 import quiet
 
 SHAPES = {"flat": 1, "1000": 1000}  # tensors
-WORKS = ("fp32", "exact")  # of ours
 PARK_S = 0.02  # an OpenMP thread spins for some milliseconds before it sleeps
 
 
@@ -126,7 +125,7 @@ def make_sides(library, arrays, tensors, cpus):
         "deepspeed": deepspeed.step,
         "deepspeed-3-passes": three_passes(deepspeed, parts),
     }
-    for work in WORKS:
+    for work in ours.WORKS:
         team = ours.Ours(library, work, cpus, [planes_of(work, part) for part in parts])
         sides[f"ours-{work}"] = team.step
     for work in ours.WORKS:

@@ -31,7 +31,12 @@ namespace {
 constexpr size_t kLineElems = 64;  // a whole number of cache lines of every plane
 
 // Names of a case as Python says them.
-enum Work : int { kWorkFp32 = 0, kWorkExact = 1 };
+enum Work : int { kWorkFp32 = 0, kWorkExact = 1, kWorkMaster = 2 };
+
+StateFormat FormatOf(int work) {
+  if (work == kWorkExact) return StateFormat::kExact;
+  return work == kWorkMaster ? StateFormat::kFp32Bf16 : StateFormat::kFp32;
+}
 
 std::unique_ptr<WorkerTeam> MakeTeam(const int* cpus, size_t count) {
   auto team = WorkerTeam::Create(
@@ -45,8 +50,8 @@ std::unique_ptr<WorkerTeam> MakeTeam(const int* cpus, size_t count) {
 
 extern "C" {
 
-// The planes of n elements. `image` is float32 (kWorkFp32) or bfloat16 (kWorkExact); a plane that
-// the work does not have is null.
+// The planes of n elements. `image` is float32 (kWorkFp32) or bfloat16; a plane that the work does
+// not have is null, or not looked at.
 struct PeersPlanes {
   uint64_t n;
   void* image;
@@ -78,12 +83,14 @@ PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPla
   if (team == nullptr) return nullptr;
   auto ours = std::make_unique<PeersOurs>();
   ours->team = std::move(team);
-  ours->format = work == kWorkExact ? StateFormat::kExact : StateFormat::kFp32;
+  ours->format = FormatOf(work);
   ours->hyper = Hyper{.lr = lr, .weight_decay = weight_decay};
   const GradType grad_type = work == kWorkFp32 ? GradType::kFp32 : GradType::kBf16;
   for (const PeersPlanes& one : std::vector<PeersPlanes>(planes, planes + plane_count)) {
-    const StatePlanes state{
-        .image = one.image, .remainder = one.remainder, .moments = {one.m, one.v}};
+    const StatePlanes state{.image = one.image,
+                            .remainder = one.remainder,
+                            .moments = {one.m, one.v},
+                            .master = one.master};
     ours->partitions.push_back(
         {.scalars = {}, .n = one.n, .grad = {one.grad, grad_type}, .from = state, .to = state});
   }

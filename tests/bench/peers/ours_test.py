@@ -67,7 +67,7 @@ def stepped(library, work, cuts, steps=3):
     return state
 
 
-@pytest.mark.parametrize("work", ["fp32", "exact"])
+@pytest.mark.parametrize("work", list(ours.WORKS))
 def test_partitions_change_no_bit(library, work):
     whole, cut = stepped(library, work, []), stepped(library, work, [100, 101, 8192])
     for name in WIDTHS:
@@ -75,8 +75,10 @@ def test_partitions_change_no_bit(library, work):
     assert whole.bytes("m") != State(work).bytes("m")
 
 
-def test_both_works_hold_the_same_masters(library):
-    fp32, exact = stepped(library, "fp32", []), stepped(library, "exact", [])
+def test_all_works_hold_the_same_masters(library):
+    fp32, exact, master = (stepped(library, work, []) for work in ours.WORKS)
+    assert master.bytes("master") == fp32.bytes("master")
+    assert master.bytes("image") == exact.bytes("image")
     masters = struct.unpack(f"<{N}I", fp32.bytes("master"))
     images = struct.unpack(f"<{N}H", exact.bytes("image"))
     remainders = struct.unpack(f"<{N}h", exact.bytes("remainder"))
@@ -85,7 +87,7 @@ def test_both_works_hold_the_same_masters(library):
     assert any(remainders)
 
 
-@pytest.mark.parametrize("work", ["fp32", "exact", "master"])
+@pytest.mark.parametrize("work", list(ours.WORKS))
 def test_limit_loops_leave_the_values(library, work):
     state, untouched = State(work), State(work)
     team = ours.Ours(library, "fp32", CPUS, [])

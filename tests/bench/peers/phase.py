@@ -128,6 +128,11 @@ def start_sides(place, build, cpus, out, smoke):
 def measure(place, build, library, cpus, out, rounds, smoke):
     """Samples of every side in alternation: {name: [{part: seconds}]}, and what they ran with."""
     os.sched_setaffinity(0, cpus)
+    hold = ours.Hold(library, [])
+    if rounds.ahead:  # what a side leaves idle is held, by threads that give way to it at once
+        quiet.go_ahead(priority=1)
+        hold = ours.Hold(library, cpus)
+        quiet.go_ahead()
     sides = start_sides(place, build, cpus, out, smoke)
     try:
         limit = Limit(library, sides[0].facts["params"], cpus)
@@ -143,7 +148,7 @@ def measure(place, build, library, cpus, out, rounds, smoke):
             for side in [*sides[shift:], *sides[:shift], limit]:
                 quiet.pause(PARK_S)
                 roots = [side.process.pid] if isinstance(side, Side) else []
-                with watch.running(roots):
+                with hold, watch.running(roots):
                     got = side.turn()
                 samples[side.name if isinstance(side, Side) else LIMIT] = got
             return samples

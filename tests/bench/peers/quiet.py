@@ -113,7 +113,7 @@ class Rounds:
                 self.rejected += 1
 
 
-def go_ahead():
-    """Puts this process, and all that it starts, before everybody else. Niceness would not do: it
-    counts within a session alone where the kernel groups processes by session."""
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+def go_ahead(priority=2):
+    """Puts this process, and all that it starts from now on, before everybody else's. Niceness
+    would not do: it counts within a session alone where the kernel groups processes by session."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(priority))
