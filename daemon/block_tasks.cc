@@ -43,7 +43,14 @@ std::span<Byte> Part(std::span<Byte> bytes, DType dtype, uint64_t offset_bytes, 
 }
 
 Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
-  return {bytes.data(), dtype == DType::kFloat32 ? GradType::kFp32 : GradType::kBf16};
+  switch (dtype) {
+    case DType::kFloat16:
+      return {bytes.data(), GradType::kFp16};
+    case DType::kBFloat16:
+      return {bytes.data(), GradType::kBf16};
+    default:
+      return {bytes.data(), GradType::kFp32};
+  }
 }
 
 // The two rooms number them alike.
@@ -56,7 +63,8 @@ Rule RuleOf(Optimizer optimizer) {
                 static_cast<int>(Rule::kAdagrad) == static_cast<int>(Optimizer::kAdagrad) &&
                 static_cast<int>(Rule::kLion) == static_cast<int>(Optimizer::kLion) &&
                 static_cast<int>(Rule::kSgd) == static_cast<int>(Optimizer::kSgd) &&
-                static_cast<int>(Rule::kSgdNesterov) == static_cast<int>(Optimizer::kSgdNesterov));
+                static_cast<int>(Rule::kSgdNesterov) == static_cast<int>(Optimizer::kSgdNesterov) &&
+                static_cast<int>(Rule::kLamb) == static_cast<int>(Optimizer::kLamb));
   return static_cast<Rule>(optimizer);
 }
 
@@ -93,7 +101,7 @@ uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
   uint64_t offset_bytes = 0;
   for (size_t i = 0; i < plane; ++i) {
     offset_bytes +=
-        protocol::RoundUp(block_elems * protocol::SizeBytes(planes[i].dtype), protocol::kPageBytes);
+        protocol::RoundUp(protocol::PlaneBytes(planes[i], block_elems), protocol::kPageBytes);
   }
   return offset_bytes;
 }
@@ -102,39 +110,116 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
   return PlaneOffsetBytes(planes, planes.size(), block_elems);
 }
 
-uint64_t RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
-  const bool exact = memory.format == Format::kExact;
-  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format,
-                                            exact ? DType::kBFloat16 : DType::kFloat32);
+namespace {
+
+StateFormat StateFormatOf(Format format, DType image_dtype) {
+  switch (format) {
+    case Format::kExact:
+      return StateFormat::kExact;
+    case Format::kBf16:
+      return StateFormat::kBf16;
+    case Format::kInt8:
+      return StateFormat::kInt8;
+    case Format::kFp32:
+      break;
+  }
+  if (image_dtype == DType::kBFloat16) return StateFormat::kFp32Bf16;
+  if (image_dtype == DType::kFloat16) return StateFormat::kFp32Fp16;
+  return StateFormat::kFp32;
+}
+
+// Elements [skipped, skipped + elems) of a segment.
+struct SegmentPart {
+  const UpdateSegment& segment;
+  uint64_t skipped;
+  uint64_t elems;
+};
+
+std::span<std::byte> ImageOf(const SegmentPart& part, const UpdateMemory& memory) {
+  const uint64_t width = protocol::SizeBytes(memory.dtype);
+  const uint64_t begin = part.segment.image_offset_bytes + part.skipped * width;
+  FOREBAY_CHECK(begin + part.elems * width <= memory.image.size());
+  return memory.image.subspan(begin, part.elems * width);
+}
+
+// In the order of protocol::StatePlanes: remainder or master, moments, scales.
+StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
+                     const UpdateMemory& memory) {
+  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
+  const uint64_t first = part.segment.block_elem + part.skipped;
+  const auto at = [&](size_t plane) {
+    const uint64_t begin = PlaneOffsetBytes(planes, plane, action.block_elems) +
+                           protocol::PlaneBytes(planes[plane], first);
+    FOREBAY_CHECK(begin + protocol::PlaneBytes(planes[plane], part.elems) <= memory.block.size());
+    return memory.block.data() + begin;
+  };
+  StatePlanes state;
+  state.image = ImageOf(part, memory).data();
+  state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
+  size_t next = 0;
+  if (memory.format != Format::kFp32) {
+    state.remainder = reinterpret_cast<int16_t*>(at(next++));
+  } else if (memory.dtype != DType::kFloat32) {
+    state.master = reinterpret_cast<float*>(at(next++));
+  }
+  const size_t moments = cpu_adam::MomentCount(RuleOf(memory.optimizer));
+  for (size_t m = 0; m < moments; ++m) state.moments[m] = at(next++);
+  for (size_t m = 0; next < planes.size(); ++m) {
+    state.scales[m] = reinterpret_cast<float*>(at(next++));
+  }
+  return state;
+}
+
+}  // namespace
+
+UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
   const Rule rule = RuleOf(memory.optimizer);
-  const auto format = exact ? StateFormat::kExact : StateFormat::kFp32;
-  uint64_t overflows = 0;
-  for (const UpdateSegment& segment : action.segments) {
+  const StateFormat format = StateFormatOf(memory.format, memory.dtype);
+  UpdateFound found;
+  if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
+  for (size_t i = 0; i < action.segments.size(); ++i) {
+    const UpdateSegment& segment = action.segments[i];
     const uint64_t first = std::max(segment.block_elem, range.begin);
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     if (first >= end) continue;
-    const uint64_t skipped = first - segment.block_elem;
-    const uint64_t elems = end - first;
-    const StepScalars scalars = cpu_adam::MakeStepScalars(
-        rule, HyperOf(segment.hyper), segment.optimizer_step, action.grad_scale);
-    const Gradient gradient = GradientOf(
-        memory.sum_dtype, Part(memory.accumulators, memory.sum_dtype,
-                               segment.accumulator_offset_bytes, {skipped, skipped + elems}));
-    const size_t first_moment = exact ? 1 : 0;
-    StatePlanes state{};
-    if (exact) {
-      state.image = Elems<uint16_t>(memory.image, segment.image_offset_bytes, skipped, elems);
-      state.remainder = Elems<int16_t>(memory.block, 0, first, elems);
-    } else {
-      state.image = Elems<float>(memory.image, segment.image_offset_bytes, skipped, elems);
+    const SegmentPart part{segment, first - segment.block_elem, end - first};
+    StepScalars scalars = cpu_adam::MakeStepScalars(rule, HyperOf(segment.hyper),
+                                                    segment.optimizer_step, action.grad_scale);
+    cpu_adam::SetDrawKey(
+        {.seed = segment.seed, .parameter = segment.param, .t = segment.optimizer_step}, scalars);
+    const StatePlanes state = PlanesOf(action, part, memory);
+    if (action.pass == UpdatePass::kWeights) {
+      found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
+      continue;
     }
-    for (size_t i = first_moment; i < planes.size(); ++i) {
-      const uint64_t offset = PlaneOffsetBytes(planes, i, action.block_elems);
-      state.moments[i - first_moment] = Elems<float>(memory.block, offset, first, elems);
+    if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the image
+      cpu_adam::AddGradient(part.elems, GradientOf(memory.dtype, ImageOf(part, memory)),
+                            cpu_adam::AddMode::kSet, state.master);
     }
-    overflows += cpu_adam::Update(rule, format, scalars, elems, gradient, state);
+    const Gradient gradient =
+        GradientOf(memory.sum_dtype,
+                   Part(memory.accumulators, memory.sum_dtype, segment.accumulator_offset_bytes,
+                        {part.skipped, part.skipped + part.elems}));
+    found.overflows += cpu_adam::Update(rule, format, scalars, part.elems, gradient, state);
+    if (action.pass == UpdatePass::kMoments) {
+      found.norms[i] = cpu_adam::SumLamb(format, scalars, part.elems, state);
+    }
   }
-  return overflows;
+  return found;
+}
+
+TaskDone JoinUpdate(const std::vector<UpdateFound>& found) {
+  TaskDone done;
+  std::vector<cpu_adam::LambSums> norms(found.empty() ? 0 : found[0].norms.size());
+  for (const UpdateFound& part : found) {
+    done.count += part.overflows;
+    for (size_t i = 0; i < norms.size(); ++i) norms[i].Merge(part.norms[i]);
+  }
+  for (const cpu_adam::LambSums& sums : norms) {
+    done.norms.push_back(
+        {.weight_squares = sums.weight.ToDouble(), .update_squares = sums.update.ToDouble()});
+  }
+  return done;
 }
 
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "cpu_adam/lamb.h"
 #include "cpu_adam/square_sum.h"
 #include "daemon/events.h"
 #include "nvme/checksum.h"
@@ -33,6 +34,7 @@ struct UpdateMemory {
   std::span<std::byte> block;                             // all planes of the block
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
+  protocol::DType dtype = protocol::DType::kFloat32;  // of the image
 };
 
 // Elements [begin, end) of a block or of a group.
@@ -46,8 +48,17 @@ struct ElemRange {
 inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
 static_assert(kPartElems % cpu_adam::kSumChunkElems == 0);
 
-// Updates those elements of the block that lie in `range`. Masters that became non-finite.
-uint64_t RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
+// What an update has found.
+struct UpdateFound {
+  uint64_t overflows = 0;                 // masters that became non-finite
+  std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kMoments: by segment
+};
+
+// Updates those elements of the block that lie in `range`, which begins at a multiple of kPartElems.
+UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
+
+// Of all ranges of a block, to the state machine.
+TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
 
 // What swapped bytes must be before they are used: `expected` of the volume with identity and
 // checksum of the state machine's table, or nothing for zeros that were never written.

@@ -59,14 +59,21 @@ struct StepRequestCopied {
   std::vector<protocol::HyperParams> hyper_params;  // as many as the command's length has room for
 };
 
+// Of the elements of one segment: what LAMB's step length depends on.
+struct SegmentNorms {
+  double weight_squares = 0;
+  double update_squares = 0;
+};
+
 // The outcome of any action that carries a TaskId.
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
   uint64_t count =
       0;  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
-  uint64_t checksum = 0;   // UpdateBlock on a staging slot: of the new bytes
-  double sum_squares = 0;  // SumGroup; AddGradient that completes its group
+  uint64_t checksum = 0;                 // UpdateBlock on a staging slot: of the new bytes
+  double sum_squares = 0;                // SumGroup; AddGradient that completes its group
+  std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
 
 struct DeleteJobRequested {
@@ -232,8 +239,15 @@ struct UpdateSegment {
   uint64_t elems = 0;
   protocol::HyperParams hyper;
   uint64_t optimizer_step =
-      0;  // t of the bias correction: updates this group has had, this one included
+      0;              // t of the bias correction: updates this group has had, this one included
+  uint64_t seed = 0;  // of drawn roundings, with the parameter and the element's place in it
+  uint32_t param = 0;
+  uint64_t param_elem = 0;
+  float trust = 1.0F;  // UpdatePass::kWeights
 };
+
+// LAMB needs two passes over all blocks: its step length is known after the first.
+enum class UpdatePass : uint8_t { kWhole, kMoments, kWeights };
 
 // Verifies a swapped block's bytes against `identity_before` (0 in written_step: the zeros of
 // CreateJobSwap), runs the fused pass over its segments in place, then computes the checksum under
@@ -255,6 +269,7 @@ struct UpdateBlock {
   BlockIdentity identity_after;
   uint64_t checksum_before = 0;
   float grad_scale = 1.0F;
+  UpdatePass pass = UpdatePass::kWhole;
   std::vector<UpdateSegment> segments;
 };
 

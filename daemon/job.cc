@@ -309,9 +309,9 @@ JobView Job::View() const {
                .committed_step = committed_step_,
                .params = layout.total_elems(),
                .padded_elems = layout.padded_elems(),
-               .state_bytes = layout.total_elems() * (protocol::SizeBytes(spec.dtype) +
-                                                      protocol::StateBytesPerElem(
-                                                          spec.optimizer, spec.format, spec.dtype)),
+               .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
+                              protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
+                                                   layout.total_elems()),
                .blocks = pipeline_.map().blocks(),
                .resident_blocks = spec_.plan.resident_blocks,
                .leases = leases_.count(),

@@ -368,7 +368,8 @@ void NodeShell::Run(UpdateBlock& action) {
       .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
                         : swap_->Slot(action.place.staging_slot, action.bytes),
       .optimizer = io.layout->spec().optimizer,
-      .format = io.layout->spec().format};
+      .format = io.layout->spec().format,
+      .dtype = io.layout->spec().dtype};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   Timed timed{.job = action.job,
@@ -376,28 +377,30 @@ void NodeShell::Run(UpdateBlock& action) {
               .name = absl::StrCat("block ", action.identity_before.block),
               .bytes = action.bytes};
   if (resident) {
-    PostParts<uint64_t>(
+    PostParts<UpdateFound>(
         task, std::move(timed), elems,
         [action = std::move(action), memory](ElemRange range) {
           return RunUpdate(action, range, memory);
         },
-        [](const std::vector<uint64_t>& overflows) {
-          return Counted(std::accumulate(overflows.begin(), overflows.end(), uint64_t{0}));
-        });
+        JoinUpdate);
     return;
   }
   const auto expected =
       swap_->Expected(action.job, action.place, action.identity_before, action.checksum_before);
-  PostTimed(task, std::move(timed),
-            [action = std::move(action), memory, elems, expected, nonce = swap_->nonce()] {
-              TaskDone done;
-              done.status = VerifyBlock(expected, action.identity_before, memory.block);
-              if (!done.status.ok()) return done;
-              done.count = RunUpdate(action, {0, elems}, memory);
-              done.checksum =
-                  nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
-              return done;
-            });
+  PostTimed(
+      task, std::move(timed),
+      [action = std::move(action), memory, elems, expected, nonce = swap_->nonce()] {
+        TaskDone done;
+        done.status = VerifyBlock(expected, action.identity_before, memory.block);
+        if (!done.status.ok()) return done;
+        std::vector<UpdateFound> found;  // in the parts of a resident block: the same bits
+        for (uint64_t begin = 0; begin < elems; begin += kPartElems) {
+          found.push_back(RunUpdate(action, {begin, std::min(begin + kPartElems, elems)}, memory));
+        }
+        done = JoinUpdate(found);
+        done.checksum = nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
+        return done;
+      });
 }
 
 void NodeShell::Run(WriteBlock& action) {

@@ -58,6 +58,7 @@ struct LayoutMessage {
   format @3 :Text;
   groupNames @4 :List(Text);
   params @5 :List(Param);
+  seed @6 :UInt64;           # of formats that round by drawing
 
   struct Param {
     name @0 :Text;

@@ -15,23 +15,28 @@
 namespace forebay::protocol {
 namespace {
 
-// The states of an optimizer: `exact` has all planes, `fp32` those behind the remainder.
+// A moment of an optimizer; a square is kept as its root where it is coded.
+struct Moment {
+  std::string_view name;
+  std::string_view scale_name;
+  bool square = false;
+};
+
 struct OptimizerEntry {
   Optimizer optimizer;
   std::string_view name;
-  std::span<const Plane> planes;
+  std::span<const Moment> moments;
 };
 
-constexpr Plane kRemainder{"remainder", DType::kInt16};
-constexpr Plane kExpAvg{"exp_avg", DType::kFloat32};
-constexpr Plane kExpAvgSq{"exp_avg_sq", DType::kFloat32};
+constexpr Moment kExpAvg{"exp_avg", "exp_avg_scale"};
+constexpr Moment kExpAvgSq{"exp_avg_sq", "exp_avg_sq_scale", true};
 
-constexpr std::array kAdam = {kRemainder, kExpAvg, kExpAvgSq};
-constexpr std::array kAmsgrad = {kRemainder, kExpAvg, kExpAvgSq,
-                                 Plane{"max_exp_avg_sq", DType::kFloat32}};
-constexpr std::array kAdagrad = {kRemainder, Plane{"sum", DType::kFloat32}};
-constexpr std::array kLion = {kRemainder, kExpAvg};
-constexpr std::array kSgd = {kRemainder, Plane{"momentum_buffer", DType::kFloat32}};
+constexpr std::array kAdam = {kExpAvg, kExpAvgSq};
+constexpr std::array kAmsgrad = {kExpAvg, kExpAvgSq,
+                                 Moment{"max_exp_avg_sq", "max_exp_avg_sq_scale", true}};
+constexpr std::array kAdagrad = {Moment{"sum", "sum_scale", true}};
+constexpr std::array kLion = {kExpAvg};
+constexpr std::array kSgd = {Moment{"momentum_buffer", "momentum_buffer_scale"}};
 
 constexpr OptimizerEntry kOptimizers[] = {
     {Optimizer::kAdamW, "adamw", kAdam},
@@ -42,7 +47,62 @@ constexpr OptimizerEntry kOptimizers[] = {
     {Optimizer::kLion, "lion", kLion},
     {Optimizer::kSgd, "sgd", kSgd},
     {Optimizer::kSgdNesterov, "sgd_nesterov", kSgd},
+    {Optimizer::kLamb, "lamb", kAdam},
 };
+
+constexpr Format kFormats[] = {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8};
+constexpr DType kImageTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+bool Serves(Format format, DType image_dtype) {
+  if (format == Format::kFp32) {
+    return std::find(std::begin(kImageTypes), std::end(kImageTypes), image_dtype) !=
+           std::end(kImageTypes);
+  }
+  return image_dtype == DType::kBFloat16;
+}
+
+DType MomentType(Format format, const Moment& moment) {
+  if (format == Format::kBf16) return DType::kBFloat16;
+  if (format != Format::kInt8) return DType::kFloat32;
+  return moment.square ? DType::kUInt8 : DType::kInt8;
+}
+
+std::vector<Plane> MakePlanes(const OptimizerEntry& entry, Format format, DType image_dtype) {
+  std::vector<Plane> planes;
+  if (format != Format::kFp32) {
+    planes.push_back({"remainder", DType::kInt16});
+  } else if (image_dtype != DType::kFloat32) {
+    planes.push_back({"master", DType::kFloat32});
+  }
+  for (const Moment& moment : entry.moments) {
+    planes.push_back({moment.name, MomentType(format, moment)});
+  }
+  if (format != Format::kInt8) return planes;
+  for (const Moment& moment : entry.moments) {
+    planes.push_back({moment.scale_name, DType::kFloat32, kScaleElems});
+  }
+  return planes;
+}
+
+struct PlanesEntry {
+  Optimizer optimizer;
+  Format format;
+  DType image_dtype;
+  std::vector<Plane> planes;
+};
+
+std::vector<PlanesEntry> MakeAllPlanes() {
+  std::vector<PlanesEntry> all;
+  for (const OptimizerEntry& entry : kOptimizers) {
+    for (const Format format : kFormats) {
+      for (const DType dtype : kImageTypes) {
+        if (!Serves(format, dtype)) continue;
+        all.push_back({entry.optimizer, format, dtype, MakePlanes(entry, format, dtype)});
+      }
+    }
+  }
+  return all;
+}
 
 const OptimizerEntry* Find(Optimizer optimizer) {
   const auto* const entry =
@@ -95,6 +155,10 @@ std::string_view Name(Format format) {
       return "fp32";
     case Format::kExact:
       return "exact";
+    case Format::kBf16:
+      return "bf16";
+    case Format::kInt8:
+      return "int8";
   }
   return "unknown";
 }
@@ -110,26 +174,30 @@ absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name) {
 }
 
 absl::StatusOr<Format> FormatFromName(std::string_view name) {
-  if (name == Name(Format::kFp32)) return Format::kFp32;
-  if (name == Name(Format::kExact)) return Format::kExact;
+  for (const Format format : kFormats) {
+    if (name == Name(format)) return format;
+  }
   return MakeError(ErrorId::kOption, absl::StrCat("unknown format \"", std::string(name), "\""),
-                   "known: fp32, exact");
+                   "known: fp32, exact, bf16, int8");
 }
 
 std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype) {
-  const OptimizerEntry* const entry = Find(optimizer);
-  if (entry == nullptr) return {};
-  if (format == Format::kFp32 && image_dtype == DType::kFloat32) return entry->planes.subspan(1);
-  if (format == Format::kExact && image_dtype == DType::kBFloat16) return entry->planes;
+  static const std::vector<PlanesEntry> kAll = MakeAllPlanes();
+  for (const PlanesEntry& entry : kAll) {
+    if (entry.optimizer == optimizer && entry.format == format &&
+        entry.image_dtype == image_dtype) {
+      return entry.planes;
+    }
+  }
   return {};
 }
 
-uint64_t StateBytesPerElem(Optimizer optimizer, Format format, DType image_dtype) {
-  uint64_t width = 0;
+uint64_t StateBytes(Optimizer optimizer, Format format, DType image_dtype, uint64_t elems) {
+  uint64_t bytes = 0;
   for (const Plane& plane : StatePlanes(optimizer, format, image_dtype)) {
-    width += SizeBytes(plane.dtype);
+    bytes += PlaneBytes(plane, elems);
   }
-  return width;
+  return bytes;
 }
 
 absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
@@ -141,11 +209,13 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
     return BadLayout(absl::StrCat(spec.params.size(), " parameters (1 to ", kParamsMax, ")"));
   }
   if (!IsKnown(spec.dtype) || StatePlanes(spec.optimizer, spec.format, spec.dtype).empty()) {
-    return MakeError(ErrorId::kOption,
-                     absl::StrCat("optimizer ", std::string(Name(spec.optimizer)), " with format ",
-                                  std::string(Name(spec.format)), " does not serve ",
-                                  std::string(Name(spec.dtype)), " parameters"),
-                     "float32 parameters take format fp32, bfloat16 parameters take format exact");
+    return MakeError(
+        ErrorId::kOption,
+        absl::StrCat("optimizer ", std::string(Name(spec.optimizer)), " with format ",
+                     std::string(Name(spec.format)), " does not serve ",
+                     std::string(Name(spec.dtype)), " parameters"),
+        "float32 and float16 parameters take format fp32; bfloat16 parameters take exact, bf16, "
+        "int8 or fp32");
   }
   const uint32_t group_count = spec.params.back().group + 1;
   if (spec.params.back().group >= kGroupsMax || spec.group_names.size() != group_count) {
@@ -155,7 +225,9 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
 
   Layout layout;
   std::set<std::string_view> names;
-  const uint64_t pad_elems = spec.world_size * kPartitionAlignElems;
+  const bool scaled = spec.format == Format::kInt8;
+  const uint64_t param_align = scaled ? kScaleElems : 1;
+  const uint64_t pad_elems = spec.world_size * (scaled ? kScaleElems : kPartitionAlignElems);
   const uint64_t width = SizeBytes(spec.dtype);
   for (uint32_t i = 0; i < spec.params.size(); ++i) {
     const ParamSpec& param = spec.params[i];
@@ -177,6 +249,8 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
                                 .param_end = i});
     }
     GroupPlace& group = layout.groups_.back();
+    group.elems = RoundUp(group.elems, param_align);
+    layout.total_elems_ += elems;
     layout.params_.push_back({param.group, param.param_group, group.elems, elems});
     group.elems += elems;
     group.param_end = i + 1;
@@ -191,7 +265,6 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
     const uint64_t group_bytes = group.padded_elems * width;
     layout.image_bytes_ += RoundUp(group_bytes, kPageBytes);
     layout.largest_group_bytes_ = std::max(layout.largest_group_bytes_, group_bytes);
-    layout.total_elems_ += group.elems;
     layout.padded_elems_ += group.padded_elems;
   }
   layout.spec_ = std::move(spec);
@@ -222,6 +295,7 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
   if (have.format != want.format) {
     return differ("format", std::string(Name(have.format)), std::string(Name(want.format)));
   }
+  if (have.seed != want.seed) return differ("seed", have.seed, want.seed);
   if (have.params.size() != want.params.size()) {
     return differ("number of parameters", have.params.size(), want.params.size());
   }

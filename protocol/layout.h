@@ -24,12 +24,14 @@ enum class Optimizer : uint8_t {
   kLion,
   kSgd,
   kSgdNesterov,
+  kLamb,
 };
-enum class Format : uint8_t { kFp32 = 1, kExact = 2 };
+enum class Format : uint8_t { kFp32 = 1, kExact = 2, kBf16 = 3, kInt8 = 4 };
 
-// "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov"
+// "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov",
+// "lamb"
 std::string_view Name(Optimizer optimizer);
-std::string_view Name(Format format);                                // "fp32", "exact"
+std::string_view Name(Format format);  // "fp32", "exact", "bf16", "int8"
 absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name);  // E_OPTION names what is known
 absl::StatusOr<Format> FormatFromName(std::string_view name);
 
@@ -44,18 +46,29 @@ inline constexpr uint32_t kNameBytesMax = 1024;
 // Partitions start on a multiple of this many elements, so that they never share a cache line.
 inline constexpr uint64_t kPartitionAlignElems = 64;
 
-// One plane of the state of a block: elems * width bytes, contiguous.
+// Elements of one scale of format int8. There each parameter and each partition starts on a multiple
+// of it, so that no scale is shared.
+inline constexpr uint64_t kScaleElems = 128;
+
+// One plane of the state of a block, contiguous.
 struct Plane {
-  std::string_view name;  // "remainder", or as torch calls the state: "exp_avg", "sum", ...
+  std::string_view
+      name;  // "remainder", "master", or as torch calls the state: "exp_avg", "sum", ...
   DType dtype;
+  uint64_t elems_per_value = 1;  // kScaleElems for scales
 };
+
+// `elems` of a plane, from element 0 of a block or a multiple of elems_per_value on.
+constexpr uint64_t PlaneBytes(const Plane& plane, uint64_t elems) {
+  return (elems + plane.elems_per_value - 1) / plane.elems_per_value * SizeBytes(plane.dtype);
+}
 
 // The planes of (optimizer, format, dtype of the image), in the order in which they lie in a block;
 // empty where the pair is not supported.
 std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype);
 
-// Bytes of all planes for one element; 0 where the pair is not supported.
-uint64_t StateBytesPerElem(Optimizer optimizer, Format format, DType image_dtype);
+// Bytes of all planes for `elems` elements; 0 where the pair is not supported.
+uint64_t StateBytes(Optimizer optimizer, Format format, DType image_dtype, uint64_t elems);
 
 // What a client asks for, in the order of the model: parameters of one group are neighbours, groups
 // ascend from 0.
@@ -73,6 +86,7 @@ struct LayoutSpec {
   DType dtype = DType::kFloat32;  // of image and gradients
   Optimizer optimizer = Optimizer::kAdamW;
   Format format = Format::kFp32;
+  uint64_t seed = 0;  // of formats that round by drawing: bf16, int8
   std::vector<ParamSpec> params;
   std::vector<std::string> group_names;  // one per group, for messages and the trace
 
@@ -88,9 +102,11 @@ struct ParamPlace {
 
 struct GroupPlace {
   uint64_t image_offset_bytes;  // from the start of the image arena; a multiple of kPageBytes
-  uint64_t elems;               // parameters of the group, without padding
+  uint64_t elems;  // up to the end of its last parameter: without padding, but that between
+                   // parameters of format int8, which is zero for ever too
   uint64_t
-      padded_elems;  // a multiple of world_size * kPartitionAlignElems; the padding is zero for ever
+      padded_elems;  // a multiple of world_size * kPartitionAlignElems (int8: kScaleElems); the padding is
+                     // zero for ever
   uint32_t param_begin;  // its parameters are [param_begin, param_end)
   uint32_t param_end;
 };

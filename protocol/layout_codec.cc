@@ -36,7 +36,7 @@ absl::StatusOr<DType> DTypeFromName(const std::string& name) {
     if (name == Name(dtype)) return dtype;
   }
   return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
-                   "known: float32, bfloat16");
+                   "known: float32, bfloat16, float16");
 }
 
 absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
@@ -48,6 +48,8 @@ absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
   ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromName(optimizer));
   ASSIGN_OR_RETURN(const std::string format, CheckedName(message.getFormat()));
   ASSIGN_OR_RETURN(spec.format, FormatFromName(format));
+
+  spec.seed = message.getSeed();
 
   const auto group_names = message.getGroupNames();
   if (group_names.size() > kGroupsMax) return TooMany("groups", group_names.size(), kGroupsMax);
@@ -75,6 +77,7 @@ void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
   message.setDtype(std::string(Name(spec.dtype)).c_str());
   message.setOptimizer(std::string(Name(spec.optimizer)).c_str());
   message.setFormat(std::string(Name(spec.format)).c_str());
+  message.setSeed(spec.seed);
   auto group_names = message.initGroupNames(static_cast<unsigned>(spec.group_names.size()));
   for (unsigned i = 0; i < group_names.size(); ++i) {
     group_names.set(i, spec.group_names[i].c_str());

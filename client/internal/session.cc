@@ -18,6 +18,19 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+// Zeroes what lies between the parameters of a group (format int8 aligns them).
+void ZeroGaps(const protocol::Layout& layout, uint32_t group, std::span<std::byte> bytes) {
+  const uint64_t width = SizeBytes(layout.spec().dtype);
+  const protocol::GroupPlace& place = layout.groups()[group];
+  uint64_t end = 0;
+  for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
+    const protocol::ParamPlace& param = layout.params()[i];
+    const auto gap = bytes.subspan(end * width, (param.offset_elems - end) * width);
+    std::fill(gap.begin(), gap.end(), std::byte{0});
+    end = param.offset_elems + param.elems;
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Create(Options options) {
@@ -235,6 +248,7 @@ absl::StatusOr<std::span<std::byte>> Session::GradSlot(uint32_t group, GradFill 
   if (slot.arena_offset.has_value()) {
     const auto stale = fill == GradFill::kZero ? slot.bytes : slot.bytes.subspan(plain_bytes);
     if (!stale.empty()) std::memset(stale.data(), 0, stale.size());
+    if (fill == GradFill::kPadding) ZeroGaps(layout, group, slot.bytes);
   }
   const std::span<std::byte> bytes = slot.bytes;
   open_.emplace(group, std::move(slot));

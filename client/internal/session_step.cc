@@ -120,11 +120,13 @@ absl::Status Session::ReadState(const StateRange& range, std::span<std::byte> ou
   const protocol::LayoutSpec& spec = options_.layout->spec();
   const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
   const uint64_t padded = options_.layout->groups()[range.group].padded_elems;
-  const uint64_t width =
-      range.plane < planes.size() ? protocol::SizeBytes(planes[range.plane].dtype) : 1;
-  const uint64_t elems = out.size() / width;
+  const protocol::Plane plane = range.plane < planes.size()
+                                    ? planes[range.plane]
+                                    : protocol::Plane{{}, protocol::DType::kInt8};
+  const uint64_t width = protocol::SizeBytes(plane.dtype);
+  const uint64_t elems = out.size() / width * plane.elems_per_value;
   if (range.plane >= planes.size() || out.size() % width != 0 || elems > padded ||
-      range.element_offset > padded - elems) {
+      range.element_offset > padded - elems || range.element_offset % plane.elems_per_value != 0) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("plane ", range.plane, " of ", planes.size(), ", elements ",
                                   range.element_offset, " to ", range.element_offset, " + ", elems,
@@ -140,7 +142,7 @@ absl::Status Session::ReadState(const StateRange& range, std::span<std::byte> ou
     command.kind = static_cast<uint16_t>(range.plane);
     command.arena_offset_bytes = arena.offset_bytes();
     command.length_bytes = piece_bytes;
-    command.element_offset = range.element_offset + done / width;
+    command.element_offset = range.element_offset + done / width * plane.elems_per_value;
     RETURN_IF_ERROR(Ask(command, &arena, limits).status());
     RETURN_IF_ERROR(
         stream_->Copy(out.subspan(done, piece_bytes),

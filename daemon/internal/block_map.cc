@@ -17,13 +17,26 @@ std::span<const Plane> PlanesOf(const Layout& layout) {
   return protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
 }
 
-uint64_t PlaneBytes(const Plane& plane, uint64_t elems) {
-  return protocol::RoundUp(elems * protocol::SizeBytes(plane.dtype), protocol::kPageBytes);
+uint64_t PagesOf(const Plane& plane, uint64_t elems) {
+  return protocol::RoundUp(PlaneBytes(plane, elems), protocol::kPageBytes);
+}
+
+// Blocks, like partitions, are cut at multiples of this.
+uint64_t AlignElems(const Layout& layout) {
+  return layout.spec().format == protocol::Format::kInt8 ? protocol::kScaleElems
+                                                         : protocol::kPartitionAlignElems;
+}
+
+// Whether what an update does depends on where an element lies in its parameter, or on the whole
+// parameter.
+bool KnowsParameters(const protocol::LayoutSpec& spec) {
+  return spec.format == protocol::Format::kBf16 || spec.format == protocol::Format::kInt8 ||
+         spec.optimizer == protocol::Optimizer::kLamb;
 }
 
 uint64_t BlockBytes(std::span<const Plane> planes, uint64_t elems) {
   uint64_t bytes = 0;
-  for (const Plane& plane : planes) bytes += PlaneBytes(plane, elems);
+  for (const Plane& plane : planes) bytes += PagesOf(plane, elems);
   return bytes;
 }
 
@@ -36,7 +49,7 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems)
       world_size_(layout_->spec().world_size),
       blocks_per_rank_(0),
       rank_elems_(layout_->padded_elems() / world_size_) {
-  FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % protocol::kPartitionAlignElems == 0);
+  FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % AlignElems(*layout_) == 0);
   blocks_per_rank_ = static_cast<uint32_t>((rank_elems_ + block_elems_ - 1) / block_elems_);
   uint64_t begin = 0;
   for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
@@ -78,23 +91,27 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
     const uint64_t last = std::min(part_end + shift, place.elems);  // without the padding
     const auto params =
         layout_->params().subspan(place.param_begin, place.param_end - place.param_begin);
+    const bool knows_parameters = KnowsParameters(layout_->spec());
     auto param = std::upper_bound(
         params.begin(), params.end(), first,
         [](uint64_t elem, const protocol::ParamPlace& p) { return elem < p.offset_elems; });
     if (param != params.begin()) --param;
-    for (uint64_t elem = first; elem < last; ++param) {
+    for (; param != params.end() && param->offset_elems < last; ++param) {
+      const uint64_t elem = std::max(first, param->offset_elems);  // there may be a gap before it
       const uint64_t stop = std::min(last, param->offset_elems + param->elems);
-      if (!runs.empty() && runs.back().group == group &&
+      if (elem >= stop) continue;
+      if (!knows_parameters && !runs.empty() && runs.back().group == group &&
           runs.back().param_group == param->param_group) {
         runs.back().elems += stop - elem;
-      } else {
-        runs.push_back({.group = group,
-                        .param_group = param->param_group,
-                        .group_elem = elem,
-                        .block_elem = elem - shift - begin,
-                        .elems = stop - elem});
+        continue;
       }
-      elem = stop;
+      runs.push_back({.group = group,
+                      .param_group = param->param_group,
+                      .param = static_cast<uint32_t>(param - layout_->params().begin()),
+                      .param_elem = elem - param->offset_elems,
+                      .group_elem = elem,
+                      .block_elem = elem - shift - begin,
+                      .elems = stop - elem});
     }
     at = part_end;
   }
@@ -133,10 +150,11 @@ uint64_t BlockMap::Blocks(const Layout& layout, uint64_t block_elems) {
 
 uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
   const std::span<const Plane> planes = PlanesOf(layout);
-  uint64_t width = 0;
-  for (const Plane& plane : planes) width += protocol::SizeBytes(plane.dtype);
-  uint64_t elems = bytes / width / protocol::kPartitionAlignElems * protocol::kPartitionAlignElems;
-  while (elems > 0 && BlockBytes(planes, elems) > bytes) elems -= protocol::kPartitionAlignElems;
+  const uint64_t align = AlignElems(layout);
+  uint64_t align_bytes = 0;
+  for (const Plane& plane : planes) align_bytes += protocol::PlaneBytes(plane, align);
+  uint64_t elems = bytes / align_bytes * align;
+  while (elems > 0 && BlockBytes(planes, elems) > bytes) elems -= align;
   return elems;
 }
 

@@ -11,10 +11,13 @@
 
 namespace forebay::daemon {
 
-// A run of a block's elements that lies in one parameter group of one group. Padding is in none.
+// A run of a block's elements that lies in one parameter group of one group; in one parameter where
+// the format draws or the optimizer is LAMB. Padding is in none.
 struct BlockRun {
   uint32_t group = 0;
   uint32_t param_group = 0;
+  uint32_t param = 0;       // of its first element, in the order of the layout
+  uint64_t param_elem = 0;  // first element, from the start of that parameter
   uint64_t group_elem = 0;  // first element, from the start of the padded group
   uint64_t block_elem = 0;  // first element, from the start of the block
   uint64_t elems = 0;
@@ -37,7 +40,7 @@ struct ElementRun {
 // (first layers first).
 class BlockMap {
  public:
-  // `block_elems` is a multiple of kPartitionAlignElems.
+  // `block_elems` is a multiple of kPartitionAlignElems (int8: kScaleElems).
   BlockMap(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems);
 
   uint32_t blocks() const { return blocks_per_rank_ * world_size_; }
@@ -62,7 +65,7 @@ class BlockMap {
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
   static uint64_t Blocks(const protocol::Layout& layout, uint64_t block_elems);
 
-  // The most elements, a multiple of kPartitionAlignElems, that a block of `bytes` has room for; 0
+  // The most elements, a multiple of kPartitionAlignElems (int8: kScaleElems), that a block of `bytes` has room for; 0
   // where there is none.
   static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes);
 

@@ -72,14 +72,18 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
   }
   const uint64_t width = protocol::SizeBytes(planes[command.kind].dtype);
   const uint64_t group_elems = layout.groups()[command.group].padded_elems;
-  const uint64_t elems = command.length_bytes / width;
-  if (command.length_bytes == 0 || command.length_bytes % width != 0 ||
-      command.element_offset > group_elems || elems > group_elems - command.element_offset) {
+  const uint64_t per_value = planes[command.kind].elems_per_value;
+  const uint64_t values = command.length_bytes / width;
+  const uint64_t elems = values > group_elems ? UINT64_MAX : values * per_value;
+  if (command.length_bytes == 0 || command.element_offset % per_value != 0 ||
+      command.length_bytes % width != 0 || command.element_offset > group_elems ||
+      elems > group_elems - command.element_offset) {
     return MakeError(
         ErrorId::kRange,
         absl::StrCat(command.length_bytes, " bytes from element ", command.element_offset,
                      " of plane ", std::string(planes[command.kind].name), " are outside group ",
-                     command.group, " of ", group_elems, " elements of ", width, " bytes"));
+                     command.group, " of ", group_elems, " elements, ", width, " bytes for each ",
+                     per_value));
   }
   return CheckWithin(command, gradients);
 }
@@ -138,6 +142,7 @@ std::span<const HyperRule> RulesOf(protocol::Optimizer optimizer) {
     case protocol::Optimizer::kAdam:
     case protocol::Optimizer::kAdamWAmsgrad:
     case protocol::Optimizer::kAdamAmsgrad:
+    case protocol::Optimizer::kLamb:
       break;
   }
   return kAdamRules;

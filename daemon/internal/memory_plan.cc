@@ -55,8 +55,11 @@ void PlanSessionArena(MemoryPlan& plan) {
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
 uint64_t BlockElems(const Layout& layout, const NodeState::Options& options) {
+  uint64_t elems = options.block_elems;
+  if (layout.spec().format == protocol::Format::kInt8)
+    elems = RoundUp(elems, protocol::kScaleElems);
   const uint64_t within = BlockMap::ElemsWithin(layout, options.staging_slot_bytes);
-  return within == 0 ? options.block_elems : std::min(options.block_elems, within);
+  return within == 0 ? elems : std::min(elems, within);
 }
 
 // The terms of a sum that does not fit, and the limit that would do.

@@ -14,18 +14,19 @@ void StateReads::Add(const CommandId& command, const protocol::Command& words,
                      const protocol::Layout& layout, const StepPipeline& pipeline) {
   const protocol::LayoutSpec& spec = layout.spec();
   const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  const uint64_t width = protocol::SizeBytes(planes[words.kind].dtype);
+  const protocol::Plane& plane = planes[words.kind];
+  const uint64_t width = protocol::SizeBytes(plane.dtype);
   Request request;
   request.command = command;
   request.grad_offset_bytes = words.arena_offset_bytes;
-  const std::vector<ElementRun> runs =
-      pipeline.map().Locate(words.group, words.element_offset, words.length_bytes / width);
+  const std::vector<ElementRun> runs = pipeline.map().Locate(
+      words.group, words.element_offset, words.length_bytes / width * plane.elems_per_value);
   for (const ElementRun& run : runs) {
     request.pieces.push_back(
         {.block = run.block,
-         .block_offset_bytes =
-             pipeline.map().plane_offset_bytes(run.block, words.kind) + run.block_elem * width,
-         .bytes = run.elems * width});
+         .block_offset_bytes = pipeline.map().plane_offset_bytes(run.block, words.kind) +
+                               run.block_elem / plane.elems_per_value * width,
+         .bytes = protocol::PlaneBytes(plane, run.elems)});
   }
   queue_.push_back(std::move(request));
 }

@@ -1,6 +1,7 @@
 #include "daemon/internal/step_pipeline.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <utility>
 
@@ -72,13 +73,22 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
   FOREBAY_CHECK(!running_ && !abandoned_);
   running_ = true;
   order_ = std::move(order);
+  overflowed_masters_ = 0;
+  at_begin_ = counters_;
+  prefetch_failed_.clear();
+  norms_.clear();
+  staged_.set_may_donate(false);
+  BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+  Pump(io);
+}
+
+void StepPipeline::BeginPass(UpdatePass pass) {
+  pass_ = pass;
   resident_.clear();
   to_read_.clear();
   next_resident_ = next_read_ = 0;
   blocks_left_ = 0;
-  overflowed_masters_ = 0;
-  at_begin_ = counters_;
-  prefetch_failed_.clear();
+  std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     bool needed = false;
     for (const uint32_t group : block_groups_[block]) {
@@ -97,8 +107,28 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
       to_read_.push_back(block);
     }
   }
-  staged_.set_may_donate(false);
-  Pump(io);
+}
+
+// Norms of each parameter, over its segments in the order of blocks.
+void StepPipeline::EndMomentsPass() {
+  std::vector<SegmentNorms> sums(layout_->params().size());
+  for (const auto& [block, norms] : norms_) {
+    const std::vector<UpdateSegment> segments = Segments(block);
+    FOREBAY_CHECK(norms.size() == segments.size());
+    for (size_t i = 0; i < segments.size(); ++i) {
+      SegmentNorms& sum = sums[segments[i].param];
+      sum.weight_squares += norms[i].weight_squares;
+      sum.update_squares += norms[i].update_squares;
+    }
+  }
+  norms_.clear();
+  trust_.assign(sums.size(), 1.0F);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const double weight = std::sqrt(sums[i].weight_squares);
+    const double update = std::sqrt(sums[i].update_squares);
+    if (weight > 0 && update > 0) trust_[i] = static_cast<float>(weight / update);
+  }
+  BeginPass(UpdatePass::kWeights);
 }
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
@@ -127,6 +157,7 @@ uint32_t StepPipeline::UpdatesMax() const {
 
 void StepPipeline::Pump(JobIo& io) {
   if (!running_ || abandoned_) return;
+  if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
   StartReads(io);
   while (updating_ < UpdatesMax()) {
     const auto ready =
@@ -155,7 +186,11 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
                         .block_elem = run.block_elem,
                         .elems = run.elems,
                         .hyper = order_.hyper_params[run.param_group],
-                        .optimizer_step = group_updates_[run.group] + 1});
+                        .optimizer_step = group_updates_[run.group] + 1,
+                        .seed = layout_->spec().seed,
+                        .param = run.param,
+                        .param_elem = run.param_elem,
+                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
   }
   return segments;
 }
@@ -179,6 +214,7 @@ void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
                                            .identity_after = after,
                                            .checksum_before = records_[block].checksum,
                                            .grad_scale = order_.grad_scale,
+                                           .pass = pass_,
                                            .segments = Segments(block)});
   tasks_.emplace(task, Running{.block = block});
 }
@@ -205,9 +241,13 @@ absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
     if (!resident) staged_.Drop(update.block);
     return done.status;
   }
-  overflowed_masters_ += done.count;
-  for (const uint32_t group : block_groups_[update.block]) {
-    if (order_.groups[group]) --group_blocks_left_[group];
+  if (pass_ == UpdatePass::kMoments) {
+    norms_[update.block] = done.norms;
+  } else {
+    overflowed_masters_ += done.count;
+    for (const uint32_t group : block_groups_[update.block]) {
+      if (order_.groups[group]) --group_blocks_left_[group];
+    }
   }
   if (resident) {
     records_[update.block].written_step = order_.step;

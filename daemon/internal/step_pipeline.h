@@ -38,6 +38,9 @@ struct PipelineCounters {
 // a worker takes the lowest swapped block that is ready, else the next resident one; a slot goes
 // read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
 // job sees to that.
+//
+// LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
+// and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
  public:
   // Updates of resident blocks in flight, where no other is left: one that runs and one that waits,
@@ -53,7 +56,7 @@ class StepPipeline {
   void Begin(JobIo& io, StepOrder order);
   void Pump(JobIo& io);  // starts what can be started
   bool running() const { return running_; }
-  bool done() const { return running_ && blocks_left_ == 0; }
+  bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
   // No update of the running step touches the group any more.
@@ -99,11 +102,14 @@ class StepPipeline {
   };
 
   Running Take(TaskId task);
+  void BeginPass(UpdatePass pass);
+  void EndMomentsPass();
   void StartUpdate(JobIo& io, uint32_t block);
   void StartReads(JobIo& io);
   bool UpdatesHaveOtherWork() const;
   uint32_t UpdatesMax() const;
   std::vector<UpdateSegment> Segments(uint32_t block) const;
+  bool has_two_passes() const { return layout_->spec().optimizer == protocol::Optimizer::kLamb; }
 
   std::shared_ptr<const protocol::Layout> layout_;
   BlockMap map_;
@@ -120,8 +126,11 @@ class StepPipeline {
   bool running_ = false;
   bool abandoned_ = false;
   StepOrder order_;
-  std::vector<uint32_t> resident_;  // blocks of this step, in order
-  std::vector<uint32_t> to_read_;   // swapped and not read ahead
+  UpdatePass pass_ = UpdatePass::kWhole;
+  std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
+  std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
+  std::vector<uint32_t> resident_;                       // blocks of this step, in order
+  std::vector<uint32_t> to_read_;                        // swapped and not read ahead
   size_t next_resident_ = 0;
   size_t next_read_ = 0;
   uint32_t updating_ = 0;

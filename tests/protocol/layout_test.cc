@@ -102,7 +102,7 @@ TEST(Optimizers, HaveANameAndTheStatesThatTorchNames) {
     const auto exact = StatePlanes(optimizer, Format::kExact, DType::kBFloat16);
     ASSERT_EQ(exact.size(), fp32.size() + 1);
     EXPECT_EQ(exact[0].name, "remainder");
-    EXPECT_EQ(StateBytesPerElem(optimizer, Format::kExact, DType::kBFloat16), 2 + 4 * fp32.size());
+    EXPECT_EQ(StateBytes(optimizer, Format::kExact, DType::kBFloat16, 1), 2 + 4 * fp32.size());
     EXPECT_TRUE(StatePlanes(optimizer, Format::kExact, DType::kFloat32).empty());
   }
   EXPECT_EQ(StatePlanes(Optimizer::kAdamWAmsgrad, Format::kFp32, DType::kFloat32)[2].name,
