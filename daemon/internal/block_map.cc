@@ -100,6 +100,7 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
       const uint64_t elem = std::max(first, param->offset_elems);  // there may be a gap before it
       const uint64_t stop = std::min(last, param->offset_elems + param->elems);
       if (elem >= stop) continue;
+      const auto index = static_cast<uint32_t>(param - params.begin());
       if (!knows_parameters && !runs.empty() && runs.back().group == group &&
           runs.back().param_group == param->param_group) {
         runs.back().elems += stop - elem;
@@ -107,8 +108,8 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
       }
       runs.push_back({.group = group,
                       .param_group = param->param_group,
-                      .param = static_cast<uint32_t>(param - layout_->params().begin()),
-                      .param_elem = elem - param->offset_elems,
+                      .param = knows_parameters ? place.param_begin + index : 0,
+                      .param_elem = knows_parameters ? elem - param->offset_elems : 0,
                       .group_elem = elem,
                       .block_elem = elem - shift - begin,
                       .elems = stop - elem});

@@ -16,8 +16,8 @@ namespace forebay::daemon {
 struct BlockRun {
   uint32_t group = 0;
   uint32_t param_group = 0;
-  uint32_t param = 0;       // of its first element, in the order of the layout
-  uint64_t param_elem = 0;  // first element, from the start of that parameter
+  uint32_t param = 0;       // in the order of the layout, and
+  uint64_t param_elem = 0;  // first element, from the start of it: where a run is in one parameter
   uint64_t group_elem = 0;  // first element, from the start of the padded group
   uint64_t block_elem = 0;  // first element, from the start of the block
   uint64_t elems = 0;

@@ -64,7 +64,8 @@ TEST(Layout, RefusesEveryBrokenRuleByName) {
   EXPECT_THAT(broken([](auto& s) { s.params[0].param_group = kParamGroupsMax; }),
               HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.group_names.pop_back(); }), HasError(ErrorId::kLayout));
-  EXPECT_THAT(broken([](auto& s) { s.dtype = DType::kFloat16; }), HasError(ErrorId::kOption));
+  EXPECT_THAT(broken([](auto& s) { s.dtype = DType::kInt16; }), HasError(ErrorId::kOption));
+  EXPECT_THAT(broken([](auto& s) { s.format = Format::kInt8; }), HasError(ErrorId::kOption));
   EXPECT_THAT(broken([](auto& s) { s.format = Format::kExact; }), HasError(ErrorId::kOption));
 }
 
@@ -94,7 +95,7 @@ TEST(LayoutCodec, RefusesEveryTruncation) {
 }
 
 TEST(Optimizers, HaveANameAndTheStatesThatTorchNames) {
-  for (int number = 1; number <= static_cast<int>(Optimizer::kSgdNesterov); ++number) {
+  for (int number = 1; number <= static_cast<int>(Optimizer::kLamb); ++number) {
     const auto optimizer = static_cast<Optimizer>(number);
     ASSERT_OK_AND_ASSIGN(const Optimizer found, OptimizerFromName(Name(optimizer)));
     EXPECT_EQ(found, optimizer);
@@ -110,6 +111,62 @@ TEST(Optimizers, HaveANameAndTheStatesThatTorchNames) {
   EXPECT_EQ(StatePlanes(Optimizer::kAdagrad, Format::kFp32, DType::kFloat32)[0].name, "sum");
   EXPECT_THAT(OptimizerFromName("adamax"), HasError(ErrorId::kOption));
   EXPECT_EQ(Name(static_cast<Optimizer>(99)), "unknown");
+}
+
+TEST(Formats, HaveANameAndServeTheTypesThatTheySay) {
+  for (const char* name : {"fp32", "exact", "bf16", "int8"}) {
+    ASSERT_OK_AND_ASSIGN(const Format format, FormatFromName(name));
+    EXPECT_EQ(Name(format), name);
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt16}) {
+      const bool wide = format == Format::kFp32 && dtype != DType::kInt16;
+      const bool narrow = format != Format::kFp32 && dtype == DType::kBFloat16;
+      EXPECT_EQ(!StatePlanes(Optimizer::kAdamW, format, dtype).empty(), wide || narrow);
+    }
+  }
+  EXPECT_THAT(FormatFromName("int4"), HasError(ErrorId::kOption));
+}
+
+// The table of what a state costs: image aside, of 1280 elements.
+TEST(Formats, TakeTheBytesOfTheTable) {
+  const auto bytes = [](Format format, DType dtype) {
+    return StateBytes(Optimizer::kAdamW, format, dtype, 1280);
+  };
+  EXPECT_EQ(bytes(Format::kFp32, DType::kFloat32), 1280 * 8);
+  EXPECT_EQ(bytes(Format::kFp32, DType::kBFloat16), 1280 * 12);
+  EXPECT_EQ(bytes(Format::kFp32, DType::kFloat16), 1280 * 12);
+  EXPECT_EQ(bytes(Format::kExact, DType::kBFloat16), 1280 * 10);
+  EXPECT_EQ(bytes(Format::kBf16, DType::kBFloat16), 1280 * 6);
+  EXPECT_EQ(bytes(Format::kInt8, DType::kBFloat16), 1280 * 4 + 2 * 4 * 10);
+  EXPECT_EQ(StateBytes(Optimizer::kLion, Format::kInt8, DType::kBFloat16, 129), 129 * 3 + 2 * 4);
+}
+
+TEST(Formats, Int8StartsEachParameterAndPartitionAtAScale) {
+  LayoutSpec spec = Small();
+  spec.world_size = 3;
+  spec.dtype = DType::kBFloat16;
+  spec.format = Format::kInt8;
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(spec));
+  uint64_t elems = 0;
+  for (const ParamPlace& param : layout.params()) {
+    EXPECT_EQ(param.offset_elems % kScaleElems, 0);
+    elems += param.elems;
+  }
+  EXPECT_EQ(layout.total_elems(), elems);
+  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
+    EXPECT_EQ(layout.partition_elems(group) % kScaleElems, 0);
+  }
+  spec.format = Format::kExact;
+  ASSERT_OK_AND_ASSIGN(const Layout packed, Layout::Create(spec));
+  EXPECT_EQ(packed.total_elems(), elems);
+}
+
+TEST(LayoutCodec, CarriesTheSeed) {
+  LayoutSpec spec = Small();
+  spec.seed = 0xFEDCBA9876543210;
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(spec));
+  ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(bytes));
+  EXPECT_EQ(decoded, spec);
+  EXPECT_THAT(Layout::Difference(Small(), spec), ::testing::HasSubstr("seed"));
 }
 
 TEST(LayoutCodec, SurvivesEveryMutation) {

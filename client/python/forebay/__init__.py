@@ -14,7 +14,7 @@ from .errors import (
     UnavailableError,
     UsageError,
 )
-from .optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from .optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from .options import attach, status, trace
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "AdamW",
     "DataLossError",
     "ForebayError",
+    "Lamb",
     "Lion",
     "ResourceError",
     "TimeoutError_",

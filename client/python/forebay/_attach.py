@@ -32,7 +32,7 @@ def attach(
         raise usage_error(
             "E_OPTION",
             f"the optimizer is {optimizer!r}, none of Forebay's",
-            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD",
+            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
         )
     refuse_attached(model)
     plan = make_plan(model)
@@ -47,7 +47,8 @@ def attach(
         world_size,
         DTYPE_NAMES[plan.dtype],
         optimizer.name,
-        optimizer.format or FORMATS[plan.dtype],
+        _format(optimizer, plan),
+        optimizer.seed,
         [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters],
         plan.group_names,
         grad_arena_bytes,
@@ -87,6 +88,21 @@ def attach(
     bound.clear()  # the last reference to the private values
     _give_back_free_memory()
     return opt
+
+
+def _format(optimizer, plan):
+    formats = FORMATS[plan.dtype]
+    if optimizer.format is not None and optimizer.format not in formats:
+        known = sorted({name for names in FORMATS.values() for name in names})
+        dtype = DTYPE_NAMES[plan.dtype]
+        raise usage_error(
+            "E_OPTION",
+            f"format {optimizer.format!r} does not serve {dtype} parameters"
+            if optimizer.format in known
+            else f"unknown format {optimizer.format!r}",
+            f"{dtype} parameters take {', '.join(formats)}",
+        )
+    return optimizer.format or formats[0]
 
 
 def _leave(attachment):

@@ -13,6 +13,7 @@ import torch
 from .errors import ForebayError, unsupported, usage_error
 
 PIECE_ELEMS = 1 << 20  # states are read back through the client in pieces of this many
+SCALE_ELEMS = 128  # of format int8: elements that share a scale
 GRADIENTS_GONE = {
     "E_NONFINITE",
     "E_OVERFLOW",
@@ -180,8 +181,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
     # ----------------------------------------------------------------------------------- reading
 
     def read_state(self, name):
-        """{plane: tensor} of one parameter: exp_avg, exp_avg_sq, and for format exact its
-        remainder."""
+        """{plane: tensor} of one parameter: its moments under torch's names (those of format int8
+        decoded to float32), and its remainder or master where the format has one."""
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
             raise usage_error(
@@ -189,14 +190,22 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 f"no parameter {name} in the attached model",
                 "model.named_parameters() names them; of a tied one the first name counts",
             )
+        raw = {
+            plane: torch.cat(list(self._pieces(parameter, number)))
+            for number, (plane, _) in enumerate(self._live().planes)
+        }
+        shape, count = parameter.tensor.shape, parameter.tensor.numel()
         return {
-            plane: torch.cat(list(self._pieces(parameter, number))).view(parameter.tensor.shape)
-            for number, plane in enumerate(self._live().plane_names)
+            plane: _decoded(values, raw.get(f"{plane}_scale"))[:count].view(shape)
+            for plane, values in raw.items()
+            if not plane.endswith("_scale")
         }
 
     def _pieces(self, parameter, plane):
-        """One plane of a parameter, read back through the client."""
+        """One plane of a parameter, read back through the client; in whole scales."""
         count = parameter.tensor.numel()
+        if any(elems > 1 for _, elems in self._live().planes):
+            count = -(-count // SCALE_ELEMS) * SCALE_ELEMS
         for begin in range(0, count, PIECE_ELEMS):
             elems = min(PIECE_ELEMS, count - begin)
             yield torch.from_dlpack(
@@ -208,7 +217,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def state_sha256(self):
         """SHA-256 over the model: for each parameter in the model's order its name, a zero byte,
         its bytes, and those of every plane of its state."""
-        planes = range(len(self._live().plane_names))
+        planes = range(len(self._live().planes))
         digest = hashlib.sha256()
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
@@ -296,6 +305,18 @@ def _as_bytes(value):
             f"extra_state is of type {type(value).__name__}, not bytes",
             "pickle.dumps(state), or json.dumps(state).encode()",
         ) from None
+
+
+def _decoded(values, scales):
+    """Values of one plane; codes of format int8 (cpu_adam/update_kernel.h) as float32."""
+    if scales is None:
+        return values
+    byte = torch.arange(SCALE_ELEMS)
+    place = 4 * (byte % 64 // 2) + 2 * (byte // 64) + byte % 2
+    codes = values.view(-1, SCALE_ELEMS)[:, place]
+    if codes.dtype == torch.uint8:  # of roots
+        return (codes.clamp(min=1).float() * scales[:, None]).square().flatten()
+    return (codes.float() * scales[:, None]).flatten()
 
 
 def _strip(handles, guards):

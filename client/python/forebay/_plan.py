@@ -11,8 +11,17 @@ from .errors import unsupported, usage_error
 # The parameters outside of any layer stay one group up to this size; above it, each child has its
 # own.
 ROOT_GROUP_BYTES = 16 << 20
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "exact"}
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Formats of the optimizer's state that serve parameters of a type, the preset first.
+FORMATS = {
+    torch.float32: ("fp32",),
+    torch.bfloat16: ("exact", "bf16", "int8", "fp32"),
+    torch.float16: ("fp32",),
+}
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
 @dataclass(eq=False)
@@ -92,7 +101,7 @@ def _check_tensors(named):
         if tensor.dtype not in FORMATS:
             raise unsupported(
                 f"parameter {parameter.name} is {tensor.dtype}; "
-                "float32 and bfloat16 can be attached",
+                "float32, bfloat16 and float16 can be attached",
                 "model.float() or model.to(torch.bfloat16) before attach",
             )
         if tensor.dtype != first.tensor.dtype:

@@ -14,13 +14,16 @@ class Optimizer:
                    takes gradients.
     max_grad_norm  Clips the norm of the whole gradient at each step, as
                    torch.nn.utils.clip_grad_norm_ would.
-    format         "fp32" (float32 parameters) or "exact" (bfloat16 parameters); None: by the
-                   parameters' type.
+    format         How masters and moments are held (docs/formats.md). float32 and float16
+                   parameters take "fp32"; bfloat16 ones "exact", "bf16" (moments of 16 bits), "int8"
+                   (of 8 bits) or "fp32". None: "fp32", or "exact" for bfloat16.
+    seed           Of the random rounding of "bf16" and "int8" moments; the same on every rank.
     """
 
     max_grad_norm: float | None = None
     format: str | None = None
     params: list | None = None
+    seed: int = 0
 
     hyper_parameters = ("lr", "betas", "eps", "weight_decay")  # what a parameter group may set
 
@@ -125,3 +128,14 @@ class SGD(Optimizer):
         return _floats(
             group["lr"], group["momentum"], group["dampening"], 0.0, group["weight_decay"]
         )
+
+
+@dataclass(frozen=True)
+class Lamb(Optimizer):
+    """LAMB (You et al., arXiv:1904.00962, algorithm 2, with bias correction): each parameter's step
+    is scaled by the norm of the parameter over that of its update. For the rest see Optimizer."""
+
+    lr: float = 1e-3
+    betas: tuple = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 1e-2

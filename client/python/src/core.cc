@@ -59,6 +59,10 @@ nb::dlpack::dtype DlpackType(DType dtype) {
       return {static_cast<uint8_t>(Code::Bfloat), 16, 1};
     case DType::kInt16:
       return {static_cast<uint8_t>(Code::Int), 16, 1};
+    case DType::kInt8:
+      return {static_cast<uint8_t>(Code::Int), 8, 1};
+    case DType::kUInt8:
+      return {static_cast<uint8_t>(Code::UInt), 8, 1};
   }
   return {};
 }
@@ -118,7 +122,7 @@ class PyAttachment {
 
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
                     uint32_t world_size, const std::string& dtype, const std::string& optimizer,
-                    const std::string& format, const std::vector<ParamTuple>& params,
+                    const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
                     const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
                     uint64_t extra_state_bytes, double timeout) {
   client::AttachOptions options{
@@ -129,6 +133,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                  .dtype = Take(DTypeFromName(dtype)),
                  .optimizer = Take(protocol::OptimizerFromName(optimizer)),
                  .format = Take(protocol::FormatFromName(format)),
+                 .seed = seed,
                  .params = {},
                  .group_names = group_names},
       .grad_arena_bytes = grad_arena_bytes,
@@ -159,14 +164,16 @@ nb::list ParamOffsets(PyAttachment& self) {
   return offsets;
 }
 
-nb::list PlaneNames(PyAttachment& self) {
+// (name, elements that share a value) of each plane of a state.
+nb::list Planes(PyAttachment& self) {
   const protocol::LayoutSpec& spec = self->layout().spec();
-  nb::list names;
+  nb::list planes;
   for (const protocol::Plane& plane :
        protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
-    names.append(nb::str(plane.name.data(), plane.name.size()));
+    planes.append(
+        nb::make_tuple(nb::str(plane.name.data(), plane.name.size()), plane.elems_per_value));
   }
-  return names;
+  return planes;
 }
 
 nb::list TraceGroups(PyAttachment& self) {
@@ -230,7 +237,8 @@ View ReadState(PyAttachment& self, uint32_t group, uint32_t plane, uint64_t offs
                                                   elems, " elements of ", padded)));
   }
   const DType dtype = planes[plane].dtype;
-  auto bytes = std::make_shared<std::vector<std::byte>>(elems * SizeBytes(dtype));
+  auto bytes =
+      std::make_shared<std::vector<std::byte>>(protocol::PlaneBytes(planes[plane], elems));
   Check(WithoutGil([&] {
     return self->ReadState({.group = group, .plane = plane, .element_offset = offset}, *bytes,
                            TimeoutOf(timeout));
@@ -269,7 +277,7 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
-      .def_prop_ro("plane_names", &PlaneNames)
+      .def_prop_ro("planes", &Planes)
       .def("image_dlpack",
            [](PyAttachment& self) {
              return MakeView(self->image(), self.dtype(), self->image_owner());
@@ -318,7 +326,7 @@ NB_MODULE(_core, module) {
   BindAdmin(module);
   BindAttachment(module);
   module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
-             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
+             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"),
              nb::arg("params"), nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0,
              nb::arg("extra_state_bytes") = 65536, nb::arg("timeout") = 60.0);
 }

@@ -112,7 +112,7 @@ def test_two_ranks_step_as_torch_does(core_node, job):
             # One float32 rounding of another order per operation: 8 ulp of a value of about 1.
             torch.testing.assert_close(image[: p.numel()], p.detach(), rtol=0, atol=1e-6)
     for group, p in enumerate(model):
-        for plane, name in enumerate(ranks[0].plane_names):
+        for plane, name in enumerate(name for name, _ in ranks[0].planes):
             state = torch.from_dlpack(ranks[0].read_state(group, plane, 0, p.numel()))
             torch.testing.assert_close(state, reference.state[p][name], rtol=1e-5, atol=1e-7)
     counters = ranks[0].counters()
@@ -126,7 +126,7 @@ def test_two_ranks_step_as_torch_does(core_node, job):
 def test_exact_states_have_their_planes_dtypes(core_node, job):
     session = attach(core_node, job, dtype="bfloat16", format="exact")
     write_all(session, torch.bfloat16)
-    assert session.plane_names == ["remainder", "exp_avg", "exp_avg_sq"]
+    assert session.planes == [("remainder", 1), ("exp_avg", 1), ("exp_avg_sq", 1)]
     dtypes = [torch.from_dlpack(session.read_state(0, plane, 3, 20)).dtype for plane in range(3)]
     assert dtypes == [torch.int16, torch.float32, torch.float32]
 

@@ -115,7 +115,7 @@ class Attachment:
         self.writes_initial = False
         self.groups = list(zip(job.image_offsets, job.elems, job.padded))
         self.param_offsets = list(job.offsets)
-        self.plane_names = PLANES[job.format]
+        self.planes = [(name, 1) for name in PLANES[job.format]]
         self.committed_step = job.committed_step
         self.extra_state = job.extra_state.get(rank, b"")
         self.leases = {}
@@ -223,7 +223,7 @@ class Attachment:
 
     def read_state(self, group, plane, offset, elems, _timeout=0):
         job = self.job
-        name = self.plane_names[plane]
+        name = self.planes[plane][0]
         if name == "remainder":
             rest = job.masters[group].view(torch.int32) - (
                 job.images[group].view(torch.int16).int() << 16
@@ -264,6 +264,7 @@ def attach(
     dtype,
     optimizer,
     format_,
+    _seed,
     params,
     group_names,
     _grad_arena_bytes,

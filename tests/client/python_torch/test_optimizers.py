@@ -1,6 +1,6 @@
 # Goal    Each optimizer of the package does what the class of torch of the same name does, element
-#         by element, for every option; Lion does what its paper says; `exact` serves the rounding of
-#         what `fp32` holds.
+#         by element, for every option; Lion and LAMB do what their papers say; `exact` serves the
+#         rounding of what `fp32` holds.
 # Method  Losses that are linear in the parameters, so that every step has the same gradients on both
 #         sides; on the real daemon. Compare parameters and states with the bound derived below, the
 #         two formats bit by bit.
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 STEPS = 5
 LR = 0.01
-NOT_TORCHS = ("max_grad_norm", "format", "params")
+NOT_TORCHS = ("max_grad_norm", "format", "params", "seed")
 OPTIMIZERS = [
     forebay.AdamW(lr=LR),
     forebay.AdamW(lr=LR, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, amsgrad=True),
@@ -32,6 +32,8 @@ OPTIMIZERS = [
     forebay.SGD(lr=LR, momentum=0.9, weight_decay=0.1, nesterov=True),
     forebay.Lion(lr=LR),
     forebay.Lion(lr=LR, betas=(0.8, 0.9), weight_decay=0.1),
+    forebay.Lamb(lr=LR),
+    forebay.Lamb(lr=LR, betas=(0.8, 0.9), weight_decay=0.1),
 ]
 
 
@@ -60,14 +62,37 @@ class Lion(torch.optim.Optimizer):
                 self.state[p]["exp_avg"] = beta2 * m + (1 - beta2) * g
 
 
+class Lamb(torch.optim.Optimizer):
+    """arXiv:1904.00962, algorithm 2, with bias correction and phi the identity, in double."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                zero = torch.zeros_like(p, dtype=torch.float64)
+                t = state["t"] = state.get("t", 0) + 1
+                g, w = p.grad.double(), p.double()
+                m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + (1 - beta1) * g
+                v = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g * g
+                state["exp_avg_sq"] = v
+                u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
+                u = u + group["weight_decay"] * w
+                p.copy_(w - group["lr"] * w.norm() / u.norm() * u)
+
+
 def torchs(optimizer, parameters):
     options = {
         key: value
         for key, value in dataclasses.asdict(optimizer).items()
         if key not in NOT_TORCHS
     }
-    if isinstance(optimizer, forebay.Lion):
-        return Lion(parameters, **options)
+    if isinstance(optimizer, (forebay.Lion, forebay.Lamb)):
+        return (Lion if isinstance(optimizer, forebay.Lion) else Lamb)(parameters, **options)
     return getattr(torch.optim, type(optimizer).__name__)(parameters, **options)
 
 
