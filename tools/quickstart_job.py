@@ -23,7 +23,8 @@ import report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 2
-DRAM = "700MiB"  # below the 12 bytes a parameter that parameters and moments take
+DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and moments take
+RESIDENT_SHARE = 0.12  # of the states, in that much
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
 # Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
 # small machine always has reads to do beside the writes.
@@ -39,6 +40,15 @@ def parse_args():
     )
     parser.add_argument("--smoke", action="store_true", help="25 steps of half the text")
     parser.add_argument("--steps", type=int, help="that many steps")
+    parser.add_argument(
+        "--optimizer", choices=list(claims_of.MOMENTS), default="adamw", help="of Forebay's runs"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["fp32", *claims_of.NARROW],
+        default="fp32",
+        help="of their states; all but fp32 train bfloat16 parameters",
+    )
     parser.add_argument("--seed", type=int, default=1611, help="of model and data")
     parser.add_argument(
         "--kill-seed", type=int, help="draws the rank, step and group of the kill; default: random"
@@ -102,10 +112,23 @@ def inside(run, args, work, command):
     """The command beside a private daemon, and a watch of it that writes node.json."""
     swap = work / "swap"
     swap.mkdir(parents=True, exist_ok=True)
-    flags = [f"--dram={DRAM}", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
+    flags = [f"--dram={dram_mib(args)}MiB", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
     flags += [f"--set={setting}" for setting in SETTINGS]
     watch = [sys.executable, "tools/quickstart_watch.py", args.forebay, run.out]
     return [args.forebay, "run", *flags, "--", *watch, *command]
+
+
+def dram_mib(args):
+    """What leaves the same share of the states on swap as fp32 has in DRAM_MIB."""
+    saved = 4 - claims_of.image_width(args.format)
+    saved += RESIDENT_SHARE * (claims_of.MOMENT_BYTES - claims_of.state_width(args))
+    return DRAM_MIB - round(saved * claims_of.PARAMS_LEAST / 2**20)
+
+
+def chosen(args):
+    """Flags of the training script for optimizer and format."""
+    dtype = "fp32" if args.format == "fp32" else "bf16"
+    return [f"--optimizer={args.optimizer}", f"--dtype={dtype}", f"--format={args.format}"]
 
 
 def draw_kill(args, out):
@@ -126,13 +149,14 @@ def train_all(args, work):
     plain.start(torchrun(plain, args, "--plain"))
 
     flags = [f"--timeline={args.steps}", f"--sha={forebay.out / 'sha.json'}"]
-    flags += [f"--save={ROOT / args.model}", "--sample=200"]
+    flags += [f"--save={ROOT / args.model}", "--sample=200", *chosen(args)]
     forebay.start(inside(forebay, args, work, torchrun(forebay, args, *flags)))
 
     killed.kill = draw_kill(args, forebay.out)
     flags = [
         f"--sha={killed.out / 'sha.json'}",
         "--kill={rank}:{step}:{groups}".format(**killed.kill),
+        *chosen(args),
     ]
     killed.start(inside(killed, args, work, torchrun(killed, args, *flags)))
 

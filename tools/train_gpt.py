@@ -24,6 +24,19 @@ import train_support as support
 
 VOCAB = 256  # bytes
 
+# By name: the class of forebay, its options, its preset learning rate.
+OPTIMIZERS = {
+    "adamw": ("AdamW", {}, 3e-4),
+    "adam": ("Adam", {}, 3e-4),
+    "adamw_amsgrad": ("AdamW", {"amsgrad": True}, 3e-4),
+    "adam_amsgrad": ("Adam", {"amsgrad": True}, 3e-4),
+    "adagrad": ("Adagrad", {}, 3e-3),
+    "lion": ("Lion", {}, 1e-4),
+    "sgd": ("SGD", {"momentum": 0.9}, 0.1),
+    "sgd_nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}, 0.1),
+    "lamb": ("Lamb", {}, 5e-3),
+}
+
 
 class Attention(nn.Module):
     """Causal self-attention of several heads."""
@@ -96,12 +109,15 @@ def parse_args(argv=None):
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--lr", type=float, help="learning rate; default: the optimizer's own")
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
     parser.add_argument("--seed", type=int, default=1611)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(
-        "--format", choices=["fp32", "exact"], help="state format; default: by dtype"
+        "--format",
+        choices=["fp32", "exact", "bf16", "int8"],
+        help="state format; default: by dtype (docs/formats.md)",
     )
     parser.add_argument(
         "--text", default="kjv.txt", help="the text; made by `bible` where the file is missing"
@@ -129,7 +145,9 @@ def parse_args(argv=None):
         action="store_true",
         help="compare all states with the scalar reference on the same gradients (bf16, exact)",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.lr = OPTIMIZERS[args.optimizer][2] if args.lr is None else args.lr
+    return args
 
 
 def loss_of(model, tokens):
@@ -173,7 +191,9 @@ def train(args):
         net = nn.parallel.DistributedDataParallel(model)
         opt = torch.optim.AdamW(model.parameters(), lr=args.lr)
     else:
-        opt = forebay.attach(model, forebay.AdamW(lr=args.lr, format=args.format))
+        name, options, _ = OPTIMIZERS[args.optimizer]
+        optimizer = getattr(forebay, name)(lr=args.lr, format=args.format, **options)
+        opt = forebay.attach(model, optimizer)
     meter = support.Meter(opt, rank)
 
     start = support.restore(getattr(opt, "extra_state", None), batches)

@@ -27,7 +27,7 @@ GROUPS = ["embed", "head"]
 
 def attach(socket, job, rank=0, world_size=1, dtype="float32", format="fp32", timeout=30.0):
     return core.attach(
-        socket, job, rank, world_size, dtype, "adamw", format, PARAMS, GROUPS, 0, 4096, timeout
+        socket, job, rank, world_size, dtype, "adamw", format, 0, PARAMS, GROUPS, 0, 4096, timeout
     )
 
 

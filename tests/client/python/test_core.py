@@ -141,7 +141,7 @@ def test_errors_have_a_family_code_hint_and_say_whether_to_retry(core_node, job,
         attach(core_node, job, dtype="int8")
     assert caught.value.code == "E_OPTION" and not caught.value.retryable
     with pytest.raises(core.UsageError) as caught:
-        attach(core_node, job, dtype="bfloat16", format="fp32")
+        attach(core_node, job, dtype="float16", format="exact")
     assert caught.value.code == "E_OPTION"
     session = attach(core_node, job, 0, 2)
     with pytest.raises(TimeoutError) as caught:
