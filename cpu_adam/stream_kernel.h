@@ -9,15 +9,30 @@
 
 namespace forebay::cpu_adam {
 
-// Elements of one chunk of a sum of squares; all chunks but the last are whole.
+// Elements of one chunk of a sum of squares; all chunks but the last are whole. A chunk is summed
+// in runs, the last of which may be short, and a run in lanes.
 inline constexpr size_t kSumChunkElems = 4096;
+inline constexpr size_t kSumRunElems = 512;
 inline constexpr size_t kSumLanes = 32;
 
-// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks. Lane j of
-// a chunk adds the squares of its elements j, j + 32, j + 64, … in this order (each square is
-// exact); then lane j adds lane j + 16, then j + 8, 4, 2, 1. A sum is finite if and only if every
-// element of its chunk is. square_sum.h joins chunks to a total that does not depend on their
-// order.
+// Between these a chunk's sum stands as float32 made it.
+inline constexpr double kFloatSumMin = 0x1p-100, kFloatSumMax = 0x1p100;
+
+// Writes one sum of squares, in double, for each of the ceil(n / kSumChunkElems) chunks, which
+// depends on the elements of the chunk alone:
+//
+//   lane j of a run, from 0 on: in float32, lane = fma(g, g, lane) for its elements j, j + 32, …
+//   in double, lane j adds lane j + 16, then j + 8; the 8 results are added to those of the runs
+//   before; at the end result j adds result j + 4, then 2, 1.
+//
+// If this is not from kFloatSumMin to kFloatSumMax (overflow, underflow, zero, NaN), the chunk is
+// summed again: in double, lane j adds the squares of elements j, j + 32, … of the chunk (each
+// square is exact); then lane j adds lane j + 16, then j + 8, 4, 2, 1.
+//
+// A sum is finite if and only if every element of its chunk is. Its relative error is at most
+// 1.001·2⁻²⁰: 16 roundings of 2⁻²⁴ each in a lane, where all terms have one sign; those in double
+// and what is lost below 2⁻¹²⁶, 4096·2⁻¹⁵⁰ beside 2⁻¹⁰⁰, come to less than 2⁻³⁷. square_sum.h joins
+// chunks to a total that does not depend on their order.
 void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums);
 
 // dst[i] = src[i] in the type of src, and the sums of ChunkSquareSums of what was written: each
@@ -33,7 +48,8 @@ enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };
 // dst[i] = src[i] (kSet: the first rank) or dst[i] + src[i] (kAdd), in float32.
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 
-// dst = src as bfloat16, to nearest, ties away from zero: the rounding of `exact`.
+// dst = src as bfloat16, to nearest, ties away from zero: the rounding of `exact`. The stores of
+// this, its inverse and kSet bypass the cache where dst is long and aligned to 64 bytes.
 void RoundToBf16(size_t n, const float* src, uint16_t* dst);
 void WidenBf16(size_t n, const uint16_t* src, float* dst);
 

@@ -30,6 +30,13 @@ using DI16 = hn::RebindToSigned<DU16>;
 using V = hn::Vec<D>;
 using VU = hn::Vec<DU>;
 
+constexpr size_t kLineBytes = 64;
+// A processor reads few streams slower than many: a pass over one array goes over as many places of
+// it at once.
+constexpr size_t kPlaces = 4;
+constexpr size_t kPlaceElems = 512;  // at one place before the next: whole vectors of any target
+constexpr size_t kBypassElems = size_t{1} << 18;  // from here on what is written outgrows a cache
+
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
 template <class Float>
 HWY_INLINE hn::Vec<Float> WidenAt(Float df, const uint16_t* from) {
@@ -41,6 +48,12 @@ HWY_INLINE hn::Vec<Float> WidenAt(Float df, const uint16_t* from) {
 template <class Float>
 HWY_INLINE hn::Vec<Float> WidenAt(Float df, const hwy::float16_t* from) {
   return hn::PromoteTo(df, hn::LoadU(hn::Rebind<hwy::float16_t, Float>(), from));
+}
+
+HWY_INLINE V LoadFloats(const float* from) { return hn::LoadU(D(), from); }
+template <class Half>
+HWY_INLINE V LoadFloats(const Half* from) {
+  return WidenAt(D(), from);
 }
 
 #if !HWY_HAVE_SCALABLE
@@ -74,7 +87,7 @@ HWY_INLINE void AddRows(const T* from, size_t rows, double* lanes) {
 }
 
 template <class T>
-double SumChunk(const T* from, size_t n) {
+HWY_NOINLINE double SumChunkInDouble(const T* from, size_t n) {
   HWY_ALIGN double lanes[kSumLanes] = {};
   const size_t rows = n / kSumLanes;
   AddRows(from, rows, lanes);
@@ -89,9 +102,117 @@ double SumChunk(const T* from, size_t n) {
   return lanes[0];
 }
 
+// The lanes of one run in float32, in whatever order suits the type until they are stored.
+template <class T>
+struct FloatLanes {
+  static constexpr size_t kVectors = kSumLanes * sizeof(float) / HWY_MAX_BYTES;
+  V sums[kVectors];
+
+  HWY_INLINE void AddRow(const T* row) {
+    HWY_UNROLL(8)
+    for (size_t k = 0; k < kVectors; ++k) {
+      const V value = LoadFloats(row + k * hn::Lanes(D()));
+      sums[k] = hn::MulAdd(value, value, sums[k]);
+    }
+  }
+
+  HWY_INLINE void Store(float* lanes) const {
+    HWY_UNROLL(8)
+    for (size_t k = 0; k < kVectors; ++k) hn::Store(sums[k], D(), lanes + k * hn::Lanes(D()));
+  }
+};
+
+// Even and odd elements of bfloat16 apart: they are widened where they are.
+template <>
+struct FloatLanes<uint16_t> {
+  static constexpr size_t kVectors = kSumLanes * sizeof(float) / HWY_MAX_BYTES;
+  V sums[kVectors];
+
+  HWY_INLINE void AddRow(const uint16_t* row) {
+    const DU du;
+    HWY_UNROLL(8)
+    for (size_t k = 0; k < kVectors; k += 2) {
+      const VU both = hn::BitCast(du, hn::LoadU(DU16(), row + k * hn::Lanes(du)));
+      const V even = hn::BitCast(D(), hn::ShiftLeft<16>(both));
+      const V odd = hn::BitCast(D(), hn::And(both, hn::Set(du, 0xFFFF0000u)));
+      sums[k] = hn::MulAdd(even, even, sums[k]);
+      sums[k + 1] = hn::MulAdd(odd, odd, sums[k + 1]);
+    }
+  }
+
+  HWY_INLINE void Store(float* lanes) const {
+    HWY_UNROLL(8)
+    for (size_t k = 0; k < kVectors; k += 2) {
+      hn::StoreInterleaved2(sums[k], sums[k + 1], D(), lanes + k * hn::Lanes(D()));
+    }
+  }
+};
+
+// Adds the lanes of one run of up to kSumRunElems elements to the 8 sums of a chunk.
+template <class T>
+HWY_INLINE void AddSquares(const T* from, size_t n, double* sums) {
+  const DD d;
+  FloatLanes<T> run;
+  HWY_UNROLL(8)
+  for (V& sum : run.sums) sum = hn::Zero(D());
+  const size_t rows = n / kSumLanes;
+  for (size_t row = 0; row < rows; ++row) run.AddRow(from + row * kSumLanes);
+  if (const size_t rest = n % kSumLanes; rest != 0) {
+    HWY_ALIGN T last[kSumLanes] = {};  // zeros add nothing
+    for (size_t i = 0; i < rest; ++i) last[i] = from[rows * kSumLanes + i];
+    run.AddRow(last);
+  }
+  HWY_ALIGN float lanes[kSumLanes];
+  run.Store(lanes);
+  for (size_t j = 0; j < 8; j += kDoubles) {
+    const auto first = hn::Add(LoadDoubles(lanes + j), LoadDoubles(lanes + j + 16));
+    const auto second = hn::Add(LoadDoubles(lanes + j + 8), LoadDoubles(lanes + j + 24));
+    hn::Store(hn::Add(hn::Load(d, sums + j), hn::Add(first, second)), d, sums + j);
+  }
+}
+
+// The sum of a chunk out of those of its runs.
+template <class T>
+HWY_INLINE double SumOfRuns(const double* sums, const T* from, size_t n) {
+  const double first = (sums[0] + sums[4]) + (sums[2] + sums[6]);
+  const double sum = first + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+  if (HWY_LIKELY(sum >= kFloatSumMin && sum <= kFloatSumMax)) return sum;
+  return SumChunkInDouble(from, n);
+}
+
+template <class T>
+HWY_INLINE double SumChunk(const T* from, size_t n) {
+  HWY_ALIGN double sums[8] = {};
+  size_t begin = 0;
+  for (; begin + kSumRunElems <= n; begin += kSumRunElems) {
+    AddSquares(from + begin, kSumRunElems, sums);
+  }
+  if (begin < n) AddSquares(from + begin, n - begin, sums);
+  return SumOfRuns(sums, from, n);
+}
+
+// Whole chunks `apart` elements from each other at once.
+template <class T>
+void SumChunksAtPlaces(const T* from, size_t apart, size_t chunks_apart, double* chunk_sums) {
+  HWY_ALIGN double sums[kPlaces][8] = {};
+  for (size_t begin = 0; begin < kSumChunkElems; begin += kSumRunElems) {
+    for (size_t p = 0; p < kPlaces; ++p) {
+      AddSquares(from + p * apart + begin, kSumRunElems, sums[p]);
+    }
+  }
+  for (size_t p = 0; p < kPlaces; ++p) {
+    chunk_sums[p * chunks_apart] = SumOfRuns(sums[p], from + p * apart, kSumChunkElems);
+  }
+}
+
 template <class T>
 void SumChunks(size_t n, const T* from, double* chunk_sums) {
-  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+  const size_t chunks_apart = n / kSumChunkElems / kPlaces;
+  const size_t apart = chunks_apart * kSumChunkElems;
+  for (size_t c = 0; c < chunks_apart; ++c) {
+    SumChunksAtPlaces(from + c * kSumChunkElems, apart, chunks_apart, chunk_sums + c);
+  }
+  for (size_t begin = kPlaces * apart; begin < n; begin += kSumChunkElems) {
     const size_t elems = HWY_MIN(kSumChunkElems, n - begin);
     chunk_sums[begin / kSumChunkElems] = SumChunk(from + begin, elems);
   }
@@ -195,12 +316,6 @@ bool SimdAllFinite(size_t n, Gradient g) {
   return AllBelow(DI16(), n, static_cast<const int16_t*>(g.data), int16_t{0x7FFF}, infinity);
 }
 
-HWY_INLINE V LoadFloats(const float* from) { return hn::LoadU(D(), from); }
-template <class Half>
-HWY_INLINE V LoadFloats(const Half* from) {
-  return WidenAt(D(), from);
-}
-
 HWY_INLINE float WidenOne(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;
   float value;
@@ -212,15 +327,65 @@ HWY_INLINE float WidenOne(const hwy::float16_t& half) {
   return hn::GetLane(WidenAt(hn::CappedTag<float, 1>(), &half));
 }
 
-template <bool kAdd, class T>
-void AddRun(size_t n, const T* src, float* dst) {
+// Whether an output of n elements goes past the cache: it must begin on a line.
+bool Bypasses(size_t n, const void* dst) {
+  return n >= kBypassElems && reinterpret_cast<uintptr_t>(dst) % kLineBytes == 0;
+}
+
+template <bool kBypass, class DV, class T>
+HWY_INLINE void Put(hn::Vec<DV> value, DV d, T* to) {
+  if constexpr (kBypass) {
+    hn::Stream(value, d, to);
+  } else {
+    hn::StoreU(value, d, to);
+  }
+}
+
+// Four vectors at once, read before the first is written: a line that bypasses the cache must not
+// be written in two pieces.
+template <bool kAdd, bool kBypass, class T>
+size_t AddQuads(size_t n, const T* src, float* dst) {
   const D d;
   const size_t lanes = hn::Lanes(d);
   size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    V value = LoadFloats(src + i);
-    if constexpr (kAdd) value = hn::Add(hn::LoadU(d, dst + i), value);
-    hn::StoreU(value, d, dst + i);
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    V v0 = LoadFloats(src + i), v1 = LoadFloats(src + i + lanes);
+    V v2 = LoadFloats(src + i + 2 * lanes), v3 = LoadFloats(src + i + 3 * lanes);
+    if constexpr (kAdd) {
+      v0 = hn::Add(hn::LoadU(d, dst + i), v0);
+      v1 = hn::Add(hn::LoadU(d, dst + i + lanes), v1);
+      v2 = hn::Add(hn::LoadU(d, dst + i + 2 * lanes), v2);
+      v3 = hn::Add(hn::LoadU(d, dst + i + 3 * lanes), v3);
+    }
+    Put<kBypass>(v0, d, dst + i);
+    Put<kBypass>(v1, d, dst + i + lanes);
+    Put<kBypass>(v2, d, dst + i + 2 * lanes);
+    Put<kBypass>(v3, d, dst + i + 3 * lanes);
+  }
+  return i;
+}
+
+// A long widening, up to the last elements.
+template <class T>
+size_t WidenAtPlaces(size_t n, const T* src, float* dst) {
+  const size_t apart = n / (kPlaces * kPlaceElems) * kPlaceElems;
+  for (size_t begin = 0; begin < apart; begin += kPlaceElems) {
+    for (size_t p = 0; p < kPlaces; ++p) {
+      const size_t i = p * apart + begin;
+      AddQuads<false, true>(kPlaceElems, src + i, dst + i);
+    }
+  }
+  hwy::FlushStream();
+  return kPlaces * apart;
+}
+
+template <bool kAdd, class T>
+void AddRun(size_t n, const T* src, float* dst) {
+  size_t i = 0;
+  if (!kAdd && Bypasses(n, dst)) {
+    i = WidenAtPlaces(n, src, dst);
+  } else {
+    i = AddQuads<kAdd, false>(n, src, dst);
   }
   for (; i < n; ++i) {
     if constexpr (kAdd) {
@@ -248,23 +413,49 @@ void SimdAddGradient(size_t n, Gradient g, AddMode mode, float* dst) {
 
 void SimdWidenBf16(size_t n, const uint16_t* src, float* dst) { AddRun<false>(n, src, dst); }
 
+HWY_INLINE hn::Vec<DU16> UpperHalves(VU low, VU high) {
+  const DU16 d;
+  return hn::ConcatOdd(d, hn::BitCast(d, high), hn::BitCast(d, low));
+}
+
+HWY_INLINE hn::Vec<DU16> LowerHalves(VU low, VU high) {
+  const DU16 d;
+  return hn::ConcatEven(d, hn::BitCast(d, high), hn::BitCast(d, low));
+}
+
+HWY_INLINE VU LoadBits(const float* from) { return hn::BitCast(DU(), hn::LoadU(D(), from)); }
+
+// Four vectors at once, for the reason above.
+template <bool kRemainder, bool kBypass>
+size_t SplitQuads(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
+  const DU16 du16;
+  const size_t lanes = hn::Lanes(DU());
+  const VU half = hn::Set(DU(), 0x8000u);
+  size_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    const VU b0 = LoadBits(w + i), b1 = LoadBits(w + i + lanes);
+    const VU b2 = LoadBits(w + i + 2 * lanes), b3 = LoadBits(w + i + 3 * lanes);
+    const auto first = UpperHalves(hn::Add(b0, half), hn::Add(b1, half));
+    const auto second = UpperHalves(hn::Add(b2, half), hn::Add(b3, half));
+    Put<kBypass>(first, du16, param + i);
+    Put<kBypass>(second, du16, param + i + 2 * lanes);
+    if constexpr (kRemainder) {
+      auto* const low = reinterpret_cast<uint16_t*>(remainder) + i;
+      Put<kBypass>(LowerHalves(b0, b1), du16, low);
+      Put<kBypass>(LowerHalves(b2, b3), du16, low + 2 * lanes);
+    }
+  }
+  return i;
+}
+
 template <bool kRemainder>
 void SplitRun(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  const DU du;
-  const DU16 du16;
-  const size_t lanes = hn::Lanes(du);
-  const VU half = hn::Set(du, 0x8000u);
   size_t i = 0;
-  for (; i + 2 * lanes <= n; i += 2 * lanes) {
-    const VU b0 = hn::BitCast(du, hn::LoadU(D(), w + i));
-    const VU b1 = hn::BitCast(du, hn::LoadU(D(), w + i + lanes));
-    hn::StoreU(hn::ConcatOdd(du16, hn::BitCast(du16, hn::Add(b1, half)),
-                             hn::BitCast(du16, hn::Add(b0, half))),
-               du16, param + i);
-    if constexpr (kRemainder) {
-      hn::StoreU(hn::ConcatEven(du16, hn::BitCast(du16, b1), hn::BitCast(du16, b0)), du16,
-                 reinterpret_cast<uint16_t*>(remainder + i));
-    }
+  if (!kRemainder && Bypasses(n, param)) {
+    i = SplitQuads<kRemainder, true>(n, w, param, remainder);
+    hwy::FlushStream();
+  } else {
+    i = SplitQuads<kRemainder, false>(n, w, param, remainder);
   }
   for (; i < n; ++i) {
     uint32_t bits;

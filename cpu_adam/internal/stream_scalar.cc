@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "cpu_adam/internal/float16.h"
@@ -22,18 +23,42 @@ float LoadGrad(Gradient g, size_t i) {
   return g.type == GradType::kFp16 ? WidenFp16(bits) : Widen(bits);
 }
 
+double SumChunkInFloat(size_t begin, size_t end, Gradient g) {
+  double sums[8] = {};
+  for (size_t run = begin; run < end; run += kSumRunElems) {
+    float lanes[kSumLanes] = {};
+    for (size_t i = run; i < std::min(end, run + kSumRunElems); ++i) {
+      const float value = LoadGrad(g, i);
+      float& lane = lanes[(i - run) % kSumLanes];
+      lane = std::fma(value, value, lane);
+    }
+    const auto pair = [&lanes](size_t j) { return double{lanes[j]} + double{lanes[j + 16]}; };
+    for (size_t j = 0; j < 8; ++j) sums[j] += pair(j) + pair(j + 8);
+  }
+  for (size_t width = 4; width > 0; width /= 2) {
+    for (size_t j = 0; j < width; ++j) sums[j] += sums[j + width];
+  }
+  return sums[0];
+}
+
+double SumChunkInDouble(size_t begin, size_t end, Gradient g) {
+  double lanes[kSumLanes] = {};
+  for (size_t i = begin; i < end; ++i) {
+    const double value = LoadGrad(g, i);
+    lanes[(i - begin) % kSumLanes] += value * value;  // the product is exact
+  }
+  for (size_t width = kSumLanes / 2; width > 0; width /= 2) {
+    for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
 void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
   for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
     const size_t end = std::min(n, begin + kSumChunkElems);
-    double lanes[kSumLanes] = {};
-    for (size_t i = begin; i < end; ++i) {
-      const double value = LoadGrad(g, i);
-      lanes[(i - begin) % kSumLanes] += value * value;  // the product is exact
-    }
-    for (size_t width = kSumLanes / 2; width > 0; width /= 2) {
-      for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-    }
-    chunk_sums[begin / kSumChunkElems] = lanes[0];
+    double sum = SumChunkInFloat(begin, end, g);
+    if (!(sum >= kFloatSumMin && sum <= kFloatSumMax)) sum = SumChunkInDouble(begin, end, g);
+    chunk_sums[begin / kSumChunkElems] = sum;
   }
 }
 

@@ -31,16 +31,50 @@ TEST(SquareSum, OfSmallIntegersIsExact) {
   EXPECT_EQ(sum.ToDouble(), 100.0 * 328350.0);  // sum of i² below 100 is 328350
 }
 
-// A chunk's lane adds 128 squares, the tree 5 more times: at most 133 roundings of 2^-53 relative,
+// The sum on every target beside one in long double.
+void ExpectNear(const std::vector<float>& grad, double relative) {
+  TargetGuard target;
+  for (const std::string& name : SupportedTargets()) {
+    target.Force(name);
+    const SquareSum sum = SumSquaresAndFinite(grad.size(), {grad.data(), GradType::kFp32});
+    long double expected = 0;
+    for (const float g : grad) expected += static_cast<long double>(g) * g;
+    EXPECT_NEAR(sum.ToDouble(), static_cast<double>(expected),
+                static_cast<double>(expected) * relative)
+        << name;
+  }
+}
+
+// In double a lane adds 128 squares, the tree 5 more times: at most 133 roundings of 2^-53 each,
 // all terms positive; joining is exact and ToDouble() cuts once more (2^-52). 2^-45 is above the
-// sum of both.
-TEST(SquareSum, AgreesWithAMorePreciseSum) {
-  const AdamData data(100003, kSeed);
-  const SquareSum sum = SumSquaresAndFinite(data.grad.size(), {data.grad.data(), GradType::kFp32});
-  long double expected = 0;
-  for (const float g : data.grad) expected += static_cast<long double>(g) * g;
-  EXPECT_NEAR(sum.ToDouble(), static_cast<double>(expected),
-              static_cast<double>(expected) * 0x1p-45);
+// sum of both. Every chunk has a gradient of 1e25.
+TEST(SquareSum, OfHugeGradientsAgreesWithAMorePreciseSum) {
+  std::vector<float> grad = AdamData(100003, kSeed).grad;
+  for (size_t i = 0; i < grad.size(); i += kSumChunkElems) grad[i] = 1e25f;
+  ExpectNear(grad, 0x1p-45);
+}
+
+TEST(SquareSum, OfTinyGradientsAgreesWithAMorePreciseSum) {
+  std::vector<float> grad = AdamData(100003, kSeed).grad;
+  for (float& g : grad) g = std::clamp(g, -1.0f, 1.0f) * 1e-20f;
+  ExpectNear(grad, 0x1p-45);
+}
+
+// The bound of stream_kernel.h.
+TEST(SquareSum, OfPlausibleGradientsAgreesWithAMorePreciseSum) {
+  std::vector<float> grad = AdamData(100003, kSeed).grad;
+  for (float& g : grad) g = std::clamp(g, -10.0f, 10.0f);
+  ExpectNear(grad, 1.001 * 0x1p-20);
+}
+
+// Beside the range where float32 stands, and inside it, up to where a lane overflows.
+TEST(SquareSum, KeepsItsBoundAtEveryMagnitude) {
+  const AdamData data(kSumChunkElems + 77, kSeed);
+  for (int exponent = -140; exponent <= 120; exponent += 4) {
+    std::vector<float> grad = data.w;
+    for (float& g : grad) g = std::ldexp(g, exponent);
+    ExpectNear(grad, 1.001 * 0x1p-20);
+  }
 }
 
 TEST(SquareSum, NoSplitOrderOrTargetChangesABit) {

@@ -49,6 +49,47 @@ TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
   }
 }
 
+// The data above hold squares that float32 does not: these stay in its range.
+TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
+  for (const size_t n : {1u, 33u, 511u, 512u, 513u, 1009u, 4096u, 4097u, 12289u, 16384u, 40001u}) {
+    AdamData data(n, kSeed);
+    for (size_t i = 0; i < n; ++i) {
+      data.grad[i] = std::clamp(data.grad[i], -10.0f, 10.0f);
+      data.bf16[i] = ::forebay::testing::TopHalf(data.grad[i]);
+    }
+    for (const GradType type : kGradTypes) {
+      const auto [sums, expected] = Both([&] {
+        std::vector<double> chunk_sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
+        ChunkSquareSums(n, data.Grad(type), chunk_sums.data());
+        return chunk_sums;
+      });
+      EXPECT_EQ(sums, expected) << "n " << n;
+    }
+  }
+}
+
+// Long enough to bypass the cache, with an odd tail, aligned and not.
+TEST_P(StreamKernels, LongPassesGiveTheBitsOfTheDefinition) {
+  const size_t n = (size_t{1} << 18) + 4099;
+  const AdamData data(n, kSeed);
+  for (const size_t offset : {0u, 3u}) {
+    const auto [wide, expected_wide] = Both([&] {
+      GuardedArray<float> dst(n, offset);
+      WidenBf16(n, data.bf16.data(), dst.data());
+      EXPECT_TRUE(dst.GuardsIntact());
+      return dst.Copy();
+    });
+    EXPECT_TRUE(SameBits(wide, expected_wide)) << "offset " << offset;
+    const auto [narrow, expected_narrow] = Both([&] {
+      GuardedArray<uint16_t> dst(n, offset);
+      RoundToBf16(n, data.w.data(), dst.data());
+      EXPECT_TRUE(dst.GuardsIntact());
+      return dst.Copy();
+    });
+    EXPECT_EQ(narrow, expected_narrow) << "offset " << offset;
+  }
+}
+
 // Copies n elements of Raw to `offset` behind a 64-byte line.
 template <class Raw>
 std::pair<std::vector<Raw>, std::vector<double>> CopyAndSum(size_t n, Gradient from,
