@@ -8,15 +8,17 @@
 namespace forebay::cpu_adam {
 namespace {
 
-// Runs `use(begin, count, w, u)` for every chunk of n elements.
-template <class Use>
-void ForEachChunk(StateFormat format, const StepScalars& scalars, size_t n,
+constexpr size_t kApplyElems = 1024;  // w and u of so many stay in the nearest cache
+
+// Runs `use(begin, count, w, u)` for every kPieceElems of n elements.
+template <size_t kPieceElems, class Use>
+void ForEachPiece(StateFormat format, const StepScalars& scalars, size_t n,
                   const StatePlanes& state, const Use& use) {
   const auto direction = internal::ChosenKernels().of(format).lamb_direction;
-  float w[kSumChunkElems];
-  float u[kSumChunkElems];
-  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
-    const size_t count = std::min(kSumChunkElems, n - begin);
+  alignas(64) float w[kPieceElems];
+  alignas(64) float u[kPieceElems];
+  for (size_t begin = 0; begin < n; begin += kPieceElems) {
+    const size_t count = std::min(kPieceElems, n - begin);
     direction(scalars, count, Advance(state, format, begin), w, u);
     use(begin, count, w, u);
   }
@@ -32,11 +34,14 @@ void LambSums::Merge(const LambSums& other) {
 LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
                  const StatePlanes& state) {
   LambSums sums;
-  ForEachChunk(format, scalars, n, state,
-               [&sums](size_t, size_t count, const float* w, const float* u) {
-                 sums.weight.Merge(SumSquaresAndFinite(count, {w, GradType::kFp32}));
-                 sums.update.Merge(SumSquaresAndFinite(count, {u, GradType::kFp32}));
-               });
+  ForEachPiece<kSumChunkElems>(format, scalars, n, state,
+                               [&sums](size_t, size_t count, const float* w, const float* u) {
+                                 double chunk_sum = 0;
+                                 ChunkSquareSums(count, {w, GradType::kFp32}, &chunk_sum);
+                                 sums.weight.AddChunk(chunk_sum);
+                                 ChunkSquareSums(count, {u, GradType::kFp32}, &chunk_sum);
+                                 sums.update.AddChunk(chunk_sum);
+                               });
   return sums;
 }
 
@@ -52,10 +57,10 @@ uint64_t ApplyLamb(StateFormat format, const StepScalars& scalars, float trust, 
   const auto apply = internal::ChosenKernels().of(format).lamb_apply;
   const float step = scalars.step * trust;
   uint64_t bad = 0;
-  ForEachChunk(format, scalars, n, state,
-               [&](size_t begin, size_t count, const float* w, const float* u) {
-                 bad += apply(step, count, w, u, Advance(state, format, begin));
-               });
+  ForEachPiece<kApplyElems>(format, scalars, n, state,
+                            [&](size_t begin, size_t count, const float* w, const float* u) {
+                              bad += apply(step, count, w, u, Advance(state, format, begin));
+                            });
   return bad;
 }
 
