@@ -24,18 +24,19 @@ import train_support as support
 
 VOCAB = 256  # bytes
 
-# By name: the class of forebay, its options, its preset learning rate.
-OPTIMIZERS = {
-    "adamw": ("AdamW", {}, 3e-4),
-    "adam": ("Adam", {}, 3e-4),
-    "adamw_amsgrad": ("AdamW", {"amsgrad": True}, 3e-4),
-    "adam_amsgrad": ("Adam", {"amsgrad": True}, 3e-4),
-    "adagrad": ("Adagrad", {}, 3e-3),
-    "lion": ("Lion", {}, 1e-4),
-    "sgd": ("SGD", {"momentum": 0.9}, 0.1),
-    "sgd_nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}, 0.1),
-    "lamb": ("Lamb", {}, 5e-3),
-}
+
+# Parameters may be bfloat16; what is computed with them is float32, since few processors multiply
+# bfloat16 fast.
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x, self.weight.float())
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x):
+        return functional.layer_norm(x, self.normalized_shape, self.weight.float(), None, self.eps)
 
 
 class Attention(nn.Module):
@@ -44,8 +45,8 @@ class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = Linear(width, 3 * width, bias=False)
+        self.out = Linear(width, width, bias=False)
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -60,11 +61,11 @@ class Block(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.norm1 = Norm(width, bias=False)
         self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.norm2 = Norm(width, bias=False)
+        self.up = Linear(width, 4 * width, bias=False)
+        self.down = Linear(4 * width, width, bias=False)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -79,8 +80,8 @@ class Gpt(nn.Module):
         self.embedding = nn.Embedding(VOCAB, width)
         self.positions = nn.Parameter(torch.empty(length, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.norm = Norm(width, bias=False)
+        self.head = Linear(width, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
         for name, param in self.named_parameters():
             if param.dim() > 1:
@@ -90,7 +91,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(param, std=0.02 / shrink)
 
     def forward(self, tokens):
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        x = self.embedding(tokens).float() + self.positions[: tokens.shape[1]].float()
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -109,7 +110,7 @@ def parse_args(argv=None):
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--optimizer", choices=list(support.OPTIMIZERS), default="adamw")
     parser.add_argument("--lr", type=float, help="learning rate; default: the optimizer's own")
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
     parser.add_argument("--seed", type=int, default=1611)
@@ -146,7 +147,7 @@ def parse_args(argv=None):
         help="compare all states with the scalar reference on the same gradients (bf16, exact)",
     )
     args = parser.parse_args(argv)
-    args.lr = OPTIMIZERS[args.optimizer][2] if args.lr is None else args.lr
+    args.lr = support.OPTIMIZERS[args.optimizer][2] if args.lr is None else args.lr
     return args
 
 
@@ -191,9 +192,7 @@ def train(args):
         net = nn.parallel.DistributedDataParallel(model)
         opt = torch.optim.AdamW(model.parameters(), lr=args.lr)
     else:
-        name, options, _ = OPTIMIZERS[args.optimizer]
-        optimizer = getattr(forebay, name)(lr=args.lr, format=args.format, **options)
-        opt = forebay.attach(model, optimizer)
+        opt = forebay.attach(model, support.optimizer(args))
     meter = support.Meter(opt, rank)
 
     start = support.restore(getattr(opt, "extra_state", None), batches)

@@ -30,6 +30,27 @@ SAMPLE_PERIOD_S = 0.02
 STATUS_PERIOD_S = 2.0
 JITTER = 16  # bytes by which a sequence's start may move, drawn from torch's generator
 
+# By name: the class of forebay, its options, its preset learning rate.
+OPTIMIZERS = {
+    "adamw": ("AdamW", {}, 3e-4),
+    "adam": ("Adam", {}, 3e-4),
+    "adamw_amsgrad": ("AdamW", {"amsgrad": True}, 3e-4),
+    "adam_amsgrad": ("Adam", {"amsgrad": True}, 3e-4),
+    "adagrad": ("Adagrad", {}, 3e-3),
+    "lion": ("Lion", {}, 1e-4),
+    "sgd": ("SGD", {"momentum": 0.9}, 0.1),
+    "sgd_nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}, 0.1),
+    "lamb": ("Lamb", {}, 5e-3),
+}
+
+
+def optimizer(args):
+    """The optimizer that the flags --optimizer, --lr and --format ask for."""
+    import forebay
+
+    name, options, _ = OPTIMIZERS[args.optimizer]
+    return getattr(forebay, name)(lr=args.lr, format=args.format, **options)
+
 
 def load_text(path):
     """The bytes of the text; the file is made by the program `bible` if it is missing, at most

@@ -157,6 +157,29 @@ TEST_F(NodeStateStep, ExtraStateMayDifferBetweenRanks) {
   EXPECT_NE(node_.attached(sessions_[1])->extra_state_offset, first.extra_state_offset);
 }
 
+TEST_F(NodeStateStep, LambGoesOverEveryBlockTwiceAndScalesTheSecondTime) {
+  protocol::LayoutSpec spec = layout_->spec();
+  spec.optimizer = protocol::Optimizer::kLamb;
+  auto made = protocol::Layout::Create(spec);
+  ASSERT_TRUE(made.ok());
+  layout_ = std::make_shared<const protocol::Layout>(*std::move(made));
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    sessions_[rank] = node_.Attach(layout_, {.job = "lamb", .rank = rank});
+  }
+  DeliverAll(1);
+  EXPECT_EQ(StepBoth(1), ErrorId::kNone);
+  const std::vector<UpdateBlock> updates = node_.Logged<UpdateBlock>();
+  ASSERT_GT(updates.size(), 0U);
+  ASSERT_EQ(updates.size() % 2, 0U);
+  for (size_t i = 0; i < updates.size(); ++i) {
+    const bool first = i < updates.size() / 2;
+    EXPECT_EQ(updates[i].pass, first ? UpdatePass::kMoments : UpdatePass::kWeights);
+    for (const UpdateSegment& segment : updates[i].segments) {
+      EXPECT_EQ(segment.trust, first ? 1.0F : 0.5F) << "parameter " << segment.param;
+    }
+  }
+}
+
 TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const StepRequest good{
       .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .reserved = 0};

@@ -267,6 +267,11 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   done.checksum = a.place.resident ? 0 : ++checksums_;
   block = TokenOf(a.identity_after, done.checksum);
   for (const UpdateSegment& segment : a.segments) {
+    if (a.pass == UpdatePass::kMoments) {  // ‖w‖ : ‖u‖ is 1 : 2 for every parameter
+      const auto elems = static_cast<double>(segment.elems);
+      done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
+      continue;
+    }
     const uint32_t group = GroupAt(job, segment.image_offset_bytes);
     const uint64_t group_elem =
         (segment.image_offset_bytes - job.layout->groups()[group].image_offset_bytes) /
