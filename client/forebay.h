@@ -36,10 +36,11 @@ struct forebay_options {
   const char* job;
   uint32_t rank;
   uint32_t world_size;
-  const char* dtype; /* "float32", "bfloat16" */
-  /* "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov" */
+  const char* dtype; /* "float32", "bfloat16", "float16" */
+  /* "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov",
+     "lamb" */
   const char* optimizer;
-  const char* format; /* "fp32", "exact" */
+  const char* format; /* "fp32"; for bfloat16 also "exact", "bf16", "int8" */
   const struct forebay_param* params;
   size_t param_count;
   const char* const* group_names; /* one a group */
@@ -47,6 +48,7 @@ struct forebay_options {
   uint64_t grad_arena_bytes;  /* 0: three times the largest group */
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
+  uint64_t seed;              /* of the drawn rounding of formats bf16 and int8 */
 };
 
 struct forebay_info {
@@ -137,7 +139,9 @@ int32_t forebay_step(struct forebay_session* session, const struct forebay_step_
                      int64_t timeout_ms,
                      struct forebay_step_result* result); /* result may be NULL */
 
-/* Elements of state plane `plane` from `element_offset` of the padded group on. */
+/* Elements of state plane `plane` from `element_offset` of the padded group on. Format int8: codes lie
+   as cpu_adam/update_kernel.h says, a scale stands for 128 elements, and element_offset of a plane of
+   scales is a multiple of 128. */
 int32_t forebay_read_state(struct forebay_session* session, uint32_t group, uint32_t plane,
                            uint64_t element_offset, void* bytes, size_t size_bytes,
                            int64_t timeout_ms);

@@ -91,6 +91,7 @@ absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& op
   ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(TextOf(options.dtype)));
   ASSIGN_OR_RETURN(spec.optimizer, forebay::protocol::OptimizerFromName(TextOf(options.optimizer)));
   ASSIGN_OR_RETURN(spec.format, forebay::protocol::FormatFromName(TextOf(options.format)));
+  spec.seed = options.seed;
   if (options.params == nullptr && options.param_count > 0) return NullArgument("params");
   for (const forebay_param& param : std::span(options.params, options.param_count)) {
     if (param.shape == nullptr && param.dims > 0) return NullArgument("params[].shape");

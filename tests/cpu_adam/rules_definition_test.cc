@@ -125,6 +125,52 @@ TEST_P(RuleDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
   }
 }
 
+// Gradients of 0.5 to 1, weights of 0.5 to 1.5 and decays that are not negative: no sum of moments
+// cancels. With u = 2^-24 a moment of step t is then off by at most 6t·u of itself (a product, a fused
+// sum and what enters it round three times, the scaled and decayed gradient three times more); an
+// update by that of its moments, a root, a quotient, a product and a sum, (12t + 16)·u of itself; and
+// a weight by the sum of its updates' errors and three roundings of its own in every step.
+TEST_P(RuleDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
+  const Rule rule = GetParam();
+  constexpr double kUnit = 0x1p-24;
+  constexpr size_t kElems = 500;
+  const Hyper hyper = {
+      .lr = 1e-3, .weight_decay = 0.1, .momentum = 0.9, .initial_accumulator = 0.1};
+  std::mt19937 random(kSeed);
+  std::uniform_real_distribution<float> half_to_one(0.5f, 1.0f);
+  std::vector<float> w(kElems), moments[kMomentsMax];
+  for (float& x : w) x = 2 * half_to_one(random) - 0.5f;
+  std::vector<double> exact_w(w.begin(), w.end()), exact[kMomentsMax], bound(kElems, 0.0);
+  for (size_t m = 0; m < kMomentsMax; ++m) {
+    moments[m].assign(kElems, 0.0f);
+    exact[m].assign(kElems, 0.0);
+  }
+  const StatePlanes state = {.image = w.data(),
+                             .moments = {moments[0].data(), moments[1].data(), moments[2].data()}};
+  for (uint64_t t = 1; t <= 10; ++t) {
+    const StepScalars k = MakeStepScalars(rule, hyper, t, 1.0f);
+    std::vector<float> g(kElems);
+    for (float& x : g) x = half_to_one(random);
+    ASSERT_EQ(Update(rule, StateFormat::kFp32, k, kElems, {g.data(), GradType::kFp32}, state), 0u);
+    for (size_t i = 0; i < kElems; ++i) {
+      const double decayed = double{g[i]} + double{k.l2} * exact_w[i];
+      const double old[] = {exact[0][i], exact[1][i], exact[2][i]};
+      const Expected e = MomentCount(rule) >= 2 ? Adam(rule, k, decayed, exact_w[i], old)
+                                                : Other(rule, k, decayed, exact_w[i], old[0]);
+      const auto steps = static_cast<double>(t);
+      bound[i] += std::abs(e.w.value - exact_w[i]) * (12 * steps + 16) * kUnit +
+                  3 * kUnit * std::abs(exact_w[i]);
+      exact_w[i] = e.w.value;
+      for (size_t m = 0; m < MomentCount(rule); ++m) {
+        exact[m][i] = e.moments[m].value;
+        ASSERT_LE(std::abs(moments[m][i] - exact[m][i]), 6 * steps * kUnit * exact[m][i])
+            << "moment " << m << " of element " << i << " in step " << t;
+      }
+      ASSERT_LE(std::abs(w[i] - exact_w[i]), bound[i]) << "element " << i << " in step " << t;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Every, RuleDefinition, ::testing::ValuesIn(kRules),
                          [](const auto& run) { return NameOf(run.param); });
 
