@@ -170,7 +170,8 @@ struct ExactBlock {
                .sum_dtype = sum_dtype,
                .block = planes,
                .optimizer = protocol::Optimizer::kAdamW,
-               .format = protocol::Format::kExact});
+               .format = protocol::Format::kExact,
+               .dtype = DType::kBFloat16});
   }
 
   DType sum_dtype;
