@@ -176,7 +176,9 @@ class Evidence:
 
     def swap_share(self):
         """Share of the moments on swap: the first blocks are resident and whole, only the last of all is short."""
-        if MOMENTS[self.args.optimizer] > 2:  # its blocks are smaller: staging slots fit two moments
+        if (
+            MOMENTS[self.args.optimizer] > 2
+        ):  # its blocks are smaller: staging slots fit two moments
             return 1 - self.job["resident_blocks"] / self.job["blocks"]
         return 1 - self.job["resident_blocks"] * self.args.block_elems / self.job["params"]
 
@@ -302,7 +304,9 @@ def check_all(claims, e, seconds):
     _check_exact(claims, e)
     _check_model(claims, e)
     if e.args.smoke:
-        claims.check("time", seconds < 240, f"all runs took {seconds:.0f} s of 240 on two idle cores")
+        claims.check(
+            "time", seconds < 240, f"all runs took {seconds:.0f} s of 240 on two idle cores"
+        )
     else:
         three = sum(e.runs[name].seconds for name in ("plain", "forebay", "killed"))
         claims.check(
@@ -318,10 +322,16 @@ def _check_size_and_memory(claims, e, s):
     claims.attempt(
         "dram below states",
         lambda: (
-            s["dram_limit_bytes"] < s["state_bytes"] == 12 * s["params"]
-            if is_plains(e.args)
-            else abs(s["state_bytes"] / s["params"] - image_width(e.args.format) - state_width(e.args))
-            < 0.001,
+            (
+                s["dram_limit_bytes"] < s["state_bytes"] == 12 * s["params"]
+                if is_plains(e.args)
+                else abs(
+                    s["state_bytes"] / s["params"]
+                    - image_width(e.args.format)
+                    - state_width(e.args)
+                )
+                < 0.001
+            ),
             f"--dram is {s['dram_limit_bytes']} bytes, parameters and moments are {s['state_bytes']}",
         ),
     )

@@ -97,9 +97,11 @@ def _format(optimizer, plan):
         dtype = DTYPE_NAMES[plan.dtype]
         raise usage_error(
             "E_OPTION",
-            f"format {optimizer.format!r} does not serve {dtype} parameters"
-            if optimizer.format in known
-            else f"unknown format {optimizer.format!r}",
+            (
+                f"format {optimizer.format!r} does not serve {dtype} parameters"
+                if optimizer.format in known
+                else f"unknown format {optimizer.format!r}"
+            ),
             f"{dtype} parameters take {', '.join(formats)}",
         )
     return optimizer.format or formats[0]

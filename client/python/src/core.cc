@@ -237,8 +237,7 @@ View ReadState(PyAttachment& self, uint32_t group, uint32_t plane, uint64_t offs
                                                   elems, " elements of ", padded)));
   }
   const DType dtype = planes[plane].dtype;
-  auto bytes =
-      std::make_shared<std::vector<std::byte>>(protocol::PlaneBytes(planes[plane], elems));
+  auto bytes = std::make_shared<std::vector<std::byte>>(protocol::PlaneBytes(planes[plane], elems));
   Check(WithoutGil([&] {
     return self->ReadState({.group = group, .plane = plane, .element_offset = offset}, *bytes,
                            TimeoutOf(timeout));
@@ -326,9 +325,10 @@ NB_MODULE(_core, module) {
   BindAdmin(module);
   BindAttachment(module);
   module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
-             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"),
-             nb::arg("params"), nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0,
-             nb::arg("extra_state_bytes") = 65536, nb::arg("timeout") = 60.0);
+             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
+             nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
+             nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
+             nb::arg("timeout") = 60.0);
 }
 
 }  // namespace forebay::python

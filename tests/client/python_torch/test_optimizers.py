@@ -87,9 +87,7 @@ class Lamb(torch.optim.Optimizer):
 
 def torchs(optimizer, parameters):
     options = {
-        key: value
-        for key, value in dataclasses.asdict(optimizer).items()
-        if key not in NOT_TORCHS
+        key: value for key, value in dataclasses.asdict(optimizer).items() if key not in NOT_TORCHS
     }
     if isinstance(optimizer, (forebay.Lion, forebay.Lamb)):
         return (Lion if isinstance(optimizer, forebay.Lion) else Lamb)(parameters, **options)
