@@ -63,7 +63,8 @@ void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
 }
 
 void ScalarCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
-  std::memcpy(dst, g.data, n * (g.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t)));
+  const size_t width = g.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t);
+  if (n > 0) std::memcpy(dst, g.data, n * width);  // not from null
   ScalarChunkSquareSums(n, {dst, g.type}, chunk_sums);
 }
 
