@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 2
 DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and moments take
 RESIDENT_SHARE = 0.12  # of the states, in that much
+HALVED_MIB = 48  # what gradient arenas and overflow take less of with 16-bit parameters
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
 # Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
 # small machine always has reads to do beside the writes.
@@ -122,7 +123,8 @@ def dram_mib(args):
     """What leaves the same share of the states on swap as fp32 has in DRAM_MIB."""
     saved = 4 - claims_of.image_width(args.format)
     saved += RESIDENT_SHARE * (claims_of.MOMENT_BYTES - claims_of.state_width(args))
-    return DRAM_MIB - round(saved * claims_of.PARAMS_LEAST / 2**20)
+    halved = HALVED_MIB if args.format != "fp32" else 0
+    return DRAM_MIB - halved - round(saved * claims_of.PARAMS_LEAST / 2**20)
 
 
 def chosen(args):
