@@ -1,45 +1,9 @@
-// The update with moments of 8 bits, for every instruction set that has a fused multiply-add. Includes its contract and Highway
-// alone; the bits are those of internal/update_scalar.cc.
-
-#ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // no fused multiply-add
-#endif
-
-#include <type_traits>
-
-#include "cpu_adam/internal/kernel_table.h"
+// The update with moments of 8 bits: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/update_int8_simd.cc"
-#include "hwy/cache_control.h"
-#include "hwy/foreach_target.h"
-#include "hwy/highway.h"
-
-HWY_BEFORE_NAMESPACE();
-namespace forebay::cpu_adam::internal::HWY_NAMESPACE {
-#if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
-
-namespace {
+#undef FOREBAY_FORMAT
+#define FOREBAY_FORMAT Int8
 #undef FOREBAY_INT8
-#define FOREBAY_INT8
-#include "cpu_adam/internal/planes_simd.inc"
-#include "cpu_adam/internal/update_simd.inc"
-}  // namespace
-
-extern const FormatKernels kInt8Kernels;
-const FormatKernels kInt8Kernels = FOREBAY_KERNELS(StateFormat::kInt8);
-#undef FOREBAY_KERNELS
-
-#endif  // a target with vectors
-}  // namespace forebay::cpu_adam::internal::HWY_NAMESPACE
-HWY_AFTER_NAMESPACE();
-
-#if HWY_ONCE
-#include "cpu_adam/internal/per_target.h"
-
-namespace forebay::cpu_adam::internal {
-
-FOREBAY_TABLE_OF_TARGET(FormatKernels, Int8KernelsOf, kInt8Kernels)
-
-}  // namespace forebay::cpu_adam::internal
-#endif  // HWY_ONCE
+#define FOREBAY_INT8  // groups of codes
+#include "cpu_adam/internal/format_simd.inc"
