@@ -45,11 +45,15 @@ LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
   return sums;
 }
 
-float TrustRatio(const LambSums& sums) {
-  const double weight = std::sqrt(sums.weight.ToDouble());
-  const double update = std::sqrt(sums.update.ToDouble());
+float TrustRatio(double weight_squares, double update_squares) {
+  const double weight = std::sqrt(weight_squares);
+  const double update = std::sqrt(update_squares);
   if (!(weight > 0) || !(update > 0)) return 1.0f;
   return static_cast<float>(weight / update);
+}
+
+float TrustRatio(const LambSums& sums) {
+  return TrustRatio(sums.weight.ToDouble(), sums.update.ToDouble());
 }
 
 uint64_t ApplyLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,

@@ -17,7 +17,7 @@ namespace forebay::cpu_adam {
 //   w' = fma(-(step·trust), u, w)
 //
 // Source  You et al., arXiv:1904.00962, algorithm 2, with φ the identity; the ratio is 1 where a norm
-//         is 0, as in NVIDIA's and other implementations.
+//         is 0.
 struct LambSums {
   SquareSum weight;  // of w
   SquareSum update;  // of u
@@ -34,7 +34,8 @@ struct LambSums {
 LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
                  const StatePlanes& state);
 
-// ‖w‖ / ‖u‖ of a whole parameter, from double; 1 where either is 0 or not finite.
+// ‖w‖ / ‖u‖ of a whole parameter, from the sums of their squares; 1 where either is 0 or NaN.
+float TrustRatio(double weight_squares, double update_squares);
 float TrustRatio(const LambSums& sums);
 
 // Updates n masters in place and leaves the moments; returns how many are bad, as Update does. For

@@ -1,10 +1,10 @@
 #include "daemon/internal/step_pipeline.h"
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <utility>
 
+#include "cpu_adam/lamb.h"
 #include "protocol/check.h"
 
 namespace forebay::daemon {
@@ -122,11 +122,9 @@ void StepPipeline::EndMomentsPass() {
     }
   }
   norms_.clear();
-  trust_.assign(sums.size(), 1.0F);
-  for (size_t i = 0; i < sums.size(); ++i) {
-    const double weight = std::sqrt(sums[i].weight_squares);
-    const double update = std::sqrt(sums[i].update_squares);
-    if (weight > 0 && update > 0) trust_[i] = static_cast<float>(weight / update);
+  trust_.clear();
+  for (const SegmentNorms& sum : sums) {
+    trust_.push_back(cpu_adam::TrustRatio(sum.weight_squares, sum.update_squares));
   }
   BeginPass(UpdatePass::kWeights);
 }
