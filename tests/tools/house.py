@@ -52,7 +52,7 @@ LIBRARIES = {  # start of an include path: (library, rooms that may name it)
 }
 TOP_FOLDERS = set(ROOMS) | {"docs"}
 LINES_MAX = 800
-CPP = {".cc", ".h", ".c", ".cu"}
+CPP = {".cc", ".h", ".c", ".cu", ".inc"}
 SIZED = CPP | {".py", ".sh", ".cmake", ".capnp", ".txt"}
 WORDED = SIZED | {".md", ".html", ".service", ".json", ""}
 

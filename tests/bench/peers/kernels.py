@@ -166,7 +166,7 @@ def openmp_libraries():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
+    parser.add_argument("--ours", required=True)
     parser.add_argument("--cpus", required=True, help="one thread on each, comma-separated")
     parser.add_argument("--everywhere", required=True, help="all that this process may use")
     parser.add_argument("--shape", choices=SHAPES, required=True)
@@ -180,7 +180,7 @@ def main():
     cpus = [int(cpu) for cpu in args.cpus.split(",")]
     everywhere = [int(cpu) for cpu in args.everywhere.split(",")]
     torch.set_num_threads(len(cpus))
-    library = ours.Library(args.library)
+    library = ours.Library(args.ours)
     arrays = Arrays(args.n)
     with torch.no_grad():
         sides = make_sides(library, arrays, SHAPES[args.shape], cpus)

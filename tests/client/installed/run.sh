@@ -11,21 +11,21 @@ work=$(mktemp -d)
 daemon=
 trap '[[ -z $daemon ]] || kill "$daemon"; rm -rf "$work"' EXIT
 
-cmake --install "$build" --component client --prefix "$work/root" >/dev/null
-libdir=$(cd "$work/root" && dirname "$(find . -name forebay.pc -printf '%h\n')")
+cmake --install "$build" --component client --prefix "$work/prefix" >/dev/null
+libdir=$(cd "$work/prefix" && dirname "$(find . -name forebay.pc -printf '%h\n')")
 
 gcc -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror -fsyntax-only -x c \
-  -I"$work/root/include" - <<<'#include <forebay.h>'
-export PKG_CONFIG_PATH=$work/root/$libdir/pkgconfig
+  -I"$work/prefix/include" - <<<'#include <forebay.h>'
+export PKG_CONFIG_PATH=$work/prefix/$libdir/pkgconfig
 read -r -a flags < <(pkg-config --cflags --libs forebay)
 gcc -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror "$here/c/train.c" -o "$work/train_c" \
-  "${flags[@]}" "-Wl,-rpath,$work/root/$libdir"
+  "${flags[@]}" "-Wl,-rpath,$work/prefix/$libdir"
 
-cmake -S "$here/cpp" -B "$work/cpp" -G Ninja -DCMAKE_PREFIX_PATH="$work/root" >"$work/log" ||
+cmake -S "$here/cpp" -B "$work/cpp" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix" >"$work/log" ||
   { cat "$work/log"; exit 1; }
 cmake --build "$work/cpp" >"$work/log" || { cat "$work/log"; exit 1; }
 
-others=$(nm -D --defined-only "$work/root/$libdir/libforebay.so" | awk '$2 != "A" {print $3}' |
+others=$(nm -D --defined-only "$work/prefix/$libdir/libforebay.so" | awk '$2 != "A" {print $3}' |
   grep -v '^forebay_' || true)
 [[ -z $others ]] || { echo "libforebay.so also exports: $others"; exit 1; }
 
