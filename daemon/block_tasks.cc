@@ -177,11 +177,15 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
   const StateFormat format = StateFormatOf(memory.format, memory.dtype);
   UpdateFound found;
   if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
-  for (size_t i = 0; i < action.segments.size(); ++i) {
+  const auto begins = std::partition_point(
+      action.segments.begin(), action.segments.end(), [&](const UpdateSegment& segment) {
+        return segment.block_elem + segment.elems <= range.begin;
+      });
+  for (size_t i = static_cast<size_t>(begins - action.segments.begin());
+       i < action.segments.size() && action.segments[i].block_elem < range.end; ++i) {
     const UpdateSegment& segment = action.segments[i];
     const uint64_t first = std::max(segment.block_elem, range.begin);
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
-    if (first >= end) continue;
     const SegmentPart part{segment, first - segment.block_elem, end - first};
     StepScalars scalars = cpu_adam::MakeStepScalars(rule, HyperOf(segment.hyper),
                                                     segment.optimizer_step, action.grad_scale);
@@ -219,6 +223,41 @@ TaskDone JoinUpdate(const std::vector<UpdateFound>& found) {
     done.norms.push_back(
         {.weight_squares = sums.weight.ToDouble(), .update_squares = sums.update.ToDouble()});
   }
+  return done;
+}
+
+namespace {
+
+// The pages that the elements of `range` complete, when those before it are done.
+void AddPages(ElemRange range, const UpdateBlock& action, const UpdateMemory& memory,
+              nvme::PageDigests& digests) {
+  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
+  for (size_t plane = 0; plane < planes.size(); ++plane) {
+    const uint64_t first =
+        PlaneOffsetBytes(planes, plane, action.block_elems) / protocol::kPageBytes;
+    const uint64_t begin = protocol::PlaneBytes(planes[plane], range.begin) / protocol::kPageBytes;
+    const uint64_t end_bytes = protocol::PlaneBytes(planes[plane], range.end);
+    const uint64_t end =
+        (range.end == action.block_elems ? protocol::RoundUp(end_bytes, protocol::kPageBytes)
+                                         : end_bytes) /
+        protocol::kPageBytes;
+    digests.Add(first + begin, first + end);
+  }
+}
+
+}  // namespace
+
+TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
+  const uint64_t stride = action.pass == UpdatePass::kWhole ? kWarmElems : kPartElems;
+  nvme::PageDigests digests(memory.block);
+  std::vector<UpdateFound> found;
+  for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
+    const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
+    found.push_back(RunUpdate(action, range, memory));
+    AddPages(range, action, memory, digests);
+  }
+  TaskDone done = JoinUpdate(found);
+  done.checksum = digests.Checksum(MakeIdentity(action.identity_after, nonce));
   return done;
 }
 

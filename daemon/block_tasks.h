@@ -54,11 +54,20 @@ struct UpdateFound {
   std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kMoments: by segment
 };
 
-// Updates those elements of the block that lie in `range`, which begins at a multiple of kPartElems.
+// Updates those elements of the block that lie in `range`, which begins at a multiple of kWarmElems;
+// of kPartElems where norms are summed.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
 // Of all ranges of a block, to the state machine.
 TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
+
+// Elements whose states stay in the second-level cache between update and checksum.
+inline constexpr uint64_t kWarmElems = uint64_t{1} << 13;
+static_assert(kPartElems % kWarmElems == 0 && kWarmElems % protocol::kScaleElems == 0);
+
+// Updates a whole block, in ranges whose pages are digested while they are warm, and joins; with the
+// checksum of the block under `identity_after`.
+TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
 
 // What swapped bytes must be before they are used: `expected` of the volume with identity and
 // checksum of the state machine's table, or nothing for zeros that were never written.

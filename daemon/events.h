@@ -270,7 +270,7 @@ struct UpdateBlock {
   uint64_t checksum_before = 0;
   float grad_scale = 1.0F;
   UpdatePass pass = UpdatePass::kWhole;
-  std::vector<UpdateSegment> segments;
+  std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
 };
 
 // Writes the staging slot to the extent's other slot, which becomes the current one when all of it

@@ -387,20 +387,12 @@ void NodeShell::Run(UpdateBlock& action) {
   }
   const auto expected =
       swap_->Expected(action.job, action.place, action.identity_before, action.checksum_before);
-  PostTimed(
-      task, std::move(timed),
-      [action = std::move(action), memory, elems, expected, nonce = swap_->nonce()] {
-        TaskDone done;
-        done.status = VerifyBlock(expected, action.identity_before, memory.block);
-        if (!done.status.ok()) return done;
-        std::vector<UpdateFound> found;  // in the parts of a resident block: the same bits
-        for (uint64_t begin = 0; begin < elems; begin += kPartElems) {
-          found.push_back(RunUpdate(action, {begin, std::min(begin + kPartElems, elems)}, memory));
-        }
-        done = JoinUpdate(found);
-        done.checksum = nvme::Checksum(MakeIdentity(action.identity_after, nonce), memory.block);
-        return done;
-      });
+  PostTimed(task, std::move(timed),
+            [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
+              TaskDone done;
+              done.status = VerifyBlock(expected, action.identity_before, memory.block);
+              return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
+            });
 }
 
 void NodeShell::Run(WriteBlock& action) {

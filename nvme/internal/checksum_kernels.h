@@ -7,12 +7,20 @@
 
 namespace forebay::nvme::internal {
 
-// XXH3-64 of 32 bytes of identity, then `size` bytes of data.
-using ChecksumFn = uint64_t(const unsigned char* identity, const unsigned char* data, size_t size);
+inline constexpr size_t kDigestedBytes = 4096;  // protocol::kPageBytes
 
-ChecksumFn ChecksumBaseline;
+struct ChecksumKernels {
+  // XXH3-64 of each page, the last of which may be short; returns how many.
+  size_t (*digest_pages)(const unsigned char* data, size_t size, uint64_t* digests);
+  // XXH3-64 of 32 bytes of identity, then of the digests.
+  uint64_t (*of_digests)(const unsigned char* identity, const uint64_t* digests, size_t count);
+  // The two in one.
+  uint64_t (*of_bytes)(const unsigned char* identity, const unsigned char* data, size_t size);
+};
+
+extern const ChecksumKernels kBaselineChecksum;
 #if defined(__x86_64__)
-ChecksumFn ChecksumAvx2;  // only where the processor has AVX2
+extern const ChecksumKernels kAvx2Checksum;  // only where the processor has AVX2
 #endif
 
 }  // namespace forebay::nvme::internal

@@ -16,7 +16,7 @@ using VolumeId = std::array<std::byte, 16>;
 
 inline constexpr uint64_t kLabelMagic = 0x4C59414245524F46;   // "FOREBAYL"
 inline constexpr uint64_t kRecordMagic = 0x5259414245524F46;  // "FOREBAYR"
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr uint8_t kNoSlot = 0xFF;
 inline constexpr uint32_t kCopies = 2;  // of everything that is not data: head and tail
 

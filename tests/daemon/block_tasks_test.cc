@@ -1,10 +1,13 @@
 // Goal    One rank's gradient in its own type gives the bits of a float32 sum; parts of any split
-//         give those of the whole; what is not finite is found wherever it stands.
+//         give those of the whole; what is not finite is found wherever it stands; the checksum of a
+//         block that was digested while it was updated is that of its bytes.
 // Method  The functions of the workers on seeded gradients: the 16-bit path beside the float32 one,
-//         and beside the kernels that each of its passes once was.
+//         and beside the kernels that each of its passes once was; the update for swap beside the
+//         update in parts, then the checksum of what lies there.
 
 #include "daemon/block_tasks.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -205,6 +208,98 @@ TEST_P(Targets, PartsOfAnUpdateGiveTheBlock) {
   }
   EXPECT_EQ(parts.image, whole.image);
   EXPECT_EQ(parts.planes, whole.planes);
+}
+
+// A block on swap, of segments of many sizes: one spans several ranges, some fit into one.
+struct SwappedBlock {
+  SwappedBlock(protocol::Optimizer optimizer, protocol::Format format, uint64_t elems)
+      : gradient(Bf16Gradient(elems, 6)), image(elems, 0x3F80) {
+    planes.resize(BlockBytes(protocol::StatePlanes(optimizer, format, DType::kBFloat16), elems));
+    action.block_elems = elems;
+    action.bytes = planes.size();
+    action.identity_after = {.job = 7, .block = 8, .written_step = 9};
+    uint64_t begin = 0;
+    for (uint32_t param = 0; begin < elems; ++param) {
+      const uint64_t left = elems - begin;
+      const uint64_t size = std::min<uint64_t>(left, param % 3 == 0 ? 3 * kWarmElems + 128 : 1024);
+      action.segments.push_back({.image_offset_bytes = begin * 2,
+                                 .accumulator_offset_bytes = begin * 2,
+                                 .block_elem = begin,
+                                 .elems = size,
+                                 .hyper = {.lr = 0.1,
+                                           .beta1 = 0.9,
+                                           .beta2 = 0.999,
+                                           .eps = 1e-8,
+                                           .weight_decay = 0.1,
+                                           .reserved = 0},
+                                 .optimizer_step = 1,
+                                 .seed = 11,
+                                 .param = param});
+      begin += size;
+    }
+    memory = {.image = BytesOf(image),
+              .accumulators = BytesOf(gradient),
+              .sum_dtype = DType::kBFloat16,
+              .block = planes,
+              .optimizer = optimizer,
+              .format = format,
+              .dtype = DType::kBFloat16};
+  }
+
+  TaskDone UpdateInParts() {
+    std::vector<UpdateFound> found;
+    for (uint64_t begin = 0; begin < action.block_elems; begin += kPartElems) {
+      found.push_back(
+          RunUpdate(action, {begin, std::min(begin + kPartElems, action.block_elems)}, memory));
+    }
+    return JoinUpdate(found);
+  }
+
+  std::vector<uint16_t> gradient;
+  std::vector<uint16_t> image;
+  std::vector<std::byte> planes;
+  UpdateBlock action;
+  UpdateMemory memory;
+};
+
+TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
+  using protocol::Format;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    // Whole ranges; a last one that ends in a page; less than a page.
+    for (const uint64_t elems : {2 * kWarmElems, 9 * kWarmElems + 5 * 128, uint64_t{128}}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << " of " << elems);
+      SwappedBlock warm(protocol::Optimizer::kAdamW, format, elems);
+      SwappedBlock parts(protocol::Optimizer::kAdamW, format, elems);
+      for (int step = 0; step < 2; ++step) {
+        const TaskDone done = RunUpdateForSwap(warm.action, warm.memory, /*nonce=*/10);
+        EXPECT_EQ(done.count, parts.UpdateInParts().count);
+        EXPECT_EQ(warm.image, parts.image);
+        ASSERT_EQ(warm.planes, parts.planes);
+        EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
+                                                std::span<const std::byte>(parts.planes)));
+      }
+    }
+  }
+}
+
+TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
+  const uint64_t elems = kPartElems + 3 * kWarmElems + 640;
+  SwappedBlock warm(protocol::Optimizer::kLamb, protocol::Format::kExact, elems);
+  SwappedBlock parts(protocol::Optimizer::kLamb, protocol::Format::kExact, elems);
+  for (const UpdatePass pass : {UpdatePass::kMoments, UpdatePass::kWeights}) {
+    warm.action.pass = parts.action.pass = pass;
+    const TaskDone done = RunUpdateForSwap(warm.action, warm.memory, /*nonce=*/10);
+    const TaskDone expected = parts.UpdateInParts();
+    ASSERT_EQ(done.norms.size(), expected.norms.size());
+    for (size_t i = 0; i < done.norms.size(); ++i) {
+      EXPECT_EQ(done.norms[i].weight_squares, expected.norms[i].weight_squares);
+      EXPECT_EQ(done.norms[i].update_squares, expected.norms[i].update_squares);
+    }
+    EXPECT_EQ(warm.image, parts.image);
+    ASSERT_EQ(warm.planes, parts.planes);
+    EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
+                                            std::span<const std::byte>(parts.planes)));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(BlockTasks, Targets, ::testing::ValuesIn(cpu_adam::SupportedTargets()),

@@ -1,7 +1,7 @@
-// Goal    The checksum is XXH3-64 of identity and data, with the same value from every instruction
-//         set, and every bit of both counts.
-// Method  Published test vectors by way of the packaged library's one-shot call; every size around
-//         the block borders of XXH3; then each byte of a small input changed.
+// Goal    The checksum is XXH3-64 of the identity and the digests of the pages, with the same value
+//         from every instruction set and in every order of the pages, and every bit of both counts.
+// Method  The packaged library's one-shot calls as they are documented; every size around the block
+//         borders of XXH3, pages and batches of pages; then each byte of a small input changed.
 
 #include "nvme/checksum.h"
 
@@ -15,11 +15,13 @@
 
 #include "gtest/gtest.h"
 #include "nvme/internal/checksum_kernels.h"
+#include "protocol/units.h"
 #include "tests/support/pattern.h"
 
 namespace forebay::nvme {
 namespace {
 
+using ::forebay::protocol::kPageBytes;
 using ::forebay::testing::Bytes;
 using ::forebay::testing::Pattern;
 
@@ -34,37 +36,90 @@ const unsigned char* Raw(const std::byte* bytes) {
   return reinterpret_cast<const unsigned char*>(bytes);
 }
 
-TEST(Checksum, IsXxh3OfIdentityThenBytesInEveryInstructionSet) {
-  std::vector<size_t> sizes = {0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 4095, 4096, 4097};
+// The definition, by way of the packaged library.
+uint64_t Oracle(const Identity& identity, const Bytes& bytes) {
+  Bytes joined(identity.begin(), identity.end());
+  for (size_t begin = 0; begin < bytes.size(); begin += kPageBytes) {
+    const uint64_t digest =
+        XXH3_64bits(bytes.data() + begin, std::min(kPageBytes, bytes.size() - begin));
+    const auto* const raw = reinterpret_cast<const std::byte*>(&digest);
+    joined.insert(joined.end(), raw, raw + sizeof(digest));
+  }
+  return XXH3_64bits(joined.data(), joined.size());
+}
+
+std::vector<size_t> Sizes() {
+  std::vector<size_t> sizes = {0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 8192, 20'000};
   for (size_t size = 200; size < 300; ++size) sizes.push_back(size);    // XXH3's internal buffer
   for (size_t size = 1000; size < 1060; ++size) sizes.push_back(size);  // its block
-  sizes.push_back((1 << 20) + 13);
+  for (const size_t pages : {1, 63, 64, 65, 128, 300}) {
+    for (const size_t size : {pages * kPageBytes - 1, pages * kPageBytes, pages * kPageBytes + 1}) {
+      sizes.push_back(size);
+    }
+  }
+  return sizes;
+}
+
+TEST(Checksum, IsXxh3OfIdentityThenDigestsInEveryInstructionSet) {
   int targets = 1;
-  for (const size_t size : sizes) {
+  for (const size_t size : Sizes()) {
     SCOPED_TRACE(size);
     const Identity identity = IdentityOf(size);
-    Bytes joined = Pattern(32 + size, /*seed=*/size);
-    std::copy(identity.begin(), identity.end(), joined.begin());
-    const std::byte* data = joined.data() + 32;
-    const uint64_t oracle = XXH3_64bits(joined.data(), joined.size());
-    EXPECT_EQ(internal::ChecksumBaseline(Raw(identity.data()), Raw(data), size), oracle);
+    const Bytes bytes = Pattern(size, /*seed=*/size);
+    const uint64_t oracle = Oracle(identity, bytes);
+    EXPECT_EQ(internal::kBaselineChecksum.of_bytes(Raw(identity.data()), Raw(bytes.data()), size),
+              oracle);
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) {
       targets = 2;
-      EXPECT_EQ(internal::ChecksumAvx2(Raw(identity.data()), Raw(data), size), oracle);
+      EXPECT_EQ(internal::kAvx2Checksum.of_bytes(Raw(identity.data()), Raw(bytes.data()), size),
+                oracle);
     }
 #endif
-    EXPECT_EQ(Checksum(identity, {data, size}), oracle);
+    EXPECT_EQ(Checksum(identity, bytes), oracle);
   }
   RecordProperty("targets", targets);
 }
 
 TEST(Checksum, HasTheseValues) {
-  // From the packaged libxxhash 0.8.1; they may never change: they are on disks.
+  // They may change with the version of the disk format alone: they are on disks.
   EXPECT_EQ(Checksum(Identity{}, {}), 0xA057271C9071C99Du);
   Bytes word(7);
   std::memcpy(word.data(), "forebay", word.size());
-  EXPECT_EQ(Checksum(Identity{}, word), 0xF58D711520D48E73u);
+  EXPECT_EQ(Checksum(Identity{}, word), 0x6CFCB4B3ACEA34E5u);
+}
+
+TEST(PageDigests, GiveTheChecksumWhateverTheOrderOfThePages) {
+  for (const size_t size : Sizes()) {
+    SCOPED_TRACE(size);
+    const Identity identity = IdentityOf(size);
+    const Bytes bytes = Pattern(size, /*seed=*/size);
+    PageDigests digests(bytes);
+    const size_t pages = (size + kPageBytes - 1) / kPageBytes;
+    ASSERT_EQ(digests.pages(), pages);
+    digests.Add(pages / 2, pages);
+    digests.Add(0, 0);
+    for (size_t page = pages / 2; page > 0; --page) digests.Add(page - 1, page);
+    EXPECT_EQ(digests.Checksum(identity), Checksum(identity, bytes));
+  }
+}
+
+TEST(PageDigests, HoldWhatAPageWasWhenItWasAdded) {
+  const Identity identity = IdentityOf(1);
+  Bytes bytes = Pattern(3 * kPageBytes, /*seed=*/1);
+  const uint64_t before = Checksum(identity, bytes);
+  PageDigests digests(bytes);
+  digests.Add(0, 3);
+  bytes[kPageBytes] ^= std::byte{1};
+  EXPECT_EQ(digests.Checksum(identity), before);
+  EXPECT_NE(Checksum(identity, bytes), before);
+}
+
+TEST(Checksum, TellsPagesThatHaveChangedPlaces) {
+  Bytes bytes = Pattern(4 * kPageBytes, /*seed=*/3);
+  const uint64_t before = Checksum(Identity{}, bytes);
+  std::swap_ranges(bytes.begin(), bytes.begin() + kPageBytes, bytes.begin() + 2 * kPageBytes);
+  EXPECT_NE(Checksum(Identity{}, bytes), before);
 }
 
 TEST(Checksum, ChangesWithEveryByteOfIdentityAndData) {

@@ -28,7 +28,8 @@ using Beside = AdamFormat::Beside;
 using Clock = std::chrono::steady_clock;
 
 constexpr double kGiga = 1e9;
-constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // what the daemon updates and hashes at a time
+constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // as the daemon's
+constexpr uint64_t kWarmElems = uint64_t{1} << 13;   // as the daemon updates and digests at a time
 constexpr uint64_t kPatternElemsMax = uint64_t{1} << 20;
 constexpr size_t kDenormalEvery = 97;
 constexpr uint32_t kSeed = 20251121;
@@ -208,7 +209,7 @@ class PassRun {
     return Figure(began);
   }
 
-  // What the daemon does with blocks that go to disk: hashes each when it is updated.
+  // What the daemon does with blocks that go to disk: it digests what it has updated while it is warm.
   absl::StatusOr<Sample> RunAndHash() {
     const auto began = Clock::now();
     const auto threads = static_cast<size_t>(team_.threads());
@@ -216,9 +217,7 @@ class PassRun {
     cpu_adam::RunOnAll(team_, [&](int task) {
       const size_t blocks = partitions_.size(), t = static_cast<size_t>(task);
       for (size_t b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b) {
-        cpu_adam::UpdateShare(pass_.rule, pass_.format->format, {&partitions_[b], 1},
-                              {.index = 0, .count = 1});
-        digest ^= nvme::Checksum(nvme::Identity{}, states_[b]);
+        digest ^= UpdateAndHash(partitions_[b], states_[b]);
       }
     });
     return Figure(began);
@@ -231,6 +230,39 @@ class PassRun {
     FOREBAY_CHECK(cpu_adam::UpdateAll(team_, pass_.rule, pass_.format->format, partitions) == 0);
     if (pass_.rule != cpu_adam::Rule::kLamb) return;
     for (const PartitionUpdate& partition : partitions) FinishLamb(partition);
+  }
+
+  // In `warm` elements at a time, whose pages are digested before the next are touched. A last block
+  // that is not whole has planes within pages and is hashed when all of it is updated.
+  uint64_t UpdateAndHash(const PartitionUpdate& block, std::span<const std::byte> states) const {
+    const StateFormat format = pass_.format->format;
+    const uint64_t warm = block.n == kBlockElems ? kWarmElems : block.n;
+    nvme::PageDigests digests(states);
+    for (uint64_t begin = 0; begin < block.n; begin += warm) {
+      const cpu_adam::Gradient grad = {
+          static_cast<const std::byte*>(block.grad.data) + begin * ElemBytes(block.grad.type),
+          block.grad.type};
+      cpu_adam::UpdateTo(pass_.rule, format, block.scalars, warm, grad,
+                         cpu_adam::Advance(block.from, format, begin),
+                         cpu_adam::Advance(block.to, format, begin));
+      if (warm < block.n) AddPages(begin, begin + warm, digests);
+    }
+    if (warm == block.n) digests.Add(0, digests.pages());
+    return digests.Checksum(nvme::Identity{});
+  }
+
+  // Those that elements [begin, end) of a whole block complete.
+  void AddPages(uint64_t begin, uint64_t end, nvme::PageDigests& digests) const {
+    const std::vector<StreamShape> shapes = StateShapes(pass_);
+    uint64_t plane_begin = 0;
+    for (size_t s = 1; s < shapes.size(); ++s) {
+      const auto page_of = [&](uint64_t elem) {
+        return (plane_begin + elem / kStreamGroupElems * shapes[s].group_bytes) /
+               protocol::kPageBytes;
+      };
+      digests.Add(page_of(begin), page_of(end));
+      plane_begin += kBlockElems / kStreamGroupElems * shapes[s].group_bytes;
+    }
   }
 
   // Sums over the whole partition, then its masters.
