@@ -52,7 +52,7 @@ std::vector<size_t> Sizes() {
   std::vector<size_t> sizes = {0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 8192, 20'000};
   for (size_t size = 200; size < 300; ++size) sizes.push_back(size);    // XXH3's internal buffer
   for (size_t size = 1000; size < 1060; ++size) sizes.push_back(size);  // its block
-  for (const size_t pages : {1, 63, 64, 65, 128, 300}) {
+  for (const size_t pages : {1u, 63u, 64u, 65u, 128u, 300u}) {
     for (const size_t size : {pages * kPageBytes - 1, pages * kPageBytes, pages * kPageBytes + 1}) {
       sizes.push_back(size);
     }
