@@ -67,7 +67,8 @@ StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float gra
     case Rule::kSgd:
     case Rule::kSgdNesterov:
       s.beta1 = static_cast<float>(hyper.momentum);
-      s.one_minus_beta1 = t == 1 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
+      s.one_minus_beta1 =
+          t == 1 || hyper.momentum == 0 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
       return s;
     case Rule::kAdagrad:
       s.step = static_cast<float>(hyper.lr / (1.0 + (steps - 1.0) * hyper.lr_decay));

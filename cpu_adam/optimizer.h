@@ -48,7 +48,7 @@ struct StepScalars {
   float grad_scale;  // multiplied into the gradient first: world mean, clip; 1 changes no bit
   float l2;          // λ of a decay that is added to the gradient
   float decay;       // what a weight keeps: fma(-η, λ, 1); LAMB: λ
-  float beta1, one_minus_beta1;  // SGD: momentum, 1 - dampening (1 in the first step)
+  float beta1, one_minus_beta1;  // SGD: momentum, 1 - dampening (1 at t = 1 or momentum 0)
   float beta2, one_minus_beta2;  // 1 - β from double, which 1.0f - β is not (0.999: 5e-5 off)
   float eps;
   float inv_sqrt_bias2;  // 1 / sqrt(1 - β₂ᵗ)

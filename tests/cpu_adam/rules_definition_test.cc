@@ -195,6 +195,11 @@ TEST(RuleScalars, SgdDampensFromItsSecondStepOn) {
   EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 2, 1.0f).one_minus_beta1, 0.75f);
 }
 
+TEST(RuleScalars, SgdWithoutMomentumDampensNothing) {
+  const Hyper hyper = {.momentum = 0, .dampening = 0.25};
+  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 2, 1.0f).one_minus_beta1, 1.0f);
+}
+
 TEST(RuleScalars, AdagradDecaysItsRateAndStartsItsAccumulatorOnce) {
   const Hyper hyper = {.lr = 0.1, .lr_decay = 0.5, .initial_accumulator = 0.1};
   EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 1, 1.0f).step, 0.1f);

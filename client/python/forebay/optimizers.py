@@ -101,8 +101,9 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """torch.optim.SGD; the daemon keeps a momentum buffer also where momentum is 0. For the rest
-    see Optimizer."""
+    """torch.optim.SGD; the daemon keeps a momentum buffer also where momentum is 0, the last
+    gradient: a momentum that is raised from 0 between steps begins with it, torch's with none. For
+    the rest see Optimizer."""
 
     lr: float = 1e-3
     momentum: float = 0.0

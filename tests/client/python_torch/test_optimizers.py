@@ -27,6 +27,7 @@ OPTIMIZERS = [
     forebay.Adagrad(lr=LR),
     forebay.Adagrad(lr=LR, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
     forebay.SGD(lr=LR),
+    forebay.SGD(lr=LR, dampening=0.5),
     forebay.SGD(lr=LR, momentum=0.9, weight_decay=0.1),
     forebay.SGD(lr=LR, momentum=0.9, dampening=0.5),
     forebay.SGD(lr=LR, momentum=0.9, weight_decay=0.1, nesterov=True),
