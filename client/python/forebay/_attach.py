@@ -11,6 +11,7 @@ from ._plan import DTYPE_NAMES, FORMATS, make_plan
 from .errors import ForebayError, usage_error
 from .optimizers import Optimizer
 
+PARAM_GROUPS_MAX = 64  # of the wire
 
 def attach(
     model,
@@ -40,6 +41,7 @@ def attach(
     wanted_groups = optimizer.params if param_groups is None else param_groups
     torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
     frozen_group = _assign_param_groups(plan, torch_groups)
+    optimizer.rows([{**defaults, **group} for group in torch_groups])  # before there is a job
     attachment = _core.attach(
         socket,
         job,
@@ -127,6 +129,12 @@ def _torch_groups(plan, wanted, hyper_parameters):
         wanted = [{"params": wanted}]
     groups = []
     for group in wanted:
+        if not isinstance(group, dict) or "params" not in group:
+            raise usage_error(
+                "E_OPTION",
+                f"param_groups: group {len(groups)} is no dict with \"params\"",
+                "param_groups=[{\"params\": [...], \"lr\": 1e-4}, ...], or a list of parameters",
+            )
         params = group["params"]
         unknown = set(group) - {"params", "name", *hyper_parameters}
         if unknown:
@@ -144,20 +152,24 @@ def _torch_groups(plan, wanted, hyper_parameters):
 def _assign_param_groups(plan, torch_groups):
     """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their
     own."""
-    numbers = {
-        id(tensor): number
-        for number, group in enumerate(torch_groups)
-        for tensor in group["params"]
-    }
-    known = {id(parameter.tensor) for parameter in plan.parameters}
-    for group in torch_groups:
+    numbers = {}
+    names = {id(parameter.tensor): parameter.name for parameter in plan.parameters}
+    for number, group in enumerate(torch_groups):
         for tensor in group["params"]:
-            if id(tensor) not in known:
+            if id(tensor) not in names:
+                is_tensor = isinstance(tensor, torch.Tensor)
+                what = f"a tensor of shape {list(tensor.shape)}" if is_tensor else repr(tensor)
                 raise usage_error(
                     "E_OPTION",
-                    f"param_groups: a tensor of shape {list(tensor.shape)} is no parameter "
-                    "of the model",
+                    f"param_groups: {what} is no parameter of the model",
                     "list model.parameters() themselves, not copies or views",
+                )
+            if numbers.setdefault(id(tensor), number) != number:
+                raise usage_error(
+                    "E_OPTION",
+                    f"parameter {names[id(tensor)]} is in param groups {numbers[id(tensor)]} "
+                    f"and {number}",
+                    "list it in one of them",
                 )
     frozen = False
     for parameter in plan.parameters:
@@ -171,6 +183,13 @@ def _assign_param_groups(plan, torch_groups):
             )
         else:
             parameter.param_group = numbers[id(parameter.tensor)]
+    if len(torch_groups) + frozen > PARAM_GROUPS_MAX:
+        raise usage_error(
+            "E_OPTION",
+            f"{len(torch_groups)} param groups (at most {PARAM_GROUPS_MAX}, frozen parameters "
+            "take one)",
+            "join groups with the same hyper-parameters",
+        )
     return frozen
 
 

@@ -173,10 +173,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper_parameters(self):
-        rows = [self._rule.row(group) for group in self.param_groups]
+        groups = list(self.param_groups)
         if self._frozen_group:
-            rows.append(self._rule.row({**self.defaults, "lr": 0.0, "weight_decay": 0.0}))
-        return rows
+            groups.append({**self.defaults, "lr": 0.0, "weight_decay": 0.0})
+        return self._rule.rows(groups)
 
     # ----------------------------------------------------------------------------------- reading
 

@@ -27,6 +27,24 @@ class Optimizer:
 
     hyper_parameters = ("lr", "betas", "eps", "weight_decay")  # what a parameter group may set
 
+    def __post_init__(self):
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise usage_error(
+                "E_OPTION",
+                f"seed is {self.seed!r}, not a whole number from 0 to 2**64 - 1",
+                "leave it out for 0",
+            )
+        try:
+            clips = self.max_grad_norm is None or float(self.max_grad_norm) >= 0
+        except (TypeError, ValueError):
+            clips = False
+        if not clips:
+            raise usage_error(
+                "E_OPTION",
+                f"max_grad_norm is {self.max_grad_norm!r}, not a number from 0 on",
+                "leave it out where nothing is to be clipped",
+            )
+
     @property
     def name(self):
         """As the daemon calls it."""
@@ -37,6 +55,22 @@ class Optimizer:
         (protocol/wire.h), for one dict of torch's param_groups."""
         beta1, beta2 = group["betas"]
         return _floats(group["lr"], beta1, beta2, group.get("eps", 0.0), group["weight_decay"])
+
+    def rows(self, groups):
+        """row() of each group. Errors: E_OPTION where values are no numbers."""
+        rows = []
+        for number, group in enumerate(groups):
+            try:
+                rows.append(self.row(group))
+            except (KeyError, TypeError, ValueError) as error:
+                values = {key: group.get(key) for key in self.hyper_parameters}
+                raise usage_error(
+                    "E_OPTION",
+                    f"parameter group {number}: {values} are not the numbers that "
+                    f"{type(self).__name__} takes: {error}",
+                    "give numbers; betas are two of them",
+                ) from error
+        return rows
 
 
 def _floats(*values):
@@ -114,6 +148,7 @@ class SGD(Optimizer):
     hyper_parameters = ("lr", "momentum", "dampening", "weight_decay")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise usage_error(
                 "E_OPTION",

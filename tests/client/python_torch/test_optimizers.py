@@ -200,3 +200,58 @@ def test_what_an_optimizer_cannot_use_is_refused_in_its_own_words(node, optimize
         opt.step()
     assert torch.equal(model.a, before) and opt.committed_step == 0
     opt.detach()
+
+
+def test_a_seed_or_a_clip_that_is_none_is_refused_where_it_is_written():
+    for options in ({"seed": -1}, {"seed": 1 << 64}, {"seed": 1.5}, {"seed": None}):
+        with pytest.raises(forebay.UsageError, match="seed is") as caught:
+            forebay.AdamW(**options)
+        assert caught.value.code == "E_OPTION" and caught.value.hint
+    for clip in (-1.0, float("nan"), "x"):
+        with pytest.raises(forebay.UsageError, match="max_grad_norm is") as caught:
+            forebay.SGD(max_grad_norm=clip)
+        assert caught.value.code == "E_OPTION" and caught.value.hint
+
+
+@pytest.mark.parametrize("node", ["daemon"], indirect=True)
+def test_what_is_no_number_is_refused_before_there_is_a_job(node):
+    for wrong in (
+        forebay.AdamW(betas=(0.9,)),
+        forebay.AdamW(betas=0.9),
+        forebay.AdamW(lr="fast"),
+        forebay.Adagrad(eps=None),
+        forebay.SGD(lr=torch.ones(2)),
+    ):
+        with pytest.raises(forebay.UsageError, match="group 0: .* not the numbers") as info:
+            forebay.attach(Plane(), wrong)
+        assert info.value.code == "E_OPTION" and info.value.hint
+    # The name is still free, for any layout; a bad value that comes later is an error as well.
+    model = Plane()
+    opt = forebay.attach(model, forebay.Lion(lr=LR))
+    model(0).backward()
+    opt.param_groups[0]["betas"] = (0.9, "x")
+    with pytest.raises(forebay.UsageError, match="parameter group 0: .* not the numbers"):
+        opt.step()
+    opt.param_groups[0]["betas"] = (0.9, 0.99)
+    opt.step()
+    assert opt.committed_step == 1
+    opt.detach()
+
+
+@pytest.mark.parametrize("node", ["daemon"], indirect=True)
+def test_param_groups_that_are_none_are_refused_before_there_is_a_job(node):
+    model = Plane()
+    for groups, words in (
+        ([{"lr": 1.0}], 'no dict with "params"'),
+        ([{"params": [model.a]}, model.b], 'no dict with "params"'),
+        ([{"params": "ab"}], "'a' is no parameter"),
+        (list(model.named_parameters()), "is no parameter"),
+        ([{"params": [model.a, model.b]}, {"params": [model.a]}], "a is in param groups 0 and 1"),
+        ([{"params": [model.a, model.b]}] + [{"params": []}] * 64, "65 param groups"),
+    ):
+        with pytest.raises(forebay.UsageError, match=words) as caught:
+            forebay.attach(model, forebay.AdamW(), param_groups=groups)
+        assert caught.value.code == "E_OPTION" and caught.value.hint
+    opt = forebay.attach(model, forebay.Lion(lr=LR))
+    train(model, opt, 1)
+    opt.detach()
