@@ -65,7 +65,7 @@ void PlaceThisThread(const std::vector<int>& cpus, int nice) {
   (void)sched_setaffinity(0, set_bytes, set);
   CPU_FREE(set);
   // On Linux the nice value belongs to the thread: setpriority(2), "C library/kernel differences".
-  if (nice != 0) (void)setpriority(PRIO_PROCESS, 0, nice);
+  if (nice > getpriority(PRIO_PROCESS, 0)) (void)setpriority(PRIO_PROCESS, 0, nice);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ struct WorkerTeamOptions {
   int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
   std::vector<int> cpus =
       {};        // operating-system indices; not empty: exactly these, numa_node unused
-  int nice = 0;  // added weight against other processes: 0 to 19; best effort
+  int nice = 0;  // 0 to 19, best effort; where the maker's is higher, that
   size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
 };
 

@@ -151,6 +151,19 @@ TEST_F(WorkerTeamTest, ThreadsStayInTheirSetAndAreLessUrgent) {
   EXPECT_EQ(getpriority(PRIO_PROCESS, 0), nice_before) << "the caller keeps its own";
 }
 
+TEST_F(WorkerTeamTest, ThreadsAreNeverMoreUrgentThanTheirMaker) {
+  std::promise<int> seen;
+  std::thread maker([&] {  // whose nice value is its own
+    ASSERT_EQ(setpriority(PRIO_PROCESS, 0, 17), 0);
+    const auto team = Make({.threads = 1, .nice = 5});
+    ASSERT_TRUE(team->TryPost([&seen] { seen.set_value(getpriority(PRIO_PROCESS, 0)); }));
+  });
+  maker.join();  // the team ends with its tasks
+  auto future = seen.get_future();
+  ASSERT_EQ(future.wait_for(kDeadline), std::future_status::ready);
+  EXPECT_EQ(future.get(), 17);
+}
+
 TEST_F(WorkerTeamTest, WrongOptionsAreRefusedWithWhatThereIs) {
   const struct {
     WorkerTeamOptions options;
