@@ -229,12 +229,11 @@ void GradientBook::OnAdded(JobIo& io, const TaskDone& done) {
   contribution.overflow_slot.reset();
   contribution.state = State::kAdded;
   if (done.count > 0) {
-    const absl::Status fault = MakeError(
-        ErrorId::kNonfinite,
-        absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group), " in step ",
-                     step_, " has ", done.count,
-                     done.count == 1 ? " value that is" : " values that are", " NaN or infinite"),
-        "the step was not applied; repeat it with other gradients");
+    const absl::Status fault =
+        MakeError(ErrorId::kNonfinite,
+                  absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group),
+                               " in step ", step_, " holds NaN or infinity"),
+                  "the step was not applied; repeat it with other gradients");
     AnswerOnce(io, contribution, fault);
     Spoil(io, fault);
     return;

@@ -37,12 +37,11 @@ void InitialParameters::OnCopied(JobIo& io, const TaskDone& done) {
   running_.erase(it);
   absl::Status status = done.status;
   if (status.ok() && done.count > 0) {
-    status = MakeError(
-        ErrorId::kNonfinite,
-        absl::StrCat("the initial parameters of group ", copy.group, " (",
-                     layout_->spec().group_names[copy.group], ") have ", done.count,
-                     done.count == 1 ? " value that is" : " values that are", " NaN or infinite"),
-        "check the initialisation or the loaded checkpoint");
+    status =
+        MakeError(ErrorId::kNonfinite,
+                  absl::StrCat("the initial parameters of group ", copy.group, " (",
+                               layout_->spec().group_names[copy.group], ") hold NaN or infinity"),
+                  "check the initialisation or the loaded checkpoint");
   }
   written_[copy.group] = status.ok();
   io.Answer(copy.command, status);

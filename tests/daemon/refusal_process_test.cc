@@ -109,11 +109,11 @@ INSTANTIATE_TEST_SUITE_P(
                 [](Attachment& session) { return StepAt(session, 3); }},
         Refusal{"GradientOfNan",
                 ErrorId::kNonfinite,
-                {"rank 0", "group 1 (layer1)", "step 2", "1 value"},
+                {"rank 0", "group 1 (layer1)", "step 2", "holds NaN or infinity"},
                 [](Attachment& session) { return StepWithGradient(session, std::nanf("")); }},
         Refusal{"GradientOfInfinity",
                 ErrorId::kNonfinite,
-                {"rank 0", "group 1 (layer1)", "step 2", "1 value"},
+                {"rank 0", "group 1 (layer1)", "step 2", "holds NaN or infinity"},
                 [](Attachment& session) { return StepWithGradient(session, -kInfinity); }},
         Refusal{"LearningRateOfNan",
                 ErrorId::kOption,
@@ -308,7 +308,7 @@ TEST_F(RefusedCall, WithParametersOfNanWritesNoneAndTheJobBeginsAfresh) {
   std::vector<std::byte> values = testing::MakeValues(session->layout(), 1, HealthyJob::kSeed);
   std::memcpy(values.data() + 12, &kInfinity, sizeof(kInfinity));
   ExpectRefusal(session->WriteInitial(1, values, kTimeout), ErrorId::kNonfinite,
-                {"group 1 (layer1)", "1 value"});
+                {"group 1 (layer1)", "hold NaN or infinity"});
   ExpectRefusal(session->Fetch(0, kTimeout).status(), ErrorId::kNotReady, {"job job"});
   ExpectRefusal(session->InitialDone(kTimeout), ErrorId::kNotReady, {"were not written"});
   ASSERT_OK(testing::WriteInitial(*session, HealthyJob::kSeed));
