@@ -79,12 +79,12 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 // (scales aside) is aligned to 64 bytes. Both return how many w' are not finite or round to an
 // infinite image.
 //
-// Draws    In kBf16 and kInt8 each element has a hash h of draw_key and e = first_elem + i, all
+// Draws    In kBf16 and kInt8 each element has a hash z of draw_key and e = first_elem + i, all
 //          modulo 2³²:
-//            x = e·0x9E3779B9 + draw_key[0]     x = ((x ^ (x >> 16)) ^ draw_key[1])·0x846CA68B
-//            h = x ^ (x >> 15)
-//          In kBf16 moments 0, 1, 2 have the 16 low bits of h, its 16 high ones, and the 16 high
-//          ones of h·0x9E3779B1; in kInt8 the 15 low and high bits of the same words.
+//            x = e·0x9E3779B9 + draw_key[0]     z = x ^ (x >> 16)
+//          The draws of moments 0, 1, 2 are the 16 high bits, in kInt8 the 15 high ones, of
+//          z·0x846CA68B, z·(draw_key[1] | 1), z·0x9E3779B1: of each, every value is as likely as
+//          any other over the keys.
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
 // Memory   Planes and gradient do not overlap. Any alignment that the element type allows is

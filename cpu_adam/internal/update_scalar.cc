@@ -115,15 +115,14 @@ uint64_t StoreMaster(StateFormat format, const StatePlanes& to, size_t i, uint32
 // --------------------------------------------------------------------------------------- the moments
 
 uint32_t Hash(const StepScalars& k, uint32_t elem) {
-  uint32_t x = elem * kElemStep + k.draw_key[0];
-  x = ((x ^ (x >> 16)) ^ k.draw_key[1]) * kHashMultiplier;
-  return x ^ (x >> 15);
+  const uint32_t x = elem * kElemStep + k.draw_key[0];
+  return x ^ (x >> 16);
 }
 
 // The draw of a moment, of so many bits.
-uint32_t Draw(uint32_t hash, size_t moment, int bits) {
-  if (moment == 0) return hash & ((1u << bits) - 1);
-  return (moment == 1 ? hash : hash * kThirdDraw) >> (32 - bits);
+uint32_t Draw(const StepScalars& k, uint32_t hash, size_t moment, int bits) {
+  const uint32_t factors[kMomentsMax] = {kFirstDraw, k.draw_key[1] | 1, kThirdDraw};
+  return (hash * factors[moment]) >> (32 - bits);
 }
 
 // Byte of element i among the codes of a plane.
@@ -183,7 +182,7 @@ void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begi
   auto* const codes = static_cast<uint8_t*>(to.moments[kIndex]);
   for (size_t i = 0; i < kGroupElems; ++i) {
     const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
-    const uint32_t zero = (kSquare ? kRootZeroBits : kLinearZeroBits) | Draw(hash, kIndex, 15);
+    const uint32_t zero = (kSquare ? kRootZeroBits : kLinearZeroBits) | Draw(k, hash, kIndex, 15);
     const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
     codes[CodeAt(begin + i)] = kSquare ? byte : byte ^ 0x80;
   }
@@ -206,7 +205,7 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
       const float moment = elements[i].moments[j];
       if constexpr (kFormat == StateFormat::kBf16) {
         static_cast<uint16_t*>(to.moments[j])[begin + i] =
-            static_cast<uint16_t>((BitsOf(moment) + Draw(hash, j, 16)) >> 16);
+            static_cast<uint16_t>((BitsOf(moment) + Draw(k, hash, j, 16)) >> 16);
       } else {
         static_cast<float*>(to.moments[j])[begin + i] = moment;
       }
