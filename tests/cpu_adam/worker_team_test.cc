@@ -31,10 +31,10 @@ ptrdiff_t ThreadsOfThisProcess() {
   return std::distance(begin(tasks), end(tasks));
 }
 
-// The kernel lists a joined thread until it has gone; waits for that.
+// The kernel lists a joined thread until it has gone; waits for that. `count` may hold one, too.
 bool ThreadsComeBackTo(ptrdiff_t count) {
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
-  while (ThreadsOfThisProcess() != count) {
+  while (ThreadsOfThisProcess() > count) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::yield();
   }
