@@ -108,6 +108,11 @@ struct FloatLanes {
   static constexpr size_t kVectors = kSumLanes * sizeof(float) / HWY_MAX_BYTES;
   V sums[kVectors];
 
+  HWY_INLINE FloatLanes() {  // written out: one of the compiler's own is not for this target
+    HWY_UNROLL(8)
+    for (V& sum : sums) sum = hn::Zero(D());
+  }
+
   HWY_INLINE void AddRow(const T* row) {
     HWY_UNROLL(8)
     for (size_t k = 0; k < kVectors; ++k) {
@@ -127,6 +132,11 @@ template <>
 struct FloatLanes<uint16_t> {
   static constexpr size_t kVectors = kSumLanes * sizeof(float) / HWY_MAX_BYTES;
   V sums[kVectors];
+
+  HWY_INLINE FloatLanes() {  // written out: one of the compiler's own is not for this target
+    HWY_UNROLL(8)
+    for (V& sum : sums) sum = hn::Zero(D());
+  }
 
   HWY_INLINE void AddRow(const uint16_t* row) {
     const DU du;
@@ -153,8 +163,6 @@ template <class T>
 HWY_INLINE void AddSquares(const T* from, size_t n, double* sums) {
   const DD d;
   FloatLanes<T> run;
-  HWY_UNROLL(8)
-  for (V& sum : run.sums) sum = hn::Zero(D());
   const size_t rows = n / kSumLanes;
   for (size_t row = 0; row < rows; ++row) run.AddRow(from + row * kSumLanes);
   if (const size_t rest = n % kSumLanes; rest != 0) {
