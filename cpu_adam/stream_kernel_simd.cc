@@ -2,7 +2,8 @@
 // and Highway alone; the bits are those of internal/stream_scalar.cc.
 
 #ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)  // no fused multiply-add
+// Without a fused multiply-add; and SVE of one length, where SVE of any length serves.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE_256 | HWY_SVE2_128)
 #endif
 
 #include "cpu_adam/internal/kernel_table.h"
@@ -288,14 +289,19 @@ void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums)
   }
 }
 
-#else  // vectors of unknown length cannot be kept in an array: the reference is used
+#else  // vectors of unknown length cannot be kept in an array, but a processor with SVE has NEON too
+
+inline const StreamKernels& OfKnownLength() {
+  const StreamKernels* const neon = StreamKernelsOf(HWY_NEON);
+  return neon != nullptr ? *neon : kScalarStreamKernels;
+}
 
 void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
-  kScalarStreamKernels.chunk_square_sums(n, g, chunk_sums);
+  OfKnownLength().chunk_square_sums(n, g, chunk_sums);
 }
 
 void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
-  kScalarStreamKernels.copy_with_square_sums(n, g, dst, chunk_sums);
+  OfKnownLength().copy_with_square_sums(n, g, dst, chunk_sums);
 }
 
 #endif  // HWY_HAVE_SCALABLE
