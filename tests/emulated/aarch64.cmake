@@ -1,0 +1,15 @@
+# gcc for 64-bit Arm, with the libraries that `run` has unpacked into $FOREBAY_ARM64.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_CXX_FLAGS_INIT "-isystem $ENV{FOREBAY_ARM64}/usr/include/aarch64-linux-gnu")
+set(CMAKE_LIBRARY_ARCHITECTURE aarch64-linux-gnu)
+
+set(CMAKE_FIND_ROOT_PATH $ENV{FOREBAY_ARM64})
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
+set(ENV{PKG_CONFIG_SYSROOT_DIR} $ENV{FOREBAY_ARM64})
+set(ENV{PKG_CONFIG_LIBDIR} $ENV{FOREBAY_ARM64}/usr/lib/aarch64-linux-gnu/pkgconfig)

@@ -1,0 +1,32 @@
+// The first process of the emulated machine: runs the tests, says how they ended, switches off.
+
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/wait.h>
+#include <termios.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+int main() {
+  (void)mount("proc", "/proc", "proc", 0, nullptr);
+  (void)mount("sysfs", "/sys", "sysfs", 0, nullptr);
+  (void)mount("tmpfs", "/tmp", "tmpfs", 0, nullptr);
+  const char* const wish = getenv("FILTER");  // words of the kernel's command line
+  const std::string filter = std::string("--gtest_filter=") + (wish != nullptr ? wish : "*");
+  int status = -1;
+  if (const pid_t child = fork(); child == 0) {
+    execl("/cpu_adam_test", "cpu_adam_test", "--gtest_color=no", filter.c_str(), nullptr);
+    std::perror("cpu_adam_test");
+    _exit(127);
+  } else if (child > 0) {
+    (void)waitpid(child, &status, 0);
+  }
+  std::printf("\nend of tests: %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : status);
+  (void)std::fflush(stdout);
+  (void)tcdrain(STDOUT_FILENO);
+  (void)reboot(RB_POWER_OFF);
+  return 1;
+}
