@@ -47,7 +47,7 @@ uint64_t MachineBytes() {
          static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// Room for a block of AdamW in its widest format; others get blocks that fit (memory_plan.h).
+// Room for a block of AdamW in the preset formats; others get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {
   uint64_t slot_bytes = 0;
   for (const auto& [format, dtype] :
