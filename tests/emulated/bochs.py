@@ -8,6 +8,7 @@ import select
 import shutil
 import subprocess
 import time
+import tty
 
 SHARE = pathlib.Path("/usr/share/bochs")
 LOADER = [
@@ -105,28 +106,32 @@ def make_disk(kernel, init, program, folder, gtest_filter):
 
 
 def wait_on_terminal(command, limit_s, **variables):
-    """Runs a program that wants a terminal, and reads away what it draws there."""
+    """Runs Bochs on a terminal, and reads away what it says there and draws on one of its own."""
     terminal, its_end = pty.openpty()
     process = subprocess.Popen(
         command, stdin=its_end, stdout=its_end, stderr=its_end, env=os.environ | variables
     )
     os.close(its_end)
+    terminals, said = [terminal], b""
     deadline = time.monotonic() + limit_s
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            if select.select([terminal], [], [], 1)[0]:
+            for readable in select.select(terminals, [], [], 1)[0]:
                 try:
-                    os.read(terminal, 1 << 16)
+                    said = (said + os.read(readable, 1 << 16))[-1000:]
                 except OSError:  # closed at the other end
-                    break
-        process.wait(max(deadline - time.monotonic(), 1))
-    except subprocess.TimeoutExpired:
-        pass
+                    terminals.remove(readable)
+            screen = re.search(rb'connected to screen "(/dev/pts/\d+)"', said)
+            if screen is not None:
+                terminals.append(os.open(screen.group(1), os.O_RDONLY | os.O_NOCTTY))
+                tty.setraw(terminals[-1])
+                said = b""
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-        os.close(terminal)
+        for each in {terminal, *terminals}:
+            os.close(each)
 
 
 def boot(kernel, built, folder, gtest_filter, limit_s):
