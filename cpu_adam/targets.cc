@@ -79,7 +79,7 @@ absl::Status ForceTarget(std::string_view name) {
       protocol::ErrorId::kOption,
       absl::StrCat("instruction set \"", std::string(name), "\" is not one of ",
                    absl::StrJoin(SupportedTargets(), ", ")),
-      "leave it out to use the best of them");
+      "leave FOREBAY_CPU_TARGET and update.target out to use the best of them");
 }
 
 }  // namespace forebay::cpu_adam
