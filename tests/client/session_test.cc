@@ -93,8 +93,9 @@ TEST_F(SessionTest, AFetchThatTimedOutGivesItsLeaseBackWhenItArrives) {
     return hold && Is(command, Op::kFetch) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
   });
   EXPECT_THAT(session_->Fetch(1, Timeout(1)), HasError(ErrorId::kTimeout));
+  const Command late = daemon_.WaitForCommands(1)[0];  // held, not answered by the script
   hold = false;
-  daemon_.Answer(Obeyed(daemon_.WaitForCommands(1)[0]));
+  daemon_.Answer(Obeyed(late));
   ASSERT_OK(session_->Fetch(2, kTimeout).status());
   const std::vector<Command> seen = daemon_.WaitForCommands(3);
   ASSERT_TRUE(Is(seen[2], Op::kRelease));
