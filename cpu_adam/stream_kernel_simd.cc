@@ -35,7 +35,6 @@ constexpr size_t kLineBytes = 64;
 // A processor reads few streams slower than many: a pass over one array goes over as many places of
 // it at once.
 constexpr size_t kPlaces = 4;
-constexpr size_t kPlaceElems = 512;  // at one place before the next: whole vectors of any target
 constexpr size_t kBypassElems = size_t{1} << 18;  // from here on what is written outgrows a cache
 
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
@@ -379,25 +378,12 @@ size_t AddQuads(size_t n, const T* src, float* dst) {
   return i;
 }
 
-// A long widening, up to the last elements.
-template <class T>
-size_t WidenAtPlaces(size_t n, const T* src, float* dst) {
-  const size_t apart = n / (kPlaces * kPlaceElems) * kPlaceElems;
-  for (size_t begin = 0; begin < apart; begin += kPlaceElems) {
-    for (size_t p = 0; p < kPlaces; ++p) {
-      const size_t i = p * apart + begin;
-      AddQuads<false, true>(kPlaceElems, src + i, dst + i);
-    }
-  }
-  hwy::FlushStream();
-  return kPlaces * apart;
-}
-
 template <bool kAdd, class T>
 void AddRun(size_t n, const T* src, float* dst) {
   size_t i = 0;
   if (!kAdd && Bypasses(n, dst)) {
-    i = WidenAtPlaces(n, src, dst);
+    i = AddQuads<false, true>(n, src, dst);
+    hwy::FlushStream();
   } else {
     i = AddQuads<kAdd, false>(n, src, dst);
   }
