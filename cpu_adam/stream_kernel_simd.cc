@@ -1,11 +1,7 @@
 // The streaming passes for every instruction set that has a fused multiply-add. Includes its contract
 // and Highway alone; the bits are those of internal/stream_scalar.cc.
 
-#ifndef HWY_DISABLED_TARGETS
-// Without a fused multiply-add; and SVE of one length, where SVE of any length serves.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE_256 | HWY_SVE2_128)
-#endif
-
+#include "cpu_adam/internal/disabled_targets.h"
 #include "cpu_adam/internal/kernel_table.h"
 
 #undef HWY_TARGET_INCLUDE
