@@ -253,15 +253,14 @@ class PassRun {
 
   // Those that elements [begin, end) of a whole block complete.
   void AddPages(uint64_t begin, uint64_t end, nvme::PageDigests& digests) const {
-    const std::vector<StreamShape> shapes = StateShapes(pass_);
     uint64_t plane_begin = 0;
-    for (size_t s = 1; s < shapes.size(); ++s) {
+    for (size_t s = 1; s < shapes_.size(); ++s) {
       const auto page_of = [&](uint64_t elem) {
-        return (plane_begin + elem / kStreamGroupElems * shapes[s].group_bytes) /
+        return (plane_begin + elem / kStreamGroupElems * shapes_[s].group_bytes) /
                protocol::kPageBytes;
       };
       digests.Add(page_of(begin), page_of(end));
-      plane_begin += kBlockElems / kStreamGroupElems * shapes[s].group_bytes;
+      plane_begin += kBlockElems / kStreamGroupElems * shapes_[s].group_bytes;
     }
   }
 
@@ -344,17 +343,16 @@ class PassRun {
   // The planes of the block of elements `begin` to `begin + n` one behind the other; the last call
   // for a block says which bytes of it are hashed.
   StatePlanes BlockPlanes(std::byte* image, std::byte* states, uint64_t begin, uint64_t n) {
-    const std::vector<StreamShape> shapes = StateShapes(pass_);
     const auto bytes_of = [](const StreamShape& shape, uint64_t elems) {
       return RoundUp(elems, kStreamGroupElems) / kStreamGroupElems * shape.group_bytes;
     };
     const StreamShape all = BlockShapes(pass_)[2];
     std::byte* const first = states + bytes_of(all, begin);
-    std::vector<std::byte*> arrays = {image + bytes_of(shapes[0], begin)};
+    std::vector<std::byte*> arrays = {image + bytes_of(shapes_[0], begin)};
     std::byte* next = first;
-    for (size_t s = 1; s < shapes.size(); ++s) {
+    for (size_t s = 1; s < shapes_.size(); ++s) {
       arrays.push_back(next);
-      next += bytes_of(shapes[s], n);
+      next += bytes_of(shapes_[s], n);
     }
     states_.back() = {first, next};
     return PlanesOf(pass_, arrays);
@@ -385,6 +383,7 @@ class PassRun {
   }
 
   AdamPass pass_;
+  std::vector<StreamShape> shapes_ = StateShapes(pass_);
   cpu_adam::WorkerTeam& team_;
   uint64_t params_;
   cpu_adam::StepScalars scalars_;
