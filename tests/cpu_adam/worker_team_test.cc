@@ -13,6 +13,8 @@
 #include <chrono>
 #include <filesystem>
 #include <future>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "gmock/gmock.h"
@@ -26,15 +28,18 @@ using ::testing::HasSubstr;
 
 constexpr std::chrono::seconds kDeadline(20);
 
-ptrdiff_t ThreadsOfThisProcess() {
-  std::filesystem::directory_iterator tasks("/proc/self/task");
-  return std::distance(begin(tasks), end(tasks));
+std::set<std::string> ThreadsOfThisProcess() {
+  std::set<std::string> threads;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    threads.insert(task.path().filename());
+  }
+  return threads;
 }
 
-// The kernel lists a joined thread until it has gone; waits for that. `count` may hold one, too.
-bool ThreadsComeBackTo(ptrdiff_t count) {
+// The kernel lists a joined thread until it has gone; waits for that. One of `before` may go as well.
+bool NoThreadIsLeftBut(const std::set<std::string>& before) {
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
-  while (ThreadsOfThisProcess() > count) {
+  while (!std::ranges::includes(before, ThreadsOfThisProcess())) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::yield();
   }
@@ -47,7 +52,7 @@ class WorkerTeamTest : public ::testing::Test {
     std::thread([] {}).join();  // a sanitizer starts its own thread with the first of ours
     threads_before_ = ThreadsOfThisProcess();
   }
-  void TearDown() override { EXPECT_TRUE(ThreadsComeBackTo(threads_before_)); }
+  void TearDown() override { EXPECT_TRUE(NoThreadIsLeftBut(threads_before_)); }
 
   std::unique_ptr<WorkerTeam> Make(const WorkerTeamOptions& options) {
     absl::StatusOr<std::unique_ptr<WorkerTeam>> team = WorkerTeam::Create(options);
@@ -55,7 +60,7 @@ class WorkerTeamTest : public ::testing::Test {
     return team.ok() ? *std::move(team) : nullptr;
   }
 
-  ptrdiff_t threads_before_ = 0;
+  std::set<std::string> threads_before_;
 };
 
 TEST_F(WorkerTeamTest, HasOneThreadPerCoreAndNeverMore) {
