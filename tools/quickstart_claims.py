@@ -176,9 +176,8 @@ class Evidence:
 
     def swap_share(self):
         """Share of the moments on swap: the first blocks are resident and whole, only the last of all is short."""
-        if (
-            MOMENTS[self.args.optimizer] > 2
-        ):  # its blocks are smaller: staging slots fit two moments
+        # More than two moments make blocks smaller: staging slots fit two.
+        if MOMENTS[self.args.optimizer] > 2:
             return 1 - self.job["resident_blocks"] / self.job["blocks"]
         return 1 - self.job["resident_blocks"] * self.args.block_elems / self.job["params"]
 

@@ -13,6 +13,7 @@ from .optimizers import Optimizer
 
 PARAM_GROUPS_MAX = 64  # of the wire
 
+
 def attach(
     model,
     optimizer,
@@ -132,8 +133,8 @@ def _torch_groups(plan, wanted, hyper_parameters):
         if not isinstance(group, dict) or "params" not in group:
             raise usage_error(
                 "E_OPTION",
-                f"param_groups: group {len(groups)} is no dict with \"params\"",
-                "param_groups=[{\"params\": [...], \"lr\": 1e-4}, ...], or a list of parameters",
+                f'param_groups: group {len(groups)} is no dict with "params"',
+                'param_groups=[{"params": [...], "lr": 1e-4}, ...], or a list of parameters',
             )
         params = group["params"]
         unknown = set(group) - {"params", "name", *hyper_parameters}
