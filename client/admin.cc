@@ -7,7 +7,7 @@
 #include "client/environment.h"
 #include "client/internal/control.h"
 #include "protocol/descriptor.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::client {
 namespace {

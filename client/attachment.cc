@@ -17,8 +17,8 @@
 #include "protocol/channel.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
-#include "protocol/mutex.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::client {
 namespace {

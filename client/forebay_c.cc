@@ -13,7 +13,7 @@
 #include "client/client.h"
 #include "client/forebay.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 struct forebay_session {
   std::unique_ptr<forebay::client::Attachment> attachment;

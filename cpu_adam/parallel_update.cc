@@ -4,7 +4,7 @@
 #include <atomic>
 #include <latch>
 
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::cpu_adam {
 namespace {

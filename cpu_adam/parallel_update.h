@@ -7,7 +7,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "cpu_adam/update_kernel.h"
-#include "cpu_adam/worker_team.h"
+#include "cpu_adam/worker_pool.h"
 
 namespace forebay::cpu_adam {
 

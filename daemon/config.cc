@@ -19,7 +19,7 @@
 #include "absl/strings/str_split.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::daemon {

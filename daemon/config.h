@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "nvme/engine_factory.h"
+#include "nvme/io/engine_factory.h"
 #include "nvme/swap_files.h"
 #include "pinned_mem/pinned_arena.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 

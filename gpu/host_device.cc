@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::gpu {
 namespace {

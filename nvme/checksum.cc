@@ -7,7 +7,7 @@
 #include <span>
 
 #include "nvme/internal/checksum_kernels.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme {

@@ -25,11 +25,11 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/swap_files.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme {

@@ -15,7 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme {

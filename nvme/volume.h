@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "nvme/checksum.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/swap_files.h"
 
 namespace forebay::nvme {

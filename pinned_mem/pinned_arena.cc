@@ -14,9 +14,9 @@
 #include "pinned_mem/internal/numa.h"
 #include "pinned_mem/internal/segment.h"
 #include "pinned_mem/range_allocator.h"
-#include "protocol/check.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::pinned_mem {

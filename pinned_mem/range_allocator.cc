@@ -2,7 +2,7 @@
 
 #include <iterator>
 
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::pinned_mem {
 

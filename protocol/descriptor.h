@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "protocol/forebay.capnp.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::protocol {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "absl/status/statusor.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::protocol {
 

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/wire.h"
 
 namespace forebay::protocol {

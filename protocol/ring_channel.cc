@@ -4,11 +4,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/channel.h"
-#include "protocol/check.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/ring.h"
-#include "protocol/status_macros.h"
 
 namespace forebay::protocol {
 namespace {

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/descriptor.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::client::internal {
 namespace {

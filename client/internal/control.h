@@ -12,7 +12,7 @@
 #include "client/admin.h"
 #include "client/internal/control_thread.h"
 #include "client/internal/deadline.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {

@@ -14,7 +14,7 @@
 #include "protocol/descriptor.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::client::internal {
 namespace {

@@ -19,8 +19,8 @@
 #include "absl/status/statusor.h"
 #include "client/internal/deadline.h"
 #include "protocol/forebay.capnp.h"
-#include "protocol/mutex.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::client::internal {
 

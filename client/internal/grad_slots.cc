@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::client::internal {
 namespace {

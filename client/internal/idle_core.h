@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::client::internal {
 

@@ -6,7 +6,7 @@
 #include "client/internal/session.h"
 #include "client/internal/stopwatch.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::client::internal {
 namespace {

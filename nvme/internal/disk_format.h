@@ -7,7 +7,7 @@
 #include <span>
 
 #include "nvme/checksum.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme::internal {

@@ -7,8 +7,8 @@
 #include <memory>
 #include <span>
 
-#include "nvme/io_engine.h"
-#include "protocol/check.h"
+#include "nvme/io/io_engine.h"
+#include "protocol/os/check.h"
 
 namespace forebay::nvme::internal {
 

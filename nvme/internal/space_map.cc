@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::nvme::internal {
 

@@ -10,8 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
-#include "protocol/check.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme {

@@ -11,9 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
-#include "protocol/check.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::nvme {
 namespace {

@@ -10,8 +10,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "pinned_mem/internal/available_memory.h"
-#include "protocol/check.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 #ifndef MADV_POPULATE_WRITE

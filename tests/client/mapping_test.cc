@@ -10,7 +10,7 @@
 
 #include "client/internal/idle_core.h"
 #include "gtest/gtest.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::client::internal {

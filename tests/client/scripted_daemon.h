@@ -20,7 +20,7 @@
 #include "protocol/channel.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
-#include "protocol/mutex.h"
+#include "protocol/os/mutex.h"
 #include "protocol/ring.h"
 #include "tests/support/status_test.h"
 

@@ -3,7 +3,7 @@
 // Method  Pure function: layouts with odd sizes, several ranks and parameter groups are walked
 //         element by element.
 
-#include "daemon/internal/block_map.h"
+#include "daemon/core/block_map.h"
 
 #include <cstdint>
 #include <map>

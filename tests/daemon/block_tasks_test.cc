@@ -5,7 +5,7 @@
 //         and beside the kernels that each of its passes once was; the update for swap beside the
 //         update in parts, then the checksum of what lies there.
 
-#include "daemon/block_tasks.h"
+#include "daemon/exec/block_tasks.h"
 
 #include <algorithm>
 #include <bit>

@@ -21,7 +21,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"

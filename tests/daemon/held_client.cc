@@ -15,7 +15,7 @@
 
 #include "client/client.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tests/support/healthy_job.h"
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"

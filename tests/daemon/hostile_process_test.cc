@@ -21,7 +21,7 @@
 #include <thread>
 #include <vector>
 
-#include "daemon/control_plane.h"
+#include "daemon/control/control_plane.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"

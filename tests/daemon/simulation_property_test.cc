@@ -18,7 +18,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/node_state.h"
+#include "daemon/core/node_state.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
 #include "tests/support/node_harness.h"

@@ -2,7 +2,7 @@
 //         thread, after the last part, and sees what all of them wrote.
 // Method  Real workers; the test is the loop and waits for the wake-up descriptor.
 
-#include "daemon/task_runner.h"
+#include "daemon/exec/task_runner.h"
 
 #include <poll.h>
 

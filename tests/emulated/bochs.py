@@ -145,7 +145,7 @@ def boot(kernel, built, folder, gtest_filter, limit_s):
         ["bochs-bin", "-q", "-f", settings, "-rc", commands],
         limit_s,
         TERM="xterm",
-        LD_PRELOAD=str(built / "libmend_bochs.so"),
+        LD_PRELOAD=str(built / "libfix_bochs.so"),
     )
     text = serial.read_text(encoding="utf-8", errors="replace") if serial.exists() else ""
     text = text.replace("\r", "")

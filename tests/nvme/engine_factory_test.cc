@@ -3,7 +3,7 @@
 // Method  A probe of the test's own ring is compared with the choice; then a child process forbids
 //         itself io_uring_setup with a seccomp filter and chooses again.
 
-#include "nvme/engine_factory.h"
+#include "nvme/io/engine_factory.h"
 
 #include <liburing.h>
 #include <linux/filter.h>

@@ -3,7 +3,7 @@
 // Method  The same cases on all three. Files are real (O_DIRECT, in the build tree) but for the
 //         simulated one. Nothing sleeps to wait: Wait() has a deadline far above any delay.
 
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
@@ -21,10 +21,10 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nvme/io/thread_engine.h"
+#include "nvme/io/uring_engine.h"
 #include "nvme/swap_files.h"
-#include "nvme/thread_engine.h"
-#include "nvme/uring_engine.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "tests/nvme/temp_dir.h"
 #include "tests/support/pattern.h"
 #include "tests/support/simulated_disk.h"

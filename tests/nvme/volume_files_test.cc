@@ -22,10 +22,10 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "nvme/engine_factory.h"
+#include "nvme/io/engine_factory.h"
 #include "nvme/volume.h"
 #include "protocol/error.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "tests/nvme/temp_dir.h"
 #include "tests/nvme/volume_world.h"
 #include "tests/support/pattern.h"

@@ -16,9 +16,9 @@
 #include "absl/status/statusor.h"
 #include "nvme/checksum.h"
 #include "nvme/internal/protections.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/volume.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tests/support/pattern.h"
 
 namespace forebay::nvme {

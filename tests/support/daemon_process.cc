@@ -19,7 +19,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::testing {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::testing {
 

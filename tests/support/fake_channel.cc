@@ -4,13 +4,13 @@
 #include <optional>
 #include <utility>
 
-#include "protocol/check.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
-#include "protocol/mutex.h"
+#include "protocol/os/check.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/ring.h"
-#include "protocol/status_macros.h"
-#include "protocol/unique_fd.h"
 
 namespace forebay::testing {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/io_engine.h"
 
 namespace forebay::testing {
 

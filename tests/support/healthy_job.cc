@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tests/support/training_client.h"
 
 namespace forebay::testing {

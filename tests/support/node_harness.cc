@@ -4,7 +4,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::testing {
 

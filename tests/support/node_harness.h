@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "daemon/events.h"
-#include "daemon/node_state.h"
+#include "daemon/core/events.h"
+#include "daemon/core/node_state.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/events.h"
+#include "daemon/core/events.h"
 #include "protocol/layout.h"
 
 namespace forebay::testing {

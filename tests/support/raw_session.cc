@@ -10,12 +10,12 @@
 #include <cstring>
 #include <utility>
 
-#include "protocol/check.h"
 #include "protocol/descriptor.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::testing {
 namespace {

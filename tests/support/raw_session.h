@@ -17,7 +17,7 @@
 #include "protocol/channel.h"
 #include "protocol/forebay.capnp.h"
 #include "protocol/layout.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/wire.h"
 
 namespace forebay::testing {

@@ -15,8 +15,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "nvme/internal/watch_table.h"
-#include "nvme/io_engine.h"
+#include "nvme/io/internal/watch_table.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/swap_files.h"
 #include "tests/support/pattern.h"
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "daemon/events.h"
+#include "daemon/core/events.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 #include "tests/support/node_model.h"

@@ -8,7 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::testing {
 

@@ -9,7 +9,7 @@
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/targets.h"
 #include "cpu_adam/update_kernel.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 
 namespace forebay::testing {
 namespace {

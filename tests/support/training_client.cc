@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tests/support/training.h"
 
 namespace forebay::testing {

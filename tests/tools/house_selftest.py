@@ -21,7 +21,7 @@ CLEAN = {
     "docs/page.md": "new words, deleted words\n",
     ".ci/run": "#!/bin/sh\n",
     "protocol/word.h": '#pragma once\n#include <span>\n#include "absl/status/status.h"\n',
-    "protocol/mutex.h": "#pragma once\nclass Mutex {\n  std::mutex mutex_;\n};\n",
+    "protocol/os/mutex.h": "#pragma once\nclass Mutex {\n  std::mutex mutex_;\n};\n",
     "nvme/volume.h": '#pragma once\n#include <liburing.h>\n#include "protocol/word.h"\n',
     "nvme/volume.cc": '#include "nvme/volume.h"\n#include "nvme/internal/map.h"\n'
     "// a new extent; goto, sleep(1) and getenv in a comment\n"
@@ -52,6 +52,10 @@ BREACHES = {
         ("tools/forebay/status.cc", '#include "nvme/volume.h"\n', 1),
     ],
     "internal": [("daemon/peek.cc", '#include "nvme/internal/map.h"\n', 1)],
+    "floor": [
+        ("daemon/core/job.cc", '#include "daemon/exec/reactor.h"\n', 1),
+        ("daemon/exec/reactor.cc", '#include "daemon/control/rpc.h"\n', 1),
+    ],
     "library": [
         ("client/wrong.cc", "#include <spdlog/spdlog.h>\n", 1),
         ("daemon/gpu.cc", "#include <cuda_runtime.h>\n", 1),
@@ -62,7 +66,7 @@ BREACHES = {
     "unlisted": [("tests/nvme/lost_test.cc", TEST_HEAD, 1)],
     "size": [("nvme/long.cc", "int x;\n" * 801, 801)],
     "word": [
-        ("nvme/a.cc", "// each shard\n", 1),
+        ("nvme/a.cc", "// a blacklist\n", 1),
         ("nvme/b.cc", "\nabsl::Mutex mutex;\n", 2),
         ("tools/c.py", "# TODO later\n", 1),
     ],

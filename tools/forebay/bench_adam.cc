@@ -11,10 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
+#include "tools/forebay/bench_adam_fixture.h"
 #include "tools/forebay/bench_adam_pass.h"
-#include "tools/forebay/bench_adam_rig.h"
 #include "tools/forebay/bench_adam_streams.h"
 #include "tools/forebay/bench_harness.h"
 

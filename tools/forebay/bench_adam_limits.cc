@@ -10,9 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/parallel_update.h"
-#include "protocol/check.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench_adam_loops.h"
 

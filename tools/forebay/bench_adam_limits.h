@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cpu_adam/worker_team.h"
+#include "cpu_adam/worker_pool.h"
 #include "pinned_mem/pinned_arena.h"
 #include "tools/forebay/bench_harness.h"
 

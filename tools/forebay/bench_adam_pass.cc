@@ -12,7 +12,7 @@
 #include "cpu_adam/parallel_update.h"
 #include "cpu_adam/stream_kernel.h"
 #include "nvme/checksum.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::tools {

@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_adam/update_kernel.h"
-#include "tools/forebay/bench_adam_rig.h"
+#include "tools/forebay/bench_adam_fixture.h"
 #include "tools/forebay/bench_harness.h"
 
 namespace forebay::tools {

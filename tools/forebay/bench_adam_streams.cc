@@ -6,7 +6,7 @@
 #include "cpu_adam/parallel_update.h"
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/stream_kernel.h"
-#include "protocol/check.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::tools {

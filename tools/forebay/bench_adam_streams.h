@@ -7,7 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "cpu_adam/gradient.h"
-#include "tools/forebay/bench_adam_rig.h"
+#include "tools/forebay/bench_adam_fixture.h"
 
 namespace forebay::tools {
 

@@ -13,8 +13,8 @@
 #include <memory>
 
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/wire.h"
 
 namespace forebay::tools {

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "nvme/engine_factory.h"
+#include "nvme/io/engine_factory.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_harness.h"

@@ -15,10 +15,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cpu_adam/targets.h"
-#include "nvme/engine_factory.h"
+#include "nvme/io/engine_factory.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/table.h"
 

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/admin.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
+#include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
 #include "tools/forebay/node_view.h"

@@ -15,8 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "protocol/error.h"
-#include "protocol/status_macros.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::tools {
 namespace {

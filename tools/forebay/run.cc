@@ -23,7 +23,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
-#include "protocol/unique_fd.h"
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::tools {
 namespace {

@@ -15,7 +15,7 @@ from .errors import (
     UsageError,
 )
 from .optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lion
-from .options import attach, status, trace
+from .api import attach, status, trace
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@
 #include "cpu_adam/parallel_update.h"
 #include "cpu_adam/targets.h"
 #include "cpu_adam/update_kernel.h"
-#include "cpu_adam/worker_team.h"
+#include "cpu_adam/worker_pool.h"
 #include "tests/bench/peers/limit.h"
 
 using forebay::cpu_adam::GradType;

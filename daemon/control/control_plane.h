@@ -1,0 +1,57 @@
+// The control thread: Cap'n Proto RPC over a Unix socket, one process watched per connection.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "daemon/exec/loop_queue.h"
+#include "daemon/exec/reactor.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::daemon {
+
+inline constexpr uint32_t kConnectionsPerUidMax = 64;
+inline constexpr uint32_t kSessionsMax = 1024;
+inline constexpr int kHelloSeconds = 5;  // a connection that has not said hello by then is closed
+
+// Calls into the loop that may be refused stay below this; ends of sessions, one each, always fit.
+inline constexpr size_t kCallsWaitingMax = 4096;
+inline constexpr size_t kInboxCapacity = kCallsWaitingMax + 2 * kSessionsMax;
+
+// Something the loop thread wants done on the control thread. kj has fulfillers for this, but no
+// race detector sees the lock inside its library; this queue's it sees.
+struct ControlContext;
+using ControlCall = absl::AnyInvocable<void(ControlContext&)>;
+using ControlOutbox = LoopQueue<ControlCall>;
+
+// Answers: one for each call that waits (kCallsWaitingMax at most, taken or not), two a session.
+inline constexpr size_t kOutboxCapacity = 4 * kInboxCapacity;
+
+struct ControlPlaneOptions {
+  protocol::UniqueFd listener;  // bound and listening
+  std::string socket_path;      // for status
+};
+
+// Threads  Create() and the destructor on one thread. Everything else happens on its own thread.
+class ControlPlane {
+ public:
+  // Both queues outlive the loop thread.
+  static absl::StatusOr<std::unique_ptr<ControlPlane>> Create(ControlPlaneOptions options,
+                                                              LoopInbox& inbox,
+                                                              ControlOutbox& outbox);
+
+  ControlPlane(const ControlPlane&) = delete;
+  ControlPlane& operator=(const ControlPlane&) = delete;
+  ~ControlPlane();  // ends every session, closes every connection, joins the thread
+
+ private:
+  struct State;
+  explicit ControlPlane(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace forebay::daemon

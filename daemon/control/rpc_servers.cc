@@ -1,0 +1,408 @@
+#include "daemon/control/rpc_servers.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/control/status_message.h"
+#include "protocol/descriptor.h"
+#include "protocol/error.h"
+#include "protocol/layout_codec.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
+#include "spdlog/spdlog.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::SetOutcome;
+
+absl::Status Overloaded() {
+  return MakeError(ErrorId::kLimit,
+                   absl::StrCat(kCallsWaitingMax, " calls wait for the daemon's loop"),
+                   "wait, then retry");
+}
+
+absl::Status NotGreeted() {
+  return MakeError(ErrorId::kProtocol, "the first call of a connection is hello");
+}
+
+// Asks the loop: `ask(shell, answer)` calls `answer(value)` at once or later. `refused` where the
+// loop takes no more. Values come as kj::Own: within a kj promise g++ 12 believes others
+// uninitialized.
+template <typename Value, typename Ask>
+kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask ask) {
+  if (context.waiters.size() >= kCallsWaitingMax) return kj::heap<Value>(std::move(refused));
+  auto reply = context.Expect<Value>();
+  LoopCall call = [ask = std::move(ask), answer = std::move(reply.answer)](
+                      NodeShell& shell) mutable { ask(shell, std::move(answer)); };
+  if (!context.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
+    context.waiters.erase(reply.waiter);
+    return kj::heap<Value>(std::move(refused));
+  }
+  return kj::mv(reply.promise);
+}
+
+// All of it: a name is not cut at a zero byte.
+std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
+
+// The layout's bytes, copied. Only a memfd is read: no other file can make the control thread wait.
+absl::StatusOr<std::vector<std::byte>> ReadLayoutBytes(int fd, uint64_t bytes) {
+  if (bytes == 0 || bytes > protocol::kLayoutBytesMax) {
+    return MakeError(ErrorId::kLayout, absl::StrCat("a layout of ", bytes, " bytes (1 to ",
+                                                    protocol::kLayoutBytesMax, ")"));
+  }
+  if (::fcntl(fd, F_GET_SEALS) < 0) {
+    return MakeError(ErrorId::kProtocol, "the layout's descriptor is not a memfd");
+  }
+  std::vector<std::byte> out(bytes);
+  for (size_t done = 0; done < out.size();) {
+    const ssize_t got = ::pread(fd, out.data() + done, out.size() - done, static_cast<off_t>(done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      return MakeError(ErrorId::kProtocol, absl::StrCat("the layout's memfd ends after ", done,
+                                                        " of ", bytes, " bytes"));
+    }
+    done += static_cast<size_t>(got);
+  }
+  return out;
+}
+
+absl::StatusOr<std::shared_ptr<const protocol::Layout>> ReadLayout(int fd, uint64_t bytes) {
+  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, ReadLayoutBytes(fd, bytes));
+  ASSIGN_OR_RETURN(protocol::LayoutSpec spec, protocol::DecodeLayout(encoded));
+  ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(std::move(spec)));
+  return std::make_shared<const protocol::Layout>(std::move(layout));
+}
+
+int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
+  switch (kind) {
+    case schema::Session::Kind::IMAGE:
+      return fds.image.get();
+    case schema::Session::Kind::GRAD_ARENA:
+      return fds.grad.get();
+    case schema::Session::Kind::RING:
+      return fds.ring.get();
+    case schema::Session::Kind::COMMAND_DOORBELL:
+      return fds.command_doorbell.get();
+    case schema::Session::Kind::COMPLETION_DOORBELL:
+      return fds.completion_doorbell.get();
+    case schema::Session::Kind::EXTRA_STATE:
+      return fds.extra_state.get();
+  }
+  return -1;
+}
+
+void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {
+  reply.setJobId(answer.job);
+  reply.setSessionId(session);
+  reply.setCommittedStep(answer.committed_step);
+  reply.setWritesInitial(answer.writes_initial);
+  reply.setImageBytes(answer.image_bytes);
+  reply.setGradArenaBytes(answer.grad_arena_bytes);
+  reply.setStepRegionOffset(answer.step_region_offset);
+  reply.setStepRegionBytes(answer.step_region_bytes);
+  reply.setExtraStateBytes(answer.extra_state_bytes);
+  auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
+  for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
+}
+
+// ----------------------------------------------------------------------------------------- Session
+
+class SessionServer final : public schema::Session::Server {
+ public:
+  explicit SessionServer(std::shared_ptr<SessionHandle> handle) : handle_(std::move(handle)) {}
+  ~SessionServer() { handle_->End(EndCause::kLost); }
+
+  kj::Promise<void> descriptor(DescriptorContext context) override {
+    Count();
+    auto results = context.getResults();
+    KJ_IF_MAYBE (descriptor, handle_->Descriptor(context.getParams().getKind())) {
+      results.initOutcome();
+      results.setDescriptor(*descriptor);
+      return kj::READY_NOW;
+    }
+    SetOutcome(WhyNoDescriptor(context.getParams().getKind()), results.initOutcome());
+    return kj::READY_NOW;
+  }
+
+  kj::Promise<void> mapped(MappedContext context) override {
+    context.allowCancellation();
+    Count();
+    return AskLoop<absl::Status>(handle_->context, Overloaded(),
+                                 [id = handle_->id()](NodeShell& shell, auto answer) mutable {
+                                   answer(shell.Mapped(id));
+                                 })
+        .then([context](kj::Own<absl::Status> status) mutable {
+          SetOutcome(*status, context.getResults().initOutcome());
+        });
+  }
+
+  kj::Promise<void> explain(ExplainContext context) override {
+    context.allowCancellation();
+    Count();
+    const uint64_t tag = context.getParams().getTag();
+    return AskLoop<absl::Status>(handle_->context, Overloaded(),
+                                 [id = handle_->id(), tag](NodeShell& shell, auto answer) mutable {
+                                   answer(shell.Explain(id, tag));
+                                 })
+        .then([context](kj::Own<absl::Status> status) mutable {
+          SetOutcome(*status, context.getResults().initOutcome());
+        });
+  }
+
+  kj::Promise<void> detach(DetachContext context) override {
+    context.allowCancellation();
+    Count();
+    handle_->End(EndCause::kDetached);
+    context.getResults().initOutcome();
+    return closed_.addBranch();
+  }
+
+  // `closed`: the loop has let go of the session.
+  void SetClosed(kj::ForkedPromise<void> closed) { closed_ = kj::mv(closed); }
+
+ private:
+  absl::Status WhyNoDescriptor(schema::Session::Kind kind) const {
+    if (handle_->ended() || !handle_->fds.ring.valid()) {
+      return MakeError(ErrorId::kFenced, "the session is over", "attach again");
+    }
+    if (FdOf(handle_->fds, kind) >= 0) return NoDescriptor("copy a session's descriptor");
+    return MakeError(ErrorId::kNotReady, "this session has no such descriptor");
+  }
+
+  void Count() { ++handle_->context.rpc_calls[handle_->job]; }
+
+  std::shared_ptr<SessionHandle> handle_;
+  kj::ForkedPromise<void> closed_ = nullptr;
+};
+
+// ------------------------------------------------------------------------------------------- Admin
+
+class AdminServer final : public schema::Admin::Server {
+ public:
+  explicit AdminServer(std::shared_ptr<Connection> connection)
+      : connection_(std::move(connection)) {}
+
+  kj::Promise<void> status(StatusContext context) override {
+    context.allowCancellation();
+    return AskLoop<NodePicture>(
+               *connection_->context, NodePicture{},
+               [](NodeShell& shell, auto answer) mutable { answer(shell.Picture()); })
+        .then([this, context](kj::Own<NodePicture> picture) mutable {
+          FillStatus(*picture, connection_->context->socket_path, connection_->context->rpc_calls,
+                     context.getResults().initStatus());
+        });
+  }
+
+  kj::Promise<void> trace(TraceContext context) override {
+    context.allowCancellation();
+    std::string job = TextOf(context.getParams().getJob());
+    using Events = absl::StatusOr<std::vector<TimedEvent>>;
+    return AskLoop<Events>(*connection_->context, Events(Overloaded()),
+                           [job = std::move(job)](NodeShell& shell, auto answer) mutable {
+                             answer(shell.Trace(job));
+                           })
+        .then([context](kj::Own<Events> events) mutable {
+          auto results = context.getResults();
+          SetOutcome(events->status(), results.initOutcome());
+          if (!events->ok()) return;
+          FillTrace(**events, results.initEvents(static_cast<unsigned>((*events)->size())));
+        });
+  }
+
+  kj::Promise<void> deleteJob(DeleteJobContext context) override {
+    context.allowCancellation();
+    std::string job = TextOf(context.getParams().getJob());
+    return AskLoop<absl::Status>(*connection_->context, Overloaded(),
+                                 [job = std::move(job), uid = connection_->uid](
+                                     NodeShell& shell, auto answer) mutable {
+                                   shell.DeleteJob(std::move(job), uid, std::move(answer));
+                                 })
+        .then([context](kj::Own<absl::Status> status) mutable {
+          SetOutcome(*status, context.getResults().initOutcome());
+        });
+  }
+
+ private:
+  std::shared_ptr<Connection> connection_;
+};
+
+// -------------------------------------------------------------------------------------------- Node
+
+class NodeServer final : public schema::Node::Server {
+ public:
+  explicit NodeServer(std::shared_ptr<Connection> connection)
+      : connection_(std::move(connection)) {}
+
+  kj::Promise<void> hello(HelloContext context) override {
+    const auto params = context.getParams();
+    auto results = context.getResults();
+    FillInfo(results.initInfo());
+    auto outcome = results.initOutcome();
+    if (params.getProtocolVersion() != protocol::kProtocolVersion) {
+      SetOutcome(MakeError(ErrorId::kProtocol,
+                           absl::StrCat("the client speaks protocol ", params.getProtocolVersion(),
+                                        ", this daemon ", protocol::kProtocolVersion),
+                           "use client and daemon of one release"),
+                 outcome);
+      return kj::READY_NOW;
+    }
+    connection_->greeted = true;
+    return kj::READY_NOW;
+  }
+
+  kj::Promise<void> attach(AttachContext context) override {
+    context.allowCancellation();
+    if (!connection_->greeted) return Refuse(context, NotGreeted());
+    auto layout = context.getParams().getLayout();
+    return layout.getFd().then([this, context, layout](kj::Maybe<int> fd) mutable {
+      KJ_IF_MAYBE (layout_fd, fd) {
+        return AttachWith(context, *layout_fd);
+      }
+      return Refuse(context, MakeError(ErrorId::kProtocol, "attach came without a layout's memfd",
+                                       "should the daemon have none to spare: LimitNOFILE="));
+    });
+  }
+
+  kj::Promise<void> admin(AdminContext context) override {
+    auto results = context.getResults();
+    if (!connection_->greeted) {
+      SetOutcome(NotGreeted(), results.initOutcome());
+      return kj::READY_NOW;
+    }
+    results.initOutcome();
+    results.setAdmin(kj::heap<AdminServer>(connection_));
+    return kj::READY_NOW;
+  }
+
+ private:
+  static kj::Promise<void> Refuse(AttachContext context, const absl::Status& status) {
+    SetOutcome(status, context.getResults().initOutcome());
+    return kj::READY_NOW;
+  }
+
+  kj::Promise<void> AttachWith(AttachContext context, int layout_fd) {
+    const auto request = context.getParams().getRequest();
+    auto layout = ReadLayout(layout_fd, request.getLayoutBytes());
+    if (!layout.ok()) return Refuse(context, layout.status());
+    // Here, after the last wait: a descriptor may have been promised and come late.
+    if (connection_->context->sessions >= kSessionsMax) {
+      return Refuse(context,
+                    MakeError(ErrorId::kLimit, absl::StrCat(kSessionsMax, " sessions are open"),
+                              "detach one"));
+    }
+    if ((*layout)->spec().world_size != request.getWorldSize()) {
+      return Refuse(context,
+                    MakeError(ErrorId::kRank,
+                              absl::StrCat("world size ", request.getWorldSize(),
+                                           " with a layout for ", (*layout)->spec().world_size)));
+    }
+    ControlContext& control = *connection_->context;
+    auto handle = std::make_shared<SessionHandle>(control, control.next_session++);
+    std::erase_if(connection_->sessions, [](const auto& weak) { return weak.expired(); });
+    connection_->sessions.push_back(handle);
+
+    auto answered = control.Expect<AttachResult>();
+    auto closed = control.Expect<absl::Status>();
+    LoopCall call = [wish = AttachRequested{.session = handle->id(),
+                                            .uid = connection_->uid,
+                                            .job = TextOf(request.getJob()),
+                                            .rank = request.getRank(),
+                                            .grad_arena_bytes = request.getGradArenaBytes(),
+                                            .extra_state_bytes = request.getExtraStateBytes(),
+                                            .layout = *std::move(layout)},
+                     answer = std::move(answered.answer),
+                     close = std::move(closed.answer)](NodeShell& shell) mutable {
+      shell.Attach(std::move(wish), {.answered = std::move(answer), .closed = std::move(close)});
+    };
+    if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
+      handle->Forget();
+      control.waiters.erase(answered.waiter);
+      control.waiters.erase(closed.waiter);
+      return Refuse(context, Overloaded());
+    }
+    auto when_closed = WatchClosed(handle, answered.waiter, kj::mv(closed.promise));
+    return answered.promise.then([this, context, handle, when_closed = kj::mv(when_closed)](
+                                     kj::Own<AttachResult> result) mutable {
+      Answer(context, std::move(*result), std::move(handle), kj::mv(when_closed));
+    });
+  }
+
+  // Lets go of the descriptors when the loop has; a client whose ring lied loses its connection
+  // too.
+  kj::ForkedPromise<void> WatchClosed(const std::shared_ptr<SessionHandle>& handle,
+                                      uint64_t answer_waiter,
+                                      kj::Promise<kj::Own<absl::Status>> closed) {
+    ++connection_->context->sessions;
+    auto forked =
+        closed
+            .then([connection = connection_, context = connection_->context, answer_waiter,
+                   weak = std::weak_ptr(handle)](kj::Own<absl::Status> reason) {
+              --context->sessions;
+              context->waiters.erase(answer_waiter);  // a session that ended before
+              if (const auto here = weak.lock()) here->LetGo();
+              if (protocol::IdOf(*reason) == ErrorId::kRing) connection->close->fulfill();
+            })
+            .fork();
+    connection_->context->tasks.add(forked.addBranch());
+    return forked;
+  }
+
+  void Answer(AttachContext context, AttachResult result, std::shared_ptr<SessionHandle> handle,
+              kj::ForkedPromise<void> when_closed) {
+    auto results = context.getResults();
+    SetOutcome(result.answer.status, results.initOutcome());
+    if (!result.answer.status.ok()) return;
+    handle->job = result.answer.job;
+    handle->fds = std::move(result.fds);
+    ++handle->context.rpc_calls[handle->job];
+    FillReply(result.answer, handle->id(), results.initReply());
+    auto server = kj::heap<SessionServer>(std::move(handle));
+    server->SetClosed(kj::mv(when_closed));
+    results.setSession(kj::mv(server));
+  }
+
+  std::shared_ptr<Connection> connection_;
+};
+
+}  // namespace
+
+SessionHandle::SessionHandle(ControlContext& shared, SessionId id) : context(shared), id_(id) {}
+
+SessionHandle::~SessionHandle() { End(EndCause::kLost); }
+
+void SessionHandle::End(EndCause cause) {
+  if (ended_) return;
+  ended_ = true;
+  LoopCall call = [id = id_, cause](NodeShell& shell) { shell.End(id, cause); };
+  FOREBAY_CHECK(context.inbox.Push(std::move(call)));  // room for kSessionsMax of these is kept
+}
+
+kj::Maybe<schema::Descriptor::Client> SessionHandle::Descriptor(schema::Session::Kind kind) {
+  if (const auto known = descriptors_.find(kind); known != descriptors_.end()) {
+    return known->second;
+  }
+  protocol::UniqueFd copy = protocol::DuplicateFd(FdOf(fds, kind));
+  if (!copy.valid()) return nullptr;
+  return descriptors_.emplace(kind, protocol::MakeDescriptor(std::move(copy))).first->second;
+}
+
+void SessionHandle::LetGo() {
+  fds = {};
+  descriptors_.clear();
+}
+
+schema::Node::Client MakeNode(std::shared_ptr<Connection> connection) {
+  return kj::heap<NodeServer>(std::move(connection));
+}
+
+}  // namespace forebay::daemon

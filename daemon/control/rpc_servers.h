@@ -1,0 +1,131 @@
+// The capabilities a client holds: Node, Session, Admin. Everything here lives on the control
+// thread; the loop is asked by LoopCall and answers by ControlCall.
+#pragma once
+
+#include <kj/async.h>
+#include <kj/memory.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/control/control_plane.h"
+#include "daemon/exec/reactor.h"
+#include "daemon/exec/session_io.h"
+#include "protocol/error.h"
+#include "protocol/forebay.capnp.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+class SessionHandle;
+
+// A promise of the control thread that the loop's answer will fulfil.
+class Waiter {
+ public:
+  virtual ~Waiter() noexcept(false) = default;  // kj destructors may throw
+};
+
+template <typename Value>
+class ValueWaiter final : public Waiter {
+ public:
+  explicit ValueWaiter(kj::Own<kj::PromiseFulfiller<kj::Own<Value>>> fulfiller)
+      : fulfiller_(kj::mv(fulfiller)) {}
+  void Fulfill(Value value) { fulfiller_->fulfill(kj::heap<Value>(std::move(value))); }
+
+ private:
+  kj::Own<kj::PromiseFulfiller<kj::Own<Value>>> fulfiller_;
+};
+
+// What all connections share.
+struct ControlContext {
+  LoopInbox& inbox;
+  ControlOutbox& outbox;
+  kj::TaskSet& tasks;
+  std::string socket_path;
+  kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
+  SessionId next_session = 1;
+  uint32_t sessions = 0;                          // whose end the loop has not confirmed
+  std::map<JobId, uint64_t> rpc_calls = {};       // of sessions, by job
+  std::map<uint32_t, uint32_t> connections = {};  // by uid
+  std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};
+  uint64_t next_waiter = 1;
+
+  // A promise, and what the loop thread calls once to fulfil it.
+  template <typename Value>
+  struct Reply {
+    kj::Promise<kj::Own<Value>> promise;
+    uint64_t waiter;  // its key, until it was answered
+    absl::AnyInvocable<void(Value)> answer;
+  };
+
+  // What crosses to the control thread shares no status with the loop.
+  static void Unshare(absl::Status& status) { status = protocol::Unshared(status); }
+  static void Unshare(AttachResult& result) { Unshare(result.answer.status); }
+  template <typename Value>
+  static void Unshare(Value&) {}
+
+  template <typename Value>
+  Reply<Value> Expect() {
+    auto paf = kj::newPromiseAndFulfiller<kj::Own<Value>>();
+    const uint64_t waiter = next_waiter++;
+    waiters.emplace(waiter, std::make_unique<ValueWaiter<Value>>(kj::mv(paf.fulfiller)));
+    auto answer = [queue = &outbox, waiter](Value value) {
+      Unshare(value);
+      ControlCall call = [waiter, value = std::move(value)](ControlContext& here) mutable {
+        const auto node = here.waiters.extract(waiter);
+        if (node.empty()) return;
+        static_cast<ValueWaiter<Value>&>(*node.mapped()).Fulfill(std::move(value));
+      };
+      FOREBAY_CHECK(queue->Push(std::move(call)));
+    };
+    return {kj::mv(paf.promise), waiter, std::move(answer)};
+  }
+};
+
+// One client's connection. Sessions end when it does.
+struct Connection {
+  ControlContext* context = nullptr;
+  uint32_t uid = 0;
+  int32_t pid = 0;
+  bool greeted = false;  // hello was called with our version
+  std::vector<std::weak_ptr<SessionHandle>> sessions;
+  kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
+};
+
+// The control thread's end of a session, from attach on; its descriptors go when the loop says that
+// the session is closed.
+class SessionHandle {
+ public:
+  SessionHandle(ControlContext& context, SessionId id);
+  SessionHandle(const SessionHandle&) = delete;
+  SessionHandle& operator=(const SessionHandle&) = delete;
+  ~SessionHandle();  // ends the session as lost, unless it has ended
+
+  SessionId id() const { return id_; }
+  void End(EndCause cause);         // once; later calls do nothing
+  void Forget() { ended_ = true; }  // the loop was never told of it
+  bool ended() const { return ended_; }
+
+  ControlContext& context;
+  // The capability that carries a descriptor: one a kind, so that a client's asking again costs no
+  // descriptor. Nothing where the session has none or is over, or none could be copied.
+  kj::Maybe<schema::Descriptor::Client> Descriptor(schema::Session::Kind kind);
+  void LetGo();  // of all descriptors
+
+  JobId job = 0;
+  SessionFds fds;
+
+ private:
+  SessionId id_;
+  bool ended_ = false;
+  std::map<schema::Session::Kind, schema::Descriptor::Client> descriptors_;
+};
+
+schema::Node::Client MakeNode(std::shared_ptr<Connection> connection);
+
+}  // namespace forebay::daemon

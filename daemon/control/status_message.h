@@ -1,0 +1,22 @@
+// Pictures of the node as messages.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "daemon/exec/node_snapshot.h"
+#include "protocol/forebay.capnp.h"
+
+namespace forebay::daemon {
+
+void FillInfo(schema::NodeInfo::Builder info);
+
+// Group names are left out of a message that would become too long (256 KiB).
+void FillStatus(const NodePicture& picture, const std::string& socket_path,
+                const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
+
+void FillTrace(const std::vector<TimedEvent>& events, capnp::List<schema::TraceEvent>::Builder out);
+
+}  // namespace forebay::daemon

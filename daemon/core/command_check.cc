@@ -1,0 +1,250 @@
+#include "daemon/core/command_check.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::HyperParams;
+using protocol::Layout;
+using protocol::MakeError;
+using protocol::Op;
+
+constexpr uint64_t kArenaAlignBytes = 64;
+
+struct ByteRange {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
+// The command's bytes lie within `region` of the arena. No sum of two client words is ever formed.
+absl::Status CheckWithin(const Command& command, const ByteRange& region) {
+  const uint64_t offset = command.arena_offset_bytes;
+  const uint64_t length = command.length_bytes;
+  if (offset % kArenaAlignBytes != 0) {
+    return MakeError(ErrorId::kRange, absl::StrCat("arena offset ", offset,
+                                                   " is not a multiple of ", kArenaAlignBytes));
+  }
+  if (offset < region.offset || offset - region.offset > region.bytes ||
+      length > region.bytes - (offset - region.offset)) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(length, " bytes at arena offset ", offset, " are outside [",
+                                  region.offset, ", ", region.offset + region.bytes, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLength(const Command& command, uint64_t want, std::string_view what) {
+  if (command.length_bytes == want) return absl::OkStatus();
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("length ", command.length_bytes, " is not that of ",
+                                std::string(what), ", ", want, " bytes"));
+}
+
+absl::Status CheckGradKind(uint16_t kind) {
+  if (kind == static_cast<uint16_t>(protocol::GradKind::kPartial)) return absl::OkStatus();
+  if (kind == static_cast<uint16_t>(protocol::GradKind::kReduced)) {
+    return MakeError(ErrorId::kUnsupported, "gradients of kind \"reduced\" are not supported yet",
+                     "deliver \"partial\" gradients: the daemon adds the ranks");
+  }
+  return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
+}
+
+absl::Status CheckReadState(const Command& command, const Layout& layout,
+                            const ByteRange& gradients) {
+  const protocol::LayoutSpec& spec = layout.spec();
+  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
+  if (command.kind >= planes.size()) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("state plane ", command.kind, " of ", planes.size()));
+  }
+  const uint64_t width = protocol::SizeBytes(planes[command.kind].dtype);
+  const uint64_t group_elems = layout.groups()[command.group].padded_elems;
+  const uint64_t per_value = planes[command.kind].elems_per_value;
+  const uint64_t values = command.length_bytes / width;
+  const uint64_t elems = values > group_elems ? UINT64_MAX : values * per_value;
+  if (command.length_bytes == 0 || command.element_offset % per_value != 0 ||
+      command.length_bytes % width != 0 || command.element_offset > group_elems ||
+      elems > group_elems - command.element_offset) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat(command.length_bytes, " bytes from element ", command.element_offset,
+                     " of plane ", std::string(planes[command.kind].name), " are outside group ",
+                     command.group, " of ", group_elems, " elements, ", width, " bytes for each ",
+                     per_value));
+  }
+  return CheckWithin(command, gradients);
+}
+
+// The kernels compute in float32.
+bool IsFloat(double value) { return std::fabs(value) <= std::numeric_limits<float>::max(); }
+bool IsNotBelowZero(double value) { return value >= 0 && IsFloat(value); }
+bool IsAboveZero(double value) {
+  return value >= std::numeric_limits<float>::min() && IsFloat(value);
+}
+bool IsBeta(double value) { return value >= 0 && value < 1; }
+bool IsZero(double value) { return value == 0; }
+
+// Field of the wire, what the optimizer calls it, and whether the value is one that it can use.
+struct HyperRule {
+  std::string_view name;
+  double HyperParams::*field;
+  bool (*holds)(double);
+  std::string_view rule;
+};
+
+constexpr HyperRule kLr = {"lr", &HyperParams::lr, IsFloat, "finite in float32"};
+constexpr HyperRule kBeta1 = {"beta1", &HyperParams::beta1, IsBeta, "in [0, 1)"};
+constexpr HyperRule kBeta2 = {"beta2", &HyperParams::beta2, IsBeta, "in [0, 1)"};
+// 0 / 0 for a parameter without gradient
+constexpr HyperRule kEps = {"eps", &HyperParams::eps, IsAboveZero, "above 0 in float32"};
+constexpr HyperRule kDecay = {"weight_decay", &HyperParams::weight_decay, IsNotBelowZero,
+                              "0 or above"};
+constexpr HyperRule kMomentum = {"momentum", &HyperParams::beta1, IsNotBelowZero, "0 or above"};
+
+constexpr std::array kAdamRules = {kLr, kBeta1, kBeta2, kEps, kDecay};
+constexpr std::array kLionRules = {kLr, kBeta1, kBeta2, kDecay};
+constexpr std::array kAdagradRules = {
+    kLr, HyperRule{"lr_decay", &HyperParams::beta1, IsNotBelowZero, "0 or above"},
+    HyperRule{"initial_accumulator_value", &HyperParams::beta2, IsNotBelowZero, "0 or above"}, kEps,
+    kDecay};
+constexpr std::array kSgdRules = {
+    kLr, kMomentum, HyperRule{"dampening", &HyperParams::beta2, IsFloat, "finite in float32"},
+    kDecay};
+constexpr std::array kNesterovRules = {
+    kLr, kMomentum,
+    HyperRule{"dampening", &HyperParams::beta2, IsZero, "0, which Nesterov's momentum needs"},
+    kDecay};
+
+std::span<const HyperRule> RulesOf(protocol::Optimizer optimizer) {
+  switch (optimizer) {
+    case protocol::Optimizer::kAdagrad:
+      return kAdagradRules;
+    case protocol::Optimizer::kLion:
+      return kLionRules;
+    case protocol::Optimizer::kSgd:
+      return kSgdRules;
+    case protocol::Optimizer::kSgdNesterov:
+      return kNesterovRules;
+    case protocol::Optimizer::kAdamW:
+    case protocol::Optimizer::kAdam:
+    case protocol::Optimizer::kAdamWAmsgrad:
+    case protocol::Optimizer::kAdamAmsgrad:
+    case protocol::Optimizer::kLamb:
+      break;
+  }
+  return kAdamRules;
+}
+
+absl::Status CheckHyperParams(protocol::Optimizer optimizer, size_t index,
+                              const HyperParams& hyper) {
+  for (const HyperRule& rule : RulesOf(optimizer)) {
+    const double value = hyper.*rule.field;
+    if (rule.holds(value)) continue;
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("parameter group ", index, ": ", std::string(rule.name), " ",
+                                  value, " is not ", std::string(rule.rule)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckCommand(const Command& command, const Layout& layout,
+                          const CommandLimits& limits) {
+  if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
+      command.op > static_cast<uint16_t>(Op::kReadState)) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
+  }
+  if (command.reserved != 0) {
+    return MakeError(ErrorId::kProtocol, "the reserved word of a command is not 0");
+  }
+  const Op op = static_cast<Op>(command.op);
+  const bool names_group =
+      op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady || op == Op::kReadState;
+  if (names_group && command.group >= layout.groups().size()) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("group ", command.group, " of ", layout.groups().size()));
+  }
+  const ByteRange gradients{.offset = 0, .bytes = limits.grad_bytes};
+  switch (op) {
+    case Op::kWriteInitial:
+      RETURN_IF_ERROR(CheckLength(command, layout.group_bytes(command.group), "the padded group"));
+      return CheckWithin(command, gradients);
+    case Op::kGradReady:
+      RETURN_IF_ERROR(CheckGradKind(command.kind));
+      RETURN_IF_ERROR(CheckLength(command, layout.group_bytes(command.group), "the padded group"));
+      return CheckWithin(command, gradients);
+    case Op::kStep:
+      if (command.length_bytes < sizeof(protocol::StepRequest)) {
+        return MakeError(ErrorId::kRange,
+                         absl::StrCat("a step request of ", command.length_bytes,
+                                      " bytes (at least ", sizeof(protocol::StepRequest), ")"));
+      }
+      return CheckWithin(command,
+                         {.offset = limits.step_region_offset, .bytes = limits.step_region_bytes});
+    case Op::kReadState:
+      return CheckReadState(command, layout, gradients);
+    case Op::kInitialDone:
+    case Op::kFetch:
+    case Op::kRelease:
+      return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckStepRequest(const Command& command, const protocol::StepRequest& request,
+                              std::span<const HyperParams> hyper_params, const Layout& layout,
+                              const CommandLimits& limits) {
+  if (request.step != command.step) {
+    return MakeError(ErrorId::kStep, absl::StrCat("the command says step ", command.step,
+                                                  ", its request says step ", request.step));
+  }
+  uint32_t groups_needed = 0;
+  for (const protocol::ParamPlace& param : layout.params()) {
+    groups_needed = std::max(groups_needed, param.param_group + 1);
+  }
+  if (request.param_groups < groups_needed || request.param_groups > protocol::kParamGroupsMax) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("hyper-parameters for ", request.param_groups,
+                                  " parameter groups; the layout has ", groups_needed, " (at most ",
+                                  protocol::kParamGroupsMax, ")"));
+  }
+  if (request.extra_state_bytes > limits.extra_state_bytes) {
+    return MakeError(ErrorId::kExtraState,
+                     absl::StrCat("extra_state of ", request.extra_state_bytes,
+                                  " bytes; the session took room for ", limits.extra_state_bytes),
+                     "ask for more extra_state_bytes at attach");
+  }
+  const uint64_t want = sizeof(protocol::StepRequest) +
+                        uint64_t{request.param_groups} * sizeof(HyperParams) +
+                        request.extra_state_bytes;
+  RETURN_IF_ERROR(CheckLength(command, want, "the step request's parts"));
+  if (hyper_params.size() < request.param_groups) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(hyper_params.size(), " of ", request.param_groups,
+                                  " hyper-parameters were copied"));
+  }
+  if (!(request.max_grad_norm >= 0)) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("max_grad_norm ", request.max_grad_norm, " is not 0 or above"));
+  }
+  for (size_t i = 0; i < request.param_groups; ++i) {
+    RETURN_IF_ERROR(CheckHyperParams(layout.spec().optimizer, i, hyper_params[i]));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::daemon

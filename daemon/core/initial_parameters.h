@@ -1,0 +1,61 @@
+// The initial parameters of a fresh job: one session writes every group, then says so.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+class InitialParameters {
+ public:
+  explicit InitialParameters(std::shared_ptr<const protocol::Layout> layout)
+      : layout_(std::move(layout)), written_(layout_->groups().size(), false) {}
+
+  SessionId writer() const { return writer_; }  // 0: nobody
+  void set_writer(SessionId session) { writer_ = session; }
+  bool ready() const { return ready_; }
+
+  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the image and are
+  // finite.
+  //
+  // Errors  E_PROTOCOL   an earlier write of the group has not been answered.
+  //         E_NONFINITE  the group counts as not written.
+  void Write(JobIo& io, const CommandId& command, const protocol::Command& words);
+  void OnCopied(JobIo& io, const TaskDone& done);
+
+  // kInitialDone of the writer; answered when its writes are done.
+  //
+  // Errors  E_NOT_READY  names the first group that was not written.
+  void Done(JobIo& io, const CommandId& command);
+
+  // The writer is gone: the next one begins anew. The caller makes running copies stale.
+  void Reset(JobIo& io, const absl::Status& status);
+
+  uint64_t unanswered() const { return running_.size() + (done_ ? 1 : 0); }
+
+ private:
+  struct Running {
+    CommandId command;
+    uint32_t group = 0;
+  };
+
+  void TryDone(JobIo& io);
+
+  std::shared_ptr<const protocol::Layout> layout_;
+  SessionId writer_ = 0;
+  bool ready_ = false;
+  std::vector<bool> written_;  // by group
+  std::map<TaskId, Running> running_;
+  std::optional<CommandId> done_;  // a kInitialDone that waits
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,79 @@
+#include "daemon/core/job_io.h"
+
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+namespace {
+
+bool IsOfOneEpoch(TaskKind kind) {
+  return kind == TaskKind::kCopyInitial || kind == TaskKind::kAddGradient ||
+         kind == TaskKind::kMoveGradient || kind == TaskKind::kSumGroup;
+}
+
+}  // namespace
+
+JobId Outbox::FinishTask(TaskId task) {
+  const auto it = task_jobs_.find(task);
+  if (it == task_jobs_.end()) return 0;
+  const JobId job = it->second;
+  task_jobs_.erase(it);
+  return job;
+}
+
+TaskId JobIo::NewTask(TaskKind kind, SessionId session) {
+  const TaskId id = outbox_.NewTask(job_);
+  tasks_.emplace(id, Task{.kind = kind, .session = session, .epoch = epoch_});
+  if (session != 0) ++sessions_.at(session).tasks;
+  return id;
+}
+
+TaskId JobIo::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
+  const TaskId id = NewTask(TaskKind::kSessionMemory, session);
+  outbox_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
+  return id;
+}
+
+Task JobIo::Finish(TaskId id) {
+  const auto it = tasks_.find(id);
+  FOREBAY_CHECK(it != tasks_.end());
+  const Task task = it->second;
+  tasks_.erase(it);
+  if (task.session != 0) {
+    SessionBooks& books = sessions_.at(task.session);
+    FOREBAY_CHECK(books.tasks > 0);
+    --books.tasks;
+  }
+  if (IsOfOneEpoch(task.kind) && task.epoch != epoch_) {
+    FOREBAY_CHECK(stale_tasks_ > 0);
+    --stale_tasks_;
+  }
+  return task;
+}
+
+void JobIo::NewEpoch() {
+  for (const auto& [id, task] : tasks_) {
+    if (IsOfOneEpoch(task.kind) && task.epoch == epoch_) ++stale_tasks_;
+  }
+  ++epoch_;
+}
+
+void JobIo::Answer(const CommandId& command, const absl::Status& status) {
+  Answer(command, protocol::Completion{}, status);
+}
+
+void JobIo::Answer(const CommandId& command, protocol::Completion completion,
+                   const absl::Status& status) {
+  const auto it = sessions_.find(command.session);
+  if (it == sessions_.end() || it->second.ended) return;
+  FOREBAY_CHECK(it->second.commands > 0);
+  --it->second.commands;
+  completion.tag = command.tag;
+  completion.op = command.op;
+  completion.error = static_cast<uint32_t>(protocol::IdOf(status));
+  completion.committed_step = committed_step_;
+  outbox_.Emit(
+      AnswerCommand{.session = command.session, .completion = completion, .status = status});
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,124 @@
+// What a job does to the world: starts tasks, answers commands. Keeps the books that decide when a
+// session or a job may be closed: nothing of theirs is in flight any more.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// Of the node: where actions go, and the numbers that are given out once.
+class Outbox {
+ public:
+  // Until the next Bind, actions are appended to `actions`.
+  void Bind(std::vector<Action>* actions) { actions_ = actions; }
+  void Emit(Action action) { actions_->push_back(std::move(action)); }
+
+  TaskId NewTask(JobId job) {
+    task_jobs_.emplace(++last_task_, job);
+    return last_task_;
+  }
+  // The job that started the task; 0 where there is no such task.
+  JobId FinishTask(TaskId task);
+  uint64_t NewLease() { return ++last_lease_; }
+
+ private:
+  std::vector<Action>* actions_ = nullptr;
+  std::map<TaskId, JobId> task_jobs_;
+  TaskId last_task_ = 0;
+  uint64_t last_lease_ = 0;
+};
+
+// A command that waits for its one answer.
+struct CommandId {
+  SessionId session = 0;
+  uint64_t tag = 0;
+  uint16_t op = 0;
+};
+
+enum class TaskKind : uint8_t {
+  kJobMemory,
+  kJobSwap,
+  kSessionMemory,
+  kCopyInitial,  // these four are of one epoch: see NewEpoch
+  kAddGradient,
+  kMoveGradient,
+  kSumGroup,
+  kCopyExtraState,
+  kReadBlock,
+  kUpdateBlock,
+  kWriteBlock,
+  kCopyState,
+};
+
+struct Task {
+  TaskKind kind = TaskKind::kJobMemory;
+  SessionId session = 0;  // whose arena it uses; 0: none
+  uint64_t epoch = 0;
+};
+
+class JobIo {
+ public:
+  JobIo(Outbox& outbox, JobId job) : outbox_(outbox), job_(job) {}
+
+  JobId job() const { return job_; }
+  Outbox& outbox() { return outbox_; }
+  void set_committed_step(uint64_t step) { committed_step_ = step; }
+
+  // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
+  // the task is done.
+  template <typename TaskAction>
+  TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
+    const TaskId task = NewTask(kind, session);
+    action.task = task;
+    action.job = job_;
+    outbox_.Emit(std::move(action));
+    return task;
+  }
+  TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
+  Task Finish(TaskId id);  // CHECKs that the task is the job's
+  bool idle() const { return tasks_.empty(); }
+
+  // Gradients and initial parameters being gathered are given up: what still runs of them is stale,
+  // and nothing new may touch the same bytes before stale_tasks() is 0.
+  void NewEpoch();
+  uint64_t epoch() const { return epoch_; }
+  uint64_t stale_tasks() const { return stale_tasks_; }
+
+  void Open(SessionId session) { sessions_[session] = {}; }
+  void Arrived(SessionId session) { ++sessions_.at(session).commands; }
+  // To a session that has ended, nothing is said.
+  void Answer(const CommandId& command, const absl::Status& status);
+  void Answer(const CommandId& command, protocol::Completion completion,
+              const absl::Status& status = {});
+  void End(SessionId session) { sessions_.at(session).ended = true; }
+  void Close(SessionId session) { sessions_.erase(session); }
+
+  uint64_t tasks_of(SessionId session) const { return sessions_.at(session).tasks; }
+  uint64_t commands_of(SessionId session) const { return sessions_.at(session).commands; }
+
+ private:
+  struct SessionBooks {
+    uint64_t tasks = 0;     // that use its arena
+    uint64_t commands = 0;  // arrived and not answered
+    bool ended = false;
+  };
+
+  TaskId NewTask(TaskKind kind, SessionId session);
+
+  Outbox& outbox_;
+  JobId job_;
+  uint64_t committed_step_ = 0;
+  uint64_t epoch_ = 0;
+  uint64_t stale_tasks_ = 0;
+  std::map<TaskId, Task> tasks_;
+  std::map<SessionId, SessionBooks> sessions_;
+};
+
+}  // namespace forebay::daemon

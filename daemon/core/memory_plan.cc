@@ -1,0 +1,184 @@
+#include "daemon/core/memory_plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/block_map.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::kPageBytes;
+using protocol::Layout;
+using protocol::MakeError;
+using protocol::RoundUp;
+
+constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;  // times kWorldMax: no sum overflows
+
+// "12.0 MiB (12582912 bytes)": people read the first, tests and scripts the second.
+std::string Bytes(uint64_t bytes) {
+  return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
+}
+
+void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
+  const uint32_t world_size = layout.spec().world_size;
+  plan.sum_dtype = GradientSumType(layout.spec());
+  uint64_t at = 0;
+  for (const protocol::GroupPlace& group : layout.groups()) {
+    plan.accumulator_offsets.push_back(at);
+    at += group.padded_elems * protocol::SizeBytes(plan.sum_dtype);
+  }
+  plan.overflow_offset = at = RoundUp(at, kPageBytes);
+  plan.overflow_slot_bytes = layout.largest_group_bytes();  // a multiple of 128
+  plan.overflow_slots = world_size;
+  at += plan.overflow_slot_bytes * world_size;
+  plan.extra_state_offset = at = RoundUp(at, kPageBytes);
+  plan.extra_state_slot_bytes = RoundUp(plan.session.extra_state_bytes, protocol::kCacheLineBytes);
+  at += plan.extra_state_slot_bytes * 2 * world_size;
+  plan.step_bytes = RoundUp(at, kPageBytes);
+}
+
+void PlanSessionArena(MemoryPlan& plan) {
+  plan.step_region_offset = RoundUp(plan.session.grad_arena_bytes, kPageBytes);
+  plan.step_region_bytes = StepRegionBytes(plan.session.extra_state_bytes);
+  plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
+  plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
+}
+
+// Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
+uint64_t BlockElems(const Layout& layout, const NodeState::Options& options) {
+  uint64_t elems = options.block_elems;
+  if (layout.spec().format == protocol::Format::kInt8)
+    elems = RoundUp(elems, protocol::kScaleElems);
+  const uint64_t within = BlockMap::ElemsWithin(layout, options.staging_slot_bytes);
+  return within == 0 ? elems : std::min(elems, within);
+}
+
+// The terms of a sum that does not fit, and the limit that would do.
+absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan,
+                       const NodeState::Options& options, const NodeUse& use,
+                       uint64_t state_bytes_needed) {
+  const uint64_t world_size = layout.spec().world_size;
+  const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
+  const uint64_t overflow_bytes = plan.overflow_slot_bytes * plan.overflow_slots;
+  const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
+  const uint64_t needed =
+      options.node_bytes + use.jobs_dram_bytes + plan.dram_bytes + state_bytes_needed;
+  std::string message = absl::StrCat(
+      "the job needs ", Bytes(plan.dram_bytes + state_bytes_needed), " of DRAM: image ",
+      Bytes(plan.image_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
+      Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
+  absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
+                  Bytes(plan.ring_bytes), ")");
+  if (state_bytes_needed > 0) {
+    absl::StrAppend(&message, " + states ", Bytes(state_bytes_needed), " (there is no swap)");
+  }
+  absl::StrAppend(&message, "; the limit is ", Bytes(options.dram_limit_bytes),
+                  ", of which the node itself holds ", Bytes(options.node_bytes),
+                  " and other jobs hold ", Bytes(use.jobs_dram_bytes));
+  return MakeError(ErrorId::kDramLimit, message,
+                   absl::StrCat("raise --dram / dram.limit to at least ", needed, " bytes (",
+                                FormatBytes(RoundUp(needed, protocol::kMiB)),
+                                "), or delete jobs that hold memory"));
+}
+
+// Blocks that fit into `room` bytes, lowest first; the others get extents.
+void PlaceBlocks(const BlockMap& map, uint64_t room, MemoryPlan& plan) {
+  const uint32_t blocks = map.blocks();
+  while (plan.resident_blocks < blocks &&
+         map.bytes(plan.resident_blocks) <= room - plan.state_bytes) {
+    plan.state_offsets.push_back(plan.state_bytes);
+    plan.state_bytes += map.bytes(plan.resident_blocks);
+    ++plan.resident_blocks;
+  }
+  plan.swapped_blocks = blocks - plan.resident_blocks;
+  plan.extent_bytes = plan.swapped_blocks > 0 ? map.full_block_bytes() : 0;
+  plan.swap_bytes = plan.extent_bytes * 2 * plan.swapped_blocks;
+  plan.dram_bytes += plan.state_bytes;
+}
+
+}  // namespace
+
+uint64_t StepRegionBytes(uint64_t extra_state_bytes) {
+  return RoundUp(sizeof(protocol::StepRequest) +
+                     protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + extra_state_bytes,
+                 kPageBytes);
+}
+
+absl::Status CheckWish(const Layout& layout, const SessionWish& wish) {
+  const uint64_t least = 2 * layout.largest_group_bytes();
+  if (wish.grad_arena_bytes < least) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("a gradient arena of ", Bytes(wish.grad_arena_bytes),
+                                  " is too small: twice the largest group is ", Bytes(least)),
+                     absl::StrCat("ask for at least ", least, " bytes"));
+  }
+  if (wish.extra_state_bytes > protocol::kExtraStateBytesMax) {
+    return MakeError(ErrorId::kExtraState, absl::StrCat("room for ", Bytes(wish.extra_state_bytes),
+                                                        " of extra_state (at most ",
+                                                        Bytes(protocol::kExtraStateBytesMax), ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionWish& wish,
+                                   const NodeState::Options& options, const NodeUse& use) {
+  RETURN_IF_ERROR(CheckWish(layout, wish));
+  if (wish.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
+    return MakeError(ErrorId::kDramLimit,
+                     absl::StrCat("a gradient arena of ", Bytes(wish.grad_arena_bytes),
+                                  " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
+                                  Bytes(options.dram_limit_bytes)),
+                     "ask for a smaller gradient arena");
+  }
+  MemoryPlan plan;
+  plan.session = wish;
+  plan.image_bytes = layout.image_bytes();
+  PlanStepArena(layout, plan);
+  PlanSessionArena(plan);
+  plan.dram_bytes = plan.image_bytes + plan.step_bytes +
+                    layout.spec().world_size * (plan.session_arena_bytes + plan.ring_bytes);
+
+  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes;
+  const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
+  const bool has_swap = options.swap_free_bytes > 0;
+  plan.block_elems = BlockElems(layout, options);
+  const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
+  if (plan.dram_bytes > room)
+    return DramLimit(layout, plan, options, use, has_swap ? 0 : state_bytes);
+  if (!has_swap && state_bytes > room - plan.dram_bytes) {
+    return DramLimit(layout, plan, options, use, state_bytes);
+  }
+
+  // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.
+  const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
+  PlaceBlocks(BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
+  const uint64_t swap_free = options.swap_free_bytes - use.jobs_swap_bytes;
+  if (plan.swap_bytes > swap_free) {
+    return MakeError(
+        ErrorId::kSwapNospc,
+        absl::StrCat("the job needs ", Bytes(plan.swap_bytes), " of swap for ", plan.swapped_blocks,
+                     " blocks that do not fit in DRAM (two slots each); free are ",
+                     Bytes(swap_free)),
+        "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+  }
+  if (plan.swapped_blocks > 0 &&
+      (options.staging_slots == 0 || options.staging_slot_bytes < plan.extent_bytes)) {
+    return MakeError(ErrorId::kSwapNospc,
+                     absl::StrCat("a block of ", Bytes(plan.extent_bytes),
+                                  " needs a staging slot; ", options.staging_slots, " slots of ",
+                                  Bytes(options.staging_slot_bytes), " are free"),
+                     "raise swap.staging or lower update.block_elems");
+  }
+  return plan;
+}
+
+}  // namespace forebay::daemon

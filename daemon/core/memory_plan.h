@@ -1,0 +1,78 @@
+// Admission: what a job needs, term by term, against what the node has left.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/core/node_state.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// What the node has promised so far.
+struct NodeUse {
+  uint64_t jobs_dram_bytes = 0;  // of other jobs
+  uint64_t jobs_swap_bytes = 0;
+};
+
+// A client's wishes for each of the job's sessions.
+struct SessionWish {
+  uint64_t grad_arena_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+};
+
+// Every arena of a job, its sizes and its offsets.
+struct MemoryPlan {
+  uint64_t image_bytes = 0;
+
+  // Step arena: accumulators, overflow, extra_state.
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
+  std::vector<uint64_t> accumulator_offsets;              // by group
+  uint64_t overflow_offset = 0;
+  uint64_t overflow_slot_bytes = 0;  // the largest group
+  uint32_t overflow_slots = 0;       // one per rank
+  uint64_t extra_state_offset = 0;   // two slots per rank
+  uint64_t extra_state_slot_bytes = 0;
+  uint64_t step_bytes = 0;
+
+  // Of each session: gradients, then the step region; and its ring.
+  SessionWish session;
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  uint64_t session_arena_bytes = 0;
+  uint64_t ring_bytes = 0;
+
+  // States: blocks [0, resident_blocks) in DRAM, the rest on swap. A block has as many elements as
+  // the options say, or as its planes leave room for in a staging slot.
+  uint64_t block_elems = 0;
+  std::vector<uint64_t> state_offsets;  // of each resident block
+  uint32_t resident_blocks = 0;
+  uint32_t swapped_blocks = 0;
+  uint64_t state_bytes = 0;
+  uint64_t extent_bytes = 0;
+
+  uint64_t dram_bytes = 0;  // all of it that counts in the limit
+  uint64_t swap_bytes = 0;  // both slots of each extent
+
+  uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
+    return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;
+  }
+};
+
+// Step region of a session that took `extra_state_bytes`.
+uint64_t StepRegionBytes(uint64_t extra_state_bytes);
+
+// Checks a session's wishes by themselves.
+//
+// Errors  E_RANGE        the gradients' part is below twice the largest group.
+//         E_EXTRA_STATE  above kExtraStateBytesMax.
+absl::Status CheckWish(const protocol::Layout& layout, const SessionWish& wish);
+
+// Errors  E_DRAM_LIMIT  the limit is too low: every term of the sum, the limit, what other jobs
+//         hold.
+//         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.
+absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionWish& wish,
+                                   const NodeState::Options& options, const NodeUse& use);
+
+}  // namespace forebay::daemon

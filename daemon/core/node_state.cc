@@ -1,0 +1,260 @@
+#include "daemon/core/node_state.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/job.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/memory_plan.h"
+#include "daemon/core/staging.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+bool IsNameByte(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+         c == '_' || c == '-';
+}
+
+absl::Status CheckName(std::string_view name) {
+  if (!name.empty() && name.size() <= kJobNameBytesMax &&
+      std::all_of(name.begin(), name.end(), IsNameByte)) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kJobName,
+                   absl::StrCat("a job name of ", name.size(), " bytes is not 1 to ",
+                                kJobNameBytesMax, " bytes of [A-Za-z0-9._-]"));
+}
+
+// What of a request can be judged without its job.
+absl::Status CheckRequest(const AttachRequested& request) {
+  RETURN_IF_ERROR(CheckName(request.job));
+  const uint32_t world_size = request.layout->spec().world_size;
+  if (request.rank >= world_size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("rank ", request.rank, " of a world of ", world_size));
+  }
+  return CheckWish(*request.layout, {.grad_arena_bytes = request.grad_arena_bytes,
+                                     .extra_state_bytes = request.extra_state_bytes});
+}
+
+}  // namespace
+
+struct NodeState::Impl {
+  explicit Impl(const Options& node_options)
+      : options(node_options), pool(node_options.staging_slots) {}
+
+  void On(const AttachRequested& request);
+  void On(const SessionMapped& event);
+  void On(const SessionEnded& event);
+  void On(const CommandArrived& event);
+  void On(const StepRequestCopied& event);
+  void On(const TaskDone& event);
+  void On(const DeleteJobRequested& request);
+
+  absl::StatusOr<Job*> JobFor(const AttachRequested& request);
+  Job* JobOf(SessionId session);
+  Job* JobNamed(std::string_view name) const;
+  NodeUse Use() const;
+  void AdvanceAll(const std::vector<Action>& actions);
+  void Sweep();
+
+  Options options;
+  Outbox outbox;
+  StagingPool pool;
+  JobId last_job = 0;
+  std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the outbox
+  std::map<std::string, JobId, std::less<>> names;
+  std::map<SessionId, JobId> session_jobs;
+  std::map<JobId, std::vector<uint64_t>> deletes;  // requests that wait for FreeJob
+  uint64_t turn = 0;
+};
+
+NodeState::NodeState(const Options& options) : impl_(std::make_unique<Impl>(options)) {}
+NodeState::~NodeState() = default;
+
+void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
+  impl_->outbox.Bind(&actions);
+  std::visit([this](const auto& e) { impl_->On(e); }, event);
+  impl_->AdvanceAll(actions);
+  impl_->Sweep();
+  impl_->outbox.Bind(nullptr);
+}
+
+void NodeState::Impl::On(const AttachRequested& request) {
+  FOREBAY_CHECK(request.session != 0 && request.layout != nullptr);
+  FOREBAY_CHECK(!session_jobs.contains(request.session));
+  absl::StatusOr<Job*> job = JobFor(request);
+  if (!job.ok()) {
+    outbox.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
+    outbox.Emit(CloseSession{.session = request.session, .reason = job.status()});
+    return;
+  }
+  session_jobs.emplace(request.session, (*job)->id());
+  (*job)->Attach(request);
+}
+
+// The job of the request, made where it does not exist.
+absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
+  RETURN_IF_ERROR(CheckRequest(request));
+  if (Job* job = JobNamed(request.job)) {
+    RETURN_IF_ERROR(job->CheckAttach(request));
+    return job;
+  }
+  if (jobs.size() >= kJobsMax) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("the node has ", jobs.size(), " jobs (at most ", kJobsMax, ")"),
+                     "delete stale jobs: forebay jobs");
+  }
+  ASSIGN_OR_RETURN(MemoryPlan plan, PlanJob(*request.layout,
+                                            {.grad_arena_bytes = request.grad_arena_bytes,
+                                             .extra_state_bytes = request.extra_state_bytes},
+                                            options, Use()));
+  const JobId id = ++last_job;
+  auto job = std::make_unique<Job>(Job::Spec{.id = id,
+                                             .name = request.job,
+                                             .uid = request.uid,
+                                             .layout = request.layout,
+                                             .plan = std::move(plan),
+                                             .options = options},
+                                   outbox, pool);
+  names.emplace(request.job, id);
+  return jobs.emplace(id, std::move(job)).first->second.get();
+}
+
+void NodeState::Impl::On(const SessionMapped& event) {
+  if (Job* job = JobOf(event.session)) job->OnMapped(event.session);
+}
+
+void NodeState::Impl::On(const SessionEnded& event) {
+  if (Job* job = JobOf(event.session)) job->OnEnded(event.session, event.cause);
+}
+
+void NodeState::Impl::On(const CommandArrived& event) {
+  if (Job* job = JobOf(event.session)) job->OnCommand(event.session, event.command);
+}
+
+void NodeState::Impl::On(const StepRequestCopied& event) {
+  if (Job* job = JobOf(event.session)) job->OnStepRequest(event);
+}
+
+void NodeState::Impl::On(const TaskDone& event) {
+  const JobId job = outbox.FinishTask(event.task);
+  FOREBAY_CHECK(job != 0);
+  ++turn;
+  jobs.at(job)->OnTaskDone(event);
+}
+
+void NodeState::Impl::On(const DeleteJobRequested& request) {
+  Job* job = JobNamed(request.job);
+  absl::Status status =
+      job != nullptr
+          ? job->Delete(request.uid)
+          : MakeError(ErrorId::kJobName, absl::StrCat("there is no job named ", request.job));
+  if (!status.ok()) {
+    outbox.Emit(AnswerDelete{.request = request.request, .status = status});
+    return;
+  }
+  deletes[job->id()].push_back(request.request);
+}
+
+// Every job does what it can now; whoever was last to get staging slots is not the first again.
+// Repeated, since one job may give back what another waits for.
+void NodeState::Impl::AdvanceAll(const std::vector<Action>& actions) {
+  std::vector<Job*> order;
+  for (const auto& [id, job] : jobs) order.push_back(job.get());
+  if (order.empty()) return;
+  std::rotate(order.begin(), order.begin() + static_cast<int64_t>(turn % order.size()),
+              order.end());
+  for (size_t before = actions.size() + 1; before != actions.size();) {
+    before = actions.size();
+    for (Job* job : order) job->Advance();
+  }
+  for (Job* job : order) job->Prefetch();
+}
+
+void NodeState::Impl::Sweep() {
+  for (auto it = jobs.begin(); it != jobs.end();) {
+    Job& job = *it->second;
+    for (const SessionId session : job.TakeClosed()) session_jobs.erase(session);
+    if (!job.is_gone()) {
+      ++it;
+      continue;
+    }
+    for (const uint64_t request : deletes[job.id()]) {
+      outbox.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
+    }
+    deletes.erase(job.id());
+    names.erase(job.name());
+    it = jobs.erase(it);
+  }
+}
+
+Job* NodeState::Impl::JobOf(SessionId session) {
+  const auto it = session_jobs.find(session);
+  return it == session_jobs.end() ? nullptr : jobs.at(it->second).get();
+}
+
+Job* NodeState::Impl::JobNamed(std::string_view name) const {
+  const auto it = names.find(name);
+  return it == names.end() ? nullptr : jobs.at(it->second).get();
+}
+
+NodeUse NodeState::Impl::Use() const {
+  NodeUse use;
+  for (const auto& [id, job] : jobs) {
+    use.jobs_dram_bytes += job->plan().dram_bytes;
+    use.jobs_swap_bytes += job->plan().swap_bytes;
+  }
+  return use;
+}
+
+std::vector<JobView> NodeState::Jobs() const {
+  std::vector<JobView> views;
+  for (const auto& [id, job] : impl_->jobs) views.push_back(job->View());
+  return views;
+}
+
+std::optional<JobView> NodeState::FindJob(std::string_view name) const {
+  const Job* job = impl_->JobNamed(name);
+  if (job == nullptr) return std::nullopt;
+  return job->View();
+}
+
+NodeView NodeState::Node() const {
+  const NodeUse use = impl_->Use();
+  return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
+          .dram_used_bytes = impl_->options.node_bytes + use.jobs_dram_bytes,
+          .swap_capacity_bytes = impl_->options.swap_free_bytes,
+          .swap_used_bytes = use.jobs_swap_bytes,
+          .staging_slots = impl_->pool.slots(),
+          .staging_slots_used = impl_->pool.used()};
+}
+
+void NodeState::CheckInvariants() const {
+  const NodeView node = Node();
+  if (!impl_->jobs.empty()) FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
+  FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
+  uint32_t staged = 0;
+  for (const auto& [id, job] : impl_->jobs) {
+    job->CheckInvariants();
+    staged += job->staged_blocks();
+    FOREBAY_CHECK(!job->is_gone() && impl_->names.at(job->name()) == id);
+  }
+  FOREBAY_CHECK(staged == node.staging_slots_used);
+  for (const auto& [session, job] : impl_->session_jobs) {
+    FOREBAY_CHECK(impl_->jobs.contains(job));
+  }
+}
+
+}  // namespace forebay::daemon

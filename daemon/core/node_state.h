@@ -1,0 +1,117 @@
+// The deterministic state machine of one node: jobs, sessions, admission. Events in, actions out;
+// no clock, no I/O, no thread, no randomness, so that the same events give the same actions in the
+// daemon and in a simulator.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+inline constexpr uint32_t kJobsMax = 1024;
+inline constexpr uint32_t kJobNameBytesMax = 200;
+inline constexpr uint32_t kLeasesPerSessionMax = 4096;
+
+// What statistics may know of one session.
+struct SessionView {
+  SessionId id = 0;
+  uint32_t uid = 0;
+  uint32_t rank = 0;
+  bool attached = false;  // AnswerAttach was given
+  bool fenced = false;    // every command gets E_RANK_LOST or E_FENCED
+  uint64_t leases = 0;
+  uint64_t commands_in_flight = 0;
+};
+
+// What statistics may know of one job; the names are those of JobStatus in protocol/forebay.capnp.
+struct JobView {
+  std::string name;
+  JobId id = 0;
+  uint32_t uid = 0;
+  std::shared_ptr<const protocol::Layout> layout;  // world size, dtype, optimizer, format, groups
+  std::vector<SessionView> sessions;               // that have not been closed, by rank
+  uint64_t generation = 0;
+  uint64_t committed_step = 0;
+  uint64_t params = 0;  // elements, without padding
+  uint64_t padded_elems = 0;
+  uint64_t state_bytes = 0;  // image and states of the parameters, padding left out
+  uint32_t blocks = 0;
+  uint32_t resident_blocks = 0;
+  uint64_t leases = 0;
+  uint64_t update_reads = 0;
+  uint64_t update_reads_early = 0;
+  uint64_t state_read_bytes = 0;
+  uint64_t state_written_bytes = 0;
+  uint64_t last_step_reads = 0;
+  uint64_t last_step_reads_early = 0;
+  bool ready = false;       // initial parameters are written
+  absl::Status failed;      // OK while the job is well
+  uint64_t dram_bytes = 0;  // taken from the limit: arenas and resident blocks
+  uint64_t swap_bytes = 0;  // both slots of its extents
+  std::vector<uint32_t> trace;
+};
+
+// Bytes the state machine has promised; the kernel's own count must agree.
+struct NodeView {
+  uint64_t dram_limit_bytes = 0;
+  uint64_t dram_used_bytes = 0;  // node_bytes and all jobs
+  uint64_t swap_capacity_bytes = 0;
+  uint64_t swap_used_bytes = 0;
+  uint32_t staging_slots = 0;
+  uint32_t staging_slots_used = 0;
+};
+
+class Job;
+class StagingPool;
+
+// Owns every job of the node.
+//
+// Threads  The loop thread alone.
+// Errors   What clients get wrong is answered by actions. A TaskDone for no task, or a SessionId
+//          used twice, is a
+//          bug of the shell and ends the process.
+class NodeState {
+ public:
+  struct Options {
+    uint64_t dram_limit_bytes = 0;
+    uint64_t node_bytes = 0;  // staging, ledger: taken at start and counted in the limit
+    uint32_t staging_slots = 0;
+    uint64_t staging_slot_bytes = 0;
+    uint64_t swap_free_bytes = 0;  // 0: no swap. An extent takes twice its bytes (two slots)
+    uint64_t block_elems = uint64_t{1} << 20;  // a multiple of kPartitionAlignElems
+    uint32_t workers = 1;                      // UpdateBlocks that run at once
+
+    // Tests alone: what goes wrong without the protection. The daemon never sets them.
+    bool disable_fence_for_test = false;        // stale sessions' commands are taken
+    bool disable_range_check_for_test = false;  // offsets and lengths of commands are believed
+  };
+
+  explicit NodeState(const Options& options);
+  NodeState(const NodeState&) = delete;
+  NodeState& operator=(const NodeState&) = delete;
+  ~NodeState();
+
+  // Takes one event and appends what is to be done, in order.
+  void Handle(const Event& event, std::vector<Action>& actions);
+
+  std::vector<JobView> Jobs() const;  // by id
+  std::optional<JobView> FindJob(std::string_view name) const;
+  NodeView Node() const;
+
+  // CHECKs what must hold between any two events. Cost: linear in everything.
+  void CheckInvariants() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,50 @@
+// One connected rank of a job, as the state machine knows it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/memory_plan.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+struct Session {
+  enum class State : uint8_t {
+    kWaiting,   // for the answer to attach
+    kAttached,  // answered
+    kEnded,     // only its tasks keep it
+  };
+
+  SessionId id = 0;
+  uint32_t uid = 0;
+  uint32_t rank = 0;
+  SessionWish wish;
+  State state = State::kWaiting;
+  bool memory_asked = false;
+  bool memory_made = false;
+  bool mapped = false;  // commands count
+  absl::Status fence;   // not OK: every command gets it
+
+  // A kStep whose request is being copied.
+  std::optional<protocol::Command> step_being_copied;
+
+  // It has seen E_NONFINITE for the step being gathered: its next gradients belong to the
+  // repetition, and wait here until the other ranks have seen it too.
+  bool awaits_repetition = false;
+  std::deque<protocol::Command> parked;
+
+  absl::Status close_reason;
+
+  // Attached and of the job's newest generation.
+  bool is_current() const { return state == State::kAttached && fence.ok(); }
+  CommandId IdOf(const protocol::Command& command) const {
+    return {.session = id, .tag = command.tag, .op = command.op};
+  }
+};
+
+}  // namespace forebay::daemon

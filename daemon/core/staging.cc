@@ -1,0 +1,60 @@
+#include "daemon/core/staging.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+StagingPool::StagingPool(uint32_t slots) : slots_(slots) {
+  for (uint32_t slot = 0; slot < slots; ++slot) free_.insert(slot);
+}
+
+std::optional<uint32_t> StagingPool::TakeFree() {
+  if (free_.empty()) return std::nullopt;
+  return free_.extract(free_.begin()).value();
+}
+
+std::optional<uint32_t> StagingPool::TakeUrgent(StagedBlocks& asking) {
+  if (!free_.empty()) return TakeFree();
+  if (const std::optional<uint32_t> own = asking.Donate()) return own;
+  for (StagedBlocks* other : jobs_) {
+    if (const std::optional<uint32_t> slot = other->Donate()) return slot;
+  }
+  return std::nullopt;
+}
+
+void StagingPool::Release(uint32_t slot) {
+  FOREBAY_CHECK(slot < slots_);
+  FOREBAY_CHECK(free_.insert(slot).second);
+}
+
+void StagingPool::Leave(StagedBlocks& blocks) { std::erase(jobs_, &blocks); }
+
+StagedBlocks::~StagedBlocks() {
+  for (const auto& [block, staged] : blocks_) pool_.Release(staged.slot);
+  pool_.Leave(*this);
+}
+
+void StagedBlocks::Drop(uint32_t block) {
+  pool_.Release(blocks_.at(block).slot);
+  blocks_.erase(block);
+  lowest_dropped_ = std::min(lowest_dropped_, block);
+}
+
+std::optional<uint32_t> StagedBlocks::Donate() {
+  if (!may_donate_) return std::nullopt;
+  for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it) {
+    if (it->second.state != State::kReady) continue;
+    const uint32_t slot = it->second.slot;
+    lowest_dropped_ = std::min(lowest_dropped_, it->first);
+    blocks_.erase(std::next(it).base());
+    return slot;
+  }
+  return std::nullopt;
+}
+
+uint32_t StagedBlocks::TakeLowestDropped() { return std::exchange(lowest_dropped_, UINT32_MAX); }
+
+}  // namespace forebay::daemon

@@ -1,0 +1,310 @@
+#include "daemon/core/step_pipeline.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "cpu_adam/lamb.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+using State = StagedBlocks::State;
+
+StepPipeline::StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
+                           const MemoryPlan& plan, StagingPool& pool, uint32_t workers)
+    : layout_(std::move(layout)),
+      map_(layout_, block_elems),
+      plan_(plan),
+      workers_(workers),
+      staged_(pool),
+      records_(map_.blocks()),
+      group_updates_(layout_->groups().size(), 0),
+      prefetch_next_(plan.resident_blocks),
+      group_blocks_left_(layout_->groups().size(), 0) {
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    block_groups_.push_back(map_.Groups(block));
+  }
+}
+
+BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
+  if (is_resident(block)) {
+    return {.resident = true, .state_offset_bytes = plan_.state_offsets[block]};
+  }
+  const auto it = staged_.all().find(block);
+  return {.resident = false,
+          .extent = block - plan_.resident_blocks,
+          .staging_slot = it == staged_.all().end() ? 0 : it->second.slot};
+}
+
+BlockIdentity StepPipeline::IdentityOf(JobId job, uint32_t block) const {
+  return {.job = job, .block = block, .written_step = records_[block].written_step};
+}
+
+StepPipeline::Running StepPipeline::Take(TaskId task) {
+  const auto it = tasks_.find(task);
+  FOREBAY_CHECK(it != tasks_.end());
+  const Running running = it->second;
+  tasks_.erase(it);
+  return running;
+}
+
+void StepPipeline::StartRead(JobIo& io, uint32_t block, uint32_t slot, bool for_update) {
+  staged_.Add(block, slot);
+  const TaskId task = io.Start(TaskKind::kReadBlock, 0,
+                               ReadBlock{.place = PlaceOf(block), .bytes = map_.bytes(block)});
+  tasks_.emplace(task, Running{.block = block, .for_update = for_update});
+}
+
+void StepPipeline::Prefetch(JobIo& io) {
+  if (running_ || abandoned_) return;
+  prefetch_next_ = std::min(prefetch_next_, staged_.TakeLowestDropped());
+  for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
+    const uint32_t block = prefetch_next_;
+    if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
+    const std::optional<uint32_t> slot = staged_.pool().TakeFree();
+    if (!slot) return;
+    StartRead(io, block, *slot, /*for_update=*/true);
+    staged_.at(block).early = true;
+  }
+}
+
+void StepPipeline::Begin(JobIo& io, StepOrder order) {
+  FOREBAY_CHECK(!running_ && !abandoned_);
+  running_ = true;
+  order_ = std::move(order);
+  overflowed_masters_ = 0;
+  at_begin_ = counters_;
+  prefetch_failed_.clear();
+  norms_.clear();
+  staged_.set_may_donate(false);
+  BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+  Pump(io);
+}
+
+void StepPipeline::BeginPass(UpdatePass pass) {
+  pass_ = pass;
+  resident_.clear();
+  to_read_.clear();
+  next_resident_ = next_read_ = 0;
+  blocks_left_ = 0;
+  std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    bool needed = false;
+    for (const uint32_t group : block_groups_[block]) {
+      if (!order_.groups[group]) continue;
+      needed = true;
+      ++group_blocks_left_[group];
+    }
+    const bool is_staged = staged_.contains(block);
+    if (is_staged) staged_.at(block).unwanted = !needed;
+    if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
+    if (!needed) continue;
+    ++blocks_left_;
+    if (is_resident(block)) {
+      resident_.push_back(block);
+    } else if (!is_staged) {
+      to_read_.push_back(block);
+    }
+  }
+}
+
+// Norms of each parameter, over its segments in the order of blocks.
+void StepPipeline::EndMomentsPass() {
+  std::vector<SegmentNorms> sums(layout_->params().size());
+  for (const auto& [block, norms] : norms_) {
+    const std::vector<UpdateSegment> segments = Segments(block);
+    FOREBAY_CHECK(norms.size() == segments.size());
+    for (size_t i = 0; i < segments.size(); ++i) {
+      SegmentNorms& sum = sums[segments[i].param];
+      sum.weight_squares += norms[i].weight_squares;
+      sum.update_squares += norms[i].update_squares;
+    }
+  }
+  norms_.clear();
+  trust_.clear();
+  for (const SegmentNorms& sum : sums) {
+    trust_.push_back(cpu_adam::TrustRatio(sum.weight_squares, sum.update_squares));
+  }
+  BeginPass(UpdatePass::kWeights);
+}
+
+bool StepPipeline::UpdatesHaveOtherWork() const {
+  if (next_resident_ < resident_.size()) return true;
+  return std::any_of(staged_.all().begin(), staged_.all().end(), [](const auto& entry) {
+    return entry.second.state != State::kInUse && !entry.second.unwanted;
+  });
+}
+
+void StepPipeline::StartReads(JobIo& io) {
+  for (; next_read_ < to_read_.size(); ++next_read_) {
+    const uint32_t block = to_read_[next_read_];
+    const std::optional<uint32_t> slot = staged_.pool().TakeUrgent(staged_);
+    if (!slot) return;
+    const bool early = UpdatesHaveOtherWork();
+    StartRead(io, block, *slot, /*for_update=*/true);
+    staged_.at(block).early = early;
+  }
+}
+
+// A block that comes from swap goes before those that would wait for a worker.
+uint32_t StepPipeline::UpdatesMax() const {
+  const bool only_resident = next_read_ == to_read_.size() && staged_.all().empty();
+  return only_resident ? kUpdatesPerWorker * workers_ : workers_;
+}
+
+void StepPipeline::Pump(JobIo& io) {
+  if (!running_ || abandoned_) return;
+  if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
+  StartReads(io);
+  while (updating_ < UpdatesMax()) {
+    const auto ready =
+        std::find_if(staged_.all().begin(), staged_.all().end(),
+                     [](const auto& entry) { return entry.second.state == State::kReady; });
+    if (ready != staged_.all().end()) {
+      StartUpdate(io, ready->first);
+    } else if (next_resident_ < resident_.size()) {
+      StartUpdate(io, resident_[next_resident_++]);
+    } else {
+      return;
+    }
+  }
+}
+
+std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
+  std::vector<UpdateSegment> segments;
+  for (const BlockRun& run : map_.Runs(block)) {
+    if (!order_.groups[run.group]) continue;
+    segments.push_back({.image_offset_bytes = layout_->groups()[run.group].image_offset_bytes +
+                                              run.group_elem * width,
+                        .accumulator_offset_bytes =
+                            plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
+                        .block_elem = run.block_elem,
+                        .elems = run.elems,
+                        .hyper = order_.hyper_params[run.param_group],
+                        .optimizer_step = group_updates_[run.group] + 1,
+                        .seed = layout_->spec().seed,
+                        .param = run.param,
+                        .param_elem = run.param_elem,
+                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+  }
+  return segments;
+}
+
+void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
+  ++updating_;
+  if (!is_resident(block)) {
+    StagedBlocks::Staged& staged = staged_.at(block);
+    staged.state = State::kInUse;
+    ++counters_.update_reads;
+    if (staged.early) ++counters_.update_reads_early;
+  }
+  const BlockIdentity before = IdentityOf(io.job(), block);
+  BlockIdentity after = before;
+  after.written_step = order_.step;
+  const TaskId task = io.Start(TaskKind::kUpdateBlock, 0,
+                               UpdateBlock{.place = PlaceOf(block),
+                                           .block_elems = map_.elems(block),
+                                           .bytes = map_.bytes(block),
+                                           .identity_before = before,
+                                           .identity_after = after,
+                                           .checksum_before = records_[block].checksum,
+                                           .grad_scale = order_.grad_scale,
+                                           .pass = pass_,
+                                           .segments = Segments(block)});
+  tasks_.emplace(task, Running{.block = block});
+}
+
+StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
+  const Running read = Take(done.task);
+  StagedBlocks::Staged& staged = staged_.at(read.block);
+  const bool unwanted = staged.unwanted;
+  if (done.status.ok() && read.for_update) counters_.read_bytes += map_.bytes(read.block);
+  if (!done.status.ok() || unwanted || abandoned_) {
+    staged_.Drop(read.block);
+  } else {
+    staged.state = State::kReady;
+  }
+  if (!done.status.ok() && !running_) prefetch_failed_.insert(read.block);
+  return {.block = read.block, .status = done.status, .fatal = running_ && !unwanted};
+}
+
+absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
+  const Running update = Take(done.task);
+  --updating_;
+  const bool resident = is_resident(update.block);
+  if (!done.status.ok() || abandoned_) {
+    if (!resident) staged_.Drop(update.block);
+    return done.status;
+  }
+  if (pass_ == UpdatePass::kMoments) {
+    norms_[update.block] = done.norms;
+  } else {
+    overflowed_masters_ += done.count;
+    for (const uint32_t group : block_groups_[update.block]) {
+      if (order_.groups[group]) --group_blocks_left_[group];
+    }
+  }
+  if (resident) {
+    records_[update.block].written_step = order_.step;
+    --blocks_left_;
+    return absl::OkStatus();
+  }
+  BlockIdentity identity = IdentityOf(io.job(), update.block);
+  identity.written_step = order_.step;
+  const TaskId task = io.Start(TaskKind::kWriteBlock, 0,
+                               WriteBlock{.place = PlaceOf(update.block),
+                                          .bytes = map_.bytes(update.block),
+                                          .identity = identity,
+                                          .checksum = done.checksum});
+  tasks_.emplace(task, Running{.block = update.block, .checksum = done.checksum});
+  return absl::OkStatus();
+}
+
+absl::Status StepPipeline::OnWritten(const TaskDone& done) {
+  const Running write = Take(done.task);
+  staged_.Drop(write.block);
+  if (!done.status.ok() || abandoned_) return done.status;
+  records_[write.block] = {.written_step = order_.step, .checksum = write.checksum};
+  counters_.written_bytes += map_.bytes(write.block);
+  --blocks_left_;
+  return absl::OkStatus();
+}
+
+uint64_t StepPipeline::Finish() {
+  FOREBAY_CHECK(done() && updating_ == 0);
+  running_ = false;
+  staged_.set_may_donate(true);
+  for (uint32_t group = 0; group < group_updates_.size(); ++group) {
+    FOREBAY_CHECK(group_blocks_left_[group] == 0);
+    if (order_.groups[group]) ++group_updates_[group];
+  }
+  last_step_ = {.update_reads = counters_.update_reads - at_begin_.update_reads,
+                .update_reads_early = counters_.update_reads_early - at_begin_.update_reads_early,
+                .read_bytes = counters_.read_bytes - at_begin_.read_bytes,
+                .written_bytes = counters_.written_bytes - at_begin_.written_bytes};
+  return overflowed_masters_;
+}
+
+void StepPipeline::Abandon() {
+  abandoned_ = true;
+  std::vector<uint32_t> ready;
+  for (const auto& [block, staged] : staged_.all()) {
+    if (staged.state == State::kReady) ready.push_back(block);
+  }
+  for (const uint32_t block : ready) staged_.Drop(block);
+}
+
+void StepPipeline::CheckInvariants(uint64_t committed_step) const {
+  FOREBAY_CHECK(updating_ <= kUpdatesPerWorker * workers_);
+  for (const auto& [block, staged] : staged_.all()) {
+    FOREBAY_CHECK(!is_resident(block) && block < map_.blocks());
+  }
+  for (const Record& record : records_) {
+    FOREBAY_CHECK(record.written_step <= committed_step + (running_ ? 1 : 0));
+  }
+}
+
+}  // namespace forebay::daemon

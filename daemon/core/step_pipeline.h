@@ -1,0 +1,145 @@
+// Applying a step: every block with a gradient is updated once; swapped ones stream through staging
+// slots.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/block_map.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/memory_plan.h"
+#include "daemon/core/staging.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// A step after the verdict.
+struct StepOrder {
+  uint64_t step = 0;
+  float grad_scale = 1.0F;
+  std::vector<protocol::HyperParams> hyper_params;  // by parameter group
+  std::vector<bool> groups;                         // that have a gradient; others are left alone
+};
+
+struct PipelineCounters {
+  uint64_t update_reads = 0;        // swapped blocks updated
+  uint64_t update_reads_early = 0;  // of these, read before an update waited for them
+  uint64_t read_bytes = 0;          // for updates
+  uint64_t written_bytes = 0;
+};
+
+// Blocks are read ahead in the order of update, before the verdict into free slots only. After it,
+// a worker takes the lowest swapped block that is ready, else the next resident one; a slot goes
+// read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
+// job sees to that.
+//
+// LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
+// and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
+class StepPipeline {
+ public:
+  // Updates of resident blocks in flight, where no other is left: one that runs and one that waits,
+  // so that no worker waits for the loop.
+  static constexpr uint32_t kUpdatesPerWorker = 2;
+
+  StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
+               const MemoryPlan& plan, StagingPool& pool, uint32_t workers);
+
+  // Reads ahead while no step is applied.
+  void Prefetch(JobIo& io);
+
+  void Begin(JobIo& io, StepOrder order);
+  void Pump(JobIo& io);  // starts what can be started
+  bool running() const { return running_; }
+  bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
+  // Ends a step that is done(); returns how many masters overflowed.
+  uint64_t Finish();
+  // No update of the running step touches the group any more.
+  bool IsGroupDone(uint32_t group) const { return !running_ || group_blocks_left_[group] == 0; }
+
+  // The job failed: nothing is started any more, slots come back as their tasks end.
+  void Abandon();
+
+  // Outcomes. An error leaves the job's state unusable, and is what the job failed of.
+  struct ReadOutcome {
+    uint32_t block = 0;
+    absl::Status status;  // of the read
+    bool fatal = false;   // a step needs the block
+  };
+  ReadOutcome OnRead(const TaskDone& done);
+  absl::Status OnUpdated(JobIo& io, const TaskDone& done);
+  absl::Status OnWritten(const TaskDone& done);
+
+  // For reads of states, while no step runs.
+  const BlockMap& map() const { return map_; }
+  StagedBlocks& staged() { return staged_; }
+  uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
+  bool is_resident(uint32_t block) const { return block < plan_.resident_blocks; }
+  BlockPlace PlaceOf(uint32_t block) const;
+  BlockIdentity IdentityOf(JobId job, uint32_t block) const;
+  uint64_t checksum(uint32_t block) const { return records_[block].checksum; }
+  void StartRead(JobIo& io, uint32_t block, uint32_t slot, bool for_update);
+
+  const PipelineCounters& counters() const { return counters_; }
+  const PipelineCounters& last_step() const { return last_step_; }
+  uint64_t written_step(uint32_t block) const { return records_[block].written_step; }
+  void CheckInvariants(uint64_t committed_step) const;
+
+ private:
+  struct Record {
+    uint64_t written_step = 0;  // 0: the zeros it was made with
+    uint64_t checksum = 0;      // swapped blocks
+  };
+  struct Running {
+    uint32_t block = 0;
+    bool for_update = false;  // of reads
+    uint64_t checksum = 0;    // of writes
+  };
+
+  Running Take(TaskId task);
+  void BeginPass(UpdatePass pass);
+  void EndMomentsPass();
+  void StartUpdate(JobIo& io, uint32_t block);
+  void StartReads(JobIo& io);
+  bool UpdatesHaveOtherWork() const;
+  uint32_t UpdatesMax() const;
+  std::vector<UpdateSegment> Segments(uint32_t block) const;
+  bool has_two_passes() const { return layout_->spec().optimizer == protocol::Optimizer::kLamb; }
+
+  std::shared_ptr<const protocol::Layout> layout_;
+  BlockMap map_;
+  const MemoryPlan& plan_;
+  uint32_t workers_;
+  StagedBlocks staged_;
+  std::vector<Record> records_;                      // by block
+  std::vector<std::vector<uint32_t>> block_groups_;  // by block
+  std::vector<uint64_t> group_updates_;              // by group: optimizer steps it has had
+  std::map<TaskId, Running> tasks_;
+  uint32_t prefetch_next_;              // swapped blocks below are staged, or have failed
+  std::set<uint32_t> prefetch_failed_;  // not tried again before the verdict
+
+  bool running_ = false;
+  bool abandoned_ = false;
+  StepOrder order_;
+  UpdatePass pass_ = UpdatePass::kWhole;
+  std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
+  std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
+  std::vector<uint32_t> resident_;                       // blocks of this step, in order
+  std::vector<uint32_t> to_read_;                        // swapped and not read ahead
+  size_t next_resident_ = 0;
+  size_t next_read_ = 0;
+  uint32_t updating_ = 0;
+  uint64_t blocks_left_ = 0;                 // not updated and written yet
+  std::vector<uint32_t> group_blocks_left_;  // by group: not updated yet
+  uint64_t overflowed_masters_ = 0;
+  PipelineCounters counters_;
+  PipelineCounters at_begin_;
+  PipelineCounters last_step_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,340 @@
+#include "daemon/exec/block_tasks.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/square_sum.h"
+#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/update_kernel.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using cpu_adam::Gradient;
+using cpu_adam::GradType;
+using cpu_adam::kSumChunkElems;
+using cpu_adam::Rule;
+using cpu_adam::StateFormat;
+using cpu_adam::StatePlanes;
+using cpu_adam::StepScalars;
+using protocol::DType;
+using protocol::Format;
+using protocol::Optimizer;
+
+// Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
+// machine's own.
+template <typename Value>
+Value* Elems(std::span<std::byte> bytes, uint64_t offset_bytes, uint64_t first, uint64_t elems) {
+  FOREBAY_CHECK(offset_bytes + (first + elems) * sizeof(Value) <= bytes.size());
+  return reinterpret_cast<Value*>(bytes.data() + offset_bytes) + first;
+}
+
+// The same of a run in `dtype`, as bytes.
+template <typename Byte>
+std::span<Byte> Part(std::span<Byte> bytes, DType dtype, uint64_t offset_bytes, ElemRange range) {
+  const uint64_t width = protocol::SizeBytes(dtype);
+  FOREBAY_CHECK(range.begin <= range.end && offset_bytes + range.end * width <= bytes.size());
+  return bytes.subspan(offset_bytes + range.begin * width, (range.end - range.begin) * width);
+}
+
+Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return {bytes.data(), GradType::kFp16};
+    case DType::kBFloat16:
+      return {bytes.data(), GradType::kBf16};
+    default:
+      return {bytes.data(), GradType::kFp32};
+  }
+}
+
+// The two rooms number them alike.
+Rule RuleOf(Optimizer optimizer) {
+  static_assert(static_cast<int>(Rule::kAdamW) == static_cast<int>(Optimizer::kAdamW) &&
+                static_cast<int>(Rule::kAdam) == static_cast<int>(Optimizer::kAdam) &&
+                static_cast<int>(Rule::kAdamWAmsgrad) ==
+                    static_cast<int>(Optimizer::kAdamWAmsgrad) &&
+                static_cast<int>(Rule::kAdamAmsgrad) == static_cast<int>(Optimizer::kAdamAmsgrad) &&
+                static_cast<int>(Rule::kAdagrad) == static_cast<int>(Optimizer::kAdagrad) &&
+                static_cast<int>(Rule::kLion) == static_cast<int>(Optimizer::kLion) &&
+                static_cast<int>(Rule::kSgd) == static_cast<int>(Optimizer::kSgd) &&
+                static_cast<int>(Rule::kSgdNesterov) == static_cast<int>(Optimizer::kSgdNesterov) &&
+                static_cast<int>(Rule::kLamb) == static_cast<int>(Optimizer::kLamb));
+  return static_cast<Rule>(optimizer);
+}
+
+// wire.h says which fields hold what.
+cpu_adam::Hyper HyperOf(const protocol::HyperParams& from) {
+  return {.lr = from.lr,
+          .beta1 = from.beta1,
+          .beta2 = from.beta2,
+          .eps = from.eps,
+          .weight_decay = from.weight_decay,
+          .momentum = from.beta1,
+          .dampening = from.beta2,
+          .lr_decay = from.beta1,
+          .initial_accumulator = from.beta2};
+}
+
+size_t ElemsOf(DType dtype, std::span<const std::byte> bytes) {
+  return bytes.size() / protocol::SizeBytes(dtype);
+}
+
+}  // namespace
+
+nvme::Identity MakeIdentity(const BlockIdentity& identity, uint64_t nonce) {
+  const std::array<uint64_t, 4> words = {identity.job, identity.block, identity.written_step,
+                                         nonce};
+  nvme::Identity bytes;
+  static_assert(sizeof(words) == sizeof(bytes));
+  std::memcpy(bytes.data(), words.data(), sizeof(bytes));
+  return bytes;
+}
+
+uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
+                          uint64_t block_elems) {
+  uint64_t offset_bytes = 0;
+  for (size_t i = 0; i < plane; ++i) {
+    offset_bytes +=
+        protocol::RoundUp(protocol::PlaneBytes(planes[i], block_elems), protocol::kPageBytes);
+  }
+  return offset_bytes;
+}
+
+uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems) {
+  return PlaneOffsetBytes(planes, planes.size(), block_elems);
+}
+
+namespace {
+
+StateFormat StateFormatOf(Format format, DType image_dtype) {
+  switch (format) {
+    case Format::kExact:
+      return StateFormat::kExact;
+    case Format::kBf16:
+      return StateFormat::kBf16;
+    case Format::kInt8:
+      return StateFormat::kInt8;
+    case Format::kFp32:
+      break;
+  }
+  if (image_dtype == DType::kBFloat16) return StateFormat::kFp32Bf16;
+  if (image_dtype == DType::kFloat16) return StateFormat::kFp32Fp16;
+  return StateFormat::kFp32;
+}
+
+// Elements [skipped, skipped + elems) of a segment.
+struct SegmentPart {
+  const UpdateSegment& segment;
+  uint64_t skipped;
+  uint64_t elems;
+};
+
+std::span<std::byte> ImageOf(const SegmentPart& part, const UpdateMemory& memory) {
+  const uint64_t width = protocol::SizeBytes(memory.dtype);
+  const uint64_t begin = part.segment.image_offset_bytes + part.skipped * width;
+  FOREBAY_CHECK(begin + part.elems * width <= memory.image.size());
+  return memory.image.subspan(begin, part.elems * width);
+}
+
+// In the order of protocol::StatePlanes: remainder or master, moments, scales.
+StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
+                     const UpdateMemory& memory) {
+  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
+  const uint64_t first = part.segment.block_elem + part.skipped;
+  const auto at = [&](size_t plane) {
+    const uint64_t begin = PlaneOffsetBytes(planes, plane, action.block_elems) +
+                           protocol::PlaneBytes(planes[plane], first);
+    FOREBAY_CHECK(begin + protocol::PlaneBytes(planes[plane], part.elems) <= memory.block.size());
+    return memory.block.data() + begin;
+  };
+  StatePlanes state;
+  state.image = ImageOf(part, memory).data();
+  state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
+  size_t next = 0;
+  if (memory.format != Format::kFp32) {
+    state.remainder = reinterpret_cast<int16_t*>(at(next++));
+  } else if (memory.dtype != DType::kFloat32) {
+    state.master = reinterpret_cast<float*>(at(next++));
+  }
+  const size_t moments = cpu_adam::MomentCount(RuleOf(memory.optimizer));
+  for (size_t m = 0; m < moments; ++m) state.moments[m] = at(next++);
+  for (size_t m = 0; next < planes.size(); ++m) {
+    state.scales[m] = reinterpret_cast<float*>(at(next++));
+  }
+  return state;
+}
+
+}  // namespace
+
+UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
+  const Rule rule = RuleOf(memory.optimizer);
+  const StateFormat format = StateFormatOf(memory.format, memory.dtype);
+  UpdateFound found;
+  if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
+  const auto begins = std::partition_point(
+      action.segments.begin(), action.segments.end(), [&](const UpdateSegment& segment) {
+        return segment.block_elem + segment.elems <= range.begin;
+      });
+  for (size_t i = static_cast<size_t>(begins - action.segments.begin());
+       i < action.segments.size() && action.segments[i].block_elem < range.end; ++i) {
+    const UpdateSegment& segment = action.segments[i];
+    const uint64_t first = std::max(segment.block_elem, range.begin);
+    const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
+    const SegmentPart part{segment, first - segment.block_elem, end - first};
+    StepScalars scalars = cpu_adam::MakeStepScalars(rule, HyperOf(segment.hyper),
+                                                    segment.optimizer_step, action.grad_scale);
+    cpu_adam::SetDrawKey(
+        {.seed = segment.seed, .parameter = segment.param, .t = segment.optimizer_step}, scalars);
+    const StatePlanes state = PlanesOf(action, part, memory);
+    if (action.pass == UpdatePass::kWeights) {
+      found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
+      continue;
+    }
+    if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the image
+      cpu_adam::AddGradient(part.elems, GradientOf(memory.dtype, ImageOf(part, memory)),
+                            cpu_adam::AddMode::kSet, state.master);
+    }
+    const Gradient gradient =
+        GradientOf(memory.sum_dtype,
+                   Part(memory.accumulators, memory.sum_dtype, segment.accumulator_offset_bytes,
+                        {part.skipped, part.skipped + part.elems}));
+    found.overflows += cpu_adam::Update(rule, format, scalars, part.elems, gradient, state);
+    if (action.pass == UpdatePass::kMoments) {
+      found.norms[i] = cpu_adam::SumLamb(format, scalars, part.elems, state);
+    }
+  }
+  return found;
+}
+
+TaskDone JoinUpdate(const std::vector<UpdateFound>& found) {
+  TaskDone done;
+  std::vector<cpu_adam::LambSums> norms(found.empty() ? 0 : found[0].norms.size());
+  for (const UpdateFound& part : found) {
+    done.count += part.overflows;
+    for (size_t i = 0; i < norms.size(); ++i) norms[i].Merge(part.norms[i]);
+  }
+  for (const cpu_adam::LambSums& sums : norms) {
+    done.norms.push_back(
+        {.weight_squares = sums.weight.ToDouble(), .update_squares = sums.update.ToDouble()});
+  }
+  return done;
+}
+
+namespace {
+
+// The pages that the elements of `range` complete, when those before it are done.
+void AddPages(ElemRange range, const UpdateBlock& action, const UpdateMemory& memory,
+              nvme::PageDigests& digests) {
+  const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
+  for (size_t plane = 0; plane < planes.size(); ++plane) {
+    const uint64_t first =
+        PlaneOffsetBytes(planes, plane, action.block_elems) / protocol::kPageBytes;
+    const uint64_t begin = protocol::PlaneBytes(planes[plane], range.begin) / protocol::kPageBytes;
+    const uint64_t end_bytes = protocol::PlaneBytes(planes[plane], range.end);
+    const uint64_t end =
+        (range.end == action.block_elems ? protocol::RoundUp(end_bytes, protocol::kPageBytes)
+                                         : end_bytes) /
+        protocol::kPageBytes;
+    digests.Add(first + begin, first + end);
+  }
+}
+
+}  // namespace
+
+TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
+  const uint64_t stride = action.pass == UpdatePass::kWhole ? kWarmElems : kPartElems;
+  nvme::PageDigests digests(memory.block);
+  std::vector<UpdateFound> found;
+  for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
+    const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
+    found.push_back(RunUpdate(action, range, memory));
+    AddPages(range, action, memory, digests);
+  }
+  TaskDone done = JoinUpdate(found);
+  done.checksum = digests.Checksum(MakeIdentity(action.identity_after, nonce));
+  return done;
+}
+
+absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
+                         const BlockIdentity& identity, std::span<const std::byte> bytes) {
+  if (expected.has_value()) return nvme::Verify(*expected, bytes);
+  const bool zeros =
+      std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
+  if (zeros && identity.written_step == 0) return absl::OkStatus();
+  return protocol::MakeError(
+      protocol::ErrorId::kCorrupt,
+      absl::StrCat("block ", identity.block, " of job ", identity.job, " written in step ",
+                   identity.written_step, " has no bytes on swap that could be verified"));
+}
+
+namespace {
+
+// One rank alone: its gradient is the sum.
+AddedGradient CopyGradient(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
+  constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // whose chunk sums are on the stack
+  AddedGradient added;
+  const uint64_t elems = ElemsOf(dtype, from);
+  for (uint64_t begin = 0; begin < elems; begin += kPieceElems) {
+    const ElemRange piece{begin, std::min(begin + kPieceElems, elems)};
+    std::array<double, kPieceElems / kSumChunkElems> sums;
+    const uint64_t piece_elems = piece.end - piece.begin;
+    cpu_adam::CopyWithSquareSums(piece_elems, GradientOf(dtype, Part(from, dtype, 0, piece)),
+                                 Part(to, dtype, 0, piece).data(), sums.data());
+    const uint64_t chunks = (piece_elems + kSumChunkElems - 1) / kSumChunkElems;
+    for (uint64_t chunk = 0; chunk < chunks; ++chunk) added.squares.AddChunk(sums[chunk]);
+    added.finite = added.squares.finite();
+    if (!added.finite) break;
+  }
+  return added;
+}
+
+}  // namespace
+
+AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
+                             std::span<const std::byte> contribution,
+                             std::span<std::byte> accumulator) {
+  FOREBAY_CHECK(range.begin % kSumChunkElems == 0);
+  const std::span<const std::byte> from = Part(contribution, action.dtype, 0, range);
+  const std::span<std::byte> to = Part(accumulator, action.sum_dtype, 0, range);
+  if (action.assign && action.completes && action.sum_dtype == action.dtype) {
+    return CopyGradient(action.dtype, from, to);
+  }
+  FOREBAY_CHECK(action.sum_dtype == DType::kFloat32);
+  AddedGradient added;
+  const uint64_t elems = range.end - range.begin;
+  for (uint64_t begin = 0; begin < elems; begin += kSumChunkElems) {
+    const ElemRange chunk{begin, std::min(begin + kSumChunkElems, elems)};
+    const uint64_t chunk_elems = chunk.end - chunk.begin;
+    const Gradient gradient = GradientOf(action.dtype, Part(from, action.dtype, 0, chunk));
+    added.finite = cpu_adam::AllFinite(chunk_elems, gradient);
+    if (!added.finite) break;
+    const std::span<std::byte> sum = Part(to, DType::kFloat32, 0, chunk);
+    cpu_adam::AddGradient(chunk_elems, gradient,
+                          action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
+                          Elems<float>(sum, 0, 0, chunk_elems));
+    if (!action.completes) continue;
+    double square_sum = 0;
+    cpu_adam::ChunkSquareSums(chunk_elems, GradientOf(DType::kFloat32, sum), &square_sum);
+    added.squares.AddChunk(square_sum);
+  }
+  return added;
+}
+
+double RunSumGroup(std::span<const std::byte> accumulator) {
+  return cpu_adam::SumSquaresAndFinite(ElemsOf(DType::kFloat32, accumulator),
+                                       GradientOf(DType::kFloat32, accumulator))
+      .ToDouble();
+}
+
+bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
+  std::memcpy(to.data(), from.data(), from.size());
+  return cpu_adam::AllFinite(ElemsOf(dtype, to), GradientOf(dtype, to));
+}
+
+}  // namespace forebay::daemon

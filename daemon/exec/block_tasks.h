@@ -1,0 +1,99 @@
+// What workers do to bytes: one pure function per action of the state machine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "absl/status/status.h"
+#include "cpu_adam/lamb.h"
+#include "cpu_adam/square_sum.h"
+#include "daemon/core/events.h"
+#include "nvme/checksum.h"
+#include "nvme/volume.h"
+#include "protocol/dtype.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// Identity of a block's bytes in its checksum; `nonce` is another for every opening of the volume.
+nvme::Identity MakeIdentity(const BlockIdentity& identity, uint64_t nonce);
+
+// Where a plane starts within a block, and the size of all planes: each starts on a multiple of
+// kPageBytes.
+uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
+                          uint64_t block_elems);
+uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems);
+
+// Memory an update touches, and what the job's states are. The block is updated in place.
+struct UpdateMemory {
+  std::span<std::byte> image;                             // image arena
+  std::span<const std::byte> accumulators;                // step arena
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
+  std::span<std::byte> block;                             // all planes of the block
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
+  protocol::Format format = protocol::Format::kFp32;
+  protocol::DType dtype = protocol::DType::kFloat32;  // of the image
+};
+
+// Elements [begin, end) of a block or of a group.
+struct ElemRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Work on many elements is cut into ranges of so many, which may be done at once: the result is the
+// same, bit for bit.
+inline constexpr uint64_t kPartElems = uint64_t{1} << 19;
+static_assert(kPartElems % cpu_adam::kSumChunkElems == 0);
+
+// What an update has found.
+struct UpdateFound {
+  uint64_t overflows = 0;                 // masters that became non-finite
+  std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kMoments: by segment
+};
+
+// Updates those elements of the block that lie in `range`, which begins at a multiple of kWarmElems;
+// of kPartElems where norms are summed.
+UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
+
+// Of all ranges of a block, to the state machine.
+TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
+
+// Elements whose states stay in the second-level cache between update and checksum.
+inline constexpr uint64_t kWarmElems = uint64_t{1} << 13;
+static_assert(kPartElems % kWarmElems == 0 && kWarmElems % protocol::kScaleElems == 0);
+
+// Updates a whole block, in ranges whose pages are digested while they are warm, and joins; with the
+// checksum of the block under `identity_after`.
+TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
+
+// What swapped bytes must be before they are used: `expected` of the volume with identity and
+// checksum of the state machine's table, or nothing for zeros that were never written.
+//
+// Errors  E_CORRUPT  names path, extent and identity, or the block whose zeros are none.
+absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
+                         const BlockIdentity& identity, std::span<const std::byte> bytes);
+
+// What an addition has found.
+struct AddedGradient {
+  bool finite = true;           // the contribution
+  cpu_adam::SquareSum squares;  // of the accumulator, where the action completes it
+};
+
+// contribution -> accumulator, for the elements in `range` (it begins at a multiple of
+// kSumChunkElems; both spans are whole), in one pass over memory: what is checked and summed is
+// still in the cache, or in registers. Ends early where the contribution is not finite.
+AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
+                             std::span<const std::byte> contribution,
+                             std::span<std::byte> accumulator);
+
+// In double, in an order that depends on nothing; NaN where an element is not finite.
+double RunSumGroup(std::span<const std::byte> accumulator);
+
+// client's bytes -> image. False where the copy is not finite.
+bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,
+                    std::span<std::byte> to);
+
+}  // namespace forebay::daemon

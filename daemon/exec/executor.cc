@@ -1,0 +1,225 @@
+#include "daemon/exec/executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cpu_adam/targets.h"
+#include "daemon/exec/clock.h"
+#include "protocol/doorbell.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+#include "spdlog/spdlog.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+std::string Text(const absl::Status& status) { return protocol::FormatError(status); }
+
+absl::Status SessionOver() {
+  return MakeError(ErrorId::kFenced, "the session is over", "attach again");
+}
+
+}  // namespace
+
+NodeShell::NodeShell(const NodeShellOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
+                     SwapSpace* swap)
+    : options_(options),
+      engine_(engine),
+      runner_(runner),
+      swap_(swap),
+      start_ns_(MonotonicNs()),
+      state_(options.state) {
+  if (swap_ != nullptr) book_.Enter({.kind = ArenaKind::kStaging}, swap_->staging());
+}
+
+void NodeShell::Raise(Event event) {
+  events_.push_back(std::move(event));
+  if (running_) return;
+  running_ = true;
+  while (!events_.empty()) {
+    const Event next = std::move(events_.front());
+    events_.pop_front();
+    state_.Handle(next, actions_);
+    for (size_t i = 0; i < actions_.size(); ++i) {  // running one may append more
+      Action action = std::move(actions_[i]);
+      std::visit([this](auto& one) { Run(one); }, action);
+    }
+    actions_.clear();
+  }
+  running_ = false;
+}
+
+NodeShell::JobIo& NodeShell::job(JobId id) {
+  const auto found = jobs_.find(id);
+  FOREBAY_CHECK(found != jobs_.end());
+  return found->second;
+}
+
+SessionIo& NodeShell::session_io(SessionId id) {
+  const auto found = sessions_.find(id);
+  FOREBAY_CHECK(found != sessions_.end() && found->second.io != nullptr);
+  return *found->second.io;
+}
+
+bool NodeShell::idle() const {
+  return sessions_.empty() && runner_.in_flight() == 0 &&
+         (swap_ == nullptr || swap_->in_flight() == 0);
+}
+
+// ---------------------------------------------------------------------- the control plane's wishes
+
+void NodeShell::Attach(AttachRequested request, AttachCallbacks callbacks) {
+  const SessionId id = request.session;
+  Session session;
+  session.request = request;
+  session.request.layout = nullptr;  // the job's is kept, not one a session
+  session.callbacks = std::move(callbacks);
+  FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
+  Raise(std::move(request));
+}
+
+absl::Status NodeShell::Mapped(SessionId id) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
+  Session& session = found->second;
+  if (session.mapped) return absl::OkStatus();
+  RETURN_IF_ERROR(session.io->Seal());
+  RETURN_IF_ERROR(engine_.WatchEventFd(session.io->channel().wait_fd(), kSessionTokenTag | id));
+  session.mapped = true;
+  Raise(SessionMapped{.session = id});
+  return absl::OkStatus();
+}
+
+void NodeShell::End(SessionId id, EndCause cause) {
+  if (sessions_.contains(id)) Raise(SessionEnded{.session = id, .cause = cause});
+}
+
+absl::Status NodeShell::Explain(SessionId id, uint64_t tag) const {
+  const auto found = sessions_.find(id);
+  if (found != sessions_.end() && found->second.io != nullptr) {
+    return found->second.io->Explain(tag);
+  }
+  const auto evicted = std::find_if(evicted_.begin(), evicted_.end(),
+                                    [&](const auto& entry) { return entry.first == id; });
+  return evicted == evicted_.end() ? SessionOver() : evicted->second;
+}
+
+void NodeShell::DeleteJob(std::string name, uint32_t uid,
+                          absl::AnyInvocable<void(absl::Status)> done) {
+  const uint64_t request = next_delete_++;
+  deletes_.emplace(request, std::move(done));
+  Raise(DeleteJobRequested{.request = request, .uid = uid, .job = std::move(name)});
+}
+
+NodePicture NodeShell::Picture() {
+  NodePicture picture;
+  picture.uptime_seconds = static_cast<double>(MonotonicNs() - start_ns_) * 1e-9;
+  picture.node = state_.Node();
+  picture.memory = book_.Totals();
+  picture.arenas = book_.Lines();
+  if (swap_ != nullptr) {
+    const nvme::VolumeStats stats = swap_->stats();
+    for (size_t i = 0; i < stats.paths.size(); ++i) {
+      picture.swap.push_back({swap_->paths()[i].path, stats.paths[i]});
+    }
+  }
+  for (JobView& view : state_.Jobs()) {
+    const auto io = jobs_.find(view.id);
+    const double seconds = io == jobs_.end() ? 0 : io->second.timeline.newest_seconds();
+    picture.jobs.push_back({std::move(view), seconds});
+  }
+  picture.io_engine = engine_.name();
+  picture.io_engine_reason = options_.io_engine_reason;
+  picture.adam_target = cpu_adam::ChosenTarget();
+  picture.workers = runner_.workers();
+  return picture;
+}
+
+absl::StatusOr<std::vector<TimedEvent>> NodeShell::Trace(std::string_view name) const {
+  for (const auto& [id, io] : jobs_) {
+    if (io.name == name) return io.timeline.newest();
+  }
+  return MakeError(ErrorId::kJobName, absl::StrCat("no job \"", std::string(name), "\""),
+                   "forebay status lists the jobs");
+}
+
+// ------------------------------------------------------------------------------ the reactor's news
+
+void NodeShell::OnCompletion(const nvme::Completion& completion) {
+  if (nvme::Volume::Owns(completion.token)) {
+    FOREBAY_CHECK(swap_ != nullptr);
+    std::vector<SwapDone> done;
+    swap_->OnCompletion(completion, done);
+    for (SwapDone& one : done) {
+      if (one.kind != SwapDone::Kind::kMade) {
+        job(one.job).timeline.Add(
+            {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
+             .name = absl::StrCat("extent ", one.extent),
+             .start_ns = one.start_ns,
+             .end_ns = MonotonicNs(),
+             .bytes = one.bytes});
+      }
+      if (!one.status.ok()) spdlog::error("{}", Text(one.status));
+      Done(one.task, std::move(one.status));
+    }
+    return;
+  }
+  if ((completion.token & kSessionTokenTag) != kSessionTokenTag) return;  // a queue's
+  const auto found = sessions_.find(completion.token & ~kSessionTokenTag);
+  if (found == sessions_.end()) return;
+  if (found->second.asleep) found->second.io->channel().EndSleep();
+  found->second.asleep = false;
+}
+
+bool NodeShell::PollSessions() {
+  polled_.clear();  // a command may close sessions: by id, not by iterator
+  for (const auto& [id, session] : sessions_) {
+    if (session.mapped && !session.asleep && !session.broken) polled_.push_back(id);
+  }
+  bool more = false;
+  for (const SessionId id : polled_) {
+    const auto found = sessions_.find(id);
+    if (found != sessions_.end() && !found->second.broken) more |= PollSession(id, found->second);
+  }
+  return more;
+}
+
+bool NodeShell::PollSession(SessionId id, Session& session) {
+  for (int i = 0; i < kCommandsPerTurn; ++i) {
+    const auto command = session.io->channel().Receive();
+    if (!command.ok()) {
+      Break(id, session, command.status());
+      return false;
+    }
+    if (!command->has_value()) {
+      const auto sleeps = session.io->channel().PrepareSleep();
+      if (!sleeps.ok()) {
+        Break(id, session, sleeps.status());
+        return false;
+      }
+      session.asleep = *sleeps;
+      return !*sleeps;
+    }
+    Raise(CommandArrived{.session = id, .command = **command});
+    const auto found = sessions_.find(id);
+    if (found == sessions_.end() || found->second.broken) return false;
+  }
+  return true;
+}
+
+void NodeShell::Break(SessionId id, Session& session, const absl::Status& reason) {
+  if (session.broken) return;
+  session.broken = true;
+  spdlog::warn("session {} of job {} rank {}: {}", id, session.request.job, session.request.rank,
+               Text(reason));
+  session.callbacks.closed(reason);
+  session.callbacks.closed = [](const absl::Status&) {};
+  Raise(SessionEnded{.session = id, .cause = EndCause::kLost});
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,176 @@
+// Runs the state machine: turns calls, ring entries and outcomes into events, and actions into
+// work.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/events.h"
+#include "daemon/core/node_state.h"
+#include "daemon/exec/arena_registry.h"
+#include "daemon/exec/block_tasks.h"
+#include "daemon/exec/node_snapshot.h"
+#include "daemon/exec/session_io.h"
+#include "daemon/exec/swap_space.h"
+#include "daemon/exec/task_runner.h"
+#include "daemon/exec/timeline.h"
+#include "nvme/io/io_engine.h"
+
+namespace forebay::daemon {
+
+// What attach brings back; `fds` only where answer.status is OK.
+struct AttachResult {
+  AnswerAttach answer;
+  SessionFds fds;
+};
+
+// Called on the loop thread, each exactly once where it is called at all.
+struct AttachCallbacks {
+  absl::AnyInvocable<void(AttachResult)> answered;       // not called where the session ends before
+  absl::AnyInvocable<void(const absl::Status&)> closed;  // the daemon has let go of everything
+};
+
+struct NodeShellOptions {
+  NodeState::Options state;
+  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  std::string io_engine_reason;
+};
+
+// Threads  The loop thread. Workers see spans of arenas that live until their task has ended.
+// Limits   Nothing blocks.
+class NodeShell {
+ public:
+  static constexpr uint64_t kSessionTokenTag = uint64_t{0x5E} << 56;  // of doorbell watches
+  static constexpr int kCommandsPerTurn = 64;                         // of one session
+  static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
+
+  // `swap` may be null. All outlive the shell.
+  NodeShell(const NodeShellOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
+            SwapSpace* swap);
+  NodeShell(const NodeShell&) = delete;
+  NodeShell& operator=(const NodeShell&) = delete;
+
+  // --------------------------------------------------------------- what the control plane asks for
+
+  void Attach(AttachRequested request, AttachCallbacks callbacks);
+
+  // Seals the grad arena and takes commands from now on. Errors: E_FENCED where the session is
+  // over.
+  absl::Status Mapped(SessionId session);
+  void End(SessionId session, EndCause cause);  // unknown ones are ignored
+  // Of a session that was ended without its client's asking: why.
+  absl::Status Explain(SessionId session, uint64_t tag) const;
+  void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
+  NodePicture Picture();
+  absl::StatusOr<std::vector<TimedEvent>> Trace(std::string_view job) const;
+
+  // ----------------------------------------------------------------------- what the reactor brings
+
+  void OnCompletion(const nvme::Completion& completion);  // disk (Volume::Owns) or doorbell
+
+  // Takes commands from every session that is awake; those without any go to sleep. True: more are
+  // waiting.
+  bool PollSessions();
+
+  bool idle() const;  // no session, no task, no transfer
+
+ private:
+  struct JobIo {
+    std::string name;
+    std::shared_ptr<const protocol::Layout> layout;
+    ArenaBook::Arena image;
+    ArenaBook::Arena state;
+    ArenaBook::Arena step;
+    Timeline timeline;
+  };
+
+  struct Session {
+    AttachRequested request;
+    AttachCallbacks callbacks;
+    std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
+    protocol::UniqueFd extra_state;
+    bool mapped = false;
+    bool asleep = false;  // its doorbell will ring
+    bool broken = false;  // its ring lied: nothing is read from it any more
+  };
+
+  void Raise(Event event);
+  void Done(TaskId task, absl::Status status) {
+    Raise(TaskDone{.task = task, .status = std::move(status)});
+  }
+
+  void Run(CreateJobMemory& action);
+  void Run(CreateJobSwap& action);
+  void Run(CreateSessionMemory& action);
+  void Run(AnswerAttach& action);
+  void Run(AnswerCommand& action);
+  void Run(CloseSession& action);
+  void Run(FreeJob& action);
+  void Run(AnswerDelete& action);
+  void Run(CopyStepRequest& action);
+  void Run(CopyInitial& action);
+  void Run(CopyToStepArena& action);
+  void Run(AddGradient& action);
+  void Run(SumGroup& action);
+  void Run(ReadBlock& action);
+  void Run(UpdateBlock& action);
+  void Run(WriteBlock& action);
+  void Run(CopyState& action);
+  void Run(StepCalled& action);
+  void Run(StepCommitted& action);
+
+  // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it
+  // too.
+  using Work = absl::AnyInvocable<TaskDone()>;
+  struct Timed {
+    JobId job = 0;
+    Lane lane = Lane::kUpdate;
+    std::string name;
+    uint64_t bytes = 0;
+  };
+  void PostTask(TaskId task, Work work);
+  void PostTimed(TaskId task, Timed timed, Work work);
+  // The same for work over `elems` elements, in parts of kPartElems on all workers: `work` gives
+  // what a part found, and `join` makes the TaskDone of all parts, in their order.
+  template <typename Found>
+  void PostParts(TaskId task, Timed timed, uint64_t elems,
+                 absl::AnyInvocable<Found(ElemRange) const> work,
+                 absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
+
+  template <typename Resource>
+  void Retire(Resource resource);  // destroys it on the crew that may block
+
+  absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
+  bool PollSession(SessionId id, Session& session);
+  void Break(SessionId id, Session& session, const absl::Status& reason);
+  JobIo& job(JobId id);
+  SessionIo& session_io(SessionId id);
+
+  const NodeShellOptions options_;
+  nvme::IoEngine& engine_;
+  TaskRunner& runner_;
+  SwapSpace* swap_;
+  uint64_t start_ns_;
+  NodeState state_;
+  ArenaBook book_;
+  std::map<JobId, JobIo> jobs_;
+  std::map<SessionId, Session> sessions_;
+  std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
+  std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
+  uint64_t next_delete_ = 1;
+  std::deque<Event> events_;
+  std::vector<Action> actions_;
+  std::vector<SessionId> polled_;
+  bool running_ = false;
+};
+
+}  // namespace forebay::daemon

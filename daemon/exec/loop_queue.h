@@ -1,0 +1,58 @@
+// A bounded queue into the loop thread, with the eventfd that wakes it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "protocol/doorbell.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::daemon {
+
+// Threads  Push() from any thread, TakeAll() on the loop thread.
+// Limits   Nothing blocks. `capacity` items; what is over it is refused and stays the caller's.
+template <typename Item>
+class LoopQueue {
+ public:
+  static absl::StatusOr<std::unique_ptr<LoopQueue>> Create(size_t capacity) {
+    ASSIGN_OR_RETURN(protocol::UniqueFd fd, protocol::MakeDoorbell());
+    return std::unique_ptr<LoopQueue>(new LoopQueue(capacity, std::move(fd)));
+  }
+
+  [[nodiscard]] bool Push(Item&& item) { return PushBelow(capacity_, std::move(item)); }
+
+  // As Push(), refused already where `limit` items wait: keeps room for items that must not be
+  // refused.
+  [[nodiscard]] bool PushBelow(size_t limit, Item&& item) {
+    {
+      protocol::MutexLock lock(mutex_);
+      if (items_.size() >= std::min(limit, capacity_)) return false;
+      items_.push_back(std::move(item));
+    }
+    protocol::RingDoorbell(fd_.get());
+    return true;
+  }
+
+  std::deque<Item> TakeAll() {
+    protocol::MutexLock lock(mutex_);
+    return std::exchange(items_, {});
+  }
+
+  int fd() const { return fd_.get(); }  // readable after a Push; whoever waits on it drains it
+
+ private:
+  LoopQueue(size_t capacity, protocol::UniqueFd fd) : capacity_(capacity), fd_(std::move(fd)) {}
+
+  const size_t capacity_;
+  const protocol::UniqueFd fd_;
+  protocol::Mutex mutex_;
+  std::deque<Item> items_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace forebay::daemon

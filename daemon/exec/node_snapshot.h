@@ -1,0 +1,39 @@
+// A picture of the node as values, taken on the loop thread and written into a message on the
+// control thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "daemon/core/node_state.h"
+#include "daemon/exec/arena_registry.h"
+#include "daemon/exec/timeline.h"
+#include "nvme/volume.h"
+
+namespace forebay::daemon {
+
+struct SwapPathPicture {
+  std::string path;
+  nvme::PathStats stats;
+};
+
+struct JobPicture {
+  JobView view;
+  double last_step_seconds = 0;
+};
+
+struct NodePicture {
+  double uptime_seconds = 0;
+  NodeView node;
+  MemoryTotals memory;
+  std::vector<ArenaLine> arenas;
+  std::vector<SwapPathPicture> swap;
+  std::vector<JobPicture> jobs;
+  std::string io_engine;
+  std::string io_engine_reason;
+  std::string adam_target;
+  uint32_t workers = 0;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,39 @@
+#include "daemon/exec/reactor.h"
+
+#include <array>
+#include <chrono>
+
+#include "protocol/os/status_macros.h"
+
+namespace forebay::daemon {
+namespace {
+
+constexpr uint64_t kInboxToken = 1;
+constexpr uint64_t kRunnerToken = 2;
+constexpr size_t kCompletionsPerTurn = 64;
+
+}  // namespace
+
+Reactor::Reactor(nvme::IoEngine& engine, NodeShell& shell, TaskRunner& runner, LoopInbox& inbox)
+    : engine_(engine), shell_(shell), runner_(runner), inbox_(inbox) {}
+
+absl::Status Reactor::Run(const bool& stopping) {
+  RETURN_IF_ERROR(engine_.WatchEventFd(inbox_.fd(), kInboxToken));
+  RETURN_IF_ERROR(engine_.WatchEventFd(runner_.wake_fd(), kRunnerToken));
+  std::array<nvme::Completion, kCompletionsPerTurn> completions;
+  while (true) {
+    for (LoopCall& call : inbox_.TakeAll()) call(shell_);
+    runner_.RunFinished();
+    const bool more = shell_.PollSessions();
+    if (stopping && shell_.idle()) break;
+
+    const auto timeout = more ? std::chrono::nanoseconds(0) : nvme::IoEngine::kForever;
+    ASSIGN_OR_RETURN(const size_t count, engine_.Wait(timeout, completions));
+    for (size_t i = 0; i < count; ++i) shell_.OnCompletion(completions[i]);
+  }
+  engine_.UnwatchEventFd(inbox_.fd());
+  engine_.UnwatchEventFd(runner_.wake_fd());
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,37 @@
+// The loop thread: sleeps in the IoEngine, wakes for doorbells, disk, workers and calls.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "daemon/exec/executor.h"
+#include "daemon/exec/loop_queue.h"
+#include "daemon/exec/task_runner.h"
+#include "nvme/io/io_engine.h"
+
+namespace forebay::daemon {
+
+// Something another thread wants done on the loop thread.
+using LoopCall = absl::AnyInvocable<void(NodeShell&)>;
+using LoopInbox = LoopQueue<LoopCall>;
+
+// Threads  Run() on the loop thread, which is the only one that touches shell, runner and engine
+//          while it runs.
+class Reactor {
+ public:
+  Reactor(nvme::IoEngine& engine, NodeShell& shell, TaskRunner& runner, LoopInbox& inbox);
+
+  // Until `stopping` has been set by a call and the shell is idle.
+  //
+  // Errors  E_INTERNAL and what IoEngine::Wait says: the engine is broken, nothing can go on.
+  absl::Status Run(const bool& stopping);
+
+ private:
+  nvme::IoEngine& engine_;
+  NodeShell& shell_;
+  TaskRunner& runner_;
+  LoopInbox& inbox_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,124 @@
+#include "daemon/exec/session_io.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/doorbell.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/ring.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::UniqueFd;
+
+absl::Status Copy(int from, UniqueFd& to) {
+  to = UniqueFd(::fcntl(from, F_DUPFD_CLOEXEC, 3));
+  return to.valid() ? absl::OkStatus() : NoDescriptor("copy a session's descriptor");
+}
+
+}  // namespace
+
+absl::Status NoDescriptor(const char* what) {
+  return protocol::MakeError(ErrorId::kLimit, protocol::ErrnoText(what, errno),
+                             "raise the daemon's limit of open files (LimitNOFILE=)");
+}
+
+absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
+  SessionMemory memory;
+  ASSIGN_OR_RETURN(memory.grad,
+                   MakeArena({.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-",
+                                                   options.rank),
+                              .capacity_bytes = options.grad_bytes,
+                              .lock = options.lock,
+                              .access = pinned_mem::Access::kShared}));
+  ASSIGN_OR_RETURN(
+      memory.ring,
+      MakeArena(
+          {.name = absl::StrCat("forebay-ring-", options.job.substr(0, 100), "-", options.rank),
+           .capacity_bytes = protocol::RoundUp(sizeof(protocol::RingMemory), protocol::kPageBytes),
+           .lock = options.lock,
+           .access = pinned_mem::Access::kShared}));
+  return memory;
+}
+
+absl::StatusOr<std::unique_ptr<SessionIo>> SessionIo::Create(SessionMemory memory) {
+  std::unique_ptr<SessionIo> session(new SessionIo());
+  session->memory_ = std::move(memory);
+  ASSIGN_OR_RETURN(session->command_doorbell_, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(session->completion_doorbell_, protocol::MakeDoorbell());
+  auto* ring = reinterpret_cast<protocol::RingMemory*>(session->memory_.ring->bytes().data());
+  protocol::FormatRing(*ring);
+  session->channel_ = protocol::MakeRingServerChannel(
+      {.ring = ring,
+       .command_doorbell_fd = session->command_doorbell_.get(),
+       .completion_doorbell_fd = session->completion_doorbell_.get()});
+  return session;
+}
+
+absl::StatusOr<SessionFds> SessionIo::CopyFds() const {
+  SessionFds fds;
+  RETURN_IF_ERROR(Copy(memory_.grad->segment_fd().get(), fds.grad));
+  RETURN_IF_ERROR(Copy(memory_.ring->segment_fd().get(), fds.ring));
+  RETURN_IF_ERROR(Copy(command_doorbell_.get(), fds.command_doorbell));
+  RETURN_IF_ERROR(Copy(completion_doorbell_.get(), fds.completion_doorbell));
+  return fds;
+}
+
+StepRequestCopied SessionIo::CopyRequest(const CopyStepRequest& action) const {
+  const std::span<const std::byte> arena = memory_.grad->bytes();
+  FOREBAY_CHECK(action.length_bytes >= sizeof(protocol::StepRequest) &&
+                action.arena_offset_bytes + action.length_bytes <= arena.size());
+  const auto bytes = arena.subspan(action.arena_offset_bytes, action.length_bytes);
+  StepRequestCopied copied{
+      .session = action.session, .tag = action.tag, .request = {}, .hyper_params = {}};
+  std::memcpy(&copied.request, bytes.data(), sizeof(copied.request));
+  const uint64_t room =
+      (bytes.size() - sizeof(protocol::StepRequest)) / sizeof(protocol::HyperParams);
+  const uint64_t count =
+      std::min<uint64_t>({copied.request.param_groups, room, protocol::kParamGroupsMax});
+  copied.hyper_params.resize(count);
+  if (count == 0) return copied;
+  std::memcpy(copied.hyper_params.data(), bytes.data() + sizeof(protocol::StepRequest),
+              count * sizeof(protocol::HyperParams));
+  return copied;
+}
+
+void SessionIo::KeepError(uint64_t tag, absl::Status status) {
+  if (errors_.size() == kErrorsKeptMax) errors_.pop_front();
+  errors_.emplace_back(tag, std::move(status));
+}
+
+absl::Status SessionIo::Explain(uint64_t tag) const {
+  const auto found = std::find_if(errors_.rbegin(), errors_.rend(),
+                                  [&](const auto& entry) { return entry.first == tag; });
+  return found == errors_.rend() ? absl::OkStatus() : found->second;
+}
+
+absl::StatusOr<UniqueFd> MakeSealedCopy(const char* name, std::span<const std::byte> bytes) {
+  UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd.valid()) return NoDescriptor("memfd_create");
+  for (size_t done = 0; done < bytes.size();) {
+    const ssize_t wrote = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote <= 0) return NoDescriptor("write a memfd");
+    done += static_cast<size_t>(wrote);
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)) {
+    return NoDescriptor("seal a memfd");
+  }
+  return fd;
+}
+
+}  // namespace forebay::daemon

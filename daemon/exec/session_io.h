@@ -1,0 +1,92 @@
+// The shell's half of one session: its arenas, doorbells and channel. What the session means is the
+// state machine's affair.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/events.h"
+#include "daemon/exec/arena_registry.h"
+#include "protocol/channel.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::daemon {
+
+// Arenas of a session, made on a worker.
+struct SessionMemory {
+  ArenaBook::Arena grad;  // step region included
+  ArenaBook::Arena ring;  // one RingMemory
+};
+
+struct SessionMemoryOptions {
+  std::string job;
+  uint32_t rank = 0;
+  uint64_t grad_bytes = 0;
+  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+};
+
+// Blocks. Errors of PinnedArena::Create; nothing is left behind.
+absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options);
+
+// Copies of the descriptors a client may ask for.
+struct SessionFds {
+  protocol::UniqueFd image;  // read-only
+  protocol::UniqueFd grad;
+  protocol::UniqueFd ring;
+  protocol::UniqueFd command_doorbell;
+  protocol::UniqueFd completion_doorbell;
+  protocol::UniqueFd extra_state;  // not valid where none was committed
+};
+
+// Threads  The loop thread.
+class SessionIo {
+ public:
+  static constexpr size_t kErrorsKeptMax = 64;
+
+  // Formats the ring and makes the doorbells.
+  //
+  // Errors  E_LIMIT  no descriptor is left.
+  static absl::StatusOr<std::unique_ptr<SessionIo>> Create(SessionMemory memory);
+
+  protocol::ServerChannel& channel() { return *channel_; }
+  const ArenaBook::Arena& grad() const { return memory_.grad; }
+
+  // No descriptor but `image` and `extra_state`, which are the caller's to add.
+  //
+  // Errors  E_LIMIT  no descriptor is left.
+  absl::StatusOr<SessionFds> CopyFds() const;
+
+  // The client has mapped the grad arena: from here on no hole can be punched into it.
+  absl::Status Seal() { return memory_.grad->SealAfterMapping(); }
+
+  // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each
+  // once.
+  StepRequestCopied CopyRequest(const CopyStepRequest& action) const;
+
+  void KeepError(uint64_t tag, absl::Status status);
+  absl::Status Explain(uint64_t tag) const;  // OK where no error of this tag is kept
+
+ private:
+  SessionIo() = default;
+
+  SessionMemory memory_;
+  protocol::UniqueFd command_doorbell_;
+  protocol::UniqueFd completion_doorbell_;
+  std::unique_ptr<protocol::ServerChannel> channel_;
+  std::deque<std::pair<uint64_t, absl::Status>> errors_;
+};
+
+// E_LIMIT: `what` and errno; the limit to raise.
+absl::Status NoDescriptor(const char* what);
+
+// A sealed memfd with a copy of `bytes`.
+//
+// Errors  E_LIMIT  names the call that failed and its errno.
+absl::StatusOr<protocol::UniqueFd> MakeSealedCopy(const char* name,
+                                                  std::span<const std::byte> bytes);
+
+}  // namespace forebay::daemon

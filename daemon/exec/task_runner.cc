@@ -1,0 +1,97 @@
+#include "daemon/exec/task_runner.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::daemon {
+
+absl::StatusOr<std::unique_ptr<TaskRunner>> TaskRunner::Create(const TaskRunnerOptions& options) {
+  std::unique_ptr<TaskRunner> runner(new TaskRunner());
+  ASSIGN_OR_RETURN(runner->finished_, LoopQueue<Outcome>::Create(kFinishedMax));
+  ASSIGN_OR_RETURN(runner->update_team_, cpu_adam::WorkerTeam::Create(options.update));
+  ASSIGN_OR_RETURN(runner->making_team_, cpu_adam::WorkerTeam::Create({.threads = 1}));
+  return runner;
+}
+
+TaskRunner::~TaskRunner() {
+  making_team_.reset();
+  update_team_.reset();
+}
+
+uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_team_->threads()); }
+
+void TaskRunner::Post(Crew crew, Work work) {
+  ++in_flight_;
+  Queue(crew, [finished = finished_.get(), run = std::move(work)]() mutable {
+    Then then = run();
+    run = nullptr;  // what the work held is let go before its outcome is known
+    FOREBAY_CHECK(finished->Push({.tasks = 1, .then = std::move(then)}));
+  });
+}
+
+void TaskRunner::PostParts(Crew crew, size_t parts, PartWork work, Then then) {
+  FOREBAY_CHECK(parts > 0);
+  struct Shared {
+    Shared(size_t count, PartWork part_work, Then outcome)
+        : left(count), work(std::move(part_work)), then(std::move(outcome)) {}
+
+    std::atomic<size_t> next = 0;
+    std::atomic<size_t> left;
+    PartWork work;
+    Then then;
+  };
+  ++in_flight_;
+  const auto shared = std::make_shared<Shared>(parts, std::move(work), std::move(then));
+  const size_t threads = static_cast<size_t>(Team(crew).threads());
+  for (size_t i = 0; i < std::min(parts, threads); ++i) {
+    Queue(crew, [this, shared, parts] {
+      while (true) {
+        const size_t part = shared->next.fetch_add(1, std::memory_order_relaxed);
+        if (part >= parts) break;
+        shared->work(part);
+        if (shared->left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        shared->work = nullptr;  // as above
+        FOREBAY_CHECK(finished_->Push({.tasks = 1, .then = std::move(shared->then)}));
+        return;
+      }
+      // Nothing else would tell the loop that the crew's queue has room again.
+      if (starved_.load()) FOREBAY_CHECK(finished_->Push({}));
+    });
+  }
+}
+
+void TaskRunner::Queue(Crew crew, cpu_adam::WorkerTeam::Task task) {
+  if (waiting_.empty() && Team(crew).TryPost(std::move(task))) return;
+  // NOLINTNEXTLINE(bugprone-use-after-move): a team that is full leaves the task untouched
+  waiting_.push_back({crew, std::move(task)});
+  PostWaiting();
+}
+
+// What a full queue holds when a task is refused is taken from it after starved_ was set: whoever
+// ends then sees it and wakes the loop, which comes here again.
+void TaskRunner::PostWaiting() {
+  starved_.store(true);
+  while (!waiting_.empty() &&
+         Team(waiting_.front().crew).TryPost(std::move(waiting_.front().task))) {
+    waiting_.pop_front();
+  }
+  starved_.store(!waiting_.empty());
+}
+
+cpu_adam::WorkerTeam& TaskRunner::Team(Crew crew) {
+  return crew == Crew::kUpdate ? *update_team_ : *making_team_;
+}
+
+void TaskRunner::RunFinished() {
+  for (Outcome& outcome : finished_->TakeAll()) {
+    in_flight_ -= outcome.tasks;
+    if (outcome.then != nullptr) outcome.then();
+  }
+  if (!waiting_.empty()) PostWaiting();
+}
+
+}  // namespace forebay::daemon

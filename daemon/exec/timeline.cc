@@ -1,0 +1,40 @@
+#include "daemon/exec/timeline.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace forebay::daemon {
+
+const char* Name(Lane lane) {
+  switch (lane) {
+    case Lane::kGradient:
+      return "gradient";
+    case Lane::kSwapRead:
+      return "swap read";
+    case Lane::kUpdate:
+      return "update";
+    case Lane::kSwapWrite:
+      return "swap write";
+    case Lane::kStep:
+      return "step";
+  }
+  return "unknown";
+}
+
+void Timeline::Add(TimedEvent event) {
+  if (current_.size() < kEventsMax) current_.push_back(std::move(event));
+}
+
+void Timeline::Committed(uint64_t step, uint64_t now_ns) {
+  const uint64_t start_ns = step_called_ns_ == 0 ? now_ns : step_called_ns_;
+  newest_seconds_ = static_cast<double>(now_ns - start_ns) * 1e-9;
+  current_.push_back({.lane = Lane::kStep,
+                      .name = absl::StrCat("step ", step),
+                      .start_ns = start_ns,
+                      .end_ns = now_ns});
+  newest_ = std::exchange(current_, {});
+  step_called_ns_ = 0;
+}
+
+}  // namespace forebay::daemon

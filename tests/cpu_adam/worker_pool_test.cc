@@ -1,0 +1,193 @@
+// Goal    Tasks run in order, none is lost, a full queue refuses at once, and the destructor leaves
+//         neither a task nor a thread behind.
+// Method  Hold the workers at a latch to fill the queue; count tasks and the process's threads.
+//         Every wait has a deadline.
+
+#include "cpu_adam/worker_pool.h"
+
+#include <sched.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <future>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+
+namespace forebay::cpu_adam {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr std::chrono::seconds kDeadline(20);
+
+std::set<std::string> ThreadsOfThisProcess() {
+  std::set<std::string> threads;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    threads.insert(task.path().filename());
+  }
+  return threads;
+}
+
+// The kernel lists a joined thread until it has gone; waits for that. One of `before` may go as well.
+bool NoThreadIsLeftBut(const std::set<std::string>& before) {
+  const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+  while (!std::ranges::includes(before, ThreadsOfThisProcess())) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+class WorkerTeamTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::thread([] {}).join();  // a sanitizer starts its own thread with the first of ours
+    threads_before_ = ThreadsOfThisProcess();
+  }
+  void TearDown() override { EXPECT_TRUE(NoThreadIsLeftBut(threads_before_)); }
+
+  std::unique_ptr<WorkerTeam> Make(const WorkerTeamOptions& options) {
+    absl::StatusOr<std::unique_ptr<WorkerTeam>> team = WorkerTeam::Create(options);
+    EXPECT_TRUE(team.ok()) << team.status();
+    return team.ok() ? *std::move(team) : nullptr;
+  }
+
+  std::set<std::string> threads_before_;
+};
+
+TEST_F(WorkerTeamTest, HasOneThreadPerCoreAndNeverMore) {
+  const int cores = Make({})->threads();
+  EXPECT_GE(cores, 1);
+  EXPECT_LE(cores, static_cast<int>(std::thread::hardware_concurrency()));
+  EXPECT_EQ(Make({.threads = 10000})->threads(), cores);
+  EXPECT_EQ(Make({.threads = 1})->threads(), 1);
+}
+
+TEST_F(WorkerTeamTest, OneThreadRunsTasksInTheOrderPosted) {
+  std::vector<int> order;
+  {
+    const auto team = Make({.threads = 1});
+    for (int i = 0; i < 500; ++i) {
+      ASSERT_TRUE(team->TryPost([&order, i] { order.push_back(i); }));
+    }
+  }
+  ASSERT_EQ(order.size(), 500u);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_F(WorkerTeamTest, AFullQueueRefusesAndKeepsTheTask) {
+  std::promise<void> started, gate;
+  std::shared_future<void> open = gate.get_future().share();
+  std::atomic<int> ran = 0;
+  {
+    const auto team = Make({.threads = 1, .queue_tasks = 3});
+    ASSERT_TRUE(team->TryPost([&started, open] {
+      started.set_value();
+      open.wait_for(kDeadline);
+    }));
+    ASSERT_EQ(started.get_future().wait_for(kDeadline), std::future_status::ready);
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(team->TryPost([&ran] { ++ran; }));
+    WorkerTeam::Task extra = [&ran] { ran += 100; };
+    EXPECT_FALSE(team->TryPost(std::move(extra)));
+    // NOLINTNEXTLINE(bugprone-use-after-move): a team that is full leaves the task untouched
+    ASSERT_TRUE(extra != nullptr) << "a refused task stays with its owner";
+    extra();
+    gate.set_value();
+  }
+  EXPECT_EQ(ran, 103);
+}
+
+TEST_F(WorkerTeamTest, TheDestructorRunsWhatIsQueued) {
+  std::atomic<int> ran = 0;
+  {
+    const auto team = Make({});
+    for (int i = 0; i < 300; ++i) ASSERT_TRUE(team->TryPost([&ran] { ++ran; }));
+  }
+  EXPECT_EQ(ran, 300);
+}
+
+TEST_F(WorkerTeamTest, ManyThreadsMayPostAndTasksMayPostTasks) {
+  std::atomic<int> ran = 0;
+  {
+    const auto team = Make({.queue_tasks = 64});
+    std::vector<std::thread> posters;
+    for (int p = 0; p < 3; ++p) {
+      posters.emplace_back([&team, &ran] {
+        for (int i = 0; i < 400; ++i) {
+          WorkerTeam::Task task = [&team, &ran] {
+            ++ran;
+            if (!team->TryPost([&ran] { ++ran; })) ++ran;  // full: count in its place
+          };
+          // NOLINTNEXTLINE(bugprone-use-after-move): untouched where it was refused
+          while (!team->TryPost(std::move(task))) std::this_thread::yield();
+        }
+      });
+    }
+    for (std::thread& poster : posters) poster.join();
+  }
+  EXPECT_EQ(ran, 2 * 3 * 400);
+}
+
+TEST_F(WorkerTeamTest, ThreadsStayInTheirSetAndAreLessUrgent) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+  int cpu = 0;
+  while (CPU_ISSET(cpu, &allowed) == 0) ++cpu;
+  std::promise<std::pair<int, int>> seen;
+  const auto team = Make({.cpus = {cpu}, .nice = 5});
+  EXPECT_EQ(team->threads(), 1);
+  const int nice_before = getpriority(PRIO_PROCESS, 0);
+  ASSERT_TRUE(team->TryPost([&seen] {
+    seen.set_value({sched_getcpu(), getpriority(PRIO_PROCESS, 0)});
+  }));
+  auto future = seen.get_future();
+  ASSERT_EQ(future.wait_for(kDeadline), std::future_status::ready);
+  const auto [ran_on, nice] = future.get();
+  EXPECT_EQ(ran_on, cpu);
+  EXPECT_EQ(nice, std::max(5, nice_before));
+  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), nice_before) << "the caller keeps its own";
+}
+
+TEST_F(WorkerTeamTest, ThreadsAreNeverMoreUrgentThanTheirMaker) {
+  std::promise<int> seen;
+  std::thread maker([&] {  // whose nice value is its own
+    ASSERT_EQ(setpriority(PRIO_PROCESS, 0, 17), 0);
+    const auto team = Make({.threads = 1, .nice = 5});
+    ASSERT_TRUE(team->TryPost([&seen] { seen.set_value(getpriority(PRIO_PROCESS, 0)); }));
+  });
+  maker.join();  // the team ends with its tasks
+  auto future = seen.get_future();
+  ASSERT_EQ(future.wait_for(kDeadline), std::future_status::ready);
+  EXPECT_EQ(future.get(), 17);
+}
+
+TEST_F(WorkerTeamTest, WrongOptionsAreRefusedWithWhatThereIs) {
+  const struct {
+    WorkerTeamOptions options;
+    const char* message;
+  } kCases[] = {
+      {{.threads = -1}, "-1 is negative"},
+      {{.numa_node = 4711}, "NUMA node 4711 does not exist: this machine has "},
+      {{.cpus = {100000}}, "processor 100000 is not one that this process may use: "},
+      {{.cpus = {-1}}, "processor -1 "},
+      {{.nice = 20}, "20 is not 0 to 19"},
+      {{.queue_tasks = 0}, "0 tasks is not 1 to 65536"},
+      {{.queue_tasks = 65537}, "65537 tasks"},
+  };
+  for (const auto& test : kCases) {
+    const absl::Status status = WorkerTeam::Create(test.options).status();
+    EXPECT_EQ(protocol::IdOf(status), protocol::ErrorId::kOption);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(test.message));
+  }
+}
+
+}  // namespace
+}  // namespace forebay::cpu_adam

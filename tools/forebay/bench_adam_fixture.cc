@@ -1,0 +1,47 @@
+#include "tools/forebay/bench_adam_fixture.h"
+
+#include <utility>
+
+#include "cpu_adam/targets.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::tools {
+
+using cpu_adam::GradType;
+
+absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamRig& rig, const BenchCase& what,
+                                               MeasuredSide side) {
+  std::vector<BenchLoop> loops = LimitLoops(rig.Team(side.threads), side.laying.elems, side.streams,
+                                            rig.small->Lay(side.laying));
+  for (BenchLoop& shown : side.shown) loops.push_back(std::move(shown));
+  if (rig.teams.size() >= 2) {
+    loops.push_back({"ping_pong_ns", BenchLoop::Role::kShown, [&rig]() -> absl::StatusOr<Sample> {
+                       return Sample{.value = PingPongNs(rig.Team(2))};
+                     }});
+  }
+  ASSIGN_OR_RETURN(BenchResult result, MeasureCase(what, rig.samples, side.run, loops));
+  const PassBytes bytes = BytesOf(side.laying.shapes, kStreamGroupElems);
+  result.more["ns_per_elem"] = static_cast<double>(bytes.read + bytes.written) /
+                               static_cast<double>(kStreamGroupElems) / result.value;
+  result.more["threads"] = side.threads;
+  result.more["target"] = cpu_adam::ChosenTarget();
+  result.more["limit_target"] = LimitLoopsTarget();
+  result.more["huge_share"] = rig.huge->huge_share();
+  return result;
+}
+
+const char* NameOf(GradType type) {
+  switch (type) {
+    case GradType::kFp32:
+      return "fp32";
+    case GradType::kBf16:
+      return "bf16";
+    case GradType::kFp16:
+      return "fp16";
+  }
+  return "";
+}
+
+uint32_t ElemBytes(GradType type) { return type == GradType::kFp32 ? 4 : 2; }
+
+}  // namespace forebay::tools
