@@ -75,13 +75,13 @@ JobStatus JobOf(schema::JobStatus::Reader from) {
                 .resident_blocks = from.getResidentBlocks(),
                 .leases = from.getLeases(),
                 .update_reads = from.getUpdateReads(),
-                .update_reads_early = from.getUpdateReadsEarly(),
+                .update_reads_prefetched = from.getUpdateReadsPrefetched(),
                 .state_read_bytes = from.getStateReadBytes(),
                 .state_written_bytes = from.getStateWrittenBytes(),
                 .failed = from.getFailed().cStr(),
                 .groups = {},
                 .last_step_reads = from.getLastStepReads(),
-                .last_step_reads_early = from.getLastStepReadsEarly(),
+                .last_step_reads_prefetched = from.getLastStepReadsPrefetched(),
                 .last_step_seconds = from.getLastStepSeconds(),
                 .rpc_calls = from.getRpcCalls()};
   for (const auto group : from.getGroups()) job.groups.emplace_back(group.cStr());

@@ -71,13 +71,13 @@ struct JobStatus {
   uint32_t resident_blocks = 0;
   uint32_t leases = 0;
   uint64_t update_reads = 0;
-  uint64_t update_reads_early = 0;
+  uint64_t update_reads_prefetched = 0;
   uint64_t state_read_bytes = 0;
   uint64_t state_written_bytes = 0;
   std::string failed;
   std::vector<std::string> groups;
   uint64_t last_step_reads = 0;
-  uint64_t last_step_reads_early = 0;
+  uint64_t last_step_reads_prefetched = 0;
   double last_step_seconds = 0;
   uint64_t rpc_calls = 0;
 };

@@ -79,7 +79,7 @@ class Attachment::Impl {
 
   const internal::SessionGauge& gauge() const { return *gauge_; }
   const protocol::Layout& layout() const { return *layout_; }
-  const std::shared_ptr<Mapping>& image() const { return image_; }
+  const std::shared_ptr<Mapping>& weights() const { return weights_; }
   bool writes_initial() const { return writes_initial_; }
   std::span<const std::byte> extra_state() const { return extra_state_; }
   std::span<const uint32_t> trace() const { return trace_; }
@@ -90,7 +90,7 @@ class Attachment::Impl {
   absl::Status ForkedError() const {
     return MakeError(ErrorId::kForked,
                      absl::StrCat("job ", job_, ": this attachment belongs to process ", pid_),
-                     "attach in the process that trains; a forked child may only read the image");
+                     "attach in the process that trains; a forked child may only read the weights");
   }
   absl::Status MapAndOpen(const AttachOptions& options, const internal::AttachAnswer& answer,
                           const WaitLimits& limits);
@@ -103,7 +103,7 @@ class Attachment::Impl {
   std::vector<std::byte> extra_state_;
   std::vector<uint32_t> trace_;
   std::shared_ptr<internal::SessionGauge> gauge_ = std::make_shared<internal::SessionGauge>();
-  std::shared_ptr<Mapping> image_;
+  std::shared_ptr<Mapping> weights_;
   std::unique_ptr<WindowRegistration> window_;
   protocol::Mutex mutex_;
   std::unique_ptr<Control> control_;
@@ -140,7 +140,7 @@ absl::StatusOr<std::unique_ptr<Attachment::Impl>> Attachment::Impl::Create(Attac
   impl->trace_ = answer.trace;
   impl->gauge_->committed_step = answer.committed_step;
   RETURN_IF_ERROR(impl->MapAndOpen(options, answer, limits));
-  impl->window_ = RegisterWindow(impl->image_->bytes(), impl->job_, WindowParts(*impl->layout_));
+  impl->window_ = RegisterWindow(impl->weights_->bytes(), impl->job_, WindowParts(*impl->layout_));
   return impl;
 }
 
@@ -148,7 +148,7 @@ absl::Status Attachment::Impl::MapAndOpen(const AttachOptions& options,
                                           const internal::AttachAnswer& answer,
                                           const WaitLimits& limits) {
   using Kind = schema::Session::Kind;
-  ASSIGN_OR_RETURN(const UniqueFd image_fd, control_->Descriptor(Kind::IMAGE, limits));
+  ASSIGN_OR_RETURN(const UniqueFd weights_fd, control_->Descriptor(Kind::WEIGHTS, limits));
   ASSIGN_OR_RETURN(const UniqueFd grad_fd, control_->Descriptor(Kind::GRAD_ARENA, limits));
   ASSIGN_OR_RETURN(const UniqueFd ring_fd, control_->Descriptor(Kind::RING, limits));
   ASSIGN_OR_RETURN(command_doorbell_, control_->Descriptor(Kind::COMMAND_DOORBELL, limits));
@@ -161,7 +161,8 @@ absl::Status Attachment::Impl::MapAndOpen(const AttachOptions& options,
     ASSIGN_OR_RETURN(const UniqueFd extra_fd, control_->Descriptor(Kind::EXTRA_STATE, limits));
     ASSIGN_OR_RETURN(extra_state_, ReadAll(extra_fd.get(), answer.extra_state_bytes));
   }
-  ASSIGN_OR_RETURN(image_, Mapping::MapFile(image_fd.get(), answer.image_bytes, MapAccess::kRead));
+  ASSIGN_OR_RETURN(weights_,
+                   Mapping::MapFile(weights_fd.get(), answer.weights_bytes, MapAccess::kRead));
   ASSIGN_OR_RETURN(std::shared_ptr<Mapping> grad,
                    Mapping::MapFile(grad_fd.get(), answer.grad_arena_bytes, MapAccess::kReadWrite));
   ASSIGN_OR_RETURN(
@@ -182,7 +183,7 @@ absl::Status Attachment::Impl::MapAndOpen(const AttachOptions& options,
                                 .daemon_pidfd = control_->daemon_pidfd(),
                                 .gone_fd = control_->thread().gone_fd(),
                                 .explain = explain},
-                       .image = image_,
+                       .weights = weights_,
                        .grad = std::move(grad),
                        .step_region_offset = answer.step_region_offset,
                        .step_region_bytes = answer.step_region_bytes,
@@ -235,14 +236,14 @@ uint64_t Attachment::committed_step() const { return impl_->gauge().committed_st
 std::span<const std::byte> Attachment::extra_state() const { return impl_->extra_state(); }
 std::span<const uint32_t> Attachment::trace() const { return impl_->trace(); }
 const protocol::Layout& Attachment::layout() const { return impl_->layout(); }
-std::span<const std::byte> Attachment::image() const { return impl_->image()->bytes(); }
+std::span<const std::byte> Attachment::weights() const { return impl_->weights()->bytes(); }
 
-std::span<const std::byte> Attachment::image(uint32_t group) const {
+std::span<const std::byte> Attachment::weights(uint32_t group) const {
   const protocol::Layout& layout = impl_->layout();
-  return image().subspan(layout.groups()[group].image_offset_bytes, layout.group_bytes(group));
+  return weights().subspan(layout.groups()[group].weights_offset_bytes, layout.group_bytes(group));
 }
 
-std::shared_ptr<const void> Attachment::image_owner() const { return impl_->image(); }
+std::shared_ptr<const void> Attachment::weights_owner() const { return impl_->weights(); }
 
 absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte> bytes,
                                       Timeout timeout) {

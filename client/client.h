@@ -38,7 +38,7 @@ struct AttachOptions {
   std::shared_ptr<gpu::Device> device = {};          // empty: gpu::HostDevice
 };
 
-// The right to read one group's image until it is released.
+// The right to read one group's weights until it is released.
 struct Lease {
   uint64_t id = 0;
   uint32_t group = 0;
@@ -78,7 +78,7 @@ struct Counters {
   uint64_t private_slots = 0;  // slots that had to be private memory
 };
 
-// One session. The image window has one address for the life of the object, also after Detach and
+// One session. The weights window has one address for the life of the object, also after Detach and
 // after the daemon's death.
 //
 // Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
@@ -91,7 +91,7 @@ struct Counters {
 //            error is returned by every GradSlot, GradReady and Step until DropGradients;
 //            E_NONFINITE until a Step has returned it, after which step t can be repeated.
 // Threads    Any. Calls are serialised: one that waits holds up the others, but for the accessors.
-// Ownership  Spans die with the object, or with what image_owner() and grad_owner() returned.
+// Ownership  Spans die with the object, or with what weights_owner() and grad_owner() returned.
 class Attachment {
  public:
   // Connects, attaches and maps. Waits while the job's memory is made or another rank writes the
@@ -110,9 +110,9 @@ class Attachment {
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
   std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
   const protocol::Layout& layout() const;
-  std::span<const std::byte> image() const;                // the whole window, read-only
-  std::span<const std::byte> image(uint32_t group) const;  // one padded group of it
-  std::shared_ptr<const void> image_owner() const;         // keeps the window mapped
+  std::span<const std::byte> weights() const;                // the whole window, read-only
+  std::span<const std::byte> weights(uint32_t group) const;  // one padded group of it
+  std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
 
   // `bytes`: the group with or without its padding.
   absl::Status WriteInitial(uint32_t group, std::span<const std::byte> bytes, Timeout timeout);

@@ -8,7 +8,7 @@ namespace forebay::client {
 
 inline constexpr char kDefaultSocket[] = "/run/forebay/forebay.sock";
 
-// `wish`, else FOREBAY_SOCKET, else kDefaultSocket.
-std::string SocketPath(std::string_view wish);
+// `request`, else FOREBAY_SOCKET, else kDefaultSocket.
+std::string SocketPath(std::string_view request);
 
 }  // namespace forebay::client

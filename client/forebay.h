@@ -56,15 +56,15 @@ struct forebay_info {
   uint64_t committed_step;
   int32_t writes_initial; /* 1: this session must write every group, then call initial_done */
   uint32_t group_count;
-  const void* image; /* the whole window, read-only */
-  uint64_t image_bytes;
+  const void* weights; /* the whole window, read-only */
+  uint64_t weights_bytes;
   const void* extra_state; /* of this rank and the step found at attach */
   uint64_t extra_state_bytes;
 };
 
 struct forebay_group {
   size_t struct_size; /* sizeof(struct forebay_group), set by the caller */
-  uint64_t image_offset_bytes;
+  uint64_t weights_offset_bytes;
   uint64_t elems; /* without padding */
   uint64_t padded_elems;
   uint64_t padded_bytes;
@@ -147,7 +147,7 @@ int32_t forebay_read_state(struct forebay_session* session, uint32_t group, uint
                            int64_t timeout_ms);
 
 int32_t forebay_detach(
-    struct forebay_session* session); /* ends the session in good order; the image stays mapped */
+    struct forebay_session* session); /* ends the session in good order; the weights stays mapped */
 void forebay_free(
     struct forebay_session* session); /* NULL is fine; without detach the rank counts as lost */
 

@@ -160,8 +160,8 @@ int32_t forebay_get_info(const forebay_session* session, struct forebay_info* in
              .committed_step = attachment.committed_step(),
              .writes_initial = attachment.writes_initial() ? 1 : 0,
              .group_count = static_cast<uint32_t>(attachment.layout().groups().size()),
-             .image = attachment.image().data(),
-             .image_bytes = attachment.image().size(),
+             .weights = attachment.weights().data(),
+             .weights_bytes = attachment.weights().size(),
              .extra_state = attachment.extra_state().data(),
              .extra_state_bytes = attachment.extra_state().size()};
     return absl::OkStatus();
@@ -181,7 +181,7 @@ int32_t forebay_get_group(const forebay_session* session, uint32_t group,
     }
     const forebay::protocol::GroupPlace& found = layout.groups()[group];
     *place = {.struct_size = sizeof(*place),
-              .image_offset_bytes = found.image_offset_bytes,
+              .weights_offset_bytes = found.weights_offset_bytes,
               .elems = found.elems,
               .padded_elems = found.padded_elems,
               .padded_bytes = layout.group_bytes(group)};

@@ -76,7 +76,7 @@ void Explain(const Window& window, uintptr_t address, int fd) {
   const uint64_t offset = address - window.begin;
   const WindowPart* part = FindPart(window, offset);
   SignalText text;
-  text.Add("forebay: a write into the read-only image of job ").Add(window.job).Add(": ");
+  text.Add("forebay: a write into the read-only weights of job ").Add(window.job).Add(": ");
   if (part == nullptr) {
     text.Add("padding at byte ").Add(offset);
   } else {
@@ -117,7 +117,7 @@ std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
   for (size_t i = 0; i < spec.params.size(); ++i) {
     const protocol::ParamPlace& place = layout.params()[i];
     const uint64_t begin =
-        layout.groups()[place.group].image_offset_bytes + place.offset_elems * width;
+        layout.groups()[place.group].weights_offset_bytes + place.offset_elems * width;
     parts.push_back({.begin_bytes = begin,
                      .end_bytes = begin + place.elems * width,
                      .elem_bytes = width,

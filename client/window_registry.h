@@ -27,7 +27,7 @@ struct WindowPart {
   std::string group_name;
 };
 
-// The parts of a job's image, in ascending order.
+// The parts of a job's weights, in ascending order.
 std::vector<WindowPart> WindowParts(const protocol::Layout& layout);
 
 // Takes the window out of the table when it dies.

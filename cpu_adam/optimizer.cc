@@ -39,11 +39,11 @@ size_t MomentCount(Rule rule) {
   return 0;
 }
 
-void SetDrawKey(const DrawKey& key, StepScalars& scalars) {
+void SetRoundingKey(const RoundingKey& key, StepScalars& scalars) {
   constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
   const uint64_t mixed = Mix(Mix(Mix(key.seed + kGolden) + key.parameter + kGolden) + key.t);
-  scalars.draw_key[0] = static_cast<uint32_t>(mixed);
-  scalars.draw_key[1] = static_cast<uint32_t>(mixed >> 32);
+  scalars.rounding_key[0] = static_cast<uint32_t>(mixed);
+  scalars.rounding_key[1] = static_cast<uint32_t>(mixed >> 32);
 }
 
 StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float grad_scale) {
@@ -51,7 +51,7 @@ StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float gra
   const auto lr = static_cast<float>(hyper.lr);
   const auto weight_decay = static_cast<float>(hyper.weight_decay);
   StepScalars s{};
-  SetDrawKey({}, s);
+  SetRoundingKey({}, s);
   s.grad_scale = grad_scale;
   if (AddsDecayToGradient(rule)) {
     s.l2 = weight_decay;

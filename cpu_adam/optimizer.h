@@ -55,21 +55,21 @@ struct StepScalars {
   float step;       // η, times 1 / (1 - β₁ᵗ) (Adam), over 1 + (t - 1)·lr_decay (Adagrad)
   float first;      // Adagrad: the initial accumulator, in the first step
   float inv_bias1;  // LAMB: 1 / (1 - β₁ᵗ)
-  uint32_t draw_key[2];  // of the random draws of a rounding: see DrawKey
+  uint32_t rounding_key[2];  // of the random draws of a rounding: see RoundingKey
 };
 
 // What the random draws of one parameter in one step depend on, besides the element: the key of
 // StepScalars for formats that round stochastically.
 //
 // Source  The finalizer of SplitMix64: Steele, Lea & Flood, OOPSLA 2014.
-struct DrawKey {
+struct RoundingKey {
   uint64_t seed = 0;
   uint64_t parameter = 0;
   uint64_t t = 0;
 };
-void SetDrawKey(const DrawKey& key, StepScalars& scalars);
+void SetRoundingKey(const RoundingKey& key, StepScalars& scalars);
 
-// The draw key is that of DrawKey{}.
+// The rounding_bits key is that of RoundingKey{}.
 StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float grad_scale);
 
 }  // namespace forebay::cpu_adam

@@ -59,29 +59,29 @@ uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpd
   return bad;
 }
 
-uint64_t UpdateAll(WorkerTeam& team, Rule rule, StateFormat format,
+uint64_t UpdateAll(WorkerPool& pool, Rule rule, StateFormat format,
                    std::span<const PartitionUpdate> partitions) {
-  const auto shares = static_cast<size_t>(team.threads());
+  const auto shares = static_cast<size_t>(pool.threads());
   std::atomic<uint64_t> bad = 0;
-  RunOnAll(team, [&](int task) {
+  RunOnAll(pool, [&](int task) {
     bad += UpdateShare(rule, format, partitions, {static_cast<size_t>(task), shares});
   });
   return bad;
 }
 
-void RunOnAll(WorkerTeam& team, absl::FunctionRef<void(int task)> body) {
+void RunOnAll(WorkerPool& pool, absl::FunctionRef<void(int task)> body) {
   struct Region {
     absl::FunctionRef<void(int task)> body;
     std::latch left;
-  } region{body, std::latch(team.threads())};
-  for (int task = 0; task < team.threads(); ++task) {
+  } region{body, std::latch(pool.threads())};
+  for (int task = 0; task < pool.threads(); ++task) {
     // Two words: a task holds them without allocation.
-    WorkerTeam::Task run = [&region, task] {
+    WorkerPool::Task run = [&region, task] {
       region.body(task);
       region.left.count_down();
     };
-    // NOLINTNEXTLINE(bugprone-use-after-move): a full team leaves the task untouched
-    if (!team.TryPost(std::move(run))) run();
+    // NOLINTNEXTLINE(bugprone-use-after-move): a full pool leaves the task untouched
+    if (!pool.TryPost(std::move(run))) run();
   }
   region.left.wait();
 }

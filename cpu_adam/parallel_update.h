@@ -17,7 +17,7 @@ struct PartitionUpdate {
   size_t n;  // elements; may be 0
   Gradient grad;
   StatePlanes from;
-  StatePlanes to;  // to.image == from.image: in place
+  StatePlanes to;  // to.weights == from.weights: in place
 };
 
 // Cuts within a partition lie on multiples of this, so that a piece keeps the alignment of its
@@ -42,22 +42,22 @@ struct Share {
 uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpdate> partitions,
                      Share share);
 
-// Runs the fused pass over all partitions, one share for each thread of the team; returns when all
+// Runs the fused pass over all partitions, one share for each thread of the pool; returns when all
 // is done, and the count of bad masters.
 //
 // Memory   As UpdateShare(); `partitions` and all it points to stay until the return. What was
 //          written is visible to the caller.
-// Threads  Any but the team's own, which would wait for themselves. Other tasks may be in the queue
+// Threads  Any but the pool's own, which would wait for themselves. Other tasks may be in the queue
 //          and run first.
 // Limits   One task a thread and one wait, whatever the number of partitions; no allocation.
-uint64_t UpdateAll(WorkerTeam& team, Rule rule, StateFormat format,
+uint64_t UpdateAll(WorkerPool& pool, Rule rule, StateFormat format,
                    std::span<const PartitionUpdate> partitions);
 
-// Runs body(0) … body(team.threads() - 1), each as one task; returns when all have returned. A task
+// Runs body(0) … body(pool.threads() - 1), each as one task; returns when all have returned. A task
 // that the queue has no room for is run by the caller.
 //
-// Threads  As UpdateAll(). A thread of the team may run several of the tasks.
+// Threads  As UpdateAll(). A thread of the pool may run several of the tasks.
 // Limits   No allocation.
-void RunOnAll(WorkerTeam& team, absl::FunctionRef<void(int task)> body);
+void RunOnAll(WorkerPool& pool, absl::FunctionRef<void(int task)> body);
 
 }  // namespace forebay::cpu_adam

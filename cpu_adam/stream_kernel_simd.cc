@@ -30,8 +30,9 @@ using VU = hn::Vec<DU>;
 constexpr size_t kLineBytes = 64;
 // A processor reads few streams slower than many: a pass over one array goes over as many places of
 // it at once.
-constexpr size_t kPlaces = 4;
-constexpr size_t kBypassElems = size_t{1} << 18;  // from here on what is written outgrows a cache
+constexpr size_t kInterleave = 4;
+constexpr size_t kNonTemporalElems = size_t{1}
+                                     << 18;  // from here on what is written outgrows a cache
 
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
 template <class Float>
@@ -197,26 +198,27 @@ HWY_INLINE double SumChunk(const T* from, size_t n) {
 
 // Whole chunks `apart` elements from each other at once.
 template <class T>
-void SumChunksAtPlaces(const T* from, size_t apart, size_t chunks_apart, double* chunk_sums) {
-  HWY_ALIGN double sums[kPlaces][8] = {};
+void SumChunksInterleaved(const T* from, size_t stride_elems, size_t stride_chunks,
+                          double* chunk_sums) {
+  HWY_ALIGN double sums[kInterleave][8] = {};
   for (size_t begin = 0; begin < kSumChunkElems; begin += kSumRunElems) {
-    for (size_t p = 0; p < kPlaces; ++p) {
-      AddSquares(from + p * apart + begin, kSumRunElems, sums[p]);
+    for (size_t p = 0; p < kInterleave; ++p) {
+      AddSquares(from + p * stride_elems + begin, kSumRunElems, sums[p]);
     }
   }
-  for (size_t p = 0; p < kPlaces; ++p) {
-    chunk_sums[p * chunks_apart] = SumOfRuns(sums[p], from + p * apart, kSumChunkElems);
+  for (size_t p = 0; p < kInterleave; ++p) {
+    chunk_sums[p * stride_chunks] = SumOfRuns(sums[p], from + p * stride_elems, kSumChunkElems);
   }
 }
 
 template <class T>
 void SumChunks(size_t n, const T* from, double* chunk_sums) {
-  const size_t chunks_apart = n / kSumChunkElems / kPlaces;
-  const size_t apart = chunks_apart * kSumChunkElems;
-  for (size_t c = 0; c < chunks_apart; ++c) {
-    SumChunksAtPlaces(from + c * kSumChunkElems, apart, chunks_apart, chunk_sums + c);
+  const size_t stride_chunks = n / kSumChunkElems / kInterleave;
+  const size_t stride_elems = stride_chunks * kSumChunkElems;
+  for (size_t c = 0; c < stride_chunks; ++c) {
+    SumChunksInterleaved(from + c * kSumChunkElems, stride_elems, stride_chunks, chunk_sums + c);
   }
-  for (size_t begin = kPlaces * apart; begin < n; begin += kSumChunkElems) {
+  for (size_t begin = kInterleave * stride_elems; begin < n; begin += kSumChunkElems) {
     const size_t elems = HWY_MIN(kSumChunkElems, n - begin);
     chunk_sums[begin / kSumChunkElems] = SumChunk(from + begin, elems);
   }
@@ -337,13 +339,13 @@ HWY_INLINE float WidenOne(const hwy::float16_t& half) {
 }
 
 // Whether an output of n elements goes past the cache: it must begin on a line.
-bool Bypasses(size_t n, const void* dst) {
-  return n >= kBypassElems && reinterpret_cast<uintptr_t>(dst) % kLineBytes == 0;
+bool IsNonTemporal(size_t n, const void* dst) {
+  return n >= kNonTemporalElems && reinterpret_cast<uintptr_t>(dst) % kLineBytes == 0;
 }
 
-template <bool kBypass, class DV, class T>
+template <bool kNonTemporal, class DV, class T>
 HWY_INLINE void Put(hn::Vec<DV> value, DV d, T* to) {
-  if constexpr (kBypass) {
+  if constexpr (kNonTemporal) {
     hn::Stream(value, d, to);
   } else {
     hn::StoreU(value, d, to);
@@ -352,7 +354,7 @@ HWY_INLINE void Put(hn::Vec<DV> value, DV d, T* to) {
 
 // Four vectors at once, read before the first is written: a line that bypasses the cache must not
 // be written in two pieces.
-template <bool kAdd, bool kBypass, class T>
+template <bool kAdd, bool kNonTemporal, class T>
 size_t AddQuads(size_t n, const T* src, float* dst) {
   const D d;
   const size_t lanes = hn::Lanes(d);
@@ -366,10 +368,10 @@ size_t AddQuads(size_t n, const T* src, float* dst) {
       v2 = hn::Add(hn::LoadU(d, dst + i + 2 * lanes), v2);
       v3 = hn::Add(hn::LoadU(d, dst + i + 3 * lanes), v3);
     }
-    Put<kBypass>(v0, d, dst + i);
-    Put<kBypass>(v1, d, dst + i + lanes);
-    Put<kBypass>(v2, d, dst + i + 2 * lanes);
-    Put<kBypass>(v3, d, dst + i + 3 * lanes);
+    Put<kNonTemporal>(v0, d, dst + i);
+    Put<kNonTemporal>(v1, d, dst + i + lanes);
+    Put<kNonTemporal>(v2, d, dst + i + 2 * lanes);
+    Put<kNonTemporal>(v3, d, dst + i + 3 * lanes);
   }
   return i;
 }
@@ -377,7 +379,7 @@ size_t AddQuads(size_t n, const T* src, float* dst) {
 template <bool kAdd, class T>
 void AddRun(size_t n, const T* src, float* dst) {
   size_t i = 0;
-  if (!kAdd && Bypasses(n, dst)) {
+  if (!kAdd && IsNonTemporal(n, dst)) {
     i = AddQuads<false, true>(n, src, dst);
     hwy::FlushStream();
   } else {
@@ -422,7 +424,7 @@ HWY_INLINE hn::Vec<DU16> LowerHalves(VU low, VU high) {
 HWY_INLINE VU LoadBits(const float* from) { return hn::BitCast(DU(), hn::LoadU(D(), from)); }
 
 // Four vectors at once, for the reason above.
-template <bool kRemainder, bool kBypass>
+template <bool kRemainder, bool kNonTemporal>
 size_t SplitQuads(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
   const DU16 du16;
   const size_t lanes = hn::Lanes(DU());
@@ -433,12 +435,12 @@ size_t SplitQuads(size_t n, const float* w, uint16_t* param, int16_t* remainder)
     const VU b2 = LoadBits(w + i + 2 * lanes), b3 = LoadBits(w + i + 3 * lanes);
     const auto first = UpperHalves(hn::Add(b0, half), hn::Add(b1, half));
     const auto second = UpperHalves(hn::Add(b2, half), hn::Add(b3, half));
-    Put<kBypass>(first, du16, param + i);
-    Put<kBypass>(second, du16, param + i + 2 * lanes);
+    Put<kNonTemporal>(first, du16, param + i);
+    Put<kNonTemporal>(second, du16, param + i + 2 * lanes);
     if constexpr (kRemainder) {
       auto* const low = reinterpret_cast<uint16_t*>(remainder) + i;
-      Put<kBypass>(LowerHalves(b0, b1), du16, low);
-      Put<kBypass>(LowerHalves(b2, b3), du16, low + 2 * lanes);
+      Put<kNonTemporal>(LowerHalves(b0, b1), du16, low);
+      Put<kNonTemporal>(LowerHalves(b2, b3), du16, low + 2 * lanes);
     }
   }
   return i;
@@ -447,7 +449,7 @@ size_t SplitQuads(size_t n, const float* w, uint16_t* param, int16_t* remainder)
 template <bool kRemainder>
 void SplitRun(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
   size_t i = 0;
-  if (!kRemainder && Bypasses(n, param)) {
+  if (!kRemainder && IsNonTemporal(n, param)) {
     i = SplitQuads<kRemainder, true>(n, w, param, remainder);
     hwy::FlushStream();
   } else {

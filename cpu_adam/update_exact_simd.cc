@@ -1,4 +1,4 @@
-// The update of masters split into image and remainder: see internal/format_simd.inc.
+// The update of masters split into weights and remainder: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/update_exact_simd.cc"

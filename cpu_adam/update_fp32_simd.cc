@@ -1,4 +1,4 @@
-// The update of float32 images: see internal/format_simd.inc.
+// The update of float32 weights: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/update_fp32_simd.cc"

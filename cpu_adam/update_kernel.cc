@@ -13,7 +13,7 @@ void Move(void*& plane, size_t bytes) {
 
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems) {
   StatePlanes moved = planes;
-  Move(moved.image, elems * (format == StateFormat::kFp32 ? sizeof(float) : sizeof(uint16_t)));
+  Move(moved.weights, elems * (format == StateFormat::kFp32 ? sizeof(float) : sizeof(uint16_t)));
   if (moved.remainder != nullptr) moved.remainder += elems;
   if (moved.master != nullptr) moved.master += elems;
   const size_t width = format == StateFormat::kInt8   ? sizeof(uint8_t)

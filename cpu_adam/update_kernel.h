@@ -12,26 +12,26 @@ namespace forebay::cpu_adam {
 
 // Where the float32 master w of an element is, and how its moments are held.
 //
-// kFp32      the image is the master; moments float32.
-// kExact     image and remainder together are the master, bit for bit. With bits = the bits of w:
+// kFp32      the weights is the master; moments float32.
+// kExact     weights and remainder together are the master, bit for bit. With bits = the bits of w:
 //
-//              image = (bits + 0x8000) >> 16      remainder = int16(bits - (image << 16))
-//              bits  = (image << 16) + remainder
+//              weights = (bits + 0x8000) >> 16      remainder = int16(bits - (weights << 16))
+//              bits  = (weights << 16) + remainder
 //
-//            so the image is w as bfloat16, rounded to nearest, ties away from zero.
+//            so the weights is w as bfloat16, rounded to nearest, ties away from zero.
 // kBf16      master as in kExact; moments bfloat16. A new moment is rounded stochastically:
-//            (bits + draw) >> 16 with the draw of its element, see Draws below.
+//            (bits + rounding_bits) >> 16 with the rounding_bits of its element, see Stochastic rounding below.
 // kInt8      master as in kExact; moments as codes of 8 bits in groups of kGroupElems elements, each
 //            group with a float32 scale s. Moments m (Adam's first, Lion's, SGD's) are linear: q·s
 //            with q an int8 from -127 to 127. Moments v (Adam's second and its largest, Adagrad's)
 //            are codes c from 0 to 255 of their root: v = (max(c, 1)·s)², never 0 beside others that
-//            are not: a step would be divided by it. Writing, in float32 and with u = draw·2⁻¹⁵:
+//            are not: a step would be divided by it. Writing, in float32 and with u = rounding_bits·2⁻¹⁵:
 //
 //              s = max|x|·unit, 0 where that is below 2⁻¹²⁶       1/s is 0 where s is 0
 //              q = floor(fma(x, 1/s, 384 + u)) - 384    x = m,                    unit = 1.000001/127
 //              c = floor(fma(x, 1/s, 256 + u)) - 256    x = min(sqrt(v), 1.8e19), unit = 1.000001/255
-// kFp32Bf16  a float32 master beside a bfloat16 image that is rounded as in kExact; moments float32.
-// kFp32Fp16  the same with a binary16 image, rounded to nearest, ties to even.
+// kFp32Bf16  a float32 master beside a bfloat16 weights that is rounded as in kExact; moments float32.
+// kFp32Fp16  the same with a binary16 weights, rounded to nearest, ties to even.
 enum class StateFormat : uint8_t { kFp32 = 1, kExact, kBf16, kInt8, kFp32Bf16, kFp32Fp16 };
 
 // Elements of one scale of kInt8. The code of element e of a group is its byte
@@ -41,14 +41,14 @@ inline constexpr size_t kGroupElems = 128;
 
 // Planes of n elements each; a format has those that its description names.
 struct StatePlanes {
-  void* image = nullptr;         // float32; bfloat16 or binary16 as raw bits
+  void* weights = nullptr;       // float32; bfloat16 or binary16 as raw bits
   int16_t* remainder = nullptr;  // kExact, kBf16, kInt8
   // As many as MomentCount of the rule: float32, bfloat16 as raw bits, or bytes of codes, whole
   // groups of kGroupElems: the bytes behind element n - 1 are written too.
   void* moments[kMomentsMax] = {};
   float* scales[kMomentsMax] = {};  // kInt8: one for each group that has begun
   float* master = nullptr;          // kFp32Bf16, kFp32Fp16
-  uint32_t first_elem = 0;          // index of the first element in its parameter: see Draws
+  uint32_t first_elem = 0;  // index of the first element in its parameter: see Stochastic rounding
 };
 
 // The same planes from element `elems` on, which is a multiple of kGroupElems in kInt8.
@@ -77,13 +77,13 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 // w' is computed from the moments before these are rounded to the format. Update works in place;
 // UpdateTo reads `from` and writes `to`, with stores that bypass the cache where every plane of `to`
 // (scales aside) is aligned to 64 bytes. Both return how many w' are not finite or round to an
-// infinite image.
+// infinite weights.
 //
-// Draws    In kBf16 and kInt8 each element has a hash z of draw_key and e = first_elem + i, all
+// Stochastic rounding    In kBf16 and kInt8 each element has a hash z of rounding_key and e = first_elem + i, all
 //          modulo 2³²:
-//            x = e·0x9E3779B9 + draw_key[0]     z = x ^ (x >> 16)
+//            x = e·0x9E3779B9 + rounding_key[0]     z = x ^ (x >> 16)
 //          The draws of moments 0, 1, 2 are the 16 high bits, in kInt8 the 15 high ones, of
-//          z·0x846CA68B, z·(draw_key[1] | 1), z·0x9E3779B1: of each, every value is as likely as
+//          z·0x846CA68B, z·(rounding_key[1] | 1), z·0x9E3779B1: of each, every value is as likely as
 //          any other over the keys.
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.

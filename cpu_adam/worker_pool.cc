@@ -22,7 +22,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::MutexLock;
 
-struct WorkerTeam::State {
+struct WorkerPool::State {
   explicit State(size_t queue_tasks) : ring(queue_tasks) {}
 
   void RunTasks();
@@ -39,7 +39,7 @@ struct WorkerTeam::State {
 
 namespace {
 
-absl::Status CheckOptions(const WorkerTeamOptions& options) {
+absl::Status CheckOptions(const WorkerPoolOptions& options) {
   if (options.threads < 0) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("worker threads: ", options.threads, " is negative"));
@@ -48,10 +48,10 @@ absl::Status CheckOptions(const WorkerTeamOptions& options) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("nice value of the workers: ", options.nice, " is not 0 to 19"));
   }
-  if (options.queue_tasks == 0 || options.queue_tasks > WorkerTeam::kQueueTasksMax) {
+  if (options.queue_tasks == 0 || options.queue_tasks > WorkerPool::kQueueTasksMax) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("worker queue: ", options.queue_tasks, " tasks is not 1 to ",
-                                  WorkerTeam::kQueueTasksMax));
+                                  WorkerPool::kQueueTasksMax));
   }
   return absl::OkStatus();
 }
@@ -70,7 +70,7 @@ void PlaceThisThread(const std::vector<int>& cpus, int nice) {
 
 }  // namespace
 
-void WorkerTeam::State::RunTasks() {
+void WorkerPool::State::RunTasks() {
   while (true) {
     Task task;
     {
@@ -85,18 +85,18 @@ void WorkerTeam::State::RunTasks() {
   }
 }
 
-absl::StatusOr<std::unique_ptr<WorkerTeam>> WorkerTeam::Create(const WorkerTeamOptions& options) {
+absl::StatusOr<std::unique_ptr<WorkerPool>> WorkerPool::Create(const WorkerPoolOptions& options) {
   RETURN_IF_ERROR(CheckOptions(options));
   ASSIGN_OR_RETURN(internal::CpuSet cpus, internal::FindCpus(options.numa_node, options.cpus));
   const int threads = options.threads == 0 ? cpus.cores : std::min(options.threads, cpus.cores);
 
   // From here on the destructor joins what runs already.
-  auto team = std::make_unique<WorkerTeam>(std::make_unique<State>(options.queue_tasks));
-  team->state_->threads.reserve(static_cast<size_t>(threads));
+  auto pool = std::make_unique<WorkerPool>(std::make_unique<State>(options.queue_tasks));
+  pool->state_->threads.reserve(static_cast<size_t>(threads));
   for (int i = 0; i < threads; ++i) {
     try {
-      team->state_->threads.emplace_back(
-          [state = team->state_.get(), set = cpus.cpus, nice = options.nice] {
+      pool->state_->threads.emplace_back(
+          [state = pool->state_.get(), set = cpus.cpus, nice = options.nice] {
             PlaceThisThread(set, nice);
             state->RunTasks();
           });
@@ -105,12 +105,12 @@ absl::StatusOr<std::unique_ptr<WorkerTeam>> WorkerTeam::Create(const WorkerTeamO
                                                         error.code().message()));
     }
   }
-  return team;
+  return pool;
 }
 
-WorkerTeam::WorkerTeam(std::unique_ptr<State> state) : state_(std::move(state)) {}
+WorkerPool::WorkerPool(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
-WorkerTeam::~WorkerTeam() {
+WorkerPool::~WorkerPool() {
   {
     MutexLock lock(state_->mutex);
     state_->stopping = true;
@@ -119,7 +119,7 @@ WorkerTeam::~WorkerTeam() {
   for (std::thread& thread : state_->threads) thread.join();
 }
 
-bool WorkerTeam::TryPost(Task&& task) {
+bool WorkerPool::TryPost(Task&& task) {
   FOREBAY_CHECK(task != nullptr);
   {
     MutexLock lock(state_->mutex);
@@ -131,6 +131,6 @@ bool WorkerTeam::TryPost(Task&& task) {
   return true;
 }
 
-int WorkerTeam::threads() const { return static_cast<int>(state_->threads.size()); }
+int WorkerPool::threads() const { return static_cast<int>(state_->threads.size()); }
 
 }  // namespace forebay::cpu_adam

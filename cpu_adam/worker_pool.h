@@ -10,7 +10,7 @@
 
 namespace forebay::cpu_adam {
 
-struct WorkerTeamOptions {
+struct WorkerPoolOptions {
   int threads = 0;     // 0: one per physical core of the set; more are cut to that number
   int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
   std::vector<int> cpus =
@@ -19,11 +19,11 @@ struct WorkerTeamOptions {
   size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
 };
 
-// Runs tasks in the order posted, each on one thread of the team.
+// Runs tasks in the order posted, each on one thread of the pool.
 //
 // Threads  TryPost() from any thread, tasks included. Every thread may run on any core of the set.
 // Limits   No heap allocation after Create() but what a task's own captures need.
-class WorkerTeam {
+class WorkerPool {
  public:
   using Task = absl::AnyInvocable<void()>;
   static constexpr size_t kQueueTasksMax = 1 << 16;
@@ -32,11 +32,11 @@ class WorkerTeam {
   //
   // Errors  E_OPTION    a rule above is broken, or no such node or processor; names what there is.
   //         E_INTERNAL  the system refused a thread; none is left behind.
-  static absl::StatusOr<std::unique_ptr<WorkerTeam>> Create(const WorkerTeamOptions& options);
+  static absl::StatusOr<std::unique_ptr<WorkerPool>> Create(const WorkerPoolOptions& options);
 
-  WorkerTeam(const WorkerTeam&) = delete;
-  WorkerTeam& operator=(const WorkerTeam&) = delete;
-  ~WorkerTeam();  // runs what is queued, then joins; nobody may post any more
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+  ~WorkerPool();  // runs what is queued, then joins; nobody may post any more
 
   // Queues the task, or returns false and leaves it untouched where the queue is full. Never waits
   // for a task.
@@ -48,7 +48,7 @@ class WorkerTeam {
   struct State;
 
  public:
-  explicit WorkerTeam(std::unique_ptr<State> state);  // for Create() alone: nobody else has a State
+  explicit WorkerPool(std::unique_ptr<State> state);  // for Create() alone: nobody else has a State
 
  private:
   std::unique_ptr<State> state_;

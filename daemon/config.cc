@@ -45,9 +45,9 @@ constexpr std::array kKeys = {
     ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
     ConfigKey{"update.workers", "number",
               "threads of the update; one per physical core by default"},
-    ConfigKey{"update.cpus", "list of processors",
+    ConfigKey{"update.cpus", "list of CPUs",
               "where those threads run, \"0-3,8\"; everywhere by default"},
-    ConfigKey{"update.numa_node", "number", "the same, as the processors of a NUMA node"},
+    ConfigKey{"update.numa_node", "number", "the same, as the CPUs of a NUMA node"},
     ConfigKey{"update.nice", "number",
               "0 to 19: the higher, the less those threads get beside other processes; 5 by "
               "default"},

@@ -28,7 +28,7 @@ struct Config {
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
   uint32_t workers = 0;          // 0: one per physical core
   std::vector<int> update_cpus;  // of the workers; empty: all that the daemon may use
-  int update_numa_node = -1;     // whose processors they use; -1: not bound to one
+  int update_numa_node = -1;     // whose CPUs they use; -1: not bound to one
   int update_nice = 5;           // weight of the workers against other processes
   std::string update_target = "best";
   uint64_t block_elems = uint64_t{1} << 20;

@@ -70,7 +70,7 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
   const char* key = config.update_cpus.empty() ? "update.numa_node" : "update.cpus";
   return MakeError(ErrorId::kConfig,
                    absl::StrCat(key, ": ", std::string(runner.status().message())),
-                   "name processors that the daemon may run on, or leave the key out");
+                   "name CPUs that the daemon may run on, or leave the key out");
 }
 
 absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t workers) {
@@ -115,9 +115,9 @@ struct Daemon::State {
   std::unique_ptr<nvme::IoEngine> engine;
   std::unique_ptr<SwapSpace> swap;
   std::unique_ptr<LoopInbox> inbox;
-  std::unique_ptr<ControlOutbox> outbox;
+  std::unique_ptr<ControlQueue> replies;
   std::unique_ptr<TaskRunner> runner;
-  std::unique_ptr<NodeShell> shell;
+  std::unique_ptr<Executor> executor;
   bool stopping = false;  // the loop thread's
   std::thread loop;
   std::unique_ptr<ControlPlane> control;
@@ -130,18 +130,18 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   auto state = std::make_unique<State>();
   state->config = config;
   if (state->config.dram_limit_bytes == 0) state->config.dram_limit_bytes = MachineBytes() / 2;
-  ASSIGN_OR_RETURN(state->lock, InstanceLock::Take(config.socket_path));
+  ASSIGN_OR_RETURN(state->lock, InstanceLock::Acquire(config.socket_path));
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
   state->engine = std::move(chosen.engine);
   ASSIGN_OR_RETURN(state->runner, MakeRunner(config));
   state->config.workers = state->runner->workers();
 
-  NodeShellOptions options{.state = {.dram_limit_bytes = state->config.dram_limit_bytes,
-                                     .block_elems = config.block_elems,
-                                     .workers = state->config.workers},
-                           .lock = config.lock,
-                           .io_engine_reason = chosen.reason};
+  ExecutorOptions options{.state = {.dram_limit_bytes = state->config.dram_limit_bytes,
+                                    .block_elems = config.block_elems,
+                                    .workers = state->config.workers},
+                          .lock = config.lock,
+                          .io_engine_reason = chosen.reason};
   if (!config.swap_paths.empty()) {
     ASSIGN_OR_RETURN(const SwapSpaceOptions swap, SwapOptions(config, state->config.workers));
     options.state.node_bytes = SwapSpace::StagingBytes(swap);
@@ -158,22 +158,22 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     options.state.swap_free_bytes = state->swap->free_bytes();
   }
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
-  ASSIGN_OR_RETURN(state->outbox, ControlOutbox::Create(kOutboxCapacity));
-  state->shell =
-      std::make_unique<NodeShell>(options, *state->engine, *state->runner, state->swap.get());
+  ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
+  state->executor =
+      std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
   ASSIGN_OR_RETURN(protocol::UniqueFd listener, ListenAt(config.socket_path, config.socket_mode));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {
     const absl::Status status =
-        Reactor(*made.engine, *made.shell, *made.runner, *made.inbox).Run(made.stopping);
+        Reactor(*made.engine, *made.executor, *made.runner, *made.inbox).Run(made.stopping);
     if (status.ok()) return;
     spdlog::critical("{}", protocol::FormatError(status));
     protocol::RingDoorbell(made.failure.get());
   });
   ASSIGN_OR_RETURN(made.control, ControlPlane::Create({.listener = std::move(listener),
                                                        .socket_path = config.socket_path},
-                                                      *made.inbox, *made.outbox));
+                                                      *made.inbox, *made.replies));
   return daemon;
 }
 
@@ -186,11 +186,11 @@ void Daemon::Stop() {
   state_->control.reset();  // no new calls; every session is told to end
   ::unlink(state_->config.socket_path.c_str());
   FOREBAY_CHECK(
-      state_->inbox->Push([&stopping = state_->stopping](NodeShell&) { stopping = true; }));
+      state_->inbox->Push([&stopping = state_->stopping](Executor&) { stopping = true; }));
   state_->loop.join();
   // The work in flight ends before what it works on.
   state_->runner.reset();
-  state_->shell.reset();
+  state_->executor.reset();
   state_->swap.reset();
   state_->engine.reset();
   state_->lock.reset();

@@ -51,7 +51,8 @@ InstanceLock::InstanceLock(std::string path, UniqueFd fd)
 
 InstanceLock::~InstanceLock() { ::unlink(path_.c_str()); }
 
-absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Take(const std::string& socket_path) {
+absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
+    const std::string& socket_path) {
   const std::string path = absl::StrCat(socket_path, ".lock");
   for (int i = 0; i < kTriesMax; ++i) {
     UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644));

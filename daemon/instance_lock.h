@@ -15,7 +15,7 @@ class InstanceLock {
  public:
   // Errors  E_BUSY    another daemon holds it; its process id.
   //         E_CONFIG  the file cannot be made; errno.
-  static absl::StatusOr<std::unique_ptr<InstanceLock>> Take(const std::string& socket_path);
+  static absl::StatusOr<std::unique_ptr<InstanceLock>> Acquire(const std::string& socket_path);
 
   InstanceLock(const InstanceLock&) = delete;
   InstanceLock& operator=(const InstanceLock&) = delete;

@@ -143,7 +143,8 @@ int Serve(const Config& config) {
 
   const bool asked = WaitForEnd(signals_fd.get(), (*daemon)->failure_fd());
   forebay::daemon::NotifyStopping();
-  if (!asked) std::_Exit(kExitError);  // the loop is dead: a clean stop would wait for it for ever
+  if (!asked)
+    std::_Exit(kExitError);  // the loop is dead: a clean stop would wait for it permanently
   (*daemon)->Stop();
   spdlog::info("stopped");
   return 0;

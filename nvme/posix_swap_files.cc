@@ -98,7 +98,7 @@ absl::Status BusyError(const Candidate& path, const struct stat& locked) {
                    "stop that daemon, or give this one another swap path");
 }
 
-absl::Status TakeLock(Candidate& path) {
+absl::Status AcquireLock(Candidate& path) {
   if (flock(path.lock.get(), LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
   const int error = errno;
   struct stat status {};
@@ -159,7 +159,7 @@ absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate&
   path.name = absl::StrCat(options.path, "/", kFileName);
   path.lock.Reset(open(options.path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!path.lock.valid()) return OpenError(path, errno);
-  RETURN_IF_ERROR(TakeLock(path));
+  RETURN_IF_ERROR(AcquireLock(path));
   constexpr int kFlags = O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
   const int directory = path.lock.get();
   path.file.Reset(openat(directory, kFileName, kFlags));
@@ -194,7 +194,7 @@ absl::Status OpenDevice(const PathOptions& options, const struct stat& status, C
   }
   path.lock.Reset(fcntl(path.file.get(), F_DUPFD_CLOEXEC, 0));
   if (!path.lock.valid()) return OpenError(path, errno);
-  RETURN_IF_ERROR(TakeLock(path));
+  RETURN_IF_ERROR(AcquireLock(path));
   if (ioctl(path.file.get(), BLKGETSIZE64, &path.old_bytes) != 0) {
     return PathError(path, "BLKGETSIZE64", errno, "");
   }
@@ -310,7 +310,7 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
   return absl::OkStatus();
 }
 
-void TakeBack(std::span<const Candidate> paths) {
+void Reclaim(std::span<const Candidate> paths) {
   for (const Candidate& path : paths) {
     if (path.created) {
       unlinkat(path.lock.get(), kFileName, 0);
@@ -377,7 +377,7 @@ class PosixSwapFileSystem final : public SwapFileSystem {
     candidates.reserve(paths.size());
     const absl::Status status = OpenAll(paths, mode, life, candidates);
     if (!status.ok()) {
-      TakeBack(candidates);
+      Reclaim(candidates);
       return status;
     }
     std::vector<std::unique_ptr<SwapFile>> files;

@@ -172,7 +172,7 @@ absl::Status Volume::ZeroExtents(std::span<const ExtentId> extents,
       return Refuse("zero", id, "it is in use");
     }
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->Take(Job::kZero, token));
+  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kZero, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
   request.data = const_cast<std::byte*>(zeros.data());  // read through it alone
@@ -208,7 +208,7 @@ absl::Status Volume::Read(ExtentId id, std::span<std::byte> bytes, uint64_t toke
                                                       static_cast<uint32_t>(id), bytes.size(),
                                                       slot.content_bytes));
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->Take(Job::kRead, token));
+  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kRead, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kRead;
   request.path = slot.path;
@@ -237,7 +237,7 @@ absl::Status Volume::Write(ExtentId id, std::span<const std::byte> bytes, const 
                                                       static_cast<uint32_t>(id), bytes.size(),
                                                       extent->size_bytes));
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->Take(Job::kWrite, token));
+  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kWrite, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
   request.data = const_cast<std::byte*>(bytes.data());  // read through it alone

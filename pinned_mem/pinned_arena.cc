@@ -113,13 +113,13 @@ PinnedArena::~PinnedArena() {
   FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // a range would dangle
 }
 
-absl::StatusOr<PinnedArena::Range> PinnedArena::Take(uint64_t size_bytes) {
+absl::StatusOr<PinnedArena::Range> PinnedArena::Allocate(uint64_t size_bytes) {
   if (size_bytes == 0 || size_bytes > capacity_bytes()) {
     return MakeError(ErrorId::kRange, absl::StrCat("arena ", name(), ": a range of ", size_bytes,
                                                    " bytes does not fit ", capacity_bytes()));
   }
   const uint64_t rounded_bytes = protocol::RoundUp(size_bytes, kRangeAlignment);
-  const std::optional<uint64_t> page = state_->ranges.Take(rounded_bytes / kPageBytes);
+  const std::optional<uint64_t> page = state_->ranges.Allocate(rounded_bytes / kPageBytes);
   if (!page.has_value()) {
     return MakeError(
         ErrorId::kLimit,

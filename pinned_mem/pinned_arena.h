@@ -84,7 +84,7 @@ class PinnedArena {
   //
   // Errors  E_RANGE  size 0, or above the capacity.
   //         E_LIMIT  no free run is long enough now, or kMaxRanges live. Retry after a range died.
-  absl::StatusOr<Range> Take(uint64_t size_bytes);
+  absl::StatusOr<Range> Allocate(uint64_t size_bytes);
 
   std::span<std::byte> bytes() const;  // the whole segment; aligned to 2 MiB
   uint64_t capacity_bytes() const;

@@ -11,7 +11,7 @@ RangeAllocator::RangeAllocator(uint64_t capacity_pages, size_t ranges_max)
   if (capacity_pages > 0) InsertFree(0, capacity_pages);
 }
 
-std::optional<uint64_t> RangeAllocator::Take(uint64_t pages) {
+std::optional<uint64_t> RangeAllocator::Allocate(uint64_t pages) {
   FOREBAY_CHECK(pages > 0);
   if (live_.size() >= ranges_max_) return std::nullopt;
   const auto best = free_by_size_.lower_bound({pages, 0});

@@ -21,7 +21,7 @@ class RangeAllocator {
 
   // The first page of a run of `pages` > 0; nothing where no free run is long enough or ranges_max
   // are live.
-  std::optional<uint64_t> Take(uint64_t pages);
+  std::optional<uint64_t> Allocate(uint64_t pages);
 
   // Gives back the range that starts at `first_page`. A page that starts no live range is a bug.
   void Release(uint64_t first_page);

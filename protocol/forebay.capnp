@@ -73,7 +73,7 @@ struct AttachReply {
   sessionId @1 :UInt64;
   committedStep @2 :UInt64;
   writesInitial @3 :Bool;    # this session must write the initial parameters (Op.kWriteInitial, kInitialDone)
-  imageBytes @4 :UInt64;
+  weightsBytes @4 :UInt64;
   gradArenaBytes @5 :UInt64;    # of the whole arena: gradients, then the step region
   stepRegionOffset @6 :UInt64;  # where the StepRequest and the extra_state go
   stepRegionBytes @7 :UInt64;
@@ -88,7 +88,7 @@ interface Session {
   # The arenas and doorbells of the session, one a call.
 
   enum Kind {
-    image @0;             # read-only
+    weights @0;             # read-only
     gradArena @1;         # read and write; map it, then call mapped()
     ring @2;              # RingMemory, read and write
     commandDoorbell @3;   # eventfd the client writes
@@ -138,7 +138,7 @@ struct MemoryStatus {
 }
 
 struct ArenaStatus {
-  kind @0 :Text;       # image, state, step, staging, grad, ring, extra_state
+  kind @0 :Text;       # weights, state, step, staging, grad, ring, extra_state
   job @1 :Text;        # empty for the node's own
   rank @2 :Int32;      # -1 where it belongs to no rank
   numaNode @3 :UInt32;
@@ -173,18 +173,18 @@ struct JobStatus {
   dtype @8 :Text;
   optimizer @9 :Text;
   format @10 :Text;
-  stateBytes @11 :UInt64;    # image and states of the parameters, padding left out
+  stateBytes @11 :UInt64;    # weights and states of the parameters, padding left out
   blocks @12 :UInt32;
   residentBlocks @13 :UInt32;
   leases @14 :UInt32;
   updateReads @15 :UInt64;       # swap reads an update needed, since the job began
-  updateReadsEarly @16 :UInt64;  # of these, requested before the update waited for them
+  updateReadsPrefetched @16 :UInt64;  # of these, requested before the update waited for them
   stateReadBytes @17 :UInt64;    # swap bytes read for updates
   stateWrittenBytes @18 :UInt64;
   failed @19 :Text;              # the error that left the job unusable; empty while it is well
   groups @20 :List(Text);
   lastStepReads @21 :UInt64;         # updateReads of the newest step
-  lastStepReadsEarly @22 :UInt64;
+  lastStepReadsPrefetched @22 :UInt64;
   lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
 }

@@ -51,14 +51,14 @@ constexpr OptimizerEntry kOptimizers[] = {
 };
 
 constexpr Format kFormats[] = {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8};
-constexpr DType kImageTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr DType kWeightTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-bool Serves(Format format, DType image_dtype) {
+bool Serves(Format format, DType weights_dtype) {
   if (format == Format::kFp32) {
-    return std::find(std::begin(kImageTypes), std::end(kImageTypes), image_dtype) !=
-           std::end(kImageTypes);
+    return std::find(std::begin(kWeightTypes), std::end(kWeightTypes), weights_dtype) !=
+           std::end(kWeightTypes);
   }
-  return image_dtype == DType::kBFloat16;
+  return weights_dtype == DType::kBFloat16;
 }
 
 DType MomentType(Format format, const Moment& moment) {
@@ -67,11 +67,11 @@ DType MomentType(Format format, const Moment& moment) {
   return moment.square ? DType::kUInt8 : DType::kInt8;
 }
 
-std::vector<Plane> MakePlanes(const OptimizerEntry& entry, Format format, DType image_dtype) {
+std::vector<Plane> MakePlanes(const OptimizerEntry& entry, Format format, DType weights_dtype) {
   std::vector<Plane> planes;
   if (format != Format::kFp32) {
     planes.push_back({"remainder", DType::kInt16});
-  } else if (image_dtype != DType::kFloat32) {
+  } else if (weights_dtype != DType::kFloat32) {
     planes.push_back({"master", DType::kFloat32});
   }
   for (const Moment& moment : entry.moments) {
@@ -87,7 +87,7 @@ std::vector<Plane> MakePlanes(const OptimizerEntry& entry, Format format, DType 
 struct PlanesEntry {
   Optimizer optimizer;
   Format format;
-  DType image_dtype;
+  DType weights_dtype;
   std::vector<Plane> planes;
 };
 
@@ -95,7 +95,7 @@ std::vector<PlanesEntry> MakeAllPlanes() {
   std::vector<PlanesEntry> all;
   for (const OptimizerEntry& entry : kOptimizers) {
     for (const Format format : kFormats) {
-      for (const DType dtype : kImageTypes) {
+      for (const DType dtype : kWeightTypes) {
         if (!Serves(format, dtype)) continue;
         all.push_back({entry.optimizer, format, dtype, MakePlanes(entry, format, dtype)});
       }
@@ -181,20 +181,20 @@ absl::StatusOr<Format> FormatFromName(std::string_view name) {
                    "known: fp32, exact, bf16, int8");
 }
 
-std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype) {
+std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType weights_dtype) {
   static const std::vector<PlanesEntry> kAll = MakeAllPlanes();
   for (const PlanesEntry& entry : kAll) {
     if (entry.optimizer == optimizer && entry.format == format &&
-        entry.image_dtype == image_dtype) {
+        entry.weights_dtype == weights_dtype) {
       return entry.planes;
     }
   }
   return {};
 }
 
-uint64_t StateBytes(Optimizer optimizer, Format format, DType image_dtype, uint64_t elems) {
+uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uint64_t elems) {
   uint64_t bytes = 0;
-  for (const Plane& plane : StatePlanes(optimizer, format, image_dtype)) {
+  for (const Plane& plane : StatePlanes(optimizer, format, weights_dtype)) {
     bytes += PlaneBytes(plane, elems);
   }
   return bytes;
@@ -242,7 +242,7 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
                                     " breaks the order: groups ascend from 0 without a gap"));
     }
     if (opens_group) {
-      layout.groups_.push_back({.image_offset_bytes = 0,
+      layout.groups_.push_back({.weights_offset_bytes = 0,
                                 .elems = 0,
                                 .padded_elems = 0,
                                 .param_begin = i,
@@ -261,9 +261,9 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
   }
   for (GroupPlace& group : layout.groups_) {
     group.padded_elems = RoundUp(group.elems, pad_elems);
-    group.image_offset_bytes = layout.image_bytes_;
+    group.weights_offset_bytes = layout.weights_bytes_;
     const uint64_t group_bytes = group.padded_elems * width;
-    layout.image_bytes_ += RoundUp(group_bytes, kPageBytes);
+    layout.weights_bytes_ += RoundUp(group_bytes, kPageBytes);
     layout.largest_group_bytes_ = std::max(layout.largest_group_bytes_, group_bytes);
     layout.padded_elems_ += group.padded_elems;
   }

@@ -1,4 +1,4 @@
-// The layout of a job: which parameter lies where in its group's image, which planes its states
+// The layout of a job: which parameter lies where in its group's weights, which planes its states
 // have. Client and daemon compute it with the same functions, so that neither has to believe the
 // other.
 #pragma once
@@ -63,12 +63,12 @@ constexpr uint64_t PlaneBytes(const Plane& plane, uint64_t elems) {
   return (elems + plane.elems_per_value - 1) / plane.elems_per_value * SizeBytes(plane.dtype);
 }
 
-// The planes of (optimizer, format, dtype of the image), in the order in which they lie in a block;
+// The planes of (optimizer, format, dtype of the weights), in the order in which they lie in a block;
 // empty where the pair is not supported.
-std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType image_dtype);
+std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType weights_dtype);
 
 // Bytes of all planes for `elems` elements; 0 where the pair is not supported.
-uint64_t StateBytes(Optimizer optimizer, Format format, DType image_dtype, uint64_t elems);
+uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uint64_t elems);
 
 // What a client asks for, in the order of the model: parameters of one group are neighbours, groups
 // ascend from 0.
@@ -83,7 +83,7 @@ struct ParamSpec {
 
 struct LayoutSpec {
   uint32_t world_size = 1;
-  DType dtype = DType::kFloat32;  // of image and gradients
+  DType dtype = DType::kFloat32;  // of weights and gradients
   Optimizer optimizer = Optimizer::kAdamW;
   Format format = Format::kFp32;
   uint64_t seed = 0;  // of formats that round by drawing: bf16, int8
@@ -101,12 +101,12 @@ struct ParamPlace {
 };
 
 struct GroupPlace {
-  uint64_t image_offset_bytes;  // from the start of the image arena; a multiple of kPageBytes
+  uint64_t weights_offset_bytes;  // from the start of the weights arena; a multiple of kPageBytes
   uint64_t elems;  // up to the end of its last parameter: without padding, but that between
-                   // parameters of format int8, which is zero for ever too
+                   // parameters of format int8, which is zero permanently too
   uint64_t
       padded_elems;  // a multiple of world_size * kPartitionAlignElems (int8: kScaleElems); the padding is
-                     // zero for ever
+                     // zero permanently
   uint32_t param_begin;  // its parameters are [param_begin, param_end)
   uint32_t param_end;
 };
@@ -125,9 +125,9 @@ class Layout {
   const LayoutSpec& spec() const { return spec_; }
   std::span<const ParamPlace> params() const { return params_; }
   std::span<const GroupPlace> groups() const { return groups_; }
-  uint64_t total_elems() const { return total_elems_; }    // parameters, without padding
-  uint64_t padded_elems() const { return padded_elems_; }  // all groups
-  uint64_t image_bytes() const { return image_bytes_; }    // size of the image arena
+  uint64_t total_elems() const { return total_elems_; }      // parameters, without padding
+  uint64_t padded_elems() const { return padded_elems_; }    // all groups
+  uint64_t weights_bytes() const { return weights_bytes_; }  // size of the weights arena
   uint64_t largest_group_bytes() const { return largest_group_bytes_; }  // padded, in dtype
   uint64_t partition_elems(uint32_t group) const;                        // per rank
   uint64_t group_bytes(uint32_t group) const;                            // padded, in dtype
@@ -143,7 +143,7 @@ class Layout {
   std::vector<GroupPlace> groups_;
   uint64_t total_elems_ = 0;
   uint64_t padded_elems_ = 0;
-  uint64_t image_bytes_ = 0;
+  uint64_t weights_bytes_ = 0;
   uint64_t largest_group_bytes_ = 0;
 };
 

@@ -94,7 +94,7 @@ class RingProducer {
   }
 
   // Entries the consumer has taken out so far, by its own word, checked. Errors as Push.
-  absl::StatusOr<uint64_t> Taken() {
+  absl::StatusOr<uint64_t> ConsumedHead() {
     RETURN_IF_ERROR(Refresh());
     return head_;
   }

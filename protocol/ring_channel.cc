@@ -78,7 +78,7 @@ class RingServerChannel final : public ServerChannel {
     ASSIGN_OR_RETURN(const std::optional<Command> command, commands_.Pop());
     if (!command.has_value() || commands_.popped() - taken_ <= kRingEntries) return command;
     // The client takes a completion out before it sends more, so its index is at least this fresh.
-    ASSIGN_OR_RETURN(taken_, completions_.Taken());
+    ASSIGN_OR_RETURN(taken_, completions_.ConsumedHead());
     if (commands_.popped() - taken_ <= kRingEntries) return command;
     return MakeError(ErrorId::kRing,
                      absl::StrCat(commands_.popped() - taken_, " commands whose completions were ",

@@ -18,10 +18,10 @@ inline constexpr uint32_t kProtocolVersion = 1;
 // Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
   kWriteInitial =
-      1,             // grad arena -> image of `group`, whole padded group; only before kInitialDone
+      1,  // grad arena -> weights of `group`, whole padded group; only before kInitialDone
   kInitialDone = 2,  // every group was written: the job becomes ready
   kFetch =
-      3,  // read lease on the image of `group`; answered when its bytes are those of committed_step
+      3,  // read lease on the weights of `group`; answered when its bytes are those of committed_step
   kRelease = 4,    // gives lease `lease_id` back
   kGradReady = 5,  // contribution of this rank to `group`; the bytes are free again once answered
   kStep =
@@ -55,7 +55,7 @@ struct Completion {
   uint32_t error;           // ErrorId; 0 is success. Text and hint: Session.explain(tag)
   uint64_t committed_step;  // of the job, when the answer was written
   uint64_t lease_id;        // kFetch
-  uint64_t offset_bytes;    // kFetch: into the image arena
+  uint64_t offset_bytes;    // kFetch: into the weights arena
   uint64_t length_bytes;    // kFetch: padded group
   double norm;              // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
   uint64_t reserved;

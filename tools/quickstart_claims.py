@@ -208,7 +208,7 @@ class Evidence:
         return [self.killed.event("resume", rank)["step"] for rank in range(self.ranks)]
 
 
-def image_width(format):
+def weights_width(format):
     """Bytes of a served parameter."""
     return 4 if format == "fp32" else 2
 
@@ -326,7 +326,7 @@ def _check_size_and_memory(claims, e, s):
                 if is_plains(e.args)
                 else abs(
                     s["state_bytes"] / s["params"]
-                    - image_width(e.args.format)
+                    - weights_width(e.args.format)
                     - state_width(e.args)
                 )
                 < 0.001

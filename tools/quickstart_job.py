@@ -4,7 +4,7 @@ killed), once more in bfloat16 beside the scalar reference, checks every claim m
 writes quickstart-report/ and model.pt.
 
 Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the
-set-up and calls this.
+setup and calls this.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def inside(run, args, work, command):
 
 def dram_mib(args):
     """What leaves the same share of the states on swap as fp32 has in DRAM_MIB."""
-    saved = 4 - claims_of.image_width(args.format)
+    saved = 4 - claims_of.weights_width(args.format)
     saved += RESIDENT_SHARE * (claims_of.MOMENT_BYTES - claims_of.state_width(args))
     halved = HALVED_MIB if args.format != "fp32" else 0
     return DRAM_MIB - halved - round(saved * claims_of.PARAMS_LEAST / 2**20)

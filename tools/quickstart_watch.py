@@ -109,7 +109,7 @@ class Watch:
                         "step": job["committed_step"],
                         "dram": self.dram,
                         "updates": job["update_reads"],
-                        "early": job["update_reads_early"],
+                        "early": job["update_reads_prefetched"],
                         "rpc_calls": job["rpc_calls"],
                         "sessions": job["sessions"],
                     }

@@ -1,4 +1,4 @@
-# Set-up shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced
+# Setup shared by tools/quickstart and tools/test: packages, virtual environment, builds. Sourced
 # by bash, from the root of the checkout. Every function looks first and does only what is missing,
 # so that a second call is quick.
 
@@ -76,7 +76,7 @@ for line in open(sys.argv[1], encoding="utf-8"):
 PYTHON
 }
 
-# need_disk EXTRA_GIB WHAT: room for whatever set-up still has to make, and for EXTRA_GIB on top.
+# need_disk EXTRA_GIB WHAT: room for whatever setup still has to make, and for EXTRA_GIB on top.
 need_disk() {
   local need=$1 free reasons=$2 base
   if [[ -n $(missing_debian_packages) ]]; then

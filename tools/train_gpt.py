@@ -25,7 +25,7 @@ import train_support as support
 VOCAB = 256  # bytes
 
 
-# Parameters may be bfloat16; what is computed with them is float32, since few processors multiply
+# Parameters may be bfloat16; what is computed with them is float32, since few CPUs multiply
 # bfloat16 fast.
 
 

@@ -100,7 +100,7 @@ absl::StatusOr<UniqueFd> SealedMemfd(std::span<const std::byte> bytes) {
 AttachAnswer AnswerOf(schema::AttachReply::Reader reply) {
   AttachAnswer answer{.committed_step = reply.getCommittedStep(),
                       .writes_initial = reply.getWritesInitial(),
-                      .image_bytes = reply.getImageBytes(),
+                      .weights_bytes = reply.getWeightsBytes(),
                       .grad_arena_bytes = reply.getGradArenaBytes(),
                       .step_region_offset = reply.getStepRegionOffset(),
                       .step_region_bytes = reply.getStepRegionBytes(),
@@ -124,7 +124,8 @@ kj::Promise<absl::StatusOr<bool>> SendForOutcome(Request request) {
 
 // Copies the descriptor that came with the answer, if one came.
 template <typename Response>
-kj::Promise<absl::StatusOr<bool>> TakeDescriptor(Response& response, std::shared_ptr<UniqueFd> fd) {
+kj::Promise<absl::StatusOr<bool>> ReceiveDescriptor(Response& response,
+                                                    std::shared_ptr<UniqueFd> fd) {
   absl::Status status = StatusOf(response.getOutcome());
   auto descriptor = response.getDescriptor();
   auto arrival = descriptor.getFd();
@@ -187,7 +188,7 @@ absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const W
                                      auto request = SessionOf(peer).descriptorRequest();
                                      request.setKind(kind);
                                      return request.send().then([fd](auto&& response) {
-                                       return TakeDescriptor(response, fd);
+                                       return ReceiveDescriptor(response, fd);
                                      });
                                    })
                       .status());

@@ -35,7 +35,7 @@ struct AttachCall {
 struct AttachAnswer {
   uint64_t committed_step = 0;
   bool writes_initial = false;
-  uint64_t image_bytes = 0;
+  uint64_t weights_bytes = 0;
   uint64_t grad_arena_bytes = 0;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;

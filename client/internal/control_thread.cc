@@ -136,7 +136,7 @@ void ControlThread::Post(Request request) {
   protocol::RingDoorbell(wake_fd_.get());
 }
 
-std::deque<ControlThread::Request> ControlThread::TakeRequests() {
+std::deque<ControlThread::Request> ControlThread::DrainRequests() {
   protocol::DrainDoorbell(wake_fd_.get());
   const protocol::MutexLock lock(mutex_);
   return std::exchange(requests_, {});
@@ -196,7 +196,7 @@ void ControlThread::Serve() {
   std::map<uint64_t, Running> running;
   std::vector<uint64_t> finished;  // dropped at the next turn: a promise cannot drop itself
   for (bool stop = false; !stop;) {
-    std::deque<Request> requests = TakeRequests();
+    std::deque<Request> requests = DrainRequests();
     for (const uint64_t id : std::exchange(finished, {})) running.erase(id);
     for (Request& request : requests) {
       switch (request.kind) {

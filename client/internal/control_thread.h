@@ -83,7 +83,7 @@ class ControlThread {
 
   absl::Status Run(const std::string& what, const WaitLimits& limits, StartCall start);
   void Post(Request request);
-  std::deque<Request> TakeRequests();
+  std::deque<Request> DrainRequests();
   void Loop();
   void Serve();
   static void Finish(CallState& state, absl::Status status);

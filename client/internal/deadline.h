@@ -11,7 +11,7 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // A timeout below zero is zero; one beyond a year is for ever.
+  // A timeout below zero is zero; one beyond a year is permanently.
   static Deadline After(std::chrono::milliseconds timeout) {
     constexpr std::chrono::milliseconds kForEver = std::chrono::hours(24 * 365);
     const auto bounded = std::clamp(timeout, std::chrono::milliseconds(0), kForEver);

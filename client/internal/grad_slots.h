@@ -24,11 +24,11 @@ class GradSlots {
   explicit GradSlots(const Options& options) : options_(options) {}
 
   // An open range, or nothing: then waiting for busy ranges helps only where FitsWithoutBusy().
-  std::optional<uint64_t> TakeOpen(uint64_t size_bytes);
+  std::optional<uint64_t> AllocateOpen(uint64_t size_bytes);
   bool FitsWithoutBusy(uint64_t size_bytes) const;
 
   // A busy range, or nothing while other busy ranges are in its way.
-  std::optional<uint64_t> TakeBusy(uint64_t size_bytes);
+  std::optional<uint64_t> AllocateBusy(uint64_t size_bytes);
 
   void Deliver(uint64_t offset_bytes);  // an open range becomes busy
   void Free(uint64_t offset_bytes);

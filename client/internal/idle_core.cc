@@ -12,7 +12,7 @@ namespace forebay::client::internal {
 IdleCore::IdleCore() : loadavg_(::open("/proc/loadavg", O_RDONLY | O_CLOEXEC)) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof(set), &set) == 0) processors_ = CPU_COUNT(&set);
+  if (::sched_getaffinity(0, sizeof(set), &set) == 0) cpus_ = CPU_COUNT(&set);
 }
 
 bool IdleCore::Any() {
@@ -22,7 +22,7 @@ bool IdleCore::Any() {
   std::array<char, 128> line{};
   const ssize_t got = ::pread(loadavg_.get(), line.data(), line.size() - 1, 0);
   const int runnable = got > 0 ? RunnableThreads(line.data()) : -1;
-  any_ = runnable >= 0 && runnable < processors_;
+  any_ = runnable >= 0 && runnable < cpus_;
   return any_;
 }
 

@@ -7,7 +7,7 @@
 
 namespace forebay::client::internal {
 
-// Compares the kernel's count of runnable threads with the processors this process may use.
+// Compares the kernel's count of runnable threads with the CPUs this process may use.
 //
 // Limits   Reads /proc/loadavg at most every 10 ms; false where it cannot be read.
 // Threads  One at a time.
@@ -19,7 +19,7 @@ class IdleCore {
 
  private:
   protocol::UniqueFd loadavg_;
-  int processors_ = 1;
+  int cpus_ = 1;
   bool any_ = false;
   std::chrono::steady_clock::time_point next_look_{};
 };

@@ -35,20 +35,20 @@ void ZeroGaps(const protocol::Layout& layout, uint32_t group, std::span<std::byt
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Create(Options options) {
   const uint64_t largest = options.layout->largest_group_bytes();
-  const uint64_t image_bytes = options.image->bytes().size();
+  const uint64_t weights_bytes = options.weights->bytes().size();
   const uint64_t grad_bytes = options.grad->bytes().size();
-  if (image_bytes < options.layout->image_bytes() || options.step_region_offset < largest ||
+  if (weights_bytes < options.layout->weights_bytes() || options.step_region_offset < largest ||
       options.step_region_offset > grad_bytes ||
       options.step_region_bytes > grad_bytes - options.step_region_offset) {
     return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("the daemon's arenas do not fit the layout: image ", image_bytes,
-                                  " bytes, gradients ", options.step_region_offset, " of ",
-                                  grad_bytes, ", step region ", options.step_region_bytes));
+                     absl::StrCat("the daemon's arenas do not fit the layout: weights ",
+                                  weights_bytes, " bytes, gradients ", options.step_region_offset,
+                                  " of ", grad_bytes, ", step region ", options.step_region_bytes));
   }
   std::unique_ptr<Session> session(new Session(std::move(options)));
   const Options& own = session->options_;
-  ASSIGN_OR_RETURN(session->image_registration_,
-                   own.device->Register(own.image->bytes(), gpu::HostAccess::kRead));
+  ASSIGN_OR_RETURN(session->weights_registration_,
+                   own.device->Register(own.weights->bytes(), gpu::HostAccess::kRead));
   ASSIGN_OR_RETURN(session->grad_registration_,
                    own.device->Register(own.grad->bytes(), gpu::HostAccess::kReadWrite));
   ASSIGN_OR_RETURN(session->stream_, own.device->MakeStream());
@@ -72,13 +72,13 @@ absl::Status Session::CheckGroup(uint32_t group) const {
   return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups));
 }
 
-absl::Status Session::TakeKeptReleaseError() {
+absl::Status Session::DrainKeptReleaseError() {
   return std::exchange(kept_release_error_, absl::OkStatus());
 }
 
-absl::Status Session::TakeKeptErrors() {
+absl::Status Session::DrainKeptErrors() {
   RETURN_IF_ERROR(port_.Poll());
-  RETURN_IF_ERROR(TakeKeptReleaseError());
+  RETURN_IF_ERROR(DrainKeptReleaseError());
   return kept_grad_error_;
 }
 
@@ -158,7 +158,7 @@ absl::StatusOr<BusyRange> Session::WaitForRange(uint64_t size_bytes, const WaitL
   std::optional<uint64_t> offset;
   RETURN_IF_ERROR(port_.Wait(
       [&] {
-        if (!offset.has_value()) offset = slots_.TakeBusy(size_bytes);
+        if (!offset.has_value()) offset = slots_.AllocateBusy(size_bytes);
         return offset.has_value();
       },
       limits));
@@ -206,10 +206,10 @@ absl::StatusOr<Lease> Session::Fetch(uint32_t group, Timeout timeout) {
   const Stopwatch stopwatch(gauge_.wait_ns_fetch);
   RETURN_IF_ERROR(CheckGroup(group));
   RETURN_IF_ERROR(port_.Poll());
-  RETURN_IF_ERROR(TakeKeptReleaseError());
+  RETURN_IF_ERROR(DrainKeptReleaseError());
   ASSIGN_OR_RETURN(const Completion completion,
                    Ask(MakeCommand(Op::kFetch, group), nullptr, Limits(timeout)));
-  const uint64_t offset = options_.layout->groups()[group].image_offset_bytes;
+  const uint64_t offset = options_.layout->groups()[group].weights_offset_bytes;
   const uint64_t size = options_.layout->group_bytes(group);
   if (completion.offset_bytes != offset || completion.length_bytes != size) {
     return MakeError(ErrorId::kProtocol,
@@ -220,7 +220,7 @@ absl::StatusOr<Lease> Session::Fetch(uint32_t group, Timeout timeout) {
   gauge_.fetched_bytes += size;
   return Lease{.id = completion.lease_id,
                .group = group,
-               .bytes = options_.image->bytes().subspan(offset, size)};
+               .bytes = options_.weights->bytes().subspan(offset, size)};
 }
 
 absl::Status Session::Release(const Lease& lease) {
@@ -229,7 +229,7 @@ absl::Status Session::Release(const Lease& lease) {
   Command command = MakeCommand(Op::kRelease, lease.group);
   command.lease_id = lease.id;
   RETURN_IF_ERROR(Post(command, Limits(options_.timeout)));
-  return TakeKeptReleaseError();
+  return DrainKeptReleaseError();
 }
 
 // ---------------------------------------- gradients
@@ -239,7 +239,7 @@ absl::StatusOr<std::span<std::byte>> Session::GradSlot(uint32_t group, GradFill 
   const Stopwatch stopwatch(gauge_.wait_ns_grad);
   RETURN_IF_ERROR(CheckGroup(group));
   RETURN_IF_ERROR(port_.PollAlive());
-  RETURN_IF_ERROR(TakeKeptErrors());
+  RETURN_IF_ERROR(DrainKeptErrors());
   const auto found = open_.find(group);
   if (found != open_.end()) return found->second.bytes;
   ASSIGN_OR_RETURN(OpenSlot slot, MakeSlot(group, Limits(timeout)));
@@ -257,11 +257,11 @@ absl::StatusOr<std::span<std::byte>> Session::GradSlot(uint32_t group, GradFill 
 
 absl::StatusOr<Session::OpenSlot> Session::MakeSlot(uint32_t group, const WaitLimits& limits) {
   const uint64_t size_bytes = options_.layout->group_bytes(group);
-  std::optional<uint64_t> offset = slots_.TakeOpen(size_bytes);
+  std::optional<uint64_t> offset = slots_.AllocateOpen(size_bytes);
   if (!offset.has_value() && slots_.FitsWithoutBusy(size_bytes)) {
     RETURN_IF_ERROR(port_.Wait(
         [&] {
-          if (!offset.has_value()) offset = slots_.TakeOpen(size_bytes);
+          if (!offset.has_value()) offset = slots_.AllocateOpen(size_bytes);
           return offset.has_value();
         },
         limits));
@@ -286,7 +286,7 @@ std::shared_ptr<const void> Session::grad_owner(uint32_t group) const {
 absl::Status Session::GradReady(uint32_t group) {
   const Stopwatch stopwatch(gauge_.wait_ns_grad);
   RETURN_IF_ERROR(CheckGroup(group));
-  RETURN_IF_ERROR(TakeKeptErrors());
+  RETURN_IF_ERROR(DrainKeptErrors());
   const auto found = open_.find(group);
   if (found == open_.end()) {
     return MakeError(ErrorId::kNotReady,

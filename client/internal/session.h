@@ -46,7 +46,7 @@ class Session {
   struct Options {
     std::shared_ptr<const protocol::Layout> layout;
     CommandPort::Options port;
-    std::shared_ptr<Mapping> image;
+    std::shared_ptr<Mapping> weights;
     std::shared_ptr<Mapping> grad;  // gradients, then the step region
     uint64_t step_region_offset = 0;
     uint64_t step_region_bytes = 0;
@@ -99,8 +99,8 @@ class Session {
   uint64_t committed_step() const { return gauge_.committed_step; }
   absl::Status CheckGroup(uint32_t group) const;
   absl::Status
-  TakeKeptErrors();  // the release error, once; the gradient error for as long as it is kept
-  absl::Status TakeKeptReleaseError();
+  DrainKeptErrors();  // the release error, once; the gradient error for as long as it is kept
+  absl::Status DrainKeptReleaseError();
 
   // Sends, waits, returns the completion. On giving up it leaves the answer to arrive later, and
   // `range`, where there is one, to be freed then.
@@ -127,7 +127,7 @@ class Session {
 
   Options options_;
   SessionGauge& gauge_;
-  std::unique_ptr<gpu::HostRegistration> image_registration_;
+  std::unique_ptr<gpu::HostRegistration> weights_registration_;
   std::unique_ptr<gpu::HostRegistration> grad_registration_;
   std::unique_ptr<gpu::Stream> stream_;
   CommandPort port_;

@@ -59,7 +59,7 @@ absl::StatusOr<StepResult> Session::Step(uint64_t t,
                                          double max_grad_norm,
                                          std::span<const std::byte> extra_state, Timeout timeout) {
   const Stopwatch stopwatch(gauge_.wait_ns_step);
-  const absl::Status kept = TakeKeptErrors();
+  const absl::Status kept = DrainKeptErrors();
   // What is not finite the daemon also knows: its answer frees every rank to repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   ASSIGN_OR_RETURN(std::vector<std::byte> request,

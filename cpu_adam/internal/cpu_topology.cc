@@ -67,7 +67,7 @@ int CountCores(const Topology& topology, const Bitmap& set) {
 absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted) {
   const Topology topology = LoadTopology();
   if (topology == nullptr) {
-    return MakeError(ErrorId::kInternal, "hwloc cannot read this machine's processors");
+    return MakeError(ErrorId::kInternal, "hwloc cannot read this machine's CPUs");
   }
   const Bitmap set = Allowed(topology);
   if (!wanted.empty()) {

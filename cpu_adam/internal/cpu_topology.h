@@ -1,4 +1,4 @@
-// Which processors a team of threads may use, and how many cores they are.
+// Which CPUs a pool of threads may use, and how many cores they are.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@ struct CpuSet {
   int cores = 1;          // physical cores they belong to
 };
 
-// The processors of a NUMA node (-1: of the machine), or exactly `wanted` where it is not empty; in
+// The CPUs of a NUMA node (-1: of the machine), or exactly `wanted` where it is not empty; in
 // either case only those this process may run on.
 //
 // Errors  E_OPTION    no such node or processor, or none for this process; names what there is.

@@ -17,8 +17,8 @@ inline constexpr int32_t kBf16BadBits = 0x7F7F8000;
 inline constexpr int32_t kFp16BadBits = 0x477FF000;
 
 // What the draws and codes of update_kernel.h are made of.
-inline constexpr uint32_t kElemStep = 0x9E3779B9u, kFirstDraw = 0x846CA68Bu,
-                          kThirdDraw = 0x9E3779B1u;
+inline constexpr uint32_t kElemStep = 0x9E3779B9u, kFirstRounding = 0x846CA68Bu,
+                          kThirdRounding = 0x9E3779B1u;
 inline constexpr float kRootLimit = 1.8e19f;  // whose square is finite
 // A little more than 1/127 and 1/255: the largest moment never rounds up past the last code.
 inline constexpr float kLinearUnit = 1.000001f / 127, kRootUnit = 1.000001f / 255;

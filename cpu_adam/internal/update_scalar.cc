@@ -88,40 +88,40 @@ bool Splits(StateFormat format) {
 }
 
 uint32_t LoadMaster(StateFormat format, const StatePlanes& from, size_t i) {
-  if (format == StateFormat::kFp32) return BitsOf(static_cast<const float*>(from.image)[i]);
+  if (format == StateFormat::kFp32) return BitsOf(static_cast<const float*>(from.weights)[i]);
   if (!Splits(format)) return BitsOf(from.master[i]);
-  const uint16_t image = static_cast<const uint16_t*>(from.image)[i];
-  return (uint32_t{image} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
+  const uint16_t weights = static_cast<const uint16_t*>(from.weights)[i];
+  return (uint32_t{weights} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
 
 // Returns 1 where the master is bad.
 uint64_t StoreMaster(StateFormat format, const StatePlanes& to, size_t i, uint32_t bits) {
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
   if (format == StateFormat::kFp32) {
-    static_cast<float*>(to.image)[i] = FloatOf(bits);
+    static_cast<float*>(to.weights)[i] = FloatOf(bits);
     return magnitude >= kFp32BadBits ? 1 : 0;
   }
   if (!Splits(format)) to.master[i] = FloatOf(bits);
   if (format == StateFormat::kFp32Fp16) {
-    static_cast<uint16_t*>(to.image)[i] = RoundToFp16(bits);
+    static_cast<uint16_t*>(to.weights)[i] = RoundToFp16(bits);
     return magnitude >= kFp16BadBits ? 1 : 0;
   }
-  const auto image = static_cast<uint16_t>((bits + 0x8000) >> 16);
-  static_cast<uint16_t*>(to.image)[i] = image;
-  if (Splits(format)) to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{image} << 16));
+  const auto weights = static_cast<uint16_t>((bits + 0x8000) >> 16);
+  static_cast<uint16_t*>(to.weights)[i] = weights;
+  if (Splits(format)) to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
   return magnitude >= kBf16BadBits ? 1 : 0;
 }
 
 // --------------------------------------------------------------------------------------- the moments
 
 uint32_t Hash(const StepScalars& k, uint32_t elem) {
-  const uint32_t x = elem * kElemStep + k.draw_key[0];
+  const uint32_t x = elem * kElemStep + k.rounding_key[0];
   return x ^ (x >> 16);
 }
 
-// The draw of a moment, of so many bits.
-uint32_t Draw(const StepScalars& k, uint32_t hash, size_t moment, int bits) {
-  const uint32_t factors[kMomentsMax] = {kFirstDraw, k.draw_key[1] | 1, kThirdDraw};
+// The rounding_bits of a moment, of so many bits.
+uint32_t RoundingBits(const StepScalars& k, uint32_t hash, size_t moment, int bits) {
+  const uint32_t factors[kMomentsMax] = {kFirstRounding, k.rounding_key[1] | 1, kThirdRounding};
   return (hash * factors[moment]) >> (32 - bits);
 }
 
@@ -182,7 +182,8 @@ void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begi
   auto* const codes = static_cast<uint8_t*>(to.moments[kIndex]);
   for (size_t i = 0; i < kGroupElems; ++i) {
     const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
-    const uint32_t zero = (kSquare ? kRootZeroBits : kLinearZeroBits) | Draw(k, hash, kIndex, 15);
+    const uint32_t zero =
+        (kSquare ? kRootZeroBits : kLinearZeroBits) | RoundingBits(k, hash, kIndex, 15);
     const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
     codes[CodeAt(begin + i)] = kSquare ? byte : byte ^ 0x80;
   }
@@ -205,7 +206,7 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
       const float moment = elements[i].moments[j];
       if constexpr (kFormat == StateFormat::kBf16) {
         static_cast<uint16_t*>(to.moments[j])[begin + i] =
-            static_cast<uint16_t>((BitsOf(moment) + Draw(k, hash, j, 16)) >> 16);
+            static_cast<uint16_t>((BitsOf(moment) + RoundingBits(k, hash, j, 16)) >> 16);
       } else {
         static_cast<float*>(to.moments[j])[begin + i] = moment;
       }

@@ -128,30 +128,30 @@ struct LiveConnection {
 class Acceptor final : private kj::TaskSet::ErrorHandler {
  public:
   Acceptor(kj::AsyncIoContext& io, ControlPlaneOptions& options, LoopInbox& inbox,
-           ControlOutbox& outbox, kj::Own<kj::PromiseFulfiller<void>> stop)
+           ControlQueue& replies, kj::Own<kj::PromiseFulfiller<void>> stop)
       : port_(io.unixEventPort),
         timer_(io.provider->getTimer()),
         listener_(io.lowLevelProvider->wrapListenSocketFd(
             options.listener.Release(), kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP)),
         closings_(*this),
         context_{.inbox = inbox,
-                 .outbox = outbox,
+                 .replies = replies,
                  .tasks = closings_,
                  .socket_path = options.socket_path,
                  .stop = kj::mv(stop)},
-        answers_(port_, outbox.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
+        answers_(port_, replies.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         connections_(*this) {
     connections_.add(AcceptNext());
-    connections_.add(TakeAnswers());
+    connections_.add(DrainAnswers());
   }
 
  private:
   // The observer is armed before the queue is emptied: what comes in between wakes it again.
-  kj::Promise<void> TakeAnswers() {
+  kj::Promise<void> DrainAnswers() {
     auto next = answers_.whenBecomesReadable();
-    protocol::DrainDoorbell(context_.outbox.fd());
-    for (ControlCall& call : context_.outbox.TakeAll()) call(context_);
-    return next.then([this] { return TakeAnswers(); });
+    protocol::DrainDoorbell(context_.replies.fd());
+    for (ControlCall& call : context_.replies.DrainAll()) call(context_);
+    return next.then([this] { return DrainAnswers(); });
   }
 
   kj::Promise<void> AcceptNext() {
@@ -201,7 +201,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
 
   kj::Promise<void> HelloDeadline(const std::shared_ptr<Connection>& connection) {
     return timer_.afterDelay(kHelloSeconds * kj::SECONDS).then([connection]() -> kj::Promise<void> {
-      if (connection->greeted) return kj::NEVER_DONE;
+      if (connection->handshake_done) return kj::NEVER_DONE;
       spdlog::warn("process {} did not say hello within {} s", connection->pid, kHelloSeconds);
       return kj::READY_NOW;
     });
@@ -223,25 +223,25 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
 }  // namespace
 
 struct ControlPlane::State {
-  explicit State(ControlOutbox& queue) : outbox(queue) {}
+  explicit State(ControlQueue& queue) : replies(queue) {}
 
-  ControlOutbox& outbox;
+  ControlQueue& replies;
   std::thread thread;
 };
 
 absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneOptions options,
                                                                    LoopInbox& inbox,
-                                                                   ControlOutbox& outbox) {
-  auto state = std::make_unique<State>(outbox);
+                                                                   ControlQueue& replies) {
+  auto state = std::make_unique<State>(replies);
   std::promise<absl::Status> started;
   std::future<absl::Status> outcome = started.get_future();
   state->thread = std::thread(
-      [options = std::move(options), &inbox, &outbox, started = std::move(started)]() mutable {
+      [options = std::move(options), &inbox, &replies, started = std::move(started)]() mutable {
         const auto exception = kj::runCatchingExceptions([&] {
           kj::AsyncIoContext io = kj::setupAsyncIo();
           io.waitScope.setBusyPollInterval(kEventsPerTurn);
           auto stop = kj::newPromiseAndFulfiller<void>();
-          Acceptor acceptor(io, options, inbox, outbox, kj::mv(stop.fulfiller));
+          Acceptor acceptor(io, options, inbox, replies, kj::mv(stop.fulfiller));
           started.set_value(absl::OkStatus());
           stop.promise.wait(io.waitScope);
         });
@@ -268,7 +268,7 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> ControlPlane::Create(ControlPlaneO
 ControlPlane::ControlPlane(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 ControlPlane::~ControlPlane() {
-  FOREBAY_CHECK(state_->outbox.Push([](ControlContext& context) { context.stop->fulfill(); }));
+  FOREBAY_CHECK(state_->replies.Push([](ControlContext& context) { context.stop->fulfill(); }));
   state_->thread.join();
 }
 

@@ -25,10 +25,10 @@ inline constexpr size_t kInboxCapacity = kCallsWaitingMax + 2 * kSessionsMax;
 // race detector sees the lock inside its library; this queue's it sees.
 struct ControlContext;
 using ControlCall = absl::AnyInvocable<void(ControlContext&)>;
-using ControlOutbox = LoopQueue<ControlCall>;
+using ControlQueue = LoopQueue<ControlCall>;
 
 // Answers: one for each call that waits (kCallsWaitingMax at most, taken or not), two a session.
-inline constexpr size_t kOutboxCapacity = 4 * kInboxCapacity;
+inline constexpr size_t kControlQueueCapacity = 4 * kInboxCapacity;
 
 struct ControlPlaneOptions {
   protocol::UniqueFd listener;  // bound and listening
@@ -41,7 +41,7 @@ class ControlPlane {
   // Both queues outlive the loop thread.
   static absl::StatusOr<std::unique_ptr<ControlPlane>> Create(ControlPlaneOptions options,
                                                               LoopInbox& inbox,
-                                                              ControlOutbox& outbox);
+                                                              ControlQueue& replies);
 
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;

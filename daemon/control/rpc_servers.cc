@@ -31,11 +31,11 @@ absl::Status Overloaded() {
                    "wait, then retry");
 }
 
-absl::Status NotGreeted() {
+absl::Status HandshakeMissing() {
   return MakeError(ErrorId::kProtocol, "the first call of a connection is hello");
 }
 
-// Asks the loop: `ask(shell, answer)` calls `answer(value)` at once or later. `refused` where the
+// Asks the loop: `ask(executor, answer)` calls `answer(value)` at once or later. `refused` where the
 // loop takes no more. Values come as kj::Own: within a kj promise g++ 12 believes others
 // uninitialized.
 template <typename Value, typename Ask>
@@ -43,7 +43,7 @@ kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask 
   if (context.waiters.size() >= kCallsWaitingMax) return kj::heap<Value>(std::move(refused));
   auto reply = context.Expect<Value>();
   LoopCall call = [ask = std::move(ask), answer = std::move(reply.answer)](
-                      NodeShell& shell) mutable { ask(shell, std::move(answer)); };
+                      Executor& executor) mutable { ask(executor, std::move(answer)); };
   if (!context.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
     context.waiters.erase(reply.waiter);
     return kj::heap<Value>(std::move(refused));
@@ -85,8 +85,8 @@ absl::StatusOr<std::shared_ptr<const protocol::Layout>> ReadLayout(int fd, uint6
 
 int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
   switch (kind) {
-    case schema::Session::Kind::IMAGE:
-      return fds.image.get();
+    case schema::Session::Kind::WEIGHTS:
+      return fds.weights.get();
     case schema::Session::Kind::GRAD_ARENA:
       return fds.grad.get();
     case schema::Session::Kind::RING:
@@ -106,7 +106,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setSessionId(session);
   reply.setCommittedStep(answer.committed_step);
   reply.setWritesInitial(answer.writes_initial);
-  reply.setImageBytes(answer.image_bytes);
+  reply.setWeightsBytes(answer.weights_bytes);
   reply.setGradArenaBytes(answer.grad_arena_bytes);
   reply.setStepRegionOffset(answer.step_region_offset);
   reply.setStepRegionBytes(answer.step_region_bytes);
@@ -138,8 +138,8 @@ class SessionServer final : public schema::Session::Server {
     context.allowCancellation();
     Count();
     return AskLoop<absl::Status>(handle_->context, Overloaded(),
-                                 [id = handle_->id()](NodeShell& shell, auto answer) mutable {
-                                   answer(shell.Mapped(id));
+                                 [id = handle_->id()](Executor& executor, auto answer) mutable {
+                                   answer(executor.Mapped(id));
                                  })
         .then([context](kj::Own<absl::Status> status) mutable {
           SetOutcome(*status, context.getResults().initOutcome());
@@ -150,10 +150,11 @@ class SessionServer final : public schema::Session::Server {
     context.allowCancellation();
     Count();
     const uint64_t tag = context.getParams().getTag();
-    return AskLoop<absl::Status>(handle_->context, Overloaded(),
-                                 [id = handle_->id(), tag](NodeShell& shell, auto answer) mutable {
-                                   answer(shell.Explain(id, tag));
-                                 })
+    return AskLoop<absl::Status>(
+               handle_->context, Overloaded(),
+               [id = handle_->id(), tag](Executor& executor, auto answer) mutable {
+                 answer(executor.Explain(id, tag));
+               })
         .then([context](kj::Own<absl::Status> status) mutable {
           SetOutcome(*status, context.getResults().initOutcome());
         });
@@ -194,11 +195,11 @@ class AdminServer final : public schema::Admin::Server {
 
   kj::Promise<void> status(StatusContext context) override {
     context.allowCancellation();
-    return AskLoop<NodePicture>(
-               *connection_->context, NodePicture{},
-               [](NodeShell& shell, auto answer) mutable { answer(shell.Picture()); })
-        .then([this, context](kj::Own<NodePicture> picture) mutable {
-          FillStatus(*picture, connection_->context->socket_path, connection_->context->rpc_calls,
+    return AskLoop<NodeSnapshot>(
+               *connection_->context, NodeSnapshot{},
+               [](Executor& executor, auto answer) mutable { answer(executor.Snapshot()); })
+        .then([this, context](kj::Own<NodeSnapshot> snapshot) mutable {
+          FillStatus(*snapshot, connection_->context->socket_path, connection_->context->rpc_calls,
                      context.getResults().initStatus());
         });
   }
@@ -208,8 +209,8 @@ class AdminServer final : public schema::Admin::Server {
     std::string job = TextOf(context.getParams().getJob());
     using Events = absl::StatusOr<std::vector<TimedEvent>>;
     return AskLoop<Events>(*connection_->context, Events(Overloaded()),
-                           [job = std::move(job)](NodeShell& shell, auto answer) mutable {
-                             answer(shell.Trace(job));
+                           [job = std::move(job)](Executor& executor, auto answer) mutable {
+                             answer(executor.Trace(job));
                            })
         .then([context](kj::Own<Events> events) mutable {
           auto results = context.getResults();
@@ -224,8 +225,8 @@ class AdminServer final : public schema::Admin::Server {
     std::string job = TextOf(context.getParams().getJob());
     return AskLoop<absl::Status>(*connection_->context, Overloaded(),
                                  [job = std::move(job), uid = connection_->uid](
-                                     NodeShell& shell, auto answer) mutable {
-                                   shell.DeleteJob(std::move(job), uid, std::move(answer));
+                                     Executor& executor, auto answer) mutable {
+                                   executor.DeleteJob(std::move(job), uid, std::move(answer));
                                  })
         .then([context](kj::Own<absl::Status> status) mutable {
           SetOutcome(*status, context.getResults().initOutcome());
@@ -256,13 +257,13 @@ class NodeServer final : public schema::Node::Server {
                  outcome);
       return kj::READY_NOW;
     }
-    connection_->greeted = true;
+    connection_->handshake_done = true;
     return kj::READY_NOW;
   }
 
   kj::Promise<void> attach(AttachContext context) override {
     context.allowCancellation();
-    if (!connection_->greeted) return Refuse(context, NotGreeted());
+    if (!connection_->handshake_done) return Refuse(context, HandshakeMissing());
     auto layout = context.getParams().getLayout();
     return layout.getFd().then([this, context, layout](kj::Maybe<int> fd) mutable {
       KJ_IF_MAYBE (layout_fd, fd) {
@@ -275,8 +276,8 @@ class NodeServer final : public schema::Node::Server {
 
   kj::Promise<void> admin(AdminContext context) override {
     auto results = context.getResults();
-    if (!connection_->greeted) {
-      SetOutcome(NotGreeted(), results.initOutcome());
+    if (!connection_->handshake_done) {
+      SetOutcome(HandshakeMissing(), results.initOutcome());
       return kj::READY_NOW;
     }
     results.initOutcome();
@@ -313,16 +314,17 @@ class NodeServer final : public schema::Node::Server {
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
-    LoopCall call = [wish = AttachRequested{.session = handle->id(),
-                                            .uid = connection_->uid,
-                                            .job = TextOf(request.getJob()),
-                                            .rank = request.getRank(),
-                                            .grad_arena_bytes = request.getGradArenaBytes(),
-                                            .extra_state_bytes = request.getExtraStateBytes(),
-                                            .layout = *std::move(layout)},
+    LoopCall call = [request = AttachRequested{.session = handle->id(),
+                                               .uid = connection_->uid,
+                                               .job = TextOf(request.getJob()),
+                                               .rank = request.getRank(),
+                                               .grad_arena_bytes = request.getGradArenaBytes(),
+                                               .extra_state_bytes = request.getExtraStateBytes(),
+                                               .layout = *std::move(layout)},
                      answer = std::move(answered.answer),
-                     close = std::move(closed.answer)](NodeShell& shell) mutable {
-      shell.Attach(std::move(wish), {.answered = std::move(answer), .closed = std::move(close)});
+                     close = std::move(closed.answer)](Executor& executor) mutable {
+      executor.Attach(std::move(request),
+                      {.answered = std::move(answer), .closed = std::move(close)});
     };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();
@@ -383,7 +385,7 @@ SessionHandle::~SessionHandle() { End(EndCause::kLost); }
 void SessionHandle::End(EndCause cause) {
   if (ended_) return;
   ended_ = true;
-  LoopCall call = [id = id_, cause](NodeShell& shell) { shell.End(id, cause); };
+  LoopCall call = [id = id_, cause](Executor& executor) { executor.End(id, cause); };
   FOREBAY_CHECK(context.inbox.Push(std::move(call)));  // room for kSessionsMax of these is kept
 }
 

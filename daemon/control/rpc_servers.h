@@ -44,7 +44,7 @@ class ValueWaiter final : public Waiter {
 // What all connections share.
 struct ControlContext {
   LoopInbox& inbox;
-  ControlOutbox& outbox;
+  ControlQueue& replies;
   kj::TaskSet& tasks;
   std::string socket_path;
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
@@ -74,7 +74,7 @@ struct ControlContext {
     auto paf = kj::newPromiseAndFulfiller<kj::Own<Value>>();
     const uint64_t waiter = next_waiter++;
     waiters.emplace(waiter, std::make_unique<ValueWaiter<Value>>(kj::mv(paf.fulfiller)));
-    auto answer = [queue = &outbox, waiter](Value value) {
+    auto answer = [queue = &replies, waiter](Value value) {
       Unshare(value);
       ControlCall call = [waiter, value = std::move(value)](ControlContext& here) mutable {
         const auto node = here.waiters.extract(waiter);
@@ -92,7 +92,7 @@ struct Connection {
   ControlContext* context = nullptr;
   uint32_t uid = 0;
   int32_t pid = 0;
-  bool greeted = false;  // hello was called with our version
+  bool handshake_done = false;  // hello was called with our version
   std::vector<std::weak_ptr<SessionHandle>> sessions;
   kj::Own<kj::PromiseFulfiller<void>> close;  // fulfil it to close the connection
 };

@@ -18,16 +18,16 @@ constexpr size_t kEventNameBytesMax = 48;
 
 std::string Text(std::string_view text) { return std::string(text); }
 
-void FillMemory(const NodePicture& picture, schema::MemoryStatus::Builder memory) {
-  memory.setLimitBytes(picture.node.dram_limit_bytes);
-  memory.setUsedBytes(picture.memory.used_bytes);
-  memory.setPrivateBytes(picture.memory.private_bytes);
-  memory.setLockedBytes(picture.memory.locked_bytes);
-  memory.setHugeBytes(picture.memory.huge_bytes);
-  memory.setPeakBytes(picture.memory.peak_bytes);
-  auto arenas = memory.initArenas(static_cast<unsigned>(picture.arenas.size()));
+void FillMemory(const NodeSnapshot& snapshot, schema::MemoryStatus::Builder memory) {
+  memory.setLimitBytes(snapshot.node.dram_limit_bytes);
+  memory.setUsedBytes(snapshot.memory.used_bytes);
+  memory.setPrivateBytes(snapshot.memory.private_bytes);
+  memory.setLockedBytes(snapshot.memory.locked_bytes);
+  memory.setHugeBytes(snapshot.memory.huge_bytes);
+  memory.setPeakBytes(snapshot.memory.peak_bytes);
+  auto arenas = memory.initArenas(static_cast<unsigned>(snapshot.arenas.size()));
   for (unsigned i = 0; i < arenas.size(); ++i) {
-    const ArenaLine& line = picture.arenas[i];
+    const ArenaLine& line = snapshot.arenas[i];
     arenas[i].setKind(Name(line.owner.kind));
     arenas[i].setJob(line.owner.job.c_str());
     arenas[i].setRank(line.owner.rank);
@@ -38,21 +38,21 @@ void FillMemory(const NodePicture& picture, schema::MemoryStatus::Builder memory
   }
 }
 
-void FillSwap(const SwapPathPicture& picture, schema::SwapPathStatus::Builder swap) {
-  swap.setPath(picture.path.c_str());
-  swap.setCapacityBytes(picture.stats.capacity_bytes);
-  swap.setUsedBytes(picture.stats.allocated_bytes);
-  swap.setReadBytes(picture.stats.read_bytes);
-  swap.setWrittenBytes(picture.stats.written_bytes);
-  swap.setReadOps(picture.stats.reads);
-  swap.setWriteOps(picture.stats.writes);
-  swap.setErrors(picture.stats.errors);
-  swap.setRetries(picture.stats.retries);
+void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder swap) {
+  swap.setPath(snapshot.path.c_str());
+  swap.setCapacityBytes(snapshot.stats.capacity_bytes);
+  swap.setUsedBytes(snapshot.stats.allocated_bytes);
+  swap.setReadBytes(snapshot.stats.read_bytes);
+  swap.setWrittenBytes(snapshot.stats.written_bytes);
+  swap.setReadOps(snapshot.stats.reads);
+  swap.setWriteOps(snapshot.stats.writes);
+  swap.setErrors(snapshot.stats.errors);
+  swap.setRetries(snapshot.stats.retries);
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }
 
-void FillJob(const JobPicture& picture, schema::JobStatus::Builder job) {
-  const JobView& view = picture.view;
+void FillJob(const JobSnapshot& snapshot, schema::JobStatus::Builder job) {
+  const JobView& view = snapshot.view;
   const protocol::LayoutSpec& spec = view.layout->spec();
   job.setName(view.name.c_str());
   job.setId(view.id);
@@ -70,12 +70,12 @@ void FillJob(const JobPicture& picture, schema::JobStatus::Builder job) {
   job.setResidentBlocks(view.resident_blocks);
   job.setLeases(static_cast<uint32_t>(view.leases));
   job.setUpdateReads(view.update_reads);
-  job.setUpdateReadsEarly(view.update_reads_early);
+  job.setUpdateReadsPrefetched(view.update_reads_prefetched);
   job.setStateReadBytes(view.state_read_bytes);
   job.setStateWrittenBytes(view.state_written_bytes);
   job.setLastStepReads(view.last_step_reads);
-  job.setLastStepReadsEarly(view.last_step_reads_early);
-  job.setLastStepSeconds(picture.last_step_seconds);
+  job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
+  job.setLastStepSeconds(snapshot.last_step_seconds);
   if (!view.failed.ok()) job.setFailed(protocol::FormatError(view.failed).c_str());
 }
 
@@ -87,29 +87,29 @@ void FillInfo(schema::NodeInfo::Builder info) {
   info.setProtocolVersion(protocol::kProtocolVersion);
 }
 
-void FillStatus(const NodePicture& picture, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const std::string& socket_path,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status) {
   FillInfo(status.initInfo());
-  status.setUptimeSeconds(picture.uptime_seconds);
-  FillMemory(picture, status.initMemory());
-  auto swap = status.initSwap(static_cast<unsigned>(picture.swap.size()));
-  for (unsigned i = 0; i < swap.size(); ++i) FillSwap(picture.swap[i], swap[i]);
-  auto jobs = status.initJobs(static_cast<unsigned>(picture.jobs.size()));
+  status.setUptimeSeconds(snapshot.uptime_seconds);
+  FillMemory(snapshot, status.initMemory());
+  auto swap = status.initSwap(static_cast<unsigned>(snapshot.swap.size()));
+  for (unsigned i = 0; i < swap.size(); ++i) FillSwap(snapshot.swap[i], swap[i]);
+  auto jobs = status.initJobs(static_cast<unsigned>(snapshot.jobs.size()));
   size_t names_bytes = 0;
   for (unsigned i = 0; i < jobs.size(); ++i) {
-    FillJob(picture.jobs[i], jobs[i]);
-    const auto calls = rpc_calls.find(picture.jobs[i].view.id);
+    FillJob(snapshot.jobs[i], jobs[i]);
+    const auto calls = rpc_calls.find(snapshot.jobs[i].view.id);
     jobs[i].setRpcCalls(calls == rpc_calls.end() ? 0 : calls->second);
-    const auto& names = picture.jobs[i].view.layout->spec().group_names;
+    const auto& names = snapshot.jobs[i].view.layout->spec().group_names;
     for (const std::string& name : names) names_bytes += name.size() + 16;
     if (names_bytes > kGroupNamesBytesMax) continue;
     auto groups = jobs[i].initGroups(static_cast<unsigned>(names.size()));
     for (unsigned g = 0; g < groups.size(); ++g) groups.set(g, names[g].c_str());
   }
-  status.setIoEngine(picture.io_engine.c_str());
-  status.setIoEngineReason(picture.io_engine_reason.c_str());
-  status.setAdamTarget(picture.adam_target.c_str());
-  status.setWorkers(picture.workers);
+  status.setIoEngine(snapshot.io_engine.c_str());
+  status.setIoEngineReason(snapshot.io_engine_reason.c_str());
+  status.setAdamTarget(snapshot.adam_target.c_str());
+  status.setWorkers(snapshot.workers);
   status.setSocketPath(socket_path.c_str());
 }
 

@@ -14,7 +14,7 @@ namespace forebay::daemon {
 void FillInfo(schema::NodeInfo::Builder info);
 
 // Group names are left out of a message that would become too long (256 KiB).
-void FillStatus(const NodePicture& picture, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const std::string& socket_path,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
 
 void FillTrace(const std::vector<TimedEvent>& events, capnp::List<schema::TraceEvent>::Builder out);

@@ -22,7 +22,7 @@ using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
 // ------------------------------------------------------------------------------------------ events
 
 struct AttachRequested {
-  SessionId session = 0;  // chosen by the shell
+  SessionId session = 0;  // chosen by the executor
   uint32_t uid = 0;
   std::string job;
   uint32_t rank = 0;
@@ -87,11 +87,11 @@ using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, Command
 
 // ----------------------------------------------------------------------------------------- actions
 
-// Makes image, state and step arenas of a job (zero-filled). Ends with TaskDone.
+// Makes weights, state and step arenas of a job (zero-filled). Ends with TaskDone.
 struct CreateJobMemory {
   TaskId task = 0;
   JobId job = 0;
-  uint64_t image_bytes = 0;
+  uint64_t weights_bytes = 0;
   uint64_t state_bytes = 0;  // resident blocks, side by side; 0: none
   uint64_t step_bytes =
       0;  // accumulators, overflow, extra_state; offsets into it are the state machine's
@@ -121,7 +121,7 @@ struct AnswerAttach {
   JobId job = 0;
   uint64_t committed_step = 0;
   bool writes_initial = false;
-  uint64_t image_bytes = 0;
+  uint64_t weights_bytes = 0;
   uint64_t grad_arena_bytes = 0;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
@@ -165,13 +165,13 @@ struct CopyStepRequest {
 
 // The rest is done by workers and the disk. Offsets are bytes into the named arena.
 
-// grad arena -> image, then a check that all is finite.
+// grad arena -> weights, then a check that all is finite.
 struct CopyInitial {
   TaskId task = 0;
   SessionId session = 0;
   JobId job = 0;
   uint64_t grad_offset_bytes = 0;
-  uint64_t image_offset_bytes = 0;
+  uint64_t weights_offset_bytes = 0;
   uint64_t bytes = 0;
   protocol::DType dtype = protocol::DType::kFloat32;
 };
@@ -233,7 +233,7 @@ struct ReadBlock {
 
 // One run of elements that lies in one parameter group of one group.
 struct UpdateSegment {
-  uint64_t image_offset_bytes = 0;
+  uint64_t weights_offset_bytes = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;

@@ -15,16 +15,17 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-GradientBook::GradientBook(std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan)
+GradientAccumulator::GradientAccumulator(std::shared_ptr<const protocol::Layout> layout,
+                                         const MemoryPlan& plan)
     : layout_(std::move(layout)),
       plan_(plan),
       world_size_(layout_->spec().world_size),
-      left_(world_size_, false),
+      detached_(world_size_, false),
       overflow_used_(plan.overflow_slots, false) {
   Forget();
 }
 
-void GradientBook::Forget() {
+void GradientAccumulator::Forget() {
   groups_.assign(layout_->groups().size(), Group{});
   closed_.assign(world_size_, false);
   delivered_.assign(world_size_, 0);
@@ -36,16 +37,17 @@ void GradientBook::Forget() {
   fault_ = absl::OkStatus();
 }
 
-std::string GradientBook::NameOf(uint32_t group) const {
+std::string GradientAccumulator::NameOf(uint32_t group) const {
   return absl::StrCat("group ", group, " (", layout_->spec().group_names[group], ")");
 }
 
-void GradientBook::AnswerOnce(JobIo& io, Contribution& contribution, const absl::Status& status) {
+void GradientAccumulator::AnswerOnce(JobIo& io, Contribution& contribution,
+                                     const absl::Status& status) {
   if (std::exchange(contribution.answered, true)) return;
   io.Answer(contribution.command, status);
 }
 
-void GradientBook::Deliver(JobIo& io, uint64_t step, const Delivery& delivery) {
+void GradientAccumulator::Deliver(JobIo& io, uint64_t step, const Delivery& delivery) {
   FOREBAY_CHECK(empty() || step_ == step);
   step_ = step;
   Group& group = groups_[delivery.group];
@@ -80,10 +82,10 @@ void GradientBook::Deliver(JobIo& io, uint64_t step, const Delivery& delivery) {
   }
   held_.emplace(arrivals_, Key{.group = delivery.group, .rank = delivery.rank});
   Advance(io, delivery.group);
-  Relieve(io);
+  SpillToOverflow(io);
 }
 
-void GradientBook::Advance(JobIo& io, uint32_t index) {
+void GradientAccumulator::Advance(JobIo& io, uint32_t index) {
   Group& group = groups_[index];
   while (fault_.ok() && group.next_rank < world_size_) {
     const auto it = group.by_rank.find(group.next_rank);
@@ -106,7 +108,7 @@ void GradientBook::Advance(JobIo& io, uint32_t index) {
   running_.emplace(task, Key{.group = index, .rank = kNobody});
 }
 
-void GradientBook::StartAdd(JobIo& io, const Key& key) {
+void GradientAccumulator::StartAdd(JobIo& io, const Key& key) {
   Contribution& contribution = At(key);
   const bool in_arena = contribution.state == State::kHeld;
   const SessionId session = in_arena ? contribution.command.session : 0;
@@ -126,7 +128,7 @@ void GradientBook::StartAdd(JobIo& io, const Key& key) {
   running_.emplace(task, key);
 }
 
-uint32_t GradientBook::Blocker(const Key& key) const {
+uint32_t GradientAccumulator::FirstMissingRank(const Key& key) const {
   const Group& group = groups_[key.group];
   for (uint32_t rank = group.next_rank; rank < key.rank; ++rank) {
     if (!closed_[rank] && !group.by_rank.contains(rank)) return rank;
@@ -134,37 +136,38 @@ uint32_t GradientBook::Blocker(const Key& key) const {
   return kNobody;
 }
 
-uint32_t GradientBook::DeliveredBefore(uint32_t blocker, uint32_t rank) const {
+uint32_t GradientAccumulator::DeliveredBefore(uint32_t missing_rank, uint32_t rank) const {
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const auto& by_rank = groups_[group].by_rank;
-    if (by_rank.contains(blocker) && !by_rank.contains(rank)) return group;
+    if (by_rank.contains(missing_rank) && !by_rank.contains(rank)) return group;
   }
   return kNobody;
 }
 
 // Makes room in the arenas that are crowded by contributions waiting for other ranks, newest first.
-void GradientBook::Relieve(JobIo& io) {
+void GradientAccumulator::SpillToOverflow(JobIo& io) {
   std::map<SessionId, uint64_t> waiting_bytes;
   std::vector<std::pair<Key, uint32_t>> waiting;  // with the rank that each waits for
   for (const auto& [arrival, key] : held_) {
-    const uint32_t blocker = Blocker(key);
+    const uint32_t missing_rank = FirstMissingRank(key);
     // A rank that has called step writes no more, and counts on what it has delivered.
-    if (blocker == kNobody || closed_[key.rank]) continue;
-    waiting.emplace_back(key, blocker);
+    if (missing_rank == kNobody || closed_[key.rank]) continue;
+    waiting.emplace_back(key, missing_rank);
     waiting_bytes[At(key).command.session] += layout_->group_bytes(key.group);
   }
   for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) {
-    const auto& [key, blocker] = *it;
+    const auto& [key, missing_rank] = *it;
     Contribution& contribution = At(key);
     uint64_t& bytes = waiting_bytes[contribution.command.session];
     if (bytes + layout_->largest_group_bytes() <= contribution.grad_arena_bytes) continue;
     const auto free = std::find(overflow_used_.begin(), overflow_used_.end(), false);
     if (free == overflow_used_.end()) {
-      const uint32_t other_group = DeliveredBefore(blocker, key.rank);
-      if (other_group == kNobody && !left_[blocker]) continue;  // it will come: wait
+      const uint32_t other_group = DeliveredBefore(missing_rank, key.rank);
+      if (other_group == kNobody && !detached_[missing_rank]) continue;  // it will come: wait
       bytes -= layout_->group_bytes(key.group);
       Refuse(io, key,
-             left_[blocker] ? LeftError(key, blocker) : OrderError(key, blocker, other_group));
+             detached_[missing_rank] ? DetachedError(key, missing_rank)
+                                     : OrderError(key, missing_rank, other_group));
       continue;
     }
     *free = true;
@@ -182,27 +185,27 @@ void GradientBook::Relieve(JobIo& io) {
   }
 }
 
-absl::Status GradientBook::OrderError(const Key& key, uint32_t blocker,
-                                      uint32_t other_group) const {
+absl::Status GradientAccumulator::OrderError(const Key& key, uint32_t missing_rank,
+                                             uint32_t other_group) const {
   return MakeError(
       ErrorId::kGradOrder,
-      absl::StrCat("rank ", key.rank, " delivered ", NameOf(key.group), " and rank ", blocker,
+      absl::StrCat("rank ", key.rank, " delivered ", NameOf(key.group), " and rank ", missing_rank,
                    ", whose gradient is added first, ", NameOf(other_group), " in step ", step_,
                    "; the overflow for gradients out of order (", plan_.overflow_slots, " x ",
                    plan_.overflow_slot_bytes, " bytes) is full"),
       "let every rank deliver its groups in one order, or attach with a larger gradient arena");
 }
 
-absl::Status GradientBook::LeftError(const Key& key, uint32_t blocker) const {
+absl::Status GradientAccumulator::DetachedError(const Key& key, uint32_t missing_rank) const {
   return MakeError(
       ErrorId::kRankLost,
       absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group), " in step ",
-                   step_, " waits for rank ", blocker, ", which has detached"),
+                   step_, " waits for rank ", missing_rank, ", which has detached"),
       "attach that rank again");
 }
 
 // The contribution is not taken: the rank may deliver the group again.
-void GradientBook::Refuse(JobIo& io, const Key& key, const absl::Status& status) {
+void GradientAccumulator::Refuse(JobIo& io, const Key& key, const absl::Status& status) {
   Contribution& contribution = At(key);
   AnswerOnce(io, contribution, status);
   held_.erase(contribution.arrival);
@@ -213,7 +216,7 @@ void GradientBook::Refuse(JobIo& io, const Key& key, const absl::Status& status)
   --delivered_total_;
 }
 
-GradientBook::Key GradientBook::TakeRunning(TaskId task) {
+GradientAccumulator::Key GradientAccumulator::FinishRunning(TaskId task) {
   const auto it = running_.find(task);
   FOREBAY_CHECK(it != running_.end());
   const Key key = it->second;
@@ -221,8 +224,8 @@ GradientBook::Key GradientBook::TakeRunning(TaskId task) {
   return key;
 }
 
-void GradientBook::OnAdded(JobIo& io, const TaskDone& done) {
-  const Key key = TakeRunning(done.task);
+void GradientAccumulator::OnAdded(JobIo& io, const TaskDone& done) {
+  const Key key = FinishRunning(done.task);
   Contribution& contribution = At(key);
   Group& group = groups_[key.group];
   if (contribution.overflow_slot) overflow_used_[*contribution.overflow_slot] = false;
@@ -235,7 +238,7 @@ void GradientBook::OnAdded(JobIo& io, const TaskDone& done) {
                                " in step ", step_, " holds NaN or infinity"),
                   "the step was not applied; repeat it with other gradients");
     AnswerOnce(io, contribution, fault);
-    Spoil(io, fault);
+    Invalidate(io, fault);
     return;
   }
   AnswerOnce(io, contribution, absl::OkStatus());
@@ -243,35 +246,35 @@ void GradientBook::OnAdded(JobIo& io, const TaskDone& done) {
   ++group.next_rank;
   if (Completes(key)) {
     group.summed = true;
-    TakeSum(io, key.group, done.sum_squares);
+    RecordSum(io, key.group, done.sum_squares);
   }
   Advance(io, key.group);
-  Relieve(io);
+  SpillToOverflow(io);
 }
 
-void GradientBook::OnMoved(JobIo& io, const TaskDone& done) {
-  const Key key = TakeRunning(done.task);
+void GradientAccumulator::OnMoved(JobIo& io, const TaskDone& done) {
+  const Key key = FinishRunning(done.task);
   Contribution& contribution = At(key);
   contribution.state = fault_.ok() ? State::kOverflow : State::kAdded;
   AnswerOnce(io, contribution, absl::OkStatus());
   Advance(io, key.group);
 }
 
-void GradientBook::OnSummed(JobIo& io, const TaskDone& done) {
-  TakeSum(io, TakeRunning(done.task).group, done.sum_squares);
+void GradientAccumulator::OnSummed(JobIo& io, const TaskDone& done) {
+  RecordSum(io, FinishRunning(done.task).group, done.sum_squares);
 }
 
-void GradientBook::TakeSum(JobIo& io, uint32_t group, double sum_squares) {
+void GradientAccumulator::RecordSum(JobIo& io, uint32_t group, double sum_squares) {
   --unsummed_groups_;
   groups_[group].sum_squares = sum_squares;
   if (std::isfinite(sum_squares)) return;
-  Spoil(io, MakeError(ErrorId::kNonfinite,
-                      absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
-                                   " in step ", step_, " is not finite"),
-                      "the step was not applied; repeat it with other gradients"));
+  Invalidate(io, MakeError(ErrorId::kNonfinite,
+                           absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
+                                        " in step ", step_, " is not finite"),
+                           "the step was not applied; repeat it with other gradients"));
 }
 
-void GradientBook::Spoil(JobIo& io, const absl::Status& fault) {
+void GradientAccumulator::Invalidate(JobIo& io, const absl::Status& fault) {
   if (!fault_.ok()) return;
   fault_ = fault;
   held_.clear();
@@ -284,20 +287,20 @@ void GradientBook::Spoil(JobIo& io, const absl::Status& fault) {
   }
 }
 
-void GradientBook::CloseRank(JobIo& io, uint32_t rank) {
+void GradientAccumulator::CloseRank(JobIo& io, uint32_t rank) {
   closed_[rank] = true;
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     if (!groups_[group].by_rank.empty()) Advance(io, group);
   }
-  Relieve(io);
+  SpillToOverflow(io);
 }
 
-void GradientBook::SetLeft(JobIo& io, uint32_t rank, bool left) {
-  left_[rank] = left;
-  if (left) Relieve(io);
+void GradientAccumulator::SetDetached(JobIo& io, uint32_t rank, bool left) {
+  detached_[rank] = left;
+  if (left) SpillToOverflow(io);
 }
 
-void GradientBook::AnswerSession(JobIo& io, SessionId session, const absl::Status& status) {
+void GradientAccumulator::AnswerSession(JobIo& io, SessionId session, const absl::Status& status) {
   for (Group& group : groups_) {
     for (auto& [rank, contribution] : group.by_rank) {
       if (contribution.command.session == session) AnswerOnce(io, contribution, status);
@@ -305,45 +308,45 @@ void GradientBook::AnswerSession(JobIo& io, SessionId session, const absl::Statu
   }
 }
 
-void GradientBook::ReopenRanks() { closed_.assign(world_size_, false); }
+void GradientAccumulator::ReopenRanks() { closed_.assign(world_size_, false); }
 
-void GradientBook::Drop(JobIo& io, const absl::Status& status) {
+void GradientAccumulator::Drop(JobIo& io, const absl::Status& status) {
   for (Group& group : groups_) {
     for (auto& [rank, contribution] : group.by_rank) AnswerOnce(io, contribution, status);
   }
   Forget();
 }
 
-void GradientBook::Clear(JobIo& io, const absl::Status& status) {
+void GradientAccumulator::Clear(JobIo& io, const absl::Status& status) {
   FOREBAY_CHECK(running_.empty());
   Drop(io, status);
 }
 
-bool GradientBook::settled() const {
+bool GradientAccumulator::reduced() const {
   if (!running_.empty()) return false;
   if (!fault_.ok()) return true;
   return unsummed_groups_ == 0 && std::find(closed_.begin(), closed_.end(), false) == closed_.end();
 }
 
-bool GradientBook::UsesArenaOf(SessionId session) const {
+bool GradientAccumulator::UsesArenaOf(SessionId session) const {
   return std::any_of(held_.begin(), held_.end(), [&](const auto& entry) {
     return groups_[entry.second.group].by_rank.at(entry.second.rank).command.session == session;
   });
 }
 
-std::vector<bool> GradientBook::delivered_groups() const {
+std::vector<bool> GradientAccumulator::delivered_groups() const {
   std::vector<bool> delivered;
   for (const Group& group : groups_) delivered.push_back(!group.by_rank.empty());
   return delivered;
 }
 
-double GradientBook::SumSquares() const {
+double GradientAccumulator::SumSquares() const {
   double sum = 0;
   for (const Group& group : groups_) sum += group.sum_squares;
   return sum;
 }
 
-uint64_t GradientBook::unanswered(SessionId session) const {
+uint64_t GradientAccumulator::unanswered(SessionId session) const {
   uint64_t count = 0;
   for (const Group& group : groups_) {
     for (const auto& [rank, contribution] : group.by_rank) {
@@ -353,7 +356,7 @@ uint64_t GradientBook::unanswered(SessionId session) const {
   return count;
 }
 
-void GradientBook::CheckInvariants() const {
+void GradientAccumulator::CheckInvariants() const {
   uint64_t in_overflow = 0;
   uint64_t held = 0;
   uint64_t delivered = 0;

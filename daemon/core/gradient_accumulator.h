@@ -26,9 +26,9 @@ namespace forebay::daemon {
 // The last rank's addition brings the group's sum of squares with it; where that rank delivers
 // nothing, which is known when it calls step, another pass over the sum does.
 //
-// A contribution or a sum that is not finite spoils the step: nothing is added any more, whatever
+// A contribution or a sum that is not finite invalidates the step: nothing is added any more, whatever
 // else arrives is taken and dropped, and fault() says why, until Clear().
-class GradientBook {
+class GradientAccumulator {
  public:
   struct Delivery {
     uint32_t rank = 0;
@@ -38,7 +38,7 @@ class GradientBook {
     CommandId command;
   };
 
-  GradientBook(std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan);
+  GradientAccumulator(std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan);
 
   // Takes a checked kGradReady of step `step`; it is answered when its bytes are free, or at once
   // with an error.
@@ -59,7 +59,7 @@ class GradientBook {
 
   // `rank` has detached, or is back. Contributions that would wait for it without end, for want of
   // room, are refused with E_RANK_LOST.
-  void SetLeft(JobIo& io, uint32_t rank, bool left);
+  void SetDetached(JobIo& io, uint32_t rank, bool left);
 
   // Answers what waits of one session; its contributions stay.
   void AnswerSession(JobIo& io, SessionId session, const absl::Status& status);
@@ -73,9 +73,9 @@ class GradientBook {
   bool empty() const { return delivered_total_ == 0; }
   bool idle() const { return running_.empty(); }
   bool has_delivered(uint32_t rank) const { return delivered_[rank] > 0; }
-  // All ranks are closed and every group with a contribution is summed, or the step is spoilt;
+  // All ranks are closed and every group with a contribution is summed, or the step is invalidated;
   // nothing runs.
-  bool settled() const;
+  bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
 
   const absl::Status& fault() const { return fault_; }  // OK: the step is well
@@ -115,22 +115,24 @@ class GradientBook {
   static constexpr uint32_t kNobody = UINT32_MAX;
 
   Contribution& At(const Key& key) { return groups_[key.group].by_rank.at(key.rank); }
-  Key TakeRunning(TaskId task);
+  Key FinishRunning(TaskId task);
   void Advance(JobIo& io, uint32_t group);
   void StartAdd(JobIo& io, const Key& key);
   bool Completes(const Key& key) const { return key.rank + 1 == world_size_; }
-  void TakeSum(JobIo& io, uint32_t group, double sum_squares);
+  void RecordSum(JobIo& io, uint32_t group, double sum_squares);
   uint64_t OverflowOffset(uint32_t slot) const {
     return plan_.overflow_offset + slot * plan_.overflow_slot_bytes;
   }
-  void Relieve(JobIo& io);
+  void SpillToOverflow(JobIo& io);
   void Refuse(JobIo& io, const Key& key, const absl::Status& status);
-  absl::Status OrderError(const Key& key, uint32_t blocker, uint32_t other_group) const;
-  absl::Status LeftError(const Key& key, uint32_t blocker) const;
-  uint32_t Blocker(const Key& key) const;  // lowest rank it waits for that has yet to deliver
-  uint32_t DeliveredBefore(uint32_t blocker, uint32_t rank) const;  // a group only `blocker` did
+  absl::Status OrderError(const Key& key, uint32_t missing_rank, uint32_t other_group) const;
+  absl::Status DetachedError(const Key& key, uint32_t missing_rank) const;
+  uint32_t FirstMissingRank(
+      const Key& key) const;  // lowest rank it waits for that has yet to deliver
+  uint32_t DeliveredBefore(uint32_t missing_rank,
+                           uint32_t rank) const;  // a group only `missing_rank` did
   void AnswerOnce(JobIo& io, Contribution& contribution, const absl::Status& status);
-  void Spoil(JobIo& io, const absl::Status& fault);
+  void Invalidate(JobIo& io, const absl::Status& fault);
   void Forget();
   std::string NameOf(uint32_t group) const;
 
@@ -140,7 +142,7 @@ class GradientBook {
   uint64_t step_ = 0;
   std::vector<Group> groups_;
   std::vector<bool> closed_;         // by rank
-  std::vector<bool> left_;           // by rank
+  std::vector<bool> detached_;       // by rank
   std::vector<uint64_t> delivered_;  // by rank: groups
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_groups_ = 0;  // with a contribution

@@ -20,13 +20,13 @@ void InitialParameters::Write(JobIo& io, const CommandId& command, const protoco
     return;
   }
   written_[words.group] = false;
-  const TaskId task =
-      io.Start(TaskKind::kCopyInitial, command.session,
-               CopyInitial{.session = command.session,
-                           .grad_offset_bytes = words.arena_offset_bytes,
-                           .image_offset_bytes = layout_->groups()[words.group].image_offset_bytes,
-                           .bytes = layout_->group_bytes(words.group),
-                           .dtype = layout_->spec().dtype});
+  const TaskId task = io.Start(
+      TaskKind::kCopyInitial, command.session,
+      CopyInitial{.session = command.session,
+                  .grad_offset_bytes = words.arena_offset_bytes,
+                  .weights_offset_bytes = layout_->groups()[words.group].weights_offset_bytes,
+                  .bytes = layout_->group_bytes(words.group),
+                  .dtype = layout_->spec().dtype});
   running_.emplace(task, Running{.command = command, .group = words.group});
 }
 

@@ -24,7 +24,7 @@ class InitialParameters {
   void set_writer(SessionId session) { writer_ = session; }
   bool ready() const { return ready_; }
 
-  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the image and are
+  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the weights and are
   // finite.
   //
   // Errors  E_PROTOCOL   an earlier write of the group has not been answered.

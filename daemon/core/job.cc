@@ -15,17 +15,17 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-Job::Job(Spec spec, Outbox& outbox, StagingPool& pool)
+Job::Job(Spec spec, ActionSink& actions, StagingPool& pool)
     : spec_(std::move(spec)),
-      io_(outbox, spec_.id),
-      left_(spec_.layout->spec().world_size, false),
+      io_(actions, spec_.id),
+      detached_(spec_.layout->spec().world_size, false),
       initial_(spec_.layout),
-      book_(spec_.layout, spec_.plan),
+      accumulator_(spec_.layout, spec_.plan),
       pipeline_(spec_.layout, spec_.plan.block_elems, spec_.plan, pool, spec_.options.workers),
       extra_bytes_(spec_.layout->spec().world_size, 0) {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
-            CreateJobMemory{.image_bytes = spec_.plan.image_bytes,
+            CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
                             .state_bytes = spec_.plan.state_bytes,
                             .step_bytes = spec_.plan.step_bytes});
   if (spec_.plan.swapped_blocks == 0) return;
@@ -40,7 +40,7 @@ void Job::OnMemoryMade(const TaskDone& done) {
   if (!done.status.ok() && failed_.ok()) failed_ = done.status;
   if (making_tasks_ > 0) return;
   phase_ = failed_.ok() ? Phase::kOpen : Phase::kFailed;
-  doomed_ = !failed_.ok();
+  deleting_ = !failed_.ok();
 }
 
 void Job::OnCommand(SessionId id, const Command& command) {
@@ -74,16 +74,16 @@ CommandLimits Job::LimitsOf(const Session& session) const {
   if (spec_.options.disable_range_check_for_test) {
     return {.grad_bytes = UINT64_MAX, .step_region_offset = 0, .step_region_bytes = UINT64_MAX};
   }
-  return {.grad_bytes = session.wish.grad_arena_bytes,
+  return {.grad_bytes = session.request.grad_arena_bytes,
           .step_region_offset = spec_.plan.step_region_offset,
           .step_region_bytes = spec_.plan.step_region_bytes,
-          .extra_state_bytes = session.wish.extra_state_bytes};
+          .extra_state_bytes = session.request.extra_state_bytes};
 }
 
 void Job::Dispatch(Session& session, const Command& command) {
   const Op op = static_cast<Op>(command.op);
   if (op == Op::kWriteInitial || op == Op::kInitialDone) {
-    TakeInitial(session, command);
+    HandleInitial(session, command);
     return;
   }
   if (!initial_.ready()) {
@@ -96,16 +96,16 @@ void Job::Dispatch(Session& session, const Command& command) {
   }
   switch (op) {
     case Op::kFetch:
-      TakeFetch(session, command);
+      HandleFetch(session, command);
       return;
     case Op::kRelease:
       io_.Answer(session.IdOf(command), leases_.Release(session.id, command.lease_id));
       return;
     case Op::kGradReady:
-      TakeGradient(session, command);
+      HandleGradient(session, command);
       return;
     case Op::kStep:
-      TakeStep(session, command);
+      HandleStep(session, command);
       return;
     case Op::kReadState:
       reads_.Add(session.IdOf(command), command, *spec_.layout, pipeline_);
@@ -115,7 +115,7 @@ void Job::Dispatch(Session& session, const Command& command) {
   }
 }
 
-void Job::TakeInitial(Session& session, const Command& command) {
+void Job::HandleInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (initial_.ready() || initial_.writer() != session.id) {
     io_.Answer(id,
@@ -131,7 +131,7 @@ void Job::TakeInitial(Session& session, const Command& command) {
   }
 }
 
-void Job::TakeFetch(Session& session, const Command& command) {
+void Job::HandleFetch(Session& session, const Command& command) {
   std::vector<uint32_t>& order = phase_ == Phase::kOpen ? fetched_ : fetched_next_;
   if (std::find(order.begin(), order.end(), command.group) == order.end()) {
     order.push_back(command.group);
@@ -144,17 +144,18 @@ void Job::TakeFetch(Session& session, const Command& command) {
 // A fetch waits while its rank waits in step, until the group's own blocks are done.
 void Job::ServeFetches() {
   const auto serve = [this](const WaitingFetch& fetch) {
-    if (phase_ == Phase::kSettling) return false;
-    if (phase_ == Phase::kOpen && votes_.has(fetch.rank)) return false;
+    if (phase_ == Phase::kReducing) return false;
+    if (phase_ == Phase::kOpen && barrier_.has(fetch.rank)) return false;
     if (phase_ == Phase::kUpdating && !pipeline_.IsGroupDone(fetch.group)) return false;
-    absl::StatusOr<uint64_t> lease = leases_.Take(io_.outbox(), fetch.command.session, fetch.group);
+    absl::StatusOr<uint64_t> lease =
+        leases_.Acquire(io_.actions(), fetch.command.session, fetch.group);
     if (!lease.ok()) {
       io_.Answer(fetch.command, lease.status());
       return true;
     }
     protocol::Completion completion{};
     completion.lease_id = *lease;
-    completion.offset_bytes = spec_.layout->groups()[fetch.group].image_offset_bytes;
+    completion.offset_bytes = spec_.layout->groups()[fetch.group].weights_offset_bytes;
     completion.length_bytes = spec_.layout->group_bytes(fetch.group);
     io_.Answer(fetch.command, completion);
     return true;
@@ -206,9 +207,9 @@ void Job::OnGradientTask(TaskKind kind, const TaskDone& done) {
     Fail(done.status);
     return;
   }
-  if (kind == TaskKind::kAddGradient) book_.OnAdded(io_, done);
-  if (kind == TaskKind::kMoveGradient) book_.OnMoved(io_, done);
-  if (kind == TaskKind::kSumGroup) book_.OnSummed(io_, done);
+  if (kind == TaskKind::kAddGradient) accumulator_.OnAdded(io_, done);
+  if (kind == TaskKind::kMoveGradient) accumulator_.OnMoved(io_, done);
+  if (kind == TaskKind::kSumGroup) accumulator_.OnSummed(io_, done);
 }
 
 void Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
@@ -232,8 +233,8 @@ void Job::Fail(const absl::Status& first_error) {
   phase_ = Phase::kFailed;
   failed_ = first_error;
   io_.NewEpoch();
-  for (auto& [rank, vote] : votes_.Take()) io_.Answer(vote.command, first_error);
-  book_.Drop(io_, first_error);
+  for (auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
+  accumulator_.Drop(io_, first_error);
   reads_.Drop(io_, pipeline_, 0, first_error);
   initial_.Reset(io_, first_error);
   for (auto& [id, session] : sessions_) AnswerWaiting(session, first_error);
@@ -259,20 +260,20 @@ absl::Status Job::Delete(uint32_t uid) {
     return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " has ", live, " sessions"),
                      "end its processes first");
   }
-  doomed_ = true;
+  deleting_ = true;
   return absl::OkStatus();
 }
 
 void Job::Advance() {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (phase_ == Phase::kOpen) {
-    TellSpoilt();
+    ReportInvalidated();
     RepeatWhenAllHaveSeen();
   }
-  if (phase_ == Phase::kOpen || (phase_ == Phase::kSettling && reads_.in_progress())) {
+  if (phase_ == Phase::kOpen || (phase_ == Phase::kReducing && reads_.in_progress())) {
     reads_.Pump(io_, pipeline_);
   }
-  if (phase_ == Phase::kSettling) DecideWhenSettled();
+  if (phase_ == Phase::kReducing) DecideWhenReduced();
   if (phase_ == Phase::kUpdating) {
     pipeline_.Pump(io_);
     if (pipeline_.done()) Commit();
@@ -285,17 +286,17 @@ void Job::Advance() {
 }
 
 void Job::Prefetch() {
-  const bool before_verdict = phase_ == Phase::kOpen || phase_ == Phase::kSettling;
-  if (before_verdict && !book_.empty()) pipeline_.Prefetch(io_);
+  const bool before_verdict = phase_ == Phase::kOpen || phase_ == Phase::kReducing;
+  if (before_verdict && !accumulator_.empty()) pipeline_.Prefetch(io_);
 }
 
 void Job::FreeWhenUnused() {
-  if (!doomed_ || gone_ || !sessions_.empty() || !io_.idle()) return;
-  gone_ = true;
-  io_.outbox().Emit(FreeJob{.job = spec_.id});
+  if (!deleting_ || freed_ || !sessions_.empty() || !io_.idle()) return;
+  freed_ = true;
+  io_.actions().Emit(FreeJob{.job = spec_.id});
 }
 
-std::vector<SessionId> Job::TakeClosed() { return std::exchange(closed_, {}); }
+std::vector<SessionId> Job::DrainClosed() { return std::exchange(closed_, {}); }
 
 JobView Job::View() const {
   const protocol::Layout& layout = *spec_.layout;
@@ -316,11 +317,11 @@ JobView Job::View() const {
                .resident_blocks = spec_.plan.resident_blocks,
                .leases = leases_.count(),
                .update_reads = pipeline_.counters().update_reads,
-               .update_reads_early = pipeline_.counters().update_reads_early,
+               .update_reads_prefetched = pipeline_.counters().update_reads_prefetched,
                .state_read_bytes = pipeline_.counters().read_bytes,
                .state_written_bytes = pipeline_.counters().written_bytes,
                .last_step_reads = pipeline_.last_step().update_reads,
-               .last_step_reads_early = pipeline_.last_step().update_reads_early,
+               .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
                .ready = initial_.ready(),
                .failed = failed_,
                .dram_bytes = spec_.plan.dram_bytes,
@@ -341,11 +342,11 @@ JobView Job::View() const {
 }
 
 void Job::CheckInvariants() const {
-  book_.CheckInvariants();
+  accumulator_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
   FOREBAY_CHECK((phase_ == Phase::kUpdating) == pipeline_.running() || phase_ == Phase::kFailed);
   FOREBAY_CHECK(phase_ != Phase::kUpdating || !reads_.in_progress());
-  std::vector<uint32_t> live_of_rank(left_.size(), 0);
+  std::vector<uint32_t> live_of_rank(detached_.size(), 0);
   uint64_t leases = 0;
   for (const auto& [id, session] : sessions_) {
     leases += leases_.count_of(id);
@@ -357,11 +358,11 @@ void Job::CheckInvariants() const {
     ++live_of_rank[session.rank];
     // Every command that was not answered waits in exactly one place.
     uint64_t waiting = session.parked.size() + (session.step_being_copied ? 1 : 0);
-    waiting += book_.unanswered(id) + reads_.unanswered(id);
+    waiting += accumulator_.unanswered(id) + reads_.unanswered(id);
     if (initial_.writer() == id) waiting += initial_.unanswered();
     for (const WaitingFetch& fetch : fetches_) waiting += fetch.command.session == id ? 1 : 0;
-    for (const auto& [rank, vote] : votes_.by_rank()) {
-      waiting += vote.command.session == id ? 1 : 0;
+    for (const auto& [rank, call] : barrier_.by_rank()) {
+      waiting += call.command.session == id ? 1 : 0;
     }
     FOREBAY_CHECK(waiting == io_.commands_of(id));
   }

@@ -38,8 +38,8 @@ class Job {
     NodeState::Options options;
   };
 
-  // Emits what makes its memory. The pool and the outbox outlive the job.
-  Job(Spec spec, Outbox& outbox, StagingPool& pool);
+  // Emits what makes its memory. The pool and the actions outlive the job.
+  Job(Spec spec, ActionSink& actions, StagingPool& pool);
 
   // Whether this client may attach; uid, layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
@@ -59,9 +59,9 @@ class Job {
   void Prefetch();  // after every job's Advance: takes staging slots that nobody needs now
 
   // Sessions whose CloseSession was emitted since the last call.
-  std::vector<SessionId> TakeClosed();
+  std::vector<SessionId> DrainClosed();
   // FreeJob was emitted: nothing of it is left. OK after a deletion, else why it could not be made.
-  bool is_gone() const { return gone_; }
+  bool is_freed() const { return freed_; }
 
   JobId id() const { return spec_.id; }
   const std::string& name() const { return spec_.name; }
@@ -72,9 +72,9 @@ class Job {
 
  private:
   enum class Phase : uint8_t {
-    kMaking,    // its memory
+    kCreating,  // its memory
     kOpen,      // gathers gradients (or initial parameters)
-    kSettling,  // all ranks have called step: the last gradients are added
+    kReducing,  // all ranks have called step: the last gradients are added
     kUpdating,
     kFailed,
   };
@@ -96,10 +96,10 @@ class Job {
   Session* Find(SessionId session);
   void Evict(Session& session, const absl::Status& reason);
   void End(Session& session, const absl::Status& status);
-  void SetLeft(uint32_t rank, bool left);
-  void ClearLeft();
-  void LoseRank(Session& lost);
-  void LeaveRank(const Session& session);
+  void SetDetached(uint32_t rank, bool left);
+  void ClearDetached();
+  void OnRankFailed(Session& lost);
+  void OnRankDetached(const Session& session);
   void AnswerWaiting(Session& session, const absl::Status& status);
   void AnswerAttaches();
   bool MayAnswerAttach(const Session& session) const;
@@ -110,22 +110,22 @@ class Job {
 
   // --- commands
   void Dispatch(Session& session, const protocol::Command& command);
-  void TakeInitial(Session& session, const protocol::Command& command);
-  void TakeFetch(Session& session, const protocol::Command& command);
-  void TakeGradient(Session& session, const protocol::Command& command);
-  void TakeStep(Session& session, const protocol::Command& command);
+  void HandleInitial(Session& session, const protocol::Command& command);
+  void HandleFetch(Session& session, const protocol::Command& command);
+  void HandleGradient(Session& session, const protocol::Command& command);
+  void HandleStep(Session& session, const protocol::Command& command);
   void ServeFetches();
 
   // --- the step
-  absl::Status CheckVote(const Session& session, const protocol::Command& command,
-                         const StepRequestCopied& copied) const;
-  void TakeVote(Session& session, StepVote vote);
-  void RefuseVotes(const absl::Status& status);
-  void AnswerSpoilt(Session& session, const CommandId& command);
+  absl::Status CheckStepCall(const Session& session, const protocol::Command& command,
+                             const StepRequestCopied& copied) const;
+  void AddStepCall(Session& session, StepCall call);
+  void RefuseStepCalls(const absl::Status& status);
+  void AnswerInvalidated(Session& session, const CommandId& command);
   void RepeatWhenAllHaveSeen();
-  void BeginSettling();
-  void DecideWhenSettled();
-  void TellSpoilt();
+  void BeginReducing();
+  void DecideWhenReduced();
+  void ReportInvalidated();
   void Commit();
   void OnMemoryMade(const TaskDone& done);
   void OnBlockTask(TaskKind kind, const TaskDone& done);
@@ -135,10 +135,10 @@ class Job {
 
   Spec spec_;
   JobIo io_;
-  Phase phase_ = Phase::kMaking;
+  Phase phase_ = Phase::kCreating;
   uint32_t making_tasks_ = 0;
-  bool doomed_ = false;  // deleted, or could not be made: freed as soon as it is unused
-  bool gone_ = false;
+  bool deleting_ = false;  // deleted, or could not be made: freed as soon as it is unused
+  bool freed_ = false;
   absl::Status failed_;  // of the making, or the first error of kFailed
 
   uint64_t generation_ = 0;
@@ -146,13 +146,13 @@ class Job {
   std::map<SessionId, Session> sessions_;
   std::vector<SessionId> attaching_;  // in the order of arrival
   std::vector<SessionId> closed_;
-  std::vector<bool> left_;  // by rank: detached in good order, and not attached again
+  std::vector<bool> detached_;  // by rank: detached in good order, and not attached again
 
   InitialParameters initial_;
   LeaseTable leases_;
   std::vector<WaitingFetch> fetches_;
-  GradientBook book_;
-  StepVotes votes_;
+  GradientAccumulator accumulator_;
+  StepBarrier barrier_;
   StepPipeline pipeline_;
   StateReads reads_;
 

@@ -13,7 +13,7 @@ bool IsOfOneEpoch(TaskKind kind) {
 
 }  // namespace
 
-JobId Outbox::FinishTask(TaskId task) {
+JobId ActionSink::FinishTask(TaskId task) {
   const auto it = task_jobs_.find(task);
   if (it == task_jobs_.end()) return 0;
   const JobId job = it->second;
@@ -22,7 +22,7 @@ JobId Outbox::FinishTask(TaskId task) {
 }
 
 TaskId JobIo::NewTask(TaskKind kind, SessionId session) {
-  const TaskId id = outbox_.NewTask(job_);
+  const TaskId id = actions_.NewTask(job_);
   tasks_.emplace(id, Task{.kind = kind, .session = session, .epoch = epoch_});
   if (session != 0) ++sessions_.at(session).tasks;
   return id;
@@ -30,7 +30,7 @@ TaskId JobIo::NewTask(TaskKind kind, SessionId session) {
 
 TaskId JobIo::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
   const TaskId id = NewTask(TaskKind::kSessionMemory, session);
-  outbox_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
+  actions_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
   return id;
 }
 
@@ -40,9 +40,9 @@ Task JobIo::Finish(TaskId id) {
   const Task task = it->second;
   tasks_.erase(it);
   if (task.session != 0) {
-    SessionBooks& books = sessions_.at(task.session);
-    FOREBAY_CHECK(books.tasks > 0);
-    --books.tasks;
+    SessionCounters& counters = sessions_.at(task.session);
+    FOREBAY_CHECK(counters.tasks > 0);
+    --counters.tasks;
   }
   if (IsOfOneEpoch(task.kind) && task.epoch != epoch_) {
     FOREBAY_CHECK(stale_tasks_ > 0);
@@ -72,7 +72,7 @@ void JobIo::Answer(const CommandId& command, protocol::Completion completion,
   completion.op = command.op;
   completion.error = static_cast<uint32_t>(protocol::IdOf(status));
   completion.committed_step = committed_step_;
-  outbox_.Emit(
+  actions_.Emit(
       AnswerCommand{.session = command.session, .completion = completion, .status = status});
 }
 

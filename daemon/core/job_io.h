@@ -1,4 +1,4 @@
-// What a job does to the world: starts tasks, answers commands. Keeps the books that decide when a
+// What a job does to the world: starts tasks, answers commands. Keeps the counters that decide when a
 // session or a job may be closed: nothing of theirs is in flight any more.
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace forebay::daemon {
 
 // Of the node: where actions go, and the numbers that are given out once.
-class Outbox {
+class ActionSink {
  public:
   // Until the next Bind, actions are appended to `actions`.
   void Bind(std::vector<Action>* actions) { actions_ = actions; }
@@ -65,10 +65,10 @@ struct Task {
 
 class JobIo {
  public:
-  JobIo(Outbox& outbox, JobId job) : outbox_(outbox), job_(job) {}
+  JobIo(ActionSink& actions, JobId job) : actions_(actions), job_(job) {}
 
   JobId job() const { return job_; }
-  Outbox& outbox() { return outbox_; }
+  ActionSink& actions() { return actions_; }
   void set_committed_step(uint64_t step) { committed_step_ = step; }
 
   // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
@@ -78,7 +78,7 @@ class JobIo {
     const TaskId task = NewTask(kind, session);
     action.task = task;
     action.job = job_;
-    outbox_.Emit(std::move(action));
+    actions_.Emit(std::move(action));
     return task;
   }
   TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
@@ -104,7 +104,7 @@ class JobIo {
   uint64_t commands_of(SessionId session) const { return sessions_.at(session).commands; }
 
  private:
-  struct SessionBooks {
+  struct SessionCounters {
     uint64_t tasks = 0;     // that use its arena
     uint64_t commands = 0;  // arrived and not answered
     bool ended = false;
@@ -112,13 +112,13 @@ class JobIo {
 
   TaskId NewTask(TaskKind kind, SessionId session);
 
-  Outbox& outbox_;
+  ActionSink& actions_;
   JobId job_;
   uint64_t committed_step_ = 0;
   uint64_t epoch_ = 0;
   uint64_t stale_tasks_ = 0;
   std::map<TaskId, Task> tasks_;
-  std::map<SessionId, SessionBooks> sessions_;
+  std::map<SessionId, SessionCounters> sessions_;
 };
 
 }  // namespace forebay::daemon

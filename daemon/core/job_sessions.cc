@@ -28,7 +28,7 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
                      absl::StrCat("job ", spec_.name, " has another layout: ", difference),
                      "take another job name, or delete the job");
   }
-  const SessionWish& room = spec_.plan.session;
+  const SessionRequest& room = spec_.plan.session;
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
@@ -44,7 +44,7 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
                      "ask for no more, or delete the job and start with more");
   }
   if (phase_ == Phase::kFailed) return FailedStatus();
-  if (doomed_) {
+  if (deleting_) {
     return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " is being deleted"),
                      "attach again in a moment");
   }
@@ -63,8 +63,8 @@ void Job::Attach(const AttachRequested& request) {
   session.id = request.session;
   session.uid = request.uid;
   session.rank = request.rank;
-  session.wish = {.grad_arena_bytes = request.grad_arena_bytes,
-                  .extra_state_bytes = request.extra_state_bytes};
+  session.request = {.grad_arena_bytes = request.grad_arena_bytes,
+                     .extra_state_bytes = request.extra_state_bytes};
   sessions_.emplace(request.session, std::move(session));
   io_.Open(request.session);
   attaching_.push_back(request.session);
@@ -80,12 +80,13 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   if (session == nullptr || session->state == Session::State::kEnded) return;
   io_.End(id);  // nothing is said to it any more
   if (session->is_current() && initial_.ready() && phase_ != Phase::kFailed) {
-    const bool contributed = book_.has_delivered(session->rank) || votes_.has(session->rank) ||
-                             session->step_being_copied || !session->parked.empty();
+    const bool contributed = accumulator_.has_delivered(session->rank) ||
+                             barrier_.has(session->rank) || session->step_being_copied ||
+                             !session->parked.empty();
     if (cause == EndCause::kLost || contributed) {
-      LoseRank(*session);
+      OnRankFailed(*session);
     } else {
-      LeaveRank(*session);
+      OnRankDetached(*session);
     }
   }
   End(*session, absl::OkStatus());
@@ -95,10 +96,10 @@ void Job::OnEnded(SessionId id, EndCause cause) {
 void Job::Evict(Session& session, const absl::Status& reason) {
   session.close_reason = reason;
   if (session.state == Session::State::kWaiting) {
-    io_.outbox().Emit(AnswerAttach{.session = session.id, .status = reason, .trace = {}});
+    io_.actions().Emit(AnswerAttach{.session = session.id, .status = reason, .trace = {}});
   } else if (session.is_current()) {
     session.fence = reason;
-    if (initial_.ready() && phase_ != Phase::kFailed) LoseRank(session);
+    if (initial_.ready() && phase_ != Phase::kFailed) OnRankFailed(session);
   }
   End(session, reason);
   io_.End(session.id);
@@ -115,20 +116,20 @@ void Job::End(Session& session, const absl::Status& status) {
   session.state = Session::State::kEnded;
 }
 
-void Job::ClearLeft() {
-  for (uint32_t rank = 0; rank < left_.size(); ++rank) SetLeft(rank, false);
+void Job::ClearDetached() {
+  for (uint32_t rank = 0; rank < detached_.size(); ++rank) SetDetached(rank, false);
 }
 
-void Job::SetLeft(uint32_t rank, bool left) {
-  left_[rank] = left;
-  book_.SetLeft(io_, rank, left);
+void Job::SetDetached(uint32_t rank, bool left) {
+  detached_[rank] = left;
+  accumulator_.SetDetached(io_, rank, left);
 }
 
 // A new generation: the step being gathered is dropped and every other session is fenced. A step
 // that all ranks have called goes on and is answered.
-void Job::LoseRank(Session& lost) {
+void Job::OnRankFailed(Session& lost) {
   ++generation_;
-  ClearLeft();
+  ClearDetached();
   const absl::Status status =
       MakeError(ErrorId::kRankLost,
                 absl::StrCat("rank ", lost.rank, " of job ", spec_.name, " was lost in step ",
@@ -142,12 +143,12 @@ void Job::LoseRank(Session& lost) {
     fenced.push_back(&session);
   }
   if (phase_ == Phase::kOpen) {
-    book_.AnswerSession(io_, lost.id, lost.fence);
-    for (const auto& [rank, vote] : votes_.Take()) {
-      io_.Answer(vote.command, vote.command.session == lost.id ? lost.fence : status);
+    accumulator_.AnswerSession(io_, lost.id, lost.fence);
+    for (const auto& [rank, call] : barrier_.Drain()) {
+      io_.Answer(call.command, call.command.session == lost.id ? lost.fence : status);
     }
     io_.NewEpoch();
-    book_.Drop(io_, status);
+    accumulator_.Drop(io_, status);
     fetched_.clear();
   }
   for (Session* session : fenced) {
@@ -158,22 +159,22 @@ void Job::LoseRank(Session& lost) {
 
 // Detached in good order with nothing of it in the step: the others' step is refused until the rank
 // is back.
-void Job::LeaveRank(const Session& session) {
+void Job::OnRankDetached(const Session& session) {
   const auto stays = [&](const auto& entry) {
     return entry.second.is_current() && entry.first != session.id;
   };
   if (std::none_of(sessions_.begin(), sessions_.end(), stays)) {
-    ClearLeft();  // whoever comes next is waited for
+    ClearDetached();  // whoever comes next is waited for
     return;
   }
-  SetLeft(session.rank, true);
-  RefuseVotes(MakeError(ErrorId::kRankLost,
-                        absl::StrCat("rank ", session.rank, " of job ", spec_.name,
-                                     " has detached; the committed step is ", committed_step_),
-                        "attach that rank again, then call step again"));
+  SetDetached(session.rank, true);
+  RefuseStepCalls(MakeError(ErrorId::kRankLost,
+                            absl::StrCat("rank ", session.rank, " of job ", spec_.name,
+                                         " has detached; the committed step is ", committed_step_),
+                            "attach that rank again, then call step again"));
 }
 
-// All that waits of a session but contributions and votes, which are the job's.
+// All that waits of a session but contributions and calls, which are the job's.
 void Job::AnswerWaiting(Session& session, const absl::Status& status) {
   for (const protocol::Command& command : session.parked) {
     io_.Answer(session.IdOf(command), status);
@@ -195,12 +196,12 @@ bool Job::MayAnswerAttach(const Session& session) const {
 }
 
 void Job::AnswerAttaches() {
-  if (phase_ == Phase::kMaking) return;
+  if (phase_ == Phase::kCreating) return;
   const std::vector<SessionId> waiting = attaching_;
   for (const SessionId id : waiting) {
     Session& session = sessions_.at(id);
     if (phase_ == Phase::kFailed) {
-      Evict(session, doomed_ ? failed_ : FailedStatus());
+      Evict(session, deleting_ ? failed_ : FailedStatus());
       continue;
     }
     if (!session.memory_asked) {
@@ -219,17 +220,17 @@ void Job::AnswerAttaches() {
 void Job::AnswerAttachOk(Session& session) {
   std::erase(attaching_, session.id);
   session.state = Session::State::kAttached;
-  session.awaits_repetition = !book_.fault().ok();
-  SetLeft(session.rank, false);
+  session.awaits_repetition = !accumulator_.fault().ok();
+  SetDetached(session.rank, false);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.set_writer(session.id);
-  io_.outbox().Emit(
+  io_.actions().Emit(
       AnswerAttach{.session = session.id,
                    .status = absl::OkStatus(),
                    .job = spec_.id,
                    .committed_step = committed_step_,
                    .writes_initial = writes_initial,
-                   .image_bytes = spec_.plan.image_bytes,
+                   .weights_bytes = spec_.plan.weights_bytes,
                    .grad_arena_bytes = spec_.plan.session_arena_bytes,
                    .step_region_offset = spec_.plan.step_region_offset,
                    .step_region_bytes = spec_.plan.step_region_bytes,
@@ -242,12 +243,12 @@ void Job::CloseEnded() {
   std::vector<SessionId> done;
   for (const auto& [id, session] : sessions_) {
     if (session.state == Session::State::kEnded && io_.tasks_of(id) == 0 &&
-        !book_.UsesArenaOf(id)) {
+        !accumulator_.UsesArenaOf(id)) {
       done.push_back(id);
     }
   }
   for (const SessionId id : done) {
-    io_.outbox().Emit(CloseSession{.session = id, .reason = sessions_.at(id).close_reason});
+    io_.actions().Emit(CloseSession{.session = id, .reason = sessions_.at(id).close_reason});
     io_.Close(id);
     sessions_.erase(id);
     closed_.push_back(id);

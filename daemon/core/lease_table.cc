@@ -9,7 +9,8 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::StatusOr<uint64_t> LeaseTable::Take(Outbox& outbox, SessionId session, uint32_t group) {
+absl::StatusOr<uint64_t> LeaseTable::Acquire(ActionSink& actions, SessionId session,
+                                             uint32_t group) {
   uint64_t& count = counts_[session];
   if (count >= kLeasesPerSessionMax) {
     return MakeError(
@@ -18,7 +19,7 @@ absl::StatusOr<uint64_t> LeaseTable::Take(Outbox& outbox, SessionId session, uin
         "release what is not read any more");
   }
   ++count;
-  const uint64_t lease = outbox.NewLease();
+  const uint64_t lease = actions.NewLease();
   leases_.emplace(lease, Lease{.session = session, .group = group});
   return lease;
 }

@@ -14,7 +14,7 @@ namespace forebay::daemon {
 class LeaseTable {
  public:
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
-  absl::StatusOr<uint64_t> Take(Outbox& outbox, SessionId session, uint32_t group);
+  absl::StatusOr<uint64_t> Acquire(ActionSink& actions, SessionId session, uint32_t group);
 
   // Errors  E_LEASE  not a lease of this session, or released before.
   absl::Status Release(SessionId session, uint64_t lease);

@@ -73,8 +73,8 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan,
   const uint64_t needed =
       options.node_bytes + use.jobs_dram_bytes + plan.dram_bytes + state_bytes_needed;
   std::string message = absl::StrCat(
-      "the job needs ", Bytes(plan.dram_bytes + state_bytes_needed), " of DRAM: image ",
-      Bytes(plan.image_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
+      "the job needs ", Bytes(plan.dram_bytes + state_bytes_needed), " of DRAM: weights ",
+      Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
       Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
   absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
                   Bytes(plan.ring_bytes), ")");
@@ -113,38 +113,39 @@ uint64_t StepRegionBytes(uint64_t extra_state_bytes) {
                  kPageBytes);
 }
 
-absl::Status CheckWish(const Layout& layout, const SessionWish& wish) {
+absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& request) {
   const uint64_t least = 2 * layout.largest_group_bytes();
-  if (wish.grad_arena_bytes < least) {
+  if (request.grad_arena_bytes < least) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("a gradient arena of ", Bytes(wish.grad_arena_bytes),
+                     absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
                                   " is too small: twice the largest group is ", Bytes(least)),
                      absl::StrCat("ask for at least ", least, " bytes"));
   }
-  if (wish.extra_state_bytes > protocol::kExtraStateBytesMax) {
-    return MakeError(ErrorId::kExtraState, absl::StrCat("room for ", Bytes(wish.extra_state_bytes),
-                                                        " of extra_state (at most ",
-                                                        Bytes(protocol::kExtraStateBytesMax), ")"));
+  if (request.extra_state_bytes > protocol::kExtraStateBytesMax) {
+    return MakeError(
+        ErrorId::kExtraState,
+        absl::StrCat("room for ", Bytes(request.extra_state_bytes), " of extra_state (at most ",
+                     Bytes(protocol::kExtraStateBytesMax), ")"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionWish& wish,
+absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& request,
                                    const NodeState::Options& options, const NodeUse& use) {
-  RETURN_IF_ERROR(CheckWish(layout, wish));
-  if (wish.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
+  RETURN_IF_ERROR(CheckSessionRequest(layout, request));
+  if (request.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
     return MakeError(ErrorId::kDramLimit,
-                     absl::StrCat("a gradient arena of ", Bytes(wish.grad_arena_bytes),
+                     absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
                                   " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
                                   Bytes(options.dram_limit_bytes)),
                      "ask for a smaller gradient arena");
   }
   MemoryPlan plan;
-  plan.session = wish;
-  plan.image_bytes = layout.image_bytes();
+  plan.session = request;
+  plan.weights_bytes = layout.weights_bytes();
   PlanStepArena(layout, plan);
   PlanSessionArena(plan);
-  plan.dram_bytes = plan.image_bytes + plan.step_bytes +
+  plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
                     layout.spec().world_size * (plan.session_arena_bytes + plan.ring_bytes);
 
   const uint64_t taken = options.node_bytes + use.jobs_dram_bytes;

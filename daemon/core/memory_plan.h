@@ -16,15 +16,15 @@ struct NodeUse {
   uint64_t jobs_swap_bytes = 0;
 };
 
-// A client's wishes for each of the job's sessions.
-struct SessionWish {
+// A client's requests for each of the job's sessions.
+struct SessionRequest {
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
 };
 
 // Every arena of a job, its sizes and its offsets.
 struct MemoryPlan {
-  uint64_t image_bytes = 0;
+  uint64_t weights_bytes = 0;
 
   // Step arena: accumulators, overflow, extra_state.
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
@@ -37,7 +37,7 @@ struct MemoryPlan {
   uint64_t step_bytes = 0;
 
   // Of each session: gradients, then the step region; and its ring.
-  SessionWish session;
+  SessionRequest session;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
   uint64_t session_arena_bytes = 0;
@@ -63,16 +63,16 @@ struct MemoryPlan {
 // Step region of a session that took `extra_state_bytes`.
 uint64_t StepRegionBytes(uint64_t extra_state_bytes);
 
-// Checks a session's wishes by themselves.
+// Checks a session's requests by themselves.
 //
 // Errors  E_RANGE        the gradients' part is below twice the largest group.
 //         E_EXTRA_STATE  above kExtraStateBytesMax.
-absl::Status CheckWish(const protocol::Layout& layout, const SessionWish& wish);
+absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRequest& request);
 
 // Errors  E_DRAM_LIMIT  the limit is too low: every term of the sum, the limit, what other jobs
 //         hold.
 //         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.
-absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionWish& wish,
+absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
                                    const NodeState::Options& options, const NodeUse& use);
 
 }  // namespace forebay::daemon

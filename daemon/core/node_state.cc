@@ -44,8 +44,8 @@ absl::Status CheckRequest(const AttachRequested& request) {
     return MakeError(ErrorId::kRank,
                      absl::StrCat("rank ", request.rank, " of a world of ", world_size));
   }
-  return CheckWish(*request.layout, {.grad_arena_bytes = request.grad_arena_bytes,
-                                     .extra_state_bytes = request.extra_state_bytes});
+  return CheckSessionRequest(*request.layout, {.grad_arena_bytes = request.grad_arena_bytes,
+                                               .extra_state_bytes = request.extra_state_bytes});
 }
 
 }  // namespace
@@ -66,14 +66,14 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(std::string_view name) const;
   NodeUse Use() const;
-  void AdvanceAll(const std::vector<Action>& actions);
+  void AdvanceAll(const std::vector<Action>& emitted);
   void Sweep();
 
   Options options;
-  Outbox outbox;
+  ActionSink actions;
   StagingPool pool;
   JobId last_job = 0;
-  std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the outbox
+  std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<std::string, JobId, std::less<>> names;
   std::map<SessionId, JobId> session_jobs;
   std::map<JobId, std::vector<uint64_t>> deletes;  // requests that wait for FreeJob
@@ -84,11 +84,11 @@ NodeState::NodeState(const Options& options) : impl_(std::make_unique<Impl>(opti
 NodeState::~NodeState() = default;
 
 void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
-  impl_->outbox.Bind(&actions);
+  impl_->actions.Bind(&actions);
   std::visit([this](const auto& e) { impl_->On(e); }, event);
   impl_->AdvanceAll(actions);
   impl_->Sweep();
-  impl_->outbox.Bind(nullptr);
+  impl_->actions.Bind(nullptr);
 }
 
 void NodeState::Impl::On(const AttachRequested& request) {
@@ -96,8 +96,8 @@ void NodeState::Impl::On(const AttachRequested& request) {
   FOREBAY_CHECK(!session_jobs.contains(request.session));
   absl::StatusOr<Job*> job = JobFor(request);
   if (!job.ok()) {
-    outbox.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
-    outbox.Emit(CloseSession{.session = request.session, .reason = job.status()});
+    actions.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
+    actions.Emit(CloseSession{.session = request.session, .reason = job.status()});
     return;
   }
   session_jobs.emplace(request.session, (*job)->id());
@@ -127,7 +127,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                                              .layout = request.layout,
                                              .plan = std::move(plan),
                                              .options = options},
-                                   outbox, pool);
+                                   actions, pool);
   names.emplace(request.job, id);
   return jobs.emplace(id, std::move(job)).first->second.get();
 }
@@ -149,7 +149,7 @@ void NodeState::Impl::On(const StepRequestCopied& event) {
 }
 
 void NodeState::Impl::On(const TaskDone& event) {
-  const JobId job = outbox.FinishTask(event.task);
+  const JobId job = actions.FinishTask(event.task);
   FOREBAY_CHECK(job != 0);
   ++turn;
   jobs.at(job)->OnTaskDone(event);
@@ -162,7 +162,7 @@ void NodeState::Impl::On(const DeleteJobRequested& request) {
           ? job->Delete(request.uid)
           : MakeError(ErrorId::kJobName, absl::StrCat("there is no job named ", request.job));
   if (!status.ok()) {
-    outbox.Emit(AnswerDelete{.request = request.request, .status = status});
+    actions.Emit(AnswerDelete{.request = request.request, .status = status});
     return;
   }
   deletes[job->id()].push_back(request.request);
@@ -170,14 +170,14 @@ void NodeState::Impl::On(const DeleteJobRequested& request) {
 
 // Every job does what it can now; whoever was last to get staging slots is not the first again.
 // Repeated, since one job may give back what another waits for.
-void NodeState::Impl::AdvanceAll(const std::vector<Action>& actions) {
+void NodeState::Impl::AdvanceAll(const std::vector<Action>& emitted) {
   std::vector<Job*> order;
   for (const auto& [id, job] : jobs) order.push_back(job.get());
   if (order.empty()) return;
   std::rotate(order.begin(), order.begin() + static_cast<int64_t>(turn % order.size()),
               order.end());
-  for (size_t before = actions.size() + 1; before != actions.size();) {
-    before = actions.size();
+  for (size_t before = emitted.size() + 1; before != emitted.size();) {
+    before = emitted.size();
     for (Job* job : order) job->Advance();
   }
   for (Job* job : order) job->Prefetch();
@@ -186,13 +186,13 @@ void NodeState::Impl::AdvanceAll(const std::vector<Action>& actions) {
 void NodeState::Impl::Sweep() {
   for (auto it = jobs.begin(); it != jobs.end();) {
     Job& job = *it->second;
-    for (const SessionId session : job.TakeClosed()) session_jobs.erase(session);
-    if (!job.is_gone()) {
+    for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
+    if (!job.is_freed()) {
       ++it;
       continue;
     }
     for (const uint64_t request : deletes[job.id()]) {
-      outbox.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
+      actions.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
     }
     deletes.erase(job.id());
     names.erase(job.name());
@@ -249,7 +249,7 @@ void NodeState::CheckInvariants() const {
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
     staged += job->staged_blocks();
-    FOREBAY_CHECK(!job->is_gone() && impl_->names.at(job->name()) == id);
+    FOREBAY_CHECK(!job->is_freed() && impl_->names.at(job->name()) == id);
   }
   FOREBAY_CHECK(staged == node.staging_slots_used);
   for (const auto& [session, job] : impl_->session_jobs) {

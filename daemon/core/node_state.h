@@ -42,16 +42,16 @@ struct JobView {
   uint64_t committed_step = 0;
   uint64_t params = 0;  // elements, without padding
   uint64_t padded_elems = 0;
-  uint64_t state_bytes = 0;  // image and states of the parameters, padding left out
+  uint64_t state_bytes = 0;  // weights and states of the parameters, padding left out
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
   uint64_t leases = 0;
   uint64_t update_reads = 0;
-  uint64_t update_reads_early = 0;
+  uint64_t update_reads_prefetched = 0;
   uint64_t state_read_bytes = 0;
   uint64_t state_written_bytes = 0;
   uint64_t last_step_reads = 0;
-  uint64_t last_step_reads_early = 0;
+  uint64_t last_step_reads_prefetched = 0;
   bool ready = false;       // initial parameters are written
   absl::Status failed;      // OK while the job is well
   uint64_t dram_bytes = 0;  // taken from the limit: arenas and resident blocks
@@ -77,7 +77,7 @@ class StagingPool;
 // Threads  The loop thread alone.
 // Errors   What clients get wrong is answered by actions. A TaskDone for no task, or a SessionId
 //          used twice, is a
-//          bug of the shell and ends the process.
+//          bug of the executor and ends the process.
 class NodeState {
  public:
   struct Options {

@@ -23,7 +23,7 @@ struct Session {
   SessionId id = 0;
   uint32_t uid = 0;
   uint32_t rank = 0;
-  SessionWish wish;
+  SessionRequest request;
   State state = State::kWaiting;
   bool memory_asked = false;
   bool memory_made = false;

@@ -11,16 +11,16 @@ StagingPool::StagingPool(uint32_t slots) : slots_(slots) {
   for (uint32_t slot = 0; slot < slots; ++slot) free_.insert(slot);
 }
 
-std::optional<uint32_t> StagingPool::TakeFree() {
+std::optional<uint32_t> StagingPool::AllocateFree() {
   if (free_.empty()) return std::nullopt;
   return free_.extract(free_.begin()).value();
 }
 
-std::optional<uint32_t> StagingPool::TakeUrgent(StagedBlocks& asking) {
-  if (!free_.empty()) return TakeFree();
-  if (const std::optional<uint32_t> own = asking.Donate()) return own;
+std::optional<uint32_t> StagingPool::AllocateUrgent(StagedBlocks& asking) {
+  if (!free_.empty()) return AllocateFree();
+  if (const std::optional<uint32_t> own = asking.Reclaim()) return own;
   for (StagedBlocks* other : jobs_) {
-    if (const std::optional<uint32_t> slot = other->Donate()) return slot;
+    if (const std::optional<uint32_t> slot = other->Reclaim()) return slot;
   }
   return std::nullopt;
 }
@@ -43,8 +43,8 @@ void StagedBlocks::Drop(uint32_t block) {
   lowest_dropped_ = std::min(lowest_dropped_, block);
 }
 
-std::optional<uint32_t> StagedBlocks::Donate() {
-  if (!may_donate_) return std::nullopt;
+std::optional<uint32_t> StagedBlocks::Reclaim() {
+  if (!may_reclaim_) return std::nullopt;
   for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it) {
     if (it->second.state != State::kReady) continue;
     const uint32_t slot = it->second.slot;
@@ -55,6 +55,6 @@ std::optional<uint32_t> StagedBlocks::Donate() {
   return std::nullopt;
 }
 
-uint32_t StagedBlocks::TakeLowestDropped() { return std::exchange(lowest_dropped_, UINT32_MAX); }
+uint32_t StagedBlocks::DrainLowestDropped() { return std::exchange(lowest_dropped_, UINT32_MAX); }
 
 }  // namespace forebay::daemon

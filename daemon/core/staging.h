@@ -17,11 +17,11 @@ class StagingPool {
   explicit StagingPool(uint32_t slots);
 
   // The lowest free slot.
-  std::optional<uint32_t> TakeFree();
+  std::optional<uint32_t> AllocateFree();
 
   // A free slot, or one of a clean block that was read ahead and is not being used: the asking
   // job's own (its last in the order of update) before another job's.
-  std::optional<uint32_t> TakeUrgent(StagedBlocks& asking);
+  std::optional<uint32_t> AllocateUrgent(StagedBlocks& asking);
 
   void Release(uint32_t slot);
 
@@ -51,8 +51,8 @@ class StagedBlocks {
   struct Staged {
     uint32_t slot = 0;
     State state = State::kReading;
-    bool unwanted = false;  // drop it when its read is done
-    bool early = false;     // its read was asked for before an update waited for it
+    bool cancelled = false;   // drop it when its read is done
+    bool prefetched = false;  // its read was asked for before an update waited for it
   };
 
   explicit StagedBlocks(StagingPool& pool) : pool_(pool) { pool_.Join(*this); }
@@ -68,17 +68,17 @@ class StagedBlocks {
   void Drop(uint32_t block);  // gives the slot back
 
   // While a step is applied no block is given away.
-  void set_may_donate(bool may) { may_donate_ = may; }
+  void set_may_reclaim(bool may) { may_reclaim_ = may; }
   // Drops the last kReady block and takes its slot; nothing where there is none.
-  std::optional<uint32_t> Donate();
+  std::optional<uint32_t> Reclaim();
 
   // The lowest block that may have been dropped since this was last asked; UINT32_MAX: none.
-  uint32_t TakeLowestDropped();
+  uint32_t DrainLowestDropped();
 
  private:
   StagingPool& pool_;
   std::map<uint32_t, Staged> blocks_;
-  bool may_donate_ = true;
+  bool may_reclaim_ = true;
   uint32_t lowest_dropped_ = UINT32_MAX;
 };
 

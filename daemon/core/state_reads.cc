@@ -50,7 +50,7 @@ void StateReads::Pump(JobIo& io, StepPipeline& pipeline) {
     if (staged.at(block).state == State::kReady) StartCopy(io, pipeline);
     return;
   }
-  const std::optional<uint32_t> slot = staged.pool().TakeUrgent(staged);
+  const std::optional<uint32_t> slot = staged.pool().AllocateUrgent(staged);
   if (!slot) return;
   own_slot_ = true;
   phase_ = Phase::kReading;
@@ -121,7 +121,7 @@ void StateReads::Drop(JobIo& io, StepPipeline& pipeline, SessionId session,
   if (phase_ == Phase::kWaitingSlot) {
     End(io, status);
   } else if (phase_ == Phase::kReading) {
-    pipeline.staged().at(current_.pieces.front().block).unwanted = true;
+    pipeline.staged().at(current_.pieces.front().block).cancelled = true;
   }
 }
 

@@ -17,7 +17,7 @@ using protocol::HyperParams;
 bool Same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 // "lr of parameter group 0: 0.1 and 0.2", or empty.
-std::string Difference(const StepVote& a, const StepVote& b) {
+std::string Difference(const StepCall& a, const StepCall& b) {
   const auto differ = [](std::string_view what, auto x, auto y) {
     return absl::StrCat(std::string(what), ": ", x, " and ", y);
   };
@@ -50,18 +50,18 @@ std::string Difference(const StepVote& a, const StepVote& b) {
 
 }  // namespace
 
-absl::Status StepVotes::Compare(uint32_t rank, const StepVote& vote) const {
-  if (votes_.empty()) return absl::OkStatus();
-  const auto& [other_rank, other] = *votes_.begin();
-  const std::string difference = Difference(other, vote);
+absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call) const {
+  if (barrier_.empty()) return absl::OkStatus();
+  const auto& [other_rank, other] = *barrier_.begin();
+  const std::string difference = Difference(other, call);
   if (difference.empty()) return absl::OkStatus();
   return protocol::MakeError(
       protocol::ErrorId::kStep,
-      absl::StrCat("ranks ", other_rank, " and ", rank, " called step ", vote.request.step,
+      absl::StrCat("ranks ", other_rank, " and ", rank, " called step ", call.request.step,
                    " with different scalars: ", difference),
       "call step again with the same scalars on every rank; the gradients are kept");
 }
 
-std::map<uint32_t, StepVote> StepVotes::Take() { return std::exchange(votes_, {}); }
+std::map<uint32_t, StepCall> StepBarrier::Drain() { return std::exchange(barrier_, {}); }
 
 }  // namespace forebay::daemon

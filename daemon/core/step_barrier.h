@@ -12,28 +12,28 @@
 namespace forebay::daemon {
 
 // One rank's call, checked by itself.
-struct StepVote {
+struct StepCall {
   CommandId command;
   protocol::StepRequest request{};
   std::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
   uint64_t extra_state_offset_bytes = 0;            // in the session's arena
 };
 
-class StepVotes {
+class StepBarrier {
  public:
-  // OK, or E_STEP that names the ranks and both values where `vote` differs from the lowest rank's
-  // that has voted. extra_state may differ between ranks.
-  absl::Status Compare(uint32_t rank, const StepVote& vote) const;
+  // OK, or E_STEP that names the ranks and both values where `call` differs from the lowest rank's
+  // that has called. extra_state may differ between ranks.
+  absl::Status Compare(uint32_t rank, const StepCall& call) const;
 
-  void Add(uint32_t rank, StepVote vote) { votes_.emplace(rank, std::move(vote)); }
-  bool has(uint32_t rank) const { return votes_.contains(rank); }
-  const std::map<uint32_t, StepVote>& by_rank() const { return votes_; }
+  void Add(uint32_t rank, StepCall call) { barrier_.emplace(rank, std::move(call)); }
+  bool has(uint32_t rank) const { return barrier_.contains(rank); }
+  const std::map<uint32_t, StepCall>& by_rank() const { return barrier_; }
 
-  // Takes all votes out.
-  std::map<uint32_t, StepVote> Take();
+  // Takes all calls out.
+  std::map<uint32_t, StepCall> Drain();
 
  private:
-  std::map<uint32_t, StepVote> votes_;
+  std::map<uint32_t, StepCall> barrier_;
 };
 
 }  // namespace forebay::daemon

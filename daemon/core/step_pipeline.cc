@@ -41,7 +41,7 @@ BlockIdentity StepPipeline::IdentityOf(JobId job, uint32_t block) const {
   return {.job = job, .block = block, .written_step = records_[block].written_step};
 }
 
-StepPipeline::Running StepPipeline::Take(TaskId task) {
+StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
   const auto it = tasks_.find(task);
   FOREBAY_CHECK(it != tasks_.end());
   const Running running = it->second;
@@ -58,14 +58,14 @@ void StepPipeline::StartRead(JobIo& io, uint32_t block, uint32_t slot, bool for_
 
 void StepPipeline::Prefetch(JobIo& io) {
   if (running_ || abandoned_) return;
-  prefetch_next_ = std::min(prefetch_next_, staged_.TakeLowestDropped());
+  prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = prefetch_next_;
     if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
-    const std::optional<uint32_t> slot = staged_.pool().TakeFree();
+    const std::optional<uint32_t> slot = staged_.pool().AllocateFree();
     if (!slot) return;
     StartRead(io, block, *slot, /*for_update=*/true);
-    staged_.at(block).early = true;
+    staged_.at(block).prefetched = true;
   }
 }
 
@@ -77,7 +77,7 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
   at_begin_ = counters_;
   prefetch_failed_.clear();
   norms_.clear();
-  staged_.set_may_donate(false);
+  staged_.set_may_reclaim(false);
   BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
   Pump(io);
 }
@@ -97,7 +97,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       ++group_blocks_left_[group];
     }
     const bool is_staged = staged_.contains(block);
-    if (is_staged) staged_.at(block).unwanted = !needed;
+    if (is_staged) staged_.at(block).cancelled = !needed;
     if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
     if (!needed) continue;
     ++blocks_left_;
@@ -132,18 +132,18 @@ void StepPipeline::EndMomentsPass() {
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (next_resident_ < resident_.size()) return true;
   return std::any_of(staged_.all().begin(), staged_.all().end(), [](const auto& entry) {
-    return entry.second.state != State::kInUse && !entry.second.unwanted;
+    return entry.second.state != State::kInUse && !entry.second.cancelled;
   });
 }
 
 void StepPipeline::StartReads(JobIo& io) {
   for (; next_read_ < to_read_.size(); ++next_read_) {
     const uint32_t block = to_read_[next_read_];
-    const std::optional<uint32_t> slot = staged_.pool().TakeUrgent(staged_);
+    const std::optional<uint32_t> slot = staged_.pool().AllocateUrgent(staged_);
     if (!slot) return;
-    const bool early = UpdatesHaveOtherWork();
+    const bool prefetched = UpdatesHaveOtherWork();
     StartRead(io, block, *slot, /*for_update=*/true);
-    staged_.at(block).early = early;
+    staged_.at(block).prefetched = prefetched;
   }
 }
 
@@ -177,8 +177,8 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.groups[run.group]) continue;
-    segments.push_back({.image_offset_bytes = layout_->groups()[run.group].image_offset_bytes +
-                                              run.group_elem * width,
+    segments.push_back({.weights_offset_bytes = layout_->groups()[run.group].weights_offset_bytes +
+                                                run.group_elem * width,
                         .accumulator_offset_bytes =
                             plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
                         .block_elem = run.block_elem,
@@ -199,7 +199,7 @@ void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
     StagedBlocks::Staged& staged = staged_.at(block);
     staged.state = State::kInUse;
     ++counters_.update_reads;
-    if (staged.early) ++counters_.update_reads_early;
+    if (staged.prefetched) ++counters_.update_reads_prefetched;
   }
   const BlockIdentity before = IdentityOf(io.job(), block);
   BlockIdentity after = before;
@@ -218,21 +218,21 @@ void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
 }
 
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
-  const Running read = Take(done.task);
+  const Running read = FinishTask(done.task);
   StagedBlocks::Staged& staged = staged_.at(read.block);
-  const bool unwanted = staged.unwanted;
+  const bool cancelled = staged.cancelled;
   if (done.status.ok() && read.for_update) counters_.read_bytes += map_.bytes(read.block);
-  if (!done.status.ok() || unwanted || abandoned_) {
+  if (!done.status.ok() || cancelled || abandoned_) {
     staged_.Drop(read.block);
   } else {
     staged.state = State::kReady;
   }
   if (!done.status.ok() && !running_) prefetch_failed_.insert(read.block);
-  return {.block = read.block, .status = done.status, .fatal = running_ && !unwanted};
+  return {.block = read.block, .status = done.status, .fatal = running_ && !cancelled};
 }
 
 absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
-  const Running update = Take(done.task);
+  const Running update = FinishTask(done.task);
   --updating_;
   const bool resident = is_resident(update.block);
   if (!done.status.ok() || abandoned_) {
@@ -264,7 +264,7 @@ absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
 }
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
-  const Running write = Take(done.task);
+  const Running write = FinishTask(done.task);
   staged_.Drop(write.block);
   if (!done.status.ok() || abandoned_) return done.status;
   records_[write.block] = {.written_step = order_.step, .checksum = write.checksum};
@@ -276,13 +276,14 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
 uint64_t StepPipeline::Finish() {
   FOREBAY_CHECK(done() && updating_ == 0);
   running_ = false;
-  staged_.set_may_donate(true);
+  staged_.set_may_reclaim(true);
   for (uint32_t group = 0; group < group_updates_.size(); ++group) {
     FOREBAY_CHECK(group_blocks_left_[group] == 0);
     if (order_.groups[group]) ++group_updates_[group];
   }
   last_step_ = {.update_reads = counters_.update_reads - at_begin_.update_reads,
-                .update_reads_early = counters_.update_reads_early - at_begin_.update_reads_early,
+                .update_reads_prefetched =
+                    counters_.update_reads_prefetched - at_begin_.update_reads_prefetched,
                 .read_bytes = counters_.read_bytes - at_begin_.read_bytes,
                 .written_bytes = counters_.written_bytes - at_begin_.written_bytes};
   return overflowed_masters_;

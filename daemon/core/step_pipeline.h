@@ -28,9 +28,9 @@ struct StepOrder {
 };
 
 struct PipelineCounters {
-  uint64_t update_reads = 0;        // swapped blocks updated
-  uint64_t update_reads_early = 0;  // of these, read before an update waited for them
-  uint64_t read_bytes = 0;          // for updates
+  uint64_t update_reads = 0;             // swapped blocks updated
+  uint64_t update_reads_prefetched = 0;  // of these, read before an update waited for them
+  uint64_t read_bytes = 0;               // for updates
   uint64_t written_bytes = 0;
 };
 
@@ -101,7 +101,7 @@ class StepPipeline {
     uint64_t checksum = 0;    // of writes
   };
 
-  Running Take(TaskId task);
+  Running FinishTask(TaskId task);
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(JobIo& io, uint32_t block);

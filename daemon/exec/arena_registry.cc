@@ -30,8 +30,8 @@ uint64_t PrivateBytes() {
 
 const char* Name(ArenaKind kind) {
   switch (kind) {
-    case ArenaKind::kImage:
-      return "image";
+    case ArenaKind::kWeights:
+      return "weights";
     case ArenaKind::kState:
       return "state";
     case ArenaKind::kStep:
@@ -56,19 +56,19 @@ absl::StatusOr<std::unique_ptr<pinned_mem::PinnedArena>> MakeArena(
   return arena;
 }
 
-void ArenaBook::Enter(ArenaOwner owner, const Arena& arena) {
+void ArenaRegistry::Register(ArenaOwner owner, const Arena& arena) {
   entries_.push_back({.owner = std::move(owner), .arena = arena});
 }
 
-void ArenaBook::EnterFd(ArenaOwner owner, int fd) {
+void ArenaRegistry::RegisterFd(ArenaOwner owner, int fd) {
   entries_.push_back({.owner = std::move(owner), .arena = {}, .fd = fd});
 }
 
-void ArenaBook::StrikeFd(int fd) {
+void ArenaRegistry::UnregisterFd(int fd) {
   entries_.remove_if([&](const Entry& entry) { return entry.fd == fd; });
 }
 
-std::vector<ArenaLine> ArenaBook::Lines() const {
+std::vector<ArenaLine> ArenaRegistry::Lines() const {
   std::vector<ArenaLine> lines;
   for (const Entry& entry : entries_) {
     ArenaLine line{.owner = entry.owner};
@@ -90,7 +90,7 @@ std::vector<ArenaLine> ArenaBook::Lines() const {
   return lines;
 }
 
-MemoryTotals ArenaBook::Totals() {
+MemoryTotals ArenaRegistry::Totals() {
   entries_.remove_if([](const Entry& entry) { return entry.fd < 0 && entry.arena.expired(); });
   MemoryTotals totals;
   totals.private_bytes = PrivateBytes();

@@ -13,9 +13,9 @@
 
 namespace forebay::daemon {
 
-enum class ArenaKind : uint8_t { kImage, kState, kStep, kStaging, kGrad, kRing, kExtraState };
+enum class ArenaKind : uint8_t { kWeights, kState, kStep, kStaging, kGrad, kRing, kExtraState };
 
-const char* Name(ArenaKind kind);  // "image", "state", ...
+const char* Name(ArenaKind kind);  // "weights", "state", ...
 
 // Whose segment it is.
 struct ArenaOwner {
@@ -47,14 +47,14 @@ absl::StatusOr<std::unique_ptr<pinned_mem::PinnedArena>> MakeArena(
     const pinned_mem::ArenaOptions& options);
 
 // Threads  The loop thread.
-class ArenaBook {
+class ArenaRegistry {
  public:
   using Arena = std::shared_ptr<pinned_mem::PinnedArena>;
 
-  // The segment is listed until Strike(), or for an arena until its last owner lets go of it.
-  void Enter(ArenaOwner owner, const Arena& arena);
-  void EnterFd(ArenaOwner owner, int fd);
-  void StrikeFd(int fd);
+  // The segment is listed until Unregister(), or for an arena until its last owner lets go of it.
+  void Register(ArenaOwner owner, const Arena& arena);
+  void RegisterFd(ArenaOwner owner, int fd);
+  void UnregisterFd(int fd);
 
   std::vector<ArenaLine> Lines() const;
   MemoryTotals Totals();  // asks the kernel; moves the peak

@@ -112,7 +112,7 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 
 namespace {
 
-StateFormat StateFormatOf(Format format, DType image_dtype) {
+StateFormat StateFormatOf(Format format, DType weights_dtype) {
   switch (format) {
     case Format::kExact:
       return StateFormat::kExact;
@@ -123,8 +123,8 @@ StateFormat StateFormatOf(Format format, DType image_dtype) {
     case Format::kFp32:
       break;
   }
-  if (image_dtype == DType::kBFloat16) return StateFormat::kFp32Bf16;
-  if (image_dtype == DType::kFloat16) return StateFormat::kFp32Fp16;
+  if (weights_dtype == DType::kBFloat16) return StateFormat::kFp32Bf16;
+  if (weights_dtype == DType::kFloat16) return StateFormat::kFp32Fp16;
   return StateFormat::kFp32;
 }
 
@@ -135,11 +135,11 @@ struct SegmentPart {
   uint64_t elems;
 };
 
-std::span<std::byte> ImageOf(const SegmentPart& part, const UpdateMemory& memory) {
+std::span<std::byte> WeightsOf(const SegmentPart& part, const UpdateMemory& memory) {
   const uint64_t width = protocol::SizeBytes(memory.dtype);
-  const uint64_t begin = part.segment.image_offset_bytes + part.skipped * width;
-  FOREBAY_CHECK(begin + part.elems * width <= memory.image.size());
-  return memory.image.subspan(begin, part.elems * width);
+  const uint64_t begin = part.segment.weights_offset_bytes + part.skipped * width;
+  FOREBAY_CHECK(begin + part.elems * width <= memory.weights.size());
+  return memory.weights.subspan(begin, part.elems * width);
 }
 
 // In the order of protocol::StatePlanes: remainder or master, moments, scales.
@@ -154,7 +154,7 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
     return memory.block.data() + begin;
   };
   StatePlanes state;
-  state.image = ImageOf(part, memory).data();
+  state.weights = WeightsOf(part, memory).data();
   state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
   size_t next = 0;
   if (memory.format != Format::kFp32) {
@@ -189,15 +189,15 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     const SegmentPart part{segment, first - segment.block_elem, end - first};
     StepScalars scalars = cpu_adam::MakeStepScalars(rule, HyperOf(segment.hyper),
                                                     segment.optimizer_step, action.grad_scale);
-    cpu_adam::SetDrawKey(
+    cpu_adam::SetRoundingKey(
         {.seed = segment.seed, .parameter = segment.param, .t = segment.optimizer_step}, scalars);
     const StatePlanes state = PlanesOf(action, part, memory);
     if (action.pass == UpdatePass::kWeights) {
       found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
       continue;
     }
-    if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the image
-      cpu_adam::AddGradient(part.elems, GradientOf(memory.dtype, ImageOf(part, memory)),
+    if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the weights
+      cpu_adam::AddGradient(part.elems, GradientOf(memory.dtype, WeightsOf(part, memory)),
                             cpu_adam::AddMode::kSet, state.master);
     }
     const Gradient gradient =
@@ -248,7 +248,7 @@ void AddPages(ElemRange range, const UpdateBlock& action, const UpdateMemory& me
 }  // namespace
 
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
-  const uint64_t stride = action.pass == UpdatePass::kWhole ? kWarmElems : kPartElems;
+  const uint64_t stride = action.pass == UpdatePass::kWhole ? kTileElems : kPartElems;
   nvme::PageDigests digests(memory.block);
   std::vector<UpdateFound> found;
   for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {

@@ -28,13 +28,13 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 
 // Memory an update touches, and what the job's states are. The block is updated in place.
 struct UpdateMemory {
-  std::span<std::byte> image;                             // image arena
+  std::span<std::byte> weights;                           // weights arena
   std::span<const std::byte> accumulators;                // step arena
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::span<std::byte> block;                             // all planes of the block
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
-  protocol::DType dtype = protocol::DType::kFloat32;  // of the image
+  protocol::DType dtype = protocol::DType::kFloat32;  // of the weights
 };
 
 // Elements [begin, end) of a block or of a group.
@@ -54,7 +54,7 @@ struct UpdateFound {
   std::vector<cpu_adam::LambSums> norms;  // UpdatePass::kMoments: by segment
 };
 
-// Updates those elements of the block that lie in `range`, which begins at a multiple of kWarmElems;
+// Updates those elements of the block that lie in `range`, which begins at a multiple of kTileElems;
 // of kPartElems where norms are summed.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
@@ -62,8 +62,8 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
 TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
 
 // Elements whose states stay in the second-level cache between update and checksum.
-inline constexpr uint64_t kWarmElems = uint64_t{1} << 13;
-static_assert(kPartElems % kWarmElems == 0 && kWarmElems % protocol::kScaleElems == 0);
+inline constexpr uint64_t kTileElems = uint64_t{1} << 13;
+static_assert(kPartElems % kTileElems == 0 && kTileElems % protocol::kScaleElems == 0);
 
 // Updates a whole block, in ranges whose pages are digested while they are warm, and joins; with the
 // checksum of the block under `identity_after`.
@@ -92,7 +92,7 @@ AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
 // In double, in an order that depends on nothing; NaN where an element is not finite.
 double RunSumGroup(std::span<const std::byte> accumulator);
 
-// client's bytes -> image. False where the copy is not finite.
+// client's bytes -> weights. False where the copy is not finite.
 bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,
                     std::span<std::byte> to);
 

@@ -26,18 +26,18 @@ absl::Status SessionOver() {
 
 }  // namespace
 
-NodeShell::NodeShell(const NodeShellOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
-                     SwapSpace* swap)
+Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
+                   SwapSpace* swap)
     : options_(options),
       engine_(engine),
       runner_(runner),
       swap_(swap),
       start_ns_(MonotonicNs()),
       state_(options.state) {
-  if (swap_ != nullptr) book_.Enter({.kind = ArenaKind::kStaging}, swap_->staging());
+  if (swap_ != nullptr) registry_.Register({.kind = ArenaKind::kStaging}, swap_->staging());
 }
 
-void NodeShell::Raise(Event event) {
+void Executor::Raise(Event event) {
   events_.push_back(std::move(event));
   if (running_) return;
   running_ = true;
@@ -54,26 +54,26 @@ void NodeShell::Raise(Event event) {
   running_ = false;
 }
 
-NodeShell::JobIo& NodeShell::job(JobId id) {
+Executor::JobIo& Executor::job(JobId id) {
   const auto found = jobs_.find(id);
   FOREBAY_CHECK(found != jobs_.end());
   return found->second;
 }
 
-SessionIo& NodeShell::session_io(SessionId id) {
+SessionIo& Executor::session_io(SessionId id) {
   const auto found = sessions_.find(id);
   FOREBAY_CHECK(found != sessions_.end() && found->second.io != nullptr);
   return *found->second.io;
 }
 
-bool NodeShell::idle() const {
+bool Executor::idle() const {
   return sessions_.empty() && runner_.in_flight() == 0 &&
          (swap_ == nullptr || swap_->in_flight() == 0);
 }
 
-// ---------------------------------------------------------------------- the control plane's wishes
+// ---------------------------------------------------------------------- the control plane's requests
 
-void NodeShell::Attach(AttachRequested request, AttachCallbacks callbacks) {
+void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {
   const SessionId id = request.session;
   Session session;
   session.request = request;
@@ -83,7 +83,7 @@ void NodeShell::Attach(AttachRequested request, AttachCallbacks callbacks) {
   Raise(std::move(request));
 }
 
-absl::Status NodeShell::Mapped(SessionId id) {
+absl::Status Executor::Mapped(SessionId id) {
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
   Session& session = found->second;
@@ -95,11 +95,11 @@ absl::Status NodeShell::Mapped(SessionId id) {
   return absl::OkStatus();
 }
 
-void NodeShell::End(SessionId id, EndCause cause) {
+void Executor::End(SessionId id, EndCause cause) {
   if (sessions_.contains(id)) Raise(SessionEnded{.session = id, .cause = cause});
 }
 
-absl::Status NodeShell::Explain(SessionId id, uint64_t tag) const {
+absl::Status Executor::Explain(SessionId id, uint64_t tag) const {
   const auto found = sessions_.find(id);
   if (found != sessions_.end() && found->second.io != nullptr) {
     return found->second.io->Explain(tag);
@@ -109,38 +109,38 @@ absl::Status NodeShell::Explain(SessionId id, uint64_t tag) const {
   return evicted == evicted_.end() ? SessionOver() : evicted->second;
 }
 
-void NodeShell::DeleteJob(std::string name, uint32_t uid,
-                          absl::AnyInvocable<void(absl::Status)> done) {
+void Executor::DeleteJob(std::string name, uint32_t uid,
+                         absl::AnyInvocable<void(absl::Status)> done) {
   const uint64_t request = next_delete_++;
   deletes_.emplace(request, std::move(done));
   Raise(DeleteJobRequested{.request = request, .uid = uid, .job = std::move(name)});
 }
 
-NodePicture NodeShell::Picture() {
-  NodePicture picture;
-  picture.uptime_seconds = static_cast<double>(MonotonicNs() - start_ns_) * 1e-9;
-  picture.node = state_.Node();
-  picture.memory = book_.Totals();
-  picture.arenas = book_.Lines();
+NodeSnapshot Executor::Snapshot() {
+  NodeSnapshot snapshot;
+  snapshot.uptime_seconds = static_cast<double>(MonotonicNs() - start_ns_) * 1e-9;
+  snapshot.node = state_.Node();
+  snapshot.memory = registry_.Totals();
+  snapshot.arenas = registry_.Lines();
   if (swap_ != nullptr) {
     const nvme::VolumeStats stats = swap_->stats();
     for (size_t i = 0; i < stats.paths.size(); ++i) {
-      picture.swap.push_back({swap_->paths()[i].path, stats.paths[i]});
+      snapshot.swap.push_back({swap_->paths()[i].path, stats.paths[i]});
     }
   }
   for (JobView& view : state_.Jobs()) {
     const auto io = jobs_.find(view.id);
     const double seconds = io == jobs_.end() ? 0 : io->second.timeline.newest_seconds();
-    picture.jobs.push_back({std::move(view), seconds});
+    snapshot.jobs.push_back({std::move(view), seconds});
   }
-  picture.io_engine = engine_.name();
-  picture.io_engine_reason = options_.io_engine_reason;
-  picture.adam_target = cpu_adam::ChosenTarget();
-  picture.workers = runner_.workers();
-  return picture;
+  snapshot.io_engine = engine_.name();
+  snapshot.io_engine_reason = options_.io_engine_reason;
+  snapshot.adam_target = cpu_adam::ChosenTarget();
+  snapshot.workers = runner_.workers();
+  return snapshot;
 }
 
-absl::StatusOr<std::vector<TimedEvent>> NodeShell::Trace(std::string_view name) const {
+absl::StatusOr<std::vector<TimedEvent>> Executor::Trace(std::string_view name) const {
   for (const auto& [id, io] : jobs_) {
     if (io.name == name) return io.timeline.newest();
   }
@@ -150,7 +150,7 @@ absl::StatusOr<std::vector<TimedEvent>> NodeShell::Trace(std::string_view name) 
 
 // ------------------------------------------------------------------------------ the reactor's news
 
-void NodeShell::OnCompletion(const nvme::Completion& completion) {
+void Executor::OnCompletion(const nvme::Completion& completion) {
   if (nvme::Volume::Owns(completion.token)) {
     FOREBAY_CHECK(swap_ != nullptr);
     std::vector<SwapDone> done;
@@ -176,7 +176,7 @@ void NodeShell::OnCompletion(const nvme::Completion& completion) {
   found->second.asleep = false;
 }
 
-bool NodeShell::PollSessions() {
+bool Executor::PollSessions() {
   polled_.clear();  // a command may close sessions: by id, not by iterator
   for (const auto& [id, session] : sessions_) {
     if (session.mapped && !session.asleep && !session.broken) polled_.push_back(id);
@@ -189,7 +189,7 @@ bool NodeShell::PollSessions() {
   return more;
 }
 
-bool NodeShell::PollSession(SessionId id, Session& session) {
+bool Executor::PollSession(SessionId id, Session& session) {
   for (int i = 0; i < kCommandsPerTurn; ++i) {
     const auto command = session.io->channel().Receive();
     if (!command.ok()) {
@@ -212,7 +212,7 @@ bool NodeShell::PollSession(SessionId id, Session& session) {
   return true;
 }
 
-void NodeShell::Break(SessionId id, Session& session, const absl::Status& reason) {
+void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {
   if (session.broken) return;
   session.broken = true;
   spdlog::warn("session {} of job {} rank {}: {}", id, session.request.job, session.request.rank,

@@ -39,7 +39,7 @@ struct AttachCallbacks {
   absl::AnyInvocable<void(const absl::Status&)> closed;  // the daemon has let go of everything
 };
 
-struct NodeShellOptions {
+struct ExecutorOptions {
   NodeState::Options state;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
   std::string io_engine_reason;
@@ -47,17 +47,17 @@ struct NodeShellOptions {
 
 // Threads  The loop thread. Workers see spans of arenas that live until their task has ended.
 // Limits   Nothing blocks.
-class NodeShell {
+class Executor {
  public:
   static constexpr uint64_t kSessionTokenTag = uint64_t{0x5E} << 56;  // of doorbell watches
   static constexpr int kCommandsPerTurn = 64;                         // of one session
   static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
 
-  // `swap` may be null. All outlive the shell.
-  NodeShell(const NodeShellOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
-            SwapSpace* swap);
-  NodeShell(const NodeShell&) = delete;
-  NodeShell& operator=(const NodeShell&) = delete;
+  // `swap` may be null. All outlive the executor.
+  Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
+           SwapSpace* swap);
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   // --------------------------------------------------------------- what the control plane asks for
 
@@ -70,7 +70,7 @@ class NodeShell {
   // Of a session that was ended without its client's asking: why.
   absl::Status Explain(SessionId session, uint64_t tag) const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
-  NodePicture Picture();
+  NodeSnapshot Snapshot();
   absl::StatusOr<std::vector<TimedEvent>> Trace(std::string_view job) const;
 
   // ----------------------------------------------------------------------- what the reactor brings
@@ -87,9 +87,9 @@ class NodeShell {
   struct JobIo {
     std::string name;
     std::shared_ptr<const protocol::Layout> layout;
-    ArenaBook::Arena image;
-    ArenaBook::Arena state;
-    ArenaBook::Arena step;
+    ArenaRegistry::Arena weights;
+    ArenaRegistry::Arena state;
+    ArenaRegistry::Arena step;
     Timeline timeline;
   };
 
@@ -147,7 +147,7 @@ class NodeShell {
                  absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
 
   template <typename Resource>
-  void Retire(Resource resource);  // destroys it on the crew that may block
+  void Retire(Resource resource);  // destroys it on the pool that may block
 
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   bool PollSession(SessionId id, Session& session);
@@ -155,13 +155,13 @@ class NodeShell {
   JobIo& job(JobId id);
   SessionIo& session_io(SessionId id);
 
-  const NodeShellOptions options_;
+  const ExecutorOptions options_;
   nvme::IoEngine& engine_;
   TaskRunner& runner_;
   SwapSpace* swap_;
   uint64_t start_ns_;
   NodeState state_;
-  ArenaBook book_;
+  ArenaRegistry registry_;
   std::map<JobId, JobIo> jobs_;
   std::map<SessionId, Session> sessions_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax

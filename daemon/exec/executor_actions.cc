@@ -1,4 +1,4 @@
-// What the shell does for each action of the state machine.
+// What the executor does for each action of the state machine.
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,8 @@
 namespace forebay::daemon {
 namespace {
 
-std::span<std::byte> Part(const ArenaBook::Arena& arena, uint64_t offset_bytes, uint64_t bytes) {
+std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_bytes,
+                          uint64_t bytes) {
   FOREBAY_CHECK(arena != nullptr && offset_bytes + bytes <= arena->capacity_bytes());
   return arena->bytes().subspan(offset_bytes, bytes);
 }
@@ -45,8 +46,8 @@ TaskDone Counted(uint64_t count) {
 
 }  // namespace
 
-void NodeShell::PostTask(TaskId task, Work work) {
-  runner_.Post(Crew::kUpdate, [this, task, run = std::move(work)]() mutable -> TaskRunner::Then {
+void Executor::PostTask(TaskId task, Work work) {
+  runner_.Post(PoolId::kUpdate, [this, task, run = std::move(work)]() mutable -> TaskRunner::Then {
     TaskDone done = run();
     run = nullptr;
     done.task = task;
@@ -54,9 +55,9 @@ void NodeShell::PostTask(TaskId task, Work work) {
   });
 }
 
-void NodeShell::PostTimed(TaskId task, Timed timed, Work work) {
+void Executor::PostTimed(TaskId task, Timed timed, Work work) {
   runner_.Post(
-      Crew::kUpdate,
+      PoolId::kUpdate,
       [this, task, timed = std::move(timed), run = std::move(work)]() mutable -> TaskRunner::Then {
         const uint64_t start_ns = MonotonicNs();
         TaskDone done = run();
@@ -76,9 +77,9 @@ void NodeShell::PostTimed(TaskId task, Timed timed, Work work) {
 }
 
 template <typename Found>
-void NodeShell::PostParts(TaskId task, Timed timed, uint64_t elems,
-                          absl::AnyInvocable<Found(ElemRange) const> work,
-                          absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join) {
+void Executor::PostParts(TaskId task, Timed timed, uint64_t elems,
+                         absl::AnyInvocable<Found(ElemRange) const> work,
+                         absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join) {
   struct Parts {  // each part writes its own elements
     std::vector<Found> found;
     std::vector<uint64_t> start_ns;
@@ -88,7 +89,7 @@ void NodeShell::PostParts(TaskId task, Timed timed, uint64_t elems,
   const auto parts = std::make_shared<Parts>(
       Parts{std::vector<Found>(count), std::vector<uint64_t>(count), std::vector<uint64_t>(count)});
   runner_.PostParts(
-      Crew::kUpdate, count,
+      PoolId::kUpdate, count,
       [parts, elems, run = std::move(work)](size_t part) {
         const uint64_t begin = part * kPartElems;
         parts->start_ns[part] = MonotonicNs();
@@ -108,8 +109,8 @@ void NodeShell::PostParts(TaskId task, Timed timed, uint64_t elems,
 }
 
 template <typename Resource>
-void NodeShell::Retire(Resource resource) {
-  runner_.Post(Crew::kMaking, [resource = std::move(resource)]() mutable -> TaskRunner::Then {
+void Executor::Retire(Resource resource) {
+  runner_.Post(PoolId::kSetup, [resource = std::move(resource)]() mutable -> TaskRunner::Then {
     { const Resource dead = std::move(resource); }
     return [] {};
   });
@@ -117,7 +118,7 @@ void NodeShell::Retire(Resource resource) {
 
 // ----------------------------------------------------------------------------- making and unmaking
 
-void NodeShell::Run(CreateJobMemory& action) {
+void Executor::Run(CreateJobMemory& action) {
   JobIo io;
   for (const JobView& view : state_.Jobs()) {
     if (view.id == action.job) {
@@ -130,7 +131,7 @@ void NodeShell::Run(CreateJobMemory& action) {
   jobs_.emplace(action.job, std::move(io));
   const auto make = [lock = options_.lock](const std::string& arena_name, uint64_t bytes,
                                            pinned_mem::Access access,
-                                           ArenaBook::Arena& arena) -> absl::Status {
+                                           ArenaRegistry::Arena& arena) -> absl::Status {
     if (bytes == 0) return absl::OkStatus();
     ASSIGN_OR_RETURN(arena,
                      MakeArena({.name = arena_name,
@@ -139,39 +140,41 @@ void NodeShell::Run(CreateJobMemory& action) {
                                 .access = access}));
     return absl::OkStatus();
   };
-  runner_.Post(Crew::kMaking, [this, action, name, make]() -> TaskRunner::Then {
-    ArenaBook::Arena image;
-    ArenaBook::Arena state;
-    ArenaBook::Arena step;
+  runner_.Post(PoolId::kSetup, [this, action, name, make]() -> TaskRunner::Then {
+    ArenaRegistry::Arena weights;
+    ArenaRegistry::Arena state;
+    ArenaRegistry::Arena step;
     using pinned_mem::Access;
-    absl::Status status = make("forebay-image-" + name, action.image_bytes, Access::kServed, image);
+    absl::Status status =
+        make("forebay-weights-" + name, action.weights_bytes, Access::kServed, weights);
     if (status.ok())
       status = make("forebay-state-" + name, action.state_bytes, Access::kPrivate, state);
     if (status.ok())
       status = make("forebay-step-" + name, action.step_bytes, Access::kPrivate, step);
-    return [this, action, status, image, state, step]() mutable {
+    return [this, action, status, weights, state, step]() mutable {
       if (status.ok()) {
         JobIo& io_now = job(action.job);
-        io_now.image = std::move(image);
+        io_now.weights = std::move(weights);
         io_now.state = std::move(state);
         io_now.step = std::move(step);
-        book_.Enter({.kind = ArenaKind::kImage, .job = io_now.name}, io_now.image);
+        registry_.Register({.kind = ArenaKind::kWeights, .job = io_now.name}, io_now.weights);
         if (io_now.state)
-          book_.Enter({.kind = ArenaKind::kState, .job = io_now.name}, io_now.state);
-        if (io_now.step) book_.Enter({.kind = ArenaKind::kStep, .job = io_now.name}, io_now.step);
+          registry_.Register({.kind = ArenaKind::kState, .job = io_now.name}, io_now.state);
+        if (io_now.step)
+          registry_.Register({.kind = ArenaKind::kStep, .job = io_now.name}, io_now.step);
       }
       Done(action.task, status);
     };
   });
 }
 
-void NodeShell::Run(CreateJobSwap& action) {
+void Executor::Run(CreateJobSwap& action) {
   FOREBAY_CHECK(swap_ != nullptr);
   absl::Status status = swap_->StartMake(action);
   if (!status.ok()) Done(action.task, std::move(status));
 }
 
-void NodeShell::Run(CreateSessionMemory& action) {
+void Executor::Run(CreateSessionMemory& action) {
   const auto found = sessions_.find(action.session);
   FOREBAY_CHECK(found != sessions_.end());
   const AttachRequested& request = found->second.request;
@@ -180,7 +183,7 @@ void NodeShell::Run(CreateSessionMemory& action) {
       .rank = request.rank,
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
       .lock = options_.lock};
-  runner_.Post(Crew::kMaking, [this, action, memory]() -> TaskRunner::Then {
+  runner_.Post(PoolId::kSetup, [this, action, memory]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
     return [this, action, made = std::move(made)]() mutable {
       if (!made.ok()) return Done(action.task, made.status());
@@ -190,30 +193,30 @@ void NodeShell::Run(CreateSessionMemory& action) {
       Session& session = sessions_.at(action.session);
       session.io = *std::move(io);
       const int rank = static_cast<int>(session.request.rank);
-      book_.Enter({ArenaKind::kGrad, session.request.job, rank}, arenas.grad);
-      book_.Enter({ArenaKind::kRing, session.request.job, rank}, arenas.ring);
+      registry_.Register({ArenaKind::kGrad, session.request.job, rank}, arenas.grad);
+      registry_.Register({ArenaKind::kRing, session.request.job, rank}, arenas.ring);
       Done(action.task, absl::OkStatus());
     };
   });
 }
 
-absl::StatusOr<SessionFds> NodeShell::FdsFor(Session& session, const AnswerAttach& answer) {
+absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach& answer) {
   ASSIGN_OR_RETURN(SessionFds fds, session.io->CopyFds());
   JobIo& io = job(answer.job);
-  ASSIGN_OR_RETURN(fds.image, io.image->ReadOnlyFd());
+  ASSIGN_OR_RETURN(fds.weights, io.weights->ReadOnlyFd());
   if (answer.extra_state_bytes > 0) {
     ASSIGN_OR_RETURN(fds.extra_state,
                      MakeSealedCopy("forebay-extra-state", Part(io.step, answer.extra_state_offset,
                                                                 answer.extra_state_bytes)));
     session.extra_state = protocol::DuplicateFd(fds.extra_state.get());
-    book_.EnterFd(
+    registry_.RegisterFd(
         {ArenaKind::kExtraState, session.request.job, static_cast<int>(session.request.rank)},
         session.extra_state.get());
   }
   return fds;
 }
 
-void NodeShell::Run(AnswerAttach& action) {
+void Executor::Run(AnswerAttach& action) {
   Session& session = sessions_.at(action.session);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
@@ -225,7 +228,7 @@ void NodeShell::Run(AnswerAttach& action) {
       events_.push_back(SessionEnded{.session = result.answer.session, .cause = EndCause::kLost});
     }
   }
-  (void)book_.Totals();  // the peak
+  (void)registry_.Totals();  // the peak
   spdlog::debug(
       "session {}: rank {} of job {}: {}", result.answer.session, session.request.rank,
       session.request.job,
@@ -233,7 +236,7 @@ void NodeShell::Run(AnswerAttach& action) {
   if (session.callbacks.answered) session.callbacks.answered(std::move(result));
 }
 
-void NodeShell::Run(AnswerCommand& action) {
+void Executor::Run(AnswerCommand& action) {
   const auto found = sessions_.find(action.session);
   if (found == sessions_.end() || found->second.broken) return;
   Session& session = found->second;
@@ -242,11 +245,11 @@ void NodeShell::Run(AnswerCommand& action) {
   if (!sent.ok()) Break(action.session, session, sent);
 }
 
-void NodeShell::Run(CloseSession& action) {
+void Executor::Run(CloseSession& action) {
   auto node = sessions_.extract(action.session);
   FOREBAY_CHECK(!node.empty());
   Session& session = node.mapped();
-  if (session.extra_state.valid()) book_.StrikeFd(session.extra_state.get());
+  if (session.extra_state.valid()) registry_.UnregisterFd(session.extra_state.get());
   if (!action.reason.ok()) {
     spdlog::warn("session {} of job {} rank {} is over: {}", action.session, session.request.job,
                  session.request.rank, protocol::FormatError(action.reason));
@@ -263,13 +266,13 @@ void NodeShell::Run(CloseSession& action) {
   if (closed) closed(action.reason);
 }
 
-void NodeShell::Run(FreeJob& action) {
+void Executor::Run(FreeJob& action) {
   if (swap_ != nullptr) swap_->FreeJob(action.job);
   auto node = jobs_.extract(action.job);
   if (!node.empty()) Retire(std::move(node.mapped()));
 }
 
-void NodeShell::Run(AnswerDelete& action) {
+void Executor::Run(AnswerDelete& action) {
   auto node = deletes_.extract(action.request);
   FOREBAY_CHECK(!node.empty());
   node.mapped()(std::move(action.status));
@@ -277,22 +280,22 @@ void NodeShell::Run(AnswerDelete& action) {
 
 // ------------------------------------------------------------------------------------ small copies
 
-void NodeShell::Run(CopyStepRequest& action) {
+void Executor::Run(CopyStepRequest& action) {
   // The answer comes before anything else: at once, its actions behind those that are being run.
   state_.Handle(session_io(action.session).CopyRequest(action), actions_);
 }
 
-void NodeShell::Run(CopyInitial& action) {
-  const ArenaBook::Arena grad = session_io(action.session).grad();
+void Executor::Run(CopyInitial& action) {
+  const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
-  const auto to = Part(job(action.job).image, action.image_offset_bytes, action.bytes);
+  const auto to = Part(job(action.job).weights, action.weights_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to, dtype = action.dtype] {
     return Counted(RunCopyInitial(dtype, from, to) ? 0 : 1);
   });
 }
 
-void NodeShell::Run(CopyToStepArena& action) {
-  const ArenaBook::Arena grad = session_io(action.session).grad();
+void Executor::Run(CopyToStepArena& action) {
+  const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
   const auto to = Part(job(action.job).step, action.step_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to] {
@@ -303,9 +306,10 @@ void NodeShell::Run(CopyToStepArena& action) {
 
 // ------------------------------------------------------------------------------------ the gradient
 
-void NodeShell::Run(AddGradient& action) {
+void Executor::Run(AddGradient& action) {
   JobIo& io = job(action.job);
-  const ArenaBook::Arena source = action.session == 0 ? io.step : session_io(action.session).grad();
+  const ArenaRegistry::Arena source =
+      action.session == 0 ? io.step : session_io(action.session).grad();
   const uint64_t bytes = action.elems * protocol::SizeBytes(action.dtype);
   const auto from = Part(source, action.source_offset_bytes, bytes);
   const auto to = Part(io.step, action.accumulator_offset_bytes,
@@ -332,7 +336,7 @@ void NodeShell::Run(AddGradient& action) {
       });
 }
 
-void NodeShell::Run(SumGroup& action) {
+void Executor::Run(SumGroup& action) {
   const auto accumulator =
       Part(job(action.job).step, action.accumulator_offset_bytes, action.elems * sizeof(float));
   PostTask(action.task, [accumulator] {
@@ -344,7 +348,7 @@ void NodeShell::Run(SumGroup& action) {
 
 // ---------------------------------------------------------------------------------------- the step
 
-void NodeShell::Run(ReadBlock& action) {
+void Executor::Run(ReadBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);
   if (swap_->IsFresh(action)) {  // zeros since it was made: there is nothing to read
     const auto slot = swap_->Slot(action.place.staging_slot, action.bytes);
@@ -358,11 +362,11 @@ void NodeShell::Run(ReadBlock& action) {
   if (!status.ok()) Done(action.task, std::move(status));
 }
 
-void NodeShell::Run(UpdateBlock& action) {
+void Executor::Run(UpdateBlock& action) {
   JobIo& io = job(action.job);
   const bool resident = action.place.resident;
   const UpdateMemory memory{
-      .image = io.image->bytes(),
+      .weights = io.weights->bytes(),
       .accumulators = io.step->bytes(),
       .sum_dtype = GradientSumType(io.layout->spec()),
       .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
@@ -395,16 +399,16 @@ void NodeShell::Run(UpdateBlock& action) {
             });
 }
 
-void NodeShell::Run(WriteBlock& action) {
+void Executor::Run(WriteBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);
   absl::Status status = swap_->StartWrite(action);
   if (!status.ok()) Done(action.task, std::move(status));
 }
 
-void NodeShell::Run(CopyState& action) {
+void Executor::Run(CopyState& action) {
   JobIo& io = job(action.job);
   const bool resident = action.place.resident;
-  const ArenaBook::Arena grad = session_io(action.session).grad();
+  const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const std::span<const std::byte> block =
       resident ? Part(io.state, action.place.state_offset_bytes, action.block_bytes)
                : swap_->Slot(action.place.staging_slot, action.block_bytes);
@@ -424,11 +428,11 @@ void NodeShell::Run(CopyState& action) {
   });
 }
 
-void NodeShell::Run(StepCalled& action) { job(action.job).timeline.StepCalled(MonotonicNs()); }
+void Executor::Run(StepCalled& action) { job(action.job).timeline.StepCalled(MonotonicNs()); }
 
-void NodeShell::Run(StepCommitted& action) {
+void Executor::Run(StepCommitted& action) {
   job(action.job).timeline.Committed(action.step, MonotonicNs());
-  (void)book_.Totals();  // the peak
+  (void)registry_.Totals();  // the peak
 }
 
 }  // namespace forebay::daemon

@@ -15,7 +15,7 @@
 
 namespace forebay::daemon {
 
-// Threads  Push() from any thread, TakeAll() on the loop thread.
+// Threads  Push() from any thread, DrainAll() on the loop thread.
 // Limits   Nothing blocks. `capacity` items; what is over it is refused and stays the caller's.
 template <typename Item>
 class LoopQueue {
@@ -39,7 +39,7 @@ class LoopQueue {
     return true;
   }
 
-  std::deque<Item> TakeAll() {
+  std::deque<Item> DrainAll() {
     protocol::MutexLock lock(mutex_);
     return std::exchange(items_, {});
   }

@@ -1,4 +1,4 @@
-// A picture of the node as values, taken on the loop thread and written into a message on the
+// A snapshot of the node as values, taken on the loop thread and written into a message on the
 // control thread.
 #pragma once
 
@@ -13,23 +13,23 @@
 
 namespace forebay::daemon {
 
-struct SwapPathPicture {
+struct SwapPathSnapshot {
   std::string path;
   nvme::PathStats stats;
 };
 
-struct JobPicture {
+struct JobSnapshot {
   JobView view;
   double last_step_seconds = 0;
 };
 
-struct NodePicture {
+struct NodeSnapshot {
   double uptime_seconds = 0;
   NodeView node;
   MemoryTotals memory;
   std::vector<ArenaLine> arenas;
-  std::vector<SwapPathPicture> swap;
-  std::vector<JobPicture> jobs;
+  std::vector<SwapPathSnapshot> swap;
+  std::vector<JobSnapshot> jobs;
   std::string io_engine;
   std::string io_engine_reason;
   std::string adam_target;

@@ -14,22 +14,22 @@ constexpr size_t kCompletionsPerTurn = 64;
 
 }  // namespace
 
-Reactor::Reactor(nvme::IoEngine& engine, NodeShell& shell, TaskRunner& runner, LoopInbox& inbox)
-    : engine_(engine), shell_(shell), runner_(runner), inbox_(inbox) {}
+Reactor::Reactor(nvme::IoEngine& engine, Executor& executor, TaskRunner& runner, LoopInbox& inbox)
+    : engine_(engine), executor_(executor), runner_(runner), inbox_(inbox) {}
 
 absl::Status Reactor::Run(const bool& stopping) {
   RETURN_IF_ERROR(engine_.WatchEventFd(inbox_.fd(), kInboxToken));
   RETURN_IF_ERROR(engine_.WatchEventFd(runner_.wake_fd(), kRunnerToken));
   std::array<nvme::Completion, kCompletionsPerTurn> completions;
   while (true) {
-    for (LoopCall& call : inbox_.TakeAll()) call(shell_);
+    for (LoopCall& call : inbox_.DrainAll()) call(executor_);
     runner_.RunFinished();
-    const bool more = shell_.PollSessions();
-    if (stopping && shell_.idle()) break;
+    const bool more = executor_.PollSessions();
+    if (stopping && executor_.idle()) break;
 
     const auto timeout = more ? std::chrono::nanoseconds(0) : nvme::IoEngine::kForever;
     ASSIGN_OR_RETURN(const size_t count, engine_.Wait(timeout, completions));
-    for (size_t i = 0; i < count; ++i) shell_.OnCompletion(completions[i]);
+    for (size_t i = 0; i < count; ++i) executor_.OnCompletion(completions[i]);
   }
   engine_.UnwatchEventFd(inbox_.fd());
   engine_.UnwatchEventFd(runner_.wake_fd());

@@ -13,23 +13,23 @@
 namespace forebay::daemon {
 
 // Something another thread wants done on the loop thread.
-using LoopCall = absl::AnyInvocable<void(NodeShell&)>;
+using LoopCall = absl::AnyInvocable<void(Executor&)>;
 using LoopInbox = LoopQueue<LoopCall>;
 
-// Threads  Run() on the loop thread, which is the only one that touches shell, runner and engine
+// Threads  Run() on the loop thread, which is the only one that touches executor, runner and engine
 //          while it runs.
 class Reactor {
  public:
-  Reactor(nvme::IoEngine& engine, NodeShell& shell, TaskRunner& runner, LoopInbox& inbox);
+  Reactor(nvme::IoEngine& engine, Executor& executor, TaskRunner& runner, LoopInbox& inbox);
 
-  // Until `stopping` has been set by a call and the shell is idle.
+  // Until `stopping` has been set by a call and the executor is idle.
   //
   // Errors  E_INTERNAL and what IoEngine::Wait says: the engine is broken, nothing can go on.
   absl::Status Run(const bool& stopping);
 
  private:
   nvme::IoEngine& engine_;
-  NodeShell& shell_;
+  Executor& executor_;
   TaskRunner& runner_;
   LoopInbox& inbox_;
 };

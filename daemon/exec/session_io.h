@@ -1,4 +1,4 @@
-// The shell's half of one session: its arenas, doorbells and channel. What the session means is the
+// The executor's half of one session: its arenas, doorbells and channel. What the session means is the
 // state machine's affair.
 #pragma once
 
@@ -18,8 +18,8 @@ namespace forebay::daemon {
 
 // Arenas of a session, made on a worker.
 struct SessionMemory {
-  ArenaBook::Arena grad;  // step region included
-  ArenaBook::Arena ring;  // one RingMemory
+  ArenaRegistry::Arena grad;  // step region included
+  ArenaRegistry::Arena ring;  // one RingMemory
 };
 
 struct SessionMemoryOptions {
@@ -34,7 +34,7 @@ absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& opti
 
 // Copies of the descriptors a client may ask for.
 struct SessionFds {
-  protocol::UniqueFd image;  // read-only
+  protocol::UniqueFd weights;  // read-only
   protocol::UniqueFd grad;
   protocol::UniqueFd ring;
   protocol::UniqueFd command_doorbell;
@@ -53,9 +53,9 @@ class SessionIo {
   static absl::StatusOr<std::unique_ptr<SessionIo>> Create(SessionMemory memory);
 
   protocol::ServerChannel& channel() { return *channel_; }
-  const ArenaBook::Arena& grad() const { return memory_.grad; }
+  const ArenaRegistry::Arena& grad() const { return memory_.grad; }
 
-  // No descriptor but `image` and `extra_state`, which are the caller's to add.
+  // No descriptor but `weights` and `extra_state`, which are the caller's to add.
   //
   // Errors  E_LIMIT  no descriptor is left.
   absl::StatusOr<SessionFds> CopyFds() const;

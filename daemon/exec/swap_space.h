@@ -57,7 +57,7 @@ class SwapSpace {
   // Bytes of staging that Open() takes, zeros for new extents included.
   static uint64_t StagingBytes(const SwapSpaceOptions& options);
 
-  const ArenaBook::Arena& staging() const { return staging_; }
+  const ArenaRegistry::Arena& staging() const { return staging_; }
   uint64_t free_bytes() const { return volume_->free_bytes(); }
   std::span<std::byte> Slot(uint32_t slot, uint64_t bytes) const;
 
@@ -93,7 +93,7 @@ class SwapSpace {
   SwapSpaceOptions options_;
   nvme::IoEngine& engine_;
   uint64_t nonce_ = 0;
-  ArenaBook::Arena staging_;
+  ArenaRegistry::Arena staging_;
   std::unique_ptr<nvme::Volume> volume_;
   std::map<JobId, std::vector<nvme::ExtentId>> extents_;
   std::map<TaskId, SwapDone> pending_;

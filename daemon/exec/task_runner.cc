@@ -12,28 +12,28 @@ namespace forebay::daemon {
 absl::StatusOr<std::unique_ptr<TaskRunner>> TaskRunner::Create(const TaskRunnerOptions& options) {
   std::unique_ptr<TaskRunner> runner(new TaskRunner());
   ASSIGN_OR_RETURN(runner->finished_, LoopQueue<Outcome>::Create(kFinishedMax));
-  ASSIGN_OR_RETURN(runner->update_team_, cpu_adam::WorkerTeam::Create(options.update));
-  ASSIGN_OR_RETURN(runner->making_team_, cpu_adam::WorkerTeam::Create({.threads = 1}));
+  ASSIGN_OR_RETURN(runner->update_pool_, cpu_adam::WorkerPool::Create(options.update));
+  ASSIGN_OR_RETURN(runner->setup_pool_, cpu_adam::WorkerPool::Create({.threads = 1}));
   return runner;
 }
 
 TaskRunner::~TaskRunner() {
-  making_team_.reset();
-  update_team_.reset();
+  setup_pool_.reset();
+  update_pool_.reset();
 }
 
-uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_team_->threads()); }
+uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_pool_->threads()); }
 
-void TaskRunner::Post(Crew crew, Work work) {
+void TaskRunner::Post(PoolId pool, Work work) {
   ++in_flight_;
-  Queue(crew, [finished = finished_.get(), run = std::move(work)]() mutable {
+  Queue(pool, [finished = finished_.get(), run = std::move(work)]() mutable {
     Then then = run();
     run = nullptr;  // what the work held is let go before its outcome is known
     FOREBAY_CHECK(finished->Push({.tasks = 1, .then = std::move(then)}));
   });
 }
 
-void TaskRunner::PostParts(Crew crew, size_t parts, PartWork work, Then then) {
+void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then) {
   FOREBAY_CHECK(parts > 0);
   struct Shared {
     Shared(size_t count, PartWork part_work, Then outcome)
@@ -46,9 +46,9 @@ void TaskRunner::PostParts(Crew crew, size_t parts, PartWork work, Then then) {
   };
   ++in_flight_;
   const auto shared = std::make_shared<Shared>(parts, std::move(work), std::move(then));
-  const size_t threads = static_cast<size_t>(Team(crew).threads());
+  const size_t threads = static_cast<size_t>(Pool(pool).threads());
   for (size_t i = 0; i < std::min(parts, threads); ++i) {
-    Queue(crew, [this, shared, parts] {
+    Queue(pool, [this, shared, parts] {
       while (true) {
         const size_t part = shared->next.fetch_add(1, std::memory_order_relaxed);
         if (part >= parts) break;
@@ -58,16 +58,16 @@ void TaskRunner::PostParts(Crew crew, size_t parts, PartWork work, Then then) {
         FOREBAY_CHECK(finished_->Push({.tasks = 1, .then = std::move(shared->then)}));
         return;
       }
-      // Nothing else would tell the loop that the crew's queue has room again.
+      // Nothing else would tell the loop that the pool's queue has room again.
       if (starved_.load()) FOREBAY_CHECK(finished_->Push({}));
     });
   }
 }
 
-void TaskRunner::Queue(Crew crew, cpu_adam::WorkerTeam::Task task) {
-  if (waiting_.empty() && Team(crew).TryPost(std::move(task))) return;
-  // NOLINTNEXTLINE(bugprone-use-after-move): a team that is full leaves the task untouched
-  waiting_.push_back({crew, std::move(task)});
+void TaskRunner::Queue(PoolId pool, cpu_adam::WorkerPool::Task task) {
+  if (waiting_.empty() && Pool(pool).TryPost(std::move(task))) return;
+  // NOLINTNEXTLINE(bugprone-use-after-move): a pool that is full leaves the task untouched
+  waiting_.push_back({pool, std::move(task)});
   PostWaiting();
 }
 
@@ -76,18 +76,18 @@ void TaskRunner::Queue(Crew crew, cpu_adam::WorkerTeam::Task task) {
 void TaskRunner::PostWaiting() {
   starved_.store(true);
   while (!waiting_.empty() &&
-         Team(waiting_.front().crew).TryPost(std::move(waiting_.front().task))) {
+         Pool(waiting_.front().pool).TryPost(std::move(waiting_.front().task))) {
     waiting_.pop_front();
   }
   starved_.store(!waiting_.empty());
 }
 
-cpu_adam::WorkerTeam& TaskRunner::Team(Crew crew) {
-  return crew == Crew::kUpdate ? *update_team_ : *making_team_;
+cpu_adam::WorkerPool& TaskRunner::Pool(PoolId pool) {
+  return pool == PoolId::kUpdate ? *update_pool_ : *setup_pool_;
 }
 
 void TaskRunner::RunFinished() {
-  for (Outcome& outcome : finished_->TakeAll()) {
+  for (Outcome& outcome : finished_->DrainAll()) {
     in_flight_ -= outcome.tasks;
     if (outcome.then != nullptr) outcome.then();
   }

@@ -14,17 +14,17 @@
 
 namespace forebay::daemon {
 
-enum class Crew : uint8_t {
+enum class PoolId : uint8_t {
   kUpdate,  // arithmetic and copies: the update's workers
-  kMaking,  // one thread for what blocks long: arenas made and unmade
+  kSetup,   // one thread for what blocks long: arenas made and unmade
 };
 
 struct TaskRunnerOptions {
-  cpu_adam::WorkerTeamOptions update = {};
+  cpu_adam::WorkerPoolOptions update = {};
 };
 
 // Threads  Everything on the loop thread; work runs elsewhere.
-// Limits   Post() never blocks; what the crew's queue has no room for waits here, as many as the
+// Limits   Post() never blocks; what the pool's queue has no room for waits here, as many as the
 //          state machine has tasks (bounded by sessions and commands in flight).
 class TaskRunner {
  public:
@@ -34,18 +34,18 @@ class TaskRunner {
 
   static constexpr size_t kFinishedMax = size_t{1} << 20;
 
-  // Errors  of WorkerTeam::Create.
+  // Errors  of WorkerPool::Create.
   static absl::StatusOr<std::unique_ptr<TaskRunner>> Create(const TaskRunnerOptions& options);
 
   TaskRunner(const TaskRunner&) = delete;
   TaskRunner& operator=(const TaskRunner&) = delete;
   ~TaskRunner();  // waits for the work in flight; its outcomes are dropped
 
-  void Post(Crew crew, Work work);
+  void Post(PoolId pool, Work work);
 
   // Runs `work` once for each part in [0, parts), on the workers that are free, and `then` when all
   // have ended: it sees what they wrote.
-  void PostParts(Crew crew, size_t parts, PartWork work, Then then);
+  void PostParts(PoolId pool, size_t parts, PartWork work, Then then);
 
   // Runs the outcomes that are there.
   void RunFinished();
@@ -56,26 +56,26 @@ class TaskRunner {
 
  private:
   TaskRunner() = default;
-  cpu_adam::WorkerTeam& Team(Crew crew);
-  void Queue(Crew crew, cpu_adam::WorkerTeam::Task task);
+  cpu_adam::WorkerPool& Pool(PoolId pool);
+  void Queue(PoolId pool, cpu_adam::WorkerPool::Task task);
 
   void PostWaiting();
 
   struct Outcome {
-    uint32_t tasks = 0;  // that have ended; 0: the crew's queue has room again
+    uint32_t tasks = 0;  // that have ended; 0: the pool's queue has room again
     Then then;
   };
   std::unique_ptr<LoopQueue<Outcome>> finished_;
   struct Waiting {
-    Crew crew;
-    cpu_adam::WorkerTeam::Task task;
+    PoolId pool;
+    cpu_adam::WorkerPool::Task task;
   };
   std::deque<Waiting> waiting_;
   std::atomic<bool> starved_ = false;  // tasks wait, or are about to
   uint64_t in_flight_ = 0;
-  std::unique_ptr<cpu_adam::WorkerTeam>
-      update_team_;  // die first: their work pushes into finished_
-  std::unique_ptr<cpu_adam::WorkerTeam> making_team_;
+  std::unique_ptr<cpu_adam::WorkerPool>
+      update_pool_;  // die first: their work pushes into finished_
+  std::unique_ptr<cpu_adam::WorkerPool> setup_pool_;
 };
 
 }  // namespace forebay::daemon

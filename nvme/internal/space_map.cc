@@ -11,17 +11,17 @@ SpaceMap::SpaceMap(uint64_t begin_bytes, uint64_t end_bytes) {
   if (end_bytes > begin_bytes) Release(begin_bytes, end_bytes - begin_bytes);
 }
 
-std::optional<uint64_t> SpaceMap::Take(uint64_t size_bytes) {
+std::optional<uint64_t> SpaceMap::Allocate(uint64_t size_bytes) {
   for (const auto& [offset, size] : free_) {
     if (size < size_bytes) continue;
     const uint64_t taken = offset;
-    TakeAt(taken, size_bytes);
+    AllocateAt(taken, size_bytes);
     return taken;
   }
   return std::nullopt;
 }
 
-bool SpaceMap::TakeAt(uint64_t offset_bytes, uint64_t size_bytes) {
+bool SpaceMap::AllocateAt(uint64_t offset_bytes, uint64_t size_bytes) {
   auto range = free_.upper_bound(offset_bytes);
   if (range == free_.begin()) return false;
   --range;

@@ -7,17 +7,17 @@
 
 namespace forebay::nvme::internal {
 
-// First fit over merged ranges. Heap use and O(ranges) search: for set-up, not for the hot path.
+// First fit over merged ranges. Heap use and O(ranges) search: for setup, not for the hot path.
 class SpaceMap {
  public:
   SpaceMap() = default;
   SpaceMap(uint64_t begin_bytes, uint64_t end_bytes);
 
   // Offset of `size_bytes` > 0, or nothing where no run is long enough.
-  std::optional<uint64_t> Take(uint64_t size_bytes);
+  std::optional<uint64_t> Allocate(uint64_t size_bytes);
 
   // Takes exactly that range; false where some of it is taken.
-  bool TakeAt(uint64_t offset_bytes, uint64_t size_bytes);
+  bool AllocateAt(uint64_t offset_bytes, uint64_t size_bytes);
 
   void Release(uint64_t offset_bytes, uint64_t size_bytes);
 

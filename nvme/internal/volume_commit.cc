@@ -109,7 +109,7 @@ void Volume::State::EncodeTable() {
 
 void Volume::State::StartPart(IoKind io, Place place, std::span<std::byte> bytes) {
   // There is always room: Open() made entries for every part beside those of the caller.
-  const absl::StatusOr<uint32_t> index = Take(Job::kCommitPart, 0);
+  const absl::StatusOr<uint32_t> index = AllocateTransfer(Job::kCommitPart, 0);
   Request& request = requests[*index];
   request.io = io;
   request.path = place.path;

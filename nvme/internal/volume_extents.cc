@@ -58,7 +58,7 @@ bool Volume::State::PlaceSlot(Extent& extent, size_t slot) {
     best_fill = fill;
   }
   if (best == nullptr) return false;
-  const std::optional<uint64_t> offset = best->space.Take(extent.size_bytes);
+  const std::optional<uint64_t> offset = best->space.Allocate(extent.size_bytes);
   FOREBAY_CHECK(offset.has_value());
   best->stats.allocated_bytes += extent.size_bytes;
   best->slot_bytes[slot] += extent.size_bytes;

@@ -188,7 +188,7 @@ bool Volume::State::AdoptTable(std::span<const std::byte> bytes) {
     for (size_t s = 0; s < 2; ++s) {
       if (entry.path[s] >= paths.size() || entry.size_bytes % kIoAlignment != 0 ||
           entry.offset_bytes[s] % kIoAlignment != 0 ||
-          !spaces[entry.path[s]].TakeAt(entry.offset_bytes[s], entry.size_bytes)) {
+          !spaces[entry.path[s]].AllocateAt(entry.offset_bytes[s], entry.size_bytes)) {
         return false;
       }
       extent.slots[s].path = entry.path[s];

@@ -137,7 +137,7 @@ struct Volume::State {
   uint64_t FreeBytes() const;
 
   // volume_transfers.cc
-  absl::StatusOr<uint32_t> Take(internal::Job job, uint64_t token);
+  absl::StatusOr<uint32_t> AllocateTransfer(internal::Job job, uint64_t token);
   void Release(uint32_t index);
   absl::Status Start(uint32_t index);
   absl::Status StartWrite(uint32_t index);

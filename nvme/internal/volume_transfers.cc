@@ -65,7 +65,7 @@ absl::Status Volume::State::IoError(const Request& request, int error_number) co
                              "look at the kernel's log (dmesg) and at the device's health");
 }
 
-absl::StatusOr<uint32_t> Volume::State::Take(Job job, uint64_t token) {
+absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token) {
   if (job != Job::kCommitPart && user_requests == kRequestsMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d swap requests are unfinished: that is the maximum", kRequestsMax));

@@ -35,7 +35,7 @@ absl::Status IoEngine::SubmitFlush(FileIndex file, uint64_t token) {
   return Submit({.kind = IoKind::kFlush, .file = file, .token = token});
 }
 
-absl::StatusOr<FileIndex> IoEngine::TakeFileIndex() {
+absl::StatusOr<FileIndex> IoEngine::AllocateFileIndex() {
   for (uint32_t index = 0; index < kFilesMax; ++index) {
     if (file_taken_[index]) continue;
     file_taken_[index] = true;

@@ -124,7 +124,7 @@ class IoEngine {
   absl::Status Check(const IoRequest& request) const;
 
   // The lowest free index; kResourceExhausted where there is none.
-  absl::StatusOr<FileIndex> TakeFileIndex();
+  absl::StatusOr<FileIndex> AllocateFileIndex();
 
   // False where it was not taken.
   bool ReleaseFileIndex(FileIndex file);

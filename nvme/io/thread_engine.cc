@@ -78,8 +78,8 @@ int Milliseconds(nanoseconds timeout) {
 
 struct ThreadEngine::State {
   void Work();
-  size_t TakeDone(std::span<Completion> out);
-  size_t TakeEvents(std::span<const epoll_event> events, std::span<Completion> out);
+  size_t DrainDone(std::span<Completion> out);
+  size_t DrainEvents(std::span<const epoll_event> events, std::span<Completion> out);
 
   protocol::UniqueFd epoll;
   protocol::UniqueFd done_event;  // written by the threads, one of the epoll set
@@ -118,7 +118,7 @@ void ThreadEngine::State::Work() {
   }
 }
 
-size_t ThreadEngine::State::TakeDone(std::span<Completion> out) {
+size_t ThreadEngine::State::DrainDone(std::span<Completion> out) {
   protocol::MutexLock lock(mutex);
   size_t count = 0;
   while (count < out.size() && !done.empty()) out[count++] = done.Pop();
@@ -126,15 +126,15 @@ size_t ThreadEngine::State::TakeDone(std::span<Completion> out) {
   return count;
 }
 
-size_t ThreadEngine::State::TakeEvents(std::span<const epoll_event> events,
-                                       std::span<Completion> out) {
+size_t ThreadEngine::State::DrainEvents(std::span<const epoll_event> events,
+                                        std::span<Completion> out) {
   size_t count = 0;
   for (const epoll_event& event : events) {
     // What finds no room is level-triggered, or still in the queue: the next Wait() has it.
     if (count == out.size()) break;
     if (event.data.u64 == kDoneKey) {
       internal::DrainEventFd(done_event.get());
-      count += TakeDone(out.subspan(count));
+      count += DrainDone(out.subspan(count));
       continue;
     }
     const internal::Watch* watch =
@@ -192,7 +192,7 @@ ThreadEngine::~ThreadEngine() {
 }
 
 absl::StatusOr<FileIndex> ThreadEngine::RegisterFile(int fd) {
-  ASSIGN_OR_RETURN(const FileIndex file, TakeFileIndex());
+  ASSIGN_OR_RETURN(const FileIndex file, AllocateFileIndex());
   state_->files[static_cast<uint32_t>(file)] = fd;
   return file;
 }
@@ -244,7 +244,7 @@ absl::StatusOr<size_t> ThreadEngine::Wait(nanoseconds timeout, std::span<Complet
   const Clock::time_point deadline = forever ? Clock::time_point::max() : Clock::now() + timeout;
   nanoseconds left = timeout;
   while (true) {
-    size_t count = state.TakeDone(out);
+    size_t count = state.DrainDone(out);
     if (count == out.size()) return count;
     epoll_event events[kEventsMax];
     const int ready =
@@ -253,7 +253,7 @@ absl::StatusOr<size_t> ThreadEngine::Wait(nanoseconds timeout, std::span<Complet
       return absl::InternalError(protocol::ErrnoText("epoll_wait", errno));
     }
     if (ready > 0) {
-      count += state.TakeEvents({events, static_cast<size_t>(ready)}, out.subspan(count));
+      count += state.DrainEvents({events, static_cast<size_t>(ready)}, out.subspan(count));
     }
     if (count > 0 || ready < 0 || left <= nanoseconds::zero()) return count;
     if (!forever) left = std::max(deadline - Clock::now(), Clock::duration::zero());

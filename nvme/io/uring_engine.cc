@@ -250,7 +250,7 @@ UringEngine::~UringEngine() {
 }
 
 absl::StatusOr<FileIndex> UringEngine::RegisterFile(int fd) {
-  ASSIGN_OR_RETURN(const FileIndex file, TakeFileIndex());
+  ASSIGN_OR_RETURN(const FileIndex file, AllocateFileIndex());
   const int rc = io_uring_register_files_update(&state_->ring, static_cast<unsigned>(file), &fd, 1);
   if (rc == 1) return file;
   ReleaseFileIndex(file);

@@ -1,5 +1,5 @@
 // Goal    When the daemon is killed every blocked call returns E_DAEMON_GONE; a forked child is
-//         refused, never hangs and harms nothing; a write into the image is explained.
+//         refused, never hangs and harms nothing; a write into the weights is explained.
 // Method  A real forebayd, killed with SIGKILL while threads wait in each call that can; real
 //         forks.
 
@@ -99,11 +99,11 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
   EXPECT_THAT(rank0->Detach(), HasError(ErrorId::kDaemonGone));
   EXPECT_THAT(writer->InitialDone(kTimeout), HasError(ErrorId::kDaemonGone));
   const auto values = testing::MakeValues(rank0->layout(), 0, 1);
-  EXPECT_TRUE(std::equal(values.begin(), values.end(), rank0->image().begin()));
+  EXPECT_TRUE(std::equal(values.begin(), values.end(), rank0->weights().begin()));
 }
 
 // Every check of a forked child; the number of the first that fails, 0 if none does.
-int ChecksInChild(Attachment& session, std::span<const std::byte> expected_image) {
+int ChecksInChild(Attachment& session, std::span<const std::byte> expected_weights) {
   std::vector<std::byte> bytes(16);
   const auto hyper = testing::MakeHyperParams();
   const std::vector<absl::Status> results{session.WriteInitial(0, bytes, kNoTimeout),
@@ -120,18 +120,18 @@ int ChecksInChild(Attachment& session, std::span<const std::byte> expected_image
     if (protocol::IdOf(results[i]) != ErrorId::kForked) return static_cast<int>(i) + 1;
   }
   if (session.grad_owner(0) != nullptr) return 50;
-  const bool same = std::equal(expected_image.begin(), expected_image.end(),
-                               session.image().begin(), session.image().end());
+  const bool same = std::equal(expected_weights.begin(), expected_weights.end(),
+                               session.weights().begin(), session.weights().end());
   return same ? 0 : 51;
 }
 
 TEST_F(AttachmentProcess, AForkedChildIsRefusedAndHarmsNothing) {
   std::unique_ptr<Attachment> session = AttachFirst("job", 1);
-  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const std::vector<std::byte> weights(session->weights().begin(), session->weights().end());
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    const int failed = ChecksInChild(*session, image);
+    const int failed = ChecksInChild(*session, weights);
     session.reset();  // must neither hang nor end the parent's session
     ::_exit(failed);
   }
@@ -145,14 +145,14 @@ TEST_F(AttachmentProcess, AForkedChildIsRefusedAndHarmsNothing) {
 
 TEST_F(AttachmentProcess, AForkWhileAnotherThreadWaitsDoesNotHangTheChild) {
   std::unique_ptr<Attachment> session = AttachFirst("job", 2);
-  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const std::vector<std::byte> weights(session->weights().begin(), session->weights().end());
   const auto second = Attach("job", 1, 2).value();
   std::thread waiting(
       [&] { EXPECT_OK(session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status()); });
   EXPECT_TRUE(testing::Eventually([&] { return session->counters().commands >= 5; }));
   const pid_t child = ::fork();
   if (child == 0) {
-    const int failed = ChecksInChild(*session, image);
+    const int failed = ChecksInChild(*session, weights);
     session.reset();
     ::_exit(failed);
   }
@@ -165,16 +165,16 @@ TEST_F(AttachmentProcess, AForkWhileAnotherThreadWaitsDoesNotHangTheChild) {
 
 using AttachmentProcessDeathTest = AttachmentProcess;
 
-TEST_F(AttachmentProcessDeathTest, AWriteIntoTheImageIsExplained) {
+TEST_F(AttachmentProcessDeathTest, AWriteIntoTheWeightsIsExplained) {
   EXPECT_DEATH(
       {
         const auto session = AttachFirst("job", 1);
         InstallSegvExplainer();
-        auto* image =
-            reinterpret_cast<volatile char*>(const_cast<std::byte*>(session->image().data()));
-        *image = 1;
+        auto* weights =
+            reinterpret_cast<volatile char*>(const_cast<std::byte*>(session->weights().data()));
+        *weights = 1;
       },
-      "read-only image of job job: parameter .*, element 0 .group 0");
+      "read-only weights of job job: parameter .*, element 0 .group 0");
 }
 
 }  // namespace

@@ -107,7 +107,7 @@ TEST_F(AttachmentTest, TwoRanksTrainToTheReferencesBits) {
     reference.Step(t, testing::MakeHyperParams(), 0, all);
     for (const uint32_t g : all) {
       ASSERT_OK_AND_ASSIGN(const Lease lease, second->Fetch(g, kTimeout));
-      const auto expected = reference.Image(g);
+      const auto expected = reference.Weights(g);
       EXPECT_TRUE(
           std::equal(lease.bytes.begin(), lease.bytes.end(), expected.begin(), expected.end()))
           << "group " << g << " after step " << t;
@@ -140,11 +140,11 @@ TEST_F(AttachmentTest, ARepeatedStepIsANoOp) {
   const std::unique_ptr<Attachment> session = AttachFirst();
   ASSERT_NE(session, nullptr);
   ASSERT_OK(DeliverAndStep(*session, 0, 1).status());
-  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const std::vector<std::byte> weights(session->weights().begin(), session->weights().end());
   ASSERT_OK_AND_ASSIGN(const StepResult repeated,
                        session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout));
   EXPECT_TRUE(repeated.repeated);
-  EXPECT_TRUE(std::equal(image.begin(), image.end(), session->image().begin()));
+  EXPECT_TRUE(std::equal(weights.begin(), weights.end(), session->weights().begin()));
   EXPECT_THAT(session->Step(3, testing::MakeHyperParams(), 0, {}, kTimeout),
               HasError(ErrorId::kStep));
   EXPECT_OK(DeliverAndStep(*session, 0, 2).status());
@@ -229,11 +229,11 @@ TEST_F(AttachmentTest, AStepThatTimedOutGoesOnWithTheOtherRank) {
 TEST_F(AttachmentTest, AfterDetachTheWindowStaysAndCallsAreRefused) {
   const std::unique_ptr<Attachment> session = AttachFirst();
   ASSERT_NE(session, nullptr);
-  const std::vector<std::byte> image(session->image().begin(), session->image().end());
+  const std::vector<std::byte> weights(session->weights().begin(), session->weights().end());
   const Counters before = session->counters();
   ASSERT_OK(session->Detach());
   EXPECT_OK(session->Detach());
-  EXPECT_TRUE(std::equal(image.begin(), image.end(), session->image().begin()));
+  EXPECT_TRUE(std::equal(weights.begin(), weights.end(), session->weights().begin()));
   EXPECT_GE(session->counters().rpc_calls, before.rpc_calls);
   std::vector<std::byte> bytes(4);
   EXPECT_THAT(session->Fetch(0, kTimeout), HasError(ErrorId::kFenced));
@@ -250,15 +250,15 @@ TEST_F(AttachmentTest, AfterDetachTheWindowStaysAndCallsAreRefused) {
 TEST_F(AttachmentTest, AnOwnerOutlivesTheAttachment) {
   std::unique_ptr<Attachment> session = AttachFirst();
   ASSERT_NE(session, nullptr);
-  const std::shared_ptr<const void> image_owner = session->image_owner();
-  const std::span<const std::byte> image = session->image();
+  const std::shared_ptr<const void> weights_owner = session->weights_owner();
+  const std::span<const std::byte> weights = session->weights();
   ASSERT_OK_AND_ASSIGN(const auto slot, session->GradSlot(0, GradFill::kZero, kTimeout));
   const std::shared_ptr<const void> slot_owner = session->grad_owner(0);
   ASSERT_NE(slot_owner, nullptr);
   session.reset();
   const auto first = testing::MakeValues(
       *protocol::Layout::Create(testing::MakeLayoutSpec({.world_size = 1})), 0, kSeed);
-  EXPECT_TRUE(std::equal(first.begin(), first.end(), image.begin()));
+  EXPECT_TRUE(std::equal(first.begin(), first.end(), weights.begin()));
   slot.back() = std::byte{1};
 }
 
@@ -333,7 +333,7 @@ TEST_F(AttachmentTest, AnAdministratorSeesAndDeletesAJob) {
   EXPECT_EQ(status.jobs[0].name, "job");
   EXPECT_EQ(status.jobs[0].committed_step, 1U);
   EXPECT_EQ(status.jobs[0].groups, session->layout().spec().group_names);
-  EXPECT_GT(status.memory.used_bytes, session->layout().image_bytes());
+  EXPECT_GT(status.memory.used_bytes, session->layout().weights_bytes());
   EXPECT_EQ(status.memory.limit_bytes, uint64_t{512} << 20);
   EXPECT_FALSE(status.memory.arenas.empty());
   ASSERT_OK_AND_ASSIGN(const auto events, admin->Trace("job"));

@@ -44,12 +44,12 @@ TEST(GradSlotsProperty, OneLargestGradientCanAlwaysTravel) {
       const uint64_t size = 64 * (1 + random() % 16);
       switch (random() % 4) {
         case 0: {
-          const std::optional<uint64_t> offset = slots.TakeOpen(size);
+          const std::optional<uint64_t> offset = slots.AllocateOpen(size);
           if (offset.has_value()) held.push_back({*offset, size, true});
           break;
         }
         case 1: {
-          const std::optional<uint64_t> offset = slots.TakeBusy(size);
+          const std::optional<uint64_t> offset = slots.AllocateBusy(size);
           if (offset.has_value()) held.push_back({*offset, size, false});
           break;
         }
@@ -78,39 +78,39 @@ TEST(GradSlotsProperty, OneLargestGradientCanAlwaysTravel) {
       }
       ASSERT_EQ(slots.used_bytes(), used);
       ASSERT_EQ(slots.AnyBusy(), any_busy);
-      ASSERT_EQ(slots.FitsWithoutBusy(size), GradSlots(later).TakeOpen(size).has_value());
-      ASSERT_TRUE(later.TakeBusy(kLargest).has_value());
+      ASSERT_EQ(slots.FitsWithoutBusy(size), GradSlots(later).AllocateOpen(size).has_value());
+      ASSERT_TRUE(later.AllocateBusy(kLargest).has_value());
     }
   }
 }
 
 TEST(GradSlots, TwoOfThreeLargestCanBeOpen) {
   GradSlots slots({.capacity_bytes = 3 * 128, .largest_bytes = 128});
-  EXPECT_TRUE(slots.TakeOpen(128).has_value());
-  EXPECT_TRUE(slots.TakeOpen(128).has_value());
-  EXPECT_FALSE(slots.TakeOpen(128).has_value());
+  EXPECT_TRUE(slots.AllocateOpen(128).has_value());
+  EXPECT_TRUE(slots.AllocateOpen(128).has_value());
+  EXPECT_FALSE(slots.AllocateOpen(128).has_value());
   EXPECT_FALSE(slots.FitsWithoutBusy(128));
-  EXPECT_TRUE(slots.TakeBusy(128).has_value());
+  EXPECT_TRUE(slots.AllocateBusy(128).has_value());
 }
 
 TEST(GradSlots, WaitingHelpsWhereBusyRangesAreInTheWay) {
   GradSlots slots({.capacity_bytes = 2 * 128, .largest_bytes = 128});
-  const std::optional<uint64_t> first = slots.TakeBusy(128);
-  const std::optional<uint64_t> second = slots.TakeBusy(128);
+  const std::optional<uint64_t> first = slots.AllocateBusy(128);
+  const std::optional<uint64_t> second = slots.AllocateBusy(128);
   ASSERT_TRUE(first.has_value() && second.has_value());
-  EXPECT_FALSE(slots.TakeOpen(64).has_value());
+  EXPECT_FALSE(slots.AllocateOpen(64).has_value());
   EXPECT_TRUE(slots.FitsWithoutBusy(64));
   slots.Free(*second);
-  EXPECT_TRUE(slots.TakeOpen(64).has_value());
+  EXPECT_TRUE(slots.AllocateOpen(64).has_value());
 }
 
 TEST(BusyRange, GivesItsRangeBackUnlessItIsHandedOver) {
   GradSlots slots({.capacity_bytes = 256, .largest_bytes = 128});
-  { const BusyRange range(slots, *slots.TakeBusy(128)); }
+  { const BusyRange range(slots, *slots.AllocateBusy(128)); }
   EXPECT_FALSE(slots.AnyBusy());
   uint64_t offset = 0;
   {
-    BusyRange range(slots, *slots.TakeBusy(128));
+    BusyRange range(slots, *slots.AllocateBusy(128));
     offset = range.HandOver();
   }
   EXPECT_TRUE(slots.AnyBusy());

@@ -180,7 +180,7 @@ class SessionTest : public ::testing::Test {
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
     ASSERT_EQ(layout->largest_group_bytes(), kLargest);
     layout_ = layout;
-    image_ = Mapping::MapPrivate(layout->image_bytes()).value();
+    weights_ = Mapping::MapPrivate(layout->weights_bytes()).value();
     grad_ = Mapping::MapPrivate(kGradBytes + kStepBytes).value();
     gauge_ = std::make_shared<SessionGauge>();
     Session::Options options{
@@ -193,7 +193,7 @@ class SessionTest : public ::testing::Test {
                        return protocol::MakeError(static_cast<protocol::ErrorId>(completion.error),
                                                   "as the script says");
                      }},
-        .image = image_,
+        .weights = weights_,
         .grad = grad_,
         .step_region_offset = kGradBytes,
         .step_region_bytes = kStepBytes,
@@ -217,7 +217,7 @@ class SessionTest : public ::testing::Test {
     protocol::Completion completion = ScriptedDaemon::Success(command);
     if (command.op == static_cast<uint16_t>(protocol::Op::kFetch)) {
       completion.lease_id = 100 + command.group;
-      completion.offset_bytes = layout_->groups()[command.group].image_offset_bytes;
+      completion.offset_bytes = layout_->groups()[command.group].weights_offset_bytes;
       completion.length_bytes = layout_->group_bytes(command.group);
     }
     if (command.op == static_cast<uint16_t>(protocol::Op::kStep)) {
@@ -227,7 +227,7 @@ class SessionTest : public ::testing::Test {
   }
 
   std::shared_ptr<const protocol::Layout> layout_;
-  std::shared_ptr<Mapping> image_;
+  std::shared_ptr<Mapping> weights_;
   std::shared_ptr<Mapping> grad_;
   std::shared_ptr<SessionGauge> gauge_;
   ScriptedDaemon daemon_;  // its thread may still answer from the layout when a test has ended

@@ -120,7 +120,7 @@ TEST_F(SessionFault, ArenasThatDoNotFitTheLayoutAreRefused) {
     Session::Options options{
         .layout = layout_,
         .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(), .explain = {}},
-        .image = image_,
+        .weights = weights_,
         .grad = grad_,
         .step_region_offset = kGradBytes,
         .step_region_bytes = kStepBytes,
@@ -131,10 +131,10 @@ TEST_F(SessionFault, ArenasThatDoNotFitTheLayoutAreRefused) {
     return Session::Create(std::move(options)).status();
   };
   EXPECT_OK(refused([](Session::Options&) {}));
-  const auto image_too_small = [](Session::Options& options) {
-    options.image = Mapping::MapPrivate(4096).value();
+  const auto weights_too_small = [](Session::Options& options) {
+    options.weights = Mapping::MapPrivate(4096).value();
   };
-  EXPECT_THAT(refused(image_too_small), HasError(ErrorId::kProtocol));
+  EXPECT_THAT(refused(weights_too_small), HasError(ErrorId::kProtocol));
   EXPECT_THAT(refused([](Session::Options& options) { options.step_region_offset = 448; }),
               HasError(ErrorId::kProtocol));
   EXPECT_THAT(refused([](Session::Options& options) { options.step_region_offset = ~uint64_t{0}; }),

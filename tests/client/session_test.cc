@@ -36,7 +36,8 @@ TEST_F(SessionTest, FetchGivesTheGroupWithinTheWindow) {
   ASSERT_OK_AND_ASSIGN(const Lease lease, session_->Fetch(2, kTimeout));
   EXPECT_EQ(lease.id, 102U);
   EXPECT_EQ(lease.group, 2U);
-  EXPECT_EQ(lease.bytes.data(), image_->bytes().data() + layout_->groups()[2].image_offset_bytes);
+  EXPECT_EQ(lease.bytes.data(),
+            weights_->bytes().data() + layout_->groups()[2].weights_offset_bytes);
   EXPECT_EQ(lease.bytes.size(), 512U);
   ASSERT_OK(session_->Release(lease));
   const std::vector<Command> seen = daemon_.WaitForCommands(2);
@@ -361,7 +362,7 @@ TEST_F(SessionTest, TheDeviceKnowsBothWindowsAndCopiesInitialParameters) {
       },
       [&](Session::Options& options) { options.device = device; });
   ASSERT_EQ(device->registrations.size(), 2U);
-  EXPECT_EQ(device->registrations[0].begin, image_->bytes().data());
+  EXPECT_EQ(device->registrations[0].begin, weights_->bytes().data());
   EXPECT_EQ(device->registrations[0].access, gpu::HostAccess::kRead);
   EXPECT_EQ(device->registrations[1].access, gpu::HostAccess::kReadWrite);
   ASSERT_OK(session_->WriteInitial(0, Pattern(200, 1), kTimeout));

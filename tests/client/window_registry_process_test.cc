@@ -1,4 +1,4 @@
-// Goal    A write into the image ends the process as it would have, but says first which parameter
+// Goal    A write into the weights ends the process as it would have, but says first which parameter
 //         it was, in whose group, and what to do; a fault elsewhere is none of our business.
 // Method  A layout with padding over a read-only mapping; writes in child processes.
 
@@ -29,7 +29,7 @@ class WindowRegistry : public ::testing::Test {
                                              {.name = "h.0.w", .shape = {5}, .group = 1}},
                                   .group_names = {"embed", "h.0"}}));
     layout_ = std::make_unique<protocol::Layout>(std::move(layout));
-    ASSERT_OK_AND_ASSIGN(window_, internal::Mapping::MapPrivate(layout_->image_bytes()));
+    ASSERT_OK_AND_ASSIGN(window_, internal::Mapping::MapPrivate(layout_->weights_bytes()));
     ASSERT_EQ(::mprotect(window_->bytes().data(), window_->bytes().size(), PROT_READ), 0);
     registration_ = RegisterWindow(window_->bytes(), "gpt", WindowParts(*layout_));
   }
@@ -58,7 +58,7 @@ TEST_F(WindowRegistry, NamesParameterElementAndGroup) {
   EXPECT_THAT(Explained(begin + 4 * 9 + 3), ::testing::HasSubstr("embed.weight, element 9 "));
   EXPECT_THAT(Explained(begin + 4 * 12), ::testing::HasSubstr("embed.bias, element 2 "));
   EXPECT_THAT(Explained(begin + 4 * 13), ::testing::HasSubstr("padding at byte 52"));
-  const uint64_t second = layout_->groups()[1].image_offset_bytes;
+  const uint64_t second = layout_->groups()[1].weights_offset_bytes;
   EXPECT_THAT(Explained(begin + second + 8),
               ::testing::AllOf(::testing::HasSubstr("job gpt: parameter h.0.w, element 2 (group 1"),
                                ::testing::HasSubstr("hint: ")));

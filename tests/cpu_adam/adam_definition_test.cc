@@ -135,23 +135,23 @@ TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
   constexpr size_t kElems = 1013;
   for (const GradType type : kGradTypes) {
     AdamData wide(kElems, kSeed), narrow(kElems, kSeed);
-    std::vector<uint16_t> image(kElems), rounded(kElems);
+    std::vector<uint16_t> weights(kElems), rounded(kElems);
     std::vector<int16_t> remainder(kElems);
     std::vector<float> rebuilt(kElems), wide_third(kElems), narrow_third(kElems);
-    SplitMaster(kElems, narrow.w.data(), image.data(), remainder.data());
+    SplitMaster(kElems, narrow.w.data(), weights.data(), remainder.data());
     for (uint64_t t = 1; t <= 30; ++t) {
       const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
       const StepScalars s = MakeStepScalars(rule, {.lr = 0.01, .momentum = 0.9}, t, 0.5f);
       Update(rule, StateFormat::kFp32, s, kElems, fresh.Grad(type),
              {wide.w.data(), nullptr, {wide.m.data(), wide.v.data(), wide_third.data()}});
       Update(rule, StateFormat::kExact, s, kElems, fresh.Grad(type),
-             {image.data(),
+             {weights.data(),
               remainder.data(),
               {narrow.m.data(), narrow.v.data(), narrow_third.data()}});
-      JoinMaster(kElems, image.data(), remainder.data(), rebuilt.data());
+      JoinMaster(kElems, weights.data(), remainder.data(), rebuilt.data());
       RoundToBf16(kElems, wide.w.data(), rounded.data());
       ASSERT_TRUE(SameBits(rebuilt, wide.w)) << "step " << t << ", seed " << kSeed;
-      ASSERT_EQ(image, rounded) << "step " << t << ", seed " << kSeed;
+      ASSERT_EQ(weights, rounded) << "step " << t << ", seed " << kSeed;
       ASSERT_TRUE(SameBits(narrow.m, wide.m));
       ASSERT_TRUE(SameBits(narrow.v, wide.v));
       ASSERT_TRUE(SameBits(narrow_third, wide_third));

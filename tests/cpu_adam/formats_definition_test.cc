@@ -1,4 +1,4 @@
-// Goal    Each state format holds what it says: the same masters as float32, images rounded as
+// Goal    Each state format holds what it says: the same masters as float32, weights rounded as
 //         stated, moments within their format's error of float32's and right on average.
 // Method  Run one step in a format and in float32 from the same state, decoded here with formulas of
 //         the test's own; compare element by element, bit by bit where the format is exact and
@@ -45,7 +45,7 @@ StepScalars ScalarsOf(Rule rule, uint64_t seed) {
   StepScalars scalars = MakeStepScalars(
       rule, {.lr = 1e-3, .weight_decay = 0.1, .momentum = 0.9, .initial_accumulator = 0.01}, 3,
       0.5f);
-  SetDrawKey({.seed = seed, .parameter = 5, .t = 3}, scalars);
+  SetRoundingKey({.seed = seed, .parameter = 5, .t = 3}, scalars);
   return scalars;
 }
 
@@ -70,9 +70,9 @@ struct Decoded {
 Decoded Decode(StateArrays& state, Rule rule, StateFormat format) {
   Decoded decoded;
   for (size_t i = 0; i < kElems; ++i) {
-    const uint32_t image = uint32_t{state.image16.data()[i]} << 16;
+    const uint32_t weights = uint32_t{state.image16.data()[i]} << 16;
     decoded.w.push_back(
-        std::bit_cast<float>(image + static_cast<uint32_t>(int32_t{state.remainder.data()[i]})));
+        std::bit_cast<float>(weights + static_cast<uint32_t>(int32_t{state.remainder.data()[i]})));
     for (size_t m = 0; m < MomentCount(rule); ++m) {
       if (format == StateFormat::kBf16) {
         decoded.moments[m].push_back(Widen(state.moments16[m].data()[i]));
@@ -96,7 +96,7 @@ Decoded StepBoth(const AdamData& data, Rule rule, StateFormat format, uint64_t s
   const StepScalars scalars = ScalarsOf(rule, seed);
   const Gradient g = {data.grad.data(), GradType::kFp32};
   EXPECT_EQ(Update(rule, format, scalars, kElems, g, state.Planes(format)), 0u);
-  StatePlanes planes = {.image = wide.w.data()};
+  StatePlanes planes = {.weights = wide.w.data()};
   for (size_t m = 0; m < MomentCount(rule); ++m) planes.moments[m] = wide.moments[m].data();
   EXPECT_EQ(Update(rule, StateFormat::kFp32, scalars, kElems, g, planes), 0u);
   return wide;
@@ -104,10 +104,10 @@ Decoded StepBoth(const AdamData& data, Rule rule, StateFormat format, uint64_t s
 
 void ExpectSameMasters(const Decoded& wide, StateArrays& state) {
   for (size_t i = 0; i < kElems; ++i) {
-    const uint16_t image = RoundAway(wide.w[i]);
-    ASSERT_EQ(state.image16.data()[i], image) << "element " << i;
+    const uint16_t weights = RoundAway(wide.w[i]);
+    ASSERT_EQ(state.image16.data()[i], weights) << "element " << i;
     const uint32_t bits = std::bit_cast<uint32_t>(wide.w[i]);
-    ASSERT_EQ(state.remainder.data()[i], static_cast<int16_t>(bits - (uint32_t{image} << 16)));
+    ASSERT_EQ(state.remainder.data()[i], static_cast<int16_t>(bits - (uint32_t{weights} << 16)));
   }
 }
 
@@ -127,7 +127,7 @@ TEST_P(NarrowFormat, Bf16RoundsTheMomentsOfFloat32ToANeighbour) {
   }
 }
 
-// A code is the floor of the quotient and a draw in [0, 1): it is off by less than one. The quotient
+// A code is the floor of the quotient and a rounding_bits in [0, 1): it is off by less than one. The quotient
 // and its sum round at 2^-15 of a code at most: 384 has its last bit there.
 TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
   StateArrays state(kElems, 0);
@@ -166,9 +166,10 @@ TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
     const size_t moments = MomentCount(GetParam());
     std::vector<double> errors[kMomentsMax];
     std::vector<double> units[kMomentsMax];
-    constexpr int kDraws = 400;
-    for (int draw = 0; draw < kDraws; ++draw) {
-      const Decoded wide = StepBoth(data, GetParam(), format, static_cast<uint64_t>(draw), state);
+    constexpr int kStochasticRounding = 400;
+    for (int rounding_bits = 0; rounding_bits < kStochasticRounding; ++rounding_bits) {
+      const Decoded wide =
+          StepBoth(data, GetParam(), format, static_cast<uint64_t>(rounding_bits), state);
       const Decoded held = Decode(state, GetParam(), format);
       for (size_t m = 0; m < moments; ++m) {
         errors[m].resize(kElems);
@@ -192,9 +193,9 @@ TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
     for (size_t m = 0; m < moments; ++m) {
       double sum = 0;
       for (size_t i = 0; i < kElems; ++i) {
-        EXPECT_LE(std::abs(errors[m][i]) / kDraws, 5.5 * 0.5 / 20)
+        EXPECT_LE(std::abs(errors[m][i]) / kStochasticRounding, 5.5 * 0.5 / 20)
             << "moment " << m << " of element " << i << ", format " << static_cast<int>(format);
-        sum += errors[m][i] / kDraws;
+        sum += errors[m][i] / kStochasticRounding;
       }
       EXPECT_LE(std::abs(sum), 5.5 * 0.5 / 20 * std::sqrt(kElems)) << "moment " << m;
     }
@@ -238,13 +239,13 @@ TEST(Int8, AGradientWhoseSquareOverflowsSpoilsNoNeighbour) {
   }
 }
 
-TEST(Draws, DependOnSeedParameterStepAndElement) {
+TEST(StochasticRounding, DependOnSeedParameterStepAndElement) {
   const auto keyed = [](uint64_t seed, uint64_t parameter, uint64_t t, uint32_t first) {
     AdamData data = CleanData();
     StateArrays state(kElems, 0);
     state.Assign(data);
     StepScalars scalars = MakeStepScalars(Rule::kLion, {}, 1, 1.0f);
-    SetDrawKey({seed, parameter, t}, scalars);
+    SetRoundingKey({seed, parameter, t}, scalars);
     StatePlanes planes = state.Planes(StateFormat::kBf16);
     planes.first_elem = first;
     Update(Rule::kLion, StateFormat::kBf16, scalars, kElems, {data.grad.data(), GradType::kFp32},
@@ -260,9 +261,9 @@ TEST(Draws, DependOnSeedParameterStepAndElement) {
   EXPECT_NE(keyed(0, 1, 0, 0), keyed(1, 0, 0, 0));
 }
 
-// ------------------------------------------------------------------ 16-bit images beside a master
+// ------------------------------------------------------------------ 16-bit weights beside a master
 
-TEST(SixteenBitImages, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
+TEST(SixteenBitWeights, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
   constexpr StateFormat kWide[] = {StateFormat::kFp32, StateFormat::kExact, StateFormat::kFp32Bf16,
                                    StateFormat::kFp32Fp16};
   for (const Rule rule : kRules) {
@@ -278,7 +279,7 @@ TEST(SixteenBitImages, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
                states[f]->Planes(kWide[f]));
       }
       for (size_t i = 0; i < kElems; ++i) {
-        const float w = a.image.data()[i];
+        const float w = a.weights.data()[i];
         ASSERT_EQ(b.image16.data()[i], RoundAway(w)) << NameOf(rule) << ", step " << t;
         ASSERT_EQ(c.image16.data()[i], RoundAway(w)) << NameOf(rule) << ", step " << t;
         ASSERT_TRUE(testing::SameBits(c.master.data()[i], w));
@@ -296,7 +297,7 @@ double WidenHalf(uint16_t bits) {
   return (bits & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
-TEST(SixteenBitImages, HalvesAreRoundedToNearestTiesToEven) {
+TEST(SixteenBitWeights, HalvesAreRoundedToNearestTiesToEven) {
   std::vector<float> masters = {0.0f,       -0.0f,      1.0f,         65504.0f,        -65519.0f,
                                 0x1p-24f,   0x1p-25f,   0x1.8p-24f,   0x1.000002p-25f, 0x1.ffcp-15f,
                                 0x1.002p0f, 0x1.006p0f, 0x1.001p-14f, 1e-30f,          -3e-6f};

@@ -92,7 +92,7 @@ TEST(Lamb, IsAlgorithmTwoOfThePaperInDouble) {
   std::vector<double> u(kElems);
   double weight = 0, update = 0;
   for (size_t i = 0; i < kElems; ++i) {
-    const double w = before.image.data()[i];
+    const double w = before.weights.data()[i];
     const double m = state.moments[0].data()[i], v = state.moments[1].data()[i];
     u[i] = m / bias1 / (std::sqrt(v / bias2) + kHyper.eps) + kHyper.weight_decay * w;
     weight += w * w;
@@ -101,12 +101,12 @@ TEST(Lamb, IsAlgorithmTwoOfThePaperInDouble) {
   const double ratio = std::sqrt(weight / update);
   EXPECT_NEAR(trust, ratio, ratio * 1e-6);
   for (size_t i = 0; i < kElems; ++i) {
-    const double w = before.image.data()[i];
+    const double w = before.weights.data()[i];
     const double moved = w - kHyper.lr * ratio * u[i];
     const double step = kHyper.lr * ratio * std::abs(u[i]);
     const double bound =
         8 * 0x1p-24 * (std::abs(w) + step + kHyper.lr * ratio) + 1.001 * 0x1p-20 * step;
-    ASSERT_NEAR(state.image.data()[i], moved, bound) << "element " << i;
+    ASSERT_NEAR(state.weights.data()[i], moved, bound) << "element " << i;
   }
 }
 

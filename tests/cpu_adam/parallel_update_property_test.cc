@@ -1,10 +1,10 @@
 // Goal    One region over any partitions gives the bits of the single call, for every rule and
 //         format, in place and out of place, whatever the number of shares; the shares are equal
 //         and are cut where a cut is allowed.
-// Method  Lay partitions of seeded sizes (0, 1, primes, around and far above a cut) with gaps into
+// Method  Allocate partitions of seeded sizes (0, 1, primes, around and far above a cut) with gaps into
 //         one state; the oracle is one call over the whole state for each of two sets of scalars,
 //         from which each partition takes its own. Shares run at once on threads of their own,
-//         since a team has no more threads than the machine has cores.
+//         since a pool has no more threads than the machine has cores.
 
 #include <atomic>
 #include <chrono>
@@ -41,7 +41,7 @@ struct Range {
   size_t end() const { return begin + n; }
 };
 
-std::vector<Range> Lay(const std::vector<size_t>& sizes) {
+std::vector<Range> Allocate(const std::vector<size_t>& sizes) {
   std::vector<Range> ranges;
   size_t begin = 0;
   for (const size_t n : sizes) {
@@ -58,7 +58,7 @@ std::vector<Range> RandomRanges(std::mt19937& random) {
     const bool large = random() % 4 == 0;
     sizes.push_back(large ? random() % 30000 : kSizes[random() % std::size(kSizes)]);
   }
-  return Lay(sizes);
+  return Allocate(sizes);
 }
 
 struct Data {
@@ -88,11 +88,11 @@ struct Data {
 class State {
  public:
   explicit State(const Data& data)
-      : image_(data.size(), 0),
+      : weights_(data.size(), 0),
         image16_(data.size(), 0),
         remainder_(data.size(), 0),
         moments_{{data.size(), 0}, {data.size(), 0}, {data.size(), 0}} {
-    image_.Assign(data.w);
+    weights_.Assign(data.w);
     SplitMaster(data.size(), data.w.data(), image16_.data(), remainder_.data());
     moments_[0].Assign(data.m);
     moments_[1].Assign(data.v);
@@ -101,15 +101,15 @@ class State {
 
   StatePlanes Planes(StateFormat format) {
     StatePlanes planes = {};
-    planes.image = format == StateFormat::kFp32 ? static_cast<void*>(image_.data())
-                                                : static_cast<void*>(image16_.data());
+    planes.weights = format == StateFormat::kFp32 ? static_cast<void*>(weights_.data())
+                                                  : static_cast<void*>(image16_.data());
     planes.remainder = remainder_.data();
     for (size_t m = 0; m < kMomentsMax; ++m) planes.moments[m] = moments_[m].data();
     return planes;
   }
 
   bool SameIn(size_t begin, size_t end, State& other) {
-    bool same = Same(image_, other.image_, begin, end) &&
+    bool same = Same(weights_, other.weights_, begin, end) &&
                 Same(image16_, other.image16_, begin, end) &&
                 Same(remainder_, other.remainder_, begin, end);
     for (size_t m = 0; m < kMomentsMax; ++m) {
@@ -124,7 +124,7 @@ class State {
     return std::memcmp(a.data() + begin, b.data() + begin, (end - begin) * sizeof(T)) == 0;
   }
 
-  GuardedArray<float> image_;
+  GuardedArray<float> weights_;
   GuardedArray<uint16_t> image16_;
   GuardedArray<int16_t> remainder_;
   GuardedArray<float> moments_[kMomentsMax];
@@ -228,12 +228,12 @@ TEST_P(ParallelUpdate, AnyNumberOfSharesGivesTheBitsOfTheSingleCall) {
   }
 }
 
-TEST_P(ParallelUpdate, ATeamOfAnySizeGivesTheBitsOfTheSingleCall) {
+TEST_P(ParallelUpdate, APoolOfAnySizeGivesTheBitsOfTheSingleCall) {
   for (const int threads : {1, 2, 3, 4}) {
-    const auto team = WorkerTeam::Create({.threads = threads});
-    ASSERT_TRUE(team.ok()) << team.status();
+    const auto pool = WorkerPool::Create({.threads = threads});
+    ASSERT_TRUE(pool.ok()) << pool.status();
     CompareEach([&](StateFormat format, const auto& partitions) {
-      return UpdateAll(**team, GetParam(), format, partitions);
+      return UpdateAll(**pool, GetParam(), format, partitions);
     });
   }
 }
@@ -270,7 +270,7 @@ std::vector<Range> RunOf(const std::vector<Range>& ranges, Share share) {
   std::vector<PartitionUpdate> partitions;
   const StepScalars scalars = MakeStepScalars(Rule::kSgd, {.lr = 1, .weight_decay = 0}, 1, 1.0f);
   StatePlanes state = {};
-  state.image = w.data();
+  state.weights = w.data();
   state.moments[0] = momentum.data();
   for (const auto& [begin, size] : ranges) {
     const StatePlanes planes = Advance(state, StateFormat::kFp32, begin);
@@ -329,16 +329,16 @@ TEST(UpdateShareTest, NoPartitionsAndEmptyOnesAreNoWork) {
 TEST(RunOnAllTest, TheCallerRunsWhatTheQueueHasNoRoomFor) {
   std::promise<void> started, gate;
   const std::shared_future<void> open = gate.get_future().share();
-  auto team = WorkerTeam::Create({.threads = 1, .queue_tasks = 1});
-  ASSERT_TRUE(team.ok()) << team.status();
-  ASSERT_TRUE((*team)->TryPost([&started, open] {
+  auto pool = WorkerPool::Create({.threads = 1, .queue_tasks = 1});
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  ASSERT_TRUE((*pool)->TryPost([&started, open] {
     started.set_value();
     open.wait_for(kDeadline);
   }));
   ASSERT_EQ(started.get_future().wait_for(kDeadline), std::future_status::ready);
-  ASSERT_TRUE((*team)->TryPost([] {}));
+  ASSERT_TRUE((*pool)->TryPost([] {}));
   std::vector<std::thread::id> ran;
-  RunOnAll(**team, [&](int task) {
+  RunOnAll(**pool, [&](int task) {
     EXPECT_EQ(task, 0);
     ran.push_back(std::this_thread::get_id());
   });
@@ -347,11 +347,11 @@ TEST(RunOnAllTest, TheCallerRunsWhatTheQueueHasNoRoomFor) {
 }
 
 TEST(RunOnAllTest, EachTaskRunsOnceAndWhatItWroteIsSeen) {
-  auto team = WorkerTeam::Create({});
-  ASSERT_TRUE(team.ok()) << team.status();
-  std::vector<int> runs(static_cast<size_t>((*team)->threads()), 0);
+  auto pool = WorkerPool::Create({});
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  std::vector<int> runs(static_cast<size_t>((*pool)->threads()), 0);
   for (int round = 1; round <= 200; ++round) {
-    RunOnAll(**team, [&](int task) { ++runs[static_cast<size_t>(task)]; });
+    RunOnAll(**pool, [&](int task) { ++runs[static_cast<size_t>(task)]; });
     for (const int count : runs) ASSERT_EQ(count, round);
   }
 }

@@ -101,7 +101,7 @@ TEST_P(RuleDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
     for (float& g : fresh.grad) g = std::clamp(g, -1e3f, 1e3f);
     const std::vector<float> w = data.w;
     const std::vector<float> old[] = {data.m, data.v, largest};
-    const StatePlanes state = {.image = data.w.data(),
+    const StatePlanes state = {.weights = data.w.data(),
                                .moments = {data.m.data(), data.v.data(), largest.data()}};
     if (MomentCount(rule) == 1 && rule == Rule::kAdagrad) {
       for (float& m : data.m) m = std::abs(m);
@@ -145,7 +145,7 @@ TEST_P(RuleDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
     moments[m].assign(kElems, 0.0f);
     exact[m].assign(kElems, 0.0);
   }
-  const StatePlanes state = {.image = w.data(),
+  const StatePlanes state = {.weights = w.data(),
                              .moments = {moments[0].data(), moments[1].data(), moments[2].data()}};
   for (uint64_t t = 1; t <= 10; ++t) {
     const StepScalars k = MakeStepScalars(rule, hyper, t, 1.0f);
@@ -212,7 +212,8 @@ TEST(RuleSteps, LionMovesByItsRateOrNotAtAll) {
   const StepScalars k = MakeStepScalars(Rule::kLion, {.lr = 0.25, .weight_decay = 0}, 1, 1.0f);
   float w[] = {1.0f, 1.0f, 1.0f}, m[] = {0, 0, 0};
   const float g[] = {1e-30f, -5.0f, 0.0f};
-  Update(Rule::kLion, StateFormat::kFp32, k, 3, {g, GradType::kFp32}, {.image = w, .moments = {m}});
+  Update(Rule::kLion, StateFormat::kFp32, k, 3, {g, GradType::kFp32},
+         {.weights = w, .moments = {m}});
   EXPECT_EQ(w[0], 0.75f);
   EXPECT_EQ(w[1], 1.25f);
   EXPECT_EQ(w[2], 1.0f);
@@ -223,7 +224,7 @@ TEST(RuleSteps, AmsgradKeepsTheLargestSecondMoment) {
   float w[] = {1.0f, 1.0f}, m[] = {0, 0}, v[] = {0, 0}, largest[] = {4.0f, 0.0f};
   const float g[] = {1.0f, 1.0f};
   Update(Rule::kAdamWAmsgrad, StateFormat::kFp32, k, 2, {g, GradType::kFp32},
-         {.image = w, .moments = {m, v, largest}});
+         {.weights = w, .moments = {m, v, largest}});
   EXPECT_EQ(largest[0], 4.0f);
   EXPECT_EQ(largest[1], v[1]);
   EXPECT_LT(v[0], 1.0f);

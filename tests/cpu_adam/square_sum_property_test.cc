@@ -116,7 +116,7 @@ TEST(SquareSum, AddsExactlyAcrossTheWholeRange) {
   for (int i = 0; i < 1000; ++i) up.AddChunk(smallest);
   up.AddChunk(largest);
   down.AddChunk(largest);
-  EXPECT_EQ(up.ToDouble(), down.ToDouble());  // too far apart for a double
+  EXPECT_EQ(up.ToDouble(), down.ToDouble());  // too far stride_elems for a double
   EXPECT_FALSE(up == down);                   // but nothing is lost
   for (int i = 0; i < 1000; ++i) down.AddChunk(smallest);
   EXPECT_TRUE(up == down);

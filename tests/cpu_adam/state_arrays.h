@@ -21,7 +21,7 @@ inline constexpr cpu_adam::StateFormat kFormats[] = {
 class StateArrays {
  public:
   StateArrays(size_t n, size_t offset)
-      : image(n, offset),
+      : weights(n, offset),
         image16(n, offset),
         remainder(n, offset),
         master(n, offset),
@@ -31,8 +31,8 @@ class StateArrays {
         scales{{Groups(n), offset}, {Groups(n), offset}, {Groups(n), offset}} {}
 
   void Assign(const AdamData& data) {
-    const size_t n = image.size();
-    image.Assign(data.w);
+    const size_t n = weights.size();
+    weights.Assign(data.w);
     master.Assign(data.w);
     cpu_adam::SplitMaster(n, data.w.data(), image16.data(), remainder.data());
     const std::vector<float>* const sources[] = {&data.m, &data.v, &data.v};
@@ -51,8 +51,8 @@ class StateArrays {
 
   cpu_adam::StatePlanes Planes(cpu_adam::StateFormat format) {
     cpu_adam::StatePlanes planes;
-    planes.image =
-        format == cpu_adam::StateFormat::kFp32 ? static_cast<void*>(image.data()) : image16.data();
+    planes.weights = format == cpu_adam::StateFormat::kFp32 ? static_cast<void*>(weights.data())
+                                                            : image16.data();
     planes.remainder = remainder.data();
     planes.master = master.data();
     for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
@@ -68,7 +68,7 @@ class StateArrays {
   }
 
   void ExpectGuards() const {
-    EXPECT_TRUE(image.GuardsIntact() && image16.GuardsIntact() && remainder.GuardsIntact() &&
+    EXPECT_TRUE(weights.GuardsIntact() && image16.GuardsIntact() && remainder.GuardsIntact() &&
                 master.GuardsIntact());
     for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
       EXPECT_TRUE(moments[m].GuardsIntact() && moments16[m].GuardsIntact() &&
@@ -79,7 +79,7 @@ class StateArrays {
 
   // Arrays that a format or rule does not have are equal when they began so.
   void ExpectEquals(StateArrays& other) {
-    EXPECT_TRUE(SameBits(image.Copy(), other.image.Copy()));
+    EXPECT_TRUE(SameBits(weights.Copy(), other.weights.Copy()));
     EXPECT_EQ(image16.Copy(), other.image16.Copy());
     EXPECT_EQ(remainder.Copy(), other.remainder.Copy());
     EXPECT_TRUE(SameBits(master.Copy(), other.master.Copy()));
@@ -91,7 +91,7 @@ class StateArrays {
     }
   }
 
-  GuardedArray<float> image;
+  GuardedArray<float> weights;
   GuardedArray<uint16_t> image16;
   GuardedArray<int16_t> remainder;
   GuardedArray<float> master;

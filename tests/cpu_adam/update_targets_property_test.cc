@@ -170,9 +170,9 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
     pieces.state.Assign(data);
     for (const uint64_t t : {1u, 2u}) {
       for (size_t begin = 0; begin < kElems;) {
-        const size_t wish =
+        const size_t request =
             format == StateFormat::kInt8 ? random() % 4 * kGroupElems : random() % 97;
-        const size_t n = std::min<size_t>(kElems - begin, wish);
+        const size_t n = std::min<size_t>(kElems - begin, request);
         pieces.bad += Update(rule(), format, ScalarsOf(rule(), t), n,
                              {data.grad.data() + begin, GradType::kFp32},
                              Advance(pieces.state.Planes(format), format, begin));
@@ -183,7 +183,7 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
   }
 }
 
-// The largest master that is not counted, and the next one, which rounds to an infinite image.
+// The largest master that is not counted, and the next one, which rounds to an infinite weights.
 float LargestOf(StateFormat format) {
   if (format == StateFormat::kFp32) return std::numeric_limits<float>::max();
   return std::bit_cast<float>(format == StateFormat::kFp32Fp16 ? 0x477FEFFFu : 0x7F7F7FFFu);

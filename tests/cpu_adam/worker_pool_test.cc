@@ -46,7 +46,7 @@ bool NoThreadIsLeftBut(const std::set<std::string>& before) {
   return true;
 }
 
-class WorkerTeamTest : public ::testing::Test {
+class WorkerPoolTest : public ::testing::Test {
  protected:
   void SetUp() override {
     std::thread([] {}).join();  // a sanitizer starts its own thread with the first of ours
@@ -54,16 +54,16 @@ class WorkerTeamTest : public ::testing::Test {
   }
   void TearDown() override { EXPECT_TRUE(NoThreadIsLeftBut(threads_before_)); }
 
-  std::unique_ptr<WorkerTeam> Make(const WorkerTeamOptions& options) {
-    absl::StatusOr<std::unique_ptr<WorkerTeam>> team = WorkerTeam::Create(options);
-    EXPECT_TRUE(team.ok()) << team.status();
-    return team.ok() ? *std::move(team) : nullptr;
+  std::unique_ptr<WorkerPool> Make(const WorkerPoolOptions& options) {
+    absl::StatusOr<std::unique_ptr<WorkerPool>> pool = WorkerPool::Create(options);
+    EXPECT_TRUE(pool.ok()) << pool.status();
+    return pool.ok() ? *std::move(pool) : nullptr;
   }
 
   std::set<std::string> threads_before_;
 };
 
-TEST_F(WorkerTeamTest, HasOneThreadPerCoreAndNeverMore) {
+TEST_F(WorkerPoolTest, HasOneThreadPerCoreAndNeverMore) {
   const int cores = Make({})->threads();
   EXPECT_GE(cores, 1);
   EXPECT_LE(cores, static_cast<int>(std::thread::hardware_concurrency()));
@@ -71,33 +71,33 @@ TEST_F(WorkerTeamTest, HasOneThreadPerCoreAndNeverMore) {
   EXPECT_EQ(Make({.threads = 1})->threads(), 1);
 }
 
-TEST_F(WorkerTeamTest, OneThreadRunsTasksInTheOrderPosted) {
+TEST_F(WorkerPoolTest, OneThreadRunsTasksInTheOrderPosted) {
   std::vector<int> order;
   {
-    const auto team = Make({.threads = 1});
+    const auto pool = Make({.threads = 1});
     for (int i = 0; i < 500; ++i) {
-      ASSERT_TRUE(team->TryPost([&order, i] { order.push_back(i); }));
+      ASSERT_TRUE(pool->TryPost([&order, i] { order.push_back(i); }));
     }
   }
   ASSERT_EQ(order.size(), 500u);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_F(WorkerTeamTest, AFullQueueRefusesAndKeepsTheTask) {
+TEST_F(WorkerPoolTest, AFullQueueRefusesAndKeepsTheTask) {
   std::promise<void> started, gate;
   std::shared_future<void> open = gate.get_future().share();
   std::atomic<int> ran = 0;
   {
-    const auto team = Make({.threads = 1, .queue_tasks = 3});
-    ASSERT_TRUE(team->TryPost([&started, open] {
+    const auto pool = Make({.threads = 1, .queue_tasks = 3});
+    ASSERT_TRUE(pool->TryPost([&started, open] {
       started.set_value();
       open.wait_for(kDeadline);
     }));
     ASSERT_EQ(started.get_future().wait_for(kDeadline), std::future_status::ready);
-    for (int i = 0; i < 3; ++i) ASSERT_TRUE(team->TryPost([&ran] { ++ran; }));
-    WorkerTeam::Task extra = [&ran] { ran += 100; };
-    EXPECT_FALSE(team->TryPost(std::move(extra)));
-    // NOLINTNEXTLINE(bugprone-use-after-move): a team that is full leaves the task untouched
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(pool->TryPost([&ran] { ++ran; }));
+    WorkerPool::Task extra = [&ran] { ran += 100; };
+    EXPECT_FALSE(pool->TryPost(std::move(extra)));
+    // NOLINTNEXTLINE(bugprone-use-after-move): a pool that is full leaves the task untouched
     ASSERT_TRUE(extra != nullptr) << "a refused task stays with its owner";
     extra();
     gate.set_value();
@@ -105,29 +105,29 @@ TEST_F(WorkerTeamTest, AFullQueueRefusesAndKeepsTheTask) {
   EXPECT_EQ(ran, 103);
 }
 
-TEST_F(WorkerTeamTest, TheDestructorRunsWhatIsQueued) {
+TEST_F(WorkerPoolTest, TheDestructorRunsWhatIsQueued) {
   std::atomic<int> ran = 0;
   {
-    const auto team = Make({});
-    for (int i = 0; i < 300; ++i) ASSERT_TRUE(team->TryPost([&ran] { ++ran; }));
+    const auto pool = Make({});
+    for (int i = 0; i < 300; ++i) ASSERT_TRUE(pool->TryPost([&ran] { ++ran; }));
   }
   EXPECT_EQ(ran, 300);
 }
 
-TEST_F(WorkerTeamTest, ManyThreadsMayPostAndTasksMayPostTasks) {
+TEST_F(WorkerPoolTest, ManyThreadsMayPostAndTasksMayPostTasks) {
   std::atomic<int> ran = 0;
   {
-    const auto team = Make({.queue_tasks = 64});
+    const auto pool = Make({.queue_tasks = 64});
     std::vector<std::thread> posters;
     for (int p = 0; p < 3; ++p) {
-      posters.emplace_back([&team, &ran] {
+      posters.emplace_back([&pool, &ran] {
         for (int i = 0; i < 400; ++i) {
-          WorkerTeam::Task task = [&team, &ran] {
+          WorkerPool::Task task = [&pool, &ran] {
             ++ran;
-            if (!team->TryPost([&ran] { ++ran; })) ++ran;  // full: count in its place
+            if (!pool->TryPost([&ran] { ++ran; })) ++ran;  // full: count in its place
           };
           // NOLINTNEXTLINE(bugprone-use-after-move): untouched where it was refused
-          while (!team->TryPost(std::move(task))) std::this_thread::yield();
+          while (!pool->TryPost(std::move(task))) std::this_thread::yield();
         }
       });
     }
@@ -136,16 +136,16 @@ TEST_F(WorkerTeamTest, ManyThreadsMayPostAndTasksMayPostTasks) {
   EXPECT_EQ(ran, 2 * 3 * 400);
 }
 
-TEST_F(WorkerTeamTest, ThreadsStayInTheirSetAndAreLessUrgent) {
+TEST_F(WorkerPoolTest, ThreadsStayInTheirSetAndAreLessUrgent) {
   cpu_set_t allowed;
   ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
   int cpu = 0;
   while (CPU_ISSET(cpu, &allowed) == 0) ++cpu;
   std::promise<std::pair<int, int>> seen;
-  const auto team = Make({.cpus = {cpu}, .nice = 5});
-  EXPECT_EQ(team->threads(), 1);
+  const auto pool = Make({.cpus = {cpu}, .nice = 5});
+  EXPECT_EQ(pool->threads(), 1);
   const int nice_before = getpriority(PRIO_PROCESS, 0);
-  ASSERT_TRUE(team->TryPost([&seen] {
+  ASSERT_TRUE(pool->TryPost([&seen] {
     seen.set_value({sched_getcpu(), getpriority(PRIO_PROCESS, 0)});
   }));
   auto future = seen.get_future();
@@ -156,22 +156,22 @@ TEST_F(WorkerTeamTest, ThreadsStayInTheirSetAndAreLessUrgent) {
   EXPECT_EQ(getpriority(PRIO_PROCESS, 0), nice_before) << "the caller keeps its own";
 }
 
-TEST_F(WorkerTeamTest, ThreadsAreNeverMoreUrgentThanTheirMaker) {
+TEST_F(WorkerPoolTest, ThreadsAreNeverMoreUrgentThanTheirMaker) {
   std::promise<int> seen;
   std::thread maker([&] {  // whose nice value is its own
     ASSERT_EQ(setpriority(PRIO_PROCESS, 0, 17), 0);
-    const auto team = Make({.threads = 1, .nice = 5});
-    ASSERT_TRUE(team->TryPost([&seen] { seen.set_value(getpriority(PRIO_PROCESS, 0)); }));
+    const auto pool = Make({.threads = 1, .nice = 5});
+    ASSERT_TRUE(pool->TryPost([&seen] { seen.set_value(getpriority(PRIO_PROCESS, 0)); }));
   });
-  maker.join();  // the team ends with its tasks
+  maker.join();  // the pool ends with its tasks
   auto future = seen.get_future();
   ASSERT_EQ(future.wait_for(kDeadline), std::future_status::ready);
   EXPECT_EQ(future.get(), 17);
 }
 
-TEST_F(WorkerTeamTest, WrongOptionsAreRefusedWithWhatThereIs) {
+TEST_F(WorkerPoolTest, WrongOptionsAreRefusedWithWhatThereIs) {
   const struct {
-    WorkerTeamOptions options;
+    WorkerPoolOptions options;
     const char* message;
   } kCases[] = {
       {{.threads = -1}, "-1 is negative"},
@@ -183,7 +183,7 @@ TEST_F(WorkerTeamTest, WrongOptionsAreRefusedWithWhatThereIs) {
       {{.queue_tasks = 65537}, "65537 tasks"},
   };
   for (const auto& test : kCases) {
-    const absl::Status status = WorkerTeam::Create(test.options).status();
+    const absl::Status status = WorkerPool::Create(test.options).status();
     EXPECT_EQ(protocol::IdOf(status), protocol::ErrorId::kOption);
     EXPECT_THAT(std::string(status.message()), HasSubstr(test.message));
   }

@@ -146,13 +146,13 @@ struct ExactBlock {
     planes.resize(BlockBytes(protocol::StatePlanes(protocol::Optimizer::kAdamW,
                                                    protocol::Format::kExact, DType::kBFloat16),
                              kElems));
-    image.assign(kElems, 0x3F80);
+    weights.assign(kElems, 0x3F80);
     const uint64_t width = protocol::SizeBytes(sum_dtype);
     action.block_elems = kElems;
     action.bytes = planes.size();
     action.grad_scale = 0.5F;
     for (const ElemRange range : {ElemRange{0, 1001}, {1001, kElems}}) {
-      action.segments.push_back({.image_offset_bytes = range.begin * 2,
+      action.segments.push_back({.weights_offset_bytes = range.begin * 2,
                                  .accumulator_offset_bytes = range.begin * width,
                                  .block_elem = range.begin,
                                  .elems = range.end - range.begin,
@@ -168,7 +168,7 @@ struct ExactBlock {
 
   void Update(ElemRange range, std::span<const std::byte> gradients) {
     RunUpdate(action, range,
-              {.image = BytesOf(image),
+              {.weights = BytesOf(weights),
                .accumulators = gradients,
                .sum_dtype = sum_dtype,
                .block = planes,
@@ -178,7 +178,7 @@ struct ExactBlock {
   }
 
   DType sum_dtype;
-  std::vector<uint16_t> image;
+  std::vector<uint16_t> weights;
   std::vector<std::byte> planes;
   UpdateBlock action;
 };
@@ -191,10 +191,10 @@ TEST_P(Targets, AnUpdateFromBf16GradientsHasTheBitsOfTheFloat32Sum) {
   for (int step = 0; step < 3; ++step) {
     from_narrow.Update({0, ExactBlock::kElems}, BytesOf(narrow));
     from_wide.Update({0, ExactBlock::kElems}, BytesOf(wide));
-    EXPECT_EQ(from_narrow.image, from_wide.image);
+    EXPECT_EQ(from_narrow.weights, from_wide.weights);
     EXPECT_EQ(from_narrow.planes, from_wide.planes);
   }
-  EXPECT_NE(from_narrow.image, std::vector<uint16_t>(ExactBlock::kElems, 0x3F80));
+  EXPECT_NE(from_narrow.weights, std::vector<uint16_t>(ExactBlock::kElems, 0x3F80));
 }
 
 TEST_P(Targets, PartsOfAnUpdateGiveTheBlock) {
@@ -206,14 +206,14 @@ TEST_P(Targets, PartsOfAnUpdateGiveTheBlock) {
        {ElemRange{1500, ExactBlock::kElems}, {0, 0}, {0, 999}, {999, 1500}}) {
     parts.Update(range, BytesOf(gradient));
   }
-  EXPECT_EQ(parts.image, whole.image);
+  EXPECT_EQ(parts.weights, whole.weights);
   EXPECT_EQ(parts.planes, whole.planes);
 }
 
 // A block on swap, of segments of many sizes: one spans several ranges, some fit into one.
 struct SwappedBlock {
   SwappedBlock(protocol::Optimizer optimizer, protocol::Format format, uint64_t elems)
-      : gradient(Bf16Gradient(elems, 6)), image(elems, 0x3F80) {
+      : gradient(Bf16Gradient(elems, 6)), weights(elems, 0x3F80) {
     planes.resize(BlockBytes(protocol::StatePlanes(optimizer, format, DType::kBFloat16), elems));
     action.block_elems = elems;
     action.bytes = planes.size();
@@ -221,8 +221,8 @@ struct SwappedBlock {
     uint64_t begin = 0;
     for (uint32_t param = 0; begin < elems; ++param) {
       const uint64_t left = elems - begin;
-      const uint64_t size = std::min<uint64_t>(left, param % 3 == 0 ? 3 * kWarmElems + 128 : 1024);
-      action.segments.push_back({.image_offset_bytes = begin * 2,
+      const uint64_t size = std::min<uint64_t>(left, param % 3 == 0 ? 3 * kTileElems + 128 : 1024);
+      action.segments.push_back({.weights_offset_bytes = begin * 2,
                                  .accumulator_offset_bytes = begin * 2,
                                  .block_elem = begin,
                                  .elems = size,
@@ -237,7 +237,7 @@ struct SwappedBlock {
                                  .param = param});
       begin += size;
     }
-    memory = {.image = BytesOf(image),
+    memory = {.weights = BytesOf(weights),
               .accumulators = BytesOf(gradient),
               .sum_dtype = DType::kBFloat16,
               .block = planes,
@@ -256,7 +256,7 @@ struct SwappedBlock {
   }
 
   std::vector<uint16_t> gradient;
-  std::vector<uint16_t> image;
+  std::vector<uint16_t> weights;
   std::vector<std::byte> planes;
   UpdateBlock action;
   UpdateMemory memory;
@@ -266,14 +266,14 @@ TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
   using protocol::Format;
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
     // Whole ranges; a last one that ends in a page; less than a page.
-    for (const uint64_t elems : {2 * kWarmElems, 9 * kWarmElems + 5 * 128, uint64_t{128}}) {
+    for (const uint64_t elems : {2 * kTileElems, 9 * kTileElems + 5 * 128, uint64_t{128}}) {
       SCOPED_TRACE(testing::Message() << static_cast<int>(format) << " of " << elems);
       SwappedBlock warm(protocol::Optimizer::kAdamW, format, elems);
       SwappedBlock parts(protocol::Optimizer::kAdamW, format, elems);
       for (int step = 0; step < 2; ++step) {
         const TaskDone done = RunUpdateForSwap(warm.action, warm.memory, /*nonce=*/10);
         EXPECT_EQ(done.count, parts.UpdateInParts().count);
-        EXPECT_EQ(warm.image, parts.image);
+        EXPECT_EQ(warm.weights, parts.weights);
         ASSERT_EQ(warm.planes, parts.planes);
         EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
                                                 std::span<const std::byte>(parts.planes)));
@@ -283,7 +283,7 @@ TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
 }
 
 TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
-  const uint64_t elems = kPartElems + 3 * kWarmElems + 640;
+  const uint64_t elems = kPartElems + 3 * kTileElems + 640;
   SwappedBlock warm(protocol::Optimizer::kLamb, protocol::Format::kExact, elems);
   SwappedBlock parts(protocol::Optimizer::kLamb, protocol::Format::kExact, elems);
   for (const UpdatePass pass : {UpdatePass::kMoments, UpdatePass::kWeights}) {
@@ -295,7 +295,7 @@ TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
       EXPECT_EQ(done.norms[i].weight_squares, expected.norms[i].weight_squares);
       EXPECT_EQ(done.norms[i].update_squares, expected.norms[i].update_squares);
     }
-    EXPECT_EQ(warm.image, parts.image);
+    EXPECT_EQ(warm.weights, parts.weights);
     ASSERT_EQ(warm.planes, parts.planes);
     EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
                                             std::span<const std::byte>(parts.planes)));

@@ -100,7 +100,7 @@ TEST(Config, TakesSettingsOverTheFile) {
   EXPECT_OK(CheckConfig(config));
 }
 
-TEST(Config, PlacesTheWorkersOnProcessorsOrOnANode) {
+TEST(Config, PlacesTheWorkersOnCpusOrOnANode) {
   Config config;
   EXPECT_EQ(config.update_nice, 5) << "less than a training process gets";
   EXPECT_THAT(config.update_cpus, ElementsAre());

@@ -215,7 +215,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   }
   for (const uint32_t g : all) {
     ASSERT_OK_AND_ASSIGN(const client::Lease lease, session->Fetch(g, kTimeout));
-    EXPECT_TRUE(std::ranges::equal(lease.bytes, reference.Image(g))) << "group " << g;
+    EXPECT_TRUE(std::ranges::equal(lease.bytes, reference.Weights(g))) << "group " << g;
   }
   // The daemon ends under a session that lives.
   daemon->Stop();

@@ -193,7 +193,7 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
   ASSERT_OK(raw->Attach({}, testing::MakeLayoutSpec({.world_size = 1})));
   raw->KeepDescriptors();
   const auto take_all = [&] {
-    for (const auto kind : {schema::Session::Kind::RING, schema::Session::Kind::IMAGE}) {
+    for (const auto kind : {schema::Session::Kind::RING, schema::Session::Kind::WEIGHTS}) {
       EXPECT_OK(raw->Descriptor(kind));
     }
   };

@@ -152,7 +152,7 @@ TEST_F(HostileClient, WhoseModelDoesNotFitIsToldEveryTermOfTheSum) {
       testing::MakeLayoutSpec({.world_size = 1, .groups = 4096, .group_elems = 131072});
   const absl::Status status = raw->Attach({.job = "huge"}, huge);
   EXPECT_THAT(status, HasError(ErrorId::kDramLimit));
-  for (const char* term : {"image", "gradient sums", "gradient arena", "ring", "the limit is"}) {
+  for (const char* term : {"weights", "gradient sums", "gradient arena", "ring", "the limit is"}) {
     EXPECT_THAT(std::string(status.message()), HasSubstr(term));
   }
   EXPECT_THAT(protocol::HintOf(status), HasSubstr("dram.limit"));
@@ -253,7 +253,7 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
   EXPECT_THAT(one->Ask(release), HasError(ErrorId::kLease));
 }
 
-TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheImage) {
+TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheWeights) {
   auto raw = Attached("bad");
   ASSERT_NE(raw, nullptr);
   {  // without the seal, before mapped(), all of it works: the daemon believes no byte yet
@@ -275,14 +275,14 @@ TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheImage) {
   EXPECT_EQ(::madvise(raw->grad().data(), 4096, MADV_REMOVE), -1);
   raw->grad()[0] = std::byte{1};  // the mapping that was there stays writable
 
-  const int image = raw->image_fd();
-  EXPECT_EQ(::fcntl(image, F_GETFL) & O_ACCMODE, O_RDONLY);
-  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, image, 0), MAP_FAILED);
+  const int weights = raw->weights_fd();
+  EXPECT_EQ(::fcntl(weights, F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, weights, 0), MAP_FAILED);
   EXPECT_EQ(errno, EACCES);
-  EXPECT_EQ(::mprotect(const_cast<std::byte*>(raw->image().data()), 4096, PROT_READ | PROT_WRITE),
+  EXPECT_EQ(::mprotect(const_cast<std::byte*>(raw->weights().data()), 4096, PROT_READ | PROT_WRITE),
             -1);
-  EXPECT_EQ(::fallocate(image, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
-  EXPECT_EQ(::ftruncate(image, 0), -1);
+  EXPECT_EQ(::fallocate(weights, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
+  EXPECT_EQ(::ftruncate(weights, 0), -1);
   for (const auto kind : {schema::Session::Kind::GRAD_ARENA, schema::Session::Kind::RING}) {
     ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd fd, raw->Descriptor(kind));
     EXPECT_EQ(::ftruncate(fd.get(), 0), -1);

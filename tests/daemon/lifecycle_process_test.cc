@@ -91,7 +91,7 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
     return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
   };
   ASSERT_TRUE(Eventually(free));
-  // Of a job: its image, its states, its step arena.
+  // Of a job: its weights, its states, its step arena.
   constexpr int kJobFds = 3;
   const int fds = fds_without_job + kJobFds;
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; })) << daemon_->OpenFds();
@@ -253,7 +253,7 @@ TEST_F(DaemonLifecycle, CountsMemoryAsTheKernelDoesAndStaysWithinTheLimit) {
   EXPECT_GE(memory.peak_bytes, memory.used_bytes / 2);
   std::vector<std::string> kinds;
   for (const auto& arena : memory.arenas) kinds.push_back(arena.kind);
-  EXPECT_THAT(kinds, ::testing::UnorderedElementsAre("image", "state", "step", "grad", "ring"));
+  EXPECT_THAT(kinds, ::testing::UnorderedElementsAre("weights", "state", "step", "grad", "ring"));
 }
 
 }  // namespace

@@ -19,7 +19,7 @@
 namespace forebay::daemon {
 namespace {
 
-using ::forebay::testing::AttachWish;
+using ::forebay::testing::AttachRequest;
 using ::forebay::testing::HasError;
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeHarness;
@@ -70,7 +70,7 @@ TEST_F(NodeStateAttach, IsAnsweredWhenTheMemoryIsMade) {
   const AnswerAttach& answer = *node_.attached(session);
   EXPECT_TRUE(answer.writes_initial);
   EXPECT_EQ(answer.committed_step, 0U);
-  EXPECT_EQ(answer.image_bytes, layout_->image_bytes());
+  EXPECT_EQ(answer.weights_bytes, layout_->weights_bytes());
   EXPECT_EQ(answer.step_region_offset + answer.step_region_bytes, answer.grad_arena_bytes);
   EXPECT_EQ(node_.Logged<CreateSessionMemory>()[0].grad_bytes, answer.grad_arena_bytes);
 }
@@ -145,8 +145,8 @@ TEST_F(NodeStateAttach, InitialParametersAreTakenFromTheirWriterAlone) {
 
 TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
   AttachBoth();
-  const auto refused = [&](const AttachWish& wish, auto layout) {
-    const uint64_t session = node_.RequestAttach(layout, wish);
+  const auto refused = [&](const AttachRequest& request, auto layout) {
+    const uint64_t session = node_.RequestAttach(layout, request);
     EXPECT_TRUE(node_.is_closed(session));
     return StatusOf(session);
   };
@@ -185,7 +185,7 @@ TEST_F(NodeStateAttach, TellsEveryTermWhenDramIsTooSmall) {
   const absl::Status& status = node.attached(session)->status;
   ASSERT_THAT(status, HasError(ErrorId::kDramLimit));
   EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("image"), HasSubstr("gradient sums"), HasSubstr("overflow"),
+              AllOf(HasSubstr("weights"), HasSubstr("gradient sums"), HasSubstr("overflow"),
                     HasSubstr("extra_state"), HasSubstr("2 x (gradient arena"), HasSubstr("ring"),
                     HasSubstr("states"), HasSubstr("102400 bytes"), HasSubstr("other jobs hold")));
   // The hint's figure is enough, and one byte less is not.
@@ -236,7 +236,7 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
   }
 }
 
-TEST_F(NodeStateAttach, ReckonsWithoutOverflowForAbsurdWishes) {
+TEST_F(NodeStateAttach, ReckonsWithoutOverflowForAbsurdRequests) {
   for (const uint64_t bytes : {UINT64_MAX, UINT64_MAX / 2, uint64_t{1} << 40}) {
     const uint64_t session = node_.RequestAttach(layout_, {.grad_arena_bytes = bytes});
     EXPECT_THAT(StatusOf(session), HasError(ErrorId::kDramLimit)) << bytes;
@@ -366,7 +366,7 @@ TEST_F(NodeStateAttach, ADetachWithNothingInTheStepRefusesTheOthersStepUntilItIs
   node_.RunTasks();
   node_.End(second_, EndCause::kDetached);
   const uint64_t tag = node_.Step(first_, 1);
-  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost) << "instead of waiting for ever";
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost) << "instead of waiting permanently";
   EXPECT_THAT(MessageOf(tag), HasSubstr("rank 1"));
   second_ = node_.Attach(layout_, {.rank = 1});
   const uint64_t a = node_.Step(first_, 1);

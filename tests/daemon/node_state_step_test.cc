@@ -240,8 +240,8 @@ TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
     const bool first_step = update.identity_after.written_step == 1;
     for (const UpdateSegment& segment : update.segments) {
       const bool in_group_1 =
-          segment.image_offset_bytes >= layout_->groups()[1].image_offset_bytes &&
-          segment.image_offset_bytes < layout_->groups()[2].image_offset_bytes;
+          segment.weights_offset_bytes >= layout_->groups()[1].weights_offset_bytes &&
+          segment.weights_offset_bytes < layout_->groups()[2].weights_offset_bytes;
       EXPECT_TRUE(in_group_1 || !first_step);
       // The optimizer's own count of steps goes on for groups that were updated.
       EXPECT_EQ(segment.optimizer_step, in_group_1 && !first_step ? 2U : 1U);
@@ -309,7 +309,7 @@ TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(last_group), ErrorId::kNone);
   const protocol::Completion& completion = node_.answer(last_group)->completion;
-  EXPECT_EQ(completion.offset_bytes, layout_->groups()[2].image_offset_bytes);
+  EXPECT_EQ(completion.offset_bytes, layout_->groups()[2].weights_offset_bytes);
   EXPECT_EQ(completion.length_bytes, layout_->group_bytes(2));
 }
 

@@ -116,7 +116,7 @@ TEST_F(NodeStateSwap, MostReadsAreAskedForBeforeTheyAreNeeded) {
   }
   const JobView view = *node.state().FindJob("job");
   EXPECT_EQ(view.last_step_reads, 16U);
-  EXPECT_GE(view.last_step_reads_early * 10, view.last_step_reads * 9);
+  EXPECT_GE(view.last_step_reads_prefetched * 10, view.last_step_reads * 9);
 }
 
 TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
@@ -136,7 +136,7 @@ TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
   const JobView view = *node.state().FindJob("job");
   EXPECT_EQ(view.committed_step, 1U);
   EXPECT_EQ(view.update_reads, 20U);
-  EXPECT_EQ(view.update_reads_early, 1U) << "the one read before the verdict";
+  EXPECT_EQ(view.update_reads_prefetched, 1U) << "the one read before the verdict";
 }
 
 TEST_F(NodeStateSwap, WorkersTakeReadyBlocksBeforeResidentOnes) {

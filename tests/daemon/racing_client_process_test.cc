@@ -2,7 +2,7 @@
 //         that are malformed as a whole, end at most that client's session: the daemon goes on and
 //         another job keeps its bytes.
 // Method  A raw client whose second thread overwrites step requests and gradients with seeded words
-//         while commands are answered; a job beside it, whose image is compared in the end.
+//         while commands are answered; a job beside it, whose weights is compared in the end.
 
 #include <atomic>
 #include <cstring>
@@ -104,7 +104,7 @@ TEST_F(RacingClient, WhoOverwritesWhatIsBeingReadReachesNobodyElse) {
   std::vector<std::byte> after;
   std::jthread([&] {  // one event loop a thread
     const auto good = Ready("good");
-    before.assign(good->image().begin(), good->image().end());
+    before.assign(good->weights().begin(), good->weights().end());
     std::jthread([&] {
       const auto bad = Ready("bad");
       const std::span<std::byte> arena = bad->grad();
@@ -135,7 +135,7 @@ TEST_F(RacingClient, WhoOverwritesWhatIsBeingReadReachesNobodyElse) {
       stop = true;
     }).join();
     EXPECT_OK(good->Ask(Make(Op::kFetch)));
-    after.assign(good->image().begin(), good->image().end());
+    after.assign(good->weights().begin(), good->weights().end());
   })
       .join();
   EXPECT_TRUE(daemon_->IsAlive());

@@ -1,7 +1,7 @@
 // Goal    Every call with a wrong argument is refused by id, with the numbers and a hint; nothing
 //         committed changes, and the same session trains one more step in the same daemon.
 // Method  A table of calls, and one of attaches, against a job that has trained one step in a real
-//         daemon. After each, image and states are compared byte by byte with the reference, before
+//         daemon. After each, weights and states are compared byte by byte with the reference, before
 //         one more step and after it.
 
 #include <chrono>
@@ -275,7 +275,7 @@ INSTANTIATE_TEST_SUITE_P(
                                   [](auto& options) { options.grad_arena_bytes = 64; }},
                       WrongAttach{"AJobThatDoesNotFit",
                                   ErrorId::kDramLimit,
-                                  {"image", "gradient sums", "gradient arena", "ring", "states",
+                                  {"weights", "gradient sums", "gradient arena", "ring", "states",
                                    "no swap", "the limit is", "other jobs hold"},
                                   [](auto& options) {
                                     options.job = "huge";

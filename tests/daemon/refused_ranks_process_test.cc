@@ -1,7 +1,7 @@
 // Goal    Ranks that disagree, or one of which sends what is not finite, are told so by name and lose
 //         nothing; a rank that attaches again fences its older session; another user gets nothing.
 // Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,
-//         image and states are compared with the reference, before one more step and after it.
+//         weights and states are compared with the reference, before one more step and after it.
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -67,7 +67,7 @@ struct Words {
   void operator()(const FreeJob& a) const { Put({a.job}); }
   void operator()(const AnswerDelete& a) const { Put({a.request, Id(a.status)}); }
   void operator()(const CopyStepRequest& a) const { Put({a.session, a.tag}); }
-  void operator()(const CopyInitial& a) const { Put({a.task, a.session, a.image_offset_bytes}); }
+  void operator()(const CopyInitial& a) const { Put({a.task, a.session, a.weights_offset_bytes}); }
   void operator()(const CopyToStepArena& a) const { Put({a.task, a.session, a.step_offset_bytes}); }
   void operator()(const AddGradient& a) const {
     Put({a.task, a.session, a.source_offset_bytes, a.accumulator_offset_bytes, a.assign ? 1U : 0U});

@@ -154,7 +154,7 @@ TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
     const absl::Status status = HealthyJob::Attach(large).status();
     testing::ExpectRefusal(
         status, ErrorId::kDramLimit,
-        {"the job needs", "image", "gradient sums", "overflow", "extra_state",
+        {"the job needs", "weights", "gradient sums", "overflow", "extra_state",
          "2 x (gradient arena", "ring", "states", "the limit is 2.0 MiB", "other jobs hold"});
     const std::string hint = protocol::HintOf(status);
     enough = hint.substr(hint.find("at least ") + 9);

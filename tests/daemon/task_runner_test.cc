@@ -46,7 +46,7 @@ TEST_F(TaskRunnerTest, EveryPartRunsOnceBeforeTheOutcome) {
     int outcomes = 0;
     const auto loop = std::this_thread::get_id();
     runner_->PostParts(
-        Crew::kUpdate, parts,
+        PoolId::kUpdate, parts,
         [&](size_t part) {
           EXPECT_NE(std::this_thread::get_id(), loop);
           ++runs[part];
@@ -66,7 +66,7 @@ TEST_F(TaskRunnerTest, WhatTheWorkHoldsIsLetGoBeforeItsOutcome) {
   const auto held = std::make_shared<int>(0);
   long users = 0;
   runner_->PostParts(
-      Crew::kUpdate, 8, [held](size_t) {},
+      PoolId::kUpdate, 8, [held](size_t) {},
       [&, watched = held.get()] {
         EXPECT_EQ(watched, held.get());
         users = held.use_count();
@@ -81,9 +81,10 @@ TEST_F(TaskRunnerTest, PartsOfManyTasksMixWithWholeOnes) {
   for (uint64_t& sum : sums) {
     const auto found = std::make_shared<std::vector<uint64_t>>(3);
     runner_->PostParts(
-        Crew::kUpdate, 3, [found](size_t part) { (*found)[part] = part + 1; },
+        PoolId::kUpdate, 3, [found](size_t part) { (*found)[part] = part + 1; },
         [&sum, found] { sum = std::accumulate(found->begin(), found->end(), uint64_t{0}); });
-    runner_->Post(Crew::kUpdate, [&whole]() -> TaskRunner::Then { return [&whole] { ++whole; }; });
+    runner_->Post(PoolId::kUpdate,
+                  [&whole]() -> TaskRunner::Then { return [&whole] { ++whole; }; });
   }
   ASSERT_TRUE(RunUntilIdle());
   EXPECT_EQ(sums, std::vector<uint64_t>(50, 6));

@@ -2,7 +2,7 @@
 //         all in DRAM and mostly on swap, with clipping, whatever the order in which ranks deliver,
 //         and across a killed rank.
 // Method  Two ranks, each a thread with its own connection, deliver gradients that the reference
-//         knows; after each step every byte of the image, and at the end every byte of the states,
+//         knows; after each step every byte of the weights, and at the end every byte of the states,
 //         is compared.
 
 #include <algorithm>
@@ -62,11 +62,11 @@ std::vector<uint32_t> AllGroups(const Layout& layout) {
   return groups;
 }
 
-void ExpectImage(Attachment& session, const ReferenceTrainer& reference) {
+void ExpectWeights(Attachment& session, const ReferenceTrainer& reference) {
   for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
     ASSERT_OK_AND_ASSIGN(const client::Lease lease, session.Fetch(g, kTimeout));
-    const auto expected = reference.Image(g);
-    EXPECT_TRUE(std::ranges::equal(lease.bytes, expected)) << "image of group " << g;
+    const auto expected = reference.Weights(g);
+    EXPECT_TRUE(std::ranges::equal(lease.bytes, expected)) << "weights of group " << g;
     EXPECT_OK(session.Release(lease));
   }
 }
@@ -129,7 +129,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
       EXPECT_EQ(result->clipped, GetParam().max_grad_norm > 0);
       EXPECT_FALSE(result->repeated);
     }
-    for (const auto& rank : ranks) ExpectImage(*rank, reference);
+    for (const auto& rank : ranks) ExpectWeights(*rank, reference);
   }
   ExpectStates(*ranks[0], reference);
 

@@ -14,8 +14,8 @@ int main() {
   (void)mount("proc", "/proc", "proc", 0, nullptr);
   (void)mount("sysfs", "/sys", "sysfs", 0, nullptr);
   (void)mount("tmpfs", "/tmp", "tmpfs", 0, nullptr);
-  const char* const wish = getenv("FILTER");  // words of the kernel's command line
-  const std::string filter = std::string("--gtest_filter=") + (wish != nullptr ? wish : "*");
+  const char* const request = getenv("FILTER");  // words of the kernel's command line
+  const std::string filter = std::string("--gtest_filter=") + (request != nullptr ? request : "*");
   int status = -1;
   if (const pid_t child = fork(); child == 0) {
     execl("/cpu_adam_test", "cpu_adam_test", "--gtest_color=no", filter.c_str(), nullptr);

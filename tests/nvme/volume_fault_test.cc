@@ -250,7 +250,7 @@ TEST(VolumeFault, StepsAreAtomicAtEveryFailingTransfer) {
   for (const int error : {EIO, ENOSPC, EAGAIN, EINTR, ENODATA, ETIMEDOUT, ECANCELED}) {
     ASSERT_NO_FATAL_FAILURE(FaultEverywhere({.count = 1, .error_number = error}, "once"));
     ASSERT_NO_FATAL_FAILURE(
-        FaultEverywhere({.count = IoFault::kForEver, .error_number = error}, "for ever"));
+        FaultEverywhere({.count = IoFault::kForEver, .error_number = error}, "permanently"));
   }
 }
 

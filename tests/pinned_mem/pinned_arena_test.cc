@@ -127,15 +127,15 @@ TEST_F(PinnedArenaTest, RangesGiveTheirBytesBackWhenTheyDie) {
   const auto arena = MakeArena(OptionsFor(8 * kPage, Access::kPrivate));
   ASSERT_NE(arena, nullptr);
   {
-    auto first = arena->Take(1);
+    auto first = arena->Allocate(1);
     ASSERT_TRUE(first.ok());
     EXPECT_EQ(first->bytes().size(), 1u) << "what was asked for";
     EXPECT_EQ(arena->free_bytes(), 7 * kPage) << "rounded up to the page";
-    auto second = arena->Take(7 * kPage);
+    auto second = arena->Allocate(7 * kPage);
     ASSERT_TRUE(second.ok());
     EXPECT_EQ(second->offset_bytes(), kPage);
     EXPECT_EQ(second->bytes().data(), arena->bytes().data() + kPage);
-    EXPECT_EQ(IdOf(arena->Take(1).status()), ErrorId::kLimit);
+    EXPECT_EQ(IdOf(arena->Allocate(1).status()), ErrorId::kLimit);
 
     PinnedArena::Range moved = *std::move(second);
     moved = *std::move(first);  // the seven pages die here, once
@@ -143,17 +143,17 @@ TEST_F(PinnedArenaTest, RangesGiveTheirBytesBackWhenTheyDie) {
     EXPECT_EQ(moved.offset_bytes(), 0u);
   }
   EXPECT_EQ(arena->free_bytes(), 8 * kPage);
-  EXPECT_TRUE(arena->Take(8 * kPage).ok());
+  EXPECT_TRUE(arena->Allocate(8 * kPage).ok());
 }
 
 TEST_F(PinnedArenaTest, ARangeThatCannotBeIsRefusedWithTheNumbers) {
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kPrivate));
   ASSERT_NE(arena, nullptr);
-  EXPECT_EQ(IdOf(arena->Take(0).status()), ErrorId::kRange);
-  EXPECT_EQ(IdOf(arena->Take(4 * kPage + 1).status()), ErrorId::kRange);
-  EXPECT_EQ(IdOf(arena->Take(UINT64_MAX).status()), ErrorId::kRange);
-  const auto half = arena->Take(2 * kPage);
-  EXPECT_THAT(std::string(arena->Take(3 * kPage).status().message()), HasSubstr("free 8192"));
+  EXPECT_EQ(IdOf(arena->Allocate(0).status()), ErrorId::kRange);
+  EXPECT_EQ(IdOf(arena->Allocate(4 * kPage + 1).status()), ErrorId::kRange);
+  EXPECT_EQ(IdOf(arena->Allocate(UINT64_MAX).status()), ErrorId::kRange);
+  const auto half = arena->Allocate(2 * kPage);
+  EXPECT_THAT(std::string(arena->Allocate(3 * kPage).status().message()), HasSubstr("free 8192"));
 }
 
 TEST_F(PinnedArenaTest, WrongOptionsAreRefusedByName) {
@@ -269,7 +269,7 @@ TEST(PinnedArenaDeathTest, ARangeMustNotOutliveItsArena) {
   EXPECT_DEATH(
       {
         auto arena = MakeArena(OptionsFor(kPage, Access::kPrivate));
-        auto range = arena->Take(kPage);
+        auto range = arena->Allocate(kPage);
         arena.reset();
       },
       "CHECK failed");

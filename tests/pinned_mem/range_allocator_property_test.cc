@@ -70,7 +70,7 @@ TEST_P(RangeAllocatorProperty, AgreesWithAMapOfPages) {
     if (live.empty() || random() % 100 < 52) {
       const uint64_t pages = 1 + random() % (random() % 10 == 0 ? 200 : 16);
       const Oracle::Runs runs = oracle.FreeRuns(pages);
-      const std::optional<uint64_t> first = allocator.Take(pages);
+      const std::optional<uint64_t> first = allocator.Allocate(pages);
       if (live.size() == kRangesMax) {
         ASSERT_FALSE(first.has_value()) << "above the named maximum";
       } else {
@@ -97,20 +97,20 @@ TEST_P(RangeAllocatorProperty, AgreesWithAMapOfPages) {
   EXPECT_GT(refused, 0) << "the full arena was never reached";
   for (const auto& [first, pages] : live) allocator.Release(first);
   EXPECT_EQ(allocator.free_pages(), kPages);
-  EXPECT_EQ(allocator.Take(kPages), 0u) << "all of it is one run again";
+  EXPECT_EQ(allocator.Allocate(kPages), 0u) << "all of it is one run again";
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RangeAllocatorProperty, ::testing::Values(1, 2, 3, 4, 5));
 
 TEST(RangeAllocator, AnEmptyOneHasNothing) {
   RangeAllocator allocator(0, 1);
-  EXPECT_EQ(allocator.Take(1), std::nullopt);
+  EXPECT_EQ(allocator.Allocate(1), std::nullopt);
   EXPECT_EQ(allocator.largest_free_pages(), 0u);
 }
 
 TEST(RangeAllocatorDeathTest, AReleaseOfWhatIsNotTakenStopsTheProcess) {
   RangeAllocator allocator(10, 10);
-  ASSERT_EQ(allocator.Take(4), 0u);
+  ASSERT_EQ(allocator.Allocate(4), 0u);
   EXPECT_DEATH(allocator.Release(1), "CHECK failed");
   allocator.Release(0);
   EXPECT_DEATH(allocator.Release(0), "CHECK failed");

@@ -34,10 +34,10 @@ TEST(Layout, PlacesParametersAndPadsGroups) {
   EXPECT_EQ(layout.groups()[0].elems, 16U);
   EXPECT_EQ(layout.groups()[0].padded_elems, 128U);
   EXPECT_EQ(layout.groups()[1].padded_elems, 256U);
-  EXPECT_EQ(layout.groups()[1].image_offset_bytes, 4096U);
+  EXPECT_EQ(layout.groups()[1].weights_offset_bytes, 4096U);
   EXPECT_EQ(layout.partition_elems(1), 128U);
   EXPECT_EQ(layout.largest_group_bytes(), 1024U);
-  EXPECT_EQ(layout.image_bytes(), 8192U);
+  EXPECT_EQ(layout.weights_bytes(), 8192U);
   EXPECT_EQ(layout.total_elems(), 216U);
 }
 
@@ -126,7 +126,7 @@ TEST(Formats, HaveANameAndServeTheTypesThatTheySay) {
   EXPECT_THAT(FormatFromName("int4"), HasError(ErrorId::kOption));
 }
 
-// The table of what a state costs: image aside, of 1280 elements.
+// The table of what a state costs: weights aside, of 1280 elements.
 TEST(Formats, TakeTheBytesOfTheTable) {
   const auto bytes = [](Format format, DType dtype) {
     return StateBytes(Optimizer::kAdamW, format, dtype, 1280);

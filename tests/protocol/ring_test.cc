@@ -1,5 +1,5 @@
 // Goal    No index that a peer can write makes an end of the ring read or write outside of its
-//         entries, wait for ever or take an entry twice; another header is refused.
+//         entries, wait permanently or take an entry twice; another header is refused.
 // Method  Every kind of impossible index against both ends. The last case shows what an end without
 //         the check does: it takes entries that were never written.
 
@@ -81,12 +81,12 @@ TEST_F(RingProducerTest, BelievesNoHeadThatWasNotReached) {
   for (const uint64_t head :
        {uint64_t{2}, uint64_t{kRingEntries}, std::numeric_limits<uint64_t>::max()}) {
     ring_->completion_head.index = head;
-    EXPECT_THAT(producer.Taken(), HasError(ErrorId::kRing)) << head;
+    EXPECT_THAT(producer.ConsumedHead(), HasError(ErrorId::kRing)) << head;
   }
   ring_->completion_head.index = 1;
-  EXPECT_EQ(*producer.Taken(), 1U);
+  EXPECT_EQ(*producer.ConsumedHead(), 1U);
   ring_->completion_head.index = 0;
-  EXPECT_THAT(producer.Taken(), HasError(ErrorId::kRing)) << "backwards";
+  EXPECT_THAT(producer.ConsumedHead(), HasError(ErrorId::kRing)) << "backwards";
 }
 
 TEST_F(RingProducerTest, WritesNothingIntoAFullRing) {
@@ -126,7 +126,7 @@ TEST_F(RingServerTest, RefusesMoreCommandsThanItHasRoomToAnswer) {
 
 // Takes entries until there is none, an error comes, or more than the ring can hold.
 template <typename Consumer>
-uint32_t TakeAll(Consumer consumer) {
+uint32_t DrainAll(Consumer consumer) {
   uint32_t taken = 0;
   while (taken <= kRingEntries) {
     const auto command = consumer.Pop();
@@ -140,8 +140,8 @@ TEST_F(RingConsumerTest, WithoutTheRangeCheckTakesEntriesThatWereNeverWritten) {
   ring_->command_tail.index = uint64_t{1} << 40;
   const RingConsumer<Command, RangeCheck::kOffForTest> unchecked(
       ring_->command_head, ring_->command_tail, std::span<const Command>(ring_->commands));
-  EXPECT_GT(TakeAll(unchecked), kRingEntries);
-  EXPECT_EQ(TakeAll(Commands()), 0U);
+  EXPECT_GT(DrainAll(unchecked), kRingEntries);
+  EXPECT_EQ(DrainAll(Commands()), 0U);
 }
 
 }  // namespace

@@ -85,9 +85,9 @@ absl::Status HealthyJob::HoldsItsBytes() {
   const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
   for (uint32_t g = 0; g < layout().groups().size(); ++g) {
     ASSIGN_OR_RETURN(const client::Lease lease, ranks_[0]->Fetch(g, kTimeout));
-    const bool same = std::ranges::equal(lease.bytes, reference_.Image(g));
+    const bool same = std::ranges::equal(lease.bytes, reference_.Weights(g));
     RETURN_IF_ERROR(ranks_[0]->Release(lease));
-    if (!same) return Differs("image", g, committed_step_);
+    if (!same) return Differs("weights", g, committed_step_);
     for (uint32_t plane = 0; plane < planes.size(); ++plane) {
       const std::vector<std::byte> expected = reference_.State(g, plane);
       std::vector<std::byte> read(expected.size());

@@ -38,7 +38,7 @@ class HealthyJob {
   // Its last part, where every rank has delivered every group (DeliverGradient) of the next step.
   absl::Status StepAsDelivered();
 
-  // Image and states are those of the committed step, byte by byte.
+  // Weights and states are those of the committed step, byte by byte.
   absl::Status HoldsItsBytes();
 
   uint64_t committed_step() const { return committed_step_; }

@@ -87,27 +87,27 @@ void NodeHarness::Finish(TaskId task, const absl::Status& status) {
 }
 
 uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layout,
-                                    const AttachWish& wish) {
+                                    const AttachRequest& request) {
   const uint64_t session = ++last_session_;
   const uint64_t grad_bytes =
-      wish.grad_arena_bytes != 0 ? wish.grad_arena_bytes : 4 * layout->largest_group_bytes();
+      request.grad_arena_bytes != 0 ? request.grad_arena_bytes : 4 * layout->largest_group_bytes();
   SessionInfo& info = sessions_[session];
-  info.rank = wish.rank;
+  info.rank = request.rank;
   info.layout = layout;
   info.grad_arena_bytes = grad_bytes;
   Send(AttachRequested{.session = session,
-                       .uid = wish.uid,
-                       .job = wish.job,
-                       .rank = wish.rank,
+                       .uid = request.uid,
+                       .job = request.job,
+                       .rank = request.rank,
                        .grad_arena_bytes = grad_bytes,
-                       .extra_state_bytes = wish.extra_state_bytes,
+                       .extra_state_bytes = request.extra_state_bytes,
                        .layout = std::move(layout)});
   return session;
 }
 
 uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layout,
-                             const AttachWish& wish) {
-  const uint64_t session = RequestAttach(layout, wish);
+                             const AttachRequest& request) {
+  const uint64_t session = RequestAttach(layout, request);
   RunTasks();
   Send(SessionMapped{.session = session});
   const AnswerAttach* answer = attached(session);
@@ -154,7 +154,7 @@ uint64_t NodeHarness::Release(uint64_t session, uint64_t lease) {
 
 // The lowest free place among the gradients that were not answered; a client would wait where there
 // is none.
-uint64_t NodeHarness::TakeOffset(uint64_t session, uint64_t bytes) {
+uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
   uint64_t offset = 0;
   for (const auto& [begin, end] : InfoOf(session).unanswered) {
     if (offset + bytes <= begin) break;
@@ -173,7 +173,7 @@ uint64_t NodeHarness::Gradient(uint64_t session, uint32_t group, uint64_t step, 
   command.group = group;
   command.step = step;
   command.length_bytes = info.layout->group_bytes(group);
-  command.arena_offset_bytes = TakeOffset(session, command.length_bytes);
+  command.arena_offset_bytes = AllocateOffset(session, command.length_bytes);
   model_.PutGradient(session, command.arena_offset_bytes,
                      {.session = session,
                       .rank = info.rank,

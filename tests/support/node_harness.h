@@ -25,7 +25,7 @@ std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
 // Options with which a small job is wholly resident.
 daemon::NodeState::Options RoomyOptions();
 
-struct AttachWish {
+struct AttachRequest {
   std::string job = "job";
   uint32_t uid = 1000;
   uint32_t rank = 0;
@@ -71,9 +71,11 @@ class NodeHarness {
   }
 
   // Sends AttachRequested only.
-  uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout, const AttachWish& wish);
+  uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout,
+                         const AttachRequest& request);
   // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters.
-  uint64_t Attach(const std::shared_ptr<const protocol::Layout>& layout, const AttachWish& wish);
+  uint64_t Attach(const std::shared_ptr<const protocol::Layout>& layout,
+                  const AttachRequest& request);
   const daemon::AnswerAttach* attached(uint64_t session) const;
   bool is_closed(uint64_t session) const { return closed_.contains(session); }
   const absl::Status& close_reason(uint64_t session) const { return closed_.at(session); }
@@ -111,7 +113,7 @@ class NodeHarness {
 
   void Observe(const daemon::Action& action);
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
-  uint64_t TakeOffset(uint64_t session, uint64_t bytes);
+  uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
 
   daemon::NodeState state_;
   NodeModel model_;

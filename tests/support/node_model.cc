@@ -71,7 +71,7 @@ uint64_t NodeModel::SizeOf(const std::string& memory) {
   const uint64_t id = std::stoull(memory.substr(space + 1));
   if (kind == "grad") return sessions_[id].bytes;
   const JobMemory& job = jobs_[id];
-  if (kind == "image") return job.image_bytes;
+  if (kind == "weights") return job.weights_bytes;
   if (kind == "step") return job.step_bytes;
   if (kind == "state") return job.state_bytes;
   return job.extents * job.extent_bytes;  // disk
@@ -89,8 +89,8 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
   std::vector<Use> uses;
   if (const auto* initial = std::get_if<CopyInitial>(&action)) {
     uses.push_back(GradUse(initial->session, initial->grad_offset_bytes, initial->bytes, false));
-    uses.push_back(
-        {absl::StrCat("image ", initial->job), initial->image_offset_bytes, initial->bytes, true});
+    uses.push_back({absl::StrCat("weights ", initial->job), initial->weights_offset_bytes,
+                    initial->bytes, true});
   } else if (const auto* copy = std::get_if<CopyToStepArena>(&action)) {
     uses.push_back(GradUse(copy->session, copy->grad_offset_bytes, copy->bytes, false));
     uses.push_back(StepUse(copy->job, copy->step_offset_bytes, copy->bytes, true));
@@ -112,7 +112,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t width = protocol::SizeBytes(spec.dtype);
     const uint64_t sum_width = protocol::SizeBytes(GradientSumType(spec));
     for (const UpdateSegment& segment : update->segments) {
-      uses.push_back({absl::StrCat("image ", update->job), segment.image_offset_bytes,
+      uses.push_back({absl::StrCat("weights ", update->job), segment.weights_offset_bytes,
                       segment.elems * width, true});
       uses.push_back(
           StepUse(update->job, segment.accumulator_offset_bytes, segment.elems * sum_width, false));
@@ -195,7 +195,7 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
 
 void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
-  job.image_bytes = a.image_bytes;
+  job.weights_bytes = a.weights_bytes;
   job.state_bytes = a.state_bytes;
   job.step_bytes = a.step_bytes;
 }
@@ -245,11 +245,11 @@ void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
       job.disk.contains(block) ? job.disk[block] : BlockToken{.job = a.job, .block = UINT64_MAX};
 }
 
-uint32_t NodeModel::GroupAt(const JobMemory& job, uint64_t image_offset) const {
+uint32_t NodeModel::GroupAt(const JobMemory& job, uint64_t weights_offset) const {
   const auto groups = job.layout->groups();
   for (uint32_t g = 0; g < groups.size(); ++g) {
-    const uint64_t begin = groups[g].image_offset_bytes;
-    if (image_offset >= begin && image_offset < begin + job.layout->group_bytes(g)) return g;
+    const uint64_t begin = groups[g].weights_offset_bytes;
+    if (weights_offset >= begin && weights_offset < begin + job.layout->group_bytes(g)) return g;
   }
   return UINT32_MAX;
 }
@@ -272,9 +272,9 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
       done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
       continue;
     }
-    const uint32_t group = GroupAt(job, segment.image_offset_bytes);
+    const uint32_t group = GroupAt(job, segment.weights_offset_bytes);
     const uint64_t group_elem =
-        (segment.image_offset_bytes - job.layout->groups()[group].image_offset_bytes) /
+        (segment.weights_offset_bytes - job.layout->groups()[group].weights_offset_bytes) /
         protocol::SizeBytes(job.layout->spec().dtype);
     job.updated_elems[group] += segment.elems;
     job.used[group] =

@@ -78,7 +78,7 @@ class NodeModel {
   };
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
-    uint64_t image_bytes = 0;
+    uint64_t weights_bytes = 0;
     uint64_t state_bytes = 0;
     uint64_t step_bytes = 0;
     uint64_t extents = 0;
@@ -105,7 +105,7 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  uint32_t GroupAt(const JobMemory& job, uint64_t image_offset) const;
+  uint32_t GroupAt(const JobMemory& job, uint64_t weights_offset) const;
 
   void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);

@@ -43,7 +43,7 @@ RawSession::RawSession() : io_(kj::setupAsyncIo()) {}
 RawSession::~RawSession() {
   if (ring_ != nullptr) ::munmap(ring_, sizeof(protocol::RingMemory));
   if (!grad_.empty()) ::munmap(grad_.data(), grad_.size());
-  if (!image_.empty()) ::munmap(const_cast<std::byte*>(image_.data()), image_.size());
+  if (!weights_.empty()) ::munmap(const_cast<std::byte*>(weights_.data()), weights_.size());
 }
 
 template <typename T>
@@ -89,18 +89,18 @@ absl::Status RawSession::Hello(uint32_t version) {
 }
 
 absl::Status RawSession::Attach(const RawAttach& attach) {
-  auto request = node_->attachRequest();
-  auto wish = request.initRequest();
-  wish.setJob(kj::StringPtr(attach.job.c_str(), attach.job.size()));
-  wish.setRank(attach.rank);
-  wish.setWorldSize(attach.world_size);
-  wish.setGradArenaBytes(attach.grad_arena_bytes);
-  wish.setExtraStateBytes(attach.extra_state_bytes);
-  wish.setLayoutBytes(attach.layout_bytes);
+  auto call = node_->attachRequest();
+  auto request = call.initRequest();
+  request.setJob(kj::StringPtr(attach.job.c_str(), attach.job.size()));
+  request.setRank(attach.rank);
+  request.setWorldSize(attach.world_size);
+  request.setGradArenaBytes(attach.grad_arena_bytes);
+  request.setExtraStateBytes(attach.extra_state_bytes);
+  request.setLayoutBytes(attach.layout_bytes);
   if (attach.layout_fd >= 0) {
-    request.setLayout(protocol::MakeDescriptor(protocol::DuplicateFd(attach.layout_fd)));
+    call.setLayout(protocol::MakeDescriptor(protocol::DuplicateFd(attach.layout_fd)));
   }
-  ASSIGN_OR_RETURN(auto response, Wait(request.send()));
+  ASSIGN_OR_RETURN(auto response, Wait(call.send()));
   RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
   session_ = kj::heap<schema::Session::Client>(response.getSession());
   reply_ = kj::heap<capnp::Response<schema::Node::AttachResults>>(kj::mv(response));
@@ -150,12 +150,12 @@ absl::Status RawSession::Map() {
   using Kind = schema::Session::Kind;
   ASSIGN_OR_RETURN(grad_fd_, Descriptor(Kind::GRAD_ARENA));
   ASSIGN_OR_RETURN(ring_fd_, Descriptor(Kind::RING));
-  ASSIGN_OR_RETURN(image_fd_, Descriptor(Kind::IMAGE));
+  ASSIGN_OR_RETURN(weights_fd_, Descriptor(Kind::WEIGHTS));
   ASSIGN_OR_RETURN(command_doorbell_, Descriptor(Kind::COMMAND_DOORBELL));
   ASSIGN_OR_RETURN(completion_doorbell_, Descriptor(Kind::COMPLETION_DOORBELL));
   constexpr int kReadWrite = PROT_READ | PROT_WRITE;
   ASSIGN_OR_RETURN(grad_, MapFd(grad_fd_.get(), reply().getGradArenaBytes(), kReadWrite));
-  ASSIGN_OR_RETURN(image_, MapFd(image_fd_.get(), reply().getImageBytes(), PROT_READ));
+  ASSIGN_OR_RETURN(weights_, MapFd(weights_fd_.get(), reply().getWeightsBytes(), PROT_READ));
   ASSIGN_OR_RETURN(const auto ring,
                    MapFd(ring_fd_.get(), sizeof(protocol::RingMemory), kReadWrite));
   ring_ = reinterpret_cast<protocol::RingMemory*>(ring.data());

@@ -64,9 +64,9 @@ class RawSession {
   schema::AttachReply::Reader reply() const { return reply_->getReply(); }
   protocol::RingMemory& ring() { return *ring_; }
   std::span<std::byte> grad() { return grad_; }
-  std::span<const std::byte> image() { return image_; }
+  std::span<const std::byte> weights() { return weights_; }
   int grad_fd() const { return grad_fd_.get(); }
-  int image_fd() const { return image_fd_.get(); }
+  int weights_fd() const { return weights_fd_.get(); }
   void RingDoorbell();
 
   // Sends a command and waits for its completion.
@@ -90,13 +90,13 @@ class RawSession {
   bool keeps_descriptors_ = false;
   std::vector<schema::Descriptor::Client> descriptors_;
   protocol::UniqueFd grad_fd_;
-  protocol::UniqueFd image_fd_;
+  protocol::UniqueFd weights_fd_;
   protocol::UniqueFd ring_fd_;
   protocol::UniqueFd command_doorbell_;
   protocol::UniqueFd completion_doorbell_;
   protocol::RingMemory* ring_ = nullptr;
   std::span<std::byte> grad_;
-  std::span<const std::byte> image_;
+  std::span<const std::byte> weights_;
   std::unique_ptr<protocol::ClientChannel> channel_;
   uint64_t next_tag_ = 1;
 };

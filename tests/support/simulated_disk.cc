@@ -261,7 +261,7 @@ absl::StatusOr<nvme::FileIndex> SimulatedDisk::RegisterFile(int fd) {
   if (path < 0 || path >= static_cast<int>(paths_.size())) {
     return absl::InvalidArgumentError(absl::StrFormat("descriptor %d is not of this disk", fd));
   }
-  ASSIGN_OR_RETURN(const nvme::FileIndex file, TakeFileIndex());
+  ASSIGN_OR_RETURN(const nvme::FileIndex file, AllocateFileIndex());
   files_[static_cast<uint32_t>(file)] = static_cast<uint32_t>(path);
   return file;
 }

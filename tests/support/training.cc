@@ -103,10 +103,10 @@ ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint64_t seed
     : layout_(layout) {
   for (uint32_t g = 0; g < layout.groups().size(); ++g) {
     const uint64_t padded = layout.groups()[g].padded_elems;
-    Group group{.image = MakeValues(layout, g, seed),
+    Group group{.weights = MakeValues(layout, g, seed),
                 .remainder = std::vector<int16_t>(padded),
                 .moments = {cpu_adam::MomentCount(RuleOf(layout)), std::vector<float>(padded)}};
-    group.image.resize(layout.group_bytes(g));
+    group.weights.resize(layout.group_bytes(g));
     groups_.push_back(std::move(group));
   }
 }
@@ -150,7 +150,7 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
       const uint64_t at = place.offset_elems;
       const cpu_adam::Gradient gradient{sums[g].data() + at, cpu_adam::GradType::kFp32};
       const bool exact = layout_.spec().format == Format::kExact;
-      cpu_adam::StatePlanes state{.image = group.image.data() + at * protocol::SizeBytes(dtype),
+      cpu_adam::StatePlanes state{.weights = group.weights.data() + at * protocol::SizeBytes(dtype),
                                   .remainder = group.remainder.data() + at,
                                   .moments = {}};
       for (size_t i = 0; i < group.moments.size(); ++i) {
@@ -164,8 +164,8 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
   return norm;
 }
 
-std::span<const std::byte> ReferenceTrainer::Image(uint32_t group) const {
-  return groups_[group].image;
+std::span<const std::byte> ReferenceTrainer::Weights(uint32_t group) const {
+  return groups_[group].weights;
 }
 
 std::vector<std::byte> ReferenceTrainer::State(uint32_t group, size_t plane) const {

@@ -44,14 +44,14 @@ class ReferenceTrainer {
               std::span<const uint32_t> delivered);
 
   // The padded group as the daemon serves it.
-  std::span<const std::byte> Image(uint32_t group) const;
+  std::span<const std::byte> Weights(uint32_t group) const;
 
   // A padded state plane of a group, in the order of protocol::StatePlanes.
   std::vector<std::byte> State(uint32_t group, size_t plane) const;
 
  private:
   struct Group {
-    std::vector<std::byte> image;
+    std::vector<std::byte> weights;
     std::vector<int16_t> remainder;
     std::vector<std::vector<float>> moments;
     uint64_t updates = 0;

@@ -83,7 +83,7 @@ def parent_of(pid):
 
 
 class Started:
-    """A `forebay run` whose command has begun: it prints its own pid, then runs for ever."""
+    """A `forebay run` whose command has begun: it prints its own pid, then runs permanently."""
 
     def __init__(
         self, folders, script="echo $$; while :; do read -r line || exit 5; done", new_group=False
@@ -136,7 +136,7 @@ def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough
     environment, _, _ = folders
     done = forebay("run", "--dram", "64KiB", "--", *TRAIN, env=environment)
     assert done.returncode == 1
-    for term in ("error[E_DRAM_LIMIT]: the job needs", "image", "gradient sums", "overflow"):
+    for term in ("error[E_DRAM_LIMIT]: the job needs", "weights", "gradient sums", "overflow"):
         assert term in done.stderr
     for term in ("gradient arena", "ring", "states", "the limit is 64.0 KiB"):
         assert term in done.stderr

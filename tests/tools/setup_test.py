@@ -1,4 +1,4 @@
-"""Goal    Set-up refuses in plain words, with the command that is missing, and notices what changed:
+"""Goal    Setup refuses in plain words, with the command that is missing, and notices what changed:
         a package that was deleted, a source that was edited, an environment without its packages.
 Method  tools/setup.sh in bash, in an empty folder; the programs it asks are shell functions that
         answer as a machine without root, network, room or packages would.

@@ -48,7 +48,8 @@ struct Case {
   std::string name;
   uint64_t memory_bytes = 0;
   std::string target;  // "": the one in use
-  std::function<absl::StatusOr<BenchResult>(const AdamRig& rig, const BenchCase& what)> measure;
+  std::function<absl::StatusOr<BenchResult>(const AdamFixture& fixture, const BenchCase& what)>
+      measure;
 };
 
 std::string NameOf(Rule rule) {
@@ -144,8 +145,8 @@ class CaseList {
                           pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
                       .memory_bytes = MemoryFor(pass, params_),
                       .target = "",
-                      .measure = [pass](const AdamRig& rig, const BenchCase& what) {
-                        return MeasurePass(rig, what, pass);
+                      .measure = [pass](const AdamFixture& fixture, const BenchCase& what) {
+                        return MeasurePass(fixture, what, pass);
                       }});
   }
 
@@ -155,8 +156,8 @@ class CaseList {
                               "/threads=", threads, "/shape=flat", suffix_),
          .memory_bytes = MemoryFor(kernel, params_),
          .target = "",
-         .measure = [&kernel, threads](const AdamRig& rig, const BenchCase& what) {
-           return MeasureStreamKernel(rig, what, kernel, threads);
+         .measure = [&kernel, threads](const AdamFixture& fixture, const BenchCase& what) {
+           return MeasureStreamKernel(fixture, what, kernel, threads);
          }});
   }
 
@@ -166,7 +167,7 @@ class CaseList {
   std::vector<Case> cases_;
 };
 
-absl::StatusOr<BenchResult> MeasureOne(const AdamRig& rig, const Case& one) {
+absl::StatusOr<BenchResult> MeasureOne(const AdamFixture& fixture, const Case& one) {
   const BenchCase what{.bench = "adam",
                        .name = one.name,
                        .unit = "GB/s",
@@ -174,9 +175,9 @@ absl::StatusOr<BenchResult> MeasureOne(const AdamRig& rig, const Case& one) {
                            "best of the loops over the same streams: plain and bypassing "
                            "stores, pages of 2 MiB and 4 KiB",
                        .measure = Measure::kRate};
-  if (one.target.empty()) return one.measure(rig, what);
+  if (one.target.empty()) return one.measure(fixture, what);
   RETURN_IF_ERROR(cpu_adam::ForceTarget(one.target));
-  absl::StatusOr<BenchResult> result = one.measure(rig, what);
+  absl::StatusOr<BenchResult> result = one.measure(fixture, what);
   RETURN_IF_ERROR(cpu_adam::ForceTarget("best"));
   return result;
 }
@@ -184,19 +185,19 @@ absl::StatusOr<BenchResult> MeasureOne(const AdamRig& rig, const Case& one) {
 }  // namespace
 
 absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
-  AdamRig rig;
-  rig.params = options.params == 0 ? kParams : options.params;
-  rig.samples = options.samples == 0 ? kSamples : options.samples;
-  ASSIGN_OR_RETURN(rig.teams.emplace_back(), cpu_adam::WorkerTeam::Create({}));
-  const int cores = rig.teams.back()->threads();
+  AdamFixture fixture;
+  fixture.params = options.params == 0 ? kParams : options.params;
+  fixture.samples = options.samples == 0 ? kSamples : options.samples;
+  ASSIGN_OR_RETURN(fixture.pools.emplace_back(), cpu_adam::WorkerPool::Create({}));
+  const int cores = fixture.pools.back()->threads();
   const uint64_t params_min = kLoopElems * static_cast<uint64_t>(cores);
-  if (rig.params < params_min) {
+  if (fixture.params < params_min) {
     return protocol::MakeError(protocol::ErrorId::kOption,
-                               absl::StrCat("bench adam: ", rig.params,
+                               absl::StrCat("bench adam: ", fixture.params,
                                             " parameters are too few for the loops of its limit"),
                                absl::StrCat("--params ", params_min, " or more"));
   }
-  std::vector<Case> cases = CaseList(rig.params, cores).All();
+  std::vector<Case> cases = CaseList(fixture.params, cores).All();
   std::erase_if(cases, [&](const Case& one) { return !absl::StrContains(one.name, options.only); });
   if (cases.empty()) {
     return protocol::MakeError(protocol::ErrorId::kOption,
@@ -207,17 +208,18 @@ absl::Status BenchAdam(const BenchOptions& options, const Report& report) {
     for (const Case& one : cases) std::printf("%s\n", one.name.c_str());
     return absl::OkStatus();
   }
-  rig.teams.clear();
+  fixture.pools.clear();
   uint64_t memory_bytes = 0;
   for (const Case& one : cases) memory_bytes = std::max(memory_bytes, one.memory_bytes);
   using Pages = BenchMemory::Pages;
-  ASSIGN_OR_RETURN(rig.huge, BenchMemory::Create(Pages::k2MiB, memory_bytes));
-  ASSIGN_OR_RETURN(rig.small, BenchMemory::Create(Pages::k4KiB, memory_bytes));
+  ASSIGN_OR_RETURN(fixture.huge, BenchMemory::Create(Pages::k2MiB, memory_bytes));
+  ASSIGN_OR_RETURN(fixture.small, BenchMemory::Create(Pages::k4KiB, memory_bytes));
   for (int threads = 1; threads <= cores; ++threads) {
-    ASSIGN_OR_RETURN(rig.teams.emplace_back(), cpu_adam::WorkerTeam::Create({.threads = threads}));
+    ASSIGN_OR_RETURN(fixture.pools.emplace_back(),
+                     cpu_adam::WorkerPool::Create({.threads = threads}));
   }
   for (const Case& one : cases) {
-    ASSIGN_OR_RETURN(const BenchResult result, MeasureOne(rig, one));
+    ASSIGN_OR_RETURN(const BenchResult result, MeasureOne(fixture, one));
     report(result);
   }
   return absl::OkStatus();

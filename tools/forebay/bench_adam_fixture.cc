@@ -9,24 +9,25 @@ namespace forebay::tools {
 
 using cpu_adam::GradType;
 
-absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side) {
-  std::vector<BenchLoop> loops = LimitLoops(rig.Team(side.threads), side.laying.elems, side.streams,
-                                            rig.small->Lay(side.laying));
+  std::vector<BenchLoop> loops = LimitLoops(fixture.Pool(side.threads), side.laying.elems,
+                                            side.streams, fixture.small->Allocate(side.laying));
   for (BenchLoop& shown : side.shown) loops.push_back(std::move(shown));
-  if (rig.teams.size() >= 2) {
-    loops.push_back({"ping_pong_ns", BenchLoop::Role::kShown, [&rig]() -> absl::StatusOr<Sample> {
-                       return Sample{.value = PingPongNs(rig.Team(2))};
-                     }});
+  if (fixture.pools.size() >= 2) {
+    loops.push_back(
+        {"ping_pong_ns", BenchLoop::Role::kShown, [&fixture]() -> absl::StatusOr<Sample> {
+           return Sample{.value = PingPongNs(fixture.Pool(2))};
+         }});
   }
-  ASSIGN_OR_RETURN(BenchResult result, MeasureCase(what, rig.samples, side.run, loops));
+  ASSIGN_OR_RETURN(BenchResult result, MeasureCase(what, fixture.samples, side.run, loops));
   const PassBytes bytes = BytesOf(side.laying.shapes, kStreamGroupElems);
   result.more["ns_per_elem"] = static_cast<double>(bytes.read + bytes.written) /
                                static_cast<double>(kStreamGroupElems) / result.value;
   result.more["threads"] = side.threads;
   result.more["target"] = cpu_adam::ChosenTarget();
   result.more["limit_target"] = LimitLoopsTarget();
-  result.more["huge_share"] = rig.huge->huge_share();
+  result.more["huge_share"] = fixture.huge->huge_share();
   return result;
 }
 

@@ -1,4 +1,4 @@
-// What the cases of `forebay bench adam` share: memories, teams, and one way to measure.
+// What the cases of `forebay bench adam` share: memories, pools, and one way to measure.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,14 @@
 
 namespace forebay::tools {
 
-struct AdamRig {
+struct AdamFixture {
   uint64_t params = 0;
   uint32_t samples = 0;
   std::unique_ptr<BenchMemory> huge;                         // both have room for the largest case
   std::unique_ptr<BenchMemory> small;                        // 4 KiB pages
-  std::vector<std::unique_ptr<cpu_adam::WorkerTeam>> teams;  // of 1 thread, of 2, …, of every core
+  std::vector<std::unique_ptr<cpu_adam::WorkerPool>> pools;  // of 1 thread, of 2, …, of every core
 
-  cpu_adam::WorkerTeam& Team(int threads) const { return *teams[static_cast<size_t>(threads) - 1]; }
+  cpu_adam::WorkerPool& Pool(int threads) const { return *pools[static_cast<size_t>(threads) - 1]; }
 };
 
 // A measured side and its arrays in `huge`.
@@ -35,7 +35,7 @@ struct MeasuredSide {
 
 // Measures it beside the four loops of bench_adam_limits.h over the same arrays and over such on
 // pages of 4 KiB, and a ping-pong of two threads.
-absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side);
 
 const char* NameOf(cpu_adam::GradType type);

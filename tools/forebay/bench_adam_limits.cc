@@ -25,7 +25,7 @@ using Access = StreamShape::Access;
 static_assert(kLoopElems == loops::kChunkElems);
 
 constexpr double kGiga = 1e9;
-constexpr uint64_t kPlaces = 4;
+constexpr uint64_t kInterleave = 4;
 constexpr size_t kFewStreams = 8;
 constexpr uint32_t kPingPongRounds = 1000;
 constexpr std::chrono::milliseconds kPingPongMax(20);
@@ -54,12 +54,12 @@ bool HasTwo(const StreamShape& shape, Place place) {
   return place == Place::kOutOfPlace && shape.access == Access::kUpdate;
 }
 
-// A pass of one loop over an even part of the chunks for each thread, which goes over as many places
-// of its part at once as `places` says: a processor reads few streams slower than many.
+// A pass of one loop over an even part of the chunks for each thread, which goes over as many interleave
+// of its part at once as `interleave` says: a processor reads few streams slower than many.
 struct LoopPass {
   loops::LoopFn* loop;
   uint64_t chunks;
-  uint64_t places;
+  uint64_t interleave;
 };
 
 // The streams from chunk `first` on.
@@ -76,33 +76,33 @@ void AddStreams(const std::vector<BenchStream>& streams, uint64_t first,
   }
 }
 
-// Seconds; what does not fill the places is left out.
-double RunPass(cpu_adam::WorkerTeam& team, const LoopPass& pass,
+// Seconds; what does not fill the interleave is left out.
+double RunPass(cpu_adam::WorkerPool& pool, const LoopPass& pass,
                const std::vector<BenchStream>& streams) {
-  const auto threads = static_cast<uint64_t>(team.threads());
-  const uint64_t run = pass.chunks / threads / pass.places;
+  const auto threads = static_cast<uint64_t>(pool.threads());
+  const uint64_t run = pass.chunks / threads / pass.interleave;
   std::vector<std::vector<loops::Stream>> parts(threads);
   for (uint64_t t = 0; t < threads; ++t) {
-    for (uint64_t p = 0; p < pass.places; ++p) {
-      AddStreams(streams, (t * pass.places + p) * run, parts[t]);
+    for (uint64_t p = 0; p < pass.interleave; ++p) {
+      AddStreams(streams, (t * pass.interleave + p) * run, parts[t]);
     }
   }
   const auto began = Clock::now();
-  cpu_adam::RunOnAll(team, [&](int task) {
+  cpu_adam::RunOnAll(pool, [&](int task) {
     const std::vector<loops::Stream>& part = parts[static_cast<size_t>(task)];
     loop_digest ^= pass.loop(part.data(), part.size(), run, loop_zero);
   });
   return std::chrono::duration<double>(Clock::now() - began).count();
 }
 
-absl::StatusOr<Sample> GigabytesPerSecond(cpu_adam::WorkerTeam& team, const LoopPass& pass,
+absl::StatusOr<Sample> GigabytesPerSecond(cpu_adam::WorkerPool& pool, const LoopPass& pass,
                                           const std::vector<BenchStream>& streams) {
-  const uint64_t runs = static_cast<uint64_t>(team.threads()) * pass.places;
+  const uint64_t runs = static_cast<uint64_t>(pool.threads()) * pass.interleave;
   FOREBAY_CHECK(pass.chunks >= runs);
   std::vector<StreamShape> shapes;
   for (const BenchStream& stream : streams) shapes.push_back(stream.shape);
   const PassBytes bytes = BytesOf(shapes, pass.chunks / runs * runs * loops::kChunkElems);
-  const double seconds = RunPass(team, pass, streams);
+  const double seconds = RunPass(pool, pass, streams);
   return Sample{.value = static_cast<double>(bytes.read + bytes.written) / seconds / kGiga};
 }
 
@@ -155,7 +155,7 @@ uint64_t BenchMemory::BytesFor(const Laying& laying) {
   return bytes;
 }
 
-std::vector<BenchStream> BenchMemory::Lay(const Laying& laying) {
+std::vector<BenchStream> BenchMemory::Allocate(const Laying& laying) {
   std::span<std::byte> left = bytes_;
   const auto take = [&](const StreamShape& shape) {
     const uint64_t bytes = ArrayBytes(shape, laying);
@@ -185,32 +185,32 @@ double BenchMemory::huge_share() const {
 
 std::string LimitLoopsTarget() { return BestLoops().name; }
 
-std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerTeam& team, uint64_t elems,
+std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small) {
   const loops::Loops& best = BestLoops();
   const auto loop = [&](const char* name, loops::LoopFn* fn,
-                        const std::vector<BenchStream>& streams, uint64_t places) {
-    const LoopPass pass{.loop = fn, .chunks = elems / loops::kChunkElems, .places = places};
+                        const std::vector<BenchStream>& streams, uint64_t interleave) {
+    const LoopPass pass{.loop = fn, .chunks = elems / loops::kChunkElems, .interleave = interleave};
     return BenchLoop{name, BenchLoop::Role::kLimit,
-                     [&team, pass, streams] { return GigabytesPerSecond(team, pass, streams); }};
+                     [&pool, pass, streams] { return GigabytesPerSecond(pool, pass, streams); }};
   };
   std::vector<BenchLoop> all = {
       loop("plain_2mib", best.plain, huge, 1), loop("bypass_2mib", best.bypass, huge, 1),
       loop("plain_4kib", best.plain, small, 1), loop("bypass_4kib", best.bypass, small, 1)};
-  const auto runs = static_cast<uint64_t>(team.threads()) * kPlaces;
-  if (huge.size() * kPlaces > kFewStreams || elems / loops::kChunkElems < runs) return all;
-  all.push_back(loop("plain_2mib_4_places", best.plain, huge, kPlaces));
-  all.push_back(loop("bypass_2mib_4_places", best.bypass, huge, kPlaces));
+  const auto runs = static_cast<uint64_t>(pool.threads()) * kInterleave;
+  if (huge.size() * kInterleave > kFewStreams || elems / loops::kChunkElems < runs) return all;
+  all.push_back(loop("plain_2mib_4_places", best.plain, huge, kInterleave));
+  all.push_back(loop("bypass_2mib_4_places", best.bypass, huge, kInterleave));
   return all;
 }
 
-double PingPongNs(cpu_adam::WorkerTeam& team) {
-  FOREBAY_CHECK(team.threads() >= 2);
+double PingPongNs(cpu_adam::WorkerPool& pool) {
+  FOREBAY_CHECK(pool.threads() >= 2);
   alignas(64) std::atomic<uint32_t> turn = 0;  // even: thread 0's
   std::atomic<bool> over = false;
   std::atomic<double> round_ns = 0;
-  cpu_adam::RunOnAll(team, [&](int task) {
+  cpu_adam::RunOnAll(pool, [&](int task) {
     if (task > 1) return;
     const auto mine = static_cast<uint32_t>(task);
     const auto began = Clock::now();

@@ -68,7 +68,7 @@ class BenchMemory {
 
   // Forgets what was laid before, and lays arrays for `elems` elements: all that are read, then those
   // that are only written. What is in them stays.
-  std::vector<BenchStream> Lay(const Laying& laying);
+  std::vector<BenchStream> Allocate(const Laying& laying);
   static uint64_t BytesFor(const Laying& laying);
 
   double huge_share() const;  // of the bytes, on 2 MiB pages when made
@@ -85,14 +85,14 @@ class BenchMemory {
 std::string LimitLoopsTarget();
 
 // The four loops over `elems` elements, a multiple of kLoopElems and one for each thread, of the streams of two memories, on
-// the threads of `team`: GB/s of the bytes that each touches. Where the streams are one or two, two
-// loops more that go over them at four places at once. They leave every byte as it is.
-std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerTeam& team, uint64_t elems,
+// the threads of `pool`: GB/s of the bytes that each touches. Where the streams are one or two, two
+// loops more that go over them at four interleave at once. They leave every byte as it is.
+std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small);
 
-// Nanoseconds of a round trip between two threads of a team that has at least two: near or far
+// Nanoseconds of a round trip between two threads of a pool that has at least two: near or far
 // cores. Gives up, with what it has, when one of them does not get to run.
-double PingPongNs(cpu_adam::WorkerTeam& team);
+double PingPongNs(cpu_adam::WorkerPool& pool);
 
 }  // namespace forebay::tools

@@ -8,6 +8,6 @@
 
 namespace forebay::tools::loops {
 
-const Loops kAvx2 = {"avx2", Loop<Store::kPlain>, Loop<Store::kBypass>};
+const Loops kAvx2 = {"avx2", Loop<Store::kPlain>, Loop<Store::kNonTemporal>};
 
 }  // namespace forebay::tools::loops

@@ -8,6 +8,6 @@
 
 namespace forebay::tools::loops {
 
-const Loops kAvx512 = {"avx512f", Loop<Store::kPlain>, Loop<Store::kBypass>};
+const Loops kAvx512 = {"avx512f", Loop<Store::kPlain>, Loop<Store::kNonTemporal>};
 
 }  // namespace forebay::tools::loops

@@ -11,6 +11,6 @@
 
 namespace forebay::tools::loops {
 
-const Loops kBaseline = {"128-bit", Loop<Store::kPlain>, Loop<Store::kBypass>};
+const Loops kBaseline = {"128-bit", Loop<Store::kPlain>, Loop<Store::kNonTemporal>};
 
 }  // namespace forebay::tools::loops

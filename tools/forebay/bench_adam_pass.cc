@@ -29,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kGiga = 1e9;
 constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // as the daemon's
-constexpr uint64_t kWarmElems = uint64_t{1} << 13;   // as the daemon updates and digests at a time
+constexpr uint64_t kTileElems = uint64_t{1} << 13;   // as the daemon updates and digests at a time
 constexpr uint64_t kPatternElemsMax = uint64_t{1} << 20;
 constexpr size_t kDenormalEvery = 97;
 constexpr uint32_t kSeed = 20251121;
@@ -38,7 +38,7 @@ StreamShape ShapeOf(uint32_t elem_bytes, Access access) {
   return {elem_bytes * static_cast<uint32_t>(kStreamGroupElems), access};
 }
 
-// In this order: image, what is beside it, moments, scales.
+// In this order: weights, what is beside it, moments, scales.
 std::vector<StreamShape> StateShapes(const AdamPass& pass) {
   const AdamFormat& format = *pass.format;
   std::vector<StreamShape> shapes;
@@ -68,7 +68,7 @@ std::vector<StreamShape> PassShapes(const AdamPass& pass) {
   return shapes;
 }
 
-// Gradient and image, then everything else of a block in one piece, as it goes to disk.
+// Gradient and weights, then everything else of a block in one piece, as it goes to disk.
 std::vector<StreamShape> BlockShapes(const AdamPass& pass) {
   const std::vector<StreamShape> all = PassShapes(pass);
   StreamShape states = {0, Access::kUpdate};
@@ -98,7 +98,7 @@ Laying FlatLaying(const AdamPass& pass, uint64_t params) {
 StatePlanes PlanesOf(const AdamPass& pass, const std::vector<std::byte*>& arrays) {
   StatePlanes planes = {};
   size_t next = 0;
-  planes.image = arrays[next++];
+  planes.weights = arrays[next++];
   if (pass.format->beside == Beside::kRemainder) {
     planes.remainder = reinterpret_cast<int16_t*>(arrays[next++]);
   }
@@ -164,10 +164,10 @@ struct Pattern {
     }
     switch (format.beside) {
       case Beside::kNothing:
-        Fill(w, piece.n, piece.from.image);
+        Fill(w, piece.n, piece.from.weights);
         break;
       case Beside::kRemainder:
-        Fill(w16, piece.n, piece.from.image);
+        Fill(w16, piece.n, piece.from.weights);
         Fill(remainder, piece.n, piece.from.remainder);
         break;
       case Beside::kMaster:
@@ -185,49 +185,49 @@ struct Pattern {
 // The arrays of a pass and what the measured side calls.
 class PassRun {
  public:
-  PassRun(const AdamRig& rig, const AdamPass& pass)
+  PassRun(const AdamFixture& fixture, const AdamPass& pass)
       : pass_(pass),
-        team_(rig.Team(pass.threads)),
-        params_(rig.params),
+        pool_(fixture.Pool(pass.threads)),
+        params_(fixture.params),
         scalars_(cpu_adam::MakeStepScalars(pass.rule, {.lr = 1e-4, .momentum = 0.9}, /*t=*/10,
                                            /*grad_scale=*/1.0f)) {
     const Laying flat = FlatLaying(pass, params_);
     if (pass.hash == AdamPass::Hash::kOn) {
       Laying blocks = flat;
       blocks.shapes = BlockShapes(pass);
-      LayBlocks(rig.huge->Lay(blocks));
+      AllocateBlocks(fixture.huge->Allocate(blocks));
     } else {
-      LayFlat(rig.huge->Lay(flat));
+      AllocateFlat(fixture.huge->Allocate(flat));
     }
     PutData();
-    streams_ = rig.huge->Lay(flat);  // over the same sources
+    streams_ = fixture.huge->Allocate(flat);  // over the same sources
   }
 
   absl::StatusOr<Sample> Run() {
     const auto began = Clock::now();
     Update(partitions_);
-    return Figure(began);
+    return MakeSample(began);
   }
 
   // What the daemon does with blocks that go to disk: it digests what it has updated while it is warm.
   absl::StatusOr<Sample> RunAndHash() {
     const auto began = Clock::now();
-    const auto threads = static_cast<size_t>(team_.threads());
+    const auto threads = static_cast<size_t>(pool_.threads());
     std::atomic<uint64_t> digest = 0;
-    cpu_adam::RunOnAll(team_, [&](int task) {
+    cpu_adam::RunOnAll(pool_, [&](int task) {
       const size_t blocks = partitions_.size(), t = static_cast<size_t>(task);
       for (size_t b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b) {
         digest ^= UpdateAndHash(partitions_[b], states_[b]);
       }
     });
-    return Figure(began);
+    return MakeSample(began);
   }
 
   const std::vector<BenchStream>& streams() const { return streams_; }
 
  private:
   void Update(const std::vector<PartitionUpdate>& partitions) {
-    FOREBAY_CHECK(cpu_adam::UpdateAll(team_, pass_.rule, pass_.format->format, partitions) == 0);
+    FOREBAY_CHECK(cpu_adam::UpdateAll(pool_, pass_.rule, pass_.format->format, partitions) == 0);
     if (pass_.rule != cpu_adam::Rule::kLamb) return;
     for (const PartitionUpdate& partition : partitions) FinishLamb(partition);
   }
@@ -236,7 +236,7 @@ class PassRun {
   // that is not whole has planes within pages and is hashed when all of it is updated.
   uint64_t UpdateAndHash(const PartitionUpdate& block, std::span<const std::byte> states) const {
     const StateFormat format = pass_.format->format;
-    const uint64_t warm = block.n == kBlockElems ? kWarmElems : block.n;
+    const uint64_t warm = block.n == kBlockElems ? kTileElems : block.n;
     nvme::PageDigests digests(states);
     for (uint64_t begin = 0; begin < block.n; begin += warm) {
       const cpu_adam::Gradient grad = {
@@ -267,7 +267,7 @@ class PassRun {
   // Sums over the whole partition, then its masters.
   void FinishLamb(const PartitionUpdate& partition) {
     const StateFormat format = pass_.format->format;
-    std::vector<cpu_adam::LambSums> sums(static_cast<size_t>(team_.threads()));
+    std::vector<cpu_adam::LambSums> sums(static_cast<size_t>(pool_.threads()));
     OnParts(partition, [&](size_t part, uint64_t n, const StatePlanes& planes) {
       sums[part] = cpu_adam::SumLamb(format, scalars_, n, planes);
     });
@@ -281,19 +281,19 @@ class PassRun {
   // Runs body(part, elements, planes) for one part of the updated planes on each thread.
   template <class Body>
   void OnParts(const PartitionUpdate& partition, const Body& body) {
-    const auto parts = static_cast<uint64_t>(team_.threads());
+    const auto parts = static_cast<uint64_t>(pool_.threads());
     const auto cut = [&](uint64_t part) {
       if (part == parts) return uint64_t{partition.n};
       return partition.n * part / parts / cpu_adam::kCutElems * cpu_adam::kCutElems;
     };
-    cpu_adam::RunOnAll(team_, [&](int task) {
+    cpu_adam::RunOnAll(pool_, [&](int task) {
       const auto part = static_cast<uint64_t>(task);
       body(part, cut(part + 1) - cut(part),
            cpu_adam::Advance(partition.to, pass_.format->format, cut(part)));
     });
   }
 
-  Sample Figure(Clock::time_point began) const {
+  Sample MakeSample(Clock::time_point began) const {
     const std::chrono::duration<double> took = Clock::now() - began;
     uint64_t elems = 0;
     for (const PartitionUpdate& partition : partitions_) elems += partition.n;
@@ -313,7 +313,7 @@ class PassRun {
                            .to = to});
   }
 
-  void LayFlat(const std::vector<BenchStream>& streams) {
+  void AllocateFlat(const std::vector<BenchStream>& streams) {
     std::vector<std::byte*> from, to;
     for (size_t s = 1; s < streams.size(); ++s) {
       from.push_back(SourceOf(streams[s]));
@@ -329,7 +329,7 @@ class PassRun {
     Clear(streams);
   }
 
-  void LayBlocks(const std::vector<BenchStream>& streams) {
+  void AllocateBlocks(const std::vector<BenchStream>& streams) {
     for (uint64_t begin = 0; begin < params_; begin += kBlockElems) {
       const uint64_t n = std::min(kBlockElems, params_ - begin);
       states_.emplace_back();
@@ -342,13 +342,13 @@ class PassRun {
 
   // The planes of the block of elements `begin` to `begin + n` one behind the other; the last call
   // for a block says which bytes of it are hashed.
-  StatePlanes BlockPlanes(std::byte* image, std::byte* states, uint64_t begin, uint64_t n) {
+  StatePlanes BlockPlanes(std::byte* weights, std::byte* states, uint64_t begin, uint64_t n) {
     const auto bytes_of = [](const StreamShape& shape, uint64_t elems) {
       return RoundUp(elems, kStreamGroupElems) / kStreamGroupElems * shape.group_bytes;
     };
     const StreamShape all = BlockShapes(pass_)[2];
     std::byte* const first = states + bytes_of(all, begin);
-    std::vector<std::byte*> arrays = {image + bytes_of(shapes_[0], begin)};
+    std::vector<std::byte*> arrays = {weights + bytes_of(shapes_[0], begin)};
     std::byte* next = first;
     for (size_t s = 1; s < shapes_.size(); ++s) {
       arrays.push_back(next);
@@ -384,7 +384,7 @@ class PassRun {
 
   AdamPass pass_;
   std::vector<StreamShape> shapes_ = StateShapes(pass_);
-  cpu_adam::WorkerTeam& team_;
+  cpu_adam::WorkerPool& pool_;
   uint64_t params_;
   cpu_adam::StepScalars scalars_;
   std::vector<BenchStream> streams_;
@@ -395,7 +395,7 @@ class PassRun {
 }  // namespace
 
 const std::vector<AdamFormat> kAdamFormats = {
-    // format name, parameter, format, gradient, beside the image, bytes of a moment, of its scales
+    // format name, parameter, format, gradient, beside the weights, bytes of a moment, of its scales
     {"fp32", "fp32", StateFormat::kFp32, GradType::kFp32, Beside::kNothing, 4, 0},
     {"fp32", "bf16", StateFormat::kFp32Bf16, GradType::kBf16, Beside::kMaster, 4, 0},
     {"fp32", "fp16", StateFormat::kFp32Fp16, GradType::kFp16, Beside::kMaster, 4, 0},
@@ -408,18 +408,18 @@ uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {
   return BenchMemory::BytesFor(FlatLaying(pass, params));
 }
 
-absl::StatusOr<BenchResult> MeasurePass(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasurePass(const AdamFixture& fixture, const BenchCase& what,
                                         const AdamPass& pass) {
-  PassRun run(rig, pass);
+  PassRun run(fixture, pass);
   MeasuredSide side{.run = [&run] { return run.Run(); },
                     .streams = run.streams(),
-                    .laying = FlatLaying(pass, rig.params),
+                    .laying = FlatLaying(pass, fixture.params),
                     .threads = pass.threads};
   if (pass.hash == AdamPass::Hash::kOn) {
     side.shown = {{"unhashed", BenchLoop::Role::kShown, side.run}};
     side.run = [&run] { return run.RunAndHash(); };
   }
-  return MeasureBesideLoops(rig, what, std::move(side));
+  return MeasureBesideLoops(fixture, what, std::move(side));
 }
 
 }  // namespace forebay::tools

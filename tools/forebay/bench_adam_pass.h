@@ -17,7 +17,7 @@ struct AdamFormat {
   const char* param;  // type of the served parameter
   cpu_adam::StateFormat format;
   cpu_adam::GradType grad;
-  enum class Beside { kNothing, kRemainder, kMaster } beside;  // the image
+  enum class Beside { kNothing, kRemainder, kMaster } beside;  // the weights
   uint32_t moment_bytes;
   uint32_t scale_group_bytes;  // of each moment; 0: none
 };
@@ -39,7 +39,7 @@ struct AdamPass {
 // Bytes of each memory that the pass needs.
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params);
 
-absl::StatusOr<BenchResult> MeasurePass(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasurePass(const AdamFixture& fixture, const BenchCase& what,
                                         const AdamPass& pass);
 
 }  // namespace forebay::tools

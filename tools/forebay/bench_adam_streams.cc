@@ -88,20 +88,20 @@ uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params) {
   return BenchMemory::BytesFor(LayingOf(kernel, params));
 }
 
-absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamFixture& fixture, const BenchCase& what,
                                                 const StreamKernel& kernel, int threads) {
-  const Laying laying = LayingOf(kernel, rig.params);
-  const std::vector<BenchStream> streams = rig.huge->Lay(laying);
+  const Laying laying = LayingOf(kernel, fixture.params);
+  const std::vector<BenchStream> streams = fixture.huge->Allocate(laying);
   PutData(kernel.source, laying.elems, streams[0].from);
   if (kernel.what == What::kAdd) PutData(GradType::kFp32, laying.elems, streams[1].from);
-  const PassBytes bytes = BytesOf(ShapesOf(kernel), rig.params);
+  const PassBytes bytes = BytesOf(ShapesOf(kernel), fixture.params);
   const auto run = [&]() -> absl::StatusOr<Sample> {
     const auto began = Clock::now();
-    cpu_adam::RunOnAll(rig.Team(threads), [&](int task) {
+    cpu_adam::RunOnAll(fixture.Pool(threads), [&](int task) {
       const auto t = static_cast<uint64_t>(task), count = static_cast<uint64_t>(threads);
       const auto cut = [&](uint64_t part) {
-        if (part == count) return rig.params;
-        return rig.params * part / count / cpu_adam::kCutElems * cpu_adam::kCutElems;
+        if (part == count) return fixture.params;
+        return fixture.params * part / count / cpu_adam::kCutElems * cpu_adam::kCutElems;
       };
       RunPart(kernel, streams, cut(t), cut(t + 1) - cut(t));
     });
@@ -110,7 +110,7 @@ absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchC
                   .bytes_read = bytes.read,
                   .bytes_written = bytes.written};
   };
-  return MeasureBesideLoops(rig, what,
+  return MeasureBesideLoops(fixture, what,
                             {.run = run, .streams = streams, .laying = laying, .threads = threads});
 }
 

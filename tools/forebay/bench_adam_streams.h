@@ -21,7 +21,7 @@ extern const std::vector<StreamKernel> kStreamKernels;
 
 uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params);
 
-absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamRig& rig, const BenchCase& what,
+absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamFixture& fixture, const BenchCase& what,
                                                 const StreamKernel& kernel, int threads);
 
 }  // namespace forebay::tools

@@ -42,7 +42,7 @@ constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
 constexpr uint64_t kMomentBytes = 8;  // m and v
-constexpr uint64_t kMasterBytes = 4;  // w; exact: image and remainder
+constexpr uint64_t kMasterBytes = 4;  // w; exact: weights and remainder
 constexpr uint64_t kStateBytes = 8;   // fp32: what goes to swap
 constexpr double kGiga = 1e9;
 
@@ -123,10 +123,10 @@ class MemoryLimit {
     const Planes planes{Plane(0), Plane(1), Plane(2), Plane(3), Plane(4)};
     const auto began = Clock::now();
     {
-      std::vector<std::jthread> team;
+      std::vector<std::jthread> pool;
       for (uint32_t i = 0; i < threads_; ++i) {
         const auto share = [&](uint32_t part) { return params_ * part / threads_ / 64 * 64; };
-        team.emplace_back(
+        pool.emplace_back(
             [this, &planes, first = share(i), end = i + 1 == threads_ ? params_ : share(i + 1)] {
               TouchAsThePassDoes(format_, planes, first, end);
             });
@@ -293,7 +293,8 @@ BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t d
 // Leaves the job's memory beside its states in `beside_states`.
 absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
                                    uint64_t& beside_states) {
-  const uint64_t room = options.params * 24 + 512 * kMiB;  // image, sums, states, and ample arenas
+  const uint64_t room =
+      options.params * 24 + 512 * kMiB;  // weights, sums, states, and ample arenas
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
                    BenchJob::Create(JobOptions(options, format, room)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());

@@ -150,7 +150,7 @@ void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
 }
 
 // The command stands behind "--": everything after it is left alone.
-std::vector<std::string> TakeCommand(std::vector<std::string>& words) {
+std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
   const auto dashes = std::find(words.begin(), words.end(), "--");
   if (dashes == words.end()) return {};
   std::vector<std::string> command(dashes + 1, words.end());
@@ -167,7 +167,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   Arguments arguments;
   arguments.run.daemon.runtime_folder = environment.runtime_folder;
   arguments.bench.runtime_folder = environment.runtime_folder;
-  arguments.run.command = TakeCommand(words);
+  arguments.run.command = ParseRunCommand(words);
   CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
   app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
   app.require_subcommand(1);

@@ -76,13 +76,13 @@ json ToJson(const client::JobStatus& job) {
           {"resident_blocks", job.resident_blocks},
           {"leases", job.leases},
           {"update_reads", job.update_reads},
-          {"update_reads_early", job.update_reads_early},
+          {"update_reads_prefetched", job.update_reads_prefetched},
           {"state_read_bytes", job.state_read_bytes},
           {"state_written_bytes", job.state_written_bytes},
           {"failed", job.failed},
           {"groups", job.groups},
           {"last_step_reads", job.last_step_reads},
-          {"last_step_reads_early", job.last_step_reads_early},
+          {"last_step_reads_prefetched", job.last_step_reads_prefetched},
           {"last_step_seconds", job.last_step_seconds},
           {"rpc_calls", job.rpc_calls}};
 }

@@ -10,7 +10,7 @@ from .errors import (
     DataLossError,
     ForebayError,
     ResourceError,
-    TimeoutError_,
+    ForebayTimeoutError,
     UnavailableError,
     UsageError,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "Lamb",
     "Lion",
     "ResourceError",
-    "TimeoutError_",
+    "ForebayTimeoutError",
     "UnavailableError",
     "UsageError",
     "attach",

@@ -231,9 +231,9 @@ def _windows(plan, attachment, groups):
     """One tensor per parameter, each with a storage of its own that starts and ends with it: saving
     one parameter saves no more than it."""
     windows = []
-    images = [torch.from_dlpack(attachment.image(group.number)) for group in groups]
+    weights = [torch.from_dlpack(attachment.weights(group.number)) for group in groups]
     for parameter in plan.parameters:
-        view = images[parameter.group][
+        view = weights[parameter.group][
             parameter.offset : parameter.offset + parameter.tensor.numel()
         ]
         windows.append(

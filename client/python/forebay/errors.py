@@ -5,7 +5,7 @@ try:
         DataLossError,
         ForebayError,
         ResourceError,
-        TimeoutError_,
+        ForebayTimeoutError,
         UnavailableError,
         UsageError,
     )
@@ -27,7 +27,7 @@ except ImportError:  # the package without its extension: errors of the Python h
     class UnavailableError(ForebayError):
         """Attach again, then retry."""
 
-    class TimeoutError_(ForebayError):
+    class ForebayTimeoutError(ForebayError):
         """The outcome is unknown: ask before repeating."""
 
     class DataLossError(ForebayError):
@@ -38,7 +38,7 @@ __all__ = [
     "DataLossError",
     "ForebayError",
     "ResourceError",
-    "TimeoutError_",
+    "ForebayTimeoutError",
     "UnavailableError",
     "UsageError",
 ]

@@ -18,7 +18,7 @@ using client::AdminClient;
 std::unique_ptr<AdminClient> Connect(const std::string& socket, double timeout) {
   const auto limit =
       std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout));
-  return Take(
+  return ValueOrThrow(
       WithoutGil([&] { return AdminClient::Connect({.socket = socket, .timeout = limit}); }));
 }
 
@@ -82,7 +82,7 @@ nb::dict JobDict(const client::JobStatus& job) {
   dict["resident_blocks"] = job.resident_blocks;
   dict["leases"] = job.leases;
   dict["update_reads"] = job.update_reads;
-  dict["update_reads_early"] = job.update_reads_early;
+  dict["update_reads_prefetched"] = job.update_reads_prefetched;
   dict["state_read_bytes"] = job.state_read_bytes;
   dict["state_written_bytes"] = job.state_written_bytes;
   dict["failed"] = job.failed;
@@ -90,7 +90,7 @@ nb::dict JobDict(const client::JobStatus& job) {
   for (const std::string& group : job.groups) groups.append(group);
   dict["groups"] = groups;
   dict["last_step_reads"] = job.last_step_reads;
-  dict["last_step_reads_early"] = job.last_step_reads_early;
+  dict["last_step_reads_prefetched"] = job.last_step_reads_prefetched;
   dict["last_step_seconds"] = job.last_step_seconds;
   dict["rpc_calls"] = job.rpc_calls;
   return dict;
@@ -119,13 +119,14 @@ nb::dict StatusDict(const client::NodeStatus& status) {
 
 nb::dict Status(const std::string& socket, double timeout) {
   const std::unique_ptr<AdminClient> admin = Connect(socket, timeout);
-  return StatusDict(Take(WithoutGil([&] { return admin->Status(); })));
+  return StatusDict(ValueOrThrow(WithoutGil([&] { return admin->Status(); })));
 }
 
 nb::list Trace(const std::string& socket, const std::string& job, double timeout) {
   const std::unique_ptr<AdminClient> admin = Connect(socket, timeout);
   nb::list events;
-  for (const client::TraceEvent& event : Take(WithoutGil([&] { return admin->Trace(job); }))) {
+  for (const client::TraceEvent& event :
+       ValueOrThrow(WithoutGil([&] { return admin->Trace(job); }))) {
     nb::dict dict;
     dict["lane"] = event.lane;
     dict["name"] = event.name;

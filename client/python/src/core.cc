@@ -36,7 +36,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 // What Python gets: `torch.from_dlpack` and `numpy.from_dlpack` take it. Never marked read-only, for torch warns of
-// what is; a write to the image is stopped by the page table, and explained.
+// what is; a write to the weights is stopped by the page table, and explained.
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
@@ -130,9 +130,9 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .job = job,
       .rank = rank,
       .layout = {.world_size = world_size,
-                 .dtype = Take(DTypeFromName(dtype)),
-                 .optimizer = Take(protocol::OptimizerFromName(optimizer)),
-                 .format = Take(protocol::FormatFromName(format)),
+                 .dtype = ValueOrThrow(DTypeFromName(dtype)),
+                 .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
+                 .format = ValueOrThrow(protocol::FormatFromName(format)),
                  .seed = seed,
                  .params = {},
                  .group_names = group_names},
@@ -145,13 +145,14 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
         {.name = name, .shape = shape, .group = group, .param_group = param_group});
   }
   client::InstallSegvExplainer();
-  return PyAttachment(Take(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
+  return PyAttachment(
+      ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
 }
 
 nb::list Groups(PyAttachment& self) {
   nb::list groups;
   for (const protocol::GroupPlace& group : self->layout().groups()) {
-    groups.append(nb::make_tuple(group.image_offset_bytes, group.elems, group.padded_elems));
+    groups.append(nb::make_tuple(group.weights_offset_bytes, group.elems, group.padded_elems));
   }
   return groups;
 }
@@ -182,15 +183,15 @@ nb::list TraceGroups(PyAttachment& self) {
   return groups;
 }
 
-View Image(PyAttachment& self, uint32_t group) {
+View Weights(PyAttachment& self, uint32_t group) {
   self.CheckGroup(group);
-  return MakeView(self->image(group), self.dtype(), self->image_owner());
+  return MakeView(self->weights(group), self.dtype(), self->weights_owner());
 }
 
 View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
   const client::GradFill fill = zero ? client::GradFill::kZero : client::GradFill::kPadding;
   const std::span<std::byte> bytes =
-      Take(WithoutGil([&] { return self->GradSlot(group, fill, TimeoutOf(timeout)); }));
+      ValueOrThrow(WithoutGil([&] { return self->GradSlot(group, fill, TimeoutOf(timeout)); }));
   std::shared_ptr<const void> owner = self->grad_owner(group);
   if (owner == nullptr) {
     Raise(MakeError(ErrorId::kNotReady,
@@ -206,7 +207,7 @@ void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, doub
 }
 
 uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
-  return Take(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
+  return ValueOrThrow(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
 }
 
 nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperTuple>& hyper,
@@ -221,7 +222,7 @@ nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperTuple>& hy
                       .reserved = 0});
   }
   const std::span<const std::byte> extra = BytesOf(extra_state);
-  const client::StepResult result = Take(
+  const client::StepResult result = ValueOrThrow(
       WithoutGil([&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout)); }));
   return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
 }
@@ -277,11 +278,11 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
       .def_prop_ro("planes", &Planes)
-      .def("image_dlpack",
+      .def("weights_dlpack",
            [](PyAttachment& self) {
-             return MakeView(self->image(), self.dtype(), self->image_owner());
+             return MakeView(self->weights(), self.dtype(), self->weights_owner());
            })
-      .def("image", &Image, nb::arg("group"))
+      .def("weights", &Weights, nb::arg("group"))
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
       .def(

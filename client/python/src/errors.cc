@@ -63,7 +63,7 @@ void BindErrors(nb::module_& module) {
   families.unavailable =
       NewClass(module, "UnavailableError", "Reconnect: attach again, then retry.", base);
   const nb::tuple timeout_bases = nb::make_tuple(base, nb::handle(PyExc_TimeoutError));
-  families.timeout = NewClass(module, "TimeoutError_",
+  families.timeout = NewClass(module, "ForebayTimeoutError",
                               "The call's time ran out; its outcome is unknown.", timeout_bases);
   families.data_loss =
       NewClass(module, "DataLossError", "The bytes are gone: restore from a checkpoint.", base);

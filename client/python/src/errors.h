@@ -29,7 +29,7 @@ inline void Check(const absl::Status& status) {
 }
 
 template <typename T>
-T Take(absl::StatusOr<T> value) {
+T ValueOrThrow(absl::StatusOr<T> value) {
   if (!value.ok()) Raise(value.status());
   return *std::move(value);
 }

@@ -25,7 +25,7 @@ struct Watch {
   uint64_t token = 0;
 };
 
-// Limits  At most IoEngine::kWatchesMax watches; linear search, for set-up alone. Find() is O(1).
+// Limits  At most IoEngine::kWatchesMax watches; linear search, for setup alone. Find() is O(1).
 class WatchTable {
  public:
   // Errors  those of IoEngine::WatchEventFd.

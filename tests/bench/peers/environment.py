@@ -36,7 +36,7 @@ class Environment:
         self.python = self.folder / "venv" / "bin" / "python"
 
     def variables(self, cpus):
-        """Of a process that computes on these processors: one OpenMP thread bound to each."""
+        """Of a process that computes on these CPUs: one OpenMP thread bound to each."""
         return os.environ | {
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}",
             "DS_ACCELERATOR": "cpu",
@@ -112,7 +112,7 @@ def machine():
     return {
         "processor": f"{fields.get('model name')} (family {fields.get('cpu family')}, "
         f"model {fields.get('model')})",
-        "processors": os.cpu_count(),
+        "CPUs": os.cpu_count(),
         "kernel": os.uname().release,
         "python": sys.version.split()[0],
         "g++": compiler or "none",

@@ -190,7 +190,7 @@ def ratio_line(row):
 def markdown(rows, facts, reasons):
     """The tables that docs/benchmarks.md quotes."""
     lines = [
-        f"{facts['date']}; {facts['processor']}, {facts['processors']} processors; "
+        f"{facts['date']}; {facts['processor']}, {facts['CPUs']} CPUs; "
         f"Linux {facts['kernel']}, Python {facts['python']}, g++ {facts['g++']}, "
         f"torch {facts['torch']}, DeepSpeed {facts['deepspeed']}; our kernels on "
         f"{facts['target']}. Rounds thrown away because others computed: "

@@ -21,7 +21,7 @@ PARK_S = 0.02  # an OpenMP thread spins for some milliseconds before it sleeps
 
 
 class Arrays:
-    """What all sides share: the planes of a state, gradients in both widths, the 16-bit image."""
+    """What all sides share: the planes of a state, gradients in both widths, the 16-bit weights."""
 
     def __init__(self, n):
         self.n = n
@@ -33,7 +33,7 @@ class Arrays:
             "v": torch.float32,
             "grad32": torch.float32,
             "grad16": torch.bfloat16,
-            "image": torch.bfloat16,
+            "weights": torch.bfloat16,
             "remainder": torch.int16,
         }.items():
             buffer = ours.Buffer(n * dtype.itemsize, stagger=len(self.buffers) * ours.STAGGER)
@@ -47,7 +47,7 @@ class Arrays:
         self._fill("v", (1e-3 * pattern).square() + 1e-8)  # no denormal numbers on any side
         self._fill("grad32", 1e-3 * pattern)
         self._fill("grad16", 1e-3 * pattern)
-        self._fill("image", 0.02 * pattern)
+        self._fill("weights", 0.02 * pattern)
 
     def _fill(self, name, pattern):
         for part in self.tensors[name].split(pattern.numel()):
@@ -66,7 +66,7 @@ def planes_of(work, part):
     at = {name: tensor.data_ptr() for name, tensor in part.items()}
     return ours.Planes(
         n=part["m"].numel(),
-        image=at["master"] if work == "fp32" else at["image"],
+        weights=at["master"] if work == "fp32" else at["weights"],
         master=None if work == "exact" else at["master"],
         remainder=at["remainder"] if work == "exact" else None,
         m=at["m"],
@@ -110,7 +110,7 @@ def three_passes(optimizer, parts):
             part["grad32"].copy_(part["grad16"])
         optimizer.step()
         for part in parts:
-            part["image"].copy_(part["master"])
+            part["weights"].copy_(part["master"])
 
     return run
 
@@ -126,11 +126,11 @@ def make_sides(library, arrays, tensors, cpus):
         "deepspeed-3-passes": three_passes(deepspeed, parts),
     }
     for work in ours.WORKS:
-        team = ours.Ours(library, work, cpus, [planes_of(work, part) for part in parts])
-        sides[f"ours-{work}"] = team.step
+        pool = ours.Ours(library, work, cpus, [planes_of(work, part) for part in parts])
+        sides[f"ours-{work}"] = pool.step
     for work in ours.WORKS:
         planes = planes_of(work, whole)
-        sides[f"limit-{work}"] = lambda work=work, planes=planes: team.touch(work, planes)
+        sides[f"limit-{work}"] = lambda work=work, planes=planes: pool.touch(work, planes)
     return sides
 
 

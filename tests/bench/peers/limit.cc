@@ -32,25 +32,25 @@ FOREBAY_EACH_WIDTH void TouchAsFp32(size_t n, const float* __restrict g, float* 
 
 FOREBAY_EACH_WIDTH void TouchAsMaster(size_t n, const uint16_t* __restrict g, float* __restrict w,
                                       float* __restrict m, float* __restrict v,
-                                      uint16_t* __restrict image) {
+                                      uint16_t* __restrict weights) {
   const float keep = kept;
   const uint16_t mask = masked;
   for (size_t i = 0; i < n; ++i) {
     w[i] = w[i] * keep;
     m[i] = m[i] * keep;
     v[i] = v[i] * keep;
-    image[i] = static_cast<uint16_t>((std::bit_cast<uint32_t>(w[i]) >> 16) ^ (g[i] & mask));
+    weights[i] = static_cast<uint16_t>((std::bit_cast<uint32_t>(w[i]) >> 16) ^ (g[i] & mask));
   }
 }
 
 FOREBAY_EACH_WIDTH void TouchAsExact(size_t n, const uint16_t* __restrict g,
-                                     uint16_t* __restrict image, int16_t* __restrict remainder,
+                                     uint16_t* __restrict weights, int16_t* __restrict remainder,
                                      float* __restrict m, float* __restrict v) {
   const float keep = kept;
   const uint16_t mask = masked;
   for (size_t i = 0; i < n; ++i) {
     const auto rest = static_cast<uint16_t>(g[i] & mask);
-    image[i] = static_cast<uint16_t>(image[i] ^ rest);
+    weights[i] = static_cast<uint16_t>(weights[i] ^ rest);
     remainder[i] = static_cast<int16_t>(remainder[i] ^ static_cast<int16_t>(rest));
     m[i] = m[i] * keep;
     v[i] = v[i] * keep;

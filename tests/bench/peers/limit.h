@@ -6,14 +6,14 @@
 
 namespace forebay::peers {
 
-// Each reads and writes what an update of n elements would, and leaves every value as it was; `image`
+// Each reads and writes what an update of n elements would, and leaves every value as it was; `weights`
 // of TouchAsMaster becomes the upper halves of w.
 //
 // Threads  Disjoint ranges may run at once.
 void TouchAsFp32(size_t n, const float* g, float* w, float* m, float* v);  // 28 bytes an element
 void TouchAsMaster(size_t n, const uint16_t* g, float* w, float* m, float* v,
-                   uint16_t* image);  // 28
-void TouchAsExact(size_t n, const uint16_t* g, uint16_t* image, int16_t* remainder, float* m,
+                   uint16_t* weights);  // 28
+void TouchAsExact(size_t n, const uint16_t* g, uint16_t* weights, int16_t* remainder, float* m,
                   float* v);  // 26
 
 }  // namespace forebay::peers

@@ -24,7 +24,7 @@ using forebay::cpu_adam::PartitionUpdate;
 using forebay::cpu_adam::Rule;
 using forebay::cpu_adam::StateFormat;
 using forebay::cpu_adam::StatePlanes;
-using forebay::cpu_adam::WorkerTeam;
+using forebay::cpu_adam::WorkerPool;
 
 namespace {
 
@@ -38,11 +38,11 @@ StateFormat FormatOf(int work) {
   return work == kWorkMaster ? StateFormat::kFp32Bf16 : StateFormat::kFp32;
 }
 
-std::unique_ptr<WorkerTeam> MakeTeam(const int* cpus, size_t count) {
-  auto team = WorkerTeam::Create(
+std::unique_ptr<WorkerPool> MakePool(const int* cpus, size_t count) {
+  auto pool = WorkerPool::Create(
       {.threads = static_cast<int>(count), .cpus = std::vector<int>(cpus, cpus + count)});
-  if (team.ok()) return *std::move(team);
-  std::fprintf(stderr, "%s\n", team.status().ToString().c_str());
+  if (pool.ok()) return *std::move(pool);
+  std::fprintf(stderr, "%s\n", pool.status().ToString().c_str());
   return nullptr;
 }
 
@@ -50,11 +50,11 @@ std::unique_ptr<WorkerTeam> MakeTeam(const int* cpus, size_t count) {
 
 extern "C" {
 
-// The planes of n elements. `image` is float32 (kWorkFp32) or bfloat16; a plane that the work does
+// The planes of n elements. `weights` is float32 (kWorkFp32) or bfloat16; a plane that the work does
 // not have is null, or not looked at.
 struct PeersPlanes {
   uint64_t n;
-  void* image;
+  void* weights;
   float* master;
   int16_t* remainder;
   float* m;
@@ -62,32 +62,32 @@ struct PeersPlanes {
   const void* grad;
 };
 
-// Threads, one bound to each of the processors, and the partitions that they update.
+// Threads, one bound to each of the CPUs, and the partitions that they update.
 struct PeersOurs {
-  std::unique_ptr<WorkerTeam> team;
+  std::unique_ptr<WorkerPool> pool;
   StateFormat format;
   Hyper hyper;
   std::vector<PartitionUpdate> partitions;
 };
 
-// Threads that compute without touching memory, so that nobody else does on their processors.
+// Threads that compute without touching memory, so that nobody else does on their CPUs.
 struct PeersHold {
-  std::unique_ptr<WorkerTeam> team;
+  std::unique_ptr<WorkerPool> pool;
   std::atomic<bool> held = false;
 };
 
 // Null, with a line on stderr, where the threads cannot be had.
 PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPlanes* planes,
                      size_t plane_count, double lr, double weight_decay) {
-  auto team = MakeTeam(cpus, cpu_count);
-  if (team == nullptr) return nullptr;
+  auto pool = MakePool(cpus, cpu_count);
+  if (pool == nullptr) return nullptr;
   auto ours = std::make_unique<PeersOurs>();
-  ours->team = std::move(team);
+  ours->pool = std::move(pool);
   ours->format = FormatOf(work);
   ours->hyper = Hyper{.lr = lr, .weight_decay = weight_decay};
   const GradType grad_type = work == kWorkFp32 ? GradType::kFp32 : GradType::kBf16;
   for (const PeersPlanes& one : std::vector<PeersPlanes>(planes, planes + plane_count)) {
-    const StatePlanes state{.image = one.image,
+    const StatePlanes state{.weights = one.weights,
                             .remainder = one.remainder,
                             .moments = {one.m, one.v},
                             .master = one.master};
@@ -99,20 +99,20 @@ PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPla
 
 void PeersDrop(PeersOurs* ours) { std::unique_ptr<PeersOurs>(ours).reset(); }
 
-int PeersThreads(const PeersOurs* ours) { return ours->team->threads(); }
+int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
 // Step t >= 1 of AdamW over all partitions. Returns how many masters are not finite.
 uint64_t PeersStep(PeersOurs* ours, uint64_t t, float grad_scale) {
   const auto scalars = MakeStepScalars(Rule::kAdamW, ours->hyper, t, grad_scale);
   for (PartitionUpdate& partition : ours->partitions) partition.scalars = scalars;
-  return UpdateAll(*ours->team, Rule::kAdamW, ours->format, ours->partitions);
+  return UpdateAll(*ours->pool, Rule::kAdamW, ours->format, ours->partitions);
 }
 
 // The limit loop of a work over one run of planes, on the threads of `ours`.
 void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {
   const PeersPlanes& all = *planes;
-  const auto threads = static_cast<size_t>(ours->team->threads());
-  RunOnAll(*ours->team, [&](int task) {
+  const auto threads = static_cast<size_t>(ours->pool->threads());
+  RunOnAll(*ours->pool, [&](int task) {
     const size_t lines = all.n / kLineElems;
     const size_t begin = lines * static_cast<size_t>(task) / threads * kLineElems;
     const size_t end = static_cast<size_t>(task) + 1 == threads
@@ -124,26 +124,26 @@ void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {
                                   all.master + begin, all.m + begin, all.v + begin);
     } else if (work == kWorkExact) {
       forebay::peers::TouchAsExact(n, static_cast<const uint16_t*>(all.grad) + begin,
-                                   static_cast<uint16_t*>(all.image) + begin, all.remainder + begin,
-                                   all.m + begin, all.v + begin);
+                                   static_cast<uint16_t*>(all.weights) + begin,
+                                   all.remainder + begin, all.m + begin, all.v + begin);
     } else {
       forebay::peers::TouchAsMaster(n, static_cast<const uint16_t*>(all.grad) + begin,
                                     all.master + begin, all.m + begin, all.v + begin,
-                                    static_cast<uint16_t*>(all.image) + begin);
+                                    static_cast<uint16_t*>(all.weights) + begin);
     }
   });
 }
 
 PeersHold* PeersHoldMake(const int* cpus, size_t cpu_count) {
   auto hold = std::make_unique<PeersHold>();
-  hold->team = MakeTeam(cpus, cpu_count);
-  return hold->team == nullptr ? nullptr : hold.release();
+  hold->pool = MakePool(cpus, cpu_count);
+  return hold->pool == nullptr ? nullptr : hold.release();
 }
 
 void PeersHoldBegin(PeersHold* hold) {
   hold->held = true;
-  for (int i = 0; i < hold->team->threads(); ++i) {
-    (void)hold->team->TryPost([hold] {
+  for (int i = 0; i < hold->pool->threads(); ++i) {
+    (void)hold->pool->TryPost([hold] {
       while (hold->held) {
       }
     });

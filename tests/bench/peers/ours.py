@@ -19,7 +19,7 @@ class Planes(ctypes.Structure):
 
     _fields_ = [
         ("n", ctypes.c_uint64),
-        ("image", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
         ("master", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
         ("m", ctypes.c_void_p),
@@ -89,7 +89,7 @@ class Library:
 
 
 @contextlib.contextmanager
-def on_processors(cpus):
+def on_cpus(cpus):
     """Threads may be made for these meanwhile: OpenMP has bound this one to its first place."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
@@ -100,12 +100,12 @@ def on_processors(cpus):
 
 
 class Hold:
-    """Keeps processors from others, without touching memory, in each with block."""
+    """Keeps CPUs from others, without touching memory, in each with block."""
 
     def __init__(self, library, cpus):
         self.calls, self.handle = library.calls, None
         if cpus:
-            with on_processors(cpus):
+            with on_cpus(cpus):
                 self.handle = self.calls.PeersHoldMake((ctypes.c_int * len(cpus))(*cpus), len(cpus))
 
     def __enter__(self):
@@ -118,13 +118,13 @@ class Hold:
 
 
 class Ours:
-    """AdamW of one work over partitions, on a team of one thread per processor of `cpus`."""
+    """AdamW of one work over partitions, on a pool of one thread per processor of `cpus`."""
 
     def __init__(self, library, work, cpus, planes, lr=LR, weight_decay=WEIGHT_DECAY):
         self.calls = library.calls
         self.work, self.steps = WORKS[work], 0
         self.planes = (Planes * len(planes))(*planes)
-        with on_processors(cpus):
+        with on_cpus(cpus):
             self.handle = self.calls.PeersMake(
                 self.work,
                 (ctypes.c_int * len(cpus))(*cpus),
@@ -135,10 +135,10 @@ class Ours:
                 weight_decay,
             )
         if not self.handle:
-            raise RuntimeError(f"no threads on processors {list(cpus)}")
+            raise RuntimeError(f"no threads on CPUs {list(cpus)}")
         threads = self.calls.PeersThreads(self.handle)
         if threads != len(cpus):
-            raise RuntimeError(f"{threads} threads on processors {list(cpus)}: no core for each")
+            raise RuntimeError(f"{threads} threads on CPUs {list(cpus)}: no core for each")
 
     def step(self, grad_scale=1.0):
         self.steps += 1

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
 N = 3 * 4096 + 77
 CPUS = sorted(os.sched_getaffinity(0))[:1]
-WIDTHS = {"image": 2, "master": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
+WIDTHS = {"weights": 2, "master": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
 
 
 @pytest.fixture(name="library", scope="module")
@@ -35,7 +35,7 @@ class State:
         self.buffers = {name: ours.Buffer(N * width) for name, width in WIDTHS.items()}
         # Masters that are bfloat16 to begin with, so that both formats start from the same ones.
         self.write("master", "I", [0x3C000000 + (i % 127 << 16) for i in range(N)])
-        self.write("image", "H", [0x3C00 + i % 127 for i in range(N)])
+        self.write("weights", "H", [0x3C00 + i % 127 for i in range(N)])
         gradients = [0x3A80 + i % 61 for i in range(N)]
         if work == "fp32":
             self.write("grad", "I", [bits << 16 for bits in gradients])
@@ -52,7 +52,7 @@ class State:
     def planes(self, begin=0, end=N):
         at = {name: one.address + begin * WIDTHS[name] for name, one in self.buffers.items()}
         if self.work == "fp32":
-            return ours.Planes(n=end - begin, **(at | {"image": at["master"], "remainder": None}))
+            return ours.Planes(n=end - begin, **(at | {"weights": at["master"], "remainder": None}))
         at["grad"] = self.buffers["grad"].address + begin * 2
         return ours.Planes(n=end - begin, **at)
 
@@ -60,10 +60,10 @@ class State:
 def stepped(library, work, cuts, steps=3):
     state = State(work)
     parts = [state.planes(begin, end) for begin, end in zip([0, *cuts], [*cuts, N])]
-    team = ours.Ours(library, work, CPUS, parts, lr=1e-2)
+    pool = ours.Ours(library, work, CPUS, parts, lr=1e-2)
     for _ in range(steps):
-        team.step(grad_scale=0.5)
-    team.close()
+        pool.step(grad_scale=0.5)
+    pool.close()
     return state
 
 
@@ -78,11 +78,11 @@ def test_partitions_change_no_bit(library, work):
 def test_all_works_hold_the_same_masters(library):
     fp32, exact, master = (stepped(library, work, []) for work in ours.WORKS)
     assert master.bytes("master") == fp32.bytes("master")
-    assert master.bytes("image") == exact.bytes("image")
+    assert master.bytes("weights") == exact.bytes("weights")
     masters = struct.unpack(f"<{N}I", fp32.bytes("master"))
-    images = struct.unpack(f"<{N}H", exact.bytes("image"))
+    weights = struct.unpack(f"<{N}H", exact.bytes("weights"))
     remainders = struct.unpack(f"<{N}h", exact.bytes("remainder"))
-    joined = tuple((image << 16) + rest for image, rest in zip(images, remainders))
+    joined = tuple((weights << 16) + rest for weights, rest in zip(weights, remainders))
     assert joined == masters
     assert any(remainders)
 
@@ -90,11 +90,11 @@ def test_all_works_hold_the_same_masters(library):
 @pytest.mark.parametrize("work", list(ours.WORKS))
 def test_limit_loops_leave_the_values(library, work):
     state, untouched = State(work), State(work)
-    team = ours.Ours(library, "fp32", CPUS, [])
-    team.touch(work, state.planes())
-    team.close()
+    pool = ours.Ours(library, "fp32", CPUS, [])
+    pool.touch(work, state.planes())
+    pool.close()
     for name in WIDTHS:
-        if (work, name) != ("master", "image"):
+        if (work, name) != ("master", "weights"):
             assert state.bytes(name) == untouched.bytes(name), name
 
 

@@ -73,15 +73,15 @@ class Limit:
         }
         at = {name: buffer.address for name, buffer in self.buffers.items()}
         self.planes = ours.Planes(n=params, master=at["image"], **at)
-        self.team = ours.Ours(library, "exact", cpus, [])
+        self.pool = ours.Ours(library, "exact", cpus, [])
         for work in ("fp32", "exact"):
-            self.team.touch(work, self.planes)
+            self.pool.touch(work, self.planes)
 
     def turn(self):
         seconds = {}
         for work in ("fp32", "exact"):
             began = time.perf_counter()
-            self.team.touch(work, self.planes)
+            self.pool.touch(work, self.planes)
             seconds[f"touch_{work}"] = time.perf_counter() - began
         return seconds
 

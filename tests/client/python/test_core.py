@@ -51,13 +51,13 @@ def test_views_are_tensors_of_the_jobs_dtype_without_a_warning(core_node, job, n
     write_all(session, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole = torch.from_dlpack(session.image_dlpack())
+        whole = torch.from_dlpack(session.weights_dlpack())
         for group, (offset, elems, padded) in enumerate(session.groups):
-            image = torch.from_dlpack(session.image(group))
-            assert image.dtype == dtype and image.shape == (padded,) and image.device.type == "cpu"
-            assert torch.equal(image[:elems], initial(session, group, dtype))
-            assert image[elems:].count_nonzero() == 0
-            assert image.data_ptr() == whole.data_ptr() + offset
+            weights = torch.from_dlpack(session.weights(group))
+            assert weights.dtype == dtype and weights.shape == (padded,) and weights.device.type == "cpu"
+            assert torch.equal(weights[:elems], initial(session, group, dtype))
+            assert weights[elems:].count_nonzero() == 0
+            assert weights.data_ptr() == whole.data_ptr() + offset
             slot = torch.from_dlpack(session.grad_slot(group))
             assert slot.dtype == dtype and slot.shape == (padded,) and slot.count_nonzero() == 0
             slot.fill_(1)
@@ -68,13 +68,13 @@ def test_views_are_tensors_of_the_jobs_dtype_without_a_warning(core_node, job, n
 def test_views_outlive_the_attachment(core_node, job):
     session = attach(core_node, job)
     write_all(session, torch.float32)
-    image = torch.from_dlpack(session.image(1))
+    weights = torch.from_dlpack(session.weights(1))
     slot = torch.from_dlpack(session.grad_slot(1))
     expected = initial(session, 1, torch.float32)
     session.detach()
     del session
     gc.collect()
-    assert torch.equal(image[:300], expected)
+    assert torch.equal(weights[:300], expected)
     slot.fill_(2)
     assert slot.sum() == 2 * slot.numel()
 
@@ -108,9 +108,9 @@ def test_two_ranks_step_as_torch_does(core_node, job):
         other.join()
         assert results == {0: (t, 0.0, False, False), 1: (t, 0.0, False, False)}
         for group, p in enumerate(model):
-            image = torch.from_dlpack(ranks[0].image(group))
+            weights = torch.from_dlpack(ranks[0].weights(group))
             # One float32 rounding of another order per operation: 8 ulp of a value of about 1.
-            torch.testing.assert_close(image[: p.numel()], p.detach(), rtol=0, atol=1e-6)
+            torch.testing.assert_close(weights[: p.numel()], p.detach(), rtol=0, atol=1e-6)
     for group, p in enumerate(model):
         for plane, name in enumerate(name for name, _ in ranks[0].planes):
             state = torch.from_dlpack(ranks[0].read_state(group, plane, 0, p.numel()))
@@ -146,8 +146,8 @@ def test_errors_have_a_family_code_hint_and_say_whether_to_retry(core_node, job,
     session = attach(core_node, job, 0, 2)
     with pytest.raises(TimeoutError) as caught:
         attach(core_node, job, 1, 2, timeout=0.05)
-    assert isinstance(caught.value, core.TimeoutError_) and caught.value.code == "E_TIMEOUT"
-    for call in (session.image, session.fetch, session.grad_slot, session.grad_ready):
+    assert isinstance(caught.value, core.ForebayTimeoutError) and caught.value.code == "E_TIMEOUT"
+    for call in (session.weights, session.fetch, session.grad_slot, session.grad_ready):
         with pytest.raises(core.UsageError) as caught:
             call(2)
         assert caught.value.code == "E_RANGE"
@@ -203,7 +203,7 @@ def test_ctrl_c_ends_a_wait_and_the_step_can_be_waited_for_again(core_node, job)
 def test_a_killed_daemon_ends_a_blocked_call(own_daemon, job):
     session = attach(own_daemon.socket, job, 0, 2)
     write_all(session, torch.float32)
-    image = torch.from_dlpack(session.image(0))
+    weights = torch.from_dlpack(session.weights(0))
     before = session.counters()["commands"]
 
     def kill():
@@ -216,7 +216,7 @@ def test_a_killed_daemon_ends_a_blocked_call(own_daemon, job):
         session.step(1, HYPER, 0.0, b"", float("inf"))
     thread.join()
     assert caught.value.code == "E_DAEMON_GONE" and caught.value.retryable
-    assert torch.equal(image[:57], initial(session, 0, torch.float32))
+    assert torch.equal(weights[:57], initial(session, 0, torch.float32))
 
 
 def test_a_forked_child_is_refused_and_ends_in_good_order(core_node, job):
@@ -226,13 +226,13 @@ def test_a_forked_child_is_refused_and_ends_in_good_order(core_node, job):
         import os
         session = attach(socket, {job!r})
         write_all(session, torch.float32)
-        image = torch.from_dlpack(session.image(1))
+        weights = torch.from_dlpack(session.weights(1))
         child = os.fork()
         if child == 0:
             try:
                 session.fetch(0)
             except core.UsageError as error:
-                ok = error.code == "E_FORKED" and image[0] == -1
+                ok = error.code == "E_FORKED" and weights[0] == -1
             sys.exit(0 if ok else 1)  # through the interpreter's own tear-down
         assert os.waitpid(child, 0)[1] == 0
         session.release(session.fetch(0))
@@ -243,15 +243,15 @@ def test_a_forked_child_is_refused_and_ends_in_good_order(core_node, job):
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
-def test_a_write_into_the_image_is_explained(core_node, job):
+def test_a_write_into_the_weights_is_explained(core_node, job):
     result = run_script(
         core_node,
         f"""
         session = attach(socket, {job!r})
         write_all(session, torch.float32)
-        torch.from_dlpack(session.image(0))[52] = 1
+        torch.from_dlpack(session.weights(0))[52] = 1
         """,
     )
     assert result.returncode == -signal.SIGSEGV
-    assert f"image of job {job}: parameter w, element 2 (group 0, embed)" in result.stderr
+    assert f"weights of job {job}: parameter w, element 2 (group 0, embed)" in result.stderr
     assert "hint: " in result.stderr

@@ -50,11 +50,11 @@ class Job:
         pad = world_size * ALIGN_ELEMS
         self.padded = [-(-elems // pad) * pad for elems in self.elems]
         width = torch.empty((), dtype=self.dtype).element_size()
-        self.image_offsets, end = [], 0
+        self.weights_offsets, end = [], 0
         for padded in self.padded:
-            self.image_offsets.append(end)
+            self.weights_offsets.append(end)
             end += -(-padded * width // PAGE_BYTES) * PAGE_BYTES
-        self.images = [torch.zeros(padded, dtype=self.dtype) for padded in self.padded]
+        self.weights = [torch.zeros(padded, dtype=self.dtype) for padded in self.padded]
         self.masters = [torch.zeros(padded) for padded in self.padded]
         self.moments = [[torch.zeros(padded), torch.zeros(padded)] for padded in self.padded]
         self.updates = [0] * len(group_names)
@@ -106,14 +106,14 @@ class Job:
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         d = v.sqrt() / (1 - beta2**t) ** 0.5 + eps
         w.mul_(1 - lr * weight_decay).sub_(lr / (1 - beta1**t) * m / d)
-        self.images[number][span] = w.to(self.dtype)
+        self.weights[number][span] = w.to(self.dtype)
 
 
 class Attachment:
     def __init__(self, job, rank, extra_state_bytes):
         self.job, self.rank, self.extra_state_bytes = job, rank, extra_state_bytes
         self.writes_initial = False
-        self.groups = list(zip(job.image_offsets, job.elems, job.padded))
+        self.groups = list(zip(job.weights_offsets, job.elems, job.padded))
         self.param_offsets = list(job.offsets)
         self.planes = [(name, 1) for name in PLANES[job.format]]
         self.committed_step = job.committed_step
@@ -132,13 +132,13 @@ class Attachment:
         if call:
             self.calls[call] += 1
 
-    def image(self, group):
-        return self.job.images[group]
+    def weights(self, group):
+        return self.job.weights[group]
 
     def write_initial(self, group, values, _timeout):
         self._check()
         assert self.writes_initial and not self.job.ready
-        self.job.images[group].copy_(values)
+        self.job.weights[group].copy_(values)
         self.job.masters[group].copy_(values.float())
 
     def initial_done(self, _timeout):
@@ -226,7 +226,7 @@ class Attachment:
         name = self.planes[plane][0]
         if name == "remainder":
             rest = job.masters[group].view(torch.int32) - (
-                job.images[group].view(torch.int16).int() << 16
+                job.weights[group].view(torch.int16).int() << 16
             )
             return rest[offset : offset + elems].to(torch.int16)
         return job.moments[group][0 if name == "exp_avg" else 1][offset : offset + elems]

@@ -161,15 +161,15 @@ def test_it_is_torchs_element_by_element(node, optimizer):
 @pytest.mark.parametrize("node", ["daemon"], indirect=True)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=label)
 def test_exact_serves_the_rounding_of_fp32(node, optimizer):
-    images = {}
+    weights = {}
     job = os.environ["FOREBAY_JOB"]
     for dtype in (torch.float32, torch.bfloat16):
         model = Plane(dtype)
         opt = forebay.attach(model, optimizer, job=f"{job[:50]}.{dtype}")
         train(model, opt)
-        images[dtype] = [p.detach().clone() for p in model.parameters()]
+        weights[dtype] = [p.detach().clone() for p in model.parameters()]
         opt.detach()
-    for wide, narrow in zip(*images.values()):
+    for wide, narrow in zip(*weights.values()):
         rounded = ((wide.view(torch.int32) + 0x8000) >> 16).to(torch.int16)
         assert torch.equal(rounded, narrow.view(torch.int16))
 

@@ -124,7 +124,7 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
         lambda rank: forebay.attach(models[rank], rank=rank, world_size=2, timeout=0.5 + 10 * rank)
     )
     loss_of(models[0], batch(0)).backward()
-    with pytest.raises(forebay.TimeoutError_) as info:
+    with pytest.raises(forebay.ForebayTimeoutError) as info:
         opts[0].step()
     assert info.value.code == "E_TIMEOUT"
     loss_of(models[1], batch(1)).backward()

@@ -42,7 +42,7 @@ static int train(struct forebay_session* session) {
     if (result.committed_step != args.step) return 1;
   }
   if (forebay_get_info(session, &info) != FOREBAY_OK) return failed("info");
-  memcpy(values, info.image, sizeof(values));
+  memcpy(values, info.weights, sizeof(values));
   printf("step %llu: %.4f %.4f\n", (unsigned long long)info.committed_step, (double)values[0],
          (double)values[1]);
   return forebay_detach(session) ? failed("detach") : 0;

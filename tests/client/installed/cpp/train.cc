@@ -42,7 +42,7 @@ absl::Status Train(const std::string& job) {
     if (!step.ok()) return step.status();
   }
   float values[2];
-  std::memcpy(values, session.image(0).data(), sizeof(values));
+  std::memcpy(values, session.weights(0).data(), sizeof(values));
   std::printf("step %llu: %.4f %.4f\n", static_cast<unsigned long long>(session.committed_step()),
               static_cast<double>(values[0]), static_cast<double>(values[1]));
   return session.Detach();
