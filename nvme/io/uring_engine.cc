@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <utility>
@@ -32,6 +33,8 @@ using std::chrono::nanoseconds;
 enum class Tag : uint8_t { kTransfer = 1, kWatch = 2, kIgnored = 3 };
 
 constexpr uint64_t kTransferWaitSecondsMax = 60;  // of the destructor
+// How long Wait() sleeps at most while the kernel takes no new entries.
+constexpr nanoseconds kUnsentSleepMax(10'000'000);
 
 uint64_t UserData(Tag tag, uint64_t key) { return (static_cast<uint64_t>(tag) << 56) | key; }
 
@@ -55,6 +58,12 @@ struct Transfer {
   IoKind kind = IoKind::kFlush;
 };
 
+// A poll that the kernel does not know about yet.
+struct PollChange {
+  internal::WatchKey key;
+  int fd = -1;  // -1: ends the poll
+};
+
 }  // namespace
 
 struct UringEngine::State {
@@ -68,11 +77,14 @@ struct UringEngine::State {
 
   void EnableOnFirstUse();
   io_uring_sqe* NextEntry();
-  void Start(const IoRequest& request);
+  void Start(io_uring_sqe* sqe, const IoRequest& request);
   void StartQueued();
   void ArmWatch(internal::WatchKey key, int fd);
   size_t Reap(std::span<Completion> out);
   bool ReportWatch(const io_uring_cqe& cqe, Completion& out);
+  bool HasUnsent() const {
+    return !poll_changes.empty() || (!backlog.empty() && !free_transfers.empty());
+  }
   int FixedBufferOf(const IoRequest& request) const;
 
   io_uring ring{};
@@ -83,7 +95,8 @@ struct UringEngine::State {
   std::vector<Transfer> transfers;
   std::vector<uint32_t> free_transfers;
   internal::WatchTable watches;
-  std::vector<BufferPiece> pieces;  // by buffer index
+  std::deque<PollChange> poll_changes;  // in order; empty unless the kernel takes no entries
+  std::vector<BufferPiece> pieces;      // by buffer index
 };
 
 void UringEngine::State::EnableOnFirstUse() {
@@ -95,14 +108,13 @@ void UringEngine::State::EnableOnFirstUse() {
   enabled = true;
 }
 
+// Null where the submission queue is full and the kernel takes nothing from it now: short of memory,
+// or completions have to be reaped first. Wait() tries again.
 io_uring_sqe* UringEngine::State::NextEntry() {
   io_uring_sqe* sqe = io_uring_get_sqe(&ring);
-  if (sqe == nullptr) {
-    io_uring_submit(&ring);
-    sqe = io_uring_get_sqe(&ring);
-  }
-  FOREBAY_CHECK(sqe != nullptr);
-  return sqe;
+  if (sqe != nullptr) return sqe;
+  (void)io_uring_submit(&ring);
+  return io_uring_get_sqe(&ring);
 }
 
 int UringEngine::State::FixedBufferOf(const IoRequest& request) const {
@@ -116,12 +128,11 @@ int UringEngine::State::FixedBufferOf(const IoRequest& request) const {
   return -1;
 }
 
-void UringEngine::State::Start(const IoRequest& request) {
+void UringEngine::State::Start(io_uring_sqe* sqe, const IoRequest& request) {
   const uint32_t slot = free_transfers.back();
   free_transfers.pop_back();
   transfers[slot] = {.token = request.token, .kind = request.kind};
 
-  io_uring_sqe* sqe = NextEntry();
   const int file = static_cast<int>(request.file);
   if (request.kind == IoKind::kFlush) {
     io_uring_prep_fsync(sqe, file, IORING_FSYNC_DATASYNC);
@@ -149,27 +160,41 @@ void UringEngine::State::Start(const IoRequest& request) {
 }
 
 void UringEngine::State::StartQueued() {
-  while (!backlog.empty() && !free_transfers.empty()) Start(backlog.Pop());
+  while (!poll_changes.empty()) {
+    io_uring_sqe* sqe = NextEntry();
+    if (sqe == nullptr) return;
+    const PollChange change = poll_changes.front();
+    poll_changes.pop_front();
+    if (change.fd >= 0) {
+      io_uring_prep_poll_multishot(sqe, change.fd, POLLIN);
+      io_uring_sqe_set_data64(sqe, WatchUserData(change.key));
+    } else {
+      io_uring_prep_poll_remove(sqe, WatchUserData(change.key));
+      io_uring_sqe_set_data64(sqe, UserData(Tag::kIgnored, 0));
+    }
+  }
+  while (!backlog.empty() && !free_transfers.empty()) {
+    io_uring_sqe* sqe = NextEntry();
+    if (sqe == nullptr) return;
+    Start(sqe, backlog.Pop());
+  }
 }
 
 void UringEngine::State::ArmWatch(internal::WatchKey key, int fd) {
-  io_uring_sqe* sqe = NextEntry();
-  io_uring_prep_poll_multishot(sqe, fd, POLLIN);
-  io_uring_sqe_set_data64(sqe, WatchUserData(key));
+  poll_changes.push_back({.key = key, .fd = fd});
+  StartQueued();
 }
 
-// False where there is nothing to report: an older watch's, or drained already.
+// False where there is nothing to report: the watch was removed, or its counter was read already.
 bool UringEngine::State::ReportWatch(const io_uring_cqe& cqe, Completion& out) {
   const internal::WatchKey key = WatchKeyOf(cqe.user_data);
   const internal::Watch* watch = watches.Find(key);
   if (watch == nullptr) return false;
-  int64_t result = cqe.res;
-  if (cqe.res >= 0) {
-    result = internal::DrainEventFd(watch->fd);
-    // A multishot poll may end by itself, when completions overflowed for example.
-    if ((cqe.flags & IORING_CQE_F_MORE) == 0) ArmWatch(key, watch->fd);
-    if (result == -EAGAIN) return false;
-  }
+  const int64_t result = cqe.res >= 0 ? internal::DrainEventFd(watch->fd) : cqe.res;
+  // The kernel may end a multishot poll: completions overflowed, memory was short, or the poll was
+  // cancelled. Only a closed descriptor cannot be polled again.
+  if ((cqe.flags & IORING_CQE_F_MORE) == 0 && cqe.res != -EBADF) ArmWatch(key, watch->fd);
+  if (result == -EAGAIN) return false;
   out = {.token = watch->token, .result = result, .kind = IoKind::kEvent};
   return true;
 }
@@ -319,11 +344,15 @@ absl::Status UringEngine::WatchEventFd(int fd, uint64_t token) {
 void UringEngine::UnwatchEventFd(int fd) {
   internal::WatchKey key;
   if (!state_->watches.Remove(fd, key)) return;
-  io_uring_sqe* sqe = state_->NextEntry();
-  io_uring_prep_poll_remove(sqe, WatchUserData(key));
-  io_uring_sqe_set_data64(sqe, UserData(Tag::kIgnored, 0));
-  // At once: the caller closes the descriptor, and its number may soon name another file.
-  io_uring_submit(&state_->ring);
+  // The caller closes the descriptor, and its number may soon name another file: a poll that was
+  // not started must not be, and one that was ends at once.
+  std::deque<PollChange>& changes = state_->poll_changes;
+  if (std::erase_if(changes, [fd](const PollChange& change) { return change.fd == fd; }) > 0) {
+    return;
+  }
+  changes.push_back({.key = key});
+  state_->StartQueued();
+  (void)io_uring_submit(&state_->ring);
 }
 
 absl::StatusOr<size_t> UringEngine::Wait(nanoseconds timeout, std::span<Completion> out) {
@@ -343,11 +372,12 @@ absl::StatusOr<size_t> UringEngine::Wait(nanoseconds timeout, std::span<Completi
       rc = io_uring_submit_and_get_events(&state.ring);
       count = state.Reap(out);
     } else {
-      __kernel_timespec sleep{.tv_sec = left.count() / 1'000'000'000,
-                              .tv_nsec = left.count() % 1'000'000'000};
+      const nanoseconds longest = state.HasUnsent() ? std::min(left, kUnsentSleepMax) : left;
+      __kernel_timespec sleep{.tv_sec = longest.count() / 1'000'000'000,
+                              .tv_nsec = longest.count() % 1'000'000'000};
       io_uring_cqe* cqe = nullptr;
-      rc = io_uring_submit_and_wait_timeout(&state.ring, &cqe, 1, forever ? nullptr : &sleep,
-                                            nullptr);
+      rc = io_uring_submit_and_wait_timeout(&state.ring, &cqe, 1,
+                                            longest == kForever ? nullptr : &sleep, nullptr);
       count = state.Reap(out);
     }
     // EAGAIN and EBUSY: the kernel is short of memory or completions overflowed; reaping helps.

@@ -6,21 +6,31 @@
 #include "nvme/io/io_engine.h"
 
 #include <fcntl.h>
+#include <liburing.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nvme/io/engine_factory.h"
 #include "nvme/io/thread_engine.h"
 #include "nvme/io/uring_engine.h"
 #include "nvme/swap_files.h"
@@ -403,6 +413,84 @@ TEST_P(IoEngineContract, TooManyFilesAreRefused) {
   EXPECT_EQ(again, FileIndex{5});
   ASSERT_OK(engine_->SubmitRead(again, 0, bytes, 1));
   EXPECT_EQ(WaitFor(1).size(), 1u);
+}
+
+// From now on the calling thread's io_uring_enter fails with EAGAIN, as where the kernel is short of
+// memory, unless it also waits for completions.
+bool RefuseSubmissions() {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[3])),
+      BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, IORING_ENTER_GETEVENTS, 1, 0),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {.len = 6, .filter = filter};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+TEST(UringEngineFault, AFullQueueThatTheKernelRefusesIsSentLater) {
+  if (!ProbeUring().ok()) GTEST_SKIP() << "no io_uring here: " << ProbeUring();
+  constexpr int kWatches = 300;  // more than the submission queue holds
+  bool filtered = true;
+  std::set<uint64_t> seen;
+  std::thread other([&filtered, &seen] {
+    ASSERT_OK_AND_ASSIGN(const auto engine, UringEngine::Create(/*depth=*/4));
+    std::vector<protocol::UniqueFd> events;
+    filtered = RefuseSubmissions();
+    if (!filtered) return;
+    for (int i = 0; i < kWatches; ++i) {
+      events.emplace_back(eventfd(1, EFD_CLOEXEC));
+      ASSERT_OK(engine->WatchEventFd(events.back().get(), static_cast<uint64_t>(i)));
+    }
+    const auto end = std::chrono::steady_clock::now() + kDeadline;
+    std::array<Completion, 32> some;
+    while (seen.size() < kWatches && std::chrono::steady_clock::now() < end) {
+      ASSERT_OK_AND_ASSIGN(const size_t count, engine->Wait(std::chrono::seconds(1), some));
+      for (size_t i = 0; i < count; ++i) seen.insert(some[i].token);
+    }
+    for (const protocol::UniqueFd& event : events) engine->UnwatchEventFd(event.get());
+  });
+  other.join();
+  if (!filtered) GTEST_SKIP() << "this machine does not allow seccomp filters";
+  EXPECT_EQ(seen.size(), kWatches);
+}
+
+// Ends every request of the engine's ring with ECANCELED, as the kernel may by itself.
+bool CancelAllRequests() {
+  int ring = -1;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code closed;
+    if (std::filesystem::read_symlink(entry.path(), closed).string() == "anon_inode:[io_uring]") {
+      ring = std::stoi(entry.path().filename());
+    }
+  }
+  io_uring_sync_cancel_reg cancel{};
+  cancel.fd = -1;
+  cancel.flags = IORING_ASYNC_CANCEL_ALL | IORING_ASYNC_CANCEL_ANY;
+  cancel.timeout = {.tv_sec = -1, .tv_nsec = -1};
+  return syscall(__NR_io_uring_register, ring, IORING_REGISTER_SYNC_CANCEL, &cancel, 1) >= 0;
+}
+
+TEST(UringEngineFault, AWatchThatEndsWithAnErrorIsArmedAgain) {
+  if (!ProbeUring().ok()) GTEST_SKIP() << "no io_uring here: " << ProbeUring();
+  ASSERT_OK_AND_ASSIGN(const auto engine, UringEngine::Create(/*depth=*/4));
+  protocol::UniqueFd event(eventfd(0, EFD_CLOEXEC));
+  ASSERT_OK(engine->WatchEventFd(event.get(), 7));
+  std::array<Completion, 8> some;
+  ASSERT_OK_AND_ASSIGN(size_t count, engine->Wait(kNow, some));
+  ASSERT_EQ(count, 0u);
+  if (!CancelAllRequests()) GTEST_SKIP() << "the kernel has no IORING_REGISTER_SYNC_CANCEL";
+  ASSERT_OK_AND_ASSIGN(count, engine->Wait(std::chrono::seconds(1), some));
+  ASSERT_EQ(count, 1u);
+  EXPECT_EQ(some[0].result, -ECANCELED);
+  const uint64_t value = 5;
+  ASSERT_EQ(write(event.get(), &value, sizeof(value)), static_cast<ssize_t>(sizeof(value)));
+  ASSERT_OK_AND_ASSIGN(count, engine->Wait(std::chrono::seconds(1), some));
+  ASSERT_EQ(count, 1u);
+  EXPECT_EQ(some[0].result, 5);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IoEngineContract,
