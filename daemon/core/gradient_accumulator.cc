@@ -15,12 +15,13 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-GradientAccumulator::GradientAccumulator(std::shared_ptr<const protocol::Layout> layout,
-                                         const MemoryPlan& plan)
-    : layout_(std::move(layout)),
+GradientAccumulator::GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
+                                         const MemoryPlan& plan, const Membership& members)
+    : io_(io),
+      layout_(std::move(layout)),
       plan_(plan),
+      members_(members),
       world_size_(layout_->spec().world_size),
-      detached_(world_size_, false),
       overflow_used_(plan.overflow_slots, false) {
   Forget();
 }
@@ -41,26 +42,25 @@ std::string GradientAccumulator::NameOf(uint32_t group) const {
   return absl::StrCat("group ", group, " (", layout_->spec().group_names[group], ")");
 }
 
-void GradientAccumulator::AnswerOnce(JobIo& io, Contribution& contribution,
-                                     const absl::Status& status) {
+void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Status& status) {
   if (std::exchange(contribution.answered, true)) return;
-  io.Answer(contribution.command, status);
+  io_.Answer(contribution.command, status);
 }
 
-void GradientAccumulator::Deliver(JobIo& io, uint64_t step, const Delivery& delivery) {
+void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   FOREBAY_CHECK(empty() || step_ == step);
   step_ = step;
   Group& group = groups_[delivery.group];
   if (group.by_rank.contains(delivery.rank)) {
-    io.Answer(delivery.command,
-              MakeError(ErrorId::kGradRepeat,
-                        absl::StrCat("rank ", delivery.rank, " has delivered a gradient for ",
-                                     NameOf(delivery.group), " in step ", step),
-                        "gradient accumulation over several backward passes is not supported"));
+    io_.Answer(delivery.command,
+               MakeError(ErrorId::kGradRepeat,
+                         absl::StrCat("rank ", delivery.rank, " has delivered a gradient for ",
+                                      NameOf(delivery.group), " in step ", step),
+                         "gradient accumulation over several backward passes is not supported"));
     return;
   }
   if (delivery.rank < group.next_rank || group.summed) {
-    io.Answer(
+    io_.Answer(
         delivery.command,
         MakeError(ErrorId::kStep, absl::StrCat("rank ", delivery.rank, " called step ", step,
                                                " before it delivered ", NameOf(delivery.group),
@@ -77,22 +77,22 @@ void GradientAccumulator::Deliver(JobIo& io, uint64_t step, const Delivery& deli
                                   .arrival = ++arrivals_});
   if (!fault_.ok()) {
     it->second.state = State::kAdded;
-    AnswerOnce(io, it->second, absl::OkStatus());
+    AnswerOnce(it->second, absl::OkStatus());
     return;
   }
   held_.emplace(arrivals_, Key{.group = delivery.group, .rank = delivery.rank});
-  Advance(io, delivery.group);
-  SpillToOverflow(io);
+  Advance(delivery.group);
+  SpillToOverflow();
 }
 
-void GradientAccumulator::Advance(JobIo& io, uint32_t index) {
+void GradientAccumulator::Advance(uint32_t index) {
   Group& group = groups_[index];
   while (fault_.ok() && group.next_rank < world_size_) {
     const auto it = group.by_rank.find(group.next_rank);
     if (it != group.by_rank.end()) {
       const State state = it->second.state;
       if (state == State::kHeld || state == State::kOverflow) {
-        StartAdd(io, {.group = index, .rank = group.next_rank});
+        StartAdd({.group = index, .rank = group.next_rank});
       }
       return;
     }
@@ -102,19 +102,19 @@ void GradientAccumulator::Advance(JobIo& io, uint32_t index) {
   if (!fault_.ok() || group.added == 0 || group.summed) return;
   group.summed = true;
   const TaskId task =
-      io.Start(TaskKind::kSumGroup, 0,
-               SumGroup{.accumulator_offset_bytes = plan_.accumulator_offsets[index],
-                        .elems = layout_->groups()[index].padded_elems});
+      io_.Start(TaskKind::kSumGroup, 0,
+                SumGroup{.accumulator_offset_bytes = plan_.accumulator_offsets[index],
+                         .elems = layout_->groups()[index].padded_elems});
   running_.emplace(task, Key{.group = index, .rank = kNobody});
 }
 
-void GradientAccumulator::StartAdd(JobIo& io, const Key& key) {
+void GradientAccumulator::StartAdd(const Key& key) {
   Contribution& contribution = At(key);
   const bool in_arena = contribution.state == State::kHeld;
   const SessionId session = in_arena ? contribution.command.session : 0;
   held_.erase(contribution.arrival);
   contribution.state = State::kAdding;
-  const TaskId task = io.Start(
+  const TaskId task = io_.Start(
       TaskKind::kAddGradient, session,
       AddGradient{.session = session,
                   .source_offset_bytes = in_arena ? contribution.arena_offset_bytes
@@ -145,7 +145,7 @@ uint32_t GradientAccumulator::DeliveredBefore(uint32_t missing_rank, uint32_t ra
 }
 
 // Makes room in the arenas that are crowded by contributions waiting for other ranks, newest first.
-void GradientAccumulator::SpillToOverflow(JobIo& io) {
+void GradientAccumulator::SpillToOverflow() {
   std::map<SessionId, uint64_t> waiting_bytes;
   std::vector<std::pair<Key, uint32_t>> waiting;  // with the rank that each waits for
   for (const auto& [arrival, key] : held_) {
@@ -163,11 +163,11 @@ void GradientAccumulator::SpillToOverflow(JobIo& io) {
     const auto free = std::find(overflow_used_.begin(), overflow_used_.end(), false);
     if (free == overflow_used_.end()) {
       const uint32_t other_group = DeliveredBefore(missing_rank, key.rank);
-      if (other_group == kNobody && !detached_[missing_rank]) continue;  // it will come: wait
+      if (other_group == kNobody && !members_.is_detached(missing_rank))
+        continue;  // it will come: wait
       bytes -= layout_->group_bytes(key.group);
-      Refuse(io, key,
-             detached_[missing_rank] ? DetachedError(key, missing_rank)
-                                     : OrderError(key, missing_rank, other_group));
+      Refuse(key, members_.is_detached(missing_rank) ? DetachedError(key, missing_rank)
+                                                     : OrderError(key, missing_rank, other_group));
       continue;
     }
     *free = true;
@@ -176,11 +176,11 @@ void GradientAccumulator::SpillToOverflow(JobIo& io) {
     held_.erase(contribution.arrival);
     contribution.state = State::kMoving;
     const TaskId task =
-        io.Start(TaskKind::kMoveGradient, contribution.command.session,
-                 CopyToStepArena{.session = contribution.command.session,
-                                 .grad_offset_bytes = contribution.arena_offset_bytes,
-                                 .step_offset_bytes = OverflowOffset(*contribution.overflow_slot),
-                                 .bytes = layout_->group_bytes(key.group)});
+        io_.Start(TaskKind::kMoveGradient, contribution.command.session,
+                  CopyToStepArena{.session = contribution.command.session,
+                                  .grad_offset_bytes = contribution.arena_offset_bytes,
+                                  .step_offset_bytes = OverflowOffset(*contribution.overflow_slot),
+                                  .bytes = layout_->group_bytes(key.group)});
     running_.emplace(task, key);
   }
 }
@@ -205,9 +205,9 @@ absl::Status GradientAccumulator::DetachedError(const Key& key, uint32_t missing
 }
 
 // The contribution is not taken: the rank may deliver the group again.
-void GradientAccumulator::Refuse(JobIo& io, const Key& key, const absl::Status& status) {
+void GradientAccumulator::Refuse(const Key& key, const absl::Status& status) {
   Contribution& contribution = At(key);
-  AnswerOnce(io, contribution, status);
+  AnswerOnce(contribution, status);
   held_.erase(contribution.arrival);
   Group& group = groups_[key.group];
   group.by_rank.erase(key.rank);
@@ -224,7 +224,7 @@ GradientAccumulator::Key GradientAccumulator::FinishRunning(TaskId task) {
   return key;
 }
 
-void GradientAccumulator::OnAdded(JobIo& io, const TaskDone& done) {
+void GradientAccumulator::OnAdded(const TaskDone& done) {
   const Key key = FinishRunning(done.task);
   Contribution& contribution = At(key);
   Group& group = groups_[key.group];
@@ -237,44 +237,44 @@ void GradientAccumulator::OnAdded(JobIo& io, const TaskDone& done) {
                   absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group),
                                " in step ", step_, " holds NaN or infinity"),
                   "the step was not applied; repeat it with other gradients");
-    AnswerOnce(io, contribution, fault);
-    Invalidate(io, fault);
+    AnswerOnce(contribution, fault);
+    Invalidate(fault);
     return;
   }
-  AnswerOnce(io, contribution, absl::OkStatus());
+  AnswerOnce(contribution, absl::OkStatus());
   ++group.added;
   ++group.next_rank;
   if (Completes(key)) {
     group.summed = true;
-    RecordSum(io, key.group, done.sum_squares);
+    RecordSum(key.group, done.sum_squares);
   }
-  Advance(io, key.group);
-  SpillToOverflow(io);
+  Advance(key.group);
+  SpillToOverflow();
 }
 
-void GradientAccumulator::OnMoved(JobIo& io, const TaskDone& done) {
+void GradientAccumulator::OnMoved(const TaskDone& done) {
   const Key key = FinishRunning(done.task);
   Contribution& contribution = At(key);
   contribution.state = fault_.ok() ? State::kOverflow : State::kAdded;
-  AnswerOnce(io, contribution, absl::OkStatus());
-  Advance(io, key.group);
+  AnswerOnce(contribution, absl::OkStatus());
+  Advance(key.group);
 }
 
-void GradientAccumulator::OnSummed(JobIo& io, const TaskDone& done) {
-  RecordSum(io, FinishRunning(done.task).group, done.sum_squares);
+void GradientAccumulator::OnSummed(const TaskDone& done) {
+  RecordSum(FinishRunning(done.task).group, done.sum_squares);
 }
 
-void GradientAccumulator::RecordSum(JobIo& io, uint32_t group, double sum_squares) {
+void GradientAccumulator::RecordSum(uint32_t group, double sum_squares) {
   --unsummed_groups_;
   groups_[group].sum_squares = sum_squares;
   if (std::isfinite(sum_squares)) return;
-  Invalidate(io, MakeError(ErrorId::kNonfinite,
-                           absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
-                                        " in step ", step_, " is not finite"),
-                           "the step was not applied; repeat it with other gradients"));
+  Invalidate(MakeError(ErrorId::kNonfinite,
+                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
+                                    " in step ", step_, " is not finite"),
+                       "the step was not applied; repeat it with other gradients"));
 }
 
-void GradientAccumulator::Invalidate(JobIo& io, const absl::Status& fault) {
+void GradientAccumulator::Invalidate(const absl::Status& fault) {
   if (!fault_.ok()) return;
   fault_ = fault;
   held_.clear();
@@ -282,44 +282,39 @@ void GradientAccumulator::Invalidate(JobIo& io, const absl::Status& fault) {
     for (auto& [rank, contribution] : group.by_rank) {
       if (contribution.state == State::kMoving || contribution.state == State::kAdding) continue;
       contribution.state = State::kAdded;
-      AnswerOnce(io, contribution, absl::OkStatus());
+      AnswerOnce(contribution, absl::OkStatus());
     }
   }
 }
 
-void GradientAccumulator::CloseRank(JobIo& io, uint32_t rank) {
+void GradientAccumulator::CloseRank(uint32_t rank) {
   closed_[rank] = true;
   for (uint32_t group = 0; group < groups_.size(); ++group) {
-    if (!groups_[group].by_rank.empty()) Advance(io, group);
+    if (!groups_[group].by_rank.empty()) Advance(group);
   }
-  SpillToOverflow(io);
+  SpillToOverflow();
 }
 
-void GradientAccumulator::SetDetached(JobIo& io, uint32_t rank, bool left) {
-  detached_[rank] = left;
-  if (left) SpillToOverflow(io);
-}
-
-void GradientAccumulator::AnswerSession(JobIo& io, SessionId session, const absl::Status& status) {
+void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& status) {
   for (Group& group : groups_) {
     for (auto& [rank, contribution] : group.by_rank) {
-      if (contribution.command.session == session) AnswerOnce(io, contribution, status);
+      if (contribution.command.session == session) AnswerOnce(contribution, status);
     }
   }
 }
 
 void GradientAccumulator::ReopenRanks() { closed_.assign(world_size_, false); }
 
-void GradientAccumulator::Drop(JobIo& io, const absl::Status& status) {
+void GradientAccumulator::Drop(const absl::Status& status) {
   for (Group& group : groups_) {
-    for (auto& [rank, contribution] : group.by_rank) AnswerOnce(io, contribution, status);
+    for (auto& [rank, contribution] : group.by_rank) AnswerOnce(contribution, status);
   }
   Forget();
 }
 
-void GradientAccumulator::Clear(JobIo& io, const absl::Status& status) {
+void GradientAccumulator::Clear(const absl::Status& status) {
   FOREBAY_CHECK(running_.empty());
-  Drop(io, status);
+  Drop(status);
 }
 
 bool GradientAccumulator::reduced() const {

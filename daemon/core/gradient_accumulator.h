@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
+#include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
 #include "protocol/layout.h"
 
@@ -38,7 +39,8 @@ class GradientAccumulator {
     CommandId command;
   };
 
-  GradientAccumulator(std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan);
+  GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
+                      const MemoryPlan& plan, const Membership& members);
 
   // Takes a checked kGradReady of step `step`; it is answered when its bytes are free, or at once
   // with an error.
@@ -46,29 +48,29 @@ class GradientAccumulator {
   // Errors  E_GRAD_REPEAT  the rank has delivered this group.
   //         E_STEP         the group went on without the rank after it had called step.
   //         E_GRAD_ORDER   see above; the contribution is not taken.
-  void Deliver(JobIo& io, uint64_t step, const Delivery& delivery);
+  void Deliver(uint64_t step, const Delivery& delivery);
 
   // Outcomes of this book's tasks; stale ones (JobIo::NewEpoch) are not brought here.
-  void OnAdded(JobIo& io, const TaskDone& done);
-  void OnMoved(JobIo& io, const TaskDone& done);
-  void OnSummed(JobIo& io, const TaskDone& done);
+  void OnAdded(const TaskDone& done);
+  void OnMoved(const TaskDone& done);
+  void OnSummed(const TaskDone& done);
 
   // `rank` has called step: what it has not delivered counts as zero.
-  void CloseRank(JobIo& io, uint32_t rank);
+  void CloseRank(uint32_t rank);
   void ReopenRanks();  // no vote stands any more
 
-  // `rank` has detached, or is back. Contributions that would wait for it without end, for want of
-  // room, are refused with E_RANK_LOST.
-  void SetDetached(JobIo& io, uint32_t rank, bool left);
+  // A rank has detached. Contributions that would wait for it without end, for want of room, are
+  // refused with E_RANK_LOST.
+  void OnRankDetached() { SpillToOverflow(); }
 
   // Answers what waits of one session; its contributions stay.
-  void AnswerSession(JobIo& io, SessionId session, const absl::Status& status);
+  void AnswerSession(SessionId session, const absl::Status& status);
 
   // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller
   // makes them stale.
-  void Drop(JobIo& io, const absl::Status& status);
+  void Drop(const absl::Status& status);
   // The same for a book whose tasks have all ended.
-  void Clear(JobIo& io, const absl::Status& status);
+  void Clear(const absl::Status& status);
 
   bool empty() const { return delivered_total_ == 0; }
   bool idle() const { return running_.empty(); }
@@ -116,33 +118,34 @@ class GradientAccumulator {
 
   Contribution& At(const Key& key) { return groups_[key.group].by_rank.at(key.rank); }
   Key FinishRunning(TaskId task);
-  void Advance(JobIo& io, uint32_t group);
-  void StartAdd(JobIo& io, const Key& key);
+  void Advance(uint32_t group);
+  void StartAdd(const Key& key);
   bool Completes(const Key& key) const { return key.rank + 1 == world_size_; }
-  void RecordSum(JobIo& io, uint32_t group, double sum_squares);
+  void RecordSum(uint32_t group, double sum_squares);
   uint64_t OverflowOffset(uint32_t slot) const {
     return plan_.overflow_offset + slot * plan_.overflow_slot_bytes;
   }
-  void SpillToOverflow(JobIo& io);
-  void Refuse(JobIo& io, const Key& key, const absl::Status& status);
+  void SpillToOverflow();
+  void Refuse(const Key& key, const absl::Status& status);
   absl::Status OrderError(const Key& key, uint32_t missing_rank, uint32_t other_group) const;
   absl::Status DetachedError(const Key& key, uint32_t missing_rank) const;
   uint32_t FirstMissingRank(
       const Key& key) const;  // lowest rank it waits for that has yet to deliver
   uint32_t DeliveredBefore(uint32_t missing_rank,
                            uint32_t rank) const;  // a group only `missing_rank` did
-  void AnswerOnce(JobIo& io, Contribution& contribution, const absl::Status& status);
-  void Invalidate(JobIo& io, const absl::Status& fault);
+  void AnswerOnce(Contribution& contribution, const absl::Status& status);
+  void Invalidate(const absl::Status& fault);
   void Forget();
   std::string NameOf(uint32_t group) const;
 
+  JobIo& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
+  const Membership& members_;
   uint32_t world_size_;
   uint64_t step_ = 0;
   std::vector<Group> groups_;
   std::vector<bool> closed_;         // by rank
-  std::vector<bool> detached_;       // by rank
   std::vector<uint64_t> delivered_;  // by rank: groups
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_groups_ = 0;  // with a contribution

@@ -12,15 +12,15 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-void InitialParameters::Write(JobIo& io, const CommandId& command, const protocol::Command& words) {
+void InitialParameters::Write(const CommandId& command, const protocol::Command& words) {
   const auto same_group = [&](const auto& entry) { return entry.second.group == words.group; };
   if (std::any_of(running_.begin(), running_.end(), same_group)) {
-    io.Answer(command, MakeError(ErrorId::kProtocol,
-                                 absl::StrCat("group ", words.group, " is being written already")));
+    io_.Answer(command, MakeError(ErrorId::kProtocol, absl::StrCat("group ", words.group,
+                                                                   " is being written already")));
     return;
   }
   written_[words.group] = false;
-  const TaskId task = io.Start(
+  const TaskId task = io_.Start(
       TaskKind::kCopyInitial, command.session,
       CopyInitial{.session = command.session,
                   .grad_offset_bytes = words.arena_offset_bytes,
@@ -30,7 +30,7 @@ void InitialParameters::Write(JobIo& io, const CommandId& command, const protoco
   running_.emplace(task, Running{.command = command, .group = words.group});
 }
 
-void InitialParameters::OnCopied(JobIo& io, const TaskDone& done) {
+void InitialParameters::OnCopied(const TaskDone& done) {
   const auto it = running_.find(done.task);
   FOREBAY_CHECK(it != running_.end());
   const Running copy = it->second;
@@ -44,40 +44,42 @@ void InitialParameters::OnCopied(JobIo& io, const TaskDone& done) {
                   "check the initialisation or the loaded checkpoint");
   }
   written_[copy.group] = status.ok();
-  io.Answer(copy.command, status);
-  TryDone(io);
+  io_.Answer(copy.command, status);
+  TryDone();
 }
 
-void InitialParameters::Done(JobIo& io, const CommandId& command) {
+void InitialParameters::Done(const CommandId& command) {
   if (done_) {
-    io.Answer(command, MakeError(ErrorId::kProtocol, "the end of the initial parameters was said"));
+    io_.Answer(command,
+               MakeError(ErrorId::kProtocol,
+                         "an end of the initialisation is waiting for its answer already"));
     return;
   }
   done_ = command;
-  TryDone(io);
+  TryDone();
 }
 
-void InitialParameters::TryDone(JobIo& io) {
+void InitialParameters::TryDone() {
   if (!done_ || !running_.empty()) return;
   const CommandId command = *std::exchange(done_, std::nullopt);
   const auto missing = std::find(written_.begin(), written_.end(), false);
   if (missing != written_.end()) {
     const auto group = static_cast<size_t>(missing - written_.begin());
-    io.Answer(command,
-              MakeError(ErrorId::kNotReady,
-                        absl::StrCat("the initial parameters of group ", group, " (",
-                                     layout_->spec().group_names[group], ") were not written"),
-                        "write every group, then end the initialisation"));
+    io_.Answer(command,
+               MakeError(ErrorId::kNotReady,
+                         absl::StrCat("the initial parameters of group ", group, " (",
+                                      layout_->spec().group_names[group], ") were not written"),
+                         "write every group, then end the initialisation"));
     return;
   }
   ready_ = true;
   writer_ = 0;
-  io.Answer(command, absl::OkStatus());
+  io_.Answer(command, absl::OkStatus());
 }
 
-void InitialParameters::Reset(JobIo& io, const absl::Status& status) {
-  for (const auto& [task, copy] : running_) io.Answer(copy.command, status);
-  if (done_) io.Answer(*done_, status);
+void InitialParameters::Reset(const absl::Status& status) {
+  for (const auto& [task, copy] : running_) io_.Answer(copy.command, status);
+  if (done_) io_.Answer(*done_, status);
   running_.clear();
   done_.reset();
   writer_ = 0;

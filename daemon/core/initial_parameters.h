@@ -1,10 +1,12 @@
-// The initial parameters of a fresh job: one session writes every group, then says so.
+// The initial parameters of a fresh job: one session writes every group, then ends the
+// initialisation.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,8 +19,8 @@ namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  explicit InitialParameters(std::shared_ptr<const protocol::Layout> layout)
-      : layout_(std::move(layout)), written_(layout_->groups().size(), false) {}
+  InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout)
+      : io_(io), layout_(std::move(layout)), written_(layout_->groups().size(), false) {}
 
   SessionId writer() const { return writer_; }  // 0: nobody
   void set_writer(SessionId session) { writer_ = session; }
@@ -29,16 +31,16 @@ class InitialParameters {
   //
   // Errors  E_PROTOCOL   an earlier write of the group has not been answered.
   //         E_NONFINITE  the group counts as not written.
-  void Write(JobIo& io, const CommandId& command, const protocol::Command& words);
-  void OnCopied(JobIo& io, const TaskDone& done);
+  void Write(const CommandId& command, const protocol::Command& words);
+  void OnCopied(const TaskDone& done);
 
   // kInitialDone of the writer; answered when its writes are done.
   //
   // Errors  E_NOT_READY  names the first group that was not written.
-  void Done(JobIo& io, const CommandId& command);
+  void Done(const CommandId& command);
 
-  // The writer is gone: the next one begins anew. The caller makes running copies stale.
-  void Reset(JobIo& io, const absl::Status& status);
+  // The writer has ended: the next one begins anew. The caller makes running copies stale.
+  void Reset(const absl::Status& status);
 
   uint64_t unanswered() const { return running_.size() + (done_ ? 1 : 0); }
 
@@ -48,8 +50,9 @@ class InitialParameters {
     uint32_t group = 0;
   };
 
-  void TryDone(JobIo& io);
+  void TryDone();
 
+  JobIo& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   SessionId writer_ = 0;
   bool ready_ = false;

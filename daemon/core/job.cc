@@ -15,14 +15,16 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-Job::Job(Spec spec, ActionSink& actions, StagingPool& pool)
+Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
-      detached_(spec_.layout->spec().world_size, false),
-      initial_(spec_.layout),
-      accumulator_(spec_.layout, spec_.plan),
-      pipeline_(spec_.layout, spec_.plan.block_elems, spec_.plan, pool, spec_.options.workers),
-      extra_bytes_(spec_.layout->spec().world_size, 0) {
+      members_(spec_, io_),
+      initial_(io_, spec_.layout),
+      leases_(actions),
+      pipeline_(io_, spec_.layout, spec_.plan, pool, spec_.options.workers),
+      reads_(io_, spec_.layout, pipeline_),
+      step_(spec_, io_, members_, pipeline_, reads_),
+      fetches_(spec_, io_, step_, leases_) {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
@@ -38,13 +40,155 @@ Job::Job(Spec spec, ActionSink& actions, StagingPool& pool)
 void Job::OnMemoryMade(const TaskDone& done) {
   --making_tasks_;
   if (!done.status.ok() && failed_.ok()) failed_ = done.status;
-  if (making_tasks_ > 0) return;
-  phase_ = failed_.ok() ? Phase::kOpen : Phase::kFailed;
-  deleting_ = !failed_.ok();
+  if (making_tasks_ > 0 || failed_.ok()) return;
+  deleting_ = true;
+  step_.Fail(failed_);
 }
 
+void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
+  members_.OnMemoryMade(id, status.ok());
+  Session& session = *members_.Find(id);
+  if (!status.ok() && session.state == Session::State::kWaiting) Evict(session, status);
+}
+
+// ---------------------------------------------------------------------------------------- sessions
+
+absl::Status Job::CheckAttach(const AttachRequested& request) const {
+  absl::Status status = members_.CheckAttach(request);
+  if (!status.ok()) return status;
+  if (failed()) return FailedStatus();
+  if (deleting_) {
+    return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " is being deleted"),
+                     "attach again in a moment");
+  }
+  return absl::OkStatus();
+}
+
+void Job::Attach(const AttachRequested& request) {
+  if (Session* old = members_.OfRank(request.rank)) {
+    Evict(*old, MakeError(ErrorId::kFenced,
+                          absl::StrCat("a newer session of rank ", request.rank, " of job ",
+                                       spec_.name, " has attached"),
+                          "one process trains a rank: end the other, then attach again"));
+  }
+  members_.Add(request);
+}
+
+void Job::OnEnded(SessionId id, EndCause cause) {
+  Session* session = members_.Find(id);
+  if (session == nullptr || session->state == Session::State::kEnded) return;
+  io_.End(id);  // it gets no answers any more
+  if (session->is_current() && initial_.ready() && !failed()) {
+    if (cause == EndCause::kLost || step_.HasContributed(*session)) {
+      OnRankFailed(*session);
+    } else {
+      OnRankDetached(*session);
+    }
+  }
+  End(*session, absl::OkStatus());
+}
+
+// Ends a session that its client did not end; the client is told the reason.
+void Job::Evict(Session& session, const absl::Status& reason) {
+  session.close_reason = reason;
+  if (session.state == Session::State::kWaiting) {
+    io_.actions().Emit(AnswerAttach{.session = session.id, .status = reason, .trace = {}});
+  } else if (session.is_current()) {
+    session.fence = reason;
+    if (initial_.ready() && !failed()) OnRankFailed(session);
+  }
+  End(session, reason);
+  io_.End(session.id);
+}
+
+void Job::End(Session& session, const absl::Status& status) {
+  if (initial_.writer() == session.id) {
+    initial_.Reset(status);
+    io_.NewEpoch();
+  }
+  AnswerWaiting(session, status);
+  leases_.DropAll(session.id);
+  members_.SetEnded(session);
+}
+
+// A new generation: every other session is fenced. A step that all ranks have called goes on and is
+// answered; else it is dropped.
+void Job::OnRankFailed(Session& lost) {
+  const uint64_t committed = step_.committed_step();
+  const absl::Status status =
+      MakeError(ErrorId::kRankLost,
+                absl::StrCat("rank ", lost.rank, " of job ", spec_.name, " was lost in step ",
+                             committed + 1, "; the committed step is ", committed),
+                absl::StrCat("attach again and go on after step ", committed));
+  const std::vector<Session*> fenced = members_.BeginGeneration(lost, status);
+  step_.OnRankLost(lost, status);
+  for (Session* session : fenced) {
+    AnswerWaiting(*session, status);
+    leases_.DropAll(session->id);
+  }
+}
+
+// Detached in good order, having contributed nothing to the step: the others' step is refused until
+// the rank is back.
+void Job::OnRankDetached(const Session& session) {
+  if (!members_.HasCurrentBeside(session.id)) {
+    members_.ClearDetached();  // the step waits for every rank that attaches next
+    return;
+  }
+  members_.SetDetached(session.rank);
+  step_.OnRankDetached(session.rank);
+}
+
+void Job::AnswerWaiting(Session& session, const absl::Status& status) {
+  step_.AnswerWaiting(session, status);
+  reads_.Drop(session.id, status);
+  fetches_.Answer(session.id, status);
+}
+
+bool Job::MayAnswerAttach() const {
+  if (step_.phase() != Step::Phase::kOpen || io_.stale_tasks() > 0) return false;
+  return initial_.ready() || initial_.writer() == 0;
+}
+
+void Job::AnswerAttaches() {
+  if (making_tasks_ > 0) return;
+  for (const SessionId id : members_.attaching()) {
+    Session& session = *members_.Find(id);
+    if (failed()) {
+      Evict(session, deleting_ ? failed_ : FailedStatus());
+    } else if (members_.HasMemory(session) && MayAnswerAttach()) {
+      AnswerAttachOk(session);
+    }
+  }
+}
+
+void Job::AnswerAttachOk(Session& session) {
+  members_.SetAttached(session);
+  step_.OnAttached(session);
+  const bool writes_initial = !initial_.ready();
+  if (writes_initial) initial_.set_writer(session.id);
+  io_.actions().Emit(AnswerAttach{.session = session.id,
+                                  .status = absl::OkStatus(),
+                                  .job = spec_.id,
+                                  .committed_step = step_.committed_step(),
+                                  .writes_initial = writes_initial,
+                                  .weights_bytes = spec_.plan.weights_bytes,
+                                  .grad_arena_bytes = spec_.plan.session_arena_bytes,
+                                  .step_region_offset = spec_.plan.step_region_offset,
+                                  .step_region_bytes = spec_.plan.step_region_bytes,
+                                  .extra_state_bytes = step_.extra_state_bytes(session.rank),
+                                  .extra_state_offset = step_.extra_state_offset(session.rank),
+                                  .trace = step_.trace()});
+}
+
+void Job::CloseEnded() {
+  members_.CloseEnded([this](SessionId id) { return step_.UsesArenaOf(id); });
+}
+
+// ---------------------------------------------------------------------------------------- commands
+
 void Job::OnCommand(SessionId id, const Command& command) {
-  Session* session = Find(id);
+  Session* session = members_.Find(id);
   if (session == nullptr || session->state != Session::State::kAttached || !session->mapped) return;
   io_.Arrived(id);
   const CommandId waiting = session->IdOf(command);
@@ -58,26 +202,16 @@ void Job::OnCommand(SessionId id, const Command& command) {
     io_.Answer(waiting, session->fence);
     return;
   }
-  if (phase_ == Phase::kFailed) {
+  if (failed()) {
     io_.Answer(waiting, FailedStatus());
     return;
   }
-  const absl::Status status = CheckCommand(command, *spec_.layout, LimitsOf(*session));
+  const absl::Status status = CheckCommand(command, *spec_.layout, LimitsOf(spec_, *session));
   if (!status.ok()) {
     io_.Answer(waiting, status);
     return;
   }
   Dispatch(*session, command);
-}
-
-CommandLimits Job::LimitsOf(const Session& session) const {
-  if (spec_.options.disable_range_check_for_test) {
-    return {.grad_bytes = UINT64_MAX, .step_region_offset = 0, .step_region_bytes = UINT64_MAX};
-  }
-  return {.grad_bytes = session.request.grad_arena_bytes,
-          .step_region_offset = spec_.plan.step_region_offset,
-          .step_region_bytes = spec_.plan.step_region_bytes,
-          .extra_state_bytes = session.request.extra_state_bytes};
 }
 
 void Job::Dispatch(Session& session, const Command& command) {
@@ -96,22 +230,22 @@ void Job::Dispatch(Session& session, const Command& command) {
   }
   switch (op) {
     case Op::kFetch:
-      HandleFetch(session, command);
+      fetches_.Handle(session, command);
       return;
     case Op::kRelease:
       io_.Answer(session.IdOf(command), leases_.Release(session.id, command.lease_id));
       return;
     case Op::kGradReady:
-      HandleGradient(session, command);
+      step_.HandleGradient(session, command);
       return;
     case Op::kStep:
-      HandleStep(session, command);
+      step_.HandleStep(session, command);
       return;
     case Op::kReadState:
-      reads_.Add(session.IdOf(command), command, *spec_.layout, pipeline_);
+      reads_.Add(session.IdOf(command), command);
       return;
     default:
-      FOREBAY_CHECK(false);  // CheckCommand let it through
+      FOREBAY_CHECK(false);  // CheckCommand lets no other through
   }
 }
 
@@ -125,125 +259,76 @@ void Job::HandleInitial(Session& session, const Command& command) {
                          "the job has its parameters, or another rank writes them: read them with "
                          "fetch"));
   } else if (static_cast<Op>(command.op) == Op::kInitialDone) {
-    initial_.Done(io_, id);
+    initial_.Done(id);
   } else {
-    initial_.Write(io_, id, command);
+    initial_.Write(id, command);
   }
 }
 
-void Job::HandleFetch(Session& session, const Command& command) {
-  std::vector<uint32_t>& order = phase_ == Phase::kOpen ? fetched_ : fetched_next_;
-  if (std::find(order.begin(), order.end(), command.group) == order.end()) {
-    order.push_back(command.group);
-  }
-  fetches_.push_back(
-      {.command = session.IdOf(command), .rank = session.rank, .group = command.group});
-  ServeFetches();
+void Job::OnStepRequest(const StepRequestCopied& copied) {
+  if (Session* session = members_.Find(copied.session)) step_.OnStepRequest(*session, copied);
 }
 
-// A fetch waits while its rank waits in step, until the group's own blocks are done.
-void Job::ServeFetches() {
-  const auto serve = [this](const WaitingFetch& fetch) {
-    if (phase_ == Phase::kReducing) return false;
-    if (phase_ == Phase::kOpen && barrier_.has(fetch.rank)) return false;
-    if (phase_ == Phase::kUpdating && !pipeline_.IsGroupDone(fetch.group)) return false;
-    absl::StatusOr<uint64_t> lease =
-        leases_.Acquire(io_.actions(), fetch.command.session, fetch.group);
-    if (!lease.ok()) {
-      io_.Answer(fetch.command, lease.status());
-      return true;
-    }
-    protocol::Completion completion{};
-    completion.lease_id = *lease;
-    completion.offset_bytes = spec_.layout->groups()[fetch.group].weights_offset_bytes;
-    completion.length_bytes = spec_.layout->group_bytes(fetch.group);
-    io_.Answer(fetch.command, completion);
-    return true;
-  };
-  std::erase_if(fetches_, serve);
-}
+// ------------------------------------------------------------------------------------------- tasks
 
 void Job::OnTaskDone(const TaskDone& done) {
   const uint64_t epoch = io_.epoch();
   const Task task = io_.Finish(done.task);
+  absl::Status fatal;
   switch (task.kind) {
     case TaskKind::kJobMemory:
     case TaskKind::kJobSwap:
       OnMemoryMade(done);
       return;
-    case TaskKind::kSessionMemory: {
-      Session& session = sessions_.at(task.session);
-      session.memory_made = done.status.ok();
-      if (!done.status.ok() && session.state == Session::State::kWaiting) {
-        Evict(session, done.status);
-      }
+    case TaskKind::kSessionMemory:
+      OnSessionMemoryMade(task.session, done.status);
       return;
-    }
     case TaskKind::kCopyInitial:
-      if (task.epoch == epoch) initial_.OnCopied(io_, done);
+      if (task.epoch == epoch) initial_.OnCopied(done);
       return;
     case TaskKind::kAddGradient:
     case TaskKind::kMoveGradient:
     case TaskKind::kSumGroup:
-      if (task.epoch == epoch) OnGradientTask(task.kind, done);
-      return;
+      if (task.epoch == epoch) fatal = step_.OnGradientTask(task.kind, done);
+      break;
     case TaskKind::kCopyExtraState:
-      --extra_copies_;
-      if (!done.status.ok()) Fail(done.status);
-      return;
+      fatal = step_.OnExtraStateCopied(done);
+      break;
     case TaskKind::kCopyState:
-      reads_.OnCopied(io_, pipeline_, done);
+      reads_.OnCopied(done);
       return;
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:
     case TaskKind::kWriteBlock:
-      OnBlockTask(task.kind, done);
-      return;
-  }
-}
-
-void Job::OnGradientTask(TaskKind kind, const TaskDone& done) {
-  if (!done.status.ok()) {
-    Fail(done.status);
-    return;
-  }
-  if (kind == TaskKind::kAddGradient) accumulator_.OnAdded(io_, done);
-  if (kind == TaskKind::kMoveGradient) accumulator_.OnMoved(io_, done);
-  if (kind == TaskKind::kSumGroup) accumulator_.OnSummed(io_, done);
-}
-
-void Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
-  absl::Status fatal;
-  if (kind == TaskKind::kReadBlock) {
-    const StepPipeline::ReadOutcome outcome = pipeline_.OnRead(done);
-    reads_.OnRead(io_, pipeline_, outcome);
-    if (outcome.fatal) fatal = outcome.status;
-  } else if (kind == TaskKind::kUpdateBlock) {
-    fatal = pipeline_.OnUpdated(io_, done);
-  } else {
-    fatal = pipeline_.OnWritten(done);
+      fatal = OnBlockTask(task.kind, done);
+      break;
   }
   if (!fatal.ok()) Fail(fatal);
 }
 
-// Everything that waits gets the first error; what comes later E_JOB_FAILED. Tasks that run give
-// back what they hold.
+absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
+  if (kind == TaskKind::kUpdateBlock) return pipeline_.OnUpdated(done);
+  if (kind == TaskKind::kWriteBlock) return pipeline_.OnWritten(done);
+  const StepPipeline::ReadOutcome outcome = pipeline_.OnRead(done);
+  reads_.OnRead(outcome);
+  return outcome.fatal ? outcome.status : absl::OkStatus();
+}
+
+// Everything that waits gets the first error; what comes later gets E_JOB_FAILED. Tasks that run
+// return what they hold.
 void Job::Fail(const absl::Status& first_error) {
-  if (phase_ == Phase::kFailed) return;
-  phase_ = Phase::kFailed;
+  if (failed()) return;
   failed_ = first_error;
-  io_.NewEpoch();
-  for (auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
-  accumulator_.Drop(io_, first_error);
-  reads_.Drop(io_, pipeline_, 0, first_error);
-  initial_.Reset(io_, first_error);
-  for (auto& [id, session] : sessions_) AnswerWaiting(session, first_error);
+  step_.Fail(first_error);
+  reads_.Drop(0, first_error);
+  initial_.Reset(first_error);
+  for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
 }
 
 absl::Status Job::FailedStatus() const {
   return MakeError(ErrorId::kJobFailed,
-                   absl::StrCat("job ", spec_.name, " failed after step ", committed_step_, ": ",
-                                std::string(failed_.message())),
+                   absl::StrCat("job ", spec_.name, " failed after step ", step_.committed_step(),
+                                ": ", std::string(failed_.message())),
                    "delete the job and start it again from a checkpoint");
 }
 
@@ -253,11 +338,9 @@ absl::Status Job::Delete(uint32_t uid) {
                      absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid),
                      "delete it as that user");
   }
-  const auto live = std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) {
-    return entry.second.state != Session::State::kEnded;
-  });
-  if (live > 0) {
-    return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " has ", live, " sessions"),
+  if (members_.live() > 0) {
+    return MakeError(ErrorId::kBusy,
+                     absl::StrCat("job ", spec_.name, " has ", members_.live(), " sessions"),
                      "end its processes first");
   }
   deleting_ = true;
@@ -265,20 +348,11 @@ absl::Status Job::Delete(uint32_t uid) {
 }
 
 void Job::Advance() {
-  if (phase_ == Phase::kFailed) pipeline_.Abandon();
-  if (phase_ == Phase::kOpen) {
-    ReportInvalidated();
-    RepeatWhenAllHaveSeen();
-  }
-  if (phase_ == Phase::kOpen || (phase_ == Phase::kReducing && reads_.in_progress())) {
-    reads_.Pump(io_, pipeline_);
-  }
-  if (phase_ == Phase::kReducing) DecideWhenReduced();
-  if (phase_ == Phase::kUpdating) {
-    pipeline_.Pump(io_);
-    if (pipeline_.done()) Commit();
-  }
-  ServeFetches();
+  pipeline_.clear_waits_for_slot();
+  const bool decided = step_.phase() != Step::Phase::kOpen;
+  if (!decided || (step_.phase() == Step::Phase::kReducing && reads_.in_progress())) reads_.Pump();
+  step_.Advance();
+  fetches_.Serve();
   CloseEnded();
   AnswerAttaches();
   CloseEnded();
@@ -286,17 +360,16 @@ void Job::Advance() {
 }
 
 void Job::Prefetch() {
-  const bool before_verdict = phase_ == Phase::kOpen || phase_ == Phase::kReducing;
-  if (before_verdict && !accumulator_.empty()) pipeline_.Prefetch(io_);
+  const Step::Phase phase = step_.phase();
+  const bool decided = phase != Step::Phase::kOpen && phase != Step::Phase::kReducing;
+  if (!decided && step_.has_gradients()) pipeline_.Prefetch();
 }
 
 void Job::FreeWhenUnused() {
-  if (!deleting_ || freed_ || !sessions_.empty() || !io_.idle()) return;
+  if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
   io_.actions().Emit(FreeJob{.job = spec_.id});
 }
-
-std::vector<SessionId> Job::DrainClosed() { return std::exchange(closed_, {}); }
 
 JobView Job::View() const {
   const protocol::Layout& layout = *spec_.layout;
@@ -306,8 +379,8 @@ JobView Job::View() const {
                .uid = spec_.uid,
                .layout = spec_.layout,
                .sessions = {},
-               .generation = generation_,
-               .committed_step = committed_step_,
+               .generation = members_.generation(),
+               .committed_step = step_.committed_step(),
                .params = layout.total_elems(),
                .padded_elems = layout.padded_elems(),
                .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
@@ -326,8 +399,8 @@ JobView Job::View() const {
                .failed = failed_,
                .dram_bytes = spec_.plan.dram_bytes,
                .swap_bytes = spec_.plan.swap_bytes,
-               .trace = trace_};
-  for (const auto& [id, session] : sessions_) {
+               .trace = step_.trace()};
+  for (const auto& [id, session] : members_.all()) {
     view.sessions.push_back({.id = id,
                              .uid = session.uid,
                              .rank = session.rank,
@@ -342,31 +415,21 @@ JobView Job::View() const {
 }
 
 void Job::CheckInvariants() const {
-  accumulator_.CheckInvariants();
-  pipeline_.CheckInvariants(committed_step_);
-  FOREBAY_CHECK((phase_ == Phase::kUpdating) == pipeline_.running() || phase_ == Phase::kFailed);
-  FOREBAY_CHECK(phase_ != Phase::kUpdating || !reads_.in_progress());
-  std::vector<uint32_t> live_of_rank(detached_.size(), 0);
+  step_.CheckInvariants();
+  members_.CheckInvariants();
   uint64_t leases = 0;
-  for (const auto& [id, session] : sessions_) {
+  for (const auto& [id, session] : members_.all()) {
     leases += leases_.count_of(id);
     FOREBAY_CHECK(leases_.count_of(id) <= kLeasesPerSessionMax);
     if (session.state == Session::State::kEnded) {
       FOREBAY_CHECK(leases_.count_of(id) == 0);
       continue;
     }
-    ++live_of_rank[session.rank];
     // Every command that was not answered waits in exactly one place.
-    uint64_t waiting = session.parked.size() + (session.step_being_copied ? 1 : 0);
-    waiting += accumulator_.unanswered(id) + reads_.unanswered(id);
+    uint64_t waiting = step_.unanswered(session) + reads_.unanswered(id) + fetches_.unanswered(id);
     if (initial_.writer() == id) waiting += initial_.unanswered();
-    for (const WaitingFetch& fetch : fetches_) waiting += fetch.command.session == id ? 1 : 0;
-    for (const auto& [rank, call] : barrier_.by_rank()) {
-      waiting += call.command.session == id ? 1 : 0;
-    }
     FOREBAY_CHECK(waiting == io_.commands_of(id));
   }
-  for (const uint32_t live : live_of_rank) FOREBAY_CHECK(live <= 1);
   FOREBAY_CHECK(leases == leases_.count());
 }
 

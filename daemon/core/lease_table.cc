@@ -1,7 +1,7 @@
 #include "daemon/core/lease_table.h"
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/limits.h"
 #include "protocol/error.h"
 
 namespace forebay::daemon {
@@ -9,8 +9,7 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::StatusOr<uint64_t> LeaseTable::Acquire(ActionSink& actions, SessionId session,
-                                             uint32_t group) {
+absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t group) {
   uint64_t& count = counts_[session];
   if (count >= kLeasesPerSessionMax) {
     return MakeError(
@@ -19,7 +18,7 @@ absl::StatusOr<uint64_t> LeaseTable::Acquire(ActionSink& actions, SessionId sess
         "release what is not read any more");
   }
   ++count;
-  const uint64_t lease = actions.NewLease();
+  const uint64_t lease = actions_.NewLease();
   leases_.emplace(lease, Lease{.session = session, .group = group});
   return lease;
 }

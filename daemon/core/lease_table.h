@@ -13,8 +13,10 @@ namespace forebay::daemon {
 
 class LeaseTable {
  public:
+  explicit LeaseTable(ActionSink& actions) : actions_(actions) {}
+
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
-  absl::StatusOr<uint64_t> Acquire(ActionSink& actions, SessionId session, uint32_t group);
+  absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t group);
 
   // Errors  E_LEASE  not a lease of this session, or released before.
   absl::Status Release(SessionId session, uint64_t lease);
@@ -29,6 +31,7 @@ class LeaseTable {
     uint32_t group = 0;
   };
 
+  ActionSink& actions_;
   std::map<uint64_t, Lease> leases_;
   std::map<SessionId, uint64_t> counts_;
 };

@@ -6,6 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/events.h"
+#include "daemon/core/limits.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -20,8 +22,6 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
-
-constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;  // times kWorldMax: no sum overflows
 
 // "12.0 MiB (12582912 bytes)": people read the first, tests and scripts the second.
 std::string Bytes(uint64_t bytes) {
@@ -54,7 +54,7 @@ void PlanSessionArena(MemoryPlan& plan) {
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
-uint64_t BlockElems(const Layout& layout, const NodeState::Options& options) {
+uint64_t BlockElems(const Layout& layout, const NodeOptions& options) {
   uint64_t elems = options.block_elems;
   if (layout.spec().format == protocol::Format::kInt8)
     elems = RoundUp(elems, protocol::kScaleElems);
@@ -63,9 +63,8 @@ uint64_t BlockElems(const Layout& layout, const NodeState::Options& options) {
 }
 
 // The terms of a sum that does not fit, and the limit that would do.
-absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan,
-                       const NodeState::Options& options, const NodeUse& use,
-                       uint64_t state_bytes_needed) {
+absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeOptions& options,
+                       const NodeUse& use, uint64_t state_bytes_needed) {
   const uint64_t world_size = layout.spec().world_size;
   const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
   const uint64_t overflow_bytes = plan.overflow_slot_bytes * plan.overflow_slots;
@@ -131,7 +130,7 @@ absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& req
 }
 
 absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& request,
-                                   const NodeState::Options& options, const NodeUse& use) {
+                                   const NodeOptions& options, const NodeUse& use) {
   RETURN_IF_ERROR(CheckSessionRequest(layout, request));
   if (request.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
     return MakeError(ErrorId::kDramLimit,

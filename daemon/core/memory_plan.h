@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "daemon/core/node_state.h"
+#include "daemon/core/limits.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -73,6 +73,6 @@ absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRe
 //         hold.
 //         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
-                                   const NodeState::Options& options, const NodeUse& use);
+                                   const NodeOptions& options, const NodeUse& use);
 
 }  // namespace forebay::daemon

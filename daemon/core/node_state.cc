@@ -54,20 +54,22 @@ struct NodeState::Impl {
   explicit Impl(const Options& node_options)
       : options(node_options), pool(node_options.staging_slots) {}
 
-  void On(const AttachRequested& request);
-  void On(const SessionMapped& event);
-  void On(const SessionEnded& event);
-  void On(const CommandArrived& event);
-  void On(const StepRequestCopied& event);
-  void On(const TaskDone& event);
-  void On(const DeleteJobRequested& request);
+  // Each returns the job that the event concerns; nullptr: none.
+  Job* On(const AttachRequested& request);
+  Job* On(const SessionMapped& event);
+  Job* On(const SessionEnded& event);
+  Job* On(const CommandArrived& event);
+  Job* On(const StepRequestCopied& event);
+  Job* On(const TaskDone& event);
+  Job* On(const DeleteJobRequested& request);
 
   absl::StatusOr<Job*> JobFor(const AttachRequested& request);
   Job* JobOf(SessionId session);
   Job* JobNamed(std::string_view name) const;
   NodeUse Use() const;
-  void AdvanceAll(const std::vector<Action>& emitted);
-  void Sweep();
+  std::vector<Job*> Runnable(Job* concerned) const;
+  void Advance(Job* concerned, const std::vector<Action>& emitted);
+  void Sweep(Job& job);
 
   Options options;
   ActionSink actions;
@@ -85,23 +87,24 @@ NodeState::~NodeState() = default;
 
 void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
-  std::visit([this](const auto& e) { impl_->On(e); }, event);
-  impl_->AdvanceAll(actions);
-  impl_->Sweep();
+  Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
+  impl_->Advance(concerned, actions);
+  if (concerned != nullptr) impl_->Sweep(*concerned);
   impl_->actions.Bind(nullptr);
 }
 
-void NodeState::Impl::On(const AttachRequested& request) {
+Job* NodeState::Impl::On(const AttachRequested& request) {
   FOREBAY_CHECK(request.session != 0 && request.layout != nullptr);
   FOREBAY_CHECK(!session_jobs.contains(request.session));
   absl::StatusOr<Job*> job = JobFor(request);
   if (!job.ok()) {
     actions.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
     actions.Emit(CloseSession{.session = request.session, .reason = job.status()});
-    return;
+    return nullptr;
   }
   session_jobs.emplace(request.session, (*job)->id());
   (*job)->Attach(request);
+  return *job;
 }
 
 // The job of the request, made where it does not exist.
@@ -121,41 +124,51 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                                              .extra_state_bytes = request.extra_state_bytes},
                                             options, Use()));
   const JobId id = ++last_job;
-  auto job = std::make_unique<Job>(Job::Spec{.id = id,
-                                             .name = request.job,
-                                             .uid = request.uid,
-                                             .layout = request.layout,
-                                             .plan = std::move(plan),
-                                             .options = options},
+  auto job = std::make_unique<Job>(JobSpec{.id = id,
+                                           .name = request.job,
+                                           .uid = request.uid,
+                                           .layout = request.layout,
+                                           .plan = std::move(plan),
+                                           .options = options},
                                    actions, pool);
   names.emplace(request.job, id);
   return jobs.emplace(id, std::move(job)).first->second.get();
 }
 
-void NodeState::Impl::On(const SessionMapped& event) {
-  if (Job* job = JobOf(event.session)) job->OnMapped(event.session);
+Job* NodeState::Impl::On(const SessionMapped& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnMapped(event.session);
+  return job;
 }
 
-void NodeState::Impl::On(const SessionEnded& event) {
-  if (Job* job = JobOf(event.session)) job->OnEnded(event.session, event.cause);
+Job* NodeState::Impl::On(const SessionEnded& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnEnded(event.session, event.cause);
+  return job;
 }
 
-void NodeState::Impl::On(const CommandArrived& event) {
-  if (Job* job = JobOf(event.session)) job->OnCommand(event.session, event.command);
+Job* NodeState::Impl::On(const CommandArrived& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnCommand(event.session, event.command);
+  return job;
 }
 
-void NodeState::Impl::On(const StepRequestCopied& event) {
-  if (Job* job = JobOf(event.session)) job->OnStepRequest(event);
+Job* NodeState::Impl::On(const StepRequestCopied& event) {
+  Job* const job = JobOf(event.session);
+  if (job != nullptr) job->OnStepRequest(event);
+  return job;
 }
 
-void NodeState::Impl::On(const TaskDone& event) {
-  const JobId job = actions.FinishTask(event.task);
-  FOREBAY_CHECK(job != 0);
+Job* NodeState::Impl::On(const TaskDone& event) {
+  const JobId id = actions.FinishTask(event.task);
+  FOREBAY_CHECK(id != 0);
   ++turn;
-  jobs.at(job)->OnTaskDone(event);
+  Job* const job = jobs.at(id).get();
+  job->OnTaskDone(event);
+  return job;
 }
 
-void NodeState::Impl::On(const DeleteJobRequested& request) {
+Job* NodeState::Impl::On(const DeleteJobRequested& request) {
   Job* job = JobNamed(request.job);
   absl::Status status =
       job != nullptr
@@ -163,41 +176,50 @@ void NodeState::Impl::On(const DeleteJobRequested& request) {
           : MakeError(ErrorId::kJobName, absl::StrCat("there is no job named ", request.job));
   if (!status.ok()) {
     actions.Emit(AnswerDelete{.request = request.request, .status = status});
-    return;
+    return nullptr;
   }
   deletes[job->id()].push_back(request.request);
+  return job;
 }
 
-// Every job does what it can now; whoever was last to get staging slots is not the first again.
-// Repeated, since one job may give back what another waits for.
-void NodeState::Impl::AdvanceAll(const std::vector<Action>& emitted) {
+// The job that an event concerns and those that wait for a staging slot: nothing else of one job
+// changes what another can do. Whoever was last to get slots is not the first again.
+std::vector<Job*> NodeState::Impl::Runnable(Job* concerned) const {
   std::vector<Job*> order;
-  for (const auto& [id, job] : jobs) order.push_back(job.get());
-  if (order.empty()) return;
+  for (const auto& [id, job] : jobs) {
+    if (job.get() == concerned || job->waits_for_slot()) order.push_back(job.get());
+  }
+  if (order.empty()) return order;
   std::rotate(order.begin(), order.begin() + static_cast<int64_t>(turn % order.size()),
               order.end());
-  for (size_t before = emitted.size() + 1; before != emitted.size();) {
-    before = emitted.size();
-    for (Job* job : order) job->Advance();
-  }
-  for (Job* job : order) job->Prefetch();
+  return order;
 }
 
-void NodeState::Impl::Sweep() {
-  for (auto it = jobs.begin(); it != jobs.end();) {
-    Job& job = *it->second;
-    for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
-    if (!job.is_freed()) {
-      ++it;
-      continue;
+// Repeated, since one job may free a slot that another waits for.
+void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted) {
+  std::vector<Job*> advanced;
+  for (size_t before = emitted.size() + 1; before != emitted.size();) {
+    before = emitted.size();
+    for (Job* job : Runnable(concerned)) {
+      if (std::find(advanced.begin(), advanced.end(), job) == advanced.end()) {
+        advanced.push_back(job);
+      }
+      job->Advance();
     }
-    for (const uint64_t request : deletes[job.id()]) {
-      actions.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
-    }
-    deletes.erase(job.id());
-    names.erase(job.name());
-    it = jobs.erase(it);
   }
+  for (Job* job : advanced) job->Prefetch();
+}
+
+void NodeState::Impl::Sweep(Job& job) {
+  for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
+  if (!job.is_freed()) return;
+  for (const uint64_t request : deletes[job.id()]) {
+    actions.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
+  }
+  const JobId id = job.id();
+  deletes.erase(id);
+  names.erase(job.name());
+  jobs.erase(id);
 }
 
 Job* NodeState::Impl::JobOf(SessionId session) {

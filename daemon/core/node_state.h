@@ -12,13 +12,10 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
+#include "daemon/core/limits.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
-
-inline constexpr uint32_t kJobsMax = 1024;
-inline constexpr uint32_t kJobNameBytesMax = 200;
-inline constexpr uint32_t kLeasesPerSessionMax = 4096;
 
 // What statistics may know of one session.
 struct SessionView {
@@ -75,24 +72,11 @@ class StagingPool;
 // Owns every job of the node.
 //
 // Threads  The loop thread alone.
-// Errors   What clients get wrong is answered by actions. A TaskDone for no task, or a SessionId
-//          used twice, is a
-//          bug of the executor and ends the process.
+// Errors   What clients get wrong is answered by actions. A TaskDone without a task, or a SessionId
+//          used twice, is a bug of the executor and ends the process.
 class NodeState {
  public:
-  struct Options {
-    uint64_t dram_limit_bytes = 0;
-    uint64_t node_bytes = 0;  // staging, ledger: taken at start and counted in the limit
-    uint32_t staging_slots = 0;
-    uint64_t staging_slot_bytes = 0;
-    uint64_t swap_free_bytes = 0;  // 0: no swap. An extent takes twice its bytes (two slots)
-    uint64_t block_elems = uint64_t{1} << 20;  // a multiple of kPartitionAlignElems
-    uint32_t workers = 1;                      // UpdateBlocks that run at once
-
-    // Tests alone: what goes wrong without the protection. The daemon never sets them.
-    bool disable_fence_for_test = false;        // stale sessions' commands are taken
-    bool disable_range_check_for_test = false;  // offsets and lengths of commands are believed
-  };
+  using Options = NodeOptions;
 
   explicit NodeState(const Options& options);
   NodeState(const NodeState&) = delete;

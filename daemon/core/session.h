@@ -34,7 +34,7 @@ struct Session {
   std::optional<protocol::Command> step_being_copied;
 
   // It has seen E_NONFINITE for the step being gathered: its next gradients belong to the
-  // repetition, and wait here until the other ranks have seen it too.
+  // repetition, and wait in `parked` until the other ranks have seen it too.
   bool awaits_repetition = false;
   std::deque<protocol::Command> parked;
 

@@ -48,6 +48,7 @@ std::optional<uint32_t> StagedBlocks::Reclaim() {
   for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it) {
     if (it->second.state != State::kReady) continue;
     const uint32_t slot = it->second.slot;
+    waits_for_slot_ = true;
     lowest_dropped_ = std::min(lowest_dropped_, it->first);
     blocks_.erase(std::next(it).base());
     return slot;

@@ -60,12 +60,20 @@ class StagedBlocks {
   StagedBlocks& operator=(const StagedBlocks&) = delete;
   ~StagedBlocks();
 
-  StagingPool& pool() { return pool_; }
   bool contains(uint32_t block) const { return blocks_.contains(block); }
   Staged& at(uint32_t block) { return blocks_.at(block); }
   const std::map<uint32_t, Staged>& all() const { return blocks_; }
   void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
   void Drop(uint32_t block);  // gives the slot back
+
+  // A slot for a read ahead: a free one. For a read that is waited for: see StagingPool.
+  std::optional<uint32_t> AllocateFree() { return Waited(pool_.AllocateFree()); }
+  std::optional<uint32_t> AllocateUrgent() { return Waited(pool_.AllocateUrgent(*this)); }
+
+  // An allocation failed, or a block was reclaimed for another job, since the flag was cleared: the
+  // job is to try again when anything has changed.
+  bool waits_for_slot() const { return waits_for_slot_; }
+  void clear_waits_for_slot() { waits_for_slot_ = false; }
 
   // While a step is applied no block is given away.
   void set_may_reclaim(bool may) { may_reclaim_ = may; }
@@ -76,9 +84,15 @@ class StagedBlocks {
   uint32_t DrainLowestDropped();
 
  private:
+  std::optional<uint32_t> Waited(std::optional<uint32_t> slot) {
+    if (!slot) waits_for_slot_ = true;
+    return slot;
+  }
+
   StagingPool& pool_;
   std::map<uint32_t, Staged> blocks_;
   bool may_reclaim_ = true;
+  bool waits_for_slot_ = false;
   uint32_t lowest_dropped_ = UINT32_MAX;
 };
 

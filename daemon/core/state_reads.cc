@@ -10,28 +10,27 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
-void StateReads::Add(const CommandId& command, const protocol::Command& words,
-                     const protocol::Layout& layout, const StepPipeline& pipeline) {
-  const protocol::LayoutSpec& spec = layout.spec();
+void StateReads::Add(const CommandId& command, const protocol::Command& words) {
+  const protocol::LayoutSpec& spec = layout_->spec();
   const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
   const protocol::Plane& plane = planes[words.kind];
   const uint64_t width = protocol::SizeBytes(plane.dtype);
   Request request;
   request.command = command;
   request.grad_offset_bytes = words.arena_offset_bytes;
-  const std::vector<ElementRun> runs = pipeline.map().Locate(
+  const std::vector<ElementRun> runs = pipeline_.map().Locate(
       words.group, words.element_offset, words.length_bytes / width * plane.elems_per_value);
   for (const ElementRun& run : runs) {
     request.pieces.push_back(
         {.block = run.block,
-         .block_offset_bytes = pipeline.map().plane_offset_bytes(run.block, words.kind) +
+         .block_offset_bytes = pipeline_.map().plane_offset_bytes(run.block, words.kind) +
                                run.block_elem / plane.elems_per_value * width,
          .bytes = protocol::PlaneBytes(plane, run.elems)});
   }
   queue_.push_back(std::move(request));
 }
 
-void StateReads::Pump(JobIo& io, StepPipeline& pipeline) {
+void StateReads::Pump() {
   if (phase_ == Phase::kReading || phase_ == Phase::kCopying) return;
   if (phase_ == Phase::kIdle) {
     if (queue_.empty()) return;
@@ -41,87 +40,85 @@ void StateReads::Pump(JobIo& io, StepPipeline& pipeline) {
   }
   const uint32_t block = current_.pieces.front().block;
   own_slot_ = false;
-  if (pipeline.is_resident(block)) {
-    StartCopy(io, pipeline);
+  if (pipeline_.is_resident(block)) {
+    StartCopy();
     return;
   }
-  StagedBlocks& staged = pipeline.staged();
+  StagedBlocks& staged = pipeline_.staged();
   if (staged.contains(block)) {  // read ahead for the next step
-    if (staged.at(block).state == State::kReady) StartCopy(io, pipeline);
+    if (staged.at(block).state == State::kReady) StartCopy();
     return;
   }
-  const std::optional<uint32_t> slot = staged.pool().AllocateUrgent(staged);
+  const std::optional<uint32_t> slot = staged.AllocateUrgent();
   if (!slot) return;
   own_slot_ = true;
   phase_ = Phase::kReading;
-  pipeline.StartRead(io, block, *slot, /*for_update=*/false);
+  pipeline_.StartRead(block, *slot, /*for_update=*/false);
 }
 
-void StateReads::OnRead(JobIo& io, StepPipeline& pipeline,
-                        const StepPipeline::ReadOutcome& outcome) {
+void StateReads::OnRead(const StepPipeline::ReadOutcome& outcome) {
   if (phase_ != Phase::kReading || current_.pieces.front().block != outcome.block) return;
   if (!outcome.status.ok()) {
-    End(io, outcome.status);
-  } else if (pipeline.staged().contains(outcome.block)) {
-    StartCopy(io, pipeline);
+    End(outcome.status);
+  } else if (pipeline_.staged().contains(outcome.block)) {
+    StartCopy();
   } else {
-    End(io, absl::OkStatus());  // given up meanwhile, and answered
+    End(absl::OkStatus());  // given up meanwhile, and answered
   }
 }
 
-void StateReads::StartCopy(JobIo& io, StepPipeline& pipeline) {
+void StateReads::StartCopy() {
   const Piece& piece = current_.pieces.front();
-  if (!pipeline.is_resident(piece.block)) pipeline.staged().at(piece.block).state = State::kInUse;
+  if (!pipeline_.is_resident(piece.block)) pipeline_.staged().at(piece.block).state = State::kInUse;
   phase_ = Phase::kCopying;
-  io.Start(TaskKind::kCopyState, current_.command.session,
-           CopyState{.session = current_.command.session,
-                     .place = pipeline.PlaceOf(piece.block),
-                     .identity = pipeline.IdentityOf(io.job(), piece.block),
-                     .checksum = pipeline.checksum(piece.block),
-                     .block_bytes = pipeline.map().bytes(piece.block),
-                     .block_offset_bytes = piece.block_offset_bytes,
-                     .grad_offset_bytes = current_.grad_offset_bytes,
-                     .bytes = piece.bytes});
+  io_.Start(TaskKind::kCopyState, current_.command.session,
+            CopyState{.session = current_.command.session,
+                      .place = pipeline_.PlaceOf(piece.block),
+                      .identity = pipeline_.IdentityOf(piece.block),
+                      .checksum = pipeline_.checksum(piece.block),
+                      .block_bytes = pipeline_.map().bytes(piece.block),
+                      .block_offset_bytes = piece.block_offset_bytes,
+                      .grad_offset_bytes = current_.grad_offset_bytes,
+                      .bytes = piece.bytes});
 }
 
-void StateReads::OnCopied(JobIo& io, StepPipeline& pipeline, const TaskDone& done) {
+void StateReads::OnCopied(const TaskDone& done) {
   FOREBAY_CHECK(phase_ == Phase::kCopying);
   const Piece piece = current_.pieces.front();
-  if (!pipeline.is_resident(piece.block)) {
-    pipeline.staged().at(piece.block).state = State::kReady;
-    if (own_slot_ || !done.status.ok()) pipeline.staged().Drop(piece.block);
+  if (!pipeline_.is_resident(piece.block)) {
+    pipeline_.staged().at(piece.block).state = State::kReady;
+    if (own_slot_ || !done.status.ok()) pipeline_.staged().Drop(piece.block);
   }
   current_.pieces.pop_front();
   current_.grad_offset_bytes += piece.bytes;
   if (!done.status.ok() || current_.answered || current_.pieces.empty()) {
-    End(io, done.status);
+    End(done.status);
     return;
   }
   phase_ = Phase::kWaitingSlot;
 }
 
-void StateReads::End(JobIo& io, const absl::Status& status) {
+void StateReads::End(const absl::Status& status) {
   phase_ = Phase::kIdle;
-  if (!current_.answered) io.Answer(current_.command, status);
+  if (!current_.answered) io_.Answer(current_.command, status);
   current_ = {};
 }
 
-void StateReads::Drop(JobIo& io, StepPipeline& pipeline, SessionId session,
-                      const absl::Status& status) {
+void StateReads::Drop(SessionId session, const absl::Status& status) {
   const auto concerns = [session](const Request& request) {
     return session == 0 || request.command.session == session;
   };
   for (const Request& request : queue_) {
-    if (concerns(request)) io.Answer(request.command, status);
+    if (concerns(request)) io_.Answer(request.command, status);
   }
   std::erase_if(queue_, concerns);
   if (phase_ == Phase::kIdle || current_.answered || !concerns(current_)) return;
-  io.Answer(current_.command, status);
+  io_.Answer(current_.command, status);
   current_.answered = true;
   if (phase_ == Phase::kWaitingSlot) {
-    End(io, status);
+    End(status);
   } else if (phase_ == Phase::kReading) {
-    pipeline.staged().at(current_.pieces.front().block).cancelled = true;
+    pipeline_.staged().at(current_.pieces.front().block).cancelled = true;
   }
 }
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,18 +18,20 @@ namespace forebay::daemon {
 
 class StateReads {
  public:
-  // Takes a checked kReadState.
-  void Add(const CommandId& command, const protocol::Command& words, const protocol::Layout& layout,
-           const StepPipeline& pipeline);
+  StateReads(JobIo& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline)
+      : io_(io), layout_(std::move(layout)), pipeline_(pipeline) {}
+
+  // A checked kReadState.
+  void Add(const CommandId& command, const protocol::Command& words);
 
   // Goes on with the read in progress, or begins the next; called while no step is applied. A read
   // in progress must end before a step begins to update.
-  void Pump(JobIo& io, StepPipeline& pipeline);
-  void OnRead(JobIo& io, StepPipeline& pipeline, const StepPipeline::ReadOutcome& outcome);
-  void OnCopied(JobIo& io, StepPipeline& pipeline, const TaskDone& done);
+  void Pump();
+  void OnRead(const StepPipeline::ReadOutcome& outcome);
+  void OnCopied(const TaskDone& done);
 
   // Answers the reads of a session (0: of all) with `status`; a copy that runs goes on unobserved.
-  void Drop(JobIo& io, StepPipeline& pipeline, SessionId session, const absl::Status& status);
+  void Drop(SessionId session, const absl::Status& status);
 
   bool in_progress() const { return phase_ != Phase::kIdle; }
   uint64_t unanswered(SessionId session) const;
@@ -51,9 +55,12 @@ class StateReads {
     kCopying,
   };
 
-  void StartCopy(JobIo& io, StepPipeline& pipeline);
-  void End(JobIo& io, const absl::Status& status);
+  void StartCopy();
+  void End(const absl::Status& status);
 
+  JobIo& io_;
+  std::shared_ptr<const protocol::Layout> layout_;
+  StepPipeline& pipeline_;
   Phase phase_ = Phase::kIdle;
   bool own_slot_ = false;  // the block was read for this alone: its slot is given back at once
   Request current_;

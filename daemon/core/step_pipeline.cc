@@ -11,10 +11,11 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
-StepPipeline::StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
+StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, StagingPool& pool, uint32_t workers)
-    : layout_(std::move(layout)),
-      map_(layout_, block_elems),
+    : io_(io),
+      layout_(std::move(layout)),
+      map_(layout_, plan.block_elems),
       plan_(plan),
       workers_(workers),
       staged_(pool),
@@ -37,8 +38,8 @@ BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
           .staging_slot = it == staged_.all().end() ? 0 : it->second.slot};
 }
 
-BlockIdentity StepPipeline::IdentityOf(JobId job, uint32_t block) const {
-  return {.job = job, .block = block, .written_step = records_[block].written_step};
+BlockIdentity StepPipeline::IdentityOf(uint32_t block) const {
+  return {.job = io_.job(), .block = block, .written_step = records_[block].written_step};
 }
 
 StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
@@ -49,27 +50,27 @@ StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
   return running;
 }
 
-void StepPipeline::StartRead(JobIo& io, uint32_t block, uint32_t slot, bool for_update) {
+void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
   staged_.Add(block, slot);
-  const TaskId task = io.Start(TaskKind::kReadBlock, 0,
-                               ReadBlock{.place = PlaceOf(block), .bytes = map_.bytes(block)});
+  const TaskId task = io_.Start(TaskKind::kReadBlock, 0,
+                                ReadBlock{.place = PlaceOf(block), .bytes = map_.bytes(block)});
   tasks_.emplace(task, Running{.block = block, .for_update = for_update});
 }
 
-void StepPipeline::Prefetch(JobIo& io) {
+void StepPipeline::Prefetch() {
   if (running_ || abandoned_) return;
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = prefetch_next_;
     if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
-    const std::optional<uint32_t> slot = staged_.pool().AllocateFree();
+    const std::optional<uint32_t> slot = staged_.AllocateFree();
     if (!slot) return;
-    StartRead(io, block, *slot, /*for_update=*/true);
+    StartRead(block, *slot, /*for_update=*/true);
     staged_.at(block).prefetched = true;
   }
 }
 
-void StepPipeline::Begin(JobIo& io, StepOrder order) {
+void StepPipeline::Begin(StepOrder order) {
   FOREBAY_CHECK(!running_ && !abandoned_);
   running_ = true;
   order_ = std::move(order);
@@ -79,7 +80,7 @@ void StepPipeline::Begin(JobIo& io, StepOrder order) {
   norms_.clear();
   staged_.set_may_reclaim(false);
   BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
-  Pump(io);
+  Pump();
 }
 
 void StepPipeline::BeginPass(UpdatePass pass) {
@@ -136,13 +137,13 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
   });
 }
 
-void StepPipeline::StartReads(JobIo& io) {
+void StepPipeline::StartReads() {
   for (; next_read_ < to_read_.size(); ++next_read_) {
     const uint32_t block = to_read_[next_read_];
-    const std::optional<uint32_t> slot = staged_.pool().AllocateUrgent(staged_);
+    const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
     const bool prefetched = UpdatesHaveOtherWork();
-    StartRead(io, block, *slot, /*for_update=*/true);
+    StartRead(block, *slot, /*for_update=*/true);
     staged_.at(block).prefetched = prefetched;
   }
 }
@@ -153,18 +154,18 @@ uint32_t StepPipeline::UpdatesMax() const {
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
 }
 
-void StepPipeline::Pump(JobIo& io) {
+void StepPipeline::Pump() {
   if (!running_ || abandoned_) return;
   if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
-  StartReads(io);
+  StartReads();
   while (updating_ < UpdatesMax()) {
     const auto ready =
         std::find_if(staged_.all().begin(), staged_.all().end(),
                      [](const auto& entry) { return entry.second.state == State::kReady; });
     if (ready != staged_.all().end()) {
-      StartUpdate(io, ready->first);
+      StartUpdate(ready->first);
     } else if (next_resident_ < resident_.size()) {
-      StartUpdate(io, resident_[next_resident_++]);
+      StartUpdate(resident_[next_resident_++]);
     } else {
       return;
     }
@@ -193,7 +194,7 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
   return segments;
 }
 
-void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
+void StepPipeline::StartUpdate(uint32_t block) {
   ++updating_;
   if (!is_resident(block)) {
     StagedBlocks::Staged& staged = staged_.at(block);
@@ -201,19 +202,19 @@ void StepPipeline::StartUpdate(JobIo& io, uint32_t block) {
     ++counters_.update_reads;
     if (staged.prefetched) ++counters_.update_reads_prefetched;
   }
-  const BlockIdentity before = IdentityOf(io.job(), block);
+  const BlockIdentity before = IdentityOf(block);
   BlockIdentity after = before;
   after.written_step = order_.step;
-  const TaskId task = io.Start(TaskKind::kUpdateBlock, 0,
-                               UpdateBlock{.place = PlaceOf(block),
-                                           .block_elems = map_.elems(block),
-                                           .bytes = map_.bytes(block),
-                                           .identity_before = before,
-                                           .identity_after = after,
-                                           .checksum_before = records_[block].checksum,
-                                           .grad_scale = order_.grad_scale,
-                                           .pass = pass_,
-                                           .segments = Segments(block)});
+  const TaskId task = io_.Start(TaskKind::kUpdateBlock, 0,
+                                UpdateBlock{.place = PlaceOf(block),
+                                            .block_elems = map_.elems(block),
+                                            .bytes = map_.bytes(block),
+                                            .identity_before = before,
+                                            .identity_after = after,
+                                            .checksum_before = records_[block].checksum,
+                                            .grad_scale = order_.grad_scale,
+                                            .pass = pass_,
+                                            .segments = Segments(block)});
   tasks_.emplace(task, Running{.block = block});
 }
 
@@ -231,7 +232,7 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   return {.block = read.block, .status = done.status, .fatal = running_ && !cancelled};
 }
 
-absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
+absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   const Running update = FinishTask(done.task);
   --updating_;
   const bool resident = is_resident(update.block);
@@ -252,13 +253,13 @@ absl::Status StepPipeline::OnUpdated(JobIo& io, const TaskDone& done) {
     --blocks_left_;
     return absl::OkStatus();
   }
-  BlockIdentity identity = IdentityOf(io.job(), update.block);
+  BlockIdentity identity = IdentityOf(update.block);
   identity.written_step = order_.step;
-  const TaskId task = io.Start(TaskKind::kWriteBlock, 0,
-                               WriteBlock{.place = PlaceOf(update.block),
-                                          .bytes = map_.bytes(update.block),
-                                          .identity = identity,
-                                          .checksum = done.checksum});
+  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0,
+                                WriteBlock{.place = PlaceOf(update.block),
+                                           .bytes = map_.bytes(update.block),
+                                           .identity = identity,
+                                           .checksum = done.checksum});
   tasks_.emplace(task, Running{.block = update.block, .checksum = done.checksum});
   return absl::OkStatus();
 }

@@ -12,6 +12,7 @@
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
+#include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/staging.h"
 #include "protocol/layout.h"
@@ -43,18 +44,14 @@ struct PipelineCounters {
 // and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
  public:
-  // Updates of resident blocks in flight, where no other is left: one that runs and one that waits,
-  // so that no worker waits for the loop.
-  static constexpr uint32_t kUpdatesPerWorker = 2;
-
-  StepPipeline(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
-               const MemoryPlan& plan, StagingPool& pool, uint32_t workers);
+  StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
+               StagingPool& pool, uint32_t workers);
 
   // Reads ahead while no step is applied.
-  void Prefetch(JobIo& io);
+  void Prefetch();
 
-  void Begin(JobIo& io, StepOrder order);
-  void Pump(JobIo& io);  // starts what can be started
+  void Begin(StepOrder order);
+  void Pump();  // starts what can be started
   bool running() const { return running_; }
   bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
   // Ends a step that is done(); returns how many masters overflowed.
@@ -72,18 +69,21 @@ class StepPipeline {
     bool fatal = false;   // a step needs the block
   };
   ReadOutcome OnRead(const TaskDone& done);
-  absl::Status OnUpdated(JobIo& io, const TaskDone& done);
+  absl::Status OnUpdated(const TaskDone& done);
   absl::Status OnWritten(const TaskDone& done);
 
   // For reads of states, while no step runs.
   const BlockMap& map() const { return map_; }
   StagedBlocks& staged() { return staged_; }
+  // Whether the job can go on as soon as a staging slot is free.
+  bool waits_for_slot() const { return staged_.waits_for_slot(); }
+  void clear_waits_for_slot() { staged_.clear_waits_for_slot(); }
   uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
   bool is_resident(uint32_t block) const { return block < plan_.resident_blocks; }
   BlockPlace PlaceOf(uint32_t block) const;
-  BlockIdentity IdentityOf(JobId job, uint32_t block) const;
+  BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return records_[block].checksum; }
-  void StartRead(JobIo& io, uint32_t block, uint32_t slot, bool for_update);
+  void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
@@ -104,13 +104,14 @@ class StepPipeline {
   Running FinishTask(TaskId task);
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
-  void StartUpdate(JobIo& io, uint32_t block);
-  void StartReads(JobIo& io);
+  void StartUpdate(uint32_t block);
+  void StartReads();
   bool UpdatesHaveOtherWork() const;
   uint32_t UpdatesMax() const;
   std::vector<UpdateSegment> Segments(uint32_t block) const;
   bool has_two_passes() const { return layout_->spec().optimizer == protocol::Optimizer::kLamb; }
 
+  JobIo& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   BlockMap map_;
   const MemoryPlan& plan_;

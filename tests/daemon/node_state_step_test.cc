@@ -317,8 +317,7 @@ TEST_F(NodeStateStep, AnUpdateRunsOnEachWorkerAndOneWaitsForIt) {
   DeliverAll(1);
   node_.Step(sessions_[0], 1);
   node_.Step(sessions_[1], 1);
-  EXPECT_EQ(node_.Running<UpdateBlock>().size(),
-            RoomyOptions().workers * StepPipeline::kUpdatesPerWorker);
+  EXPECT_EQ(node_.Running<UpdateBlock>().size(), RoomyOptions().workers * kUpdatesPerWorker);
   node_.RunTasks();
 }
 

@@ -1,0 +1,42 @@
+// Fetches that wait until they may have a lease.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/job_spec.h"
+#include "daemon/core/lease_table.h"
+#include "daemon/core/session.h"
+#include "daemon/core/step.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+class FetchQueue {
+ public:
+  FetchQueue(const JobSpec& spec, JobIo& io, Step& step, LeaseTable& leases)
+      : spec_(spec), io_(io), step_(step), leases_(leases) {}
+
+  void Handle(const Session& session, const protocol::Command& command);
+  void Serve();  // those that the step allows now
+  void Answer(SessionId session, const absl::Status& status);
+  uint64_t unanswered(SessionId session) const;
+
+ private:
+  struct Waiting {
+    CommandId command;
+    uint32_t rank = 0;
+    uint32_t group = 0;
+  };
+
+  const JobSpec& spec_;
+  JobIo& io_;
+  Step& step_;
+  LeaseTable& leases_;
+  std::vector<Waiting> waiting_;
+};
+
+}  // namespace forebay::daemon

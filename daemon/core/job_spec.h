@@ -1,0 +1,26 @@
+// What a job is made with, and keeps for its life.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "daemon/core/events.h"
+#include "daemon/core/limits.h"
+#include "daemon/core/memory_plan.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+struct JobSpec {
+  JobId id = 0;
+  std::string name;
+  uint32_t uid = 0;
+  std::shared_ptr<const protocol::Layout> layout;
+  MemoryPlan plan;
+  NodeOptions options;
+
+  uint32_t world_size() const { return layout->spec().world_size; }
+};
+
+}  // namespace forebay::daemon

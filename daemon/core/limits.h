@@ -1,0 +1,37 @@
+// Named maxima of the state machine, and the options that the daemon or a test gives it.
+#pragma once
+
+#include <cstdint>
+
+namespace forebay::daemon {
+
+inline constexpr uint32_t kJobsMax = 1024;
+inline constexpr uint32_t kJobNameBytesMax = 200;
+inline constexpr uint32_t kLeasesPerSessionMax = 4096;
+
+// Of one session, for gradients. Times kWorldMax no sum overflows.
+inline constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;
+
+// Updates of resident blocks in flight where no others are left: one that runs and one that waits,
+// so that no worker waits for the loop.
+inline constexpr uint32_t kUpdatesPerWorker = 2;
+
+struct NodeOptions {
+  uint64_t dram_limit_bytes = 0;
+  // Staging, ledger: allocated at start and counted in the limit.
+  uint64_t node_bytes = 0;
+  uint32_t staging_slots = 0;
+  uint64_t staging_slot_bytes = 0;
+  // 0: no swap. An extent needs twice its bytes (two slots).
+  uint64_t swap_free_bytes = 0;
+  // A multiple of kPartitionAlignElems.
+  uint64_t block_elems = uint64_t{1} << 20;
+  // UpdateBlocks that run at once.
+  uint32_t workers = 1;
+
+  // Tests alone: what goes wrong without the protection. The daemon never sets them.
+  bool disable_fence_for_test = false;        // commands of stale sessions are executed
+  bool disable_range_check_for_test = false;  // offsets and lengths of commands are not checked
+};
+
+}  // namespace forebay::daemon

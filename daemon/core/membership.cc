@@ -1,0 +1,163 @@
+#include "daemon/core/membership.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+absl::Status Membership::CheckAttach(const AttachRequested& request) const {
+  if (request.uid != spec_.uid && request.uid != 0) {
+    return MakeError(ErrorId::kPermission,
+                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid,
+                                  ", not to uid ", request.uid),
+                     "choose another job name, or attach as that user");
+  }
+  const std::string difference =
+      protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
+  if (!difference.empty()) {
+    return MakeError(ErrorId::kLayout,
+                     absl::StrCat("job ", spec_.name, " has another layout: ", difference),
+                     "choose another job name, or delete the job");
+  }
+  const SessionRequest& room = spec_.plan.session;
+  if (request.grad_arena_bytes > room.grad_arena_bytes) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
+                                  " bytes; the job's first session asked for ",
+                                  room.grad_arena_bytes, " for each rank"),
+                     "ask for no more, or delete the job and start with more");
+  }
+  if (request.extra_state_bytes > room.extra_state_bytes) {
+    return MakeError(ErrorId::kExtraState,
+                     absl::StrCat("room for ", request.extra_state_bytes,
+                                  " bytes of extra_state; the job's first session asked for ",
+                                  room.extra_state_bytes, " for each rank"),
+                     "ask for no more, or delete the job and start with more");
+  }
+  return absl::OkStatus();
+}
+
+void Membership::Add(const AttachRequested& request) {
+  Session session;
+  session.id = request.session;
+  session.uid = request.uid;
+  session.rank = request.rank;
+  session.request = {.grad_arena_bytes = request.grad_arena_bytes,
+                     .extra_state_bytes = request.extra_state_bytes};
+  sessions_.emplace(request.session, std::move(session));
+  io_.Open(request.session);
+  attaching_.push_back(request.session);
+}
+
+void Membership::OnMapped(SessionId id) {
+  Session* session = Find(id);
+  if (session != nullptr && session->state == Session::State::kAttached) session->mapped = true;
+}
+
+Session* Membership::Find(SessionId id) {
+  const auto it = sessions_.find(id);
+  return it == sessions_.end() ? nullptr : &it->second;
+}
+
+Session* Membership::OfRank(uint32_t rank) {
+  for (auto& [id, session] : sessions_) {
+    if (session.rank == rank && session.state != Session::State::kEnded) return &session;
+  }
+  return nullptr;
+}
+
+std::vector<Session*> Membership::Current() {
+  std::vector<Session*> current;
+  for (auto& [id, session] : sessions_) {
+    if (session.is_current()) current.push_back(&session);
+  }
+  return current;
+}
+
+bool Membership::HasCurrentBeside(SessionId id) const {
+  return std::any_of(sessions_.begin(), sessions_.end(), [id](const auto& entry) {
+    return entry.second.is_current() && entry.first != id;
+  });
+}
+
+uint64_t Membership::live() const {
+  const auto count = std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) {
+    return entry.second.state != Session::State::kEnded;
+  });
+  return static_cast<uint64_t>(count);
+}
+
+bool Membership::HasMemory(Session& session) {
+  if (session.memory_asked) return session.memory_made;
+  const auto is_predecessor = [&](const auto& entry) {
+    return entry.second.rank == session.rank && entry.first != session.id;
+  };
+  if (std::any_of(sessions_.begin(), sessions_.end(), is_predecessor)) return false;
+  session.memory_asked = true;
+  io_.StartSessionMemory(session.id, spec_.plan.session_arena_bytes);
+  return false;
+}
+
+void Membership::OnMemoryMade(SessionId id, bool made) { sessions_.at(id).memory_made = made; }
+
+void Membership::SetAttached(Session& session) {
+  std::erase(attaching_, session.id);
+  session.state = Session::State::kAttached;
+  detached_[session.rank] = false;
+}
+
+std::vector<Session*> Membership::BeginGeneration(Session& lost, const absl::Status& status) {
+  ++generation_;
+  ClearDetached();
+  if (lost.fence.ok()) lost.fence = status;
+  std::vector<Session*> fenced = Current();
+  for (Session* session : fenced) session->fence = status;
+  return fenced;
+}
+
+void Membership::SetEnded(Session& session) {
+  std::erase(attaching_, session.id);
+  session.state = Session::State::kEnded;
+}
+
+void Membership::CloseEnded(absl::FunctionRef<bool(SessionId)> in_use) {
+  for (auto it = sessions_.begin(); it != sessions_.end();) {
+    const SessionId id = it->first;
+    if (it->second.state != Session::State::kEnded || io_.tasks_of(id) > 0 || in_use(id)) {
+      ++it;
+      continue;
+    }
+    io_.actions().Emit(CloseSession{.session = id, .reason = it->second.close_reason});
+    io_.Close(id);
+    closed_.push_back(id);
+    it = sessions_.erase(it);
+  }
+}
+
+std::vector<SessionId> Membership::DrainClosed() { return std::exchange(closed_, {}); }
+
+void Membership::ClearDetached() { detached_.assign(detached_.size(), false); }
+
+std::optional<uint32_t> Membership::FirstDetached() const {
+  const auto rank = std::find(detached_.begin(), detached_.end(), true);
+  if (rank == detached_.end()) return std::nullopt;
+  return static_cast<uint32_t>(rank - detached_.begin());
+}
+
+void Membership::CheckInvariants() const {
+  std::vector<uint32_t> live_of_rank(world_size(), 0);
+  for (const auto& [id, session] : sessions_) {
+    if (session.state != Session::State::kEnded) ++live_of_rank[session.rank];
+  }
+  for (const uint32_t live : live_of_rank) FOREBAY_CHECK(live <= 1);
+}
+
+}  // namespace forebay::daemon

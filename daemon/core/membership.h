@@ -1,0 +1,76 @@
+// The sessions of a job: who may attach, which rank each has, which are fenced, which ranks have
+// detached.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/job_spec.h"
+#include "daemon/core/node_state.h"
+#include "daemon/core/session.h"
+
+namespace forebay::daemon {
+
+// A rank has at most one session that has not ended. When a rank is lost, a new generation begins:
+// all other sessions are fenced and must attach again.
+//
+// Ownership  The spec and the io outlive it. A Session lives until CloseEnded() closes it.
+class Membership {
+ public:
+  Membership(const JobSpec& spec, JobIo& io)
+      : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
+
+  // Whether this client may attach by its uid, its layout and the sizes it asks for.
+  absl::Status CheckAttach(const AttachRequested& request) const;
+  void Add(const AttachRequested& request);
+  void OnMapped(SessionId id);
+
+  Session* Find(SessionId id);
+  Session* OfRank(uint32_t rank);   // that has not ended
+  std::vector<Session*> Current();  // attached and not fenced, in the order of ids
+  bool HasCurrentBeside(SessionId id) const;
+  uint64_t live() const;  // not ended
+
+  // In the order of arrival; a copy, because answers change it.
+  std::vector<SessionId> attaching() const { return attaching_; }
+  // Starts a session's memory as soon as no other session of its rank is left; true once it is made.
+  bool HasMemory(Session& session);
+  void OnMemoryMade(SessionId id, bool made);
+  void SetAttached(Session& session);
+
+  // Fences `lost` and all current sessions with E_RANK_LOST; returns the others.
+  std::vector<Session*> BeginGeneration(Session& lost, const absl::Status& status);
+  void SetEnded(Session& session);
+  // Emits CloseSession for ended sessions whose tasks are done and of which nothing is in use.
+  void CloseEnded(absl::FunctionRef<bool(SessionId)> in_use);
+  std::vector<SessionId> DrainClosed();  // ids of those, since the last call
+
+  // Ranks that have detached in good order and not attached again.
+  void SetDetached(uint32_t rank) { detached_[rank] = true; }
+  void ClearDetached();
+  bool is_detached(uint32_t rank) const { return detached_[rank]; }
+  std::optional<uint32_t> FirstDetached() const;
+
+  uint32_t world_size() const { return spec_.world_size(); }
+  uint64_t generation() const { return generation_; }
+  const std::map<SessionId, Session>& all() const { return sessions_; }
+  bool empty() const { return sessions_.empty(); }
+  void CheckInvariants() const;
+
+ private:
+  const JobSpec& spec_;
+  JobIo& io_;
+  uint64_t generation_ = 0;
+  std::map<SessionId, Session> sessions_;
+  std::vector<SessionId> attaching_;
+  std::vector<SessionId> closed_;
+  std::vector<bool> detached_;  // by rank
+};
+
+}  // namespace forebay::daemon

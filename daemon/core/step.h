@@ -1,0 +1,118 @@
+// The step of a job: gathers gradients and step calls, decides, applies, commits.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/command_check.h"
+#include "daemon/core/events.h"
+#include "daemon/core/gradient_accumulator.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/job_spec.h"
+#include "daemon/core/membership.h"
+#include "daemon/core/session.h"
+#include "daemon/core/state_reads.h"
+#include "daemon/core/step_barrier.h"
+#include "daemon/core/step_pipeline.h"
+#include "daemon/core/trace.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// Ownership  What the constructor gets outlives it.
+class Step {
+ public:
+  enum class Phase : uint8_t {
+    kOpen,      // gathers gradients (or initial parameters)
+    kReducing,  // all ranks have called step: the last gradients are added
+    kUpdating,  // decided: blocks are updated
+    kFailed,
+  };
+
+  Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
+       const StateReads& reads);
+
+  // Commands that CheckCommand let through, of a current session.
+  void HandleGradient(Session& session, const protocol::Command& command);
+  void HandleStep(Session& session, const protocol::Command& command);
+  void OnStepRequest(Session& session, const StepRequestCopied& copied);
+
+  // Outcomes of tasks. An error fails the job: the caller calls Fail().
+  absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
+  absl::Status OnExtraStateCopied(const TaskDone& done);
+
+  // Does all that has become possible.
+  void Advance();
+
+  // Sessions of its ranks.
+  void OnAttached(Session& session);
+  bool HasContributed(const Session& session) const;
+  void OnRankDetached(uint32_t rank);  // step calls of the others are refused
+  // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
+  void OnRankLost(const Session& lost, const absl::Status& status);
+  // Answers what waits of a session, but not its contributions and its step call: they are the job's.
+  void AnswerWaiting(Session& session, const absl::Status& status);
+  bool UsesArenaOf(SessionId session) const { return accumulator_.UsesArenaOf(session); }
+
+  // Everything that waits for the step gets `first_error`.
+  void Fail(const absl::Status& first_error);
+
+  Phase phase() const { return phase_; }
+  uint64_t committed_step() const { return committed_step_; }
+  bool has_gradients() const { return !accumulator_.empty(); }
+  // Whether a fetch of `rank` is answered now: not while it waits in step, until the group's own
+  // blocks are updated.
+  bool MayFetch(uint32_t rank, uint32_t group) const;
+  void RecordFetch(uint32_t group) { trace_.Record(group, phase_ != Phase::kOpen); }
+  const std::vector<uint32_t>& trace() const { return trace_.committed(); }
+  uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
+  uint64_t extra_state_offset(uint32_t rank) const {
+    return spec_.plan.extra_state_slot(rank, extra_slot_);
+  }
+  uint64_t unanswered(const Session& session) const;
+  void CheckInvariants() const;
+
+ private:
+  // What a repeated step is answered with.
+  struct Result {
+    double norm = 0;
+    bool clipped = false;
+    absl::Status status;
+  };
+
+  absl::Status CheckCall(const Session& session, const protocol::Command& command,
+                         const StepRequestCopied& copied) const;
+  absl::Status DetachedError(uint32_t rank) const;
+  void AddCall(Session& session, StepCall call);
+  void RefuseCalls(const absl::Status& status);
+  void AnswerInvalidated(Session& session, const CommandId& command);
+  void ReportInvalidated();
+  void RepeatWhenAllHaveSeen();
+  void BeginReducing();
+  void DecideWhenReduced();
+  void Commit();
+
+  const JobSpec& spec_;
+  JobIo& io_;
+  Membership& members_;
+  StepPipeline& pipeline_;
+  const StateReads& reads_;
+  Phase phase_ = Phase::kOpen;
+  uint64_t committed_step_ = 0;
+  GradientAccumulator accumulator_;
+  StepBarrier barrier_;
+  Trace trace_;
+
+  uint32_t extra_slot_ = 0;            // of the committed step
+  std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step
+  uint32_t extra_copies_ = 0;          // running
+  Result last_;
+  Result next_;  // from the decision to the commit
+};
+
+// What a session's commands are checked against.
+CommandLimits LimitsOf(const JobSpec& spec, const Session& session);
+
+}  // namespace forebay::daemon
