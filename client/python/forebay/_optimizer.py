@@ -52,6 +52,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._pending_state = None
         self._guards = guards
         self._stepping = False
+        self._step_under_way = None  # number of a step that was asked for, its outcome unknown
         self._process = os.getpid()
         self._ready = True
         engine.owner = self  # lives as long as a hook does
@@ -83,6 +84,9 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def step(self, closure=None, extra_state=None):
         """Applies one step over all ranks, exactly once; returns when it is committed.
 
+        A call that ended without an answer (E_TIMEOUT, Ctrl-C) is repeated by the next one: it asks
+        for the same step again, never for the next.
+
         extra_state  bytes that commit with the step and come back from a later attach.
         """
         if closure is not None:
@@ -100,8 +104,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
         try:
             engine.deliver_open()
             engine.release_all()
+            if self._step_under_way is None:
+                self._step_under_way = attachment.committed_step + 1
             _, norm, _, _ = attachment.step(
-                attachment.committed_step + 1,
+                self._step_under_way,
                 self._hyper_parameters(),
                 self._max_grad_norm,
                 extra or b"",
@@ -117,6 +123,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         finally:
             self._stepping = False
             if gone:
+                self._step_under_way = None
                 self._forget_gradients(attachment)
             for member in self._members:
                 if member.trainable:

@@ -3,6 +3,9 @@
 #         Torch's side is one model that is stepped with the mean of the two gradients.
 
 import concurrent.futures
+import os
+import signal
+import time
 
 import forebay
 import pytest
@@ -74,8 +77,6 @@ def test_extra_state_and_committed_step_come_back(node):
 
 
 def test_resumed_training_has_the_bits_of_an_uninterrupted_one(node, monkeypatch):
-    import os
-
     models = [net(), net()]
     opts = attach_both(models)
     train_ranks(models, opts, 4)
@@ -136,6 +137,40 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         late = pool.submit(finish, 1)
         assert late.result() == 1, "rank 0 had voted already"
-    opts[0].step()  # the repeat of a committed step changes nothing
+    with torch.no_grad():
+        loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
     assert opts[0].committed_step == 1
+    opts[0].step()  # asks for step 1 again, which is committed and changes nothing
+    assert opts[0].committed_step == 1
+    assert opts[0].state_sha256() == opts[1].state_sha256()
+    train_ranks(models, opts, 1)
+    assert [opt.committed_step for opt in opts] == [2, 2]
+
+
+def test_a_step_that_ctrl_c_ended_is_asked_for_again(node):
+    if node == "fake":
+        pytest.skip("the fake node waits in Python")
+    models = [net(), net()]
+    opts = attach_both(models)
+    for rank in (0, 1):
+        loss_of(models[rank], batch(rank)).backward()
+    sent = opts[0].stats()["commands"]
+
+    def interrupt():
+        end = time.monotonic() + 30
+        while opts[0].stats()["commands"] == sent and time.monotonic() < end:
+            time.sleep(0.01)  # house: allow sleep: a poll with a deadline
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opts[0].step(extra_state=b"first")
+        pool.submit(opts[1].step).result(30)
+        with torch.no_grad():
+            loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
+        assert opts[0].committed_step == 1
+        opts[0].step(extra_state=b"first")
+    assert [opt.committed_step for opt in opts] == [1, 1]
+    train_ranks(models, opts, 1)
     assert opts[0].state_sha256() == opts[1].state_sha256()
