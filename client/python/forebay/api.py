@@ -2,8 +2,11 @@
 
 import os
 
-from .errors import usage_error
+from .errors import unsupported, usage_error
 from .optimizers import AdamW
+
+# How many ranks the launcher started on this node: torchrun, Open MPI, MPICH.
+LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def attach(
@@ -38,22 +41,37 @@ def attach(
     """
     from . import _attach
 
+    world_size = _whole(
+        "world_size (WORLD_SIZE)",
+        os.environ.get("WORLD_SIZE", 1) if world_size is None else world_size,
+        1,
+    )
+    _refuse_several_nodes(world_size)
     return _attach.attach(
         model,
         optimizer or AdamW(),
         job=job or os.environ.get("FOREBAY_JOB") or "default",
         rank=_whole("rank (RANK)", os.environ.get("RANK", 0) if rank is None else rank, 0),
-        world_size=_whole(
-            "world_size (WORLD_SIZE)",
-            os.environ.get("WORLD_SIZE", 1) if world_size is None else world_size,
-            1,
-        ),
+        world_size=world_size,
         socket=socket or os.environ.get("FOREBAY_SOCKET", ""),
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=grad_arena_bytes,
         timeout=timeout,
     )
+
+
+def _refuse_several_nodes(world_size):
+    """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: the
+    daemon would wait for the others at every step."""
+    for variable in LOCAL_WORLD_SIZES:
+        local = os.environ.get(variable, "")
+        if local.isdigit() and int(local) < world_size:
+            raise unsupported(
+                f"a job over several nodes: world size {world_size}, of which {local} ranks are on "
+                f"this node ({variable})",
+                "start all ranks on one node, or pass rank= and world_size= for a job per node",
+            )
 
 
 def _whole(what, value, least):

@@ -323,6 +323,20 @@ def test_ranks_that_are_no_whole_numbers(node, wrong):
     assert info.value.code == "E_RANK"
 
 
+@pytest.mark.parametrize(
+    "variable", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
+)
+def test_a_launch_over_several_nodes(node, monkeypatch, variable):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv(variable, "8")
+    with refused(match="several nodes: world size 16, of which 8 ranks are on this node"):
+        forebay.attach(net())
+    opt = forebay.attach(net(), rank=0, world_size=1)  # a job per node
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    opt.detach()
+
+
 def test_models_that_cannot_be_attached(node):
     with refused(
         match="mixed types: parameter embedding.weight is torch.float32, parameter layers.1"
