@@ -175,9 +175,10 @@ def main():
     (ROOT / args.model).unlink(missing_ok=True)
     began = time.monotonic()
     runs = train_all(args, work)
+    seconds = time.monotonic() - began
     claims = claims_of.Claims()
     evidence = claims_of.Evidence(args, runs, ROOT / args.model)
-    summary = claims_of.check_all(claims, evidence, seconds=time.monotonic() - began)
+    summary = claims_of.check_all(claims, evidence)
 
     folder = ROOT / args.report
     shutil.rmtree(folder, ignore_errors=True)
@@ -194,6 +195,7 @@ def main():
     print(claims_of.table(summary))
     print(f"sample: {evidence.sample}\n")
     print(claims.text())
+    print(claims_of.durations(runs, seconds))
     failed = [claim.name for claim in claims.all if not claim.holds]
     if failed:
         print(
