@@ -18,6 +18,10 @@
 
 namespace forebay::client {
 
+namespace internal {
+struct SessionParts;
+}
+
 using Timeout = std::chrono::milliseconds;
 
 inline constexpr Timeout kNoTimeout = Timeout::max();
@@ -43,6 +47,12 @@ struct Lease {
   uint64_t id = 0;
   uint32_t group = 0;
   std::span<const std::byte> bytes = {};  // the padded group within the window
+};
+
+// A fetch in flight.
+struct FetchTicket {
+  uint64_t id = 0;
+  uint32_t group = 0;
 };
 
 struct StepResult {
@@ -101,6 +111,9 @@ class Attachment {
   //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing is left behind.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
+  // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.
+  static absl::StatusOr<std::unique_ptr<Attachment>> Assemble(internal::SessionParts parts);
+
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
   ~Attachment();  // without a Detach the daemon takes the rank as lost
@@ -118,6 +131,18 @@ class Attachment {
   absl::Status WriteInitial(uint32_t group, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
+  // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease
+  // that arrives later is given back). A ticket is used up by a FinishFetch that returns neither
+  // E_TIMEOUT nor E_INTERRUPTED, and by CancelFetch. StartFetch waits, at most
+  // AttachOptions::timeout, only while kRingEntries commands are in flight.
+  //
+  // Errors  E_LEASE  the ticket is used up, or another attachment's.
+  absl::StatusOr<FetchTicket> StartFetch(uint32_t group);
+  absl::StatusOr<bool> IsFetchDone(const FetchTicket& ticket);
+  absl::StatusOr<Lease> FinishFetch(const FetchTicket& ticket, Timeout timeout);
+  absl::Status CancelFetch(const FetchTicket& ticket);
+
+  // StartFetch and FinishFetch; cancelled where it gives up.
   absl::StatusOr<Lease> Fetch(uint32_t group, Timeout timeout);
   absl::Status Release(const Lease& lease);  // does not wait for its completion
 
@@ -150,10 +175,11 @@ class Attachment {
   Counters counters() const;
 
  private:
-  class Impl;
-  explicit Attachment(std::unique_ptr<Impl> impl);
+  struct State;
+  class Turn;
+  explicit Attachment(std::unique_ptr<State> state);
 
-  std::unique_ptr<Impl> impl_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace forebay::client

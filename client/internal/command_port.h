@@ -1,6 +1,7 @@
-// Commands with somebody waiting for their completions: numbering, waiting, the daemon's death.
+// Commands and the completions that answer them: tags, the daemon's death. Nothing here waits for an answer.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -8,59 +9,61 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/internal/deadline.h"
-#include "client/internal/idle_core.h"
 #include "protocol/channel.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
 
-// Threads  One at a time. Completions are handled on the thread that calls Poll or Wait.
+// Threads  One at a time. Completions are handled on the thread that calls Poll.
 class CommandPort {
  public:
   struct Options {
-    std::unique_ptr<protocol::ClientChannel> channel;
-    int daemon_pidfd = -1;  // readable once the daemon is dead; -1: unknown
-    int gone_fd = -1;       // readable once the connection is lost; -1: unknown
-    // Text and hint behind a failed completion, or (tag 0) why the session is over; asks the daemon.
-    std::function<absl::Status(const protocol::Completion&)> explain;
+    std::unique_ptr<protocol::ClientChannel> channel = {};
+    // Readable once the daemon is dead; -1: unknown.
+    int daemon_pidfd = -1;
+    // Readable once the connection is lost; -1: unknown.
+    int gone_fd = -1;
+    // Message and hint behind a failed completion, or (tag 0) why the session has ended; asks the daemon.
+    std::function<absl::Status(const protocol::Completion&)> explain = {};
   };
 
   // The completion, and its error as a status.
   using OnDone = std::function<void(const protocol::Completion&, const absl::Status&)>;
 
+  enum class Pause : uint8_t {
+    kWoken,        // something arrived, or there was no need to sleep
+    kUndisturbed,  // the time was up, or a signal arrived
+  };
+
   explicit CommandPort(Options options);
 
-  // Writes the command under a tag of its own, waiting while kRingEntries are out. `on_done` is
-  // called once, unless the port ends or breaks first.
-  absl::Status Send(protocol::Command command, const WaitLimits& limits, OnDone on_done);
+  // Writes the command under a tag of its own; false, and nothing done, while kRingEntries are in
+  // flight. `on_done` is called once, unless the session ends first.
+  //
+  // Errors  E_DAEMON_GONE, E_RING, E_FENCED or another reason why the session has ended: permanently.
+  absl::StatusOr<bool> TrySend(protocol::Command command, const OnDone& on_done);
 
-  // Handles what has come in. Errors as Wait, but for E_TIMEOUT and E_INTERRUPTED.
+  // Handles the completions that have arrived. Errors as TrySend.
   absl::Status Poll();
 
-  // The same for calls that neither send nor wait: E_DAEMON_GONE where the daemon is dead.
+  // Poll for calls that neither send nor wait: E_DAEMON_GONE where the daemon is dead. Completions
+  // that the daemon wrote before its death are handled first.
   absl::Status PollAlive();
 
-  // Handles completions until `done()` is true. Errors are checked only while it is not.
-  //
-  // Errors  E_DAEMON_GONE, E_RING, E_FENCED or why else the session is over: for good. E_TIMEOUT, E_INTERRUPTED.
-  absl::Status Wait(const std::function<bool()>& done, const WaitLimits& limits);
+  // Sleeps until something arrives, the daemon dies, a signal comes or `limit` is over.
+  absl::StatusOr<Pause> Sleep(std::chrono::milliseconds limit);
+
+  // Every later call returns `reason`; the channel and the descriptors are used no more.
+  void Close(const absl::Status& reason);
 
   uint64_t commands() const { return commands_; }
   uint64_t sleeps() const { return sleeps_; }
 
  private:
-  enum class Pause : uint8_t {
-    kWoken,        // something came in, or nobody slept
-    kUndisturbed,  // the time was up, or a signal came
-  };
-
-  absl::StatusOr<Pause> Sleep(const WaitLimits& limits);
   absl::Status Break(absl::Status status);
   bool DaemonGone() const;
 
   Options options_;
-  IdleCore idle_core_;
   std::unordered_map<uint64_t, OnDone> pending_;  // at most kRingEntries
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/internal/session.h"
+#include "client/internal/attachment_state.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "protocol/channel.h"
@@ -166,7 +166,7 @@ class SessionTest : public ::testing::Test {
 
   // `script` answers; nothing answers where it is empty.
   void StartSession(ScriptedDaemon::Script script,
-                    const std::function<void(Session::Options&)>& change = {}) {
+                    const std::function<void(SessionParts&)>& change = {}) {
     protocol::LayoutSpec spec{.world_size = 1,
                               .dtype = protocol::DType::kFloat32,
                               .optimizer = protocol::Optimizer::kAdamW,
@@ -183,7 +183,7 @@ class SessionTest : public ::testing::Test {
     weights_ = Mapping::MapPrivate(layout->weights_bytes()).value();
     grad_ = Mapping::MapPrivate(kGradBytes + kStepBytes).value();
     gauge_ = std::make_shared<SessionGauge>();
-    Session::Options options{
+    SessionParts options{
         .layout = layout,
         .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(),
                  .daemon_pidfd = -1,
@@ -204,7 +204,7 @@ class SessionTest : public ::testing::Test {
         .device = std::make_shared<gpu::HostDevice>()};
     if (change) change(options);
     daemon_.Start(std::move(script));
-    ASSERT_OK_AND_ASSIGN(session_, Session::Create(std::move(options)));
+    ASSERT_OK_AND_ASSIGN(session_, Attachment::Assemble(std::move(options)));
   }
 
   // Answers everything with success, a fetch with the right place.
@@ -231,7 +231,7 @@ class SessionTest : public ::testing::Test {
   std::shared_ptr<Mapping> grad_;
   std::shared_ptr<SessionGauge> gauge_;
   ScriptedDaemon daemon_;  // its thread may still answer from the layout when a test has ended
-  std::unique_ptr<Session> session_;
+  std::unique_ptr<Attachment> session_;
 };
 
 }  // namespace forebay::client::internal

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <thread>
 
-#include "client/internal/session.h"
+#include "client/internal/attachment_state.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
@@ -67,7 +67,7 @@ TEST_F(SessionFault, WhatWasAnsweredBeforeDeathStillCounts) {
 
 TEST_F(SessionFault, AnInterruptEndsAWaitThatHasNoTimeout) {
   std::atomic<bool> interrupted{false};
-  StartSession(Silent, [&](Session::Options& options) {
+  StartSession(Silent, [&](SessionParts& options) {
     options.interrupt_check = [&] { return interrupted.load(); };
   });
   std::thread signal([&] {
@@ -84,7 +84,7 @@ TEST_F(SessionFault, AFullRingMakesASenderWait) {
       [&](const Command& command) {
         return silent ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
       },
-      [](Session::Options& options) { options.timeout = Timeout(1); });
+      [](SessionParts& options) { options.timeout = Timeout(1); });
   for (uint32_t i = 0; i < protocol::kRingEntries; ++i) ASSERT_OK(session_->Release({.id = i}));
   EXPECT_THAT(session_->Release({.id = 999}), HasError(ErrorId::kTimeout));
   const std::vector<Command> seen = daemon_.WaitForCommands(protocol::kRingEntries);
@@ -117,7 +117,7 @@ TEST_F(SessionFault, AnImpossibleRingIndexBreaksTheSession) {
 TEST_F(SessionFault, ArenasThatDoNotFitTheLayoutAreRefused) {
   StartSession(Obey());
   const auto refused = [&](auto change) {
-    Session::Options options{
+    SessionParts options{
         .layout = layout_,
         .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(), .explain = {}},
         .weights = weights_,
@@ -128,18 +128,18 @@ TEST_F(SessionFault, ArenasThatDoNotFitTheLayoutAreRefused) {
         .interrupt_check = {},
         .device = std::make_shared<gpu::HostDevice>()};
     change(options);
-    return Session::Create(std::move(options)).status();
+    return Attachment::Assemble(std::move(options)).status();
   };
-  EXPECT_OK(refused([](Session::Options&) {}));
-  const auto weights_too_small = [](Session::Options& options) {
+  EXPECT_OK(refused([](SessionParts&) {}));
+  const auto weights_too_small = [](SessionParts& options) {
     options.weights = Mapping::MapPrivate(4096).value();
   };
   EXPECT_THAT(refused(weights_too_small), HasError(ErrorId::kProtocol));
-  EXPECT_THAT(refused([](Session::Options& options) { options.step_region_offset = 448; }),
+  EXPECT_THAT(refused([](SessionParts& options) { options.step_region_offset = 448; }),
               HasError(ErrorId::kProtocol));
-  EXPECT_THAT(refused([](Session::Options& options) { options.step_region_offset = ~uint64_t{0}; }),
+  EXPECT_THAT(refused([](SessionParts& options) { options.step_region_offset = ~uint64_t{0}; }),
               HasError(ErrorId::kProtocol));
-  EXPECT_THAT(refused([](Session::Options& options) { options.step_region_bytes = ~uint64_t{0}; }),
+  EXPECT_THAT(refused([](SessionParts& options) { options.step_region_bytes = ~uint64_t{0}; }),
               HasError(ErrorId::kProtocol));
 }
 

@@ -2,8 +2,6 @@
 //         rightly; what fails later is told later; who gives up leaks nothing.
 // Method  Both ends of a real ring in one process; a script plays the daemon.
 
-#include "client/internal/session.h"
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -11,6 +9,7 @@
 #include <map>
 #include <thread>
 
+#include "client/internal/attachment_state.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
@@ -101,6 +100,44 @@ TEST_F(SessionTest, AFetchThatTimedOutGivesItsLeaseBackWhenItArrives) {
   const std::vector<Command> seen = daemon_.WaitForCommands(3);
   ASSERT_TRUE(Is(seen[2], Op::kRelease));
   EXPECT_EQ(seen[2].lease_id, 101U);
+}
+
+TEST_F(SessionTest, FetchesThatAreStartedTogetherAreFinishedInAnyOrder) {
+  StartSession(Obey());
+  ASSERT_OK_AND_ASSIGN(const FetchTicket first, session_->StartFetch(0));
+  ASSERT_OK_AND_ASSIGN(const FetchTicket second, session_->StartFetch(2));
+  ASSERT_OK_AND_ASSIGN(const Lease later, session_->FinishFetch(second, kTimeout));
+  EXPECT_EQ(later.id, 102U);
+  ASSERT_OK_AND_ASSIGN(const bool done, session_->IsFetchDone(first));
+  EXPECT_TRUE(done) << "it was answered first";
+  ASSERT_OK_AND_ASSIGN(const Lease earlier, session_->FinishFetch(first, kTimeout));
+  EXPECT_EQ(earlier.id, 100U);
+  EXPECT_THAT(session_->FinishFetch(first, kTimeout), HasError(ErrorId::kLease)) << "used up";
+  EXPECT_THAT(session_->IsFetchDone(first), HasError(ErrorId::kLease));
+  EXPECT_THAT(session_->CancelFetch(first), HasError(ErrorId::kLease));
+}
+
+TEST_F(SessionTest, ATicketOutlivesATimeout) {
+  StartSession([&](const Command& command) {
+    return Is(command, Op::kFetch) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
+  });
+  ASSERT_OK_AND_ASSIGN(const FetchTicket ticket, session_->StartFetch(1));
+  EXPECT_THAT(session_->FinishFetch(ticket, Timeout(1)), HasError(ErrorId::kTimeout));
+  ASSERT_OK_AND_ASSIGN(const bool done, session_->IsFetchDone(ticket));
+  EXPECT_FALSE(done);
+  daemon_.Answer(Obeyed(daemon_.WaitForCommands(1)[0]));
+  ASSERT_OK_AND_ASSIGN(const Lease lease, session_->FinishFetch(ticket, kTimeout));
+  EXPECT_EQ(lease.id, 101U);
+}
+
+TEST_F(SessionTest, TheLeaseOfACancelledFetchIsGivenBack) {
+  StartSession(Obey());
+  ASSERT_OK_AND_ASSIGN(const FetchTicket ticket, session_->StartFetch(1));
+  ASSERT_OK(session_->CancelFetch(ticket));
+  ASSERT_OK(session_->Fetch(0, kTimeout).status());  // handles the completion that arrives too late
+  const std::vector<Command> seen = daemon_.WaitForCommands(3);
+  ASSERT_TRUE(Is(seen[2], Op::kRelease) || Is(seen[1], Op::kRelease));
+  EXPECT_EQ(Is(seen[2], Op::kRelease) ? seen[2].lease_id : seen[1].lease_id, 101U);
 }
 
 TEST_F(SessionTest, AReleaseErrorIsToldOnceByTheNextCall) {
@@ -360,7 +397,7 @@ TEST_F(SessionTest, TheDeviceKnowsBothWindowsAndCopiesInitialParameters) {
         arrived.assign(bytes.begin(), bytes.end());
         return MaybeCompletion(Obeyed(command));
       },
-      [&](Session::Options& options) { options.device = device; });
+      [&](SessionParts& options) { options.device = device; });
   ASSERT_EQ(device->registrations.size(), 2U);
   EXPECT_EQ(device->registrations[0].begin, weights_->bytes().data());
   EXPECT_EQ(device->registrations[0].access, gpu::HostAccess::kRead);

@@ -1,0 +1,165 @@
+// Gradient slots and their delivery.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/attachment_state.h"
+#include "client/internal/stopwatch.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using internal::BusyRange;
+using internal::MakeCommand;
+using internal::Mapping;
+using internal::Stopwatch;
+using internal::WaitLimits;
+using protocol::Command;
+using protocol::Completion;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::Op;
+
+namespace {
+
+// Zeroes what lies between the parameters of a group (format int8 aligns them).
+void ZeroGaps(const protocol::Layout& layout, uint32_t group, std::span<std::byte> bytes) {
+  const uint64_t width = SizeBytes(layout.spec().dtype);
+  const protocol::GroupPlace& place = layout.groups()[group];
+  uint64_t end = 0;
+  for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
+    const protocol::ParamPlace& param = layout.params()[i];
+    const auto gap = bytes.subspan(end * width, (param.offset_elems - end) * width);
+    std::fill(gap.begin(), gap.end(), std::byte{0});
+    end = param.offset_elems + param.elems;
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFill fill,
+                                                          Timeout timeout) {
+  State& s = *state_;
+  const Turn turn(s);
+  RETURN_IF_ERROR(turn.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckGroup(group));
+  RETURN_IF_ERROR(s.port.PollAlive());
+  RETURN_IF_ERROR(s.KeptErrors());
+  const auto found = s.open.find(group);
+  if (found != s.open.end()) return found->second.bytes;
+  ASSIGN_OR_RETURN(State::OpenSlot slot, s.MakeSlot(group, s.Limits(timeout)));
+  const protocol::Layout& layout = *s.parts.layout;
+  const uint64_t plain_bytes = layout.groups()[group].elems * SizeBytes(layout.spec().dtype);
+  if (slot.arena_offset.has_value()) {
+    const auto stale = fill == GradFill::kZero ? slot.bytes : slot.bytes.subspan(plain_bytes);
+    if (!stale.empty()) std::memset(stale.data(), 0, stale.size());
+    if (fill == GradFill::kPadding) ZeroGaps(layout, group, slot.bytes);
+  }
+  const std::span<std::byte> bytes = slot.bytes;
+  s.open.emplace(group, std::move(slot));
+  return bytes;
+}
+
+absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint32_t group,
+                                                                        const WaitLimits& limits) {
+  const uint64_t size_bytes = parts.layout->group_bytes(group);
+  std::optional<uint64_t> offset = slots.AllocateOpen(size_bytes);
+  if (!offset.has_value() && slots.FitsWithoutBusy(size_bytes)) {
+    RETURN_IF_ERROR(waiter.Wait(
+        [&] {
+          if (!offset.has_value()) offset = slots.AllocateOpen(size_bytes);
+          return offset.has_value();
+        },
+        limits));
+    gauge.sleeps = port.sleeps();
+  }
+  if (offset.has_value()) {
+    return OpenSlot{.arena_offset = offset,
+                    .owner = parts.grad,
+                    .bytes = parts.grad->bytes().subspan(*offset, size_bytes)};
+  }
+  ASSIGN_OR_RETURN(std::shared_ptr<Mapping> own, Mapping::MapPrivate(size_bytes));
+  ++gauge.private_slots;
+  const std::span<std::byte> bytes = own->bytes();
+  return OpenSlot{.arena_offset = std::nullopt, .owner = std::move(own), .bytes = bytes};
+}
+
+std::shared_ptr<const void> Attachment::grad_owner(uint32_t group) {
+  State& s = *state_;
+  const Turn turn(s);
+  const auto found = turn.status().ok() ? s.open.find(group) : s.open.end();
+  return found == s.open.end() ? nullptr : found->second.owner;
+}
+
+absl::Status Attachment::GradReady(uint32_t group) {
+  State& s = *state_;
+  const Turn turn(s);
+  RETURN_IF_ERROR(turn.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckGroup(group));
+  RETURN_IF_ERROR(s.KeptErrors());
+  const auto found = s.open.find(group);
+  if (found == s.open.end()) {
+    return MakeError(ErrorId::kNotReady,
+                     absl::StrCat("group ", group, " has no open gradient slot"),
+                     "ask for the slot first, and deliver each group once a step");
+  }
+  const WaitLimits limits = s.Limits(s.parts.timeout);
+  if (!found->second.arena_offset.has_value()) {
+    ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(found->second.bytes.size(), limits));
+    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), found->second.bytes));
+    s.open.erase(found);
+    return s.SendGradient(group, std::move(range), limits);
+  }
+  const uint64_t offset = *found->second.arena_offset;
+  s.slots.Deliver(offset);
+  s.open.erase(found);
+  return s.SendGradient(group, BusyRange(s.slots, offset), limits);
+}
+
+absl::Status Attachment::State::SendGradient(uint32_t group, BusyRange range,
+                                             const WaitLimits& limits) {
+  Command command = MakeCommand(Op::kGradReady, group);
+  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  command.step = committed_step() + 1;
+  command.arena_offset_bytes = range.offset_bytes();
+  command.length_bytes = parts.layout->group_bytes(group);
+  const absl::Status sent =
+      waiter.Send(command, limits,
+                  [this, offset = range.offset_bytes()](const Completion& completion,
+                                                        const absl::Status& status) {
+                    UpdateCommittedStep(completion);
+                    slots.Free(offset);
+                    KeepError(completion, status);
+                  });
+  if (!sent.ok()) {
+    // The gradient is gone with its slot: no step may pass without it.
+    if (kept_grad_error.ok()) kept_grad_error = sent;
+    return sent;
+  }
+  range.HandOver();
+  ++gauge.commands;
+  gauge.grad_bytes += command.length_bytes;
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::DropGradients() {
+  State& s = *state_;
+  const Turn turn(s);
+  RETURN_IF_ERROR(turn.status());
+  const absl::Status polled = s.port.PollAlive();
+  for (const auto& [group, slot] : s.open) {
+    if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
+  }
+  s.open.clear();
+  s.kept_grad_error = absl::OkStatus();
+  return polled;
+}
+
+}  // namespace forebay::client

@@ -1,0 +1,119 @@
+// The step: one in flight at a time, which a call that is repeated waits for again.
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/attachment_state.h"
+#include "client/internal/stopwatch.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using internal::Answer;
+using internal::MakeCommand;
+using internal::Stopwatch;
+using internal::WaitLimits;
+using protocol::Command;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::Op;
+
+absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
+    uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
+    std::span<const std::byte> extra_state) const {
+  if (extra_state.size() > parts.extra_state_bytes) {
+    return MakeError(ErrorId::kExtraState,
+                     absl::StrCat("extra_state has ", extra_state.size(), " bytes; ",
+                                  parts.extra_state_bytes, " were taken at attach"),
+                     "attach with a larger extra_state_bytes");
+  }
+  if (hyper_params.empty() || hyper_params.size() > protocol::kParamGroupsMax) {
+    return MakeError(ErrorId::kOption, absl::StrCat(hyper_params.size(), " parameter groups (1 to ",
+                                                    protocol::kParamGroupsMax, ")"));
+  }
+  protocol::StepRequest header{};
+  header.step = t;
+  header.param_groups = static_cast<uint32_t>(hyper_params.size());
+  header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());
+  header.max_grad_norm = max_grad_norm;
+  std::vector<std::byte> request;
+  request.reserve(sizeof(header) + hyper_params.size_bytes() + extra_state.size());
+  const auto append = [&request](std::span<const std::byte> bytes) {
+    request.insert(request.end(), bytes.begin(), bytes.end());
+  };
+  append(std::as_bytes(std::span(&header, 1)));
+  append(std::as_bytes(hyper_params));
+  append(extra_state);
+  if (request.size() > parts.step_region_bytes) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("a step request of ", request.size(), " bytes; the region has ",
+                                  parts.step_region_bytes));
+  }
+  return request;
+}
+
+absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
+                                            std::span<const protocol::HyperParams> hyper_params,
+                                            double max_grad_norm,
+                                            std::span<const std::byte> extra_state,
+                                            Timeout timeout) {
+  State& s = *state_;
+  const Turn turn(s);
+  RETURN_IF_ERROR(turn.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_step);
+  const absl::Status kept = s.KeptErrors();
+  // What is not finite the daemon also knows: its answer frees every rank to repeat the step.
+  if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
+  ASSIGN_OR_RETURN(std::vector<std::byte> request,
+                   s.EncodeStep(t, hyper_params, max_grad_norm, extra_state));
+  const WaitLimits limits = s.Limits(timeout);
+  if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
+    if (!s.step->answer->arrived) {
+      return MakeError(ErrorId::kStep,
+                       absl::StrCat("step ", s.step->t, " is still under way; step ", t,
+                                    " or other scalars cannot begin before it ends"),
+                       "repeat the call with the arguments of the step that is under way");
+    }
+    const absl::Status forgotten = s.step->answer->status;
+    s.step.reset();
+    RETURN_IF_ERROR(forgotten);
+  }
+  if (!s.step.has_value()) RETURN_IF_ERROR(s.BeginStep(t, std::move(request), limits));
+  const absl::Status waited = s.waiter.Wait([&] { return s.step->answer->arrived; }, limits);
+  s.gauge.sleeps = s.port.sleeps();
+  RETURN_IF_ERROR(waited);
+  return s.EndStep();
+}
+
+absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> request,
+                                          const WaitLimits& limits) {
+  RETURN_IF_ERROR(CopyToArena(parts.step_region_offset, request));
+  Command command = MakeCommand(Op::kStep);
+  command.step = t;
+  command.arena_offset_bytes = parts.step_region_offset;
+  command.length_bytes = request.size();
+  ASSIGN_OR_RETURN(std::shared_ptr<Answer> answer, Start(command, limits));
+  step = StepInFlight{.t = t, .request = std::move(request), .answer = std::move(answer)};
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StepResult> Attachment::State::EndStep() {
+  const Answer answer = *step->answer;
+  step.reset();
+  const bool nonfinite = protocol::IdOf(answer.status) == ErrorId::kNonfinite ||
+                         protocol::IdOf(kept_grad_error) == ErrorId::kNonfinite;
+  absl::Status kept = kept_grad_error;
+  if (nonfinite) kept_grad_error = absl::OkStatus();
+  RETURN_IF_ERROR(answer.status);
+  RETURN_IF_ERROR(kept);
+  return StepResult{.committed_step = answer.completion.committed_step,
+                    .norm = answer.completion.norm,
+                    .clipped = (answer.completion.flags & protocol::kStepClipped) != 0,
+                    .repeated = (answer.completion.flags & protocol::kStepRepeated) != 0};
+}
+
+}  // namespace forebay::client

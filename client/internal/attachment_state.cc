@@ -1,0 +1,193 @@
+#include "client/internal/attachment_state.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/stopwatch.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using internal::Answer;
+using internal::BusyRange;
+using internal::WaitLimits;
+using protocol::Command;
+using protocol::Completion;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::Op;
+
+Attachment::State::State(internal::SessionParts session_parts)
+    : pid(::getpid()),
+      parts(std::move(session_parts)),
+      gauge(*parts.gauge),
+      port(std::move(parts.port)),
+      waiter(port),
+      slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
+             .largest_bytes = parts.layout->largest_group_bytes()}) {}
+
+bool Attachment::State::InChild() const { return ::getpid() != pid; }
+
+WaitLimits Attachment::State::Limits(Timeout timeout) const {
+  return {.deadline = internal::Deadline::After(timeout),
+          .interrupt_check = &parts.interrupt_check};
+}
+
+absl::Status Attachment::State::CheckGroup(uint32_t group) const {
+  const size_t groups = parts.layout->groups().size();
+  if (group < groups) return absl::OkStatus();
+  return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups));
+}
+
+absl::Status Attachment::State::KeptReleaseError() {
+  return std::exchange(kept_release_error, absl::OkStatus());
+}
+
+absl::Status Attachment::State::KeptErrors() {
+  RETURN_IF_ERROR(port.Poll());
+  RETURN_IF_ERROR(KeptReleaseError());
+  return kept_grad_error;
+}
+
+// ---------------------------------------- commands
+
+void Attachment::State::UpdateCommittedStep(const Completion& completion) {
+  if (completion.committed_step > committed_step()) {
+    gauge.committed_step = completion.committed_step;
+  }
+}
+
+void Attachment::State::OnAnswer(const Completion& completion, const absl::Status& status,
+                                 Answer& answer) {
+  UpdateCommittedStep(completion);
+  answer.arrived = true;
+  answer.completion = completion;
+  answer.status = status;
+  if (answer.abandoned) Abandon(answer);
+}
+
+void Attachment::State::Abandon(Answer& answer) {
+  answer.abandoned = true;
+  if (!answer.arrived) return;
+  if (answer.range.has_value()) slots.Free(*std::exchange(answer.range, std::nullopt));
+  if (answer.status.ok() && static_cast<Op>(answer.completion.op) == Op::kFetch) {
+    orphan_leases.push_back(answer.completion.lease_id);
+  }
+}
+
+void Attachment::State::KeepError(const Completion& completion, const absl::Status& status) {
+  const bool of_release = static_cast<Op>(completion.op) == Op::kRelease;
+  absl::Status& kept = of_release ? kept_release_error : kept_grad_error;
+  if (kept.ok()) kept = status;
+}
+
+absl::StatusOr<std::shared_ptr<Answer>> Attachment::State::Start(const Command& command,
+                                                                 const WaitLimits& limits) {
+  auto answer = std::make_shared<Answer>();
+  const auto on_done = [this, answer](const Completion& completion, const absl::Status& status) {
+    OnAnswer(completion, status, *answer);
+  };
+  RETURN_IF_ERROR(waiter.Send(command, limits, on_done));
+  ++gauge.commands;
+  return answer;
+}
+
+absl::Status Attachment::State::WaitFor(const Answer& answer, const WaitLimits& limits) {
+  const absl::Status waited = waiter.Wait([&answer] { return answer.arrived; }, limits);
+  gauge.sleeps = port.sleeps();
+  return waited;
+}
+
+absl::StatusOr<Completion> Attachment::State::Call(const Command& command, BusyRange* range,
+                                                   const WaitLimits& limits) {
+  ASSIGN_OR_RETURN(const std::shared_ptr<Answer> answer, Start(command, limits));
+  const absl::Status waited = WaitFor(*answer, limits);
+  if (!waited.ok()) {
+    if (range != nullptr) answer->range = range->HandOver();
+    Abandon(*answer);
+    return waited;
+  }
+  RETURN_IF_ERROR(ReleaseOrphans(limits));
+  RETURN_IF_ERROR(answer->status);
+  return answer->completion;
+}
+
+absl::Status Attachment::State::Post(const Command& command, const WaitLimits& limits) {
+  const auto on_done = [this](const Completion& completion, const absl::Status& status) {
+    UpdateCommittedStep(completion);
+    KeepError(completion, status);
+  };
+  RETURN_IF_ERROR(waiter.Send(command, limits, on_done));
+  ++gauge.commands;
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::ReleaseOrphans(const WaitLimits& limits) {
+  while (!orphan_leases.empty()) {
+    Command command = internal::MakeCommand(Op::kRelease);
+    command.lease_id = orphan_leases.back();
+    RETURN_IF_ERROR(Post(command, limits));
+    orphan_leases.pop_back();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<BusyRange> Attachment::State::WaitForRange(uint64_t size_bytes,
+                                                          const WaitLimits& limits) {
+  std::optional<uint64_t> offset;
+  const auto allocate = [&] {
+    if (!offset.has_value()) offset = slots.AllocateBusy(size_bytes);
+    return offset.has_value();
+  };
+  RETURN_IF_ERROR(waiter.Wait(allocate, limits));
+  gauge.sleeps = port.sleeps();
+  return BusyRange(slots, *offset);
+}
+
+absl::Status Attachment::State::CopyToArena(uint64_t arena_offset,
+                                            std::span<const std::byte> bytes) {
+  RETURN_IF_ERROR(stream->Copy(parts.grad->bytes().subspan(arena_offset, bytes.size()), bytes));
+  return stream->Synchronize();
+}
+
+// ---------------------------------------- turns
+
+Attachment::Turn::Turn(State& state) : state_(state) {
+  const std::string& job = state.parts.job;
+  if (state.InChild()) {
+    status_ =
+        MakeError(ErrorId::kForked,
+                  absl::StrCat("job ", job, ": this attachment belongs to process ", state.pid),
+                  "attach in the process that trains; a forked child may only read the weights");
+    return;
+  }
+  lock_ = std::unique_lock<protocol::Mutex>(state.mutex);
+  if (state.detached) {
+    status_ = MakeError(ErrorId::kFenced, absl::StrCat("job ", job, ": this session was detached"),
+                        "attach again");
+  }
+}
+
+Attachment::Turn::~Turn() {
+  if (!lock_.owns_lock() || state_.parts.connection == nullptr) return;
+  state_.gauge.rpc_calls = state_.parts.connection->control->thread().calls();
+}
+
+Counters internal::SessionGauge::Snapshot() const {
+  return {.rpc_calls = rpc_calls,
+          .commands = commands,
+          .sleeps = sleeps,
+          .wait_ns_fetch = wait_ns_fetch,
+          .wait_ns_grad = wait_ns_grad,
+          .wait_ns_step = wait_ns_step,
+          .wait_ns_other = wait_ns_other,
+          .fetched_bytes = fetched_bytes,
+          .grad_bytes = grad_bytes,
+          .private_slots = private_slots};
+}
+
+}  // namespace forebay::client

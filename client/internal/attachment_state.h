@@ -1,0 +1,195 @@
+// What an Attachment is made of: its connection, its windows, the commands that it has in flight.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/client.h"
+#include "client/internal/command_port.h"
+#include "client/internal/control.h"
+#include "client/internal/deadline.h"
+#include "client/internal/grad_slots.h"
+#include "client/internal/mapping.h"
+#include "client/internal/waiter.h"
+#include "client/window_registry.h"
+#include "gpu/device.h"
+#include "protocol/layout.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::client::internal {
+
+// Numbers that any thread may read while a call waits.
+struct SessionGauge {
+  std::atomic<uint64_t> committed_step{0};
+  std::atomic<uint64_t> rpc_calls{0};
+  std::atomic<uint64_t> commands{0};
+  std::atomic<uint64_t> sleeps{0};
+  std::atomic<uint64_t> wait_ns_fetch{0};
+  std::atomic<uint64_t> wait_ns_grad{0};
+  std::atomic<uint64_t> wait_ns_step{0};
+  std::atomic<uint64_t> wait_ns_other{0};
+  std::atomic<uint64_t> fetched_bytes{0};
+  std::atomic<uint64_t> grad_bytes{0};
+  std::atomic<uint64_t> private_slots{0};
+
+  Counters Snapshot() const;
+};
+
+// What the channel of an attached session uses, and the calls of the control plane. Members die in
+// reverse order.
+struct Connection {
+  std::unique_ptr<Control> control;
+  protocol::UniqueFd command_doorbell;
+  protocol::UniqueFd completion_doorbell;
+  std::shared_ptr<Mapping> ring;
+};
+
+// A session that the daemon has granted.
+struct SessionParts {
+  std::string job = {};
+  std::shared_ptr<const protocol::Layout> layout = {};
+  bool writes_initial = false;
+  std::vector<std::byte> extra_state = {};
+  std::vector<uint32_t> trace = {};
+  // Empty in tests that play the daemon themselves.
+  std::unique_ptr<Connection> connection = {};
+  CommandPort::Options port = {};
+  std::shared_ptr<Mapping> weights = {};
+  // Gradients, then the step region.
+  std::shared_ptr<Mapping> grad = {};
+  uint64_t step_region_offset = 0;
+  uint64_t step_region_bytes = 0;
+  // What was asked for; the region may be larger.
+  uint64_t grad_bytes_max = UINT64_MAX;
+  uint64_t extra_state_bytes = 0;
+  // Its committed_step is set.
+  std::shared_ptr<SessionGauge> gauge = {};
+  // Of calls without a time limit of their own.
+  Timeout timeout{};
+  InterruptCheck interrupt_check;
+  std::shared_ptr<gpu::Device> device;
+};
+
+// A command that somebody waits for, or waited for.
+struct Answer {
+  bool arrived = false;
+  // Its caller gave up.
+  bool abandoned = false;
+  // Of the arena; free once an abandoned answer has arrived.
+  std::optional<uint64_t> range;
+  protocol::Completion completion{};
+  absl::Status status;
+};
+
+}  // namespace forebay::client::internal
+
+namespace forebay::client {
+
+// Threads  One at a time, under `mutex`; `gauge` and what is const from Assemble on: any.
+struct Attachment::State {
+  struct OpenSlot {
+    // Else private memory.
+    std::optional<uint64_t> arena_offset;
+    std::shared_ptr<internal::Mapping> owner;
+    std::span<std::byte> bytes;
+  };
+  struct StepInFlight {
+    uint64_t t = 0;
+    std::vector<std::byte> request;
+    std::shared_ptr<internal::Answer> answer;
+  };
+
+  explicit State(internal::SessionParts session_parts);
+
+  bool InChild() const;
+  uint64_t committed_step() const { return gauge.committed_step; }
+  internal::WaitLimits Limits(Timeout timeout) const;
+  absl::Status CheckGroup(uint32_t group) const;
+
+  // The release error, once; then the gradient error, for as long as it is kept.
+  absl::Status KeptErrors();
+  absl::Status KeptReleaseError();
+
+  // Sends a command whose answer the caller looks at later.
+  absl::StatusOr<std::shared_ptr<internal::Answer>> Start(const protocol::Command& command,
+                                                          const internal::WaitLimits& limits);
+  absl::Status WaitFor(const internal::Answer& answer, const internal::WaitLimits& limits);
+  // Start, then WaitFor. A caller that gives up leaves the answer to arrive later, and `range`,
+  // where there is one, to be freed then.
+  absl::StatusOr<protocol::Completion> Call(const protocol::Command& command,
+                                            internal::BusyRange* range,
+                                            const internal::WaitLimits& limits);
+  // Sends a command whose error, should it fail, is kept for a later call.
+  absl::Status Post(const protocol::Command& command, const internal::WaitLimits& limits);
+  void KeepError(const protocol::Completion& completion, const absl::Status& status);
+  void Abandon(internal::Answer& answer);
+  absl::Status ReleaseOrphans(const internal::WaitLimits& limits);
+  void OnAnswer(const protocol::Completion& completion, const absl::Status& status,
+                internal::Answer& answer);
+  void UpdateCommittedStep(const protocol::Completion& completion);
+
+  absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
+                                                   const internal::WaitLimits& limits);
+  absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
+  absl::StatusOr<Lease> LeaseOf(uint32_t group, const protocol::Completion& completion);
+  absl::StatusOr<OpenSlot> MakeSlot(uint32_t group, const internal::WaitLimits& limits);
+  absl::Status SendGradient(uint32_t group, internal::BusyRange range,
+                            const internal::WaitLimits& limits);
+  absl::StatusOr<std::vector<std::byte>> EncodeStep(
+      uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
+      std::span<const std::byte> extra_state) const;
+  absl::Status BeginStep(uint64_t t, std::vector<std::byte> request,
+                         const internal::WaitLimits& limits);
+  absl::StatusOr<StepResult> EndStep();
+
+  const pid_t pid;
+  internal::SessionParts parts;
+  internal::SessionGauge& gauge;
+  protocol::Mutex mutex;
+  std::unique_ptr<WindowRegistration> window;
+  std::unique_ptr<gpu::HostRegistration> weights_registration;
+  std::unique_ptr<gpu::HostRegistration> grad_registration;
+  std::unique_ptr<gpu::Stream> stream;
+  internal::CommandPort port;
+  internal::Waiter waiter;
+  internal::GradSlots slots;
+  std::map<uint32_t, OpenSlot> open;
+  std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
+  uint64_t last_ticket = 0;
+  std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up
+  std::optional<StepInFlight> step;
+  absl::Status kept_release_error;
+  absl::Status kept_grad_error;
+  bool detached = false;
+};
+
+// Every call on the session holds one: calls run one at a time, not in a forked child, not after a
+// Detach.
+class [[nodiscard]] Attachment::Turn {
+ public:
+  explicit Turn(State& state);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  const absl::Status& status() const { return status_; }
+
+ private:
+  State& state_;
+  std::unique_lock<protocol::Mutex> lock_;
+  absl::Status status_;
+};
+
+}  // namespace forebay::client

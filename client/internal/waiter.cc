@@ -1,0 +1,63 @@
+#include "client/internal/waiter.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client::internal {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+constexpr std::chrono::microseconds kSpin{50};
+
+}  // namespace
+
+absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.Poll());
+  if (done()) return absl::OkStatus();
+  if (idle_core_.Any()) {
+    const auto spin_end = std::chrono::steady_clock::now() + kSpin;
+    while (std::chrono::steady_clock::now() < spin_end) {
+      RETURN_IF_ERROR(port_.Poll());
+      if (done()) return absl::OkStatus();
+    }
+  }
+  CommandPort::Pause pause = CommandPort::Pause::kWoken;
+  while (true) {
+    const absl::Status alive = port_.PollAlive();
+    if (done()) return absl::OkStatus();
+    RETURN_IF_ERROR(alive);
+    // Only after a pause or a signal: in Python the question costs a wait for the interpreter.
+    if (pause == CommandPort::Pause::kUndisturbed && limits.Interrupted()) {
+      return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
+    }
+    if (limits.deadline.Expired()) {
+      return MakeError(ErrorId::kTimeout,
+                       "the call's time ran out before the daemon answered; its outcome is unknown",
+                       "another rank may not have come this far: see `forebay status`");
+    }
+    auto limit = limits.deadline.Remaining();
+    const bool asks = limits.interrupt_check != nullptr && *limits.interrupt_check;
+    if (asks) limit = std::min(limit, kInterruptPeriod);
+    ASSIGN_OR_RETURN(pause, port_.Sleep(limit));
+  }
+}
+
+absl::Status Waiter::Send(const protocol::Command& command, const WaitLimits& limits,
+                          const CommandPort::OnDone& on_done) {
+  absl::StatusOr<bool> sent = port_.TrySend(command, on_done);
+  if (sent.ok() && !*sent) {
+    const auto try_again = [&] {
+      sent = port_.TrySend(command, on_done);
+      return !sent.ok() || *sent;
+    };
+    RETURN_IF_ERROR(Wait(try_again, limits));
+  }
+  return sent.status();
+}
+
+}  // namespace forebay::client::internal

@@ -1,0 +1,32 @@
+// The blocking layer above CommandPort: time limits, interrupts, when to spin and when to sleep.
+#pragma once
+
+#include <functional>
+
+#include "absl/status/status.h"
+#include "client/internal/command_port.h"
+#include "client/internal/deadline.h"
+#include "client/internal/idle_core.h"
+
+namespace forebay::client::internal {
+
+// Threads  One at a time.
+class Waiter {
+ public:
+  explicit Waiter(CommandPort& port) : port_(port) {}
+
+  // Handles completions until `done()` is true. Errors are looked at only while it is not.
+  //
+  // Errors  Those of CommandPort::Poll; E_TIMEOUT; E_INTERRUPTED.
+  absl::Status Wait(const std::function<bool()>& done, const WaitLimits& limits);
+
+  // CommandPort::TrySend, waiting while the ring is full. Errors as Wait.
+  absl::Status Send(const protocol::Command& command, const WaitLimits& limits,
+                    const CommandPort::OnDone& on_done);
+
+ private:
+  CommandPort& port_;
+  IdleCore idle_core_;
+};
+
+}  // namespace forebay::client::internal
