@@ -30,6 +30,8 @@ using protocol::MakeError;
 struct PinnedArena::State {
   ArenaOptions options;
   protocol::UniqueFd fd;
+  // kServed: a read-only description for UseCheck.
+  protocol::UniqueFd reader;
   internal::Segment segment;
   uint64_t huge_bytes;
   bool locked;
@@ -38,7 +40,6 @@ struct PinnedArena::State {
 
 namespace {
 
-constexpr int kAllSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 constexpr uint64_t kCapacityBytesMax = uint64_t{1} << 46;
 
 absl::Status CheckOptions(const ArenaOptions& options) {
@@ -89,6 +90,10 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   RETURN_IF_ERROR(CheckAvailable(options));
   ASSIGN_OR_RETURN(protocol::UniqueFd fd,
                    internal::MakeMemfd(options.name, options.capacity_bytes, options.access));
+  protocol::UniqueFd reader;
+  if (options.access == Access::kServed) {
+    ASSIGN_OR_RETURN(reader, internal::Reopen(fd, O_RDONLY));
+  }
   ASSIGN_OR_RETURN(internal::Segment segment,
                    internal::Segment::Map(fd.get(), options.capacity_bytes));
   RETURN_IF_ERROR(internal::BindToNode(segment.bytes(), options.numa_node));
@@ -100,6 +105,7 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   return std::make_unique<PinnedArena>(std::make_unique<State>(State{
       .options = options,
       .fd = std::move(fd),
+      .reader = std::move(reader),
       .segment = std::move(segment),
       .huge_bytes = huge_bytes,
       .locked = lock_error == 0,
@@ -111,6 +117,8 @@ PinnedArena::PinnedArena(std::unique_ptr<State> state) : state_(std::move(state)
 
 PinnedArena::~PinnedArena() {
   FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // a range would dangle
+  if (state_->options.at_end == AtEnd::kKeepForReaders) return;
+  (void)internal::FreePages(state_->fd.get(), capacity_bytes());
 }
 
 absl::StatusOr<PinnedArena::Range> PinnedArena::Allocate(uint64_t size_bytes) {
@@ -137,7 +145,6 @@ uint64_t PinnedArena::huge_bytes() const { return state_->huge_bytes; }
 uint64_t PinnedArena::free_bytes() const { return state_->ranges.free_pages() * kPageBytes; }
 bool PinnedArena::locked() const { return state_->locked; }
 const std::string& PinnedArena::name() const { return state_->options.name; }
-const protocol::UniqueFd& PinnedArena::segment_fd() const { return state_->fd; }
 
 uint64_t PinnedArena::allocated_bytes() const {
   struct stat info = {};
@@ -145,26 +152,27 @@ uint64_t PinnedArena::allocated_bytes() const {
   return static_cast<uint64_t>(info.st_blocks) * 512;  // stat(2): always units of 512
 }
 
-absl::StatusOr<protocol::UniqueFd> PinnedArena::ReadOnlyFd() const {
-  const std::string path = absl::StrCat("/proc/self/fd/", state_->fd.get());
-  protocol::UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!fd.valid()) {
-    return internal::NoDescriptor(absl::StrCat("open arena ", name(), " to read"), errno);
+absl::StatusOr<protocol::UniqueFd> PinnedArena::ClientFd() const {
+  switch (state_->options.access) {
+    case Access::kPrivate:
+      break;
+    case Access::kServed:
+      return internal::Reopen(state_->fd, O_RDONLY);
+    case Access::kShared:
+      return internal::Reopen(state_->fd, O_RDWR);
   }
-  return fd;
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("arena ", name(), " is private: no client may open it"));
 }
 
-absl::Status PinnedArena::SealAfterMapping() {
-  if (state_->options.access != Access::kShared) {
-    return MakeError(
-        ErrorId::kRange,
-        absl::StrCat("arena ", name(), " is not shared for writing: its seals stay as they are"));
-  }
-  if (IsSealed()) return absl::OkStatus();
-  return internal::AddSeals(state_->fd.get(), F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
+bool PinnedArena::FreeIfUnused() {
+  FOREBAY_CHECK(state_->options.access == Access::kServed);
+  const internal::UseCheck check(state_->reader.get());
+  if (check.result() == internal::OtherUsers::kSome) return false;
+  // A descriptor that is open with O_PATH is no user, but would keep the pages.
+  (void)internal::FreePages(state_->fd.get(), capacity_bytes());
+  return true;
 }
-
-bool PinnedArena::IsSealed() const { return internal::HasSeals(state_->fd.get(), kAllSeals); }
 
 PinnedArena::Range::Range(PinnedArena& arena, uint64_t offset_bytes, uint64_t size_bytes)
     : arena_(&arena), offset_bytes_(offset_bytes), size_bytes_(size_bytes) {}

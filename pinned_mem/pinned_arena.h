@@ -13,38 +13,54 @@
 
 namespace forebay::pinned_mem {
 
-enum class LockPolicy { kRequired, kBestEffort };
+enum class LockPolicy {
+  kRequired,
+  kBestEffort,  // continues unlocked; locked() reports it
+};
 
-// Who touches the segment; decides mode and seals.
+// Who uses the segment besides this process; decides mode and descriptors.
 enum class Access {
-  kPrivate,  // this process alone; its descriptor is never sent
-  kServed,   // clients read: mode 0400, and only ReadOnlyFd() is sent
-  kShared,  // one client writes too: segment_fd() is sent, SealAfterMapping() once it has mapped it
+  kPrivate,  // nobody
+  kServed,   // clients read: mode 0400, descriptors of clients are read-only
+  kShared,   // one client reads and writes
+};
+
+// What the destructor does with the pages while a client still has the segment open or mapped.
+enum class AtEnd {
+  kFreePages,       // frees them; the client reads zeros from then on
+  kKeepForReaders,  // leaves them to the kernel, which frees them with the last mapping
 };
 
 struct ArenaOptions {
-  std::string name;             // shown in /proc/PID/maps; at most kNameBytesMax bytes, no '/'
-  int numa_node = 0;            // hwloc logical index, >= 0
-  uint64_t capacity_bytes = 0;  // > 0, a multiple of 4096
-  LockPolicy lock = LockPolicy::kRequired;  // kBestEffort: goes on unlocked, locked() tells
+  // Shown in /proc/PID/maps. At most kNameBytesMax bytes, no '/'.
+  std::string name;
+  // hwloc logical index, >= 0.
+  int numa_node = 0;
+  // > 0, a multiple of 4096.
+  uint64_t capacity_bytes = 0;
+  LockPolicy lock = LockPolicy::kRequired;
   Access access = Access::kPrivate;
+  AtEnd at_end = AtEnd::kFreePages;
 };
 
 // One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where
 // possible. Every page is bound, touched and locked before Create() returns, so no later call can
 // fault a page in, move it, or find the node full. A new segment is all zeros.
 //
-// Every segment is sealed against SHRINK and GROW: its size is fixed for all who hold it.
+// Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed for everybody, and nobody
+// can stop this process from writing it or from freeing its pages. A client that punches a hole
+// into a shared segment loses its own bytes; this process then reads zeros.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
-// Threads    Create() on a worker (it blocks); all else on the loop thread. The bytes of a live
-//            range may be given to any thread.
+// Threads    Create(), FreeIfUnused() and the destructor on a worker (they block); all else on the
+//            loop thread. The bytes of a live range may be given to any thread.
 // Limits     At most kMaxRanges live ranges.
-// Source     memfd_create(2), madvise(2), mbind(2), mlock(2), fcntl(2) F_ADD_SEALS, Linux
-//            man-pages.
+// Source     memfd_create(2), madvise(2), mbind(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
+//            Linux man-pages.
 class PinnedArena {
  public:
-  static constexpr uint64_t kRangeAlignment = 4096;  // bytes; meets O_DIRECT on 4Kn disks
+  // Bytes; enough for O_DIRECT on disks with 4 KiB sectors.
+  static constexpr uint64_t kRangeAlignment = 4096;
   static constexpr int kMaxRanges = 1 << 16;
   static constexpr size_t kNameBytesMax = 200;
 
@@ -55,8 +71,10 @@ class PinnedArena {
     Range& operator=(Range&& other) noexcept;
     ~Range();
 
-    std::span<std::byte> bytes() const;  // fixed address for the range's life; not zeroed
-    uint64_t offset_bytes() const;       // from the segment's start; clients add it to their map
+    // The address is fixed while the range lives; not zeroed.
+    std::span<std::byte> bytes() const;
+    // From the start of the segment; clients add it to their mapping.
+    uint64_t offset_bytes() const;
 
    private:
     friend class PinnedArena;
@@ -79,39 +97,46 @@ class PinnedArena {
   PinnedArena& operator=(const PinnedArena&) = delete;
   ~PinnedArena();
 
-  // Takes `size_bytes` > 0, rounded up to the page. O(log ranges), no system call. The bytes are
-  // what the range's last owner left.
+  // Allocates `size_bytes` > 0, rounded up to the page. O(log ranges), no system call. The bytes
+  // are what the previous owner of the range left.
   //
   // Errors  E_RANGE  size 0, or above the capacity.
-  //         E_LIMIT  no free run is long enough now, or kMaxRanges live. Retry after a range died.
+  //         E_LIMIT  no free run is long enough now, or kMaxRanges are live. Retry after a range
+  //                  has died.
   absl::StatusOr<Range> Allocate(uint64_t size_bytes);
 
-  std::span<std::byte> bytes() const;  // the whole segment; aligned to 2 MiB
+  // The whole segment; aligned to 2 MiB.
+  std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
-  uint64_t allocated_bytes() const;  // st_blocks of the segment, as the kernel counts it
-  uint64_t huge_bytes() const;       // on 2 MiB pages when made
-  uint64_t free_bytes() const;       // not taken
+  // st_blocks of the segment: what the kernel counts.
+  uint64_t allocated_bytes() const;
+  // On 2 MiB pages after Create().
+  uint64_t huge_bytes() const;
+  // Not allocated.
+  uint64_t free_bytes() const;
   bool locked() const;
   const std::string& name() const;
 
-  const protocol::UniqueFd& segment_fd() const;  // writable; the arena keeps ownership
+  // A new open file description for a client: read-only if kServed, else read-write. Nothing that
+  // the client does to it (flags, locks, leases) changes ours.
+  //
+  // Errors  E_LIMIT  no descriptor is left.
+  //         E_RANGE  the arena is kPrivate.
+  absl::StatusOr<protocol::UniqueFd> ClientFd() const;
 
-  // A new descriptor that cannot be made writable by another user: opened O_RDONLY, and with
-  // kServed the mode 0400 bars opening it again for writing.
-  absl::StatusOr<protocol::UniqueFd> ReadOnlyFd() const;
-
-  // kShared only: no new writable mapping, no hole and no further seal from here on. The mappings
-  // that exist stay writable. Call it when the client has mapped, before a byte of its is believed.
-  // A repeat is harmless.
-  absl::Status SealAfterMapping();
-  bool IsSealed() const;  // asks the kernel for all four seals
+  // kServed: frees all pages if no descriptor of ClientFd() is open or mapped anywhere, and returns
+  // true; else does nothing and returns false. To be called when ClientFd() no longer is. Where the
+  // kernel cannot answer (no leases on memfds), that counts as "nobody".
+  //
+  // Limits  Does not wait for anybody.
+  bool FreeIfUnused();
 
  private:
   struct State;
 
  public:
-  explicit PinnedArena(
-      std::unique_ptr<State> state);  // for Create() alone: nobody else has a State
+  // For Create() alone: nobody else has a State.
+  explicit PinnedArena(std::unique_ptr<State> state);
 
  private:
   std::unique_ptr<State> state_;

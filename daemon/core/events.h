@@ -82,8 +82,15 @@ struct DeleteJobRequested {
   std::string job;
 };
 
+// Answer to FreeJob. As long as another process has the weights open or mapped, their memory is not
+// free: a second event follows when it is.
+struct JobFreed {
+  JobId job = 0;
+  bool weights_in_use = false;
+};
+
 using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
-                           StepRequestCopied, TaskDone, DeleteJobRequested>;
+                           StepRequestCopied, TaskDone, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
 
@@ -144,7 +151,8 @@ struct CloseSession {
   absl::Status reason;  // OK after a detach or death; else why it was evicted
 };
 
-// No session and no task of the job is left: free its memory and extents.
+// No session and no task of the job is left: free its memory and extents, the weights as soon as no
+// process uses them. Ends with JobFreed.
 struct FreeJob {
   JobId job = 0;
 };

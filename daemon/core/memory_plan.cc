@@ -51,6 +51,7 @@ void PlanSessionArena(MemoryPlan& plan) {
   plan.step_region_bytes = StepRegionBytes(plan.session.extra_state_bytes);
   plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
+  plan.extra_state_copy_bytes = RoundUp(plan.session.extra_state_bytes, kPageBytes);
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
@@ -69,20 +70,25 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
   const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
   const uint64_t overflow_bytes = plan.overflow_slot_bytes * plan.overflow_slots;
   const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
-  const uint64_t needed =
-      options.node_bytes + use.jobs_dram_bytes + plan.dram_bytes + state_bytes_needed;
+  const uint64_t needed = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes +
+                          plan.dram_bytes + state_bytes_needed;
   std::string message = absl::StrCat(
       "the job needs ", Bytes(plan.dram_bytes + state_bytes_needed), " of DRAM: weights ",
       Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
       Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
   absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
-                  Bytes(plan.ring_bytes), ")");
+                  Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
+                  ")");
   if (state_bytes_needed > 0) {
     absl::StrAppend(&message, " + states ", Bytes(state_bytes_needed), " (there is no swap)");
   }
   absl::StrAppend(&message, "; the limit is ", Bytes(options.dram_limit_bytes),
                   ", of which the node itself holds ", Bytes(options.node_bytes),
                   " and other jobs hold ", Bytes(use.jobs_dram_bytes));
+  if (use.deleted_weights_bytes > 0) {
+    absl::StrAppend(&message, "; processes still have weights of deleted jobs mapped: ",
+                    Bytes(use.deleted_weights_bytes), " (forebay mem)");
+  }
   return MakeError(ErrorId::kDramLimit, message,
                    absl::StrCat("raise --dram / dram.limit to at least ", needed, " bytes (",
                                 FormatBytes(RoundUp(needed, protocol::kMiB)),
@@ -145,9 +151,10 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   PlanStepArena(layout, plan);
   PlanSessionArena(plan);
   plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
-                    layout.spec().world_size * (plan.session_arena_bytes + plan.ring_bytes);
+                    layout.spec().world_size *
+                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes);
 
-  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes;
+  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
   const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
   const bool has_swap = options.swap_free_bytes > 0;
   plan.block_elems = BlockElems(layout, options);

@@ -12,8 +12,11 @@ namespace forebay::daemon {
 
 // What the node has promised so far.
 struct NodeUse {
-  uint64_t jobs_dram_bytes = 0;  // of other jobs
+  // Of other jobs.
+  uint64_t jobs_dram_bytes = 0;
   uint64_t jobs_swap_bytes = 0;
+  // Weights of deleted jobs that a process still has open or mapped.
+  uint64_t deleted_weights_bytes = 0;
 };
 
 // A client's requests for each of the job's sessions.
@@ -42,6 +45,8 @@ struct MemoryPlan {
   uint64_t step_region_bytes = 0;
   uint64_t session_arena_bytes = 0;
   uint64_t ring_bytes = 0;
+  // The rank's extra_state as it was at attach, for its client to read.
+  uint64_t extra_state_copy_bytes = 0;
 
   // States: blocks [0, resident_blocks) in DRAM, the rest on swap. A block has as many elements as
   // the options say, or as its planes leave room for in a staging slot.

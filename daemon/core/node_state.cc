@@ -62,6 +62,7 @@ struct NodeState::Impl {
   Job* On(const StepRequestCopied& event);
   Job* On(const TaskDone& event);
   Job* On(const DeleteJobRequested& request);
+  Job* On(const JobFreed& event);
 
   absl::StatusOr<Job*> JobFor(const AttachRequested& request);
   Job* JobOf(SessionId session);
@@ -78,7 +79,10 @@ struct NodeState::Impl {
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<std::string, JobId, std::less<>> names;
   std::map<SessionId, JobId> session_jobs;
-  std::map<JobId, std::vector<uint64_t>> deletes;  // requests that wait for FreeJob
+  // Requests that wait for JobFreed.
+  std::map<JobId, std::vector<uint64_t>> deletes;
+  // Weights of jobs that are no more, until JobFreed says that nobody uses them.
+  std::map<JobId, uint64_t> freed_weights_bytes;
   uint64_t turn = 0;
 };
 
@@ -182,6 +186,16 @@ Job* NodeState::Impl::On(const DeleteJobRequested& request) {
   return job;
 }
 
+Job* NodeState::Impl::On(const JobFreed& event) {
+  if (!event.weights_in_use) freed_weights_bytes.erase(event.job);
+  const auto node = deletes.extract(event.job);
+  if (node.empty()) return nullptr;
+  for (const uint64_t request : node.mapped()) {
+    actions.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
+  }
+  return nullptr;
+}
+
 // The job that an event concerns and those that wait for a staging slot: nothing else of one job
 // changes what another can do. Whoever was last to get slots is not the first again.
 std::vector<Job*> NodeState::Impl::Runnable(Job* concerned) const {
@@ -213,11 +227,8 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
 void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
-  for (const uint64_t request : deletes[job.id()]) {
-    actions.Emit(AnswerDelete{.request = request, .status = absl::OkStatus()});
-  }
   const JobId id = job.id();
-  deletes.erase(id);
+  freed_weights_bytes.emplace(id, job.plan().weights_bytes);
   names.erase(job.name());
   jobs.erase(id);
 }
@@ -238,6 +249,7 @@ NodeUse NodeState::Impl::Use() const {
     use.jobs_dram_bytes += job->plan().dram_bytes;
     use.jobs_swap_bytes += job->plan().swap_bytes;
   }
+  for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
 }
 
@@ -256,7 +268,8 @@ std::optional<JobView> NodeState::FindJob(std::string_view name) const {
 NodeView NodeState::Node() const {
   const NodeUse use = impl_->Use();
   return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
-          .dram_used_bytes = impl_->options.node_bytes + use.jobs_dram_bytes,
+          .dram_used_bytes =
+              impl_->options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes,
           .swap_capacity_bytes = impl_->options.swap_free_bytes,
           .swap_used_bytes = use.jobs_swap_bytes,
           .staging_slots = impl_->pool.slots(),

@@ -59,7 +59,8 @@ struct JobView {
 // Bytes the state machine has promised; the kernel's own count must agree.
 struct NodeView {
   uint64_t dram_limit_bytes = 0;
-  uint64_t dram_used_bytes = 0;  // node_bytes and all jobs
+  // node_bytes, all jobs, and weights of deleted jobs that a process still uses.
+  uint64_t dram_used_bytes = 0;
   uint64_t swap_capacity_bytes = 0;
   uint64_t swap_used_bytes = 0;
   uint32_t staging_slots = 0;

@@ -1,4 +1,4 @@
-// Every segment of shared memory the daemon has made, for the ledger that `forebay mem` shows.
+// Every segment of shared memory that the daemon has made: what `forebay mem` shows.
 #pragma once
 
 #include <cstdint>
@@ -7,63 +7,72 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "pinned_mem/pinned_arena.h"
-#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 
-enum class ArenaKind : uint8_t { kWeights, kState, kStep, kStaging, kGrad, kRing, kExtraState };
+enum class ArenaKind : uint8_t {
+  kWeights,
+  // Weights of a deleted job that a process still has open or mapped.
+  kDeletedWeights,
+  kState,
+  kStep,
+  kStaging,
+  kGrad,
+  kRing,
+  kExtraState,
+};
 
-const char* Name(ArenaKind kind);  // "weights", "state", ...
+// "weights", "state", ...
+const char* Name(ArenaKind kind);
 
-// Whose segment it is.
+// What a segment is for.
 struct ArenaOwner {
   ArenaKind kind = ArenaKind::kStaging;
-  std::string job = {};  // empty for the node's own
-  int32_t rank = -1;     // -1 where it belongs to no rank
+  // Empty for the node's own.
+  std::string job = {};
+  // -1 if it belongs to no rank.
+  int32_t rank = -1;
 };
 
 struct ArenaLine {
   ArenaOwner owner;
   uint64_t size_bytes = 0;
-  uint64_t allocated_bytes = 0;  // as the kernel counts the memfd
+  // As the kernel counts the memfd.
+  uint64_t allocated_bytes = 0;
   uint64_t huge_bytes = 0;
   bool locked = false;
 };
 
 struct MemoryTotals {
-  uint64_t used_bytes = 0;     // allocated bytes of all segments + private_bytes
-  uint64_t private_bytes = 0;  // RssAnon of this process: heap, stacks; no page of a memfd is in it
+  // Allocated bytes of all segments + private_bytes.
+  uint64_t used_bytes = 0;
+  // RssAnon of this process: heap and stacks. No page of a memfd is in it.
+  uint64_t private_bytes = 0;
   uint64_t locked_bytes = 0;
   uint64_t huge_bytes = 0;
-  uint64_t peak_bytes = 0;  // highest used_bytes that Totals() has seen
+  // The highest used_bytes that Totals() has seen.
+  uint64_t peak_bytes = 0;
 };
-
-// Makes an arena that core dumps leave out. Blocks: for workers.
-//
-// Errors  of PinnedArena::Create.
-absl::StatusOr<std::unique_ptr<pinned_mem::PinnedArena>> MakeArena(
-    const pinned_mem::ArenaOptions& options);
 
 // Threads  The loop thread.
 class ArenaRegistry {
  public:
   using Arena = std::shared_ptr<pinned_mem::PinnedArena>;
 
-  // The segment is listed until Unregister(), or for an arena until its last owner lets go of it.
+  // The segment is listed until its last owner destroys it.
   void Register(ArenaOwner owner, const Arena& arena);
-  void RegisterFd(ArenaOwner owner, int fd);
-  void UnregisterFd(int fd);
+  // The same segment is for something else now.
+  void ChangeKind(const Arena& arena, ArenaKind kind);
 
   std::vector<ArenaLine> Lines() const;
-  MemoryTotals Totals();  // asks the kernel; moves the peak
+  // Asks the kernel, and updates the peak.
+  MemoryTotals Totals();
 
  private:
   struct Entry {
     ArenaOwner owner;
     std::weak_ptr<pinned_mem::PinnedArena> arena;
-    int fd = -1;
   };
 
   std::list<Entry> entries_;

@@ -88,7 +88,6 @@ absl::Status Executor::Mapped(SessionId id) {
   if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
   Session& session = found->second;
   if (session.mapped) return absl::OkStatus();
-  RETURN_IF_ERROR(session.io->Seal());
   RETURN_IF_ERROR(engine_.WatchEventFd(session.io->channel().wait_fd(), kSessionTokenTag | id));
   session.mapped = true;
   Raise(SessionMapped{.session = id});

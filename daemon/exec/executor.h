@@ -2,6 +2,7 @@
 // work.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -63,8 +64,8 @@ class Executor {
 
   void Attach(AttachRequested request, AttachCallbacks callbacks);
 
-  // Seals the grad arena and takes commands from now on. Errors: E_FENCED where the session is
-  // over.
+  // The client has mapped its arenas: reads its commands from now on. Errors: E_FENCED if the
+  // session is over.
   absl::Status Mapped(SessionId session);
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
   // Of a session that was ended without its client's asking: why.
@@ -81,7 +82,12 @@ class Executor {
   // waiting.
   bool PollSessions();
 
-  bool idle() const;  // no session, no task, no transfer
+  // No session, no task, no transfer.
+  bool idle() const;
+
+  // Frees the weights of deleted jobs that no process uses any more. To be called once a turn of
+  // the loop; returns how long the loop may sleep until the next call.
+  std::chrono::nanoseconds FreeDeletedWeights();
 
  private:
   struct JobIo {
@@ -97,7 +103,8 @@ class Executor {
     AttachRequested request;
     AttachCallbacks callbacks;
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
-    protocol::UniqueFd extra_state;
+    // What the rank's extra_state was at attach.
+    ArenaRegistry::Arena extra_state;
     bool mapped = false;
     bool asleep = false;  // its doorbell will ring
     bool broken = false;  // its ring lied: nothing is read from it any more
@@ -146,6 +153,16 @@ class Executor {
                  absl::AnyInvocable<Found(ElemRange) const> work,
                  absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
 
+  // Weights of a deleted job.
+  struct DeletedWeights {
+    ArenaRegistry::Arena arena;
+    uint64_t next_try_ns = 0;
+    uint64_t wait_ns = 0;
+    bool trying = false;
+  };
+  // Frees them on a worker if nobody uses them; JobFreed says whether. `rest` is destroyed there.
+  void TryFreeWeights(JobId job, JobIo rest);
+
   template <typename Resource>
   void Retire(Resource resource);  // destroys it on the pool that may block
 
@@ -163,6 +180,7 @@ class Executor {
   NodeState state_;
   ArenaRegistry registry_;
   std::map<JobId, JobIo> jobs_;
+  std::map<JobId, DeletedWeights> deleted_weights_;
   std::map<SessionId, Session> sessions_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;

@@ -21,6 +21,9 @@
 namespace forebay::daemon {
 namespace {
 
+constexpr uint64_t kWeightsRetryMinNs = 2'000'000;
+constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
+
 std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_bytes,
                           uint64_t bytes) {
   FOREBAY_CHECK(arena != nullptr && offset_bytes + bytes <= arena->capacity_bytes());
@@ -130,27 +133,30 @@ void Executor::Run(CreateJobMemory& action) {
   const std::string name = io.name.substr(0, 100);
   jobs_.emplace(action.job, std::move(io));
   const auto make = [lock = options_.lock](const std::string& arena_name, uint64_t bytes,
-                                           pinned_mem::Access access,
+                                           ArenaKind kind,
                                            ArenaRegistry::Arena& arena) -> absl::Status {
     if (bytes == 0) return absl::OkStatus();
-    ASSIGN_OR_RETURN(arena,
-                     MakeArena({.name = arena_name,
-                                .capacity_bytes = protocol::RoundUp(bytes, protocol::kPageBytes),
-                                .lock = lock,
-                                .access = access}));
+    const bool weights = kind == ArenaKind::kWeights;
+    ASSIGN_OR_RETURN(
+        arena, pinned_mem::PinnedArena::Create(
+                   {.name = arena_name,
+                    .capacity_bytes = protocol::RoundUp(bytes, protocol::kPageBytes),
+                    .lock = lock,
+                    .access = weights ? pinned_mem::Access::kServed : pinned_mem::Access::kPrivate,
+                    .at_end = weights ? pinned_mem::AtEnd::kKeepForReaders
+                                      : pinned_mem::AtEnd::kFreePages}));
     return absl::OkStatus();
   };
   runner_.Post(PoolId::kSetup, [this, action, name, make]() -> TaskRunner::Then {
     ArenaRegistry::Arena weights;
     ArenaRegistry::Arena state;
     ArenaRegistry::Arena step;
-    using pinned_mem::Access;
     absl::Status status =
-        make("forebay-weights-" + name, action.weights_bytes, Access::kServed, weights);
+        make("forebay-weights-" + name, action.weights_bytes, ArenaKind::kWeights, weights);
     if (status.ok())
-      status = make("forebay-state-" + name, action.state_bytes, Access::kPrivate, state);
+      status = make("forebay-state-" + name, action.state_bytes, ArenaKind::kState, state);
     if (status.ok())
-      status = make("forebay-step-" + name, action.step_bytes, Access::kPrivate, step);
+      status = make("forebay-step-" + name, action.step_bytes, ArenaKind::kStep, step);
     return [this, action, status, weights, state, step]() mutable {
       if (status.ok()) {
         JobIo& io_now = job(action.job);
@@ -201,18 +207,22 @@ void Executor::Run(CreateSessionMemory& action) {
 }
 
 absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach& answer) {
-  ASSIGN_OR_RETURN(SessionFds fds, session.io->CopyFds());
+  ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
   JobIo& io = job(answer.job);
-  ASSIGN_OR_RETURN(fds.weights, io.weights->ReadOnlyFd());
-  if (answer.extra_state_bytes > 0) {
-    ASSIGN_OR_RETURN(fds.extra_state,
-                     MakeSealedCopy("forebay-extra-state", Part(io.step, answer.extra_state_offset,
-                                                                answer.extra_state_bytes)));
-    session.extra_state = protocol::DuplicateFd(fds.extra_state.get());
-    registry_.RegisterFd(
-        {ArenaKind::kExtraState, session.request.job, static_cast<int>(session.request.rank)},
-        session.extra_state.get());
-  }
+  ASSIGN_OR_RETURN(fds.weights, io.weights->ClientFd());
+  if (answer.extra_state_bytes == 0) return fds;
+  const auto saved = Part(io.step, answer.extra_state_offset, answer.extra_state_bytes);
+  ASSIGN_OR_RETURN(session.extra_state,
+                   pinned_mem::PinnedArena::Create(
+                       {.name = "forebay-extra-state",
+                        .capacity_bytes = protocol::RoundUp(saved.size(), protocol::kPageBytes),
+                        .lock = options_.lock,
+                        .access = pinned_mem::Access::kServed}));
+  std::ranges::copy(saved, session.extra_state->bytes().begin());
+  registry_.Register(
+      {ArenaKind::kExtraState, session.request.job, static_cast<int>(session.request.rank)},
+      session.extra_state);
+  ASSIGN_OR_RETURN(fds.extra_state, session.extra_state->ClientFd());
   return fds;
 }
 
@@ -249,7 +259,6 @@ void Executor::Run(CloseSession& action) {
   auto node = sessions_.extract(action.session);
   FOREBAY_CHECK(!node.empty());
   Session& session = node.mapped();
-  if (session.extra_state.valid()) registry_.UnregisterFd(session.extra_state.get());
   if (!action.reason.ok()) {
     spdlog::warn("session {} of job {} rank {} is over: {}", action.session, session.request.job,
                  session.request.rank, protocol::FormatError(action.reason));
@@ -262,14 +271,55 @@ void Executor::Run(CloseSession& action) {
     session.io->channel().Close();
     Retire(std::move(session.io));
   }
-  session.extra_state.Reset();
+  if (session.extra_state != nullptr) Retire(std::move(session.extra_state));
   if (closed) closed(action.reason);
 }
 
 void Executor::Run(FreeJob& action) {
   if (swap_ != nullptr) swap_->FreeJob(action.job);
   auto node = jobs_.extract(action.job);
-  if (!node.empty()) Retire(std::move(node.mapped()));
+  JobIo rest = node.empty() ? JobIo{} : std::move(node.mapped());
+  DeletedWeights& weights = deleted_weights_[action.job];
+  weights.arena = std::move(rest.weights);
+  registry_.ChangeKind(weights.arena, ArenaKind::kDeletedWeights);
+  TryFreeWeights(action.job, std::move(rest));
+}
+
+void Executor::TryFreeWeights(JobId job, JobIo rest) {
+  DeletedWeights& weights = deleted_weights_.at(job);
+  weights.trying = true;
+  runner_.Post(PoolId::kSetup,
+               [this, job, arena = std::move(weights.arena),
+                rest = std::move(rest)]() mutable -> TaskRunner::Then {
+                 { const JobIo dead = std::move(rest); }
+                 if (arena != nullptr && arena->FreeIfUnused()) arena = nullptr;
+                 return [this, job, arena = std::move(arena)]() mutable {
+                   const bool freed = arena == nullptr;
+                   DeletedWeights& tried = deleted_weights_.at(job);
+                   tried.trying = false;
+                   tried.arena = std::move(arena);
+                   tried.wait_ns =
+                       std::clamp(2 * tried.wait_ns, kWeightsRetryMinNs, kWeightsRetryMaxNs);
+                   tried.next_try_ns = MonotonicNs() + tried.wait_ns;
+                   if (freed) deleted_weights_.erase(job);
+                   Raise(JobFreed{.job = job, .weights_in_use = !freed});
+                 };
+               });
+}
+
+std::chrono::nanoseconds Executor::FreeDeletedWeights() {
+  std::chrono::nanoseconds sleep = nvme::IoEngine::kForever;
+  const uint64_t now_ns = MonotonicNs();
+  for (auto& [job, weights] : deleted_weights_) {
+    if (weights.trying) continue;
+    if (weights.next_try_ns <= now_ns) {
+      TryFreeWeights(job, {});
+    } else {
+      const std::chrono::nanoseconds left(weights.next_try_ns - now_ns);
+      if (sleep == nvme::IoEngine::kForever || left < sleep) sleep = left;
+    }
+  }
+  return sleep;
 }
 
 void Executor::Run(AnswerDelete& action) {

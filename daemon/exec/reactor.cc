@@ -27,7 +27,8 @@ absl::Status Reactor::Run(const bool& stopping) {
     const bool more = executor_.PollSessions();
     if (stopping && executor_.idle()) break;
 
-    const auto timeout = more ? std::chrono::nanoseconds(0) : nvme::IoEngine::kForever;
+    const auto sleep = executor_.FreeDeletedWeights();
+    const auto timeout = more ? std::chrono::nanoseconds(0) : sleep;
     ASSIGN_OR_RETURN(const size_t count, engine_.Wait(timeout, completions));
     for (size_t i = 0; i < count; ++i) executor_.OnCompletion(completions[i]);
   }

@@ -1,8 +1,6 @@
 #include "daemon/exec/session_io.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -23,9 +21,10 @@ namespace {
 using protocol::ErrorId;
 using protocol::UniqueFd;
 
-absl::Status Copy(int from, UniqueFd& to) {
-  to = UniqueFd(::fcntl(from, F_DUPFD_CLOEXEC, 3));
-  return to.valid() ? absl::OkStatus() : NoDescriptor("copy a session's descriptor");
+absl::StatusOr<UniqueFd> Duplicate(const UniqueFd& from) {
+  UniqueFd copy(::fcntl(from.get(), F_DUPFD_CLOEXEC, 3));
+  if (!copy.valid()) return NoDescriptor("duplicate a descriptor of a session");
+  return copy;
 }
 
 }  // namespace
@@ -37,15 +36,16 @@ absl::Status NoDescriptor(const char* what) {
 
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
   SessionMemory memory;
-  ASSIGN_OR_RETURN(memory.grad,
-                   MakeArena({.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-",
-                                                   options.rank),
-                              .capacity_bytes = options.grad_bytes,
-                              .lock = options.lock,
-                              .access = pinned_mem::Access::kShared}));
+  ASSIGN_OR_RETURN(
+      memory.grad,
+      pinned_mem::PinnedArena::Create(
+          {.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-", options.rank),
+           .capacity_bytes = options.grad_bytes,
+           .lock = options.lock,
+           .access = pinned_mem::Access::kShared}));
   ASSIGN_OR_RETURN(
       memory.ring,
-      MakeArena(
+      pinned_mem::PinnedArena::Create(
           {.name = absl::StrCat("forebay-ring-", options.job.substr(0, 100), "-", options.rank),
            .capacity_bytes = protocol::RoundUp(sizeof(protocol::RingMemory), protocol::kPageBytes),
            .lock = options.lock,
@@ -67,12 +67,12 @@ absl::StatusOr<std::unique_ptr<SessionIo>> SessionIo::Create(SessionMemory memor
   return session;
 }
 
-absl::StatusOr<SessionFds> SessionIo::CopyFds() const {
+absl::StatusOr<SessionFds> SessionIo::MakeClientFds() const {
   SessionFds fds;
-  RETURN_IF_ERROR(Copy(memory_.grad->segment_fd().get(), fds.grad));
-  RETURN_IF_ERROR(Copy(memory_.ring->segment_fd().get(), fds.ring));
-  RETURN_IF_ERROR(Copy(command_doorbell_.get(), fds.command_doorbell));
-  RETURN_IF_ERROR(Copy(completion_doorbell_.get(), fds.completion_doorbell));
+  ASSIGN_OR_RETURN(fds.grad, memory_.grad->ClientFd());
+  ASSIGN_OR_RETURN(fds.ring, memory_.ring->ClientFd());
+  ASSIGN_OR_RETURN(fds.command_doorbell, Duplicate(command_doorbell_));
+  ASSIGN_OR_RETURN(fds.completion_doorbell, Duplicate(completion_doorbell_));
   return fds;
 }
 
@@ -104,21 +104,6 @@ absl::Status SessionIo::Explain(uint64_t tag) const {
   const auto found = std::find_if(errors_.rbegin(), errors_.rend(),
                                   [&](const auto& entry) { return entry.first == tag; });
   return found == errors_.rend() ? absl::OkStatus() : found->second;
-}
-
-absl::StatusOr<UniqueFd> MakeSealedCopy(const char* name, std::span<const std::byte> bytes) {
-  UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd.valid()) return NoDescriptor("memfd_create");
-  for (size_t done = 0; done < bytes.size();) {
-    const ssize_t wrote = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote <= 0) return NoDescriptor("write a memfd");
-    done += static_cast<size_t>(wrote);
-  }
-  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)) {
-    return NoDescriptor("seal a memfd");
-  }
-  return fd;
 }
 
 }  // namespace forebay::daemon

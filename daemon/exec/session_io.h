@@ -1,5 +1,5 @@
-// The executor's half of one session: its arenas, doorbells and channel. What the session means is the
-// state machine's affair.
+// The executor's half of one session: its arenas, doorbells and channel. The rules of a session are in
+// the state machine.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,13 @@
 
 namespace forebay::daemon {
 
-// Arenas of a session, made on a worker.
+// Arenas of a session, made on a worker. Destroying them frees their pages, whoever still has them
+// mapped: a session cannot keep memory of the node after its end.
 struct SessionMemory {
-  ArenaRegistry::Arena grad;  // step region included
-  ArenaRegistry::Arena ring;  // one RingMemory
+  // With the step region.
+  ArenaRegistry::Arena grad;
+  // One RingMemory.
+  ArenaRegistry::Arena ring;
 };
 
 struct SessionMemoryOptions {
@@ -32,14 +35,16 @@ struct SessionMemoryOptions {
 // Blocks. Errors of PinnedArena::Create; nothing is left behind.
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options);
 
-// Copies of the descriptors a client may ask for.
+// Descriptors for a client; those of arenas are new open file descriptions.
 struct SessionFds {
-  protocol::UniqueFd weights;  // read-only
+  // Read-only.
+  protocol::UniqueFd weights;
   protocol::UniqueFd grad;
   protocol::UniqueFd ring;
   protocol::UniqueFd command_doorbell;
   protocol::UniqueFd completion_doorbell;
-  protocol::UniqueFd extra_state;  // not valid where none was committed
+  // Read-only; not valid if no step has committed one.
+  protocol::UniqueFd extra_state;
 };
 
 // Threads  The loop thread.
@@ -55,13 +60,10 @@ class SessionIo {
   protocol::ServerChannel& channel() { return *channel_; }
   const ArenaRegistry::Arena& grad() const { return memory_.grad; }
 
-  // No descriptor but `weights` and `extra_state`, which are the caller's to add.
+  // All but `weights` and `extra_state`, which the caller adds.
   //
   // Errors  E_LIMIT  no descriptor is left.
-  absl::StatusOr<SessionFds> CopyFds() const;
-
-  // The client has mapped the grad arena: from here on no hole can be punched into it.
-  absl::Status Seal() { return memory_.grad->SealAfterMapping(); }
+  absl::StatusOr<SessionFds> MakeClientFds() const;
 
   // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each
   // once.
@@ -82,11 +84,5 @@ class SessionIo {
 
 // E_LIMIT: `what` and errno; the limit to raise.
 absl::Status NoDescriptor(const char* what);
-
-// A sealed memfd with a copy of `bytes`.
-//
-// Errors  E_LIMIT  names the call that failed and its errno.
-absl::StatusOr<protocol::UniqueFd> MakeSealedCopy(const char* name,
-                                                  std::span<const std::byte> bytes);
 
 }  // namespace forebay::daemon

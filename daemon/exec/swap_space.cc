@@ -35,9 +35,10 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
                                                            nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
   // Memory first: where it cannot be had, no space was taken on a disk.
-  ASSIGN_OR_RETURN(space->staging_, MakeArena({.name = "forebay-staging",
-                                               .capacity_bytes = StagingBytes(options),
-                                               .lock = options.lock}));
+  ASSIGN_OR_RETURN(space->staging_,
+                   pinned_mem::PinnedArena::Create({.name = "forebay-staging",
+                                                    .capacity_bytes = StagingBytes(options),
+                                                    .lock = options.lock}));
   ASSIGN_OR_RETURN(space->volume_,
                    nvme::Volume::Open({.paths = options.paths,
                                        .mode = nvme::OpenMode::kReclaim,

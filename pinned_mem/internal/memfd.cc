@@ -1,6 +1,7 @@
 #include "pinned_mem/internal/memfd.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -22,8 +23,7 @@ using protocol::ErrnoText;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-}  // namespace
-
+// E_LIMIT if this process or the system has no descriptor left, else E_INTERNAL.
 absl::Status NoDescriptor(const std::string& what, int error_number) {
   const std::string text = ErrnoText(what, error_number);
   if (error_number != EMFILE && error_number != ENFILE) {
@@ -32,6 +32,8 @@ absl::Status NoDescriptor(const std::string& what, int error_number) {
   return MakeError(ErrorId::kLimit, text,
                    "raise the limit of open files (ulimit -n, LimitNOFILE=)");
 }
+
+}  // namespace
 
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,
                                              Access access) {
@@ -49,20 +51,38 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
     return MakeError(ErrorId::kInternal,
                      ErrnoText(absl::StrCat("ftruncate of ", name, " to ", size_bytes), errno));
   }
-  RETURN_IF_ERROR(AddSeals(fd.get(), F_SEAL_SHRINK | F_SEAL_GROW));
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("sealing of ", name), errno));
+  }
   return fd;
 }
 
-absl::Status AddSeals(int fd, int seals) {
-  if (fcntl(fd, F_ADD_SEALS, seals) != 0) {
-    return MakeError(ErrorId::kInternal, ErrnoText("fcntl F_ADD_SEALS", errno));
-  }
-  return absl::OkStatus();
+absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags) {
+  const std::string path = absl::StrCat("/proc/self/fd/", fd.get());
+  // O_NONBLOCK: a lease that somebody holds on the file is an error, not a wait.
+  protocol::UniqueFd again(open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK));
+  if (!again.valid()) return NoDescriptor(absl::StrCat("open ", path), errno);
+  return again;
 }
 
-bool HasSeals(int fd, int seals) {
-  const int present = fcntl(fd, F_GET_SEALS);
-  return present >= 0 && (present & seals) == seals;
+bool FreePages(int fd, uint64_t size_bytes) {
+  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  int result = 0;
+  do {
+    result = fallocate(fd, mode, 0, static_cast<off_t>(size_bytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0;
+}
+
+UseCheck::UseCheck(int reader_fd) : fd_(reader_fd), result_(OtherUsers::kNone) {
+  // Whoever opens the memfd while we hold the lease makes the kernel send a signal: SIGIO would end
+  // this process, SIGURG is ignored unless somebody handles it.
+  if (fcntl(fd_, F_SETSIG, SIGURG) == 0 && fcntl(fd_, F_SETLEASE, F_WRLCK) == 0) return;
+  result_ = errno == EAGAIN ? OtherUsers::kSome : OtherUsers::kUnknown;
+}
+
+UseCheck::~UseCheck() {
+  if (result_ == OtherUsers::kNone) (void)fcntl(fd_, F_SETLEASE, F_UNLCK);
 }
 
 }  // namespace forebay::pinned_mem::internal

@@ -11,19 +11,45 @@
 
 namespace forebay::pinned_mem::internal {
 
-// A memfd of exactly `size_bytes`, without a page yet: close-on-exec, never executable where the
-// kernel knows that (6.3), mode 0400 where it is served and 0600 else, sealed SHRINK and GROW.
+// A memfd of exactly `size_bytes` that has no page yet. Close-on-exec; not executable where the
+// kernel supports that (6.3); mode 0400 if clients only read it, else 0600. Sealed with SHRINK, GROW
+// and SEAL: nobody changes its size, and nobody adds a seal that would stop its owner from writing
+// or from freeing its pages.
 //
 // Errors  E_LIMIT     no descriptor is left.
-//         E_INTERNAL  a system call failed; its name and errno.
+//         E_INTERNAL  a system call failed: which one, and its errno.
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,
                                              Access access);
 
-// Why `what` gave no descriptor: E_LIMIT where this process or the system has none left, else
-// E_INTERNAL.
-absl::Status NoDescriptor(const std::string& what, int error_number);
+// A new open file description of the same memfd: flags and locks are not shared with `fd`. `flags`
+// is O_RDONLY or O_RDWR.
+//
+// Errors  as MakeMemfd.
+absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags);
 
-absl::Status AddSeals(int fd, int seals);
-bool HasSeals(int fd, int seals);
+// Frees all pages of a memfd. Mappings stay valid and read as zeros. False if the kernel refuses.
+bool FreePages(int fd, uint64_t size_bytes);
+
+// Whether any open file description of the memfd was made by Reopen() beside `reader`, which is
+// O_RDONLY itself. Mappings hold such a description. A description that is open with O_PATH is not
+// seen.
+enum class OtherUsers { kNone, kSome, kUnknown };
+class UseCheck {
+ public:
+  // Asks for a write lease, which the kernel refuses while other descriptions are open. While this
+  // object lives and found kNone, opening the memfd waits.
+  //
+  // Source  fcntl(2) F_SETLEASE; fs/locks.c check_conflicting_open().
+  explicit UseCheck(int reader_fd);
+  UseCheck(const UseCheck&) = delete;
+  UseCheck& operator=(const UseCheck&) = delete;
+  ~UseCheck();
+
+  OtherUsers result() const { return result_; }
+
+ private:
+  int fd_;
+  OtherUsers result_;
+};
 
 }  // namespace forebay::pinned_mem::internal

@@ -253,28 +253,39 @@ TEST_F(HostileClient, CannotReleaseTheLeaseOfAnotherSession) {
   EXPECT_THAT(one->Ask(release), HasError(ErrorId::kLease));
 }
 
-TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheWeights) {
+TEST_F(HostileClient, HarmsOnlyItselfWithAHoleInItsGradArena) {
   auto raw = Attached("bad");
   ASSERT_NE(raw, nullptr);
-  {  // without the seal, before mapped(), all of it works: the daemon believes no byte yet
-    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd open,
-                         raw->Descriptor(schema::Session::Kind::GRAD_ARENA));
-    EXPECT_EQ(::fallocate(open.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), 0);
-    void* window = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, open.get(), 0);
-    ASSERT_NE(window, MAP_FAILED);
-    EXPECT_EQ(::munmap(window, 4096), 0);
-  }
   ASSERT_OK(raw->Map());
-  const int grad = raw->grad_fd();
-  EXPECT_EQ(::fcntl(grad, F_GET_SEALS) &
-                (F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL),
-            F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-  EXPECT_EQ(::fallocate(grad, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
-  EXPECT_EQ(errno, EPERM);
-  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, grad, 0), MAP_FAILED);
-  EXPECT_EQ(::madvise(raw->grad().data(), 4096, MADV_REMOVE), -1);
-  raw->grad()[0] = std::byte{1};  // the mapping that was there stays writable
+  ASSERT_OK(WriteAll(*raw, "bad"));
+  ASSERT_OK_AND_ASSIGN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
+  Command gradient = Make(Op::kGradReady);
+  gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  gradient.step = 1;
+  gradient.length_bytes = layout.group_bytes(0);
+  const auto punch = [&] {
+    return ::fallocate(raw->grad_fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                       static_cast<off_t>(raw->grad().size()));
+  };
+  EXPECT_EQ(punch(), 0);
+  EXPECT_OK(raw->Ask(gradient));
+  EXPECT_EQ(punch(), 0);
+  EXPECT_EQ(::madvise(raw->grad().data(), 4096, MADV_REMOVE), 0);
+}
 
+TEST_F(HostileClient, CanNeitherSealNorResizeAnArenaNorWriteTheWeights) {
+  auto raw = Attached("bad");
+  ASSERT_NE(raw, nullptr);
+  ASSERT_OK(raw->Map());
+  for (const auto kind : {schema::Session::Kind::GRAD_ARENA, schema::Session::Kind::RING}) {
+    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd fd, raw->Descriptor(kind));
+    for (const int seal : {F_SEAL_SEAL, F_SEAL_FUTURE_WRITE, F_SEAL_WRITE}) {
+      EXPECT_EQ(::fcntl(fd.get(), F_ADD_SEALS, seal), -1) << seal;
+      EXPECT_EQ(errno, EPERM);
+    }
+    EXPECT_EQ(::ftruncate(fd.get(), 0), -1);
+    EXPECT_EQ(::ftruncate(fd.get(), 1 << 30), -1);
+  }
   const int weights = raw->weights_fd();
   EXPECT_EQ(::fcntl(weights, F_GETFL) & O_ACCMODE, O_RDONLY);
   EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, weights, 0), MAP_FAILED);
@@ -283,10 +294,7 @@ TEST_F(HostileClient, CanNeitherPunchItsGradArenaNorWriteTheWeights) {
             -1);
   EXPECT_EQ(::fallocate(weights, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
   EXPECT_EQ(::ftruncate(weights, 0), -1);
-  for (const auto kind : {schema::Session::Kind::GRAD_ARENA, schema::Session::Kind::RING}) {
-    ASSERT_OK_AND_ASSIGN(const protocol::UniqueFd fd, raw->Descriptor(kind));
-    EXPECT_EQ(::ftruncate(fd.get(), 0), -1);
-  }
+  EXPECT_EQ(::fcntl(weights, F_ADD_SEALS, F_SEAL_SEAL), -1);
 }
 
 TEST_F(HostileClient, WhoseCommandsCameBeforeMappedIsAnsweredAfterIt) {

@@ -91,8 +91,8 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
     return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
   };
   ASSERT_TRUE(Eventually(free));
-  // Of a job: its weights, its states, its step arena.
-  constexpr int kJobFds = 3;
+  // Of a job: its weights (a second descriptor checks for readers), its states, its step arena.
+  constexpr int kJobFds = 4;
   const int fds = fds_without_job + kJobFds;
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; })) << daemon_->OpenFds();
   const uint64_t bytes = SegmentBytes();

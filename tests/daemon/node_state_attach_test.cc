@@ -263,6 +263,30 @@ TEST_F(NodeStateAttach, GivesTheSecondJobWhatIsLeftAndAllOfItBackWhenDeleted) {
   EXPECT_TRUE(node.attached(again)->status.ok());
 }
 
+TEST_F(NodeStateAttach, CountsTheWeightsOfADeletedJobWhileAProcessUsesThem) {
+  NodeState::Options options = RoomyOptions();
+  NodeHarness node(options);
+  const uint64_t a = node.Attach(layout_, {.job = "a"});
+  const uint64_t weights_bytes = node.attached(a)->weights_bytes;
+  const uint64_t job_bytes = node.state().Node().dram_used_bytes - options.node_bytes;
+  options.dram_limit_bytes = options.node_bytes + job_bytes + weights_bytes - 1;
+  NodeHarness tight(options);
+  tight.set_weights_in_use(true);
+  tight.End(tight.Attach(layout_, {.job = "a"}), EndCause::kDetached);
+  tight.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "a"});
+  ASSERT_EQ(tight.Logged<AnswerDelete>().size(), 1U);
+  EXPECT_TRUE(tight.Logged<AnswerDelete>()[0].status.ok());
+  EXPECT_EQ(tight.state().Node().dram_used_bytes, options.node_bytes + weights_bytes);
+
+  const uint64_t refused = tight.RequestAttach(layout_, {.job = "a"});
+  EXPECT_THAT(tight.attached(refused)->status, HasError(ErrorId::kDramLimit));
+  EXPECT_THAT(std::string(tight.attached(refused)->status.message()),
+              HasSubstr("weights of deleted jobs"));
+  tight.Send(JobFreed{.job = 1, .weights_in_use = false});
+  EXPECT_EQ(tight.state().Node().dram_used_bytes, options.node_bytes);
+  EXPECT_TRUE(tight.attached(tight.Attach(layout_, {.job = "a"}))->status.ok());
+}
+
 TEST_F(NodeStateAttach, ReportsWhyAJobsMemoryCouldNotBeMade) {
   const uint64_t session = node_.RequestAttach(layout_, {});
   node_.Finish(node_.Running<CreateJobMemory>()[0].task,

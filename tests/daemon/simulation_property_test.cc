@@ -121,6 +121,7 @@ class Simulation {
   // No more faults: every client must commit steps of its own. A job that came back while another
   // had all the memory for its states is refused for good, as nothing is taken from a job.
   bool RunQuiet() {
+    FreeWeightsInUse();
     std::vector<uint64_t> goals;
     for (const SimulatedTrainer& trainer : trainers_) {
       goals.push_back(trainer.commits_seen() + kQuietCommits);
@@ -194,8 +195,14 @@ class Simulation {
 
   // Refused while there are sessions; the cure for a failed job.
   void DeleteSomething() {
+    FreeWeightsInUse();
     const std::string job = random_.OneIn(2) ? "alpha" : "beta";
     Send(DeleteJobRequested{.request = ++last_request_, .uid = 1000, .job = job});
+  }
+
+  // Processes that still had the weights of deleted jobs have unmapped them.
+  void FreeWeightsInUse() {
+    for (const JobId job : std::exchange(weights_in_use_, {})) Send(JobFreed{.job = job});
   }
 
   // A client may act on an answer at once: what it then sends waits for its turn.
@@ -246,6 +253,11 @@ class Simulation {
       }
     }
     if (std::holds_alternative<StepCommitted>(action)) ++commits_;
+    if (const auto* freed = std::get_if<FreeJob>(&action)) {
+      const bool in_use = random_.OneIn(2);
+      if (in_use) weights_in_use_.push_back(freed->job);
+      copied.push_back(JobFreed{.job = freed->job, .weights_in_use = in_use});
+    }
   }
 
   void CheckCommit(const SimulatedTrainer& trainer, const StepCommitted& committed) {
@@ -271,6 +283,7 @@ class Simulation {
   NodeModel model_;
   std::map<std::string, std::shared_ptr<const protocol::Layout>> layouts_;
   std::vector<SimulatedTrainer> trainers_;
+  std::vector<JobId> weights_in_use_;
   std::vector<Event> queue_;
   bool sending_ = false;
   TraceHash hash_;

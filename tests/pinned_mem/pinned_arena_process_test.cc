@@ -62,7 +62,7 @@ TEST_F(PinnedArenaProcess, AnotherUserCannotOpenAServedSegmentForWriting) {
   if (geteuid() != 0) GTEST_SKIP() << "needs root to become another user";
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
   ASSERT_NE(arena, nullptr);
-  const auto fd = arena->ReadOnlyFd();
+  const auto fd = arena->ClientFd();
   ASSERT_TRUE(fd.ok());
   EXPECT_EQ(AsNobody([&] { return ReopenForWriting(fd->get()); }), EACCES);
 }
@@ -71,9 +71,9 @@ TEST_F(PinnedArenaProcess, WithTheModeSwitchedOffAnotherUserCan) {
   if (geteuid() != 0) GTEST_SKIP() << "needs root to become another user";
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
   ASSERT_NE(arena, nullptr);
-  const auto fd = arena->ReadOnlyFd();
+  const auto fd = arena->ClientFd();
   ASSERT_TRUE(fd.ok());
-  ASSERT_EQ(fchmod(arena->segment_fd().get(), 0666), 0);  // a memfd's mode as the kernel makes it
+  ASSERT_EQ(fchmod(fd->get(), 0666), 0);  // a memfd's mode as the kernel makes it
   EXPECT_EQ(AsNobody([&] { return ReopenForWriting(fd->get()); }), 0);
 }
 
@@ -116,21 +116,53 @@ TEST_F(PinnedArenaProcess, AProcessThatCannotBeDumpedStillMakesReadOnlyDescripto
     if (prctl(PR_SET_DUMPABLE, 0) != 0) return 10;
     const auto arena = PinnedArena::Create(OptionsFor(4 * kPage, Access::kServed));
     if (!arena.ok()) return 11;
-    return (*arena)->ReadOnlyFd().ok() ? 0 : 12;
+    return (*arena)->ClientFd().ok() ? 0 : 12;
   });
   EXPECT_EQ(result, 0);
 }
 
-TEST_F(PinnedArenaProcess, TheMemoryOutlivesItsMakerWhileADescriptorIsOpen) {
-  auto arena = MakeArena(OptionsFor(2 * kMib + kPage, Access::kServed));
+// Runs `body` in a child that waits for the pipe to be written before it ends.
+class HeldChild {
+ public:
+  HeldChild() {
+    EXPECT_EQ(pipe(pipe_), 0);
+    child_ = fork();
+    if (child_ != 0) return;
+    alarm(kDeadlineSeconds);
+    char byte = 0;
+    _exit(read(pipe_[0], &byte, 1) == 1 ? 0 : 1);
+  }
+  ~HeldChild() {
+    EXPECT_EQ(write(pipe_[1], "x", 1), 1);
+    int status = 0;
+    while (waitpid(child_, &status, 0) < 0 && errno == EINTR) {
+    }
+    EXPECT_EQ(status, 0);
+    close(pipe_[0]);
+    close(pipe_[1]);
+  }
+
+ private:
+  int pipe_[2] = {-1, -1};
+  pid_t child_ = -1;
+};
+
+TEST_F(PinnedArenaProcess, AForkedChildThatKeepsTheMappingIsAReader) {
+  const auto arena = MakeArena(OptionsFor(4 * kMib, Access::kServed));
   ASSERT_NE(arena, nullptr);
-  arena->bytes().back() = std::byte{9};
-  const auto fd = arena->ReadOnlyFd();
+  auto fd = arena->ClientFd();
   ASSERT_TRUE(fd.ok());
-  arena.reset();
-  std::byte last{0};
-  EXPECT_EQ(pread(fd->get(), &last, 1, 2 * kMib + kPage - 1), 1);
-  EXPECT_EQ(last, std::byte{9});
+  void* const map = mmap(nullptr, kPage, PROT_READ, MAP_SHARED, fd->get(), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  fd->Reset();
+  {
+    const HeldChild child;
+    munmap(map, kPage);
+    EXPECT_FALSE(arena->FreeIfUnused());
+    EXPECT_EQ(arena->allocated_bytes(), 4 * kMib);
+  }
+  EXPECT_TRUE(arena->FreeIfUnused());
+  EXPECT_EQ(arena->allocated_bytes(), 0U);
 }
 
 }  // namespace

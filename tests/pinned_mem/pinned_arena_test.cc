@@ -1,6 +1,6 @@
 // Goal    An arena is exactly its size, zero, populated and aligned; its ranges come back; its
 //         seals bar what they must, and the same attacks succeed on a segment without them.
-// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore, F_GET_SEALS), then attack
+// Method  Make arenas of odd sizes, ask the kernel (st_blocks, mincore), then attack
 //         them with the system calls that a client could use on its descriptor.
 
 #include "pinned_mem/pinned_arena.h"
@@ -187,55 +187,45 @@ TEST_F(PinnedArenaSeals, WithoutThemEveryAttackSucceeds) {
   EXPECT_EQ(Attack::AddSeal(fd.get()), 0);
 }
 
-TEST_F(PinnedArenaSeals, NoArenaChangesItsSize) {
-  for (const Access access : {Access::kPrivate, Access::kServed, Access::kShared}) {
-    const auto arena = MakeArena(OptionsFor(4 * kPage, access));
-    ASSERT_NE(arena, nullptr);
-    EXPECT_EQ(Attack::Shrink(arena->segment_fd().get()), EPERM);
-    EXPECT_EQ(Attack::Grow(arena->segment_fd().get()), EPERM);
-    EXPECT_EQ(fcntl(arena->segment_fd().get(), F_GETFD), FD_CLOEXEC);
-  }
-}
-
-TEST_F(PinnedArenaSeals, ASharedArenaCanBeWrittenUntilItIsSealedAndNotMappedAfter) {
+TEST_F(PinnedArenaSeals, ClientsCannotResizeOrSealASharedArena) {
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kShared));
   ASSERT_NE(arena, nullptr);
-  const int fd = arena->segment_fd().get();
-  void* const client = mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  ASSERT_NE(client, MAP_FAILED);
-  EXPECT_FALSE(arena->IsSealed());
-  EXPECT_EQ(Attack::PunchHole(fd), 0) << "SHRINK and GROW alone do not bar it";
-
-  ASSERT_TRUE(arena->SealAfterMapping().ok());
-  EXPECT_TRUE(arena->IsSealed());
-  EXPECT_EQ(Attack::MapWritable(fd), EPERM);
-  EXPECT_EQ(Attack::Write(fd), EPERM);
-  EXPECT_EQ(Attack::PunchHole(fd), EPERM);
-  EXPECT_EQ(Attack::AddSeal(fd), EPERM);
-  EXPECT_EQ(madvise(client, kPage, MADV_REMOVE), -1) << "a hole through the mapping";
-  EXPECT_EQ(errno, EPERM);
-
-  static_cast<char*>(client)[kPage] = 7;  // the mapping from before goes on
-  EXPECT_EQ(arena->bytes()[kPage], std::byte{7});
-  EXPECT_TRUE(arena->SealAfterMapping().ok()) << "a repeat is harmless";
-  munmap(client, 4 * kPage);
+  const auto fd = arena->ClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  EXPECT_EQ(fcntl(fd->get(), F_GETFD), FD_CLOEXEC);
+  EXPECT_EQ(Attack::Shrink(fd->get()), EPERM);
+  EXPECT_EQ(Attack::Grow(fd->get()), EPERM);
+  EXPECT_EQ(Attack::AddSeal(fd->get()), EPERM);
+  EXPECT_EQ(Attack::MapWritable(fd->get()), 0);
+  ASSERT_EQ(pwrite(fd->get(), "x", 1, kPage), 1);
+  EXPECT_EQ(arena->bytes()[kPage], std::byte{'x'});
 }
 
-TEST_F(PinnedArenaSeals, OnlyASharedArenaIsSealedAfterMapping) {
-  for (const Access access : {Access::kPrivate, Access::kServed}) {
-    const auto arena = MakeArena(OptionsFor(kPage, access));
-    ASSERT_NE(arena, nullptr);
-    EXPECT_EQ(IdOf(arena->SealAfterMapping()), ErrorId::kRange);
-    EXPECT_FALSE(arena->IsSealed());
-    EXPECT_EQ(Attack::MapWritable(arena->segment_fd().get()), 0) << "the next daemon must map it";
-  }
+TEST_F(PinnedArenaSeals, AHoleThatAClientPunchesReadsAsZeros) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kShared));
+  ASSERT_NE(arena, nullptr);
+  const auto fd = arena->ClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  arena->bytes()[0] = std::byte{7};
+  EXPECT_EQ(Attack::PunchHole(fd->get()), 0);
+  EXPECT_EQ(arena->bytes()[0], std::byte{0});
 }
 
-TEST_F(PinnedArenaSeals, AReadOnlyDescriptorReadsAndDoesNoMore) {
+TEST_F(PinnedArenaSeals, ADescriptorOfAClientSharesNoFlagsWithOurs) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kShared));
+  ASSERT_NE(arena, nullptr);
+  const auto one = arena->ClientFd();
+  const auto other = arena->ClientFd();
+  ASSERT_TRUE(one.ok() && other.ok());
+  ASSERT_EQ(fcntl(one->get(), F_SETFL, O_APPEND), 0);
+  EXPECT_EQ(fcntl(other->get(), F_GETFL) & O_APPEND, 0);
+}
+
+TEST_F(PinnedArenaSeals, AServedArenaIsReadOnlyForClients) {
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
   ASSERT_NE(arena, nullptr);
   arena->bytes()[5] = std::byte{42};
-  const auto fd = arena->ReadOnlyFd();
+  const auto fd = arena->ClientFd();
   ASSERT_TRUE(fd.ok()) << fd.status();
   EXPECT_EQ(fcntl(fd->get(), F_GETFL) & O_ACCMODE, O_RDONLY);
   EXPECT_EQ(fcntl(fd->get(), F_GETFD), FD_CLOEXEC);
@@ -248,21 +238,98 @@ TEST_F(PinnedArenaSeals, AReadOnlyDescriptorReadsAndDoesNoMore) {
   EXPECT_EQ(Attack::MapWritable(fd->get()), EACCES);
   EXPECT_EQ(Attack::Write(fd->get()), EBADF);
   EXPECT_EQ(Attack::PunchHole(fd->get()), EBADF);
+  EXPECT_EQ(Attack::AddSeal(fd->get()), EPERM);
   struct stat info = {};
   ASSERT_EQ(fstat(fd->get(), &info), 0);
   EXPECT_EQ(info.st_mode & 07777, 0400u);
 }
 
-TEST_F(PinnedArenaTest, ItsDeathGivesThePagesBack) {
+TEST_F(PinnedArenaTest, APrivateArenaHasNoDescriptorForClients) {
+  const auto arena = MakeArena(OptionsFor(kPage, Access::kPrivate));
+  ASSERT_NE(arena, nullptr);
+  EXPECT_EQ(IdOf(arena->ClientFd().status()), ErrorId::kRange);
+}
+
+uint64_t AllocatedBytes(const UniqueFd& fd) {
+  struct stat info = {};
+  EXPECT_EQ(fstat(fd.get(), &info), 0);
+  return static_cast<uint64_t>(info.st_blocks) * 512;
+}
+
+TEST_F(PinnedArenaTest, TheEndOfASharedArenaFreesItsPagesUnderTheClient) {
+  for (const Access access : {Access::kShared, Access::kServed}) {
+    auto arena = MakeArena(OptionsFor(4 * kMib, access));
+    ASSERT_NE(arena, nullptr);
+    const auto fd = arena->ClientFd();
+    ASSERT_TRUE(fd.ok()) << fd.status();
+    void* const map = mmap(nullptr, 4 * kMib, PROT_READ, MAP_SHARED, fd->get(), 0);
+    ASSERT_NE(map, MAP_FAILED);
+    arena->bytes()[5] = std::byte{42};
+    EXPECT_EQ(AllocatedBytes(*fd), 4 * kMib);
+    arena.reset();
+    EXPECT_EQ(AllocatedBytes(*fd), 0U);
+    EXPECT_EQ(static_cast<char*>(map)[5], 0);
+    munmap(map, 4 * kMib);
+  }
+}
+
+TEST_F(PinnedArenaTest, ReadersKeepThePagesOfAnArenaThatIsMadeForIt) {
+  ArenaOptions options = OptionsFor(4 * kMib, Access::kServed);
+  options.at_end = AtEnd::kKeepForReaders;
+  auto arena = MakeArena(options);
+  ASSERT_NE(arena, nullptr);
+  arena->bytes()[5] = std::byte{42};
+  const auto fd = arena->ClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  arena.reset();
+  EXPECT_EQ(AllocatedBytes(*fd), 4 * kMib);
+  char byte = 0;
+  EXPECT_EQ(pread(fd->get(), &byte, 1, 5), 1);
+  EXPECT_EQ(byte, 42);
+}
+
+TEST_F(PinnedArenaTest, IsNotFreedWhileAReaderHasItOpenOrMapped) {
+  const auto arena = MakeArena(OptionsFor(4 * kMib, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  arena->bytes()[5] = std::byte{42};
+  auto fd = arena->ClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  EXPECT_FALSE(arena->FreeIfUnused());
+  void* const map = mmap(nullptr, kPage, PROT_READ, MAP_SHARED, fd->get(), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  fd->Reset();
+  EXPECT_FALSE(arena->FreeIfUnused()) << "mapped";
+  EXPECT_EQ(static_cast<char*>(map)[5], 42);
+  munmap(map, kPage);
+  EXPECT_EQ(arena->allocated_bytes(), 4 * kMib);
+  EXPECT_TRUE(arena->FreeIfUnused());
+  EXPECT_EQ(arena->allocated_bytes(), 0U);
+}
+
+// open(2) O_PATH: the descriptor reads nothing, but keeps the file.
+TEST_F(PinnedArenaTest, ADescriptorWithoutAccessKeepsNoPages) {
+  const auto arena = MakeArena(OptionsFor(4 * kMib, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  auto fd = arena->ClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  const std::string path = "/proc/self/fd/" + std::to_string(fd->get());
+  const UniqueFd no_access(open(path.c_str(), O_PATH | O_CLOEXEC));
+  ASSERT_TRUE(no_access.valid());
+  fd->Reset();
+  EXPECT_TRUE(arena->FreeIfUnused());
+  EXPECT_EQ(arena->allocated_bytes(), 0U);
+}
+
+TEST_F(PinnedArenaTest, ItsEndUnmapsIt) {
   const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
   ASSERT_NE(arena, nullptr);
   std::byte* const begin = arena->bytes().data();
-  auto doomed = MakeArena(OptionsFor(4 * kMib, Access::kServed));
-  std::byte* const doomed_begin = doomed->bytes().data();
-  doomed.reset();
+  auto other = MakeArena(OptionsFor(4 * kMib, Access::kServed));
+  std::byte* const other_begin = other->bytes().data();
+  other.reset();
   unsigned char resident[4 * kMib / kPage];
   EXPECT_EQ(mincore(begin, 4 * kPage, resident), 0);
-  EXPECT_EQ(mincore(doomed_begin, 4 * kMib, resident), -1) << "still mapped";
+  EXPECT_EQ(mincore(other_begin, 4 * kMib, resident), -1) << "still mapped";
 }
 
 TEST(PinnedArenaDeathTest, ARangeMustNotOutliveItsArena) {

@@ -53,6 +53,9 @@ void NodeHarness::Send(const Event& event) {
         copied.tag = copy->tag;
         queue.push_back(copied);
       }
+      if (const auto* freed = std::get_if<FreeJob>(&action)) {
+        queue.push_back(JobFreed{.job = freed->job, .weights_in_use = weights_in_use_});
+      }
     }
   }
 }

@@ -51,6 +51,9 @@ class NodeHarness {
     return found;
   }
 
+  // Whether FreeJob finds that a process still uses the weights; then JobFreed is the test's to send.
+  void set_weights_in_use(bool in_use) { weights_in_use_ = in_use; }
+
   // One event; requests to copy a step request are served at once, as the loop does.
   void Send(const daemon::Event& event);
   // Finishes running tasks, oldest first, until none is left (new ones included).
@@ -125,6 +128,7 @@ class NodeHarness {
   std::map<uint64_t, SentGradient> gradients_;                   // by tag
   std::map<uint64_t, daemon::StepRequestCopied> step_requests_;  // by tag
   std::optional<daemon::StepRequestCopied> override_;
+  bool weights_in_use_ = false;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
 };

@@ -123,10 +123,9 @@ absl::StatusOr<protocol::UniqueFd> RawSession::Descriptor(schema::Session::Kind 
   RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
   auto descriptor = response.getDescriptor();
   if (keeps_descriptors_) descriptors_.push_back(schema::Descriptor::Client(descriptor));
-  KJ_IF_MAYBE (fd, descriptor.getFd().wait(io_.waitScope)) {
-    return protocol::DuplicateFd(*fd);
-  }
-  return absl::InternalError("no descriptor came");
+  const int fd = descriptor.getFd().wait(io_.waitScope).orDefault(-1);
+  if (fd < 0) return absl::InternalError("no descriptor came");
+  return protocol::DuplicateFd(fd);
 }
 
 absl::Status RawSession::Mapped() {
