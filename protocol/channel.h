@@ -1,5 +1,5 @@
 // Commands one way, completions the other: the seam between a session's client and the daemon. In
-// production a pair of rings in shared memory with an eventfd each way; in tests also a fake
+// production a pair of rings in shared memory with a doorbell each way; in tests also a fake
 // (tests/support/fake_channel.h).
 #pragma once
 
@@ -18,13 +18,13 @@ namespace forebay::protocol {
 // Sleeping   `PrepareSleep()`; if true: poll wait_fd() for input (with whatever else), then
 //            `EndSleep()`; then Receive() until nothing is there. A wake-up may be empty.
 // Threads    One at a time.
-// Limits     Nothing blocks. A command counts as out until its completion was received;
+// Limits     Nothing blocks. A command counts as in flight until its completion was received;
 //            kRingEntries at most.
 class ClientChannel {
  public:
   virtual ~ClientChannel() = default;
 
-  // False, and nothing sent, where kRingEntries commands are out. Wakes the daemon where it sleeps.
+  // False, and nothing sent, where kRingEntries commands are in flight. Wakes a sleeping daemon.
   //
   // Errors  E_RING  the other end wrote impossible indices; the channel is useless from now on.
   virtual absl::StatusOr<bool> Send(const Command& command) = 0;
@@ -37,7 +37,8 @@ class ClientChannel {
   // True: nothing is there and the next completion, or the close, will make wait_fd() readable.
   // Errors as Receive.
   virtual absl::StatusOr<bool> PrepareSleep() = 0;
-  virtual void EndSleep() = 0;  // after a PrepareSleep() that was true; drains wait_fd()
+  // After a PrepareSleep() that was true; drains wait_fd().
+  virtual void EndSleep() = 0;
 
   virtual int wait_fd() const = 0;
 };
@@ -53,14 +54,14 @@ class ServerChannel {
   // The next command, or nothing.
   //
   // Errors  E_RING  impossible indices, or more than kRingEntries commands whose completions were
-  //         not taken out.
+  //         not received.
   virtual absl::StatusOr<std::optional<Command>> Receive() = 0;
 
   // Answers one received command; there is always room for it. Wakes the client where it sleeps.
   // Errors as Receive.
   virtual absl::Status Send(const Completion& completion) = 0;
 
-  // The session is over: the client learns it after the last completion, and nothing is sent any more.
+  // Ends the channel: the client sees it after the last completion; nothing may be sent any more.
   virtual void Close() = 0;
 
   // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).
@@ -72,15 +73,17 @@ class ServerChannel {
 // Ends of a RingMemory. Memory and descriptors are borrowed and must outlive the channel.
 struct RingChannelOptions {
   RingMemory* ring = nullptr;
-  int command_doorbell_fd = -1;     // the client writes, the daemon waits
-  int completion_doorbell_fd = -1;  // the daemon writes, the client waits
+  // An eventfd that the client writes and the daemon waits on; the daemon never writes it.
+  int command_doorbell_fd = -1;
+  // An end of a SocketDoorbell: the ringer for the daemon, the waiter for the client.
+  int completion_doorbell_fd = -1;
 };
 
 // Errors  E_RING  the header is not that of this version.
 absl::StatusOr<std::unique_ptr<ClientChannel>> MakeRingClientChannel(
     const RingChannelOptions& options);
 
-// The daemon formats the ring itself (FormatRing); the header is not looked at.
+// The daemon formats the ring itself (FormatRing); the header is not checked.
 std::unique_ptr<ServerChannel> MakeRingServerChannel(const RingChannelOptions& options);
 
 }  // namespace forebay::protocol

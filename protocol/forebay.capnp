@@ -91,8 +91,8 @@ interface Session {
     weights @0;             # read-only
     gradArena @1;         # read and write; map it, then call mapped()
     ring @2;              # RingMemory, read and write
-    commandDoorbell @3;   # eventfd the client writes
-    completionDoorbell @4;  # eventfd the daemon writes
+    commandDoorbell @3;     # eventfd the client writes
+    completionDoorbell @4;  # end of a socket pair; readable after the daemon rang
     extraState @5;        # memfd, read-only, with the committed extra_state of this rank
   }
 

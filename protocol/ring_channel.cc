@@ -36,7 +36,8 @@ class RingClientChannel final : public ClientChannel {
   }
 
   absl::StatusOr<std::optional<Completion>> Receive() override {
-    const bool closed = Closed();  // before the look at the ring: what was sent before still counts
+    // Read before the ring: what was sent before the close still counts.
+    const bool closed = Closed();
     ASSIGN_OR_RETURN(std::optional<Completion> completion, completions_.Pop());
     if (!completion.has_value() && closed) return ChannelClosed();
     return completion;
@@ -49,7 +50,7 @@ class RingClientChannel final : public ClientChannel {
   }
   void EndSleep() override {
     completions_.EndSleep();
-    DrainDoorbell(completion_doorbell_fd_);
+    DrainSocketDoorbell(completion_doorbell_fd_);
   }
   int wait_fd() const override { return completion_doorbell_fd_; }
 
@@ -76,28 +77,29 @@ class RingServerChannel final : public ServerChannel {
 
   absl::StatusOr<std::optional<Command>> Receive() override {
     ASSIGN_OR_RETURN(const std::optional<Command> command, commands_.Pop());
-    if (!command.has_value() || commands_.popped() - taken_ <= kRingEntries) return command;
-    // The client takes a completion out before it sends more, so its index is at least this fresh.
-    ASSIGN_OR_RETURN(taken_, completions_.ConsumedHead());
-    if (commands_.popped() - taken_ <= kRingEntries) return command;
-    return MakeError(ErrorId::kRing,
-                     absl::StrCat(commands_.popped() - taken_, " commands whose completions were ",
-                                  "not taken out (at most ", kRingEntries, ")"),
-                     "the session is over: attach again");
+    if (!command.has_value() || commands_.popped() - received_ <= kRingEntries) return command;
+    // The client receives a completion before it sends more, so its index is at least this fresh.
+    ASSIGN_OR_RETURN(received_, completions_.ConsumedHead());
+    if (commands_.popped() - received_ <= kRingEntries) return command;
+    return MakeError(
+        ErrorId::kRing,
+        absl::StrCat(commands_.popped() - received_, " commands whose completions were ",
+                     "not received (at most ", kRingEntries, ")"),
+        "the session has ended: attach again");
   }
 
   absl::Status Send(const Completion& completion) override {
     FOREBAY_CHECK(completions_.pushed() < commands_.popped());
     ASSIGN_OR_RETURN(const PushResult result, completions_.Push(completion));
-    FOREBAY_CHECK(result != PushResult::kFull);  // Receive() lets in only what has room
-    if (result == PushResult::kPushedAsleep) RingDoorbell(completion_doorbell_fd_);
+    FOREBAY_CHECK(result != PushResult::kFull);  // Receive() admits only commands that have room
+    if (result == PushResult::kPushedAsleep) RingSocketDoorbell(completion_doorbell_fd_);
     return absl::OkStatus();
   }
 
-  // Rung whether or not the client sleeps: it may be about to.
+  // Rings whether or not the client sleeps: it may be about to.
   void Close() override {
     internal::StoreWord<uint32_t>(*closed_, 1, std::memory_order_release);
-    RingDoorbell(completion_doorbell_fd_);
+    RingSocketDoorbell(completion_doorbell_fd_);
   }
 
   absl::StatusOr<bool> PrepareSleep() override { return commands_.PrepareSleep(); }
@@ -108,7 +110,7 @@ class RingServerChannel final : public ServerChannel {
   RingConsumer<Command> commands_;
   RingProducer<Completion> completions_;
   uint32_t* closed_;
-  uint64_t taken_ = 0;
+  uint64_t received_ = 0;
   int command_doorbell_fd_;
   int completion_doorbell_fd_;
 };

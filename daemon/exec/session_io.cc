@@ -57,13 +57,13 @@ absl::StatusOr<std::unique_ptr<SessionIo>> SessionIo::Create(SessionMemory memor
   std::unique_ptr<SessionIo> session(new SessionIo());
   session->memory_ = std::move(memory);
   ASSIGN_OR_RETURN(session->command_doorbell_, protocol::MakeDoorbell());
-  ASSIGN_OR_RETURN(session->completion_doorbell_, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(session->completion_doorbell_, protocol::MakeSocketDoorbell());
   auto* ring = reinterpret_cast<protocol::RingMemory*>(session->memory_.ring->bytes().data());
   protocol::FormatRing(*ring);
   session->channel_ = protocol::MakeRingServerChannel(
       {.ring = ring,
        .command_doorbell_fd = session->command_doorbell_.get(),
-       .completion_doorbell_fd = session->completion_doorbell_.get()});
+       .completion_doorbell_fd = session->completion_doorbell_.ringer.get()});
   return session;
 }
 
@@ -72,7 +72,7 @@ absl::StatusOr<SessionFds> SessionIo::MakeClientFds() const {
   ASSIGN_OR_RETURN(fds.grad, memory_.grad->ClientFd());
   ASSIGN_OR_RETURN(fds.ring, memory_.ring->ClientFd());
   ASSIGN_OR_RETURN(fds.command_doorbell, Duplicate(command_doorbell_));
-  ASSIGN_OR_RETURN(fds.completion_doorbell, Duplicate(completion_doorbell_));
+  ASSIGN_OR_RETURN(fds.completion_doorbell, Duplicate(completion_doorbell_.waiter));
   return fds;
 }
 

@@ -12,6 +12,7 @@
 #include "daemon/core/events.h"
 #include "daemon/exec/arena_registry.h"
 #include "protocol/channel.h"
+#include "protocol/doorbell.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
@@ -35,13 +36,15 @@ struct SessionMemoryOptions {
 // Blocks. Errors of PinnedArena::Create; nothing is left behind.
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options);
 
-// Descriptors for a client; those of arenas are new open file descriptions.
+// Descriptors for a client, which may do with them what it likes: the daemon keeps no open file
+// description of them but that of `command_doorbell`, which it only drains (with RWF_NOWAIT).
 struct SessionFds {
   // Read-only.
   protocol::UniqueFd weights;
   protocol::UniqueFd grad;
   protocol::UniqueFd ring;
   protocol::UniqueFd command_doorbell;
+  // The waiter.
   protocol::UniqueFd completion_doorbell;
   // Read-only; not valid if no step has committed one.
   protocol::UniqueFd extra_state;
@@ -77,7 +80,7 @@ class SessionIo {
 
   SessionMemory memory_;
   protocol::UniqueFd command_doorbell_;
-  protocol::UniqueFd completion_doorbell_;
+  protocol::SocketDoorbell completion_doorbell_;
   std::unique_ptr<protocol::ServerChannel> channel_;
   std::deque<std::pair<uint64_t, absl::Status>> errors_;
 };

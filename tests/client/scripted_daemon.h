@@ -38,10 +38,12 @@ class ScriptedDaemon {
     ring_ = Mapping::MapPrivate(sizeof(protocol::RingMemory)).value();
     protocol::FormatRing(ring());
     command_doorbell_ = protocol::MakeDoorbell().value();
-    completion_doorbell_ = protocol::MakeDoorbell().value();
+    completion_doorbell_ = protocol::MakeSocketDoorbell().value();
     gone_ = protocol::MakeDoorbell().value();
     stop_ = protocol::MakeDoorbell().value();
-    channel_ = protocol::MakeRingServerChannel(Ends());
+    protocol::RingChannelOptions ends = Ends();
+    ends.completion_doorbell_fd = completion_doorbell_.ringer.get();
+    channel_ = protocol::MakeRingServerChannel(ends);
   }
   ~ScriptedDaemon() { Stop(); }
 
@@ -92,15 +94,17 @@ class ScriptedDaemon {
     return found;
   }
 
+  void RingClient() { protocol::RingSocketDoorbell(completion_doorbell_.ringer.get()); }
   void Die() { protocol::RingDoorbell(gone_.get()); }
   int gone_fd() const { return gone_.get(); }
   protocol::RingMemory& ring() {
     return *reinterpret_cast<protocol::RingMemory*>(ring_->bytes().data());
   }
+  // Of the client.
   protocol::RingChannelOptions Ends() {
     return {.ring = &ring(),
             .command_doorbell_fd = command_doorbell_.get(),
-            .completion_doorbell_fd = completion_doorbell_.get()};
+            .completion_doorbell_fd = completion_doorbell_.waiter.get()};
   }
 
  private:
@@ -144,7 +148,7 @@ class ScriptedDaemon {
 
   std::shared_ptr<Mapping> ring_;
   protocol::UniqueFd command_doorbell_;
-  protocol::UniqueFd completion_doorbell_;
+  protocol::SocketDoorbell completion_doorbell_;
   protocol::UniqueFd gone_;
   protocol::UniqueFd stop_;
   Script script_;

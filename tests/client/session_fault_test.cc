@@ -107,7 +107,7 @@ TEST_F(SessionFault, AnAnswerToNoCommandBreaksTheSession) {
 TEST_F(SessionFault, AnImpossibleRingIndexBreaksTheSession) {
   StartSession([this](const Command& command) {
     std::atomic_ref<uint64_t>(daemon_.ring().completion_tail.index).store(100000);
-    protocol::RingDoorbell(daemon_.Ends().completion_doorbell_fd);
+    daemon_.RingClient();
     return command.tag == 0 ? MaybeCompletion(Completion{}) : MaybeCompletion();
   });
   EXPECT_THAT(session_->Fetch(0, kTimeout), HasError(ErrorId::kRing));

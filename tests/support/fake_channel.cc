@@ -21,7 +21,7 @@ using protocol::MutexLock;
 
 struct Fake {
   protocol::UniqueFd command_doorbell;
-  protocol::UniqueFd completion_doorbell;
+  protocol::SocketDoorbell completion_doorbell;
   protocol::Mutex mutex;
   std::deque<Command> commands ABSL_GUARDED_BY(mutex);
   std::deque<Completion> completions ABSL_GUARDED_BY(mutex);
@@ -75,10 +75,10 @@ class FakeClient final : public protocol::ClientChannel {
       MutexLock lock(fake_->mutex);
       fake_->client_sleeps = false;
     }
-    protocol::DrainDoorbell(wait_fd());
+    protocol::DrainSocketDoorbell(wait_fd());
   }
 
-  int wait_fd() const override { return fake_->completion_doorbell.get(); }
+  int wait_fd() const override { return fake_->completion_doorbell.waiter.get(); }
 
  private:
   static absl::Status Closed() {
@@ -110,7 +110,7 @@ class FakeServer final : public protocol::ServerChannel {
       ++fake_->answered;
       wake = fake_->client_sleeps;
     }
-    if (wake) protocol::RingDoorbell(fake_->completion_doorbell.get());
+    if (wake) protocol::RingSocketDoorbell(fake_->completion_doorbell.ringer.get());
     return absl::OkStatus();
   }
 
@@ -119,7 +119,7 @@ class FakeServer final : public protocol::ServerChannel {
       MutexLock lock(fake_->mutex);
       fake_->closed = true;
     }
-    protocol::RingDoorbell(fake_->completion_doorbell.get());
+    protocol::RingSocketDoorbell(fake_->completion_doorbell.ringer.get());
   }
 
   absl::StatusOr<bool> PrepareSleep() override {
@@ -142,7 +142,7 @@ class FakeServer final : public protocol::ServerChannel {
 struct Ring {
   protocol::RingMemory memory = {};
   protocol::UniqueFd command_doorbell;
-  protocol::UniqueFd completion_doorbell;
+  protocol::SocketDoorbell completion_doorbell;
 };
 
 }  // namespace
@@ -150,20 +150,21 @@ struct Ring {
 absl::StatusOr<ChannelEnds> MakeFakeChannel() {
   auto fake = std::make_shared<Fake>();
   ASSIGN_OR_RETURN(fake->command_doorbell, protocol::MakeDoorbell());
-  ASSIGN_OR_RETURN(fake->completion_doorbell, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(fake->completion_doorbell, protocol::MakeSocketDoorbell());
   return ChannelEnds{std::make_unique<FakeClient>(fake), std::make_unique<FakeServer>(fake), fake};
 }
 
 absl::StatusOr<ChannelEnds> MakeRingChannel() {
   auto ring = std::make_shared<Ring>();
   ASSIGN_OR_RETURN(ring->command_doorbell, protocol::MakeDoorbell());
-  ASSIGN_OR_RETURN(ring->completion_doorbell, protocol::MakeDoorbell());
+  ASSIGN_OR_RETURN(ring->completion_doorbell, protocol::MakeSocketDoorbell());
   protocol::FormatRing(ring->memory);
-  const protocol::RingChannelOptions options{
+  protocol::RingChannelOptions options{
       .ring = &ring->memory,
       .command_doorbell_fd = ring->command_doorbell.get(),
-      .completion_doorbell_fd = ring->completion_doorbell.get()};
+      .completion_doorbell_fd = ring->completion_doorbell.waiter.get()};
   ASSIGN_OR_RETURN(auto client, protocol::MakeRingClientChannel(options));
+  options.completion_doorbell_fd = ring->completion_doorbell.ringer.get();
   return ChannelEnds{std::move(client), protocol::MakeRingServerChannel(options), ring};
 }
 

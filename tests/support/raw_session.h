@@ -67,6 +67,7 @@ class RawSession {
   std::span<const std::byte> weights() { return weights_; }
   int grad_fd() const { return grad_fd_.get(); }
   int weights_fd() const { return weights_fd_.get(); }
+  int command_doorbell_fd() const { return command_doorbell_.get(); }
   void RingDoorbell();
 
   // Sends a command and waits for its completion.
