@@ -36,7 +36,8 @@ constexpr int kNiceMax = 19;
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
     ConfigKey{"socket.mode", "octal string", "permissions of the socket, \"0660\""},
-    ConfigKey{"dram.limit", "size", "memory for everything; half of the machine's by default"},
+    ConfigKey{"dram.limit", "size",
+              "memory for everything; by default half of the control group or machine"},
     ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
     ConfigKey{"swap.capacity", "size or list of sizes", "reserved on each path"},
     ConfigKey{"swap.staging", "size", "memory between swap and the update"},
@@ -256,7 +257,7 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
   } else if (key == "dram.limit") {
     ASSIGN_OR_RETURN(config.dram_limit_bytes, SizeOf(node, place));
     if (config.dram_limit_bytes == 0) {
-      return Bad(place, "is 0", "leave it out for half of the machine's memory");
+      return Bad(place, "is 0", "leave it out for half of the memory");
     }
   } else if (key == "io.engine") {
     ASSIGN_OR_RETURN(config.io_engine,

@@ -20,7 +20,8 @@ enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 struct Config {
   std::string socket_path = "/run/forebay/forebay.sock";
   uint32_t socket_mode = 0660;
-  uint64_t dram_limit_bytes = 0;  // 0: half of the machine's memory
+  // 0: half of what the control group or the machine has.
+  uint64_t dram_limit_bytes = 0;
   std::vector<std::string> swap_paths;
   std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
   uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more

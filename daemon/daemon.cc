@@ -17,6 +17,7 @@
 #include "daemon/exec/task_runner.h"
 #include "daemon/instance_lock.h"
 #include "nvme/io/engine_factory.h"
+#include "pinned_mem/memory_limit.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -42,9 +43,19 @@ void RaiseLimits() {
   }
 }
 
-uint64_t MachineBytes() {
-  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
-         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+// Half of what the control group or the machine has, unless the configuration says otherwise.
+//
+// Errors  E_CONFIG  above the limit of the control group: the kernel would end the daemon.
+absl::StatusOr<uint64_t> DramLimit(uint64_t configured_bytes,
+                                   const pinned_mem::CgroupMemory& cgroup) {
+  if (configured_bytes == 0) return std::min(pinned_mem::MachineBytes(), cgroup.limit_bytes) / 2;
+  if (configured_bytes <= cgroup.limit_bytes) return configured_bytes;
+  return MakeError(
+      ErrorId::kConfig,
+      absl::StrCat("dram.limit is ", protocol::FormatBytes(configured_bytes),
+                   ", but the control group of the daemon allows ",
+                   protocol::FormatBytes(cgroup.limit_bytes), " (", cgroup.limit_file, ")"),
+      "lower dram.limit, or raise the limit of the control group (MemoryMax= in the unit)");
 }
 
 // Room for a block of AdamW in the preset formats; others get blocks that fit (memory_plan.h).
@@ -129,7 +140,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   RaiseLimits();
   auto state = std::make_unique<State>();
   state->config = config;
-  if (state->config.dram_limit_bytes == 0) state->config.dram_limit_bytes = MachineBytes() / 2;
+  ASSIGN_OR_RETURN(state->config.dram_limit_bytes,
+                   DramLimit(config.dram_limit_bytes, pinned_mem::ReadCgroupMemory()));
   ASSIGN_OR_RETURN(state->lock, InstanceLock::Acquire(config.socket_path));
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));

@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "pinned_mem/internal/available_memory.h"
 #include "pinned_mem/internal/memfd.h"
 #include "pinned_mem/internal/numa.h"
 #include "pinned_mem/internal/segment.h"
+#include "pinned_mem/memory_limit.h"
 #include "pinned_mem/range_allocator.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -60,7 +60,7 @@ absl::Status CheckOptions(const ArenaOptions& options) {
 }
 
 absl::Status CheckAvailable(const ArenaOptions& options) {
-  const uint64_t available = internal::AvailableBytes();
+  const uint64_t available = AvailableBytes();
   if (options.capacity_bytes <= available) return absl::OkStatus();
   return MakeError(
       ErrorId::kDramLimit,

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "pinned_mem/internal/available_memory.h"
+#include "pinned_mem/memory_limit.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"

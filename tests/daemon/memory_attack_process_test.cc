@@ -3,7 +3,8 @@
 //         even read. A rank that dies between its step call and the update changes no bit.
 // Method  A real daemon with a limit of 256 MiB. A client of another user (where the test runs as
 //         root) repeats one attack many times and keeps every descriptor and mapping; the kernel's
-//         own count of the pages (st_blocks) is compared with the limit.
+//         own count of the pages (st_blocks) is compared with the limit; the daemon runs in a control
+//         group a little above the limit where the machine lets the test make one.
 
 #include <fcntl.h>
 #include <grp.h>
@@ -31,6 +32,7 @@
 #include "tests/support/healthy_job.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"
+#include "tests/support/test_cgroup.h"
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
 
@@ -115,8 +117,12 @@ class MemoryAttack : public ::testing::Test {
  protected:
   void SetUp() override {
     ASSERT_EQ(::chmod(dir_.path().c_str(), 0711), 0);
+    auto group = testing::TestCgroup::Create(kLimitBytes + kOwnBytes);
+    if (group.ok()) group_ = *std::move(group);
     ASSERT_OK_AND_ASSIGN(
-        daemon_, DaemonProcess::Start(socket_, {"dram.limit=256MiB", "socket.mode=\"0666\""}));
+        daemon_, DaemonProcess::Start(socket_, {"dram.limit=256MiB", "socket.mode=\"0666\""}, [&] {
+          if (group_ != nullptr) group_->Enter();
+        }));
     ASSERT_OK_AND_ASSIGN(admin_, AdminClient::Connect({.socket = socket_}));
     idle_bytes_ = SegmentBytes();
   }
@@ -137,8 +143,13 @@ class MemoryAttack : public ::testing::Test {
     return memory.used_bytes - memory.private_bytes;
   }
 
+  // Code, page tables and buffers of the daemon itself.
+  static constexpr uint64_t kOwnBytes = 64 * kMiB;
+
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
+  // With it the kernel would end a daemon that passes its limit; null where none can be made.
+  std::unique_ptr<testing::TestCgroup> group_;
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
   uint64_t idle_bytes_ = 0;
@@ -240,6 +251,29 @@ TEST_F(MemoryAttack, ADescriptorThatCannotReadKeepsNoWeights) {
   });
   EXPECT_EQ(attacker.result(), 0);
   EXPECT_LE(Memory().peak_bytes, kLimitBytes);
+}
+
+TEST_F(MemoryAttack, TheDaemonsSumAgreesWithTheKernels) {
+  if (group_ == nullptr) GTEST_SKIP() << "no control group can be made here";
+  const auto expect_same = [&] {
+    const uint64_t used = Memory().used_bytes;
+    const uint64_t kernel = group_->usage_bytes();
+    EXPECT_GE(kernel, used);
+    EXPECT_LE(kernel, used + kOwnBytes / 2);
+  };
+  expect_same();
+  ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
+  ASSERT_OK(raw->Hello());
+  ASSERT_OK(raw->Attach({.job = "job", .grad_arena_bytes = 64 * kMiB}, LargeWeights()));
+  ASSERT_OK(raw->Map());
+  expect_same();
+  ASSERT_OK(raw->Detach());
+  ASSERT_OK(admin_->DeleteJob("job"));
+  EXPECT_GT(group_->usage_bytes(), 16 * kMiB) << "this process has the weights mapped";
+  expect_same();
+  raw.reset();
+  EXPECT_TRUE(Eventually([&] { return SegmentBytes() == idle_bytes_; })) << SegmentBytes();
+  expect_same();
 }
 
 // Rank 0 is killed at some moment from its step call to the end of the update.

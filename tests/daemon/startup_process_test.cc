@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "client/admin.h"
 #include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -23,6 +24,7 @@
 #include "tests/support/healthy_job.h"
 #include "tests/support/refused_call.h"
 #include "tests/support/status_test.h"
+#include "tests/support/test_cgroup.h"
 
 namespace forebay::daemon {
 namespace {
@@ -198,6 +200,40 @@ TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
       ErrorId::kMemlock, {"cannot lock arena", "RLIMIT_MEMLOCK is 4.0 MiB"});
   EXPECT_TRUE(daemon->IsAlive());
   EXPECT_OK(healthy->TrainOneMoreStep());
+}
+
+// ---------------------------------------------------------------------------------- control groups
+
+class StartupInControlGroup : public Startup {
+ protected:
+  void SetUp() override {
+    auto group = testing::TestCgroup::Create(kLimitBytes);
+    if (!group.ok()) GTEST_SKIP() << "no control group: " << group.status();
+    group_ = *std::move(group);
+  }
+  auto Start(const std::vector<std::string>& settings) {
+    return DaemonProcess::Start(socket_, settings, [this] { group_->Enter(); });
+  }
+
+  static constexpr uint64_t kLimitBytes = uint64_t{512} << 20;
+  std::unique_ptr<testing::TestCgroup> group_;
+};
+
+TEST_F(StartupInControlGroup, TakesHalfOfWhatTheGroupAllowsByDefault) {
+  ASSERT_OK_AND_ASSIGN(const auto daemon, Start({DaemonProcess::kDefaultDramLimit}));
+  ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  EXPECT_EQ(status.memory.limit_bytes, kLimitBytes / 2);
+}
+
+TEST_F(StartupInControlGroup, RefusesALimitAboveThatOfTheGroup) {
+  const auto refused = Start({"dram.limit=513MiB"});
+  ASSERT_FALSE(refused.ok());
+  for (const char* word : {"error[E_CONFIG]", "513.0 MiB", "512.0 MiB", "hint: lower dram.limit",
+                           group_->folder().c_str()}) {
+    EXPECT_THAT(std::string(refused.status().message()), HasSubstr(word));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto daemon, Start({"dram.limit=512MiB"}));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -135,7 +136,9 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
   std::vector<std::string> arguments = {FOREBAYD_PATH};
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
                                   "dram.limit=1GiB"};
-  all.insert(all.end(), settings.begin(), settings.end());
+  if (std::ranges::find(settings, kDefaultDramLimit) != settings.end()) all.pop_back();
+  std::ranges::copy_if(settings, std::back_inserter(all),
+                       [](const std::string& setting) { return setting != kDefaultDramLimit; });
   for (const std::string& setting : all) {
     arguments.push_back("--set");
     arguments.push_back(setting);

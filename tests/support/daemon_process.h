@@ -70,6 +70,9 @@ using Prepare = std::function<void()>;
 // Threads  One.
 class DaemonProcess {
  public:
+  // As a setting: no dram.limit at all.
+  static constexpr char kDefaultDramLimit[] = "dram.limit=default";
+
   // `settings` are key=value. memlock is best_effort and dram.limit 1GiB unless they say otherwise.
   // `prepare` runs in the new process before the program does.
   //
