@@ -31,6 +31,9 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+// What a ledger needs for each slot: its place, its block, step and checksum.
+constexpr uint64_t kLedgerBytesPerSlot = 96;
+constexpr uint64_t kLedgerSlotsMin = 256;
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
 
 // What this process may raise by itself it raises; the rest is for the service manager.
@@ -95,9 +98,10 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t work
     options.paths.push_back({.path = config.swap_paths[i], .capacity_bytes = bytes});
     capacity_bytes += bytes;
   }
-  // Two slots an extent; twice as many for blocks that are cut short by the end of a rank.
-  options.extents_max = std::clamp<uint64_t>(capacity_bytes / options.staging_slot_bytes + 1024, 1,
-                                             nvme::Volume::kExtentsMax);
+  // The smallest blocks have a quarter of a slot's bytes.
+  options.ledger_bytes_max = std::min(
+      nvme::Volume::kLedgerBytesMax,
+      (4 * capacity_bytes / options.staging_slot_bytes + kLedgerSlotsMin) * kLedgerBytesPerSlot);
   const uint64_t slots = config.swap_staging_bytes == 0
                              ? 2 * workers + 4
                              : config.swap_staging_bytes / options.staging_slot_bytes;
@@ -167,7 +171,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(swap, *state->engine));
     options.state.staging_slots = swap.staging_slots;
     options.state.staging_slot_bytes = swap.staging_slot_bytes;
-    options.state.swap_free_bytes = state->swap->free_bytes();
+    options.state.swap = state->swap->free_slots();
   }
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));

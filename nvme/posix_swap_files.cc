@@ -25,6 +25,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "nvme/internal/page_buffer.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/swap_files.h"
 #include "protocol/error.h"
@@ -123,7 +124,7 @@ absl::Status CheckDirect(const Candidate& path) {
   struct statx status {};
   if (statx(path.file.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0 ||
       (status.stx_mask & STATX_DIOALIGN) == 0) {
-    return absl::OkStatus();  // not told; the open itself went well
+    return absl::OkStatus();  // the kernel does not say; the open itself went well
   }
   if (status.stx_dio_mem_align == 0 || status.stx_dio_offset_align == 0) {
     return MakeError(ErrorId::kSwapPath,
@@ -242,6 +243,15 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
                      "give the sizes the volume was made with, or start without recovery");
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckContent(const Candidate& path, CheckFirstPage check) {
+  internal::PageBuffer page(kIoAlignment);
+  if (path.old_bytes < kIoAlignment) return absl::OkStatus();
+  const ssize_t size = pread(path.file.get(), page.bytes().data(), kIoAlignment, 0);
+  if (size < 0) return PathError(path, "read", errno, "look at the device's health (dmesg)");
+  if (static_cast<size_t>(size) < kIoAlignment) return absl::OkStatus();
+  return check(Text(path), page.bytes());
 }
 
 // Paths on one file system share its free space.
@@ -371,11 +381,11 @@ class PosixFile final : public SwapFile {
 class PosixSwapFileSystem final : public SwapFileSystem {
  public:
   absl::StatusOr<std::vector<std::unique_ptr<SwapFile>>> Open(std::span<const PathOptions> paths,
-                                                              OpenMode mode,
-                                                              FileLife life) override {
+                                                              OpenMode mode, FileLife life,
+                                                              CheckFirstPage check) override {
     std::vector<Candidate> candidates;
     candidates.reserve(paths.size());
-    const absl::Status status = OpenAll(paths, mode, life, candidates);
+    const absl::Status status = OpenAll(paths, mode, life, check, candidates);
     if (!status.ok()) {
       Reclaim(candidates);
       return status;
@@ -388,12 +398,13 @@ class PosixSwapFileSystem final : public SwapFileSystem {
 
  private:
   static absl::Status OpenAll(std::span<const PathOptions> paths, OpenMode mode, FileLife life,
-                              std::vector<Candidate>& candidates) {
+                              CheckFirstPage check, std::vector<Candidate>& candidates) {
     for (const PathOptions& options : paths) {
       const std::vector<Candidate>& before = candidates;
       Candidate path;
       path.index = static_cast<uint32_t>(candidates.size());
-      const absl::Status status = OpenPath(options, mode, before, path);
+      absl::Status status = OpenPath(options, mode, before, path);
+      if (status.ok()) status = CheckContent(path, check);
       candidates.push_back(std::move(path));
       if (!status.ok()) return status;
     }

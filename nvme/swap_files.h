@@ -10,22 +10,26 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace forebay::nvme {
 
 struct PathOptions {
-  std::string path;             // a directory (its file "forebay.swap" is used), or a block device
-  uint64_t capacity_bytes = 0;  // > 0, rounded up to 4 KiB; what is reserved
-  uint32_t weight = 1;          // >= 1; share of the extents, by measured bandwidth for example
+  // A directory (its file "forebay.swap" is used), or a block device.
+  std::string path;
+  // > 0, rounded up to 4 KiB; what is reserved.
+  uint64_t capacity_bytes = 0;
+  // >= 1; share of the slots, by measured bandwidth for example.
+  uint32_t weight = 1;
 };
 
 // kKept: the file stays, and the next opener reclaims or recovers it. kUnlinked: the file loses its
 // name when it is opened, so that the space is free as soon as the process ends, however it ends.
 enum class FileLife { kKept, kUnlinked };
 
-// kReclaim: what was there is given up. kRecover: the newest durable state is read back.
+// kReclaim: the volume is made anew. kRecover: the newest durable ledger is read back.
 enum class OpenMode { kReclaim, kRecover };
 
 // One open, locked path. Blocking calls; for the time of Volume::Open() alone.
@@ -41,13 +45,17 @@ class SwapFile {
   virtual absl::Status Sync() = 0;
 };
 
+// Whether a path may be used, asked with the first 4 KiB of each that has them.
+using CheckFirstPage =
+    absl::FunctionRef<absl::Status(std::string_view name, std::span<const std::byte> page)>;
+
 class SwapFileSystem {
  public:
   virtual ~SwapFileSystem() = default;
 
   // Checks every path, then locks all of them, then reserves all of them: each returned file has
   // its capacity_bytes. Nothing is left behind on an error, and nothing is reserved before every
-  // check has passed.
+  // check has passed; `check` is one of them.
   //
   // Errors  E_SWAP_PATH   missing, neither directory nor block device, read-only, without O_DIRECT,
   //                       or named twice; with kRecover also: no file, or shorter than its
@@ -55,7 +63,7 @@ class SwapFileSystem {
   //         E_SWAP_NOSPC  needed and free bytes, by path.
   //         E_BUSY        another process holds the path; its pid.
   virtual absl::StatusOr<std::vector<std::unique_ptr<SwapFile>>> Open(
-      std::span<const PathOptions> paths, OpenMode mode, FileLife life) = 0;
+      std::span<const PathOptions> paths, OpenMode mode, FileLife life, CheckFirstPage check) = 0;
 };
 
 // The real one: O_DIRECT, flock, fallocate.

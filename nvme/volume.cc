@@ -1,12 +1,14 @@
 #include "nvme/volume.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -22,18 +24,15 @@ namespace forebay::nvme {
 namespace {
 
 using internal::CommitPhase;
-using internal::Extent;
 using internal::Job;
-using internal::kNoSlot;
 using internal::Request;
-using internal::Slot;
-using internal::SlotContent;
+using internal::SlotState;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::Status Refuse(const char* call, ExtentId extent, std::string_view why) {
-  return absl::FailedPreconditionError(
-      absl::StrFormat("%s extent %d: %s", call, static_cast<uint32_t>(extent), why));
+absl::Status Refuse(const char* call, const Slot& slot, std::string_view why) {
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "%s the slot at offset %d of swap path %d: %s", call, slot.offset_bytes, slot.path, why));
 }
 
 absl::Status CheckOptions(const VolumeOptions& options) {
@@ -41,9 +40,10 @@ absl::Status CheckOptions(const VolumeOptions& options) {
     return MakeError(ErrorId::kConfig, absl::StrFormat("%d swap paths: not in [1, %d]",
                                                        options.paths.size(), Volume::kPathsMax));
   }
-  if (options.extents_max == 0 || options.extents_max > Volume::kExtentsMax) {
-    return MakeError(ErrorId::kConfig, absl::StrFormat("extents_max %d: not in [1, %d]",
-                                                       options.extents_max, Volume::kExtentsMax));
+  if (options.ledger_bytes_max == 0 || options.ledger_bytes_max > Volume::kLedgerBytesMax) {
+    return MakeError(ErrorId::kConfig,
+                     absl::StrFormat("ledger_bytes_max %d: not in [1, %d]",
+                                     options.ledger_bytes_max, Volume::kLedgerBytesMax));
   }
   if (options.mode == OpenMode::kRecover && options.life == FileLife::kUnlinked) {
     return absl::InvalidArgumentError("an unlinked swap file cannot be recovered");
@@ -57,33 +57,49 @@ absl::Status CheckOptions(const VolumeOptions& options) {
   return absl::OkStatus();
 }
 
-bool PageMultiple(std::span<const std::byte> bytes) {
-  return !bytes.empty() && bytes.size() % kIoAlignment == 0 &&
-         reinterpret_cast<uintptr_t>(bytes.data()) % kIoAlignment == 0;
+uint64_t MonotonicNs() {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::steady_clock::now().time_since_epoch())
+                                   .count());
+}
+
+// A path whose label is of another format: an older one held nothing durable and is made anew; what
+// a newer one holds this program cannot know.
+absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const std::byte> page) {
+  const std::optional<uint32_t> version = internal::LabelVersion(page);
+  if (!version || *version == internal::kFormatVersion) return absl::OkStatus();
+  if (mode == OpenMode::kReclaim && *version <= internal::kOldVersionMax) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kSwapPath,
+      absl::StrFormat("%s: it holds a volume of swap format %d; this version of Forebay "
+                      "reads format %d",
+                      name, *version, internal::kFormatVersion),
+      "start the version that made it, or delete the file or wipe the device if "
+      "nothing of it is needed");
 }
 
 }  // namespace
 
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
-  if (!expected.verified) return absl::OkStatus();
   const uint64_t found = Checksum(expected.identity, bytes);
-  if (found == expected.checksum && bytes.size() == expected.size_bytes) return absl::OkStatus();
+  if (found == expected.checksum) return absl::OkStatus();
   const std::string identity = absl::BytesToHexString(
       {reinterpret_cast<const char*>(expected.identity.data()), expected.identity.size()});
   return MakeError(
       ErrorId::kCorrupt,
-      absl::StrFormat("swap path %d (%s): extent %d is not the content of identity %s: checksum "
-                      "%016x, expected %016x over %d bytes",
-                      expected.path_index, expected.path, static_cast<uint32_t>(expected.extent),
-                      identity, found, expected.checksum, expected.size_bytes),
+      absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold the content of "
+                      "identity %s: checksum %016x, expected %016x over %d bytes",
+                      expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
+                      found, expected.checksum, bytes.size()),
       "the device lost or changed data: restore the job from a checkpoint");
 }
 
 Volume::State::State(IoEngine& io_engine, const internal::Geometry& disk_geometry)
     : engine(io_engine),
       geometry(disk_geometry),
-      requests(kRequestsMax + kPathsMax + 4),
-      table(disk_geometry.table_area_bytes()),
+      // Commits and zeroing have room of their own.
+      requests(kRequestsMax + kPathsMax * (kZerosInFlight + 1) + 2 * internal::kCopies),
+      area(disk_geometry.area_bytes()),
       record_page(protocol::kPageBytes) {
   for (size_t i = requests.size(); i > 0; --i)
     free_requests.push_back(static_cast<uint32_t>(i - 1));
@@ -105,14 +121,14 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
     path.capacity_bytes = protocol::RoundUp(path.capacity_bytes, kIoAlignment);
     capacity_bytes.push_back(path.capacity_bytes);
   }
-  const internal::Geometry geometry(capacity_bytes, options.extents_max);
+  const internal::Geometry geometry(capacity_bytes, options.ledger_bytes_max);
   for (uint32_t i = 0; i < wanted.size(); ++i) {
     const uint64_t needed = geometry.capacity_bytes_min(i);
     if (wanted[i].capacity_bytes >= needed) continue;
     return MakeError(
         ErrorId::kSwapNospc,
-        absl::StrFormat("swap path %d (%s): its size of %s is too small: needed %s for the block "
-                        "tables alone",
+        absl::StrFormat("swap path %d (%s): its size of %s is too small: needed %s for the "
+                        "ledgers alone",
                         i, wanted[i].path, protocol::FormatBytes(wanted[i].capacity_bytes),
                         protocol::FormatBytes(needed)),
         "raise the swap size");
@@ -120,16 +136,23 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
 
   auto state = std::make_unique<State>(engine, geometry);
   state->protections = protections;
-  state->extents_max = options.extents_max;
-  ASSIGN_OR_RETURN(auto opened, files.Open(wanted, options.mode, options.life));
+  state->now_ns = options.now_ns ? options.now_ns : MonotonicNs;
+  const auto check = [mode = options.mode](std::string_view name, std::span<const std::byte> page) {
+    return CheckVersion(mode, name, page);
+  };
+  ASSIGN_OR_RETURN(auto opened, files.Open(wanted, options.mode, options.life, check));
+  std::vector<PathSpace> spaces;
   for (uint32_t i = 0; i < wanted.size(); ++i) {
     internal::Path path;
     path.file = std::move(opened[i]);
-    path.weight = wanted[i].weight;
-    path.space = internal::SpaceMap(geometry.data_begin(i), geometry.data_end(i));
+    path.space = {.begin_bytes = geometry.data_begin(i),
+                  .end_bytes = geometry.data_end(i),
+                  .weight = wanted[i].weight};
+    spaces.push_back(path.space);
     path.stats.capacity_bytes = wanted[i].capacity_bytes;
     state->paths.push_back(std::move(path));
   }
+  state->free_slots = SlotMap(spaces);
   for (internal::Path& path : state->paths) {
     ASSIGN_OR_RETURN(path.index, engine.RegisterFile(path.file->fd()));
   }
@@ -152,61 +175,57 @@ Volume::Volume(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Volume::~Volume() = default;
 
-absl::StatusOr<std::vector<ExtentId>> Volume::AllocateExtents(uint32_t count, uint64_t size_bytes) {
-  return state_->Allocate(count, size_bytes);
-}
+const SlotMap& Volume::free_slots() const { return state_->free_slots; }
 
-absl::Status Volume::FreeExtents(std::span<const ExtentId> extents) {
-  return state_->Free(extents);
-}
-
-absl::Status Volume::ZeroExtents(std::span<const ExtentId> extents,
-                                 std::span<const std::byte> zeros, uint64_t token) {
-  if (extents.empty() || !PageMultiple(zeros)) {
-    return absl::InvalidArgumentError("zero extents: none named, or a misaligned buffer");
+absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte> zeros,
+                          uint64_t token) {
+  if (slots.empty()) return absl::InvalidArgumentError("zero: no slots are named");
+  for (const Slot& slot : slots) {
+    // A slot may be smaller than the zeros: their first page stands for them.
+    RETURN_IF_ERROR(state_->CheckSlot(slot, zeros.first(std::min(zeros.size(), kIoAlignment))));
+    const auto known = state_->slots.find({slot.path, slot.offset_bytes});
+    if (known == state_->slots.end()) continue;
+    const SlotState& is = known->second;
+    if (is.writing || is.readers > 0) return Refuse("zero", slot, "it is being read or written");
+    if (is.pins > 0) return Refuse("zero", slot, "a durable ledger names it");
   }
-  for (const ExtentId id : extents) {
-    const Extent* extent = state_->Find(id);
-    if (extent == nullptr) return Refuse("zero", id, "it is not allocated");
-    if (extent->busy > 0 || extent->pinned != 0 || extent->current != kNoSlot) {
-      return Refuse("zero", id, "it is in use");
-    }
+  if (zeros.empty() || zeros.size() % kIoAlignment != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("zero: %d bytes are not whole pages", zeros.size()));
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kZero, token));
-  Request& request = state_->requests[index];
-  request.io = IoKind::kWrite;
-  request.data = const_cast<std::byte*>(zeros.data());  // read through it alone
-  request.zero_extents.assign(extents.begin(), extents.end());
-  request.zero_next = 0;
-  request.zero_offset_bytes = 0;
-  request.zero_piece_bytes = zeros.size();
-  state_->NextZeroPiece(request);
-  const absl::Status status = state_->Start(index);
-  if (!status.ok()) {
-    state_->Release(index);
-    return status;
+  internal::ZeroBatch& batch = state_->zero_batches.emplace_back();
+  batch.token = token;
+  batch.zeros = const_cast<std::byte*>(zeros.data());  // read through it alone
+  batch.zeros_bytes = zeros.size();
+  batch.paths.resize(state_->paths.size());
+  for (const Slot& slot : slots) {
+    batch.paths[slot.path].slots.push_back(slot);
+    state_->SlotAt(slot) = {.size_bytes = slot.size_bytes, .writing = true};
   }
-  for (const ExtentId id : extents) ++state_->Find(id)->busy;
+  std::vector<Finished> finished;
+  for (uint32_t path = 0; path < state_->paths.size(); ++path) state_->StartZeros(path, finished);
+  // Nothing was started.
+  if (!finished.empty()) return finished.front().status;
   return absl::OkStatus();
 }
 
-absl::Status Volume::Read(ExtentId id, std::span<std::byte> bytes, uint64_t token) {
-  Extent* extent = state_->Find(id);
-  if (extent == nullptr) return Refuse("read", id, "it is not allocated");
-  if (extent->current == kNoSlot) return Refuse("read", id, "it was never written");
-  Slot& slot = extent->slots[extent->current];
-  if (slot.content == SlotContent::kWriting) {
-    return Refuse("read", id, "it is being overwritten in place");
+uint64_t Volume::zeroed_bytes(uint64_t token) const {
+  for (const internal::ZeroBatch& batch : state_->zero_batches) {
+    if (batch.token == token) return batch.done_bytes;
   }
-  if (slot.content != SlotContent::kWhole) {
+  return 0;
+}
+
+absl::Status Volume::Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token) {
+  RETURN_IF_ERROR(state_->CheckSlot(slot, bytes));
+  const auto known = state_->slots.find({slot.path, slot.offset_bytes});
+  if (known != state_->slots.end() && known->second.writing) {
+    return Refuse("read", slot, "it is being written");
+  }
+  if (known != state_->slots.end() && known->second.broken) {
     return MakeError(ErrorId::kSwapIo,
-                     absl::StrFormat("%s: extent %d was lost when a write failed",
-                                     state_->PathText(slot.path), static_cast<uint32_t>(id)));
-  }
-  if (!PageMultiple(bytes) || bytes.size() > slot.content_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat("read extent %d: %d bytes of %d",
-                                                      static_cast<uint32_t>(id), bytes.size(),
-                                                      slot.content_bytes));
+                     absl::StrFormat("%s: the slot at offset %d: its last write failed",
+                                     state_->PathText(slot.path), slot.offset_bytes));
   }
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kRead, token));
   Request& request = state_->requests[index];
@@ -215,112 +234,105 @@ absl::Status Volume::Read(ExtentId id, std::span<std::byte> bytes, uint64_t toke
   request.offset_bytes = slot.offset_bytes;
   request.data = bytes.data();
   request.size_bytes = bytes.size();
-  request.extent = id;
-  request.slot = extent->current;
   const absl::Status status = state_->Start(index);
   if (!status.ok()) {
     state_->Release(index);
     return status;
   }
-  ++slot.readers;
-  ++extent->busy;
+  ++state_->SlotAt(slot).readers;
   return absl::OkStatus();
 }
 
-absl::Status Volume::Write(ExtentId id, std::span<const std::byte> bytes, const Identity& identity,
-                           uint64_t checksum, uint64_t token) {
-  Extent* extent = state_->Find(id);
-  if (extent == nullptr) return Refuse("write", id, "it is not allocated");
-  if (extent->writing) return Refuse("write", id, "another write is in flight");
-  if (!PageMultiple(bytes) || bytes.size() > extent->size_bytes) {
-    return absl::InvalidArgumentError(absl::StrFormat("write extent %d: %d bytes of %d",
-                                                      static_cast<uint32_t>(id), bytes.size(),
-                                                      extent->size_bytes));
+absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, uint64_t token) {
+  RETURN_IF_ERROR(state_->CheckSlot(slot, bytes));
+  const auto known = state_->slots.find({slot.path, slot.offset_bytes});
+  if (known != state_->slots.end()) {
+    const SlotState& is = known->second;
+    if (is.writing || is.readers > 0) return Refuse("write", slot, "it is being read or written");
+    if (is.pins > 0 && state_->protections.pins) {
+      return Refuse("write", slot, "a durable ledger names it");
+    }
   }
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kWrite, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
+  request.path = slot.path;
+  request.offset_bytes = slot.offset_bytes;
   request.data = const_cast<std::byte*>(bytes.data());  // read through it alone
   request.size_bytes = bytes.size();
-  request.extent = id;
-  request.identity = identity;
-  request.checksum = checksum;
-  const absl::Status status = state_->StartWrite(index);
+  const absl::Status status = state_->Start(index);
   if (!status.ok()) {
     state_->Release(index);
     return status;
   }
-  extent->writing = true;
-  ++extent->busy;
+  SlotState& is = state_->SlotAt(slot);
+  is.writing = true;
+  is.doubted = false;
   return absl::OkStatus();
 }
 
-absl::Status Volume::Publish(ExtentId id) {
-  Extent* extent = state_->Find(id);
-  if (extent == nullptr) return Refuse("publish", id, "it is not allocated");
-  if (extent->written == kNoSlot) return Refuse("publish", id, "there is no finished write");
-  extent->current = extent->written;
-  extent->written = kNoSlot;
-  return absl::OkStatus();
+absl::Status Volume::CommitLedger(std::span<const std::byte> ledger, std::span<const Slot> slots,
+                                  uint64_t token) {
+  return state_->BeginCommit(ledger, slots, token);
 }
 
-absl::Status Volume::Commit(uint64_t token) { return state_->BeginCommit(token); }
+std::span<const std::byte> Volume::ledger() const { return state_->durable_ledger; }
 
-std::vector<ExtentId> Volume::NeedsRewrite() const {
-  std::vector<ExtentId> ids;
-  for (uint32_t i = 0; i < state_->extents.size(); ++i) {
-    const Extent& extent = state_->extents[i];
-    if (!extent.allocated() || extent.current == kNoSlot) continue;
-    const Slot& slot = extent.slots[extent.current];
-    if (slot.doubted || slot.content == SlotContent::kBroken) ids.push_back(ExtentId{i});
+std::span<const Slot> Volume::ledger_slots() const {
+  for (const internal::NamedSlots& named : state_->named) {
+    if (named.sequence == state_->durable.sequence) return named.slots;
   }
-  return ids;
+  return {};
+}
+
+bool Volume::is_pinned(const Slot& slot) const {
+  const auto known = state_->slots.find({slot.path, slot.offset_bytes});
+  return known != state_->slots.end() && known->second.pins > 0;
+}
+
+std::vector<Slot> Volume::Doubted() const {
+  std::vector<Slot> doubted;
+  for (const auto& [key, is] : state_->slots) {
+    if (!is.doubted) continue;
+    doubted.push_back({.path = key.first, .offset_bytes = key.second, .size_bytes = is.size_bytes});
+  }
+  return doubted;
+}
+
+std::vector<LateRequests> Volume::CheckDeadlines(uint64_t deadline_ns) {
+  const uint64_t now = state_->now_ns();
+  std::vector<LateRequests> by_path(state_->paths.size());
+  for (Request& request : state_->requests) {
+    if (!request.active || now - request.start_ns < deadline_ns) continue;
+    LateRequests& late = by_path[request.path];
+    late.path = request.path;
+    ++late.requests;
+    late.oldest_ns = std::max(late.oldest_ns, now - request.start_ns);
+    if (!request.late) ++state_->paths[request.path].stats.late;
+    request.late = true;
+  }
+  std::erase_if(by_path, [](const LateRequests& late) { return late.requests == 0; });
+  return by_path;
 }
 
 void Volume::OnCompletion(const Completion& completion, std::vector<Finished>& finished) {
   state_->OnCompletion(completion, finished);
 }
 
-std::optional<ExpectedContent> Volume::expected(ExtentId id) const {
-  const Extent* extent = state_->Find(id);
-  if (extent == nullptr || extent->current == kNoSlot) return std::nullopt;
-  const Slot& slot = extent->slots[extent->current];
-  return ExpectedContent{.extent = id,
-                         .path_index = slot.path,
-                         .path = state_->paths[slot.path].file->name(),
-                         .identity = slot.identity,
-                         .checksum = slot.checksum,
-                         .size_bytes = static_cast<size_t>(slot.content_bytes),
-                         .verified = state_->protections.checksum};
-}
-
-std::vector<ExtentId> Volume::extents() const {
-  std::vector<ExtentId> ids;
-  for (uint32_t i = 0; i < state_->extents.size(); ++i) {
-    if (state_->extents[i].allocated()) ids.push_back(ExtentId{i});
-  }
-  return ids;
-}
-
-uint64_t Volume::size_bytes(ExtentId id) const {
-  const Extent* extent = state_->Find(id);
-  return extent == nullptr ? 0 : extent->size_bytes;
-}
-
-uint64_t Volume::free_bytes() const { return state_->FreeBytes(); }
+std::string_view Volume::path_name(uint32_t path) const { return state_->paths[path].file->name(); }
 
 uint64_t Volume::durable_sequence() const { return state_->durable.sequence; }
 
 const RecoveryReport& Volume::recovery() const { return state_->recovery; }
 
 uint32_t Volume::requests_in_flight() const {
-  return state_->user_requests + (state_->commit.phase == CommitPhase::kIdle ? 0 : 1);
+  return state_->user_requests + static_cast<uint32_t>(state_->zero_batches.size()) +
+         (state_->commit.phase == CommitPhase::kIdle ? 0 : 1);
 }
 
 VolumeStats Volume::stats() const {
   VolumeStats stats;
   for (const internal::Path& path : state_->paths) stats.paths.push_back(path.stats);
-  for (const Extent& extent : state_->extents) stats.extents += extent.allocated() ? 1 : 0;
   stats.commits = state_->commits;
   return stats;
 }

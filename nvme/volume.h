@@ -1,13 +1,12 @@
-// Extents with two slots each, over one or more swap paths: asynchronous reads and writes,
-// checksums that know whose bytes they are, and commits that survive a power cut.
+// Slots on one or more swap paths: asynchronous reads and writes, and one ledger whose commits
+// survive a power cut.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "nvme/checksum.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/slot_map.h"
 #include "nvme/swap_files.h"
 
 namespace forebay::nvme {
@@ -23,88 +23,109 @@ namespace internal {
 struct Protections;  // tests alone: nvme/internal/protections.h
 }  // namespace internal
 
-// Dense: the lowest free numbers are given out first.
-enum class ExtentId : uint32_t {};
-
 struct VolumeOptions {
-  std::vector<PathOptions> paths;  // 1 to Volume::kPathsMax
+  // 1 to Volume::kPathsMax.
+  std::vector<PathOptions> paths;
   OpenMode mode = OpenMode::kReclaim;
-  FileLife life = FileLife::kKept;  // kUnlinked goes with kReclaim only
-  uint32_t extents_max =
-      16384;  // 1 to Volume::kExtentsMax; the size of the block tables (80 bytes an extent)
+  // kUnlinked goes with kReclaim only.
+  FileLife life = FileLife::kKept;
+  // Room for a ledger and 24 bytes for each slot it names; four times this much space is reserved.
+  uint64_t ledger_bytes_max = uint64_t{1} << 20;
+  // A clock for request deadlines, in nanoseconds; empty: the machine's monotonic one.
+  std::function<uint64_t()> now_ns = {};
 };
 
-// What an extent's current slot must hold. A value: take it with Read(), give it to a worker.
+// What a slot must hold. A value: it may be given to a worker.
 struct ExpectedContent {
-  ExtentId extent{};
-  uint32_t path_index = 0;
-  std::string_view path;  // lives as long as the volume
+  Slot slot = {};
+  // Of the slot's path; lives as long as the volume.
+  std::string_view path;
   Identity identity{};
   uint64_t checksum = 0;
-  size_t size_bytes = 0;  // as written
-  bool verified = true;   // false in tests that switch the protection off
 };
 
 // OK where `bytes` are the expected ones.
 //
 // Threads  Pure; call it on a worker, after the read and before the first use.
-// Errors   E_CORRUPT  names path, extent and identity (hex).
+// Errors   E_CORRUPT  names path, offset and identity (hex).
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
 
 struct PathStats {
-  uint64_t read_bytes = 0,
-           written_bytes = 0;  // as the kernel reported them, short transfers included
-  uint64_t reads = 0, writes = 0, flushes = 0;
-  uint64_t retries = 0, errors = 0;  // errors: requests that failed for good
-  uint64_t capacity_bytes = 0, allocated_bytes = 0;
-  bool flush_failed = false;  // no new extent is placed here any more
+  // As the kernel reported them, short transfers included.
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+  uint64_t reads = 0;
+  uint64_t writes = 0;
+  uint64_t flushes = 0;
+  uint64_t retries = 0;
+  // Requests that failed in the end.
+  uint64_t errors = 0;
+  // Requests that took longer than the deadline, those in flight included.
+  uint64_t late = 0;
+  uint64_t capacity_bytes = 0;
+  bool flush_failed = false;
 };
 
 struct VolumeStats {
   std::vector<PathStats> paths;
-  uint64_t extents = 0;
   uint64_t commits = 0;
+};
+
+// Requests of one path that have been in flight for longer than the deadline.
+struct LateRequests {
+  uint32_t path = 0;
+  uint32_t requests = 0;
+  uint64_t oldest_ns = 0;
 };
 
 // How a kRecover found the volume; sequence 0: nothing was ever committed.
 struct RecoveryReport {
   uint64_t sequence = 0;
-  uint32_t damaged_records =
-      0;  // copies that are not whole; a cut in the middle of a commit leaves some
-  uint32_t damaged_tables = 0;  // copies that a whole record names and that do not verify
-  bool fell_back = false;  // the newest whole record had no whole table: an older one was taken
+  // Copies that are not whole; a power cut during a commit leaves some.
+  uint32_t damaged_records = 0;
+  // Copies that a whole record names and that do not verify; likewise.
+  uint32_t damaged_ledgers = 0;
+  // The newest whole record had no whole ledger: an older one was used.
+  bool fell_back = false;
 };
 
 // A request that has ended.
 struct Finished {
   uint64_t token = 0;
-  absl::Status status;  // OK, or E_SWAP_IO with path, extent, offset and errno
+  // OK, or E_SWAP_IO with path, offset and errno.
+  absl::Status status;
 };
 
-// Every extent has two slots, each whole on one path. Read() reads the current slot. Write() fills
-// the other one; Publish() makes it current in memory. Commit() makes what is current now durable,
-// for all extents together: data flushed; block table written out of place, flushed; one
-// checksummed record that names it, flushed. Slots that the last durable record names are never
-// overwritten before a newer one is durable.
+// The volume stores bytes in slots and makes one ledger durable; which slot holds what is written in
+// the ledger, which the volume does not read. Slots come from a SlotMap, whose owner decides which of
+// them are free.
+//
+// CommitLedger(ledger, slots) makes the ledger and the content of the slots it names durable
+// together: data flushed; ledger and record, both checksummed, written to both ends of the volume;
+// flushed. Slots named by the last two commits are pinned: they cannot be written until newer
+// commits no longer name them, so that a power cut or one damaged ledger always leaves a whole one.
 //
 // A failed flush is final: it is never repeated as a cure. What was written to that path since its
-// last good flush counts as lost: NeedsRewrite() lists it, and Commit() refuses until it has been
-// written again.
+// last good flush counts as lost: Doubted() lists it, and CommitLedger() refuses ledgers that name
+// it until it has been written again.
 //
 // Ownership  Files are the volume's; engine and buffers are the caller's. The engine outlives the
 //            volume. Buffers are in use until their token is finished. Requests in flight must be
 //            finished before the volume dies.
 // Threads    Open() anywhere, it blocks; everything else on the engine's thread, and nothing
 //            blocks.
-// Limits     kRequestsMax requests unfinished; one commit at a time. A transfer without progress is
-//            tried 1 + kRetriesMax times.
+// Limits     kRequestsMax reads and writes unfinished; one commit at a time. A transfer without
+//            progress is tried 1 + kRetriesMax times.
 class Volume {
  public:
   static constexpr uint32_t kPathsMax = 16;
-  static constexpr uint32_t kExtentsMax = 1 << 20;
   static constexpr uint32_t kRequestsMax = 1024;
-  static constexpr int kRetriesMax = 8;       // EAGAIN, EINTR, short transfers without progress
-  static constexpr int kErrorRetriesMax = 2;  // every other errno
+  static constexpr uint64_t kLedgerBytesMax = uint64_t{1} << 30;
+  // Tries after EAGAIN, EINTR and short transfers without progress; after any other errno.
+  static constexpr int kRetriesMax = 8;
+  static constexpr int kErrorRetriesMax = 2;
+  // Pieces of zeros in flight on each path.
+  static constexpr uint32_t kZerosInFlight = 16;
 
   // Completions whose token has this top byte belong to the volume; the caller's other tokens must
   // not have it.
@@ -113,9 +134,9 @@ class Volume {
 
   // Locks and reserves every path, or refuses before anything is written.
   //
-  // Errors  those of SwapFileSystem::Open; E_SWAP_PATH: kRecover of something that is not this
-  //         volume; E_SWAP_IO; E_CORRUPT: kRecover found records, but none whole with a whole
-  //         table.
+  // Errors  those of SwapFileSystem::Open; E_SWAP_PATH: a newer format, or kRecover of something
+  //         that is not this volume; E_SWAP_IO; E_CORRUPT: kRecover found records, but none whole
+  //         with a whole ledger.
   static absl::StatusOr<std::unique_ptr<Volume>> Open(const VolumeOptions& options,
                                                       IoEngine& engine, SwapFileSystem& files);
 
@@ -132,66 +153,59 @@ class Volume {
   Volume& operator=(const Volume&) = delete;
   ~Volume();
 
-  // Takes `count` extents of `size_bytes` (> 0, rounded up to 4 KiB), slots striped over the paths
-  // by weight. All or nothing. The slots hold what was there before: ZeroExtents() is the caller's
-  // next step.
+  // The space of the volume; after kRecover without the slots that the recovered ledger names.
+  const SlotMap& free_slots() const;
+
+  // Starts writing zeros over `slots`, all paths at once, in pieces of `zeros` (a multiple of
+  // 4 KiB, all zero, in use until the token is finished). Makes later writes plain overwrites
+  // without metadata.
+  absl::Status Zero(std::span<const Slot> slots, std::span<const std::byte> zeros, uint64_t token);
+
+  // Bytes that the Zero() of this token has written so far; 0 where it has ended.
+  uint64_t zeroed_bytes(uint64_t token) const;
+
+  // Starts reading the first `bytes.size()` bytes of the slot. Verify() them before use.
   //
-  // Errors  E_SWAP_NOSPC  needed and free bytes. E_LIMIT: more than extents_max.
-  absl::StatusOr<std::vector<ExtentId>> AllocateExtents(uint32_t count, uint64_t size_bytes);
+  // Errors  kFailedPrecondition  the slot is being written. kResourceExhausted: kRequestsMax.
+  absl::Status Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token);
 
-  // Gives the extents back. What the last durable record names stays reserved until the next
-  // commit.
+  // Starts writing `bytes` to the start of the slot.
   //
-  // Errors  kFailedPrecondition  a request is in flight on one of them, or one is not allocated;
-  //                              none is freed.
-  absl::Status FreeExtents(std::span<const ExtentId> extents);
+  // Errors  kFailedPrecondition  the slot is being read or written, or a durable ledger names it.
+  //         kResourceExhausted   kRequestsMax.
+  absl::Status Write(const Slot& slot, std::span<const std::byte> bytes, uint64_t token);
 
-  // Writes zeros over both slots of fresh extents, in pieces of `zeros` (a multiple of 4 KiB, all
-  // zero, in use until the token is finished). Makes later writes plain overwrites without
-  // metadata.
-  absl::Status ZeroExtents(std::span<const ExtentId> extents, std::span<const std::byte> zeros,
-                           uint64_t token);
-
-  // Starts reading the first `bytes.size()` bytes of the current slot. The bytes are not believed
-  // before Verify() with the expected() of the time of this call.
+  // Makes `ledger` and the slots it names durable; finished OK means that no power cut undoes it.
+  // After an error the old or the new ledger is durable; another commit decides. Copies the ledger.
   //
-  // Errors  kFailedPrecondition  never written, or being overwritten in place. kResourceExhausted:
-  //                              kRequestsMax.
-  absl::Status Read(ExtentId extent, std::span<std::byte> bytes, uint64_t token);
+  // Errors  kFailedPrecondition  a commit is pending; a named slot is being written, its last write
+  //                              failed, or its content is in doubt.
+  //         E_LIMIT              longer than ledger_bytes_max.
+  absl::Status CommitLedger(std::span<const std::byte> ledger, std::span<const Slot> slots,
+                            uint64_t token);
 
-  // Starts writing `bytes` into the slot that is not current (or, where the last durable record
-  // needs that one, over the current one). `checksum` is Checksum(identity, bytes). During a commit
-  // that needs both slots the write waits for its end. Written again before Publish(): the last one
-  // counts.
-  absl::Status Write(ExtentId extent, std::span<const std::byte> bytes, const Identity& identity,
-                     uint64_t checksum, uint64_t token);
+  // Of the last durable commit, after kRecover the one that was found.
+  std::span<const std::byte> ledger() const;
+  std::span<const Slot> ledger_slots() const;
 
-  // Makes the finished write current. In-memory; call it when the write's token has finished OK.
-  //
-  // Errors  kFailedPrecondition  there is no finished write.
-  absl::Status Publish(ExtentId extent);
+  // Named by one of the last two commits, or by one that failed since: not to be written.
+  bool is_pinned(const Slot& slot) const;
 
-  // Makes the published state of every extent durable; finished OK means that no power cut undoes
-  // it. After an error the old or the new state is durable; Commit() again settles it.
-  //
-  // Errors  kFailedPrecondition  a commit is pending, or NeedsRewrite() is not empty.
-  absl::Status Commit(uint64_t token);
+  // Slots that a failed flush has put in doubt, ascending. Their content is written again.
+  std::vector<Slot> Doubted() const;
 
-  // Extents whose current content a failed flush has put in doubt. Read, verify, write and publish
-  // them again.
-  std::vector<ExtentId> NeedsRewrite() const;
+  // Counts what is newly late; per path, what is late now.
+  std::vector<LateRequests> CheckDeadlines(uint64_t deadline_ns);
 
   // To be called with every completion for which Owns(token); appends what has finished.
   void OnCompletion(const Completion& completion, std::vector<Finished>& finished);
 
-  // Nothing where the extent is not allocated or was never published.
-  std::optional<ExpectedContent> expected(ExtentId extent) const;
-
-  std::vector<ExtentId> extents() const;  // allocated ones, ascending; after kRecover those found
-  uint64_t size_bytes(ExtentId extent) const;  // 0: not allocated
-  uint64_t free_bytes() const;                 // over all paths
-  uint64_t durable_sequence() const;           // of the last durable commit, 0: none
+  // "/mnt/a/forebay.swap", for messages.
+  std::string_view path_name(uint32_t path) const;
+  // Of the last durable commit, 0: none.
+  uint64_t durable_sequence() const;
   const RecoveryReport& recovery() const;
+  // Reads, writes, zeroing and commits.
   uint32_t requests_in_flight() const;
   VolumeStats stats() const;
 

@@ -41,7 +41,7 @@ void FillMemory(const NodeSnapshot& snapshot, schema::MemoryStatus::Builder memo
 void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder swap) {
   swap.setPath(snapshot.path.c_str());
   swap.setCapacityBytes(snapshot.stats.capacity_bytes);
-  swap.setUsedBytes(snapshot.stats.allocated_bytes);
+  swap.setUsedBytes(snapshot.used_bytes);
   swap.setReadBytes(snapshot.stats.read_bytes);
   swap.setWrittenBytes(snapshot.stats.written_bytes);
   swap.setReadOps(snapshot.stats.reads);

@@ -5,11 +5,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "nvme/slot_map.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
@@ -104,13 +106,12 @@ struct CreateJobMemory {
       0;  // accumulators, overflow, extra_state; offsets into it are the state machine's
 };
 
-// Takes `extents` extents of `extent_bytes` each (numbered from 0, see BlockPlace) and writes zeros
-// to them. Comes beside CreateJobMemory where blocks are swapped; ends with a TaskDone of its own.
+// Writes zeros to the job's swap slots. Comes beside CreateJobMemory where blocks are swapped; ends
+// with a TaskDone of its own.
 struct CreateJobSwap {
   TaskId task = 0;
   JobId job = 0;
-  uint32_t extents = 0;
-  uint64_t extent_bytes = 0;
+  std::vector<nvme::Slot> slots;
 };
 
 // Makes grad arena (grad_bytes in all, step region included) and ring of a session.
@@ -151,8 +152,8 @@ struct CloseSession {
   absl::Status reason;  // OK after a detach or death; else why it was evicted
 };
 
-// No session and no task of the job is left: free its memory and extents, the weights as soon as no
-// process uses them. Ends with JobFreed.
+// No session and no task of the job is left: free its memory, the weights as soon as no process uses
+// them. Ends with JobFreed.
 struct FreeJob {
   JobId job = 0;
 };
@@ -223,18 +224,29 @@ struct SumGroup {
   uint64_t elems = 0;
 };
 
-struct BlockPlace {
-  bool resident = true;
-  uint64_t state_offset_bytes = 0;  // resident: into the state arena
-  uint32_t extent = 0;              // else: extent of the job
-  uint32_t staging_slot = 0;        // else: where it is read to, updated and written from
+// Whose bytes a block holds; part of its checksum, so that right bytes in a wrong place fail too.
+struct BlockIdentity {
+  JobId job = 0;
+  uint64_t block = 0;
+  // 0: zeros, never written.
+  uint64_t written_step = 0;
 };
 
-// Reads the current slot of the extent into the staging slot. The bytes are verified by the next
-// UpdateBlock.
+struct BlockPlace {
+  bool resident = true;
+  // Resident: into the state arena.
+  uint64_t state_offset_bytes = 0;
+  // Else: where it is read to, updated and written from.
+  uint32_t staging_slot = 0;
+  // Else: the swap slot it is read from, or (WriteBlock) written to; empty: zeros, never written.
+  std::optional<nvme::Slot> slot = {};
+};
+
+// Reads the block's slot into the staging slot. The bytes are verified by the next UpdateBlock.
 struct ReadBlock {
   TaskId task = 0;
   JobId job = 0;
+  uint64_t block = 0;
   BlockPlace place;
   uint64_t bytes = 0;
 };
@@ -257,15 +269,8 @@ struct UpdateSegment {
 // LAMB needs two passes over all blocks: its step length is known after the first.
 enum class UpdatePass : uint8_t { kWhole, kMoments, kWeights };
 
-// Verifies a swapped block's bytes against `identity_before` (0 in written_step: the zeros of
-// CreateJobSwap), runs the fused pass over its segments in place, then computes the checksum under
-// `identity_after`.
-struct BlockIdentity {
-  JobId job = 0;
-  uint64_t block = 0;
-  uint64_t written_step = 0;
-};
-
+// Verifies a swapped block's bytes against `identity_before` (0 in written_step: zeros), runs the
+// fused pass over its segments in place, then computes the checksum under `identity_after`.
 struct UpdateBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -281,8 +286,8 @@ struct UpdateBlock {
   std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
 };
 
-// Writes the staging slot to the extent's other slot, which becomes the current one when all of it
-// is written.
+// Writes the staging slot to the swap slot. `pause`: a moment later, since a write there failed just
+// now.
 struct WriteBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -290,6 +295,7 @@ struct WriteBlock {
   uint64_t bytes = 0;
   BlockIdentity identity;
   uint64_t checksum = 0;
+  bool pause = false;
 };
 
 // Copies elements of one plane of a resident or staged block into a grad arena (verifying a staged

@@ -21,7 +21,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
       members_(spec_, io_),
       initial_(io_, spec_.layout),
       leases_(actions),
-      pipeline_(io_, spec_.layout, spec_.plan, pool, spec_.options.workers),
+      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, pool, spec_.options.workers),
       reads_(io_, spec_.layout, pipeline_),
       step_(spec_, io_, members_, pipeline_, reads_),
       fetches_(spec_, io_, step_, leases_) {
@@ -32,9 +32,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
                             .step_bytes = spec_.plan.step_bytes});
   if (spec_.plan.swapped_blocks == 0) return;
   ++making_tasks_;
-  io_.Start(
-      TaskKind::kJobSwap, 0,
-      CreateJobSwap{.extents = spec_.plan.swapped_blocks, .extent_bytes = spec_.plan.extent_bytes});
+  io_.Start(TaskKind::kJobSwap, 0, CreateJobSwap{.slots = spec_.swap_slots});
 }
 
 void Job::OnMemoryMade(const TaskDone& done) {
@@ -349,6 +347,7 @@ absl::Status Job::Delete(uint32_t uid) {
 
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
+  if (deleting_) pipeline_.Abandon();
   const bool decided = step_.phase() != Step::Phase::kOpen;
   if (!decided || (step_.phase() == Step::Phase::kReducing && reads_.in_progress())) reads_.Pump();
   step_.Advance();
@@ -399,6 +398,7 @@ JobView Job::View() const {
                .failed = failed_,
                .dram_bytes = spec_.plan.dram_bytes,
                .swap_bytes = spec_.plan.swap_bytes,
+               .swap_wait = pipeline_.swap_wait(),
                .trace = step_.trace()};
   for (const auto& [id, session] : members_.all()) {
     view.sessions.push_back({.id = id,

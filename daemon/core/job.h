@@ -56,6 +56,7 @@ class Job {
   JobId id() const { return spec_.id; }
   const std::string& name() const { return spec_.name; }
   const MemoryPlan& plan() const { return spec_.plan; }
+  const std::vector<nvme::Slot>& swap_slots() const { return spec_.swap_slots; }
   uint32_t staged_blocks() const { return pipeline_.staged_count(); }
   JobView View() const;
   void CheckInvariants() const;

@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
+#include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -18,6 +20,7 @@ struct JobSpec {
   uint32_t uid = 0;
   std::shared_ptr<const protocol::Layout> layout;
   MemoryPlan plan;
+  std::vector<nvme::Slot> swap_slots;
   NodeOptions options;
 
   uint32_t world_size() const { return layout->spec().world_size; }

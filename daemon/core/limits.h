@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "nvme/slot_map.h"
+
 namespace forebay::daemon {
 
 inline constexpr uint32_t kJobsMax = 1024;
@@ -22,8 +24,8 @@ struct NodeOptions {
   uint64_t node_bytes = 0;
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
-  // 0: no swap. An extent needs twice its bytes (two slots).
-  uint64_t swap_free_bytes = 0;
+  // Space of the swap paths; none: no swap.
+  nvme::SlotMap swap = {};
   // A multiple of kPartitionAlignElems.
   uint64_t block_elems = uint64_t{1} << 20;
   // UpdateBlocks that run at once.

@@ -16,6 +16,9 @@
 namespace forebay::daemon {
 namespace {
 
+// One that is current, one that the next step is written to.
+constexpr uint32_t kSwapSlotsPerBlock = 2;
+
 using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::kPageBytes;
@@ -95,7 +98,7 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
                                 "), or delete jobs that hold memory"));
 }
 
-// Blocks that fit into `room` bytes, lowest first; the others get extents.
+// Blocks that fit into `room` bytes, lowest first; the others get swap slots.
 void PlaceBlocks(const BlockMap& map, uint64_t room, MemoryPlan& plan) {
   const uint32_t blocks = map.blocks();
   while (plan.resident_blocks < blocks &&
@@ -105,8 +108,9 @@ void PlaceBlocks(const BlockMap& map, uint64_t room, MemoryPlan& plan) {
     ++plan.resident_blocks;
   }
   plan.swapped_blocks = blocks - plan.resident_blocks;
-  plan.extent_bytes = plan.swapped_blocks > 0 ? map.full_block_bytes() : 0;
-  plan.swap_bytes = plan.extent_bytes * 2 * plan.swapped_blocks;
+  plan.swap_slot_bytes = plan.swapped_blocks > 0 ? map.full_block_bytes() : 0;
+  plan.swap_slots = kSwapSlotsPerBlock * plan.swapped_blocks;
+  plan.swap_bytes = plan.swap_slot_bytes * plan.swap_slots;
   plan.dram_bytes += plan.state_bytes;
 }
 
@@ -156,7 +160,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
 
   const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
   const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
-  const bool has_swap = options.swap_free_bytes > 0;
+  const bool has_swap = options.swap.capacity_bytes() > 0;
   plan.block_elems = BlockElems(layout, options);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
   if (plan.dram_bytes > room)
@@ -168,19 +172,20 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.
   const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
   PlaceBlocks(BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
-  const uint64_t swap_free = options.swap_free_bytes - use.jobs_swap_bytes;
-  if (plan.swap_bytes > swap_free) {
+  if (plan.swapped_blocks > 0 && use.swap->SlotsFree(plan.swap_slot_bytes) < plan.swap_slots) {
     return MakeError(
         ErrorId::kSwapNospc,
-        absl::StrCat("the job needs ", Bytes(plan.swap_bytes), " of swap for ", plan.swapped_blocks,
-                     " blocks that do not fit in DRAM (two slots each); free are ",
-                     Bytes(swap_free)),
+        absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ",
+                     Bytes(plan.swap_slot_bytes), ", ", Bytes(plan.swap_bytes), " in all, for ",
+                     plan.swapped_blocks, " blocks that do not fit in DRAM (two slots each); free ",
+                     "are ", use.swap->SlotsFree(plan.swap_slot_bytes), " slots in ",
+                     Bytes(use.swap->free_bytes())),
         "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
   }
   if (plan.swapped_blocks > 0 &&
-      (options.staging_slots == 0 || options.staging_slot_bytes < plan.extent_bytes)) {
+      (options.staging_slots == 0 || options.staging_slot_bytes < plan.swap_slot_bytes)) {
     return MakeError(ErrorId::kSwapNospc,
-                     absl::StrCat("a block of ", Bytes(plan.extent_bytes),
+                     absl::StrCat("a block of ", Bytes(plan.swap_slot_bytes),
                                   " needs a staging slot; ", options.staging_slots, " slots of ",
                                   Bytes(options.staging_slot_bytes), " are free"),
                      "raise swap.staging or lower update.block_elems");

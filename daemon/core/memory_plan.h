@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/core/limits.h"
+#include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -14,9 +15,10 @@ namespace forebay::daemon {
 struct NodeUse {
   // Of other jobs.
   uint64_t jobs_dram_bytes = 0;
-  uint64_t jobs_swap_bytes = 0;
   // Weights of deleted jobs that a process still has open or mapped.
   uint64_t deleted_weights_bytes = 0;
+  // What is free on swap.
+  const nvme::SlotMap* swap = nullptr;
 };
 
 // A client's requests for each of the job's sessions.
@@ -55,10 +57,14 @@ struct MemoryPlan {
   uint32_t resident_blocks = 0;
   uint32_t swapped_blocks = 0;
   uint64_t state_bytes = 0;
-  uint64_t extent_bytes = 0;
+
+  // Slots of one size: two for each swapped block, so that the next version of each can be written
+  // before any is published.
+  uint64_t swap_slot_bytes = 0;
+  uint32_t swap_slots = 0;
 
   uint64_t dram_bytes = 0;  // all of it that counts in the limit
-  uint64_t swap_bytes = 0;  // both slots of each extent
+  uint64_t swap_bytes = 0;  // all slots
 
   uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;

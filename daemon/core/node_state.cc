@@ -50,9 +50,19 @@ absl::Status CheckRequest(const AttachRequested& request) {
 
 }  // namespace
 
+namespace {
+
+std::vector<uint64_t> UsedByPath(const nvme::SlotMap& swap) {
+  std::vector<uint64_t> used;
+  for (uint32_t path = 0; path < swap.paths(); ++path) used.push_back(swap.used_bytes(path));
+  return used;
+}
+
+}  // namespace
+
 struct NodeState::Impl {
   explicit Impl(const Options& node_options)
-      : options(node_options), pool(node_options.staging_slots) {}
+      : options(node_options), pool(node_options.staging_slots), swap(node_options.swap) {}
 
   // Each returns the job that the event concerns; nullptr: none.
   Job* On(const AttachRequested& request);
@@ -75,6 +85,7 @@ struct NodeState::Impl {
   Options options;
   ActionSink actions;
   StagingPool pool;
+  nvme::SlotMap swap;
   JobId last_job = 0;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<std::string, JobId, std::less<>> names;
@@ -127,12 +138,20 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                                             {.grad_arena_bytes = request.grad_arena_bytes,
                                              .extra_state_bytes = request.extra_state_bytes},
                                             options, Use()));
+  std::vector<nvme::Slot> slots;
+  if (plan.swap_slots > 0) {
+    std::optional<std::vector<nvme::Slot>> allocated =
+        swap.Allocate(plan.swap_slots, plan.swap_slot_bytes);
+    FOREBAY_CHECK(allocated.has_value());  // PlanJob has counted them
+    slots = *std::move(allocated);
+  }
   const JobId id = ++last_job;
   auto job = std::make_unique<Job>(JobSpec{.id = id,
                                            .name = request.job,
                                            .uid = request.uid,
                                            .layout = request.layout,
                                            .plan = std::move(plan),
+                                           .swap_slots = std::move(slots),
                                            .options = options},
                                    actions, pool);
   names.emplace(request.job, id);
@@ -227,6 +246,7 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
 void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
+  swap.Free(job.swap_slots());
   const JobId id = job.id();
   freed_weights_bytes.emplace(id, job.plan().weights_bytes);
   names.erase(job.name());
@@ -244,11 +264,8 @@ Job* NodeState::Impl::JobNamed(std::string_view name) const {
 }
 
 NodeUse NodeState::Impl::Use() const {
-  NodeUse use;
-  for (const auto& [id, job] : jobs) {
-    use.jobs_dram_bytes += job->plan().dram_bytes;
-    use.jobs_swap_bytes += job->plan().swap_bytes;
-  }
+  NodeUse use{.swap = &swap};
+  for (const auto& [id, job] : jobs) use.jobs_dram_bytes += job->plan().dram_bytes;
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
 }
@@ -270,8 +287,9 @@ NodeView NodeState::Node() const {
   return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
           .dram_used_bytes =
               impl_->options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes,
-          .swap_capacity_bytes = impl_->options.swap_free_bytes,
-          .swap_used_bytes = use.jobs_swap_bytes,
+          .swap_capacity_bytes = impl_->options.swap.free_bytes(),
+          .swap_used_bytes = impl_->options.swap.free_bytes() - impl_->swap.free_bytes(),
+          .swap_path_used_bytes = UsedByPath(impl_->swap),
           .staging_slots = impl_->pool.slots(),
           .staging_slots_used = impl_->pool.used()};
 }
@@ -280,6 +298,9 @@ void NodeState::CheckInvariants() const {
   const NodeView node = Node();
   if (!impl_->jobs.empty()) FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
   FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
+  uint64_t swap_bytes = 0;
+  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->plan().swap_bytes;
+  FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
   uint32_t staged = 0;
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();

@@ -52,7 +52,9 @@ struct JobView {
   bool ready = false;       // initial parameters are written
   absl::Status failed;      // OK while the job is well
   uint64_t dram_bytes = 0;  // taken from the limit: arenas and resident blocks
-  uint64_t swap_bytes = 0;  // both slots of its extents
+  uint64_t swap_bytes = 0;  // its slots on swap
+  // OK, or the failed write that the running step waits for: with path and errno.
+  absl::Status swap_wait;
   std::vector<uint32_t> trace;
 };
 
@@ -63,6 +65,7 @@ struct NodeView {
   uint64_t dram_used_bytes = 0;
   uint64_t swap_capacity_bytes = 0;
   uint64_t swap_used_bytes = 0;
+  std::vector<uint64_t> swap_path_used_bytes;
   uint32_t staging_slots = 0;
   uint32_t staging_slots_used = 0;
 };

@@ -217,7 +217,8 @@ void Step::BeginReducing() {
   }
 }
 
-// The decision: norm, clipping, or that the step is invalidated.
+// The decision: norm, clipping; or that the step is invalidated, or refused because blocks cannot be
+// read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
   if (!accumulator_.reduced() || extra_copies_ > 0 || reads_.in_progress()) return;
   if (!accumulator_.fault().ok()) {
@@ -225,6 +226,13 @@ void Step::DecideWhenReduced() {
     phase_ = Phase::kOpen;
     for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, fault);
     accumulator_.Clear(fault);
+    trace_.OnRefused();
+    return;
+  }
+  if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
+    phase_ = Phase::kOpen;
+    pipeline_.ForgetPrefetchErrors();
+    RefuseCalls(error);
     trace_.OnRefused();
     return;
   }

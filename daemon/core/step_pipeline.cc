@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "cpu_adam/lamb.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
@@ -12,14 +15,15 @@ namespace forebay::daemon {
 using State = StagedBlocks::State;
 
 StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
-                           const MemoryPlan& plan, StagingPool& pool, uint32_t workers)
+                           const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
+                           StagingPool& pool, uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems),
       plan_(plan),
       workers_(workers),
       staged_(pool),
-      records_(map_.blocks()),
+      ledger_(map_.blocks(), swap_slots),
       group_updates_(layout_->groups().size(), 0),
       prefetch_next_(plan.resident_blocks),
       group_blocks_left_(layout_->groups().size(), 0) {
@@ -34,12 +38,12 @@ BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
   }
   const auto it = staged_.all().find(block);
   return {.resident = false,
-          .extent = block - plan_.resident_blocks,
-          .staging_slot = it == staged_.all().end() ? 0 : it->second.slot};
+          .staging_slot = it == staged_.all().end() ? 0 : it->second.slot,
+          .slot = ledger_.newest(block).slot};
 }
 
 BlockIdentity StepPipeline::IdentityOf(uint32_t block) const {
-  return {.job = io_.job(), .block = block, .written_step = records_[block].written_step};
+  return {.job = io_.job(), .block = block, .written_step = ledger_.newest(block).written_step};
 }
 
 StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
@@ -52,8 +56,9 @@ StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
 
 void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
   staged_.Add(block, slot);
-  const TaskId task = io_.Start(TaskKind::kReadBlock, 0,
-                                ReadBlock{.place = PlaceOf(block), .bytes = map_.bytes(block)});
+  const TaskId task =
+      io_.Start(TaskKind::kReadBlock, 0,
+                ReadBlock{.block = block, .place = PlaceOf(block), .bytes = map_.bytes(block)});
   tasks_.emplace(task, Running{.block = block, .for_update = for_update});
 }
 
@@ -76,7 +81,7 @@ void StepPipeline::Begin(StepOrder order) {
   order_ = std::move(order);
   overflowed_masters_ = 0;
   at_begin_ = counters_;
-  prefetch_failed_.clear();
+  ForgetPrefetchErrors();
   norms_.clear();
   staged_.set_may_reclaim(false);
   BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
@@ -138,6 +143,8 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
 }
 
 void StepPipeline::StartReads() {
+  // While a write finds no slot, more blocks would only keep staging slots from other jobs.
+  if (!unwritten_.empty()) return;
   for (; next_read_ < to_read_.size(); ++next_read_) {
     const uint32_t block = to_read_[next_read_];
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
@@ -211,7 +218,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .bytes = map_.bytes(block),
                                             .identity_before = before,
                                             .identity_after = after,
-                                            .checksum_before = records_[block].checksum,
+                                            .checksum_before = checksum(block),
                                             .grad_scale = order_.grad_scale,
                                             .pass = pass_,
                                             .segments = Segments(block)});
@@ -228,8 +235,13 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   } else {
     staged.state = State::kReady;
   }
-  if (!done.status.ok() && !running_) prefetch_failed_.insert(read.block);
-  return {.block = read.block, .status = done.status, .fatal = running_ && !cancelled};
+  if (!done.status.ok() && read.for_update && !running_) {
+    prefetch_failed_.insert(read.block);
+    prefetch_error_.Update(DescribeBlock(done.status, read.block));
+  }
+  return {.block = read.block,
+          .status = DescribeBlock(done.status, read.block),
+          .fatal = running_ && !cancelled};
 }
 
 absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
@@ -238,7 +250,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   const bool resident = is_resident(update.block);
   if (!done.status.ok() || abandoned_) {
     if (!resident) staged_.Drop(update.block);
-    return done.status;
+    return DescribeBlock(done.status, update.block);
   }
   if (pass_ == UpdatePass::kMoments) {
     norms_[update.block] = done.norms;
@@ -249,34 +261,75 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     }
   }
   if (resident) {
-    records_[update.block].written_step = order_.step;
+    ledger_.SetInPlace(update.block, order_.step);
     --blocks_left_;
     return absl::OkStatus();
   }
-  BlockIdentity identity = IdentityOf(update.block);
-  identity.written_step = order_.step;
-  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0,
-                                WriteBlock{.place = PlaceOf(update.block),
-                                           .bytes = map_.bytes(update.block),
-                                           .identity = identity,
-                                           .checksum = done.checksum});
-  tasks_.emplace(task, Running{.block = update.block, .checksum = done.checksum});
+  StartWrite(update.block, done.checksum);
   return absl::OkStatus();
+}
+
+void StepPipeline::StartWrite(uint32_t block, uint64_t checksum) {
+  const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
+  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
+  BlockPlace place = PlaceOf(block);
+  place.slot = target->slot;
+  const TaskId task = io_.Start(
+      TaskKind::kWriteBlock, 0,
+      WriteBlock{.place = place,
+                 .bytes = map_.bytes(block),
+                 .identity = {.job = io_.job(), .block = block, .written_step = order_.step},
+                 .checksum = checksum,
+                 .pause = target->pause});
+  tasks_.emplace(task, Running{.block = block, .checksum = checksum});
 }
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   const Running write = FinishTask(done.task);
+  if (!done.status.ok()) {
+    ledger_.OnWriteFailed(write.block);
+    if (abandoned_) {
+      staged_.Drop(write.block);
+      return absl::OkStatus();  // the job has failed or is deleted
+    }
+    unwritten_.insert(write.block);
+    swap_wait_ = DescribeBlock(done.status, write.block);
+    StartWrite(write.block, write.checksum);
+    return absl::OkStatus();
+  }
+  ledger_.EndWrite(write.block, write.checksum, order_.step);
   staged_.Drop(write.block);
-  if (!done.status.ok() || abandoned_) return done.status;
-  records_[write.block] = {.written_step = order_.step, .checksum = write.checksum};
+  unwritten_.erase(write.block);
+  if (unwritten_.empty()) swap_wait_ = absl::OkStatus();
   counters_.written_bytes += map_.bytes(write.block);
   --blocks_left_;
   return absl::OkStatus();
 }
 
+// With the block and the first parameter that has elements in it.
+absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
+  if (status.ok()) return status;
+  const std::vector<BlockRun> runs = map_.Runs(block);
+  std::string names = runs.empty()
+                          ? "no parameter"
+                          : absl::StrCat("parameter ", layout_->spec().params[runs[0].param].name);
+  if (!runs.empty() && runs.back().param != runs[0].param) absl::StrAppend(&names, " and others");
+  return protocol::MakeError(
+      protocol::IdOf(status),
+      absl::StrCat("block ", block, " (", names, "): ", std::string(status.message())),
+      protocol::HintOf(status));
+}
+
+void StepPipeline::ForgetPrefetchErrors() {
+  prefetch_failed_.clear();
+  prefetch_error_ = absl::OkStatus();
+  prefetch_next_ = plan_.resident_blocks;
+}
+
 uint64_t StepPipeline::Finish() {
   FOREBAY_CHECK(done() && updating_ == 0);
   running_ = false;
+  ledger_.Publish();
   staged_.set_may_reclaim(true);
   for (uint32_t group = 0; group < group_updates_.size(); ++group) {
     FOREBAY_CHECK(group_blocks_left_[group] == 0);
@@ -304,9 +357,11 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
   for (const auto& [block, staged] : staged_.all()) {
     FOREBAY_CHECK(!is_resident(block) && block < map_.blocks());
   }
-  for (const Record& record : records_) {
-    FOREBAY_CHECK(record.written_step <= committed_step + (running_ ? 1 : 0));
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    FOREBAY_CHECK(ledger_.current(block).written_step <= committed_step);
+    FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step + (running_ ? 1 : 0));
   }
+  ledger_.CheckInvariants();
 }
 
 }  // namespace forebay::daemon

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
@@ -40,12 +41,16 @@ struct PipelineCounters {
 // read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
 // job sees to that.
 //
+// A step is published when all its blocks are written, in one go (BlockLedger). A write that fails
+// goes to another slot; while none takes it the step waits, its blocks in their staging slots: it is
+// never undone, because weights and blocks in DRAM are updated in place.
+//
 // LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
 // and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
  public:
   StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
-               StagingPool& pool, uint32_t workers);
+               const std::vector<nvme::Slot>& swap_slots, StagingPool& pool, uint32_t workers);
 
   // Reads ahead while no step is applied.
   void Prefetch();
@@ -82,19 +87,20 @@ class StepPipeline {
   bool is_resident(uint32_t block) const { return block < plan_.resident_blocks; }
   BlockPlace PlaceOf(uint32_t block) const;
   BlockIdentity IdentityOf(uint32_t block) const;
-  uint64_t checksum(uint32_t block) const { return records_[block].checksum; }
+  uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
   void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
-  uint64_t written_step(uint32_t block) const { return records_[block].written_step; }
+  // OK, or the error of a write that the running step waits for.
+  const absl::Status& swap_wait() const { return swap_wait_; }
+  // OK, or the error of a read ahead for the step that is about to be decided.
+  const absl::Status& prefetch_error() const { return prefetch_error_; }
+  // They are tried again.
+  void ForgetPrefetchErrors();
   void CheckInvariants(uint64_t committed_step) const;
 
  private:
-  struct Record {
-    uint64_t written_step = 0;  // 0: the zeros it was made with
-    uint64_t checksum = 0;      // swapped blocks
-  };
   struct Running {
     uint32_t block = 0;
     bool for_update = false;  // of reads
@@ -105,6 +111,8 @@ class StepPipeline {
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
+  void StartWrite(uint32_t block, uint64_t checksum);
+  absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   void StartReads();
   bool UpdatesHaveOtherWork() const;
   uint32_t UpdatesMax() const;
@@ -117,12 +125,17 @@ class StepPipeline {
   const MemoryPlan& plan_;
   uint32_t workers_;
   StagedBlocks staged_;
-  std::vector<Record> records_;                      // by block
+  BlockLedger ledger_;
   std::vector<std::vector<uint32_t>> block_groups_;  // by block
   std::vector<uint64_t> group_updates_;              // by group: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
-  uint32_t prefetch_next_;              // swapped blocks below are staged, or have failed
-  std::set<uint32_t> prefetch_failed_;  // not tried again before the verdict
+  uint32_t prefetch_next_;  // swapped blocks below are staged, or have failed
+  // Not tried again before the decision.
+  std::set<uint32_t> prefetch_failed_;
+  absl::Status prefetch_error_;
+  // Blocks whose last write failed, and the newest error.
+  std::set<uint32_t> unwritten_;
+  absl::Status swap_wait_;
 
   bool running_ = false;
   bool abandoned_ = false;

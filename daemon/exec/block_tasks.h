@@ -72,7 +72,7 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
 // What swapped bytes must be before they are used: `expected` of the volume with identity and
 // checksum of the state machine's table, or nothing for zeros that were never written.
 //
-// Errors  E_CORRUPT  names path, extent and identity, or the block whose zeros are none.
+// Errors  E_CORRUPT  names path, offset and identity, or the block that should be zeros.
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
                          const BlockIdentity& identity, std::span<const std::byte> bytes);
 

@@ -18,6 +18,9 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+// Failed writes are tried again for as long as they fail: a line in the log so often at most.
+constexpr uint64_t kWriteErrorLogNs = 10'000'000'000;
+
 std::string Text(const absl::Status& status) { return protocol::FormatError(status); }
 
 absl::Status SessionOver() {
@@ -124,7 +127,12 @@ NodeSnapshot Executor::Snapshot() {
   if (swap_ != nullptr) {
     const nvme::VolumeStats stats = swap_->stats();
     for (size_t i = 0; i < stats.paths.size(); ++i) {
-      snapshot.swap.push_back({swap_->paths()[i].path, stats.paths[i]});
+      const LatePath& late = swap_->late()[i];
+      snapshot.swap.push_back({.path = swap_->paths()[i].path,
+                               .stats = stats.paths[i],
+                               .used_bytes = snapshot.node.swap_path_used_bytes[i],
+                               .late_requests = late.requests,
+                               .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});
     }
   }
   for (JobView& view : state_.Jobs()) {
@@ -154,18 +162,7 @@ void Executor::OnCompletion(const nvme::Completion& completion) {
     FOREBAY_CHECK(swap_ != nullptr);
     std::vector<SwapDone> done;
     swap_->OnCompletion(completion, done);
-    for (SwapDone& one : done) {
-      if (one.kind != SwapDone::Kind::kMade) {
-        job(one.job).timeline.Add(
-            {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
-             .name = absl::StrCat("extent ", one.extent),
-             .start_ns = one.start_ns,
-             .end_ns = MonotonicNs(),
-             .bytes = one.bytes});
-      }
-      if (!one.status.ok()) spdlog::error("{}", Text(one.status));
-      Done(one.task, std::move(one.status));
-    }
+    EndTransfers(done);
     return;
   }
   if ((completion.token & kSessionTokenTag) != kSessionTokenTag) return;  // a queue's
@@ -173,6 +170,36 @@ void Executor::OnCompletion(const nvme::Completion& completion) {
   if (found == sessions_.end()) return;
   if (found->second.asleep) found->second.io->channel().EndSleep();
   found->second.asleep = false;
+}
+
+void Executor::EndTransfers(std::vector<SwapDone>& done) {
+  for (SwapDone& one : done) {
+    if (one.kind != SwapDone::Kind::kZeroed) {
+      job(one.job).timeline.Add(
+          {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
+           .name = absl::StrCat("block ", one.block),
+           .start_ns = one.start_ns,
+           .end_ns = MonotonicNs(),
+           .bytes = one.bytes});
+    }
+    const bool is_retried = one.kind == SwapDone::Kind::kWritten;
+    if (!one.status.ok() && (!is_retried || MonotonicNs() >= next_write_error_ns_)) {
+      spdlog::error("{}", Text(one.status));
+      if (is_retried) next_write_error_ns_ = MonotonicNs() + kWriteErrorLogNs;
+    }
+    Done(one.task, std::move(one.status));
+  }
+}
+
+std::chrono::nanoseconds Executor::Tick() {
+  if (swap_ == nullptr) return nvme::IoEngine::kForever;
+  std::vector<SwapDone> done;
+  swap_->Tick(done);
+  EndTransfers(done);
+  const uint64_t next = swap_->next_tick_ns();
+  if (next == UINT64_MAX) return nvme::IoEngine::kForever;
+  const uint64_t now = MonotonicNs();
+  return std::chrono::nanoseconds(next > now ? next - now : 0);
 }
 
 bool Executor::PollSessions() {

@@ -82,6 +82,10 @@ class Executor {
   // waiting.
   bool PollSessions();
 
+  // Does what is due by time: paused writes, late requests, progress. How long the loop may sleep
+  // until the next call.
+  std::chrono::nanoseconds Tick();
+
   // No session, no task, no transfer.
   bool idle() const;
 
@@ -111,6 +115,7 @@ class Executor {
   };
 
   void Raise(Event event);
+  void EndTransfers(std::vector<SwapDone>& done);
   void Done(TaskId task, absl::Status status) {
     Raise(TaskDone{.task = task, .status = std::move(status)});
   }
@@ -177,6 +182,7 @@ class Executor {
   TaskRunner& runner_;
   SwapSpace* swap_;
   uint64_t start_ns_;
+  uint64_t next_write_error_ns_ = 0;
   NodeState state_;
   ArenaRegistry registry_;
   std::map<JobId, JobIo> jobs_;

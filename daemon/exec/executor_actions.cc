@@ -176,8 +176,9 @@ void Executor::Run(CreateJobMemory& action) {
 
 void Executor::Run(CreateJobSwap& action) {
   FOREBAY_CHECK(swap_ != nullptr);
-  absl::Status status = swap_->StartMake(action);
-  if (!status.ok()) Done(action.task, std::move(status));
+  std::vector<SwapDone> done;
+  swap_->StartZero(action, done);
+  EndTransfers(done);
 }
 
 void Executor::Run(CreateSessionMemory& action) {
@@ -276,7 +277,6 @@ void Executor::Run(CloseSession& action) {
 }
 
 void Executor::Run(FreeJob& action) {
-  if (swap_ != nullptr) swap_->FreeJob(action.job);
   auto node = jobs_.extract(action.job);
   JobIo rest = node.empty() ? JobIo{} : std::move(node.mapped());
   DeletedWeights& weights = deleted_weights_[action.job];
@@ -400,7 +400,7 @@ void Executor::Run(SumGroup& action) {
 
 void Executor::Run(ReadBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);
-  if (swap_->IsFresh(action)) {  // zeros since it was made: there is nothing to read
+  if (!action.place.slot) {  // zeros: there is nothing to read
     const auto slot = swap_->Slot(action.place.staging_slot, action.bytes);
     PostTask(action.task, [slot] {
       std::memset(slot.data(), 0, slot.size());
@@ -408,8 +408,9 @@ void Executor::Run(ReadBlock& action) {
     });
     return;
   }
-  absl::Status status = swap_->StartRead(action);
-  if (!status.ok()) Done(action.task, std::move(status));
+  std::vector<SwapDone> done;
+  swap_->StartRead(action, done);
+  EndTransfers(done);
 }
 
 void Executor::Run(UpdateBlock& action) {
@@ -440,7 +441,7 @@ void Executor::Run(UpdateBlock& action) {
     return;
   }
   const auto expected =
-      swap_->Expected(action.job, action.place, action.identity_before, action.checksum_before);
+      swap_->Expected(action.place, action.identity_before, action.checksum_before);
   PostTimed(task, std::move(timed),
             [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
               TaskDone done;
@@ -451,8 +452,9 @@ void Executor::Run(UpdateBlock& action) {
 
 void Executor::Run(WriteBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr);
-  absl::Status status = swap_->StartWrite(action);
-  if (!status.ok()) Done(action.task, std::move(status));
+  std::vector<SwapDone> done;
+  swap_->StartWrite(action, done);
+  EndTransfers(done);
 }
 
 void Executor::Run(CopyState& action) {
@@ -463,8 +465,7 @@ void Executor::Run(CopyState& action) {
       resident ? Part(io.state, action.place.state_offset_bytes, action.block_bytes)
                : swap_->Slot(action.place.staging_slot, action.block_bytes);
   const auto expected =
-      resident ? std::nullopt
-               : swap_->Expected(action.job, action.place, action.identity, action.checksum);
+      resident ? std::nullopt : swap_->Expected(action.place, action.identity, action.checksum);
   const auto to = Part(grad, action.grad_offset_bytes, action.bytes);
   FOREBAY_CHECK(action.block_offset_bytes + action.bytes <= block.size());
   PostTask(action.task, [action, resident, grad, block, expected, to] {

@@ -16,6 +16,10 @@ namespace forebay::daemon {
 struct SwapPathSnapshot {
   std::string path;
   nvme::PathStats stats;
+  uint64_t used_bytes = 0;
+  // That the device has not answered in time, and how long the longest waits.
+  uint32_t late_requests = 0;
+  double late_seconds = 0;
 };
 
 struct JobSnapshot {

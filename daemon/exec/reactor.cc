@@ -1,5 +1,6 @@
 #include "daemon/exec/reactor.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 
@@ -27,7 +28,7 @@ absl::Status Reactor::Run(const bool& stopping) {
     const bool more = executor_.PollSessions();
     if (stopping && executor_.idle()) break;
 
-    const auto sleep = executor_.FreeDeletedWeights();
+    const auto sleep = std::min(executor_.FreeDeletedWeights(), executor_.Tick());
     const auto timeout = more ? std::chrono::nanoseconds(0) : sleep;
     ASSIGN_OR_RETURN(const size_t count, engine_.Wait(timeout, completions));
     for (size_t i = 0; i < count; ++i) executor_.OnCompletion(completions[i]);

@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -11,11 +12,16 @@
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
+#include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
 namespace {
 
-constexpr uint64_t kZerosBytes = protocol::kMiB;  // one write of a new extent
+constexpr uint64_t kZerosBytes = protocol::kMiB;  // one write of new slots
+constexpr uint64_t kSecondNs = 1'000'000'000;
+constexpr uint64_t kCheckNs = kSecondNs;
+constexpr uint64_t kProgressNs = 10 * kSecondNs;
+constexpr uint64_t kWarningNs = 30 * kSecondNs;  // of one path
 
 }  // namespace
 
@@ -24,7 +30,10 @@ uint64_t SwapSpace::StagingBytes(const SwapSpaceOptions& options) {
 }
 
 SwapSpace::SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine)
-    : options_(options), engine_(engine) {}
+    : options_(options),
+      engine_(engine),
+      late_(options.paths.size()),
+      next_warning_ns_(options.paths.size(), 0) {}
 
 SwapSpace::~SwapSpace() {
   volume_.reset();
@@ -34,7 +43,7 @@ SwapSpace::~SwapSpace() {
 absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOptions& options,
                                                            nvme::IoEngine& engine) {
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
-  // Memory first: where it cannot be had, no space was taken on a disk.
+  // Memory first: where there is not enough, no space was reserved on a disk.
   ASSIGN_OR_RETURN(space->staging_,
                    pinned_mem::PinnedArena::Create({.name = "forebay-staging",
                                                     .capacity_bytes = StagingBytes(options),
@@ -43,7 +52,7 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
                    nvme::Volume::Open({.paths = options.paths,
                                        .mode = nvme::OpenMode::kReclaim,
                                        .life = options.life,
-                                       .extents_max = static_cast<uint32_t>(options.extents_max)},
+                                       .ledger_bytes_max = options.ledger_bytes_max},
                                       engine));
   (void)engine.RegisterBuffer(space->staging_->bytes());  // speed alone
   if (::getrandom(&space->nonce_, sizeof(space->nonce_), 0) != sizeof(space->nonce_)) {
@@ -58,88 +67,160 @@ std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
   return staging_->bytes().subspan(slot * options_.staging_slot_bytes, bytes);
 }
 
-nvme::ExtentId SwapSpace::ExtentOf(JobId job, uint32_t extent) const {
-  const auto found = extents_.find(job);
-  FOREBAY_CHECK(found != extents_.end() && extent < found->second.size());
-  return found->second[extent];
+// ----------------------------------------------------------------------------------------- transfers
+
+void SwapSpace::Queue(const SwapDone& transfer, uint64_t pause_ns,
+                      std::function<absl::Status()> start) {
+  pending_.emplace(transfer.task, transfer);
+  waiting_.push_back({.task = transfer.task,
+                      .due_ns = pause_ns == 0 ? 0 : MonotonicNs() + pause_ns,
+                      .start = std::move(start)});
 }
 
-absl::Status SwapSpace::StartMake(const CreateJobSwap& action) {
-  ASSIGN_OR_RETURN(std::vector<nvme::ExtentId> extents,
-                   volume_->AllocateExtents(action.extents, action.extent_bytes));
-  const auto zeros = staging_->bytes().last(kZerosBytes);
-  const absl::Status status = volume_->ZeroExtents(extents, zeros, action.task);
-  if (!status.ok()) {
-    RETURN_IF_ERROR(volume_->FreeExtents(extents));
-    return status;
+void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done) {
+  uint64_t bytes = 0;
+  for (const nvme::Slot& slot : action.slots) bytes += slot.size_bytes;
+  Queue({.task = action.task, .kind = SwapDone::Kind::kZeroed, .job = action.job, .bytes = bytes},
+        /*pause_ns=*/0, [this, slots = action.slots, task = action.task] {
+          return volume_->Zero(slots, staging_->bytes().last(kZerosBytes), task);
+        });
+  StartWaiting(done);
+}
+
+void SwapSpace::StartRead(const ReadBlock& action, std::vector<SwapDone>& done) {
+  FOREBAY_CHECK(action.place.slot.has_value());
+  Queue({.task = action.task,
+         .kind = SwapDone::Kind::kRead,
+         .job = action.job,
+         .block = action.block,
+         .bytes = action.bytes},
+        /*pause_ns=*/0, [this, action] {
+          return volume_->Read(*action.place.slot, Slot(action.place.staging_slot, action.bytes),
+                               action.task);
+        });
+  StartWaiting(done);
+}
+
+void SwapSpace::StartWrite(const WriteBlock& action, std::vector<SwapDone>& done) {
+  FOREBAY_CHECK(action.place.slot.has_value());
+  Queue({.task = action.task,
+         .kind = SwapDone::Kind::kWritten,
+         .job = action.job,
+         .block = action.identity.block,
+         .bytes = action.bytes},
+        action.pause ? kPauseNs : 0, [this, action] {
+          return volume_->Write(*action.place.slot, Slot(action.place.staging_slot, action.bytes),
+                                action.task);
+        });
+  StartWaiting(done);
+}
+
+// As many as the volume has room for, in their order, those that pause left out.
+void SwapSpace::StartWaiting(std::vector<SwapDone>& done) {
+  const uint64_t now = MonotonicNs();
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (it->due_ns > now) {
+      ++it;
+      continue;
+    }
+    absl::Status status = it->start();
+    if (absl::IsResourceExhausted(status)) return;  // goes on at the next completion
+    if (status.ok()) {
+      pending_.at(it->task).start_ns = now;
+      if (next_check_ns_ == UINT64_MAX) next_check_ns_ = now + kCheckNs;
+    } else {
+      End(it->task, std::move(status), done);
+    }
+    it = waiting_.erase(it);
   }
-  extents_.emplace(action.job, std::move(extents));
-  pending_[action.task] = {.task = action.task,
-                           .kind = SwapDone::Kind::kMade,
-                           .job = action.job,
-                           .start_ns = MonotonicNs()};
-  return absl::OkStatus();
 }
 
-bool SwapSpace::IsFresh(const ReadBlock& action) const {
-  return !volume_->expected(ExtentOf(action.job, action.place.extent)).has_value();
+void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& done) {
+  auto node = pending_.extract(task);
+  FOREBAY_CHECK(!node.empty());
+  done.push_back(std::move(node.mapped()));
+  done.back().status = std::move(status);
 }
 
-absl::Status SwapSpace::StartRead(const ReadBlock& action) {
-  RETURN_IF_ERROR(volume_->Read(ExtentOf(action.job, action.place.extent),
-                                Slot(action.place.staging_slot, action.bytes), action.task));
-  pending_[action.task] = {.task = action.task,
-                           .kind = SwapDone::Kind::kRead,
-                           .job = action.job,
-                           .extent = action.place.extent,
-                           .bytes = action.bytes,
-                           .start_ns = MonotonicNs()};
-  return absl::OkStatus();
-}
-
-absl::Status SwapSpace::StartWrite(const WriteBlock& action) {
-  RETURN_IF_ERROR(volume_->Write(
-      ExtentOf(action.job, action.place.extent), Slot(action.place.staging_slot, action.bytes),
-      MakeIdentity(action.identity, nonce_), action.checksum, action.task));
-  pending_[action.task] = {.task = action.task,
-                           .kind = SwapDone::Kind::kWritten,
-                           .job = action.job,
-                           .extent = action.place.extent,
-                           .bytes = action.bytes,
-                           .start_ns = MonotonicNs()};
-  return absl::OkStatus();
-}
-
-std::optional<nvme::ExpectedContent> SwapSpace::Expected(JobId job, const BlockPlace& place,
+std::optional<nvme::ExpectedContent> SwapSpace::Expected(const BlockPlace& place,
                                                          const BlockIdentity& identity,
                                                          uint64_t checksum) const {
-  std::optional<nvme::ExpectedContent> expected = volume_->expected(ExtentOf(job, place.extent));
-  if (expected.has_value()) {
-    expected->identity = MakeIdentity(identity, nonce_);
-    expected->checksum = checksum;
-  }
-  return expected;
-}
-
-void SwapSpace::FreeJob(JobId job) {
-  const auto found = extents_.find(job);
-  if (found == extents_.end()) return;
-  FOREBAY_CHECK(volume_->FreeExtents(found->second).ok());  // no task of the job is left
-  extents_.erase(found);
+  if (!place.slot) return std::nullopt;
+  return nvme::ExpectedContent{.slot = *place.slot,
+                               .path = volume_->path_name(place.slot->path),
+                               .identity = MakeIdentity(identity, nonce_),
+                               .checksum = checksum};
 }
 
 void SwapSpace::OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done) {
   std::vector<nvme::Finished> finished;
   volume_->OnCompletion(completion, finished);
-  for (const nvme::Finished& one : finished) {
-    auto node = pending_.extract(one.token);
-    FOREBAY_CHECK(!node.empty());
-    SwapDone result = std::move(node.mapped());
-    result.status = one.status;
-    if (result.kind == SwapDone::Kind::kWritten && result.status.ok()) {
-      result.status = volume_->Publish(ExtentOf(result.job, result.extent));
+  for (nvme::Finished& one : finished) End(one.token, std::move(one.status), done);
+  if (!finished.empty()) StartWaiting(done);
+}
+
+// ---------------------------------------------------------------------------------------------- time
+
+uint64_t SwapSpace::next_tick_ns() const {
+  uint64_t next = next_check_ns_;
+  for (const Waiting& waiting : waiting_) {
+    if (waiting.due_ns > 0) next = std::min(next, waiting.due_ns);
+  }
+  return next;
+}
+
+void SwapSpace::Tick(std::vector<SwapDone>& done) {
+  const uint64_t now = MonotonicNs();
+  if (now < next_tick_ns()) return;
+  StartWaiting(done);
+  for (Waiting& waiting : waiting_) {
+    if (waiting.due_ns <= now) waiting.due_ns = 0;  // waits for room alone
+  }
+  if (now < next_check_ns_) return;
+  CheckDeadlines(now);
+  LogProgress(now);
+  next_check_ns_ = in_flight() > 0 ? now + kCheckNs : UINT64_MAX;
+}
+
+void SwapSpace::CheckDeadlines(uint64_t now_ns) {
+  std::vector<LatePath> late(late_.size());
+  for (const nvme::LateRequests& path : volume_->CheckDeadlines(kDeadlineNs)) {
+    late[path.path] = {.requests = path.requests, .oldest_ns = path.oldest_ns};
+  }
+  for (uint32_t path = 0; path < late.size(); ++path) {
+    if (late[path].requests > 0 && now_ns >= next_warning_ns_[path]) {
+      next_warning_ns_[path] = now_ns + kWarningNs;
+      spdlog::warn(
+          "swap path {} ({}): {} requests have waited for more than {} s, the longest {} s: the "
+          "device does not answer; look at the kernel's log (dmesg)",
+          path, volume_->path_name(path), late[path].requests, kDeadlineNs / kSecondNs,
+          late[path].oldest_ns / kSecondNs);
     }
-    done.push_back(std::move(result));
+    if (late[path].requests == 0 && late_[path].requests > 0) {
+      next_warning_ns_[path] = 0;
+      spdlog::info("swap path {} ({}) answers again", path, volume_->path_name(path));
+    }
+  }
+  late_ = std::move(late);
+}
+
+uint64_t SwapSpace::zeroed_bytes(JobId job) const {
+  for (const auto& [task, transfer] : pending_) {
+    if (transfer.job == job && transfer.kind == SwapDone::Kind::kZeroed) {
+      return volume_->zeroed_bytes(task);
+    }
+  }
+  return 0;
+}
+
+void SwapSpace::LogProgress(uint64_t now_ns) {
+  if (now_ns < next_progress_ns_) return;
+  next_progress_ns_ = now_ns + kProgressNs;
+  for (const auto& [task, transfer] : pending_) {
+    if (transfer.kind != SwapDone::Kind::kZeroed) continue;
+    spdlog::info("job {}: {} of {} of its swap space are zero-written", transfer.job,
+                 protocol::FormatBytes(volume_->zeroed_bytes(task)),
+                 protocol::FormatBytes(transfer.bytes));
   }
 }
 

@@ -1,8 +1,10 @@
-// Swap as the state machine's actions see it: extents of jobs, staging slots, one volume below.
+// Swap as the state machine's actions see it: slots of jobs, staging slots, one volume below.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,29 +23,43 @@ namespace forebay::daemon {
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
   nvme::FileLife life = nvme::FileLife::kKept;
-  uint64_t extents_max = 0;
-  uint32_t staging_slots = 0;  // >= 3
+  uint64_t ledger_bytes_max = uint64_t{1} << 20;
+  // >= 3.
+  uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
 };
 
 // A transfer that has ended.
 struct SwapDone {
-  enum class Kind : uint8_t { kMade, kRead, kWritten };
+  enum class Kind : uint8_t { kZeroed, kRead, kWritten };
 
   TaskId task = 0;
-  Kind kind = Kind::kMade;
+  Kind kind = Kind::kZeroed;
   JobId job = 0;
-  uint32_t extent = 0;  // of the job
+  uint64_t block = 0;
   uint64_t bytes = 0;
   uint64_t start_ns = 0;
   absl::Status status = {};
 };
 
+// Requests of one path that the disk has not answered in time.
+struct LatePath {
+  uint32_t requests = 0;
+  uint64_t oldest_ns = 0;
+};
+
+// Transfers that the volume has no room for wait here, as do writes that pause. A request that is in
+// flight for longer than kDeadlineNs is late: it is counted, shown and logged, and goes on.
+//
 // Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end
 //          of a read and the start of a write.
 class SwapSpace {
  public:
+  static constexpr uint64_t kDeadlineNs = 10'000'000'000;
+  // How long a write pauses after one on the same path has failed.
+  static constexpr uint64_t kPauseNs = 1'000'000'000;
+
   // Blocks: reserves the paths and makes the staging arena.
   //
   // Errors  of Volume::Open and PinnedArena::Create.
@@ -54,49 +70,72 @@ class SwapSpace {
   SwapSpace& operator=(const SwapSpace&) = delete;
   ~SwapSpace();
 
-  // Bytes of staging that Open() takes, zeros for new extents included.
+  // Bytes of staging that Open() allocates, zeros for new slots included.
   static uint64_t StagingBytes(const SwapSpaceOptions& options);
 
   const ArenaRegistry::Arena& staging() const { return staging_; }
-  uint64_t free_bytes() const { return volume_->free_bytes(); }
+  const nvme::SlotMap& free_slots() const { return volume_->free_slots(); }
   std::span<std::byte> Slot(uint32_t slot, uint64_t bytes) const;
 
-  // Each start ends with a SwapDone, or returns the error at once.
-  absl::Status StartMake(const CreateJobSwap& action);
-  absl::Status StartRead(const ReadBlock& action);
-  absl::Status StartWrite(const WriteBlock& action);
+  // Each ends with a SwapDone: of this call where it is refused, of an OnCompletion() or a Tick().
+  void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
+  void StartRead(const ReadBlock& action, std::vector<SwapDone>& done);
+  void StartWrite(const WriteBlock& action, std::vector<SwapDone>& done);
 
-  // True where the extent was never written: its content is zeros, and there is nothing to read.
-  bool IsFresh(const ReadBlock& action) const;
-
-  // What VerifyBlock() needs for a slot that was read: of the state machine's table, not the
-  // volume's.
-  std::optional<nvme::ExpectedContent> Expected(JobId job, const BlockPlace& place,
+  // What VerifyBlock() needs for a slot that was read; nothing for zeros that were never written.
+  std::optional<nvme::ExpectedContent> Expected(const BlockPlace& place,
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;
 
-  uint64_t nonce() const { return nonce_; }  // of this opening, part of every identity
-
-  void FreeJob(JobId job);
+  // Of this opening, part of every identity.
+  uint64_t nonce() const { return nonce_; }
 
   // For completions that Volume::Owns.
   void OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done);
 
+  // Starts what has paused long enough, looks for late requests, logs progress. To be called at
+  // next_tick_ns() at the latest.
+  void Tick(std::vector<SwapDone>& done);
+  // UINT64_MAX: nothing waits for time.
+  uint64_t next_tick_ns() const;
+
+  // In flight at the volume; what waits or pauses here is not counted.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
+  // Bytes of the job's slots that are zero-written so far, while it is made.
+  uint64_t zeroed_bytes(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }
+  // By path; as of the last Tick().
+  const std::vector<LatePath>& late() const { return late_; }
 
  private:
+  struct Waiting {
+    TaskId task = 0;
+    uint64_t due_ns = 0;
+    // Starts the transfer at the volume.
+    std::function<absl::Status()> start;
+  };
+
   SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine);
-  nvme::ExtentId ExtentOf(JobId job, uint32_t extent) const;
+  void Queue(const SwapDone& transfer, uint64_t pause_ns, std::function<absl::Status()> start);
+  void StartWaiting(std::vector<SwapDone>& done);
+  void End(TaskId task, absl::Status status, std::vector<SwapDone>& done);
+  void CheckDeadlines(uint64_t now_ns);
+  void LogProgress(uint64_t now_ns);
 
   SwapSpaceOptions options_;
   nvme::IoEngine& engine_;
   uint64_t nonce_ = 0;
   ArenaRegistry::Arena staging_;
   std::unique_ptr<nvme::Volume> volume_;
-  std::map<JobId, std::vector<nvme::ExtentId>> extents_;
+  // By task; what the volume works on, and what waits here.
   std::map<TaskId, SwapDone> pending_;
+  std::deque<Waiting> waiting_;
+  std::vector<LatePath> late_;
+  uint64_t next_check_ns_ = UINT64_MAX;
+  uint64_t next_progress_ns_ = 0;
+  // When a path's late requests are logged again.
+  std::vector<uint64_t> next_warning_ns_;
 };
 
 }  // namespace forebay::daemon

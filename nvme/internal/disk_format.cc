@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <optional>
 
 namespace forebay::nvme::internal {
 namespace {
@@ -45,6 +46,20 @@ bool DecodePage(std::span<const std::byte> page, Record& record) {
   return Decode(page, kRecordMagic, record);
 }
 
+std::optional<uint32_t> LabelVersion(std::span<const std::byte> page) {
+  Label label;
+  if (PageChecksum(page) != Hash(page)) return std::nullopt;
+  std::memcpy(&label, page.data(), sizeof(label));
+  if (label.magic != kLabelMagic) return std::nullopt;
+  return label.version;
+}
+
+std::optional<uint64_t> AreaBytes(uint64_t slots, uint64_t ledger_bytes) {
+  constexpr uint64_t kBytesMax = uint64_t{1} << 48;
+  if (slots > kBytesMax / sizeof(SlotEntry) || ledger_bytes > kBytesMax) return std::nullopt;
+  return protocol::RoundUp(slots * sizeof(SlotEntry) + ledger_bytes, kPageBytes);
+}
+
 uint64_t PageChecksum(std::span<const std::byte> page) {
   uint64_t stored = 0;
   std::memcpy(&stored, page.data() + kPageChecksumOffset, sizeof(stored));
@@ -56,40 +71,40 @@ bool IsZero(std::span<const std::byte> bytes) {
                      [](std::byte value) { return value == std::byte{0}; });
 }
 
-uint64_t TableChecksum(const Record& record, std::span<const std::byte> table) {
+uint64_t AreaChecksum(const Record& record, std::span<const std::byte> area) {
   Identity identity{};
   std::memcpy(identity.data(), record.volume.data(), record.volume.size());
   std::memcpy(identity.data() + record.volume.size(), &record.sequence, sizeof(record.sequence));
-  return Checksum(identity, table);
+  return Checksum(identity, area);
 }
 
-Geometry::Geometry(std::span<const uint64_t> capacity_bytes, uint32_t extents_max)
+Geometry::Geometry(std::span<const uint64_t> capacity_bytes, uint64_t ledger_bytes_max)
     : paths_(static_cast<uint32_t>(capacity_bytes.size())),
-      table_area_bytes_(protocol::RoundUp(extents_max * sizeof(TableEntry), kPageBytes)) {
+      area_bytes_(protocol::RoundUp(ledger_bytes_max, kPageBytes)) {
   std::copy(capacity_bytes.begin(), capacity_bytes.end(), capacity_bytes_.begin());
 }
 
 uint64_t Geometry::head_bytes(uint32_t path) const {
-  return kPageBytes + (path == 0 ? kRecordsBytes + 2 * table_area_bytes_ : 0);
+  return kPageBytes + (path == 0 ? kRecordsBytes + 2 * area_bytes_ : 0);
 }
 
 uint64_t Geometry::tail_bytes(uint32_t path) const {
-  return kPageBytes + (path == paths_ - 1 ? kRecordsBytes + 2 * table_area_bytes_ : 0);
+  return kPageBytes + (path == paths_ - 1 ? kRecordsBytes + 2 * area_bytes_ : 0);
 }
 
 Place Geometry::LabelPlace(uint32_t path, uint32_t copy) const {
   return {.path = path, .offset_bytes = copy == 0 ? 0 : capacity_bytes_[path] - kPageBytes};
 }
 
-Place Geometry::RecordPlace(uint32_t slot, uint32_t copy) const {
-  if (copy == 0) return {.path = 0, .offset_bytes = kPageBytes * (1 + slot)};
+Place Geometry::RecordPlace(uint32_t area, uint32_t copy) const {
+  if (copy == 0) return {.path = 0, .offset_bytes = kPageBytes * (1 + area)};
   return {
       .path = paths_ - 1,
-      .offset_bytes = capacity_bytes_[paths_ - 1] - kPageBytes - kRecordsBytes + kPageBytes * slot};
+      .offset_bytes = capacity_bytes_[paths_ - 1] - kPageBytes - kRecordsBytes + kPageBytes * area};
 }
 
-Place Geometry::TablePlace(uint32_t slot, uint32_t copy) const {
-  const uint64_t within = table_area_bytes_ * slot;
+Place Geometry::AreaPlace(uint32_t area, uint32_t copy) const {
+  const uint64_t within = area_bytes_ * area;
   if (copy == 0) return {.path = 0, .offset_bytes = kPageBytes + kRecordsBytes + within};
   return {.path = paths_ - 1, .offset_bytes = data_end(paths_ - 1) + within};
 }

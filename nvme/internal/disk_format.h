@@ -1,13 +1,15 @@
-// What lies where on the swap paths, and how labels, records and block tables look. Little-endian.
+// What lies where on the swap paths, and how labels, records and ledgers look. Little-endian.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "nvme/checksum.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/slot_map.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme::internal {
@@ -16,9 +18,11 @@ using VolumeId = std::array<std::byte, 16>;
 
 inline constexpr uint64_t kLabelMagic = 0x4C59414245524F46;   // "FOREBAYL"
 inline constexpr uint64_t kRecordMagic = 0x5259414245524F46;  // "FOREBAYR"
-inline constexpr uint32_t kFormatVersion = 2;
-inline constexpr uint8_t kNoSlot = 0xFF;
-inline constexpr uint32_t kCopies = 2;  // of everything that is not data: head and tail
+inline constexpr uint32_t kFormatVersion = 3;
+// Versions up to this one never held anything durable.
+inline constexpr uint32_t kOldVersionMax = 2;
+// Of everything that is not data: at the head and at the tail.
+inline constexpr uint32_t kCopies = 2;
 
 // At both ends of every path.
 struct Label {
@@ -27,37 +31,42 @@ struct Label {
   uint32_t path_index = 0;
   VolumeId volume{};
   uint64_t capacity_bytes = 0;
+  uint64_t ledger_bytes_max = 0;
   uint32_t paths = 0;
-  uint32_t extents_max = 0;
+  uint32_t unused = 0;
 };
-static_assert(sizeof(Label) == 48);
+static_assert(sizeof(Label) == 56);
 
 // The root of a durable state.
 struct Record {
   uint64_t magic = kRecordMagic;
   uint32_t version = kFormatVersion;
-  uint32_t table_slot = 0;  // which table area
+  // Which ledger area.
+  uint32_t area = 0;
   VolumeId volume{};
-  uint64_t sequence = 0;       // from 1
-  uint64_t prev_sequence = 0;  // of the last durable record before this one, 0: none
-  uint64_t prev_hash = 0;      // its checksum
-  uint64_t table_bytes = 0;    // a multiple of 4096, from the start of the area; may be 0
-  uint64_t table_checksum = 0;
+  // From 1.
+  uint64_t sequence = 0;
+  // Sequence and checksum of the last durable record before this one; 0: none.
+  uint64_t prev_sequence = 0;
+  uint64_t prev_hash = 0;
+  // The area begins with so many slots; the ledger follows.
+  uint64_t slots = 0;
+  uint64_t ledger_bytes = 0;
+  uint64_t area_checksum = 0;
 };
-static_assert(sizeof(Record) == 72);
+static_assert(sizeof(Record) == 80);
 
-// One extent of a block table; its index is the ExtentId.
-struct TableEntry {
-  uint64_t size_bytes = 0;  // 0: not allocated
-  uint64_t offset_bytes[2] = {0, 0};
-  uint64_t content_bytes = 0;
-  uint64_t checksum = 0;
-  Identity identity{};
-  uint16_t path[2] = {0, 0};
-  uint8_t current = kNoSlot;
-  uint8_t unused[3] = {0, 0, 0};
+// A slot that the ledger names.
+struct SlotEntry {
+  uint32_t path = 0;
+  uint32_t unused = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t size_bytes = 0;
 };
-static_assert(sizeof(TableEntry) == 80);
+static_assert(sizeof(SlotEntry) == 24);
+
+// Of slots and ledger, rounded up to whole pages; nothing where the sum overflows.
+std::optional<uint64_t> AreaBytes(uint64_t slots, uint64_t ledger_bytes);
 
 // Labels and records fill one page and end in the XXH3 of what is before.
 inline constexpr size_t kPageChecksumOffset = protocol::kPageBytes - sizeof(uint64_t);
@@ -69,11 +78,15 @@ void EncodePage(const T& value, std::span<std::byte> page);
 bool DecodePage(std::span<const std::byte> page, Label& label);
 bool DecodePage(std::span<const std::byte> page, Record& record);
 
-uint64_t PageChecksum(std::span<const std::byte> page);  // the one that is stored in it
+// Version of a whole label, whichever it is; nothing where the page holds none.
+std::optional<uint32_t> LabelVersion(std::span<const std::byte> page);
+
+// The checksum that is stored in the page.
+uint64_t PageChecksum(std::span<const std::byte> page);
 bool IsZero(std::span<const std::byte> bytes);
 
-// Of a table, with the volume and the sequence that it belongs to.
-uint64_t TableChecksum(const Record& record, std::span<const std::byte> table);
+// Of slots and ledger, with the volume and the sequence that they belong to.
+uint64_t AreaChecksum(const Record& record, std::span<const std::byte> area);
 
 // A 4 KiB multiple on one path.
 struct Place {
@@ -83,18 +96,18 @@ struct Place {
 
 // Where things are:
 //   every path   [label][...][label]
-//   first path   [label][record 0][record 1][table 0][table 1][data...
-//   last path    ...data][table 0][table 1][record 0][record 1][label]
+//   first path   [label][record 0][record 1][ledger 0][ledger 1][data...
+//   last path    ...data][ledger 0][ledger 1][record 0][record 1][label]
 // Copy 0 is at the head of the first path, copy 1 at the tail of the last one, so that no single
 // misdirected write reaches both.
 class Geometry {
  public:
-  Geometry(std::span<const uint64_t> capacity_bytes, uint32_t extents_max);
+  Geometry(std::span<const uint64_t> capacity_bytes, uint64_t ledger_bytes_max);
 
-  uint64_t table_area_bytes() const { return table_area_bytes_; }
+  uint64_t area_bytes() const { return area_bytes_; }
   Place LabelPlace(uint32_t path, uint32_t copy) const;
-  Place RecordPlace(uint32_t slot, uint32_t copy) const;
-  Place TablePlace(uint32_t slot, uint32_t copy) const;
+  Place RecordPlace(uint32_t area, uint32_t copy) const;
+  Place AreaPlace(uint32_t area, uint32_t copy) const;
   uint64_t data_begin(uint32_t path) const;
   uint64_t data_end(uint32_t path) const;
 
@@ -107,7 +120,7 @@ class Geometry {
 
   std::array<uint64_t, 16> capacity_bytes_{};
   uint32_t paths_;
-  uint64_t table_area_bytes_;
+  uint64_t area_bytes_;
 };
 
 }  // namespace forebay::nvme::internal

@@ -4,8 +4,8 @@
 namespace forebay::nvme::internal {
 
 struct Protections {
-  bool checksum = true;   // Verify() compares
-  bool two_slots = true;  // a write never touches a slot that is needed
+  // A write never touches a slot that a durable ledger names.
+  bool pins = true;
 };
 
 }  // namespace forebay::nvme::internal

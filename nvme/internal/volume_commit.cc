@@ -1,8 +1,9 @@
-// Volume: making the published state durable.
+// Volume: making a ledger durable.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <utility>
 #include <vector>
@@ -17,83 +18,85 @@
 namespace forebay::nvme {
 
 using internal::CommitPhase;
-using internal::Extent;
 using internal::Job;
 using internal::kCopies;
-using internal::kNoSlot;
+using internal::NamedSlots;
 using internal::Path;
 using internal::Place;
 using internal::Request;
-using internal::Slot;
-using internal::SlotContent;
-using internal::TableEntry;
+using internal::SlotEntry;
+using internal::SlotState;
+using protocol::ErrorId;
 
-absl::Status Volume::State::BeginCommit(uint64_t token) {
+absl::Status Volume::State::CheckNamed(std::span<const Slot> named_slots) const {
+  std::vector<Slot> sorted(named_slots.begin(), named_slots.end());
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    const Slot& slot = sorted[i];
+    const std::byte* no_bytes = nullptr;
+    RETURN_IF_ERROR(CheckSlot(slot, {no_bytes, kIoAlignment}));
+    if (i > 0 && sorted[i - 1].path == slot.path &&
+        sorted[i - 1].offset_bytes + sorted[i - 1].size_bytes > slot.offset_bytes) {
+      return absl::InvalidArgumentError(absl::StrFormat("commit: slots overlap at offset %d of %s",
+                                                        slot.offset_bytes, PathText(slot.path)));
+    }
+    const auto known = slots.find({slot.path, slot.offset_bytes});
+    if (known == slots.end()) continue;
+    const SlotState& is = known->second;
+    if (!is.writing && !is.broken && !is.doubted) continue;
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "commit: the slot at offset %d of %s %s", slot.offset_bytes, PathText(slot.path),
+        is.writing ? "is being written" : "must be written again: its last write or flush failed"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Volume::State::BeginCommit(std::span<const std::byte> ledger,
+                                        std::span<const Slot> named_slots, uint64_t token) {
   if (commit.phase != CommitPhase::kIdle) {
     return absl::FailedPreconditionError("commit: another one is pending");
   }
-  for (size_t i = 0; i < extents.size(); ++i) {
-    const Extent& extent = extents[i];
-    if (!extent.allocated() || extent.current == kNoSlot) continue;
-    const Slot& slot = extent.slots[extent.current];
-    if (slot.content != SlotContent::kWhole || slot.doubted) {
-      return absl::FailedPreconditionError(
-          absl::StrFormat("commit: extent %d %s", i,
-                          slot.content == SlotContent::kWriting
-                              ? "is being written in place"
-                              : "must be written again: its content is in doubt"));
-    }
+  const auto bytes = internal::AreaBytes(named_slots.size(), ledger.size());
+  if (!bytes || *bytes > geometry.area_bytes()) {
+    return protocol::MakeError(
+        ErrorId::kLimit,
+        absl::StrFormat(
+            "a ledger of %d bytes that names %d slots: the volume has room for %d bytes",
+            ledger.size(), named_slots.size(), geometry.area_bytes()),
+        "make the volume anew with a larger ledger");
   }
+  RETURN_IF_ERROR(CheckNamed(named_slots));
   commit.token = token;
   commit.first_error = absl::OkStatus();
   commit.parts = 0;
-  commit.snapshot.assign(extents.size(), kNoSlot);
-  for (size_t i = 0; i < extents.size(); ++i) {
-    Extent& extent = extents[i];
-    extent.pinned_before = extent.pinned;
-    if (!extent.allocated() || extent.current == kNoSlot) continue;
-    commit.snapshot[i] = extent.current;
-    // From the record's write on a power cut may leave it as the newest.
-    extent.pinned = static_cast<uint8_t>(extent.pinned | (1u << extent.current));
-  }
-  EncodeTable();
+  commit.ledger.assign(ledger.begin(), ledger.end());
+  EncodeLedger(ledger, named_slots);
+  Pin(commit.record.sequence, named_slots);
   commit.phase = CommitPhase::kFlushData;
   StartPhase();
   if (AdvanceCommit()) return EndCommit();
   return absl::OkStatus();
 }
 
-void Volume::State::EncodeTable() {
-  size_t count = extents.size();
-  while (count > 0 && !extents[count - 1].allocated()) --count;
-  const std::span<std::byte> bytes = table.bytes();
-  for (size_t i = 0; i < count; ++i) {
-    const Extent& extent = extents[i];
-    TableEntry entry;
-    if (extent.allocated()) {
-      entry.size_bytes = extent.size_bytes;
-      entry.current = extent.current;
-      for (size_t s = 0; s < 2; ++s) {
-        entry.path[s] = static_cast<uint16_t>(extent.slots[s].path);
-        entry.offset_bytes[s] = extent.slots[s].offset_bytes;
-      }
-      if (extent.current != kNoSlot) {
-        const Slot& slot = extent.slots[extent.current];
-        entry.content_bytes = slot.content_bytes;
-        entry.checksum = slot.checksum;
-        entry.identity = slot.identity;
-      }
-    }
-    std::memcpy(bytes.data() + i * sizeof(entry), &entry, sizeof(entry));
+void Volume::State::EncodeLedger(std::span<const std::byte> ledger,
+                                 std::span<const Slot> named_slots) {
+  const std::span<std::byte> bytes = area.bytes();
+  size_t used = 0;
+  for (const Slot& slot : named_slots) {
+    const SlotEntry entry = {
+        .path = slot.path, .offset_bytes = slot.offset_bytes, .size_bytes = slot.size_bytes};
+    std::memcpy(bytes.data() + used, &entry, sizeof(entry));
+    used += sizeof(entry);
   }
-  const size_t used = count * sizeof(TableEntry);
+  if (!ledger.empty()) std::memcpy(bytes.data() + used, ledger.data(), ledger.size());
+  used += ledger.size();
   const size_t padded = protocol::RoundUp(used, protocol::kPageBytes);
   std::memset(bytes.data() + used, 0, padded - used);
 
   internal::Record& record = commit.record;
   record = {};
   // Beside the last durable one, whatever became of failed commits since.
-  record.table_slot = durable.sequence == 0 ? 0 : durable.table_slot ^ 1;
+  record.area = durable.sequence == 0 ? 0 : durable.area ^ 1;
   record.volume = id;
   record.sequence = ++last_sequence;
   if (durable.sequence > 0) {
@@ -102,13 +105,26 @@ void Volume::State::EncodeTable() {
     EncodePage(durable, page.bytes());
     record.prev_hash = internal::PageChecksum(page.bytes());
   }
-  record.table_bytes = padded;
-  record.table_checksum = internal::TableChecksum(record, bytes.first(padded));
+  record.slots = named_slots.size();
+  record.ledger_bytes = ledger.size();
+  record.area_checksum = internal::AreaChecksum(record, bytes.first(padded));
   EncodePage(record, record_page.bytes());
 }
 
+void Volume::State::Pin(uint64_t sequence, std::span<const Slot> named_slots) {
+  named.push_back({.sequence = sequence, .slots = {named_slots.begin(), named_slots.end()}});
+  for (const Slot& slot : named_slots) ++SlotAt(slot).pins;
+}
+
+void Volume::State::Unpin(const NamedSlots& unpinned) {
+  for (const Slot& slot : unpinned.slots) {
+    --SlotAt(slot).pins;
+    ForgetIfDefault(slot);
+  }
+}
+
 void Volume::State::StartPart(IoKind io, Place place, std::span<std::byte> bytes) {
-  // There is always room: Open() made entries for every part beside those of the caller.
+  // There is always room: commits have entries of their own.
   const absl::StatusOr<uint32_t> index = AllocateTransfer(Job::kCommitPart, 0);
   Request& request = requests[*index];
   request.io = io;
@@ -131,7 +147,8 @@ void Volume::State::StartPhase() {
     StartPart(IoKind::kFlush, {.path = path, .offset_bytes = 0}, {});
   };
   const auto last = static_cast<uint32_t>(paths.size() - 1);
-  const uint32_t slot = commit.record.table_slot;
+  const internal::Record& record = commit.record;
+  const size_t area_bytes = *internal::AreaBytes(record.slots, record.ledger_bytes);
   switch (commit.phase) {
     case CommitPhase::kIdle:
       break;
@@ -140,21 +157,16 @@ void Volume::State::StartPhase() {
         if (paths[path].writes > paths[path].flushed) flush(path);
       }
       break;
-    case CommitPhase::kWriteTable:
-      for (uint32_t copy = 0; commit.record.table_bytes > 0 && copy < kCopies; ++copy) {
-        StartPart(IoKind::kWrite, geometry.TablePlace(slot, copy),
-                  table.bytes().first(commit.record.table_bytes));
-      }
-      break;
-    case CommitPhase::kWriteRecord:
+    case CommitPhase::kWriteLedger:
       for (uint32_t copy = 0; copy < kCopies; ++copy) {
-        StartPart(IoKind::kWrite, geometry.RecordPlace(slot, copy), record_page.bytes());
+        if (area_bytes > 0) {
+          StartPart(IoKind::kWrite, geometry.AreaPlace(record.area, copy),
+                    area.bytes().first(area_bytes));
+        }
+        StartPart(IoKind::kWrite, geometry.RecordPlace(record.area, copy), record_page.bytes());
       }
       break;
-    case CommitPhase::kFlushTable:
-      if (commit.record.table_bytes == 0) break;
-      [[fallthrough]];
-    case CommitPhase::kFlushRecord:
+    case CommitPhase::kFlushLedger:
       flush(0);
       if (last > 0) flush(last);
       break;
@@ -163,7 +175,7 @@ void Volume::State::StartPhase() {
 
 bool Volume::State::AdvanceCommit() {
   while (commit.parts == 0) {
-    if (!commit.first_error.ok() || commit.phase == CommitPhase::kFlushRecord) return true;
+    if (!commit.first_error.ok() || commit.phase == CommitPhase::kFlushLedger) return true;
     commit.phase = static_cast<CommitPhase>(static_cast<uint8_t>(commit.phase) + 1);
     StartPhase();
   }
@@ -174,16 +186,16 @@ void Volume::State::EndFlush(const Request& request, const absl::Status& status)
   Path& path = paths[request.path];
   if (status.ok()) {
     path.flushed = std::max(path.flushed, request.covers);
-    return;
+  } else {
+    path.stats.flush_failed = true;
   }
-  path.stats.flush_failed = true;
-  for (Extent& extent : extents) {
-    for (Slot& slot : extent.slots) {
-      if (extent.size_bytes > 0 && slot.path == request.path &&
-          slot.content == SlotContent::kWhole && slot.write_number > path.flushed) {
-        slot.doubted = true;
-      }
-    }
+  const auto begin = slots.lower_bound({request.path, 0});
+  const auto end = slots.lower_bound({request.path + 1, 0});
+  for (auto entry = begin; entry != end;) {
+    SlotState& is = entry->second;
+    if (is.write_number > 0 && is.write_number <= path.flushed) is.write_number = 0;
+    if (!status.ok() && is.write_number > 0 && !is.writing && !is.broken) is.doubted = true;
+    entry = is.is_default() ? slots.erase(entry) : std::next(entry);
   }
 }
 
@@ -198,45 +210,31 @@ void Volume::State::EndPart(const Request& request, const absl::Status& status,
   commit.first_error.Update(status);
   if (!AdvanceCommit()) return;
   finished.push_back({.token = commit.token, .status = EndCommit()});
-  StartDeferred(finished);
 }
 
 absl::Status Volume::State::EndCommit() {
-  const bool ok = commit.first_error.ok();
-  // Once its write has begun, a failed record may still be the one that reopening finds.
-  const bool unknown = !ok && commit.phase >= CommitPhase::kWriteRecord;
+  // Once its write has begun, a failed ledger may still be the one that recovery finds: it stays
+  // pinned beside those before it.
+  const bool unknown = commit.phase >= CommitPhase::kWriteLedger;
   commit.phase = CommitPhase::kIdle;
-  if (unknown) return commit.first_error;
-  if (ok) {
+  if (commit.first_error.ok()) {
+    const uint64_t previous = durable.sequence;
     durable = commit.record;
+    durable_ledger = std::move(commit.ledger);
     ++commits;
-  }
-  for (size_t i = 0; i < commit.snapshot.size(); ++i) {
-    Extent& extent = extents[i];
-    if (ok) {
-      extent.pinned = commit.snapshot[i] == kNoSlot
-                          ? uint8_t{0}
-                          : static_cast<uint8_t>(1u << commit.snapshot[i]);
-    } else {
-      extent.pinned = extent.pinned_before;
+    for (auto old = named.begin(); old != named.end();) {
+      if (old->sequence == durable.sequence || old->sequence == previous) {
+        ++old;
+        continue;
+      }
+      Unpin(*old);
+      old = named.erase(old);
     }
-    if (extent.retired && extent.pinned == 0) ReleaseSpace(extent);
+  } else if (!unknown) {
+    Unpin(named.back());
+    named.pop_back();
   }
   return commit.first_error;
-}
-
-void Volume::State::StartDeferred(std::vector<Finished>& finished) {
-  for (uint32_t index = 0; index < requests.size(); ++index) {
-    Request& request = requests[index];
-    if (!request.active || !request.deferred) continue;
-    const absl::Status status = StartWrite(index);
-    if (status.ok()) continue;
-    Extent& extent = extents[static_cast<uint32_t>(request.extent)];
-    --extent.busy;
-    extent.writing = false;
-    finished.push_back({.token = request.token, .status = status});
-    Release(index);
-  }
 }
 
 }  // namespace forebay::nvme

@@ -2,7 +2,6 @@
 #include <sys/random.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -15,29 +14,27 @@
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::nvme {
 
-using internal::Extent;
 using internal::kCopies;
-using internal::kNoSlot;
 using internal::Label;
 using internal::PageBuffer;
 using internal::Path;
 using internal::Place;
 using internal::Record;
-using internal::Slot;
-using internal::SlotContent;
-using internal::TableEntry;
+using internal::SlotEntry;
 using internal::VolumeId;
 using protocol::ErrorId;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// The old labels of the first path die before the old records, and those before there are new
-// labels: so a power cut in between leaves the old volume as it was, none, or the new one, empty.
+// The old labels of the first path are erased before the old records, and those before the new
+// labels are written: so a power cut in between leaves the old volume as it was, none, or the new
+// one, empty.
 absl::Status Volume::State::Initialise() {
   if (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
     return absl::InternalError(protocol::ErrnoText("getrandom", errno));
@@ -47,10 +44,14 @@ absl::Status Volume::State::Initialise() {
     RETURN_IF_ERROR(WriteNow(geometry.LabelPlace(0, copy), zeros));
   }
   RETURN_IF_ERROR(SyncNow());
-  for (uint32_t slot = 0; slot < 2; ++slot) {
-    for (uint32_t copy = 0; copy < kCopies; ++copy) {
-      RETURN_IF_ERROR(WriteNow(geometry.RecordPlace(slot, copy), zeros));
-    }
+  // Sequence 0, an empty ledger: what recovery falls back to where the first commit was cut short.
+  Record empty{.area = 1, .volume = id};
+  empty.area_checksum = internal::AreaChecksum(empty, {});
+  PageBuffer first(kPageBytes);
+  EncodePage(empty, first.bytes());
+  for (uint32_t copy = 0; copy < kCopies; ++copy) {
+    RETURN_IF_ERROR(WriteNow(geometry.RecordPlace(0, copy), zeros));
+    RETURN_IF_ERROR(WriteNow(geometry.RecordPlace(1, copy), first));
   }
   RETURN_IF_ERROR(SyncNow());
   for (uint32_t path = 0; path < paths.size(); ++path) {
@@ -58,8 +59,8 @@ absl::Status Volume::State::Initialise() {
     EncodePage(Label{.path_index = path,
                      .volume = id,
                      .capacity_bytes = paths[path].stats.capacity_bytes,
-                     .paths = static_cast<uint32_t>(paths.size()),
-                     .extents_max = extents_max},
+                     .ledger_bytes_max = geometry.area_bytes(),
+                     .paths = static_cast<uint32_t>(paths.size())},
                page.bytes());
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
       RETURN_IF_ERROR(WriteNow(geometry.LabelPlace(path, copy), page));
@@ -105,7 +106,7 @@ absl::Status Volume::State::FindVolume() {
     const auto has_label = [&](uint32_t path) {
       return std::any_of(labels[path].begin(), labels[path].end(), [&](const Label& label) {
         return label.volume == candidate.volume && label.path_index == path &&
-               label.paths == paths.size() && label.extents_max == extents_max &&
+               label.paths == paths.size() && label.ledger_bytes_max == geometry.area_bytes() &&
                label.capacity_bytes == paths[path].stats.capacity_bytes;
       });
     };
@@ -130,26 +131,23 @@ absl::Status Volume::State::FindVolume() {
 }
 
 // Whole records of this volume, newest first, each once.
-absl::StatusOr<std::vector<Record>> Volume::State::FindRecords(bool& never_committed) {
+absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
   std::vector<std::pair<Record, uint64_t>> whole;  // with its hash
-  std::array<bool, 2> unused{};
   for (uint32_t slot = 0; slot < 2; ++slot) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
       PageBuffer page(kPageBytes);
       RETURN_IF_ERROR(ReadNow(geometry.RecordPlace(slot, copy), page.bytes()));
       Record record;
-      if (internal::IsZero(page.bytes())) {
-        unused[slot] = true;
-      } else if (DecodePage(page.bytes(), record) && record.volume == id && record.sequence > 0 &&
-                 record.table_slot < 2 && record.table_bytes % kPageBytes == 0 &&
-                 record.table_bytes <= geometry.table_area_bytes()) {
+      if (internal::IsZero(page.bytes())) continue;
+      if (DecodePage(page.bytes(), record) && record.volume == id && record.area < 2 &&
+          internal::AreaBytes(record.slots, record.ledger_bytes).value_or(UINT64_MAX) <=
+              geometry.area_bytes()) {
         whole.emplace_back(record, internal::PageChecksum(page.bytes()));
       } else {
         ++recovery.damaged_records;
       }
     }
   }
-  never_committed = unused[0] || unused[1];
   std::stable_sort(whole.begin(), whole.end(), [](const auto& a, const auto& b) {
     return a.first.sequence > b.first.sequence;
   });
@@ -160,7 +158,8 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords(bool& never_commi
     if (!records.empty() && records.back().sequence == record.sequence) continue;
     // Hash-chained: the one it was written after must be the one that is there.
     const bool broken = std::any_of(whole.begin(), whole.end(), [&record](const auto& other) {
-      return other.first.sequence == record.prev_sequence && other.second != record.prev_hash;
+      return record.prev_sequence > 0 && other.first.sequence == record.prev_sequence &&
+             other.second != record.prev_hash;
     });
     if (broken) {
       ++recovery.damaged_records;
@@ -171,63 +170,40 @@ absl::StatusOr<std::vector<Record>> Volume::State::FindRecords(bool& never_commi
   return records;
 }
 
-// False where an entry names a place that is outside the data or taken twice.
-bool Volume::State::AdoptTable(std::span<const std::byte> bytes) {
-  const size_t count = std::min<size_t>(bytes.size() / sizeof(TableEntry), extents_max);
-  std::vector<Extent> found(count);
-  std::vector<internal::SpaceMap> spaces;
-  for (uint32_t path = 0; path < paths.size(); ++path) {
-    spaces.emplace_back(geometry.data_begin(path), geometry.data_end(path));
-  }
-  for (size_t i = 0; i < count; ++i) {
-    TableEntry entry;
+// False where an entry names space that is outside the data or named twice.
+bool Volume::State::AdoptSlots(const Record& record, std::span<const std::byte> bytes,
+                               std::vector<Slot>& found) const {
+  std::vector<PathSpace> spaces;
+  for (const Path& path : paths) spaces.push_back(path.space);
+  SlotMap used(spaces);
+  found.clear();
+  for (size_t i = 0; i < record.slots; ++i) {
+    SlotEntry entry;
     std::memcpy(&entry, bytes.data() + i * sizeof(entry), sizeof(entry));
-    if (entry.size_bytes == 0) continue;
-    Extent& extent = found[i];
-    extent.size_bytes = entry.size_bytes;
-    for (size_t s = 0; s < 2; ++s) {
-      if (entry.path[s] >= paths.size() || entry.size_bytes % kIoAlignment != 0 ||
-          entry.offset_bytes[s] % kIoAlignment != 0 ||
-          !spaces[entry.path[s]].AllocateAt(entry.offset_bytes[s], entry.size_bytes)) {
-        return false;
-      }
-      extent.slots[s].path = entry.path[s];
-      extent.slots[s].offset_bytes = entry.offset_bytes[s];
+    const Slot slot = {
+        .path = entry.path, .offset_bytes = entry.offset_bytes, .size_bytes = entry.size_bytes};
+    if (slot.offset_bytes % kIoAlignment != 0 || slot.size_bytes % kIoAlignment != 0 ||
+        !used.Reserve(slot)) {
+      return false;
     }
-    if (entry.current == kNoSlot) continue;
-    if (entry.current > 1 || entry.content_bytes > entry.size_bytes) return false;
-    Slot& slot = extent.slots[entry.current];
-    slot.content = SlotContent::kWhole;
-    slot.content_bytes = entry.content_bytes;
-    slot.checksum = entry.checksum;
-    slot.identity = entry.identity;
-    extent.current = entry.current;
-    extent.pinned = static_cast<uint8_t>(1u << entry.current);
-  }
-  extents = std::move(found);
-  for (const Extent& extent : extents) {
-    for (size_t s = 0; extent.size_bytes > 0 && s < 2; ++s) {
-      paths[extent.slots[s].path].slot_bytes[s] += extent.size_bytes;
-    }
-  }
-  for (uint32_t path = 0; path < paths.size(); ++path) {
-    PathStats& stats = paths[path].stats;
-    stats.allocated_bytes = paths[path].space.free_bytes() - spaces[path].free_bytes();
-    paths[path].space = std::move(spaces[path]);
+    found.push_back(slot);
   }
   return true;
 }
 
-absl::StatusOr<bool> Volume::State::LoadTable(const Record& record) {
-  const std::span<std::byte> bytes = table.bytes().first(record.table_bytes);
+absl::StatusOr<bool> Volume::State::LoadLedger(const Record& record, std::vector<Slot>& found,
+                                               std::vector<std::byte>& ledger) {
+  const std::span<std::byte> bytes =
+      area.bytes().first(*internal::AreaBytes(record.slots, record.ledger_bytes));
   for (uint32_t copy = 0; copy < kCopies; ++copy) {
-    if (!bytes.empty()) {
-      RETURN_IF_ERROR(ReadNow(geometry.TablePlace(record.table_slot, copy), bytes));
-    }
-    if (internal::TableChecksum(record, bytes) == record.table_checksum && AdoptTable(bytes)) {
+    if (!bytes.empty()) RETURN_IF_ERROR(ReadNow(geometry.AreaPlace(record.area, copy), bytes));
+    if (internal::AreaChecksum(record, bytes) == record.area_checksum &&
+        AdoptSlots(record, bytes, found)) {
+      const auto begin = bytes.subspan(record.slots * sizeof(SlotEntry));
+      ledger.assign(begin.begin(), begin.begin() + static_cast<ptrdiff_t>(record.ledger_bytes));
       return true;
     }
-    ++recovery.damaged_tables;
+    ++recovery.damaged_ledgers;
   }
   return false;
 }
@@ -236,23 +212,31 @@ absl::Status Volume::State::Recover() {
   // What we read may still be in a volatile cache; before it is relied on it must be durable.
   RETURN_IF_ERROR(SyncNow());
   RETURN_IF_ERROR(FindVolume());
-  bool never_committed = false;
-  ASSIGN_OR_RETURN(const std::vector<Record> records, FindRecords(never_committed));
+  ASSIGN_OR_RETURN(const std::vector<Record> records, FindRecords());
+  bool found_whole = false;
   for (const Record& record : records) {
-    ASSIGN_OR_RETURN(const bool loaded, LoadTable(record));
+    std::vector<Slot> found;
+    std::vector<std::byte> ledger;
+    ASSIGN_OR_RETURN(const bool loaded, LoadLedger(record, found, ledger));
     if (!loaded) {
-      recovery.fell_back = true;
+      recovery.fell_back = recovery.fell_back || !found_whole;
       continue;
     }
+    // The one before the newest stays pinned too, so that damage to the newest leaves a whole one.
+    Pin(record.sequence, found);
+    std::swap(named.front(), named.back());
+    if (found_whole) continue;
+    found_whole = true;
     durable = record;
+    durable_ledger = std::move(ledger);
     recovery.sequence = record.sequence;
-    return absl::OkStatus();
+    for (const Slot& slot : found) FOREBAY_CHECK(free_slots.Reserve(slot));
   }
-  if (records.empty() && never_committed) return absl::OkStatus();
+  if (found_whole) return absl::OkStatus();
   return MakeError(ErrorId::kCorrupt,
                    absl::StrFormat("%s: no durable state is whole: %d damaged records, %d damaged "
-                                   "block tables",
-                                   PathText(0), recovery.damaged_records, recovery.damaged_tables),
+                                   "ledgers",
+                                   PathText(0), recovery.damaged_records, recovery.damaged_ledgers),
                    "restore the jobs from a checkpoint, then start without recovery");
 }
 

@@ -4,10 +4,15 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,96 +20,105 @@
 #include "nvme/internal/disk_format.h"
 #include "nvme/internal/page_buffer.h"
 #include "nvme/internal/protections.h"
-#include "nvme/internal/space_map.h"
 #include "nvme/volume.h"
 
 namespace forebay::nvme {
 
 namespace internal {
 
-enum class SlotContent : uint8_t { kEmpty, kWriting, kWhole, kBroken };
+// Of slots about which there is something to remember; others have no entry.
+struct SlotState {
+  uint64_t size_bytes = 0;
+  bool writing = false;
+  // The last write failed: the content may be anything.
+  bool broken = false;
+  // A failed flush should have covered the last write.
+  bool doubted = false;
+  // Reads in flight.
+  uint32_t readers = 0;
+  // Ledgers that recovery may find and that name it.
+  uint32_t pins = 0;
+  // Among the writes of its path; 0: flushed.
+  uint64_t write_number = 0;
 
-struct Slot {
-  uint32_t path = 0;
-  uint64_t offset_bytes = 0;
-  SlotContent content = SlotContent::kEmpty;
-  bool doubted = false;       // a failed flush should have covered it
-  uint32_t readers = 0;       // reads in flight
-  uint64_t write_number = 0;  // among the writes of its path
-  uint64_t content_bytes = 0;
-  uint64_t checksum = 0;
-  Identity identity{};
+  bool is_default() const {
+    return !writing && !broken && !doubted && readers == 0 && pins == 0 && write_number == 0;
+  }
 };
 
-struct Extent {
-  uint64_t size_bytes = 0;    // 0: never allocated, or space given back
-  bool retired = false;       // freed, but a record may name its slots
-  bool writing = false;       // a write is in flight or waits for a commit
-  uint32_t busy = 0;          // requests in flight
-  uint8_t current = kNoSlot;  // what Read() reads
-  uint8_t written = kNoSlot;  // finished, waits for Publish()
-  uint8_t pinned = 0;         // bit s: a record that reopening may find names slot s
-  uint8_t pinned_before = 0;  // the same before the pending commit
-  std::array<Slot, 2> slots;
-
-  bool allocated() const { return size_bytes > 0 && !retired; }
-};
+using SlotKey = std::pair<uint32_t, uint64_t>;  // path, offset
 
 struct Path {
   std::unique_ptr<SwapFile> file;
-  std::optional<FileIndex> index;  // at the engine
-  uint32_t weight = 1;
-  SpaceMap space;
-  std::array<uint64_t, 2> slot_bytes{};  // allocated for first and for second slots
-  uint64_t writes = 0;                   // finished
-  uint64_t flushed = 0;                  // those up to this number are durable
-  PathStats stats;                       // capacity_bytes from the start
+  // At the engine.
+  std::optional<FileIndex> index;
+  PathSpace space;
+  // Finished writes; those up to `flushed` are durable.
+  uint64_t writes = 0;
+  uint64_t flushed = 0;
+  uint32_t zeros_in_flight = 0;
+  PathStats stats;
 };
 
 enum class Job : uint8_t { kRead, kWrite, kZero, kCommitPart };
 
+// One Zero() call.
+struct ZeroBatch {
+  struct Cursor {
+    std::vector<Slot> slots;
+    size_t next = 0;
+    uint64_t offset_bytes = 0;
+  };
+
+  uint64_t token = 0;
+  std::byte* zeros = nullptr;
+  size_t zeros_bytes = 0;
+  std::vector<Cursor> paths;
+  uint32_t in_flight = 0;
+  uint64_t done_bytes = 0;
+  absl::Status status;
+};
+
 // One transfer, in as many engine requests as it takes.
 struct Request {
   bool active = false;
-  bool deferred = false;  // a write that waits for the end of the commit
   Job job = Job::kRead;
   IoKind io = IoKind::kRead;
   uint32_t generation = 0;
-  uint64_t token = 0;  // the caller's
+  // The caller's.
+  uint64_t token = 0;
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
   std::byte* data = nullptr;
   size_t size_bytes = 0;
   size_t done_bytes = 0;
-  int stalls = 0;  // in a row without progress
+  // Tries in a row without progress; failures.
+  int stalls = 0;
   int errors = 0;
-  ExtentId extent{};
-  uint8_t slot = 0;
-  uint64_t covers = 0;  // flush: the path's writes when it was submitted
-  uint64_t checksum = 0;
-  Identity identity{};
-  std::vector<ExtentId> zero_extents;  // kZero: what is left, `extent` and `slot` first
-  size_t zero_next = 0;                // slots begun, two an extent
-  size_t zero_piece_bytes = 0;         // of the caller's zeros
-  uint64_t zero_offset_bytes = 0;      // within the slot
+  // When the engine got it.
+  uint64_t start_ns = 0;
+  bool late = false;
+  // A flush: the path's writes when it was submitted.
+  uint64_t covers = 0;
+  ZeroBatch* batch = nullptr;
 };
 
-enum class CommitPhase : uint8_t {
-  kIdle,
-  kFlushData,
-  kWriteTable,
-  kFlushTable,
-  kWriteRecord,
-  kFlushRecord
+enum class CommitPhase : uint8_t { kIdle, kFlushData, kWriteLedger, kFlushLedger };
+
+// Slots that a ledger names, pinned until newer commits have replaced it.
+struct NamedSlots {
+  uint64_t sequence = 0;
+  std::vector<Slot> slots;
 };
 
 struct CommitState {
   CommitPhase phase = CommitPhase::kIdle;
-  uint32_t parts = 0;  // requests of this phase in flight
+  // Requests of this phase in flight.
+  uint32_t parts = 0;
   uint64_t token = 0;
   absl::Status first_error;
   Record record;
-  std::vector<uint8_t> snapshot;  // current slot by extent
+  std::vector<std::byte> ledger;
 };
 
 }  // namespace internal
@@ -122,63 +136,70 @@ struct Volume::State {
   absl::Status ReadNow(internal::Place place, std::span<std::byte> bytes);
   absl::Status SyncNow();
   absl::Status FindVolume();
-  absl::StatusOr<std::vector<internal::Record>> FindRecords(bool& never_committed);
-  absl::StatusOr<bool> LoadTable(const internal::Record& record);
-  bool AdoptTable(std::span<const std::byte> bytes);
-
-  // volume_extents.cc
-  absl::StatusOr<std::vector<ExtentId>> Allocate(uint32_t count, uint64_t size_bytes);
-  absl::Status Free(std::span<const ExtentId> ids);
-  bool PlaceSlot(internal::Extent& extent, size_t slot);
-  void ReleaseSlot(const internal::Extent& extent, size_t slot);
-  void ReleaseSpace(internal::Extent& extent);
-  internal::Extent* Find(ExtentId id);
-  const internal::Extent* Find(ExtentId id) const;
-  uint64_t FreeBytes() const;
+  absl::StatusOr<std::vector<internal::Record>> FindRecords();
+  absl::StatusOr<bool> LoadLedger(const internal::Record& record, std::vector<Slot>& slots,
+                                  std::vector<std::byte>& ledger);
+  bool AdoptSlots(const internal::Record& record, std::span<const std::byte> area,
+                  std::vector<Slot>& slots) const;
 
   // volume_transfers.cc
+  internal::SlotState& SlotAt(const Slot& slot);
+  void ForgetIfDefault(const Slot& slot);
+  absl::Status CheckSlot(const Slot& slot, std::span<const std::byte> bytes) const;
   absl::StatusOr<uint32_t> AllocateTransfer(internal::Job job, uint64_t token);
   void Release(uint32_t index);
   absl::Status Start(uint32_t index);
-  absl::Status StartWrite(uint32_t index);
-  bool NextZeroPiece(internal::Request& request);
-  uint8_t PickSlot(const internal::Extent& extent) const;  // kNoSlot: none is free
+  void StartZeros(uint32_t path, std::vector<Finished>& finished);
+  void EndZero(const internal::Request& request, const absl::Status& status,
+               std::vector<Finished>& finished);
   void OnCompletion(const Completion& completion, std::vector<Finished>& finished);
   bool Account(internal::Request& request, int64_t result, absl::Status& status);
   void Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished);
-  void EndWrite(internal::Request& request, const absl::Status& status);
   absl::Status IoError(const internal::Request& request, int error_number) const;
   std::string PathText(uint32_t path) const;
 
   // volume_commit.cc
-  absl::Status BeginCommit(uint64_t token);
-  void EncodeTable();
+  absl::Status BeginCommit(std::span<const std::byte> ledger, std::span<const Slot> slots,
+                           uint64_t token);
+  absl::Status CheckNamed(std::span<const Slot> slots) const;
+  void EncodeLedger(std::span<const std::byte> ledger, std::span<const Slot> slots);
+  void Pin(uint64_t sequence, std::span<const Slot> slots);
+  void Unpin(const internal::NamedSlots& named);
   void StartPhase();
   void StartPart(IoKind io, internal::Place place, std::span<std::byte> bytes);
   void EndPart(const internal::Request& request, const absl::Status& status,
                std::vector<Finished>& finished);
-  bool AdvanceCommit();  // true when it has ended, well or not
+  // True when the commit has ended, well or not.
+  bool AdvanceCommit();
   absl::Status EndCommit();
   void EndFlush(const internal::Request& request, const absl::Status& status);
-  void StartDeferred(std::vector<Finished>& finished);
 
   IoEngine& engine;
   internal::Geometry geometry;
   internal::Protections protections;
+  std::function<uint64_t()> now_ns;
   internal::VolumeId id{};
   std::vector<internal::Path> paths;
-  std::vector<internal::Extent> extents;  // by id
-  uint32_t extents_max = 0;
+  std::map<internal::SlotKey, internal::SlotState> slots;
+  SlotMap free_slots;
 
   std::vector<internal::Request> requests;
   std::vector<uint32_t> free_requests;
+  // Reads and writes.
   uint32_t user_requests = 0;
+  // Oldest first.
+  std::list<internal::ZeroBatch> zero_batches;
 
   internal::CommitState commit;
-  internal::PageBuffer table;
+  internal::PageBuffer area;
   internal::PageBuffer record_page;
-  internal::Record durable;    // sequence 0: none
-  uint64_t last_sequence = 0;  // also of commits that failed
+  // Sequence 0: none.
+  internal::Record durable;
+  std::vector<std::byte> durable_ledger;
+  // Oldest first: the last two durable ones, then those of unknown outcome.
+  std::deque<internal::NamedSlots> named;
+  // Also of commits that failed.
+  uint64_t last_sequence = 0;
   uint64_t commits = 0;
   RecoveryReport recovery;
 };

@@ -18,12 +18,10 @@
 namespace forebay::nvme {
 namespace {
 
-using internal::Extent;
 using internal::Job;
-using internal::kNoSlot;
 using internal::Request;
-using internal::Slot;
-using internal::SlotContent;
+using internal::SlotState;
+using internal::ZeroBatch;
 
 // Token: tag, 16 bits of index, 32 bits of generation.
 uint64_t EngineToken(uint32_t index, uint32_t generation) {
@@ -51,22 +49,50 @@ std::string Volume::State::PathText(uint32_t path) const {
 }
 
 absl::Status Volume::State::IoError(const Request& request, int error_number) const {
-  const std::string object =
-      request.job == Job::kCommitPart
-          ? std::string("of a commit")
-          : absl::StrCat("of extent ", static_cast<uint32_t>(request.extent));
+  const char* object = request.job == Job::kCommitPart ? " of a ledger" : "";
   const std::string what =
       request.io == IoKind::kFlush
-          ? absl::StrFormat("%s: flush %s", PathText(request.path), object)
-          : absl::StrFormat("%s: %s %s at offset %d: %d of %d bytes", PathText(request.path),
+          ? absl::StrFormat("%s: flush%s", PathText(request.path), object)
+          : absl::StrFormat("%s: %s%s at offset %d: %d of %d bytes", PathText(request.path),
                             Verb(request), object, request.offset_bytes, request.done_bytes,
                             request.size_bytes);
   return protocol::MakeError(protocol::ErrorId::kSwapIo, protocol::ErrnoText(what, error_number),
                              "look at the kernel's log (dmesg) and at the device's health");
 }
 
+SlotState& Volume::State::SlotAt(const Slot& slot) {
+  SlotState& is = slots[{slot.path, slot.offset_bytes}];
+  is.size_bytes = slot.size_bytes;
+  return is;
+}
+
+void Volume::State::ForgetIfDefault(const Slot& slot) {
+  const auto known = slots.find({slot.path, slot.offset_bytes});
+  if (known != slots.end() && known->second.is_default()) slots.erase(known);
+}
+
+absl::Status Volume::State::CheckSlot(const Slot& slot, std::span<const std::byte> bytes) const {
+  const auto multiple = [](uint64_t value) { return value % kIoAlignment == 0; };
+  if (slot.path >= paths.size() || slot.size_bytes == 0 || !multiple(slot.size_bytes) ||
+      !multiple(slot.offset_bytes) || slot.offset_bytes < paths[slot.path].space.begin_bytes ||
+      slot.offset_bytes > paths[slot.path].space.end_bytes ||
+      slot.size_bytes > paths[slot.path].space.end_bytes - slot.offset_bytes) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%d bytes at offset %d of swap path %d are no slot", slot.size_bytes,
+                        slot.offset_bytes, slot.path));
+  }
+  if (bytes.empty() || !multiple(bytes.size()) || bytes.size() > slot.size_bytes ||
+      !multiple(reinterpret_cast<uintptr_t>(bytes.data()))) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%d bytes at %p do not fit a slot of %d bytes, or are not whole pages",
+                        bytes.size(), bytes.data(), slot.size_bytes));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token) {
-  if (job != Job::kCommitPart && user_requests == kRequestsMax) {
+  const bool is_user = job == Job::kRead || job == Job::kWrite;
+  if (is_user && user_requests == kRequestsMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d swap requests are unfinished: that is the maximum", kRequestsMax));
   }
@@ -74,22 +100,17 @@ absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token
   const uint32_t index = free_requests.back();
   free_requests.pop_back();
   Request& request = requests[index];
-  request.active = true;
-  request.deferred = false;
-  request.job = job;
-  request.token = token;
-  request.done_bytes = 0;
-  request.stalls = 0;
-  request.errors = 0;
-  if (job != Job::kCommitPart) ++user_requests;
+  const uint32_t generation = request.generation;
+  request = {.active = true, .job = job, .generation = generation, .token = token};
+  request.start_ns = now_ns();
+  if (is_user) ++user_requests;
   return index;
 }
 
 void Volume::State::Release(uint32_t index) {
   Request& request = requests[index];
-  if (request.job != Job::kCommitPart) --user_requests;
+  if (request.job == Job::kRead || request.job == Job::kWrite) --user_requests;
   request.active = false;
-  request.zero_extents.clear();
   ++request.generation;
   free_requests.push_back(index);
 }
@@ -104,72 +125,64 @@ absl::Status Volume::State::Start(uint32_t index) {
                         .token = EngineToken(index, request.generation)});
 }
 
-uint8_t Volume::State::PickSlot(const Extent& extent) const {
-  if (!protections.two_slots) return extent.current == kNoSlot ? uint8_t{0} : extent.current;
-  const uint8_t other = extent.current == 0 ? 1 : 0;
-  if ((extent.pinned & (1u << other)) == 0) return other;
-  const uint8_t same = other ^ 1;
-  if ((extent.pinned & (1u << same)) == 0) return same;
-  return kNoSlot;
-}
-
-// The request has everything but its place.
-absl::Status Volume::State::StartWrite(uint32_t index) {
-  Request& request = requests[index];
-  Extent& extent = extents[static_cast<uint32_t>(request.extent)];
-  const uint8_t target = PickSlot(extent);
-  if (target == kNoSlot) {
-    if (commit.phase != internal::CommitPhase::kIdle) {
-      request.deferred = true;
-      return absl::OkStatus();
+// Keeps kZerosInFlight pieces on the path, of the oldest batch that has any left there.
+void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
+  for (ZeroBatch& batch : zero_batches) {
+    ZeroBatch::Cursor& cursor = batch.paths[path];
+    while (batch.status.ok() && cursor.next < cursor.slots.size() &&
+           paths[path].zeros_in_flight < kZerosInFlight) {
+      const Slot& slot = cursor.slots[cursor.next];
+      const absl::StatusOr<uint32_t> index = AllocateTransfer(Job::kZero, batch.token);
+      Request& request = requests[*index];
+      request.io = IoKind::kWrite;
+      request.path = path;
+      request.offset_bytes = slot.offset_bytes + cursor.offset_bytes;
+      request.data = batch.zeros;
+      request.size_bytes = static_cast<size_t>(
+          std::min<uint64_t>(slot.size_bytes - cursor.offset_bytes, batch.zeros_bytes));
+      request.batch = &batch;
+      const absl::Status status = Start(*index);
+      if (!status.ok()) {
+        Release(*index);
+        batch.status.Update(status);
+        break;
+      }
+      ++batch.in_flight;
+      ++paths[path].zeros_in_flight;
+      cursor.offset_bytes += request.size_bytes;
+      if (cursor.offset_bytes < slot.size_bytes) continue;
+      ++cursor.next;
+      cursor.offset_bytes = 0;
     }
-    return absl::FailedPreconditionError(
-        absl::StrFormat("write extent %d: both slots may be durable since a commit failed; commit "
-                        "again first",
-                        static_cast<uint32_t>(request.extent)));
   }
-  Slot& slot = extent.slots[target];
-  if (slot.readers > 0) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("write extent %d: a read of the same slot is in flight",
-                        static_cast<uint32_t>(request.extent)));
-  }
-  request.deferred = false;
-  request.slot = target;
-  request.path = slot.path;
-  request.offset_bytes = slot.offset_bytes;
-  RETURN_IF_ERROR(Start(index));
-  slot.content = SlotContent::kWriting;
-  slot.doubted = false;
-  extent.written = kNoSlot;
-  return absl::OkStatus();
-}
-
-// Points the request at its next piece; false when every slot is done.
-bool Volume::State::NextZeroPiece(Request& request) {
-  while (request.zero_next < 2 * request.zero_extents.size()) {
-    request.extent = request.zero_extents[request.zero_next / 2];
-    request.slot = static_cast<uint8_t>(request.zero_next % 2);
-    const Extent& extent = extents[static_cast<uint32_t>(request.extent)];
-    const uint64_t left = extent.size_bytes - request.zero_offset_bytes;
-    if (left > 0) {
-      const Slot& slot = extent.slots[request.slot];
-      request.path = slot.path;
-      request.offset_bytes = slot.offset_bytes + request.zero_offset_bytes;
-      request.size_bytes = static_cast<size_t>(std::min<uint64_t>(left, request.zero_piece_bytes));
-      request.done_bytes = 0;
-      request.stalls = 0;
-      request.errors = 0;
-      request.zero_offset_bytes += request.size_bytes;
-      return true;
+  for (auto batch = zero_batches.begin(); batch != zero_batches.end();) {
+    const bool started = std::all_of(
+        batch->paths.begin(), batch->paths.end(),
+        [](const ZeroBatch::Cursor& cursor) { return cursor.next == cursor.slots.size(); });
+    if (batch->in_flight > 0 || (batch->status.ok() && !started)) {
+      ++batch;
+      continue;
     }
-    ++request.zero_next;
-    request.zero_offset_bytes = 0;
+    for (const ZeroBatch::Cursor& cursor : batch->paths) {
+      for (const Slot& slot : cursor.slots) slots.erase({slot.path, slot.offset_bytes});
+    }
+    finished.push_back({.token = batch->token, .status = batch->status});
+    batch = zero_batches.erase(batch);
   }
-  return false;
 }
 
-// Books one result. True when the request has ended, with `status`; false: start the rest.
+void Volume::State::EndZero(const Request& request, const absl::Status& status,
+                            std::vector<Finished>& finished) {
+  ZeroBatch& batch = *request.batch;
+  ++paths[request.path].writes;
+  --paths[request.path].zeros_in_flight;
+  --batch.in_flight;
+  batch.status.Update(status);
+  batch.done_bytes += request.done_bytes;
+  StartZeros(request.path, finished);
+}
+
+// Counts one result. True when the request has ended, with `status`; false: start the rest.
 bool Volume::State::Account(Request& request, int64_t result, absl::Status& status) {
   PathStats& stats = paths[request.path].stats;
   if (request.io == IoKind::kFlush) {
@@ -199,7 +212,7 @@ bool Volume::State::Account(Request& request, int64_t result, absl::Status& stat
     request.done_bytes = request.size_bytes;
     return true;
   }
-  // Short: go on from the last whole piece, O_DIRECT takes no other.
+  // Short: go on from the last whole piece; O_DIRECT needs aligned offsets.
   const size_t whole = static_cast<size_t>(result) / kIoAlignment * kIoAlignment;
   request.done_bytes += whole;
   request.stalls = whole > 0 ? 0 : request.stalls + 1;
@@ -225,52 +238,23 @@ void Volume::State::OnCompletion(const Completion& completion, std::vector<Finis
   Complete(index, std::move(status), finished);
 }
 
-void Volume::State::EndWrite(Request& request, const absl::Status& status) {
-  Extent& extent = extents[static_cast<uint32_t>(request.extent)];
-  extent.writing = false;
-  Slot& slot = extent.slots[request.slot];
-  slot.write_number = ++paths[slot.path].writes;
-  if (!status.ok()) {
-    slot.content = SlotContent::kBroken;
-    return;
-  }
-  slot.content = SlotContent::kWhole;
-  slot.content_bytes = request.size_bytes;
-  slot.checksum = request.checksum;
-  slot.identity = request.identity;
-  extent.written = request.slot;
-}
-
 void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished) {
-  Request& request = requests[index];
-  if (request.job == Job::kCommitPart) {
-    // A part of a later phase may take this entry again.
-    const Request ended = request;
-    Release(index);
-    EndPart(ended, status, finished);
-    return;
-  }
-  if (request.job == Job::kZero && status.ok()) {
-    ++paths[request.path].writes;
-    if (NextZeroPiece(request)) {
-      status = Start(index);
-      if (status.ok()) return;
-    }
-  }
-  if (request.job == Job::kZero) {
-    for (const ExtentId zeroed : request.zero_extents)
-      --extents[static_cast<uint32_t>(zeroed)].busy;
-  } else {
-    Extent& extent = extents[static_cast<uint32_t>(request.extent)];
-    --extent.busy;
-    if (request.job == Job::kRead) {
-      --extent.slots[request.slot].readers;
-    } else {
-      EndWrite(request, status);
-    }
-  }
-  finished.push_back({.token = request.token, .status = std::move(status)});
+  // What ends may start another transfer, which may use this entry again.
+  const Request ended = requests[index];
   Release(index);
+  if (ended.job == Job::kCommitPart) return EndPart(ended, status, finished);
+  if (ended.job == Job::kZero) return EndZero(ended, status, finished);
+  const Slot slot = {.path = ended.path, .offset_bytes = ended.offset_bytes};
+  SlotState& is = slots.at({slot.path, slot.offset_bytes});
+  if (ended.job == Job::kRead) {
+    --is.readers;
+  } else {
+    is.writing = false;
+    is.broken = !status.ok();
+    is.write_number = ++paths[slot.path].writes;
+  }
+  ForgetIfDefault(slot);
+  finished.push_back({.token = ended.token, .status = std::move(status)});
 }
 
 }  // namespace forebay::nvme

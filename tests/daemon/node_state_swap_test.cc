@@ -1,14 +1,16 @@
 // Goal    Blocks that do not fit in DRAM stream through few staging slots: read ahead, verified
-//         against the right step, updated once, written, committed; a failing disk fails the job by
-//         name; states can be read between steps; jobs share the slots without hanging.
+//         against the right step, updated once, written, published together; a failed write goes to
+//         another slot or the step waits; a failed read refuses the step, or fails the job by name
+//         after the decision; states can be read between steps; jobs share the slots without
+//         hanging.
 // Method  The harness with a tight DRAM limit; its model holds what is on disk and in each slot,
-//         and
-//         faults where a block is not the one it should be.
+//         and faults where a block is not the one it should be, or is written over.
 
 #include <cstdint>
 #include <memory>
 #include <set>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -22,7 +24,9 @@ namespace {
 using ::forebay::testing::HasError;
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeHarness;
+using ::forebay::testing::NodeModel;
 using ::forebay::testing::RoomyOptions;
+using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using ::testing::HasSubstr;
 
@@ -45,7 +49,7 @@ class NodeStateSwap : public ::testing::Test {
     options.dram_limit_bytes = options.node_bytes + fixed_bytes + 4 * kBlockBytes;
     options.staging_slots = 3;
     options.staging_slot_bytes = kBlockBytes;
-    options.swap_free_bytes = 2 * 16 * kBlockBytes;
+    options.swap = SwapPaths({2 * 16 * kBlockBytes});
     return options;
   }
   void SetUp() override { session_ = node_.Attach(layout_, {}); }
@@ -71,8 +75,8 @@ TEST_F(NodeStateSwap, TheFirstBlocksStayInDram) {
   EXPECT_EQ(View().blocks, 20U);
   EXPECT_EQ(View().resident_blocks, 4U);
   const CreateJobSwap swap = node_.Logged<CreateJobSwap>()[0];
-  EXPECT_EQ(swap.extents, 16U);
-  EXPECT_EQ(swap.extent_bytes, kBlockBytes);
+  EXPECT_EQ(swap.slots.size(), 2 * 16U);
+  for (const nvme::Slot& slot : swap.slots) EXPECT_EQ(slot.size_bytes, kBlockBytes);
   EXPECT_EQ(node_.Logged<CreateJobMemory>()[0].state_bytes, 4 * kBlockBytes);
   EXPECT_EQ(node_.state().Node().swap_used_bytes, 2 * 16 * kBlockBytes);
 }
@@ -95,7 +99,7 @@ TEST_F(NodeStateSwap, ReadsAheadFromTheFirstGradientOn) {
   EXPECT_TRUE(node_.Logged<ReadBlock>().empty());
   node_.Gradient(session_, 3, 1);
   ASSERT_EQ(node_.Running<ReadBlock>().size(), 3U) << "as many as there are slots";
-  for (uint32_t i = 0; i < 3; ++i) EXPECT_EQ(node_.Running<ReadBlock>()[i].place.extent, i);
+  for (uint32_t i = 0; i < 3; ++i) EXPECT_EQ(node_.Running<ReadBlock>()[i].block, 4 + i);
   node_.RunTasks();
   EXPECT_EQ(node_.state().Node().staging_slots_used, 3U);
   EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
@@ -123,7 +127,7 @@ TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
   NodeState::Options options = Options(FixedBytes(layout_));
   options.staging_slots = 1;
   options.dram_limit_bytes -= 4 * kBlockBytes;
-  options.swap_free_bytes = 2 * 20 * kBlockBytes;
+  options.swap = SwapPaths({2 * 20 * kBlockBytes});
   NodeHarness node(options);
   const uint64_t session = node.Attach(layout_, {});
   ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 0U);
@@ -173,7 +177,7 @@ TEST_F(NodeStateSwap, BlocksOfSkippedGroupsAreNotRead) {
   ASSERT_EQ(TrainStep(2), ErrorId::kNone);
 }
 
-TEST_F(NodeStateSwap, AFailedReadAheadIsTriedAgainAfterTheVerdict) {
+TEST_F(NodeStateSwap, AFailedReadAheadRefusesTheStepAndKeepsItsGradients) {
   node_.Gradient(session_, 0, 1);
   node_.Finish(node_.Running<ReadBlock>()[0].task,
                protocol::MakeError(ErrorId::kSwapIo, "path 0: Input/output error"));
@@ -183,9 +187,18 @@ TEST_F(NodeStateSwap, AFailedReadAheadIsTriedAgainAfterTheVerdict) {
     node_.Gradient(session_, group, 1);
     node_.RunTasks();
   }
-  const uint64_t tag = node_.Step(session_, 1);
+  const uint64_t refused = node_.Step(session_, 1);
   node_.RunTasks();
-  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(refused), ErrorId::kSwapIo);
+  EXPECT_THAT(
+      std::string(node_.answer(refused)->status.message()),
+      ::testing::AllOf(HasSubstr("path 0"), HasSubstr("block 4"), HasSubstr("parameter p")));
+  EXPECT_TRUE(View().failed.ok());
+  EXPECT_EQ(View().committed_step, 0U);
+  const uint64_t again = node_.Step(session_, 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(again), ErrorId::kNone);
+  EXPECT_EQ(node_.model().WrittenSteps(1).size(), 20U);
 }
 
 // A task of one kind fails after the verdict.
@@ -195,11 +208,11 @@ void FailOne(NodeHarness& node, ErrorId id) {
     ASSERT_FALSE(node.model().running().empty());
     node.Finish(node.model().running().begin()->first);
   }
-  node.Finish(node.Running<A>()[0].task, protocol::MakeError(id, "path 0, extent 3: simulated"));
+  node.Finish(node.Running<A>()[0].task, protocol::MakeError(id, "path 0, offset 3: simulated"));
 }
 
 TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
-  for (const int kind : {0, 1, 2}) {
+  for (const int kind : {0, 1}) {
     SCOPED_TRACE(kind);
     NodeHarness node(Options(FixedBytes(layout_)));
     const uint64_t session = node.Attach(layout_, {});
@@ -211,13 +224,14 @@ TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
     const uint64_t fetch = node.Fetch(session, 3);
     if (kind == 0) FailOne<ReadBlock>(node, ErrorId::kSwapIo);
     if (kind == 1) FailOne<UpdateBlock>(node, ErrorId::kCorrupt);
-    if (kind == 2) FailOne<WriteBlock>(node, ErrorId::kSwapIo);
     const ErrorId expected = kind == 1 ? ErrorId::kCorrupt : ErrorId::kSwapIo;
     EXPECT_EQ(node.ErrorOf(step), expected);
     EXPECT_EQ(node.ErrorOf(fetch), expected);
     const uint64_t later = node.Fetch(session, 0);
     EXPECT_EQ(node.ErrorOf(later), ErrorId::kJobFailed);
-    EXPECT_THAT(std::string(node.answer(later)->status.message()), HasSubstr("extent 3"));
+    EXPECT_THAT(std::string(node.answer(later)->status.message()),
+                ::testing::AllOf(HasSubstr("path 0, offset 3"), HasSubstr("block "),
+                                 HasSubstr("parameter p")));
     node.RunTasks();
     EXPECT_EQ(node.state().Node().staging_slots_used, 0U) << "the slots came back";
     EXPECT_EQ(node.state().FindJob("job")->committed_step, 0U);
@@ -232,9 +246,139 @@ TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
   }
 }
 
+TEST_F(NodeStateSwap, NothingOfAStepIsPublishedBeforeAllOfItIsWritten) {
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  for (uint32_t group = 0; group < 4; ++group) {
+    node_.Gradient(session_, group, 2);
+    node_.RunTasks();
+  }
+  const uint64_t tag = node_.Step(session_, 2);
+  int written = 0;
+  while (node_.answer(tag) == nullptr) {
+    ASSERT_FALSE(node_.model().running().empty());
+    for (const auto& [block, step] : node_.model().WrittenSteps(1)) {
+      if (block < 4) continue;  // in DRAM
+      EXPECT_EQ(step, 1U) << "block " << block << " after " << written << " writes";
+    }
+    const auto& [task, action] = *node_.model().running().begin();
+    written += std::holds_alternative<WriteBlock>(action) ? 1 : 0;
+    node_.Finish(task);
+  }
+  EXPECT_EQ(written, 16);
+  for (const auto& [block, step] : node_.model().WrittenSteps(1)) EXPECT_EQ(step, 2U);
+}
+
+// Two paths, each with room for all slots.
+NodeState::Options OnTwoPaths(NodeState::Options options) {
+  options.swap = SwapPaths({2 * 16 * kBlockBytes, 2 * 16 * kBlockBytes});
+  return options;
+}
+
+const absl::Status kWriteError =
+    protocol::MakeError(ErrorId::kSwapIo, "swap path 0 (/a): write: Input/output error");
+
+TEST_F(NodeStateSwap, AFailedWriteGoesToAnotherPath) {
+  for (int failing = 0; failing < 16; ++failing) {
+    SCOPED_TRACE(::testing::Message() << "write " << failing << " fails");
+    NodeHarness node(OnTwoPaths(Options(FixedBytes(layout_))));
+    const uint64_t session = node.Attach(layout_, {});
+    for (uint32_t group = 0; group < 4; ++group) {
+      node.Gradient(session, group, 1);
+      node.RunTasks();
+    }
+    const uint64_t tag = node.Step(session, 1);
+    int writes = 0;
+    while (node.answer(tag) == nullptr) {
+      const auto [task, action] = *node.model().running().begin();
+      const auto* write = std::get_if<WriteBlock>(&action);
+      if (write == nullptr || writes++ != failing) {
+        node.Finish(task);
+        continue;
+      }
+      node.Finish(task, kWriteError);
+      const WriteBlock again = node.Logged<WriteBlock>().back();
+      EXPECT_EQ(again.identity.block, write->identity.block);
+      EXPECT_NE(again.place.slot->path, write->place.slot->path);
+      EXPECT_FALSE(again.pause);
+      EXPECT_THAT(node.state().FindJob("job")->swap_wait, HasError(ErrorId::kSwapIo));
+    }
+    EXPECT_EQ(writes, 17);
+    EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
+    EXPECT_TRUE(node.state().FindJob("job")->swap_wait.ok());
+    for (const auto& [block, step] : node.model().WrittenSteps(1)) EXPECT_EQ(step, 1U);
+    EXPECT_EQ(node.fault(), "");
+  }
+}
+
+TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
+  // A small job beside it that lies in DRAM alone.
+  const std::shared_ptr<const protocol::Layout> small = MakeLayout(1, {64});
+  const uint64_t small_bytes = FixedBytes(small) + kBlockBytes;
+  NodeState::Options options = OnTwoPaths(Options(FixedBytes(layout_)));
+  options.dram_limit_bytes += small_bytes;
+  NodeHarness node(options);
+  const uint64_t other = node.Attach(small, {.job = "small"});
+  const uint64_t session = node.Attach(layout_, {});
+  ASSERT_EQ(node.state().FindJob("small")->resident_blocks, 1U);
+  ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 4U);
+  for (uint32_t group = 0; group < 4; ++group) {
+    node.Gradient(session, group, 1);
+    node.RunTasks();
+  }
+  const uint64_t tag = node.Step(session, 1);
+  const auto turn = [&node](bool disk_works) {
+    for (const auto& [task, action] : NodeModel::TaskMap(node.model().running())) {
+      const bool fails = std::holds_alternative<WriteBlock>(action) && !disk_works;
+      node.Finish(task, fails ? kWriteError : absl::OkStatus());
+    }
+  };
+  for (int i = 0; i < 200; ++i) turn(/*disk_works=*/false);
+  EXPECT_EQ(node.answer(tag), nullptr);
+  const JobView waiting = *node.state().FindJob("job");
+  EXPECT_TRUE(waiting.failed.ok());
+  EXPECT_THAT(std::string(waiting.swap_wait.message()),
+              ::testing::AllOf(HasSubstr("swap path 0 (/a)"), HasSubstr("Input/output error")));
+  EXPECT_TRUE(node.Running<ReadBlock>().empty()) << "no more blocks are staged";
+  for (const WriteBlock& write : node.Running<WriteBlock>()) EXPECT_TRUE(write.pause);
+
+  node.Gradient(other, 0, 1);
+  for (int i = 0; i < 5; ++i) turn(/*disk_works=*/false);
+  const uint64_t other_tag = node.Step(other, 1);
+  for (int i = 0; i < 5; ++i) turn(/*disk_works=*/false);
+  EXPECT_EQ(node.ErrorOf(other_tag), ErrorId::kNone);
+
+  for (int i = 0; i < 200 && node.answer(tag) == nullptr; ++i) turn(/*disk_works=*/true);
+  EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
+  EXPECT_TRUE(node.state().FindJob("job")->swap_wait.ok());
+  EXPECT_EQ(node.fault(), "");
+}
+
+TEST_F(NodeStateSwap, AJobThatWaitsForItsDiskCanBeDeleted) {
+  for (uint32_t group = 0; group < 4; ++group) {
+    node_.Gradient(session_, group, 1);
+    node_.RunTasks();
+  }
+  node_.Step(session_, 1);
+  for (int i = 0; i < 50; ++i) {
+    for (const auto& [task, action] : NodeModel::TaskMap(node_.model().running())) {
+      node_.Finish(task,
+                   std::holds_alternative<WriteBlock>(action) ? kWriteError : absl::OkStatus());
+    }
+  }
+  ASSERT_FALSE(View().swap_wait.ok());
+  node_.End(session_, EndCause::kLost);
+  node_.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  while (!node_.model().running().empty()) {
+    node_.Finish(node_.model().running().begin()->first, kWriteError);
+  }
+  EXPECT_FALSE(node_.state().FindJob("job").has_value());
+  EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
+  EXPECT_EQ(node_.state().Node().swap_used_bytes, 0U);
+}
+
 TEST_F(NodeStateSwap, IsRefusedWithNumbersWhenItDoesNotFit) {
   NodeState::Options options = Options(FixedBytes(layout_));
-  options.swap_free_bytes -= 1;
+  options.swap = SwapPaths({2 * 16 * kBlockBytes - 1});
   NodeHarness node(options);
   const uint64_t session = node.RequestAttach(layout_, {});
   const absl::Status status = node.attached(session)->status;
@@ -308,7 +452,7 @@ TEST_F(NodeStateSwap, AFailedReadOfStatesIsTheReadersAlone) {
 TEST_F(NodeStateSwap, AJobThatOnlyReadsAheadGivesItsSlotsToOneThatSteps) {
   NodeState::Options options = Options(FixedBytes(layout_));
   options.dram_limit_bytes = options.node_bytes + 2 * FixedBytes(layout_) + 20 * kBlockBytes;
-  options.swap_free_bytes = 4 * 40 * kBlockBytes;
+  options.swap = SwapPaths({4 * 40 * kBlockBytes});
   NodeHarness node(options);
   // A job takes what DRAM is left; b gets none while another is there, and a too little afterwards.
   const uint64_t filler = node.Attach(layout_, {.job = "filler"});

@@ -1,6 +1,7 @@
 // Goal    Whatever three clients, their deaths, bad words and failing disks do, in any order:
 //         invariants hold after each event, each committed step has used exactly what its ranks had
-//         delivered, in rank order, and has updated each block once; when the faults end, every
+//         delivered, in rank order, and has updated each block once; nothing of a step is published
+//         before all of it is written, however many writes fail; when the faults end, every
 //         client trains on, or is told that other jobs hold the memory. Equal seeds give equal
 //         traces.
 // Method  The production state machine with a model of workers and disk that ends tasks in random
@@ -13,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <variant>
@@ -32,6 +34,7 @@ using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeModel;
 using ::forebay::testing::SimulatedTrainer;
 using ::forebay::testing::SimulationRandom;
+using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 
 constexpr uint64_t kChaosEvents = 100000;
@@ -56,7 +59,7 @@ class TraceHash {
 struct Words {
   TraceHash& hash;
   void operator()(const CreateJobMemory& a) const { Put({a.task, a.job, a.state_bytes}); }
-  void operator()(const CreateJobSwap& a) const { Put({a.task, a.job, a.extents}); }
+  void operator()(const CreateJobSwap& a) const { Put({a.task, a.job, a.slots.size()}); }
   void operator()(const CreateSessionMemory& a) const { Put({a.task, a.session, a.grad_bytes}); }
   void operator()(const AnswerAttach& a) const { Put({a.session, Id(a.status), a.committed_step}); }
   void operator()(const AnswerCommand& a) const {
@@ -73,11 +76,13 @@ struct Words {
     Put({a.task, a.session, a.source_offset_bytes, a.accumulator_offset_bytes, a.assign ? 1U : 0U});
   }
   void operator()(const SumGroup& a) const { Put({a.task, a.accumulator_offset_bytes}); }
-  void operator()(const ReadBlock& a) const { Put({a.task, a.place.extent, a.place.staging_slot}); }
+  void operator()(const ReadBlock& a) const { Put({a.task, a.block, a.place.staging_slot}); }
   void operator()(const UpdateBlock& a) const {
     Put({a.task, a.identity_after.block, a.identity_after.written_step, a.segments.size()});
   }
-  void operator()(const WriteBlock& a) const { Put({a.task, a.place.extent, a.checksum}); }
+  void operator()(const WriteBlock& a) const {
+    Put({a.task, a.place.slot->path, a.place.slot->offset_bytes, a.checksum});
+  }
   void operator()(const CopyState& a) const { Put({a.task, a.session, a.identity.block, a.bytes}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
@@ -95,7 +100,7 @@ NodeState::Options TightOptions() {
           .node_bytes = 3 * 8192,
           .staging_slots = 3,
           .staging_slot_bytes = 8192,
-          .swap_free_bytes = 64 << 20,
+          .swap = SwapPaths({32 << 20, 32 << 20}),
           .block_elems = 64,
           .workers = 2};
 }
@@ -155,6 +160,7 @@ class Simulation {
   uint64_t events() const { return events_; }
   uint64_t commits() const { return commits_; }
   uint64_t failures() const { return io_errors_; }
+  uint64_t failed_writes() const { return failed_writes_; }
   std::set<uint32_t> errors() const {
     std::set<uint32_t> ids;
     for (const SimulatedTrainer& trainer : trainers_) {
@@ -179,11 +185,20 @@ class Simulation {
   }
 
   void FinishTask(TaskId task, const Action& action, bool chaos) {
-    const bool may_fail =
-        std::holds_alternative<ReadBlock>(action) || std::holds_alternative<WriteBlock>(action) ||
-        std::holds_alternative<UpdateBlock>(action) || std::holds_alternative<CopyState>(action) ||
-        std::holds_alternative<CreateJobSwap>(action) ||
-        std::holds_alternative<CreateSessionMemory>(action);
+    const bool may_fail = std::holds_alternative<ReadBlock>(action) ||
+                          std::holds_alternative<UpdateBlock>(action) ||
+                          std::holds_alternative<CopyState>(action) ||
+                          std::holds_alternative<CreateJobSwap>(action) ||
+                          std::holds_alternative<CreateSessionMemory>(action);
+    if (chaos && random_.OneIn(2000)) down_path_ = static_cast<uint32_t>(random_.Below(2));
+    if (!chaos || random_.OneIn(200)) down_path_.reset();
+    const auto* write = std::get_if<WriteBlock>(&action);
+    if (write != nullptr &&
+        (write->place.slot->path == down_path_ || (chaos && random_.OneIn(50)))) {
+      ++failed_writes_;
+      Send(model_.Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated write")));
+      return;
+    }
     if (chaos && may_fail && random_.OneIn(2000)) {
       ++io_errors_;
       Send(model_.Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated")));
@@ -291,6 +306,9 @@ class Simulation {
   uint64_t events_ = 0;
   uint64_t commits_ = 0;
   uint64_t io_errors_ = 0;
+  // Writes to it fail for a while.
+  std::optional<uint32_t> down_path_;
+  uint64_t failed_writes_ = 0;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
   uint64_t last_request_ = 0;
@@ -318,6 +336,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   // The run was worth it: each of these was met.
   EXPECT_GT(first.commits(), 500U);
   EXPECT_GT(first.failures(), 5U);
+  EXPECT_GT(first.failed_writes(), 100U);
   for (const ErrorId id : {ErrorId::kRankLost, ErrorId::kFenced, ErrorId::kRange, ErrorId::kLease,
                            ErrorId::kStep, ErrorId::kGradOrder, ErrorId::kNonfinite,
                            ErrorId::kOverflow, ErrorId::kJobFailed, ErrorId::kProtocol}) {

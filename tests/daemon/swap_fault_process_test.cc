@@ -1,6 +1,6 @@
 // Goal    A swapped block that is not the one that was written is an error that names path and
-//         extent, in the step that would have used it; the job is unusable, says so, and can be
-//         deleted; other jobs and the daemon go on.
+//         offset, in the step that would have used it; the job is unusable, says so, and can be
+//         deleted; other jobs and the daemon go on. Any number of staging slots works.
 // Method  The swap file of a running daemon is overwritten from outside between two steps.
 
 #include <fcntl.h>
@@ -15,6 +15,7 @@
 #include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nvme/volume.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -76,6 +77,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   EXPECT_THAT(status.jobs[0].failed, HasSubstr("E_CORRUPT"));
   EXPECT_EQ(status.jobs[0].committed_step, 2U);
   (void)session->Detach();
+  session.reset();  // its mapping of the weights counts until it is gone
   ASSERT_TRUE(testing::Eventually([&] { return admin->Status()->jobs[0].sessions == 0; }));
   EXPECT_OK(admin->DeleteJob("job"));
 
@@ -83,6 +85,30 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   for (uint64_t t = 1; t <= 3; ++t) {
     EXPECT_OK(testing::TrainStep(*other, {.rank = 0, .t = t}));
   }
+}
+
+// More transfers at once than the volume has requests for: they wait for each other.
+TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
+  const testing::TempDir dir;
+  const std::string socket = dir.path() + "/s";
+  const std::string swap = dir.Make("swap");
+  ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
+                                        socket, {"swap.paths=" + swap, "swap.capacity=64MiB",
+                                                 "update.block_elems=64", "swap.staging=16MiB",
+                                                 "dram.limit=19MiB"}));
+  ASSERT_OK_AND_ASSIGN(
+      auto session, Attachment::Attach({.socket = socket,
+                                        .job = "job",
+                                        .layout = testing::MakeLayoutSpec(
+                                            {.world_size = 1, .groups = 4, .group_elems = 30'000}),
+                                        .timeout = kTimeout}));
+  ASSERT_OK(testing::WriteInitial(*session, 1));
+  for (uint64_t t = 1; t <= 2; ++t) {
+    EXPECT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
+  }
+  ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
+  const client::NodeStatus status = *admin->Status();
+  EXPECT_GT(status.jobs[0].blocks - status.jobs[0].resident_blocks, nvme::Volume::kRequestsMax);
 }
 
 }  // namespace

@@ -93,7 +93,8 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
         auto disk = std::make_unique<SimulatedDisk>(
             ::forebay::testing::SimulatedDiskOptions{.paths = 1, .capacity_bytes = kFileBytes});
         const PathOptions path{.path = disk->path_name(0), .capacity_bytes = kFileBytes};
-        ASSERT_OK_AND_ASSIGN(files_, disk->Open({&path, 1}, OpenMode::kReclaim, FileLife::kKept));
+        ASSERT_OK_AND_ASSIGN(files_, disk->Open({&path, 1}, OpenMode::kReclaim, FileLife::kKept,
+                                                [](auto...) { return absl::OkStatus(); }));
         ASSERT_OK_AND_ASSIGN(file_, disk->RegisterFile(files_[0]->fd()));
         engine_ = std::move(disk);
         return;

@@ -1,6 +1,6 @@
 // Goal    Three blocks on two paths are at the old step or at the new one, together, after any
 //         power cut and any failing or short transfer; and one lost, torn or misdirected write is
-//         that, or an error that names path, extent and identity. Never a mix, never silence.
+//         that, or an error that names path, offset and identity. Never a mix, never silence.
 // Method  Faults are enumerated: before or at operation 0, 1, 2, ... of the steps, until they end
 //         without meeting the fault; the number of cut points must be the disk's own count. The
 //         disk is simulated: its cache is lost, kept, reordered or torn by sector at a cut.
@@ -59,7 +59,7 @@ VolumeOptions Options(const SimulatedDisk& disk, OpenMode mode) {
     options.paths.push_back({.path = disk.path_name(path), .capacity_bytes = kPathBytes});
   }
   options.mode = mode;
-  options.extents_max = 8;
+  options.ledger_bytes_max = 4096;
   return options;
 }
 
@@ -72,33 +72,45 @@ struct World {
   }
 
   // A new volume with its blocks durable at step 1.
-  absl::StatusOr<std::unique_ptr<Volume>> AtStepOne() {
-    ASSIGN_OR_RETURN(std::unique_ptr<Volume> volume, Open(OpenMode::kReclaim));
-    ASSIGN_OR_RETURN(const std::vector<ExtentId> extents,
-                     volume->AllocateExtents(kBlocks, kBlockBytes));
-    RETURN_IF_ERROR(ZeroNow(*volume, faults, extents));
-    RETURN_IF_ERROR(CommitStep(*volume, faults, 1));
-    return volume;
+  absl::Status MakeAtStepOne() {
+    ASSIGN_OR_RETURN(volume, Open(OpenMode::kReclaim));
+    store = std::make_unique<BlockStore>(*volume, faults, kBlocks);
+    store->overwrites_in_place = !protections.pins;
+    RETURN_IF_ERROR(ZeroNow(*volume, faults, store->slots()));
+    return store->CommitStep(1);
+  }
+
+  absl::Status Reopen(OpenMode mode) {
+    Close();
+    ASSIGN_OR_RETURN(volume, Open(mode));
+    store = std::make_unique<BlockStore>(*volume, faults, kBlocks);
+    store->overwrites_in_place = !protections.pins;
+    return absl::OkStatus();
+  }
+
+  void Close() {
+    store.reset();
+    volume.reset();
   }
 
   SimulatedDisk disk;
   FaultEngine faults;
   internal::Protections protections;
+  std::unique_ptr<Volume> volume;
+  std::unique_ptr<BlockStore> store;
 };
 
 // The step that all blocks have after reopening; 0 for a volume without blocks. Fails the test on a
 // mix, an error, or bytes that are not what they claim to be.
 uint32_t StepAfterReopening(World& world) {
-  const auto volume = world.Open(OpenMode::kRecover);
-  EXPECT_OK(volume);
-  if (!volume.ok()) return ~0u;
-  EXPECT_FALSE((*volume)->recovery().fell_back);
-  const std::vector<ExtentId> extents = (*volume)->extents();
-  if (extents.empty()) return 0;
-  EXPECT_EQ(extents.size(), kBlocks);
+  const absl::Status opened = world.Reopen(OpenMode::kRecover);
+  EXPECT_OK(opened);
+  if (!opened.ok()) return ~0u;
+  if (world.volume->durable_sequence() == 0) return 0;
+  EXPECT_EQ(world.store->entries().size(), kBlocks);
   uint32_t step = 0;
-  for (const ExtentId extent : extents) {
-    const BlockState block = ReadBlock(**volume, world.disk, extent);
+  for (uint32_t i = 0; i < world.store->entries().size(); ++i) {
+    const BlockState block = world.store->Read(i);
     EXPECT_OK(block.status);
     EXPECT_TRUE(block.bytes_right);
     if (step != 0) {
@@ -110,9 +122,9 @@ uint32_t StepAfterReopening(World& world) {
 }
 
 // Steps 2 to `last`, until one fails; the last one that was acknowledged, 1 for none.
-uint32_t CommitStepsTo(uint32_t last, Volume& volume, IoEngine& engine) {
+uint32_t CommitStepsTo(uint32_t last, BlockStore& store) {
   for (uint32_t step = 2; step <= last; ++step) {
-    if (!CommitStep(volume, engine, step).ok()) return step - 1;
+    if (!store.CommitStep(step).ok()) return step - 1;
   }
   return last;
 }
@@ -124,9 +136,9 @@ void CutEverywhere(Fate fate, ExecutionOrder order) {
   {
     World world;
     world.disk.set_order(order);
-    ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
+    ASSERT_OK(world.MakeAtStepOne());
     const uint64_t before = world.disk.operations();
-    ASSERT_EQ(CommitStepsTo(kLast, *volume, world.disk), kLast);
+    ASSERT_EQ(CommitStepsTo(kLast, *world.store), kLast);
     operations = world.disk.operations() - before;
   }
   uint64_t cuts = 0;
@@ -135,25 +147,22 @@ void CutEverywhere(Fate fate, ExecutionOrder order) {
                                       << static_cast<int>(fate.kind) << " seed " << fate.seed);
     World world;
     world.disk.set_order(order);
-    uint32_t acknowledged = 0;
-    {
-      ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-      world.disk.set_cut_fate(fate.kind, fate.seed + 1000 * cuts);
-      world.disk.CutPowerBefore(cuts);
-      acknowledged = CommitStepsTo(kLast, *volume, world.disk);
-    }
+    ASSERT_OK(world.MakeAtStepOne());
+    world.disk.set_cut_fate(fate.kind, fate.seed + 1000 * cuts);
+    world.disk.CutPowerBefore(cuts);
+    const uint32_t acknowledged = CommitStepsTo(kLast, *world.store);
+    world.Close();
     if (!world.disk.power_was_cut()) break;
     world.disk.RestorePower();
     const uint32_t step = StepAfterReopening(world);
     EXPECT_GE(step, acknowledged);
     EXPECT_LE(step, acknowledged + 1);
     // And it goes on from there.
-    ASSERT_OK_AND_ASSIGN(const auto volume, world.Open(OpenMode::kRecover));
-    ASSERT_OK(CommitStep(*volume, world.disk, 9));
+    ASSERT_OK(world.store->CommitStep(9));
     world.disk.CutPowerNow();
   }
   EXPECT_EQ(cuts, operations) << "the cut points are not the operations of the disk";
-  EXPECT_GE(operations, 3 * (kBlocks + 2 + 2 + 2 + 2 + 2));
+  EXPECT_GE(operations, 3 * (kBlocks + 2 + 4 + 2)) << "blocks, flushes, ledger and record, flushes";
 }
 
 TEST(VolumeFault, StepsAreAtomicAtEveryPowerCut) {
@@ -173,24 +182,17 @@ TEST(VolumeFault, AVolumeIsEmptyOrAtItsFirstStepAtEveryPowerCutWhileItIsMade) {
                                         << static_cast<int>(fate.kind) << " seed " << fate.seed);
       World world;
       // An older volume lies there, as after a change of mind: its step must never come back.
-      {
-        ASSERT_OK_AND_ASSIGN(const auto older, world.AtStepOne());
-        ASSERT_OK(CommitNow(*older, world.faults));  // both record slots are in use
-      }
+      ASSERT_OK(world.MakeAtStepOne());
+      ASSERT_OK(world.store->Commit());  // both record places are in use
+      world.Close();
       world.disk.set_cut_fate(fate.kind, fate.seed + 1000 * cut);
       world.disk.CutPowerBefore(cut);
-      bool opened = false;
-      {
-        const auto volume = world.Open(OpenMode::kReclaim);
-        opened = volume.ok();
-        if (opened) {
-          const auto extents = (*volume)->AllocateExtents(kBlocks, kBlockBytes);
-          if (ZeroNow(**volume, world.faults, *extents).ok()) {
-            CommitStep(**volume, world.faults, 2).IgnoreError();
-          }
-        }
+      const bool opened = world.Reopen(OpenMode::kReclaim).ok();
+      if (opened && ZeroNow(*world.volume, world.faults, world.store->slots()).ok()) {
+        world.store->CommitStep(2).IgnoreError();
       }
       reached = world.disk.power_was_cut();
+      world.Close();
       world.disk.CutPowerNow();
       world.disk.RestorePower();
       if (opened) {
@@ -199,11 +201,11 @@ TEST(VolumeFault, AVolumeIsEmptyOrAtItsFirstStepAtEveryPowerCutWhileItIsMade) {
         EXPECT_TRUE(reached || step == 2);
         continue;
       }
-      const auto volume = world.Open(OpenMode::kRecover);
-      if (!volume.ok()) {
-        EXPECT_THAT(volume, HasError(protocol::ErrorId::kSwapPath));
-      } else if (!(*volume)->extents().empty()) {
-        EXPECT_EQ((*volume)->durable_sequence(), 2u);  // the old one, as nothing was acknowledged
+      const absl::Status recovered = world.Reopen(OpenMode::kRecover);
+      if (!recovered.ok()) {
+        EXPECT_THAT(recovered, HasError(protocol::ErrorId::kSwapPath));
+      } else if (world.volume->durable_sequence() > 0) {
+        EXPECT_EQ(world.volume->durable_sequence(), 2u);  // the old one: nothing was acknowledged
       }
     }
   }
@@ -219,19 +221,17 @@ void FaultEverywhere(IoFault fault, const char* what) {
                                         << fault.error_number << ", bytes " << fault.short_bytes
                                         << ", count " << fault.count << ", cut " << cut);
       World world;
-      absl::Status status;
-      {
-        ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-        fault.operation = operation;
-        world.faults.SetFault(fault);
-        status = CommitStep(*volume, world.faults, 2);
-        fired = world.faults.operations() > operation;
-        world.faults.ClearFault();
-        if (!status.ok()) {
-          EXPECT_THAT(status, HasError(protocol::ErrorId::kSwapIo));
-          EXPECT_THAT(status.message(), HasSubstr("/simulated/"));
-        }
+      ASSERT_OK(world.MakeAtStepOne());
+      fault.operation = operation;
+      world.faults.SetFault(fault);
+      const absl::Status status = world.store->CommitStep(2);
+      fired = world.faults.operations() > operation;
+      world.faults.ClearFault();
+      if (!status.ok()) {
+        EXPECT_THAT(status, HasError(protocol::ErrorId::kSwapIo));
+        EXPECT_THAT(status.message(), HasSubstr("/simulated/"));
       }
+      world.Close();
       if (cut) {
         world.disk.set_cut_fate(CutFate::kTornSectors, operation + 1);
         world.disk.CutPowerNow();
@@ -268,11 +268,12 @@ TEST(VolumeFault, OneFailureOfADataTransferIsCuredByTryingAgain) {
   for (const int error : {EIO, EAGAIN, EINTR, ETIMEDOUT}) {
     for (uint64_t operation = 0; operation < kBlocks; ++operation) {
       World world;
-      ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
+      ASSERT_OK(world.MakeAtStepOne());
       world.faults.SetFault({.operation = operation, .error_number = error});
-      EXPECT_OK(CommitStep(*volume, world.faults, 2));
+      EXPECT_OK(world.store->CommitStep(2));
       EXPECT_EQ(world.faults.fired(), 1u);
-      EXPECT_EQ(volume->stats().paths[0].retries + volume->stats().paths[1].retries, 1u);
+      const VolumeStats stats = world.volume->stats();
+      EXPECT_EQ(stats.paths[0].retries + stats.paths[1].retries, 1u);
     }
   }
 }
@@ -284,19 +285,21 @@ TEST(VolumeFault, ReadsMeetFailingAndShortTransfersWithTheRightBytesOrAnError) {
     for (const uint64_t count : {uint64_t{1}, IoFault::kForEver}) {
       SCOPED_TRACE(::testing::Message() << kind.error_number << " " << kind.short_bytes);
       World world;
-      ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
+      ASSERT_OK(world.MakeAtStepOne());
       IoFault fault = kind;
       fault.count = count;
       world.faults.SetFault(fault);
-      const BlockState block = ReadBlock(*volume, world.faults, ExtentId{1});
+      const BlockState block = world.store->Read(1);
       if (block.status.ok()) {
         EXPECT_TRUE(block.bytes_right);
       } else {
         EXPECT_EQ(count, IoFault::kForEver);
         EXPECT_THAT(block.status, HasError(protocol::ErrorId::kSwapIo));
-        EXPECT_THAT(block.status.message(), HasSubstr("extent 1 "));
+        const Slot& slot = world.store->entries()[1].slot;
+        EXPECT_THAT(block.status.message(),
+                    HasSubstr("read at offset " + std::to_string(slot.offset_bytes)));
       }
-      EXPECT_EQ(volume->requests_in_flight(), 0u);
+      EXPECT_EQ(world.volume->requests_in_flight(), 0u);
     }
   }
 }
@@ -309,17 +312,16 @@ TEST(VolumeFault, AfterAFailureTheStepCanBeCommittedAgain) {
       ASSERT_LT(operation, kOperationsMax);
       SCOPED_TRACE(::testing::Message() << count << " failures from operation " << operation);
       World world;
-      {
-        ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-        world.faults.SetFault({.operation = operation, .count = count, .error_number = EIO});
-        const absl::Status status = CommitStep(*volume, world.faults, 2);
-        fired = world.faults.operations() > operation;
-        world.faults.ClearFault();
-        if (!status.ok()) {
-          EXPECT_OK(CommitStep(*volume, world.faults, 2));
-        }
-        EXPECT_EQ(volume->NeedsRewrite().size(), 0u);
+      ASSERT_OK(world.MakeAtStepOne());
+      world.faults.SetFault({.operation = operation, .count = count, .error_number = EIO});
+      const absl::Status status = world.store->CommitStep(2);
+      fired = world.faults.operations() > operation;
+      world.faults.ClearFault();
+      if (!status.ok()) {
+        EXPECT_OK(world.store->CommitStep(2));
       }
+      EXPECT_OK(world.store->Commit()) << "nothing it names is in doubt";
+      world.Close();
       world.disk.CutPowerNow();
       world.disk.RestorePower();
       EXPECT_EQ(StepAfterReopening(world), 2u);
@@ -327,25 +329,28 @@ TEST(VolumeFault, AfterAFailureTheStepCanBeCommittedAgain) {
   }
 }
 
-// A commit that failed may be durable all the same: then neither slot of a block is free.
+// A commit that failed may be durable all the same: then neither its slots nor the older ones are
+// free.
 TEST(VolumeFault, AfterACommitOfUnknownOutcomeNoSlotItMayNameIsOverwritten) {
-  constexpr uint64_t kRecordWrites = kBlocks + 2 + 2 + 2;  // blocks, flushes, tables, flushes
-  for (uint64_t operation = kRecordWrites; operation < kRecordWrites + 4; ++operation) {
+  constexpr uint64_t kLedgerWrites = kBlocks + 2;  // blocks, flushes
+  for (uint64_t operation = kLedgerWrites; operation < kLedgerWrites + 6; ++operation) {
     for (const Fate& fate : AllFates()) {
       SCOPED_TRACE(::testing::Message() << "operation " << operation << " fails, fate "
                                         << static_cast<int>(fate.kind) << " seed " << fate.seed);
       World world;
-      {
-        ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-        world.faults.SetFault({.operation = operation, .count = 9, .error_number = EIO});
-        ASSERT_THAT(CommitStep(*volume, world.faults, 2), HasError(protocol::ErrorId::kSwapIo));
-        world.faults.ClearFault();
-        const Bytes next = ContentOf(0, 3);
-        EXPECT_THAT(volume->Write(ExtentId{0}, next, IdentityOf(0, 3), 0, /*token=*/1),
+      ASSERT_OK(world.MakeAtStepOne());
+      const std::vector<BlockStore::Entry> older = world.store->entries();
+      world.faults.SetFault({.operation = operation, .count = 9, .error_number = EIO});
+      ASSERT_THAT(world.store->CommitStep(2), HasError(protocol::ErrorId::kSwapIo));
+      world.faults.ClearFault();
+      const Bytes next = ContentOf(0, 3);
+      for (const Slot& slot : {older[0].slot, world.store->entries()[0].slot}) {
+        EXPECT_THAT(world.volume->Write(slot, next, /*token=*/1),
                     ::forebay::testing::HasCode(absl::StatusCode::kFailedPrecondition));
-        world.disk.set_cut_fate(fate.kind, fate.seed);
-        world.disk.CutPowerNow();
       }
+      world.disk.set_cut_fate(fate.kind, fate.seed);
+      world.Close();
+      world.disk.CutPowerNow();
       world.disk.RestorePower();
       const uint32_t step = StepAfterReopening(world);
       EXPECT_TRUE(step == 1 || step == 2) << step;
@@ -355,70 +360,59 @@ TEST(VolumeFault, AfterACommitOfUnknownOutcomeNoSlotItMayNameIsOverwritten) {
 
 // As after a real fsync error: the kernel dropped the pages, and the next fsync succeeds.
 TEST(VolumeFault, WhatAFailedFlushDroppedIsWrittenAgainBeforeACommitSucceeds) {
-  bool failed = true;
   int failures = 0;
   for (uint64_t operation = 0; operation < 20; ++operation) {
     SCOPED_TRACE(::testing::Message() << "flush fails at operation " << operation);
     World world;
-    {
-      ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-      world.disk.FailFlush(operation);
-      failed = !CommitStep(*volume, world.disk, 2).ok();
-      if (failed) {
-        ++failures;
-        const VolumeStats stats = volume->stats();
-        EXPECT_TRUE(stats.paths[0].flush_failed || stats.paths[1].flush_failed);
-        if (operation < 5) {  // a flush of data: its blocks are in doubt
-          EXPECT_GT(volume->NeedsRewrite().size(), 0u);
-          EXPECT_THAT(volume->Commit(1),
-                      ::forebay::testing::HasCode(absl::StatusCode::kFailedPrecondition));
-        }
-        EXPECT_OK(CommitStep(*volume, world.disk, 2));
+    ASSERT_OK(world.MakeAtStepOne());
+    world.disk.FailFlush(operation);
+    if (!world.store->CommitStep(2).ok()) {
+      ++failures;
+      const VolumeStats stats = world.volume->stats();
+      EXPECT_TRUE(stats.paths[0].flush_failed || stats.paths[1].flush_failed);
+      if (operation < kBlocks + 2) {  // a flush of data: its blocks are in doubt
+        EXPECT_GT(world.volume->Doubted().size(), 0u);
+        EXPECT_THAT(world.store->Commit(),
+                    ::forebay::testing::HasCode(absl::StatusCode::kFailedPrecondition));
       }
+      EXPECT_OK(world.store->CommitStep(2));
     }
+    world.Close();
     world.disk.CutPowerNow();
     world.disk.RestorePower();
     EXPECT_EQ(StepAfterReopening(world), 2u);
   }
-  EXPECT_EQ(failures, 6) << "two flushes each of data, table and record";
+  EXPECT_EQ(failures, 4) << "two flushes each of data and of the ledger";
 }
 
 // A step with one write that lies about its success; then a power cut and a reopening. Returns
 // whether the fault hit a write.
 bool LyingWrite(WriteFault fault, uint64_t operation, bool commit) {
   World world;
-  bool fired = false;
-  {
-    const auto volume = world.AtStepOne();
-    EXPECT_OK(volume);
-    world.disk.FaultWrite(operation, fault);
-    if (commit) {
-      EXPECT_OK(CommitStep(**volume, world.disk, 2));
-    } else {
-      for (uint32_t block = 0; block < kBlocks; ++block) {
-        EXPECT_OK(WriteNow(**volume, world.disk, ExtentId{block}, ContentOf(block, 2),
-                           IdentityOf(block, 2)));
-      }
-    }
-    fired = world.disk.fault_fired();
-  }
+  EXPECT_OK(world.MakeAtStepOne());
+  world.disk.FaultWrite(operation, fault);
+  EXPECT_OK(commit ? world.store->CommitStep(2) : world.store->WriteStep(2));
+  const bool fired = world.disk.fault_fired();
+  world.Close();
   world.disk.set_cut_fate(CutFate::kKeepAll, 0);
   world.disk.CutPowerNow();
   world.disk.RestorePower();
-  const auto volume = world.Open(OpenMode::kRecover);
-  EXPECT_OK(volume);
-  if (!volume.ok()) return fired;
-  EXPECT_EQ((*volume)->extents().size(), kBlocks);
+  const absl::Status opened = world.Reopen(OpenMode::kRecover);
+  EXPECT_OK(opened);
+  if (!opened.ok()) return fired;
+  EXPECT_EQ(world.store->entries().size(), kBlocks);
   uint32_t step = 0;
   for (uint32_t block = 0; block < kBlocks; ++block) {
-    const BlockState state = ReadBlock(**volume, world.disk, ExtentId{block});
+    const BlockState state = world.store->Read(block);
     EXPECT_TRUE(step == 0 || state.step == step) << "a mix of steps";
     step = state.step;
     EXPECT_EQ(state.status.ok(), state.bytes_right) << "silence, or a false alarm";
     if (state.status.ok()) continue;
     EXPECT_THAT(state.status, HasError(protocol::ErrorId::kCorrupt));
     EXPECT_THAT(state.status.message(), HasSubstr("/simulated/"));
-    EXPECT_THAT(state.status.message(), HasSubstr("extent " + std::to_string(block) + " "));
+    const Slot& slot = world.store->entries()[block].slot;
+    EXPECT_THAT(state.status.message(),
+                HasSubstr("offset " + std::to_string(slot.offset_bytes) + " "));
     const Identity identity = IdentityOf(block, step);
     EXPECT_THAT(state.status.message(),
                 HasSubstr(absl::BytesToHexString(
@@ -436,7 +430,7 @@ TEST(VolumeFault, OneLostOrTornWriteIsAnErrorOrWithoutEffect) {
       SCOPED_TRACE(::testing::Message() << static_cast<int>(kind) << " at " << operation);
       fired += LyingWrite({.kind = kind}, operation, /*commit=*/true) ? 1 : 0;
     }
-    EXPECT_EQ(fired, kBlocks + 2 + 2) << "blocks, two tables, two records";
+    EXPECT_EQ(fired, kBlocks + 2 + 2) << "blocks, two ledgers, two records";
   }
 }
 
@@ -457,47 +451,68 @@ TEST(VolumeFault, OneMisdirectedWriteIsAnErrorOrWithoutEffect) {
       }
     }
   }
-  EXPECT_EQ(writes, kBlocks + 2 + 2) << "blocks, two tables, two records";
+  EXPECT_EQ(writes, kBlocks + 2 + 2) << "blocks, two ledgers, two records";
 }
 
 // The faults above with a protection off: nothing notices them.
 TEST(VolumeFault, WithoutChecksumsALostWriteIsSilent) {
-  for (const bool protected_by_checksum : {true, false}) {
+  for (const bool verified : {true, false}) {
     World world;
-    world.protections.checksum = protected_by_checksum;
-    ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
+    ASSERT_OK(world.MakeAtStepOne());
     world.disk.FaultWrite(0, {.kind = WriteFault::Kind::kLost});
-    ASSERT_OK(CommitStep(*volume, world.disk, 2));
+    ASSERT_OK(world.store->CommitStep(2));
     ASSERT_TRUE(world.disk.fault_fired());
-    const BlockState block = ReadBlock(*volume, world.disk, ExtentId{0});
+    const BlockState block = world.store->Read(0, verified);
     EXPECT_FALSE(block.bytes_right);
-    EXPECT_EQ(block.status.ok(), !protected_by_checksum);
+    EXPECT_EQ(block.status.ok(), !verified);
   }
 }
 
-TEST(VolumeFault, WithoutTwoSlotsAPowerCutLeavesAMix) {
-  for (const bool two_slots : {true, false}) {
+TEST(VolumeFault, WithoutPinnedSlotsAPowerCutLeavesAMix) {
+  for (const bool pins : {true, false}) {
     int damaged = 0;
     bool reached = true;
     for (uint64_t cut = 0; reached; ++cut) {
+      ASSERT_LT(cut, kOperationsMax);
       World world;
-      world.protections.two_slots = two_slots;
-      {
-        ASSERT_OK_AND_ASSIGN(const auto volume, world.AtStepOne());
-        world.disk.set_cut_fate(CutFate::kKeepAll, 0);
-        world.disk.CutPowerBefore(cut);
-        CommitStep(*volume, world.disk, 2).IgnoreError();
-        reached = world.disk.power_was_cut();
-      }
+      world.protections.pins = pins;
+      ASSERT_OK(world.MakeAtStepOne());
+      world.disk.set_cut_fate(CutFate::kKeepAll, 0);
+      world.disk.CutPowerBefore(cut);
+      world.store->CommitStep(2).IgnoreError();
+      reached = world.disk.power_was_cut();
+      world.Close();
       world.disk.CutPowerNow();
       world.disk.RestorePower();
-      ASSERT_OK_AND_ASSIGN(const auto volume, world.Open(OpenMode::kRecover));
-      for (const ExtentId extent : volume->extents()) {
-        damaged += ReadBlock(*volume, world.disk, extent).bytes_right ? 0 : 1;
+      ASSERT_OK(world.Reopen(OpenMode::kRecover));
+      for (uint32_t block = 0; block < world.store->entries().size(); ++block) {
+        damaged += world.store->Read(block).bytes_right ? 0 : 1;
       }
     }
-    EXPECT_EQ(damaged > 0, !two_slots) << damaged;
+    EXPECT_EQ(damaged > 0, !pins) << damaged;
   }
+}
+
+// The ledger before the newest stays whole: its slots are pinned as long as it may be needed.
+TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
+  World world;
+  ASSERT_OK(world.MakeAtStepOne());
+  ASSERT_OK(world.store->CommitStep(2));
+  ASSERT_OK(world.store->CommitStep(3));
+  ASSERT_OK(world.store->WriteStep(4));
+  world.disk.set_cut_fate(CutFate::kKeepAll, 0);
+  world.Close();
+  world.disk.CutPowerNow();
+  world.disk.RestorePower();
+  ASSERT_EQ(StepAfterReopening(world), 3u);
+  world.Close();
+  // Sequences 1 and 3 lie in area 0: pages 3 of the head, and 5 pages before the end of the tail.
+  const Bytes junk = ::forebay::testing::Pattern(4096, /*seed=*/5);
+  world.disk.Overwrite(0, 3 * 4096, junk);
+  world.disk.Overwrite(1, kPathBytes - 5 * 4096, junk);
+  EXPECT_EQ(StepAfterReopening(world), 2u);
+  EXPECT_TRUE(world.volume->recovery().fell_back);
+  EXPECT_EQ(world.volume->recovery().damaged_ledgers, 2u);
 }
 
 }  // namespace

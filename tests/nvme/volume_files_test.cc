@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -64,7 +65,7 @@ class VolumeFiles : public ::testing::TestWithParam<EngineChoice> {
     for (const std::string& path : paths) {
       options.paths.push_back({.path = path, .capacity_bytes = kPathBytes});
     }
-    options.extents_max = 32;
+    options.ledger_bytes_max = 4096;
     return options;
   }
 
@@ -112,12 +113,13 @@ TEST_P(VolumeFiles, CountBytesAsTheKernelDoes) {
   const uint64_t read_before = KernelCounter("read_bytes:");
   const uint64_t written_before = KernelCounter("write_bytes:");
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
-  ASSERT_OK_AND_ASSIGN(const auto extents, volume->AllocateExtents(8, kBigBytes));
-  ASSERT_OK(ZeroNow(*volume, engine(), extents));
+  SlotMap map = volume->free_slots();
+  const std::vector<Slot> slots = map.Allocate(16, kBigBytes).value();
+  ASSERT_OK(ZeroNow(*volume, engine(), slots));
   ::forebay::testing::Bytes bytes = ::forebay::testing::Pattern(kBigBytes, /*seed=*/1);
-  for (const ExtentId extent : extents) {
-    ASSERT_OK(WriteNow(*volume, engine(), extent, bytes, Identity{}));
-    ASSERT_OK(ReadNow(*volume, engine(), extent, bytes));
+  for (const Slot& slot : std::span(slots).first(8)) {
+    ASSERT_OK(WriteNow(*volume, engine(), slot, bytes));
+    ASSERT_OK(ReadNow(*volume, engine(), slot, bytes));
   }
   uint64_t read_bytes = 0;
   uint64_t written_bytes = 0;
@@ -140,19 +142,18 @@ TEST_P(VolumeFiles, KeepStepsAcrossReopening) {
     VolumeOptions options = Options({a_, b_});
     options.mode = life == 1 ? OpenMode::kReclaim : OpenMode::kRecover;
     ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
+    BlockStore store(*volume, engine(), 5);
     if (life == 1) {
-      ASSERT_OK_AND_ASSIGN(const auto extents, volume->AllocateExtents(5, kBlockBytes));
-      ASSERT_OK(ZeroNow(*volume, engine(), extents));
+      ASSERT_OK(ZeroNow(*volume, engine(), store.slots()));
     }
-    for (const ExtentId extent : volume->extents()) {
-      if (life == 1) continue;
-      const BlockState block = ReadBlock(*volume, engine(), extent);
+    EXPECT_EQ(store.entries().size(), 5u);
+    for (uint32_t i = 0; life > 1 && i < 5; ++i) {
+      const BlockState block = store.Read(i);
       EXPECT_OK(block.status);
       EXPECT_TRUE(block.bytes_right);
       EXPECT_EQ(block.step, life - 1);
     }
-    EXPECT_EQ(volume->extents().size(), 5u);
-    EXPECT_OK(CommitStep(*volume, engine(), life));
+    EXPECT_OK(store.CommitStep(life));
     EXPECT_EQ(volume->durable_sequence(), life);
   }
 }
@@ -176,11 +177,10 @@ TEST_P(VolumeFiles, AreReclaimedAtTheNextStart) {
     VolumeOptions options = Options({a_});
     options.paths[0].capacity_bytes = 2 * kPathBytes;
     ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
-    ASSERT_OK(volume->AllocateExtents(3, kBlockBytes));
-    ASSERT_OK(CommitStep(*volume, engine(), 1));
+    ASSERT_OK(BlockStore(*volume, engine(), 3).CommitStep(1));
   }
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
-  EXPECT_TRUE(volume->extents().empty());
+  EXPECT_EQ(volume->durable_sequence(), 0u);
   EXPECT_EQ(std::filesystem::file_size(a_ + "/forebay.swap"), kPathBytes);
 }
 
@@ -190,8 +190,7 @@ TEST_P(VolumeFiles, UnlinkedOnesLeaveNothingAndStayLocked) {
   {
     ASSERT_OK_AND_ASSIGN(const auto volume, Open(options));
     EXPECT_TRUE(std::filesystem::is_empty(a_));
-    ASSERT_OK(volume->AllocateExtents(1, kBlockBytes));
-    EXPECT_OK(CommitStep(*volume, engine(), 1));
+    EXPECT_OK(BlockStore(*volume, engine(), 1).CommitStep(1));
     EXPECT_THAT(Open(options), HasError(ErrorId::kBusy));
   }
   EXPECT_OK(Open(options));
@@ -275,8 +274,7 @@ TEST_P(VolumeFiles, ATooSmallDiskIsRefusedWithNeededAndFreeBytes) {
 TEST_P(VolumeFiles, ARefusalLeavesAnOlderFileAsItWas) {
   {
     ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
-    ASSERT_OK(volume->AllocateExtents(2, kBlockBytes));
-    ASSERT_OK(CommitStep(*volume, engine(), 1));
+    ASSERT_OK(BlockStore(*volume, engine(), 2).CommitStep(1));
   }
   VolumeOptions options = Options({a_, b_});
   options.paths[1].capacity_bytes = uint64_t{1} << 50;
@@ -284,16 +282,16 @@ TEST_P(VolumeFiles, ARefusalLeavesAnOlderFileAsItWas) {
   VolumeOptions recover = Options({a_});
   recover.mode = OpenMode::kRecover;
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(recover));
-  EXPECT_EQ(ReadBlock(*volume, engine(), ExtentId{1}).step, 1u);
+  EXPECT_EQ(BlockStore(*volume, engine(), 2).Read(1).step, 1u);
 }
 
 TEST_P(VolumeFiles, AFullDeviceIsAnErrorOfTheRequest) {
   // The file is shorter than its capacity says, as after a truncation by somebody else.
   ASSERT_OK_AND_ASSIGN(const auto volume, Open(Options({a_})));
-  ASSERT_OK(volume->AllocateExtents(1, kBlockBytes));
-  ASSERT_OK(CommitStep(*volume, engine(), 1));
+  BlockStore store(*volume, engine(), 1);
+  ASSERT_OK(store.CommitStep(1));
   ASSERT_EQ(truncate((a_ + "/forebay.swap").c_str(), 4096), 0);
-  const BlockState block = ReadBlock(*volume, engine(), ExtentId{0});
+  const BlockState block = store.Read(0);
   EXPECT_THAT(block.status, HasError(ErrorId::kSwapIo));
   EXPECT_THAT(block.status.message(), HasSubstr("0 of 12288 bytes"));
 }
@@ -314,9 +312,9 @@ TEST_P(VolumeFiles, ABlockDeviceIsUsedAsItIs) {
     auto volume = Open(Options({name, a_}));
     EXPECT_OK(volume);
     if (volume.ok()) {
-      EXPECT_OK((*volume)->AllocateExtents(4, kBlockBytes));
-      EXPECT_OK(CommitStep(**volume, engine(), 1));
-      EXPECT_EQ(ReadBlock(**volume, engine(), ExtentId{3}).step, 1u);
+      BlockStore store(**volume, engine(), 4);
+      EXPECT_OK(store.CommitStep(1));
+      EXPECT_EQ(store.Read(3).step, 1u);
       const auto second = Open(Options({name}));
       EXPECT_THAT(second, HasError(ErrorId::kBusy));
       EXPECT_THAT(second.status().message(), HasSubstr("process " + std::to_string(getpid())));
@@ -334,7 +332,7 @@ TEST(VolumeLock, ASecondDaemonIsRefusedWithThePidOfTheFirst) {
   TempDir directory;
   VolumeOptions options;
   options.paths = {{.path = directory.Make("a"), .capacity_bytes = kPathBytes}};
-  options.extents_max = 32;
+  options.ledger_bytes_max = 4096;
   int ready[2];
   int end[2];
   ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);

@@ -1,5 +1,5 @@
-// Goal    A volume gives out extents, keeps the old content readable until the new one is
-//         published, refuses what cannot be right, and counts every byte.
+// Goal    A volume stores bytes in slots on all its paths, never touches a slot that a durable ledger
+//         names, refuses what cannot be right, recovers its ledger, and counts every byte.
 // Method  On a simulated disk, driven by completions; expected values are computed by hand. Faults
 //         are in volume_fault_test.cc, real files in volume_files_test.cc.
 
@@ -9,12 +9,18 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <set>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nvme/internal/disk_format.h"
+#include "nvme/internal/page_buffer.h"
 #include "protocol/error.h"
 #include "tests/nvme/volume_world.h"
 #include "tests/support/pattern.h"
@@ -34,8 +40,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 constexpr uint64_t kPathBytes = 1 << 20;
-constexpr uint32_t kExtentsMax = 16;  // tables of one page
-// Of two paths: a label at each end; two records and two tables at the head and at the tail.
+constexpr uint64_t kLedgerBytes = 4096;
+// Of two paths: a label at each end; two records and two ledgers at the head and at the tail.
 constexpr uint64_t kMetaBytes = (4 + 2 * (2 + 2)) * 4096;
 
 class VolumeTest : public ::testing::Test {
@@ -47,174 +53,99 @@ class VolumeTest : public ::testing::Test {
     for (uint32_t path = 0; path < paths; ++path) {
       options.paths.push_back({.path = disk_.path_name(path), .capacity_bytes = kPathBytes});
     }
-    options.extents_max = kExtentsMax;
+    options.ledger_bytes_max = kLedgerBytes;
     return options;
   }
 
   void Open(const VolumeOptions& options) {
+    store_.reset();
     volume_.reset();
     ASSERT_OK_AND_ASSIGN(volume_, Volume::Open(options, disk_, disk_));
   }
 
-  absl::Status Put(ExtentId extent, uint32_t step) {
-    return WriteNow(*volume_, disk_, extent, ContentOf(0, step), IdentityOf(0, step));
+  void Recover(uint32_t paths) {
+    VolumeOptions options = Options(paths);
+    options.mode = OpenMode::kRecover;
+    Open(options);
   }
 
-  // The step that the extent reads as.
-  uint32_t Get(ExtentId extent) {
-    const auto expected = volume_->expected(extent);
-    Bytes bytes(kBlockBytes);
-    EXPECT_TRUE(expected.has_value());
-    EXPECT_OK(ReadNow(*volume_, disk_, extent, bytes));
-    EXPECT_OK(Verify(*expected, bytes));
-    EXPECT_EQ(bytes, ContentOf(0, StepOf(expected->identity)));
-    return StepOf(expected->identity);
+  void MakeStore(uint32_t blocks) {
+    store_ = std::make_unique<BlockStore>(*volume_, disk_, blocks);
+  }
+
+  std::vector<Slot> SomeSlots(uint64_t count, uint64_t bytes = kBlockBytes) {
+    SlotMap map = volume_->free_slots();
+    return map.Allocate(count, bytes).value();
   }
 
   SimulatedDisk disk_;
   std::unique_ptr<Volume> volume_;
+  std::unique_ptr<BlockStore> store_;
 };
 
-TEST_F(VolumeTest, StartsEmptyAndGivesOutDenseIds) {
+TEST_F(VolumeTest, StartsEmpty) {
   Open(Options(2));
-  EXPECT_THAT(volume_->extents(), IsEmpty());
   EXPECT_EQ(volume_->durable_sequence(), 0u);
-  EXPECT_EQ(volume_->free_bytes(), 2 * kPathBytes - kMetaBytes);
-  ASSERT_OK_AND_ASSIGN(const auto first, volume_->AllocateExtents(3, 5000));
-  EXPECT_THAT(first, ElementsAre(ExtentId{0}, ExtentId{1}, ExtentId{2}));
-  EXPECT_EQ(volume_->size_bytes(ExtentId{0}), 8192u) << "rounded up to whole pages";
-  ASSERT_OK(volume_->FreeExtents({{ExtentId{1}}}));
-  EXPECT_EQ(volume_->size_bytes(ExtentId{1}), 0u);
-  ASSERT_OK_AND_ASSIGN(const auto second, volume_->AllocateExtents(2, 4096));
-  EXPECT_THAT(second, ElementsAre(ExtentId{1}, ExtentId{3}));
-  EXPECT_THAT(volume_->extents(), ElementsAre(ExtentId{0}, ExtentId{1}, ExtentId{2}, ExtentId{3}));
-}
-
-TEST_F(VolumeTest, KeepsEveryPathBusyWithTheSlotsOfOneStep) {
-  for (const uint32_t paths : {1u, 2u, 3u}) {
-    Open(Options(paths));
-    ASSERT_OK_AND_ASSIGN(const auto extents, volume_->AllocateExtents(6, kBlockBytes));
-    for (uint32_t step = 1; step <= 3; ++step) {
-      std::vector<uint64_t> before;
-      for (const PathStats& path : volume_->stats().paths) before.push_back(path.written_bytes);
-      for (const ExtentId extent : extents) ASSERT_OK(Put(extent, step));
-      const VolumeStats stats = volume_->stats();
-      for (uint32_t path = 0; path < paths; ++path) {
-        EXPECT_EQ(stats.paths[path].written_bytes - before[path], 6 / paths * kBlockBytes);
-      }
-    }
-  }
-}
-
-TEST_F(VolumeTest, PlacesExtentsByWeight) {
-  VolumeOptions options = Options(2);
-  options.paths[1].weight = 3;
-  Open(options);
-  ASSERT_OK(volume_->AllocateExtents(8, 8192));
-  const VolumeStats stats = volume_->stats();
-  EXPECT_EQ(stats.paths[0].allocated_bytes, 4 * 8192u);
-  EXPECT_EQ(stats.paths[1].allocated_bytes, 12 * 8192u);
-  EXPECT_EQ(stats.extents, 8u);
-}
-
-TEST_F(VolumeTest, RefusesWhatDoesNotFitAndTakesNothing) {
-  Open(Options(2));
-  const uint64_t free_bytes = volume_->free_bytes();
-  const auto refused = volume_->AllocateExtents(4, 512 << 10);
-  EXPECT_THAT(refused, HasError(ErrorId::kSwapNospc));
-  EXPECT_THAT(refused.status().message(), HasSubstr("needed 4.0 MiB, free 2.0 MiB on 2 paths"));
-  EXPECT_EQ(volume_->free_bytes(), free_bytes);
-  EXPECT_THAT(volume_->AllocateExtents(kExtentsMax + 1, 4096), HasError(ErrorId::kLimit));
-  EXPECT_EQ(volume_->free_bytes(), free_bytes);
-  EXPECT_THAT(volume_->extents(), IsEmpty());
-  EXPECT_FALSE(volume_->AllocateExtents(0, 4096).ok());
-  EXPECT_FALSE(volume_->AllocateExtents(1, 0).ok());
-  // All of it in one piece after many pieces came and went: free ranges merge.
-  for (int round = 0; round < 20; ++round) {
-    ASSERT_OK_AND_ASSIGN(auto extents, volume_->AllocateExtents(kExtentsMax, 4096 * 7));
-    std::reverse(extents.begin() + round % 3, extents.end());
-    ASSERT_OK(volume_->FreeExtents(extents));
-  }
-  EXPECT_EQ(volume_->free_bytes(), free_bytes);
-  EXPECT_OK(volume_->AllocateExtents(1, (free_bytes / 2) / 4096 * 4096));
-}
-
-TEST_F(VolumeTest, KeepsTheOldContentUntilTheNewOneIsPublished) {
-  Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  const ExtentId extent{0};
-  ASSERT_OK(Put(extent, 1));
-  const Bytes draft = ContentOf(0, 5);
-  const Bytes final_content = ContentOf(0, 2);
-  ASSERT_OK(volume_->Write(extent, draft, IdentityOf(0, 5), Checksum(IdentityOf(0, 5), draft), 9));
-  ASSERT_OK(FinishOne(*volume_, disk_, 9));
-  EXPECT_EQ(Get(extent), 1u);
-  // Written again before it was published: the draft is gone, the old one is not.
-  ASSERT_OK(volume_->Write(extent, final_content, IdentityOf(0, 2),
-                           Checksum(IdentityOf(0, 2), final_content), 9));
-  EXPECT_THAT(volume_->Write(extent, draft, Identity{}, 0, 10),
-              HasCode(absl::StatusCode::kFailedPrecondition));
-  EXPECT_EQ(Get(extent), 1u) << "read while the write is in flight";
-  ASSERT_OK(volume_->Publish(extent));
-  EXPECT_EQ(Get(extent), 2u);
-  EXPECT_THAT(volume_->Publish(extent), HasCode(absl::StatusCode::kFailedPrecondition));
+  EXPECT_THAT(volume_->ledger(), IsEmpty());
+  EXPECT_THAT(volume_->ledger_slots(), IsEmpty());
+  EXPECT_EQ(volume_->free_slots().free_bytes(), 2 * kPathBytes - kMetaBytes);
+  EXPECT_EQ(volume_->free_slots().paths(), 2u);
 }
 
 TEST_F(VolumeTest, RefusesRequestsThatCannotBeRight) {
   Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(2, kBlockBytes));
+  const Slot slot = SomeSlots(1)[0];
   Bytes bytes(2 * kBlockBytes);
   const std::span<std::byte> span(bytes);
   const auto invalid = HasCode(absl::StatusCode::kInvalidArgument);
-  const auto refused = HasCode(absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(volume_->Read(ExtentId{7}, span, 1), refused);
-  EXPECT_THAT(volume_->Read(ExtentId{0}, span, 1), refused) << "never written";
-  EXPECT_FALSE(volume_->expected(ExtentId{0}).has_value());
-  EXPECT_THAT(volume_->Write(ExtentId{7}, span, Identity{}, 0, 1), refused);
-  EXPECT_THAT(volume_->Write(ExtentId{0}, span, Identity{}, 0, 1), invalid) << "too long";
-  EXPECT_THAT(volume_->Write(ExtentId{0}, span.first(100), Identity{}, 0, 1), invalid);
-  EXPECT_THAT(volume_->Write(ExtentId{0}, span.subspan(8, 4096), Identity{}, 0, 1), invalid);
-  EXPECT_THAT(volume_->Write(ExtentId{0}, {}, Identity{}, 0, 1), invalid);
-  ASSERT_OK(Put(ExtentId{0}, 1));
-  EXPECT_THAT(volume_->Read(ExtentId{0}, span, 1), invalid) << "longer than what was written";
-  EXPECT_THAT(volume_->Read(ExtentId{0}, span.subspan(1, 4096), 1), invalid);
-  EXPECT_THAT(volume_->FreeExtents({{ExtentId{0}, ExtentId{5}}}), refused);
-  EXPECT_EQ(volume_->extents().size(), 2u) << "none was freed";
-  EXPECT_THAT(volume_->ZeroExtents({{ExtentId{0}}}, bytes, 1), refused) << "it has content";
+  Slot outside = slot;
+  outside.path = 7;
+  EXPECT_THAT(volume_->Read(outside, span.first(4096), 1), invalid);
+  outside = slot;
+  outside.offset_bytes = 0;
+  EXPECT_THAT(volume_->Write(outside, span.first(4096), 1), invalid) << "over the label";
+  outside.offset_bytes = kPathBytes - 4096;
+  EXPECT_THAT(volume_->Write(outside, span.first(4096), 1), invalid) << "behind the data";
+  outside.offset_bytes = slot.offset_bytes + 8;
+  EXPECT_THAT(volume_->Write(outside, span.first(4096), 1), invalid);
+  outside = slot;
+  outside.size_bytes = ~uint64_t{0} - 4095;
+  EXPECT_THAT(volume_->Write(outside, span.first(4096), 1), invalid) << "wraps around";
+  EXPECT_THAT(volume_->Write(slot, span, 1), invalid) << "too long";
+  EXPECT_THAT(volume_->Write(slot, span.first(100), 1), invalid);
+  EXPECT_THAT(volume_->Write(slot, span.subspan(8, 4096), 1), invalid);
+  EXPECT_THAT(volume_->Write(slot, {}, 1), invalid);
+  EXPECT_THAT(volume_->Read(slot, span.subspan(1, 4096), 1), invalid);
+  EXPECT_THAT(volume_->Zero({}, span, 1), invalid);
+  EXPECT_THAT(volume_->Zero({{slot}}, span.first(100), 1), invalid);
+  EXPECT_THAT(volume_->Zero({{outside}}, span, 1), invalid);
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
-  // While a request is in flight.
-  ASSERT_OK(volume_->Read(ExtentId{0}, span.first(kBlockBytes), 1));
-  EXPECT_THAT(volume_->FreeExtents({{ExtentId{0}}}), refused);
-  ASSERT_OK(FinishOne(*volume_, disk_, 1));
-  EXPECT_OK(volume_->FreeExtents({{ExtentId{0}}}));
 }
 
-TEST_F(VolumeTest, RefusesAWriteIntoASlotThatIsBeingRead) {
+TEST_F(VolumeTest, ASlotIsReadOrWrittenButNotBoth) {
   Open(Options(1));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
+  const Slot slot = SomeSlots(1)[0];
+  const auto refused = HasCode(absl::StatusCode::kFailedPrecondition);
+  const Bytes content = ContentOf(0, 1);
+  ASSERT_OK(WriteNow(*volume_, disk_, slot, content));
   Bytes bytes(kBlockBytes);
-  ASSERT_OK(volume_->Read(ExtentId{0}, bytes, 50));
-  // The engine has done both before it reports either; the volume sees the write first.
-  const Bytes next = ContentOf(0, 2);
-  ASSERT_OK(
-      volume_->Write(ExtentId{0}, next, IdentityOf(0, 2), Checksum(IdentityOf(0, 2), next), 51));
-  std::array<Completion, 2> both;
-  ASSERT_OK_AND_ASSIGN(const size_t count, disk_.Wait(IoEngine::kForever, both));
-  ASSERT_EQ(count, 2u);
-  std::vector<Finished> finished;
-  volume_->OnCompletion(both[1], finished);
-  ASSERT_OK(volume_->Publish(ExtentId{0}));
-  EXPECT_THAT(volume_->Write(ExtentId{0}, next, Identity{}, 0, 52),
-              HasCode(absl::StatusCode::kFailedPrecondition));
-  volume_->OnCompletion(both[0], finished);
-  EXPECT_EQ(finished.size(), 2u);
-  EXPECT_OK(Put(ExtentId{0}, 3));
+  Bytes other(kBlockBytes);
+  ASSERT_OK(volume_->Read(slot, bytes, 50));
+  ASSERT_OK(volume_->Read(slot, other, 51)) << "two readers";
+  EXPECT_THAT(volume_->Write(slot, content, 52), refused);
+  EXPECT_THAT(volume_->Zero({{slot}}, Bytes(4096), 52), refused);
+  ASSERT_OK(FinishOne(*volume_, disk_, 51));
+  EXPECT_EQ(bytes, content);
+  EXPECT_EQ(other, content);
+  ASSERT_OK(volume_->Write(slot, content, 53));
+  EXPECT_THAT(volume_->Write(slot, content, 54), refused);
+  EXPECT_THAT(volume_->Read(slot, bytes, 54), refused);
+  ASSERT_OK(FinishOne(*volume_, disk_, 53));
+  EXPECT_EQ(volume_->requests_in_flight(), 0u);
 }
 
-TEST_F(VolumeTest, ZeroesBothSlotsOfEveryExtent) {
+TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   Open(Options(2));
-  // Everything but labels, records and tables.
   const auto data = [this](uint32_t path) {
     return path == 0 ? disk_.bytes(0).subspan(5 * 4096, kPathBytes - 6 * 4096)
                      : disk_.bytes(1).subspan(4096, kPathBytes - 6 * 4096);
@@ -222,22 +153,42 @@ TEST_F(VolumeTest, ZeroesBothSlotsOfEveryExtent) {
   for (uint32_t path = 0; path < 2; ++path) {
     std::fill(data(path).begin(), data(path).end(), std::byte{0xEE});
   }
-  ASSERT_OK_AND_ASSIGN(const auto extents, volume_->AllocateExtents(5, kBlockBytes));
-  ASSERT_OK(ZeroNow(*volume_, disk_, extents));
-  size_t zeros = 0;
+  constexpr uint64_t kSlots = 30;
+  const std::vector<Slot> slots = SomeSlots(kSlots);
+  const Bytes zeros(4096);  // three pieces a slot
+  ASSERT_OK(volume_->Zero(slots, zeros, /*token=*/4));
+  EXPECT_EQ(volume_->requests_in_flight(), 1u);
+  EXPECT_THAT(volume_->Write(slots[0], Bytes(4096), 5),
+              HasCode(absl::StatusCode::kFailedPrecondition));
+  // As many at once as the volume says, on each path.
+  std::array<Completion, 2 * Volume::kZerosInFlight + 1> completions;
+  ASSERT_OK_AND_ASSIGN(const size_t count, disk_.Wait(std::chrono::seconds(1), completions));
+  EXPECT_EQ(count, 2 * Volume::kZerosInFlight);
+  std::vector<Finished> finished;
+  for (size_t i = 0; i < count; ++i) volume_->OnCompletion(completions[i], finished);
+  EXPECT_THAT(finished, IsEmpty());
+  EXPECT_EQ(volume_->zeroed_bytes(4), count * 4096);
+  ASSERT_OK(FinishOne(*volume_, disk_, 4));
+  EXPECT_EQ(volume_->zeroed_bytes(4), 0u);
+  size_t zeroed = 0;
   for (uint32_t path = 0; path < 2; ++path) {
-    zeros += static_cast<size_t>(std::count(data(path).begin(), data(path).end(), std::byte{0}));
+    zeroed += static_cast<size_t>(std::count(data(path).begin(), data(path).end(), std::byte{0}));
   }
-  EXPECT_EQ(zeros, 5 * 2 * kBlockBytes);
+  EXPECT_EQ(zeroed, kSlots * kBlockBytes);
+  EXPECT_EQ(volume_->requests_in_flight(), 0u);
+  // Two at a time share the queues; each ends once.
+  ASSERT_OK(volume_->Zero(std::span(slots).first(15), zeros, /*token=*/6));
+  ASSERT_OK(volume_->Zero(std::span(slots).subspan(15), Bytes(8192), /*token=*/7));
+  EXPECT_EQ(volume_->requests_in_flight(), 2u);
+  ASSERT_OK(FinishOne(*volume_, disk_, 7));
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
 }
 
 TEST_F(VolumeTest, CountsEveryByteOfEveryPath) {
   Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(3, kBlockBytes));
-  for (uint32_t block = 0; block < 3; ++block) ASSERT_OK(Put(ExtentId{block}, 1));
-  ASSERT_OK(CommitNow(*volume_, disk_));
-  EXPECT_EQ(Get(ExtentId{2}), 1u);
+  MakeStore(3);
+  ASSERT_OK(store_->CommitStep(1));
+  EXPECT_EQ(store_->Read(2).step, 1u);
   const VolumeStats stats = volume_->stats();
   std::vector<PathStats> seen(2);
   for (const auto& operation : disk_.log()) {
@@ -269,91 +220,83 @@ TEST_F(VolumeTest, CountsEveryByteOfEveryPath) {
 
 TEST_F(VolumeTest, NeverOverwritesADurableSlotBetweenCommits) {
   Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
-  ASSERT_OK(CommitNow(*volume_, disk_));
+  MakeStore(1);
+  ASSERT_OK(store_->CommitStep(1));
   // In the life that committed it, and in one that recovered it.
   for (uint32_t life = 1; life <= 2; ++life) {
     for (uint32_t step = 2; step < 6; ++step) {
-      ASSERT_OK(Put(ExtentId{0}, step));
-      EXPECT_EQ(Get(ExtentId{0}), step);
+      ASSERT_OK(store_->WriteStep(step));
+      EXPECT_EQ(store_->Read(0).step, step);
     }
     disk_.set_cut_fate(::forebay::testing::CutFate::kKeepAll, 0);
     disk_.CutPowerNow();
+    store_.reset();
     volume_.reset();
     disk_.RestorePower();
-    VolumeOptions options = Options(2);
-    options.mode = OpenMode::kRecover;
-    Open(options);
-    EXPECT_EQ(Get(ExtentId{0}), 1u);
+    Recover(2);
+    MakeStore(1);
+    const BlockState block = store_->Read(0);
+    EXPECT_OK(block.status);
+    EXPECT_EQ(block.step, 1u);
   }
 }
 
-TEST_F(VolumeTest, AWriteDuringACommitThatNeedsBothSlotsWaitsForItsEnd) {
+TEST_F(VolumeTest, SlotsOfTheLastTwoCommitsArePinned) {
   Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(2, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
-  ASSERT_OK(Put(ExtentId{1}, 1));
-  ASSERT_OK(CommitNow(*volume_, disk_));
-  ASSERT_OK(Put(ExtentId{0}, 2));
-  ASSERT_OK(volume_->Commit(70));
-  EXPECT_THAT(volume_->Commit(71), HasCode(absl::StatusCode::kFailedPrecondition));
-  const Bytes next = ContentOf(0, 3);
-  const uint64_t checksum = Checksum(IdentityOf(0, 3), next);
-  ASSERT_OK(volume_->Write(ExtentId{0}, next, IdentityOf(0, 3), checksum, 72));  // waits
-  ASSERT_OK(volume_->Write(ExtentId{1}, next, IdentityOf(0, 3), checksum, 73));  // need not
-  EXPECT_THAT(volume_->FreeExtents({{ExtentId{0}}}),
+  const std::vector<Slot> slots = SomeSlots(4);
+  const auto refused = HasCode(absl::StatusCode::kFailedPrecondition);
+  const Bytes content = ContentOf(0, 1);
+  for (const Slot& slot : slots) ASSERT_OK(WriteNow(*volume_, disk_, slot, content));
+  ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[0]}}));
+  EXPECT_TRUE(volume_->is_pinned(slots[0]));
+  EXPECT_THAT(volume_->Write(slots[0], content, 9), refused);
+  EXPECT_THAT(volume_->Zero({{slots[0]}}, Bytes(4096), 9), refused);
+  ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[1]}}));
+  EXPECT_THAT(volume_->Write(slots[0], content, 9), refused) << "the ledger before the newest";
+  // A slot named by the pending commit is pinned from its start; others are not.
+  ASSERT_OK(volume_->CommitLedger({}, {{slots[2]}}, 70));
+  EXPECT_THAT(volume_->CommitLedger({}, {{slots[3]}}, 71), refused) << "one at a time";
+  EXPECT_THAT(volume_->Write(slots[2], content, 9), refused);
+  ASSERT_OK(volume_->Write(slots[3], content, 9));
+  ASSERT_OK(FinishOne(*volume_, disk_, 70));
+  EXPECT_FALSE(volume_->is_pinned(slots[0]));
+  EXPECT_OK(WriteNow(*volume_, disk_, slots[0], content));
+  EXPECT_THAT(volume_->Write(slots[1], content, 9), refused);
+}
+
+TEST_F(VolumeTest, RefusesToCommitWhatIsNotWhole) {
+  Open(Options(2));
+  const std::vector<Slot> slots = SomeSlots(2);
+  ASSERT_OK(volume_->Write(slots[0], ContentOf(0, 1), 1));
+  EXPECT_THAT(volume_->CommitLedger({}, {{slots[0]}}, 2),
               HasCode(absl::StatusCode::kFailedPrecondition));
-  std::vector<uint64_t> order;
-  std::array<Completion, 1> one;
-  while (order.size() < 3) {
-    ASSERT_OK_AND_ASSIGN(const size_t count, disk_.Wait(IoEngine::kForever, one));
-    ASSERT_EQ(count, 1u);
-    std::vector<Finished> finished;
-    volume_->OnCompletion(one[0], finished);
-    for (const Finished& ended : finished) {
-      EXPECT_OK(ended.status);
-      order.push_back(ended.token);
-    }
-  }
-  EXPECT_THAT(order, ElementsAre(73, 70, 72));
-  ASSERT_OK(volume_->Publish(ExtentId{0}));
-  EXPECT_EQ(Get(ExtentId{0}), 3u);
+  EXPECT_OK(FinishOne(*volume_, disk_, 1));
+  EXPECT_THAT(volume_->CommitLedger({}, {{slots[0], slots[0]}}, 2),
+              HasCode(absl::StatusCode::kInvalidArgument));
+  const Bytes ledger(kLedgerBytes - 23);
+  EXPECT_THAT(volume_->CommitLedger(ledger, {{slots[0]}}, 2), HasError(ErrorId::kLimit));
+  EXPECT_OK(CommitNow(*volume_, disk_, std::span(ledger).first(kLedgerBytes - 24), {{slots[0]}}));
 }
 
-TEST_F(VolumeTest, FreedSpaceThatIsDurableComesBackWithTheNextCommit) {
-  Open(Options(2));
-  const uint64_t free_bytes = volume_->free_bytes();
-  ASSERT_OK(volume_->AllocateExtents(2, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
-  ASSERT_OK(CommitNow(*volume_, disk_));
-  ASSERT_OK(volume_->FreeExtents({{ExtentId{0}, ExtentId{1}}}));
-  EXPECT_EQ(volume_->free_bytes(), free_bytes - 2 * kBlockBytes);
-  ASSERT_OK_AND_ASSIGN(const auto other, volume_->AllocateExtents(1, 4096));
-  EXPECT_THAT(other, ElementsAre(ExtentId{1})) << "0 is still named by the record";
-  ASSERT_OK(CommitNow(*volume_, disk_));
-  EXPECT_EQ(volume_->free_bytes(), free_bytes - 2 * 4096);
-}
-
-TEST_F(VolumeTest, RecoversExtentsSpaceAndSequence) {
+TEST_F(VolumeTest, RecoversLedgerSlotsAndSequence) {
   Open(Options(3));
-  ASSERT_OK(volume_->AllocateExtents(4, kBlockBytes));
-  for (uint32_t block : {0u, 1u, 3u}) ASSERT_OK(Put(ExtentId{block}, 1));
-  ASSERT_OK(volume_->FreeExtents({{ExtentId{1}}}));
-  for (int i = 0; i < 3; ++i) ASSERT_OK(CommitNow(*volume_, disk_));
-  const uint64_t free_bytes = volume_->free_bytes();
-  VolumeOptions options = Options(3);
-  options.mode = OpenMode::kRecover;
-  Open(options);
-  EXPECT_THAT(volume_->extents(), ElementsAre(ExtentId{0}, ExtentId{2}, ExtentId{3}));
-  EXPECT_EQ(volume_->free_bytes(), free_bytes);
+  MakeStore(4);
+  for (uint32_t step = 1; step <= 3; ++step) ASSERT_OK(store_->CommitStep(step));
+  const std::vector<Slot> named(volume_->ledger_slots().begin(), volume_->ledger_slots().end());
+  const uint64_t free_bytes = volume_->free_slots().free_bytes();
+  Recover(3);
+  EXPECT_THAT(std::vector<Slot>(volume_->ledger_slots().begin(), volume_->ledger_slots().end()),
+              ::testing::ElementsAreArray(named));
+  EXPECT_EQ(volume_->free_slots().free_bytes(), free_bytes - 4 * kBlockBytes);
   EXPECT_EQ(volume_->durable_sequence(), 3u);
   EXPECT_EQ(volume_->recovery().sequence, 3u);
   EXPECT_EQ(volume_->recovery().damaged_records, 0u);
-  EXPECT_EQ(volume_->recovery().damaged_tables, 0u);
-  EXPECT_EQ(Get(ExtentId{0}), 1u);
-  EXPECT_FALSE(volume_->expected(ExtentId{2}).has_value()) << "never written";
-  EXPECT_OK(Put(ExtentId{2}, 4));
+  EXPECT_EQ(volume_->recovery().damaged_ledgers, 0u);
+  EXPECT_FALSE(volume_->recovery().fell_back);
+  MakeStore(4);
+  for (uint32_t block = 0; block < 4; ++block) EXPECT_TRUE(store_->Read(block).bytes_right);
+  EXPECT_OK(store_->CommitStep(4));
+  EXPECT_EQ(volume_->durable_sequence(), 4u);
 }
 
 TEST_F(VolumeTest, RefusesToRecoverWhatIsNotThisVolume) {
@@ -365,40 +308,71 @@ TEST_F(VolumeTest, RefusesToRecoverWhatIsNotThisVolume) {
   VolumeOptions swapped = recover;
   std::swap(swapped.paths[0], swapped.paths[1]);
   EXPECT_THAT(Volume::Open(swapped, disk_, disk_), HasError(ErrorId::kSwapPath));
-  VolumeOptions other_tables = recover;
-  other_tables.extents_max = 1000;
-  EXPECT_THAT(Volume::Open(other_tables, disk_, disk_), HasError(ErrorId::kSwapPath));
+  VolumeOptions other_ledgers = recover;
+  other_ledgers.ledger_bytes_max = 100000;
+  EXPECT_THAT(Volume::Open(other_ledgers, disk_, disk_), HasError(ErrorId::kSwapPath));
   VolumeOptions shorter = recover;
   shorter.paths[1].capacity_bytes -= 4096;
   EXPECT_THAT(Volume::Open(shorter, disk_, disk_), HasError(ErrorId::kSwapPath));
   EXPECT_OK(Volume::Open(recover, disk_, disk_));
 }
 
-TEST_F(VolumeTest, NeedsBothRecordsAndTablesGoneToLoseADurableState) {
-  Open(Options(2));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  for (uint32_t step = 1; step <= 2; ++step) {
-    ASSERT_OK(Put(ExtentId{0}, step));
-    ASSERT_OK(CommitNow(*volume_, disk_));
+// A label of another format at the head of the first path.
+void PutLabel(SimulatedDisk& disk, uint32_t version) {
+  internal::Label label;
+  label.version = version;
+  internal::PageBuffer page(4096);
+  EncodePage(label, page.bytes());
+  disk.Overwrite(0, 0, page.bytes());
+}
+
+TEST_F(VolumeTest, AnotherFormatIsMadeAnewWhereItIsOlderAndRefusedWithBothNumbersWhereNewer) {
+  VolumeOptions recover = Options(2);
+  recover.mode = OpenMode::kRecover;
+  for (const uint32_t version : {1u, 2u}) {
+    PutLabel(disk_, version);
+    const auto refused = Volume::Open(recover, disk_, disk_);
+    EXPECT_THAT(refused, HasError(ErrorId::kSwapPath));
+    EXPECT_THAT(refused.status().message(), HasSubstr("swap format " + std::to_string(version)));
+    EXPECT_OK(Volume::Open(Options(2), disk_, disk_)) << "nothing durable is in it";
   }
-  VolumeOptions options = Options(2);
-  options.mode = OpenMode::kRecover;
-  // Head: label, records, tables on path 0; then the tail on path 1 too.
+  PutLabel(disk_, 4);
+  const Bytes before(disk_.bytes(0).begin(), disk_.bytes(0).end());
+  for (const OpenMode mode : {OpenMode::kReclaim, OpenMode::kRecover}) {
+    recover.mode = mode;
+    const auto refused = Volume::Open(recover, disk_, disk_);
+    EXPECT_THAT(refused, HasError(ErrorId::kSwapPath));
+    EXPECT_THAT(refused.status().message(),
+                ::testing::AllOf(HasSubstr("swap format 4"), HasSubstr("reads format 3")));
+  }
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), disk_.bytes(0).begin())) << "left as it was";
+}
+
+TEST_F(VolumeTest, BothEndsMustBeDamagedToLoseADurableLedger) {
+  Open(Options(2));
+  MakeStore(1);
+  for (uint32_t step = 1; step <= 2; ++step) ASSERT_OK(store_->CommitStep(step));
+  // Head: label, records, ledgers on path 0; then the tail on path 1 too.
   const Bytes junk = ::forebay::testing::Pattern(5 * 4096, /*seed=*/77);
+  store_.reset();
   volume_.reset();
   disk_.Overwrite(0, 0, junk);
-  Open(options);
-  EXPECT_EQ(Get(ExtentId{0}), 2u);
+  Recover(2);
+  MakeStore(1);
+  EXPECT_EQ(store_->Read(0).step, 2u);
   EXPECT_EQ(volume_->recovery().damaged_records, 2u);
+  store_.reset();
   volume_.reset();
   disk_.Overwrite(1, kPathBytes - 5 * 4096, std::span(junk).first(4 * 4096));
+  VolumeOptions options = Options(2);
+  options.mode = OpenMode::kRecover;
   EXPECT_THAT(Volume::Open(options, disk_, disk_), HasError(ErrorId::kCorrupt));
 }
 
 TEST_F(VolumeTest, RefusesOptionsOutsideTheirRules) {
   EXPECT_THAT(Volume::Open(VolumeOptions{}, disk_, disk_), HasError(ErrorId::kConfig));
   VolumeOptions options = Options(2);
-  options.extents_max = 0;
+  options.ledger_bytes_max = 0;
   EXPECT_THAT(Volume::Open(options, disk_, disk_), HasError(ErrorId::kConfig));
   options = Options(2);
   options.paths[1].capacity_bytes = 0;
@@ -413,23 +387,20 @@ TEST_F(VolumeTest, RefusesOptionsOutsideTheirRules) {
 
 TEST_F(VolumeTest, TooManyRequestsAreRefusedUntilSomeHaveFinished) {
   Open(Options(1));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
+  const std::vector<Slot> slots = SomeSlots(2);
+  ASSERT_OK(WriteNow(*volume_, disk_, slots[0], ContentOf(0, 1)));
   Bytes bytes(kBlockBytes);
-  for (uint32_t i = 0; i < Volume::kRequestsMax; ++i) {
-    ASSERT_OK(volume_->Read(ExtentId{0}, bytes, 5));
-  }
-  EXPECT_THAT(volume_->Read(ExtentId{0}, bytes, 5), HasCode(absl::StatusCode::kResourceExhausted));
+  for (uint32_t i = 0; i < Volume::kRequestsMax; ++i) ASSERT_OK(volume_->Read(slots[0], bytes, 5));
+  EXPECT_THAT(volume_->Read(slots[0], bytes, 5), HasCode(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(volume_->requests_in_flight(), Volume::kRequestsMax);
-  ASSERT_OK(CommitNow(*volume_, disk_)) << "commits have room of their own";
+  // Commits and zeroing have room of their own.
+  ASSERT_OK(volume_->Zero({{slots[1]}}, Bytes(4096), /*token=*/6));
+  ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[0]}}));
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
-  EXPECT_EQ(Get(ExtentId{0}), 1u);
 }
 
 TEST_F(VolumeTest, IgnoresCompletionsThatAreNotItsOwn) {
   Open(Options(1));
-  ASSERT_OK(volume_->AllocateExtents(1, kBlockBytes));
-  ASSERT_OK(Put(ExtentId{0}, 1));
   std::vector<Finished> finished;
   for (const uint64_t token :
        {uint64_t{0}, ~uint64_t{0}, Volume::kTokenTag, Volume::kTokenTag | (uint64_t{3} << 32)}) {
@@ -440,20 +411,43 @@ TEST_F(VolumeTest, IgnoresCompletionsThatAreNotItsOwn) {
   EXPECT_TRUE(Volume::Owns(Volume::kTokenTag | 5));
 }
 
-TEST(Verify, NamesPathExtentAndIdentity) {
+TEST_F(VolumeTest, LateRequestsAreCountedOnceAndShownWhileTheyLast) {
+  uint64_t now = 1000;
+  VolumeOptions options = Options(2);
+  options.now_ns = [&now] { return now; };
+  Open(options);
+  const std::vector<Slot> slots = SomeSlots(2);
+  const uint32_t path = slots[0].path;
+  Bytes bytes(kBlockBytes);
+  ASSERT_OK(volume_->Read(slots[0], bytes, 1));
+  now += 99;
+  EXPECT_THAT(volume_->CheckDeadlines(100), IsEmpty());
+  now += 1;
+  for (int i = 0; i < 2; ++i) {
+    const std::vector<LateRequests> late = volume_->CheckDeadlines(100);
+    ASSERT_EQ(late.size(), 1u);
+    EXPECT_EQ(late[0].path, path);
+    EXPECT_EQ(late[0].requests, 1u);
+    EXPECT_EQ(late[0].oldest_ns, 100u);
+    EXPECT_EQ(volume_->stats().paths[path].late, 1u) << "counted once";
+  }
+  ASSERT_OK(FinishOne(*volume_, disk_, 1));
+  EXPECT_THAT(volume_->CheckDeadlines(100), IsEmpty());
+}
+
+TEST(Verify, NamesPathOffsetAndIdentity) {
   const Bytes bytes = ContentOf(1, 2);
   ExpectedContent expected;
-  expected.extent = ExtentId{41};
-  expected.path_index = 1;
+  expected.slot = {.path = 1, .offset_bytes = 40960, .size_bytes = kBlockBytes};
   expected.path = "/mnt/b/forebay.swap";
   expected.identity.fill(std::byte{0xAB});
   expected.checksum = Checksum(expected.identity, bytes);
-  expected.size_bytes = bytes.size();
   EXPECT_OK(Verify(expected, bytes));
   expected.identity[0] = std::byte{0xAC};
   const absl::Status status = Verify(expected, bytes);
   EXPECT_THAT(status, HasError(ErrorId::kCorrupt));
-  EXPECT_THAT(status.message(), HasSubstr("swap path 1 (/mnt/b/forebay.swap): extent 41 "));
+  EXPECT_THAT(status.message(),
+              HasSubstr("swap path 1 (/mnt/b/forebay.swap): the slot at offset 40960 "));
   EXPECT_THAT(status.message(), HasSubstr("acabababab"));
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -37,12 +38,6 @@ inline Identity IdentityOf(uint32_t block, uint32_t step) {
   return identity;
 }
 
-inline uint32_t StepOf(const Identity& identity) {
-  uint32_t step = 0;
-  std::memcpy(&step, identity.data() + sizeof(uint32_t), sizeof(step));
-  return step;
-}
-
 // Calls the engine until `token` has finished; its status.
 inline absl::Status FinishOne(Volume& volume, IoEngine& engine, uint64_t token) {
   constexpr int kWaitsMax = 100000;
@@ -58,69 +53,28 @@ inline absl::Status FinishOne(Volume& volume, IoEngine& engine, uint64_t token) 
   return absl::DeadlineExceededError("the request never ends");
 }
 
-inline absl::Status ReadNow(Volume& volume, IoEngine& engine, ExtentId extent,
+inline absl::Status ReadNow(Volume& volume, IoEngine& engine, const Slot& slot,
                             std::span<std::byte> bytes) {
-  RETURN_IF_ERROR(volume.Read(extent, bytes, /*token=*/1));
+  RETURN_IF_ERROR(volume.Read(slot, bytes, /*token=*/1));
   return FinishOne(volume, engine, 1);
 }
 
-// Writes and publishes.
-inline absl::Status WriteNow(Volume& volume, IoEngine& engine, ExtentId extent,
-                             std::span<const std::byte> bytes, const Identity& identity) {
-  RETURN_IF_ERROR(volume.Write(extent, bytes, identity, Checksum(identity, bytes), /*token=*/2));
-  RETURN_IF_ERROR(FinishOne(volume, engine, 2));
-  return volume.Publish(extent);
+inline absl::Status WriteNow(Volume& volume, IoEngine& engine, const Slot& slot,
+                             std::span<const std::byte> bytes) {
+  RETURN_IF_ERROR(volume.Write(slot, bytes, /*token=*/2));
+  return FinishOne(volume, engine, 2);
 }
 
-inline absl::Status CommitNow(Volume& volume, IoEngine& engine) {
-  RETURN_IF_ERROR(volume.Commit(/*token=*/3));
+inline absl::Status CommitNow(Volume& volume, IoEngine& engine, std::span<const std::byte> ledger,
+                              std::span<const Slot> slots) {
+  RETURN_IF_ERROR(volume.CommitLedger(ledger, slots, /*token=*/3));
   return FinishOne(volume, engine, 3);
 }
 
-inline absl::Status ZeroNow(Volume& volume, IoEngine& engine, std::span<const ExtentId> extents) {
+inline absl::Status ZeroNow(Volume& volume, IoEngine& engine, std::span<const Slot> slots) {
   const testing::Bytes zeros(8192);
-  RETURN_IF_ERROR(volume.ZeroExtents(extents, zeros, /*token=*/4));
+  RETURN_IF_ERROR(volume.Zero(slots, zeros, /*token=*/4));
   return FinishOne(volume, engine, 4);
-}
-
-// All blocks of one step: written at the same time, each published when it is there, committed.
-// Blocks that have the step already are left alone, those in doubt are written again.
-inline absl::Status CommitStep(Volume& volume, IoEngine& engine, uint32_t step) {
-  constexpr uint64_t kFirstToken = 100;
-  constexpr int kWaitsMax = 100000;
-  const std::vector<ExtentId> extents = volume.extents();
-  const std::vector<ExtentId> doubted = volume.NeedsRewrite();
-  std::vector<testing::Bytes> contents;
-  size_t left = 0;
-  absl::Status first_error;
-  for (const ExtentId extent : extents) {
-    const auto block = static_cast<uint32_t>(extent);
-    contents.push_back(ContentOf(block, step));
-    const auto expected = volume.expected(extent);
-    const bool in_doubt = std::find(doubted.begin(), doubted.end(), extent) != doubted.end();
-    if (!in_doubt && expected.has_value() && StepOf(expected->identity) == step) continue;
-    const Identity identity = IdentityOf(block, step);
-    const absl::Status status =
-        volume.Write(extent, contents.back(), identity, Checksum(identity, contents.back()),
-                     kFirstToken + block);
-    first_error.Update(status);
-    if (status.ok()) ++left;
-  }
-  std::array<Completion, 8> completions;
-  for (int i = 0; left > 0 && i < kWaitsMax; ++i) {
-    ASSIGN_OR_RETURN(const size_t count, engine.Wait(std::chrono::seconds(1), completions));
-    std::vector<Finished> finished;
-    for (size_t c = 0; c < count; ++c) volume.OnCompletion(completions[c], finished);
-    for (const Finished& one : finished) {
-      --left;
-      first_error.Update(one.status);
-      if (one.status.ok()) {
-        RETURN_IF_ERROR(volume.Publish(ExtentId{static_cast<uint32_t>(one.token - kFirstToken)}));
-      }
-    }
-  }
-  RETURN_IF_ERROR(first_error);
-  return CommitNow(volume, engine);
 }
 
 // What a block reads as: its step, or the error; and whether the bytes are that step's.
@@ -130,16 +84,137 @@ struct BlockState {
   bool bytes_right = false;
 };
 
-inline BlockState ReadBlock(Volume& volume, IoEngine& engine, ExtentId extent) {
-  const auto expected = volume.expected(extent);
-  if (!expected.has_value()) return {.status = absl::NotFoundError("never written")};
-  testing::Bytes bytes(kBlockBytes);
-  BlockState state;
-  state.step = StepOf(expected->identity);
-  state.status = ReadNow(volume, engine, extent, bytes);
-  if (state.status.ok()) state.status = Verify(*expected, bytes);
-  state.bytes_right = bytes == ContentOf(static_cast<uint32_t>(extent), state.step);
-  return state;
-}
+// Blocks in the slots of a volume, as a daemon that makes steps durable keeps them: a step is
+// written to free slots and published in one go; the ledger is this table.
+class BlockStore {
+ public:
+  // Slots that the last two commits name, that a commit of unknown outcome names, and one to write.
+  static constexpr uint32_t kSlotsPerBlock = 4;
+
+  struct Entry {
+    Slot slot;
+    uint32_t step = 0;  // 0: never written
+    uint32_t unused = 0;
+    uint64_t checksum = 0;
+  };
+
+  // A new store, or the one of the recovered ledger.
+  BlockStore(Volume& volume, IoEngine& engine, uint32_t blocks)
+      : volume_(volume), engine_(engine), map_(volume.free_slots()) {
+    entries_.resize(volume.ledger().size() / sizeof(Entry));
+    if (!entries_.empty()) {
+      std::memcpy(entries_.data(), volume.ledger().data(), volume.ledger().size());
+    } else if (volume.durable_sequence() == 0) {
+      entries_.resize(blocks);
+    }
+    for (const Entry& entry : entries_) {
+      if (entry.step > 0) slots_.push_back(entry.slot);
+    }
+    const size_t more = entries_.size() * kSlotsPerBlock - slots_.size();
+    const auto allocated = map_.Allocate(more, kBlockBytes);
+    if (allocated) slots_.insert(slots_.end(), allocated->begin(), allocated->end());
+  }
+
+  const std::vector<Slot>& slots() const { return slots_; }
+  std::vector<Entry>& entries() { return entries_; }
+
+  // A slot that nothing needs.
+  std::optional<Slot> FreeSlot() const {
+    for (const Slot& slot : slots_) {
+      const auto uses = [&slot](const Entry& entry) {
+        return entry.step > 0 && entry.slot == slot;
+      };
+      if (overwrites_in_place || volume_.is_pinned(slot)) continue;
+      if (std::any_of(entries_.begin(), entries_.end(), uses)) continue;
+      if (std::find(writing_.begin(), writing_.end(), slot) != writing_.end()) continue;
+      return slot;
+    }
+    return std::nullopt;
+  }
+
+  // Writes all blocks of a step at the same time and publishes them when all are written. Blocks
+  // that have the step already are left alone, those in doubt are written again.
+  absl::Status WriteStep(uint32_t step) {
+    constexpr uint64_t kFirstToken = 100;
+    constexpr int kWaitsMax = 100000;
+    const std::vector<Slot> doubted = volume_.Doubted();
+    std::vector<Entry> next = entries_;
+    std::vector<testing::Bytes> contents;
+    size_t left = 0;
+    absl::Status first_error;
+    for (uint32_t block = 0; block < entries_.size(); ++block) {
+      contents.push_back(ContentOf(block, step));
+      const Entry& entry = entries_[block];
+      const bool in_doubt = std::find(doubted.begin(), doubted.end(), entry.slot) != doubted.end();
+      if (entry.step == step && !in_doubt) continue;
+      const std::optional<Slot> slot = overwrites_in_place ? slots_[block] : FreeSlot();
+      if (!slot) return absl::ResourceExhaustedError("no slot is free");
+      next[block] = {.slot = *slot,
+                     .step = step,
+                     .checksum = Checksum(IdentityOf(block, step), contents.back())};
+      const absl::Status status = volume_.Write(*slot, contents.back(), kFirstToken + block);
+      first_error.Update(status);
+      if (status.ok()) ++left;
+      writing_.push_back(*slot);
+    }
+    writing_.clear();
+    std::array<Completion, 8> completions;
+    for (int i = 0; left > 0 && i < kWaitsMax; ++i) {
+      ASSIGN_OR_RETURN(const size_t count, engine_.Wait(std::chrono::seconds(1), completions));
+      std::vector<Finished> finished;
+      for (size_t c = 0; c < count; ++c) volume_.OnCompletion(completions[c], finished);
+      for (const Finished& one : finished) {
+        --left;
+        first_error.Update(one.status);
+      }
+    }
+    RETURN_IF_ERROR(first_error);
+    entries_ = std::move(next);
+    return absl::OkStatus();
+  }
+
+  absl::Status Commit() {
+    std::vector<Slot> named;
+    for (const Entry& entry : entries_) {
+      if (entry.step > 0) named.push_back(entry.slot);
+    }
+    return CommitNow(volume_, engine_, std::as_bytes(std::span(entries_)), named);
+  }
+
+  absl::Status CommitStep(uint32_t step) {
+    RETURN_IF_ERROR(WriteStep(step));
+    return Commit();
+  }
+
+  BlockState Read(uint32_t block, bool verified = true) {
+    const Entry& entry = entries_[block];
+    if (entry.step == 0) return {.status = absl::NotFoundError("never written")};
+    testing::Bytes bytes(kBlockBytes);
+    BlockState state;
+    state.step = entry.step;
+    state.status = ReadNow(volume_, engine_, entry.slot, bytes);
+    if (state.status.ok() && verified) {
+      state.status = Verify({.slot = entry.slot,
+                             .path = volume_.path_name(entry.slot.path),
+                             .identity = IdentityOf(block, entry.step),
+                             .checksum = entry.checksum},
+                            bytes);
+    }
+    state.bytes_right = bytes == ContentOf(block, state.step);
+    return state;
+  }
+
+  // Every step to the same slots, with the pins switched off: for the test that shows what they are
+  // for.
+  bool overwrites_in_place = false;
+
+ private:
+  Volume& volume_;
+  IoEngine& engine_;
+  SlotMap map_;
+  std::vector<Slot> slots_;
+  std::vector<Slot> writing_;
+  std::vector<Entry> entries_;
+};
 
 }  // namespace forebay::nvme

@@ -27,12 +27,17 @@ std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
   return std::make_shared<const protocol::Layout>(*std::move(layout));
 }
 
+nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes) {
+  std::vector<nvme::PathSpace> spaces;
+  for (const uint64_t bytes : path_bytes) spaces.push_back({.begin_bytes = 0, .end_bytes = bytes});
+  return nvme::SlotMap(spaces);
+}
+
 NodeState::Options RoomyOptions() {
   return {.dram_limit_bytes = uint64_t{1} << 30,
           .node_bytes = 4096,
           .staging_slots = 0,
           .staging_slot_bytes = 0,
-          .swap_free_bytes = 0,
           .block_elems = 64,
           .workers = 2};
 }

@@ -11,6 +11,7 @@
 
 #include "daemon/core/events.h"
 #include "daemon/core/node_state.h"
+#include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -21,6 +22,9 @@ namespace forebay::testing {
 // A float32 layout; each group has one parameter of so many elements, in parameter group 0.
 std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
                                                    const std::vector<uint64_t>& group_elems);
+
+// Swap paths with so many bytes for data.
+nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
 
 // Options with which a small job is wholly resident.
 daemon::NodeState::Options RoomyOptions();

@@ -74,7 +74,17 @@ uint64_t NodeModel::SizeOf(const std::string& memory) {
   if (kind == "weights") return job.weights_bytes;
   if (kind == "step") return job.step_bytes;
   if (kind == "state") return job.state_bytes;
-  return job.extents * job.extent_bytes;  // disk
+  return UINT64_MAX;  // disk: see CheckSlot
+}
+
+// A job reads and writes its own slots, and never writes over what is published.
+void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
+  if (!place.slot) return;
+  const JobMemory& job = jobs_[id];
+  if (!job.slots.contains(*place.slot)) Fault("a slot is used that is not the job's");
+  for (const auto& [block, slot] : job.published) {
+    if (writes && slot == *place.slot) Fault("a published block is overwritten");
+  }
 }
 
 void NodeModel::CheckBounds(const Use& use) {
@@ -104,8 +114,10 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes, sum->elems * 4, false));
   } else if (const auto* read = std::get_if<ReadBlock>(&action)) {
     uses.push_back(StateUse(read->job, read->place, read->bytes, true));
-    uses.push_back({absl::StrCat("disk ", read->job),
-                    read->place.extent * jobs_[read->job].extent_bytes, read->bytes, false});
+    CheckSlot(read->job, read->place, /*writes=*/false);
+    if (const auto& slot = read->place.slot) {
+      uses.push_back({absl::StrCat("disk ", slot->path), slot->offset_bytes, read->bytes, false});
+    }
   } else if (const auto* update = std::get_if<UpdateBlock>(&action)) {
     uses.push_back(StateUse(update->job, update->place, update->bytes, true));
     const protocol::LayoutSpec& spec = jobs_[update->job].layout->spec();
@@ -122,8 +134,9 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     }
   } else if (const auto* write = std::get_if<WriteBlock>(&action)) {
     uses.push_back(StateUse(write->job, write->place, write->bytes, false));
-    uses.push_back({absl::StrCat("disk ", write->job),
-                    write->place.extent * jobs_[write->job].extent_bytes, write->bytes, true});
+    CheckSlot(write->job, write->place, /*writes=*/true);
+    const nvme::Slot slot = *write->place.slot;
+    uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, write->bytes, true});
   } else if (const auto* state = std::get_if<CopyState>(&action)) {
     uses.push_back(StateUse(state->job, state->place, state->block_bytes, false));
     uses.push_back(GradUse(state->session, state->grad_offset_bytes, state->bytes, true));
@@ -190,6 +203,9 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   uses_.erase(task);
   TaskDone done{.task = task, .status = status};
   if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
+  if (const auto* write = std::get_if<WriteBlock>(&action); write != nullptr && !status.ok()) {
+    disk_[*write->place.slot] = {};
+  }
   return done;
 }
 
@@ -201,8 +217,7 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
 }
 
 void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
-  jobs_[a.job].extents = a.extents;
-  jobs_[a.job].extent_bytes = a.extent_bytes;
+  jobs_[a.job].slots = {a.slots.begin(), a.slots.end()};
 }
 
 void NodeModel::Apply(const CreateSessionMemory& a, TaskDone&) {
@@ -239,10 +254,8 @@ void NodeModel::Apply(const SumGroup& a, TaskDone& done) {
 }
 
 void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
-  JobMemory& job = jobs_[a.job];
-  const uint64_t block = a.place.extent;
   staging_[a.place.staging_slot] =
-      job.disk.contains(block) ? job.disk[block] : BlockToken{.job = a.job, .block = UINT64_MAX};
+      a.place.slot ? disk_[*a.place.slot] : BlockToken{.job = a.job, .block = UINT64_MAX};
 }
 
 uint32_t NodeModel::GroupAt(const JobMemory& job, uint64_t weights_offset) const {
@@ -287,7 +300,8 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
     Fault("a slot was written that does not hold its block");
   }
-  jobs_[a.job].disk[a.place.extent] = staging_[a.place.staging_slot];
+  disk_[*a.place.slot] = staging_[a.place.staging_slot];
+  jobs_[a.job].written[a.identity.block] = *a.place.slot;
 }
 
 void NodeModel::Apply(const CopyState& a, TaskDone&) {
@@ -301,6 +315,11 @@ void NodeModel::Committed(const StepCommitted& a) {
   JobMemory& job = jobs_[a.job];
   if (a.step != job.committed_step + 1) Fault("a step was committed twice or left out");
   job.committed_step = a.step;
+  for (const auto& [block, slot] : job.written) {
+    if (disk_[slot].written_step != a.step) Fault("a block was published that is not written");
+    job.published[block] = slot;
+  }
+  job.written.clear();
   for (const auto& [group, elems] : job.updated_elems) {
     if (elems != job.layout->groups()[group].elems) {
       Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of group ", group, " of ",
@@ -321,7 +340,10 @@ void NodeModel::Committed(const StepCommitted& a) {
 std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
   std::map<uint64_t, uint64_t> steps;
   for (const auto& [offset, block] : jobs_[id].resident) steps[block.block] = block.written_step;
-  for (const auto& [extent, block] : jobs_[id].disk) steps[block.block] = block.written_step;
+  for (const auto& [block, slot] : jobs_[id].published) {
+    if (disk_[slot].block != block) Fault("a published block is not in its slot");
+    steps[block] = disk_[slot].written_step;
+  }
   return steps;
 }
 

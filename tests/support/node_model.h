@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
+#include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
 namespace forebay::testing {
@@ -43,8 +44,8 @@ class NodeModel {
 
   // Takes one action: what has a TaskId waits in running() until Finish.
   void Execute(const daemon::Action& action);
-  // Ends a task and gives the event that tells of it. With a status that is not OK nothing has
-  // happened.
+  // Ends a task and gives the event that reports it. With a status that is not OK nothing has
+  // happened, but a failed write has destroyed what was in its slot.
   daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
 
   const TaskMap& running() const { return running_; }
@@ -63,7 +64,7 @@ class NodeModel {
   using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
   const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
   uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
-  // Steps the blocks of a job were written at.
+  // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
   bool has_job(uint64_t job) const { return jobs_.contains(job); }
@@ -81,12 +82,12 @@ class NodeModel {
     uint64_t weights_bytes = 0;
     uint64_t state_bytes = 0;
     uint64_t step_bytes = 0;
-    uint64_t extents = 0;
-    uint64_t extent_bytes = 0;
+    std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
     std::map<uint64_t, GradientToken> overflow;                   // by offset in the step arena
     std::map<uint64_t, std::vector<GradientToken>> accumulators;  // by offset in the step arena
-    std::map<uint64_t, BlockToken> disk;                          // by extent
+    std::map<uint64_t, nvme::Slot> written;                       // by block, in this step
+    std::map<uint64_t, nvme::Slot> published;                     // by block
     std::map<uint64_t, BlockToken> resident;                      // by offset in the state arena
     std::map<uint64_t, uint64_t> updated_elems;                   // by group, in this step
     Gradients used;                                               // in this step
@@ -101,6 +102,7 @@ class NodeModel {
   void Fault(const std::string& what);
   void CheckBounds(const Use& use);
   uint64_t SizeOf(const std::string& memory);
+  void CheckSlot(uint64_t job, const daemon::BlockPlace& place, bool writes);
   std::vector<Use> UsesOf(const daemon::Action& action);
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
@@ -129,6 +131,7 @@ class NodeModel {
   std::map<uint64_t, JobMemory> jobs_;
   std::map<uint64_t, SessionMemory> sessions_;
   std::map<uint32_t, BlockToken> staging_;  // by slot
+  std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
   std::set<uint64_t> closed_;
   std::string fault_;
   uint64_t masters_overflow_ = 0;

@@ -336,7 +336,8 @@ absl::StatusOr<size_t> SimulatedDisk::Wait(std::chrono::nanoseconds timeout,
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<nvme::SwapFile>>> SimulatedDisk::Open(
-    std::span<const nvme::PathOptions> paths, nvme::OpenMode /*mode*/, nvme::FileLife /*life*/) {
+    std::span<const nvme::PathOptions> paths, nvme::OpenMode /*mode*/, nvme::FileLife /*life*/,
+    nvme::CheckFirstPage check) {
   std::vector<std::unique_ptr<nvme::SwapFile>> files;
   for (size_t i = 0; i < paths.size(); ++i) {
     uint32_t path = 0;
@@ -357,6 +358,7 @@ absl::StatusOr<std::vector<std::unique_ptr<nvme::SwapFile>>> SimulatedDisk::Open
                           protocol::FormatBytes(paths[i].capacity_bytes), i,
                           protocol::FormatBytes(paths_[path].latest.size())));
     }
+    RETURN_IF_ERROR(check(path_name(path), std::span(paths_[path].latest).first(4096)));
     files.push_back(std::make_unique<File>(*this, path));
   }
   return files;

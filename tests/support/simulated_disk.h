@@ -110,7 +110,8 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
 
   // nvme::SwapFileSystem. E_BUSY while another file of the same path lives.
   absl::StatusOr<std::vector<std::unique_ptr<nvme::SwapFile>>> Open(
-      std::span<const nvme::PathOptions> paths, nvme::OpenMode mode, nvme::FileLife life) override;
+      std::span<const nvme::PathOptions> paths, nvme::OpenMode mode, nvme::FileLife life,
+      nvme::CheckFirstPage check) override;
 
  private:
   class File;

@@ -1,0 +1,85 @@
+// The table of a job's blocks: of which step each is, in which swap slot, with which checksum. There is
+// no other.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+
+// A block that is written to swap goes to a free slot, where it is pending: the one it had before
+// stays current until Publish() makes all pending versions current at once. A job has two slots for
+// each swapped block, so that there is always one for the next version; a block that is written
+// twice before publication goes to its pending slot again.
+//
+// A slot whose write failed is used again only when no other is free. A path on which a write failed
+// gets new writes only when no other path has a free slot, until a write to it succeeds.
+class BlockLedger {
+ public:
+  struct Version {
+    // Empty: in DRAM, or zeros that were never written.
+    std::optional<nvme::Slot> slot = {};
+    uint64_t checksum = 0;
+    // 0: zeros.
+    uint64_t written_step = 0;
+  };
+
+  // Where a block is written. `pause`: a write there failed a moment ago.
+  struct Target {
+    nvme::Slot slot;
+    bool pause = false;
+  };
+
+  BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots);
+
+  // What readers and checkpoints see.
+  const Version& current(uint32_t block) const { return blocks_[block].current; }
+  // What the running step has made of the block so far.
+  const Version& newest(uint32_t block) const;
+
+  // The slot for the block's next version, until EndWrite() or OnWriteFailed().
+  //
+  // Errors  nothing  no slot is left.
+  std::optional<Target> BeginWrite(uint32_t block);
+  void EndWrite(uint32_t block, uint64_t checksum, uint64_t step);
+  void OnWriteFailed(uint32_t block);
+
+  // A block in DRAM was updated in place.
+  void SetInPlace(uint32_t block, uint64_t step);
+
+  // One event: every pending version becomes current, the slots of those before are free.
+  void Publish();
+
+  uint32_t free_slots() const;
+  void CheckInvariants() const;
+
+ private:
+  struct Block {
+    Version current;
+    std::optional<Version> pending;
+    // Index of the slots of current, of pending, and of the write in flight.
+    std::optional<uint32_t> current_slot;
+    std::optional<uint32_t> pending_slot;
+    std::optional<uint32_t> writing;
+  };
+  struct Path {
+    std::set<uint32_t> free;
+    uint64_t slots = 0;
+    bool failing = false;
+  };
+
+  std::optional<uint32_t> Choose() const;
+  void Free(uint32_t slot) { paths_[slots_[slot].path].free.insert(slot); }
+
+  std::vector<nvme::Slot> slots_;
+  std::vector<Path> paths_;
+  // Slots whose last write failed, oldest first.
+  std::vector<uint32_t> failed_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace forebay::daemon

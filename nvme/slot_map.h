@@ -1,0 +1,69 @@
+// The free space of all swap paths, given out as slots.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace forebay::nvme {
+
+// A piece of one path. What it holds is known to its user's ledger alone.
+struct Slot {
+  uint32_t path = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t size_bytes = 0;
+
+  auto operator<=>(const Slot&) const = default;
+};
+
+// The part of a path that holds data.
+struct PathSpace {
+  uint64_t begin_bytes = 0;
+  uint64_t end_bytes = 0;
+  // Share of the slots; > 0.
+  uint32_t weight = 1;
+};
+
+// Admission and allocation use one and the same count: Allocate() gives whatever SlotsFree() has
+// promised, however fragmented the space is.
+//
+// Threads  A value; const calls may run at once.
+// Limits   O(free ranges) a slot: for setup, not for every transfer.
+class SlotMap {
+ public:
+  SlotMap() = default;
+  explicit SlotMap(std::span<const PathSpace> paths);
+
+  // How many slots of `slot_bytes` > 0 can be allocated.
+  uint64_t SlotsFree(uint64_t slot_bytes) const;
+
+  // `count` slots, spread over the paths by weight so that any run of them uses every path; nothing
+  // where SlotsFree() is below `count`.
+  std::optional<std::vector<Slot>> Allocate(uint64_t count, uint64_t slot_bytes);
+
+  // Marks one slot as used; false where some of it is used or outside the data.
+  bool Reserve(const Slot& slot);
+
+  void Free(std::span<const Slot> slots);
+
+  uint32_t paths() const { return static_cast<uint32_t>(paths_.size()); }
+  uint64_t capacity_bytes() const;
+  uint64_t free_bytes() const;
+  uint64_t used_bytes(uint32_t path) const;
+
+ private:
+  struct Path {
+    PathSpace space;
+    std::map<uint64_t, uint64_t> free;  // offset to size, merged
+    uint64_t free_bytes = 0;
+  };
+
+  static std::optional<uint64_t> FirstFit(const Path& path, uint64_t size_bytes);
+
+  std::vector<Path> paths_;
+};
+
+}  // namespace forebay::nvme

@@ -1,0 +1,141 @@
+// Goal    The table of blocks gives each write a free slot, spreads them over the paths, keeps what is
+//         published untouched until Publish(), and uses failing slots and paths last.
+// Method  Values computed by hand; invariants are checked after each call.
+
+#include "daemon/core/block_ledger.h"
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+namespace {
+
+constexpr uint64_t kSlotBytes = 4096;
+
+// As many slots on each path as named.
+std::vector<nvme::Slot> Slots(const std::vector<uint32_t>& counts) {
+  std::vector<nvme::Slot> slots;
+  for (uint32_t path = 0; path < counts.size(); ++path) {
+    for (uint32_t i = 0; i < counts[path]; ++i) {
+      slots.push_back({.path = path, .offset_bytes = i * kSlotBytes, .size_bytes = kSlotBytes});
+    }
+  }
+  return slots;
+}
+
+nvme::Slot Write(BlockLedger& ledger, uint32_t block, uint64_t step) {
+  const std::optional<BlockLedger::Target> target = ledger.BeginWrite(block);
+  EXPECT_TRUE(target.has_value());
+  EXPECT_FALSE(target->pause);
+  ledger.EndWrite(block, /*checksum=*/100 * step + block, step);
+  ledger.CheckInvariants();
+  return target->slot;
+}
+
+TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {
+  BlockLedger ledger(2, Slots({4}));
+  EXPECT_FALSE(ledger.current(0).slot.has_value());
+  const nvme::Slot first = Write(ledger, 0, 1);
+  EXPECT_EQ(ledger.current(0).written_step, 0u);
+  EXPECT_EQ(ledger.newest(0).written_step, 1u);
+  EXPECT_EQ(ledger.newest(0).slot, first);
+  ledger.Publish();
+  EXPECT_EQ(ledger.current(0).slot, first);
+  EXPECT_EQ(ledger.current(0).checksum, 100u);
+  EXPECT_EQ(ledger.current(1).written_step, 0u);
+  const nvme::Slot second = Write(ledger, 0, 2);
+  EXPECT_NE(second, first);
+  EXPECT_EQ(ledger.current(0).slot, first);
+  ledger.Publish();
+  EXPECT_EQ(ledger.current(0).slot, second);
+  EXPECT_EQ(ledger.free_slots(), 3u);
+}
+
+TEST(BlockLedger, TwoSlotsABlockAreEnoughForEveryStep) {
+  constexpr uint32_t kBlocks = 7;
+  BlockLedger ledger(kBlocks, Slots({kBlocks, kBlocks}));
+  for (uint64_t step = 1; step <= 4; ++step) {
+    std::set<nvme::Slot> used;
+    std::vector<uint32_t> of_path(2, 0);
+    for (uint32_t block = 0; block < kBlocks; ++block) {
+      const nvme::Slot slot = Write(ledger, block, step);
+      EXPECT_TRUE(used.insert(slot).second);
+      ++of_path[slot.path];
+    }
+    EXPECT_LE(of_path[0], of_path[1] + 1) << "both paths are busy";
+    EXPECT_LE(of_path[1], of_path[0] + 1);
+    EXPECT_EQ(ledger.free_slots(), step == 1 ? kBlocks : 0u);
+    ledger.Publish();
+    EXPECT_EQ(ledger.free_slots(), kBlocks);
+  }
+}
+
+TEST(BlockLedger, APendingVersionIsWrittenAgainInItsSlot) {
+  BlockLedger ledger(1, Slots({2}));
+  Write(ledger, 0, 1);
+  ledger.Publish();
+  const nvme::Slot pass_one = Write(ledger, 0, 2);
+  EXPECT_EQ(Write(ledger, 0, 2), pass_one);
+  // It fails: the other slot holds what is published, so the same one is tried again, after a pause.
+  ASSERT_TRUE(ledger.BeginWrite(0).has_value());
+  ledger.OnWriteFailed(0);
+  ledger.CheckInvariants();
+  const std::optional<BlockLedger::Target> again = ledger.BeginWrite(0);
+  ASSERT_TRUE(again.has_value());
+  EXPECT_EQ(again->slot, pass_one);
+  EXPECT_TRUE(again->pause);
+  ledger.EndWrite(0, 5, 2);
+  ledger.Publish();
+  EXPECT_EQ(ledger.current(0).checksum, 5u);
+}
+
+TEST(BlockLedger, AFailingPathIsUsedLastUntilAWriteToItSucceeds) {
+  BlockLedger ledger(4, Slots({4, 2}));
+  ASSERT_EQ(ledger.BeginWrite(0)->slot.path, 0u);
+  ledger.OnWriteFailed(0);
+  for (const uint32_t block : {0u, 1u}) {
+    const std::optional<BlockLedger::Target> target = ledger.BeginWrite(block);
+    EXPECT_EQ(target->slot.path, 1u);
+    EXPECT_FALSE(target->pause);
+  }
+  // The other path is full: back to the failing one, with a pause, in a slot that has not failed.
+  std::optional<BlockLedger::Target> target = ledger.BeginWrite(2);
+  EXPECT_EQ(target->slot.path, 0u);
+  EXPECT_NE(target->slot.offset_bytes, 0u);
+  EXPECT_TRUE(target->pause);
+  ledger.EndWrite(2, 1, 1);
+  target = ledger.BeginWrite(3);
+  EXPECT_EQ(target->slot.path, 0u);
+  EXPECT_FALSE(target->pause) << "the path works again";
+  ledger.CheckInvariants();
+}
+
+TEST(BlockLedger, FailedSlotsAreTheLastResort) {
+  BlockLedger ledger(1, Slots({3}));
+  std::vector<uint64_t> offsets;
+  for (int i = 0; i < 6; ++i) {
+    offsets.push_back(ledger.BeginWrite(0)->slot.offset_bytes / kSlotBytes);
+    ledger.OnWriteFailed(0);
+    ledger.CheckInvariants();
+  }
+  EXPECT_EQ(offsets, (std::vector<uint64_t>{0, 1, 2, 0, 1, 2}));
+}
+
+TEST(BlockLedger, BlocksInDramArePublishedWithTheOthers) {
+  BlockLedger ledger(2, Slots({2}));
+  ledger.SetInPlace(0, 3);
+  Write(ledger, 1, 3);
+  EXPECT_EQ(ledger.current(0).written_step, 0u);
+  EXPECT_EQ(ledger.newest(0).written_step, 3u);
+  ledger.Publish();
+  EXPECT_EQ(ledger.current(0).written_step, 3u);
+  EXPECT_EQ(ledger.current(1).written_step, 3u);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
