@@ -115,6 +115,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                    control->Attach({.job = options.job,
                                     .rank = options.rank,
                                     .world_size = options.layout.world_size,
+                                    .run = RunToken(options.run),
+                                    .resume = options.resume,
                                     .grad_arena_bytes = parts.grad_bytes_max,
                                     .extra_state_bytes = options.extra_state_bytes,
                                     .layout = encoded},

@@ -34,6 +34,10 @@ struct AttachOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
   std::string job;     // 1 to 200 bytes of [A-Za-z0-9._-]
   uint32_t rank = 0;
+  // The run that this process belongs to, at most 200 bytes. Processes of one run replace each other;
+  // another run's job is continued only with `resume`. Empty: FOREBAY_RUN, else this process alone.
+  std::string run = {};
+  bool resume = false;
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;                     // 0: three times the largest group
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
@@ -107,7 +111,7 @@ class Attachment {
   // Connects, attaches and maps. Waits while the job's memory is made or another rank writes the
   // initial parameters.
   //
-  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_LAYOUT, E_OPTION, E_RANK, E_RANGE,
+  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_BUSY, E_LAYOUT, E_OPTION, E_RANK, E_RANGE,
   //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing is left behind.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 

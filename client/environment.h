@@ -11,4 +11,12 @@ inline constexpr char kDefaultSocket[] = "/run/forebay/forebay.sock";
 // `request`, else FOREBAY_SOCKET, else kDefaultSocket.
 std::string SocketPath(std::string_view request);
 
+// `request`, else FOREBAY_RUN, else a token of this process alone.
+std::string RunToken(std::string_view request);
+
+// "pid-PID-START", START in clock ticks since boot: no two processes of one boot have the same.
+//
+// Source  proc_pid_stat(5), field 22.
+std::string ProcessToken();
+
 }  // namespace forebay::client

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* Raised with every change that an older program would misread. */
-#define FOREBAY_ABI_VERSION 1
+#define FOREBAY_ABI_VERSION 2
 #define FOREBAY_OK 0
 
 /* Returned codes: FOREBAY_OK, or a number that forebay_error_name() turns into "E_DAEMON_GONE" and
@@ -48,7 +48,12 @@ struct forebay_options {
   uint64_t grad_arena_bytes;  /* 0: three times the largest group */
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
-  uint64_t seed;              /* of the drawn rounding of formats bf16 and int8 */
+  uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */
+  /* The run that this process belongs to, at most 200 printable bytes; NULL: FOREBAY_RUN, else this
+     process alone. Another run's job is refused with E_JOB_EXISTS unless `resume` is 1, and with
+     E_BUSY while processes of that run are attached. */
+  const char* run;
+  int32_t resume;
 };
 
 struct forebay_info {

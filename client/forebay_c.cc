@@ -114,6 +114,8 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
                    Attachment::Attach({.socket = TextOf(options.socket),
                                        .job = TextOf(options.job),
                                        .rank = options.rank,
+                                       .run = TextOf(options.run),
+                                       .resume = options.resume != 0,
                                        .layout = std::move(spec),
                                        .grad_arena_bytes = options.grad_arena_bytes,
                                        .extra_state_bytes = options.extra_state_bytes,

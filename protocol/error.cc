@@ -51,6 +51,7 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kInterrupted, "E_INTERRUPTED", StatusCode::kDeadlineExceeded},
     ErrorInfo{ErrorId::kNotReady, "E_NOT_READY", StatusCode::kFailedPrecondition},
     ErrorInfo{ErrorId::kLimit, "E_LIMIT", StatusCode::kResourceExhausted},
+    ErrorInfo{ErrorId::kJobExists, "E_JOB_EXISTS", StatusCode::kFailedPrecondition},
 };
 
 // What helps where the place of the error knows no better.
@@ -96,6 +97,9 @@ constexpr std::array kHints = {
     Hint{ErrorId::kInterrupted, "call again with the same arguments"},
     Hint{ErrorId::kNotReady, "do first what it waits for, then call again"},
     Hint{ErrorId::kLimit, "release or end what is not needed any more, then retry"},
+    Hint{ErrorId::kJobExists,
+         "attach with resume to go on with it, choose another job name, or delete it: forebay jobs "
+         "--delete NAME"},
 };
 static_assert(kHints.size() == kErrors.size());
 

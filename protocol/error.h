@@ -49,6 +49,7 @@ enum class ErrorId : uint16_t {
   kInterrupted = 33,  // E_INTERRUPTED: a signal handler asked the call to return
   kNotReady = 34,     // E_NOT_READY: used before its parameters were written
   kLimit = 35,        // E_LIMIT: a named maximum (sessions, groups, leases) is reached
+  kJobExists = 36,    // E_JOB_EXISTS: another run has trained this job; its step and the ways out
 };
 
 // One row per id.

@@ -48,6 +48,8 @@ struct AttachRequest {
   gradArenaBytes @3 :UInt64;    # bytes for gradients; at least twice the largest group
   extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 16 MiB
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
+  run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
+  resume @7 :Bool;              # go on with a job that another run has trained
 }
 
 struct LayoutMessage {

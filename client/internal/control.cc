@@ -159,18 +159,17 @@ absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitL
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
   return thread_->Call<AttachAnswer>(
       "attach", limits,
-      [job = call.job, rank = call.rank, world_size = call.world_size,
-       grad_arena_bytes = call.grad_arena_bytes, extra_state_bytes = call.extra_state_bytes,
-       layout_bytes = call.layout.size(),
-       shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachAnswer>> {
+      [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachAnswer>> {
         auto rpc = peer.node.attachRequest();
         auto request = rpc.initRequest();
-        request.setJob(kj::StringPtr(job.c_str(), job.size()));
-        request.setRank(rank);
-        request.setWorldSize(world_size);
-        request.setGradArenaBytes(grad_arena_bytes);
-        request.setExtraStateBytes(extra_state_bytes);
-        request.setLayoutBytes(layout_bytes);
+        request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
+        request.setRank(call.rank);
+        request.setWorldSize(call.world_size);
+        request.setGradArenaBytes(call.grad_arena_bytes);
+        request.setExtraStateBytes(call.extra_state_bytes);
+        request.setLayoutBytes(call.layout.size());
+        request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
+        request.setResume(call.resume);
         rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
         return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachAnswer> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));

@@ -26,6 +26,8 @@ struct AttachCall {
   std::string job;
   uint32_t rank = 0;
   uint32_t world_size = 0;
+  std::string run;
+  bool resume = false;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
   std::span<const std::byte> layout;  // encoded

@@ -318,6 +318,8 @@ class NodeServer final : public schema::Node::Server {
                                                .uid = connection_->uid,
                                                .job = TextOf(request.getJob()),
                                                .rank = request.getRank(),
+                                               .run = TextOf(request.getRun()),
+                                               .resume = request.getResume(),
                                                .grad_arena_bytes = request.getGradArenaBytes(),
                                                .extra_state_bytes = request.getExtraStateBytes(),
                                                .layout = *std::move(layout)},

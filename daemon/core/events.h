@@ -28,6 +28,9 @@ struct AttachRequested {
   uint32_t uid = 0;
   std::string job;
   uint32_t rank = 0;
+  // Token of the run that the process belongs to, and whether it may take over another run's job.
+  std::string run = {};
+  bool resume = false;
   uint64_t grad_arena_bytes = 0;   // for gradients alone
   uint64_t extra_state_bytes = 0;  // room for extra_state
   std::shared_ptr<const protocol::Layout> layout;

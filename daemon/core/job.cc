@@ -59,7 +59,8 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
     return MakeError(ErrorId::kBusy, absl::StrCat("job ", spec_.name, " is being deleted"),
                      "attach again in a moment");
   }
-  return absl::OkStatus();
+  return members_.CheckRun(request, step_.committed_step(),
+                           initial_.ready() ? Membership::Ready::kYes : Membership::Ready::kNo);
 }
 
 void Job::Attach(const AttachRequested& request) {

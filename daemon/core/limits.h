@@ -9,6 +9,7 @@ namespace forebay::daemon {
 
 inline constexpr uint32_t kJobsMax = 1024;
 inline constexpr uint32_t kJobNameBytesMax = 200;
+inline constexpr uint32_t kRunTokenBytesMax = 200;
 inline constexpr uint32_t kLeasesPerSessionMax = 4096;
 
 // Of one session, for gradients. Times kWorldMax no sum overflows.

@@ -45,7 +45,28 @@ absl::Status Membership::CheckAttach(const AttachRequested& request) const {
   return absl::OkStatus();
 }
 
+absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t committed_step,
+                                  Ready ready) const {
+  if (request.run == run_) return absl::OkStatus();
+  if (live() > 0) {
+    return MakeError(
+        ErrorId::kBusy,
+        absl::StrCat("job ", spec_.name, " is being trained by another run (", run_, "): ", live(),
+                     " of its processes are attached, at step ", committed_step),
+        "end those processes, or choose another job name for this run");
+  }
+  if (ready == Ready::kNo || request.resume) return absl::OkStatus();
+  return MakeError(ErrorId::kJobExists,
+                   absl::StrCat("job ", spec_.name, " exists and is at step ", committed_step,
+                                "; another run (", run_, ") has trained it"),
+                   absl::StrCat("attach with resume to go on after step ", committed_step,
+                                ", choose another job name, or delete the job: forebay jobs "
+                                "--delete ",
+                                spec_.name));
+}
+
 void Membership::Add(const AttachRequested& request) {
+  run_ = request.run;
   Session session;
   session.id = request.session;
   session.uid = request.uid;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -23,11 +24,20 @@ namespace forebay::daemon {
 // Ownership  The spec and the io outlive it. A Session lives until CloseEnded() closes it.
 class Membership {
  public:
+  enum class Ready : uint8_t { kNo, kYes };
+
   Membership(const JobSpec& spec, JobIo& io)
       : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
 
   // Whether this client may attach by its uid, its layout and the sizes it asks for.
   absl::Status CheckAttach(const AttachRequested& request) const;
+  // Whether this client's run may: the job's own, or, between runs, one that asks to resume. A job
+  // whose parameters are not written (`ready`) is nobody's yet.
+  //
+  // Errors  E_BUSY        processes of another run are attached.
+  //         E_JOB_EXISTS  another run has trained the job, and this one does not ask to resume it.
+  absl::Status CheckRun(const AttachRequested& request, uint64_t committed_step, Ready ready) const;
+  // The request's run becomes the job's.
   void Add(const AttachRequested& request);
   void OnMapped(SessionId id);
 
@@ -66,6 +76,7 @@ class Membership {
  private:
   const JobSpec& spec_;
   JobIo& io_;
+  std::string run_;  // token of the newest attach
   uint64_t generation_ = 0;
   std::map<SessionId, Session> sessions_;
   std::vector<SessionId> attaching_;

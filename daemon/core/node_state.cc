@@ -37,8 +37,21 @@ absl::Status CheckName(std::string_view name) {
 }
 
 // What of a request can be judged without its job.
+// Shown in messages to others of the job's user: printable characters alone.
+absl::Status CheckRunToken(const std::string& run) {
+  const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
+  if (run.size() <= kRunTokenBytesMax && std::all_of(run.begin(), run.end(), is_printable)) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kOption,
+                   absl::StrCat("the run token has ", run.size(), " bytes (at most ",
+                                kRunTokenBytesMax, ", printable characters without spaces)"),
+                   "set FOREBAY_RUN, or run at attach, to a short name of this run");
+}
+
 absl::Status CheckRequest(const AttachRequested& request) {
   RETURN_IF_ERROR(CheckName(request.job));
+  RETURN_IF_ERROR(CheckRunToken(request.run));
   const uint32_t world_size = request.layout->spec().world_size;
   if (request.rank >= world_size) {
     return MakeError(ErrorId::kRank,

@@ -56,6 +56,25 @@ class AttachmentProcess : public ::testing::Test {
   std::unique_ptr<DaemonProcess> daemon_;
 };
 
+TEST_F(AttachmentProcess, AnotherRunIsRefusedBeforeItTouchesTheJob) {
+  const auto attach = [&](const std::string& run, bool resume) {
+    return Attachment::Attach({.socket = socket_,
+                               .job = "job",
+                               .run = run,
+                               .resume = resume,
+                               .layout = testing::MakeLayoutSpec({.world_size = 1}),
+                               .timeout = kTimeout});
+  };
+  std::unique_ptr<Attachment> trained = AttachFirst("job", 1);  // of run "test"
+  EXPECT_THAT(attach("other", true), HasError(ErrorId::kBusy));
+  EXPECT_OK(trained->Fetch(0, kTimeout).status());
+  ASSERT_OK(trained->Detach());
+  EXPECT_THAT(attach("other", false), HasError(ErrorId::kJobExists));
+  EXPECT_THAT(attach("two words", false), HasError(ErrorId::kOption));
+  ASSERT_OK_AND_ASSIGN(const auto resumed, attach("other", true));
+  EXPECT_FALSE(resumed->writes_initial());
+}
+
 TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
   std::atomic<int> begun{0};
   const auto stepper = AttachFirst("step", 2);

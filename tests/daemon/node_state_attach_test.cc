@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
 #include "protocol/units.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/status_test.h"
@@ -59,6 +60,44 @@ class NodeStateAttach : public ::testing::Test {
   uint64_t second_ = 0;
   uint64_t requests_ = 0;
 };
+
+TEST_F(NodeStateAttach, AnotherRunsTrainedJobIsRefusedUnlessItIsToBeResumed) {
+  const auto layout = MakeLayout(1, {200});
+  node_.End(node_.Attach(layout, {.run = "a"}), EndCause::kDetached);
+  node_.RunTasks();
+  const absl::Status refused = StatusOf(node_.Attach(layout, {.run = "b"}));
+  EXPECT_THAT(refused, HasError(ErrorId::kJobExists));
+  EXPECT_THAT(std::string(refused.message()),
+              AllOf(HasSubstr("job job"), HasSubstr("step 0"), HasSubstr("(a)")));
+  EXPECT_THAT(protocol::HintOf(refused), HasSubstr("forebay jobs --delete job"));
+  const uint64_t again = node_.Attach(layout, {.run = "a"});
+  EXPECT_TRUE(StatusOf(again).ok()) << "its own run";
+  node_.End(again, EndCause::kLost);
+  node_.RunTasks();
+  EXPECT_TRUE(StatusOf(node_.Attach(layout, {.run = "b", .resume = true})).ok());
+  const absl::Status first = StatusOf(node_.Attach(layout, {.run = "a", .resume = true}));
+  EXPECT_THAT(first, HasError(ErrorId::kBusy)) << "the job is the second run's now";
+}
+
+TEST_F(NodeStateAttach, AnotherRunNeverEvictsALiveSession) {
+  const auto layout = MakeLayout(1, {200});
+  const uint64_t live = node_.Attach(layout, {.run = "a"});
+  for (const bool resume : {false, true}) {
+    const absl::Status refused = StatusOf(node_.Attach(layout, {.run = "b", .resume = resume}));
+    EXPECT_THAT(refused, HasError(ErrorId::kBusy));
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("1 of its processes"));
+  }
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(live, 0)), ErrorId::kNone) << "it has noticed nothing";
+  const uint64_t restarted = node_.Attach(layout, {.run = "a"});
+  EXPECT_TRUE(StatusOf(restarted).ok()) << "a process of the same run replaces its old one";
+  EXPECT_TRUE(node_.is_closed(live));
+}
+
+TEST_F(NodeStateAttach, ARunTokenIsShortAndPrintable) {
+  for (const std::string& run : {std::string(201, 'x'), std::string("a b"), std::string("a\n")}) {
+    EXPECT_THAT(StatusOf(node_.Attach(layout_, {.run = run})), HasError(ErrorId::kOption));
+  }
+}
 
 TEST_F(NodeStateAttach, IsAnsweredWhenTheMemoryIsMade) {
   const uint64_t session = node_.RequestAttach(layout_, {});

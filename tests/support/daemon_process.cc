@@ -133,6 +133,8 @@ void RunningProgram::Kill() {
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
     const std::string& socket, const std::vector<std::string>& settings, const Prepare& prepare) {
+  // Clients of one test are one run, also where they are processes of their own.
+  ::setenv("FOREBAY_RUN", "test", 0);
   std::vector<std::string> arguments = {FOREBAYD_PATH};
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
                                   "dram.limit=1GiB"};

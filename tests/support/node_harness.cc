@@ -107,6 +107,8 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .uid = request.uid,
                        .job = request.job,
                        .rank = request.rank,
+                       .run = request.run,
+                       .resume = request.resume,
                        .grad_arena_bytes = grad_bytes,
                        .extra_state_bytes = request.extra_state_bytes,
                        .layout = std::move(layout)});

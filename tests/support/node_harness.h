@@ -33,6 +33,8 @@ struct AttachRequest {
   std::string job = "job";
   uint32_t uid = 1000;
   uint32_t rank = 0;
+  std::string run = {};
+  bool resume = false;
   uint64_t grad_arena_bytes = 0;  // 0: four times the largest group
   uint64_t extra_state_bytes = 64;
 };

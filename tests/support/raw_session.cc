@@ -94,6 +94,7 @@ absl::Status RawSession::Attach(const RawAttach& attach) {
   request.setJob(kj::StringPtr(attach.job.c_str(), attach.job.size()));
   request.setRank(attach.rank);
   request.setWorldSize(attach.world_size);
+  request.setRun(kj::StringPtr(attach.run.c_str(), attach.run.size()));
   request.setGradArenaBytes(attach.grad_arena_bytes);
   request.setExtraStateBytes(attach.extra_state_bytes);
   request.setLayoutBytes(attach.layout_bytes);

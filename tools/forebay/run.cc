@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/environment.h"
 #include "protocol/error.h"
 #include "protocol/os/unique_fd.h"
 
@@ -125,7 +126,8 @@ class Supervisor {
     }
     auto command =
         Process::Start({.arguments = options_.command,
-                        .environment = {absl::StrCat("FOREBAY_SOCKET=", (*daemon)->socket())},
+                        .environment = {absl::StrCat("FOREBAY_SOCKET=", (*daemon)->socket()),
+                                        absl::StrCat("FOREBAY_RUN=", client::RunToken({}))},
                         .group = command_group_,
                         .signal_mask = command_mask_});
     if (!command.ok()) {

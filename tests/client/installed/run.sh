@@ -29,7 +29,7 @@ others=$(nm -D --defined-only "$work/prefix/$libdir/libforebay.so" | awk '$2 != 
   grep -v '^forebay_' || true)
 [[ -z $others ]] || { echo "libforebay.so also exports: $others"; exit 1; }
 
-export FOREBAY_SOCKET=$work/s
+export FOREBAY_SOCKET=$work/s FOREBAY_RUN=installed
 "$forebayd" --set "socket.path=$FOREBAY_SOCKET" --set dram.limit=256MiB \
   --set memlock=best_effort 2>"$work/daemon.log" &
 daemon=$!

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import sys
 import tempfile
@@ -7,6 +8,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import core_daemon  # noqa: E402
+
+os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ step.
 
 import gc
 import importlib.util
+import os
 import pathlib
 import sys
 import tempfile
@@ -33,6 +34,7 @@ import torch  # noqa: E402
 from models import HealthyJob  # noqa: E402
 
 torch.set_num_threads(1)
+os.environ.setdefault("FOREBAY_RUN", "test")  # processes that a test starts are of its run
 
 
 @pytest.fixture(scope="session")
