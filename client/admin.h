@@ -120,7 +120,7 @@ class AdminClient {
   AdminClient& operator=(const AdminClient&) = delete;
   ~AdminClient();
 
-  const NodeInfo& info() const;  // as the daemon said at hello
+  const NodeInfo& info() const;  // of the handshake
   absl::StatusOr<NodeStatus> Status();
   absl::StatusOr<std::vector<TraceEvent>> Trace(const std::string& job);  // E_JOB_NAME: no such job
   absl::Status DeleteJob(const std::string& job);

@@ -139,7 +139,7 @@ absl::Status Attachment::State::SendGradient(uint32_t group, BusyRange range,
                     KeepError(completion, status);
                   });
   if (!sent.ok()) {
-    // The gradient is gone with its slot: no step may pass without it.
+    // The gradient is lost with its slot: no step may pass without it.
     if (kept_grad_error.ok()) kept_grad_error = sent;
     return sent;
   }

@@ -28,7 +28,7 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
   if (extra_state.size() > parts.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
                      absl::StrCat("extra_state has ", extra_state.size(), " bytes; ",
-                                  parts.extra_state_bytes, " were taken at attach"),
+                                  parts.extra_state_bytes, " were reserved at attach"),
                      "attach with a larger extra_state_bytes");
   }
   if (hyper_params.empty() || hyper_params.size() > protocol::kParamGroupsMax) {

@@ -120,7 +120,8 @@ class Attachment {
 
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
-  ~Attachment();  // without a Detach the daemon takes the rank as lost
+  // Without a Detach before it the daemon counts the rank as lost.
+  ~Attachment();
 
   bool writes_initial() const;      // this session must write every group, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
@@ -148,7 +149,8 @@ class Attachment {
 
   // StartFetch and FinishFetch; cancelled where it gives up.
   absl::StatusOr<Lease> Fetch(uint32_t group, Timeout timeout);
-  absl::Status Release(const Lease& lease);  // does not wait for its completion
+  // Does not wait for its completion.
+  absl::Status Release(const Lease& lease);
 
   // The group's open slot, made and filled where there is none: room for the padded gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it.

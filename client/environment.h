@@ -1,4 +1,4 @@
-// What the client takes from the environment; nothing else of it reads any.
+// What the client reads from environment variables, all of it.
 #pragma once
 
 #include <string>

@@ -140,9 +140,9 @@ int32_t forebay_grad_slot(struct forebay_session* session, uint32_t group, int64
 int32_t forebay_grad_ready(struct forebay_session* session, uint32_t group);
 int32_t forebay_drop_gradients(struct forebay_session* session);
 
+/* `result` may be NULL. */
 int32_t forebay_step(struct forebay_session* session, const struct forebay_step_args* args,
-                     int64_t timeout_ms,
-                     struct forebay_step_result* result); /* result may be NULL */
+                     int64_t timeout_ms, struct forebay_step_result* result);
 
 /* Elements of state plane `plane` from `element_offset` of the padded group on. Format int8: codes lie
    as cpu_adam/update_kernel.h says, a scale stands for 128 elements, and element_offset of a plane of
@@ -151,10 +151,10 @@ int32_t forebay_read_state(struct forebay_session* session, uint32_t group, uint
                            uint64_t element_offset, void* bytes, size_t size_bytes,
                            int64_t timeout_ms);
 
-int32_t forebay_detach(
-    struct forebay_session* session); /* ends the session in good order; the weights stays mapped */
-void forebay_free(
-    struct forebay_session* session); /* NULL is fine; without detach the rank counts as lost */
+/* Ends the session in good order; the weights stay mapped. */
+int32_t forebay_detach(struct forebay_session* session);
+/* NULL is allowed. Without a detach before it the daemon counts the rank as lost. */
+void forebay_free(struct forebay_session* session);
 
 #ifdef __cplusplus
 }

@@ -45,7 +45,7 @@ int32_t Report(const absl::Status& status) {
   return last_error.id;
 }
 
-// Runs the call; no exception (of the allocator, say) goes on into C.
+// Runs the call; no exception (of the allocator, say) leaves into C.
 template <typename Call>
 int32_t Guard(Call call) {
   try {
@@ -122,7 +122,7 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
                                        .timeout = TimeoutOf(options.timeout_ms)}));
   auto made = std::make_unique<forebay_session>();
   made->attachment = std::move(attachment);
-  *session = made.release();  // forebay_free() takes it back
+  *session = made.release();  // forebay_free() owns it again
   return absl::OkStatus();
 }
 

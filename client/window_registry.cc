@@ -99,8 +99,8 @@ void OnSegv(int signal_number, siginfo_t* info, void* context) {
   } else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN) {
     previous_action.sa_handler(signal_number);
   } else {
-    // The faulting instruction runs again, or the signal is sent again, and the default takes the
-    // process.
+    // The faulting instruction runs again, or the signal is sent again, and the default action ends
+    // the process.
     struct sigaction default_action {};
     default_action.sa_handler = SIG_DFL;
     ::sigaction(signal_number, &default_action, nullptr);

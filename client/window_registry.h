@@ -1,4 +1,4 @@
-// Which parameter an address of a window belongs to, told also from a signal handler.
+// Which parameter an address of a job's weights belongs to; can be asked from a signal handler.
 //
 // A signal handler has no argument of ours, so this table and the handler are the process's own:
 // the one place of the client with global state.
@@ -30,7 +30,7 @@ struct WindowPart {
 // The parts of a job's weights, in ascending order.
 std::vector<WindowPart> WindowParts(const protocol::Layout& layout);
 
-// Takes the window out of the table when it dies.
+// Its destructor removes the window from the table.
 class WindowRegistration {
  public:
   WindowRegistration(const WindowRegistration&) = delete;
@@ -54,7 +54,7 @@ std::unique_ptr<WindowRegistration> RegisterWindow(std::span<const std::byte> wi
 bool ExplainWrite(const void* address, int fd);
 
 // From now on a SIGSEGV within a window is explained on stderr before the handler that was there
-// takes over (or the process dies, as it would have). A second call does nothing.
+// runs (or the process dies, as it would have). A second call does nothing.
 void InstallSegvExplainer();
 
 }  // namespace forebay::client

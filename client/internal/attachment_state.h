@@ -82,7 +82,7 @@ struct SessionParts {
   std::shared_ptr<gpu::Device> device;
 };
 
-// A command that somebody waits for, or waited for.
+// The answer to a command, from the time it is sent.
 struct Answer {
   bool arrived = false;
   // Its caller gave up.

@@ -57,7 +57,7 @@ absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
 }
 
 // The daemon by its pid, where the kernel and the daemon agree on it (they need not across
-// containers or with a socket that somebody else bound).
+// containers or with a socket that another process bound).
 UniqueFd DaemonPidfd(pid_t peer_pid, const NodeInfo& info) {
   if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != info.pid) return UniqueFd();
   return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));
@@ -79,7 +79,7 @@ absl::StatusOr<NodeInfo> Hello(ControlThread& thread, uint32_t version, const Wa
       });
 }
 
-// A memfd with the bytes that nobody can change any more.
+// A memfd with these bytes, sealed against every change.
 absl::StatusOr<UniqueFd> SealedMemfd(std::span<const std::byte> bytes) {
   UniqueFd fd(::memfd_create("forebay-layout", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return MakeError(ErrorId::kLimit, ErrnoText("memfd_create", errno));

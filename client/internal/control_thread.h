@@ -37,7 +37,7 @@ struct Peer {
 // Threads  Any.
 class ControlThread {
  public:
-  // Takes a connected Unix socket. E_LIMIT where no thread or descriptor is left.
+  // Of a connected Unix socket. E_LIMIT where no thread or descriptor is left.
   static absl::StatusOr<std::unique_ptr<ControlThread>> Start(protocol::UniqueFd socket);
 
   ControlThread(const ControlThread&) = delete;

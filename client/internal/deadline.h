@@ -11,10 +11,10 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // A timeout below zero is zero; one beyond a year is permanently.
+  // A timeout below zero is zero; one beyond a year counts as a year.
   static Deadline After(std::chrono::milliseconds timeout) {
-    constexpr std::chrono::milliseconds kForEver = std::chrono::hours(24 * 365);
-    const auto bounded = std::clamp(timeout, std::chrono::milliseconds(0), kForEver);
+    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+    const auto bounded = std::clamp(timeout, std::chrono::milliseconds(0), kLongest);
     return Deadline(Clock::now() + bounded);
   }
 

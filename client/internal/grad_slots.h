@@ -1,4 +1,4 @@
-// Which bytes of a session's gradient arena are whose.
+// Which ranges of a session's gradient arena are in use.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ class GradSlots {
   Ranges ranges_;
 };
 
-// A busy range that is given back, unless it is handed over to whoever frees it later.
+// A busy range that is given back, unless HandOver() leaves that to a later Free().
 class BusyRange {
  public:
   BusyRange(GradSlots& slots, uint64_t offset_bytes)

@@ -1,4 +1,4 @@
-// Whether a processor core has nothing to do, so that spinning takes time from nobody.
+// Whether a core is idle, so that spinning slows no other thread down.
 #pragma once
 
 #include <chrono>

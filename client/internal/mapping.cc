@@ -31,13 +31,19 @@ absl::StatusOr<std::shared_ptr<Mapping>> Mapping::MapFile(int fd, uint64_t size_
   struct stat info {};
   if (::fstat(fd, &info) != 0 || info.st_size < 0 ||
       static_cast<uint64_t>(info.st_size) < size_bytes || size_bytes == 0) {
-    return MakeError(ErrorId::kProtocol, absl::StrCat("an arena has ", info.st_size,
-                                                      " bytes where ", size_bytes, " were named"));
+    return MakeError(
+        ErrorId::kProtocol,
+        absl::StrCat("the shared memory that the daemon sent has ", info.st_size,
+                     " bytes, but its reply says ", size_bytes),
+        "daemon and client are of different builds: restart forebayd, then attach again");
   }
   // A file that shrank under the mapping would kill this process with SIGBUS.
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    return MakeError(ErrorId::kProtocol, "an arena is not sealed against shrinking");
+    return MakeError(
+        ErrorId::kProtocol,
+        "the shared memory that the daemon sent is not sealed against shrinking",
+        "daemon and client are of different builds: restart forebayd, then attach again");
   }
   // Reserves enough to begin on a 2 MiB border, then maps the file over the middle of it.
   const uint64_t reserve_bytes = size_bytes + kHugePageBytes;

@@ -12,7 +12,7 @@ namespace forebay::client::internal {
 
 enum class MapAccess : uint8_t { kRead, kReadWrite };
 
-// Ownership  Whoever needs the bytes holds the shared_ptr.
+// Ownership  Every user of the bytes holds the shared_ptr.
 class Mapping {
  public:
   // The first `size_bytes` of a shared file, at an address where 2 MiB pages of the file stay 2

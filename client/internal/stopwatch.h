@@ -1,4 +1,4 @@
-// Small words of a session's calls: the time one takes, and an empty command.
+// How long a call takes, and an empty command.
 #pragma once
 
 #include <atomic>
