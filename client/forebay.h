@@ -36,11 +36,9 @@ struct forebay_options {
   const char* job;
   uint32_t rank;
   uint32_t world_size;
-  const char* dtype; /* "float32", "bfloat16", "float16" */
-  /* "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov",
-     "lamb" */
-  const char* optimizer;
-  const char* format; /* "fp32"; for bfloat16 also "exact", "bf16", "int8" */
+  const char* dtype;     /* "float32", "bfloat16", "float16" */
+  const char* optimizer; /* "adamw", "sgd", ...: E_OPTION of an unknown name lists all */
+  const char* format;    /* "fp32"; for bfloat16 also "exact", "bf16", "int8" */
   const struct forebay_param* params;
   size_t param_count;
   const char* const* group_names; /* one a group */
@@ -83,14 +81,18 @@ struct forebay_lease {
   uint64_t size_bytes;
 };
 
-/* What an optimizer does not have is 0; beta1 and beta2 are momentum and dampening of sgd, lr_decay
-   and initial_accumulator_value of adagrad. */
+/* Hyper-parameters of one parameter group, named as torch names them. An optimizer reads those that
+   it has. */
 struct forebay_hyper {
   double lr;
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
+  double momentum;
+  double dampening;
+  double lr_decay;
+  double initial_accumulator_value;
 };
 
 struct forebay_step_args {

@@ -1,3 +1,4 @@
+#include <bit>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "client/client.h"
 #include "client/forebay.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
 
 struct forebay_session {
@@ -272,12 +274,7 @@ int32_t forebay_step(forebay_session* session, const forebay_step_args* args, in
     }
     std::vector<forebay::protocol::HyperParams> hyper;
     for (const forebay_hyper& one : std::span(args->hyper, args->hyper_count)) {
-      hyper.push_back({.lr = one.lr,
-                       .beta1 = one.beta1,
-                       .beta2 = one.beta2,
-                       .eps = one.eps,
-                       .weight_decay = one.weight_decay,
-                       .reserved = 0});
+      hyper.push_back(std::bit_cast<forebay::protocol::HyperParams>(one));  // the same fields
     }
     ASSIGN_OR_RETURN(const forebay::client::StepResult done,
                      session->attachment->Step(args->step, hyper, args->max_grad_norm,

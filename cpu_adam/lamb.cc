@@ -37,9 +37,9 @@ LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
   ForEachPiece<kSumChunkElems>(format, scalars, n, state,
                                [&sums](size_t, size_t count, const float* w, const float* u) {
                                  double chunk_sum = 0;
-                                 ChunkSquareSums(count, {w, GradType::kFp32}, &chunk_sum);
+                                 ChunkSquareSums(count, {w, DType::kFloat32}, &chunk_sum);
                                  sums.weight.AddChunk(chunk_sum);
-                                 ChunkSquareSums(count, {u, GradType::kFp32}, &chunk_sum);
+                                 ChunkSquareSums(count, {u, DType::kFloat32}, &chunk_sum);
                                  sums.update.AddChunk(chunk_sum);
                                });
   return sums;

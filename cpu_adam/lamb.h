@@ -9,7 +9,7 @@
 
 namespace forebay::cpu_adam {
 
-// One step of a parameter: Update with Rule::kLamb over all of it, which makes the new moments a and
+// One step of a parameter: Update with kLamb over all of it, which makes the new moments a and
 // b; then the sums over all of it, merged; then ApplyLamb over all of it. With the names of
 // StepScalars, and moments as the format holds them after the first pass:
 //

@@ -29,22 +29,22 @@ Cut CutAt(std::span<const PartitionUpdate> partitions, size_t total, size_t nume
 }
 
 Gradient Advance(Gradient grad, size_t elems) {
-  const size_t elem_bytes = grad.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t);
+  const size_t elem_bytes = grad.type == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
   return {static_cast<const std::byte*>(grad.data) + elems * elem_bytes, grad.type};
 }
 
-uint64_t UpdatePiece(Rule rule, StateFormat format, const PartitionUpdate& partition, size_t begin,
-                     size_t end) {
+uint64_t UpdatePiece(Optimizer optimizer, StateFormat format, const PartitionUpdate& partition,
+                     size_t begin, size_t end) {
   const StatePlanes from = Advance(partition.from, format, begin);
   const StatePlanes to = Advance(partition.to, format, begin);
-  return UpdateTo(rule, format, partition.scalars, end - begin, Advance(partition.grad, begin),
+  return UpdateTo(optimizer, format, partition.scalars, end - begin, Advance(partition.grad, begin),
                   from, to);
 }
 
 }  // namespace
 
-uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpdate> partitions,
-                     Share share) {
+uint64_t UpdateShare(Optimizer optimizer, StateFormat format,
+                     std::span<const PartitionUpdate> partitions, Share share) {
   FOREBAY_CHECK(share.index < share.count);
   size_t total = 0;
   for (const PartitionUpdate& partition : partitions) total += partition.n;
@@ -54,17 +54,17 @@ uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpd
   for (size_t p = begin.partition; p < partitions.size() && p <= end.partition; ++p) {
     const size_t first = p == begin.partition ? begin.elem : 0;
     const size_t last = p == end.partition ? end.elem : partitions[p].n;
-    if (first < last) bad += UpdatePiece(rule, format, partitions[p], first, last);
+    if (first < last) bad += UpdatePiece(optimizer, format, partitions[p], first, last);
   }
   return bad;
 }
 
-uint64_t UpdateAll(WorkerPool& pool, Rule rule, StateFormat format,
+uint64_t UpdateAll(WorkerPool& pool, Optimizer optimizer, StateFormat format,
                    std::span<const PartitionUpdate> partitions) {
   const auto shares = static_cast<size_t>(pool.threads());
   std::atomic<uint64_t> bad = 0;
   RunOnAll(pool, [&](int task) {
-    bad += UpdateShare(rule, format, partitions, {static_cast<size_t>(task), shares});
+    bad += UpdateShare(optimizer, format, partitions, {static_cast<size_t>(task), shares});
   });
   return bad;
 }

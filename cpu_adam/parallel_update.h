@@ -39,8 +39,8 @@ struct Share {
 // Threads  Pure. All shares may run at once; their number changes no bit of the result.
 // Limits   No allocation. Looks at each partition once; below kCutElems · count elements in all,
 //          shares may be empty.
-uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpdate> partitions,
-                     Share share);
+uint64_t UpdateShare(Optimizer optimizer, StateFormat format,
+                     std::span<const PartitionUpdate> partitions, Share share);
 
 // Runs the fused pass over all partitions, one share for each thread of the pool; returns when all
 // is done, and the count of bad masters.
@@ -50,7 +50,7 @@ uint64_t UpdateShare(Rule rule, StateFormat format, std::span<const PartitionUpd
 // Threads  Any but the pool's own, which would wait for themselves. Other tasks may be in the queue
 //          and run first.
 // Limits   One task a thread and one wait, whatever the number of partitions; no allocation.
-uint64_t UpdateAll(WorkerPool& pool, Rule rule, StateFormat format,
+uint64_t UpdateAll(WorkerPool& pool, Optimizer optimizer, StateFormat format,
                    std::span<const PartitionUpdate> partitions);
 
 // Runs body(0) … body(pool.threads() - 1), each as one task; returns when all have returned. A task

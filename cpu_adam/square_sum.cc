@@ -76,7 +76,7 @@ bool SquareSum::operator==(const SquareSum& other) const {
 }
 
 SquareSum SumSquaresAndFinite(size_t n, Gradient g) {
-  const size_t elem_bytes = g.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t);
+  const size_t elem_bytes = g.type == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
   const auto* bytes = static_cast<const unsigned char*>(g.data);
   SquareSum total;
   for (size_t begin = 0; begin < n; begin += kPieceChunks * kSumChunkElems) {

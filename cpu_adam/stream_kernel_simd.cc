@@ -225,9 +225,9 @@ void SumChunks(size_t n, const T* from, double* chunk_sums) {
 }
 
 void SimdChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
-  if (g.type == GradType::kFp32) {
+  if (g.type == DType::kFloat32) {
     SumChunks(n, static_cast<const float*>(g.data), chunk_sums);
-  } else if (g.type == GradType::kFp16) {
+  } else if (g.type == DType::kFloat16) {
     SumChunks(n, static_cast<const hwy::float16_t*>(g.data), chunk_sums);
   } else {
     SumChunks(n, static_cast<const uint16_t*>(g.data), chunk_sums);
@@ -273,13 +273,13 @@ void CopyChunks(size_t n, const Raw* from, Raw* to, double* chunk_sums) {
 }
 
 void SimdCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
-  if (g.type == GradType::kFp32) {
+  if (g.type == DType::kFloat32) {
     CopyChunks<float>(n, static_cast<const float*>(g.data), static_cast<float*>(dst), chunk_sums);
     return;
   }
   const auto* from = static_cast<const uint16_t*>(g.data);
   auto* to = static_cast<uint16_t*>(dst);
-  if (g.type == GradType::kFp16) {
+  if (g.type == DType::kFloat16) {
     CopyChunks<hwy::float16_t>(n, from, to, chunk_sums);
   } else {
     CopyChunks<uint16_t>(n, from, to, chunk_sums);
@@ -320,10 +320,10 @@ HWY_INLINE bool AllBelow(DInt d, size_t n, const T* from, T sign_off, T limit) {
 }
 
 bool SimdAllFinite(size_t n, Gradient g) {
-  if (g.type == GradType::kFp32) {
+  if (g.type == DType::kFloat32) {
     return AllBelow(DI(), n, static_cast<const int32_t*>(g.data), 0x7FFFFFFF, 0x7F800000);
   }
-  const int16_t infinity = g.type == GradType::kFp16 ? 0x7C00 : 0x7F80;
+  const int16_t infinity = g.type == DType::kFloat16 ? 0x7C00 : 0x7F80;
   return AllBelow(DI16(), n, static_cast<const int16_t*>(g.data), int16_t{0x7FFF}, infinity);
 }
 
@@ -396,9 +396,9 @@ void AddRun(size_t n, const T* src, float* dst) {
 
 template <bool kAdd>
 void AddTyped(size_t n, Gradient g, float* dst) {
-  if (g.type == GradType::kFp32) {
+  if (g.type == DType::kFloat32) {
     AddRun<kAdd>(n, static_cast<const float*>(g.data), dst);
-  } else if (g.type == GradType::kFp16) {
+  } else if (g.type == DType::kFloat16) {
     AddRun<kAdd>(n, static_cast<const hwy::float16_t*>(g.data), dst);
   } else {
     AddRun<kAdd>(n, static_cast<const uint16_t*>(g.data), dst);

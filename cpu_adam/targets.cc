@@ -7,6 +7,8 @@
 #include "cpu_adam/internal/dispatch.h"
 #include "hwy/targets.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
+#include "protocol/os/check.h"
 
 namespace forebay::cpu_adam {
 namespace {
@@ -38,7 +40,7 @@ std::vector<Kernels> FindKernels() {
                      .stream = StreamKernelsOf(target.bit)});
   }
   Kernels scalar{.name = "scalar", .formats = {}, .stream = &kScalarStreamKernels};
-  for (size_t i = 0; i < kStateFormats; ++i) scalar.formats[i] = &kScalarFormats[i];
+  for (size_t i = 0; i < kStateFormatCount; ++i) scalar.formats[i] = &kScalarFormats[i];
   found.push_back(scalar);
   return found;
 }
@@ -51,6 +53,14 @@ const std::vector<Kernels>& Supported() {
 std::atomic<const Kernels*> chosen = nullptr;
 
 }  // namespace
+
+const internal::FormatKernels& Kernels::of(protocol::StateFormat format) const {
+  for (size_t i = 0; i < protocol::kStateFormatCount; ++i) {
+    if (protocol::kStateFormats[i] == format) return *formats[i];
+  }
+  FOREBAY_CHECK(false);  // no such pair of format and weights
+  return *formats[0];
+}
 
 const Kernels& internal::ChosenKernels() {
   const Kernels* kernels = chosen.load(std::memory_order_acquire);

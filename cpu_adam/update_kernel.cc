@@ -13,28 +13,29 @@ void Move(void*& plane, size_t bytes) {
 
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems) {
   StatePlanes moved = planes;
-  Move(moved.weights, elems * (format == StateFormat::kFp32 ? sizeof(float) : sizeof(uint16_t)));
+  Move(moved.weights,
+       elems * (format.weights == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t)));
   if (moved.remainder != nullptr) moved.remainder += elems;
   if (moved.master != nullptr) moved.master += elems;
-  const size_t width = format == StateFormat::kInt8   ? sizeof(uint8_t)
-                       : format == StateFormat::kBf16 ? sizeof(uint16_t)
-                                                      : sizeof(float);
+  const size_t width = format.format == Format::kInt8   ? sizeof(uint8_t)
+                       : format.format == Format::kBf16 ? sizeof(uint16_t)
+                                                        : sizeof(float);
   for (void*& moment : moved.moments) Move(moment, elems * width);
   for (float*& scale : moved.scales) {
-    if (scale != nullptr) scale += elems / kGroupElems;
+    if (scale != nullptr) scale += elems / kScaleElems;
   }
   moved.first_elem += static_cast<uint32_t>(elems);
   return moved;
 }
 
-uint64_t Update(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
-                const StatePlanes& state) {
-  return internal::ChosenKernels().update(rule, format)(scalars, n, g, state, state);
+uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                Gradient g, const StatePlanes& state) {
+  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state, state);
 }
 
-uint64_t UpdateTo(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
-                  const StatePlanes& from, const StatePlanes& to) {
-  return internal::ChosenKernels().update(rule, format)(scalars, n, g, from, to);
+uint64_t UpdateTo(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                  Gradient g, const StatePlanes& from, const StatePlanes& to) {
+  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, from, to);
 }
 
 }  // namespace forebay::cpu_adam

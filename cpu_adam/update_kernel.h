@@ -6,52 +6,83 @@
 #include <cstdint>
 
 #include "cpu_adam/gradient.h"
-#include "cpu_adam/optimizer.h"
+#include "protocol/optimizer_ids.h"
 
 namespace forebay::cpu_adam {
 
-// Where the float32 master w of an element is, and how its moments are held.
-//
-// kFp32      the weights is the master; moments float32.
-// kExact     weights and remainder together are the master, bit for bit. With bits = the bits of w:
-//
-//              weights = (bits + 0x8000) >> 16      remainder = int16(bits - (weights << 16))
-//              bits  = (weights << 16) + remainder
-//
-//            so the weights is w as bfloat16, rounded to nearest, ties away from zero.
-// kBf16      master as in kExact; moments bfloat16. A new moment is rounded stochastically:
-//            (bits + rounding_bits) >> 16 with the rounding_bits of its element, see Stochastic rounding below.
-// kInt8      master as in kExact; moments as codes of 8 bits in groups of kGroupElems elements, each
-//            group with a float32 scale s. Moments m (Adam's first, Lion's, SGD's) are linear: q·s
-//            with q an int8 from -127 to 127. Moments v (Adam's second and its largest, Adagrad's)
-//            are codes c from 0 to 255 of their root: v = (max(c, 1)·s)², never 0 beside others that
-//            are not: a step would be divided by it. Writing, in float32 and with u = rounding_bits·2⁻¹⁵:
-//
-//              s = max|x|·unit, 0 where that is below 2⁻¹²⁶       1/s is 0 where s is 0
-//              q = floor(fma(x, 1/s, 384 + u)) - 384    x = m,                    unit = 1.000001/127
-//              c = floor(fma(x, 1/s, 256 + u)) - 256    x = min(sqrt(v), 1.8e19), unit = 1.000001/255
-// kFp32Bf16  a float32 master beside a bfloat16 weights that is rounded as in kExact; moments float32.
-// kFp32Fp16  the same with a binary16 weights, rounded to nearest, ties to even.
-enum class StateFormat : uint8_t { kFp32 = 1, kExact, kBf16, kInt8, kFp32Bf16, kFp32Fp16 };
+using protocol::Format;
+using protocol::kMomentsMax;
+using protocol::kScaleElems;
+using protocol::Optimizer;
+using protocol::StateFormat;
 
-// Elements of one scale of kInt8. The code of element e of a group is its byte
-// 4·((e mod 64) div 2) + 2·(e div 64) + e mod 2, so that no instruction set has to move bytes between
-// lanes.
-inline constexpr size_t kGroupElems = 128;
+// Scalars of one step, the same for all elements that share hyper-parameters and t; MakeStepScalars
+// (step_scalars.h) computes them.
+struct StepScalars {
+  // Multiplied into the gradient first: mean over the world, clipping. 1 changes no bit.
+  float grad_scale;
+  // λ of a decay that is added to the gradient.
+  float l2;
+  // What a weight keeps: fma(-η, λ, 1); LAMB: λ.
+  float decay;
+  // 1 - β from double, which 1.0f - β is not (0.999: 5e-5 off). SGD: momentum, and 1 - dampening (1
+  // at t = 1 or momentum 0).
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
+  float eps;
+  // 1 / sqrt(1 - β₂ᵗ)
+  float inv_sqrt_bias2;
+  // η, times 1 / (1 - β₁ᵗ) (Adam), over 1 + (t - 1)·lr_decay (Adagrad).
+  float step;
+  // Adagrad: the initial accumulator, in the first step.
+  float first;
+  // LAMB: 1 / (1 - β₁ᵗ)
+  float inv_bias1;
+  // Of stochastic rounding: see SetRoundingKey.
+  uint32_t rounding_key[2];
+};
+
+// A format is where the float32 master w of an element is, and how its moments are stored.
+//
+// kFp32   beside float32 weights: the weights are the master. Beside bfloat16 or binary16 weights
+//         (kFp32Bf16, kFp32Fp16): the master is a plane of its own; the weights are the master,
+//         rounded as in kExact, or to nearest, ties to even. Moments are float32.
+// kExact  weights and remainder together are the master, bit for bit. With bits = the bits of w:
+//
+//           weights = (bits + 0x8000) >> 16      remainder = int16(bits - (weights << 16))
+//           bits    = (weights << 16) + remainder
+//
+//         so the weights are w as bfloat16, rounded to nearest, ties away from zero. Moments are
+//         float32.
+// kBf16   master as in kExact; moments bfloat16. A new moment is rounded stochastically:
+//         (bits + r) >> 16 with the 16 random bits r of its element, see Rounding below.
+// kInt8   master as in kExact; moments as codes of 8 bits in groups of kScaleElems elements, each
+//         group with a float32 scale s. Moments m (Adam's first, Lion's, SGD's) are linear: q·s
+//         with q an int8 from -127 to 127. Moments v (Adam's second and its largest, Adagrad's)
+//         are codes c from 0 to 255 of their root: v = (max(c, 1)·s)², never 0 beside others that
+//         are not: a step would be divided by it. Encoding, in float32 and with u = r·2⁻¹⁵ of 15
+//         random bits r:
+//
+//           s = max|x|·unit, 0 where that is below 2⁻¹²⁶       1/s is 0 where s is 0
+//           q = floor(fma(x, 1/s, 384 + u)) - 384    x = m,                    unit = 1.000001/127
+//           c = floor(fma(x, 1/s, 256 + u)) - 256    x = min(sqrt(v), 1.8e19), unit = 1.000001/255
+//
+//         The code of element e of a group is its byte 4·((e mod 64) div 2) + 2·(e div 64) + e mod 2,
+//         so that no instruction set has to move bytes between lanes.
 
 // Planes of n elements each; a format has those that its description names.
 struct StatePlanes {
   void* weights = nullptr;       // float32; bfloat16 or binary16 as raw bits
   int16_t* remainder = nullptr;  // kExact, kBf16, kInt8
-  // As many as MomentCount of the rule: float32, bfloat16 as raw bits, or bytes of codes, whole
-  // groups of kGroupElems: the bytes behind element n - 1 are written too.
+  // As many as the optimizer has (kMomentShapes): float32, bfloat16 as raw bits, or bytes of codes,
+  // whole groups of kScaleElems: the bytes behind element n - 1 are written too.
   void* moments[kMomentsMax] = {};
   float* scales[kMomentsMax] = {};  // kInt8: one for each group that has begun
   float* master = nullptr;          // kFp32Bf16, kFp32Fp16
-  uint32_t first_elem = 0;  // index of the first element in its parameter: see Stochastic rounding
+  uint32_t first_elem = 0;          // index of the first element in its parameter: see Rounding
 };
 
-// The same planes from element `elems` on, which is a multiple of kGroupElems in kInt8.
+// The same planes from element `elems` on, which is a multiple of kScaleElems in kInt8.
 StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems);
 
 // Updates n elements; for each i in [0, n), in float32, in this order, fma rounded once, with the
@@ -75,30 +106,29 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //   kLamb          a' and b' of kAdamW, w' = w: the first of its two passes, see lamb.h
 //
 // w' is computed from the moments before these are rounded to the format. Update works in place;
-// UpdateTo reads `from` and writes `to`, with stores that bypass the cache where every plane of `to`
-// (scales aside) is aligned to 64 bytes. Both return how many w' are not finite or round to an
-// infinite weights.
+// UpdateTo reads `from` and writes `to`, with non-temporal stores where every plane of `to` (scales
+// aside) is aligned to 64 bytes. Both return how many w' are not finite or round to infinite weights.
 //
-// Stochastic rounding    In kBf16 and kInt8 each element has a hash z of rounding_key and e = first_elem + i, all
-//          modulo 2³²:
-//            x = e·0x9E3779B9 + rounding_key[0]     z = x ^ (x >> 16)
-//          The draws of moments 0, 1, 2 are the 16 high bits, in kInt8 the 15 high ones, of
-//          z·0x846CA68B, z·(rounding_key[1] | 1), z·0x9E3779B1: of each, every value is as likely as
-//          any other over the keys.
+// Rounding  In kBf16 and kInt8 each element has a hash z of rounding_key and e = first_elem + i, all
+//           modulo 2³²:
+//             x = e·0x9E3779B9 + rounding_key[0]     z = x ^ (x >> 16)
+//           The random bits of moments 0, 1, 2 are the 16 high bits, in kInt8 the 15 high ones, of
+//           z·0x846CA68B, z·(rounding_key[1] | 1), z·0x9E3779B1: of each, every value is as likely as
+//           any other over the keys.
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
 // Memory   Planes and gradient do not overlap. Any alignment that the element type allows is
 //          correct; 64 bytes is fastest. The stores of UpdateTo are visible to other threads after
 //          any later release by this one.
 // Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result (kInt8:
-//          split at multiples of kGroupElems).
-// Exact    Every target returns the bits of `scalar` (update_scalar.cc), whose std::fma arithmetic
-//          is the definition; only sign and payload of a NaN are free, and the codes of one. Given
+//          split at multiples of kScaleElems).
+// Exact    Every target returns the bits of `scalar` (internal/update_scalar.cc), whose std::fma
+//          arithmetic is the definition; only sign and payload of a NaN are free, and the codes of one. Given
 //          the same gradients, kFp32, kExact, kFp32Bf16 and kFp32Fp16 hold the same masters. Requires
 //          the default MXCSR: no FTZ, no DAZ.
-uint64_t Update(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
-                const StatePlanes& state);
-uint64_t UpdateTo(Rule rule, StateFormat format, const StepScalars& scalars, size_t n, Gradient g,
-                  const StatePlanes& from, const StatePlanes& to);
+uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                Gradient g, const StatePlanes& state);
+uint64_t UpdateTo(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
+                  Gradient g, const StatePlanes& from, const StatePlanes& to);
 
 }  // namespace forebay::cpu_adam

@@ -1,19 +1,12 @@
-// Element types of parameters, gradients and states.
+// Widths and names of the element types.
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 
-namespace forebay::protocol {
+#include "protocol/optimizer_ids.h"
 
-enum class DType : uint8_t {
-  kFloat32 = 1,
-  kBFloat16 = 2,
-  kFloat16 = 3,
-  kInt16 = 4,
-  kInt8 = 5,
-  kUInt8 = 6,
-};
+namespace forebay::protocol {
 
 constexpr uint64_t SizeBytes(DType dtype) {
   if (dtype == DType::kFloat32) return 4;

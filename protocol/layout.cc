@@ -1,7 +1,6 @@
 #include "protocol/layout.h"
 
 #include <algorithm>
-#include <array>
 #include <set>
 #include <string>
 #include <utility>
@@ -14,102 +13,6 @@
 
 namespace forebay::protocol {
 namespace {
-
-// A moment of an optimizer; a square is kept as its root where it is coded.
-struct Moment {
-  std::string_view name;
-  std::string_view scale_name;
-  bool square = false;
-};
-
-struct OptimizerEntry {
-  Optimizer optimizer;
-  std::string_view name;
-  std::span<const Moment> moments;
-};
-
-constexpr Moment kExpAvg{"exp_avg", "exp_avg_scale"};
-constexpr Moment kExpAvgSq{"exp_avg_sq", "exp_avg_sq_scale", true};
-
-constexpr std::array kAdam = {kExpAvg, kExpAvgSq};
-constexpr std::array kAmsgrad = {kExpAvg, kExpAvgSq,
-                                 Moment{"max_exp_avg_sq", "max_exp_avg_sq_scale", true}};
-constexpr std::array kAdagrad = {Moment{"sum", "sum_scale", true}};
-constexpr std::array kLion = {kExpAvg};
-constexpr std::array kSgd = {Moment{"momentum_buffer", "momentum_buffer_scale"}};
-
-constexpr OptimizerEntry kOptimizers[] = {
-    {Optimizer::kAdamW, "adamw", kAdam},
-    {Optimizer::kAdam, "adam", kAdam},
-    {Optimizer::kAdamWAmsgrad, "adamw_amsgrad", kAmsgrad},
-    {Optimizer::kAdamAmsgrad, "adam_amsgrad", kAmsgrad},
-    {Optimizer::kAdagrad, "adagrad", kAdagrad},
-    {Optimizer::kLion, "lion", kLion},
-    {Optimizer::kSgd, "sgd", kSgd},
-    {Optimizer::kSgdNesterov, "sgd_nesterov", kSgd},
-    {Optimizer::kLamb, "lamb", kAdam},
-};
-
-constexpr Format kFormats[] = {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8};
-constexpr DType kWeightTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-
-bool Serves(Format format, DType weights_dtype) {
-  if (format == Format::kFp32) {
-    return std::find(std::begin(kWeightTypes), std::end(kWeightTypes), weights_dtype) !=
-           std::end(kWeightTypes);
-  }
-  return weights_dtype == DType::kBFloat16;
-}
-
-DType MomentType(Format format, const Moment& moment) {
-  if (format == Format::kBf16) return DType::kBFloat16;
-  if (format != Format::kInt8) return DType::kFloat32;
-  return moment.square ? DType::kUInt8 : DType::kInt8;
-}
-
-std::vector<Plane> MakePlanes(const OptimizerEntry& entry, Format format, DType weights_dtype) {
-  std::vector<Plane> planes;
-  if (format != Format::kFp32) {
-    planes.push_back({"remainder", DType::kInt16});
-  } else if (weights_dtype != DType::kFloat32) {
-    planes.push_back({"master", DType::kFloat32});
-  }
-  for (const Moment& moment : entry.moments) {
-    planes.push_back({moment.name, MomentType(format, moment)});
-  }
-  if (format != Format::kInt8) return planes;
-  for (const Moment& moment : entry.moments) {
-    planes.push_back({moment.scale_name, DType::kFloat32, kScaleElems});
-  }
-  return planes;
-}
-
-struct PlanesEntry {
-  Optimizer optimizer;
-  Format format;
-  DType weights_dtype;
-  std::vector<Plane> planes;
-};
-
-std::vector<PlanesEntry> MakeAllPlanes() {
-  std::vector<PlanesEntry> all;
-  for (const OptimizerEntry& entry : kOptimizers) {
-    for (const Format format : kFormats) {
-      for (const DType dtype : kWeightTypes) {
-        if (!Serves(format, dtype)) continue;
-        all.push_back({entry.optimizer, format, dtype, MakePlanes(entry, format, dtype)});
-      }
-    }
-  }
-  return all;
-}
-
-const OptimizerEntry* Find(Optimizer optimizer) {
-  const auto* const entry =
-      std::find_if(std::begin(kOptimizers), std::end(kOptimizers),
-                   [optimizer](const OptimizerEntry& one) { return one.optimizer == optimizer; });
-  return entry == std::end(kOptimizers) ? nullptr : entry;
-}
 
 std::string Describe(const ParamSpec& param) {
   return absl::StrCat(param.name, "[", absl::StrJoin(param.shape, ", "), "] in group ", param.group,
@@ -143,62 +46,6 @@ absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
 }
 
 }  // namespace
-
-std::string_view Name(Optimizer optimizer) {
-  const OptimizerEntry* const entry = Find(optimizer);
-  return entry == nullptr ? "unknown" : entry->name;
-}
-
-std::string_view Name(Format format) {
-  switch (format) {
-    case Format::kFp32:
-      return "fp32";
-    case Format::kExact:
-      return "exact";
-    case Format::kBf16:
-      return "bf16";
-    case Format::kInt8:
-      return "int8";
-  }
-  return "unknown";
-}
-
-absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name) {
-  std::vector<std::string> known;
-  for (const OptimizerEntry& entry : kOptimizers) {
-    if (entry.name == name) return entry.optimizer;
-    known.emplace_back(entry.name);
-  }
-  return MakeError(ErrorId::kOption, absl::StrCat("unknown optimizer \"", std::string(name), "\""),
-                   absl::StrCat("known: ", absl::StrJoin(known, ", ")));
-}
-
-absl::StatusOr<Format> FormatFromName(std::string_view name) {
-  for (const Format format : kFormats) {
-    if (name == Name(format)) return format;
-  }
-  return MakeError(ErrorId::kOption, absl::StrCat("unknown format \"", std::string(name), "\""),
-                   "known: fp32, exact, bf16, int8");
-}
-
-std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType weights_dtype) {
-  static const std::vector<PlanesEntry> kAll = MakeAllPlanes();
-  for (const PlanesEntry& entry : kAll) {
-    if (entry.optimizer == optimizer && entry.format == format &&
-        entry.weights_dtype == weights_dtype) {
-      return entry.planes;
-    }
-  }
-  return {};
-}
-
-uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uint64_t elems) {
-  uint64_t bytes = 0;
-  for (const Plane& plane : StatePlanes(optimizer, format, weights_dtype)) {
-    bytes += PlaneBytes(plane, elems);
-  }
-  return bytes;
-}
 
 absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
   if (spec.world_size == 0 || spec.world_size > kWorldMax) {

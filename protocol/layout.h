@@ -11,29 +11,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "protocol/dtype.h"
+#include "protocol/optimizer.h"
 
 namespace forebay::protocol {
-
-enum class Optimizer : uint8_t {
-  kAdamW = 1,
-  kAdam,
-  kAdamWAmsgrad,
-  kAdamAmsgrad,
-  kAdagrad,
-  kLion,
-  kSgd,
-  kSgdNesterov,
-  kLamb,
-};
-enum class Format : uint8_t { kFp32 = 1, kExact = 2, kBf16 = 3, kInt8 = 4 };
-
-// "adamw", "adam", "adamw_amsgrad", "adam_amsgrad", "adagrad", "lion", "sgd", "sgd_nesterov",
-// "lamb"
-std::string_view Name(Optimizer optimizer);
-std::string_view Name(Format format);  // "fp32", "exact", "bf16", "int8"
-absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name);  // E_OPTION names what is known
-absl::StatusOr<Format> FormatFromName(std::string_view name);
 
 inline constexpr uint32_t kGroupsMax = 16384;
 inline constexpr uint32_t kParamsMax = 1 << 20;
@@ -45,30 +25,6 @@ inline constexpr uint32_t kNameBytesMax = 1024;
 
 // Partitions start on a multiple of this many elements, so that they never share a cache line.
 inline constexpr uint64_t kPartitionAlignElems = 64;
-
-// Elements of one scale of format int8. There each parameter and each partition starts on a multiple
-// of it, so that no scale is shared.
-inline constexpr uint64_t kScaleElems = 128;
-
-// One plane of the state of a block, contiguous.
-struct Plane {
-  std::string_view
-      name;  // "remainder", "master", or as torch calls the state: "exp_avg", "sum", ...
-  DType dtype;
-  uint64_t elems_per_value = 1;  // kScaleElems for scales
-};
-
-// `elems` of a plane, from element 0 of a block or a multiple of elems_per_value on.
-constexpr uint64_t PlaneBytes(const Plane& plane, uint64_t elems) {
-  return (elems + plane.elems_per_value - 1) / plane.elems_per_value * SizeBytes(plane.dtype);
-}
-
-// The planes of (optimizer, format, dtype of the weights), in the order in which they lie in a block;
-// empty where the pair is not supported.
-std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType weights_dtype);
-
-// Bytes of all planes for `elems` elements; 0 where the pair is not supported.
-uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uint64_t elems);
 
 // What a client asks for, in the order of the model: parameters of one group are neighbours, groups
 // ascend from 0.

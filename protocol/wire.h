@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "protocol/optimizer.h"
+
 namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -68,20 +70,6 @@ enum CompletionFlags : uint16_t {
 };
 
 // ------------------------------------------------------------------------------------ step request
-
-// Hyper-parameters of one parameter group, as the caller's torch param_groups have them. What an
-// optimizer does not have is 0; where it has others, beta1 and beta2 hold them:
-//   sgd, sgd_nesterov  momentum, dampening
-//   adagrad            lr_decay, initial_accumulator_value
-struct HyperParams {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double reserved;
-};
-static_assert(sizeof(HyperParams) == 48 && std::is_trivially_copyable_v<HyperParams>);
 
 // At the named offset of the grad arena: this header, `param_groups` HyperParams, then
 // `extra_state_bytes` bytes. length_bytes of the command is the size of all three.

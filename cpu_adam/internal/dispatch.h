@@ -7,14 +7,12 @@ namespace forebay::cpu_adam::internal {
 
 struct Kernels {
   const char* name;
-  const FormatKernels* formats[kStateFormats];
+  const FormatKernels* formats[kStateFormatCount];  // in the order of kStateFormats
   const StreamKernels* stream;
 
-  const FormatKernels& of(StateFormat format) const {
-    return *formats[static_cast<size_t>(format) - 1];
-  }
-  UpdateFn* update(Rule rule, StateFormat format) const {
-    return of(format).updates[static_cast<size_t>(rule) - 1];
+  const FormatKernels& of(StateFormat format) const;
+  UpdateFn* update(Optimizer optimizer, StateFormat format) const {
+    return of(format).updates[static_cast<size_t>(optimizer) - 1];
   }
 };
 

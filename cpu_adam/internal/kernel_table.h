@@ -10,6 +10,12 @@
 
 namespace forebay::cpu_adam::internal {
 
+using protocol::kMomentShapes;
+using protocol::kOptimizerCount;
+using protocol::kStateFormatCount;
+using protocol::kStateFormats;
+using protocol::MomentShape;
+
 // A master is counted when its bits, sign aside, reach this: float32 infinity, or the first value
 // whose bfloat16 or binary16 is infinite.
 inline constexpr int32_t kFp32BadBits = 0x7F800000;
@@ -26,22 +32,28 @@ inline constexpr float kScaleMin = 0x1p-126f;
 inline constexpr uint32_t kLinearZeroBits = 0x43C00000;  // 384: the code + 128 stands above bit 15
 inline constexpr uint32_t kRootZeroBits = 0x43800000;    // 256: the code stands above bit 15
 
-// Moment `index` of a rule is a square, whose root is coded.
-template <Rule kRule, size_t kIndex>
-inline constexpr bool kIsSquare = kRule == Rule::kAdagrad ||
-                                  (kIndex > 0 && kRule != Rule::kLion && kRule != Rule::kSgd &&
-                                   kRule != Rule::kSgdNesterov);
+template <Optimizer kOptimizer>
+inline constexpr MomentShape kMomentShape = kMomentShapes[static_cast<size_t>(kOptimizer) - 1];
+// Moment kIndex is a square, whose root is coded.
+template <Optimizer kOptimizer, size_t kIndex>
+inline constexpr bool kIsSquare = (kMomentShape<kOptimizer>.squares >> kIndex & 1) != 0;
+
+// The master is the sum of weights and remainder.
+template <StateFormat kFormat>
+inline constexpr bool kHasRemainder = kFormat.format != Format::kFp32;
+// The master is a plane of its own.
+template <StateFormat kFormat>
+inline constexpr bool kHasMaster = !kHasRemainder<kFormat> && kFormat.weights != DType::kFloat32;
+template <StateFormat kFormat>
+inline constexpr bool kWeightsAreMaster = kFormat.weights == DType::kFloat32;
 
 // `from` and `to` are the same planes, or do not overlap.
 using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes& from,
                           const StatePlanes& to);
 
-inline constexpr size_t kRules = 9;
-inline constexpr size_t kStateFormats = 6;
-
 // The kernels of one format.
 struct FormatKernels {
-  UpdateFn* updates[kRules];  // by rule, less 1
+  UpdateFn* updates[kOptimizerCount];  // by optimizer, less 1
   // Of the second pass of LAMB (lamb.h), n elements: w and u out of planes, and fma(-step, u, w) into
   // them, which returns how many masters are bad.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
@@ -60,7 +72,7 @@ struct StreamKernels {
 };
 
 // The std::fma reference: always built, the definition of every bit.
-extern const FormatKernels kScalarFormats[kStateFormats];  // by format, less 1
+extern const FormatKernels kScalarFormats[kStateFormatCount];  // in the order of kStateFormats
 extern const StreamKernels kScalarStreamKernels;
 
 // The kernels of one Highway target (a HWY_* bit), or null where it is not compiled in.

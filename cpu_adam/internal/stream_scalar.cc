@@ -18,9 +18,9 @@ uint16_t Round(float value) {
 }
 
 float LoadGrad(Gradient g, size_t i) {
-  if (g.type == GradType::kFp32) return static_cast<const float*>(g.data)[i];
+  if (g.type == DType::kFloat32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
-  return g.type == GradType::kFp16 ? WidenFp16(bits) : Widen(bits);
+  return g.type == DType::kFloat16 ? WidenFp16(bits) : Widen(bits);
 }
 
 double SumChunkInFloat(size_t begin, size_t end, Gradient g) {
@@ -63,7 +63,7 @@ void ScalarChunkSquareSums(size_t n, Gradient g, double* chunk_sums) {
 }
 
 void ScalarCopyWithSquareSums(size_t n, Gradient g, void* dst, double* chunk_sums) {
-  const size_t width = g.type == GradType::kFp32 ? sizeof(float) : sizeof(uint16_t);
+  const size_t width = g.type == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
   if (n > 0) std::memcpy(dst, g.data, n * width);  // not from null
   ScalarChunkSquareSums(n, {dst, g.type}, chunk_sums);
 }

@@ -15,9 +15,9 @@ uint32_t BitsOf(float value) { return std::bit_cast<uint32_t>(value); }
 float FloatOf(uint32_t bits) { return std::bit_cast<float>(bits); }
 
 float LoadGrad(Gradient g, size_t i) {
-  if (g.type == GradType::kFp32) return static_cast<const float*>(g.data)[i];
+  if (g.type == DType::kFloat32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
-  if (g.type == GradType::kFp16) return WidenFp16(bits);
+  if (g.type == DType::kFloat16) return WidenFp16(bits);
   return FloatOf(uint32_t{bits} << 16);
 }
 
@@ -28,14 +28,15 @@ struct Element {
   float moments[kMomentsMax] = {};
 };
 
-void StepAdam(Rule rule, const StepScalars& k, float g, Element& e) {
+void StepAdam(Optimizer optimizer, const StepScalars& k, float g, Element& e) {
   auto& [a, b, c] = e.moments;
-  if (rule == Rule::kAdam || rule == Rule::kAdamAmsgrad) g = std::fma(k.l2, e.w, g);
+  if (optimizer == Optimizer::kAdam || optimizer == Optimizer::kAdamAmsgrad)
+    g = std::fma(k.l2, e.w, g);
   a = std::fma(k.beta1, a, k.one_minus_beta1 * g);
   b = std::fma(k.beta2, b, (k.one_minus_beta2 * g) * g);
-  if (rule == Rule::kLamb) return;
+  if (optimizer == Optimizer::kLamb) return;
   float largest = b;
-  if (rule == Rule::kAdamWAmsgrad || rule == Rule::kAdamAmsgrad) {
+  if (optimizer == Optimizer::kAdamWAmsgrad || optimizer == Optimizer::kAdamAmsgrad) {
     if (c < b) c = b;
     largest = c;
   }
@@ -58,57 +59,55 @@ void StepLion(const StepScalars& k, float g, Element& e) {
   a = std::fma(k.beta2, a, k.one_minus_beta2 * g);
 }
 
-void StepSgd(Rule rule, const StepScalars& k, float g, Element& e) {
+void StepSgd(Optimizer optimizer, const StepScalars& k, float g, Element& e) {
   float& a = e.moments[0];
   g = std::fma(k.l2, e.w, g);
   a = std::fma(k.beta1, a, k.one_minus_beta1 * g);
-  const float u = rule == Rule::kSgdNesterov ? std::fma(k.beta1, a, g) : a;
+  const float u = optimizer == Optimizer::kSgdNesterov ? std::fma(k.beta1, a, g) : a;
   e.w = std::fma(-k.step, u, e.w);
 }
 
-template <Rule kRule>
+template <Optimizer kOptimizer>
 void Step(const StepScalars& k, float grad, Element& e) {
   const float g = grad * k.grad_scale;
-  if constexpr (kRule == Rule::kAdagrad) {
+  if constexpr (kOptimizer == Optimizer::kAdagrad) {
     StepAdagrad(k, g, e);
-  } else if constexpr (kRule == Rule::kLion) {
+  } else if constexpr (kOptimizer == Optimizer::kLion) {
     StepLion(k, g, e);
-  } else if constexpr (kRule == Rule::kSgd || kRule == Rule::kSgdNesterov) {
-    StepSgd(kRule, k, g, e);
+  } else if constexpr (kOptimizer == Optimizer::kSgd || kOptimizer == Optimizer::kSgdNesterov) {
+    StepSgd(kOptimizer, k, g, e);
   } else {
-    StepAdam(kRule, k, g, e);
+    StepAdam(kOptimizer, k, g, e);
   }
 }
 
 // --------------------------------------------------------------------------------------- the masters
 
-bool Splits(StateFormat format) {
-  return format == StateFormat::kExact || format == StateFormat::kBf16 ||
-         format == StateFormat::kInt8;
-}
-
-uint32_t LoadMaster(StateFormat format, const StatePlanes& from, size_t i) {
-  if (format == StateFormat::kFp32) return BitsOf(static_cast<const float*>(from.weights)[i]);
-  if (!Splits(format)) return BitsOf(from.master[i]);
+template <StateFormat kFormat>
+uint32_t LoadMaster(const StatePlanes& from, size_t i) {
+  if (kWeightsAreMaster<kFormat>) return BitsOf(static_cast<const float*>(from.weights)[i]);
+  if (kHasMaster<kFormat>) return BitsOf(from.master[i]);
   const uint16_t weights = static_cast<const uint16_t*>(from.weights)[i];
   return (uint32_t{weights} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
 
 // Returns 1 where the master is bad.
-uint64_t StoreMaster(StateFormat format, const StatePlanes& to, size_t i, uint32_t bits) {
+template <StateFormat kFormat>
+uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
-  if (format == StateFormat::kFp32) {
+  if (kWeightsAreMaster<kFormat>) {
     static_cast<float*>(to.weights)[i] = FloatOf(bits);
     return magnitude >= kFp32BadBits ? 1 : 0;
   }
-  if (!Splits(format)) to.master[i] = FloatOf(bits);
-  if (format == StateFormat::kFp32Fp16) {
+  if (kHasMaster<kFormat>) to.master[i] = FloatOf(bits);
+  if (kFormat.weights == DType::kFloat16) {
     static_cast<uint16_t*>(to.weights)[i] = RoundToFp16(bits);
     return magnitude >= kFp16BadBits ? 1 : 0;
   }
   const auto weights = static_cast<uint16_t>((bits + 0x8000) >> 16);
   static_cast<uint16_t*>(to.weights)[i] = weights;
-  if (Splits(format)) to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
+  if (kHasRemainder<kFormat>)
+    to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
   return magnitude >= kBf16BadBits ? 1 : 0;
 }
 
@@ -127,15 +126,15 @@ uint32_t RoundingBits(const StepScalars& k, uint32_t hash, size_t moment, int bi
 
 // Byte of element i among the codes of a plane.
 size_t CodeAt(size_t i) {
-  const size_t e = i % kGroupElems;
+  const size_t e = i % kScaleElems;
   return i - e + 4 * (e % 64 / 2) + 2 * (e / 64) + e % 2;
 }
 
-template <Rule kRule, size_t kIndex>
+template <Optimizer kOptimizer, size_t kIndex>
 float Decode(const StatePlanes& from, size_t i) {
   const uint8_t code = static_cast<const uint8_t*>(from.moments[kIndex])[CodeAt(i)];
-  const float scale = from.scales[kIndex][i / kGroupElems];
-  if constexpr (kIsSquare<kRule, kIndex>) {
+  const float scale = from.scales[kIndex][i / kScaleElems];
+  if constexpr (kIsSquare<kOptimizer, kIndex>) {
     const float root = static_cast<float>(std::max<uint8_t>(code, 1)) * scale;
     return root * root;
   } else {
@@ -143,33 +142,33 @@ float Decode(const StatePlanes& from, size_t i) {
   }
 }
 
-template <Rule kRule, StateFormat kFormat, size_t kIndex>
+template <Optimizer kOptimizer, StateFormat kFormat, size_t kIndex>
 float LoadMoment(const StatePlanes& from, size_t i) {
-  if constexpr (kFormat == StateFormat::kInt8) {
-    return Decode<kRule, kIndex>(from, i);
-  } else if constexpr (kFormat == StateFormat::kBf16) {
+  if constexpr (kFormat.format == Format::kInt8) {
+    return Decode<kOptimizer, kIndex>(from, i);
+  } else if constexpr (kFormat.format == Format::kBf16) {
     return FloatOf(uint32_t{static_cast<const uint16_t*>(from.moments[kIndex])[i]} << 16);
   } else {
     return static_cast<const float*>(from.moments[kIndex])[i];
   }
 }
 
-template <Rule kRule, StateFormat kFormat>
+template <Optimizer kOptimizer, StateFormat kFormat>
 Element Load(const StatePlanes& from, size_t i) {
-  const size_t moments = MomentCount(kRule);
-  Element e{.w = FloatOf(LoadMaster(kFormat, from, i))};
-  e.moments[0] = LoadMoment<kRule, kFormat, 0>(from, i);
-  if (moments > 1) e.moments[1] = LoadMoment<kRule, kFormat, 1>(from, i);
-  if (moments > 2) e.moments[2] = LoadMoment<kRule, kFormat, 2>(from, i);
+  constexpr size_t kMoments = kMomentShape<kOptimizer>.count;
+  Element e{.w = FloatOf(LoadMaster<kFormat>(from, i))};
+  e.moments[0] = LoadMoment<kOptimizer, kFormat, 0>(from, i);
+  if constexpr (kMoments > 1) e.moments[1] = LoadMoment<kOptimizer, kFormat, 1>(from, i);
+  if constexpr (kMoments > 2) e.moments[2] = LoadMoment<kOptimizer, kFormat, 2>(from, i);
   return e;
 }
 
 // The codes of a group of moments whose first element is `begin`.
-template <Rule kRule, size_t kIndex>
+template <Optimizer kOptimizer, size_t kIndex>
 void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begin,
             const StatePlanes& to) {
-  constexpr bool kSquare = kIsSquare<kRule, kIndex>;
-  float x[kGroupElems] = {};
+  constexpr bool kSquare = kIsSquare<kOptimizer, kIndex>;
+  float x[kScaleElems] = {};
   float largest = 0;
   for (size_t i = 0; i < n; ++i) {
     const float moment = elements[i].moments[kIndex];
@@ -180,31 +179,31 @@ void Encode(const StepScalars& k, const Element* elements, size_t n, size_t begi
   if (scale < kScaleMin) scale = 0;
   const float inverse = scale > 0 ? 1 / scale : 0;
   auto* const codes = static_cast<uint8_t*>(to.moments[kIndex]);
-  for (size_t i = 0; i < kGroupElems; ++i) {
+  for (size_t i = 0; i < kScaleElems; ++i) {
     const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
     const uint32_t zero =
         (kSquare ? kRootZeroBits : kLinearZeroBits) | RoundingBits(k, hash, kIndex, 15);
     const auto byte = static_cast<uint8_t>(BitsOf(std::fma(x[i], inverse, FloatOf(zero))) >> 15);
     codes[CodeAt(begin + i)] = kSquare ? byte : byte ^ 0x80;
   }
-  to.scales[kIndex][begin / kGroupElems] = scale;
+  to.scales[kIndex][begin / kScaleElems] = scale;
 }
 
-template <Rule kRule, StateFormat kFormat>
+template <Optimizer kOptimizer, StateFormat kFormat>
 void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_t begin,
                   const StatePlanes& to) {
-  const size_t moments = MomentCount(kRule);
-  if constexpr (kFormat == StateFormat::kInt8) {
-    Encode<kRule, 0>(k, elements, n, begin, to);
-    if (moments > 1) Encode<kRule, 1>(k, elements, n, begin, to);
-    if (moments > 2) Encode<kRule, 2>(k, elements, n, begin, to);
+  constexpr size_t kMoments = kMomentShape<kOptimizer>.count;
+  if constexpr (kFormat.format == Format::kInt8) {
+    Encode<kOptimizer, 0>(k, elements, n, begin, to);
+    if constexpr (kMoments > 1) Encode<kOptimizer, 1>(k, elements, n, begin, to);
+    if constexpr (kMoments > 2) Encode<kOptimizer, 2>(k, elements, n, begin, to);
     return;
   }
   for (size_t i = 0; i < n; ++i) {
     const uint32_t hash = Hash(k, static_cast<uint32_t>(to.first_elem + begin + i));
-    for (size_t j = 0; j < moments; ++j) {
+    for (size_t j = 0; j < kMoments; ++j) {
       const float moment = elements[i].moments[j];
-      if constexpr (kFormat == StateFormat::kBf16) {
+      if constexpr (kFormat.format == Format::kBf16) {
         static_cast<uint16_t*>(to.moments[j])[begin + i] =
             static_cast<uint16_t>((BitsOf(moment) + RoundingBits(k, hash, j, 16)) >> 16);
       } else {
@@ -216,19 +215,19 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
 
 // ---------------------------------------------------------------------------------------- the passes
 
-template <Rule kRule, StateFormat kFormat>
+template <Optimizer kOptimizer, StateFormat kFormat>
 uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& from,
              const StatePlanes& to) {
   uint64_t bad = 0;
-  for (size_t begin = 0; begin < n; begin += kGroupElems) {
-    const size_t count = std::min(kGroupElems, n - begin);
-    Element group[kGroupElems];
+  for (size_t begin = 0; begin < n; begin += kScaleElems) {
+    const size_t count = std::min(kScaleElems, n - begin);
+    Element group[kScaleElems];
     for (size_t i = 0; i < count; ++i) {
-      group[i] = Load<kRule, kFormat>(from, begin + i);
-      Step<kRule>(k, LoadGrad(g, begin + i), group[i]);
-      bad += StoreMaster(kFormat, to, begin + i, BitsOf(group[i].w));
+      group[i] = Load<kOptimizer, kFormat>(from, begin + i);
+      Step<kOptimizer>(k, LoadGrad(g, begin + i), group[i]);
+      bad += StoreMaster<kFormat>(to, begin + i, BitsOf(group[i].w));
     }
-    StoreMoments<kRule, kFormat>(k, group, count, begin, to);
+    StoreMoments<kOptimizer, kFormat>(k, group, count, begin, to);
   }
   return bad;
 }
@@ -236,7 +235,7 @@ uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& from
 template <StateFormat kFormat>
 void Direction(const StepScalars& k, size_t n, const StatePlanes& from, float* w, float* u) {
   for (size_t i = 0; i < n; ++i) {
-    const Element e = Load<Rule::kLamb, kFormat>(from, i);
+    const Element e = Load<Optimizer::kLamb, kFormat>(from, i);
     const float root = std::fma(std::sqrt(e.moments[1]), k.inv_sqrt_bias2, k.eps);
     w[i] = e.w;
     u[i] = std::fma(k.decay, e.w, e.moments[0] * k.inv_bias1 / root);
@@ -247,23 +246,23 @@ template <StateFormat kFormat>
 uint64_t Apply(float step, size_t n, const float* w, const float* u, const StatePlanes& to) {
   uint64_t bad = 0;
   for (size_t i = 0; i < n; ++i) {
-    bad += StoreMaster(kFormat, to, i, BitsOf(std::fma(-step, u[i], w[i])));
+    bad += StoreMaster<kFormat>(to, i, BitsOf(std::fma(-step, u[i], w[i])));
   }
   return bad;
 }
 
 }  // namespace
 
-#define FOREBAY_KERNELS(format)                                         \
-  {                                                                     \
-    {Run<Rule::kAdamW, format>,        Run<Rule::kAdam, format>,        \
-     Run<Rule::kAdamWAmsgrad, format>, Run<Rule::kAdamAmsgrad, format>, \
-     Run<Rule::kAdagrad, format>,      Run<Rule::kLion, format>,        \
-     Run<Rule::kSgd, format>,          Run<Rule::kSgdNesterov, format>, \
-     Run<Rule::kLamb, format>},                                         \
-        Direction<format>, Apply<format>                                \
+#define FOREBAY_KERNELS(format)                                                   \
+  {                                                                               \
+    {Run<Optimizer::kAdamW, format>,        Run<Optimizer::kAdam, format>,        \
+     Run<Optimizer::kAdamWAmsgrad, format>, Run<Optimizer::kAdamAmsgrad, format>, \
+     Run<Optimizer::kAdagrad, format>,      Run<Optimizer::kLion, format>,        \
+     Run<Optimizer::kSgd, format>,          Run<Optimizer::kSgdNesterov, format>, \
+     Run<Optimizer::kLamb, format>},                                              \
+        Direction<format>, Apply<format>                                          \
   }
-const FormatKernels kScalarFormats[kStateFormats] = {
+const FormatKernels kScalarFormats[kStateFormatCount] = {
     FOREBAY_KERNELS(StateFormat::kFp32),     FOREBAY_KERNELS(StateFormat::kExact),
     FOREBAY_KERNELS(StateFormat::kBf16),     FOREBAY_KERNELS(StateFormat::kInt8),
     FOREBAY_KERNELS(StateFormat::kFp32Bf16), FOREBAY_KERNELS(StateFormat::kFp32Fp16),

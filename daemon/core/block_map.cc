@@ -31,7 +31,7 @@ uint64_t AlignElems(const Layout& layout) {
 // parameter.
 bool KnowsParameters(const protocol::LayoutSpec& spec) {
   return spec.format == protocol::Format::kBf16 || spec.format == protocol::Format::kInt8 ||
-         spec.optimizer == protocol::Optimizer::kLamb;
+         protocol::Info(spec.optimizer).passes == 2;
 }
 
 uint64_t BlockBytes(std::span<const Plane> planes, uint64_t elems) {

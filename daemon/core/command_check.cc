@@ -1,15 +1,13 @@
 #include "daemon/core/command_check.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::daemon {
@@ -86,78 +84,6 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
                      per_value));
   }
   return CheckWithin(command, gradients);
-}
-
-// The kernels compute in float32.
-bool IsFloat(double value) { return std::fabs(value) <= std::numeric_limits<float>::max(); }
-bool IsNotBelowZero(double value) { return value >= 0 && IsFloat(value); }
-bool IsAboveZero(double value) {
-  return value >= std::numeric_limits<float>::min() && IsFloat(value);
-}
-bool IsBeta(double value) { return value >= 0 && value < 1; }
-bool IsZero(double value) { return value == 0; }
-
-// Field of the wire, what the optimizer calls it, and whether the value is one that it can use.
-struct HyperRule {
-  std::string_view name;
-  double HyperParams::*field;
-  bool (*holds)(double);
-  std::string_view rule;
-};
-
-constexpr HyperRule kLr = {"lr", &HyperParams::lr, IsFloat, "finite in float32"};
-constexpr HyperRule kBeta1 = {"beta1", &HyperParams::beta1, IsBeta, "in [0, 1)"};
-constexpr HyperRule kBeta2 = {"beta2", &HyperParams::beta2, IsBeta, "in [0, 1)"};
-// 0 / 0 for a parameter without gradient
-constexpr HyperRule kEps = {"eps", &HyperParams::eps, IsAboveZero, "above 0 in float32"};
-constexpr HyperRule kDecay = {"weight_decay", &HyperParams::weight_decay, IsNotBelowZero,
-                              "0 or above"};
-constexpr HyperRule kMomentum = {"momentum", &HyperParams::beta1, IsNotBelowZero, "0 or above"};
-
-constexpr std::array kAdamRules = {kLr, kBeta1, kBeta2, kEps, kDecay};
-constexpr std::array kLionRules = {kLr, kBeta1, kBeta2, kDecay};
-constexpr std::array kAdagradRules = {
-    kLr, HyperRule{"lr_decay", &HyperParams::beta1, IsNotBelowZero, "0 or above"},
-    HyperRule{"initial_accumulator_value", &HyperParams::beta2, IsNotBelowZero, "0 or above"}, kEps,
-    kDecay};
-constexpr std::array kSgdRules = {
-    kLr, kMomentum, HyperRule{"dampening", &HyperParams::beta2, IsFloat, "finite in float32"},
-    kDecay};
-constexpr std::array kNesterovRules = {
-    kLr, kMomentum,
-    HyperRule{"dampening", &HyperParams::beta2, IsZero, "0, which Nesterov's momentum needs"},
-    kDecay};
-
-std::span<const HyperRule> RulesOf(protocol::Optimizer optimizer) {
-  switch (optimizer) {
-    case protocol::Optimizer::kAdagrad:
-      return kAdagradRules;
-    case protocol::Optimizer::kLion:
-      return kLionRules;
-    case protocol::Optimizer::kSgd:
-      return kSgdRules;
-    case protocol::Optimizer::kSgdNesterov:
-      return kNesterovRules;
-    case protocol::Optimizer::kAdamW:
-    case protocol::Optimizer::kAdam:
-    case protocol::Optimizer::kAdamWAmsgrad:
-    case protocol::Optimizer::kAdamAmsgrad:
-    case protocol::Optimizer::kLamb:
-      break;
-  }
-  return kAdamRules;
-}
-
-absl::Status CheckHyperParams(protocol::Optimizer optimizer, size_t index,
-                              const HyperParams& hyper) {
-  for (const HyperRule& rule : RulesOf(optimizer)) {
-    const double value = hyper.*rule.field;
-    if (rule.holds(value)) continue;
-    return MakeError(ErrorId::kOption,
-                     absl::StrCat("parameter group ", index, ": ", std::string(rule.name), " ",
-                                  value, " is not ", std::string(rule.rule)));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -242,7 +168,12 @@ absl::Status CheckStepRequest(const Command& command, const protocol::StepReques
                      absl::StrCat("max_grad_norm ", request.max_grad_norm, " is not 0 or above"));
   }
   for (size_t i = 0; i < request.param_groups; ++i) {
-    RETURN_IF_ERROR(CheckHyperParams(layout.spec().optimizer, i, hyper_params[i]));
+    const absl::Status checked =
+        protocol::CheckHyperParams(layout.spec().optimizer, hyper_params[i]);
+    if (!checked.ok()) {
+      return MakeError(ErrorId::kOption,
+                       absl::StrCat("parameter group ", i, ": ", checked.message()));
+    }
   }
   return absl::OkStatus();
 }

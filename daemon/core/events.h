@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cpu_adam/update_kernel.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -260,10 +261,9 @@ struct UpdateSegment {
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
-  protocol::HyperParams hyper;
-  uint64_t optimizer_step =
-      0;              // t of the bias correction: updates this group has had, this one included
-  uint64_t seed = 0;  // of drawn roundings, with the parameter and the element's place in it
+  // t of the bias correction: updates this group has had, this one included.
+  uint64_t optimizer_step = 0;
+  cpu_adam::StepScalars scalars{};
   uint32_t param = 0;
   uint64_t param_elem = 0;
   float trust = 1.0F;  // UpdatePass::kWeights
@@ -278,13 +278,12 @@ struct UpdateBlock {
   TaskId task = 0;
   JobId job = 0;
   BlockPlace place;
-  uint64_t block_elems =
-      0;  // planes are block_elems * width bytes each, each starting on a multiple of 4096
+  // Planes are block_elems * width bytes each, each starting on a multiple of 4096.
+  uint64_t block_elems = 0;
   uint64_t bytes = 0;  // of all planes
   BlockIdentity identity_before;
   BlockIdentity identity_after;
   uint64_t checksum_before = 0;
-  float grad_scale = 1.0F;
   UpdatePass pass = UpdatePass::kWhole;
   std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
 };

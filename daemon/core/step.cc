@@ -151,7 +151,7 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
 }
 
 void Step::AddCall(Session& session, StepCall call) {
-  const absl::Status status = barrier_.Compare(session.rank, call);
+  const absl::Status status = barrier_.Compare(session.rank, call, spec_.layout->spec().optimizer);
   if (!status.ok()) {
     io_.Answer(call.command, status);
     RefuseCalls(status);

@@ -7,17 +7,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
 
 namespace forebay::daemon {
 namespace {
-
-using protocol::HyperParams;
 
 // Scalars are compared as the bits they are.
 bool Same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 // "lr of parameter group 0: 0.1 and 0.2", or empty.
-std::string Difference(const StepCall& a, const StepCall& b) {
+std::string Difference(const StepCall& a, const StepCall& b, protocol::Optimizer optimizer) {
   const auto differ = [](std::string_view what, auto x, auto y) {
     return absl::StrCat(std::string(what), ": ", x, " and ", y);
   };
@@ -27,21 +26,12 @@ std::string Difference(const StepCall& a, const StepCall& b) {
   if (!Same(a.request.max_grad_norm, b.request.max_grad_norm)) {
     return differ("max_grad_norm", a.request.max_grad_norm, b.request.max_grad_norm);
   }
-  struct Field {
-    std::string_view name;
-    double HyperParams::*member;
-  };
-  constexpr Field kFields[] = {{"lr", &HyperParams::lr},
-                               {"beta1", &HyperParams::beta1},
-                               {"beta2", &HyperParams::beta2},
-                               {"eps", &HyperParams::eps},
-                               {"weight_decay", &HyperParams::weight_decay}};
   for (size_t i = 0; i < a.request.param_groups; ++i) {
-    for (const Field& field : kFields) {
-      const double x = a.hyper_params[i].*field.member;
-      const double y = b.hyper_params[i].*field.member;
+    for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
+      const double x = a.hyper_params[i].*info.field;
+      const double y = b.hyper_params[i].*info.field;
       if (!Same(x, y)) {
-        return differ(absl::StrCat(std::string(field.name), " of parameter group ", i), x, y);
+        return differ(absl::StrCat(std::string(info.name), " of parameter group ", i), x, y);
       }
     }
   }
@@ -50,10 +40,11 @@ std::string Difference(const StepCall& a, const StepCall& b) {
 
 }  // namespace
 
-absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call) const {
+absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call,
+                                  protocol::Optimizer optimizer) const {
   if (barrier_.empty()) return absl::OkStatus();
   const auto& [other_rank, other] = *barrier_.begin();
-  const std::string difference = Difference(other, call);
+  const std::string difference = Difference(other, call, optimizer);
   if (difference.empty()) return absl::OkStatus();
   return protocol::MakeError(
       protocol::ErrorId::kStep,

@@ -21,9 +21,11 @@ struct StepCall {
 
 class StepBarrier {
  public:
-  // OK, or E_STEP that names the ranks and both values where `call` differs from the lowest rank's
-  // that has called. extra_state may differ between ranks.
-  absl::Status Compare(uint32_t rank, const StepCall& call) const;
+  // Compares `call` with that of the lowest rank that has called, in the hyper-parameters that the
+  // optimizer has. extra_state may differ between ranks.
+  //
+  // Errors  E_STEP  names both ranks and values.
+  absl::Status Compare(uint32_t rank, const StepCall& call, protocol::Optimizer optimizer) const;
 
   void Add(uint32_t rank, StepCall call) { barrier_.emplace(rank, std::move(call)); }
   bool has(uint32_t rank) const { return barrier_.contains(rank); }

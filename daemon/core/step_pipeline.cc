@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/lamb.h"
+#include "cpu_adam/step_scalars.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 
@@ -83,6 +84,7 @@ void StepPipeline::Begin(StepOrder order) {
   at_begin_ = counters_;
   ForgetPrefetchErrors();
   norms_.clear();
+  scalars_.clear();
   staged_.set_may_reclaim(false);
   BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
   Pump();
@@ -179,24 +181,35 @@ void StepPipeline::Pump() {
   }
 }
 
-std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) const {
+const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint64_t t) {
+  const auto [entry, is_new] = scalars_.try_emplace({param_group, t});
+  if (is_new) {
+    entry->second = cpu_adam::MakeStepScalars(
+        layout_->spec().optimizer, order_.hyper_params[param_group], t, order_.grad_scale);
+  }
+  return entry->second;
+}
+
+std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.groups[run.group]) continue;
+    const uint64_t t = group_updates_[run.group] + 1;
     segments.push_back({.weights_offset_bytes = layout_->groups()[run.group].weights_offset_bytes +
                                                 run.group_elem * width,
                         .accumulator_offset_bytes =
                             plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
                         .block_elem = run.block_elem,
                         .elems = run.elems,
-                        .hyper = order_.hyper_params[run.param_group],
-                        .optimizer_step = group_updates_[run.group] + 1,
-                        .seed = layout_->spec().seed,
+                        .optimizer_step = t,
+                        .scalars = ScalarsOf(run.param_group, t),
                         .param = run.param,
                         .param_elem = run.param_elem,
                         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    cpu_adam::SetRoundingKey({.seed = layout_->spec().seed, .parameter = run.param, .t = t},
+                             segments.back().scalars);
   }
   return segments;
 }
@@ -219,7 +232,6 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .identity_before = before,
                                             .identity_after = after,
                                             .checksum_before = checksum(block),
-                                            .grad_scale = order_.grad_scale,
                                             .pass = pass_,
                                             .segments = Segments(block)});
   tasks_.emplace(task, Running{.block = block});

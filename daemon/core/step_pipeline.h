@@ -6,9 +6,11 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cpu_adam/update_kernel.h"
 #include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
@@ -116,8 +118,9 @@ class StepPipeline {
   void StartReads();
   bool UpdatesHaveOtherWork() const;
   uint32_t UpdatesMax() const;
-  std::vector<UpdateSegment> Segments(uint32_t block) const;
-  bool has_two_passes() const { return layout_->spec().optimizer == protocol::Optimizer::kLamb; }
+  std::vector<UpdateSegment> Segments(uint32_t block);
+  const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
+  bool has_two_passes() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
 
   JobIo& io_;
   std::shared_ptr<const protocol::Layout> layout_;
@@ -140,6 +143,8 @@ class StepPipeline {
   bool running_ = false;
   bool abandoned_ = false;
   StepOrder order_;
+  // Of the running step: by parameter group and t.
+  std::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;
   UpdatePass pass_ = UpdatePass::kWhole;
   std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
   std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights

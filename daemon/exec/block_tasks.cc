@@ -16,15 +16,10 @@ namespace forebay::daemon {
 namespace {
 
 using cpu_adam::Gradient;
-using cpu_adam::GradType;
 using cpu_adam::kSumChunkElems;
-using cpu_adam::Rule;
-using cpu_adam::StateFormat;
 using cpu_adam::StatePlanes;
-using cpu_adam::StepScalars;
 using protocol::DType;
 using protocol::Format;
-using protocol::Optimizer;
 
 // Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
 // machine's own.
@@ -42,44 +37,7 @@ std::span<Byte> Part(std::span<Byte> bytes, DType dtype, uint64_t offset_bytes, 
   return bytes.subspan(offset_bytes + range.begin * width, (range.end - range.begin) * width);
 }
 
-Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return {bytes.data(), GradType::kFp16};
-    case DType::kBFloat16:
-      return {bytes.data(), GradType::kBf16};
-    default:
-      return {bytes.data(), GradType::kFp32};
-  }
-}
-
-// The two rooms number them alike.
-Rule RuleOf(Optimizer optimizer) {
-  static_assert(static_cast<int>(Rule::kAdamW) == static_cast<int>(Optimizer::kAdamW) &&
-                static_cast<int>(Rule::kAdam) == static_cast<int>(Optimizer::kAdam) &&
-                static_cast<int>(Rule::kAdamWAmsgrad) ==
-                    static_cast<int>(Optimizer::kAdamWAmsgrad) &&
-                static_cast<int>(Rule::kAdamAmsgrad) == static_cast<int>(Optimizer::kAdamAmsgrad) &&
-                static_cast<int>(Rule::kAdagrad) == static_cast<int>(Optimizer::kAdagrad) &&
-                static_cast<int>(Rule::kLion) == static_cast<int>(Optimizer::kLion) &&
-                static_cast<int>(Rule::kSgd) == static_cast<int>(Optimizer::kSgd) &&
-                static_cast<int>(Rule::kSgdNesterov) == static_cast<int>(Optimizer::kSgdNesterov) &&
-                static_cast<int>(Rule::kLamb) == static_cast<int>(Optimizer::kLamb));
-  return static_cast<Rule>(optimizer);
-}
-
-// wire.h says which fields hold what.
-cpu_adam::Hyper HyperOf(const protocol::HyperParams& from) {
-  return {.lr = from.lr,
-          .beta1 = from.beta1,
-          .beta2 = from.beta2,
-          .eps = from.eps,
-          .weight_decay = from.weight_decay,
-          .momentum = from.beta1,
-          .dampening = from.beta2,
-          .lr_decay = from.beta1,
-          .initial_accumulator = from.beta2};
-}
+Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) { return {bytes.data(), dtype}; }
 
 size_t ElemsOf(DType dtype, std::span<const std::byte> bytes) {
   return bytes.size() / protocol::SizeBytes(dtype);
@@ -111,22 +69,6 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 }
 
 namespace {
-
-StateFormat StateFormatOf(Format format, DType weights_dtype) {
-  switch (format) {
-    case Format::kExact:
-      return StateFormat::kExact;
-    case Format::kBf16:
-      return StateFormat::kBf16;
-    case Format::kInt8:
-      return StateFormat::kInt8;
-    case Format::kFp32:
-      break;
-  }
-  if (weights_dtype == DType::kBFloat16) return StateFormat::kFp32Bf16;
-  if (weights_dtype == DType::kFloat16) return StateFormat::kFp32Fp16;
-  return StateFormat::kFp32;
-}
 
 // Elements [skipped, skipped + elems) of a segment.
 struct SegmentPart {
@@ -162,7 +104,7 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
   } else if (memory.dtype != DType::kFloat32) {
     state.master = reinterpret_cast<float*>(at(next++));
   }
-  const size_t moments = cpu_adam::MomentCount(RuleOf(memory.optimizer));
+  const size_t moments = protocol::Info(memory.optimizer).moments.size();
   for (size_t m = 0; m < moments; ++m) state.moments[m] = at(next++);
   for (size_t m = 0; next < planes.size(); ++m) {
     state.scales[m] = reinterpret_cast<float*>(at(next++));
@@ -173,8 +115,7 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
 }  // namespace
 
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
-  const Rule rule = RuleOf(memory.optimizer);
-  const StateFormat format = StateFormatOf(memory.format, memory.dtype);
+  const protocol::StateFormat format{memory.format, memory.dtype};
   UpdateFound found;
   if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
   const auto begins = std::partition_point(
@@ -187,10 +128,7 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     const uint64_t first = std::max(segment.block_elem, range.begin);
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     const SegmentPart part{segment, first - segment.block_elem, end - first};
-    StepScalars scalars = cpu_adam::MakeStepScalars(rule, HyperOf(segment.hyper),
-                                                    segment.optimizer_step, action.grad_scale);
-    cpu_adam::SetRoundingKey(
-        {.seed = segment.seed, .parameter = segment.param, .t = segment.optimizer_step}, scalars);
+    const cpu_adam::StepScalars& scalars = segment.scalars;
     const StatePlanes state = PlanesOf(action, part, memory);
     if (action.pass == UpdatePass::kWeights) {
       found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
@@ -204,7 +142,8 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
         GradientOf(memory.sum_dtype,
                    Part(memory.accumulators, memory.sum_dtype, segment.accumulator_offset_bytes,
                         {part.skipped, part.skipped + part.elems}));
-    found.overflows += cpu_adam::Update(rule, format, scalars, part.elems, gradient, state);
+    found.overflows +=
+        cpu_adam::Update(memory.optimizer, format, scalars, part.elems, gradient, state);
     if (action.pass == UpdatePass::kMoments) {
       found.norms[i] = cpu_adam::SumLamb(format, scalars, part.elems, state);
     }

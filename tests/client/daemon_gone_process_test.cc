@@ -154,7 +154,11 @@ class SessionInC {
 
   int32_t Slot() { return forebay_grad_slot(session_, 0, kTimeoutMs, &slot_, &slot_bytes_); }
   int32_t Step() {
-    const forebay_hyper hyper = {0.1, 0.9, 0.999, 1e-8, 0};
+    forebay_hyper hyper{};
+    hyper.lr = 0.1;
+    hyper.beta1 = 0.9;
+    hyper.beta2 = 0.999;
+    hyper.eps = 1e-8;
     forebay_step_args args{};
     args.struct_size = sizeof(args);
     args.step = 1;

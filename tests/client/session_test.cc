@@ -288,9 +288,9 @@ TEST_F(SessionTest, AStepNamesItsRequestInTheStepRegion) {
   });
   const std::array<protocol::HyperParams, 2> hyper{
       protocol::HyperParams{
-          .lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .reserved = 0},
+          .lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1},
       protocol::HyperParams{
-          .lr = 0.25, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .weight_decay = 0, .reserved = 0}};
+          .lr = 0.25, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .weight_decay = 0}};
   const testing::Bytes extra = Pattern(100, 5);
   ASSERT_OK_AND_ASSIGN(const StepResult result, session_->Step(1, hyper, 1.5, extra, kTimeout));
   EXPECT_EQ(result.committed_step, 1U);

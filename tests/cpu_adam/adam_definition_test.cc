@@ -9,18 +9,20 @@
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
-#include "tests/cpu_adam/rules.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::AdamData;
+using ::forebay::testing::kAllOptimizers;
 using ::forebay::testing::kGradTypes;
-using ::forebay::testing::kRules;
+using ::forebay::testing::kHyper;
 using ::forebay::testing::NameOf;
 using ::forebay::testing::SameBits;
 using ::forebay::testing::TargetGuard;
+using protocol::HyperParams;
 
 constexpr double kUnit = 0x1p-24;   // largest relative error of one rounding to float32
 constexpr double kTiny = 0x1p-149;  // smallest float32: the error of roundings that underflow
@@ -51,13 +53,14 @@ void ExpectNear(double actual, double expected, double bound, double largest_ter
 //        2u; then u·|w'| by the last fma. m' and v' are taken as the kernel returned them.
 // A product or quotient that underflows adds up to 2^-149 instead.
 TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
-  const Hyper hyper = {.lr = 1e-3, .weight_decay = 0.1};
+  const HyperParams hyper = {
+      .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1};
   AdamData data(5000, kSeed);
   for (uint64_t t = 1; t <= 10; ++t) {
-    const StepScalars s = MakeStepScalars(Rule::kAdamW, hyper, t, 1.0f);
+    const StepScalars s = MakeStepScalars(Optimizer::kAdamW, hyper, t, 1.0f);
     for (float& g : data.grad) g = std::abs(g) > 1e17f ? 1e17f : g;  // v stays finite
     const std::vector<float> w = data.w, m = data.m, v = data.v;
-    ASSERT_EQ(Update(Rule::kAdamW, StateFormat::kFp32, s, w.size(), data.Grad(GradType::kFp32),
+    ASSERT_EQ(Update(Optimizer::kAdamW, StateFormat::kFp32, s, w.size(), data.Grad(DType::kFloat32),
                      PlanesOf(data)),
               0u);
     for (size_t i = 0; i < w.size(); ++i) {
@@ -85,10 +88,13 @@ TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
 }
 
 TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize) {
-  const StepScalars s = MakeStepScalars(Rule::kAdamW, {.lr = 0.01, .weight_decay = 0}, 1, 1.0f);
+  const StepScalars s = MakeStepScalars(
+      Optimizer::kAdamW, {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0},
+      1, 1.0f);
   for (const float g : {1e-4f, -0.5f, 3.0f, -1e6f}) {
     float w = 1.0f, m = 0, v = 0;
-    Update(Rule::kAdamW, StateFormat::kFp32, s, 1, {&g, GradType::kFp32}, {&w, nullptr, {&m, &v}});
+    Update(Optimizer::kAdamW, StateFormat::kFp32, s, 1, {&g, DType::kFloat32},
+           {&w, nullptr, {&m, &v}});
     // η·m̂ / (sqrt(v̂) + ε) with m̂ = g, v̂ = g²: five roundings of the update, one of the result;
     // ε shortens the update by ε/|g|.
     const double update = 0.01 * g / (std::abs(double{g}) + 1e-8);
@@ -97,18 +103,19 @@ TEST(AdamDefinition, TheFirstStepMovesByTheLearningRateWhateverTheGradientsSize)
 }
 
 TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
-  const Hyper hyper = {.beta1 = 0.9, .beta2 = 0.999};
+  const HyperParams hyper = kHyper;
   for (const uint64_t t : {1u, 2u, 10u, 1000u, 1000000u}) {
-    const StepScalars s = MakeStepScalars(Rule::kAdamW, hyper, t, 1.0f);
+    const StepScalars s = MakeStepScalars(Optimizer::kAdamW, hyper, t, 1.0f);
     const long double bias1 = 1 - std::pow(0.9L, static_cast<long double>(t));
     const long double bias2 = 1 - std::pow(0.999L, static_cast<long double>(t));
     EXPECT_FLOAT_EQ(s.step, static_cast<float>(0.001L / bias1)) << t;
     EXPECT_FLOAT_EQ(s.inv_sqrt_bias2, static_cast<float>(1 / std::sqrt(bias2))) << t;
   }
-  EXPECT_EQ(MakeStepScalars(Rule::kAdamW, hyper, 1000000, 1.0f).step, 0.001f);
-  EXPECT_EQ(MakeStepScalars(Rule::kAdamW, hyper, 1, 1.0f).one_minus_beta2,
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1000000, 1.0f).step, 0.001f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1, 1.0f).one_minus_beta2,
             0.001f);  // not 1.0f - 0.999f
-  const StepScalars no_momentum = MakeStepScalars(Rule::kAdamW, {.beta1 = 0, .beta2 = 0}, 3, 1.0f);
+  const StepScalars no_momentum = MakeStepScalars(
+      Optimizer::kAdamW, {.lr = 1e-3, .beta1 = 0, .beta2 = 0, .eps = 1e-8}, 3, 1.0f);
   EXPECT_EQ(no_momentum.step, 0.001f);
   EXPECT_EQ(no_momentum.inv_sqrt_bias2, 1.0f);
 }
@@ -117,23 +124,24 @@ TEST(AdamDefinition, AGradientScaleIsTheSameAsAScaledGradient) {
   constexpr float kScale = 0.25f;  // a power of two: the product is exact
   AdamData a(1000, kSeed), b(1000, kSeed);
   for (float& g : b.grad) g *= kScale;
-  Update(Rule::kAdamW, StateFormat::kFp32, MakeStepScalars(Rule::kAdamW, {}, 1, kScale), 1000,
-         a.Grad(GradType::kFp32), PlanesOf(a));
-  Update(Rule::kAdamW, StateFormat::kFp32, MakeStepScalars(Rule::kAdamW, {}, 1, 1.0f), 1000,
-         b.Grad(GradType::kFp32), PlanesOf(b));
+  Update(Optimizer::kAdamW, StateFormat::kFp32,
+         MakeStepScalars(Optimizer::kAdamW, kHyper, 1, kScale), 1000, a.Grad(DType::kFloat32),
+         PlanesOf(a));
+  Update(Optimizer::kAdamW, StateFormat::kFp32, MakeStepScalars(Optimizer::kAdamW, kHyper, 1, 1.0f),
+         1000, b.Grad(DType::kFloat32), PlanesOf(b));
   EXPECT_TRUE(SameBits(a.w, b.w));
   EXPECT_TRUE(SameBits(a.m, b.m));
   EXPECT_TRUE(SameBits(a.v, b.v));
 }
 
-class ExactFormat : public ::testing::TestWithParam<std::tuple<std::string, Rule>> {};
+class ExactFormat : public ::testing::TestWithParam<std::tuple<std::string, Optimizer>> {};
 
 TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
-  const auto& [target_name, rule] = GetParam();
+  const auto& [target_name, optimizer] = GetParam();
   TargetGuard target;
   target.Force(target_name);
   constexpr size_t kElems = 1013;
-  for (const GradType type : kGradTypes) {
+  for (const DType type : kGradTypes) {
     AdamData wide(kElems, kSeed), narrow(kElems, kSeed);
     std::vector<uint16_t> weights(kElems), rounded(kElems);
     std::vector<int16_t> remainder(kElems);
@@ -141,10 +149,17 @@ TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
     SplitMaster(kElems, narrow.w.data(), weights.data(), remainder.data());
     for (uint64_t t = 1; t <= 30; ++t) {
       const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
-      const StepScalars s = MakeStepScalars(rule, {.lr = 0.01, .momentum = 0.9}, t, 0.5f);
-      Update(rule, StateFormat::kFp32, s, kElems, fresh.Grad(type),
+      const StepScalars s = MakeStepScalars(optimizer,
+                                            {.lr = 0.01,
+                                             .beta1 = 0.9,
+                                             .beta2 = 0.999,
+                                             .eps = 1e-8,
+                                             .weight_decay = 1e-2,
+                                             .momentum = 0.9},
+                                            t, 0.5f);
+      Update(optimizer, StateFormat::kFp32, s, kElems, fresh.Grad(type),
              {wide.w.data(), nullptr, {wide.m.data(), wide.v.data(), wide_third.data()}});
-      Update(rule, StateFormat::kExact, s, kElems, fresh.Grad(type),
+      Update(optimizer, StateFormat::kExact, s, kElems, fresh.Grad(type),
              {weights.data(),
               remainder.data(),
               {narrow.m.data(), narrow.v.data(), narrow_third.data()}});
@@ -161,7 +176,7 @@ TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
 
 INSTANTIATE_TEST_SUITE_P(Supported, ExactFormat,
                          ::testing::Combine(::testing::ValuesIn(SupportedTargets()),
-                                            ::testing::ValuesIn(kRules)),
+                                            ::testing::ValuesIn(kAllOptimizers)),
                          [](const auto& run) {
                            return std::get<0>(run.param) + "_" + NameOf(std::get<1>(run.param));
                          });

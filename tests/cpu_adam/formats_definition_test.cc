@@ -12,15 +12,17 @@
 
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
-#include "tests/cpu_adam/rules.h"
 #include "tests/cpu_adam/state_arrays.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::AdamData;
-using ::forebay::testing::kRules;
+using ::forebay::testing::kAllOptimizers;
+using ::forebay::testing::kHyper;
+using ::forebay::testing::MomentCount;
 using ::forebay::testing::NameOf;
 using ::forebay::testing::StateArrays;
 
@@ -32,8 +34,8 @@ uint16_t RoundAway(float w) {
   return static_cast<uint16_t>((std::bit_cast<uint32_t>(w) + 0x8000u) >> 16);
 }
 
-bool IsRoot(Rule rule, size_t moment) {
-  return rule == Rule::kAdagrad || (moment > 0 && MomentCount(rule) > 1);
+bool IsRoot(Optimizer optimizer, size_t moment) {
+  return optimizer == Optimizer::kAdagrad || (moment > 0 && MomentCount(optimizer) > 1);
 }
 
 size_t ByteOf(size_t e) {
@@ -41,21 +43,27 @@ size_t ByteOf(size_t e) {
   return e - in_group + 4 * (in_group % 64 / 2) + 2 * (in_group / 64) + in_group % 2;
 }
 
-StepScalars ScalarsOf(Rule rule, uint64_t seed) {
-  StepScalars scalars = MakeStepScalars(
-      rule, {.lr = 1e-3, .weight_decay = 0.1, .momentum = 0.9, .initial_accumulator = 0.01}, 3,
-      0.5f);
+StepScalars ScalarsOf(Optimizer optimizer, uint64_t seed) {
+  StepScalars scalars = MakeStepScalars(optimizer,
+                                        {.lr = 1e-3,
+                                         .beta1 = 0.9,
+                                         .beta2 = 0.999,
+                                         .eps = 1e-8,
+                                         .weight_decay = 0.1,
+                                         .momentum = 0.9,
+                                         .initial_accumulator_value = 0.01},
+                                        3, 0.5f);
   SetRoundingKey({.seed = seed, .parameter = 5, .t = 3}, scalars);
   return scalars;
 }
 
 // Clean data: gradients whose squares are floats, moments of one size.
-AdamData CleanData(Rule rule = Rule::kAdamW) {
+AdamData CleanData(Optimizer optimizer = Optimizer::kAdamW) {
   AdamData data(kElems, kSeed);
   for (float& g : data.grad) g = std::clamp(g, -1.0f, 1.0f);
   for (size_t i = 0; i < kElems; ++i) {
     data.m[i] = 1e-3f * std::sin(static_cast<float>(i));
-    if (rule == Rule::kAdagrad) data.m[i] = std::abs(data.m[i]);  // its sum of squares
+    if (optimizer == Optimizer::kAdagrad) data.m[i] = std::abs(data.m[i]);  // its sum of squares
     data.v[i] = 1e-6f * (1 + std::cos(static_cast<float>(i)));
   }
   return data;
@@ -67,13 +75,13 @@ struct Decoded {
   std::vector<float> moments[kMomentsMax];
 };
 
-Decoded Decode(StateArrays& state, Rule rule, StateFormat format) {
+Decoded Decode(StateArrays& state, Optimizer optimizer, StateFormat format) {
   Decoded decoded;
   for (size_t i = 0; i < kElems; ++i) {
-    const uint32_t weights = uint32_t{state.image16.data()[i]} << 16;
+    const uint32_t weights = uint32_t{state.weights16.data()[i]} << 16;
     decoded.w.push_back(
         std::bit_cast<float>(weights + static_cast<uint32_t>(int32_t{state.remainder.data()[i]})));
-    for (size_t m = 0; m < MomentCount(rule); ++m) {
+    for (size_t m = 0; m < MomentCount(optimizer); ++m) {
       if (format == StateFormat::kBf16) {
         decoded.moments[m].push_back(Widen(state.moments16[m].data()[i]));
         continue;
@@ -81,37 +89,38 @@ Decoded Decode(StateArrays& state, Rule rule, StateFormat format) {
       const float scale = state.scales[m].data()[i / 128];
       const uint8_t byte = state.codes[m].data()[ByteOf(i)];
       const float root = static_cast<float>(std::max<int>(byte, 1)) * scale;
-      decoded.moments[m].push_back(
-          IsRoot(rule, m) ? root * root : static_cast<float>(static_cast<int8_t>(byte)) * scale);
+      decoded.moments[m].push_back(IsRoot(optimizer, m)
+                                       ? root * root
+                                       : static_cast<float>(static_cast<int8_t>(byte)) * scale);
     }
   }
   return decoded;
 }
 
 // One step of `format` on `state`, and the same step in float32 from what it stood for.
-Decoded StepBoth(const AdamData& data, Rule rule, StateFormat format, uint64_t seed,
+Decoded StepBoth(const AdamData& data, Optimizer optimizer, StateFormat format, uint64_t seed,
                  StateArrays& state) {
   state.Assign(data);
-  Decoded wide = Decode(state, rule, format);
-  const StepScalars scalars = ScalarsOf(rule, seed);
-  const Gradient g = {data.grad.data(), GradType::kFp32};
-  EXPECT_EQ(Update(rule, format, scalars, kElems, g, state.Planes(format)), 0u);
+  Decoded wide = Decode(state, optimizer, format);
+  const StepScalars scalars = ScalarsOf(optimizer, seed);
+  const Gradient g = {data.grad.data(), DType::kFloat32};
+  EXPECT_EQ(Update(optimizer, format, scalars, kElems, g, state.Planes(format)), 0u);
   StatePlanes planes = {.weights = wide.w.data()};
-  for (size_t m = 0; m < MomentCount(rule); ++m) planes.moments[m] = wide.moments[m].data();
-  EXPECT_EQ(Update(rule, StateFormat::kFp32, scalars, kElems, g, planes), 0u);
+  for (size_t m = 0; m < MomentCount(optimizer); ++m) planes.moments[m] = wide.moments[m].data();
+  EXPECT_EQ(Update(optimizer, StateFormat::kFp32, scalars, kElems, g, planes), 0u);
   return wide;
 }
 
 void ExpectSameMasters(const Decoded& wide, StateArrays& state) {
   for (size_t i = 0; i < kElems; ++i) {
     const uint16_t weights = RoundAway(wide.w[i]);
-    ASSERT_EQ(state.image16.data()[i], weights) << "element " << i;
+    ASSERT_EQ(state.weights16.data()[i], weights) << "element " << i;
     const uint32_t bits = std::bit_cast<uint32_t>(wide.w[i]);
     ASSERT_EQ(state.remainder.data()[i], static_cast<int16_t>(bits - (uint32_t{weights} << 16)));
   }
 }
 
-class NarrowFormat : public ::testing::TestWithParam<Rule> {};
+class NarrowFormat : public ::testing::TestWithParam<Optimizer> {};
 
 TEST_P(NarrowFormat, Bf16RoundsTheMomentsOfFloat32ToANeighbour) {
   StateArrays state(kElems, 0);
@@ -139,11 +148,11 @@ TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
     const auto at = [&](const Decoded& from, size_t i) {
       return root ? std::sqrt(double{from.moments[m][i]}) : double{from.moments[m][i]};
     };
-    for (size_t begin = 0; begin < kElems; begin += kGroupElems) {
-      const size_t end = std::min(kElems, begin + kGroupElems);
+    for (size_t begin = 0; begin < kElems; begin += kScaleElems) {
+      const size_t end = std::min(kElems, begin + kScaleElems);
       double largest = 0;
       for (size_t i = begin; i < end; ++i) largest = std::max(largest, std::abs(at(wide, i)));
-      const double scale = state.scales[m].data()[begin / kGroupElems];
+      const double scale = state.scales[m].data()[begin / kScaleElems];
       EXPECT_NEAR(scale, largest / (root ? 255 : 127), scale * 1e-5);
       for (size_t i = begin; i < end; ++i) {
         ASSERT_LE(std::abs(at(wide, i) - at(held, i)), scale * (1 + 0x1p-14))
@@ -179,7 +188,7 @@ TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
           double got = held.moments[m][i];
           units[m][i] = std::ldexp(1.0, std::ilogb(std::max(std::abs(want), 1e-30)) - 7);
           if (format == StateFormat::kInt8) {
-            units[m][i] = state.scales[m].data()[i / kGroupElems];
+            units[m][i] = state.scales[m].data()[i / kScaleElems];
             if (IsRoot(GetParam(), m)) {
               want = std::sqrt(want);
               got = std::sqrt(got);
@@ -194,7 +203,8 @@ TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
       double sum = 0;
       for (size_t i = 0; i < kElems; ++i) {
         EXPECT_LE(std::abs(errors[m][i]) / kStochasticRounding, 5.5 * 0.5 / 20)
-            << "moment " << m << " of element " << i << ", format " << static_cast<int>(format);
+            << "moment " << m << " of element " << i << ", format "
+            << ::forebay::testing::NameOf(format);
         sum += errors[m][i] / kStochasticRounding;
       }
       EXPECT_LE(std::abs(sum), 5.5 * 0.5 / 20 * std::sqrt(kElems)) << "moment " << m;
@@ -202,7 +212,7 @@ TEST_P(NarrowFormat, RoundingIsRightOnAverage) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, NarrowFormat, ::testing::ValuesIn(kRules),
+INSTANTIATE_TEST_SUITE_P(Every, NarrowFormat, ::testing::ValuesIn(kAllOptimizers),
                          [](const auto& run) { return NameOf(run.param); });
 
 TEST(Int8, MomentsThatAreZeroStayZero) {
@@ -214,9 +224,9 @@ TEST(Int8, MomentsThatAreZeroStayZero) {
     std::fill_n(state.codes[m].data(), state.codes[m].size(), uint8_t{0});
     std::fill_n(state.scales[m].data(), state.scales[m].size(), 0.0f);
   }
-  Update(Rule::kAdamW, StateFormat::kInt8, ScalarsOf(Rule::kAdamW, 1), kElems,
-         {data.grad.data(), GradType::kFp32}, state.Planes(StateFormat::kInt8));
-  const Decoded held = Decode(state, Rule::kAdamW, StateFormat::kInt8);
+  Update(Optimizer::kAdamW, StateFormat::kInt8, ScalarsOf(Optimizer::kAdamW, 1), kElems,
+         {data.grad.data(), DType::kFloat32}, state.Planes(StateFormat::kInt8));
+  const Decoded held = Decode(state, Optimizer::kAdamW, StateFormat::kInt8);
   for (size_t i = 0; i < kElems; ++i) {
     ASSERT_EQ(held.moments[0][i], 0.0f);
     ASSERT_EQ(held.moments[1][i], 0.0f);
@@ -229,10 +239,10 @@ TEST(Int8, AGradientWhoseSquareOverflowsSpoilsNoNeighbour) {
   data.grad[3] = 1e25f;
   StateArrays state(kElems, 0);
   state.Assign(data);
-  EXPECT_EQ(Update(Rule::kAdamW, StateFormat::kInt8, ScalarsOf(Rule::kAdamW, 1), kElems,
-                   {data.grad.data(), GradType::kFp32}, state.Planes(StateFormat::kInt8)),
+  EXPECT_EQ(Update(Optimizer::kAdamW, StateFormat::kInt8, ScalarsOf(Optimizer::kAdamW, 1), kElems,
+                   {data.grad.data(), DType::kFloat32}, state.Planes(StateFormat::kInt8)),
             0u);
-  const Decoded held = Decode(state, Rule::kAdamW, StateFormat::kInt8);
+  const Decoded held = Decode(state, Optimizer::kAdamW, StateFormat::kInt8);
   for (size_t i = 0; i < kElems; ++i) {
     ASSERT_TRUE(std::isfinite(held.moments[0][i]) && std::isfinite(held.moments[1][i]))
         << "element " << i;
@@ -244,12 +254,12 @@ TEST(StochasticRounding, DependOnSeedParameterStepAndElement) {
     AdamData data = CleanData();
     StateArrays state(kElems, 0);
     state.Assign(data);
-    StepScalars scalars = MakeStepScalars(Rule::kLion, {}, 1, 1.0f);
+    StepScalars scalars = MakeStepScalars(Optimizer::kLion, kHyper, 1, 1.0f);
     SetRoundingKey({seed, parameter, t}, scalars);
     StatePlanes planes = state.Planes(StateFormat::kBf16);
     planes.first_elem = first;
-    Update(Rule::kLion, StateFormat::kBf16, scalars, kElems, {data.grad.data(), GradType::kFp32},
-           planes);
+    Update(Optimizer::kLion, StateFormat::kBf16, scalars, kElems,
+           {data.grad.data(), DType::kFloat32}, planes);
     return state.moments16[0].Copy();
   };
   const auto base = keyed(1, 2, 3, 4);
@@ -266,22 +276,22 @@ TEST(StochasticRounding, DependOnSeedParameterStepAndElement) {
 TEST(SixteenBitWeights, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
   constexpr StateFormat kWide[] = {StateFormat::kFp32, StateFormat::kExact, StateFormat::kFp32Bf16,
                                    StateFormat::kFp32Fp16};
-  for (const Rule rule : kRules) {
-    const AdamData data = CleanData(rule);
+  for (const Optimizer optimizer : kAllOptimizers) {
+    const AdamData data = CleanData(optimizer);
     StateArrays a(kElems, 0), b(kElems, 0), c(kElems, 0), d(kElems, 0);
     StateArrays* const states[] = {&a, &b, &c, &d};
     for (StateArrays* state : states) state->Assign(data);
     for (uint64_t t = 1; t <= 10; ++t) {
       const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
-      const StepScalars scalars = MakeStepScalars(rule, {.weight_decay = 0.1}, t, 0.01f);
+      const StepScalars scalars = MakeStepScalars(optimizer, {.weight_decay = 0.1}, t, 0.01f);
       for (size_t f = 0; f < 4; ++f) {
-        Update(rule, kWide[f], scalars, kElems, {fresh.bf16.data(), GradType::kBf16},
+        Update(optimizer, kWide[f], scalars, kElems, {fresh.bf16.data(), DType::kBFloat16},
                states[f]->Planes(kWide[f]));
       }
       for (size_t i = 0; i < kElems; ++i) {
         const float w = a.weights.data()[i];
-        ASSERT_EQ(b.image16.data()[i], RoundAway(w)) << NameOf(rule) << ", step " << t;
-        ASSERT_EQ(c.image16.data()[i], RoundAway(w)) << NameOf(rule) << ", step " << t;
+        ASSERT_EQ(b.weights16.data()[i], RoundAway(w)) << NameOf(optimizer) << ", step " << t;
+        ASSERT_EQ(c.weights16.data()[i], RoundAway(w)) << NameOf(optimizer) << ", step " << t;
         ASSERT_TRUE(testing::SameBits(c.master.data()[i], w));
         ASSERT_TRUE(testing::SameBits(d.master.data()[i], w));
       }
@@ -313,12 +323,14 @@ TEST(SixteenBitWeights, HalvesAreRoundedToNearestTiesToEven) {
     data.w = masters;
     StateArrays state(kElems, 0);
     state.Assign(data);
-    const StepScalars still = MakeStepScalars(Rule::kSgd, {.lr = 0, .weight_decay = 0}, 1, 1.0f);
-    EXPECT_EQ(Update(Rule::kSgd, StateFormat::kFp32Fp16, still, kElems,
-                     {data.grad.data(), GradType::kFp32}, state.Planes(StateFormat::kFp32Fp16)),
+    const StepScalars still = MakeStepScalars(
+        Optimizer::kSgd, {.lr = 0, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,
+        1.0f);
+    EXPECT_EQ(Update(Optimizer::kSgd, StateFormat::kFp32Fp16, still, kElems,
+                     {data.grad.data(), DType::kFloat32}, state.Planes(StateFormat::kFp32Fp16)),
               0u);
     for (size_t i = 0; i < kElems; ++i) {
-      const uint16_t bits = state.image16.data()[i];
+      const uint16_t bits = state.weights16.data()[i];
       const float master = state.master.data()[i];
       const double error = std::abs(WidenHalf(bits) - double{master});
       ASSERT_EQ(std::signbit(WidenHalf(bits)), std::signbit(master));

@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu_adam/step_scalars.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
 #include "tests/cpu_adam/state_arrays.h"
 
@@ -17,12 +19,14 @@ namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::AdamData;
-using ::forebay::testing::kFormats;
 using ::forebay::testing::StateArrays;
 using ::forebay::testing::TargetGuard;
+using protocol::HyperParams;
+using protocol::kStateFormats;
 
 constexpr size_t kElems = 3 * kSumChunkElems + 129;
-constexpr Hyper kHyper = {.lr = 0.01, .weight_decay = 0.1};
+constexpr HyperParams kHyper = {
+    .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1};
 
 AdamData CleanData() {
   AdamData data(kElems, 5);
@@ -38,15 +42,15 @@ AdamData CleanData() {
 float RunStep(StateFormat format, size_t piece, StateArrays& state) {
   const AdamData data = CleanData();
   state.Assign(data);
-  const StepScalars scalars = MakeStepScalars(Rule::kLamb, kHyper, 2, 1.0f);
+  const StepScalars scalars = MakeStepScalars(Optimizer::kLamb, kHyper, 2, 1.0f);
   const StatePlanes planes = state.Planes(format);
   LambSums sums;
   for (size_t begin = 0; begin < kElems; begin += piece) {
     const size_t n = std::min(piece, kElems - begin);
     const StatePlanes part = Advance(planes, format, begin);
-    EXPECT_EQ(
-        Update(Rule::kLamb, format, scalars, n, {data.grad.data() + begin, GradType::kFp32}, part),
-        0u);
+    EXPECT_EQ(Update(Optimizer::kLamb, format, scalars, n,
+                     {data.grad.data() + begin, DType::kFloat32}, part),
+              0u);
     LambSums of_piece = SumLamb(format, scalars, n, part);
     of_piece.Merge(sums);  // in the other order
     sums = of_piece;
@@ -61,7 +65,7 @@ float RunStep(StateFormat format, size_t piece, StateArrays& state) {
 }
 
 TEST(Lamb, PiecesAndTargetsGiveTheBitsOfTheDefinition) {
-  for (const StateFormat format : kFormats) {
+  for (const StateFormat format : kStateFormats) {
     TargetGuard guard;
     guard.Force("scalar");
     StateArrays whole(kElems, 0);
@@ -69,8 +73,9 @@ TEST(Lamb, PiecesAndTargetsGiveTheBitsOfTheDefinition) {
     for (const std::string& target : SupportedTargets()) {
       guard.Force(target);
       for (const size_t piece : {kElems, kSumChunkElems, 2 * kSumChunkElems}) {
-        SCOPED_TRACE(::testing::Message() << target << ", format " << static_cast<int>(format)
-                                          << ", pieces of " << piece);
+        SCOPED_TRACE(::testing::Message()
+                     << target << ", format " << ::forebay::testing::NameOf(format)
+                     << ", pieces of " << piece);
         StateArrays state(kElems, 0);
         EXPECT_EQ(RunStep(format, piece, state), trust);
         state.ExpectEquals(whole);

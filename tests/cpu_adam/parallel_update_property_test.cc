@@ -1,4 +1,4 @@
-// Goal    One region over any partitions gives the bits of the single call, for every rule and
+// Goal    One region over any partitions gives the bits of the single call, for every optimizer and
 //         format, in place and out of place, whatever the number of shares; the shares are equal
 //         and are cut where a cut is allowed.
 // Method  Allocate partitions of seeded sizes (0, 1, primes, around and far above a cut) with gaps into
@@ -18,17 +18,18 @@
 #include "cpu_adam/parallel_update.h"
 #include "cpu_adam/stream_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
-#include "tests/cpu_adam/rules.h"
 #include "tests/cpu_adam/state_arrays.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::GuardedArray;
-using ::forebay::testing::kRules;
+using ::forebay::testing::kAllOptimizers;
 using ::forebay::testing::NameOf;
 using ::forebay::testing::TopHalf;
+using protocol::HyperParams;
 
 constexpr uint32_t kSeed = 20251121;
 constexpr size_t kBeginElems = 128;  // partitions begin on multiples of this, behind a gap
@@ -74,8 +75,8 @@ struct Data {
       grad16.push_back(TopHalf(grad.back()));
     }
   }
-  Gradient GradAt(GradType type, size_t i) const {
-    if (type == GradType::kFp32) return {grad.data() + i, type};
+  Gradient GradAt(DType type, size_t i) const {
+    if (type == DType::kFloat32) return {grad.data() + i, type};
     return {grad16.data() + i, type};
   }
   size_t size() const { return w.size(); }
@@ -84,16 +85,16 @@ struct Data {
   std::vector<uint16_t> grad16;
 };
 
-// Every plane that a rule and format can have.
+// Every plane that a optimizer and format can have.
 class State {
  public:
   explicit State(const Data& data)
       : weights_(data.size(), 0),
-        image16_(data.size(), 0),
+        weights16_(data.size(), 0),
         remainder_(data.size(), 0),
         moments_{{data.size(), 0}, {data.size(), 0}, {data.size(), 0}} {
     weights_.Assign(data.w);
-    SplitMaster(data.size(), data.w.data(), image16_.data(), remainder_.data());
+    SplitMaster(data.size(), data.w.data(), weights16_.data(), remainder_.data());
     moments_[0].Assign(data.m);
     moments_[1].Assign(data.v);
     moments_[2].Assign(data.v);
@@ -102,7 +103,7 @@ class State {
   StatePlanes Planes(StateFormat format) {
     StatePlanes planes = {};
     planes.weights = format == StateFormat::kFp32 ? static_cast<void*>(weights_.data())
-                                                  : static_cast<void*>(image16_.data());
+                                                  : static_cast<void*>(weights16_.data());
     planes.remainder = remainder_.data();
     for (size_t m = 0; m < kMomentsMax; ++m) planes.moments[m] = moments_[m].data();
     return planes;
@@ -110,7 +111,7 @@ class State {
 
   bool SameIn(size_t begin, size_t end, State& other) {
     bool same = Same(weights_, other.weights_, begin, end) &&
-                Same(image16_, other.image16_, begin, end) &&
+                Same(weights16_, other.weights16_, begin, end) &&
                 Same(remainder_, other.remainder_, begin, end);
     for (size_t m = 0; m < kMomentsMax; ++m) {
       same = same && Same(moments_[m], other.moments_[m], begin, end);
@@ -125,26 +126,29 @@ class State {
   }
 
   GuardedArray<float> weights_;
-  GuardedArray<uint16_t> image16_;
+  GuardedArray<uint16_t> weights16_;
   GuardedArray<int16_t> remainder_;
   GuardedArray<float> moments_[kMomentsMax];
 };
 
-StepScalars ScalarsOf(Rule rule, size_t set) {
-  const Hyper hyper = {.lr = set == 0 ? 3e-4 : 1e-2,
-                       .weight_decay = set == 0 ? 0.1 : 0.0,
-                       .momentum = 0.9,
-                       .initial_accumulator = 0.1};
-  return MakeStepScalars(rule, hyper, /*t=*/1 + set, set == 0 ? 1.0f : 0.37f);
+StepScalars ScalarsOf(Optimizer optimizer, size_t set) {
+  const HyperParams hyper = {.lr = set == 0 ? 3e-4 : 1e-2,
+                             .beta1 = 0.9,
+                             .beta2 = 0.999,
+                             .eps = 1e-8,
+                             .weight_decay = set == 0 ? 0.1 : 0.0,
+                             .momentum = 0.9,
+                             .initial_accumulator_value = 0.1};
+  return MakeStepScalars(optimizer, hyper, /*t=*/1 + set, set == 0 ? 1.0f : 0.37f);
 }
 
-uint64_t UpdateInShares(Rule rule, StateFormat format,
+uint64_t UpdateInShares(Optimizer optimizer, StateFormat format,
                         const std::vector<PartitionUpdate>& partitions, size_t count) {
   std::atomic<uint64_t> bad = 0;
   std::vector<std::thread> threads;
   for (size_t index = 0; index < count; ++index) {
     threads.emplace_back([&, index] {
-      bad += UpdateShare(rule, format, partitions, {index, count});
+      bad += UpdateShare(optimizer, format, partitions, {index, count});
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -154,10 +158,10 @@ uint64_t UpdateInShares(Rule rule, StateFormat format,
 enum class Place { kIn, kOut };
 
 struct Case {
-  Rule rule;
+  Optimizer optimizer;
   StateFormat format;
   Place place;
-  GradType grad;
+  DType grad;
 };
 
 // Runs `update` over partitions that take turns with the two sets of scalars, and compares every
@@ -168,8 +172,8 @@ void CompareWithSingleCalls(const Case& run, const std::vector<Range>& ranges, c
   State from(data), other(data), before(data), counted(data);
   State expected[2] = {State(data), State(data)};
   for (size_t set = 0; set < 2; ++set) {
-    Update(run.rule, run.format, ScalarsOf(run.rule, set), data.size(), data.GradAt(run.grad, 0),
-           expected[set].Planes(run.format));
+    Update(run.optimizer, run.format, ScalarsOf(run.optimizer, set), data.size(),
+           data.GradAt(run.grad, 0), expected[set].Planes(run.format));
   }
   State& to = run.place == Place::kIn ? from : other;
   std::vector<PartitionUpdate> partitions;
@@ -178,13 +182,13 @@ void CompareWithSingleCalls(const Case& run, const std::vector<Range>& ranges, c
     const auto at = [&, b = begin](State& state) {
       return Advance(state.Planes(run.format), run.format, b);
     };
-    partitions.push_back({.scalars = ScalarsOf(run.rule, partitions.size() % 2),
+    partitions.push_back({.scalars = ScalarsOf(run.optimizer, partitions.size() % 2),
                           .n = n,
                           .grad = data.GradAt(run.grad, begin),
                           .from = at(from),
                           .to = at(to)});
     const PartitionUpdate& last = partitions.back();
-    bad += Update(run.rule, run.format, last.scalars, n, last.grad, at(counted));
+    bad += Update(run.optimizer, run.format, last.scalars, n, last.grad, at(counted));
   }
 
   EXPECT_EQ(update(partitions), bad);
@@ -198,18 +202,18 @@ void CompareWithSingleCalls(const Case& run, const std::vector<Range>& ranges, c
   }
 }
 
-class ParallelUpdate : public ::testing::TestWithParam<Rule> {
+class ParallelUpdate : public ::testing::TestWithParam<Optimizer> {
  protected:
   template <class Run>
   void CompareEach(const Run& update) {
     std::mt19937 random(kSeed + static_cast<uint32_t>(GetParam()));
     for (const StateFormat format : kFormats) {
       for (const Place place : {Place::kIn, Place::kOut}) {
-        for (const GradType grad : {GradType::kFp32, GradType::kBf16}) {
+        for (const DType grad : {DType::kFloat32, DType::kBFloat16}) {
           SCOPED_TRACE(::testing::Message()
-                       << NameOf(GetParam()) << ", format " << static_cast<int>(format) << ", out "
-                       << (place == Place::kOut) << ", gradient " << static_cast<int>(grad)
-                       << ", seed " << kSeed);
+                       << NameOf(GetParam()) << ", format " << ::forebay::testing::NameOf(format)
+                       << ", out " << (place == Place::kOut) << ", gradient "
+                       << static_cast<int>(grad) << ", seed " << kSeed);
           CompareWithSingleCalls({GetParam(), format, place, grad}, RandomRanges(random),
                                  [&](const auto& all) { return update(format, all); });
           if (HasFailure()) return;
@@ -242,11 +246,11 @@ TEST_P(ParallelUpdate, SharesOfAPartitionGiveItsBitsInEveryFormat) {
   constexpr size_t kElems = 5 * kCutElems + 77;
   const ::forebay::testing::AdamData data(kElems, kSeed);
   const StepScalars scalars = ScalarsOf(GetParam(), 1);
-  for (const StateFormat format : ::forebay::testing::kFormats) {
-    SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format));
+  for (const StateFormat format : protocol::kStateFormats) {
+    SCOPED_TRACE(::testing::Message() << "format " << ::forebay::testing::NameOf(format));
     ::forebay::testing::StateArrays whole(kElems, 0);
     whole.Assign(data);
-    const Gradient grad = data.Grad(GradType::kBf16);
+    const Gradient grad = data.Grad(DType::kBFloat16);
     const uint64_t bad = Update(GetParam(), format, scalars, kElems, grad, whole.Planes(format));
     for (const size_t count : kShareCounts) {
       ::forebay::testing::StateArrays state(kElems, 0);
@@ -260,7 +264,7 @@ TEST_P(ParallelUpdate, SharesOfAPartitionGiveItsBitsInEveryFormat) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Rules, ParallelUpdate, ::testing::ValuesIn(kRules),
+INSTANTIATE_TEST_SUITE_P(Rules, ParallelUpdate, ::testing::ValuesIn(kAllOptimizers),
                          [](const auto& run) { return NameOf(run.param); });
 
 // Elements of each partition that one share changes: all lie side by side.
@@ -268,15 +272,17 @@ std::vector<Range> RunOf(const std::vector<Range>& ranges, Share share) {
   const size_t n = ranges.back().end() + kBeginElems;
   std::vector<float> w(n, 0.0f), momentum(n, 0.0f), grad(n, 1.0f);
   std::vector<PartitionUpdate> partitions;
-  const StepScalars scalars = MakeStepScalars(Rule::kSgd, {.lr = 1, .weight_decay = 0}, 1, 1.0f);
+  const StepScalars scalars = MakeStepScalars(
+      Optimizer::kSgd, {.lr = 1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,
+      1.0f);
   StatePlanes state = {};
   state.weights = w.data();
   state.moments[0] = momentum.data();
   for (const auto& [begin, size] : ranges) {
     const StatePlanes planes = Advance(state, StateFormat::kFp32, begin);
-    partitions.push_back({scalars, size, {grad.data() + begin, GradType::kFp32}, planes, planes});
+    partitions.push_back({scalars, size, {grad.data() + begin, DType::kFloat32}, planes, planes});
   }
-  EXPECT_EQ(UpdateShare(Rule::kSgd, StateFormat::kFp32, partitions, share), 0u);
+  EXPECT_EQ(UpdateShare(Optimizer::kSgd, StateFormat::kFp32, partitions, share), 0u);
   std::vector<Range> run;
   for (const auto& [begin, size] : ranges) {
     Range changed = {0, 0};
@@ -319,10 +325,10 @@ TEST(UpdateShareTest, SharesAreEqualUpToACutAndLeaveNothingOut) {
 }
 
 TEST(UpdateShareTest, NoPartitionsAndEmptyOnesAreNoWork) {
-  EXPECT_EQ(UpdateShare(Rule::kAdamW, StateFormat::kExact, {}, {0, 3}), 0u);
+  EXPECT_EQ(UpdateShare(Optimizer::kAdamW, StateFormat::kExact, {}, {0, 3}), 0u);
   const std::vector<PartitionUpdate> empty(3);
   for (size_t index = 0; index < 4; ++index) {
-    EXPECT_EQ(UpdateShare(Rule::kAdamW, StateFormat::kExact, empty, {index, 4}), 0u);
+    EXPECT_EQ(UpdateShare(Optimizer::kAdamW, StateFormat::kExact, empty, {index, 4}), 0u);
   }
 }
 

@@ -100,14 +100,14 @@ struct AdamData {
     }
   }
 
-  cpu_adam::Gradient Grad(cpu_adam::GradType type) const {
-    if (type == cpu_adam::GradType::kFp32) return {grad.data(), type};
-    return {type == cpu_adam::GradType::kBf16 ? bf16.data() : fp16.data(), type};
+  cpu_adam::Gradient Grad(protocol::DType type) const {
+    if (type == cpu_adam::DType::kFloat32) return {grad.data(), type};
+    return {type == cpu_adam::DType::kBFloat16 ? bf16.data() : fp16.data(), type};
   }
 };
 
-inline constexpr cpu_adam::GradType kGradTypes[] = {
-    cpu_adam::GradType::kFp32, cpu_adam::GradType::kBf16, cpu_adam::GradType::kFp16};
+inline constexpr protocol::DType kGradTypes[] = {
+    cpu_adam::DType::kFloat32, cpu_adam::DType::kBFloat16, cpu_adam::DType::kFloat16};
 
 // Sizes around every vector width, primes, odd tails; and a length that spans several chunks.
 inline const std::vector<size_t>& KernelSizes() {

@@ -19,7 +19,7 @@ using ::forebay::testing::TargetGuard;
 constexpr uint32_t kSeed = 7;
 
 TEST(SquareSum, OfNothingIsZeroAndFinite) {
-  const SquareSum sum = SumSquaresAndFinite(0, {nullptr, GradType::kBf16});
+  const SquareSum sum = SumSquaresAndFinite(0, {nullptr, DType::kBFloat16});
   EXPECT_EQ(sum.ToDouble(), 0.0);
   EXPECT_TRUE(sum.finite());
 }
@@ -27,7 +27,7 @@ TEST(SquareSum, OfNothingIsZeroAndFinite) {
 TEST(SquareSum, OfSmallIntegersIsExact) {
   std::vector<float> values;
   for (int i = 1; i <= 10000; ++i) values.push_back(static_cast<float>(i % 100));
-  const SquareSum sum = SumSquaresAndFinite(values.size(), {values.data(), GradType::kFp32});
+  const SquareSum sum = SumSquaresAndFinite(values.size(), {values.data(), DType::kFloat32});
   EXPECT_EQ(sum.ToDouble(), 100.0 * 328350.0);  // sum of i² below 100 is 328350
 }
 
@@ -36,7 +36,7 @@ void ExpectNear(const std::vector<float>& grad, double relative) {
   TargetGuard target;
   for (const std::string& name : SupportedTargets()) {
     target.Force(name);
-    const SquareSum sum = SumSquaresAndFinite(grad.size(), {grad.data(), GradType::kFp32});
+    const SquareSum sum = SumSquaresAndFinite(grad.size(), {grad.data(), DType::kFloat32});
     long double expected = 0;
     for (const float g : grad) expected += static_cast<long double>(g) * g;
     EXPECT_NEAR(sum.ToDouble(), static_cast<double>(expected),
@@ -81,7 +81,7 @@ TEST(SquareSum, NoSplitOrderOrTargetChangesABit) {
   TargetGuard target;
   const size_t elems = 40 * kSumChunkElems + 1234;
   const AdamData data(elems, kSeed);
-  const SquareSum whole = SumSquaresAndFinite(elems, {data.bf16.data(), GradType::kBf16});
+  const SquareSum whole = SumSquaresAndFinite(elems, {data.bf16.data(), DType::kBFloat16});
   ASSERT_GT(whole.ToDouble(), 0);
   std::mt19937 random(kSeed);
   for (const std::string& name : SupportedTargets()) {
@@ -90,7 +90,7 @@ TEST(SquareSum, NoSplitOrderOrTargetChangesABit) {
       std::vector<SquareSum> parts;
       for (size_t begin = 0; begin < elems;) {
         const size_t n = std::min(elems - begin, kSumChunkElems * (1 + random() % 9));
-        parts.push_back(SumSquaresAndFinite(n, {data.bf16.data() + begin, GradType::kBf16}));
+        parts.push_back(SumSquaresAndFinite(n, {data.bf16.data() + begin, DType::kBFloat16}));
         begin += n;
       }
       std::shuffle(parts.begin(), parts.end(), random);
@@ -134,7 +134,7 @@ TEST(SquareSum, IsNotFiniteOnceAnElementIsNot) {
        {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
     AdamData data(10000, kSeed);
     data.grad[9999] = bad;
-    SquareSum sum = SumSquaresAndFinite(data.grad.size(), {data.grad.data(), GradType::kFp32});
+    SquareSum sum = SumSquaresAndFinite(data.grad.size(), {data.grad.data(), DType::kFloat32});
     EXPECT_FALSE(sum.finite());
     EXPECT_TRUE(std::isnan(sum.ToDouble()));
     SquareSum total;

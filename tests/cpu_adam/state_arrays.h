@@ -1,4 +1,4 @@
-// Every plane that a rule and a format can have, guarded, with data for them.
+// Every plane that a optimizer and a format can have, guarded, with data for them.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,11 @@
 
 namespace forebay::testing {
 
-inline constexpr cpu_adam::StateFormat kFormats[] = {
-    cpu_adam::StateFormat::kFp32,     cpu_adam::StateFormat::kExact,
-    cpu_adam::StateFormat::kBf16,     cpu_adam::StateFormat::kInt8,
-    cpu_adam::StateFormat::kFp32Bf16, cpu_adam::StateFormat::kFp32Fp16,
-};
-
 class StateArrays {
  public:
   StateArrays(size_t n, size_t offset)
       : weights(n, offset),
-        image16(n, offset),
+        weights16(n, offset),
         remainder(n, offset),
         master(n, offset),
         moments{{n, offset}, {n, offset}, {n, offset}},
@@ -34,10 +28,10 @@ class StateArrays {
     const size_t n = weights.size();
     weights.Assign(data.w);
     master.Assign(data.w);
-    cpu_adam::SplitMaster(n, data.w.data(), image16.data(), remainder.data());
+    cpu_adam::SplitMaster(n, data.w.data(), weights16.data(), remainder.data());
     const std::vector<float>* const sources[] = {&data.m, &data.v, &data.v};
     std::mt19937 random(7);
-    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+    for (size_t m = 0; m < protocol::kMomentsMax; ++m) {
       moments[m].Assign(*sources[m]);
       for (size_t i = 0; i < n; ++i) moments16[m].data()[i] = TopHalf((*sources[m])[i]);
       for (size_t i = 0; i < codes[m].size(); ++i) {
@@ -49,16 +43,17 @@ class StateArrays {
     }
   }
 
-  cpu_adam::StatePlanes Planes(cpu_adam::StateFormat format) {
+  cpu_adam::StatePlanes Planes(protocol::StateFormat format) {
     cpu_adam::StatePlanes planes;
-    planes.weights = format == cpu_adam::StateFormat::kFp32 ? static_cast<void*>(weights.data())
-                                                            : image16.data();
+    planes.weights = format.weights == protocol::DType::kFloat32
+                         ? static_cast<void*>(weights.data())
+                         : weights16.data();
     planes.remainder = remainder.data();
     planes.master = master.data();
-    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+    for (size_t m = 0; m < protocol::kMomentsMax; ++m) {
       planes.moments[m] = moments[m].data();
-      if (format == cpu_adam::StateFormat::kBf16) planes.moments[m] = moments16[m].data();
-      if (format == cpu_adam::StateFormat::kInt8) {
+      if (format.format == protocol::Format::kBf16) planes.moments[m] = moments16[m].data();
+      if (format.format == protocol::Format::kInt8) {
         planes.moments[m] = codes[m].data();
         planes.scales[m] = scales[m].data();
       }
@@ -68,22 +63,22 @@ class StateArrays {
   }
 
   void ExpectGuards() const {
-    EXPECT_TRUE(weights.GuardsIntact() && image16.GuardsIntact() && remainder.GuardsIntact() &&
+    EXPECT_TRUE(weights.GuardsIntact() && weights16.GuardsIntact() && remainder.GuardsIntact() &&
                 master.GuardsIntact());
-    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+    for (size_t m = 0; m < protocol::kMomentsMax; ++m) {
       EXPECT_TRUE(moments[m].GuardsIntact() && moments16[m].GuardsIntact() &&
                   codes[m].GuardsIntact() && scales[m].GuardsIntact())
           << "moment " << m;
     }
   }
 
-  // Arrays that a format or rule does not have are equal when they began so.
+  // Arrays that a format or optimizer does not have are equal when they began so.
   void ExpectEquals(StateArrays& other) {
     EXPECT_TRUE(SameBits(weights.Copy(), other.weights.Copy()));
-    EXPECT_EQ(image16.Copy(), other.image16.Copy());
+    EXPECT_EQ(weights16.Copy(), other.weights16.Copy());
     EXPECT_EQ(remainder.Copy(), other.remainder.Copy());
     EXPECT_TRUE(SameBits(master.Copy(), other.master.Copy()));
-    for (size_t m = 0; m < cpu_adam::kMomentsMax; ++m) {
+    for (size_t m = 0; m < protocol::kMomentsMax; ++m) {
       EXPECT_TRUE(SameBits(moments[m].Copy(), other.moments[m].Copy())) << "moment " << m;
       EXPECT_EQ(moments16[m].Copy(), other.moments16[m].Copy()) << "moment " << m;
       EXPECT_EQ(codes[m].Copy(), other.codes[m].Copy()) << "moment " << m;
@@ -92,18 +87,18 @@ class StateArrays {
   }
 
   GuardedArray<float> weights;
-  GuardedArray<uint16_t> image16;
+  GuardedArray<uint16_t> weights16;
   GuardedArray<int16_t> remainder;
   GuardedArray<float> master;
-  GuardedArray<float> moments[cpu_adam::kMomentsMax];
-  GuardedArray<uint16_t> moments16[cpu_adam::kMomentsMax];
-  GuardedArray<uint8_t> codes[cpu_adam::kMomentsMax];
-  GuardedArray<float> scales[cpu_adam::kMomentsMax];
+  GuardedArray<float> moments[protocol::kMomentsMax];
+  GuardedArray<uint16_t> moments16[protocol::kMomentsMax];
+  GuardedArray<uint8_t> codes[protocol::kMomentsMax];
+  GuardedArray<float> scales[protocol::kMomentsMax];
 
  private:
   static constexpr size_t kZeroesEach = 13;
-  static size_t Groups(size_t n) { return (n + cpu_adam::kGroupElems - 1) / cpu_adam::kGroupElems; }
-  static size_t Whole(size_t n) { return Groups(n) * cpu_adam::kGroupElems; }
+  static size_t Groups(size_t n) { return (n + protocol::kScaleElems - 1) / protocol::kScaleElems; }
+  static size_t Whole(size_t n) { return Groups(n) * protocol::kScaleElems; }
 };
 
 }  // namespace forebay::testing

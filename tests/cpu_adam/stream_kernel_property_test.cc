@@ -38,7 +38,7 @@ class StreamKernels : public ::testing::TestWithParam<std::string> {
 TEST_P(StreamKernels, ChunkSumsAreThoseOfTheDefinition) {
   for (const size_t n : {0u, 1u, 31u, 32u, 33u, 1009u, 4095u, 4096u, 4097u, 12289u}) {
     const AdamData data(n, kSeed);
-    for (const GradType type : kGradTypes) {
+    for (const DType type : kGradTypes) {
       const auto [sums, expected] = Both([&] {
         std::vector<double> chunk_sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
         ChunkSquareSums(n, data.Grad(type), chunk_sums.data());
@@ -57,7 +57,7 @@ TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
       data.grad[i] = std::clamp(data.grad[i], -10.0f, 10.0f);
       data.bf16[i] = ::forebay::testing::TopHalf(data.grad[i]);
     }
-    for (const GradType type : kGradTypes) {
+    for (const DType type : kGradTypes) {
       const auto [sums, expected] = Both([&] {
         std::vector<double> chunk_sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
         ChunkSquareSums(n, data.Grad(type), chunk_sums.data());
@@ -105,9 +105,9 @@ TEST_P(StreamKernels, CopiesEveryBitAndSumsWhatItCopied) {
   for (const size_t n : {0u, 1u, 31u, 33u, 63u, 65u, 1009u, 4095u, 4096u, 4097u, 12289u}) {
     const AdamData data(n, kSeed);
     for (const size_t offset : {0u, 1u, 8u, 32u}) {
-      for (const GradType type : kGradTypes) {
+      for (const DType type : kGradTypes) {
         const Gradient from = data.Grad(type);
-        if (type == GradType::kFp32) {
+        if (type == DType::kFloat32) {
           const auto [copied, expected] = Both([&] { return CopyAndSum<float>(n, from, offset); });
           EXPECT_EQ(copied, expected) << "n " << n << " offset " << offset;
           EXPECT_TRUE(SameBits(copied.first, data.grad)) << "n " << n << " offset " << offset;
@@ -120,7 +120,7 @@ TEST_P(StreamKernels, CopiesEveryBitAndSumsWhatItCopied) {
         }
         std::vector<double> sums((n + kSumChunkElems - 1) / kSumChunkElems, -1.0);
         ChunkSquareSums(n, from, sums.data());
-        const auto copied_sums = type == GradType::kFp32
+        const auto copied_sums = type == DType::kFloat32
                                      ? CopyAndSum<float>(n, from, offset).second
                                      : CopyAndSum<uint16_t>(n, from, offset).second;
         EXPECT_EQ(copied_sums, sums) << "n " << n << " offset " << offset;
@@ -136,12 +136,12 @@ TEST_P(StreamKernels, ACopyKeepsNanAndInfinityAndItsSumTells) {
       for (const uint16_t bad : std::initializer_list<uint16_t>{0x7F80, 0xFF80, 0x7F81, 0xFFFF}) {
         std::vector<uint16_t> narrow(n, 0x3F80);
         narrow[i] = bad;
-        const auto [copied, sums] = CopyAndSum<uint16_t>(n, {narrow.data(), GradType::kBf16}, 0);
+        const auto [copied, sums] = CopyAndSum<uint16_t>(n, {narrow.data(), DType::kBFloat16}, 0);
         EXPECT_EQ(copied, narrow);
         EXPECT_FALSE(std::isfinite(sums[i / kSumChunkElems])) << i << " of " << n;
         std::vector<float> wide(n, 1.0F);
         wide[i] = std::bit_cast<float>(uint32_t{bad} << 16);
-        const auto wide_sums = CopyAndSum<float>(n, {wide.data(), GradType::kFp32}, 0).second;
+        const auto wide_sums = CopyAndSum<float>(n, {wide.data(), DType::kFloat32}, 0).second;
         EXPECT_FALSE(std::isfinite(wide_sums[i / kSumChunkElems])) << i << " of " << n;
       }
     }
@@ -153,31 +153,31 @@ TEST_P(StreamKernels, OneBadElementAnywhereIsFound) {
   for (const size_t n : {1u, 15u, 64u, 67u}) {
     std::vector<float> wide(n, std::numeric_limits<float>::max());
     std::vector<uint16_t> narrow(n, 0xFF7F);  // the largest negative bfloat16
-    EXPECT_TRUE(AllFinite(n, {wide.data(), GradType::kFp32}));
-    EXPECT_TRUE(AllFinite(n, {narrow.data(), GradType::kBf16}));
+    EXPECT_TRUE(AllFinite(n, {wide.data(), DType::kFloat32}));
+    EXPECT_TRUE(AllFinite(n, {narrow.data(), DType::kBFloat16}));
     for (size_t i = 0; i < n; ++i) {
       for (const uint16_t bad : std::initializer_list<uint16_t>{0x7F80, 0xFF80, 0x7F81, 0xFFFF}) {
         const float was_wide = std::exchange(wide[i], std::bit_cast<float>(uint32_t{bad} << 16));
         const uint16_t was_narrow = std::exchange(narrow[i], bad);
-        EXPECT_FALSE(AllFinite(n, {wide.data(), GradType::kFp32})) << i << " of " << n;
-        EXPECT_FALSE(AllFinite(n, {narrow.data(), GradType::kBf16})) << i << " of " << n;
+        EXPECT_FALSE(AllFinite(n, {wide.data(), DType::kFloat32})) << i << " of " << n;
+        EXPECT_FALSE(AllFinite(n, {narrow.data(), DType::kBFloat16})) << i << " of " << n;
         double sum = 0;
-        ChunkSquareSums(n, {wide.data(), GradType::kFp32}, &sum);
+        ChunkSquareSums(n, {wide.data(), DType::kFloat32}, &sum);
         EXPECT_FALSE(std::isfinite(sum));
-        ChunkSquareSums(n, {narrow.data(), GradType::kBf16}, &sum);
+        ChunkSquareSums(n, {narrow.data(), DType::kBFloat16}, &sum);
         EXPECT_FALSE(std::isfinite(sum));
         wide[i] = was_wide;
         narrow[i] = was_narrow;
       }
     }
   }
-  EXPECT_TRUE(AllFinite(0, {nullptr, GradType::kFp32}));
+  EXPECT_TRUE(AllFinite(0, {nullptr, DType::kFloat32}));
 }
 
 TEST_P(StreamKernels, AddsAndSetsLikeTheDefinition) {
   for (const size_t n : KernelSizes()) {
     const AdamData data(n, kSeed);
-    for (const GradType type : kGradTypes) {
+    for (const DType type : kGradTypes) {
       for (const AddMode mode : {AddMode::kSet, AddMode::kAdd}) {
         for (const size_t offset : {0u, 3u}) {
           const auto [sum, expected] = Both([&] {
@@ -198,9 +198,9 @@ TEST_P(StreamKernels, RanksAddInOrderAsInOneExpression) {
   target_.Force(GetParam());
   const AdamData a(100, 1), b(100, 2), c(100, 3);
   std::vector<float> sum(100);
-  AddGradient(100, {a.grad.data(), GradType::kFp32}, AddMode::kSet, sum.data());
-  AddGradient(100, {b.grad.data(), GradType::kFp32}, AddMode::kAdd, sum.data());
-  AddGradient(100, {c.grad.data(), GradType::kFp32}, AddMode::kAdd, sum.data());
+  AddGradient(100, {a.grad.data(), DType::kFloat32}, AddMode::kSet, sum.data());
+  AddGradient(100, {b.grad.data(), DType::kFloat32}, AddMode::kAdd, sum.data());
+  AddGradient(100, {c.grad.data(), DType::kFloat32}, AddMode::kAdd, sum.data());
   for (size_t i = 0; i < sum.size(); ++i) {
     EXPECT_TRUE(SameBits(sum[i], (a.grad[i] + b.grad[i]) + c.grad[i])) << i;
   }
@@ -220,12 +220,12 @@ TEST_P(StreamKernels, EveryBinary16IsWidenedToItsValueAndInfinityIsFound) {
   std::vector<uint16_t> all(1 << 16);
   std::iota(all.begin(), all.end(), uint16_t{0});
   std::vector<float> wide(all.size());
-  AddGradient(all.size(), {all.data(), GradType::kFp16}, AddMode::kSet, wide.data());
+  AddGradient(all.size(), {all.data(), DType::kFloat16}, AddMode::kSet, wide.data());
   for (size_t i = 0; i < all.size(); ++i) {
     float alone = 0;  // by the code for the last elements
-    AddGradient(1, {&all[i], GradType::kFp16}, AddMode::kSet, &alone);
+    AddGradient(1, {&all[i], DType::kFloat16}, AddMode::kSet, &alone);
     const bool finite = (all[i] & 0x7C00) != 0x7C00;
-    EXPECT_EQ(AllFinite(1, {&all[i], GradType::kFp16}), finite) << i;
+    EXPECT_EQ(AllFinite(1, {&all[i], DType::kFloat16}), finite) << i;
     EXPECT_EQ(std::isfinite(wide[i]), finite) << i;
     EXPECT_TRUE(SameBits(alone, wide[i])) << i;
     if (finite) {
@@ -236,7 +236,7 @@ TEST_P(StreamKernels, EveryBinary16IsWidenedToItsValueAndInfinityIsFound) {
     if (HasFailure()) return;
   }
   const std::vector<uint16_t> largest(67, 0xFBFF);
-  EXPECT_TRUE(AllFinite(largest.size(), {largest.data(), GradType::kFp16}));
+  EXPECT_TRUE(AllFinite(largest.size(), {largest.data(), DType::kFloat16}));
 }
 
 TEST_P(StreamKernels, EveryBfloat16SurvivesWideningAndRounding) {

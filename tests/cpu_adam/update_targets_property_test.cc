@@ -1,4 +1,4 @@
-// Goal    Every instruction set gives the bits of the scalar definition for every rule and format,
+// Goal    Every instruction set gives the bits of the scalar definition for every optimizer and format,
 //         in place and out of place, at every size, tail and misalignment, and writes nothing else.
 // Method  Run two steps on each target that this processor has and on "scalar", on the same seeded
 //         data with denormals and overflows; compare all planes and the count of bad masters bit by
@@ -11,8 +11,8 @@
 
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
-#include "tests/cpu_adam/rules.h"
 #include "tests/cpu_adam/state_arrays.h"
 
 namespace forebay::cpu_adam {
@@ -20,56 +20,61 @@ namespace {
 
 using ::forebay::testing::AdamData;
 using ::forebay::testing::GuardedArray;
+using ::forebay::testing::kAllOptimizers;
 using ::forebay::testing::KernelSizes;
-using ::forebay::testing::kFormats;
 using ::forebay::testing::kGradTypes;
-using ::forebay::testing::kRules;
 using ::forebay::testing::NameOf;
 using ::forebay::testing::StateArrays;
 using ::forebay::testing::TargetGuard;
+using protocol::HyperParams;
+using protocol::kStateFormats;
 
 constexpr uint32_t kSeed = 20251121;
 
 enum class Place { kIn, kOut };
 
 struct Case {
-  Rule rule;
+  Optimizer optimizer;
   StateFormat format;
   size_t n;
   size_t offset;  // elements
-  GradType grad;
+  DType grad;
   Place place;
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& run) {
-  return out << NameOf(run.rule) << ", format " << static_cast<int>(run.format) << ", n " << run.n
-             << ", offset " << run.offset << ", gradient type " << static_cast<int>(run.grad)
+  return out << NameOf(run.optimizer) << ", format " << ::forebay::testing::NameOf(run.format)
+             << ", n " << run.n << ", offset " << run.offset << ", gradient type "
+             << static_cast<int>(run.grad)
              << (run.place == Place::kIn ? ", in place" : ", out of place");
 }
 
-StepScalars ScalarsOf(Rule rule, uint64_t t) {
-  const Hyper hyper = {.lr = 3e-4,
-                       .weight_decay = 0.1,
-                       .momentum = 0.9,
-                       .dampening = 0.1,
-                       .lr_decay = 1e-2,
-                       .initial_accumulator = 0.1};
-  return MakeStepScalars(rule, hyper, t, t == 1 ? 1.0f : 0.37f);
+StepScalars ScalarsOf(Optimizer optimizer, uint64_t t) {
+  const HyperParams hyper = {.lr = 3e-4,
+                             .beta1 = 0.9,
+                             .beta2 = 0.999,
+                             .eps = 1e-8,
+                             .weight_decay = 0.1,
+                             .momentum = 0.9,
+                             .dampening = 0.1,
+                             .lr_decay = 1e-2,
+                             .initial_accumulator_value = 0.1};
+  return MakeStepScalars(optimizer, hyper, t, t == 1 ? 1.0f : 0.37f);
 }
 
 struct GuardedGrad {
   GuardedGrad(const AdamData& data, const Case& run)
       : wide(run.n, run.offset), narrow(run.n, run.offset), type(run.grad) {
     wide.Assign(data.grad);
-    narrow.Assign(type == GradType::kFp16 ? data.fp16 : data.bf16);
+    narrow.Assign(type == DType::kFloat16 ? data.fp16 : data.bf16);
   }
   Gradient get() {
-    if (type == GradType::kFp32) return {wide.data(), type};
+    if (type == DType::kFloat32) return {wide.data(), type};
     return {narrow.data(), type};
   }
   GuardedArray<float> wide;
   GuardedArray<uint16_t> narrow;
-  GradType type;
+  DType type;
 };
 
 // Where two steps end: what was `state` in the end, and the count of bad masters.
@@ -94,16 +99,16 @@ std::unique_ptr<Result> RunTwoSteps(const AdamData& data, const Case& run) {
   const StatePlanes here = result->state.Planes(run.format);
   const StatePlanes there = result->other.Planes(run.format);
   for (const uint64_t t : {1u, 2u}) {
-    const StepScalars scalars = ScalarsOf(run.rule, t);
+    const StepScalars scalars = ScalarsOf(run.optimizer, t);
     if (run.place == Place::kIn) {
-      result->bad += Update(run.rule, run.format, scalars, run.n, grad.get(), here);
+      result->bad += Update(run.optimizer, run.format, scalars, run.n, grad.get(), here);
     } else if (t == 1) {
       StateArrays before(run.n, run.offset);
       before.Assign(data);
-      result->bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), here, there);
+      result->bad += UpdateTo(run.optimizer, run.format, scalars, run.n, grad.get(), here, there);
       result->state.ExpectEquals(before);  // the source stays
     } else {
-      result->bad += UpdateTo(run.rule, run.format, scalars, run.n, grad.get(), there, here);
+      result->bad += UpdateTo(run.optimizer, run.format, scalars, run.n, grad.get(), there, here);
     }
   }
   result->state.ExpectGuards();
@@ -111,7 +116,7 @@ std::unique_ptr<Result> RunTwoSteps(const AdamData& data, const Case& run) {
   return result;
 }
 
-using TargetAndRule = std::tuple<std::string, Rule>;
+using TargetAndRule = std::tuple<std::string, Optimizer>;
 
 class UpdateTargets : public ::testing::TestWithParam<TargetAndRule> {
  protected:
@@ -126,10 +131,10 @@ class UpdateTargets : public ::testing::TestWithParam<TargetAndRule> {
   }
 
   void CompareEach(size_t n, size_t offset) {
-    for (const StateFormat format : kFormats) {
-      for (const GradType grad : kGradTypes) {
+    for (const StateFormat format : kStateFormats) {
+      for (const DType grad : kGradTypes) {
         for (const Place place : {Place::kIn, Place::kOut}) {
-          CompareWithScalar({rule(), format, n, offset, grad, place});
+          CompareWithScalar({optimizer(), format, n, offset, grad, place});
           if (HasFailure()) return;
         }
       }
@@ -137,7 +142,7 @@ class UpdateTargets : public ::testing::TestWithParam<TargetAndRule> {
   }
 
   const std::string& target() const { return std::get<0>(GetParam()); }
-  Rule rule() const { return std::get<1>(GetParam()); }
+  Optimizer optimizer() const { return std::get<1>(GetParam()); }
 
   TargetGuard guard_;
 };
@@ -162,19 +167,20 @@ TEST_P(UpdateTargets, SplittingTheRangeChangesNoBit) {
   constexpr size_t kElems = 3001;
   const AdamData data(kElems, kSeed);
   guard_.Force(target());
-  for (const StateFormat format : kFormats) {
-    SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format));
-    const auto whole = RunTwoSteps(data, {rule(), format, kElems, 0, GradType::kFp32, Place::kIn});
+  for (const StateFormat format : kStateFormats) {
+    SCOPED_TRACE(::testing::Message() << "format " << ::forebay::testing::NameOf(format));
+    const auto whole =
+        RunTwoSteps(data, {optimizer(), format, kElems, 0, DType::kFloat32, Place::kIn});
     std::mt19937 random(kSeed);
     Result pieces(kElems, 0);
     pieces.state.Assign(data);
     for (const uint64_t t : {1u, 2u}) {
       for (size_t begin = 0; begin < kElems;) {
         const size_t request =
-            format == StateFormat::kInt8 ? random() % 4 * kGroupElems : random() % 97;
+            format == StateFormat::kInt8 ? random() % 4 * kScaleElems : random() % 97;
         const size_t n = std::min<size_t>(kElems - begin, request);
-        pieces.bad += Update(rule(), format, ScalarsOf(rule(), t), n,
-                             {data.grad.data() + begin, GradType::kFp32},
+        pieces.bad += Update(optimizer(), format, ScalarsOf(optimizer(), t), n,
+                             {data.grad.data() + begin, DType::kFloat32},
                              Advance(pieces.state.Planes(format), format, begin));
         begin += n;
       }
@@ -191,10 +197,13 @@ float LargestOf(StateFormat format) {
 
 TEST_P(UpdateTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
   guard_.Force(target());
-  const StepScalars still = MakeStepScalars(rule(), {.lr = 0, .weight_decay = 0}, 1, 1.0f);
-  for (const StateFormat format : kFormats) {
+  const StepScalars still = MakeStepScalars(
+      optimizer(), {.lr = 0, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,
+      1.0f);
+  for (const StateFormat format : kStateFormats) {
     for (const size_t n : {1u, 16u, 19u, 33u, 128u, 131u}) {
-      SCOPED_TRACE(::testing::Message() << "format " << static_cast<int>(format) << ", n " << n);
+      SCOPED_TRACE(::testing::Message()
+                   << "format " << ::forebay::testing::NameOf(format) << ", n " << n);
       AdamData data(n, kSeed);
       std::fill(data.w.begin(), data.w.end(), 1.0f);
       std::fill(data.m.begin(), data.m.end(), 0.0f);
@@ -204,7 +213,7 @@ TEST_P(UpdateTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
         data.w[n - 1] = last;
         StateArrays state(n, 0);
         state.Assign(data);
-        return Update(rule(), format, still, n, {data.grad.data(), GradType::kFp32},
+        return Update(optimizer(), format, still, n, {data.grad.data(), DType::kFloat32},
                       state.Planes(format));
       };
       const float largest = LargestOf(format);
@@ -220,7 +229,7 @@ TEST_P(UpdateTargets, CountsMastersThatAreNotFiniteOrRoundToInfinity) {
 
 INSTANTIATE_TEST_SUITE_P(Supported, UpdateTargets,
                          ::testing::Combine(::testing::ValuesIn(SupportedTargets()),
-                                            ::testing::ValuesIn(kRules)),
+                                            ::testing::ValuesIn(kAllOptimizers)),
                          [](const auto& run) {
                            return std::get<0>(run.param) + "_" + NameOf(std::get<1>(run.param));
                          });

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_adam/step_scalars.h"
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/targets.h"
 #include "gtest/gtest.h"
@@ -22,7 +23,6 @@
 namespace forebay::daemon {
 namespace {
 
-using cpu_adam::GradType;
 using cpu_adam::kSumChunkElems;
 using protocol::DType;
 
@@ -66,7 +66,7 @@ TEST_P(Targets, OneRanksGradientIsCopiedAndItsSquaresAreThoseOfTheFloat32Sum) {
     const AddedGradient added = RunAddGradient(OneRank(DType::kBFloat16, elems), {0, elems},
                                                BytesOf(gradient), BytesOf(copy));
     std::vector<float> sum(elems);
-    cpu_adam::AddGradient(elems, {gradient.data(), GradType::kBf16}, cpu_adam::AddMode::kSet,
+    cpu_adam::AddGradient(elems, {gradient.data(), DType::kBFloat16}, cpu_adam::AddMode::kSet,
                           sum.data());
     EXPECT_TRUE(added.finite);
     EXPECT_EQ(copy, gradient) << elems;
@@ -150,19 +150,20 @@ struct ExactBlock {
     const uint64_t width = protocol::SizeBytes(sum_dtype);
     action.block_elems = kElems;
     action.bytes = planes.size();
-    action.grad_scale = 0.5F;
     for (const ElemRange range : {ElemRange{0, 1001}, {1001, kElems}}) {
-      action.segments.push_back({.weights_offset_bytes = range.begin * 2,
-                                 .accumulator_offset_bytes = range.begin * width,
-                                 .block_elem = range.begin,
-                                 .elems = range.end - range.begin,
-                                 .hyper = {.lr = range.begin == 0 ? 0.1 : 0.01,
-                                           .beta1 = 0.9,
-                                           .beta2 = 0.999,
-                                           .eps = 1e-8,
-                                           .weight_decay = 0.1,
-                                           .reserved = 0},
-                                 .optimizer_step = 1});
+      action.segments.push_back(
+          {.weights_offset_bytes = range.begin * 2,
+           .accumulator_offset_bytes = range.begin * width,
+           .block_elem = range.begin,
+           .elems = range.end - range.begin,
+           .optimizer_step = 1,
+           .scalars = cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW,
+                                                {.lr = range.begin == 0 ? 0.1 : 0.01,
+                                                 .beta1 = 0.9,
+                                                 .beta2 = 0.999,
+                                                 .eps = 1e-8,
+                                                 .weight_decay = 0.1},
+                                                /*t=*/1, /*grad_scale=*/0.5F)});
     }
   }
 
@@ -222,19 +223,19 @@ struct SwappedBlock {
     for (uint32_t param = 0; begin < elems; ++param) {
       const uint64_t left = elems - begin;
       const uint64_t size = std::min<uint64_t>(left, param % 3 == 0 ? 3 * kTileElems + 128 : 1024);
-      action.segments.push_back({.weights_offset_bytes = begin * 2,
-                                 .accumulator_offset_bytes = begin * 2,
-                                 .block_elem = begin,
-                                 .elems = size,
-                                 .hyper = {.lr = 0.1,
-                                           .beta1 = 0.9,
-                                           .beta2 = 0.999,
-                                           .eps = 1e-8,
-                                           .weight_decay = 0.1,
-                                           .reserved = 0},
-                                 .optimizer_step = 1,
-                                 .seed = 11,
-                                 .param = param});
+      action.segments.push_back(
+          {.weights_offset_bytes = begin * 2,
+           .accumulator_offset_bytes = begin * 2,
+           .block_elem = begin,
+           .elems = size,
+           .optimizer_step = 1,
+           .scalars = cpu_adam::MakeStepScalars(
+               optimizer,
+               {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
+               /*t=*/1, /*grad_scale=*/1),
+           .param = param});
+      cpu_adam::SetRoundingKey({.seed = 11, .parameter = param, .t = 1},
+                               action.segments.back().scalars);
       begin += size;
     }
     memory = {.weights = BytesOf(weights),

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_adam/step_scalars.h"
 #include "daemon/core/step_pipeline.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -183,7 +184,8 @@ TEST_F(NodeStateStep, LambGoesOverEveryBlockTwiceAndScalesTheSecondTime) {
 TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const StepRequest good{
       .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .reserved = 0};
-  const HyperParams hyper{0.1, 0.9, 0.999, 1e-8, 0.01, 0};
+  const HyperParams hyper{
+      .lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   const auto refused = [&](const StepRequest& request, const HyperParams& params) {
     node_.OverrideStepRequest(request, {params});
     return node_.ErrorOf(node_.Step(sessions_[0], 1));
@@ -245,7 +247,11 @@ TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
       EXPECT_TRUE(in_group_1 || !first_step);
       // The optimizer's own count of steps goes on for groups that were updated.
       EXPECT_EQ(segment.optimizer_step, in_group_1 && !first_step ? 2U : 1U);
-      EXPECT_EQ(segment.hyper.lr, 0.1);
+      EXPECT_EQ(segment.scalars.step,
+                cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW,
+                                          {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8},
+                                          segment.optimizer_step, 1)
+                    .step);
     }
   }
 }
@@ -259,7 +265,7 @@ TEST_F(NodeStateStep, WithoutAnyGradientIsCommitted) {
 TEST_F(NodeStateStep, ScalesByTheWorldWithoutClipping) {
   DeliverAll(1);
   ASSERT_EQ(StepBoth(1), ErrorId::kNone);
-  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale, 0.5F);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].segments[0].scalars.grad_scale, 0.5F);
   EXPECT_EQ(node_.answer(last_)->completion.norm, 0.0);
   EXPECT_EQ(node_.answer(last_)->completion.flags, 0);
 }
@@ -269,7 +275,7 @@ TEST_F(NodeStateStep, ClipsAsTorchDoes) {
   ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/2.0), ErrorId::kNone);
   EXPECT_EQ(node_.answer(last_)->completion.norm, 5.0);
   EXPECT_EQ(node_.answer(last_)->completion.flags, protocol::kStepClipped);
-  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale,
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].segments[0].scalars.grad_scale,
             static_cast<float>(0.5 * (2.0 / (5.0 + 1e-6))));
 }
 
@@ -278,7 +284,7 @@ TEST_F(NodeStateStep, DoesNotClipANormBelowTheMaximum) {
   ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/5.1), ErrorId::kNone);
   EXPECT_EQ(node_.answer(last_)->completion.norm, 5.0);
   EXPECT_EQ(node_.answer(last_)->completion.flags, 0);
-  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].grad_scale, 0.5F);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].segments[0].scalars.grad_scale, 0.5F);
 }
 
 TEST_F(NodeStateStep, MastersThatOverflowAreCountedAndTheStepIsCommitted) {

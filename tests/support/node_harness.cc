@@ -203,7 +203,8 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
                     .extra_state_bytes = extra_state_bytes,
                     .max_grad_norm = max_grad_norm,
                     .reserved = 0};
-  copied.hyper_params = {{lr, 0.9, 0.999, 1e-8, 0.01, 0}};
+  copied.hyper_params = {
+      {.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01}};
   step_requests_[last_tag_ + 1] = copied;
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kStep);

@@ -273,7 +273,8 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
                     .extra_state_bytes = 10,
                     .max_grad_norm = 1.0,
                     .reserved = 0};
-  copied.hyper_params = {{scalars_wrong_ ? 0.2 : 0.1, 0.9, 0.999, 1e-8, 0, 0}};
+  copied.hyper_params = {
+      {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   if (request_garbage_ || copy.session != session_) copied.request.param_groups = 1000000;
   return copied;
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cpu_adam/square_sum.h"
+#include "cpu_adam/step_scalars.h"
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/targets.h"
 #include "cpu_adam/update_kernel.h"
@@ -40,26 +41,8 @@ std::vector<std::byte> Values(DType dtype, uint64_t elems, uint64_t seed) {
   return bytes;
 }
 
-cpu_adam::Rule RuleOf(const protocol::Layout& layout) {
-  return static_cast<cpu_adam::Rule>(layout.spec().optimizer);
-}
-
-// protocol/wire.h says which fields hold what.
-cpu_adam::Hyper HyperOf(const protocol::HyperParams& from) {
-  return {.lr = from.lr,
-          .beta1 = from.beta1,
-          .beta2 = from.beta2,
-          .eps = from.eps,
-          .weight_decay = from.weight_decay,
-          .momentum = from.beta1,
-          .dampening = from.beta2,
-          .lr_decay = from.beta1,
-          .initial_accumulator = from.beta2};
-}
-
 cpu_adam::Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
-  return {bytes.data(),
-          dtype == DType::kFloat32 ? cpu_adam::GradType::kFp32 : cpu_adam::GradType::kBf16};
+  return {bytes.data(), dtype};
 }
 
 }  // namespace
@@ -84,9 +67,8 @@ protocol::LayoutSpec MakeLayoutSpec(const JobShape& shape) {
 }
 
 std::vector<protocol::HyperParams> MakeHyperParams(double lr) {
-  return {
-      {.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .reserved = 0},
-      {.lr = lr / 2, .beta1 = 0.8, .beta2 = 0.99, .eps = 1e-6, .weight_decay = 0, .reserved = 0}};
+  return {{.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
+          {.lr = lr / 2, .beta1 = 0.8, .beta2 = 0.99, .eps = 1e-6, .weight_decay = 0}};
 }
 
 std::vector<std::byte> MakeValues(const protocol::Layout& layout, uint32_t group, uint64_t seed) {
@@ -105,7 +87,8 @@ ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint64_t seed
     const uint64_t padded = layout.groups()[g].padded_elems;
     Group group{.weights = MakeValues(layout, g, seed),
                 .remainder = std::vector<int16_t>(padded),
-                .moments = {cpu_adam::MomentCount(RuleOf(layout)), std::vector<float>(padded)}};
+                .moments = {protocol::Info(layout.spec().optimizer).moments.size(),
+                            std::vector<float>(padded)}};
     group.weights.resize(layout.group_bytes(g));
     groups_.push_back(std::move(group));
   }
@@ -129,8 +112,7 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
                             sums[g].data());
     }
     squares +=
-        cpu_adam::SumSquaresAndFinite(sums[g].size(), {sums[g].data(), cpu_adam::GradType::kFp32})
-            .ToDouble();
+        cpu_adam::SumSquaresAndFinite(sums[g].size(), {sums[g].data(), DType::kFloat32}).ToDouble();
   }
   double scale = 1.0 / world;
   double norm = 0;
@@ -144,11 +126,11 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
     ++group.updates;
     for (uint32_t p = layout_.groups()[g].param_begin; p < layout_.groups()[g].param_end; ++p) {
       const protocol::ParamPlace& place = layout_.params()[p];
-      const cpu_adam::Rule rule = RuleOf(layout_);
-      const auto scalars = cpu_adam::MakeStepScalars(rule, HyperOf(hyper[place.param_group]),
+      const protocol::Optimizer optimizer = layout_.spec().optimizer;
+      const auto scalars = cpu_adam::MakeStepScalars(optimizer, hyper[place.param_group],
                                                      group.updates, static_cast<float>(scale));
       const uint64_t at = place.offset_elems;
-      const cpu_adam::Gradient gradient{sums[g].data() + at, cpu_adam::GradType::kFp32};
+      const cpu_adam::Gradient gradient{sums[g].data() + at, DType::kFloat32};
       const bool exact = layout_.spec().format == Format::kExact;
       cpu_adam::StatePlanes state{.weights = group.weights.data() + at * protocol::SizeBytes(dtype),
                                   .remainder = group.remainder.data() + at,
@@ -156,7 +138,8 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
       for (size_t i = 0; i < group.moments.size(); ++i) {
         state.moments[i] = group.moments[i].data() + at;
       }
-      cpu_adam::Update(rule, exact ? cpu_adam::StateFormat::kExact : cpu_adam::StateFormat::kFp32,
+      cpu_adam::Update(optimizer,
+                       exact ? protocol::StateFormat::kExact : protocol::StateFormat::kFp32,
                        scalars, place.elems, gradient, state);
     }
   }

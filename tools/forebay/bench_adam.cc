@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_fixture.h"
@@ -21,28 +22,12 @@
 namespace forebay::tools {
 namespace {
 
-using cpu_adam::Rule;
-using cpu_adam::StateFormat;
+using protocol::Optimizer;
+using protocol::StateFormat;
 
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = 100'000'000;
 constexpr uint64_t kManyPartitions = 1000;
-
-struct RuleName {
-  Rule rule;
-  const char* name;
-};
-
-constexpr RuleName kRules[] = {
-    {Rule::kAdam, "adam"},
-    {Rule::kAdamWAmsgrad, "adamw_amsgrad"},
-    {Rule::kAdamAmsgrad, "adam_amsgrad"},
-    {Rule::kAdagrad, "adagrad"},
-    {Rule::kLion, "lion"},
-    {Rule::kSgd, "sgd"},
-    {Rule::kSgdNesterov, "sgd_nesterov"},
-    {Rule::kLamb, "lamb"},
-};
 
 struct Case {
   std::string name;
@@ -51,13 +36,6 @@ struct Case {
   std::function<absl::StatusOr<BenchResult>(const AdamFixture& fixture, const BenchCase& what)>
       measure;
 };
-
-std::string NameOf(Rule rule) {
-  for (const RuleName& entry : kRules) {
-    if (entry.rule == rule) return entry.name;
-  }
-  return "adamw";
-}
 
 class CaseList {
  public:
@@ -70,8 +48,9 @@ class CaseList {
   std::vector<Case> All() {
     for (const AdamFormat& format : kAdamFormats) AddFormat(format);
     const AdamFormat& exact = FormatOf(StateFormat::kExact);
-    for (const RuleName& entry : kRules) {
-      AddPass({.format = &exact, .rule = entry.rule, .threads = cores_});
+    for (const protocol::OptimizerInfo& info : protocol::kOptimizers) {
+      if (info.optimizer == Optimizer::kAdamW) continue;  // with every format above
+      AddPass({.format = &exact, .optimizer = info.optimizer, .threads = cores_});
     }
     for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
       for (const int threads : ThreadCounts()) {
@@ -136,8 +115,9 @@ class CaseList {
     std::string shape = "flat";
     if (pass.partitions > 1) shape = absl::StrCat(pass.partitions, "x", params_ / pass.partitions);
     cases_.push_back({.name = absl::StrCat(
-                          "adam/opt=", NameOf(pass.rule), "/format=", pass.format->name,
-                          "/grad=", tools::NameOf(pass.format->grad), "/param=", pass.format->param,
+                          "adam/opt=", std::string(protocol::Name(pass.optimizer)),
+                          "/format=", pass.format->name, "/grad=", tools::NameOf(pass.format->grad),
+                          "/param=", pass.format->param,
                           "/place=", pass.place == Place::kInPlace ? "inplace" : "out",
                           "/threads=", pass.threads, "/shape=", shape,
                           pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",

@@ -7,7 +7,7 @@
 
 namespace forebay::tools {
 
-using cpu_adam::GradType;
+using protocol::DType;
 
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side) {
@@ -31,18 +31,17 @@ absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const
   return result;
 }
 
-const char* NameOf(GradType type) {
+const char* NameOf(DType type) {
   switch (type) {
-    case GradType::kFp32:
+    case DType::kFloat32:
       return "fp32";
-    case GradType::kBf16:
+    case DType::kBFloat16:
       return "bf16";
-    case GradType::kFp16:
+    default:  // kFloat16
       return "fp16";
   }
-  return "";
 }
 
-uint32_t ElemBytes(GradType type) { return type == GradType::kFp32 ? 4 : 2; }
+uint32_t ElemBytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 }  // namespace forebay::tools

@@ -38,7 +38,7 @@ struct MeasuredSide {
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side);
 
-const char* NameOf(cpu_adam::GradType type);
-uint32_t ElemBytes(cpu_adam::GradType type);
+const char* NameOf(protocol::DType type);
+uint32_t ElemBytes(protocol::DType type);
 
 }  // namespace forebay::tools

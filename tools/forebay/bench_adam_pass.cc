@@ -10,19 +10,21 @@
 
 #include "cpu_adam/lamb.h"
 #include "cpu_adam/parallel_update.h"
+#include "cpu_adam/step_scalars.h"
 #include "cpu_adam/stream_kernel.h"
 #include "nvme/checksum.h"
+#include "protocol/optimizer.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::tools {
 namespace {
 
-using cpu_adam::GradType;
 using cpu_adam::PartitionUpdate;
-using cpu_adam::StateFormat;
 using cpu_adam::StatePlanes;
+using protocol::DType;
 using protocol::RoundUp;
+using protocol::StateFormat;
 using Access = StreamShape::Access;
 using Beside = AdamFormat::Beside;
 using Clock = std::chrono::steady_clock;
@@ -53,7 +55,7 @@ std::vector<StreamShape> StateShapes(const AdamPass& pass) {
       shapes = {ShapeOf(2, Access::kWrite), ShapeOf(4, Access::kUpdate)};
       break;
   }
-  const size_t moments = cpu_adam::MomentCount(pass.rule);
+  const size_t moments = protocol::Info(pass.optimizer).moments.size();
   shapes.insert(shapes.end(), moments, ShapeOf(format.moment_bytes, Access::kUpdate));
   if (format.scale_group_bytes != 0) {
     shapes.insert(shapes.end(), moments, {format.scale_group_bytes, Access::kUpdate});
@@ -105,7 +107,7 @@ StatePlanes PlanesOf(const AdamPass& pass, const std::vector<std::byte*>& arrays
   if (pass.format->beside == Beside::kMaster) {
     planes.master = reinterpret_cast<float*>(arrays[next++]);
   }
-  const size_t moments = cpu_adam::MomentCount(pass.rule);
+  const size_t moments = protocol::Info(pass.optimizer).moments.size();
   for (size_t m = 0; m < moments; ++m) planes.moments[m] = arrays[next++];
   if (pass.format->scale_group_bytes == 0) return planes;
   for (size_t m = 0; m < moments; ++m) {
@@ -152,13 +154,13 @@ struct Pattern {
 
   void Put(const AdamFormat& format, const PartitionUpdate& piece) const {
     switch (format.grad) {
-      case GradType::kFp32:
+      case DType::kFloat32:
         Fill(grad, piece.n, piece.grad.data);
         break;
-      case GradType::kBf16:
+      case DType::kBFloat16:
         Fill(grad16, piece.n, piece.grad.data);
         break;
-      case GradType::kFp16:
+      default:  // kFloat16
         Fill(half, piece.n, piece.grad.data);
         break;
     }
@@ -182,6 +184,10 @@ struct Pattern {
   std::vector<int16_t> remainder;
 };
 
+// An optimizer reads those that it has.
+constexpr protocol::HyperParams kHyper = {
+    .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .momentum = 0.9};
+
 // The arrays of a pass and what the measured side calls.
 class PassRun {
  public:
@@ -189,7 +195,7 @@ class PassRun {
       : pass_(pass),
         pool_(fixture.Pool(pass.threads)),
         params_(fixture.params),
-        scalars_(cpu_adam::MakeStepScalars(pass.rule, {.lr = 1e-4, .momentum = 0.9}, /*t=*/10,
+        scalars_(cpu_adam::MakeStepScalars(pass.optimizer, kHyper, /*t=*/10,
                                            /*grad_scale=*/1.0f)) {
     const Laying flat = FlatLaying(pass, params_);
     if (pass.hash == AdamPass::Hash::kOn) {
@@ -227,8 +233,9 @@ class PassRun {
 
  private:
   void Update(const std::vector<PartitionUpdate>& partitions) {
-    FOREBAY_CHECK(cpu_adam::UpdateAll(pool_, pass_.rule, pass_.format->format, partitions) == 0);
-    if (pass_.rule != cpu_adam::Rule::kLamb) return;
+    FOREBAY_CHECK(cpu_adam::UpdateAll(pool_, pass_.optimizer, pass_.format->format, partitions) ==
+                  0);
+    if (pass_.optimizer != protocol::Optimizer::kLamb) return;
     for (const PartitionUpdate& partition : partitions) FinishLamb(partition);
   }
 
@@ -242,7 +249,7 @@ class PassRun {
       const cpu_adam::Gradient grad = {
           static_cast<const std::byte*>(block.grad.data) + begin * ElemBytes(block.grad.type),
           block.grad.type};
-      cpu_adam::UpdateTo(pass_.rule, format, block.scalars, warm, grad,
+      cpu_adam::UpdateTo(pass_.optimizer, format, block.scalars, warm, grad,
                          cpu_adam::Advance(block.from, format, begin),
                          cpu_adam::Advance(block.to, format, begin));
       if (warm < block.n) AddPages(begin, begin + warm, digests);
@@ -396,12 +403,12 @@ class PassRun {
 
 const std::vector<AdamFormat> kAdamFormats = {
     // format name, parameter, format, gradient, beside the weights, bytes of a moment, of its scales
-    {"fp32", "fp32", StateFormat::kFp32, GradType::kFp32, Beside::kNothing, 4, 0},
-    {"fp32", "bf16", StateFormat::kFp32Bf16, GradType::kBf16, Beside::kMaster, 4, 0},
-    {"fp32", "fp16", StateFormat::kFp32Fp16, GradType::kFp16, Beside::kMaster, 4, 0},
-    {"exact", "bf16", StateFormat::kExact, GradType::kBf16, Beside::kRemainder, 4, 0},
-    {"bf16", "bf16", StateFormat::kBf16, GradType::kBf16, Beside::kRemainder, 2, 0},
-    {"int8", "bf16", StateFormat::kInt8, GradType::kBf16, Beside::kRemainder, 1, 4},
+    {"fp32", "fp32", StateFormat::kFp32, DType::kFloat32, Beside::kNothing, 4, 0},
+    {"fp32", "bf16", StateFormat::kFp32Bf16, DType::kBFloat16, Beside::kMaster, 4, 0},
+    {"fp32", "fp16", StateFormat::kFp32Fp16, DType::kFloat16, Beside::kMaster, 4, 0},
+    {"exact", "bf16", StateFormat::kExact, DType::kBFloat16, Beside::kRemainder, 4, 0},
+    {"bf16", "bf16", StateFormat::kBf16, DType::kBFloat16, Beside::kRemainder, 2, 0},
+    {"int8", "bf16", StateFormat::kInt8, DType::kBFloat16, Beside::kRemainder, 1, 4},
 };
 
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {

@@ -15,8 +15,8 @@ namespace forebay::tools {
 struct AdamFormat {
   const char* name;   // as a person types it
   const char* param;  // type of the served parameter
-  cpu_adam::StateFormat format;
-  cpu_adam::GradType grad;
+  protocol::StateFormat format;
+  protocol::DType grad;
   enum class Beside { kNothing, kRemainder, kMaster } beside;  // the weights
   uint32_t moment_bytes;
   uint32_t scale_group_bytes;  // of each moment; 0: none
@@ -27,7 +27,7 @@ extern const std::vector<AdamFormat> kAdamFormats;
 // LAMB's case is its whole step, three passes over flat arrays, beside the limit of one.
 struct AdamPass {
   const AdamFormat* format = nullptr;
-  cpu_adam::Rule rule = cpu_adam::Rule::kAdamW;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   Place place = Place::kInPlace;
   int threads = 1;
   uint64_t partitions = 1;  // of equal size

@@ -12,7 +12,7 @@
 namespace forebay::tools {
 namespace {
 
-using cpu_adam::GradType;
+using protocol::DType;
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
 using What = StreamKernel::What;
@@ -64,24 +64,24 @@ void RunPart(const StreamKernel& kernel, const std::vector<BenchStream>& streams
   }
 }
 
-void PutData(GradType type, uint64_t n, std::byte* array) {
-  if (type == GradType::kFp32) {
+void PutData(DType type, uint64_t n, std::byte* array) {
+  if (type == DType::kFloat32) {
     std::fill_n(reinterpret_cast<float*>(array), n, 0.125f);
     return;
   }
-  const uint16_t eighth = type == GradType::kBf16 ? 0x3E00 : 0x3000;
+  const uint16_t eighth = type == DType::kBFloat16 ? 0x3E00 : 0x3000;
   std::fill_n(reinterpret_cast<uint16_t*>(array), n, eighth);
 }
 
 }  // namespace
 
 const std::vector<StreamKernel> kStreamKernels = {
-    {What::kSquareSum, "square_sum", GradType::kBf16},
-    {What::kSquareSum, "square_sum", GradType::kFp32},
-    {What::kAdd, "add", GradType::kBf16},
-    {What::kAdd, "add", GradType::kFp32},
-    {What::kRoundToBf16, "round_to_bf16", GradType::kFp32},
-    {What::kWidenBf16, "widen_bf16", GradType::kBf16},
+    {What::kSquareSum, "square_sum", DType::kBFloat16},
+    {What::kSquareSum, "square_sum", DType::kFloat32},
+    {What::kAdd, "add", DType::kBFloat16},
+    {What::kAdd, "add", DType::kFloat32},
+    {What::kRoundToBf16, "round_to_bf16", DType::kFloat32},
+    {What::kWidenBf16, "widen_bf16", DType::kBFloat16},
 };
 
 uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params) {
@@ -93,7 +93,7 @@ absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamFixture& fixture, cons
   const Laying laying = LayingOf(kernel, fixture.params);
   const std::vector<BenchStream> streams = fixture.huge->Allocate(laying);
   PutData(kernel.source, laying.elems, streams[0].from);
-  if (kernel.what == What::kAdd) PutData(GradType::kFp32, laying.elems, streams[1].from);
+  if (kernel.what == What::kAdd) PutData(DType::kFloat32, laying.elems, streams[1].from);
   const PassBytes bytes = BytesOf(ShapesOf(kernel), fixture.params);
   const auto run = [&]() -> absl::StatusOr<Sample> {
     const auto began = Clock::now();

@@ -14,7 +14,7 @@ namespace forebay::tools {
 struct StreamKernel {
   enum class What { kSquareSum, kAdd, kRoundToBf16, kWidenBf16 } what;
   const char* name;
-  cpu_adam::GradType source;
+  protocol::DType source;
 };
 
 extern const std::vector<StreamKernel> kStreamKernels;

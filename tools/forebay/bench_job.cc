@@ -99,11 +99,8 @@ absl::Status BenchJob::DeliverGradients() {
 }
 
 absl::StatusOr<double> BenchJob::TimedStep() {
-  protocol::HyperParams hyper{};
-  hyper.lr = 1e-4;
-  hyper.beta1 = 0.9;
-  hyper.beta2 = 0.999;
-  hyper.eps = 1e-8;
+  const protocol::HyperParams hyper =
+      protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
   const auto began = std::chrono::steady_clock::now();
   ASSIGN_OR_RETURN(
       const client::StepResult result,

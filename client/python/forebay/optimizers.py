@@ -1,8 +1,18 @@
-"""The optimizers that the daemon applies, named and preset as torch.optim's."""
+"""The optimizers that the daemon applies, with the names and defaults of torch.optim. Names, ranges
+and defaults of hyper-parameters are those of the daemon's table (protocol/optimizer.h)."""
 
 from dataclasses import dataclass
 
+from ._core import OPTIMIZERS, check_hyper_parameters
 from .errors import usage_error
+
+
+def _default(optimizer, name):
+    return OPTIMIZERS[optimizer][name]
+
+
+def _betas(optimizer):
+    return (OPTIMIZERS[optimizer]["beta1"], OPTIMIZERS[optimizer]["beta2"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +27,13 @@ class Optimizer:
     format         How masters and moments are held (docs/formats.md). float32 and float16
                    parameters take "fp32"; bfloat16 ones "exact", "bf16" (moments of 16 bits), "int8"
                    (of 8 bits) or "fp32". None: "fp32", or "exact" for bfloat16.
-    seed           Of the random rounding of "bf16" and "int8" moments; the same on every rank.
+    seed           Of the stochastic rounding of "bf16" and "int8" moments; the same on every rank.
     """
 
     max_grad_norm: float | None = None
     format: str | None = None
     params: list | None = None
     seed: int = 0
-
-    hyper_parameters = ("lr", "betas", "eps", "weight_decay")  # what a parameter group may set
 
     def __post_init__(self):
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
@@ -50,14 +58,22 @@ class Optimizer:
         """As the daemon calls it."""
         return type(self).__name__.lower()
 
+    @property
+    def hyper_parameters(self):
+        """What a parameter group may set, as torch names it: "betas" is beta1 and beta2."""
+        names = ["betas" if name == "beta1" else name for name in OPTIMIZERS[self.name]]
+        return tuple(name for name in names if name != "beta2")
+
     def row(self, group):
-        """lr, beta1, beta2, eps and weight_decay of the wire, or what stands in their places
-        (protocol/wire.h), for one dict of torch's param_groups."""
-        beta1, beta2 = group["betas"]
-        return _floats(group["lr"], beta1, beta2, group.get("eps", 0.0), group["weight_decay"])
+        """{hyper-parameter: float} of the daemon, for one dict of torch's param_groups."""
+        values = {name: group[name] for name in self.hyper_parameters}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values.pop("betas")
+        return {name: float(value) for name, value in values.items()}
 
     def rows(self, groups):
-        """row() of each group. Errors: E_OPTION where values are no numbers."""
+        """row() of each group. Errors: E_OPTION where values are no numbers or outside their
+        range."""
         rows = []
         for number, group in enumerate(groups):
             try:
@@ -70,21 +86,18 @@ class Optimizer:
                     f"{type(self).__name__} takes: {error}",
                     "give numbers; betas are two of them",
                 ) from error
+            check_hyper_parameters(self.name, number, rows[-1])
         return rows
-
-
-def _floats(*values):
-    return tuple(float(value) for value in values)
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """torch.optim.Adam, whose weight decay is added to the gradient. For the rest see Optimizer."""
 
-    lr: float = 1e-3
-    betas: tuple = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: float = _default("adam", "lr")
+    betas: tuple = _betas("adam")
+    eps: float = _default("adam", "eps")
+    weight_decay: float = _default("adam", "weight_decay")
     amsgrad: bool = False
 
     @property
@@ -97,40 +110,27 @@ class AdamW(Adam):
     """torch.optim.AdamW, whose weight decay is apart from the gradient. For the rest see
     Optimizer."""
 
-    weight_decay: float = 1e-2
+    weight_decay: float = _default("adamw", "weight_decay")
 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """torch.optim.Adagrad. For the rest see Optimizer."""
 
-    lr: float = 1e-2
-    lr_decay: float = 0.0
-    weight_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-
-    hyper_parameters = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-
-    def row(self, group):
-        return _floats(
-            group["lr"],
-            group["lr_decay"],
-            group["initial_accumulator_value"],
-            group["eps"],
-            group["weight_decay"],
-        )
+    lr: float = _default("adagrad", "lr")
+    lr_decay: float = _default("adagrad", "lr_decay")
+    weight_decay: float = _default("adagrad", "weight_decay")
+    initial_accumulator_value: float = _default("adagrad", "initial_accumulator_value")
+    eps: float = _default("adagrad", "eps")
 
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
     """Lion (Chen et al., arXiv:2302.06675, algorithm 2). For the rest see Optimizer."""
 
-    lr: float = 1e-4
-    betas: tuple = (0.9, 0.99)
-    weight_decay: float = 0.0
-
-    hyper_parameters = ("lr", "betas", "weight_decay")
+    lr: float = _default("lion", "lr")
+    betas: tuple = _betas("lion")
+    weight_decay: float = _default("lion", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,11 @@ class SGD(Optimizer):
     gradient: a momentum that is raised from 0 between steps begins with it, torch's with none. For
     the rest see Optimizer."""
 
-    lr: float = 1e-3
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
+    lr: float = _default("sgd", "lr")
+    momentum: float = _default("sgd", "momentum")
+    dampening: float = _default("sgd", "dampening")
+    weight_decay: float = _default("sgd", "weight_decay")
     nesterov: bool = False
-
-    hyper_parameters = ("lr", "momentum", "dampening", "weight_decay")
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,18 +158,13 @@ class SGD(Optimizer):
     def name(self):
         return "sgd_nesterov" if self.nesterov else "sgd"
 
-    def row(self, group):
-        return _floats(
-            group["lr"], group["momentum"], group["dampening"], 0.0, group["weight_decay"]
-        )
-
 
 @dataclass(frozen=True)
 class Lamb(Optimizer):
     """LAMB (You et al., arXiv:1904.00962, algorithm 2, with bias correction): each parameter's step
     is scaled by the norm of the parameter over that of its update. For the rest see Optimizer."""
 
-    lr: float = 1e-3
-    betas: tuple = (0.9, 0.999)
-    eps: float = 1e-6
-    weight_decay: float = 1e-2
+    lr: float = _default("lamb", "lr")
+    betas: tuple = _betas("lamb")
+    eps: float = _default("lamb", "eps")
+    weight_decay: float = _default("lamb", "weight_decay")

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -24,6 +26,7 @@
 #include "client/python/src/errors.h"
 #include "client/window_registry.h"
 #include "protocol/error.h"
+#include "protocol/optimizer.h"
 
 namespace forebay::python {
 namespace nb = nanobind;
@@ -41,7 +44,7 @@ using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t>;
-using HyperTuple = std::tuple<double, double, double, double, double>;
+using HyperDict = std::map<std::string, double>;
 
 Timeout TimeoutOf(double seconds) {
   if (!(seconds < 1e9)) return client::kNoTimeout;  // NaN and infinity too
@@ -213,16 +216,57 @@ uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
   return ValueOrThrow(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
 }
 
-nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperTuple>& hyper,
+// Errors  E_OPTION  names what the optimizer does not have, or lacks, or a value outside its range.
+protocol::HyperParams HyperParamsOf(protocol::Optimizer optimizer, size_t group,
+                                    const HyperDict& values) {
+  protocol::HyperParams params;
+  size_t found = 0;
+  std::string missing;
+  for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
+    const auto value = values.find(std::string(info.name));
+    if (value == values.end()) {
+      missing = std::string(info.name);
+      continue;
+    }
+    params.*info.field = value->second;
+    ++found;
+  }
+  if (!missing.empty() || found != values.size()) {
+    Raise(MakeError(ErrorId::kOption, absl::StrCat("parameter group ", group, ": ", values.size(),
+                                                   " hyper-parameters, of which ", found,
+                                                   " are of ", std::string(Name(optimizer)),
+                                                   missing.empty() ? "" : "; missing: ", missing)));
+  }
+  const absl::Status checked = protocol::CheckHyperParams(optimizer, params);
+  if (!checked.ok()) {
+    Raise(MakeError(ErrorId::kOption,
+                    absl::StrCat("parameter group ", group, ": ", checked.message())));
+  }
+  return params;
+}
+
+void CheckHyper(const std::string& optimizer, size_t group, const HyperDict& values) {
+  HyperParamsOf(ValueOrThrow(protocol::OptimizerFromName(optimizer)), group, values);
+}
+
+// Optimizer -> hyper-parameter -> default.
+nb::dict Optimizers() {
+  nb::dict optimizers;
+  for (const protocol::OptimizerInfo& info : protocol::kOptimizers) {
+    nb::dict defaults;
+    for (const protocol::HyperParamInfo& hyper : info.hyper_params) {
+      defaults[std::string(hyper.name).c_str()] = hyper.initial;
+    }
+    optimizers[std::string(info.name).c_str()] = defaults;
+  }
+  return optimizers;
+}
+
+nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
                double max_grad_norm, const nb::bytes& extra_state, double timeout) {
   std::vector<protocol::HyperParams> params;
-  for (const auto& [lr, beta1, beta2, eps, weight_decay] : hyper) {
-    params.push_back({.lr = lr,
-                      .beta1 = beta1,
-                      .beta2 = beta2,
-                      .eps = eps,
-                      .weight_decay = weight_decay,
-                      .reserved = 0});
+  for (const HyperDict& values : hyper) {
+    params.push_back(HyperParamsOf(self->layout().spec().optimizer, params.size(), values));
   }
   const std::span<const std::byte> extra = BytesOf(extra_state);
   const client::StepResult result = ValueOrThrow(
@@ -328,6 +372,9 @@ NB_MODULE(_core, module) {
   BindErrors(module);
   BindAdmin(module);
   BindAttachment(module);
+  module.attr("OPTIMIZERS") = Optimizers();
+  module.def("check_hyper_parameters", &CheckHyper, nb::arg("optimizer"), nb::arg("group"),
+             nb::arg("values"));
   module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
              nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
              nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),

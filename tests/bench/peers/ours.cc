@@ -10,21 +10,21 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_adam/optimizer.h"
 #include "cpu_adam/parallel_update.h"
+#include "cpu_adam/step_scalars.h"
 #include "cpu_adam/targets.h"
 #include "cpu_adam/update_kernel.h"
 #include "cpu_adam/worker_pool.h"
 #include "tests/bench/peers/limit.h"
 
-using forebay::cpu_adam::GradType;
-using forebay::cpu_adam::Hyper;
 using forebay::cpu_adam::MakeStepScalars;
 using forebay::cpu_adam::PartitionUpdate;
-using forebay::cpu_adam::Rule;
-using forebay::cpu_adam::StateFormat;
 using forebay::cpu_adam::StatePlanes;
 using forebay::cpu_adam::WorkerPool;
+using forebay::protocol::DType;
+using forebay::protocol::HyperParams;
+using forebay::protocol::Optimizer;
+using forebay::protocol::StateFormat;
 
 namespace {
 
@@ -66,7 +66,7 @@ struct PeersPlanes {
 struct PeersOurs {
   std::unique_ptr<WorkerPool> pool;
   StateFormat format;
-  Hyper hyper;
+  HyperParams hyper;
   std::vector<PartitionUpdate> partitions;
 };
 
@@ -84,8 +84,9 @@ PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPla
   auto ours = std::make_unique<PeersOurs>();
   ours->pool = std::move(pool);
   ours->format = FormatOf(work);
-  ours->hyper = Hyper{.lr = lr, .weight_decay = weight_decay};
-  const GradType grad_type = work == kWorkFp32 ? GradType::kFp32 : GradType::kBf16;
+  ours->hyper = HyperParams{
+      .lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = weight_decay};
+  const DType grad_type = work == kWorkFp32 ? DType::kFloat32 : DType::kBFloat16;
   for (const PeersPlanes& one : std::vector<PeersPlanes>(planes, planes + plane_count)) {
     const StatePlanes state{.weights = one.weights,
                             .remainder = one.remainder,
@@ -103,9 +104,9 @@ int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
 // Step t >= 1 of AdamW over all partitions. Returns how many masters are not finite.
 uint64_t PeersStep(PeersOurs* ours, uint64_t t, float grad_scale) {
-  const auto scalars = MakeStepScalars(Rule::kAdamW, ours->hyper, t, grad_scale);
+  const auto scalars = MakeStepScalars(Optimizer::kAdamW, ours->hyper, t, grad_scale);
   for (PartitionUpdate& partition : ours->partitions) partition.scalars = scalars;
-  return UpdateAll(*ours->pool, Rule::kAdamW, ours->format, ours->partitions);
+  return UpdateAll(*ours->pool, Optimizer::kAdamW, ours->format, ours->partitions);
 }
 
 // The limit loop of a work over one run of planes, on the threads of `ours`.

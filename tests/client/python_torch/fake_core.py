@@ -99,7 +99,9 @@ class Job:
         return norm, clipped
 
     def update(self, number, span, gradient, t, hyper):
-        lr, beta1, beta2, eps, weight_decay = hyper
+        lr, beta1, beta2, eps, weight_decay = (
+            hyper[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")
+        )
         w = self.masters[number][span]
         m, v = (plane[span] for plane in self.moments[number])
         m.mul_(beta1).add_(gradient, alpha=1 - beta1)

@@ -191,15 +191,34 @@ def test_nesterov_needs_momentum_and_no_dampening():
     ],
     ids=["momentum", "lr_decay", "eps", "beta1"],
 )
-def test_what_an_optimizer_cannot_use_is_refused_in_its_own_words(node, optimizer, words):
+def test_a_value_outside_its_range_is_refused_by_the_name_that_torch_gives_it(
+    node, optimizer, words
+):
     model = Plane()
-    opt = forebay.attach(model, optimizer)
+    words = f"parameter group 0: {words}"
+    with pytest.raises(forebay.UsageError, match=words):
+        forebay.attach(model, optimizer)
+    opt = forebay.attach(model, type(optimizer)())  # the name is still free
     before = model.a.detach().clone()
     model(0).backward()
+    opt.param_groups[0].update(
+        {name: getattr(optimizer, name) for name in optimizer.hyper_parameters}
+    )
     with pytest.raises(forebay.UsageError, match=words):
         opt.step()
     assert torch.equal(model.a, before) and opt.committed_step == 0
     opt.detach()
+
+
+def test_defaults_are_those_of_torch():
+    for cls in (forebay.AdamW, forebay.Adam, forebay.Adagrad, forebay.SGD):
+        for amsgrad in (False, True):
+            options = {"amsgrad": True} if amsgrad and "amsgrad" in cls.__annotations__ else {}
+            ours = cls(**options)
+            theirs = getattr(torch.optim, cls.__name__)([torch.zeros(1)], **options).defaults
+            for name in ours.hyper_parameters:
+                want = 1e-3 if (cls, name) == (forebay.SGD, "lr") else theirs[name]
+                assert getattr(ours, name) == want, f"{cls.__name__}.{name}"
 
 
 def test_a_seed_or_a_clip_that_is_none_is_refused_where_it_is_written():

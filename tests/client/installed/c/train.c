@@ -11,7 +11,7 @@ static int failed(const char* what) {
 
 static int train(struct forebay_session* session) {
   const float initial[2] = {1.0F, -2.0F};
-  const struct forebay_hyper hyper = {0.25, 0.9, 0.999, 1e-8, 0.0};
+  const struct forebay_hyper hyper = {.lr = 0.25, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8};
   struct forebay_info info;
   float values[2];
   int i;

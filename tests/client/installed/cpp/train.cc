@@ -28,7 +28,7 @@ absl::Status Train(const std::string& job) {
     if (!status.ok()) return status;
   }
   const std::vector<forebay::protocol::HyperParams> hyper{
-      {.lr = 0.25, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0, .reserved = 0}};
+      {.lr = 0.25, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   for (int i = 0; i < 3; ++i) {
     const auto lease = session.Fetch(0, kTimeout);
     if (!lease.ok()) return lease.status();

@@ -1,4 +1,4 @@
-// Goal    Each rule is what its source says: close to double precision in every step, with the
+// Goal    Each optimizer is what its source says: close to double precision in every step, with the
 //         scalars of its first, second and millionth step.
 // Method  Recompute every result in double from the float32 inputs of the step and compare within 4
 //         ulp of the largest term that it was summed from; check scalars and single steps by hand.
@@ -8,15 +8,18 @@
 
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
-#include "tests/cpu_adam/rules.h"
 
 namespace forebay::cpu_adam {
 namespace {
 
 using ::forebay::testing::AdamData;
-using ::forebay::testing::kRules;
+using ::forebay::testing::kAllOptimizers;
+using ::forebay::testing::kHyper;
+using ::forebay::testing::MomentCount;
 using ::forebay::testing::NameOf;
+using protocol::HyperParams;
 
 constexpr uint32_t kSeed = 77;
 
@@ -35,22 +38,22 @@ double Ulp(double x) {
 }
 
 // What a step makes of one element. The gradient, scaled and with its decay, is taken as float32
-// rounds it: its cancellation is not the rule's.
+// rounds it: its cancellation is not the optimizer's.
 struct Expected {
   Sum w;
   Sum moments[kMomentsMax];
 };
 
-Expected Adam(Rule rule, const StepScalars& k, double g, double w, const double* old) {
+Expected Adam(Optimizer optimizer, const StepScalars& k, double g, double w, const double* old) {
   Expected e;
   e.moments[0] = Add(double{k.beta1} * old[0], double{k.one_minus_beta1} * g);
   e.moments[1] = Add(double{k.beta2} * old[1], double{k.one_minus_beta2} * g * g);
-  if (rule == Rule::kLamb) {  // its weights move in the second pass
+  if (optimizer == Optimizer::kLamb) {  // its weights move in the second pass
     e.w = {w, w};
     return e;
   }
   double largest = e.moments[1].value;
-  if (MomentCount(rule) == 3) {
+  if (MomentCount(optimizer) == 3) {
     largest = std::max(old[2], largest);
     e.moments[2] = {largest, e.moments[1].largest_term};
   }
@@ -59,14 +62,14 @@ Expected Adam(Rule rule, const StepScalars& k, double g, double w, const double*
   return e;
 }
 
-Expected Other(Rule rule, const StepScalars& k, double g, double w, double old) {
+Expected Other(Optimizer optimizer, const StepScalars& k, double g, double w, double old) {
   Expected e;
-  if (rule == Rule::kAdagrad) {
+  if (optimizer == Optimizer::kAdagrad) {
     e.moments[0] = Add(old + k.first, g * g);
     e.w = Add(w, -double{k.step} * g / (std::sqrt(e.moments[0].value) + k.eps));
     return e;
   }
-  if (rule == Rule::kLion) {
+  if (optimizer == Optimizer::kLion) {
     const double mixed = double{k.beta1} * old + double{k.one_minus_beta1} * g;
     const double sign = mixed > 0 ? 1 : mixed < 0 ? -1 : 0;
     e.w = Add(double{k.decay} * w, -double{k.step} * sign);
@@ -75,47 +78,51 @@ Expected Other(Rule rule, const StepScalars& k, double g, double w, double old) 
   }
   e.moments[0] = Add(double{k.beta1} * old, double{k.one_minus_beta1} * g);
   const double buffer = e.moments[0].value;
-  e.w = Add(w, -double{k.step} * (rule == Rule::kSgdNesterov ? k.beta1 * buffer + g : buffer));
+  e.w = Add(
+      w, -double{k.step} * (optimizer == Optimizer::kSgdNesterov ? k.beta1 * buffer + g : buffer));
   return e;
 }
 
-class RuleDefinition : public ::testing::TestWithParam<Rule> {};
+class OptimizerDefinition : public ::testing::TestWithParam<Optimizer> {};
 
 // Of ten thousand elements over ten steps none is off by more: products, quotient and root round by
 // half an ulp each, the sum by one more half, and at most six of them enter a result. Where a sum
 // cancels, what was rounded is its terms.
-TEST_P(RuleDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
-  const Rule rule = GetParam();
-  const Hyper hyper = {.lr = 1e-3,
-                       .weight_decay = 0.1,
-                       .momentum = 0.9,
-                       .dampening = 0.25,
-                       .lr_decay = 0.01,
-                       .initial_accumulator = 0.1};
+TEST_P(OptimizerDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
+  const Optimizer optimizer = GetParam();
+  const HyperParams hyper = {.lr = 1e-3,
+                             .beta1 = 0.9,
+                             .beta2 = 0.999,
+                             .eps = 1e-8,
+                             .weight_decay = 0.1,
+                             .momentum = 0.9,
+                             .dampening = 0.25,
+                             .lr_decay = 0.01,
+                             .initial_accumulator_value = 0.1};
   AdamData data(1000, kSeed);
   for (float& v : data.v) v += 1e-12f;  // no root of a denormal
   std::vector<float> largest = data.v;
   for (uint64_t t = 1; t <= 10; ++t) {
-    const StepScalars k = MakeStepScalars(rule, hyper, t, 0.5f);
+    const StepScalars k = MakeStepScalars(optimizer, hyper, t, 0.5f);
     AdamData fresh(data.w.size(), kSeed + static_cast<uint32_t>(t));
     for (float& g : fresh.grad) g = std::clamp(g, -1e3f, 1e3f);
     const std::vector<float> w = data.w;
     const std::vector<float> old[] = {data.m, data.v, largest};
     const StatePlanes state = {.weights = data.w.data(),
                                .moments = {data.m.data(), data.v.data(), largest.data()}};
-    if (MomentCount(rule) == 1 && rule == Rule::kAdagrad) {
+    if (MomentCount(optimizer) == 1 && optimizer == Optimizer::kAdagrad) {
       for (float& m : data.m) m = std::abs(m);
     }
     const std::vector<float> first = data.m;
-    ASSERT_EQ(Update(rule, StateFormat::kFp32, k, w.size(), fresh.Grad(GradType::kFp32), state),
-              0u);
+    ASSERT_EQ(
+        Update(optimizer, StateFormat::kFp32, k, w.size(), fresh.Grad(DType::kFloat32), state), 0u);
     for (size_t i = 0; i < w.size(); ++i) {
       const double g = std::fma(k.l2, w[i], fresh.grad[i] * k.grad_scale);
       const double moments[] = {first[i], old[1][i], old[2][i]};
-      const Expected e = MomentCount(rule) >= 2 ? Adam(rule, k, g, w[i], moments)
-                                                : Other(rule, k, g, w[i], moments[0]);
+      const Expected e = MomentCount(optimizer) >= 2 ? Adam(optimizer, k, g, w[i], moments)
+                                                     : Other(optimizer, k, g, w[i], moments[0]);
       const float* const now[] = {&data.m[i], &data.v[i], &largest[i]};
-      for (size_t j = 0; j < MomentCount(rule); ++j) {
+      for (size_t j = 0; j < MomentCount(optimizer); ++j) {
         ASSERT_LE(std::abs(*now[j] - e.moments[j].value), 4 * Ulp(e.moments[j].largest_term))
             << "moment " << j << " of element " << i << " in step " << t;
       }
@@ -130,12 +137,17 @@ TEST_P(RuleDefinition, IsWithinFourUlpOfDoublePrecisionInEveryStep) {
 // sum and what enters it round three times, the scaled and decayed gradient three times more); an
 // update by that of its moments, a root, a quotient, a product and a sum, (12t + 16)·u of itself; and
 // a weight by the sum of its updates' errors and three roundings of its own in every step.
-TEST_P(RuleDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
-  const Rule rule = GetParam();
+TEST_P(OptimizerDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
+  const Optimizer optimizer = GetParam();
   constexpr double kUnit = 0x1p-24;
   constexpr size_t kElems = 500;
-  const Hyper hyper = {
-      .lr = 1e-3, .weight_decay = 0.1, .momentum = 0.9, .initial_accumulator = 0.1};
+  const HyperParams hyper = {.lr = 1e-3,
+                             .beta1 = 0.9,
+                             .beta2 = 0.999,
+                             .eps = 1e-8,
+                             .weight_decay = 0.1,
+                             .momentum = 0.9,
+                             .initial_accumulator_value = 0.1};
   std::mt19937 random(kSeed);
   std::uniform_real_distribution<float> half_to_one(0.5f, 1.0f);
   std::vector<float> w(kElems), moments[kMomentsMax];
@@ -148,20 +160,22 @@ TEST_P(RuleDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
   const StatePlanes state = {.weights = w.data(),
                              .moments = {moments[0].data(), moments[1].data(), moments[2].data()}};
   for (uint64_t t = 1; t <= 10; ++t) {
-    const StepScalars k = MakeStepScalars(rule, hyper, t, 1.0f);
+    const StepScalars k = MakeStepScalars(optimizer, hyper, t, 1.0f);
     std::vector<float> g(kElems);
     for (float& x : g) x = half_to_one(random);
-    ASSERT_EQ(Update(rule, StateFormat::kFp32, k, kElems, {g.data(), GradType::kFp32}, state), 0u);
+    ASSERT_EQ(Update(optimizer, StateFormat::kFp32, k, kElems, {g.data(), DType::kFloat32}, state),
+              0u);
     for (size_t i = 0; i < kElems; ++i) {
       const double decayed = double{g[i]} + double{k.l2} * exact_w[i];
       const double old[] = {exact[0][i], exact[1][i], exact[2][i]};
-      const Expected e = MomentCount(rule) >= 2 ? Adam(rule, k, decayed, exact_w[i], old)
-                                                : Other(rule, k, decayed, exact_w[i], old[0]);
+      const Expected e = MomentCount(optimizer) >= 2
+                             ? Adam(optimizer, k, decayed, exact_w[i], old)
+                             : Other(optimizer, k, decayed, exact_w[i], old[0]);
       const auto steps = static_cast<double>(t);
       bound[i] += std::abs(e.w.value - exact_w[i]) * (12 * steps + 16) * kUnit +
                   3 * kUnit * std::abs(exact_w[i]);
       exact_w[i] = e.w.value;
-      for (size_t m = 0; m < MomentCount(rule); ++m) {
+      for (size_t m = 0; m < MomentCount(optimizer); ++m) {
         exact[m][i] = e.moments[m].value;
         ASSERT_LE(std::abs(moments[m][i] - exact[m][i]), 6 * steps * kUnit * exact[m][i])
             << "moment " << m << " of element " << i << " in step " << t;
@@ -171,59 +185,68 @@ TEST_P(RuleDefinition, StaysWithinTheDerivedBoundOverTenSteps) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, RuleDefinition, ::testing::ValuesIn(kRules),
+INSTANTIATE_TEST_SUITE_P(Every, OptimizerDefinition, ::testing::ValuesIn(kAllOptimizers),
                          [](const auto& run) { return NameOf(run.param); });
 
-TEST(RuleScalars, DecayGoesToTheWeightOrToTheGradient) {
-  for (const Rule rule : kRules) {
-    const StepScalars k = MakeStepScalars(rule, {.lr = 0.5, .weight_decay = 0.25}, 1, 1.0f);
-    const bool to_weight =
-        rule == Rule::kAdamW || rule == Rule::kAdamWAmsgrad || rule == Rule::kLion;
-    if (rule == Rule::kLamb) {  // to the direction
+TEST(MakeStepScalars, DecayGoesToTheWeightOrToTheGradient) {
+  for (const Optimizer optimizer : kAllOptimizers) {
+    const StepScalars k = MakeStepScalars(
+        optimizer, {.lr = 0.5, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.25}, 1,
+        1.0f);
+    const bool to_weight = optimizer == Optimizer::kAdamW ||
+                           optimizer == Optimizer::kAdamWAmsgrad || optimizer == Optimizer::kLion;
+    if (optimizer == Optimizer::kLamb) {  // to the direction
       EXPECT_EQ(k.decay, 0.25f);
       EXPECT_EQ(k.l2, 0.0f);
       continue;
     }
-    EXPECT_EQ(k.decay, to_weight ? 0.875f : 1.0f) << NameOf(rule);
-    EXPECT_EQ(k.l2, to_weight ? 0.0f : 0.25f) << NameOf(rule);
+    EXPECT_EQ(k.decay, to_weight ? 0.875f : 1.0f) << NameOf(optimizer);
+    EXPECT_EQ(k.l2, to_weight ? 0.0f : 0.25f) << NameOf(optimizer);
   }
 }
 
-TEST(RuleScalars, SgdDampensFromItsSecondStepOn) {
-  const Hyper hyper = {.momentum = 0.9, .dampening = 0.25};
-  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 1, 1.0f).one_minus_beta1, 1.0f);
-  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 2, 1.0f).one_minus_beta1, 0.75f);
+TEST(MakeStepScalars, SgdDampensFromItsSecondStepOn) {
+  const HyperParams hyper = {.momentum = 0.9, .dampening = 0.25};
+  EXPECT_EQ(MakeStepScalars(Optimizer::kSgd, hyper, 1, 1.0f).one_minus_beta1, 1.0f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kSgd, hyper, 2, 1.0f).one_minus_beta1, 0.75f);
 }
 
-TEST(RuleScalars, SgdWithoutMomentumDampensNothing) {
-  const Hyper hyper = {.momentum = 0, .dampening = 0.25};
-  EXPECT_EQ(MakeStepScalars(Rule::kSgd, hyper, 2, 1.0f).one_minus_beta1, 1.0f);
+TEST(MakeStepScalars, SgdWithoutMomentumDampensNothing) {
+  const HyperParams hyper = {.momentum = 0, .dampening = 0.25};
+  EXPECT_EQ(MakeStepScalars(Optimizer::kSgd, hyper, 2, 1.0f).one_minus_beta1, 1.0f);
 }
 
-TEST(RuleScalars, AdagradDecaysItsRateAndStartsItsAccumulatorOnce) {
-  const Hyper hyper = {.lr = 0.1, .lr_decay = 0.5, .initial_accumulator = 0.1};
-  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 1, 1.0f).step, 0.1f);
-  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 3, 1.0f).step, 0.05f);
-  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 1, 1.0f).first, 0.1f);
-  EXPECT_EQ(MakeStepScalars(Rule::kAdagrad, hyper, 2, 1.0f).first, 0.0f);
+TEST(MakeStepScalars, AdagradDecaysItsRateAndStartsItsAccumulatorOnce) {
+  const HyperParams hyper = {.lr = 0.1,
+                             .beta1 = 0.9,
+                             .beta2 = 0.999,
+                             .eps = 1e-8,
+                             .lr_decay = 0.5,
+                             .initial_accumulator_value = 0.1};
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).step, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 3, 1.0f).step, 0.05f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).first, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 2, 1.0f).first, 0.0f);
 }
 
-TEST(RuleSteps, LionMovesByItsRateOrNotAtAll) {
-  const StepScalars k = MakeStepScalars(Rule::kLion, {.lr = 0.25, .weight_decay = 0}, 1, 1.0f);
+TEST(OptimizerStep, LionMovesByItsRateOrNotAtAll) {
+  const StepScalars k = MakeStepScalars(
+      Optimizer::kLion, {.lr = 0.25, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0},
+      1, 1.0f);
   float w[] = {1.0f, 1.0f, 1.0f}, m[] = {0, 0, 0};
   const float g[] = {1e-30f, -5.0f, 0.0f};
-  Update(Rule::kLion, StateFormat::kFp32, k, 3, {g, GradType::kFp32},
+  Update(Optimizer::kLion, StateFormat::kFp32, k, 3, {g, DType::kFloat32},
          {.weights = w, .moments = {m}});
   EXPECT_EQ(w[0], 0.75f);
   EXPECT_EQ(w[1], 1.25f);
   EXPECT_EQ(w[2], 1.0f);
 }
 
-TEST(RuleSteps, AmsgradKeepsTheLargestSecondMoment) {
-  const StepScalars k = MakeStepScalars(Rule::kAdamWAmsgrad, {}, 1, 1.0f);
+TEST(OptimizerStep, AmsgradKeepsTheLargestSecondMoment) {
+  const StepScalars k = MakeStepScalars(Optimizer::kAdamWAmsgrad, kHyper, 1, 1.0f);
   float w[] = {1.0f, 1.0f}, m[] = {0, 0}, v[] = {0, 0}, largest[] = {4.0f, 0.0f};
   const float g[] = {1.0f, 1.0f};
-  Update(Rule::kAdamWAmsgrad, StateFormat::kFp32, k, 2, {g, GradType::kFp32},
+  Update(Optimizer::kAdamWAmsgrad, StateFormat::kFp32, k, 2, {g, DType::kFloat32},
          {.weights = w, .moments = {m, v, largest}});
   EXPECT_EQ(largest[0], 4.0f);
   EXPECT_EQ(largest[1], v[1]);

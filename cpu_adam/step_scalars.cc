@@ -1,16 +1,18 @@
-#include "cpu_adam/optimizer.h"
+#include "cpu_adam/step_scalars.h"
 
 #include <cmath>
 
 namespace forebay::cpu_adam {
 namespace {
 
-// 1 - βᵗ by expm1: right for β near 1 and small t, where the difference would cancel.
+using protocol::HyperParams;
+
+// 1 - βᵗ by expm1: accurate for β near 1 and small t, where the difference would cancel.
 double BiasOf(double beta, double t) { return beta == 0 ? 1.0 : -std::expm1(t * std::log(beta)); }
 
-bool AddsDecayToGradient(Rule rule) {
-  return rule != Rule::kAdamW && rule != Rule::kAdamWAmsgrad && rule != Rule::kLion &&
-         rule != Rule::kLamb;
+bool AddsDecayToGradient(Optimizer optimizer) {
+  return optimizer != Optimizer::kAdamW && optimizer != Optimizer::kAdamWAmsgrad &&
+         optimizer != Optimizer::kLion && optimizer != Optimizer::kLamb;
 }
 
 uint64_t Mix(uint64_t x) {
@@ -21,24 +23,6 @@ uint64_t Mix(uint64_t x) {
 
 }  // namespace
 
-size_t MomentCount(Rule rule) {
-  switch (rule) {
-    case Rule::kAdamWAmsgrad:
-    case Rule::kAdamAmsgrad:
-      return 3;
-    case Rule::kAdamW:
-    case Rule::kAdam:
-    case Rule::kLamb:
-      return 2;
-    case Rule::kAdagrad:
-    case Rule::kLion:
-    case Rule::kSgd:
-    case Rule::kSgdNesterov:
-      return 1;
-  }
-  return 0;
-}
-
 void SetRoundingKey(const RoundingKey& key, StepScalars& scalars) {
   constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
   const uint64_t mixed = Mix(Mix(Mix(key.seed + kGolden) + key.parameter + kGolden) + key.t);
@@ -46,46 +30,47 @@ void SetRoundingKey(const RoundingKey& key, StepScalars& scalars) {
   scalars.rounding_key[1] = static_cast<uint32_t>(mixed >> 32);
 }
 
-StepScalars MakeStepScalars(Rule rule, const Hyper& hyper, uint64_t t, float grad_scale) {
+StepScalars MakeStepScalars(Optimizer optimizer, const HyperParams& hyper, uint64_t t,
+                            float grad_scale) {
   const auto steps = static_cast<double>(t);
   const auto lr = static_cast<float>(hyper.lr);
   const auto weight_decay = static_cast<float>(hyper.weight_decay);
   StepScalars s{};
   SetRoundingKey({}, s);
   s.grad_scale = grad_scale;
-  if (AddsDecayToGradient(rule)) {
+  if (AddsDecayToGradient(optimizer)) {
     s.l2 = weight_decay;
     s.decay = 1.0f;
-  } else if (rule == Rule::kLamb) {
+  } else if (optimizer == Optimizer::kLamb) {
     s.decay = weight_decay;
   } else {
     s.decay = std::fma(-lr, weight_decay, 1.0f);
   }
   s.eps = static_cast<float>(hyper.eps);
   s.step = lr;
-  switch (rule) {
-    case Rule::kSgd:
-    case Rule::kSgdNesterov:
+  switch (optimizer) {
+    case Optimizer::kSgd:
+    case Optimizer::kSgdNesterov:
       s.beta1 = static_cast<float>(hyper.momentum);
       s.one_minus_beta1 =
           t == 1 || hyper.momentum == 0 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
       return s;
-    case Rule::kAdagrad:
+    case Optimizer::kAdagrad:
       s.step = static_cast<float>(hyper.lr / (1.0 + (steps - 1.0) * hyper.lr_decay));
-      s.first = t == 1 ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
+      s.first = t == 1 ? static_cast<float>(hyper.initial_accumulator_value) : 0.0f;
       return s;
-    case Rule::kAdamW:
-    case Rule::kAdam:
-    case Rule::kAdamWAmsgrad:
-    case Rule::kAdamAmsgrad:
+    case Optimizer::kAdamW:
+    case Optimizer::kAdam:
+    case Optimizer::kAdamWAmsgrad:
+    case Optimizer::kAdamAmsgrad:
       s.step = lr * static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
       s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
       break;
-    case Rule::kLamb:
+    case Optimizer::kLamb:
       s.inv_bias1 = static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
       s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
       break;
-    case Rule::kLion:
+    case Optimizer::kLion:
       break;
   }
   s.beta1 = static_cast<float>(hyper.beta1);

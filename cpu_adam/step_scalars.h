@@ -1,0 +1,27 @@
+// The scalars of one step of an optimizer, from hyper-parameters and the number of the step.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_adam/update_kernel.h"
+#include "protocol/optimizer.h"
+
+namespace forebay::cpu_adam {
+
+// Of step t >= 1, computed in double and then rounded to float32. The rounding key is that of
+// RoundingKey{}.
+StepScalars MakeStepScalars(Optimizer optimizer, const protocol::HyperParams& hyper, uint64_t t,
+                            float grad_scale);
+
+// What stochastic rounding of one parameter in one step depends on, besides the element: the key of
+// StepScalars.
+//
+// Source  The finalizer of SplitMix64: Steele, Lea & Flood, OOPSLA 2014.
+struct RoundingKey {
+  uint64_t seed = 0;
+  uint64_t parameter = 0;
+  uint64_t t = 0;
+};
+void SetRoundingKey(const RoundingKey& key, StepScalars& scalars);
+
+}  // namespace forebay::cpu_adam
