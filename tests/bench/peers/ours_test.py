@@ -134,11 +134,25 @@ def test_ratios_are_of_the_same_round():
     assert figures.verdicts(rows) == []
 
 
-def test_a_peer_below_its_share_makes_the_run_void():
-    rows = figures.kernel_rows(kernel_result(**{"torch-fused": 58}))  # 0.86 of 0.98
-    (reason,) = figures.verdicts(rows)
+def slowed(samples, factor):
+    """The first two rounds as they are, the others slower by the factor."""
+    return samples[:2] + [factor * seconds for seconds in samples[2:]]
+
+
+def test_a_peer_below_its_own_best_makes_the_run_void():
+    result = kernel_result()
+    fused = result["samples"]["torch-fused"]
+    result["samples"]["torch-fused"] = slowed(fused, 1.2)
+    (reason,) = figures.verdicts(figures.kernel_rows(result))
     assert "by=torch-fused" in reason
-    assert figures.verdicts(figures.kernel_rows(kernel_result(**{"torch-fused": 56}))) == []
+    result["samples"]["torch-fused"] = slowed(fused, 1.05)
+    assert figures.verdicts(figures.kernel_rows(result)) == []
+
+
+def test_a_peer_that_is_slow_in_every_round_does_not_make_the_run_void():
+    rows = figures.kernel_rows(kernel_result(**{"torch-fused": 80}))
+    assert figures.verdicts(rows) == []
+    assert row_of(rows, "by=torch-fused")["share"] == pytest.approx(50 / 80)
 
 
 def test_too_few_quiet_rounds_make_the_run_void():
@@ -153,7 +167,7 @@ def phase_result(step_ms):
     part = {"forward": 0.1, "backward": 0.2, "loss": 9.0}
     return {
         "samples": {
-            "deepspeed/sub_group=1e9": [part | {"step": step_ms / 1e3}] * 6,
+            "deepspeed/sub_group=1e9": [part | {"step": step_ms / 1e3} for _ in range(6)],
             "deepspeed/sub_group=2e7": [part | {"step": 2 * step_ms / 1e3}] * 6,
             "forebay": [part | {"step": 0.03}] * 6,
             "limit": [{"touch_fp32": 0.03, "touch_exact": 0.028}] * 6,
@@ -173,4 +187,7 @@ def test_the_better_settings_of_the_peer_are_compared():
         0.29 / 0.23
     )
     assert figures.verdicts(rows) == []
-    assert len(figures.verdicts(figures.phase_rows(phase_result(step_ms=120)))) == 1
+    slow = phase_result(step_ms=90)
+    for one in slow["samples"]["deepspeed/sub_group=1e9"][2:]:
+        one["step"] *= 1.2
+    assert len(figures.verdicts(figures.phase_rows(slow))) == 1
