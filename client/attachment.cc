@@ -19,6 +19,7 @@
 #include "protocol/layout_codec.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/units.h"
 
 namespace forebay::client {
 namespace {
@@ -37,6 +38,12 @@ using protocol::UniqueFd;
 
 constexpr Timeout kExplainTimeout = std::chrono::seconds(1);
 constexpr uint64_t kGroupsInGradArena = 3;
+constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
+
+uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
+  if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
+  return options.reader ? kReaderArenaBytes : kGroupsInGradArena * layout.largest_group_bytes();
+}
 
 absl::StatusOr<std::vector<std::byte>> ReadAll(int fd, uint64_t size_bytes) {
   std::vector<std::byte> bytes(size_bytes);
@@ -96,16 +103,15 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));
   SessionParts parts{.job = options.job,
                      .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
+                     .reader = options.reader,
                      .connection = std::make_unique<Connection>(),
-                     .extra_state_bytes = options.extra_state_bytes,
+                     .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
                      .gauge = std::make_shared<internal::SessionGauge>(),
                      .timeout = options.timeout,
                      .interrupt_check = options.interrupt_check,
                      .device = options.device};
   if (parts.device == nullptr) parts.device = std::make_shared<gpu::HostDevice>();
-  parts.grad_bytes_max = options.grad_arena_bytes != 0
-                             ? options.grad_arena_bytes
-                             : kGroupsInGradArena * parts.layout->largest_group_bytes();
+  parts.grad_bytes_max = GradArenaBytes(options, *parts.layout);
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
                    protocol::EncodeLayout(parts.layout->spec()));
   ASSIGN_OR_RETURN(parts.connection->control,
@@ -113,12 +119,13 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   Control* const control = parts.connection->control.get();
   ASSIGN_OR_RETURN(const internal::AttachAnswer answer,
                    control->Attach({.job = options.job,
+                                    .reader = options.reader,
                                     .rank = options.rank,
                                     .world_size = options.layout.world_size,
                                     .run = RunToken(options.run),
                                     .resume = options.resume,
                                     .grad_arena_bytes = parts.grad_bytes_max,
-                                    .extra_state_bytes = options.extra_state_bytes,
+                                    .extra_state_bytes = parts.extra_state_bytes,
                                     .layout = encoded},
                                    limits));
   parts.writes_initial = answer.writes_initial;
@@ -137,10 +144,11 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
 }
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts parts) {
-  const uint64_t largest = parts.layout->largest_group_bytes();
+  const uint64_t grad_bytes_min =
+      parts.reader ? protocol::kPageBytes : parts.layout->largest_group_bytes();
   const uint64_t weights_bytes = parts.weights->bytes().size();
   const uint64_t grad_bytes = parts.grad->bytes().size();
-  if (weights_bytes < parts.layout->weights_bytes() || parts.step_region_offset < largest ||
+  if (weights_bytes < parts.layout->weights_bytes() || parts.step_region_offset < grad_bytes_min ||
       parts.step_region_offset > grad_bytes ||
       parts.step_region_bytes > grad_bytes - parts.step_region_offset) {
     return MakeError(ErrorId::kProtocol,

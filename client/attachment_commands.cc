@@ -40,6 +40,7 @@ absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte>
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
+  RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckGroup(group));
   const protocol::Layout& layout = *s.parts.layout;
   const uint64_t padded_bytes = layout.group_bytes(group);
@@ -179,8 +180,7 @@ absl::Status Attachment::ReadState(const StateRange& range, std::span<std::byte>
                                   " of ", padded, " in group ", range.group));
   }
   const WaitLimits limits = s.Limits(timeout);
-  const uint64_t piece_bytes_max =
-      std::min(s.parts.layout->largest_group_bytes(), kReadPieceBytesMax);
+  const uint64_t piece_bytes_max = std::min(s.slots.largest_bytes(), kReadPieceBytesMax);
   for (uint64_t done = 0; done < out.size();) {
     const uint64_t piece_bytes = std::min(piece_bytes_max, out.size() - done);
     ASSIGN_OR_RETURN(BusyRange arena, s.WaitForRange(protocol::RoundUp(piece_bytes, 64), limits));

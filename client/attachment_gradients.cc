@@ -48,6 +48,7 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFi
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckGroup(group));
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());

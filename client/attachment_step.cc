@@ -65,6 +65,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
+  RETURN_IF_ERROR(s.CheckHasRank());
   const absl::Status kept = s.KeptErrors();
   // What is not finite the daemon also knows: its answer frees every rank to repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
@@ -91,6 +92,8 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
 
 absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> request,
                                           const WaitLimits& limits) {
+  // A step with leases is refused.
+  RETURN_IF_ERROR(ReleaseOrphans(limits));
   RETURN_IF_ERROR(CopyToArena(parts.step_region_offset, request));
   Command command = MakeCommand(Op::kStep);
   command.step = t;

@@ -1,4 +1,4 @@
-// A training process's connection to the node: one rank of a job.
+// A process's connection to the node: one rank of a job, or a reader of it.
 #pragma once
 
 #include <chrono>
@@ -33,13 +33,16 @@ using InterruptCheck = std::function<bool()>;
 struct AttachOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
   std::string job;     // 1 to 200 bytes of [A-Za-z0-9._-]
-  uint32_t rank = 0;
+  // Attaches to a job that exists, without a rank: reads weights and states, delivers nothing. The
+  // ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
+  bool reader = false;
+  uint32_t rank = 0;  // not of a reader
   // The run that this process belongs to, at most 200 bytes. Processes of one run replace each other;
   // another run's job is continued only with `resume`. Empty: FOREBAY_RUN, else this process alone.
   std::string run = {};
   bool resume = false;
   protocol::LayoutSpec layout;
-  uint64_t grad_arena_bytes = 0;                     // 0: three times the largest group
+  uint64_t grad_arena_bytes = 0;  // 0: three times the largest group; of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
   Timeout timeout = std::chrono::seconds(60);        // of Attach and of calls without their own
   InterruptCheck interrupt_check = {};               // empty: none

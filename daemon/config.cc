@@ -32,6 +32,7 @@ constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;
 constexpr uint32_t kWorkersMax = 1024;
 constexpr int kCpuMax = 65535;
 constexpr int kNiceMax = 19;
+constexpr uint64_t kLeaseMsMax = 3'600'000;
 
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
@@ -54,6 +55,9 @@ constexpr std::array kKeys = {
               "default"},
     ConfigKey{"update.target", "best | name", "instruction set of the kernels"},
     ConfigKey{"update.block_elems", "number", "elements of a block, a multiple of 64"},
+    ConfigKey{"reader.lease_max", "milliseconds",
+              "how long a reader's lease may delay an update before its session ends; 10000 by "
+              "default"},
     ConfigKey{"log.level", "debug | info | warning | error", "what is logged to stderr"},
     ConfigKey{"memlock", "required | best_effort",
               "whether memory that cannot be locked is refused"},
@@ -259,6 +263,9 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
     if (config.dram_limit_bytes == 0) {
       return Bad(place, "is 0", "leave it out for half of the memory");
     }
+  } else if (key == "reader.lease_max") {
+    ASSIGN_OR_RETURN(const uint64_t lease_ms, NumberOf(node, place, {1, kLeaseMsMax}));
+    config.reader_lease_max = std::chrono::milliseconds(lease_ms);
   } else if (key == "io.engine") {
     ASSIGN_OR_RETURN(config.io_engine,
                      WordOf<nvme::EngineChoice>(node, place,

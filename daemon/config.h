@@ -1,6 +1,7 @@
 // What a person may set: a TOML file, then `--set key=value` on top of it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -33,6 +34,7 @@ struct Config {
   int update_nice = 5;           // weight of the workers against other processes
   std::string update_target = "best";
   uint64_t block_elems = uint64_t{1} << 20;
+  std::chrono::milliseconds reader_lease_max = std::chrono::seconds(10);
   LogLevel log_level = LogLevel::kInfo;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
 };

@@ -157,6 +157,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
                                     .block_elems = config.block_elems,
                                     .workers = state->config.workers},
                           .lock = config.lock,
+                          .reader_lease_max = config.reader_lease_max,
                           .io_engine_reason = chosen.reason};
   if (!config.swap_paths.empty()) {
     ASSIGN_OR_RETURN(const SwapSpaceOptions swap, SwapOptions(config, state->config.workers));

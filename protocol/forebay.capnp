@@ -27,7 +27,7 @@ interface Node {
   # First call of every connection. Another version is refused with E_PROTOCOL that names both.
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
-  # Makes the caller rank `rank` of a job, creating the job where it does not exist. Waits until the job can take the
+  # Makes the caller rank `rank` of a job, or a reader of a job that exists, creating the job where it does not exist. Waits until the job can take the
   # rank: memory made, the first session's parameters written (unless this is the first session), a step in progress
   # done. A live session of the same rank is fenced. The layout is a sealed memfd with an encoded LayoutSpec.
 
@@ -43,13 +43,14 @@ struct NodeInfo {
 
 struct AttachRequest {
   job @0 :Text;              # 1 to 200 bytes of [A-Za-z0-9._-]
-  rank @1 :UInt32;
+  rank @1 :UInt32;           # not of a reader
   worldSize @2 :UInt32;
-  gradArenaBytes @3 :UInt64;    # bytes for gradients; at least twice the largest group
+  gradArenaBytes @3 :UInt64;    # bytes for gradients; at least twice the largest group. Of a reader: for states it reads
   extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 16 MiB
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
   resume @7 :Bool;              # go on with a job that another run has trained
+  reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
 struct LayoutMessage {
@@ -84,7 +85,7 @@ struct AttachReply {
 }
 
 interface Session {
-  # One rank. Dropping it, closing the connection or the death of the process ends the session.
+  # One rank or reader. Dropping it, closing the connection or the death of the process ends the session.
 
   descriptor @0 (kind :Kind) -> (outcome :Outcome, descriptor :Descriptor);
   # The arenas and doorbells of the session, one a call.

@@ -23,28 +23,32 @@ class RingClientChannel final : public ClientChannel {
       : commands_(options.ring->command_tail, options.ring->command_head, options.ring->commands),
         completions_(options.ring->completion_head, options.ring->completion_tail,
                      std::span<const Completion>(options.ring->completions)),
+        magic_(&options.ring->header.magic),
         closed_(&options.ring->completion_tail.closed),
         command_doorbell_fd_(options.command_doorbell_fd),
         completion_doorbell_fd_(options.completion_doorbell_fd) {}
 
   absl::StatusOr<bool> Send(const Command& command) override {
     if (commands_.pushed() - completions_.popped() >= kRingEntries) return false;
-    ASSIGN_OR_RETURN(const PushResult result, commands_.Push(command));
-    if (result == PushResult::kFull) return false;
-    if (result == PushResult::kPushedAsleep) RingDoorbell(command_doorbell_fd_);
+    const absl::StatusOr<PushResult> result = commands_.Push(command);
+    if (!result.ok()) return Explain(result.status());
+    if (*result == PushResult::kFull) return false;
+    if (*result == PushResult::kPushedAsleep) RingDoorbell(command_doorbell_fd_);
     return true;
   }
 
   absl::StatusOr<std::optional<Completion>> Receive() override {
     // Read before the ring: what was sent before the close still counts.
     const bool closed = Closed();
-    ASSIGN_OR_RETURN(std::optional<Completion> completion, completions_.Pop());
-    if (!completion.has_value() && closed) return ChannelClosed();
+    absl::StatusOr<std::optional<Completion>> completion = completions_.Pop();
+    if (!completion.ok()) return Explain(completion.status());
+    if (!completion->has_value() && closed) return ChannelClosed();
     return completion;
   }
   absl::StatusOr<bool> PrepareSleep() override {
-    ASSIGN_OR_RETURN(const bool empty, completions_.PrepareSleep());
-    if (!empty || !Closed()) return empty;
+    const absl::StatusOr<bool> empty = completions_.PrepareSleep();
+    if (!empty.ok()) return Explain(empty.status());
+    if (!*empty || !Closed()) return empty;
     completions_.EndSleep();
     return ChannelClosed();
   }
@@ -55,10 +59,18 @@ class RingClientChannel final : public ClientChannel {
   int wait_fd() const override { return completion_doorbell_fd_; }
 
  private:
-  bool Closed() const { return internal::LoadWord(*closed_, std::memory_order_acquire) != 0; }
+  // The ring of an ended session reads as zeros as soon as the daemon has freed its pages.
+  bool Freed() const { return internal::LoadWord(*magic_, std::memory_order_acquire) == 0; }
+  bool Closed() const {
+    return Freed() || internal::LoadWord(*closed_, std::memory_order_acquire) != 0;
+  }
+  absl::Status Explain(const absl::Status& ring_error) const {
+    return Freed() ? ChannelClosed() : ring_error;
+  }
 
   RingProducer<Command> commands_;
   RingConsumer<Completion> completions_;
+  const uint64_t* magic_;
   const uint32_t* closed_;
   int command_doorbell_fd_;
   int completion_doorbell_fd_;

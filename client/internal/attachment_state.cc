@@ -9,6 +9,7 @@
 #include "client/internal/stopwatch.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
 
 namespace forebay::client {
 
@@ -21,6 +22,17 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+namespace {
+
+// A reader's arena takes pieces of states, not whole groups.
+uint64_t LargestRangeBytes(const internal::SessionParts& parts) {
+  if (!parts.reader) return parts.layout->largest_group_bytes();
+  const uint64_t bytes = std::min(parts.step_region_offset, parts.grad_bytes_max);
+  return bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
+}
+
+}  // namespace
+
 Attachment::State::State(internal::SessionParts session_parts)
     : pid(::getpid()),
       parts(std::move(session_parts)),
@@ -28,7 +40,7 @@ Attachment::State::State(internal::SessionParts session_parts)
       port(std::move(parts.port)),
       waiter(port),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
-             .largest_bytes = parts.layout->largest_group_bytes()}) {}
+             .largest_bytes = LargestRangeBytes(parts)}) {}
 
 bool Attachment::State::InChild() const { return ::getpid() != pid; }
 
@@ -41,6 +53,12 @@ absl::Status Attachment::State::CheckGroup(uint32_t group) const {
   const size_t groups = parts.layout->groups().size();
   if (group < groups) return absl::OkStatus();
   return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups));
+}
+
+absl::Status Attachment::State::CheckHasRank() const {
+  if (!parts.reader) return absl::OkStatus();
+  return MakeError(ErrorId::kRank, "this session is a reader: it has no rank",
+                   "attach with a rank to write parameters, deliver gradients or call step");
 }
 
 absl::Status Attachment::State::KeptReleaseError() {

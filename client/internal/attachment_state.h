@@ -60,6 +60,7 @@ struct Connection {
 struct SessionParts {
   std::string job = {};
   std::shared_ptr<const protocol::Layout> layout = {};
+  bool reader = false;
   bool writes_initial = false;
   std::vector<std::byte> extra_state = {};
   std::vector<uint32_t> trace = {};
@@ -117,6 +118,7 @@ struct Attachment::State {
   uint64_t committed_step() const { return gauge.committed_step; }
   internal::WaitLimits Limits(Timeout timeout) const;
   absl::Status CheckGroup(uint32_t group) const;
+  absl::Status CheckHasRank() const;  // E_RANK for a reader
 
   // The release error, once; then the gradient error, for as long as it is kept.
   absl::Status KeptErrors();

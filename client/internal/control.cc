@@ -163,6 +163,7 @@ absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitL
         auto rpc = peer.node.attachRequest();
         auto request = rpc.initRequest();
         request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
+        request.setReader(call.reader);
         request.setRank(call.rank);
         request.setWorldSize(call.world_size);
         request.setGradArenaBytes(call.grad_arena_bytes);

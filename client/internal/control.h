@@ -24,6 +24,7 @@ struct ConnectOptions {
 
 struct AttachCall {
   std::string job;
+  bool reader = false;
   uint32_t rank = 0;
   uint32_t world_size = 0;
   std::string run;

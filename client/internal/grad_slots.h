@@ -33,6 +33,7 @@ class GradSlots {
   void Deliver(uint64_t offset_bytes);  // an open range becomes busy
   void Free(uint64_t offset_bytes);
 
+  uint64_t largest_bytes() const { return options_.largest_bytes; }
   bool AnyBusy() const;
   uint64_t used_bytes() const;
 

@@ -317,6 +317,7 @@ class NodeServer final : public schema::Node::Server {
     LoopCall call = [request = AttachRequested{.session = handle->id(),
                                                .uid = connection_->uid,
                                                .job = TextOf(request.getJob()),
+                                               .reader = request.getReader(),
                                                .rank = request.getRank(),
                                                .run = TextOf(request.getRun()),
                                                .resume = request.getResume(),

@@ -28,11 +28,15 @@ struct AttachRequested {
   SessionId session = 0;  // chosen by the executor
   uint32_t uid = 0;
   std::string job;
+  // A reader has no rank and no vote, delivers nothing and cannot create the job.
+  bool reader = false;
+  // Not of a reader.
   uint32_t rank = 0;
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
-  uint64_t grad_arena_bytes = 0;   // for gradients alone
+  // For gradients alone; of a reader: for reads of states.
+  uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;  // room for extra_state
   std::shared_ptr<const protocol::Layout> layout;
 };
@@ -82,6 +86,12 @@ struct TaskDone {
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
 
+// The time of a StartLeaseTimer is over.
+struct LeaseTimeExpired {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
 struct DeleteJobRequested {
   uint64_t request = 0;
   uint32_t uid = 0;
@@ -95,8 +105,9 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
-                           StepRequestCopied, TaskDone, DeleteJobRequested, JobFreed>;
+using Event =
+    std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived, StepRequestCopied,
+                 TaskDone, LeaseTimeExpired, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
 
@@ -315,6 +326,13 @@ struct CopyState {
   uint64_t bytes = 0;
 };
 
+// The update of `step` waits for the leases of readers: LeaseTimeExpired comes after
+// `reader.lease_max`, unless the job has been freed before.
+struct StartLeaseTimer {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
 // All ranks have called `step`: the clock of JobStatus.lastStepSeconds starts. StepCommitted ends
 // it; a step that is refused after this (E_NONFINITE, E_JOB_FAILED) has no StepCommitted.
 struct StepCalled {
@@ -328,9 +346,10 @@ struct StepCommitted {
   uint64_t step = 0;
 };
 
-using Action = std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach,
-                            AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
-                            CopyInitial, CopyToStepArena, AddGradient, SumGroup, ReadBlock,
-                            UpdateBlock, WriteBlock, CopyState, StepCalled, StepCommitted>;
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach, AnswerCommand,
+                 CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
+                 AddGradient, SumGroup, ReadBlock, UpdateBlock, WriteBlock, CopyState,
+                 StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -7,9 +7,10 @@
 namespace forebay::daemon {
 
 void FetchQueue::Handle(const Session& session, const protocol::Command& command) {
-  step_.RecordFetch(command.group);
-  waiting_.push_back(
-      {.command = session.IdOf(command), .rank = session.rank, .group = command.group});
+  if (!session.reader) step_.RecordFetch(command.group);
+  waiting_.push_back({.command = session.IdOf(command),
+                      .rank = session.reader ? std::nullopt : std::optional(session.rank),
+                      .group = command.group});
   Serve();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,7 +29,7 @@ class FetchQueue {
  private:
   struct Waiting {
     CommandId command;
-    uint32_t rank = 0;
+    std::optional<uint32_t> rank;  // none: a reader's
     uint32_t group = 0;
   };
 

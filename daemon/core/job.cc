@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 
@@ -15,15 +17,26 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+namespace {
+
+bool NeedsRank(const Command& command) {
+  const Op op = static_cast<Op>(command.op);
+  return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
+         op == Op::kStep;
+}
+
+}  // namespace
+
 Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
       members_(spec_, io_),
       initial_(io_, spec_.layout),
       leases_(actions),
-      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, pool, spec_.options.workers),
+      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, pool, leases_,
+                spec_.options.workers),
       reads_(io_, spec_.layout, pipeline_),
-      step_(spec_, io_, members_, pipeline_, reads_),
+      step_(spec_, io_, members_, pipeline_, reads_, leases_),
       fetches_(spec_, io_, step_, leases_) {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
@@ -64,7 +77,8 @@ absl::Status Job::CheckAttach(const AttachRequested& request) const {
 }
 
 void Job::Attach(const AttachRequested& request) {
-  if (Session* old = members_.OfRank(request.rank)) {
+  Session* const old = request.reader ? nullptr : members_.OfRank(request.rank);
+  if (old != nullptr) {
     Evict(*old, MakeError(ErrorId::kFenced,
                           absl::StrCat("a newer session of rank ", request.rank, " of job ",
                                        spec_.name, " has attached"),
@@ -77,7 +91,7 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state == Session::State::kEnded) return;
   io_.End(id);  // it gets no answers any more
-  if (session->is_current() && initial_.ready() && !failed()) {
+  if (!session->reader && session->is_current() && initial_.ready() && !failed()) {
     if (cause == EndCause::kLost || step_.HasContributed(*session)) {
       OnRankFailed(*session);
     } else {
@@ -94,7 +108,7 @@ void Job::Evict(Session& session, const absl::Status& reason) {
     io_.actions().Emit(AnswerAttach{.session = session.id, .status = reason, .trace = {}});
   } else if (session.is_current()) {
     session.fence = reason;
-    if (initial_.ready() && !failed()) OnRankFailed(session);
+    if (!session.reader && initial_.ready() && !failed()) OnRankFailed(session);
   }
   End(session, reason);
   io_.End(session.id);
@@ -144,7 +158,8 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
   fetches_.Answer(session.id, status);
 }
 
-bool Job::MayAnswerAttach() const {
+bool Job::MayAnswerAttach(const Session& session) const {
+  if (session.reader) return initial_.ready();
   if (step_.phase() != Step::Phase::kOpen || io_.stale_tasks() > 0) return false;
   return initial_.ready() || initial_.writer() == 0;
 }
@@ -155,7 +170,7 @@ void Job::AnswerAttaches() {
     Session& session = *members_.Find(id);
     if (failed()) {
       Evict(session, deleting_ ? failed_ : FailedStatus());
-    } else if (members_.HasMemory(session) && MayAnswerAttach()) {
+    } else if (members_.HasMemory(session) && MayAnswerAttach(session)) {
       AnswerAttachOk(session);
     }
   }
@@ -163,6 +178,18 @@ void Job::AnswerAttaches() {
 
 void Job::AnswerAttachOk(Session& session) {
   members_.SetAttached(session);
+  if (session.reader) {
+    const uint64_t arena_bytes = ReaderArenaBytes(session.request.grad_arena_bytes);
+    io_.actions().Emit(AnswerAttach{.session = session.id,
+                                    .status = absl::OkStatus(),
+                                    .job = spec_.id,
+                                    .committed_step = step_.committed_step(),
+                                    .weights_bytes = spec_.plan.weights_bytes,
+                                    .grad_arena_bytes = arena_bytes,
+                                    .step_region_offset = arena_bytes,
+                                    .trace = step_.trace()});
+    return;
+  }
   step_.OnAttached(session);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.set_writer(session.id);
@@ -203,6 +230,12 @@ void Job::OnCommand(SessionId id, const Command& command) {
   }
   if (failed()) {
     io_.Answer(waiting, FailedStatus());
+    return;
+  }
+  if (session->reader && NeedsRank(command)) {
+    io_.Answer(waiting, MakeError(ErrorId::kRank, "this session is a reader: it has no rank",
+                                  "attach with a rank to write parameters, deliver gradients or "
+                                  "call step"));
     return;
   }
   const absl::Status status = CheckCommand(command, *spec_.layout, LimitsOf(spec_, *session));
@@ -266,6 +299,24 @@ void Job::HandleInitial(Session& session, const Command& command) {
 
 void Job::OnStepRequest(const StepRequestCopied& copied) {
   if (Session* session = members_.Find(copied.session)) step_.OnStepRequest(*session, copied);
+}
+
+void Job::OnLeaseTimeExpired(uint64_t step) {
+  if (step_.phase() != Step::Phase::kUpdating || step != step_.committed_step() + 1) return;
+  for (const auto& [id, session] : members_.all()) {
+    std::vector<std::string> names;
+    for (const uint32_t group : leases_.GroupsOf(id)) {
+      if (pipeline_.Updates(group)) names.push_back(spec_.layout->spec().group_names[group]);
+    }
+    if (!session.reader || names.empty()) continue;
+    Evict(*members_.Find(id),
+          MakeError(ErrorId::kLease,
+                    absl::StrCat("this reader held leases on ", absl::StrJoin(names, ", "),
+                                 " while the update of step ", step, " of job ", spec_.name,
+                                 " waited longer than reader.lease_max"),
+                    "attach again; release each lease as soon as the bytes are read, or raise "
+                    "reader.lease_max in the daemon's configuration"));
+  }
 }
 
 // ------------------------------------------------------------------------------------------- tasks
@@ -337,12 +388,17 @@ absl::Status Job::Delete(uint32_t uid) {
                      absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid),
                      "delete it as that user");
   }
-  if (members_.live() > 0) {
+  if (members_.live_ranks() > 0) {
     return MakeError(ErrorId::kBusy,
-                     absl::StrCat("job ", spec_.name, " has ", members_.live(), " sessions"),
+                     absl::StrCat("job ", spec_.name, " has ", members_.live_ranks(), " sessions"),
                      "end its processes first");
   }
   deleting_ = true;
+  const absl::Status status = MakeError(
+      ErrorId::kFenced, absl::StrCat("job ", spec_.name, " was deleted"), "attach to another job");
+  for (const auto& [id, session] : members_.all()) {
+    if (session.state != Session::State::kEnded) Evict(*members_.Find(id), status);
+  }
   return absl::OkStatus();
 }
 
@@ -404,6 +460,7 @@ JobView Job::View() const {
   for (const auto& [id, session] : members_.all()) {
     view.sessions.push_back({.id = id,
                              .uid = session.uid,
+                             .reader = session.reader,
                              .rank = session.rank,
                              .attached = session.state == Session::State::kAttached,
                              .fenced = !session.fence.ok(),

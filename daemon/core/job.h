@@ -39,6 +39,8 @@ class Job {
   void OnCommand(SessionId session, const protocol::Command& command);
   void OnStepRequest(const StepRequestCopied& copied);
   void OnTaskDone(const TaskDone& done);
+  // The update of `step` has waited long enough: readers that hold it up are ended.
+  void OnLeaseTimeExpired(uint64_t step);
 
   // Errors  E_PERMISSION  not the owner nor root.
   //         E_BUSY        sessions are attached.
@@ -57,6 +59,7 @@ class Job {
   const std::string& name() const { return spec_.name; }
   const MemoryPlan& plan() const { return spec_.plan; }
   const std::vector<nvme::Slot>& swap_slots() const { return spec_.swap_slots; }
+  uint64_t dram_bytes() const { return spec_.plan.dram_bytes + members_.reader_bytes(); }
   uint32_t staged_blocks() const { return pipeline_.staged_count(); }
   JobView View() const;
   void CheckInvariants() const;
@@ -75,7 +78,7 @@ class Job {
   void OnRankDetached(const Session& session);
   void AnswerWaiting(Session& session, const absl::Status& status);
   void AnswerAttaches();
-  bool MayAnswerAttach() const;
+  bool MayAnswerAttach(const Session& session) const;
   void AnswerAttachOk(Session& session);
   void CloseEnded();
   void FreeWhenUnused();

@@ -1,5 +1,8 @@
 #include "daemon/core/lease_table.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "absl/strings/str_cat.h"
 #include "daemon/core/limits.h"
 #include "protocol/error.h"
@@ -10,14 +13,15 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t group) {
-  uint64_t& count = counts_[session];
+  uint64_t& count = session_counts_[session];
   if (count >= kLeasesPerSessionMax) {
     return MakeError(
         ErrorId::kLimit,
         absl::StrCat("the session has ", count, " leases (at most ", kLeasesPerSessionMax, ")"),
-        "release what is not read any more");
+        "release the leases of weights that are no longer read");
   }
   ++count;
+  ++group_counts_[group];
   const uint64_t lease = actions_.NewLease();
   leases_.emplace(lease, Lease{.session = session, .group = group});
   return lease;
@@ -30,19 +34,40 @@ absl::Status LeaseTable::Release(SessionId session, uint64_t lease) {
         ErrorId::kLease,
         absl::StrCat("lease ", lease, " is not a lease of this session, or was released before"));
   }
-  leases_.erase(it);
-  --counts_[session];
+  Erase(it);
   return absl::OkStatus();
 }
 
+LeaseTable::Leases::iterator LeaseTable::Erase(Leases::iterator lease) {
+  --session_counts_.at(lease->second.session);
+  const auto group = group_counts_.find(lease->second.group);
+  if (--group->second == 0) group_counts_.erase(group);
+  return leases_.erase(lease);
+}
+
 void LeaseTable::DropAll(SessionId session) {
-  std::erase_if(leases_, [session](const auto& entry) { return entry.second.session == session; });
-  counts_.erase(session);
+  if (count_of(session) > 0) {
+    for (auto it = leases_.begin(); it != leases_.end();) {
+      it = it->second.session == session ? Erase(it) : std::next(it);
+    }
+  }
+  session_counts_.erase(session);
+}
+
+std::vector<uint32_t> LeaseTable::GroupsOf(SessionId session) const {
+  std::vector<uint32_t> groups;
+  if (count_of(session) == 0) return groups;
+  for (const auto& [id, lease] : leases_) {
+    if (lease.session == session) groups.push_back(lease.group);
+  }
+  std::sort(groups.begin(), groups.end());
+  groups.erase(std::unique(groups.begin(), groups.end()), groups.end());
+  return groups;
 }
 
 uint64_t LeaseTable::count_of(SessionId session) const {
-  const auto it = counts_.find(session);
-  return it == counts_.end() ? 0 : it->second;
+  const auto it = session_counts_.find(session);
+  return it == session_counts_.end() ? 0 : it->second;
 }
 
 }  // namespace forebay::daemon

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -11,6 +12,7 @@
 
 namespace forebay::daemon {
 
+// While a session has a lease on a group, the group's weights do not change: their update waits.
 class LeaseTable {
  public:
   explicit LeaseTable(ActionSink& actions) : actions_(actions) {}
@@ -22,6 +24,11 @@ class LeaseTable {
   absl::Status Release(SessionId session, uint64_t lease);
 
   void DropAll(SessionId session);
+
+  bool IsLeased(uint32_t group) const { return group_counts_.contains(group); }
+  // Groups that the session has leases on, ascending, each once.
+  std::vector<uint32_t> GroupsOf(SessionId session) const;
+
   uint64_t count() const { return leases_.size(); }
   uint64_t count_of(SessionId session) const;
 
@@ -30,10 +37,14 @@ class LeaseTable {
     SessionId session = 0;
     uint32_t group = 0;
   };
+  using Leases = std::map<uint64_t, Lease>;
+
+  Leases::iterator Erase(Leases::iterator lease);
 
   ActionSink& actions_;
-  std::map<uint64_t, Lease> leases_;
-  std::map<SessionId, uint64_t> counts_;
+  Leases leases_;
+  std::map<SessionId, uint64_t> session_counts_;
+  std::map<uint32_t, uint64_t> group_counts_;  // only groups that are leased
 };
 
 }  // namespace forebay::daemon

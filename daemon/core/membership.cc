@@ -27,6 +27,7 @@ absl::Status Membership::CheckAttach(const AttachRequested& request) const {
                      absl::StrCat("job ", spec_.name, " has another layout: ", difference),
                      "choose another job name, or delete the job");
   }
+  if (request.reader) return absl::OkStatus();
   const SessionRequest& room = spec_.plan.session;
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
     return MakeError(ErrorId::kRange,
@@ -47,13 +48,13 @@ absl::Status Membership::CheckAttach(const AttachRequested& request) const {
 
 absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t committed_step,
                                   Ready ready) const {
-  if (request.run == run_) return absl::OkStatus();
-  if (live() > 0) {
-    return MakeError(
-        ErrorId::kBusy,
-        absl::StrCat("job ", spec_.name, " is being trained by another run (", run_, "): ", live(),
-                     " of its processes are attached, at step ", committed_step),
-        "end those processes, or choose another job name for this run");
+  if (request.reader || request.run == run_) return absl::OkStatus();
+  if (live_ranks() > 0) {
+    return MakeError(ErrorId::kBusy,
+                     absl::StrCat("job ", spec_.name, " is being trained by another run (", run_,
+                                  "): ", live_ranks(), " of its processes are attached, at step ",
+                                  committed_step),
+                     "end those processes, or choose another job name for this run");
   }
   if (ready == Ready::kNo || request.resume) return absl::OkStatus();
   return MakeError(ErrorId::kJobExists,
@@ -66,10 +67,11 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
 }
 
 void Membership::Add(const AttachRequested& request) {
-  run_ = request.run;
+  if (!request.reader) run_ = request.run;
   Session session;
   session.id = request.session;
   session.uid = request.uid;
+  session.reader = request.reader;
   session.rank = request.rank;
   session.request = {.grad_arena_bytes = request.grad_arena_bytes,
                      .extra_state_bytes = request.extra_state_bytes};
@@ -90,7 +92,7 @@ Session* Membership::Find(SessionId id) {
 
 Session* Membership::OfRank(uint32_t rank) {
   for (auto& [id, session] : sessions_) {
-    if (session.rank == rank && session.state != Session::State::kEnded) return &session;
+    if (session.IsOf(rank) && session.state != Session::State::kEnded) return &session;
   }
   return nullptr;
 }
@@ -98,20 +100,20 @@ Session* Membership::OfRank(uint32_t rank) {
 std::vector<Session*> Membership::Current() {
   std::vector<Session*> current;
   for (auto& [id, session] : sessions_) {
-    if (session.is_current()) current.push_back(&session);
+    if (!session.reader && session.is_current()) current.push_back(&session);
   }
   return current;
 }
 
 bool Membership::HasCurrentBeside(SessionId id) const {
   return std::any_of(sessions_.begin(), sessions_.end(), [id](const auto& entry) {
-    return entry.second.is_current() && entry.first != id;
+    return !entry.second.reader && entry.second.is_current() && entry.first != id;
   });
 }
 
-uint64_t Membership::live() const {
+uint64_t Membership::live_ranks() const {
   const auto count = std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) {
-    return entry.second.state != Session::State::kEnded;
+    return !entry.second.reader && entry.second.state != Session::State::kEnded;
   });
   return static_cast<uint64_t>(count);
 }
@@ -119,11 +121,15 @@ uint64_t Membership::live() const {
 bool Membership::HasMemory(Session& session) {
   if (session.memory_asked) return session.memory_made;
   const auto is_predecessor = [&](const auto& entry) {
-    return entry.second.rank == session.rank && entry.first != session.id;
+    return entry.second.IsOf(session.rank) && entry.first != session.id;
   };
-  if (std::any_of(sessions_.begin(), sessions_.end(), is_predecessor)) return false;
+  if (!session.reader && std::any_of(sessions_.begin(), sessions_.end(), is_predecessor)) {
+    return false;
+  }
   session.memory_asked = true;
-  io_.StartSessionMemory(session.id, spec_.plan.session_arena_bytes);
+  io_.StartSessionMemory(session.id, session.reader
+                                         ? ReaderArenaBytes(session.request.grad_arena_bytes)
+                                         : spec_.plan.session_arena_bytes);
   return false;
 }
 
@@ -132,7 +138,7 @@ void Membership::OnMemoryMade(SessionId id, bool made) { sessions_.at(id).memory
 void Membership::SetAttached(Session& session) {
   std::erase(attaching_, session.id);
   session.state = Session::State::kAttached;
-  detached_[session.rank] = false;
+  if (!session.reader) detached_[session.rank] = false;
 }
 
 std::vector<Session*> Membership::BeginGeneration(Session& lost, const absl::Status& status) {
@@ -167,6 +173,15 @@ std::vector<SessionId> Membership::DrainClosed() { return std::exchange(closed_,
 
 void Membership::ClearDetached() { detached_.assign(detached_.size(), false); }
 
+uint64_t Membership::reader_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [id, session] : sessions_) {
+    if (!session.reader) continue;
+    bytes += ReaderArenaBytes(session.request.grad_arena_bytes) + spec_.plan.ring_bytes;
+  }
+  return bytes;
+}
+
 std::optional<uint32_t> Membership::FirstDetached() const {
   const auto rank = std::find(detached_.begin(), detached_.end(), true);
   if (rank == detached_.end()) return std::nullopt;
@@ -176,7 +191,7 @@ std::optional<uint32_t> Membership::FirstDetached() const {
 void Membership::CheckInvariants() const {
   std::vector<uint32_t> live_of_rank(world_size(), 0);
   for (const auto& [id, session] : sessions_) {
-    if (session.state != Session::State::kEnded) ++live_of_rank[session.rank];
+    if (!session.reader && session.state != Session::State::kEnded) ++live_of_rank[session.rank];
   }
   for (const uint32_t live : live_of_rank) FOREBAY_CHECK(live <= 1);
 }

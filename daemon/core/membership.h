@@ -19,7 +19,8 @@
 namespace forebay::daemon {
 
 // A rank has at most one session that has not ended. When a rank is lost, a new generation begins:
-// all other sessions are fenced and must attach again.
+// the sessions of all other ranks are fenced and must attach again. Readers have no rank; nothing
+// that happens to them concerns the ranks, and no fence concerns them.
 //
 // Ownership  The spec and the io outlive it. A Session lives until CloseEnded() closes it.
 class Membership {
@@ -43,9 +44,9 @@ class Membership {
 
   Session* Find(SessionId id);
   Session* OfRank(uint32_t rank);   // that has not ended
-  std::vector<Session*> Current();  // attached and not fenced, in the order of ids
+  std::vector<Session*> Current();  // of ranks, attached and not fenced, in the order of ids
   bool HasCurrentBeside(SessionId id) const;
-  uint64_t live() const;  // not ended
+  uint64_t live_ranks() const;  // ranks' sessions that have not ended
 
   // In the order of arrival; a copy, because answers change it.
   std::vector<SessionId> attaching() const { return attaching_; }
@@ -54,7 +55,7 @@ class Membership {
   void OnMemoryMade(SessionId id, bool made);
   void SetAttached(Session& session);
 
-  // Fences `lost` and all current sessions with E_RANK_LOST; returns the others.
+  // Fences `lost`, a session of a rank, and all current sessions with E_RANK_LOST; returns the others.
   std::vector<Session*> BeginGeneration(Session& lost, const absl::Status& status);
   void SetEnded(Session& session);
   // Emits CloseSession for ended sessions whose tasks are done and of which nothing is in use.
@@ -66,6 +67,9 @@ class Membership {
   void ClearDetached();
   bool is_detached(uint32_t rank) const { return detached_[rank]; }
   std::optional<uint32_t> FirstDetached() const;
+
+  // Arenas and rings of readers, until their sessions are closed.
+  uint64_t reader_bytes() const;
 
   uint32_t world_size() const { return spec_.world_size(); }
   uint64_t generation() const { return generation_; }

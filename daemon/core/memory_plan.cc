@@ -122,6 +122,20 @@ uint64_t StepRegionBytes(uint64_t extra_state_bytes) {
                  kPageBytes);
 }
 
+uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes) {
+  return RoundUp(grad_arena_bytes, kPageBytes);
+}
+
+absl::Status CheckReaderRequest(uint64_t grad_arena_bytes) {
+  if (grad_arena_bytes >= kPageBytes && grad_arena_bytes <= kGradArenaBytesMax) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("a reader's arena of ", grad_arena_bytes, " bytes (", kPageBytes,
+                                " to ", kGradArenaBytesMax, ")"),
+                   "ask for about 1 MiB: states are read in pieces of that size");
+}
+
 absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& request) {
   const uint64_t least = 2 * layout.largest_group_bytes();
   if (request.grad_arena_bytes < least) {

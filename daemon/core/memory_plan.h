@@ -74,6 +74,14 @@ struct MemoryPlan {
 // Step region of a session that took `extra_state_bytes`.
 uint64_t StepRegionBytes(uint64_t extra_state_bytes);
 
+// A reader's arena of `grad_arena_bytes` on whole pages.
+uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes);
+
+// Checks a reader's requests by themselves.
+//
+// Errors  E_RANGE  its arena is below a page or above kGradArenaBytesMax.
+absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
+
 // Checks a session's requests by themselves.
 //
 // Errors  E_RANGE        the gradients' part is below twice the largest group.

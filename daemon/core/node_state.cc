@@ -51,6 +51,7 @@ absl::Status CheckRunToken(const std::string& run) {
 
 absl::Status CheckRequest(const AttachRequested& request) {
   RETURN_IF_ERROR(CheckName(request.job));
+  if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
   RETURN_IF_ERROR(CheckRunToken(request.run));
   const uint32_t world_size = request.layout->spec().world_size;
   if (request.rank >= world_size) {
@@ -83,6 +84,7 @@ struct NodeState::Impl {
   Job* On(const SessionEnded& event);
   Job* On(const CommandArrived& event);
   Job* On(const StepRequestCopied& event);
+  Job* On(const LeaseTimeExpired& event);
   Job* On(const TaskDone& event);
   Job* On(const DeleteJobRequested& request);
   Job* On(const JobFreed& event);
@@ -91,6 +93,7 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(std::string_view name) const;
   NodeUse Use() const;
+  absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
   std::vector<Job*> Runnable(Job* concerned) const;
   void Advance(Job* concerned, const std::vector<Action>& emitted);
   void Sweep(Job& job);
@@ -140,7 +143,13 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   RETURN_IF_ERROR(CheckRequest(request));
   if (Job* job = JobNamed(request.job)) {
     RETURN_IF_ERROR(job->CheckAttach(request));
+    if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
     return job;
+  }
+  if (request.reader) {
+    return MakeError(ErrorId::kJobName,
+                     absl::StrCat("there is no job named ", request.job, " to read"),
+                     "a reader attaches to a job that a rank has created: forebay jobs");
   }
   if (jobs.size() >= kJobsMax) {
     return MakeError(ErrorId::kLimit,
@@ -187,6 +196,13 @@ Job* NodeState::Impl::On(const CommandArrived& event) {
   Job* const job = JobOf(event.session);
   if (job != nullptr) job->OnCommand(event.session, event.command);
   return job;
+}
+
+Job* NodeState::Impl::On(const LeaseTimeExpired& event) {
+  const auto job = jobs.find(event.job);
+  if (job == jobs.end()) return nullptr;
+  job->second->OnLeaseTimeExpired(event.step);
+  return job->second.get();
 }
 
 Job* NodeState::Impl::On(const StepRequestCopied& event) {
@@ -276,9 +292,25 @@ Job* NodeState::Impl::JobNamed(std::string_view name) const {
   return it == names.end() ? nullptr : jobs.at(it->second).get();
 }
 
+absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
+                                              const Job& job) const {
+  const uint64_t arena_bytes = ReaderArenaBytes(request.grad_arena_bytes);
+  const NodeUse use = Use();
+  const uint64_t taken_bytes = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
+  const uint64_t needed_bytes = taken_bytes + arena_bytes + job.plan().ring_bytes;
+  if (needed_bytes <= options.dram_limit_bytes) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kDramLimit,
+      absl::StrCat("the reader needs an arena of ", arena_bytes, " bytes and a ring of ",
+                   job.plan().ring_bytes, "; of the limit of ", options.dram_limit_bytes, " bytes ",
+                   taken_bytes, " are taken"),
+      absl::StrCat("raise --dram / dram.limit to at least ", needed_bytes,
+                   " bytes, or ask for a smaller arena"));
+}
+
 NodeUse NodeState::Impl::Use() const {
   NodeUse use{.swap = &swap};
-  for (const auto& [id, job] : jobs) use.jobs_dram_bytes += job->plan().dram_bytes;
+  for (const auto& [id, job] : jobs) use.jobs_dram_bytes += job->dram_bytes();
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
 }

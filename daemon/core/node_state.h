@@ -21,6 +21,7 @@ namespace forebay::daemon {
 struct SessionView {
   SessionId id = 0;
   uint32_t uid = 0;
+  bool reader = false;  // has no rank
   uint32_t rank = 0;
   bool attached = false;  // AnswerAttach was given
   bool fenced = false;    // every command gets E_RANK_LOST or E_FENCED

@@ -1,4 +1,4 @@
-// One connected rank of a job, as the state machine knows it.
+// One connected client of a job, as the state machine knows it.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,7 @@ struct Session {
 
   SessionId id = 0;
   uint32_t uid = 0;
+  bool reader = false;  // has no rank
   uint32_t rank = 0;
   SessionRequest request;
   State state = State::kWaiting;
@@ -42,6 +43,7 @@ struct Session {
 
   // Attached and of the job's newest generation.
   bool is_current() const { return state == State::kAttached && fence.ok(); }
+  bool IsOf(uint32_t one_rank) const { return !reader && rank == one_rank; }
   CommandId IdOf(const protocol::Command& command) const {
     return {.session = id, .tag = command.tag, .op = command.op};
   }

@@ -6,8 +6,10 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -28,12 +30,13 @@ constexpr uint64_t kStepHeadBytesMax =
 }  // namespace
 
 Step::Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
-           const StateReads& reads)
+           const StateReads& reads, const LeaseTable& leases)
     : spec_(spec),
       io_(io),
       members_(members),
       pipeline_(pipeline),
       reads_(reads),
+      leases_(leases),
       accumulator_(io, spec.layout, spec.plan, members),
       trace_(spec.layout->groups().size()),
       extra_bytes_(spec.world_size(), 0) {}
@@ -99,6 +102,10 @@ void Step::HandleStep(Session& session, const Command& command) {
     io_.Answer(id, MakeError(ErrorId::kStep,
                              absl::StrCat("rank ", session.rank, " waits in step ", command.step),
                              "wait for the answer to the first call"));
+    return;
+  }
+  if (leases_.count_of(session.id) > 0) {
+    io_.Answer(id, LeasesHeldError(session, command.step));
     return;
   }
   if (session.awaits_repetition) {
@@ -251,6 +258,28 @@ void Step::DecideWhenReduced() {
                    .grad_scale = static_cast<float>(scale),
                    .hyper_params = call.hyper_params,
                    .groups = accumulator_.delivered_groups()});
+  ArmLeaseTimer();
+}
+
+// Ranks have none now, so that whoever holds up the update is a reader.
+void Step::ArmLeaseTimer() {
+  if (leases_.count() == 0) return;
+  for (uint32_t group = 0; group < spec_.layout->groups().size(); ++group) {
+    if (!pipeline_.Updates(group) || !leases_.IsLeased(group)) continue;
+    io_.actions().Emit(StartLeaseTimer{.job = spec_.id, .step = committed_step_ + 1});
+    return;
+  }
+}
+
+absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const {
+  std::vector<std::string> names;
+  for (const uint32_t group : leases_.GroupsOf(session.id)) {
+    names.push_back(spec_.layout->spec().group_names[group]);
+  }
+  return MakeError(ErrorId::kLease,
+                   absl::StrCat("rank ", session.rank, " called step ", step,
+                                " with leases on the weights of ", absl::StrJoin(names, ", ")),
+                   "release every lease before step: the weights change in it");
 }
 
 void Step::Commit() {
@@ -342,9 +371,10 @@ void Step::Fail(const absl::Status& first_error) {
   accumulator_.Drop(first_error);
 }
 
-bool Step::MayFetch(uint32_t rank, uint32_t group) const {
+bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t group) const {
+  if (!rank) return phase_ != Phase::kUpdating;
   if (phase_ == Phase::kReducing) return false;
-  if (phase_ == Phase::kOpen) return !barrier_.has(rank);
+  if (phase_ == Phase::kOpen) return !barrier_.has(*rank);
   return phase_ != Phase::kUpdating || pipeline_.IsGroupDone(group);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "daemon/core/gradient_accumulator.h"
 #include "daemon/core/job_io.h"
 #include "daemon/core/job_spec.h"
+#include "daemon/core/lease_table.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/session.h"
 #include "daemon/core/state_reads.h"
@@ -32,7 +34,7 @@ class Step {
   };
 
   Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
-       const StateReads& reads);
+       const StateReads& reads, const LeaseTable& leases);
 
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
@@ -63,8 +65,8 @@ class Step {
   uint64_t committed_step() const { return committed_step_; }
   bool has_gradients() const { return !accumulator_.empty(); }
   // Whether a fetch of `rank` is answered now: not while it waits in step, until the group's own
-  // blocks are updated.
-  bool MayFetch(uint32_t rank, uint32_t group) const;
+  // blocks are updated. A reader's (no rank) is, except from the decision to the publication.
+  bool MayFetch(std::optional<uint32_t> rank, uint32_t group) const;
   void RecordFetch(uint32_t group) { trace_.Record(group, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
   uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
@@ -92,6 +94,8 @@ class Step {
   void RepeatWhenAllHaveSeen();
   void BeginReducing();
   void DecideWhenReduced();
+  void ArmLeaseTimer();
+  absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
 
   const JobSpec& spec_;
@@ -99,6 +103,7 @@ class Step {
   Membership& members_;
   StepPipeline& pipeline_;
   const StateReads& reads_;
+  const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
   GradientAccumulator accumulator_;

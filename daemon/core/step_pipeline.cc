@@ -17,11 +17,12 @@ using State = StagedBlocks::State;
 
 StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
-                           StagingPool& pool, uint32_t workers)
+                           StagingPool& pool, const LeaseTable& leases, uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems),
       plan_(plan),
+      leases_(leases),
       workers_(workers),
       staged_(pool),
       ledger_(map_.blocks(), swap_slots),
@@ -94,7 +95,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   pass_ = pass;
   resident_.clear();
   to_read_.clear();
-  next_resident_ = next_read_ = 0;
+  next_read_ = 0;
   blocks_left_ = 0;
   std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
@@ -138,7 +139,7 @@ void StepPipeline::EndMomentsPass() {
 }
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
-  if (next_resident_ < resident_.size()) return true;
+  if (!resident_.empty()) return true;
   return std::any_of(staged_.all().begin(), staged_.all().end(), [](const auto& entry) {
     return entry.second.state != State::kInUse && !entry.second.cancelled;
   });
@@ -163,21 +164,34 @@ uint32_t StepPipeline::UpdatesMax() const {
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
 }
 
+// The first pass of LAMB leaves the weights alone.
+bool StepPipeline::IsLeased(uint32_t block) const {
+  if (leases_.count() == 0 || pass_ == UpdatePass::kMoments) return false;
+  const std::vector<uint32_t>& groups = block_groups_[block];
+  return std::any_of(groups.begin(), groups.end(), [this](uint32_t group) {
+    return order_.groups[group] && leases_.IsLeased(group);
+  });
+}
+
 void StepPipeline::Pump() {
   if (!running_ || abandoned_) return;
   if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
   StartReads();
   while (updating_ < UpdatesMax()) {
     const auto ready =
-        std::find_if(staged_.all().begin(), staged_.all().end(),
-                     [](const auto& entry) { return entry.second.state == State::kReady; });
+        std::find_if(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
+          return entry.second.state == State::kReady && !IsLeased(entry.first);
+        });
     if (ready != staged_.all().end()) {
       StartUpdate(ready->first);
-    } else if (next_resident_ < resident_.size()) {
-      StartUpdate(resident_[next_resident_++]);
-    } else {
-      return;
+      continue;
     }
+    const auto next = std::find_if(resident_.begin(), resident_.end(),
+                                   [this](uint32_t block) { return !IsLeased(block); });
+    if (next == resident_.end()) return;
+    const uint32_t block = *next;
+    resident_.erase(next);
+    StartUpdate(block);
   }
 }
 

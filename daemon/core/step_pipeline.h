@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <set>
@@ -15,6 +16,7 @@
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
+#include "daemon/core/lease_table.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/staging.h"
@@ -47,12 +49,15 @@ struct PipelineCounters {
 // goes to another slot; while none takes it the step waits, its blocks in their staging slots: it is
 // never undone, because weights and blocks in DRAM are updated in place.
 //
+// A block whose weights are leased waits for the release; other blocks go before it.
+//
 // LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
 // and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
  public:
   StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
-               const std::vector<nvme::Slot>& swap_slots, StagingPool& pool, uint32_t workers);
+               const std::vector<nvme::Slot>& swap_slots, StagingPool& pool,
+               const LeaseTable& leases, uint32_t workers);
 
   // Reads ahead while no step is applied.
   void Prefetch();
@@ -63,6 +68,8 @@ class StepPipeline {
   bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
+  // Whether the running step updates the group.
+  bool Updates(uint32_t group) const { return running_ && order_.groups[group]; }
   // No update of the running step touches the group any more.
   bool IsGroupDone(uint32_t group) const { return !running_ || group_blocks_left_[group] == 0; }
 
@@ -117,6 +124,7 @@ class StepPipeline {
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   void StartReads();
   bool UpdatesHaveOtherWork() const;
+  bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
   std::vector<UpdateSegment> Segments(uint32_t block);
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
@@ -126,6 +134,7 @@ class StepPipeline {
   std::shared_ptr<const protocol::Layout> layout_;
   BlockMap map_;
   const MemoryPlan& plan_;
+  const LeaseTable& leases_;
   uint32_t workers_;
   StagedBlocks staged_;
   BlockLedger ledger_;
@@ -148,9 +157,8 @@ class StepPipeline {
   UpdatePass pass_ = UpdatePass::kWhole;
   std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
   std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
-  std::vector<uint32_t> resident_;                       // blocks of this step, in order
+  std::deque<uint32_t> resident_;                        // not updated yet, in order
   std::vector<uint32_t> to_read_;                        // swapped and not read ahead
-  size_t next_resident_ = 0;
   size_t next_read_ = 0;
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                 // not updated and written yet

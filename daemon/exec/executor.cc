@@ -40,6 +40,11 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
   if (swap_ != nullptr) registry_.Register({.kind = ArenaKind::kStaging}, swap_->staging());
 }
 
+std::string Executor::WhoIs(const AttachRequested& request) {
+  return absl::StrCat(request.reader ? "a reader" : absl::StrCat("rank ", request.rank), " of job ",
+                      request.job);
+}
+
 void Executor::Raise(Event event) {
   events_.push_back(std::move(event));
   if (running_) return;
@@ -192,11 +197,13 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  if (swap_ == nullptr) return nvme::IoEngine::kForever;
-  std::vector<SwapDone> done;
-  swap_->Tick(done);
-  EndTransfers(done);
-  const uint64_t next = swap_->next_tick_ns();
+  uint64_t next = FireTimers();
+  if (swap_ != nullptr) {
+    std::vector<SwapDone> done;
+    swap_->Tick(done);
+    EndTransfers(done);
+    next = std::min(next, swap_->next_tick_ns());
+  }
   if (next == UINT64_MAX) return nvme::IoEngine::kForever;
   const uint64_t now = MonotonicNs();
   return std::chrono::nanoseconds(next > now ? next - now : 0);
@@ -238,11 +245,17 @@ bool Executor::PollSession(SessionId id, Session& session) {
   return true;
 }
 
+uint64_t Executor::FireTimers() {
+  while (!timers_.empty() && timers_.begin()->first <= MonotonicNs()) {
+    Raise(timers_.extract(timers_.begin()).mapped());
+  }
+  return timers_.empty() ? UINT64_MAX : timers_.begin()->first;
+}
+
 void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {
   if (session.broken) return;
   session.broken = true;
-  spdlog::warn("session {} of job {} rank {}: {}", id, session.request.job, session.request.rank,
-               Text(reason));
+  spdlog::warn("session {}, {}: {}", id, WhoIs(session.request), Text(reason));
   session.callbacks.closed(reason);
   session.callbacks.closed = [](const absl::Status&) {};
   Raise(SessionEnded{.session = id, .cause = EndCause::kLost});

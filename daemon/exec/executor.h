@@ -43,6 +43,7 @@ struct AttachCallbacks {
 struct ExecutorOptions {
   NodeState::Options state;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  std::chrono::nanoseconds reader_lease_max = std::chrono::seconds(10);
   std::string io_engine_reason;
 };
 
@@ -82,8 +83,8 @@ class Executor {
   // waiting.
   bool PollSessions();
 
-  // Does what is due by time: paused writes, late requests, progress. How long the loop may sleep
-  // until the next call.
+  // Does what is due by time: lease timers, paused writes, late requests, progress. How long the loop
+  // may sleep until the next call.
   std::chrono::nanoseconds Tick();
 
   // No session, no task, no transfer.
@@ -114,6 +115,13 @@ class Executor {
     bool broken = false;  // its ring lied: nothing is read from it any more
   };
 
+  static int32_t RankOf(const AttachRequested& request) {  // -1: a reader
+    return request.reader ? -1 : static_cast<int32_t>(request.rank);
+  }
+  // Raises the events whose time has come; returns when the next one is due.
+  uint64_t FireTimers();
+  static std::string WhoIs(const AttachRequested& request);  // "rank 3 of job x"
+
   void Raise(Event event);
   void EndTransfers(std::vector<SwapDone>& done);
   void Done(TaskId task, absl::Status status) {
@@ -137,6 +145,7 @@ class Executor {
   void Run(UpdateBlock& action);
   void Run(WriteBlock& action);
   void Run(CopyState& action);
+  void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
   void Run(StepCommitted& action);
 
@@ -191,6 +200,7 @@ class Executor {
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
   uint64_t next_delete_ = 1;
+  std::multimap<uint64_t, Event> timers_;  // by MonotonicNs
   std::deque<Event> events_;
   std::vector<Action> actions_;
   std::vector<SessionId> polled_;

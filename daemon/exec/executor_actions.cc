@@ -187,7 +187,7 @@ void Executor::Run(CreateSessionMemory& action) {
   const AttachRequested& request = found->second.request;
   SessionMemoryOptions memory{
       .job = request.job,
-      .rank = request.rank,
+      .rank = RankOf(request),
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
       .lock = options_.lock};
   runner_.Post(PoolId::kSetup, [this, action, memory]() -> TaskRunner::Then {
@@ -199,7 +199,7 @@ void Executor::Run(CreateSessionMemory& action) {
       if (!io.ok()) return Done(action.task, io.status());
       Session& session = sessions_.at(action.session);
       session.io = *std::move(io);
-      const int rank = static_cast<int>(session.request.rank);
+      const int rank = RankOf(session.request);
       registry_.Register({ArenaKind::kGrad, session.request.job, rank}, arenas.grad);
       registry_.Register({ArenaKind::kRing, session.request.job, rank}, arenas.ring);
       Done(action.task, absl::OkStatus());
@@ -220,9 +220,8 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
                         .lock = options_.lock,
                         .access = pinned_mem::Access::kServed}));
   std::ranges::copy(saved, session.extra_state->bytes().begin());
-  registry_.Register(
-      {ArenaKind::kExtraState, session.request.job, static_cast<int>(session.request.rank)},
-      session.extra_state);
+  registry_.Register({ArenaKind::kExtraState, session.request.job, RankOf(session.request)},
+                     session.extra_state);
   ASSIGN_OR_RETURN(fds.extra_state, session.extra_state->ClientFd());
   return fds;
 }
@@ -241,8 +240,7 @@ void Executor::Run(AnswerAttach& action) {
   }
   (void)registry_.Totals();  // the peak
   spdlog::debug(
-      "session {}: rank {} of job {}: {}", result.answer.session, session.request.rank,
-      session.request.job,
+      "session {}, {}: {}", result.answer.session, WhoIs(session.request),
       result.answer.status.ok() ? "attached" : protocol::FormatError(result.answer.status));
   if (session.callbacks.answered) session.callbacks.answered(std::move(result));
 }
@@ -261,8 +259,8 @@ void Executor::Run(CloseSession& action) {
   FOREBAY_CHECK(!node.empty());
   Session& session = node.mapped();
   if (!action.reason.ok()) {
-    spdlog::warn("session {} of job {} rank {} is over: {}", action.session, session.request.job,
-                 session.request.rank, protocol::FormatError(action.reason));
+    spdlog::warn("session {}, {}, is over: {}", action.session, WhoIs(session.request),
+                 protocol::FormatError(action.reason));
     if (evicted_.size() == kEvictedKeptMax) evicted_.pop_front();
     evicted_.emplace_back(action.session, action.reason);
   }
@@ -477,6 +475,12 @@ void Executor::Run(CopyState& action) {
     std::memcpy(to.data(), block.data() + action.block_offset_bytes, to.size());
     return done;
   });
+}
+
+void Executor::Run(StartLeaseTimer& action) {
+  const auto wait_ns = static_cast<uint64_t>(options_.reader_lease_max.count());
+  timers_.emplace(MonotonicNs() + wait_ns,
+                  LeaseTimeExpired{.job = action.job, .step = action.step});
 }
 
 void Executor::Run(StepCalled& action) { job(action.job).timeline.StepCalled(MonotonicNs()); }

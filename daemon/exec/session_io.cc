@@ -36,17 +36,17 @@ absl::Status NoDescriptor(const char* what) {
 
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
   SessionMemory memory;
-  ASSIGN_OR_RETURN(
-      memory.grad,
-      pinned_mem::PinnedArena::Create(
-          {.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-", options.rank),
-           .capacity_bytes = options.grad_bytes,
-           .lock = options.lock,
-           .access = pinned_mem::Access::kShared}));
+  const std::string who = options.rank < 0 ? "reader" : absl::StrCat(options.rank);
+  ASSIGN_OR_RETURN(memory.grad,
+                   pinned_mem::PinnedArena::Create(
+                       {.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-", who),
+                        .capacity_bytes = options.grad_bytes,
+                        .lock = options.lock,
+                        .access = pinned_mem::Access::kShared}));
   ASSIGN_OR_RETURN(
       memory.ring,
       pinned_mem::PinnedArena::Create(
-          {.name = absl::StrCat("forebay-ring-", options.job.substr(0, 100), "-", options.rank),
+          {.name = absl::StrCat("forebay-ring-", options.job.substr(0, 100), "-", who),
            .capacity_bytes = protocol::RoundUp(sizeof(protocol::RingMemory), protocol::kPageBytes),
            .lock = options.lock,
            .access = pinned_mem::Access::kShared}));

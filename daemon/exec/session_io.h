@@ -28,7 +28,7 @@ struct SessionMemory {
 
 struct SessionMemoryOptions {
   std::string job;
-  uint32_t rank = 0;
+  int32_t rank = 0;  // -1: a reader
   uint64_t grad_bytes = 0;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
 };

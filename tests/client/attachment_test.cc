@@ -183,7 +183,8 @@ TEST_F(AttachmentTest, ExtraStateComesBackWithTheStepItBelongsTo) {
     const std::unique_ptr<Attachment> session = AttachFirst();
     ASSERT_NE(session, nullptr);
     EXPECT_TRUE(session->extra_state().empty());
-    ASSERT_OK(session->Fetch(2, kTimeout).status());
+    ASSERT_OK_AND_ASSIGN(const Lease lease, session->Fetch(2, kTimeout));
+    ASSERT_OK(session->Release(lease));
     ASSERT_OK(DeliverAndStep(*session, 0, 1, extra).status());
     ASSERT_OK(session->Detach());
   }

@@ -3,7 +3,9 @@
 // usage: held_client SOCKET RANK WORLD WHAT [UID]     UID: becomes that user first
 //   begin      says "attaching", attaches and says "held"; as first rank writes no parameters
 //   hold       the same, but writes them, and takes a lease
-//   step       the same, then delivers all groups, says "held" and waits in the next step
+//   step       the same without the lease, then delivers all groups, says "held" and waits in the
+//              next step
+//   read       attaches as a reader, takes a lease and says "held"
 //   fork       as hold; a forked child lives on: "held PID"
 //   fork,step  both
 
@@ -30,10 +32,12 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
   namespace testing = forebay::testing;
   const bool forks = what.starts_with("fork");
   const bool steps = what.ends_with("step");
+  const bool reads = what == "read";
   std::fprintf(stderr, "attaching\n");
   ASSIGN_OR_RETURN(auto session,
                    Attachment::Attach({.socket = socket,
                                        .job = "job",
+                                       .reader = reads,
                                        .rank = rank,
                                        .layout = testing::MakeLayoutSpec({.world_size = world}),
                                        .timeout = kTimeout}));
@@ -42,7 +46,7 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
   if (session->writes_initial() && what != "begin") {
     RETURN_IF_ERROR(testing::WriteInitial(*session, testing::HealthyJob::kSeed));
   }
-  if (what != "begin") RETURN_IF_ERROR(session->Fetch(0, kTimeout).status());
+  if (what != "begin" && !steps) RETURN_IF_ERROR(session->Fetch(0, kTimeout).status());
   if (steps) {
     for (uint32_t g = 0; g < groups; ++g) {
       RETURN_IF_ERROR(testing::DeliverGradient(*session, g, rank, t));

@@ -1,4 +1,4 @@
-// Goal    Whatever three clients, their deaths, bad words and failing disks do, in any order:
+// Goal    Whatever three ranks and three readers, their deaths, bad words and failing disks do, in any order:
 //         invariants hold after each event, each committed step has used exactly what its ranks had
 //         delivered, in rank order, and has updated each block once; nothing of a step is published
 //         before all of it is written, however many writes fail; when the faults end, every
@@ -25,6 +25,7 @@
 #include "protocol/error.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/node_model.h"
+#include "tests/support/simulated_reader.h"
 #include "tests/support/simulated_trainer.h"
 
 namespace forebay::daemon {
@@ -32,6 +33,7 @@ namespace {
 
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeModel;
+using ::forebay::testing::SimulatedReader;
 using ::forebay::testing::SimulatedTrainer;
 using ::forebay::testing::SimulationRandom;
 using ::forebay::testing::SwapPaths;
@@ -84,6 +86,7 @@ struct Words {
     Put({a.task, a.place.slot->path, a.place.slot->offset_bytes, a.checksum});
   }
   void operator()(const CopyState& a) const { Put({a.task, a.session, a.identity.block, a.bytes}); }
+  void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
 
@@ -117,6 +120,9 @@ class Simulation {
     trainers_.emplace_back("alpha", 0, layouts_["alpha"], wires);
     trainers_.emplace_back("alpha", 1, layouts_["alpha"], wires);
     trainers_.emplace_back("beta", 0, layouts_["beta"], wires);
+    readers_.emplace_back("alpha", layouts_["alpha"], wires);
+    readers_.emplace_back("alpha", layouts_["alpha"], wires);
+    readers_.emplace_back("beta", layouts_["beta"], wires);
   }
 
   void RunChaos() {
@@ -154,6 +160,9 @@ class Simulation {
     for (const SimulatedTrainer& trainer : trainers_) {
       if (!trainer.fault().empty()) return trainer.fault();
     }
+    for (const SimulatedReader& reader : readers_) {
+      if (!reader.fault().empty()) return reader.fault();
+    }
     return {};
   }
   uint64_t hash() const { return hash_.value(); }
@@ -165,6 +174,9 @@ class Simulation {
     std::set<uint32_t> ids;
     for (const SimulatedTrainer& trainer : trainers_) {
       for (const auto& [id, count] : trainer.errors()) ids.insert(id);
+    }
+    for (const SimulatedReader& reader : readers_) {
+      for (const auto& [id, count] : reader.errors()) ids.insert(id);
     }
     return ids;
   }
@@ -179,6 +191,13 @@ class Simulation {
       FinishTask(it->first, it->second, chaos);
     } else if (random_.OneIn(200)) {
       DeleteSomething();
+    } else if (!lease_timers_.empty() && random_.OneIn(100)) {
+      const LeaseTimeExpired expired = lease_timers_.front();
+      lease_timers_.erase(lease_timers_.begin());
+      model_.ReleaseWeightsOfJob(expired.job);
+      Send(expired);
+    } else if (random_.OneIn(4)) {
+      readers_[random_.Below(readers_.size())].Act(random_, chaos);
     } else {
       trainers_[random_.Below(trainers_.size())].Act(random_, chaos);
     }
@@ -253,7 +272,19 @@ class Simulation {
     if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
       if (attach->status.ok()) model_.BindSession(attach->session, attach->job);
     }
+    if (const auto* timer = std::get_if<StartLeaseTimer>(&action)) {
+      lease_timers_.push_back({.job = timer->job, .step = timer->step});
+    }
     model_.Execute(action);
+    for (SimulatedReader& reader : readers_) {
+      if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
+        if (reader.OwnsSession(attach->session)) reader.OnAttach(*attach);
+      } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
+        if (reader.OwnsSession(answer->session)) reader.OnAnswer(*answer);
+      } else if (const auto* close = std::get_if<CloseSession>(&action)) {
+        reader.OnClosed(*close);
+      }
+    }
     for (SimulatedTrainer& trainer : trainers_) {
       if (const auto* attach = std::get_if<AnswerAttach>(&action)) {
         if (trainer.OwnsSession(attach->session)) trainer.OnAttach(*attach);
@@ -299,6 +330,8 @@ class Simulation {
   std::map<std::string, std::shared_ptr<const protocol::Layout>> layouts_;
   std::vector<SimulatedTrainer> trainers_;
   std::vector<JobId> weights_in_use_;
+  std::vector<SimulatedReader> readers_;
+  std::vector<LeaseTimeExpired> lease_timers_;
   std::vector<Event> queue_;
   bool sending_ = false;
   TraceHash hash_;

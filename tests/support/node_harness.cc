@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/os/check.h"
+#include "protocol/units.h"
 
 namespace forebay::testing {
 
@@ -97,8 +98,10 @@ void NodeHarness::Finish(TaskId task, const absl::Status& status) {
 uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layout,
                                     const AttachRequest& request) {
   const uint64_t session = ++last_session_;
+  const uint64_t default_bytes =
+      request.reader ? protocol::kPageBytes : 4 * layout->largest_group_bytes();
   const uint64_t grad_bytes =
-      request.grad_arena_bytes != 0 ? request.grad_arena_bytes : 4 * layout->largest_group_bytes();
+      request.grad_arena_bytes != 0 ? request.grad_arena_bytes : default_bytes;
   SessionInfo& info = sessions_[session];
   info.rank = request.rank;
   info.layout = layout;
@@ -106,13 +109,18 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
   Send(AttachRequested{.session = session,
                        .uid = request.uid,
                        .job = request.job,
+                       .reader = request.reader,
                        .rank = request.rank,
                        .run = request.run,
                        .resume = request.resume,
                        .grad_arena_bytes = grad_bytes,
-                       .extra_state_bytes = request.extra_state_bytes,
+                       .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
                        .layout = std::move(layout)});
   return session;
+}
+
+uint64_t NodeHarness::AttachReader(const std::shared_ptr<const protocol::Layout>& layout) {
+  return Attach(layout, {.reader = true});
 }
 
 uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layout,
@@ -160,6 +168,13 @@ uint64_t NodeHarness::Release(uint64_t session, uint64_t lease) {
   command.op = static_cast<uint16_t>(Op::kRelease);
   command.lease_id = lease;
   return Command(session, command);
+}
+
+void NodeHarness::ReleaseFetched(uint64_t session, uint64_t fetch_tag) {
+  const daemon::AnswerCommand* fetched = answer(fetch_tag);
+  FOREBAY_CHECK(fetched != nullptr && fetched->status.ok());
+  FOREBAY_CHECK(ErrorOf(Release(session, fetched->completion.lease_id)) ==
+                protocol::ErrorId::kNone);
 }
 
 // The lowest free place among the gradients that were not answered; a client would wait where there

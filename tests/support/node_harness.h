@@ -32,10 +32,11 @@ daemon::NodeState::Options RoomyOptions();
 struct AttachRequest {
   std::string job = "job";
   uint32_t uid = 1000;
+  bool reader = false;
   uint32_t rank = 0;
   std::string run = {};
   bool resume = false;
-  uint64_t grad_arena_bytes = 0;  // 0: four times the largest group
+  uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
   uint64_t extra_state_bytes = 64;
 };
 
@@ -79,6 +80,8 @@ class NodeHarness {
     for (const A& a : Running<A>()) Finish(a.task);
   }
 
+  // Attaches a reader, runs all tasks and maps.
+  uint64_t AttachReader(const std::shared_ptr<const protocol::Layout>& layout);
   // Sends AttachRequested only.
   uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout,
                          const AttachRequest& request);
@@ -96,6 +99,8 @@ class NodeHarness {
   uint64_t Command(uint64_t session, protocol::Command command);
   uint64_t Fetch(uint64_t session, uint32_t group);
   uint64_t Release(uint64_t session, uint64_t lease);
+  // Of a fetch that was answered with a lease.
+  void ReleaseFetched(uint64_t session, uint64_t fetch_tag);
   uint64_t Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite = true);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);

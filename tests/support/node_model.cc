@@ -46,6 +46,40 @@ void NodeModel::DropGradient(uint64_t session, uint64_t offset) {
   sessions_[session].gradients.erase(offset);
 }
 
+void NodeModel::HoldWeights(uint64_t session, const protocol::Completion& fetched) {
+  held_[fetched.lease_id] = {.session = session,
+                             .job = sessions_[session].job,
+                             .offset_bytes = fetched.offset_bytes,
+                             .bytes = fetched.length_bytes};
+}
+
+void NodeModel::ReleaseWeights(uint64_t session, uint64_t lease) {
+  const auto it = held_.find(lease);
+  if (it != held_.end() && it->second.session == session) held_.erase(it);
+}
+
+void NodeModel::ReleaseWeights(uint64_t session) {
+  std::erase_if(held_, [&](const auto& entry) { return entry.second.session == session; });
+}
+
+void NodeModel::ReleaseWeightsOfJob(uint64_t job) {
+  std::erase_if(held_, [&](const auto& entry) { return entry.second.job == job; });
+}
+
+void NodeModel::CheckHeld(const UpdateBlock& update) {
+  if (update.pass == UpdatePass::kMoments) return;
+  const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
+  for (const auto& [lease, held] : held_) {
+    if (held.job != update.job) continue;
+    for (const UpdateSegment& segment : update.segments) {
+      if (segment.weights_offset_bytes < held.offset_bytes + held.bytes &&
+          held.offset_bytes < segment.weights_offset_bytes + segment.elems * width) {
+        Fault(absl::StrCat("an update writes weights under lease ", lease));
+      }
+    }
+  }
+}
+
 NodeModel::Use NodeModel::GradUse(uint64_t session, uint64_t offset, uint64_t bytes,
                                   bool writes) const {
   return {absl::StrCat("grad ", session), offset, bytes, writes};
@@ -177,6 +211,7 @@ void NodeModel::Execute(const Action& action) {
       },
       action);
   if (task == 0) return;
+  if (const auto* update = std::get_if<UpdateBlock>(&action)) CheckHeld(*update);
   std::vector<Use> uses = UsesOf(action);
   for (const Use& use : uses) {
     CheckBounds(use);

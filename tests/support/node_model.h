@@ -15,6 +15,7 @@
 #include "daemon/core/events.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
+#include "protocol/wire.h"
 
 namespace forebay::testing {
 
@@ -58,6 +59,12 @@ class NodeModel {
                     uint64_t offset_bytes);  // its bytes are used for other things
   void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout);
   void BindSession(uint64_t session, uint64_t job) { sessions_[session].job = job; }
+  // A reader's leases: no update may write those weights until it releases them, ends, or its time
+  // is over.
+  void HoldWeights(uint64_t session, const protocol::Completion& fetched);
+  void ReleaseWeights(uint64_t session, uint64_t lease);
+  void ReleaseWeights(uint64_t session);
+  void ReleaseWeightsOfJob(uint64_t job);
   void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
 
   // What was added to the accumulators that the last committed step of a job has used, by group.
@@ -99,7 +106,15 @@ class NodeModel {
     std::map<uint64_t, GradientToken> gradients;  // by offset
   };
 
+  struct Held {
+    uint64_t session = 0;
+    uint64_t job = 0;
+    uint64_t offset_bytes = 0;
+    uint64_t bytes = 0;
+  };
+
   void Fault(const std::string& what);
+  void CheckHeld(const daemon::UpdateBlock& update);
   void CheckBounds(const Use& use);
   uint64_t SizeOf(const std::string& memory);
   void CheckSlot(uint64_t job, const daemon::BlockPlace& place, bool writes);
@@ -132,6 +147,7 @@ class NodeModel {
   std::map<uint64_t, SessionMemory> sessions_;
   std::map<uint32_t, BlockToken> staging_;  // by slot
   std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
+  std::map<uint64_t, Held> held_;           // by lease
   std::set<uint64_t> closed_;
   std::string fault_;
   uint64_t masters_overflow_ = 0;

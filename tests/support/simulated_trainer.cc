@@ -253,7 +253,18 @@ bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
   return true;
 }
 
+void SimulatedTrainer::ReleaseLeases() {
+  while (!leases_.empty()) {
+    protocol::Command command{};
+    command.op = static_cast<uint16_t>(Op::kRelease);
+    command.lease_id = leases_.back();
+    leases_.pop_back();
+    Send(session_, command, {.kind = Kind::kOther});
+  }
+}
+
 void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
+  if (!chaos || !random.OneIn(10)) ReleaseLeases();  // else the step is refused
   stepping_ = true;
   scalars_wrong_ = chaos && random.OneIn(40);
   request_garbage_ = chaos && random.OneIn(40);
@@ -345,6 +356,9 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
     case ErrorId::kStep:
     case ErrorId::kOption:
       return;  // calls step again
+    case ErrorId::kLease:
+      ReleaseLeases();
+      return;
     default:
       phase_ = Phase::kLeaving;
   }

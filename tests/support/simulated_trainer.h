@@ -84,6 +84,7 @@ class SimulatedTrainer {
   void SendGarbage(SimulationRandom& random, uint64_t session);
   bool SendGradient(SimulationRandom& random, bool chaos);
   void SendStep(SimulationRandom& random, bool chaos);
+  void ReleaseLeases();
   void Send(uint64_t session, protocol::Command command, Sent sent);
   void BeginAttempt();
   void OnGradientAnswer(const Sent& sent, uint32_t error);

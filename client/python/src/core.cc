@@ -127,11 +127,12 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     uint32_t world_size, const std::string& dtype, const std::string& optimizer,
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
                     const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
-                    uint64_t extra_state_bytes, double timeout, const std::string& run,
-                    bool resume) {
+                    uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
+                    bool reader) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
+      .reader = reader,
       .rank = rank,
       .run = run,
       .resume = resume,
@@ -379,7 +380,8 @@ NB_MODULE(_core, module) {
              nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
              nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
              nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
-             nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false);
+             nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
+             nb::arg("reader") = false);
 }
 
 }  // namespace forebay::python

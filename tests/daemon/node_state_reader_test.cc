@@ -1,0 +1,355 @@
+// Goal    Leases order bytes: a step by a session that holds leases is refused by name, an update
+//         waits for the leases of readers and only for those of its own groups, a fetch sent after
+//         step returns the new weights. A reader delays an update once, for a bounded time; its end,
+//         whatever the cause, is not noticed by the ranks.
+// Method  The harness: tasks run when the test says so, and the time of a lease is over when it sends
+//         the event.
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "daemon/core/events.h"
+#include "daemon/core/node_state.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::HasError;
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::RoomyOptions;
+using protocol::ErrorId;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+
+// Two ranks, three groups of one block each.
+class NodeStateReader : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      ranks_.push_back(node_.Attach(layout_, {.rank = rank}));
+    }
+    reader_ = node_.AttachReader(layout_);
+    ASSERT_NE(node_.attached(reader_), nullptr);
+    ASSERT_TRUE(node_.attached(reader_)->status.ok()) << node_.attached(reader_)->status;
+  }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  void DeliverAll(uint64_t step) {
+    for (const uint64_t rank : ranks_) {
+      for (uint32_t group = 0; group < 3; ++group) {
+        node_.Gradient(rank, group, step);
+        node_.RunTasks();
+      }
+    }
+  }
+  // Both ranks call step; their tags.
+  std::vector<uint64_t> CallStep(uint64_t step) {
+    return {node_.Step(ranks_[0], step), node_.Step(ranks_[1], step)};
+  }
+  uint64_t Lease(uint64_t session, uint32_t group) {
+    const AnswerCommand* answer = node_.answer(node_.Fetch(session, group));
+    EXPECT_TRUE(answer != nullptr && answer->status.ok());
+    return answer == nullptr ? 0 : answer->completion.lease_id;
+  }
+  // Groups whose weights have been written by updates so far, in this step.
+  std::set<uint64_t> UpdatedOffsets() const {
+    std::set<uint64_t> offsets;
+    for (const auto& update : node_.Logged<UpdateBlock>()) {
+      for (const auto& segment : update.segments) offsets.insert(segment.weights_offset_bytes);
+    }
+    return offsets;
+  }
+  uint64_t OffsetOf(uint32_t group) const { return layout_->groups()[group].weights_offset_bytes; }
+  JobView View() { return *node_.state().FindJob("job"); }
+  void ExpireLeases(uint64_t step) { node_.Send(LeaseTimeExpired{.job = 1, .step = step}); }
+  void ExpectCommitted(const std::vector<uint64_t>& tags, uint64_t step) {
+    for (const uint64_t tag : tags) {
+      EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+      ASSERT_NE(node_.answer(tag), nullptr);
+      EXPECT_EQ(node_.answer(tag)->completion.committed_step, step);
+    }
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(2, {64, 64, 64});
+  NodeHarness node_{RoomyOptions()};
+  std::vector<uint64_t> ranks_;
+  uint64_t reader_ = 0;
+};
+
+TEST_F(NodeStateReader, AStepOfASessionWithLeasesIsRefusedByNameAndCanBeRepeated) {
+  const uint64_t first = Lease(ranks_[0], 0);
+  const uint64_t second = Lease(ranks_[0], 2);
+  const uint64_t again = Lease(ranks_[0], 2);
+  DeliverAll(1);
+  const uint64_t refused = node_.Step(ranks_[0], 1);
+  ASSERT_NE(node_.answer(refused), nullptr);
+  EXPECT_THAT(node_.answer(refused)->status, HasError(ErrorId::kLease));
+  EXPECT_THAT(std::string(node_.answer(refused)->status.message()),
+              AllOf(HasSubstr("g0"), HasSubstr("g2"), Not(HasSubstr("g1"))));
+  EXPECT_THAT(node_.Logged<CopyStepRequest>(), IsEmpty()) << "nothing of it was looked at";
+  for (const uint64_t lease : {first, second, again}) node_.Release(ranks_[0], lease);
+  const auto tags = CallStep(1);
+  node_.RunTasks();
+  ExpectCommitted(tags, 1);
+}
+
+TEST_F(NodeStateReader, ARepeatOfACommittedStepIsAnsweredWithLeasesToo) {
+  DeliverAll(1);
+  CallStep(1);
+  node_.RunTasks();
+  Lease(ranks_[0], 0);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(ranks_[0], 1)), ErrorId::kNone);
+}
+
+TEST_F(NodeStateReader, AFetchSentAfterStepGetsTheWeightsOfThatStep) {
+  DeliverAll(1);
+  std::vector<uint64_t> tags{node_.Step(ranks_[0], 1)};
+  const uint64_t fetch = node_.Fetch(ranks_[0], 1);
+  EXPECT_EQ(node_.ErrorOf(fetch), kUnanswered) << "its rank has called step";
+  tags.push_back(node_.Step(ranks_[1], 1));
+  EXPECT_EQ(node_.ErrorOf(fetch), kUnanswered);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_TRUE(UpdatedOffsets().contains(OffsetOf(1)));
+  ExpectCommitted(tags, 1);
+}
+
+TEST_F(NodeStateReader, TheUpdateOfALeasedGroupWaitsAndTheOthersDoNot) {
+  const uint64_t lease = Lease(reader_, 1);
+  DeliverAll(1);
+  const auto tags = CallStep(1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tags[0]), kUnanswered);
+  EXPECT_EQ(UpdatedOffsets(), (std::set<uint64_t>{OffsetOf(0), OffsetOf(2)}));
+  ASSERT_THAT(node_.Logged<StartLeaseTimer>(), SizeIs(1));
+  EXPECT_EQ(node_.Logged<StartLeaseTimer>()[0].step, 1U);
+
+  node_.Release(reader_, lease);
+  node_.RunTasks();
+  ExpectCommitted(tags, 1);
+  EXPECT_EQ(UpdatedOffsets().size(), 3U);
+  ExpireLeases(1);  // too late: nothing waits any more
+  EXPECT_FALSE(node_.is_closed(reader_));
+}
+
+TEST_F(NodeStateReader, WithoutALeaseOnAnUpdatedGroupNoTimerIsStarted) {
+  for (const uint64_t rank : ranks_) {
+    node_.Gradient(rank, 0, 1);
+    node_.RunTasks();
+  }
+  Lease(reader_, 2);
+  const auto tags = CallStep(1);
+  node_.RunTasks();
+  ExpectCommitted(tags, 1);
+  EXPECT_THAT(node_.Logged<StartLeaseTimer>(), IsEmpty());
+}
+
+TEST_F(NodeStateReader, AReaderThatHoldsALeaseTooLongIsEndedAndTheUpdateGoesOn) {
+  const uint64_t patient = node_.AttachReader(layout_);
+  Lease(reader_, 1);
+  DeliverAll(1);
+  const auto tags = CallStep(1);
+  node_.RunTasks();
+  const uint64_t generation = View().generation;
+  ExpireLeases(1);
+  node_.RunTasks();
+  ExpectCommitted(tags, 1);
+  ASSERT_TRUE(node_.is_closed(reader_));
+  EXPECT_THAT(node_.close_reason(reader_), HasError(ErrorId::kLease));
+  EXPECT_THAT(std::string(node_.close_reason(reader_).message()), HasSubstr("g1"));
+  EXPECT_FALSE(node_.is_closed(patient)) << "it held no lease";
+  EXPECT_EQ(View().generation, generation);
+  EXPECT_EQ(View().leases, 0U);
+  for (const SessionView& session : View().sessions) EXPECT_FALSE(session.fenced);
+  DeliverAll(2);
+  const auto next = CallStep(2);
+  node_.RunTasks();
+  ExpectCommitted(next, 2);
+}
+
+TEST_F(NodeStateReader, ALeaseTimeOfAnEarlierStepEndsNobody) {
+  DeliverAll(1);
+  CallStep(1);
+  node_.RunTasks();
+  Lease(reader_, 1);
+  DeliverAll(2);
+  const auto tags = CallStep(2);
+  node_.RunTasks();
+  ExpireLeases(1);
+  node_.Send(LeaseTimeExpired{.job = 99, .step = 2});  // of a job that is freed
+  EXPECT_FALSE(node_.is_closed(reader_));
+  EXPECT_EQ(node_.ErrorOf(tags[0]), kUnanswered);
+  ExpireLeases(2);
+  node_.RunTasks();
+  ExpectCommitted(tags, 2);
+}
+
+TEST_F(NodeStateReader, TheRanksDoNotNoticeTheEndOfAReader) {
+  for (const EndCause cause : {EndCause::kLost, EndCause::kDetached}) {
+    const uint64_t reader = node_.AttachReader(layout_);
+    const uint64_t generation = View().generation;
+    const uint64_t step = View().committed_step + 1;
+    Lease(reader, 0);
+    DeliverAll(step);
+    const auto tags = CallStep(step);
+    node_.RunTasks();
+    EXPECT_EQ(node_.ErrorOf(tags[0]), kUnanswered);
+    node_.End(reader, cause);
+    node_.RunTasks();
+    EXPECT_TRUE(node_.is_closed(reader));
+    ExpectCommitted(tags, step);
+    EXPECT_EQ(View().generation, generation);
+  }
+}
+
+TEST_F(NodeStateReader, TheEndOfAReaderBeforeAStepRefusesNothing) {
+  DeliverAll(1);
+  const uint64_t first = node_.Step(ranks_[0], 1);
+  node_.End(reader_, EndCause::kDetached);
+  EXPECT_EQ(node_.ErrorOf(first), kUnanswered);
+  const uint64_t second = node_.Step(ranks_[1], 1);
+  node_.RunTasks();
+  ExpectCommitted({first, second}, 1);
+}
+
+TEST_F(NodeStateReader, AReaderKeepsItsLeasesWhereARankIsLost) {
+  const uint64_t lease = Lease(reader_, 1);
+  Lease(ranks_[0], 2);
+  node_.End(ranks_[1], EndCause::kLost);
+  EXPECT_EQ(View().leases, 1U) << "those of the fenced rank are dropped";
+  EXPECT_EQ(node_.ErrorOf(node_.Release(reader_, lease)), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(reader_, 0)), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(ranks_[0], 0)), ErrorId::kRankLost);
+}
+
+TEST_F(NodeStateReader, BetweenDecisionAndPublicationAFetchOfAReaderWaits) {
+  DeliverAll(1);
+  const auto tags = CallStep(1);
+  ASSERT_FALSE(node_.Running<UpdateBlock>().empty());
+  const uint64_t fetch = node_.Fetch(reader_, 0);
+  while (node_.Running<UpdateBlock>().size() > 1) {
+    node_.Finish(node_.Running<UpdateBlock>()[0].task);
+    EXPECT_EQ(node_.ErrorOf(fetch), kUnanswered);
+  }
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_EQ(node_.answer(fetch)->completion.committed_step, 1U);
+  ExpectCommitted(tags, 1);
+}
+
+TEST_F(NodeStateReader, ADeletedJobEndsItsReaders) {
+  Lease(reader_, 0);
+  node_.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  EXPECT_THAT(node_.Logged<AnswerDelete>()[0].status, HasError(ErrorId::kBusy)) << "it has ranks";
+  for (const uint64_t rank : ranks_) node_.End(rank, EndCause::kDetached);
+  EXPECT_FALSE(node_.is_closed(reader_));
+  node_.Send(DeleteJobRequested{.request = 2, .uid = 1000, .job = "job"});
+  node_.RunTasks();
+  EXPECT_THAT(node_.close_reason(reader_), HasError(ErrorId::kFenced));
+  EXPECT_THAT(node_.Logged<FreeJob>(), SizeIs(1));
+}
+
+TEST_F(NodeStateReader, AReaderDeliversNothingAndHasNoVote) {
+  EXPECT_EQ(node_.ErrorOf(node_.Gradient(reader_, 0, 1)), ErrorId::kRank);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(reader_, 1)), ErrorId::kRank);
+  for (const auto op : {protocol::Op::kWriteInitial, protocol::Op::kInitialDone}) {
+    protocol::Command command{};
+    command.op = static_cast<uint16_t>(op);
+    command.length_bytes = op == protocol::Op::kWriteInitial ? layout_->group_bytes(0) : 0;
+    EXPECT_EQ(node_.ErrorOf(node_.Command(reader_, command)), ErrorId::kRank);
+  }
+  EXPECT_EQ(node_.ErrorOf(node_.Fetch(reader_, 0)), ErrorId::kNone) << "its session goes on";
+}
+
+TEST_F(NodeStateReader, AReaderReadsStatesIntoItsOwnArena) {
+  const uint64_t read = node_.ReadState(reader_, 1, 0, 64);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(read), ErrorId::kNone);
+}
+
+TEST_F(NodeStateReader, ItsArenaCountsInTheLimitUntilItsSessionIsClosed) {
+  const uint64_t before = node_.state().Node().dram_used_bytes;
+  const uint64_t big = node_.RequestAttach(
+      layout_, {.reader = true, .grad_arena_bytes = RoomyOptions().dram_limit_bytes});
+  ASSERT_NE(node_.attached(big), nullptr);
+  EXPECT_THAT(node_.attached(big)->status, HasError(ErrorId::kDramLimit));
+  EXPECT_EQ(node_.state().Node().dram_used_bytes, before);
+  const uint64_t other = node_.AttachReader(layout_);
+  EXPECT_GT(node_.state().Node().dram_used_bytes, before);
+  node_.End(other, EndCause::kLost);
+  node_.RunTasks();
+  EXPECT_EQ(node_.state().Node().dram_used_bytes, before);
+}
+
+TEST_F(NodeStateReader, AnArenaWithoutRoomForOneValueIsRefused) {
+  const uint64_t tiny = node_.RequestAttach(layout_, {.reader = true, .grad_arena_bytes = 64});
+  EXPECT_THAT(node_.attached(tiny)->status, HasError(ErrorId::kRange));
+}
+
+TEST(NodeStateReaderAttach, AReaderDoesNotCreateAJob) {
+  NodeHarness node(RoomyOptions());
+  const uint64_t reader = node.AttachReader(MakeLayout(1, {64}));
+  EXPECT_THAT(node.attached(reader)->status, HasError(ErrorId::kJobName));
+  EXPECT_TRUE(node.is_closed(reader));
+  EXPECT_TRUE(node.state().Jobs().empty());
+}
+
+TEST(NodeStateReaderAttach, AReaderWaitsForTheInitialParametersAndDoesNotWriteThem) {
+  NodeHarness node(RoomyOptions());
+  const auto layout = MakeLayout(1, {64});
+  const uint64_t rank = node.RequestAttach(layout, {});
+  node.RunTasks();
+  const uint64_t reader = node.RequestAttach(layout, {.reader = true});
+  node.RunTasks();
+  EXPECT_EQ(node.attached(reader), nullptr);
+  node.End(rank, EndCause::kLost);
+  node.RunTasks();
+  EXPECT_EQ(node.attached(reader), nullptr) << "nobody has written them";
+  node.Attach(layout, {});
+  node.RunTasks();
+  ASSERT_NE(node.attached(reader), nullptr);
+  EXPECT_TRUE(node.attached(reader)->status.ok());
+  EXPECT_FALSE(node.attached(reader)->writes_initial);
+  EXPECT_EQ(node.fault(), "");
+}
+
+TEST(NodeStateReaderAttach, TheFirstPassOfLambDoesNotWaitForLeases) {
+  protocol::LayoutSpec spec{.world_size = 1,
+                            .optimizer = protocol::Optimizer::kLamb,
+                            .params = {{.name = "p", .shape = {64}, .group = 0, .param_group = 0}},
+                            .group_names = {"g"}};
+  auto created = protocol::Layout::Create(std::move(spec));
+  ASSERT_TRUE(created.ok());
+  const auto layout = std::make_shared<const protocol::Layout>(*std::move(created));
+  NodeHarness node(RoomyOptions());
+  const uint64_t rank = node.Attach(layout, {});
+  const uint64_t reader = node.AttachReader(layout);
+  const uint64_t fetch = node.Fetch(reader, 0);
+  node.Gradient(rank, 0, 1);
+  node.RunTasks();
+  const uint64_t step = node.Step(rank, 1);
+  node.RunTasks();
+  ASSERT_THAT(node.Logged<UpdateBlock>(), SizeIs(1));
+  EXPECT_EQ(node.Logged<UpdateBlock>()[0].pass, UpdatePass::kMoments);
+  node.Release(reader, node.answer(fetch)->completion.lease_id);
+  node.RunTasks();
+  EXPECT_EQ(node.ErrorOf(step), ErrorId::kNone);
+  EXPECT_EQ(node.fault(), "");
+}
+
+}  // namespace
+}  // namespace forebay::daemon
