@@ -27,7 +27,7 @@ using protocol::StateFormat;
 
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = 100'000'000;
-constexpr uint64_t kManyPartitions = 1000;
+constexpr uint64_t kManyParameters = 1000;
 
 struct Case {
   std::string name;
@@ -46,23 +46,16 @@ class CaseList {
   }
 
   std::vector<Case> All() {
-    for (const AdamFormat& format : kAdamFormats) AddFormat(format);
-    const AdamFormat& exact = FormatOf(StateFormat::kExact);
+    for (const StateFormat& format : protocol::kStateFormats) AddFormat(format);
     for (const protocol::OptimizerInfo& info : protocol::kOptimizers) {
       if (info.optimizer == Optimizer::kAdamW) continue;  // with every format above
-      AddPass({.format = &exact, .optimizer = info.optimizer, .threads = cores_});
-    }
-    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
-      for (const int threads : ThreadCounts()) {
-        AddPass(
-            {.format = &exact, .place = place, .threads = threads, .hash = AdamPass::Hash::kOn});
-      }
+      AddPass({.optimizer = info.optimizer, .threads = cores_});
     }
     for (const int threads : ThreadCounts()) {
-      AddPass({.format = &exact, .threads = threads, .data = AdamPass::Data::kDenormal});
+      AddPass({.threads = threads, .hash = AdamPass::Hash::kOn});
     }
-    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
-      AddPass({.format = &exact, .place = place, .threads = cores_, .offsets = Offsets::kEqual});
+    for (const int threads : ThreadCounts()) {
+      AddPass({.threads = threads, .data = AdamPass::Data::kDenormal});
     }
     for (const StreamKernel& kernel : kStreamKernels) {
       for (const int threads : ThreadCounts()) AddStreamKernel(kernel, threads);
@@ -80,17 +73,10 @@ class CaseList {
     return counts;
   }
 
-  static const AdamFormat& FormatOf(StateFormat format) {
-    return *std::ranges::find(kAdamFormats, format, &AdamFormat::format);
-  }
-
-  void AddFormat(const AdamFormat& format) {
-    for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
-      for (const int threads : ThreadCounts()) {
-        AddPass({.format = &format, .place = place, .threads = threads});
-        AddPass(
-            {.format = &format, .place = place, .threads = threads, .partitions = kManyPartitions});
-      }
+  void AddFormat(const StateFormat& format) {
+    for (const int threads : ThreadCounts()) {
+      AddPass({.format = format, .threads = threads});
+      AddPass({.format = format, .threads = threads, .parameters = kManyParameters});
     }
   }
 
@@ -101,27 +87,21 @@ class CaseList {
     if (std::ranges::find(targets, "avx2") == targets.end()) return;
     const size_t first = cases_.size();
     suffix_ = "/target=avx2";
-    for (const AdamFormat& format : kAdamFormats) {
-      for (const Place place : {Place::kInPlace, Place::kOutOfPlace}) {
-        for (const int threads : ThreadCounts()) {
-          AddPass({.format = &format, .place = place, .threads = threads});
-        }
-      }
+    for (const StateFormat& format : protocol::kStateFormats) {
+      for (const int threads : ThreadCounts()) AddPass({.format = format, .threads = threads});
     }
     for (size_t c = first; c < cases_.size(); ++c) cases_[c].target = "avx2";
   }
 
   void AddPass(const AdamPass& pass) {
     std::string shape = "flat";
-    if (pass.partitions > 1) shape = absl::StrCat(pass.partitions, "x", params_ / pass.partitions);
+    if (pass.parameters > 1) shape = absl::StrCat(pass.parameters, "x", params_ / pass.parameters);
+    const std::string dtype = tools::NameOf(pass.format.weights);
     cases_.push_back({.name = absl::StrCat(
-                          "adam/opt=", std::string(protocol::Name(pass.optimizer)),
-                          "/format=", pass.format->name, "/grad=", tools::NameOf(pass.format->grad),
-                          "/param=", pass.format->param,
-                          "/place=", pass.place == Place::kInPlace ? "inplace" : "out",
-                          "/threads=", pass.threads, "/shape=", shape,
-                          pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
-                          pass.offsets == Offsets::kEqual ? "/offsets=equal" : "",
+                          "adam/opt=", std::string(protocol::Name(pass.optimizer)), "/format=",
+                          std::string(protocol::Name(pass.format.format)), "/grad=", dtype,
+                          "/param=", dtype, "/place=inplace/threads=", pass.threads,
+                          "/shape=", shape, pass.hash == AdamPass::Hash::kOn ? "/hash=on" : "",
                           pass.data == AdamPass::Data::kDenormal ? "/data=denormal" : "", suffix_),
                       .memory_bytes = MemoryFor(pass, params_),
                       .target = "",

@@ -11,8 +11,8 @@ using protocol::DType;
 
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side) {
-  std::vector<BenchLoop> loops = LimitLoops(fixture.Pool(side.threads), side.laying.elems,
-                                            side.streams, fixture.small->Allocate(side.laying));
+  std::vector<BenchLoop> loops = LimitLoops(fixture.Pool(side.threads), side.arrays.elems,
+                                            side.streams, fixture.small->Allocate(side.arrays));
   for (BenchLoop& shown : side.shown) loops.push_back(std::move(shown));
   if (fixture.pools.size() >= 2) {
     loops.push_back(
@@ -21,7 +21,7 @@ absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const
          }});
   }
   ASSIGN_OR_RETURN(BenchResult result, MeasureCase(what, fixture.samples, side.run, loops));
-  const PassBytes bytes = BytesOf(side.laying.shapes, kStreamGroupElems);
+  const PassBytes bytes = BytesOf(side.arrays.shapes, kStreamGroupElems);
   result.more["ns_per_elem"] = static_cast<double>(bytes.read + bytes.written) /
                                static_cast<double>(kStreamGroupElems) / result.value;
   result.more["threads"] = side.threads;
@@ -41,7 +41,5 @@ const char* NameOf(DType type) {
       return "fp16";
   }
 }
-
-uint32_t ElemBytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 }  // namespace forebay::tools

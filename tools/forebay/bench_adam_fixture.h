@@ -28,7 +28,7 @@ struct AdamFixture {
 struct MeasuredSide {
   Sampler run;
   std::vector<BenchStream> streams;
-  Laying laying = {};  // of these arrays; whole runs of kLoopElems elements
+  ArraySet arrays = {};  // that the streams are of; whole runs of kLoopElems elements
   int threads = 1;
   std::vector<BenchLoop> shown = {};
 };
@@ -38,7 +38,6 @@ struct MeasuredSide {
 absl::StatusOr<BenchResult> MeasureBesideLoops(const AdamFixture& fixture, const BenchCase& what,
                                                MeasuredSide side);
 
-const char* NameOf(protocol::DType type);
-uint32_t ElemBytes(protocol::DType type);
+const char* NameOf(protocol::DType type);  // "bf16"
 
 }  // namespace forebay::tools

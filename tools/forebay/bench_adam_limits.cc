@@ -9,12 +9,12 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_adam/parallel_update.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench_adam_loops.h"
+#include "tools/forebay/bench_workers.h"
 
 namespace forebay::tools {
 namespace {
@@ -44,18 +44,13 @@ const loops::Loops& BestLoops() {
 uint64_t GroupsOf(uint64_t elems) { return (elems + kStreamGroupElems - 1) / kStreamGroupElems; }
 
 // Whole pages, and eleven lines more: ten arrays then lie 128 bytes or more apart in their pages.
-uint64_t ArrayBytes(const StreamShape& shape, const Laying& laying) {
-  const uint64_t bytes =
-      protocol::RoundUp(GroupsOf(laying.elems) * shape.group_bytes, protocol::kPageBytes);
-  return laying.offsets == Offsets::kEqual ? bytes : bytes + 11 * loops::kLineBytes;
+uint64_t ArrayBytes(const StreamShape& shape, uint64_t elems) {
+  return protocol::RoundUp(GroupsOf(elems) * shape.group_bytes, protocol::kPageBytes) +
+         11 * loops::kLineBytes;
 }
 
-bool HasTwo(const StreamShape& shape, Place place) {
-  return place == Place::kOutOfPlace && shape.access == Access::kUpdate;
-}
-
-// A pass of one loop over an even part of the chunks for each thread, which goes over as many interleave
-// of its part at once as `interleave` says: a processor reads few streams slower than many.
+// A pass of one loop: each thread goes over an even part of the chunks, at `interleave` places of it
+// at once.
 struct LoopPass {
   loops::LoopFn* loop;
   uint64_t chunks;
@@ -88,7 +83,7 @@ double RunPass(cpu_adam::WorkerPool& pool, const LoopPass& pass,
     }
   }
   const auto began = Clock::now();
-  cpu_adam::RunOnAll(pool, [&](int task) {
+  RunOnAll(pool, [&](int task) {
     const std::vector<loops::Stream>& part = parts[static_cast<size_t>(task)];
     loop_digest ^= pass.loop(part.data(), part.size(), run, loop_zero);
   });
@@ -147,33 +142,23 @@ BenchMemory::~BenchMemory() {
   if (mapped_ != nullptr) ::munmap(mapped_, bytes_.size());
 }
 
-uint64_t BenchMemory::BytesFor(const Laying& laying) {
+uint64_t BenchMemory::BytesFor(const ArraySet& arrays) {
   uint64_t bytes = 0;
-  for (const StreamShape& shape : laying.shapes) {
-    bytes += ArrayBytes(shape, laying) * (HasTwo(shape, laying.place) ? 2 : 1);
-  }
+  for (const StreamShape& shape : arrays.shapes) bytes += ArrayBytes(shape, arrays.elems);
   return bytes;
 }
 
-std::vector<BenchStream> BenchMemory::Allocate(const Laying& laying) {
+std::vector<BenchStream> BenchMemory::Allocate(const ArraySet& arrays) {
   std::span<std::byte> left = bytes_;
-  const auto take = [&](const StreamShape& shape) {
-    const uint64_t bytes = ArrayBytes(shape, laying);
-    FOREBAY_CHECK(bytes <= left.size());
-    std::byte* const array = left.data();
-    left = left.subspan(bytes);
-    return array;
-  };
   std::vector<BenchStream> streams;
-  for (const StreamShape& shape : laying.shapes) {
-    BenchStream stream{shape, nullptr, nullptr, GroupsOf(laying.elems) * shape.group_bytes};
-    if (shape.access != Access::kWrite) stream.from = take(shape);
-    if (shape.access == Access::kUpdate) stream.to = stream.from;
+  for (const StreamShape& shape : arrays.shapes) {
+    const uint64_t bytes = ArrayBytes(shape, arrays.elems);
+    FOREBAY_CHECK(bytes <= left.size());
+    BenchStream stream{shape, nullptr, nullptr, GroupsOf(arrays.elems) * shape.group_bytes};
+    if (shape.access != Access::kWrite) stream.from = left.data();
+    if (shape.access != Access::kRead) stream.to = left.data();
     streams.push_back(stream);
-  }
-  for (BenchStream& stream : streams) {
-    const bool written_alone = stream.shape.access == Access::kWrite;
-    if (written_alone || HasTwo(stream.shape, laying.place)) stream.to = take(stream.shape);
+    left = left.subspan(bytes);
   }
   return streams;
 }
@@ -210,7 +195,7 @@ double PingPongNs(cpu_adam::WorkerPool& pool) {
   alignas(64) std::atomic<uint32_t> turn = 0;  // even: thread 0's
   std::atomic<bool> over = false;
   std::atomic<double> round_ns = 0;
-  cpu_adam::RunOnAll(pool, [&](int task) {
+  RunOnAll(pool, [&](int task) {
     if (task > 1) return;
     const auto mine = static_cast<uint32_t>(task);
     const auto began = Clock::now();

@@ -25,7 +25,7 @@ struct StreamShape {
   Access access;
 };
 
-// In place: from == to. kRead: `to` is null. kWrite: `from` is null.
+// kUpdate: from == to. kRead: `to` is null. kWrite: `from` is null.
 struct BenchStream {
   StreamShape shape;
   std::byte* from;
@@ -33,17 +33,10 @@ struct BenchStream {
   uint64_t bytes;
 };
 
-enum class Place { kInPlace, kOutOfPlace };
-
-// Where arrays begin: all at the same offset in their pages, as planes of whole blocks do, or each
-// at another. Stores that bypass the cache are up to twice as fast in the second way on a Zen 3.
-enum class Offsets { kEqual, kStaggered };
-
-struct Laying {
+// Arrays for a pass. None begin at the same offset in their pages.
+struct ArraySet {
   std::vector<StreamShape> shapes;
   uint64_t elems;
-  Place place;
-  Offsets offsets;
 };
 
 struct PassBytes {
@@ -66,10 +59,9 @@ class BenchMemory {
   BenchMemory& operator=(const BenchMemory&) = delete;
   ~BenchMemory();
 
-  // Forgets what was laid before, and lays arrays for `elems` elements: all that are read, then those
-  // that are only written. What is in them stays.
-  std::vector<BenchStream> Allocate(const Laying& laying);
-  static uint64_t BytesFor(const Laying& laying);
+  // Frees all earlier arrays and allocates those of `arrays`, in order. The bytes are left as they are.
+  std::vector<BenchStream> Allocate(const ArraySet& arrays);
+  static uint64_t BytesFor(const ArraySet& arrays);
 
   double huge_share() const;  // of the bytes, on 2 MiB pages when made
 
@@ -84,9 +76,10 @@ class BenchMemory {
 // Name of the instruction set that the loops run on.
 std::string LimitLoopsTarget();
 
-// The four loops over `elems` elements, a multiple of kLoopElems and one for each thread, of the streams of two memories, on
-// the threads of `pool`: GB/s of the bytes that each touches. Where the streams are one or two, two
-// loops more that go over them at four interleave at once. They leave every byte as it is.
+// Four loops over the streams of two memories, on the threads of `pool`: GB/s of the bytes that each
+// touches. They leave every byte as it is. `elems` is a multiple of kLoopElems, and at least one of
+// these a thread. Where there are one or two streams, two more loops read them at four places at
+// once: a processor reads few streams slower than many.
 std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small);

@@ -1,37 +1,25 @@
-// One fused pass of an optimizer over synthetic arrays, beside the memory limit of its own streams.
+// One update of an optimizer over synthetic blocks, as the daemon's workers do it, beside the memory
+// limit of its own streams.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "cpu_adam/update_kernel.h"
+#include "protocol/optimizer.h"
 #include "tools/forebay/bench_adam_fixture.h"
 #include "tools/forebay/bench_harness.h"
 
 namespace forebay::tools {
 
-// The arrays of one state format; a new format is one line of kAdamFormats.
-struct AdamFormat {
-  const char* name;   // as a person types it
-  const char* param;  // type of the served parameter
-  protocol::StateFormat format;
-  protocol::DType grad;
-  enum class Beside { kNothing, kRemainder, kMaster } beside;  // the weights
-  uint32_t moment_bytes;
-  uint32_t scale_group_bytes;  // of each moment; 0: none
-};
-
-extern const std::vector<AdamFormat> kAdamFormats;
-
-// LAMB's case is its whole step, three passes over flat arrays, beside the limit of one.
+// Gradients have the type of the weights, as those of one rank. LAMB's case is its whole step, both
+// passes over all blocks, beside the limit of one.
 struct AdamPass {
-  const AdamFormat* format = nullptr;
+  protocol::StateFormat format = protocol::StateFormat::kExact;
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
-  Place place = Place::kInPlace;
   int threads = 1;
-  uint64_t partitions = 1;  // of equal size
-  Offsets offsets = Offsets::kStaggered;
+  uint64_t parameters = 1;  // of equal size
+  // kOff: resident blocks. kOn: blocks that go to disk, with their checksums.
   enum class Hash { kOff, kOn } hash = Hash::kOff;
   enum class Data { kNormal, kDenormal } data = Data::kNormal;  // second moments
 };

@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <chrono>
 
-#include "cpu_adam/parallel_update.h"
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/stream_kernel.h"
+#include "protocol/dtype.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
+#include "tools/forebay/bench_workers.h"
 
 namespace forebay::tools {
 namespace {
@@ -20,10 +21,10 @@ using What = StreamKernel::What;
 constexpr double kGiga = 1e9;
 
 std::vector<StreamShape> ShapesOf(const StreamKernel& kernel) {
-  const auto shape = [](uint32_t elem_bytes, Access access) {
-    return StreamShape{elem_bytes * static_cast<uint32_t>(kStreamGroupElems), access};
+  const auto shape = [](uint64_t elem_bytes, Access access) {
+    return StreamShape{static_cast<uint32_t>(elem_bytes * kStreamGroupElems), access};
   };
-  const StreamShape source = shape(ElemBytes(kernel.source), Access::kRead);
+  const StreamShape source = shape(protocol::SizeBytes(kernel.source), Access::kRead);
   switch (kernel.what) {
     case What::kSquareSum:
       return {source};
@@ -37,17 +38,14 @@ std::vector<StreamShape> ShapesOf(const StreamKernel& kernel) {
   return {};
 }
 
-Laying LayingOf(const StreamKernel& kernel, uint64_t params) {
-  return {.shapes = ShapesOf(kernel),
-          .elems = protocol::RoundUp(params, kLoopElems),
-          .place = Place::kInPlace,
-          .offsets = Offsets::kStaggered};
+ArraySet ArraysOf(const StreamKernel& kernel, uint64_t params) {
+  return {.shapes = ShapesOf(kernel), .elems = protocol::RoundUp(params, kLoopElems)};
 }
 
 // Elements `begin` to `begin + n` of the kernel's arrays, whose values are all 0.125.
 void RunPart(const StreamKernel& kernel, const std::vector<BenchStream>& streams, uint64_t begin,
              uint64_t n) {
-  const std::byte* const from = streams[0].from + begin * ElemBytes(kernel.source);
+  const std::byte* const from = streams[0].from + begin * protocol::SizeBytes(kernel.source);
   switch (kernel.what) {
     case What::kSquareSum:
       FOREBAY_CHECK(cpu_adam::SumSquaresAndFinite(n, {from, kernel.source}).finite());
@@ -85,23 +83,23 @@ const std::vector<StreamKernel> kStreamKernels = {
 };
 
 uint64_t MemoryFor(const StreamKernel& kernel, uint64_t params) {
-  return BenchMemory::BytesFor(LayingOf(kernel, params));
+  return BenchMemory::BytesFor(ArraysOf(kernel, params));
 }
 
 absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamFixture& fixture, const BenchCase& what,
                                                 const StreamKernel& kernel, int threads) {
-  const Laying laying = LayingOf(kernel, fixture.params);
-  const std::vector<BenchStream> streams = fixture.huge->Allocate(laying);
-  PutData(kernel.source, laying.elems, streams[0].from);
-  if (kernel.what == What::kAdd) PutData(DType::kFloat32, laying.elems, streams[1].from);
+  const ArraySet arrays = ArraysOf(kernel, fixture.params);
+  const std::vector<BenchStream> streams = fixture.huge->Allocate(arrays);
+  PutData(kernel.source, arrays.elems, streams[0].from);
+  if (kernel.what == What::kAdd) PutData(DType::kFloat32, arrays.elems, streams[1].from);
   const PassBytes bytes = BytesOf(ShapesOf(kernel), fixture.params);
   const auto run = [&]() -> absl::StatusOr<Sample> {
     const auto began = Clock::now();
-    cpu_adam::RunOnAll(fixture.Pool(threads), [&](int task) {
+    RunOnAll(fixture.Pool(threads), [&](int task) {
       const auto t = static_cast<uint64_t>(task), count = static_cast<uint64_t>(threads);
       const auto cut = [&](uint64_t part) {
         if (part == count) return fixture.params;
-        return fixture.params * part / count / cpu_adam::kCutElems * cpu_adam::kCutElems;
+        return fixture.params * part / count / cpu_adam::kSumChunkElems * cpu_adam::kSumChunkElems;
       };
       RunPart(kernel, streams, cut(t), cut(t + 1) - cut(t));
     });
@@ -111,7 +109,7 @@ absl::StatusOr<BenchResult> MeasureStreamKernel(const AdamFixture& fixture, cons
                   .bytes_written = bytes.written};
   };
   return MeasureBesideLoops(fixture, what,
-                            {.run = run, .streams = streams, .laying = laying, .threads = threads});
+                            {.run = run, .streams = streams, .arrays = arrays, .threads = threads});
 }
 
 }  // namespace forebay::tools

@@ -1,6 +1,7 @@
 // What tests/bench/peers/run calls through ctypes: our fused pass and the limit loops, on the
 // buffers that the peers use. No header: kernels.py declares these functions for Python.
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -10,21 +11,24 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_adam/parallel_update.h"
 #include "cpu_adam/step_scalars.h"
 #include "cpu_adam/targets.h"
 #include "cpu_adam/update_kernel.h"
 #include "cpu_adam/worker_pool.h"
+#include "daemon/exec/block_tasks.h"
 #include "tests/bench/peers/limit.h"
+#include "tools/forebay/bench_workers.h"
 
+using forebay::cpu_adam::Gradient;
 using forebay::cpu_adam::MakeStepScalars;
-using forebay::cpu_adam::PartitionUpdate;
 using forebay::cpu_adam::StatePlanes;
 using forebay::cpu_adam::WorkerPool;
+using forebay::daemon::kPartElems;
 using forebay::protocol::DType;
 using forebay::protocol::HyperParams;
 using forebay::protocol::Optimizer;
 using forebay::protocol::StateFormat;
+using forebay::tools::RunOnAll;
 
 namespace {
 
@@ -62,12 +66,19 @@ struct PeersPlanes {
   const void* grad;
 };
 
-// Threads, one bound to each of the CPUs, and the partitions that they update.
+// One parameter.
+struct PeersPart {
+  size_t n;
+  Gradient grad;
+  StatePlanes state;
+};
+
+// Threads, one bound to each of the CPUs, and the parameters that they update.
 struct PeersOurs {
   std::unique_ptr<WorkerPool> pool;
   StateFormat format;
   HyperParams hyper;
-  std::vector<PartitionUpdate> partitions;
+  std::vector<PeersPart> parts;
 };
 
 // Threads that compute without touching memory, so that nobody else does on their CPUs.
@@ -92,8 +103,7 @@ PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPla
                             .remainder = one.remainder,
                             .moments = {one.m, one.v},
                             .master = one.master};
-    ours->partitions.push_back(
-        {.scalars = {}, .n = one.n, .grad = {one.grad, grad_type}, .from = state, .to = state});
+    ours->parts.push_back({.n = one.n, .grad = {one.grad, grad_type}, .state = state});
   }
   return ours.release();
 }
@@ -102,11 +112,31 @@ void PeersDrop(PeersOurs* ours) { std::unique_ptr<PeersOurs>(ours).reset(); }
 
 int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
-// Step t >= 1 of AdamW over all partitions. Returns how many masters are not finite.
+// Step t >= 1 of AdamW over all parameters, cut as the daemon cuts its blocks: whoever is free takes
+// the next range. Returns how many masters are not finite.
 uint64_t PeersStep(PeersOurs* ours, uint64_t t, float grad_scale) {
   const auto scalars = MakeStepScalars(Optimizer::kAdamW, ours->hyper, t, grad_scale);
-  for (PartitionUpdate& partition : ours->partitions) partition.scalars = scalars;
-  return UpdateAll(*ours->pool, Optimizer::kAdamW, ours->format, ours->partitions);
+  uint64_t ranges = 0;
+  for (const PeersPart& part : ours->parts) ranges += (part.n + kPartElems - 1) / kPartElems;
+  std::atomic<uint64_t> next = 0, overflows = 0;
+  RunOnAll(*ours->pool, [&](int) {
+    uint64_t range = 0;  // the first of the current parameter
+    auto part = ours->parts.begin();
+    for (uint64_t mine = next++; mine < ranges; mine = next++) {
+      while (mine >= range + (part->n + kPartElems - 1) / kPartElems) {
+        range += (part->n + kPartElems - 1) / kPartElems;
+        ++part;
+      }
+      const size_t begin = (mine - range) * kPartElems;
+      const size_t n = std::min<size_t>(kPartElems, part->n - begin);
+      const auto* const grad = static_cast<const std::byte*>(part->grad.data);
+      const size_t width = forebay::protocol::SizeBytes(part->grad.type);
+      overflows += Update(Optimizer::kAdamW, ours->format, scalars, n,
+                          {grad + begin * width, part->grad.type},
+                          Advance(part->state, ours->format, begin));
+    }
+  });
+  return overflows;
 }
 
 // The limit loop of a work over one run of planes, on the threads of `ours`.

@@ -1,0 +1,25 @@
+#include "tools/forebay/bench_workers.h"
+
+#include <latch>
+#include <utility>
+
+namespace forebay::tools {
+
+void RunOnAll(cpu_adam::WorkerPool& pool, absl::FunctionRef<void(int task)> body) {
+  struct Region {
+    absl::FunctionRef<void(int task)> body;
+    std::latch left;
+  } region{body, std::latch(pool.threads())};
+  for (int task = 0; task < pool.threads(); ++task) {
+    // Two words: a task holds them without allocation.
+    cpu_adam::WorkerPool::Task run = [&region, task] {
+      region.body(task);
+      region.left.count_down();
+    };
+    // NOLINTNEXTLINE(bugprone-use-after-move): a full pool leaves the task untouched
+    if (!pool.TryPost(std::move(run))) run();
+  }
+  region.left.wait();
+}
+
+}  // namespace forebay::tools
