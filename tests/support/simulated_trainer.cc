@@ -302,6 +302,9 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
   if (error != 0) ++errors_[error];
   if (sent.kind == Kind::kGradient) wires_.model->DropGradient(answer.session, sent.offset);
   if (answer.session != session_) return;  // of a session that was given up
+  // A fetch among the garbage is answered with a lease too, and a step with leases is refused.
+  const bool fetched = answer.completion.op == static_cast<uint16_t>(Op::kFetch) && error == 0;
+  if (fetched) leases_.push_back(answer.completion.lease_id);
   switch (sent.kind) {
     case Kind::kGradient:
       OnGradientAnswer(sent, error);
@@ -309,15 +312,13 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
     case Kind::kStep:
       OnStepAnswer(answer);
       return;
-    case Kind::kFetch:
-      if (error == 0) leases_.push_back(answer.completion.lease_id);
-      return;
     case Kind::kInitialDone:
       phase_ = error == 0 ? Phase::kTraining : Phase::kLeaving;
       return;
     case Kind::kInitialWrite:
       if (error != 0) phase_ = Phase::kLeaving;
       return;
+    case Kind::kFetch:
     case Kind::kOther:
       return;
   }
