@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/status/statusor.h"
+#include "daemon/core/placement.h"
 
 namespace forebay::daemon {
 
@@ -24,8 +25,9 @@ void FetchQueue::Serve() {
     }
     protocol::Completion completion{};
     completion.lease_id = *lease;
-    completion.offset_bytes = spec_.layout->groups()[fetch.group].weights_offset_bytes;
-    completion.length_bytes = spec_.layout->group_bytes(fetch.group);
+    const PartitionLocation weights = spec_.plan.placement.WherePartition(fetch.group);
+    completion.offset_bytes = weights.weights_offset_bytes;
+    completion.length_bytes = weights.bytes;
     io_.Answer(fetch.command, completion);
     return true;
   });

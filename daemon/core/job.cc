@@ -41,9 +41,9 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
-                            .state_bytes = spec_.plan.state_bytes,
+                            .state_bytes = spec_.plan.placement.state_bytes(),
                             .step_bytes = spec_.plan.step_bytes});
-  if (spec_.plan.swapped_blocks == 0) return;
+  if (spec_.plan.placement.swapped_blocks() == 0) return;
   ++making_tasks_;
   io_.Start(TaskKind::kJobSwap, 0, CreateJobSwap{.slots = spec_.swap_slots});
 }
@@ -443,7 +443,7 @@ JobView Job::View() const {
                               protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
                                                    layout.total_elems()),
                .blocks = pipeline_.map().blocks(),
-               .resident_blocks = spec_.plan.resident_blocks,
+               .resident_blocks = spec_.plan.placement.resident_blocks(),
                .leases = leases_.count(),
                .update_reads = pipeline_.counters().update_reads,
                .update_reads_prefetched = pipeline_.counters().update_reads_prefetched,

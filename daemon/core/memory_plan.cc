@@ -99,19 +99,13 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
 }
 
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
-void PlaceBlocks(const BlockMap& map, uint64_t room, MemoryPlan& plan) {
-  const uint32_t blocks = map.blocks();
-  while (plan.resident_blocks < blocks &&
-         map.bytes(plan.resident_blocks) <= room - plan.state_bytes) {
-    plan.state_offsets.push_back(plan.state_bytes);
-    plan.state_bytes += map.bytes(plan.resident_blocks);
-    ++plan.resident_blocks;
-  }
-  plan.swapped_blocks = blocks - plan.resident_blocks;
-  plan.swap_slot_bytes = plan.swapped_blocks > 0 ? map.full_block_bytes() : 0;
-  plan.swap_slots = kSwapSlotsPerBlock * plan.swapped_blocks;
+void PlaceBlocks(const Layout& layout, const BlockMap& map, uint64_t room, MemoryPlan& plan) {
+  plan.placement = Placement(layout, map, room);
+  const uint32_t swapped = plan.placement.swapped_blocks();
+  plan.swap_slot_bytes = swapped > 0 ? map.full_block_bytes() : 0;
+  plan.swap_slots = kSwapSlotsPerBlock * swapped;
   plan.swap_bytes = plan.swap_slot_bytes * plan.swap_slots;
-  plan.dram_bytes += plan.state_bytes;
+  plan.dram_bytes += plan.placement.state_bytes();
 }
 
 }  // namespace
@@ -185,18 +179,19 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
 
   // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.
   const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
-  PlaceBlocks(BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
-  if (plan.swapped_blocks > 0 && use.swap->SlotsFree(plan.swap_slot_bytes) < plan.swap_slots) {
-    return MakeError(
-        ErrorId::kSwapNospc,
-        absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ",
-                     Bytes(plan.swap_slot_bytes), ", ", Bytes(plan.swap_bytes), " in all, for ",
-                     plan.swapped_blocks, " blocks that do not fit in DRAM (two slots each); free ",
-                     "are ", use.swap->SlotsFree(plan.swap_slot_bytes), " slots in ",
-                     Bytes(use.swap->free_bytes())),
-        "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+  PlaceBlocks(layout, BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
+  if (plan.placement.swapped_blocks() > 0 &&
+      use.swap->SlotsFree(plan.swap_slot_bytes) < plan.swap_slots) {
+    return MakeError(ErrorId::kSwapNospc,
+                     absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ",
+                                  Bytes(plan.swap_slot_bytes), ", ", Bytes(plan.swap_bytes),
+                                  " in all, for ", plan.placement.swapped_blocks(),
+                                  " blocks that do not fit in DRAM (two slots each); free ", "are ",
+                                  use.swap->SlotsFree(plan.swap_slot_bytes), " slots in ",
+                                  Bytes(use.swap->free_bytes())),
+                     "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
   }
-  if (plan.swapped_blocks > 0 &&
+  if (plan.placement.swapped_blocks() > 0 &&
       (options.staging_slots == 0 || options.staging_slot_bytes < plan.swap_slot_bytes)) {
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrCat("a block of ", Bytes(plan.swap_slot_bytes),

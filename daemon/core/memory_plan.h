@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/core/limits.h"
+#include "daemon/core/placement.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
@@ -50,13 +51,10 @@ struct MemoryPlan {
   // The rank's extra_state as it was at attach, for its client to read.
   uint64_t extra_state_copy_bytes = 0;
 
-  // States: blocks [0, resident_blocks) in DRAM, the rest on swap. A block has as many elements as
-  // the options say, or as its planes leave room for in a staging slot.
+  // States: blocks that fit are in DRAM, the rest on swap. A block has as many elements as the
+  // options say, or as its planes leave room for in a staging slot.
   uint64_t block_elems = 0;
-  std::vector<uint64_t> state_offsets;  // of each resident block
-  uint32_t resident_blocks = 0;
-  uint32_t swapped_blocks = 0;
-  uint64_t state_bytes = 0;
+  Placement placement;
 
   // Slots of one size: two for each swapped block, so that the next version of each can be written
   // before any is published.

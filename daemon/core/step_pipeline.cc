@@ -27,7 +27,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       staged_(pool),
       ledger_(map_.blocks(), swap_slots),
       group_updates_(layout_->groups().size(), 0),
-      prefetch_next_(plan.resident_blocks),
+      prefetch_next_(0),
       group_blocks_left_(layout_->groups().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     block_groups_.push_back(map_.Groups(block));
@@ -35,8 +35,9 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
 }
 
 BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
-  if (is_resident(block)) {
-    return {.resident = true, .state_offset_bytes = plan_.state_offsets[block]};
+  const BlockLocation location = plan_.placement.WhereBlock(block);
+  if (location.tier == Tier::kDram) {
+    return {.resident = true, .state_offset_bytes = location.state_offset_bytes};
   }
   const auto it = staged_.all().find(block);
   return {.resident = false,
@@ -69,7 +70,7 @@ void StepPipeline::Prefetch() {
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = prefetch_next_;
-    if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
+    if (is_resident(block) || staged_.contains(block) || prefetch_failed_.contains(block)) continue;
     const std::optional<uint32_t> slot = staged_.AllocateFree();
     if (!slot) return;
     StartRead(block, *slot, /*for_update=*/true);
@@ -211,17 +212,18 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.groups[run.group]) continue;
     const uint64_t t = group_updates_[run.group] + 1;
-    segments.push_back({.weights_offset_bytes = layout_->groups()[run.group].weights_offset_bytes +
-                                                run.group_elem * width,
-                        .accumulator_offset_bytes =
-                            plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
-                        .block_elem = run.block_elem,
-                        .elems = run.elems,
-                        .optimizer_step = t,
-                        .scalars = ScalarsOf(run.param_group, t),
-                        .param = run.param,
-                        .param_elem = run.param_elem,
-                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    segments.push_back(
+        {.weights_offset_bytes = plan_.placement.WherePartition(run.group).weights_offset_bytes +
+                                 run.group_elem * width,
+         .accumulator_offset_bytes =
+             plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
+         .block_elem = run.block_elem,
+         .elems = run.elems,
+         .optimizer_step = t,
+         .scalars = ScalarsOf(run.param_group, t),
+         .param = run.param,
+         .param_elem = run.param_elem,
+         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
     cpu_adam::SetRoundingKey({.seed = layout_->spec().seed, .parameter = run.param, .t = t},
                              segments.back().scalars);
   }
@@ -349,7 +351,7 @@ absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t bl
 void StepPipeline::ForgetPrefetchErrors() {
   prefetch_failed_.clear();
   prefetch_error_ = absl::OkStatus();
-  prefetch_next_ = plan_.resident_blocks;
+  prefetch_next_ = 0;
 }
 
 uint64_t StepPipeline::Finish() {

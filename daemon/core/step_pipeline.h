@@ -93,7 +93,9 @@ class StepPipeline {
   bool waits_for_slot() const { return staged_.waits_for_slot(); }
   void clear_waits_for_slot() { staged_.clear_waits_for_slot(); }
   uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
-  bool is_resident(uint32_t block) const { return block < plan_.resident_blocks; }
+  bool is_resident(uint32_t block) const {
+    return plan_.placement.WhereBlock(block).tier == Tier::kDram;
+  }
   BlockPlace PlaceOf(uint32_t block) const;
   BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
