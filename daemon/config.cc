@@ -37,6 +37,7 @@ constexpr uint64_t kLeaseMsMax = 3'600'000;
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
     ConfigKey{"socket.mode", "octal string", "permissions of the socket, \"0660\""},
+    ConfigKey{"socket.operators", "group", "who sees the jobs of all users, beside root"},
     ConfigKey{"dram.limit", "size",
               "memory for everything; by default half of the control group or machine"},
     ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
@@ -255,7 +256,9 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
   if (key.starts_with("swap.")) return SetSwap(node, place, config);
   if (key.starts_with("update.")) return SetUpdate(node, place, config);
   if (key == "socket.mode") return SetMode(node, place, config);
-  if (key == "socket.path") {
+  if (key == "socket.operators") {
+    ASSIGN_OR_RETURN(config.socket_operators, TextOf(node, place));
+  } else if (key == "socket.path") {
     ASSIGN_OR_RETURN(config.socket_path, TextOf(node, place));
     if (config.socket_path.empty()) return Bad(place, "is empty");
   } else if (key == "dram.limit") {

@@ -21,6 +21,8 @@ enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 struct Config {
   std::string socket_path = "/run/forebay/forebay.sock";
   uint32_t socket_mode = 0660;
+  // Name or number of a group; empty: none.
+  std::string socket_operators;
   // 0: half of what the control group or the machine has.
   uint64_t dram_limit_bytes = 0;
   std::vector<std::string> swap_paths;

@@ -1,12 +1,18 @@
 #include "daemon/daemon.h"
 
+#include <grp.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/targets.h"
 #include "daemon/control/control_plane.h"
@@ -74,6 +80,20 @@ uint64_t StagingSlotBytes(uint64_t block_elems) {
   return slot_bytes;
 }
 
+// The number of a group that is given by name or number; nothing for "".
+absl::StatusOr<std::optional<gid_t>> GroupOf(const std::string& name) {
+  uint32_t number = 0;
+  if (name.empty()) return std::nullopt;
+  if (absl::SimpleAtoi(name, &number)) return number;
+  std::vector<char> room(64 << 10);
+  group entry{};
+  group* found = nullptr;
+  (void)::getgrnam_r(name.c_str(), &entry, room.data(), room.size(), &found);
+  if (found != nullptr) return found->gr_gid;
+  return MakeError(ErrorId::kConfig, absl::StrCat("socket.operators: there is no group ", name),
+                   "name an existing group, or leave the key out");
+}
+
 absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
   auto runner = TaskRunner::Create({.update = {.threads = static_cast<int>(config.workers),
                                                .numa_node = config.update_numa_node,
@@ -122,6 +142,13 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t work
 
 }  // namespace
 
+// Numbers of the newest probe that MadeProgress() sent and that each thread took.
+struct Probe {
+  uint64_t sent = 0;
+  std::atomic<uint64_t> loop = 0;
+  std::atomic<uint64_t> control = 0;
+};
+
 // In the order in which they are made.
 struct Daemon::State {
   Config config;
@@ -133,6 +160,7 @@ struct Daemon::State {
   std::unique_ptr<ControlQueue> replies;
   std::unique_ptr<TaskRunner> runner;
   std::unique_ptr<Executor> executor;
+  const std::shared_ptr<Probe> probe = std::make_shared<Probe>();
   bool stopping = false;  // the loop thread's
   std::thread loop;
   std::unique_ptr<ControlPlane> control;
@@ -146,6 +174,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   state->config = config;
   ASSIGN_OR_RETURN(state->config.dram_limit_bytes,
                    DramLimit(config.dram_limit_bytes, pinned_mem::ReadCgroupMemory()));
+  ASSIGN_OR_RETURN(const std::optional<gid_t> operators, GroupOf(config.socket_operators));
   ASSIGN_OR_RETURN(state->lock, InstanceLock::Acquire(config.socket_path));
   ASSIGN_OR_RETURN(state->failure, protocol::MakeDoorbell());
   ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
@@ -189,7 +218,8 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     protocol::RingDoorbell(made.failure.get());
   });
   ASSIGN_OR_RETURN(made.control, ControlPlane::Create({.listener = std::move(listener),
-                                                       .socket_path = config.socket_path},
+                                                       .socket_path = config.socket_path,
+                                                       .operators = operators},
                                                       *made.inbox, *made.replies));
   return daemon;
 }
@@ -211,6 +241,16 @@ void Daemon::Stop() {
   state_->swap.reset();
   state_->engine.reset();
   state_->lock.reset();
+}
+
+bool Daemon::MadeProgress() {
+  const std::shared_ptr<Probe> probe = state_->probe;
+  if (probe->loop != probe->sent || probe->control != probe->sent) return false;
+  const uint64_t next = probe->sent + 1;
+  if (!state_->inbox->Push([probe, next](Executor&) { probe->loop = next; })) return false;
+  FOREBAY_CHECK(state_->replies->Push([probe, next](ControlContext&) { probe->control = next; }));
+  probe->sent = next;
+  return true;
 }
 
 int Daemon::failure_fd() const { return state_->failure.get(); }

@@ -5,14 +5,18 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "cpu_adam/targets.h"
 #include "daemon/config.h"
 #include "daemon/control/version.h"
@@ -37,49 +41,32 @@ struct CommandLine {
   std::string config_path;
   std::vector<std::string> settings;
   bool check = false;
-  bool version = false;
-  bool help = false;
 };
 
-void PrintHelp() {
-  std::printf(
-      "usage: forebayd [--config FILE] [--set KEY=VALUE]... [--check] [--version] [--help]\n\n"
-      "Serves training jobs on this node. Settings of --set go over those of the file; --check "
-      "only\n"
-      "reads them. FOREBAY_CPU_TARGET forces an instruction set: forebay doctor lists them.\n\n"
-      "keys:\n");
+std::string KeysHelp() {
+  std::string help = "keys:\n";
   for (const auto& key : forebay::daemon::ConfigKeys()) {
-    std::printf("  %-20.*s %.*s\n  %-20s %.*s\n", static_cast<int>(key.name.size()),
-                key.name.data(), static_cast<int>(key.value.size()), key.value.data(), "",
-                static_cast<int>(key.help.size()), key.help.data());
+    absl::StrAppendFormat(&help, "  %-20s %s\n  %-20s %s\n", key.name, key.value, "", key.help);
   }
+  return help;
 }
 
-// False after a message where the arguments make no sense.
-bool Parse(int argc, char** argv, CommandLine& line) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    const bool takes_value = argument == "--config" || argument == "--set";
-    if (takes_value && (i + 1 == argc || *argv[i + 1] == '\0')) {
-      std::fprintf(stderr, "forebayd: %s takes a value\n", argv[i]);
-      return false;
-    }
-    if (argument == "--config") {
-      line.config_path = argv[++i];
-    } else if (argument == "--set") {
-      line.settings.emplace_back(argv[++i]);
-    } else if (argument == "--check") {
-      line.check = true;
-    } else if (argument == "--version") {
-      line.version = true;
-    } else if (argument == "--help" || argument == "-h") {
-      line.help = true;
-    } else {
-      std::fprintf(stderr, "forebayd: unknown argument %s\n", argv[i]);
-      return false;
-    }
+// The exit status where there is nothing more to do.
+std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
+  CLI::App app("Serves training jobs on this node", "forebayd");
+  app.footer(KeysHelp());
+  app.set_version_flag("--version", std::string("forebayd ") + forebay::daemon::kVersion);
+  app.add_option("--config", line.config_path, "settings; forebay.toml has every key");
+  app.add_option("--set", line.settings, "KEY=VALUE, over those of the file")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_flag("--check", line.check, "only reads the settings");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kExitUsage;
   }
-  return true;
+  return std::nullopt;
 }
 
 absl::StatusOr<Config> ReadConfig(const CommandLine& line) {
@@ -114,12 +101,19 @@ int Fail(const absl::Status& status) {
   return kExitError;
 }
 
-// Until a signal asks for the end (true) or the daemon fails (false).
-bool WaitForEnd(int signals_fd, int failure_fd) {
+// Until a signal asks for the end (true) or the daemon fails (false). Meanwhile the service manager
+// hears that both threads make progress.
+bool WaitForEnd(Daemon& daemon, int signals_fd) {
+  // Twice within the limit.
+  const auto limit =
+      std::chrono::duration_cast<std::chrono::milliseconds>(forebay::daemon::WatchdogLimit() / 2);
+  const int period_ms = limit.count() == 0 ? -1 : std::max(1, static_cast<int>(limit.count()));
   std::array<pollfd, 2> fds = {pollfd{.fd = signals_fd, .events = POLLIN, .revents = 0},
-                               pollfd{.fd = failure_fd, .events = POLLIN, .revents = 0}};
+                               pollfd{.fd = daemon.failure_fd(), .events = POLLIN, .revents = 0}};
   while (true) {
-    if (::poll(fds.data(), fds.size(), -1) < 0) continue;
+    const int ready = ::poll(fds.data(), fds.size(), period_ms);
+    if (ready == 0 && daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+    if (ready <= 0) continue;
     if (fds[1].revents != 0) return false;
     if (fds[0].revents != 0) return true;
   }
@@ -142,7 +136,7 @@ int Serve(const Config& config) {
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());
   forebay::daemon::NotifyReady(absl::StrCat("serving ", config.socket_path));
 
-  const bool asked = WaitForEnd(signals_fd.get(), (*daemon)->failure_fd());
+  const bool asked = WaitForEnd(**daemon, signals_fd.get());
   forebay::daemon::NotifyStopping();
   if (!asked)
     std::_Exit(kExitError);  // the loop is dead: a clean stop would wait for it permanently
@@ -155,15 +149,7 @@ int Serve(const Config& config) {
 
 int main(int argc, char** argv) {
   CommandLine line;
-  if (!Parse(argc, argv, line)) return kExitUsage;
-  if (line.help) {
-    PrintHelp();
-    return 0;
-  }
-  if (line.version) {
-    std::printf("forebayd %s\n", forebay::daemon::kVersion);
-    return 0;
-  }
+  if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
   const absl::Status forced = forebay::cpu_adam::ForceTarget(target == nullptr ? "" : target);
   if (!forced.ok()) return Fail(forced);

@@ -2,6 +2,8 @@
 
 #include <systemd/sd-daemon.h>
 
+#include <cstdint>
+
 namespace forebay::daemon {
 
 void NotifyReady(const std::string& status) {
@@ -9,5 +11,13 @@ void NotifyReady(const std::string& status) {
 }
 
 void NotifyStopping() { (void)::sd_notify(/*unset_environment=*/0, "STOPPING=1"); }
+
+void NotifyWatchdog() { (void)::sd_notify(/*unset_environment=*/0, "WATCHDOG=1"); }
+
+std::chrono::microseconds WatchdogLimit() {
+  uint64_t limit_us = 0;
+  const int enabled = ::sd_watchdog_enabled(/*unset_environment=*/0, &limit_us);
+  return std::chrono::microseconds(enabled > 0 ? limit_us : 0);
+}
 
 }  // namespace forebay::daemon

@@ -1,10 +1,7 @@
 #include "client/internal/control.h"
 
-#include <fcntl.h>
 #include <kj/debug.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -15,6 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/descriptor.h"
 #include "protocol/error.h"
+#include "protocol/os/memfd.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::client::internal {
@@ -60,7 +59,7 @@ absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
 // containers or with a socket that another process bound).
 UniqueFd DaemonPidfd(pid_t peer_pid, const NodeInfo& info) {
   if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != info.pid) return UniqueFd();
-  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));
+  return protocol::OpenPidfd(peer_pid);
 }
 
 absl::StatusOr<NodeInfo> Hello(ControlThread& thread, uint32_t version, const WaitLimits& limits) {
@@ -77,24 +76,6 @@ absl::StatusOr<NodeInfo> Hello(ControlThread& thread, uint32_t version, const Wa
                           .protocol_version = info.getProtocolVersion()};
         });
       });
-}
-
-// A memfd with these bytes, sealed against every change.
-absl::StatusOr<UniqueFd> SealedMemfd(std::span<const std::byte> bytes) {
-  UniqueFd fd(::memfd_create("forebay-layout", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd.valid()) return MakeError(ErrorId::kLimit, ErrnoText("memfd_create", errno));
-  for (size_t written = 0; written < bytes.size();) {
-    const ssize_t got = ::pwrite(fd.get(), bytes.data() + written, bytes.size() - written,
-                                 static_cast<off_t>(written));
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return MakeError(ErrorId::kLimit, ErrnoText("write of the layout", errno));
-    written += static_cast<size_t>(got);
-  }
-  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL) !=
-      0) {
-    return MakeError(ErrorId::kLimit, ErrnoText("sealing the layout", errno));
-  }
-  return fd;
 }
 
 AttachAnswer AnswerOf(schema::AttachReply::Reader reply) {
@@ -155,7 +136,10 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
 }
 
 absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
-  ASSIGN_OR_RETURN(UniqueFd layout, SealedMemfd(call.layout));
+  UniqueFd layout = protocol::MakeSealedMemfd("forebay-layout", call.layout);
+  if (!layout.valid()) {
+    return MakeError(ErrorId::kLimit, ErrnoText("make a memfd for the layout", errno));
+  }
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
   return thread_->Call<AttachAnswer>(
       "attach", limits,

@@ -5,19 +5,24 @@
 #include <kj/async-io.h>
 #include <kj/async-unix.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <future>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/control/message_relay.h"
 #include "daemon/control/rpc_servers.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/pidfd.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
@@ -27,12 +32,12 @@ constexpr unsigned kFdsPerMessageMax = 1;
 constexpr uint64_t kMessageWordsMax = 64 << 10;  // 512 KiB; a client of ours stays below half of it
 constexpr size_t kCallWordsMax = 4096;           // of calls not yet answered, then no more are read
 constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
-constexpr auto kAcceptPause =
-    100 * kj::MILLISECONDS;  // after a failed accept (descriptors used up)
-
-protocol::UniqueFd OpenPidfd(int32_t pid) {
-  return protocol::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-}
+constexpr int kAcceptsPerTurn = 64;
+constexpr size_t kGroupsMax = 1024;  // of a peer; who has more is no operator
+// After a failed accept: no descriptor is left.
+constexpr auto kAcceptPause = 100 * kj::MILLISECONDS;
+// For relays at the end; one that is held is left to the end of the process.
+constexpr std::chrono::milliseconds kRelaysEndLimit{1000};
 
 // Reads no further while an answer is being written: a client that asks and takes no answers waits
 // for itself. The library would keep every answer, and free the chain of them recursively.
@@ -100,8 +105,6 @@ struct LiveConnection {
     for (const auto& weak : connection->sessions) {
       if (const auto session = weak.lock()) session->End(EndCause::kLost);
     }
-    uint32_t& count = connection->context->connections[connection->uid];
-    if (--count == 0) connection->context->connections.erase(connection->uid);
   }
 
   static capnp::ReaderOptions Limits() {
@@ -124,6 +127,18 @@ struct LiveConnection {
   kj::Own<kj::UnixEventPort::FdObserver> observer;
 };
 
+// The last to go: connections that were never accepted are closed with it.
+struct Listener {
+  ~Listener() {
+    CloseUnread(std::move(fd));
+    (void)counts->WaitUntilNone(kRelaysEndLimit);
+  }
+
+  protocol::UniqueFd fd;
+  std::shared_ptr<ConnectionCounts> counts =
+      std::make_shared<ConnectionCounts>(kConnectionsPerUidMax);
+};
+
 // Lives on the control thread.
 class Acceptor final : private kj::TaskSet::ErrorHandler {
  public:
@@ -131,8 +146,9 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
            ControlQueue& replies, kj::Own<kj::PromiseFulfiller<void>> stop)
       : port_(io.unixEventPort),
         timer_(io.provider->getTimer()),
-        listener_(io.lowLevelProvider->wrapListenSocketFd(
-            options.listener.Release(), kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP)),
+        low_level_(*io.lowLevelProvider),
+        listener_{.fd = std::move(options.listener)},
+        operators_(options.operators),
         closings_(*this),
         context_{.inbox = inbox,
                  .replies = replies,
@@ -140,6 +156,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
                  .socket_path = options.socket_path,
                  .stop = kj::mv(stop)},
         answers_(port_, replies.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
+        listening_(port_, listener_.fd.get(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
         connections_(*this) {
     connections_.add(AcceptNext());
     connections_.add(DrainAnswers());
@@ -154,40 +171,54 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     return next.then([this] { return DrainAnswers(); });
   }
 
+  // As in DrainAnswers: armed before the listener is emptied.
   kj::Promise<void> AcceptNext() {
-    return listener_->accept()
-        .then([this](kj::Own<kj::AsyncIoStream>&& stream) -> kj::Promise<void> {
-          Accepted(kj::mv(stream));
-          return kj::READY_NOW;
-        })
-        .catch_([this](kj::Exception&& exception) -> kj::Promise<void> {
-          spdlog::error("accept: {}", exception.getDescription().cStr());
-          return timer_.afterDelay(kAcceptPause);
-        })
-        .then([this] { return AcceptNext(); });
+    auto next = listening_.whenBecomesReadable();
+    for (int i = 0; i < kAcceptsPerTurn; ++i) {
+      protocol::UniqueFd client(
+          ::accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (client.valid()) {
+        Accepted(std::move(client));
+      } else if (errno == EAGAIN) {
+        return next.then([this] { return AcceptNext(); });
+      } else if (errno != EINTR && errno != ECONNABORTED) {
+        spdlog::error("{}", protocol::ErrnoText("accept", errno));
+        return timer_.afterDelay(kAcceptPause).then([this] { return AcceptNext(); });
+      }
+    }
+    return kj::evalLater([this] { return AcceptNext(); });
   }
 
-  void Accepted(kj::Own<kj::AsyncIoStream> stream) {
-    auto socket = stream.downcast<kj::AsyncCapabilityStream>();
+  // Descriptors may have been sent to the socket already: it is never closed here.
+  void Accepted(protocol::UniqueFd client) {
     ucred peer{};
-    kj::uint length = sizeof(peer);
-    socket->getsockopt(SOL_SOCKET, SO_PEERCRED, &peer, &length);
-    protocol::UniqueFd pidfd = OpenPidfd(peer.pid);
+    socklen_t length = sizeof(peer);
+    ::getsockopt(client.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length);
+    protocol::UniqueFd pidfd = protocol::PeerPidfd(client.get(), peer.pid);
     if (!pidfd.valid() && peer.pid != 0) {  // it is dead already; 0: of another pid namespace
-      if (errno != ESRCH) spdlog::error("{}", protocol::ErrnoText("pidfd_open", errno));
+      if (errno != ESRCH) spdlog::error("{}", protocol::ErrnoText("open a pidfd", errno));
+      return CloseUnread(std::move(client));
+    }
+    if (!listener_.counts->Add(peer.uid)) {
+      spdlog::warn("uid {} has {} connections already: process {} is refused", peer.uid,
+                   kConnectionsPerUidMax, peer.pid);
+      return CloseUnread(std::move(client));
+    }
+    const OtherUsers others =
+        MaySeeOthers(client.get(), peer) ? OtherUsers::kAllowed : OtherUsers::kRefused;
+    auto relay = StartRelay(std::move(client), peer.uid, listener_.counts);
+    if (!relay.ok()) {
+      spdlog::error("{}", protocol::FormatError(relay.status()));
       return;
     }
-    uint32_t& count = context_.connections[peer.uid];
-    if (count >= kConnectionsPerUidMax) {
-      spdlog::warn("uid {} has {} connections already: process {} is refused", peer.uid, count,
-                   peer.pid);
-      return;
-    }
-    ++count;
+    auto socket = low_level_.wrapUnixSocketFd(relay->Release(),
+                                              kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP |
+                                                  kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC |
+                                                  kj::LowLevelAsyncIoProvider::ALREADY_NONBLOCK);
 
     auto connection = std::make_shared<Connection>();
     connection->context = &context_;
-    connection->uid = peer.uid;
+    connection->viewer = {.uid = peer.uid, .others = others};
     connection->pid = peer.pid;
     auto close = kj::newPromiseAndFulfiller<void>();
     connection->close = kj::mv(close.fulfiller);
@@ -197,6 +228,17 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
                     .exclusiveJoin(kj::mv(close.promise))
                     .exclusiveJoin(HelloDeadline(connection));
     connections_.add(over.attach(kj::mv(live)));
+  }
+
+  bool MaySeeOthers(int client, const ucred& peer) const {
+    if (peer.uid == 0 || peer.uid == ::geteuid()) return true;
+    if (!operators_.has_value()) return false;
+    if (peer.gid == *operators_) return true;
+    std::array<gid_t, kGroupsMax> groups{};
+    socklen_t length = sizeof(groups);
+    if (::getsockopt(client, SOL_SOCKET, SO_PEERGROUPS, groups.data(), &length) != 0) return false;
+    const auto end = groups.begin() + static_cast<std::ptrdiff_t>(length / sizeof(gid_t));
+    return std::find(groups.begin(), end, *operators_) != end;
   }
 
   kj::Promise<void> HelloDeadline(const std::shared_ptr<Connection>& connection) {
@@ -213,10 +255,13 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
 
   kj::UnixEventPort& port_;
   kj::Timer& timer_;
-  kj::Own<kj::ConnectionReceiver> listener_;
+  kj::LowLevelAsyncIoProvider& low_level_;
+  Listener listener_;
+  const std::optional<gid_t> operators_;
   kj::TaskSet closings_;  // sessions whose end the loop has still to confirm
   ControlContext context_;
   kj::UnixEventPort::FdObserver answers_;
+  kj::UnixEventPort::FdObserver listening_;
   kj::TaskSet connections_;  // dies first: ends its sessions
 };
 

@@ -1,8 +1,11 @@
 // The control thread: Cap'n Proto RPC over a Unix socket, one process watched per connection.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/functional/any_invocable.h"
@@ -32,7 +35,10 @@ inline constexpr size_t kControlQueueCapacity = 4 * kInboxCapacity;
 
 struct ControlPlaneOptions {
   protocol::UniqueFd listener;  // bound and listening
-  std::string socket_path;      // for status
+  // For status.
+  std::string socket_path;
+  // Group that sees the jobs of all users.
+  std::optional<gid_t> operators;
 };
 
 // Threads  Create() and the destructor on one thread. Everything else happens on its own thread.

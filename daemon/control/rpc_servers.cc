@@ -1,11 +1,6 @@
 #include "daemon/control/rpc_servers.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +9,7 @@
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/check.h"
+#include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/wire.h"
 #include "spdlog/spdlog.h"
@@ -54,24 +50,18 @@ kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask 
 // All of it: a name is not cut at a zero byte.
 std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
 
-// The layout's bytes, copied. Only a memfd is read: no other file can make the control thread wait.
+// The layout's bytes, copied. Only a sealed memfd is read (message_relay.h passes no other): no other
+// file can make the control thread wait.
 absl::StatusOr<std::vector<std::byte>> ReadLayoutBytes(int fd, uint64_t bytes) {
   if (bytes == 0 || bytes > protocol::kLayoutBytesMax) {
     return MakeError(ErrorId::kLayout, absl::StrCat("a layout of ", bytes, " bytes (1 to ",
                                                     protocol::kLayoutBytesMax, ")"));
   }
-  if (::fcntl(fd, F_GET_SEALS) < 0) {
-    return MakeError(ErrorId::kProtocol, "the layout's descriptor is not a memfd");
-  }
   std::vector<std::byte> out(bytes);
-  for (size_t done = 0; done < out.size();) {
-    const ssize_t got = ::pread(fd, out.data() + done, out.size() - done, static_cast<off_t>(done));
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) {
-      return MakeError(ErrorId::kProtocol, absl::StrCat("the layout's memfd ends after ", done,
-                                                        " of ", bytes, " bytes"));
-    }
-    done += static_cast<size_t>(got);
+  const int64_t got = protocol::ReadFromStart(fd, out);
+  if (got != static_cast<int64_t>(bytes)) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("the layout's memfd has ", got, " of ", bytes, " bytes"));
   }
   return out;
 }
@@ -199,18 +189,19 @@ class AdminServer final : public schema::Admin::Server {
                *connection_->context, NodeSnapshot{},
                [](Executor& executor, auto answer) mutable { answer(executor.Snapshot()); })
         .then([this, context](kj::Own<NodeSnapshot> snapshot) mutable {
-          FillStatus(*snapshot, connection_->context->socket_path, connection_->context->rpc_calls,
-                     context.getResults().initStatus());
+          FillStatus(*snapshot, connection_->viewer, connection_->context->socket_path,
+                     connection_->context->rpc_calls, context.getResults().initStatus());
         });
   }
 
   kj::Promise<void> trace(TraceContext context) override {
     context.allowCancellation();
-    std::string job = TextOf(context.getParams().getJob());
+    auto job = ParseJobName(TextOf(context.getParams().getJob()), connection_->viewer.uid,
+                            connection_->viewer.others);
     using Events = absl::StatusOr<std::vector<TimedEvent>>;
     return AskLoop<Events>(*connection_->context, Events(Overloaded()),
                            [job = std::move(job)](Executor& executor, auto answer) mutable {
-                             answer(executor.Trace(job));
+                             answer(job.ok() ? executor.Trace(*job) : Events(job.status()));
                            })
         .then([context](kj::Own<Events> events) mutable {
           auto results = context.getResults();
@@ -224,7 +215,7 @@ class AdminServer final : public schema::Admin::Server {
     context.allowCancellation();
     std::string job = TextOf(context.getParams().getJob());
     return AskLoop<absl::Status>(*connection_->context, Overloaded(),
-                                 [job = std::move(job), uid = connection_->uid](
+                                 [job = std::move(job), uid = connection_->viewer.uid](
                                      Executor& executor, auto answer) mutable {
                                    executor.DeleteJob(std::move(job), uid, std::move(answer));
                                  })
@@ -269,8 +260,9 @@ class NodeServer final : public schema::Node::Server {
       KJ_IF_MAYBE (layout_fd, fd) {
         return AttachWith(context, *layout_fd);
       }
-      return Refuse(context, MakeError(ErrorId::kProtocol, "attach came without a layout's memfd",
-                                       "should the daemon have none to spare: LimitNOFILE="));
+      return Refuse(context,
+                    MakeError(ErrorId::kProtocol, "attach came without the layout, a sealed memfd",
+                              "the daemon may have no descriptor left: raise LimitNOFILE="));
     });
   }
 
@@ -315,7 +307,7 @@ class NodeServer final : public schema::Node::Server {
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
     LoopCall call = [request = AttachRequested{.session = handle->id(),
-                                               .uid = connection_->uid,
+                                               .uid = connection_->viewer.uid,
                                                .job = TextOf(request.getJob()),
                                                .reader = request.getReader(),
                                                .rank = request.getRank(),

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/control/control_plane.h"
+#include "daemon/control/status_message.h"
 #include "daemon/exec/reactor.h"
 #include "daemon/exec/session_io.h"
 #include "protocol/error.h"
@@ -49,9 +50,8 @@ struct ControlContext {
   std::string socket_path;
   kj::Own<kj::PromiseFulfiller<void>> stop;  // fulfil it to end the control thread
   SessionId next_session = 1;
-  uint32_t sessions = 0;                          // whose end the loop has not confirmed
-  std::map<JobId, uint64_t> rpc_calls = {};       // of sessions, by job
-  std::map<uint32_t, uint32_t> connections = {};  // by uid
+  uint32_t sessions = 0;                     // whose end the loop has not confirmed
+  std::map<JobId, uint64_t> rpc_calls = {};  // of sessions, by job
   std::map<uint64_t, std::unique_ptr<Waiter>> waiters = {};
   uint64_t next_waiter = 1;
 
@@ -90,7 +90,7 @@ struct ControlContext {
 // One client's connection. Sessions end when it does.
 struct Connection {
   ControlContext* context = nullptr;
-  uint32_t uid = 0;
+  Viewer viewer;
   int32_t pid = 0;
   bool handshake_done = false;  // hello was called with our version
   std::vector<std::weak_ptr<SessionHandle>> sessions;

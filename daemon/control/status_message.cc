@@ -15,10 +15,18 @@ namespace {
 
 constexpr size_t kGroupNamesBytesMax = 128 << 10;  // in one status
 constexpr size_t kEventNameBytesMax = 48;
+constexpr char kOfAnother[] = "(another user)";
 
 std::string Text(std::string_view text) { return std::string(text); }
 
-void FillMemory(const NodeSnapshot& snapshot, schema::MemoryStatus::Builder memory) {
+// Of the owner of an arena: empty for the node's own.
+std::string JobText(const JobName& job, const Viewer& viewer) {
+  if (job.name.empty()) return {};
+  return viewer.MaySee(job.uid) ? JobNameFor(viewer.uid, job) : kOfAnother;
+}
+
+void FillMemory(const NodeSnapshot& snapshot, const Viewer& viewer,
+                schema::MemoryStatus::Builder memory) {
   memory.setLimitBytes(snapshot.node.dram_limit_bytes);
   memory.setUsedBytes(snapshot.memory.used_bytes);
   memory.setPrivateBytes(snapshot.memory.private_bytes);
@@ -29,7 +37,7 @@ void FillMemory(const NodeSnapshot& snapshot, schema::MemoryStatus::Builder memo
   for (unsigned i = 0; i < arenas.size(); ++i) {
     const ArenaLine& line = snapshot.arenas[i];
     arenas[i].setKind(Name(line.owner.kind));
-    arenas[i].setJob(line.owner.job.c_str());
+    arenas[i].setJob(JobText(line.owner.job, viewer).c_str());
     arenas[i].setRank(line.owner.rank);
     arenas[i].setSizeBytes(line.size_bytes);
     arenas[i].setAllocatedBytes(line.allocated_bytes);
@@ -51,10 +59,10 @@ void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder 
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }
 
-void FillJob(const JobSnapshot& snapshot, schema::JobStatus::Builder job) {
+void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatus::Builder job) {
   const JobView& view = snapshot.view;
   const protocol::LayoutSpec& spec = view.layout->spec();
-  job.setName(view.name.c_str());
+  job.setName(JobNameFor(viewer.uid, {.uid = view.uid, .name = view.name}).c_str());
   job.setId(view.id);
   job.setUid(view.uid);
   job.setWorldSize(spec.world_size);
@@ -87,20 +95,24 @@ void FillInfo(schema::NodeInfo::Builder info) {
   info.setProtocolVersion(protocol::kProtocolVersion);
 }
 
-void FillStatus(const NodeSnapshot& snapshot, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status) {
   FillInfo(status.initInfo());
   status.setUptimeSeconds(snapshot.uptime_seconds);
-  FillMemory(snapshot, status.initMemory());
+  FillMemory(snapshot, viewer, status.initMemory());
   auto swap = status.initSwap(static_cast<unsigned>(snapshot.swap.size()));
   for (unsigned i = 0; i < swap.size(); ++i) FillSwap(snapshot.swap[i], swap[i]);
-  auto jobs = status.initJobs(static_cast<unsigned>(snapshot.jobs.size()));
+  std::vector<const JobSnapshot*> shown;
+  for (const JobSnapshot& job : snapshot.jobs) {
+    if (viewer.MaySee(job.view.uid)) shown.push_back(&job);
+  }
+  auto jobs = status.initJobs(static_cast<unsigned>(shown.size()));
   size_t names_bytes = 0;
   for (unsigned i = 0; i < jobs.size(); ++i) {
-    FillJob(snapshot.jobs[i], jobs[i]);
-    const auto calls = rpc_calls.find(snapshot.jobs[i].view.id);
+    FillJob(*shown[i], viewer, jobs[i]);
+    const auto calls = rpc_calls.find(shown[i]->view.id);
     jobs[i].setRpcCalls(calls == rpc_calls.end() ? 0 : calls->second);
-    const auto& names = snapshot.jobs[i].view.layout->spec().group_names;
+    const auto& names = shown[i]->view.layout->spec().group_names;
     for (const std::string& name : names) names_bytes += name.size() + 16;
     if (names_bytes > kGroupNamesBytesMax) continue;
     auto groups = jobs[i].initGroups(static_cast<unsigned>(names.size()));

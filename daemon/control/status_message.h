@@ -1,4 +1,4 @@
-// Pictures of the node as messages.
+// Snapshots of the node as messages.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/core/job_name.h"
 #include "daemon/exec/node_snapshot.h"
 #include "protocol/forebay.capnp.h"
 
@@ -13,8 +14,16 @@ namespace forebay::daemon {
 
 void FillInfo(schema::NodeInfo::Builder info);
 
+// Who asks. Jobs of others are shown to root, to the daemon's own user and to operators only.
+struct Viewer {
+  uint32_t uid = 0;
+  OtherUsers others = OtherUsers::kRefused;
+
+  bool MaySee(uint32_t owner) const { return owner == uid || others == OtherUsers::kAllowed; }
+};
+
 // Group names are left out of a message that would become too long (256 KiB).
-void FillStatus(const NodeSnapshot& snapshot, const std::string& socket_path,
+void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
 
 void FillTrace(const std::vector<TimedEvent>& events, capnp::List<schema::TraceEvent>::Builder out);

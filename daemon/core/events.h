@@ -26,7 +26,9 @@ using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
 
 struct AttachRequested {
   SessionId session = 0;  // chosen by the executor
+  // Of the client.
   uint32_t uid = 0;
+  // NAME or UID:NAME.
   std::string job;
   // A reader has no rank and no vote, delivers nothing and cannot create the job.
   bool reader = false;

@@ -382,12 +382,7 @@ absl::Status Job::FailedStatus() const {
                    "delete the job and start it again from a checkpoint");
 }
 
-absl::Status Job::Delete(uint32_t uid) {
-  if (uid != spec_.uid && uid != 0) {
-    return MakeError(ErrorId::kPermission,
-                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid),
-                     "delete it as that user");
-  }
+absl::Status Job::Delete() {
   if (members_.live_ranks() > 0) {
     return MakeError(ErrorId::kBusy,
                      absl::StrCat("job ", spec_.name, " has ", members_.live_ranks(), " sessions"),
@@ -422,6 +417,7 @@ void Job::Prefetch() {
 }
 
 void Job::FreeWhenUnused() {
+  if (!initial_.ready() && members_.empty()) deleting_ = true;  // it holds nothing of anybody
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
   io_.actions().Emit(FreeJob{.job = spec_.id});

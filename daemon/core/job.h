@@ -30,7 +30,7 @@ class Job {
   // Emits what makes its memory. The pool and the actions outlive the job.
   Job(JobSpec spec, ActionSink& actions, StagingPool& pool);
 
-  // Whether this client may attach; uid, layout, sizes, the job's health.
+  // Whether this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
   // Adds a session that was checked; fences a live one of the same rank.
   void Attach(const AttachRequested& request);
@@ -42,9 +42,8 @@ class Job {
   // The update of `step` has waited long enough: readers that hold it up are ended.
   void OnLeaseTimeExpired(uint64_t step);
 
-  // Errors  E_PERMISSION  not the owner nor root.
-  //         E_BUSY        sessions are attached.
-  absl::Status Delete(uint32_t uid);
+  // Errors  E_BUSY  sessions are attached.
+  absl::Status Delete();
 
   void Advance();
   void Prefetch();  // after Advance of all jobs: uses staging slots that nobody needs now
@@ -57,6 +56,7 @@ class Job {
 
   JobId id() const { return spec_.id; }
   const std::string& name() const { return spec_.name; }
+  uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
   const std::vector<nvme::Slot>& swap_slots() const { return spec_.swap_slots; }
   uint64_t dram_bytes() const { return spec_.plan.dram_bytes + members_.reader_bytes(); }
@@ -89,7 +89,8 @@ class Job {
   JobSpec spec_;
   JobIo io_;
   uint32_t making_tasks_ = 0;  // its memory and swap
-  bool deleting_ = false;      // deleted, or could not be made: freed as soon as it is unused
+  // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
+  bool deleting_ = false;
   bool freed_ = false;
   absl::Status failed_;  // of the making, or what the step failed of
 

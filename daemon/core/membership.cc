@@ -14,12 +14,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 absl::Status Membership::CheckAttach(const AttachRequested& request) const {
-  if (request.uid != spec_.uid && request.uid != 0) {
-    return MakeError(ErrorId::kPermission,
-                     absl::StrCat("job ", spec_.name, " belongs to uid ", spec_.uid,
-                                  ", not to uid ", request.uid),
-                     "choose another job name, or attach as that user");
-  }
   const std::string difference =
       protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
   if (!difference.empty()) {

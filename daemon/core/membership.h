@@ -30,7 +30,7 @@ class Membership {
   Membership(const JobSpec& spec, JobIo& io)
       : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
 
-  // Whether this client may attach by its uid, its layout and the sizes it asks for.
+  // Whether this client may attach by its layout and the sizes it asks for.
   absl::Status CheckAttach(const AttachRequested& request) const;
   // Whether this client's run may: the job's own, or, between runs, one that asks to resume. A job
   // whose parameters are not written (`ready`) is nobody's yet.

@@ -66,6 +66,26 @@ uint64_t BlockElems(const Layout& layout, const NodeOptions& options) {
   return within == 0 ? elems : std::min(elems, within);
 }
 
+// Of heap: what the allocator adds to a string or vector, and what the tables hold of a parameter, a
+// group, a session and a job beside names and shapes.
+constexpr uint64_t kHeapBlockBytes = 32;
+constexpr uint64_t kParamTableBytes = 160;
+constexpr uint64_t kGroupTableBytes = 256;
+constexpr uint64_t kSessionTableBytes = 8 << 10;
+constexpr uint64_t kJobTableBytes = 16 << 10;
+
+uint64_t TableBytes(const protocol::LayoutSpec& spec) {
+  uint64_t bytes = kJobTableBytes + spec.world_size * kSessionTableBytes;
+  for (const auto& param : spec.params) {
+    bytes += kParamTableBytes + param.name.size() + param.shape.size() * sizeof(uint64_t) +
+             2 * kHeapBlockBytes;
+  }
+  for (const std::string& name : spec.group_names) {
+    bytes += kGroupTableBytes + name.size() + kHeapBlockBytes;
+  }
+  return RoundUp(bytes, kPageBytes);
+}
+
 // The terms of a sum that does not fit, and the limit that would do.
 absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeOptions& options,
                        const NodeUse& use, uint64_t state_bytes_needed) {
@@ -81,7 +101,7 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
       Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
   absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
                   Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
-                  ")");
+                  ") + tables ", Bytes(plan.table_bytes));
   if (state_bytes_needed > 0) {
     absl::StrAppend(&message, " + states ", Bytes(state_bytes_needed), " (there is no swap)");
   }
@@ -160,11 +180,13 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   MemoryPlan plan;
   plan.session = request;
   plan.weights_bytes = layout.weights_bytes();
+  plan.table_bytes = TableBytes(layout.spec());
   PlanStepArena(layout, plan);
   PlanSessionArena(plan);
   plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
                     layout.spec().world_size *
-                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes);
+                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +
+                    plan.table_bytes;
 
   const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
   const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);

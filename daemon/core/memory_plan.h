@@ -61,6 +61,9 @@ struct MemoryPlan {
   uint64_t swap_slot_bytes = 0;
   uint32_t swap_slots = 0;
 
+  // Heap that the layout, the tables made from it and the sessions take; estimated from above.
+  uint64_t table_bytes = 0;
+
   uint64_t dram_bytes = 0;  // all of it that counts in the limit
   uint64_t swap_bytes = 0;  // all slots
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/core/job.h"
 #include "daemon/core/job_io.h"
+#include "daemon/core/job_name.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/staging.h"
 #include "protocol/error.h"
@@ -21,22 +22,15 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-bool IsNameByte(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
-         c == '_' || c == '-';
+OtherUsers OthersFor(uint32_t uid) {
+  return uid == 0 ? OtherUsers::kAllowed : OtherUsers::kRefused;
 }
 
-absl::Status CheckName(std::string_view name) {
-  if (!name.empty() && name.size() <= kJobNameBytesMax &&
-      std::all_of(name.begin(), name.end(), IsNameByte)) {
-    return absl::OkStatus();
-  }
-  return MakeError(ErrorId::kJobName,
-                   absl::StrCat("a job name of ", name.size(), " bytes is not 1 to ",
-                                kJobNameBytesMax, " bytes of [A-Za-z0-9._-]"));
+absl::Status NoJob(const JobName& name, uint32_t uid) {
+  return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", JobNameFor(uid, name)),
+                   "forebay jobs lists them");
 }
 
-// What of a request can be judged without its job.
 // Shown in messages to others of the job's user: printable characters alone.
 absl::Status CheckRunToken(const std::string& run) {
   const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
@@ -49,8 +43,8 @@ absl::Status CheckRunToken(const std::string& run) {
                    "set FOREBAY_RUN, or run at attach, to a short name of this run");
 }
 
+// What of a request can be judged without its job.
 absl::Status CheckRequest(const AttachRequested& request) {
-  RETURN_IF_ERROR(CheckName(request.job));
   if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
   RETURN_IF_ERROR(CheckRunToken(request.run));
   const uint32_t world_size = request.layout->spec().world_size;
@@ -91,7 +85,7 @@ struct NodeState::Impl {
 
   absl::StatusOr<Job*> JobFor(const AttachRequested& request);
   Job* JobOf(SessionId session);
-  Job* JobNamed(std::string_view name) const;
+  Job* JobNamed(const JobName& name) const;
   NodeUse Use() const;
   absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
   std::vector<Job*> Runnable(Job* concerned) const;
@@ -104,7 +98,7 @@ struct NodeState::Impl {
   nvme::SlotMap swap;
   JobId last_job = 0;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
-  std::map<std::string, JobId, std::less<>> names;
+  std::map<JobName, JobId> names;
   std::map<SessionId, JobId> session_jobs;
   // Requests that wait for JobFreed.
   std::map<JobId, std::vector<uint64_t>> deletes;
@@ -140,8 +134,9 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
 
 // The job of the request, made where it does not exist.
 absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
+  ASSIGN_OR_RETURN(JobName name, ParseJobName(request.job, request.uid, OthersFor(request.uid)));
   RETURN_IF_ERROR(CheckRequest(request));
-  if (Job* job = JobNamed(request.job)) {
+  if (Job* job = JobNamed(name)) {
     RETURN_IF_ERROR(job->CheckAttach(request));
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
     return job;
@@ -151,6 +146,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                      absl::StrCat("there is no job named ", request.job, " to read"),
                      "a reader attaches to a job that a rank has created: forebay jobs");
   }
+  if (name.uid != request.uid) return NoJob(name, request.uid);
   if (jobs.size() >= kJobsMax) {
     return MakeError(ErrorId::kLimit,
                      absl::StrCat("the node has ", jobs.size(), " jobs (at most ", kJobsMax, ")"),
@@ -169,14 +165,14 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   }
   const JobId id = ++last_job;
   auto job = std::make_unique<Job>(JobSpec{.id = id,
-                                           .name = request.job,
-                                           .uid = request.uid,
+                                           .name = name.name,
+                                           .uid = name.uid,
                                            .layout = request.layout,
                                            .plan = std::move(plan),
                                            .swap_slots = std::move(slots),
                                            .options = options},
                                    actions, pool);
-  names.emplace(request.job, id);
+  names.emplace(std::move(name), id);
   return jobs.emplace(id, std::move(job)).first->second.get();
 }
 
@@ -221,11 +217,12 @@ Job* NodeState::Impl::On(const TaskDone& event) {
 }
 
 Job* NodeState::Impl::On(const DeleteJobRequested& request) {
-  Job* job = JobNamed(request.job);
-  absl::Status status =
-      job != nullptr
-          ? job->Delete(request.uid)
-          : MakeError(ErrorId::kJobName, absl::StrCat("there is no job named ", request.job));
+  Job* job = nullptr;
+  const absl::StatusOr<JobName> name =
+      ParseJobName(request.job, request.uid, OthersFor(request.uid));
+  if (name.ok()) job = JobNamed(*name);
+  absl::Status status = name.status();
+  if (status.ok()) status = job == nullptr ? NoJob(*name, request.uid) : job->Delete();
   if (!status.ok()) {
     actions.Emit(AnswerDelete{.request = request.request, .status = status});
     return nullptr;
@@ -278,7 +275,7 @@ void NodeState::Impl::Sweep(Job& job) {
   swap.Free(job.swap_slots());
   const JobId id = job.id();
   freed_weights_bytes.emplace(id, job.plan().weights_bytes);
-  names.erase(job.name());
+  names.erase({.uid = job.uid(), .name = job.name()});
   jobs.erase(id);
 }
 
@@ -287,7 +284,7 @@ Job* NodeState::Impl::JobOf(SessionId session) {
   return it == session_jobs.end() ? nullptr : jobs.at(it->second).get();
 }
 
-Job* NodeState::Impl::JobNamed(std::string_view name) const {
+Job* NodeState::Impl::JobNamed(const JobName& name) const {
   const auto it = names.find(name);
   return it == names.end() ? nullptr : jobs.at(it->second).get();
 }
@@ -322,9 +319,10 @@ std::vector<JobView> NodeState::Jobs() const {
 }
 
 std::optional<JobView> NodeState::FindJob(std::string_view name) const {
-  const Job* job = impl_->JobNamed(name);
-  if (job == nullptr) return std::nullopt;
-  return job->View();
+  for (const auto& [id, job] : impl_->jobs) {
+    if (job->name() == name) return job->View();
+  }
+  return std::nullopt;
 }
 
 NodeView NodeState::Node() const {
@@ -350,7 +348,8 @@ void NodeState::CheckInvariants() const {
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
     staged += job->staged_blocks();
-    FOREBAY_CHECK(!job->is_freed() && impl_->names.at(job->name()) == id);
+    FOREBAY_CHECK(!job->is_freed() &&
+                  impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);
   }
   FOREBAY_CHECK(staged == node.staging_slots_used);
   for (const auto& [session, job] : impl_->session_jobs) {

@@ -92,6 +92,7 @@ class NodeState {
   void Handle(const Event& event, std::vector<Action>& actions);
 
   std::vector<JobView> Jobs() const;  // by id
+  // The oldest of that name, whoever owns it.
   std::optional<JobView> FindJob(std::string_view name) const;
   NodeView Node() const;
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/core/job_name.h"
 #include "pinned_mem/pinned_arena.h"
 
 namespace forebay::daemon {
@@ -30,7 +31,7 @@ const char* Name(ArenaKind kind);
 struct ArenaOwner {
   ArenaKind kind = ArenaKind::kStaging;
   // Empty for the node's own.
-  std::string job = {};
+  JobName job = {};
   // -1 if it belongs to no rank.
   int32_t rank = -1;
 };

@@ -86,6 +86,8 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {
   Session session;
   session.request = request;
   session.request.layout = nullptr;  // the job's is kept, not one a session
+  const auto job = ParseJobName(request.job, request.uid, OtherUsers::kAllowed);
+  if (job.ok()) session.job = *job;
   session.callbacks = std::move(callbacks);
   FOREBAY_CHECK(sessions_.emplace(id, std::move(session)).second);
   Raise(std::move(request));
@@ -152,12 +154,12 @@ NodeSnapshot Executor::Snapshot() {
   return snapshot;
 }
 
-absl::StatusOr<std::vector<TimedEvent>> Executor::Trace(std::string_view name) const {
+absl::StatusOr<std::vector<TimedEvent>> Executor::Trace(const JobName& name) const {
   for (const auto& [id, io] : jobs_) {
     if (io.name == name) return io.timeline.newest();
   }
-  return MakeError(ErrorId::kJobName, absl::StrCat("no job \"", std::string(name), "\""),
-                   "forebay status lists the jobs");
+  return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", name.name),
+                   "forebay jobs lists them");
 }
 
 // ------------------------------------------------------------------------------ the reactor's news

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
+#include "daemon/core/job_name.h"
 #include "daemon/core/node_state.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/block_tasks.h"
@@ -73,7 +74,8 @@ class Executor {
   absl::Status Explain(SessionId session, uint64_t tag) const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot();
-  absl::StatusOr<std::vector<TimedEvent>> Trace(std::string_view job) const;
+  // Errors: E_JOB_NAME.
+  absl::StatusOr<std::vector<TimedEvent>> Trace(const JobName& name) const;
 
   // ----------------------------------------------------------------------- what the reactor brings
 
@@ -96,7 +98,7 @@ class Executor {
 
  private:
   struct JobIo {
-    std::string name;
+    JobName name;
     std::shared_ptr<const protocol::Layout> layout;
     ArenaRegistry::Arena weights;
     ArenaRegistry::Arena state;
@@ -106,6 +108,7 @@ class Executor {
 
   struct Session {
     AttachRequested request;
+    JobName job;
     AttachCallbacks callbacks;
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
     // What the rank's extra_state was at attach.

@@ -125,12 +125,12 @@ void Executor::Run(CreateJobMemory& action) {
   JobIo io;
   for (const JobView& view : state_.Jobs()) {
     if (view.id == action.job) {
-      io.name = view.name;
+      io.name = {.uid = view.uid, .name = view.name};
       io.layout = view.layout;
     }
   }
   FOREBAY_CHECK(io.layout != nullptr);
-  const std::string name = io.name.substr(0, 100);
+  const std::string name = io.name.name.substr(0, 100);
   jobs_.emplace(action.job, std::move(io));
   const auto make = [lock = options_.lock](const std::string& arena_name, uint64_t bytes,
                                            ArenaKind kind,
@@ -200,8 +200,8 @@ void Executor::Run(CreateSessionMemory& action) {
       Session& session = sessions_.at(action.session);
       session.io = *std::move(io);
       const int rank = RankOf(session.request);
-      registry_.Register({ArenaKind::kGrad, session.request.job, rank}, arenas.grad);
-      registry_.Register({ArenaKind::kRing, session.request.job, rank}, arenas.ring);
+      registry_.Register({ArenaKind::kGrad, session.job, rank}, arenas.grad);
+      registry_.Register({ArenaKind::kRing, session.job, rank}, arenas.ring);
       Done(action.task, absl::OkStatus());
     };
   });
@@ -220,7 +220,7 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
                         .lock = options_.lock,
                         .access = pinned_mem::Access::kServed}));
   std::ranges::copy(saved, session.extra_state->bytes().begin());
-  registry_.Register({ArenaKind::kExtraState, session.request.job, RankOf(session.request)},
+  registry_.Register({ArenaKind::kExtraState, session.job, RankOf(session.request)},
                      session.extra_state);
   ASSIGN_OR_RETURN(fds.extra_state, session.extra_state->ClientFd());
   return fds;

@@ -50,7 +50,7 @@ absl::StatusOr<ChosenEngine> CreateIoEngine(const EngineOptions& options) {
       return protocol::MakeError(
           protocol::ErrorId::kUnsupported,
           absl::StrCat("io_uring does not work here: ", chosen.reason),
-          "allow io_uring (kernel.io_uring_disabled=0, no seccomp filter), or set io_engine to "
+          "allow io_uring (kernel.io_uring_disabled=0, no seccomp filter), or set io.engine to "
           "\"threads\" or \"auto\"");
     }
   }

@@ -200,10 +200,12 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
   take_all();
   const int before = daemon_->OpenFds();
   for (int i = 0; i < 100; ++i) take_all();
-  EXPECT_EQ(daemon_->OpenFds(), before);
+  // The relay closes its copy after the client has got its own.
+  EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() <= before; }));
 }
 
-// With one descriptor to spare, with two, ... until an attach has enough.
+// With two descriptors to spare (the layout takes as many on its way through the relay), with three,
+// ... until an attach has enough.
 TEST_F(Flood, ThatLeavesTooFewDescriptorsIsToldSoUntilThereAreEnough) {
   if (kSanitized) GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
   ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
@@ -215,7 +217,7 @@ TEST_F(Flood, ThatLeavesTooFewDescriptorsIsToldSoUntilThereAreEnough) {
     ASSERT_EQ(::prlimit(daemon_->pid(), RLIMIT_NOFILE, &limit, nullptr), 0);
   };
   int refused = 0;
-  for (int spare = 1; spare <= kSpareMost; ++spare) {
+  for (int spare = 2; spare <= kSpareMost; ++spare) {
     SCOPED_TRACE(spare);
     limit_spare(spare);
     const std::string job = absl::StrCat("job", spare);

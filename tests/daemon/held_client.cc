@@ -1,6 +1,6 @@
 // A training process to be killed: attaches, says what it is told to, and waits.
 //
-// usage: held_client SOCKET RANK WORLD WHAT [UID]     UID: becomes that user first
+// usage: held_client SOCKET RANK WORLD WHAT [UID [JOB]]     UID: becomes that user first
 //   begin      says "attaching", attaches and says "held"; as first rank writes no parameters
 //   hold       the same, but writes them, and takes a lease
 //   step       the same without the lease, then delivers all groups, says "held" and waits in the
@@ -27,8 +27,8 @@ namespace {
 using forebay::client::Attachment;
 constexpr auto kTimeout = std::chrono::seconds(60);
 
-absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
-                 const std::string& what) {
+absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world, const std::string& what,
+                 const std::string& job) {
   namespace testing = forebay::testing;
   const bool forks = what.starts_with("fork");
   const bool steps = what.ends_with("step");
@@ -36,7 +36,7 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world,
   std::fprintf(stderr, "attaching\n");
   ASSIGN_OR_RETURN(auto session,
                    Attachment::Attach({.socket = socket,
-                                       .job = "job",
+                                       .job = job,
                                        .reader = reads,
                                        .rank = rank,
                                        .layout = testing::MakeLayoutSpec({.world_size = world}),
@@ -74,11 +74,12 @@ bool Become(uid_t uid, std::string& socket) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5 && argc != 6) return 2;
+  if (argc < 5 || argc > 7) return 2;
   std::string socket = argv[1];
-  if (argc == 6 && !Become(static_cast<uid_t>(std::stoul(argv[5])), socket)) return 3;
-  const absl::Status status = Run(socket, static_cast<uint32_t>(std::stoul(argv[2])),
-                                  static_cast<uint32_t>(std::stoul(argv[3])), argv[4]);
+  if (argc > 5 && !Become(static_cast<uid_t>(std::stoul(argv[5])), socket)) return 3;
+  const absl::Status status =
+      Run(socket, static_cast<uint32_t>(std::stoul(argv[2])),
+          static_cast<uint32_t>(std::stoul(argv[3])), argv[4], argc > 6 ? argv[6] : "job");
   std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
   return status.ok() ? 0 : 1;
 }

@@ -3,14 +3,22 @@
 // Method  A raw client against a real daemon. Beside it a healthy job trains after each attack.
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "daemon/control/control_plane.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/ring.h"
@@ -42,13 +50,20 @@ class HostileDescriptors : public ::testing::Test {
   void TearDown() override {
     ASSERT_TRUE(daemon_->IsAlive());
     EXPECT_OK(healthy_->TrainOneMoreStep());
-    EXPECT_EQ(daemon_->Stop().exit_code, 0);
+    const testing::Ended ended = daemon_->Stop();
+    EXPECT_EQ(ended.exit_code, 0);
+    EXPECT_THAT(ended.errors, ::testing::HasSubstr(logged_));
   }
+
+  // While it is stopped, what is sent to it can lose its last other holder.
+  void StopDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGSTOP), 0); }
+  void ContinueDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGCONT), 0); }
 
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<HealthyJob> healthy_;
+  std::string logged_;  // must be in the daemon's log
 };
 
 // Makes every later write to the doorbell block, as far as the client can.
@@ -89,6 +104,153 @@ TEST_F(HostileDescriptors, AFullBlockingDoorbellDoesNotBlockTheLoop) {
         << sent << " commands";
     protocol::internal::StoreWord(ring.completion_head.index, head, std::memory_order_seq_cst);
   }
+}
+
+constexpr int kLingerSeconds = 120;  // longer than any call of this test may take
+
+// A TCP connection whose other end never reads: its close waits for kLingerSeconds.
+class LingeringSocket {
+ public:
+  LingeringSocket() {
+    const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    auto* const generic = reinterpret_cast<sockaddr*>(&address);
+    socklen_t length = sizeof(address);
+    EXPECT_EQ(::bind(listener.get(), generic, length), 0);
+    EXPECT_EQ(::listen(listener.get(), 1), 0);
+    EXPECT_EQ(::getsockname(listener.get(), generic, &length), 0);
+    ours_.Reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    (void)::connect(ours_.get(), generic, length);
+    silent_.Reset(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const std::vector<char> bytes(1 << 20);
+    while (::send(ours_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0) {
+    }
+    const linger wait{.l_onoff = 1, .l_linger = kLingerSeconds};
+    EXPECT_EQ(::setsockopt(ours_.get(), SOL_SOCKET, SO_LINGER, &wait, sizeof(wait)), 0);
+    EXPECT_EQ(::fcntl(ours_.get(), F_SETFL, 0), 0);
+  }
+
+  int fd() const { return ours_.get(); }
+  // Whoever else has the socket is now the last to close it, and has to wait.
+  void LeaveToOthers() { ours_.Reset(); }
+
+ private:
+  UniqueFd ours_;
+  UniqueFd silent_;
+};
+
+UniqueFd ConnectTo(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    fd.Reset();
+  }
+  return fd;
+}
+
+// Sends `bytes` with `copies` of a descriptor at the first of them.
+void SendWith(int socket, const std::string& bytes, int fd, int copies) {
+  iovec piece{.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
+  std::vector<char> control(CMSG_SPACE(static_cast<size_t>(copies) * sizeof(int)));
+  msghdr message{};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* one = CMSG_FIRSTHDR(&message);
+  one->cmsg_level = SOL_SOCKET;
+  one->cmsg_type = SCM_RIGHTS;
+  one->cmsg_len = CMSG_LEN(static_cast<size_t>(copies) * sizeof(int));
+  for (int i = 0; i < copies; ++i) {
+    std::memcpy(CMSG_DATA(one) + static_cast<size_t>(i) * sizeof(int), &fd, sizeof(int));
+  }
+  (void)::sendmsg(socket, &message, MSG_NOSIGNAL);  // refused connections may be closed already
+}
+
+// The first bytes of a message: one segment of four words, which never come.
+const std::string kHeader("\0\0\0\0\4\0\0\0", 8);
+const std::string kImpossibleHeader(8, '\xFF');
+
+enum class Sent { kWithTheFirstByte, kManyAtOnce, kWithALaterByte, kNeverReceived };
+
+class BlockingClose : public HostileDescriptors, public ::testing::WithParamInterface<Sent> {};
+
+TEST_P(BlockingClose, OfADescriptorBeforeHelloLeavesOthersServed) {
+  LingeringSocket lingering;
+  StopDaemon();
+  {
+    const UniqueFd connection = ConnectTo(socket_);
+    ASSERT_TRUE(connection.valid());
+    switch (GetParam()) {
+      case Sent::kWithTheFirstByte:
+        SendWith(connection.get(), kHeader, lingering.fd(), 1);
+        break;
+      case Sent::kManyAtOnce:
+        SendWith(connection.get(), kHeader, lingering.fd(), 50);
+        break;
+      case Sent::kWithALaterByte:
+        ASSERT_EQ(::send(connection.get(), kHeader.data(), 8, 0), 8);
+        SendWith(connection.get(), "x", lingering.fd(), 1);
+        break;
+      case Sent::kNeverReceived:
+        ASSERT_EQ(::send(connection.get(), kImpossibleHeader.data(), 8, 0), 8);
+        SendWith(connection.get(), "x", lingering.fd(), 1);
+        break;
+    }
+    lingering.LeaveToOthers();
+    ContinueDaemon();
+    ASSERT_OK_AND_ASSIGN(auto beside, RawSession::Connect(socket_));
+    EXPECT_OK(beside->Hello());
+  }
+  ASSERT_OK_AND_ASSIGN(auto after, RawSession::Connect(socket_));
+  EXPECT_OK(after->Hello());
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, BlockingClose,
+                         ::testing::Values(Sent::kWithTheFirstByte, Sent::kManyAtOnce,
+                                           Sent::kWithALaterByte, Sent::kNeverReceived));
+
+// Every connection of that uid is held by a descriptor, and more come.
+TEST_F(HostileDescriptors, AUidWhoseDescriptorsDoNotCloseIsRefusedAlone) {
+  constexpr uid_t kNobody = 65534;
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can act for another uid";
+  ASSERT_EQ(::chmod(socket_.c_str(), 0666), 0);
+  ASSERT_EQ(::chmod(dir_.path().c_str(), 0755), 0);
+  std::array<int, 2> done{};
+  ASSERT_EQ(::pipe2(done.data(), O_CLOEXEC), 0);
+  const UniqueFd reader(done[0]);
+  UniqueFd writer(done[1]);
+  std::vector<LingeringSocket> lingering(kConnectionsPerUidMax + 8);
+  StopDaemon();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    if (::setuid(kNobody) != 0) ::_exit(1);
+    for (const LingeringSocket& one : lingering) {
+      const UniqueFd connection = ConnectTo(socket_);
+      if (!connection.valid()) ::_exit(2);
+      (void)!::send(connection.get(), kImpossibleHeader.data(), 8, MSG_NOSIGNAL);
+      SendWith(connection.get(), "x", one.fd(), 1);
+    }
+    for (LingeringSocket& one : lingering) one.LeaveToOthers();
+    (void)!::write(done[1], "d", 1);
+    ::pause();
+    ::_exit(0);
+  }
+  for (LingeringSocket& one : lingering) one.LeaveToOthers();
+  writer.Reset();
+  char byte = 0;
+  ASSERT_EQ(::read(done[0], &byte, 1), 1);
+  ContinueDaemon();
+  logged_ = "uid 65534 has 64 connections already";
+  ASSERT_OK_AND_ASSIGN(auto beside, RawSession::Connect(socket_));
+  EXPECT_OK(beside->Hello());
+  ::kill(child, SIGKILL);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 }  // namespace

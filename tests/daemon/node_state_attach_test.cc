@@ -194,7 +194,10 @@ TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
   }
   EXPECT_THAT(refused({.job = std::string(201, 'a')}, layout_), HasError(ErrorId::kJobName));
   EXPECT_THAT(refused({.rank = 2}, layout_), HasError(ErrorId::kRank));
-  EXPECT_THAT(refused({.uid = 1001}, layout_), HasError(ErrorId::kPermission));
+  EXPECT_THAT(refused({.job = "1000:job", .uid = 1001}, layout_), HasError(ErrorId::kPermission));
+  EXPECT_THAT(refused({.job = "1001:job", .uid = 0}, layout_), HasError(ErrorId::kJobName));
+  EXPECT_THAT(refused({.job = "1000:", .uid = 0}, layout_), HasError(ErrorId::kJobName));
+  EXPECT_THAT(refused({.job = "99999999999:job", .uid = 0}, layout_), HasError(ErrorId::kJobName));
   const absl::Status layout_error = refused({}, MakeLayout(2, {200, 101}));
   EXPECT_THAT(layout_error, HasError(ErrorId::kLayout));
   EXPECT_THAT(std::string(layout_error.message()), AllOf(HasSubstr("[100]"), HasSubstr("[101]")));
@@ -208,10 +211,50 @@ TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
               HasError(ErrorId::kExtraState));
 }
 
+TEST_F(NodeStateAttach, ANameBelongsToItsUid) {
+  first_ = node_.Attach(layout_, {.job = "job"});
+  const uint64_t of_another = node_.Attach(layout_, {.job = "job", .uid = 1001});
+  const uint64_t of_root = node_.Attach(layout_, {.job = "job", .uid = 0});
+  EXPECT_EQ(node_.state().Jobs().size(), 3U);
+  for (const uint64_t session : {of_another, of_root}) {
+    ASSERT_NE(node_.attached(session), nullptr);
+    EXPECT_TRUE(node_.attached(session)->writes_initial);
+  }
+  EXPECT_FALSE(node_.is_closed(first_));
+  EXPECT_EQ(node_.attached(node_.Attach(layout_, {.job = "1000:job", .uid = 0, .rank = 1}))->job,
+            node_.attached(first_)->job);
+}
+
+TEST_F(NodeStateAttach, AJobWithoutParametersGoesWithItsLastSession) {
+  first_ = node_.RequestAttach(layout_, {.rank = 0});
+  second_ = node_.RequestAttach(layout_, {.rank = 1});
+  node_.RunTasks();
+  node_.End(first_, EndCause::kLost);
+  node_.RunTasks();
+  EXPECT_EQ(node_.state().Jobs().size(), 1U);
+  node_.End(second_, EndCause::kDetached);
+  node_.RunTasks();
+  EXPECT_TRUE(node_.state().Jobs().empty());
+  EXPECT_EQ(node_.Logged<FreeJob>().size(), 1U);
+}
+
+TEST_F(NodeStateAttach, TheTablesOfALayoutCountInTheLimit) {
+  const auto taken = [](size_t name_bytes) {
+    protocol::LayoutSpec spec = MakeLayout(1, std::vector<uint64_t>(16, 64))->spec();
+    for (auto& param : spec.params) param.name += std::string(name_bytes, 'x');
+    NodeHarness node(RoomyOptions());
+    node.Attach(std::make_shared<const protocol::Layout>(*protocol::Layout::Create(spec)), {});
+    return node.state().Node().dram_used_bytes;
+  };
+  EXPECT_GE(taken(1000), taken(0) + 12'000);
+}
+
 TEST_F(NodeStateAttach, IsOpenToRootAndToSmallerArenas) {
   first_ = node_.Attach(layout_, {.rank = 0});
-  second_ = node_.Attach(
-      layout_, {.uid = 0, .rank = 1, .grad_arena_bytes = 2 * layout_->largest_group_bytes()});
+  second_ = node_.Attach(layout_, {.job = "1000:job",
+                                   .uid = 0,
+                                   .rank = 1,
+                                   .grad_arena_bytes = 2 * layout_->largest_group_bytes()});
   EXPECT_TRUE(StatusOf(second_).ok()) << StatusOf(second_);
 }
 
@@ -495,7 +538,8 @@ TEST_F(NodeStateAttach, ALossAfterTheLastStepCallDoesNotStopTheStep) {
 TEST_F(NodeStateAttach, ADeleteIsTheOwnersAndNeedsAnEmptyJob) {
   AttachBoth();
   EXPECT_THAT(Delete("nobody", 0), HasError(ErrorId::kJobName));
-  EXPECT_THAT(Delete("job", 1001), HasError(ErrorId::kPermission));
+  EXPECT_THAT(Delete("job", 1001), HasError(ErrorId::kJobName));
+  EXPECT_THAT(Delete("1000:job", 1001), HasError(ErrorId::kPermission));
   EXPECT_THAT(Delete("job", 1000), HasError(ErrorId::kBusy));
   node_.End(first_, EndCause::kDetached);
   node_.End(second_, EndCause::kDetached);

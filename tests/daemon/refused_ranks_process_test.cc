@@ -3,7 +3,9 @@
 // Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,
 //         weights and states are compared with the reference, before one more step and after it.
 
+#include <grp.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -15,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "client/admin.h"
 #include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -29,9 +32,11 @@ namespace forebay::daemon {
 namespace {
 
 using protocol::ErrorId;
+using ::testing::AllOf;
 using testing::ExpectRefusal;
 using ::testing::HasSubstr;
 using testing::HealthyJob;
+using ::testing::Not;
 using testing::RefusedCall;
 
 constexpr auto kTimeout = std::chrono::seconds(60);
@@ -195,20 +200,61 @@ class RefusedUser : public RefusedCall {
   }
 
   // A client of another user, which ends at once: its attach is refused.
-  testing::Ended Other() {
-    return testing::RunProgram({HELD_CLIENT_PATH, socket_, "0", "1", "hold", kUid});
+  testing::Ended Other(const std::string& job) {
+    return testing::RunProgram({HELD_CLIENT_PATH, socket_, "0", "1", "hold", kUid, job});
+  }
+
+  // Whether the status that another user reads has the text.
+  bool OtherReads(const std::string& text) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const bool other = ::chdir(dir_.path().c_str()) == 0 && ::setgroups(0, nullptr) == 0 &&
+                         ::setgid(65534) == 0 && ::setuid(65534) == 0;
+      const auto admin = client::AdminClient::Connect({.socket = "s"});
+      const std::string status = other && admin.ok() ? Status(**admin) : "";
+      ::_exit(status.empty() ? 2 : status.find(text) == std::string::npos ? 1 : 0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_NE(WEXITSTATUS(status), 2);
+    return WEXITSTATUS(status) == 0;
+  }
+
+  // Names of jobs and arenas.
+  static std::string Status(client::AdminClient& admin) {
+    const auto status = admin.Status();
+    if (!status.ok()) return "";
+    std::string text = "names:";
+    for (const auto& job : status->jobs) text += " " + job.name;
+    for (const auto& arena : status->memory.arenas) text += " " + arena.job;
+    return text;
   }
 };
 
 TEST_F(RefusedUser, MayNotAttachToTheJobOfAnother) {
   const auto job = Trained({.socket = socket_, .job = "job", .shape = {.world_size = 1}});
   ASSERT_NE(job, nullptr);
-  const testing::Ended other = Other();
+  const testing::Ended other = Other("0:job");
   EXPECT_EQ(other.exit_code, 1);
   for (const char* word :
-       {"error[E_PERMISSION]", "job job belongs to uid 0", "not to uid 65534", "hint: "}) {
+       {"error[E_PERMISSION]", "job job of uid 0", "not open to uid 65534", "hint: "}) {
     EXPECT_THAT(other.errors, HasSubstr(word));
   }
+  ExpectGoesOn(*job);
+}
+
+TEST_F(RefusedUser, SeesItsOwnJobsAloneAndRootSeesAll) {
+  const auto job = Trained({.socket = socket_, .job = "secret", .shape = {.world_size = 1}});
+  ASSERT_NE(job, nullptr);
+  const auto other = testing::RunningProgram::Start(
+      {HELD_CLIENT_PATH, socket_, "0", "1", "hold", kUid, "secret"}, "held");
+  EXPECT_THAT(other->errors(), HasSubstr("held"));
+  EXPECT_TRUE(OtherReads(" secret"));
+  EXPECT_FALSE(OtherReads("0:secret"));
+  EXPECT_TRUE(OtherReads("(another user)"));
+  ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
+  EXPECT_THAT(Status(*admin), AllOf(HasSubstr(" secret"), HasSubstr(" 65534:secret"),
+                                    Not(HasSubstr("(another user)"))));
   ExpectGoesOn(*job);
 }
 
@@ -216,7 +262,7 @@ TEST_F(RefusedUser, MayNotConnectToASocketOfAnotherGroup) {
   const auto job = Trained({.socket = socket_, .job = "job", .shape = {.world_size = 1}});
   ASSERT_NE(job, nullptr);
   ASSERT_EQ(::chmod(socket_.c_str(), 0660), 0);
-  const testing::Ended other = Other();
+  const testing::Ended other = Other("job");
   EXPECT_EQ(other.exit_code, 1);
   for (const char* word : {"error[E_PERMISSION]", "Permission denied", "hint: "}) {
     EXPECT_THAT(other.errors, HasSubstr(word));

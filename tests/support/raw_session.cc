@@ -15,6 +15,7 @@
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/check.h"
+#include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::testing {
@@ -32,9 +33,8 @@ absl::StatusOr<std::span<std::byte>> MapFd(int fd, uint64_t bytes, int protectio
 }  // namespace
 
 protocol::UniqueFd MakeMemfd(std::span<const std::byte> bytes) {
-  protocol::UniqueFd fd(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  FOREBAY_CHECK(::write(fd.get(), bytes.data(), bytes.size()) ==
-                static_cast<ssize_t>(bytes.size()));
+  protocol::UniqueFd fd = protocol::MakeSealedMemfd("test", bytes);
+  FOREBAY_CHECK(fd.valid());
   return fd;
 }
 

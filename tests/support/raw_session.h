@@ -22,7 +22,7 @@
 
 namespace forebay::testing {
 
-// A memfd with these bytes.
+// A sealed memfd with these bytes.
 protocol::UniqueFd MakeMemfd(std::span<const std::byte> bytes);
 
 struct RawAttach {

@@ -42,7 +42,7 @@ LIBRARIES = {  # start of an include path: (library, rooms that may name it)
     "toml++/": ("toml++", {"daemon", "tests"}),
     "systemd/": ("libsystemd", {"daemon", "tests"}),
     "prometheus/": ("prometheus-cpp", {"daemon", "tests"}),
-    "CLI/": ("CLI11", {"tools", "tests"}),
+    "CLI/": ("CLI11", {"daemon", "tools", "tests"}),
     "nlohmann/": ("nlohmann-json", {"tools", "tests"}),
     "cuda": ("CUDA", {"gpu"}),
     "nccl": ("NCCL", {"gpu"}),

@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <string.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::tools {
@@ -123,7 +123,7 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
     ::_exit(told == sizeof(error) ? 127 : 126);
   }
   write_end.Reset();
-  Process process(pid, OpenPidfd(pid));
+  Process process(pid, protocol::OpenPidfd(pid));
   int error = 0;
   if (::read(read_end.get(), &error, sizeof(error)) == sizeof(error)) {
     return MakeError(ErrorId::kOption, ErrnoText(absl::StrCat("execute ", words[0]), error));
@@ -158,10 +158,6 @@ std::string DescribeWaitStatus(int wait_status) {
   return absl::StrCat("exit status ", WEXITSTATUS(wait_status));
 }
 
-UniqueFd OpenPidfd(pid_t pid) {
-  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // sets CLOEXEC
-}
-
 void EndDescendants(pid_t spared, std::chrono::milliseconds grace) {
   const Clock::time_point hard = Clock::now() + grace;
   for (bool asked = false;; asked = true) {
@@ -175,7 +171,7 @@ void EndDescendants(pid_t spared, std::chrono::milliseconds grace) {
       if (kill || !asked) ::kill(child, kill ? SIGKILL : SIGTERM);
     }
     // The first of them to end, or a little time: orphans of a dead child become ours only then.
-    const UniqueFd pidfd = OpenPidfd(left.front());
+    const UniqueFd pidfd = protocol::OpenPidfd(left.front());
     pollfd watched{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
     ::poll(&watched, 1, 20);
   }

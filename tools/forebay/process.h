@@ -56,9 +56,6 @@ class Process {
 // "exit status 3", "signal 9 (Killed)".
 std::string DescribeWaitStatus(int wait_status);
 
-// Descriptor that becomes readable when `pid` ends; not valid where there is no such process.
-protocol::UniqueFd OpenPidfd(pid_t pid);
-
 // Kills every descendant of this process, `spared` and its children aside, and reaps it. This
 // process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that none escapes. First SIGTERM, after
 // `grace` SIGKILL.

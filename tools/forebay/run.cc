@@ -24,6 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/environment.h"
 #include "protocol/error.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::tools {
@@ -216,7 +217,7 @@ int Run(const RunOptions& options) {
   const UniqueFd signal_fd(::signalfd(-1, &handled, SFD_CLOEXEC | SFD_NONBLOCK));
   std::array<int, 2> report_ends = {-1, -1};
   const pid_t self = ::getpid();
-  UniqueFd self_pidfd = OpenPidfd(self);
+  UniqueFd self_pidfd = protocol::OpenPidfd(self);
   if (!signal_fd.valid() || !self_pidfd.valid() || ::pipe2(report_ends.data(), O_CLOEXEC) != 0) {
     Print(MakeError(ErrorId::kLimit, protocol::ErrnoText("signalfd, pidfd or pipe", errno)));
     return kFailed;
