@@ -22,7 +22,8 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr int kTriesMax = 16;  // a lock file may vanish between open and lock
+// A lock file may be removed between open and lock.
+constexpr int kTriesMax = 16;
 constexpr int kBacklog = 128;
 
 absl::Status Failed(const std::string& what) {
@@ -74,7 +75,9 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
     }
     return std::unique_ptr<InstanceLock>(new InstanceLock(path, std::move(fd)));
   }
-  return MakeError(ErrorId::kBusy, absl::StrCat(path, " comes and goes"), "retry");
+  return MakeError(
+      ErrorId::kBusy, absl::StrCat(path, " was replaced ", kTriesMax, " times while it was locked"),
+      "another daemon of this socket starts and ends all the time: stop it, then retry");
 }
 
 absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {

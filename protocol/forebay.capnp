@@ -32,7 +32,8 @@ interface Node {
   # done. A live session of the same rank is fenced. The layout is a sealed memfd with an encoded LayoutSpec.
 
   admin @2 () -> (outcome :Outcome, admin :Admin);
-  # Reading needs no more than access to the socket; what changes something checks the caller's uid.
+  # Reading needs no more than access to the socket, but shows jobs of other users to root, the daemon's user and the
+  # group socket.operators alone; what changes something checks the caller's uid.
 }
 
 struct NodeInfo {
