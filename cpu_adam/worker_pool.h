@@ -13,9 +13,9 @@ namespace forebay::cpu_adam {
 struct WorkerPoolOptions {
   int threads = 0;     // 0: one per physical core of the set; more are cut to that number
   int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
-  std::vector<int> cpus =
-      {};        // operating-system indices; not empty: exactly these, numa_node unused
-  int nice = 0;  // 0 to 19, best effort; where the maker's is higher, that
+  // operating-system indices; not empty: exactly these, numa_node unused
+  std::vector<int> cpus = {};
+  int nice = 0;               // 0 to 19, best effort; where the maker's is higher, that
   size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
 };
 

@@ -23,8 +23,8 @@ class HostStream final : public Stream {
   absl::StatusOr<std::unique_ptr<Event>> Record() override { return std::make_unique<HostEvent>(); }
 
   absl::Status WaitFor(const Event& event) override {
-    FOREBAY_CHECK(
-        event.Done());  // work of this device has ended when the call that began it returns
+    // Work of this device has ended when the call that began it returns
+    FOREBAY_CHECK(event.Done());
     return absl::OkStatus();
   }
 

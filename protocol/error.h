@@ -43,9 +43,9 @@ enum class ErrorId : uint16_t {
   kOverflow = 28,   // E_OVERFLOW: masters that became non-finite in the update; how many
   kJobFailed = 29,  // E_JOB_FAILED: an earlier error left the job unusable; that error
   kForked = 30,     // E_FORKED: the attachment belongs to the parent process
-  kUnsupported =
-      31,            // E_UNSUPPORTED: gradient accumulation, sparse gradients and the like; by name
-  kExtraState = 32,  // E_EXTRA_STATE: larger than the room taken at attach
+  // E_UNSUPPORTED: gradient accumulation, sparse gradients and the like; by name
+  kUnsupported = 31,
+  kExtraState = 32,   // E_EXTRA_STATE: larger than the room taken at attach
   kInterrupted = 33,  // E_INTERRUPTED: a signal handler asked the call to return
   kNotReady = 34,     // E_NOT_READY: used before its parameters were written
   kLimit = 35,        // E_LIMIT: a named maximum (sessions, groups, leases) is reached

@@ -121,8 +121,8 @@ absl::StatusOr<LayoutSpec> DecodeLayout(std::span<const std::byte> bytes) {
   auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
   std::memcpy(words.begin(), bytes.data(), bytes.size());
   capnp::ReaderOptions options;
-  options.traversalLimitInWords =
-      2 * words.size() + 64;  // each word once, and room for empty lists
+  // Each word once, and room for empty lists
+  options.traversalLimitInWords = 2 * words.size() + 64;
   options.nestingLimit = 8;
 
   absl::StatusOr<LayoutSpec> spec = MakeError(ErrorId::kProtocol, "not a layout message");

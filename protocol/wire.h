@@ -19,15 +19,15 @@ inline constexpr uint32_t kProtocolVersion = 2;
 
 // Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
-  kWriteInitial =
-      1,  // grad arena -> weights of `group`, whole padded group; only before kInitialDone
+  // Grad arena -> weights of `group`, whole padded group; only before kInitialDone
+  kWriteInitial = 1,
   kInitialDone = 2,  // every group was written: the job becomes ready
-  kFetch =
-      3,  // read lease on the weights of `group`; answered when its bytes are those of committed_step
+  // Read lease on the weights of `group`; answered when its bytes are those of committed_step
+  kFetch = 3,
   kRelease = 4,    // gives lease `lease_id` back
   kGradReady = 5,  // contribution of this rank to `group`; the bytes are free again once answered
-  kStep =
-      6,  // barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed
+  // barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed
+  kStep = 6,
   kReadState = 7,  // copies elements of plane `plane` of `group` into the grad arena
 };
 

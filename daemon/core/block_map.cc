@@ -85,8 +85,8 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
     const protocol::GroupPlace& place = layout_->groups()[group];
     const uint64_t part_end = std::min(end, group_begins_[group + 1]);
     // The part of this block that lies in this group, as elements of the padded group.
-    const uint64_t shift =
-        rank * layout_->partition_elems(group) - group_begins_[group];  // may wrap
+    // May wrap
+    const uint64_t shift = rank * layout_->partition_elems(group) - group_begins_[group];
     const uint64_t first = at + shift;
     const uint64_t last = std::min(part_end + shift, place.elems);  // without the padding
     const auto params =

@@ -81,8 +81,8 @@ struct SegmentNorms {
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
-  uint64_t count =
-      0;  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
+  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
+  uint64_t count = 0;
   uint64_t checksum = 0;                 // UpdateBlock on a staging slot: of the new bytes
   double sum_squares = 0;                // SumGroup; AddGradient that completes its group
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
@@ -119,8 +119,8 @@ struct CreateJobMemory {
   JobId job = 0;
   uint64_t weights_bytes = 0;
   uint64_t state_bytes = 0;  // resident blocks, side by side; 0: none
-  uint64_t step_bytes =
-      0;  // accumulators, overflow, extra_state; offsets into it are the state machine's
+  // accumulators, overflow, extra_state; offsets into it are the state machine's
+  uint64_t step_bytes = 0;
 };
 
 // Writes zeros to the job's swap slots. Comes beside CreateJobMemory where blocks are swapped; ends

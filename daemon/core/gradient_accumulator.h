@@ -50,7 +50,7 @@ class GradientAccumulator {
   //         E_GRAD_ORDER   see above; the contribution is not taken.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Outcomes of this book's tasks; stale ones (JobIo::NewEpoch) are not brought here.
+  // Outcomes of this accumulator's tasks; stale ones (JobIo::NewEpoch) are not brought here.
   void OnAdded(const TaskDone& done);
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
@@ -69,7 +69,7 @@ class GradientAccumulator {
   // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller
   // makes them stale.
   void Drop(const absl::Status& status);
-  // The same for a book whose tasks have all ended.
+  // The same for an accumulator whose tasks have all ended.
   void Clear(const absl::Status& status);
 
   bool empty() const { return delivered_total_ == 0; }
@@ -129,8 +129,8 @@ class GradientAccumulator {
   void Refuse(const Key& key, const absl::Status& status);
   absl::Status OrderError(const Key& key, uint32_t missing_rank, uint32_t other_group) const;
   absl::Status DetachedError(const Key& key, uint32_t missing_rank) const;
-  uint32_t FirstMissingRank(
-      const Key& key) const;  // lowest rank it waits for that has yet to deliver
+  // Lowest rank it waits for that has yet to deliver
+  uint32_t FirstMissingRank(const Key& key) const;
   uint32_t DeliveredBefore(uint32_t missing_rank,
                            uint32_t rank) const;  // a group only `missing_rank` did
   void AnswerOnce(Contribution& contribution, const absl::Status& status);

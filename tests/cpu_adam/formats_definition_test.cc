@@ -234,7 +234,7 @@ TEST(Int8, MomentsThatAreZeroStayZero) {
 }
 
 // The square of such a gradient is infinite; its neighbours' moments must not become NaN.
-TEST(Int8, AGradientWhoseSquareOverflowsSpoilsNoNeighbour) {
+TEST(Int8, AGradientWhoseSquareOverflowsLeavesItsNeighboursValid) {
   AdamData data = CleanData();
   data.grad[3] = 1e25f;
   StateArrays state(kElems, 0);

@@ -66,7 +66,7 @@ class HostileClient : public ::testing::Test {
     for (const std::string& line : logged_) EXPECT_THAT(ended.errors, HasSubstr(line));
   }
 
-  std::unique_ptr<RawSession> Greeted() {
+  std::unique_ptr<RawSession> Connected() {
     auto raw = RawSession::Connect(socket_);
     EXPECT_OK(raw);
     if (!raw.ok()) return nullptr;
@@ -75,7 +75,7 @@ class HostileClient : public ::testing::Test {
   }
 
   std::unique_ptr<RawSession> Attached(const std::string& job) {
-    std::unique_ptr<RawSession> raw = Greeted();
+    std::unique_ptr<RawSession> raw = Connected();
     if (raw == nullptr) return nullptr;
     const absl::Status status = raw->Attach({.job = job}, layout_spec_);
     EXPECT_OK(status);
@@ -125,7 +125,7 @@ TEST_F(HostileClient, OfAnotherVersionIsToldBoth) {
 }
 
 TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
-  auto raw = Greeted();
+  auto raw = Connected();
   EXPECT_THAT(raw->Attach({.layout_bytes = 64}), HasError(ErrorId::kProtocol));  // no descriptor
   const std::vector<std::byte> garbage(64, std::byte{0xA5});
   const protocol::UniqueFd memfd = testing::MakeMemfd(garbage);
@@ -146,7 +146,7 @@ TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
 }
 
 TEST_F(HostileClient, WhoseModelDoesNotFitIsToldEveryTermOfTheSum) {
-  auto raw = Greeted();
+  auto raw = Connected();
   ASSERT_NE(raw, nullptr);
   const protocol::LayoutSpec huge =
       testing::MakeLayoutSpec({.world_size = 1, .groups = 4096, .group_elems = 131072});

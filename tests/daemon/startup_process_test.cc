@@ -1,5 +1,5 @@
 // Goal    A daemon that cannot serve does not begin to: it says why with id, numbers and hint, exits
-//         with 1 and leaves nothing behind; mended, it starts and trains. A service that may not
+//         with 1 and leaves nothing behind; fixed, it starts and trains. A service that may not
 //         lock its memory refuses what it cannot lock and serves the rest.
 // Method  Real runs of forebayd with one thing wrong, then with that thing right.
 
@@ -137,7 +137,7 @@ TEST_F(Startup, WithAnUnknownKeyInAFileNamesFileAndLine) {
   EXPECT_THAT(program.errors, HasSubstr("hint: did you mean dram.limit?"));
   dir_.Write("c.toml", "memlock = \"best_effort\"\n[dram]\nlimit = \"64MiB\"\n[socket]\npath = \"" +
                            socket_ + "\"\n");
-  const auto mended =
+  const auto fixed =
       testing::RunningProgram::Start({FOREBAYD_PATH, "--config", file}, "forebayd ready");
   EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = {.world_size = 1}}));
 }

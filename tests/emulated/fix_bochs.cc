@@ -19,7 +19,7 @@ uint16_t ToNearest(uint32_t float_bits, void* /*status*/) {
   return static_cast<uint16_t>(_mm_extract_epi16(halves, 0));
 }
 
-[[gnu::constructor]] void Mend() {
+[[gnu::constructor]] void Fix() {
   void* const wrong = dlsym(RTLD_DEFAULT, "_Z18float32_to_float16jR14float_status_t");
   if (wrong == nullptr) return;  // a shell or another program in between
   constexpr uintptr_t kPageBytes = 4096;

@@ -232,7 +232,7 @@ def test_a_command_sees_its_private_daemon(folders):
 
 
 @pytest.mark.parametrize(
-    "flags, error, words, mended",
+    "flags, error, words, fixed",
     [
         ("--swap /does/not/exist", "E_SWAP_PATH", ["swap path /does/not/exist", "No such"], SWAP),
         ("--swap ''", "E_SWAP_PATH", ["empty"], SWAP),
@@ -243,16 +243,16 @@ def test_a_command_sees_its_private_daemon(folders):
         ("--config /does/not/exist.toml", "E_CONFIG", ["/does/not/exist.toml"], ""),
     ],
 )
-def test_what_cannot_start_is_refused_with_its_id_and_mended_trains(
-    folders, flags, error, words, mended
+def test_what_cannot_start_is_refused_with_its_id_and_fixed_trains(
+    folders, flags, error, words, fixed
 ):
     environment, _, swap = folders
-    flags, mended = (shlex.split(some.replace("{swap}", str(swap))) for some in (flags, mended))
+    flags, fixed = (shlex.split(some.replace("{swap}", str(swap))) for some in (flags, fixed))
     done = forebay("run", *flags, "--", "echo", "started", env=environment)
     assert done.returncode == 1 and "started" not in done.stdout
     assert f"error[{error}]: " in done.stderr and "\nhint: " in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-    trains(environment, *mended)
+    trains(environment, *fixed)
 
 
 @pytest.mark.parametrize("name", ['quo"te', "back\\slash", "new\nline", "com,ma", "ünï"])

@@ -59,6 +59,7 @@ FLOORS = {  # folders of one room: what each may include of the others
     "protocol/os": {"protocol/os"},
 }
 LINES_MAX = 800
+COLUMNS = 100
 CPP = {".cc", ".h", ".c", ".cu", ".inc"}
 SIZED = CPP | {".py", ".sh", ".cmake", ".capnp", ".txt"}
 WORDED = SIZED | {".md", ".html", ".service", ".json", ""}
@@ -71,6 +72,25 @@ BANNED = [  # pattern, replacement
     (r"\bslaves?\b", "worker"),
     (r"\butili[sz]e[sd]?\b", "use"),
     (r"\bleverag(e[sd]?|ing)\b", "use"),
+]
+COINAGES = [  # what this tree once called things; any case, also within compound identifiers
+    (r"(?<!linux-)(?<!rom)image", "weights"),  # not of a kernel or a ROM
+    (r"wish", "request"),
+    (r"(?<!s)crew", "pool"),
+    (r"\bteams?\b", "pool"),
+    (r"outbox", "ActionSink"),
+    (r"(gradient|arena)_?book", "accumulator or registry"),
+    (r"\b(a|the|this|our) book\b", "accumulator or registry"),
+    (r"\bpictures?\b", "snapshot"),
+    (r"spoil", "invalidate"),
+    (r"doom", "delete"),
+    (r"greeted", "handshake_done, connected"),
+    (r"\bfor ever\b", "permanently"),
+    (r"\bmend(s|ed|ing)?\b", "fix"),
+    (r"\bset-up\b", "setup"),
+    (r"(?<!c)(lose|leave)_?rank", "OnRankFailed, OnRankDetached"),
+    (r"\bfirst_?blocker\b|\bblocker_?of\b", "FirstMissingRank"),
+    (r"timeouterror_", "ForebayTimeoutError"),
 ]
 BANNED_CPP = [
     (r"\babsl::Mutex\b", "protocol::Mutex"),
@@ -216,6 +236,18 @@ def check_cpp(source):
         yield 1, "pragma", "a header says #pragma once"
 
 
+def check_torn(source):
+    """A declaration that the formatter broke because of a comment behind it."""
+    if not source.cpp:
+        return
+    for number, (line, after) in enumerate(zip(source.lines, source.lines[1:]), 1):
+        match = re.match(r"^\s*([^\"/]+?[;,)])\s+//", after)
+        if not match or not re.search(r"(=|\()$", line) or re.match(r"\s*(//|#)", line):
+            continue
+        if len(line) + 1 + len(match.group(1)) <= COLUMNS:
+            yield number, "torn", "the comment stands above its declaration, not behind it"
+
+
 def check_tests(source):
     if source.room != "tests":
         return
@@ -240,11 +272,15 @@ def check_text(source):
             match = re.search(pattern, line)
             if match:
                 yield number, "word", f"'{match.group()}': write {replacement}"
+        for pattern, replacement in COINAGES:
+            match = re.search(pattern, line, re.I)
+            if match:
+                yield number, "coinage", f"'{match.group()}': write {replacement}"
         if re.search(
             r"no_sanitize|default_suppressions|sanitize-(ignorelist|blacklist)|\bsuppressions=",
             line,
         ):
-            yield number, "suppression", "no suppression: mend what the tool found"
+            yield number, "suppression", "no suppression: fix what the tool found"
     if source.suffix in SIZED and len(source.lines) > LINES_MAX:
         yield len(source.lines), "size", f"{len(source.lines)} lines: {LINES_MAX} is the end"
 
@@ -307,7 +343,7 @@ def check_tree(root, sources):
             folders.add(top)
             yield top, 1, "folder", "no other folder at the top"
         if re.search(r"(^|/)[^/]*(\.supp|suppressions?[^/]*\.txt)$", path):
-            yield path, 1, "suppression", "no suppression files: mend what the tool found"
+            yield path, 1, "suppression", "no suppression files: fix what the tool found"
 
 
 def breaches(root):
@@ -315,7 +351,7 @@ def breaches(root):
     own = {"tests/tools/house.py", "tests/tools/house_selftest.py"}
     sources = [source for source in read_sources(root) if source.path not in own]
     for source in sources:
-        for check in (check_include, check_test_file, check_cpp, check_tests, check_text):
+        for check in (check_include, check_test_file, check_cpp, check_torn, check_tests, check_text):
             for number, rule, text in check(source):
                 if not source.allows(rule, number):
                     yield source.path, number, rule, text

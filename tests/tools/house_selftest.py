@@ -17,7 +17,7 @@ TEST_HEAD = "// Goal    Something holds.\n// Method  It is tried.\n\n"
 
 CLEAN = {
     "CMakeLists.txt": "add_subdirectory(nvme)\n",
-    "README.md": "# A house\n\nThe groups of a job are partitioned.\n",
+    "README.md": "# A house\n\nThe groups of a job are partitioned; a shard, CloseRank(), to recommend.\n",
     "docs/page.md": "new words, deleted words\n",
     ".ci/run": "#!/bin/sh\n",
     "protocol/word.h": '#pragma once\n#include <span>\n#include "absl/status/status.h"\n',
@@ -43,6 +43,27 @@ CLEAN = {
     + '#include "nvme/internal/map.h"\n#include "gtest/gtest.h"\n'
     'void F() { GTEST_SKIP() << "no disk"; }\n',
 }
+
+COINED = (
+    "the image of a group",
+    "ImageBytes(group)",
+    "a fetch wish",
+    "the crew",
+    "one team",
+    "Outbox",
+    "a GradientBook",
+    "the book of arenas",
+    "a picture of the node",
+    "is spoilt",
+    "doomed",
+    "greeted_",
+    "for ever",
+    "mends it",
+    "the set-up",
+    "LoseRank(rank)",
+    "FirstBlocker()",
+    "TimeoutError_",
+)
 
 # rule: (path, content, line of the breach)
 BREACHES = {
@@ -73,6 +94,14 @@ BREACHES = {
         ("nvme/a.cc", "// a blacklist\n", 1),
         ("nvme/b.cc", "\nabsl::Mutex mutex;\n", 2),
         ("tools/c.py", "# TODO later\n", 1),
+    ],
+    "coinage": [
+        (f"nvme/word{number}.h", f"#pragma once\n// {text}\n", 2)
+        for number, text in enumerate(COINED)
+    ],
+    "torn": [
+        ("nvme/torn.h", "#pragma once\n  uint64_t count =\n      0;  // of something long\n", 2),
+        ("nvme/call.cc", "FOREBAY_CHECK(\n    event.Done());  // of this device\n", 1),
     ],
     "goto": [("nvme/jump.cc", "void F() {\n  goto end;\n}\n", 2)],
     "ownership": [

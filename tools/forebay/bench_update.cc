@@ -293,8 +293,8 @@ BenchJobOptions JobOptions(const CaseOptions& options, Format format, uint64_t d
 // Leaves the job's memory beside its states in `beside_states`.
 absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
                                    uint64_t& beside_states) {
-  const uint64_t room =
-      options.params * 24 + 512 * kMiB;  // weights, sums, states, and ample arenas
+  // weights, sums, states, and ample arenas
+  const uint64_t room = options.params * 24 + 512 * kMiB;
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
                    BenchJob::Create(JobOptions(options, format, room)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());

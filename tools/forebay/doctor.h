@@ -1,4 +1,4 @@
-// `forebay doctor`: what this machine gives Forebay, and the line that mends what it does not.
+// `forebay doctor`: what this machine gives Forebay, and the line that fixes what it does not.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Finding {
   std::string what;  // "memlock"
   Verdict verdict = Verdict::kPass;
   std::string seen;  // the numbers
-  std::string fix;   // a command or a line to add; empty where nothing is to be mended
+  std::string fix;   // a command or a line to add; empty where nothing is to be fixed
 };
 
 // The instruction set that this process uses: a name that Examine() shows, or "" for the best.

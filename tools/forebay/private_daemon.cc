@@ -28,8 +28,8 @@ using protocol::MakeError;
 using protocol::UniqueFd;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kReadyLimit(
-    60);  // populating hundreds of GiB of staging takes a while
+// Populating hundreds of GiB of staging takes a while
+constexpr std::chrono::seconds kReadyLimit(60);
 constexpr std::chrono::seconds kStopLimit(10);
 
 // The socket of sd_notify(3).

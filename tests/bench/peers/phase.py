@@ -66,13 +66,13 @@ class Limit:
     """The limit loops over as many parameters, in this process."""
 
     def __init__(self, library, params, cpus):
-        sizes = {"image": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
+        sizes = {"weights": 4, "remainder": 2, "m": 4, "v": 4, "grad": 4}
         self.buffers = {
             name: ours.Buffer(params * width, stagger=place * ours.STAGGER)
             for place, (name, width) in enumerate(sizes.items())
         }
         at = {name: buffer.address for name, buffer in self.buffers.items()}
-        self.planes = ours.Planes(n=params, master=at["image"], **at)
+        self.planes = ours.Planes(n=params, master=at["weights"], **at)
         self.pool = ours.Ours(library, "exact", cpus, [])
         for work in ("fp32", "exact"):
             self.pool.touch(work, self.planes)
