@@ -55,7 +55,10 @@ SwapPathStatus SwapPathOf(schema::SwapPathStatus::Reader from) {
           .write_ops = from.getWriteOps(),
           .errors = from.getErrors(),
           .retries = from.getRetries(),
-          .direct = from.getDirect()};
+          .direct = from.getDirect(),
+          .late = from.getLate(),
+          .late_now = from.getLateNow(),
+          .late_seconds = from.getLateSeconds()};
 }
 
 JobStatus JobOf(schema::JobStatus::Reader from) {
@@ -79,6 +82,7 @@ JobStatus JobOf(schema::JobStatus::Reader from) {
                 .state_read_bytes = from.getStateReadBytes(),
                 .state_written_bytes = from.getStateWrittenBytes(),
                 .failed = from.getFailed().cStr(),
+                .swap_wait = from.getSwapWait().cStr(),
                 .groups = {},
                 .last_step_reads = from.getLastStepReads(),
                 .last_step_reads_prefetched = from.getLastStepReadsPrefetched(),

@@ -52,6 +52,9 @@ struct SwapPathStatus {
   uint64_t errors = 0;
   uint64_t retries = 0;
   bool direct = false;
+  uint64_t late = 0;
+  uint32_t late_now = 0;
+  double late_seconds = 0;
 };
 
 struct JobStatus {
@@ -75,6 +78,7 @@ struct JobStatus {
   uint64_t state_read_bytes = 0;
   uint64_t state_written_bytes = 0;
   std::string failed;
+  std::string swap_wait;
   std::vector<std::string> groups;
   uint64_t last_step_reads = 0;
   uint64_t last_step_reads_prefetched = 0;

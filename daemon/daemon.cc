@@ -140,6 +140,18 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t work
   return options;
 }
 
+// The kernel may still read and write the memory of requests in flight, so it stays until the process
+// ends.
+void AbandonSwap(std::unique_ptr<SwapSpace> swap, std::unique_ptr<nvme::IoEngine> engine) {
+  struct Abandoned {
+    std::unique_ptr<SwapSpace> swap;
+    std::unique_ptr<nvme::IoEngine> engine;
+  };
+  // Never destroyed.
+  static auto* const abandoned = std::make_unique<std::vector<Abandoned>>().release();
+  abandoned->push_back({.swap = std::move(swap), .engine = std::move(engine)});
+}
+
 }  // namespace
 
 // Numbers of the newest probe that MadeProgress() sent and that each thread took.
@@ -238,6 +250,11 @@ void Daemon::Stop() {
   // The work in flight ends before what it works on.
   state_->runner.reset();
   state_->executor.reset();
+  if (state_->swap != nullptr && state_->swap->in_flight() > 0) {
+    spdlog::error("the disk has not answered {} requests: ending without them",
+                  state_->swap->in_flight());
+    AbandonSwap(std::move(state_->swap), std::move(state_->engine));
+  }
   state_->swap.reset();
   state_->engine.reset();
   state_->lock.reset();

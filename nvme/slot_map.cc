@@ -56,6 +56,18 @@ std::optional<std::vector<Slot>> SlotMap::Allocate(uint64_t count, uint64_t slot
   return slots;
 }
 
+std::optional<Slot> SlotMap::AllocateOne(uint64_t slot_bytes, const std::vector<bool>& avoided) {
+  for (uint32_t i = 0; i < paths_.size(); ++i) {
+    if (i < avoided.size() && avoided[i]) continue;
+    const std::optional<uint64_t> offset = FirstFit(paths_[i], slot_bytes);
+    if (!offset) continue;
+    const Slot slot = {.path = i, .offset_bytes = *offset, .size_bytes = slot_bytes};
+    FOREBAY_CHECK(Reserve(slot));
+    return slot;
+  }
+  return std::nullopt;
+}
+
 bool SlotMap::Reserve(const Slot& slot) {
   if (slot.path >= paths_.size() || slot.size_bytes == 0) return false;
   Path& path = paths_[slot.path];

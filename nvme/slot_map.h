@@ -44,6 +44,9 @@ class SlotMap {
   // where SlotsFree() is below `count`.
   std::optional<std::vector<Slot>> Allocate(uint64_t count, uint64_t slot_bytes);
 
+  // One slot on the first path with room that is not in `avoided` (by path; may be shorter).
+  std::optional<Slot> AllocateOne(uint64_t slot_bytes, const std::vector<bool>& avoided);
+
   // Marks one slot as used; false where some of it is used or outside the data.
   bool Reserve(const Slot& slot);
 

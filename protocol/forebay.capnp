@@ -163,6 +163,9 @@ struct SwapPathStatus {
   errors @7 :UInt64;
   retries @8 :UInt64;
   direct @9 :Bool;       # the descriptor has O_DIRECT
+  late @10 :UInt64;      # requests that took longer than 10 s, those in flight included
+  lateNow @11 :UInt32;   # of these, in flight: the device does not answer
+  lateSeconds @12 :Float64;  # how long the longest of these waits
 }
 
 struct JobStatus {
@@ -191,6 +194,7 @@ struct JobStatus {
   lastStepReadsPrefetched @22 :UInt64;
   lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
+  swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
 }
 
 struct TraceEvent {

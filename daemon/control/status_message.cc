@@ -56,6 +56,9 @@ void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder 
   swap.setWriteOps(snapshot.stats.writes);
   swap.setErrors(snapshot.stats.errors);
   swap.setRetries(snapshot.stats.retries);
+  swap.setLate(snapshot.stats.late);
+  swap.setLateNow(snapshot.late_requests);
+  swap.setLateSeconds(snapshot.late_seconds);
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }
 
@@ -84,6 +87,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReads(view.last_step_reads);
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepSeconds(snapshot.last_step_seconds);
+  if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
   if (!view.failed.ok()) job.setFailed(protocol::FormatError(view.failed).c_str());
 }
 

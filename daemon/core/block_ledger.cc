@@ -7,13 +7,26 @@
 
 namespace forebay::daemon {
 
-BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots)
-    : slots_(slots), blocks_(blocks) {
-  for (uint32_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].path >= paths_.size()) paths_.resize(slots_[i].path + 1);
-    ++paths_[slots_[i].path].slots;
-    Free(i);
-  }
+BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots) : blocks_(blocks) {
+  for (const nvme::Slot& slot : slots) AddSlot(slot);
+}
+
+void BlockLedger::AddSlot(const nvme::Slot& slot) {
+  if (slot.path >= paths_.size()) paths_.resize(slot.path + 1);
+  ++paths_[slot.path].slots;
+  slots_.push_back(slot);
+  Free(static_cast<uint32_t>(slots_.size() - 1));
+}
+
+bool BlockLedger::has_working_slot() const {
+  const std::optional<uint32_t> slot = Choose();
+  return slot.has_value() && !paths_[slots_[*slot].path].failing;
+}
+
+std::vector<bool> BlockLedger::failing_paths() const {
+  std::vector<bool> failing;
+  for (const Path& path : paths_) failing.push_back(path.failing);
+  return failing;
 }
 
 const BlockLedger::Version& BlockLedger::newest(uint32_t block) const {
@@ -52,7 +65,8 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   if (failed_.empty()) return std::nullopt;
   of.writing = failed_.front();
   failed_.erase(failed_.begin());
-  return Target{.slot = slots_[*of.writing], .pause = true};
+  const nvme::Slot& slot = slots_[*of.writing];
+  return Target{.slot = slot, .pause = paths_[slot.path].failing};
 }
 
 void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step) {

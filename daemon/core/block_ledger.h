@@ -28,7 +28,7 @@ class BlockLedger {
     uint64_t written_step = 0;
   };
 
-  // Where a block is written. `pause`: a write there failed a moment ago.
+  // Where a block is written. `pause`: a write to its path failed a moment ago.
   struct Target {
     nvme::Slot slot;
     bool pause = false;
@@ -47,6 +47,15 @@ class BlockLedger {
   std::optional<Target> BeginWrite(uint32_t block);
   void EndWrite(uint32_t block, uint64_t checksum, uint64_t step);
   void OnWriteFailed(uint32_t block);
+
+  // Whether BeginWrite() would give a slot on a path that does not fail.
+  bool has_working_slot() const;
+  // Paths on which the last write failed.
+  std::vector<bool> failing_paths() const;
+  // One slot more, beside those of the constructor.
+  void AddSlot(const nvme::Slot& slot);
+  // All slots of the job.
+  const std::vector<nvme::Slot>& slots() const { return slots_; }
 
   // A block in DRAM was updated in place.
   void SetInPlace(uint32_t block, uint64_t step);

@@ -27,13 +27,13 @@ bool NeedsRank(const Command& command) {
 
 }  // namespace
 
-Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool)
+Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
       members_(spec_, io_),
       initial_(io_, spec_.layout),
       leases_(actions),
-      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, pool, leases_,
+      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
                 spec_.options.workers),
       reads_(io_, spec_.layout, pipeline_),
       step_(spec_, io_, members_, pipeline_, reads_, leases_),
@@ -450,7 +450,7 @@ JobView Job::View() const {
                .ready = initial_.ready(),
                .failed = failed_,
                .dram_bytes = spec_.plan.dram_bytes,
-               .swap_bytes = spec_.plan.swap_bytes,
+               .swap_bytes = pipeline_.swap_slots().size() * spec_.plan.swap_slot_bytes,
                .swap_wait = pipeline_.swap_wait(),
                .trace = step_.trace()};
   for (const auto& [id, session] : members_.all()) {

@@ -27,8 +27,8 @@ namespace forebay::daemon {
 // event of the job, and after every other event while the job waits for a staging slot.
 class Job {
  public:
-  // Emits what makes its memory. The pool and the actions outlive the job.
-  Job(JobSpec spec, ActionSink& actions, StagingPool& pool);
+  // Emits what makes its memory. Pool, swap and actions outlive the job.
+  Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap);
 
   // Whether this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
@@ -58,7 +58,7 @@ class Job {
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
-  const std::vector<nvme::Slot>& swap_slots() const { return spec_.swap_slots; }
+  const std::vector<nvme::Slot>& swap_slots() const { return pipeline_.swap_slots(); }
   uint64_t dram_bytes() const { return spec_.plan.dram_bytes + members_.reader_bytes(); }
   uint32_t staged_blocks() const { return pipeline_.staged_count(); }
   JobView View() const;

@@ -171,7 +171,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                                            .plan = std::move(plan),
                                            .swap_slots = std::move(slots),
                                            .options = options},
-                                   actions, pool);
+                                   actions, pool, swap);
   names.emplace(std::move(name), id);
   return jobs.emplace(id, std::move(job)).first->second.get();
 }
@@ -342,7 +342,7 @@ void NodeState::CheckInvariants() const {
   if (!impl_->jobs.empty()) FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
   FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
   uint64_t swap_bytes = 0;
-  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->plan().swap_bytes;
+  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->View().swap_bytes;
   FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
   uint32_t staged = 0;
   for (const auto& [id, job] : impl_->jobs) {

@@ -17,7 +17,8 @@ using State = StagedBlocks::State;
 
 StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
-                           StagingPool& pool, const LeaseTable& leases, uint32_t workers)
+                           nvme::SlotMap& swap, StagingPool& pool, const LeaseTable& leases,
+                           uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems),
@@ -26,6 +27,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       workers_(workers),
       staged_(pool),
       ledger_(map_.blocks(), swap_slots),
+      swap_(swap),
       group_updates_(layout_->groups().size(), 0),
       prefetch_next_(0),
       group_blocks_left_(layout_->groups().size(), 0) {
@@ -322,6 +324,11 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     }
     unwritten_.insert(write.block);
     swap_wait_ = DescribeBlock(done.status, write.block);
+    if (!ledger_.has_working_slot()) {
+      const std::optional<nvme::Slot> spare =
+          swap_.AllocateOne(plan_.swap_slot_bytes, ledger_.failing_paths());
+      if (spare) ledger_.AddSlot(*spare);
+    }
     StartWrite(write.block, write.checksum);
     return absl::OkStatus();
   }

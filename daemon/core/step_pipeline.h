@@ -56,7 +56,7 @@ struct PipelineCounters {
 class StepPipeline {
  public:
   StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
-               const std::vector<nvme::Slot>& swap_slots, StagingPool& pool,
+               const std::vector<nvme::Slot>& swap_slots, nvme::SlotMap& swap, StagingPool& pool,
                const LeaseTable& leases, uint32_t workers);
 
   // Reads ahead while no step is applied.
@@ -103,6 +103,7 @@ class StepPipeline {
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
+  const std::vector<nvme::Slot>& swap_slots() const { return ledger_.slots(); }
   // OK, or the error of a write that the running step waits for.
   const absl::Status& swap_wait() const { return swap_wait_; }
   // OK, or the error of a read ahead for the step that is about to be decided.
@@ -140,6 +141,8 @@ class StepPipeline {
   uint32_t workers_;
   StagedBlocks staged_;
   BlockLedger ledger_;
+  // Of the node: where a write goes while every path of the job's own slots fails.
+  nvme::SlotMap& swap_;
   std::vector<std::vector<uint32_t>> block_groups_;  // by block
   std::vector<uint64_t> group_updates_;              // by group: optimizer steps it has had
   std::map<TaskId, Running> tasks_;

@@ -79,6 +79,10 @@ bool Executor::idle() const {
          (swap_ == nullptr || swap_->in_flight() == 0);
 }
 
+bool Executor::waits_for_swap_alone() const {
+  return runner_.in_flight() == 0 && swap_ != nullptr && swap_->in_flight() > 0;
+}
+
 // ---------------------------------------------------------------------- the control plane's requests
 
 void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {

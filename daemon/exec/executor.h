@@ -91,6 +91,8 @@ class Executor {
 
   // No session, no task, no transfer.
   bool idle() const;
+  // Only transfers are unfinished.
+  bool waits_for_swap_alone() const;
 
   // Frees the weights of deleted jobs that no process uses any more. To be called once a turn of
   // the loop; returns how long the loop may sleep until the next call.

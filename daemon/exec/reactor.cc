@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 
+#include "daemon/exec/clock.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::daemon {
@@ -22,11 +23,16 @@ absl::Status Reactor::Run(const bool& stopping) {
   RETURN_IF_ERROR(engine_.WatchEventFd(inbox_.fd(), kInboxToken));
   RETURN_IF_ERROR(engine_.WatchEventFd(runner_.wake_fd(), kRunnerToken));
   std::array<nvme::Completion, kCompletionsPerTurn> completions;
+  uint64_t stop_ns = 0;
   while (true) {
     for (LoopCall& call : inbox_.DrainAll()) call(executor_);
     runner_.RunFinished();
     const bool more = executor_.PollSessions();
-    if (stopping && executor_.idle()) break;
+    if (stopping) {
+      if (stop_ns == 0) stop_ns = MonotonicNs();
+      if (executor_.idle()) break;
+      if (executor_.waits_for_swap_alone() && MonotonicNs() - stop_ns >= kStopWaitNs) break;
+    }
 
     const auto sleep = std::min(executor_.FreeDeletedWeights(), executor_.Tick());
     const auto timeout = more ? std::chrono::nanoseconds(0) : sleep;

@@ -20,9 +20,12 @@ using LoopInbox = LoopQueue<LoopCall>;
 //          while it runs.
 class Reactor {
  public:
+  static constexpr uint64_t kStopWaitNs = 5'000'000'000;
+
   Reactor(nvme::IoEngine& engine, Executor& executor, TaskRunner& runner, LoopInbox& inbox);
 
-  // Until `stopping` has been set by a call and the executor is idle.
+  // Until `stopping` has been set by a call and the executor is idle, or waits for nothing but a disk
+  // that has not answered for kStopWaitNs.
   //
   // Errors  E_INTERNAL and what IoEngine::Wait says: the engine is broken, nothing can go on.
   absl::Status Run(const bool& stopping);

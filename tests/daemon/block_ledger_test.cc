@@ -126,6 +126,20 @@ TEST(BlockLedger, FailedSlotsAreTheLastResort) {
   EXPECT_EQ(offsets, (std::vector<uint64_t>{0, 1, 2, 0, 1, 2}));
 }
 
+TEST(BlockLedger, ASpareSlotServesWhileAllOthersFail) {
+  BlockLedger ledger(1, Slots({2}));
+  ledger.BeginWrite(0);
+  ledger.OnWriteFailed(0);
+  EXPECT_FALSE(ledger.has_working_slot());
+  EXPECT_EQ(ledger.failing_paths(), (std::vector<bool>{true}));
+  ledger.AddSlot({.path = 1, .offset_bytes = 0, .size_bytes = kSlotBytes});
+  EXPECT_TRUE(ledger.has_working_slot());
+  EXPECT_EQ(Write(ledger, 0, 1).path, 1u);
+  ledger.Publish();
+  ledger.CheckInvariants();
+  EXPECT_EQ(ledger.slots().size(), 3u);
+}
+
 TEST(BlockLedger, BlocksInDramArePublishedWithTheOthers) {
   BlockLedger ledger(2, Slots({2}));
   ledger.SetInPlace(0, 3);

@@ -1,14 +1,21 @@
 // Goal    A swapped block that is not the one that was written is an error that names path and
 //         offset, in the step that would have used it; the job is unusable, says so, and can be
-//         deleted; other jobs and the daemon go on. Any number of staging slots works.
-// Method  The swap file of a running daemon is overwritten from outside between two steps.
+//         deleted; other jobs and the daemon go on. Any number of staging slots works. A step whose
+//         writes fail on one path uses the other; on all, it waits, status says why, others go on, and
+//         it completes. A disk that does not answer is named, and does not keep the daemon from
+//         stopping.
+// Method  The swap file of a running daemon is overwritten from outside between two steps; a library
+//         that is loaded into it makes its writes fail or hang.
 
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "client/admin.h"
@@ -109,6 +116,94 @@ TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
   ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
   const client::NodeStatus status = *admin->Status();
   EXPECT_GT(status.jobs[0].blocks - status.jobs[0].resident_blocks, nvme::Volume::kRequestsMax);
+}
+
+// A daemon with two swap paths, whose writes fail or hang on demand.
+class FaultySwap : public ::testing::Test {
+ protected:
+  // `dram_limit` is "dram.limit=SIZE".
+  void Start(const std::string& dram_limit) {
+    ASSERT_EQ(::setenv("LD_PRELOAD", FAULTY_DISK_PATH, 1), 0);
+    ASSERT_EQ(::setenv("FOREBAY_TEST_DISK", (dir_.path() + "/order").c_str(), 1), 0);
+    auto daemon = testing::DaemonProcess::Start(
+        socket_, {"swap.paths=" + a_ + "," + b_, "swap.capacity=16MiB", "io.engine=threads",
+                  "update.block_elems=4096", dram_limit});
+    ::unsetenv("LD_PRELOAD");
+    ASSERT_OK(daemon);
+    daemon_ = *std::move(daemon);
+    ASSERT_OK_AND_ASSIGN(admin_, client::AdminClient::Connect({.socket = socket_}));
+  }
+
+  // "fail TEXT", "hang TEXT", or "work".
+  void Order(const std::string& order) {
+    dir_.Write("order.new", order);
+    ASSERT_EQ(::rename((dir_.path() + "/order.new").c_str(), (dir_.path() + "/order").c_str()), 0);
+  }
+
+  const testing::TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+  const std::string a_ = dir_.Make("swap_a");
+  const std::string b_ = dir_.Make("swap_b");
+  std::unique_ptr<testing::DaemonProcess> daemon_;
+  std::unique_ptr<client::AdminClient> admin_;
+};
+
+TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2500KiB"));
+  ASSERT_OK_AND_ASSIGN(auto small,
+                       Attachment::Attach({.socket = socket_,
+                                           .job = "small",
+                                           .layout = testing::MakeLayoutSpec(
+                                               {.world_size = 1, .groups = 1, .group_elems = 100}),
+                                           .timeout = kTimeout}));
+  ASSERT_OK(testing::WriteInitial(*small, 1));
+  ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
+  ASSERT_LT(admin_->Status()->jobs[1].resident_blocks, admin_->Status()->jobs[1].blocks);
+  ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 1}));
+
+  Order("fail swap_a");
+  ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 2}));
+  EXPECT_GT(admin_->Status()->swap[0].errors, 0u);
+  EXPECT_EQ(admin_->Status()->swap[1].errors, 0u);
+
+  Order("fail swap_");
+  absl::Status stepped = absl::UnknownError("not yet");
+  std::thread trainer([&session, &stepped] {
+    stepped = testing::TrainStep(*session, {.rank = 0, .t = 3}).status();
+  });
+  EXPECT_TRUE(testing::Eventually([&] { return !admin_->Status()->jobs[1].swap_wait.empty(); }));
+  const client::JobStatus waiting = admin_->Status()->jobs[1];
+  EXPECT_THAT(waiting.swap_wait, ::testing::AllOf(HasSubstr("/swap_"), HasSubstr("block "),
+                                                  HasSubstr("Input/output error")));
+  EXPECT_EQ(waiting.failed, "");
+  EXPECT_EQ(waiting.committed_step, 2u);
+  EXPECT_OK(testing::TrainStep(*small, {.rank = 0, .t = 1})) << "other jobs go on";
+
+  Order("work");
+  trainer.join();
+  EXPECT_OK(stepped);
+  EXPECT_EQ(admin_->Status()->jobs[1].swap_wait, "");
+  EXPECT_EQ(admin_->Status()->jobs[1].committed_step, 3u);
+  EXPECT_OK(testing::TrainStep(*session, {.rank = 0, .t = 4})) << "what was written is right";
+}
+
+TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopping) {
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2100KiB"));
+  ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
+  ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 1}));
+  Order("hang swap_");
+  std::thread trainer(
+      [&session] { EXPECT_FALSE(testing::TrainStep(*session, {.rank = 0, .t = 2}).ok()); });
+  EXPECT_TRUE(testing::Eventually([&] { return admin_->Status()->swap[0].late_now > 0; }));
+  const client::NodeStatus status = *admin_->Status();
+  EXPECT_GE(status.swap[0].late, status.swap[0].late_now);
+  EXPECT_GE(status.swap[0].late_seconds, 10);
+  EXPECT_EQ(status.jobs[0].failed, "");
+  const testing::Ended ended = daemon_->Stop();
+  trainer.join();
+  EXPECT_EQ(ended.exit_code, 0) << ended.signal;
+  EXPECT_THAT(ended.errors, ::testing::AllOf(HasSubstr("swap path 0 (" + a_), HasSubstr("10 s"),
+                                             HasSubstr("ending without them")));
 }
 
 }  // namespace

@@ -115,7 +115,10 @@ uint64_t NodeModel::SizeOf(const std::string& memory) {
 void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
   if (!place.slot) return;
   const JobMemory& job = jobs_[id];
-  if (!job.slots.contains(*place.slot)) Fault("a slot is used that is not the job's");
+  for (const auto& [other, memory] : jobs_) {
+    if (other != id && memory.slots.contains(*place.slot)) Fault("a slot of another job is used");
+  }
+  if (writes) jobs_[id].slots.insert(*place.slot);  // a spare one where others fail
   for (const auto& [block, slot] : job.published) {
     if (writes && slot == *place.slot) Fault("a published block is overwritten");
   }

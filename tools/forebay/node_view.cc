@@ -56,7 +56,10 @@ json ToJson(const client::SwapPathStatus& path) {
           {"write_ops", path.write_ops},
           {"errors", path.errors},
           {"retries", path.retries},
-          {"direct", path.direct}};
+          {"direct", path.direct},
+          {"late", path.late},
+          {"late_now", path.late_now},
+          {"late_seconds", path.late_seconds}};
 }
 
 json ToJson(const client::JobStatus& job) {
@@ -80,6 +83,7 @@ json ToJson(const client::JobStatus& job) {
           {"state_read_bytes", job.state_read_bytes},
           {"state_written_bytes", job.state_written_bytes},
           {"failed", job.failed},
+          {"swap_wait", job.swap_wait},
           {"groups", job.groups},
           {"last_step_reads", job.last_step_reads},
           {"last_step_reads_prefetched", job.last_step_reads_prefetched},
@@ -127,13 +131,26 @@ std::string MemoryText(const client::MemoryStatus& memory) {
       arenas.empty() ? "" : "\n", arenas.empty() ? "" : arenas.Text());
 }
 
+std::string HealthOf(const client::JobStatus& job) {
+  if (!job.failed.empty()) return job.failed;
+  return job.swap_wait.empty() ? "well" : absl::StrCat("waits for swap: ", job.swap_wait);
+}
+
+std::string HealthOf(const client::SwapPathStatus& path) {
+  if (path.late_now == 0) return "well";
+  return absl::StrFormat("does not answer: %d requests wait, the longest for %.0f s", path.late_now,
+                         path.late_seconds);
+}
+
 std::string SwapText(const client::NodeStatus& status) {
   if (status.swap.empty()) return "no swap\n";
-  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "ERRORS", "RETRIES", "O_DIRECT"});
+  Table paths(
+      {"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
   for (const client::SwapPathStatus& path : status.swap) {
     paths.Add({path.path, FormatBytes(path.capacity_bytes), FormatBytes(path.used_bytes),
                FormatBytes(path.read_bytes), FormatBytes(path.written_bytes),
-               absl::StrCat(path.errors), absl::StrCat(path.retries), path.direct ? "yes" : "no"});
+               absl::StrCat(path.errors), absl::StrCat(path.retries), path.direct ? "yes" : "no",
+               HealthOf(path)});
   }
   return absl::StrCat(
       "engine  ", status.io_engine,
@@ -150,8 +167,7 @@ std::string JobsText(const std::vector<client::JobStatus>& jobs) {
                absl::StrCat(job.committed_step), absl::StrCat(job.params), job.format,
                FormatBytes(job.state_bytes),
                Percent(Share(job.blocks - std::min(job.blocks, job.resident_blocks), job.blocks)),
-               absl::StrFormat("%.3f s", job.last_step_seconds),
-               job.failed.empty() ? "well" : job.failed});
+               absl::StrFormat("%.3f s", job.last_step_seconds), HealthOf(job)});
   }
   return table.Text();
 }

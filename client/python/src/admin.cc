@@ -61,6 +61,9 @@ nb::dict SwapDict(const client::SwapPathStatus& swap) {
   dict["errors"] = swap.errors;
   dict["retries"] = swap.retries;
   dict["direct"] = swap.direct;
+  dict["late"] = swap.late;
+  dict["late_now"] = swap.late_now;
+  dict["late_seconds"] = swap.late_seconds;
   return dict;
 }
 
@@ -86,6 +89,7 @@ nb::dict JobDict(const client::JobStatus& job) {
   dict["state_read_bytes"] = job.state_read_bytes;
   dict["state_written_bytes"] = job.state_written_bytes;
   dict["failed"] = job.failed;
+  dict["swap_wait"] = job.swap_wait;
   nb::list groups;
   for (const std::string& group : job.groups) groups.append(group);
   dict["groups"] = groups;
