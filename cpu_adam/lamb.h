@@ -38,7 +38,7 @@ LambSums SumLamb(StateFormat format, const StepScalars& scalars, size_t n,
 float TrustRatio(double weight_squares, double update_squares);
 float TrustRatio(const LambSums& sums);
 
-// Updates n masters in place and leaves the moments; returns how many are bad, as Update does. For
+// Updates n masters in place and leaves the moments; returns how many are non-finite, as Update does. For
 // Memory, Threads and Exact see Update.
 uint64_t ApplyLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,
                    const StatePlanes& state);

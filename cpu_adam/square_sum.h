@@ -15,7 +15,7 @@ namespace forebay::cpu_adam {
 // Limits  Up to 2^30 chunks: 2^42 elements.
 class SquareSum {
  public:
-  // A result of ChunkSquareSums; infinity or NaN make the total not finite, for good.
+  // A result of ChunkSquareSums; infinity or NaN make the total non-finite permanently.
   void AddChunk(double chunk_sum);
   void Merge(const SquareSum& other);  // any order, any grouping: the same bits
   bool finite() const { return finite_; }
@@ -31,7 +31,7 @@ class SquareSum {
 
   std::array<uint64_t, kDigits> Carried() const;
 
-  std::array<uint64_t, kDigits> digits_ = {};  // carries are put off
+  std::array<uint64_t, kDigits> digits_ = {};  // carries are deferred
   bool finite_ = true;
 };
 

@@ -37,7 +37,7 @@ void ChunkSquareSums(size_t n, Gradient g, double* chunk_sums);
 
 // dst[i] = src[i] in the type of src, and the sums of ChunkSquareSums of what was written: each
 // element is read once, so that the sums are those of dst whatever another process writes to src
-// meanwhile. The stores bypass the cache where dst is aligned to 64 bytes, and are visible to other
+// meanwhile. The stores are non-temporal where dst is aligned to 64 bytes, and are visible to other
 // threads after any later release by this one.
 void CopyWithSquareSums(size_t n, Gradient src, void* dst, double* chunk_sums);
 
@@ -49,7 +49,7 @@ enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 
 // dst = src as bfloat16, to nearest, ties away from zero: the rounding of `exact`. The stores of
-// this, its inverse and kSet bypass the cache where dst is long and aligned to 64 bytes.
+// this, its inverse and kSet are non-temporal where dst is long and aligned to 64 bytes.
 void RoundToBf16(size_t n, const float* src, uint16_t* dst);
 void WidenBf16(size_t n, const uint16_t* src, float* dst);
 

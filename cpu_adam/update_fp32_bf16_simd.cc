@@ -1,4 +1,4 @@
-// The update of a float32 master beside a bfloat16 weights: see internal/format_simd.inc.
+// The update of a float32 master beside bfloat16 weights: see internal/format_simd.inc.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu_adam/update_fp32_bf16_simd.cc"

@@ -15,7 +15,7 @@ struct WorkerPoolOptions {
   int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
   // operating-system indices; not empty: exactly these, numa_node unused
   std::vector<int> cpus = {};
-  int nice = 0;               // 0 to 19, best effort; where the maker's is higher, that
+  int nice = 0;               // 0 to 19, best effort; never below the creator's
   size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
 };
 
@@ -30,8 +30,8 @@ class WorkerPool {
 
   // Starts the threads; returns without waiting for them.
   //
-  // Errors  E_OPTION    a rule above is broken, or no such node or processor; names what there is.
-  //         E_INTERNAL  the system refused a thread; none is left behind.
+  // Errors  E_OPTION    an option breaks its rule above, or no such node or CPU; lists what exists.
+  //         E_INTERNAL  the system refused a thread; no thread is left behind.
   static absl::StatusOr<std::unique_ptr<WorkerPool>> Create(const WorkerPoolOptions& options);
 
   WorkerPool(const WorkerPool&) = delete;

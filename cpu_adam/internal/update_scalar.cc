@@ -91,7 +91,7 @@ uint32_t LoadMaster(const StatePlanes& from, size_t i) {
   return (uint32_t{weights} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
 
-// Returns 1 where the master is bad.
+// Returns 1 where the master is non-finite.
 template <StateFormat kFormat>
 uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
@@ -118,7 +118,7 @@ uint32_t Hash(const StepScalars& k, uint32_t elem) {
   return x ^ (x >> 16);
 }
 
-// The rounding_bits of a moment, of so many bits.
+// The random bits of a moment, `bits` of them.
 uint32_t RoundingBits(const StepScalars& k, uint32_t hash, size_t moment, int bits) {
   const uint32_t factors[kMomentsMax] = {kFirstRounding, k.rounding_key[1] | 1, kThirdRounding};
   return (hash * factors[moment]) >> (32 - bits);
