@@ -1,7 +1,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -72,13 +74,21 @@ absl::Status MapAndOpen(const internal::AttachAnswer& answer, const WaitLimits& 
   ASSIGN_OR_RETURN(connection.command_doorbell, control.Descriptor(Kind::COMMAND_DOORBELL, limits));
   ASSIGN_OR_RETURN(connection.completion_doorbell,
                    control.Descriptor(Kind::COMPLETION_DOORBELL, limits));
-  if (answer.extra_state_bytes > protocol::kExtraStateBytesMax) {
-    return MakeError(ErrorId::kProtocol, absl::StrCat("the daemon has ", answer.extra_state_bytes,
-                                                      " bytes of extra_state for this rank"));
+  if (std::max(answer.extra_state_bytes, answer.rank0_extra_state_bytes) >
+      protocol::kExtraStateBytesMax) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("the daemon has ", answer.extra_state_bytes,
+                                  " bytes of extra_state for this rank and ",
+                                  answer.rank0_extra_state_bytes, " of rank 0's"));
   }
-  if (answer.extra_state_bytes > 0) {
+  const uint64_t extra_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
+  if (extra_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd, control.Descriptor(Kind::EXTRA_STATE, limits));
-    ASSIGN_OR_RETURN(parts.extra_state, ReadAll(extra_fd.get(), answer.extra_state_bytes));
+    ASSIGN_OR_RETURN(parts.extra_state, ReadAll(extra_fd.get(), extra_bytes));
+    const auto own_end =
+        parts.extra_state.begin() + static_cast<ptrdiff_t>(answer.extra_state_bytes);
+    parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
+    parts.extra_state.erase(own_end, parts.extra_state.end());
   }
   ASSIGN_OR_RETURN(parts.weights,
                    Mapping::MapFile(weights_fd.get(), answer.weights_bytes, MapAccess::kRead));
@@ -134,6 +144,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   parts.step_region_offset = answer.step_region_offset;
   parts.step_region_bytes = answer.step_region_bytes;
   RETURN_IF_ERROR(MapAndOpen(answer, limits, parts));
+  if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
   parts.gauge->rpc_calls = control->thread().calls();
   parts.port.daemon_pidfd = control->daemon_pidfd();
   parts.port.gone_fd = control->thread().gone_fd();
@@ -198,6 +209,9 @@ absl::Status Attachment::Detach() {
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
 uint64_t Attachment::committed_step() const { return state_->committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }
+std::span<const std::byte> Attachment::rank0_extra_state() const {
+  return state_->parts.rank0_extra_state;
+}
 std::span<const uint32_t> Attachment::trace() const { return state_->parts.trace; }
 const protocol::Layout& Attachment::layout() const { return *state_->parts.layout; }
 std::span<const std::byte> Attachment::weights() const { return state_->parts.weights->bytes(); }

@@ -129,6 +129,7 @@ class Attachment {
   bool writes_initial() const;      // this session must write every group, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
+  std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
   std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
   const protocol::Layout& layout() const;
   std::span<const std::byte> weights() const;                // the whole window, read-only

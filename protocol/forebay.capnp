@@ -83,6 +83,7 @@ struct AttachReply {
   stepRegionBytes @7 :UInt64;
   extraStateBytes @8 :UInt64;   # of the extra_state committed with committedStep; 0 for none
   trace @9 :List(UInt32);       # groups in the order in which a step touches them; empty before the first step
+  rank0ExtraStateBytes @10 :UInt64;  # of rank 0's, for the other ranks: it follows their own in the same memfd
 }
 
 interface Session {
@@ -97,7 +98,7 @@ interface Session {
     ring @2;              # RingMemory, read and write
     commandDoorbell @3;     # eventfd the client writes
     completionDoorbell @4;  # end of a socket pair; readable after the daemon rang
-    extraState @5;        # memfd, read-only, with the committed extra_state of this rank
+    extraState @5;        # memfd, read-only, with the committed extra_state of this rank, then rank 0's
   }
 
   mapped @1 () -> (outcome :Outcome);

@@ -63,6 +63,7 @@ struct SessionParts {
   bool reader = false;
   bool writes_initial = false;
   std::vector<std::byte> extra_state = {};
+  std::vector<std::byte> rank0_extra_state = {};
   std::vector<uint32_t> trace = {};
   // Empty in tests that play the daemon themselves.
   std::unique_ptr<Connection> connection = {};

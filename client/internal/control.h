@@ -43,6 +43,7 @@ struct AttachAnswer {
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
   uint64_t extra_state_bytes = 0;
+  uint64_t rank0_extra_state_bytes = 0;
   std::vector<uint32_t> trace;
 };
 

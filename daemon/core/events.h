@@ -152,6 +152,9 @@ struct AnswerAttach {
   uint64_t step_region_bytes = 0;
   uint64_t extra_state_bytes = 0;  // of committed_step; at extra_state_offset of the step arena
   uint64_t extra_state_offset = 0;
+  // The same of rank 0; 0 bytes for rank 0 itself.
+  uint64_t rank0_extra_state_bytes = 0;
+  uint64_t rank0_extra_state_offset = 0;
   std::vector<uint32_t> trace;
 };
 

@@ -193,18 +193,21 @@ void Job::AnswerAttachOk(Session& session) {
   step_.OnAttached(session);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.set_writer(session.id);
-  io_.actions().Emit(AnswerAttach{.session = session.id,
-                                  .status = absl::OkStatus(),
-                                  .job = spec_.id,
-                                  .committed_step = step_.committed_step(),
-                                  .writes_initial = writes_initial,
-                                  .weights_bytes = spec_.plan.weights_bytes,
-                                  .grad_arena_bytes = spec_.plan.session_arena_bytes,
-                                  .step_region_offset = spec_.plan.step_region_offset,
-                                  .step_region_bytes = spec_.plan.step_region_bytes,
-                                  .extra_state_bytes = step_.extra_state_bytes(session.rank),
-                                  .extra_state_offset = step_.extra_state_offset(session.rank),
-                                  .trace = step_.trace()});
+  io_.actions().Emit(
+      AnswerAttach{.session = session.id,
+                   .status = absl::OkStatus(),
+                   .job = spec_.id,
+                   .committed_step = step_.committed_step(),
+                   .writes_initial = writes_initial,
+                   .weights_bytes = spec_.plan.weights_bytes,
+                   .grad_arena_bytes = spec_.plan.session_arena_bytes,
+                   .step_region_offset = spec_.plan.step_region_offset,
+                   .step_region_bytes = spec_.plan.step_region_bytes,
+                   .extra_state_bytes = step_.extra_state_bytes(session.rank),
+                   .extra_state_offset = step_.extra_state_offset(session.rank),
+                   .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
+                   .rank0_extra_state_offset = step_.extra_state_offset(0),
+                   .trace = step_.trace()});
 }
 
 void Job::CloseEnded() {

@@ -49,12 +49,13 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.step_bytes = RoundUp(at, kPageBytes);
 }
 
-void PlanSessionArena(MemoryPlan& plan) {
+void PlanSessionArena(uint32_t world_size, MemoryPlan& plan) {
   plan.step_region_offset = RoundUp(plan.session.grad_arena_bytes, kPageBytes);
   plan.step_region_bytes = StepRegionBytes(plan.session.extra_state_bytes);
   plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
-  plan.extra_state_copy_bytes = RoundUp(plan.session.extra_state_bytes, kPageBytes);
+  plan.extra_state_copy_bytes =
+      RoundUp(plan.session.extra_state_bytes * std::min(world_size, 2U), kPageBytes);
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
@@ -182,7 +183,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   plan.weights_bytes = layout.weights_bytes();
   plan.table_bytes = TableBytes(layout.spec());
   PlanStepArena(layout, plan);
-  PlanSessionArena(plan);
+  PlanSessionArena(layout.spec().world_size, plan);
   plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
                     layout.spec().world_size *
                         (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +

@@ -48,7 +48,7 @@ struct MemoryPlan {
   uint64_t step_region_bytes = 0;
   uint64_t session_arena_bytes = 0;
   uint64_t ring_bytes = 0;
-  // The rank's extra_state as it was at attach, for its client to read.
+  // The rank's extra_state and rank 0's as they were at attach, for the client to read.
   uint64_t extra_state_copy_bytes = 0;
 
   // States: blocks that fit are in DRAM, the rest on swap. A block has as many elements as the

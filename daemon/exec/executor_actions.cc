@@ -211,15 +211,17 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
   ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
   JobIo& io = job(answer.job);
   ASSIGN_OR_RETURN(fds.weights, io.weights->ClientFd());
-  if (answer.extra_state_bytes == 0) return fds;
-  const auto saved = Part(io.step, answer.extra_state_offset, answer.extra_state_bytes);
+  const auto own = Part(io.step, answer.extra_state_offset, answer.extra_state_bytes);
+  const auto rank0 = Part(io.step, answer.rank0_extra_state_offset, answer.rank0_extra_state_bytes);
+  const uint64_t saved_bytes = own.size() + rank0.size();
+  if (saved_bytes == 0) return fds;
   ASSIGN_OR_RETURN(session.extra_state,
                    pinned_mem::PinnedArena::Create(
                        {.name = "forebay-extra-state",
-                        .capacity_bytes = protocol::RoundUp(saved.size(), protocol::kPageBytes),
+                        .capacity_bytes = protocol::RoundUp(saved_bytes, protocol::kPageBytes),
                         .lock = options_.lock,
                         .access = pinned_mem::Access::kServed}));
-  std::ranges::copy(saved, session.extra_state->bytes().begin());
+  std::ranges::copy(rank0, std::ranges::copy(own, session.extra_state->bytes().begin()).out);
   registry_.Register({ArenaKind::kExtraState, session.job, RankOf(session.request)},
                      session.extra_state);
   ASSIGN_OR_RETURN(fds.extra_state, session.extra_state->ClientFd());

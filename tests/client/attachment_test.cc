@@ -196,6 +196,32 @@ TEST_F(AttachmentTest, ExtraStateComesBackWithTheStepItBelongsTo) {
   EXPECT_FALSE(session->trace().empty());
 }
 
+TEST_F(AttachmentTest, EveryRankHasItsOwnExtraStateAndRank0s) {
+  const std::vector<std::byte> of_rank[] = {std::vector<std::byte>(1000, std::byte{7}),
+                                            std::vector<std::byte>(30, std::byte{9})};
+  {
+    const std::unique_ptr<Attachment> first = AttachFirst(2);
+    ASSERT_NE(first, nullptr);
+    ASSERT_OK_AND_ASSIGN(const auto second, Attachment::Attach(Options(1, 2)));
+    EXPECT_TRUE(second->rank0_extra_state().empty());
+    absl::StatusOr<StepResult> other;
+    std::thread rank1([&] { other = DeliverAndStep(*second, 1, 1, of_rank[1]); });
+    EXPECT_OK(DeliverAndStep(*first, 0, 1, of_rank[0]).status());
+    rank1.join();
+    ASSERT_OK(other.status());
+    ASSERT_OK(first->Detach());
+    ASSERT_OK(second->Detach());
+  }
+  for (const uint32_t rank : {0U, 1U}) {
+    ASSERT_OK_AND_ASSIGN(const auto session, Attachment::Attach(Options(rank, 2)));
+    const auto own = session->extra_state();
+    const auto rank0 = session->rank0_extra_state();
+    EXPECT_TRUE(std::equal(own.begin(), own.end(), of_rank[rank].begin(), of_rank[rank].end()));
+    EXPECT_TRUE(std::equal(rank0.begin(), rank0.end(), of_rank[0].begin(), of_rank[0].end()));
+    ASSERT_OK(session->Detach());
+  }
+}
+
 TEST_F(AttachmentTest, ASecondRankWaitsForTheParametersAndCanGiveUp) {
   ASSERT_OK_AND_ASSIGN(const auto writer, Attachment::Attach(Options(0, 2)));
   AttachOptions options = Options(1, 2);

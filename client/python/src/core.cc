@@ -322,6 +322,11 @@ void BindAttachment(nb::module_& module) {
                      const auto bytes = self->extra_state();
                      return nb::bytes(bytes.data(), bytes.size());
                    })
+      .def_prop_ro("rank0_extra_state",
+                   [](PyAttachment& self) {
+                     const auto bytes = self->rank0_extra_state();
+                     return nb::bytes(bytes.data(), bytes.size());
+                   })
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
