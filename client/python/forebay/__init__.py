@@ -1,21 +1,21 @@
 """Forebay: parameters, gradients and optimizer states of a PyTorch model, held by the node's
 daemon.
 
-    opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+>>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
 
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 """
 
+from .api import attach, status, trace
 from .errors import (
     DataLossError,
     ForebayError,
-    ResourceError,
     ForebayTimeoutError,
+    ResourceError,
     UnavailableError,
     UsageError,
 )
 from .optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lion
-from .api import attach, status, trace
 
 __version__ = "0.1.0"
 
@@ -26,10 +26,10 @@ __all__ = [
     "AdamW",
     "DataLossError",
     "ForebayError",
+    "ForebayTimeoutError",
     "Lamb",
     "Lion",
     "ResourceError",
-    "ForebayTimeoutError",
     "UnavailableError",
     "UsageError",
     "attach",

@@ -1,32 +1,44 @@
 """attach(): from a model to windows, hooks and an optimizer."""
 
+from __future__ import annotations
+
 import ctypes
+import faulthandler
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ._guards import Guards, refuse_attached
+from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
+from ._guards import Guards, refuse_unsupported_modules
 from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
-from ._plan import DTYPE_NAMES, FORMATS, make_plan
+from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, make_plan
 from .errors import ForebayError, usage_error
 from .optimizers import Optimizer
 
+if TYPE_CHECKING:
+    from ._core import Attachment
+
 PARAM_GROUPS_MAX = 64  # of the wire
+
+TorchGroups = list[dict[str, Any]]
 
 
 def attach(
-    model,
-    optimizer,
+    model: nn.Module,
+    optimizer: Optimizer,
     *,
-    job,
-    rank,
-    world_size,
-    socket,
-    param_groups,
-    extra_state_bytes,
-    grad_arena_bytes,
-    timeout,
-):
+    job: str,
+    rank: int,
+    world_size: int,
+    socket: str,
+    param_groups: Iterable[Any] | None,
+    extra_state_bytes: int,
+    grad_arena_bytes: int,
+    timeout: float,
+) -> ForebayOptimizer:
     """See forebay.attach."""
     from . import _core
 
@@ -36,13 +48,15 @@ def attach(
             f"the optimizer is {optimizer!r}, none of Forebay's",
             "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
         )
-    refuse_attached(model)
+    refuse_unsupported_modules(model)
     plan = make_plan(model)
+    buffers = _buffers(model, extra_state_bytes)
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
     wanted_groups = optimizer.params if param_groups is None else param_groups
     torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
     frozen_group = _assign_param_groups(plan, torch_groups)
-    optimizer.rows([{**defaults, **group} for group in torch_groups])  # before there is a job
+    optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
+    _print_stack_at_segv()
     attachment = _core.attach(
         socket,
         job,
@@ -55,45 +69,96 @@ def attach(
         [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters],
         plan.group_names,
         grad_arena_bytes,
-        extra_state_bytes,
+        extra_state_bytes + HEADER.size,
         float(timeout),
     )
-    bound = guards = None
-    handles = []
+    undo = _Undo(attachment)
     try:
         groups = _groups(plan, attachment)
         if attachment.writes_initial:
             _write_initial(plan, attachment, groups, timeout)
         windows = _windows(plan, attachment, groups)
         engine = Engine(attachment, groups, timeout)
-        bound = _bind(plan, groups, windows)
-        guards = Guards(model, plan)
-        handles = install(engine, plan.hook_points)
+        _bind(plan, groups, windows, undo)
+        undo.guards = Guards(model, plan)
+        undo.handles = install(engine, plan.hook_points)
+        buffers.load(attachment.rank0_extra_state)
         opt = ForebayOptimizer(
             torch_groups,
             defaults,
             plan=plan,
             engine=engine,
-            handles=handles,
-            guards=guards,
+            handles=undo.handles,
+            guards=undo.guards,
             rule=optimizer,
             frozen_group=frozen_group,
+            buffers=buffers,
+            commits_buffers=rank == 0,
+            extra_state_bytes=extra_state_bytes,
         )
     except BaseException:
-        for handle in handles:
-            handle.remove()
-        if guards is not None:
-            guards.remove()
-        for parameter, own in bound or ():
-            parameter.tensor.data = own
-        _leave(attachment)
+        undo.run()
         raise
-    bound.clear()  # the last reference to the private values
-    _give_back_free_memory()
+    undo.private.clear()  # the last reference to the private values
+    _return_free_memory()
     return opt
 
 
-def _format(optimizer, plan):
+class _Undo:
+    """What a failed attach takes back."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self.private: list[tuple[Parameter, torch.Tensor]] = []
+        self.guards: Guards | None = None
+        self.handles: list[Any] = []
+
+    def run(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.guards is not None:
+            self.guards.remove()
+        for parameter, values in self.private:
+            parameter.tensor.data = values
+        try:
+            self._attachment.detach()
+        except ForebayError:
+            pass  # the error of the attach says more
+
+
+def _buffers(model: nn.Module, extra_state_bytes: int) -> Buffers:
+    """Errors: E_EXTRA_STATE where the model's buffers have no room."""
+    if extra_state_bytes > EXTRA_STATE_BYTES_MAX:
+        raise usage_error(
+            "E_EXTRA_STATE",
+            f"extra_state_bytes is {extra_state_bytes}, more than {EXTRA_STATE_BYTES_MAX}",
+            "keep large data in a file, and its name in extra_state",
+        )
+    buffers = Buffers(model)
+    size_bytes = buffers.size_bytes()
+    if size_bytes > extra_state_bytes:
+        raise usage_error(
+            "E_EXTRA_STATE",
+            f"the model's buffers take {size_bytes} bytes of extra_state, which has room for "
+            f"{extra_state_bytes}",
+            f"attach with extra_state_bytes={size_bytes} plus what you commit yourself (at most "
+            f"{EXTRA_STATE_BYTES_MAX}), or register_buffer(..., persistent=False)",
+        )
+    return buffers
+
+
+def _print_stack_at_segv() -> None:
+    """The extension explains a write into the read-only weights and then calls the handler that
+    was there before: faulthandler's prints the Python stack."""
+    if faulthandler.is_enabled():
+        return
+    try:
+        faulthandler.enable(all_threads=False)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        pass  # no stderr with a descriptor: the explanation comes without the stack
+
+
+def _format(optimizer: Optimizer, plan: Plan) -> str:
     formats = FORMATS[plan.dtype]
     if optimizer.format is not None and optimizer.format not in formats:
         known = sorted({name for names in FORMATS.values() for name in names})
@@ -110,26 +175,21 @@ def _format(optimizer, plan):
     return optimizer.format or formats[0]
 
 
-def _leave(attachment):
-    try:
-        attachment.detach()
-    except ForebayError:
-        pass  # the error that brought us here says more
-
-
-def _torch_groups(plan, wanted, hyper_parameters):
+def _torch_groups(
+    plan: Plan, wanted: Iterable[Any] | None, hyper_parameters: Sequence[str]
+) -> TorchGroups:
     """param_groups in torch's form; a plain list of parameters is one group."""
     if wanted is None:
         return [{"params": [p.tensor for p in plan.named]}]
-    wanted = list(wanted)
-    if not wanted:
+    listed = list(wanted)
+    if not listed:
         raise usage_error(
             "E_OPTION", "param_groups is empty", "leave it out for one group of all parameters"
         )
-    if not isinstance(wanted[0], dict):
-        wanted = [{"params": wanted}]
-    groups = []
-    for group in wanted:
+    if not isinstance(listed[0], dict):
+        listed = [{"params": listed}]
+    groups: TorchGroups = []
+    for group in listed:
         if not isinstance(group, dict) or "params" not in group:
             raise usage_error(
                 "E_OPTION",
@@ -150,10 +210,10 @@ def _torch_groups(plan, wanted, hyper_parameters):
     return groups
 
 
-def _assign_param_groups(plan, torch_groups):
+def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) -> bool:
     """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their
     own."""
-    numbers = {}
+    numbers: dict[int, int] = {}
     names = {id(parameter.tensor): parameter.name for parameter in plan.parameters}
     for number, group in enumerate(torch_groups):
         for tensor in group["params"]:
@@ -194,17 +254,18 @@ def _assign_param_groups(plan, torch_groups):
     return frozen
 
 
-def _groups(plan, attachment):
-    groups = [
+def _groups(plan: Plan, attachment: Attachment) -> list[Group]:
+    for parameter, offset in zip(plan.parameters, attachment.param_offsets):
+        parameter.offset = offset
+    return [
         Group(number, plan.group_names[number], elems, padded_elems)
         for number, (_, elems, padded_elems) in enumerate(attachment.groups)
     ]
-    for parameter, offset in zip(plan.parameters, attachment.param_offsets):
-        parameter.offset = offset
-    return groups
 
 
-def _write_initial(plan, attachment, groups, timeout):
+def _write_initial(
+    plan: Plan, attachment: Attachment, groups: Iterable[Group], timeout: float
+) -> None:
     """The values of this process become the job's."""
     for group in groups:
         flat = torch.zeros(group.padded_elems, dtype=plan.dtype)
@@ -227,34 +288,39 @@ def _write_initial(plan, attachment, groups, timeout):
     attachment.initial_done(timeout)
 
 
-def _windows(plan, attachment, groups):
+def _windows(plan: Plan, attachment: Attachment, groups: Sequence[Group]) -> list[torch.Tensor]:
     """One tensor per parameter, each with a storage of its own that starts and ends with it: saving
     one parameter saves no more than it."""
     windows = []
-    weights = [torch.from_dlpack(attachment.weights(group.number)) for group in groups]
+    weights = [_from_dlpack(attachment.weights(group.number)) for group in groups]
     for parameter in plan.parameters:
         view = weights[parameter.group][
             parameter.offset : parameter.offset + parameter.tensor.numel()
         ]
-        windows.append(
-            torch.from_dlpack(torch.utils.dlpack.to_dlpack(view)).view(parameter.tensor.shape)
-        )
+        own = _from_dlpack(torch.utils.dlpack.to_dlpack(view))  # type: ignore[attr-defined]
+        windows.append(own.view(parameter.tensor.shape))
     return windows
 
 
-def _bind(plan, groups, windows):
-    """Returns (parameter, its private values) so that a failure can be undone."""
-    bound = []
+def _from_dlpack(view: Any) -> torch.Tensor:
+    tensor: torch.Tensor = torch.from_dlpack(view)  # type: ignore[attr-defined]
+    return tensor
+
+
+def _bind(
+    plan: Plan, groups: Sequence[Group], windows: Iterable[torch.Tensor], undo: _Undo
+) -> None:
+    """Every parameter becomes a view of its window."""
     for parameter, window in zip(plan.parameters, windows):
-        bound.append((parameter, parameter.tensor.data))
+        undo.private.append((parameter, parameter.tensor.data))
         parameter.tensor.data = window
         group = groups[parameter.group]
         group.members.append(Member(parameter, group, window))
         group.expected += parameter.trainable
-    return bound
 
 
-def _give_back_free_memory():
+def _return_free_memory() -> None:
+    """The private values of the model are free now; glibc returns them to the system."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

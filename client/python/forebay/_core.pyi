@@ -46,7 +46,7 @@ class Attachment:
     def step(
         self,
         t: int,
-        hyper: list[tuple[float, float, float, float, float]],
+        hyper: list[dict[str, float]],
         max_grad_norm: float = 0.0,
         extra_state: bytes = b"",
         timeout: float = 60.0,
@@ -78,3 +78,8 @@ def attach(
 def status(socket: str = "", timeout: float = 10.0) -> dict[str, Any]: ...
 def trace(socket: str, job: str, timeout: float = 10.0) -> list[dict[str, Any]]: ...
 def delete_job(socket: str, job: str, timeout: float = 10.0) -> None: ...
+
+# Hyper-parameters of each optimizer, with their defaults.
+OPTIMIZERS: dict[str, dict[str, float]]
+
+def check_hyper_parameters(optimizer: str, group: int, values: dict[str, float]) -> None: ...

@@ -1,77 +1,99 @@
-"""What would silently do nothing, or move a parameter off its window, is an error on an attached
+"""What would do nothing in silence, or move a parameter off its window, is an error on an attached
 model."""
 
 import functools
 import types
 import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from .errors import unsupported
+from ._plan import Parameter, Plan
+from .errors import UsageError, unsupported
 
-_owners = {}  # id of an attached parameter: its name
-_global_hook = None
+T = TypeVar("T")
+
+_owners: dict[int, str] = {}  # id of an attached parameter: its name
+_global_hooks: list[RemovableHandle] = []
 
 
 class InertOnCopy:
     """A hook whose copies do nothing: deepcopy and pickle of an attached module give a module of
     its own."""
 
-    def __deepcopy__(self, memo):
-        return nothing
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return do_nothing
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return (_make_nothing, ())
 
 
-def nothing(*_args, **_kwargs):
+def do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """The copy of a hook."""
 
 
-def _make_nothing():
-    return nothing
+def _make_nothing() -> Callable[..., None]:
+    return do_nothing
 
 
-class GradientTaken(torch.Tensor):
-    """Stands in p.grad for a gradient that the daemon has: whatever reads or changes it is refused
-    by name.
+class DeliveredGradient(torch.Tensor):
+    """The value of p.grad while the daemon has the gradient: whatever reads or changes it is
+    refused by name.
 
     So clip_grad_norm_, another optimizer, a gradient scaler, a second backward before step() and
     logging of norms are errors, where a p.grad of None would make them do nothing.
     """
 
+    parameter_name: str
+
     @staticmethod
-    def __new__(cls, name, parameter):
-        tensor = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, name: str, parameter: torch.Tensor) -> "DeliveredGradient":
+        tensor: DeliveredGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         tensor.__dict__["parameter_name"] = name
         return tensor
 
-    def __repr__(self):
-        return f"<gradient of {self.__dict__['parameter_name']}: taken by forebay>"
+    def __init__(self, name: str, parameter: torch.Tensor) -> None:
+        pass
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"<gradient of {self.__dict__['parameter_name']}: delivered to forebay>"
 
     @classmethod
-    def __torch_function__(cls, function, types_, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Any, types_: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in _HARMLESS:
-            return super().__torch_function__(function, types_, args, kwargs or {})
+            return super().__torch_function__(  # type: ignore[no-untyped-call]
+                function, types_, args, kwargs or {}
+            )
         raise cls._refusal(function, args)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types_, args=(), kwargs=None):
-        if "add" in str(
-            function
-        ):  # AccumulateGrad is the one caller that does not pass __torch_function__
-            raise second_gradient(_first(cls, args).__dict__["parameter_name"])
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types_: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # AccumulateGrad is the one caller that does not pass __torch_function__.
+        if "add" in str(function):
+            raise second_gradient(cls._name_in(args))
         raise cls._refusal(function, args)
 
     @classmethod
-    def _refusal(cls, function, args):
-        name = _first(cls, args).__dict__["parameter_name"]
+    def _name_in(cls, args: Iterable[Any]) -> str:
+        found = _first(cls, args)
+        return found.__dict__["parameter_name"] if found is not None else "?"
+
+    @classmethod
+    def _refusal(cls, function: Any, args: Iterable[Any]) -> UsageError:
         return unsupported(
-            f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: "
-            "the daemon has it already",
+            f"{getattr(function, '__name__', function)}() on the gradient of parameter "
+            f"{cls._name_in(args)}: it has been delivered to the daemon",
             "clip with forebay.AdamW(max_grad_norm=...); what else needs p.grad can look at it "
             "in a hook: p.register_hook before attach",
         )
@@ -93,18 +115,18 @@ _HARMLESS = {
 }
 
 
-def _first(cls, values):
+def _first(kind: type[T], values: Iterable[Any]) -> T | None:
     for value in values:
-        if isinstance(value, cls):
+        if isinstance(value, kind):
             return value
         if isinstance(value, (list, tuple)):
-            found = _first(cls, value)
+            found = _first(kind, value)
             if found is not None:
                 return found
     return None
 
 
-def second_gradient(name):
+def second_gradient(name: str) -> UsageError:
     """The error of gradient accumulation and of a second backward over a retained graph."""
     return unsupported(
         f"parameter {name} received a second gradient before step(): gradient accumulation and a "
@@ -116,10 +138,10 @@ def second_gradient(name):
 class LoadGuard(InertOnCopy):
     """Refuses load_state_dict on a module that holds attached parameters."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, *_args, **_kwargs):
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         raise unsupported(
             f"load_state_dict on {self.name}: its parameters are attached",
             "load before forebay.attach (the first session of a job writes the values), or "
@@ -128,81 +150,139 @@ class LoadGuard(InertOnCopy):
 
 
 class ApplyGuard:
-    """Stands in for module._apply, through which half(), to(), cuda() and share_memory() replace
-    parameters."""
+    """Replaces module._apply, through which half(), to(), cuda() and share_memory() replace
+    parameters. Does not keep the module alive."""
 
-    def __init__(self, module, name):
-        self.module, self.name = module, name
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self.name = weakref.ref(module), name
 
-    def __call__(self, function, recurse=True):
-        for tensor in self.module.parameters(recurse=recurse):
-            if id(tensor) not in _owners:
-                continue
-            probe = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-            wanted = function(probe)
-            if wanted is not probe or probe.is_shared():
+    def _live(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a method of a module runs while it lives"
+        return module
+
+    def __call__(
+        self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        module = self._live()
+        for tensor in module.parameters(recurse=recurse):
+            if id(tensor) in _owners and not _keeps(function, tensor):
+                probe = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+                wanted = function(probe)
                 raise unsupported(
                     f"half(), to() or the like on {self.name}: parameter {_owners[id(tensor)]} is "
                     "attached and cannot change its type, device or memory (it is "
                     f"{_kind(tensor)}, wanted is {_kind(wanted)})",
                     "convert before forebay.attach, or opt.detach() first",
                 )
-        return type(self.module)._apply(self.module, function, recurse)
 
-    def __deepcopy__(self, memo):
-        copy = memo[id(self.module)]
+        # A function that keeps every attached parameter as it is may still copy it (.to("cpu:0")).
+        def others_alone(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if id(tensor) in _owners else function(tensor)
+
+        return type(module)._apply(module, others_alone, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
+        copy = memo[id(self._live())]
         return types.MethodType(type(copy)._apply, copy)
 
-    def __reduce__(self):
-        return (functools.partial, (type(self.module)._apply, self.module))
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._live()
+        return (functools.partial, (type(module)._apply, module))
 
 
-def _kind(tensor):
-    return f"{tensor.dtype} on {tensor.device}{', shared' * tensor.is_shared()}"
+def _keeps(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Whether the function gives each tensor back as it was: its type, kind of memory and values."""
+    values = torch.rand(64).to(tensor.dtype)
+    probe = values.clone()
+    wanted = function(probe)
+    return (
+        wanted.dtype == values.dtype
+        and wanted.device.type == "cpu"
+        and not _is_shared(probe)
+        and not wanted.is_pinned()
+        and torch.equal(probe, values)
+        and torch.equal(wanted, values)
+    )
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}{', shared' * _is_shared(tensor)}"
+
+
+class _Slot:
+    """Where in the model a parameter was at attach."""
+
+    def __init__(self, module: nn.Module, key: str, name: str, tensor: torch.Tensor) -> None:
+        self._module, self._key = weakref.ref(module), key
+        self.name, self._id = name, id(tensor)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The attached parameter, if it and its module still live there."""
+        module = self._module()
+        tensor = None if module is None else module._parameters.get(self._key)
+        return tensor if id(tensor) == self._id else None
+
+    def was_changed(self) -> bool:
+        """Whether a living module has another parameter there, or none."""
+        return self._module() is not None and self.tensor() is None
 
 
 class Guards:
-    """The guards of one attached model; remove() takes every one of them away. Holds nothing of it
+    """The guards of one attached model; remove() takes every one of them away. Keeps nothing of it
     alive."""
 
-    def __init__(self, model, plan):
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
-        self._handles = []
-        self._modules = []
-        self._places = []  # (module, key in it, name and id of the parameter)
+        self._handles: list[RemovableHandle] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._slots: list[_Slot] = []
         try:
             for parameter in plan.parameters:
                 _own(parameter)
             for name, module in model.named_modules():
                 if any(id(tensor) in _owners for tensor in module.parameters()):
-                    label = f"{type(module).__name__} {name}".rstrip()
-                    self._handles.append(
-                        module._register_load_state_dict_pre_hook(LoadGuard(label))
-                    )
-                    module.__dict__["_apply"] = ApplyGuard(module, label)
-                    reference = weakref.ref(module)
-                    self._modules.append(reference)
-                    self._places += [
-                        (reference, key, f"{name}.{key}".lstrip("."), id(tensor))
-                        for key, tensor in module._parameters.items()
-                        if id(tensor) in _owners
-                    ]
+                    self._guard(name, module)
         except BaseException:
             self.remove()
             raise
 
-    def check_places(self):
+    def _guard(self, name: str, module: nn.Module) -> None:
+        label = f"{type(module).__name__} {name}".rstrip()
+        self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))  # type: ignore[no-untyped-call]
+        module.__dict__["_apply"] = ApplyGuard(module, label)
+        self._modules.append(weakref.ref(module))
+        self._slots += [
+            _Slot(module, key, f"{name}.{key}".lstrip("."), tensor)
+            for key, tensor in module._parameters.items()
+            if tensor is not None and id(tensor) in _owners
+        ]
+
+    def check_parameters(self) -> None:
         """Errors: E_UNSUPPORTED where a module has another parameter than was attached, which would
         train without the daemon, or not at all."""
-        for reference, key, name, number in self._places:
-            module = reference()
-            if module is not None and id(module._parameters.get(key)) != number:
+        for slot in self._slots:
+            if slot.was_changed():
                 raise unsupported(
-                    f"parameter {name} was replaced or removed after attach",
+                    f"parameter {slot.name} was replaced or removed after attach",
                     "put it back, or opt.detach() first and attach again as another job",
                 )
 
-    def remove(self):
+    def give_private_copies(self) -> None:
+        """Every attached parameter whose module still lives gets memory of its own."""
+        done = set()
+        for slot in self._slots:
+            tensor = slot.tensor()
+            if tensor is not None and id(tensor) not in done:
+                done.add(id(tensor))
+                tensor.grad = None
+                tensor.data = tensor.detach().clone()
+
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         for reference in self._modules:
@@ -210,33 +290,72 @@ class Guards:
             if module is not None:
                 module.__dict__.pop("_apply", None)
         _disown(self._parameter_ids)
-        self._handles, self._modules, self._parameter_ids, self._places = [], [], [], []
+        self._handles, self._modules, self._parameter_ids, self._slots = [], [], [], []
 
 
-def refuse_attached(model):
-    """Errors: E_UNSUPPORTED where a parameter is attached already."""
+def refuse_unsupported_modules(model: nn.Module) -> None:
+    """Errors: E_UNSUPPORTED where a parameter is attached already, or where a module would write
+    into its parameters, move them or wait for the hooks that deliver."""
     for name, tensor in model.named_parameters():
         if id(tensor) in _owners:
             raise unsupported(f"parameter {name} is attached already", "opt.detach() first")
+    for name, module in model.named_modules():
+        wrapper = _wrapper_name(module)
+        if wrapper:
+            raise unsupported(
+                f"{wrapper} {name}".rstrip() + ": it reduces gradients and writes parameters itself",
+                "attach the module inside it (the daemon adds up the gradients of all ranks)",
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise unsupported(
+                f"{type(module).__name__} {name} with max_norm={module.max_norm}: its forward "
+                "writes into the parameter",
+                "max_norm=None; scale the rows that the forward reads instead",
+            )
 
 
-def _own(parameter):
-    global _global_hook
+def _wrapper_name(module: nn.Module) -> str | None:
+    """The name of a torch class that takes the gradients of what it wraps, where this is one. By
+    name: importing FSDP takes a second."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.") and kind.__name__ in (
+            "DistributedDataParallel",
+            "FullyShardedDataParallel",
+        ):
+            return kind.__name__
+    return None
+
+
+def _refuse_wrapper(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+    wrapper = _wrapper_name(parent)
+    if wrapper is None or child is None:
+        return
+    for module in child.modules():
+        guard = module.__dict__.get("_apply")  # FSDP has replaced the parameters by now
+        if isinstance(guard, ApplyGuard):
+            raise unsupported(
+                f"{wrapper} around {guard.name}, whose parameters are attached: the daemon adds up "
+                "the gradients of all ranks",
+                f"build the model again and leave {wrapper} out; each rank calls forebay.attach",
+            )
+
+
+def _own(parameter: Parameter) -> None:
     _owners[id(parameter.tensor)] = parameter.name
-    if _global_hook is None:
-        _global_hook = register_optimizer_step_pre_hook(_refuse_other_optimizers)
+    if not _global_hooks:
+        _global_hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
+        _global_hooks.append(register_module_module_registration_hook(_refuse_wrapper))
 
 
-def _disown(parameter_ids):
-    global _global_hook
+def _disown(parameter_ids: Iterable[int]) -> None:
     for number in parameter_ids:
         _owners.pop(number, None)
-    if not _owners and _global_hook is not None:
-        _global_hook.remove()
-        _global_hook = None
+    if not _owners:
+        while _global_hooks:
+            _global_hooks.pop().remove()
 
 
-def _refuse_other_optimizers(optimizer: Optimizer, _args, _kwargs):
+def _refuse_other_optimizers(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if getattr(optimizer, "is_forebay", False):
         return
     for group in optimizer.param_groups:

@@ -1,13 +1,29 @@
 """The hooks of one attached model: fetch before a group's forward and backward, deliver its
-gradient, release."""
+gradient, release.
+
+Ownership  The optimizer owns the Engine, with its groups and members. Hooks and graph nodes refer to
+           it weakly, so that a dropped optimizer is freed although its model lives.
+"""
+
+from __future__ import annotations
 
 import collections
 import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
-from ._guards import GradientTaken, InertOnCopy, second_gradient
+from ._guards import DeliveredGradient, InertOnCopy, second_gradient
 from .errors import ForebayError, unsupported
+
+if TYPE_CHECKING:
+    from ._core import Attachment
+    from ._plan import Parameter
 
 TIMELINE_ENTRIES = 4096
 
@@ -15,99 +31,94 @@ TIMELINE_ENTRIES = 4096
 class Clock:
     """Wall time that the training thread spends inside our hooks and calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.exposed_ns = 0
-        self.timeline = collections.deque(
+        # (kind, group, began_ns, ended_ns), CLOCK_MONOTONIC
+        self.timeline: collections.deque[tuple[str, str, int, int]] = collections.deque(
             maxlen=TIMELINE_ENTRIES
-        )  # (kind, group, began_ns, ended_ns), monotonic
+        )
 
-    def add(self, kind, group, began_ns):
+    def add(self, kind: str, group: str, began_ns: int) -> None:
         ended_ns = time.monotonic_ns()
         self.exposed_ns += ended_ns - began_ns
         self.timeline.append((kind, group, began_ns, ended_ns))
 
-    def add_short(self, began_ns):
+    def add_short(self, began_ns: int) -> None:
         self.exposed_ns += time.monotonic_ns() - began_ns
 
 
 class Group:
     """One group of this process: how often it is in use, and what of its gradient has arrived."""
 
-    def __init__(self, number, name, elems, padded_elems):
+    def __init__(self, number: int, name: str, elems: int, padded_elems: int) -> None:
         self.number, self.name, self.elems, self.padded_elems = number, name, elems, padded_elems
-        self.members = []  # Member, in the order of the group
+        self.members: list[Member] = []  # in the order of the group
         self.expected = 0  # gradients of a step
-        self.uses = 0  # forwards that are running
+        self.forwards = 0  # that are running
         self.in_backward = False
-        self.lease = None
-        self.slot = None  # the open gradient slot, a flat tensor
-        self.arrived = 0
+        self.lease: int | None = None
+        self.slot: torch.Tensor | None = None  # the open gradient slot, flat
+        self.arrived = 0  # gradients of this step
 
-    def forget(self):
+    def forget_gradients(self) -> None:
         self.slot, self.arrived = None, 0
         for member in self.members:
             member.arrived = False
+            member.tensor.grad = None
 
 
 class Member:
     """One parameter within its group."""
 
-    def __init__(self, parameter, group, window):
-        self.name, self.tensor, self.trainable = (
-            parameter.name,
-            parameter.tensor,
-            parameter.trainable,
-        )
+    def __init__(self, parameter: Parameter, group: Group, window: torch.Tensor) -> None:
+        self.name, self.tensor = parameter.name, parameter.tensor
+        self.trainable = parameter.trainable
         self.group, self.begin = group, parameter.offset
         self.end = parameter.offset + parameter.tensor.numel()
         self.address = window.data_ptr()
         self.arrived = False
-        self.taken = (
-            GradientTaken(parameter.name, parameter.tensor) if parameter.trainable else None
-        )
+        self.delivered = DeliveredGradient(parameter.name, parameter.tensor)
 
 
 class Engine:
     """What the hooks share. One thread trains; autograd runs a CPU backward on the thread that
     calls it."""
 
-    def __init__(self, attachment, groups, timeout):
-        self.attachment, self.groups, self.timeout = attachment, groups, timeout
+    def __init__(self, attachment: Attachment, groups: list[Group], timeout: float) -> None:
+        self.attachment: Attachment | None = attachment
+        self.groups, self.timeout = groups, timeout
         self.clock = Clock()
-        self.owner = None
-        self.delivered = 0  # groups, in the step that is being gathered
+        self.delivered_groups = 0  # of the step that is being gathered
 
-    def open(self, numbers):
+    def fetch(self, numbers: Iterable[int]) -> None:
+        """Leases the groups that are not leased yet."""
         if self.attachment is None:
             return  # a graph that outlived detach()
         for number in numbers:
             group = self.groups[number]
             if group.lease is None:
                 for member in group.members:
-                    self.check_place(member)
+                    check_address(member)
                 began = time.monotonic_ns()
-                group.lease = self.attachment.fetch(number, self.timeout)
+                with record_function(f"forebay.fetch {group.name}"):
+                    group.lease = self.attachment.fetch(number, self.timeout)
                 self.clock.add("fetch", group.name, began)
 
-    def close_unused(self, group):
-        if group.uses == 0 and not group.in_backward and group.lease is not None:
+    def release_unused(self, group: Group) -> None:
+        if group.forwards == 0 and not group.in_backward and group.lease is not None:
             lease, group.lease = group.lease, None
-            self.attachment.release(lease)
+            if self.attachment is not None:
+                self.attachment.release(lease)
 
-    @staticmethod
-    def check_place(member):
-        if member.tensor.data_ptr() != member.address:
-            raise unsupported(
-                f"parameter {member.name} was moved off its window (half(), to(), .data = ...)",
-                "detach first; an attached parameter keeps its type, device and memory",
-            )
-
-    def take_gradient(self, member):
+    def collect_gradient(self, member: Member) -> None:
         """Copies p.grad into the group's slot; delivers the slot with the group's last gradient."""
+        if self.attachment is None:
+            return  # a graph that outlived detach(): the gradient stays in p.grad
         tensor, group = member.tensor, member.group
         gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
         if member.arrived:
-            tensor.grad = member.taken
+            tensor.grad = member.delivered
             raise second_gradient(member.name)
         if gradient.requires_grad:
             raise unsupported(
@@ -115,65 +126,74 @@ class Engine:
                 "use torch.autograd.grad for gradients of gradients",
             )
         if group.slot is None:
-            self.open_slot(group)
+            self._open_slot(self.attachment, group)
         if group.slot is not None:
             group.slot[member.begin : member.end].view(tensor.shape).copy_(gradient)
-        tensor.grad = member.taken
+        tensor.grad = member.delivered
         member.arrived = True
         group.arrived += 1
         if group.arrived == group.expected:
-            self.deliver(group)
+            self._deliver(self.attachment, group)
             group.in_backward = False
-            self.close_unused(group)
+            self.release_unused(group)
 
-    def open_slot(self, group):
+    def _open_slot(self, attachment: Attachment, group: Group) -> None:
         try:
-            slot = self.attachment.grad_slot(group.number, self.timeout, False)
+            slot = attachment.grad_slot(group.number, self.timeout, False)
         except ForebayError as error:
-            raise_unless_step_does(error)
+            raise_unless_step_raises(error)
             return
-        group.slot = torch.from_dlpack(slot)
+        group.slot = torch.from_dlpack(slot)  # type: ignore[attr-defined]
+        assert group.slot is not None
         group.slot[group.elems :].zero_()
         for member in group.members:
             if not member.trainable:
                 group.slot[member.begin : member.end].zero_()
 
-    def deliver(self, group):
+    def _deliver(self, attachment: Attachment, group: Group) -> None:
         if group.slot is None:
             return  # this step has failed already
         group.slot = None
         try:
-            self.attachment.grad_ready(group.number)
+            with record_function(f"forebay.deliver {group.name}"):
+                attachment.grad_ready(group.number)
         except ForebayError as error:
-            raise_unless_step_does(error)
+            raise_unless_step_raises(error)
             return
-        self.delivered += 1
+        self.delivered_groups += 1
 
-    def deliver_open(self):
+    def deliver_open(self, attachment: Attachment) -> None:
         """Groups whose parameters did not all get a gradient: the missing ones count as zero."""
         for group in self.groups:
             if group.slot is not None:
                 for member in group.members:
                     if not member.arrived:
                         group.slot[member.begin : member.end].zero_()
-                self.deliver(group)
+                self._deliver(attachment, group)
 
-    def release_all(self):
+    def release_all(self) -> None:
         for group in self.groups:
-            group.in_backward, group.uses = False, 0
-            self.close_unused(group)
+            group.in_backward, group.forwards = False, 0
+            self.release_unused(group)
 
-    def forget_gradients(self):
-        self.delivered = 0
+    def forget_gradients(self) -> None:
+        self.delivered_groups = 0
         for group in self.groups:
-            group.forget()
-            for member in group.members:
-                member.tensor.grad = None
+            group.forget_gradients()
 
 
-def raise_unless_step_does(error):
-    """Torch's backward knows no error for a gradient that is NaN: step() raises it, on every rank,
-    and the step can then be repeated."""
+def check_address(member: Member) -> None:
+    """Errors: E_UNSUPPORTED where the parameter is no view of the daemon's memory any more."""
+    if member.tensor.data_ptr() != member.address:
+        raise unsupported(
+            f"parameter {member.name} was moved off its window (half(), to(), .data = ...)",
+            "detach first; an attached parameter keeps its type, device and memory",
+        )
+
+
+def raise_unless_step_raises(error: ForebayError) -> None:
+    """torch's backward has no error for a gradient that is NaN: step() raises it, on every rank, and
+    the step can then be repeated."""
     if error.code != "E_NONFINITE":
         raise error
 
@@ -181,40 +201,45 @@ def raise_unless_step_does(error):
 class BeforeForward(InertOnCopy):
     """Fetches the groups of one module."""
 
-    def __init__(self, engine, numbers):
-        self.engine, self.numbers = engine, numbers
+    def __init__(self, engine: Engine, numbers: Sequence[int]) -> None:
+        self._engine, self._numbers = weakref.ref(engine), numbers
 
-    @torch.compiler.disable
-    def __call__(self, _module, _args):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
         began = time.monotonic_ns()
-        engine = self.engine
-        for number in self.numbers:  # all of them first: AfterForward runs also if a fetch fails
-            engine.groups[number].uses += 1
+        # All of them first: AfterForward runs also if a fetch fails.
+        for number in self._numbers:
+            engine.groups[number].forwards += 1
         engine.clock.add_short(began)
-        engine.open(self.numbers)
+        engine.fetch(self._numbers)
 
 
 class AfterForward(InertOnCopy):
-    """Releases them, also after an exception and after the early stop of a recomputation; asks for
-    them again before the backward of what the module returned. A hook of the graph's node, unlike a
-    full backward hook, puts no view around the output, and fires also where no input needs a
-    gradient."""
+    """Releases the groups, also after an exception and after the early stop of a recomputation;
+    fetches them again before the backward of what the module returned. A hook of the graph's node,
+    unlike a full backward hook, puts no view around the output, and fires also where no input needs
+    a gradient."""
 
-    def __init__(self, engine, numbers):
-        self.engine, self.numbers = engine, numbers
+    def __init__(self, engine: Engine, numbers: Sequence[int]) -> None:
+        self._engine, self._numbers = weakref.ref(engine), numbers
 
-    @torch.compiler.disable
-    def __call__(self, _module, _args, output):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
         began = time.monotonic_ns()
-        engine = self.engine
         if torch.is_grad_enabled():
-            before_backward = BeforeBackward(engine, self.numbers)
-            for node in _nodes(output, set()):
+            before_backward = BeforeBackward(self._engine, self._numbers)
+            for node in _graph_nodes(output, set()):
                 node.register_prehook(before_backward)
-        for number in self.numbers:
+        for number in self._numbers:
             group = engine.groups[number]
-            group.uses = max(0, group.uses - 1)
-            engine.close_unused(group)
+            group.forwards = max(0, group.forwards - 1)
+            engine.release_unused(group)
         engine.clock.add_short(began)
 
 
@@ -222,27 +247,32 @@ class BeforeBackward:
     """Fetches the groups again; they stay until their last gradient has arrived, at most until
     step()."""
 
-    def __init__(self, engine, numbers):
-        self.engine, self.numbers = engine, numbers
+    def __init__(self, engine: Callable[[], Engine | None], numbers: Sequence[int]) -> None:
+        self._engine, self._numbers = engine, numbers
 
-    def __call__(self, _gradients):
-        for number in self.numbers:
-            group = self.engine.groups[number]
+    def __call__(self, _gradients: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        for number in self._numbers:
+            group = engine.groups[number]
             if group.expected == 0 or group.arrived < group.expected:
                 group.in_backward = True
-        self.engine.open(self.numbers)
+        engine.fetch(self._numbers)
 
 
 class BeforeAccumulate:
-    """Refuses what the slot could not hold truthfully, before torch adds it up."""
+    """Refuses a gradient that cannot be delivered, before torch adds it to p.grad."""
 
-    def __init__(self, member):
-        self.member = member
+    def __init__(self, member: Member) -> None:
+        self._member = weakref.ref(member)
 
-    def __call__(self, gradient):
-        member = self.member
+    def __call__(self, gradient: torch.Tensor) -> None:
+        member = self._member()
+        if member is None:
+            return
         present = member.tensor.grad
-        if present is not None and present is not member.taken:
+        if present is not None and present is not member.delivered:
             raise unsupported(
                 f"the gradient of parameter {member.name} was set by hand before backward",
                 "leave p.grad alone, or p.grad = None",
@@ -254,38 +284,43 @@ class BeforeAccumulate:
 
 
 class AfterAccumulate:
-    """Takes the gradient out of p.grad."""
+    """Moves the gradient out of p.grad."""
 
-    def __init__(self, engine, member):
-        self.engine, self.member = engine, member
+    def __init__(self, engine: Engine, member: Member) -> None:
+        self._engine, self._member = weakref.ref(engine), weakref.ref(member)
 
-    def __call__(self, _parameter):
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        engine, member = self._engine(), self._member()
+        if engine is None or member is None:
+            return
         began = time.monotonic_ns()
         with torch.no_grad():
-            self.engine.take_gradient(self.member)
-        self.engine.clock.add("grad", self.member.group.name, began)
+            engine.collect_gradient(member)
+        engine.clock.add("grad", member.group.name, began)
 
 
-def _nodes(value, seen):
+def _graph_nodes(value: Any, seen: set[Any]) -> set[Any]:
     """The graph nodes of the tensors in a module's output."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             seen.add(value.grad_fn)
     elif isinstance(value, dict):
         for item in value.values():
-            _nodes(item, seen)
+            _graph_nodes(item, seen)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _nodes(item, seen)
+            _graph_nodes(item, seen)
     elif hasattr(value, "__dataclass_fields__"):
         for item in vars(value).values():
-            _nodes(item, seen)
+            _graph_nodes(item, seen)
     return seen
 
 
-def install(engine, hook_points):
+def install(
+    engine: Engine, hook_points: Iterable[tuple[nn.Module, Sequence[int]]]
+) -> list[RemovableHandle]:
     """Puts every hook; returns the handles that remove them."""
-    handles = []
+    handles: list[RemovableHandle] = []
     for module, numbers in hook_points:
         handles.append(
             module.register_forward_pre_hook(BeforeForward(engine, numbers), prepend=True)
@@ -296,10 +331,9 @@ def install(engine, hook_points):
     for group in engine.groups:
         for member in group.members:
             if member.trainable:
-                handles.append(member.tensor.register_hook(BeforeAccumulate(member)))
+                before, after = BeforeAccumulate(member), AfterAccumulate(engine, member)
+                handles.append(member.tensor.register_hook(before))  # type: ignore[no-untyped-call]
                 handles.append(
-                    member.tensor.register_post_accumulate_grad_hook(
-                        AfterAccumulate(engine, member)
-                    )
+                    member.tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
                 )
     return handles

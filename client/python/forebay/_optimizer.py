@@ -1,93 +1,189 @@
 """The optimizer that attach() returns."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
+import enum
 import hashlib
 import os
 import time
 import warnings
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
+from ._buffers import Buffers, bytes_of, pack_without, users_part
+from ._hooks import check_address
 from .errors import ForebayError, unsupported, usage_error
+
+if TYPE_CHECKING:
+    from ._core import Attachment
+    from ._guards import Guards
+    from ._hooks import Engine
+    from ._plan import Parameter, Plan
+    from .optimizers import HyperRow, Optimizer
 
 PIECE_ELEMS = 1 << 20  # states are read back through the client in pieces of this many
 SCALE_ELEMS = 128  # of format int8: elements that share a scale
-GRADIENTS_GONE = {
-    "E_NONFINITE",
-    "E_OVERFLOW",
-}  # after these the step starts anew; after others it can be repeated
+# After these errors the step begins anew; after others the same step can be asked for again.
+GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW"}
 
-_attached = weakref.WeakSet()
+_attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()
+
+
+class Phase(enum.Enum):
+    """What an optimizer is doing."""
+
+    CONSTRUCTING = enum.auto()
+    TRAINING = enum.auto()
+    STEPPING = enum.auto()  # within step(), perhaps on another thread
+    DETACHED = enum.auto()
+
+
+class DaemonState(defaultdict[torch.Tensor, Any]):
+    """The optimizer's `state`: empty, since the daemon holds it.
+
+    torch.distributed.checkpoint.state_dict asks first whether it is empty, and then steps with
+    lr = 0 to fill it: the question is refused, before anything has changed.
+    """
+
+    def __bool__(self) -> bool:
+        raise unsupported(
+            "the state of an attached optimizer is the daemon's: get_state_dict and "
+            "set_state_dict of torch.distributed.checkpoint cannot hold it",
+            "get_model_state_dict(model) for the weights; opt.read_state(name) for one "
+            "parameter's moments",
+        )
 
 
 class ForebayOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state and arithmetic are the daemon's.
 
-    step() reads lr and its like from param_groups at each call, so torch's LR
+    step() reads lr and the other hyper-parameters from param_groups at each call, so torch's LR
     schedulers work. A parameter without a gradient in a step counts as zero if another one of its
-    group has one (torch would skip it); a group without any is skipped by all.
+    group has one (torch would skip it); a group without any is skipped.
 
-    Threads  One thread trains. Errors: see forebay.ForebayError.
+    Ownership  Dropping it ends the session and gives the model private parameters, as detach()
+               does.
+    Threads    One thread trains.
+    Errors     See forebay.ForebayError.
+
+    >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+    >>> model(inputs).square().mean().backward()
+    >>> opt.step()
+    >>> opt.committed_step
+    1
     """
 
     is_forebay = True
 
     def __init__(
-        self, param_groups, defaults, *, plan, engine, handles, guards, rule, frozen_group
-    ):
-        self._ready = False
+        self,
+        param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        plan: Plan,
+        engine: Engine,
+        handles: list[RemovableHandle],
+        guards: Guards,
+        rule: Optimizer,
+        frozen_group: bool,
+        buffers: Buffers,
+        commits_buffers: bool,
+        extra_state_bytes: int,
+    ) -> None:
+        self._phase = Phase.CONSTRUCTING
         super().__init__(param_groups, defaults)
-        self._plan, self._engine = plan, engine
-        self._attachment = engine.attachment
+        self.state = DaemonState(dict)
+        self._plan, self._engine, self._guards = plan, engine, guards
         self._rule = rule  # one of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
-        self._grad_norm = None
-        self._frozen_group = (
-            frozen_group  # parameters that take no gradient have a group of their own, with lr 0
-        )
+        self._grad_norm: float | None = None
+        # Parameters that take no gradient have a group of their own, with lr 0.
+        self._frozen_group = frozen_group
         self._members = [member for group in engine.groups for member in group.members]
-        self._extra_state = bytes(self._attachment.extra_state or b"") or None
-        self._pending_state = None
-        self._guards = guards
-        self._stepping = False
-        self._step_under_way = None  # number of a step that was asked for, its outcome unknown
-        self._process = os.getpid()
-        self._ready = True
-        engine.owner = self  # lives as long as a hook does
-        self._strip = weakref.finalize(self, _strip, handles, guards)
+        self._buffers, self._commits_buffers = buffers, commits_buffers
+        self._extra_state_bytes = extra_state_bytes
+        assert engine.attachment is not None
+        self._extra_state = users_part(bytes(engine.attachment.extra_state)) or None
+        self._pending_state: bytes | None = None
+        # Number of a step that was asked for and whose outcome is unknown.
+        self._step_under_way: int | None = None
+        self._finalizer = weakref.finalize(self, _end, engine, handles, guards, os.getpid())
+        self._finalizer.atexit = False  # _leave_all() is
+        self._phase = Phase.TRAINING
         _attached.add(self)
 
     # ---------------------------------------------------------------------------------- the step
 
     @property
-    def committed_step(self):
-        """The last step that no crash of a trainer undoes."""
+    def committed_step(self) -> int:
+        """The number of the last step that no crash of a trainer undoes; 0 before the first.
+
+        Errors  E_NOT_READY  this optimizer is detached.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.committed_step
+        0
+        """
         return self._live().committed_step
 
     @property
-    def extra_state(self):
-        """What was committed with committed_step by this rank, or None. What is assigned commits
-        with the next step."""
+    def extra_state(self) -> bytes | None:
+        """What this rank committed with committed_step, or None. What is assigned commits with the
+        next step.
+
+        Errors  E_OPTION  what is assigned is not bytes.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.extra_state is None
+        True
+        >>> opt.extra_state = b"epoch 3"
+        >>> opt.step()
+        >>> opt.extra_state
+        b'epoch 3'
+        """
         return self._extra_state
 
     @extra_state.setter
-    def extra_state(self, value):
+    def extra_state(self, value: Any) -> None:
         self._pending_state = _as_bytes(value)
 
     @property
-    def delivered_groups(self):
-        """Groups whose gradient the daemon has, of the step that is being gathered."""
-        return self._engine.delivered
+    def delivered_groups(self) -> int:
+        """Groups whose gradient the daemon has, of the step that is being gathered.
 
-    def step(self, closure=None, extra_state=None):
+        >>> opt = forebay.attach(model)
+        >>> model(inputs).sum().backward()
+        >>> opt.delivered_groups
+        1
+        """
+        return self._engine.delivered_groups
+
+    def step(self, closure: None = None, extra_state: bytes | None = None) -> None:  # type: ignore[override]
         """Applies one step over all ranks, exactly once; returns when it is committed.
 
         A call that ended without an answer (E_TIMEOUT, Ctrl-C) is repeated by the next one: it asks
         for the same step again, never for the next.
 
+        closure      Not supported.
         extra_state  bytes that commit with the step and come back from a later attach.
+
+        Errors  E_TIMEOUT      another rank has not called it; call again.
+                E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
+                E_OVERFLOW     the step is committed, and a master is infinite now.
+                E_RANK_LOST    another rank ended: attach again.
+                E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
+
+        >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+        >>> model(inputs).sum().backward()
+        >>> opt.step(extra_state=b"batch 7")
         """
         if closure is not None:
             raise unsupported(
@@ -96,68 +192,97 @@ class ForebayOptimizer(torch.optim.Optimizer):
             )
         attachment = self._live()
         began = time.monotonic_ns()
-        engine = self._engine
-        extra = self._pending_state if extra_state is None else _as_bytes(extra_state)
+        own = self._pending_state if extra_state is None else _as_bytes(extra_state)
+        frame = self._frame(own or b"")
         self._check_members()
-        gone = False
-        self._stepping = True
+        ended = False
+        self._phase = Phase.STEPPING
         try:
-            engine.deliver_open()
-            engine.release_all()
+            self._engine.deliver_open(attachment)
+            self._engine.release_all()
             if self._step_under_way is None:
                 self._step_under_way = attachment.committed_step + 1
-            _, norm, _, _ = attachment.step(
-                self._step_under_way,
-                self._hyper_parameters(),
-                self._max_grad_norm,
-                extra or b"",
-                engine.timeout,
-            )
-            gone = True
+            with record_function("forebay.step"):
+                _, norm, _, _ = attachment.step(
+                    self._step_under_way,
+                    self._hyper_parameters(),
+                    self._max_grad_norm,
+                    frame,
+                    self._engine.timeout,
+                )
+            ended = True
             self._grad_norm = norm if self._max_grad_norm > 0 else None
         except ForebayError as error:
-            gone = error.code in GRADIENTS_GONE
+            ended = error.code in GRADIENTS_LOST
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
-                self._extra_state = extra or None
+                self._extra_state = own or None
             raise
         finally:
-            self._stepping = False
-            if gone:
+            self._phase = Phase.TRAINING
+            if ended:
                 self._step_under_way = None
                 self._forget_gradients(attachment)
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
-            engine.clock.add("step", "", began)
-        self._extra_state, self._pending_state = (extra or None), None
+            self._engine.clock.add("step", "", began)
+        self._extra_state, self._pending_state = own or None, None
 
     @property
-    def grad_norm(self):
-        """Norm of the whole gradient before clipping, of the last step; None without
-        max_grad_norm."""
+    def grad_norm(self) -> float | None:
+        """Norm of the whole gradient before clipping, of the last step; None without max_grad_norm.
+
+        >>> opt = forebay.attach(model, forebay.AdamW(max_grad_norm=1.0))
+        >>> model(inputs).sum().backward()
+        >>> opt.step()
+        >>> opt.grad_norm > 0
+        True
+        """
         return self._grad_norm
 
-    def zero_grad(self, set_to_none=True):
-        """Nothing after step(), which forgets the gradients. Before it, drops those that the daemon
-        has not got yet. Errors: E_UNSUPPORTED where it has some of this step."""
-        engine = self._engine
-        if engine.delivered:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing after step(), which forgets the gradients. Before it, drops those that the
+        daemon has not got yet.
+
+        Errors  E_UNSUPPORTED  the daemon has some of this step already.
+
+        >>> opt = forebay.attach(model)
+        >>> model(inputs).sum().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        """
+        delivered = self._engine.delivered_groups
+        if delivered:
             raise unsupported(
-                f"zero_grad() before step(): the daemon has the gradients of {engine.delivered} "
-                "groups already, and they would be applied",
+                f"zero_grad() before step(): the daemon has the gradients of {delivered} groups "
+                "already, and they would be applied",
                 "call step() after each backward; leave a bad batch out before its backward",
             )
         self._forget_gradients(self._live())
 
-    def _forget_gradients(self, attachment):
+    def _forget_gradients(self, attachment: Attachment) -> None:
         """Ours first: they are forgotten also where the client's call fails."""
         self._engine.forget_gradients()
         attachment.drop_gradients()
 
-    def _check_members(self):
-        self._guards.check_places()
+    def _frame(self, extra_state: bytes) -> bytes:
+        """What this rank commits. Errors: E_EXTRA_STATE."""
+        buffers_bytes = self._buffers.size_bytes() if self._commits_buffers else 0
+        if len(extra_state) + buffers_bytes > self._extra_state_bytes:
+            raise usage_error(
+                "E_EXTRA_STATE",
+                f"extra_state has {len(extra_state)} bytes and the model's buffers "
+                f"{buffers_bytes}; there is room for {self._extra_state_bytes}",
+                f"attach with extra_state_bytes={len(extra_state) + buffers_bytes}",
+            )
+        if self._commits_buffers:
+            return self._buffers.pack(extra_state)
+        return pack_without(extra_state)
+
+    def _check_members(self) -> None:
+        self._guards.check_parameters()
         for member in self._members:
-            self._engine.check_place(member)
+            check_address(member)
             tensor = member.tensor
             if tensor.requires_grad != member.trainable:
                 raise unsupported(
@@ -167,29 +292,38 @@ class ForebayOptimizer(torch.optim.Optimizer):
             if tensor.grad is None and member.arrived:
                 for other in self._members:  # as they were: the next call applies them
                     if other.arrived:
-                        other.tensor.grad = other.taken
+                        other.tensor.grad = other.delivered
                 raise unsupported(
                     f"the gradient of parameter {member.name} was cleared between backward and "
                     "step(): the daemon has it, and it would be applied",
                     "call step() after each backward; leave a bad batch out before its backward",
                 )
-            if tensor.grad is not None and tensor.grad is not member.taken:
+            if tensor.grad is not None and tensor.grad is not member.delivered:
                 raise unsupported(
                     f"the gradient of parameter {member.name} was set by hand before step()",
                     "leave p.grad alone, or p.grad = None",
                 )
 
-    def _hyper_parameters(self):
+    def _hyper_parameters(self) -> list[HyperRow]:
         groups = list(self.param_groups)
         if self._frozen_group:
             groups.append({**self.defaults, "lr": 0.0, "weight_decay": 0.0})
-        return self._rule.rows(groups)
+        return self._rule._rows(groups)
 
     # ----------------------------------------------------------------------------------- reading
 
-    def read_state(self, name):
+    def read_state(self, name: str) -> dict[str, torch.Tensor]:
         """{plane: tensor} of one parameter: its moments under torch's names (those of format int8
-        decoded to float32), and its remainder or master where the format has one."""
+        decoded to float32), and its remainder or master where the format has one.
+
+        name  as in model.named_parameters(); of a tied parameter the first name.
+
+        Errors  E_OPTION  no such parameter.
+
+        >>> opt = forebay.attach(model, forebay.AdamW())
+        >>> {plane: list(values.shape) for plane, values in opt.read_state("weight").items()}
+        {'exp_avg': [2, 4], 'exp_avg_sq': [2, 4]}
+        """
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
             raise usage_error(
@@ -208,22 +342,28 @@ class ForebayOptimizer(torch.optim.Optimizer):
             if not plane.endswith("_scale")
         }
 
-    def _pieces(self, parameter, plane):
+    def _pieces(self, parameter: Parameter, plane: int) -> Iterator[torch.Tensor]:
         """One plane of a parameter, read back through the client; in whole scales."""
         count = parameter.tensor.numel()
         if any(elems > 1 for _, elems in self._live().planes):
             count = -(-count // SCALE_ELEMS) * SCALE_ELEMS
         for begin in range(0, count, PIECE_ELEMS):
             elems = min(PIECE_ELEMS, count - begin)
-            yield torch.from_dlpack(
+            yield torch.from_dlpack(  # type: ignore[attr-defined]
                 self._live().read_state(
                     parameter.group, plane, parameter.offset + begin, elems, self._engine.timeout
                 )
             )
 
-    def state_sha256(self):
-        """SHA-256 over the model: for each parameter in the model's order its name, a zero byte,
-        its bytes, and those of every plane of its state."""
+    def state_sha256(self) -> str:
+        """SHA-256 over the model, as 64 hexadecimal digits: for each parameter in the model's order
+        its name, a zero byte, its bytes, and those of every plane of its state; then for each
+        buffer of the model's state_dict its name, a zero byte and its bytes.
+
+        >>> opt = forebay.attach(model)
+        >>> len(opt.state_sha256())
+        64
+        """
         planes = range(len(self._live().planes))
         digest = hashlib.sha256()
         for parameter in self._plan.named:
@@ -232,12 +372,20 @@ class ForebayOptimizer(torch.optim.Optimizer):
             for plane in planes:
                 for piece in self._pieces(parameter, plane):
                     _hash(digest, piece)
+        for name, buffer in self._buffers.named():
+            digest.update(name.encode() + b"\0" + bytes_of(buffer))
         return digest.hexdigest()
 
-    def stats(self):
+    def stats(self) -> dict[str, Any]:
         """exposed_wait_s (wall time of the training thread inside our hooks and calls) and timeline
         ((kind, group, began_ns, ended_ns) on CLOCK_MONOTONIC) since the last call; the client's
-        counters since attach."""
+        counters since attach.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.step()
+        >>> [kind for kind, *_ in opt.stats()["timeline"]]
+        ['step']
+        """
         clock = self._engine.clock
         exposed_ns, clock.exposed_ns = clock.exposed_ns, 0
         timeline = list(clock.timeline)
@@ -246,46 +394,68 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
     # ----------------------------------------------------------------------------------- the end
 
-    def detach(self):
-        """Gives every parameter a private copy, takes hooks and guards away, ends the session."""
+    def detach(self) -> None:
+        """Gives every parameter a private copy, removes hooks and guards, ends the session.
+
+        Errors  E_NOT_READY    it is detached already.
+                E_DAEMON_GONE  the daemon has died; the model is detached nevertheless.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.detach()
+        >>> model = model.half()
+        """
         attachment = self._live()
         for member in self._members:
             member.tensor.grad = None
             member.tensor.data = member.tensor.detach().clone()
-        self._strip()
-        self._attachment = self._engine.attachment = None
+        self._phase, self._engine.attachment = Phase.DETACHED, None
+        self._finalizer()
         _attached.discard(self)
         attachment.detach()
 
-    def _live(self):
-        if self._attachment is None:
+    def _live(self) -> Attachment:
+        attachment = self._engine.attachment
+        if attachment is None:
             raise usage_error(
                 "E_NOT_READY", "this optimizer is detached", "forebay.attach(model, ...) again"
             )
-        return self._attachment
+        return attachment
 
-    def _leave(self):
-        if self._stepping:
+    def _leave(self) -> None:
+        """Ends the session as the process ends."""
+        if self._phase == Phase.STEPPING:
             return  # another thread waits in step, and detach() would wait for it
-        attachment, self._attachment, self._engine.attachment = self._attachment, None, None
-        if attachment is not None and os.getpid() == self._process:
-            try:
-                attachment.detach()
-            except ForebayError:
-                pass  # the process ends; the daemon frees what a lost session held
+        self._finalizer.detach()
+        self._phase = Phase.DETACHED
+        _end_session(self._engine, os.getpid())
 
-    # ------------------------------------------------------------------------- of
-    # torch.optim.Optimizer, refused
+    # ------------------------------------------------ of torch.optim.Optimizer, refused or limited
 
-    def add_param_group(self, param_group):
-        if self._ready:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the layout of an attached model is fixed.
+
+        Errors  E_UNSUPPORTED  always.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.add_param_group({"params": []})
+        Traceback (most recent call last):
+        forebay.UsageError: error[E_UNSUPPORTED]: add_param_group on an attached model: its layout is fixed
+        hint: list all groups at attach
+        """
+        if self._phase != Phase.CONSTRUCTING:
             raise unsupported(
                 "add_param_group on an attached model: its layout is fixed",
                 "list all groups at attach",
             )
         super().add_param_group(param_group)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
+        """param_groups alone, with a warning: the moments are the daemon's.
+
+        >>> opt = forebay.attach(model, forebay.AdamW(lr=0.5))
+        >>> opt.state_dict()["param_groups"][0]["lr"]
+        0.5
+        """
         warnings.warn(
             "state_dict() of an attached optimizer holds param_groups alone: moments are the "
             "daemon's and come back with forebay.attach; read_state() reads them",
@@ -293,14 +463,24 @@ class ForebayOptimizer(torch.optim.Optimizer):
         )
         return super().state_dict()
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: the state of an attached optimizer is the daemon's.
+
+        Errors  E_UNSUPPORTED  always.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.load_state_dict({})
+        Traceback (most recent call last):
+        forebay.UsageError: error[E_UNSUPPORTED]: load_state_dict on the optimizer of an attached model: its state is the daemon's
+        hint: attach again to go on at the committed step; set lr in opt.param_groups
+        """
         raise unsupported(
             "load_state_dict on the optimizer of an attached model: its state is the daemon's",
             "attach again to go on at the committed step; set lr in opt.param_groups",
         )
 
 
-def _as_bytes(value):
+def _as_bytes(value: Any) -> bytes | None:
     """None, or the bytes of a bytes-like object."""
     if value is None:
         return None
@@ -314,7 +494,7 @@ def _as_bytes(value):
         ) from None
 
 
-def _decoded(values, scales):
+def _decoded(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Values of one plane; codes of format int8 (cpu_adam/update_kernel.h) as float32."""
     if scales is None:
         return values
@@ -326,19 +506,33 @@ def _decoded(values, scales):
     return (codes.float() * scales[:, None]).flatten()
 
 
-def _strip(handles, guards):
+def _end(engine: Engine, handles: list[RemovableHandle], guards: Guards, process: int) -> None:
+    """Removes hooks and guards; where the session still runs (the optimizer was dropped without
+    detach()) gives what lives of the model private parameters and ends it."""
     for handle in handles:
         handle.remove()
+    if engine.attachment is not None:
+        guards.give_private_copies()
     guards.remove()
+    _end_session(engine, process)
 
 
-def _hash(digest, tensor):
+def _end_session(engine: Engine, process: int) -> None:
+    attachment, engine.attachment = engine.attachment, None
+    if attachment is not None and os.getpid() == process:
+        try:
+            attachment.detach()
+        except ForebayError:
+            pass  # the daemon frees what a lost session held
+
+
+def _hash(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
     """Adds the bytes of a contiguous tensor, without a copy and without numpy."""
     size = tensor.numel() * tensor.element_size()
     digest.update((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
 
 
 @atexit.register
-def _leave_all():
+def _leave_all() -> None:
     for optimizer in list(_attached):
         optimizer._leave()

@@ -1,17 +1,19 @@
-"""Which parameter lies in which group, and which modules hold which groups open. Knows no model."""
+"""Which parameter lies in which group, and which modules fetch which groups. Knows no model."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from .errors import unsupported, usage_error
+from .errors import UsageError, unsupported, usage_error
 
 # The parameters outside of any layer stay one group up to this size; above it, each child has its
 # own.
 ROOT_GROUP_BYTES = 16 << 20
-# Formats of the optimizer's state that serve parameters of a type, the preset first.
+# Formats of the optimizer's state for parameters of a type, the default first.
 FORMATS = {
     torch.float32: ("fp32",),
     torch.bfloat16: ("exact", "bf16", "int8", "fp32"),
@@ -34,7 +36,6 @@ class Parameter:
     group: int = -1
     param_group: int = 0
     offset: int = 0  # elements from the start of its group
-    index: int = -1  # in the order of the layout
 
 
 @dataclass(eq=False)
@@ -43,13 +44,16 @@ class Plan:
     model lists them."""
 
     dtype: torch.dtype
-    parameters: list = field(default_factory=list)  # in the order of the layout
-    named: list = field(default_factory=list)  # the same, in the order of the model
-    group_names: list = field(default_factory=list)
-    hook_points: list = field(default_factory=list)  # (module, [group, ...])
+    # In the order of the layout.
+    parameters: list[Parameter] = field(default_factory=list)
+    # The same, in the order of the model.
+    named: list[Parameter] = field(default_factory=list)
+    group_names: list[str] = field(default_factory=list)
+    # Modules, each with the groups that it fetches.
+    hook_points: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
 
 
-def make_plan(model):
+def make_plan(model: nn.Module) -> Plan:
     """Errors: E_UNSUPPORTED names the parameter that is on a device, of another type or shares its
     memory."""
     named = [
@@ -65,7 +69,7 @@ def make_plan(model):
     _check_tensors(named)
     layers = list(_layers(model, ""))
     keys = _group_keys(named, [name for name, _ in layers])
-    order = sorted(dict.fromkeys(keys))
+    order = sorted(set(keys))
     numbers = {key: number for number, key in enumerate(order)}
     plan = Plan(
         dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order]
@@ -73,24 +77,27 @@ def make_plan(model):
     for parameter, key in zip(named, keys):
         parameter.group = numbers[key]
     plan.parameters = sorted(named, key=lambda parameter: parameter.group)
-    for index, parameter in enumerate(plan.parameters):
-        parameter.index = index
     plan.hook_points = _hook_points(model, [module for _, module in layers], plan)
     return plan
 
 
-def _logical(name):
+def _logical(name: str) -> str:
     return name.replace("_orig_mod.", "")  # a module that torch.compile wraps stays the same
 
 
-def _check_tensors(named):
-    places = {}
+def _check_tensors(named: Sequence[Parameter]) -> None:
+    at_address: dict[int, Parameter] = {}
     first = named[0]
     for parameter in named:
         tensor = parameter.tensor
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise unsupported(
                 f"parameter {parameter.name} is not initialized yet", "run one forward pass first"
+            )
+        if hasattr(tensor, "device_mesh"):
+            raise unsupported(
+                f"parameter {parameter.name} is a DTensor (fully_shard or tensor parallelism)",
+                "attach the plain module: each rank holds the whole model as views of one copy",
             )
         if tensor.device.type != "cpu":
             raise unsupported(
@@ -124,15 +131,15 @@ def _check_tensors(named):
                 f"parameter {parameter.name} has elements that are one in memory (expand)",
                 "nn.Parameter(tensor.clone())",
             )
-        other = places.setdefault(tensor.data_ptr(), parameter)
+        other = at_address.setdefault(tensor.data_ptr(), parameter)
         if other is not parameter:
             raise _shared(other, parameter)
     _check_overlap(named)
 
 
-def _check_overlap(named):
-    """Parameters that share a part of their memory. Of contiguous ones alone: what lies between the
-    elements of another, columns of a matrix say, may be a third's."""
+def _check_overlap(named: Sequence[Parameter]) -> None:
+    """Parameters that share a part of their memory. Only among contiguous ones: between the
+    elements of another (a column of a matrix, say) there may be a third parameter."""
     spans = sorted(
         (
             (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), at)
@@ -145,14 +152,14 @@ def _check_overlap(named):
             raise _shared(named[at], named[next_at])
 
 
-def _shared(one, other):
+def _shared(one: Parameter, other: Parameter) -> UsageError:
     return unsupported(
         f"parameters {one.name} and {other.name} share memory but are two parameters",
         "tie them by assigning the same nn.Parameter",
     )
 
 
-def _layers(module, prefix):
+def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the elements of the outermost nn.ModuleList and nn.Sequential."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         for name, child in module.named_children():
@@ -163,48 +170,52 @@ def _layers(module, prefix):
         yield from _layers(child, child_prefix)
 
 
-def _group_keys(named, layer_names):
+def _group_keys(
+    named: Sequence[Parameter], layer_names: Sequence[str]
+) -> list[tuple[int, int, str]]:
     """For each parameter (0, order, name) outside the layers or (1, order, name) within one."""
-    places = {name: place for place, name in enumerate(layer_names)}
+    order = {name: number for number, name in enumerate(layer_names)}
     layer_of = {}
     for parameter in named:
         parts = parameter.name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-        layer_of[parameter.name] = next((prefix for prefix in prefixes if prefix in places), None)
+        layer_of[parameter.name] = next((prefix for prefix in prefixes if prefix in order), None)
     rest = [parameter for parameter in named if layer_of[parameter.name] is None]
     split = sum(p.tensor.numel() * p.tensor.element_size() for p in rest) > ROOT_GROUP_BYTES
-    children = {}
+    children: dict[str, int] = {}
     keys = []
     for parameter in named:
         layer = layer_of[parameter.name]
         if layer is not None:
-            keys.append((1, places[layer], layer))
+            keys.append((1, order[layer], layer))
             continue
         child = parameter.name.split(".")[0] if split and "." in parameter.name else "root"
         keys.append((0, children.setdefault(child, len(children)), child))
     return keys
 
 
-def _has_forward(module):
+def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _hook_points(model, layers, plan):
-    """The whole model for what belongs to no layer, and every layer; a module without a forward of
-    its own (a list of lists) gives way to its children. Each holds every group open that it has a
+def _hook_points(
+    model: nn.Module, layers: Sequence[nn.Module], plan: Plan
+) -> list[tuple[nn.Module, list[int]]]:
+    """The whole model for what belongs to no layer, and every layer; for a module without a
+    forward of its own (a list of lists) its children. Each fetches every group that it has a
     parameter of, tied ones too."""
     group_of = {id(parameter.tensor): parameter.group for parameter in plan.parameters}
     in_layers = {id(tensor) for layer in layers for tensor in layer.parameters()}
     rest = {
         parameter.group for parameter in plan.parameters if id(parameter.tensor) not in in_layers
     }
-    points = {}
+    points: dict[int, tuple[nn.Module, set[int]]] = {}
 
-    def add(module, groups):
+    def add(module: nn.Module, groups: set[int]) -> None:
         if groups and _has_forward(module):
             points.setdefault(id(module), (module, set()))[1].update(groups)
 
-    def descend(module):
+    def descend(module: nn.Module) -> None:
         groups = {group_of[id(tensor)] for tensor in module.parameters()}
         if _has_forward(module):
             add(module, groups)

@@ -1,43 +1,61 @@
-"""What a caller writes down before torch, the daemon or the extension are needed."""
+"""What a caller calls; needs neither torch nor the daemon nor the extension to be imported."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from .errors import unsupported, usage_error
-from .optimizers import AdamW
+from .optimizers import AdamW, Optimizer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ._optimizer import ForebayOptimizer
 
 # How many ranks the launcher started on this node: torchrun, Open MPI, MPICH.
 LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def attach(
-    model,
-    optimizer=None,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
     *,
-    job=None,
-    rank=None,
-    world_size=None,
-    socket=None,
-    param_groups=None,
-    extra_state_bytes=64 * 1024,
-    grad_arena_bytes=0,
-    timeout=300.0,
-):
+    job: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    socket: str | None = None,
+    param_groups: Iterable[Any] | None = None,
+    extra_state_bytes: int = 64 * 1024,
+    grad_arena_bytes: int = 0,
+    timeout: float = 300.0,
+) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
-    model              Any nn.Module on the CPU, all parameters float32 or all bfloat16. From now on
-                       its parameters are read-only views of memory that the daemon owns.
+    model              Any nn.Module on the CPU whose parameters have one type: float32, bfloat16 or
+                       float16. From now on they are read-only views of memory that the daemon owns.
     optimizer          AdamW(...) or another of forebay.optimizers; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
-    extra_state_bytes  Room for what step(extra_state=...) commits with a step, at most 16 MiB.
+    extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
+                       buffers, at most 16 MiB less 16 bytes.
     grad_arena_bytes   Room for gradients on their way; 0: three times the largest group.
     timeout            Seconds that this call and each later one may wait.
 
     The first session of a new job writes the model's values; every other one takes the values of
-    the job's last committed step. Errors: forebay.ForebayError with .code, .hint and .retryable;
-    the model is then as it was.
+    the job's last committed step, and rank 0's buffers of it.
+
+    Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
+
+    >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+    >>> for _ in range(3):
+    ...     model(inputs).square().mean().backward()
+    ...     opt.step()
+    >>> opt.committed_step
+    3
     """
     from . import _attach
 
@@ -50,10 +68,10 @@ def attach(
     return _attach.attach(
         model,
         optimizer or AdamW(),
-        job=job or os.environ.get("FOREBAY_JOB") or "default",
+        job=_job_name(job),
         rank=_whole("rank (RANK)", os.environ.get("RANK", 0) if rank is None else rank, 0),
         world_size=world_size,
-        socket=socket or os.environ.get("FOREBAY_SOCKET", ""),
+        socket=_socket_path(socket),
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=grad_arena_bytes,
@@ -61,7 +79,7 @@ def attach(
     )
 
 
-def _refuse_several_nodes(world_size):
+def _refuse_several_nodes(world_size: int) -> None:
     """Errors: E_UNSUPPORTED where the launcher started fewer of the job's ranks on this node: the
     daemon would wait for the others at every step."""
     for variable in LOCAL_WORLD_SIZES:
@@ -74,7 +92,7 @@ def _refuse_several_nodes(world_size):
             )
 
 
-def _whole(what, value, least):
+def _whole(what: str, value: Any, least: int) -> int:
     """The value as a whole number that the wire has room for."""
     try:
         number = int(value)
@@ -89,19 +107,45 @@ def _whole(what, value, least):
     return number
 
 
-def status(socket=None):
-    """What `forebay status` shows, as a dict."""
+def _job_name(job: str | None) -> str:
+    return job or os.environ.get("FOREBAY_JOB") or "default"
+
+
+def _socket_path(socket: str | None) -> str:
+    return socket or os.environ.get("FOREBAY_SOCKET", "")
+
+
+def status(socket: str | None = None) -> dict[str, Any]:
+    """What `forebay status` shows, as a dict.
+
+    socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
+
+    Errors  E_NO_DAEMON  nobody listens there.
+
+    >>> memory = forebay.status()["memory"]
+    >>> memory["used_bytes"] <= memory["limit_bytes"]
+    True
+    """
     from . import _core
 
-    return _core.status(socket or os.environ.get("FOREBAY_SOCKET", ""))
+    return _core.status(_socket_path(socket))
 
 
-def trace(job=None, socket=None):
+def trace(job: str | None = None, socket: str | None = None) -> list[dict[str, Any]]:
     """The timed events of the job's newest step, as `forebay trace` shows them: dicts with lane,
-    name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes."""
+    name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes.
+
+    job     Default: FOREBAY_JOB or "default".
+    socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
+
+    Errors  E_NO_DAEMON  nobody listens there.
+
+    >>> opt = forebay.attach(model)
+    >>> model(inputs).sum().backward()
+    >>> opt.step()
+    >>> "update" in {event["lane"] for event in forebay.trace()}
+    True
+    """
     from . import _core
 
-    return _core.trace(
-        socket or os.environ.get("FOREBAY_SOCKET", ""),
-        job or os.environ.get("FOREBAY_JOB") or "default",
-    )
+    return _core.trace(_socket_path(socket), _job_name(job))

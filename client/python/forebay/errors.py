@@ -1,56 +1,82 @@
-"""Every error a caller can meet: one class per family, `.code` ("E_..."), `.hint`, `.retryable`."""
+"""Every error that a caller can meet: one class per family, with `.code` ("E_..."), `.hint` and
+`.retryable`."""
 
-try:
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
     from ._core import (
         DataLossError,
         ForebayError,
-        ResourceError,
         ForebayTimeoutError,
+        ResourceError,
         UnavailableError,
         UsageError,
     )
-except ImportError:  # the package without its extension: errors of the Python half alone
+else:
+    try:
+        from ._core import (
+            DataLossError,
+            ForebayError,
+            ForebayTimeoutError,
+            ResourceError,
+            UnavailableError,
+            UsageError,
+        )
+    except ImportError:  # the package without its extension: the same families in Python
 
-    class ForebayError(Exception):
-        """Base of all families."""
+        class ForebayError(RuntimeError):
+            """Base of all families."""
 
-        code = "E_INTERNAL"
-        hint = ""
-        retryable = False
+            code = "E_INTERNAL"
+            hint = ""
+            retryable = False
 
-    class UsageError(ForebayError):
-        """Fix the caller; never retry."""
+        class UsageError(ForebayError):
+            """Fix the caller; never retry."""
 
-    class ResourceError(ForebayError):
-        """Release something or raise the limit, then retry."""
+        class ResourceError(ForebayError):
+            """Release something or raise the limit, then retry."""
 
-    class UnavailableError(ForebayError):
-        """Attach again, then retry."""
+        class UnavailableError(ForebayError):
+            """Attach again, then retry."""
 
-    class ForebayTimeoutError(ForebayError):
-        """The outcome is unknown: ask before repeating."""
+        class ForebayTimeoutError(ForebayError, TimeoutError):
+            """The outcome is unknown: ask before repeating."""
 
-    class DataLossError(ForebayError):
-        """The bytes are gone: restore from a checkpoint."""
+        class DataLossError(ForebayError):
+            """The bytes are gone: restore from a checkpoint."""
 
 
 __all__ = [
     "DataLossError",
     "ForebayError",
-    "ResourceError",
     "ForebayTimeoutError",
+    "ResourceError",
     "UnavailableError",
     "UsageError",
 ]
 
 
-def usage_error(code, message, hint):
-    """A UsageError as the extension makes it."""
+def usage_error(code: str, message: str, hint: str) -> UsageError:
+    """Makes (does not raise) a UsageError like those of the extension.
+
+    code     its stable id.
+    message  the object, the numbers with units and the cause.
+    hint     what helps.
+
+    >>> print(usage_error("E_OPTION", "lr is -1", "give a number from 0 on"))
+    error[E_OPTION]: lr is -1
+    hint: give a number from 0 on
+    """
     error = UsageError(f"error[{code}]: {message}\nhint: {hint}")
     error.code, error.hint, error.retryable = code, hint, False
     return error
 
 
-def unsupported(message, hint):
-    """Something that is refused by name until it is supported."""
+def unsupported(message: str, hint: str) -> UsageError:
+    """Makes the E_UNSUPPORTED error of something that would otherwise fail later or in silence.
+
+    >>> unsupported("closure", "call backward() yourself").code
+    'E_UNSUPPORTED'
+    """
     return usage_error("E_UNSUPPORTED", message, hint)

@@ -80,4 +80,4 @@ def no_attachment_is_left():
     for opt in list(_optimizer._attached):
         opt.detach()
     gc.collect()
-    assert not _guards._owners and _guards._global_hook is None
+    assert not _guards._owners and not _guards._global_hooks

@@ -120,6 +120,7 @@ class Attachment:
         self.planes = [(name, 1) for name in PLANES[job.format]]
         self.committed_step = job.committed_step
         self.extra_state = job.extra_state.get(rank, b"")
+        self.rank0_extra_state = job.extra_state.get(0, b"")
         self.leases = {}
         self.slots = {}
         self.next_lease = 1

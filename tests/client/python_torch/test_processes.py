@@ -182,3 +182,4 @@ with torch.no_grad():
     )
     assert done.returncode == -11
     assert "layers.1.up.weight" in done.stderr, done.stderr
+    assert 'File "<string>", line 7 in <module>' in done.stderr, done.stderr

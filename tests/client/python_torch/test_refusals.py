@@ -90,7 +90,7 @@ def test_clip_grad_norm(attached):
     ):
         with refused(match="gradient of parameter.*max_grad_norm|max_grad_norm"):
             clip()
-    assert "taken by forebay" in repr(model.head.weight.grad)
+    assert "delivered to forebay" in repr(model.head.weight.grad)
     opt.step()
     assert model.head.weight.grad is None
 
@@ -147,9 +147,102 @@ def test_conversion(attached, convert):
         convert(model)
 
 
-def test_conversion_that_changes_nothing_is_allowed(attached):
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m._apply(torch.zeros_like),
+        lambda m: m._apply(torch.clone),
+    ],
+    ids=["to_empty", "zeros", "clone"],
+)
+def test_a_conversion_keeps_the_values_and_the_memory(attached, convert):
     model, _ = attached
-    assert model.float().to("cpu") is model
+    before = {name: (p.data_ptr(), p.sum()) for name, p in model.named_parameters()}
+    try:
+        convert(model)
+    except forebay.UsageError as error:
+        assert error.code == "E_UNSUPPORTED"
+    assert {name: (p.data_ptr(), p.sum()) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)])
+def test_conversion_that_changes_nothing_is_allowed(attached, device):
+    model, _ = attached
+    model.register_buffer("scale", torch.ones(1))
+    assert model.float().to(device) is model
+    assert model.layers[0].to(device, torch.float32) is model.layers[0]
+
+
+def test_get_state_dict_of_torch_changes_nothing(attached):
+    from torch.distributed.checkpoint import state_dict as checkpoint
+
+    model, opt = attached
+    before = [dict(group) for group in opt.param_groups]
+    for call in (
+        lambda: checkpoint.get_state_dict(model, opt),
+        lambda: checkpoint.get_optimizer_state_dict(model, opt),
+        lambda: checkpoint.set_optimizer_state_dict(model, opt, {"state": {}, "param_groups": []}),
+    ):
+        with refused(match="get_state_dict"):
+            call()
+        assert [dict(group) for group in opt.param_groups] == before
+        assert all(p.grad is None for p in model.parameters())
+    weights = checkpoint.get_model_state_dict(model)
+    assert set(weights) == set(model.state_dict())
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp(attached, process_group):
+    model, _ = attached
+    with refused(match="DistributedDataParallel around Net, whose parameters are attached"):
+        nn.parallel.DistributedDataParallel(model)
+    with refused(match="DistributedDataParallel around Block layers.1"):
+        nn.parallel.DistributedDataParallel(nn.Sequential(model.layers[1]))
+    nn.parallel.DistributedDataParallel(net())  # of another model
+    with refused(match="DistributedDataParallel: it reduces gradients"):
+        forebay.attach(nn.parallel.DistributedDataParallel(net(seed=3)), job="ddp")
+
+
+def test_fsdp(node, process_group):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = net()
+    opt = forebay.attach(model)
+    sha256 = opt.state_sha256()
+    with refused(match="FullyShardedDataParallel around Net, whose parameters are attached"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with refused(match="was replaced or removed after attach"):
+        opt.step()
+    assert opt.state_sha256() == sha256
+    with refused(match="FullyShardedDataParallel: it reduces gradients"):
+        forebay.attach(
+            FullyShardedDataParallel(net(seed=3), device_id=torch.device("cpu")), job="fsdp"
+        )
+
+
+def test_fully_shard(node, process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with refused(match="embedding.weight is a DTensor"):
+        forebay.attach(model)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embedding_with_max_norm(node, kind):
+    model = nn.ModuleDict({"words": kind(5, 3, max_norm=1.0)})
+    with refused(match=rf"{kind.__name__} words with max_norm=1.0"):
+        forebay.attach(model)
 
 
 def test_parameter_moved_off_its_window(attached):

@@ -63,7 +63,7 @@ def test_checkpointed_layers(node, reentrant):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     opt = compare(node, net(), loss)
-    assert all(group.uses == 0 and group.lease is None for group in opt._engine.groups)
+    assert all(group.forwards == 0 and group.lease is None for group in opt._engine.groups)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -87,7 +87,7 @@ def test_resumed_training_has_the_bits_of_an_uninterrupted_one(node, monkeypatch
     again = attach_both(models)
     train_ranks(models, again, 2)
     loss_of(models[0], batch(20)).backward()  # rank 0 delivered some of step 3 and is lost
-    again[0]._attachment.detach()
+    again[0]._engine.attachment.detach()
     again[1].detach()
     models = [net(seed=5), net(seed=6)]
     again = attach_both(models)
