@@ -38,6 +38,8 @@ def attach(
     extra_state_bytes: int,
     grad_arena_bytes: int,
     timeout: float,
+    run: str,
+    resume: bool,
 ) -> ForebayOptimizer:
     """See forebay.attach."""
     from . import _core
@@ -71,6 +73,8 @@ def attach(
         grad_arena_bytes,
         extra_state_bytes + HEADER.size,
         float(timeout),
+        run,
+        resume,
     )
     undo = _Undo(attachment)
     try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ._run import run_token
 from .errors import unsupported, usage_error
 from .optimizers import AdamW, Optimizer
 
@@ -30,6 +31,8 @@ def attach(
     extra_state_bytes: int = 64 * 1024,
     grad_arena_bytes: int = 0,
     timeout: float = 300.0,
+    run: str | None = None,
+    resume: bool = False,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
@@ -44,11 +47,17 @@ def attach(
                        buffers, at most 16 MiB less 16 bytes.
     grad_arena_bytes   Room for gradients on their way; 0: three times the largest group.
     timeout            Seconds that this call and each later one may wait.
+    run                The run that this process belongs to: its processes replace each other and
+                       continue its job. At most 200 bytes. Default: FOREBAY_RUN, else torchrun's
+                       run, else this process alone.
+    resume             Continues a job with committed steps that another run has left.
 
     The first session of a new job writes the model's values; every other one takes the values of
     the job's last committed step, and rank 0's buffers of it.
 
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
+            E_JOB_EXISTS  the job has committed steps of another run: resume=True, another name, or
+                          `forebay jobs --delete`.
 
     >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
     >>> for _ in range(3):
@@ -76,6 +85,8 @@ def attach(
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=grad_arena_bytes,
         timeout=timeout,
+        run=run or run_token(),
+        resume=resume,
     )
 
 

@@ -273,6 +273,8 @@ def attach(
     _grad_arena_bytes,
     extra_state_bytes,
     timeout,
+    run,
+    resume,
 ):
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
@@ -282,6 +284,9 @@ def attach(
     job = jobs.setdefault(job_name, wanted)
     if job.layout != wanted.layout:
         raise refusal("E_LAYOUT", "another layout")
+    if job.committed_step and job.run != run and not resume:
+        raise refusal("E_JOB_EXISTS", f"job {job_name} is another run's, at {job.committed_step}")
+    job.run = run
     session = Attachment(job, rank, extra_state_bytes)
     with job.changed:
         if not job.ready and job.writer is None:

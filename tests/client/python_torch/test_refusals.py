@@ -372,6 +372,21 @@ def test_a_job_attached_again_with_another_layout_is_told_both(attached, node):
         forebay.attach(net(width=16))
 
 
+def test_another_run_continues_a_job_only_where_it_asks_to(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2), run="first")
+    train(model, opt, 2)
+    opt.detach()
+    with pytest.raises(forebay.ForebayError) as info:
+        forebay.attach(net(seed=2), run="second")
+    assert info.value.code == "E_JOB_EXISTS" and info.value.hint
+    opt = forebay.attach(net(seed=3), forebay.AdamW(lr=1e-2), run="first")
+    assert opt.committed_step == 2
+    opt.detach()
+    opt = forebay.attach(net(seed=4), forebay.AdamW(lr=1e-2), run="second", resume=True)
+    assert opt.committed_step == 2
+
+
 def test_a_second_attach_of_a_rank_fences_the_first_and_has_its_extra_state(node):
     if node == "fake":
         pytest.skip("the fake node does not fence")
