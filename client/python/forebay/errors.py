@@ -1,51 +1,14 @@
 """Every error that a caller can meet: one class per family, with `.code` ("E_..."), `.hint` and
 `.retryable`."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ._core import (
-        DataLossError,
-        ForebayError,
-        ForebayTimeoutError,
-        ResourceError,
-        UnavailableError,
-        UsageError,
-    )
-else:
-    try:
-        from ._core import (
-            DataLossError,
-            ForebayError,
-            ForebayTimeoutError,
-            ResourceError,
-            UnavailableError,
-            UsageError,
-        )
-    except ImportError:  # the package without its extension: the same families in Python
-
-        class ForebayError(RuntimeError):
-            """Base of all families."""
-
-            code = "E_INTERNAL"
-            hint = ""
-            retryable = False
-
-        class UsageError(ForebayError):
-            """Fix the caller; never retry."""
-
-        class ResourceError(ForebayError):
-            """Release something or raise the limit, then retry."""
-
-        class UnavailableError(ForebayError):
-            """Attach again, then retry."""
-
-        class ForebayTimeoutError(ForebayError, TimeoutError):
-            """The outcome is unknown: ask before repeating."""
-
-        class DataLossError(ForebayError):
-            """The bytes are gone: restore from a checkpoint."""
-
+from ._core import (
+    DataLossError,
+    ForebayError,
+    ForebayTimeoutError,
+    ResourceError,
+    UnavailableError,
+    UsageError,
+)
 
 __all__ = [
     "DataLossError",

@@ -5,7 +5,6 @@
 
 import difflib
 import fractions
-import os
 import pathlib
 import re
 import subprocess
@@ -18,15 +17,16 @@ import forebay
 import pytest
 import torch
 import train_support
+from test_processes import environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LINES_MOST = 5
 
 
-def python(code, **environment):
+def python(code, **variables):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "client" / "python"), **environment},
+        env={**environment(), **variables},
         capture_output=True,
         text=True,
         check=False,
