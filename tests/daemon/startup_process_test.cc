@@ -5,11 +5,16 @@
 
 #include <linux/capability.h>
 #include <linux/magic.h>
+#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/statfs.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <array>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <ostream>
@@ -20,6 +25,7 @@
 #include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/os/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/healthy_job.h"
 #include "tests/support/refused_call.h"
@@ -234,6 +240,28 @@ TEST_F(StartupInControlGroup, RefusesALimitAboveThatOfTheGroup) {
     EXPECT_THAT(std::string(refused.status().message()), HasSubstr(word));
   }
   ASSERT_OK_AND_ASSIGN(const auto daemon, Start({"dram.limit=512MiB"}));
+}
+
+TEST_F(Startup, TellsTheServiceManagerThatBothThreadsWork) {
+  const std::string path = dir_.path() + "/notify";
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  ASSERT_LT(path.size(), sizeof(address.sun_path));
+  path.copy(address.sun_path, path.size());
+  const protocol::UniqueFd manager(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(::bind(manager.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {}, [&] {
+                         ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
+                         ::setenv("WATCHDOG_USEC", "100000", 1);
+                       }));
+  int reports = 0;
+  while (reports < 3) {
+    pollfd fd{.fd = manager.get(), .events = POLLIN, .revents = 0};
+    ASSERT_EQ(::poll(&fd, 1, 30'000), 1) << "after " << reports << " reports";
+    std::array<char, 512> text{};
+    ASSERT_GT(::recv(manager.get(), text.data(), text.size() - 1, 0), 0);
+    if (std::string(text.data()) == "WATCHDOG=1") ++reports;
+  }
 }
 
 }  // namespace
