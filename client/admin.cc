@@ -23,14 +23,16 @@ NodeInfo InfoOf(schema::NodeInfo::Reader from) {
 }
 
 ArenaStatus ArenaOf(schema::ArenaStatus::Reader from) {
-  return {.kind = from.getKind().cStr(),
-          .job = from.getJob().cStr(),
-          .rank = from.getRank(),
-          .numa_node = from.getNumaNode(),
-          .size_bytes = from.getSizeBytes(),
-          .allocated_bytes = from.getAllocatedBytes(),
-          .huge_bytes = from.getHugeBytes(),
-          .locked = from.getLocked()};
+  ArenaStatus arena{.kind = from.getKind().cStr(),
+                    .job = from.getJob().cStr(),
+                    .rank = from.getRank(),
+                    .numa_nodes = {},
+                    .size_bytes = from.getSizeBytes(),
+                    .allocated_bytes = from.getAllocatedBytes(),
+                    .huge_bytes = from.getHugeBytes(),
+                    .locked = from.getLocked()};
+  for (const uint32_t node : from.getNumaNodes()) arena.numa_nodes.push_back(node);
+  return arena;
 }
 
 MemoryStatus MemoryOf(schema::MemoryStatus::Reader from) {
@@ -87,7 +89,9 @@ JobStatus JobOf(schema::JobStatus::Reader from) {
                 .last_step_reads = from.getLastStepReads(),
                 .last_step_reads_prefetched = from.getLastStepReadsPrefetched(),
                 .last_step_seconds = from.getLastStepSeconds(),
-                .rpc_calls = from.getRpcCalls()};
+                .rpc_calls = from.getRpcCalls(),
+                .made_bytes = from.getMadeBytes(),
+                .making_bytes = from.getMakingBytes()};
   for (const auto group : from.getGroups()) job.groups.emplace_back(group.cStr());
   return job;
 }

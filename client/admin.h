@@ -24,7 +24,7 @@ struct ArenaStatus {
   std::string kind;
   std::string job;
   int32_t rank = -1;
-  uint32_t numa_node = 0;
+  std::vector<uint32_t> numa_nodes;
   uint64_t size_bytes = 0;
   uint64_t allocated_bytes = 0;
   uint64_t huge_bytes = 0;
@@ -84,6 +84,8 @@ struct JobStatus {
   uint64_t last_step_reads_prefetched = 0;
   double last_step_seconds = 0;
   uint64_t rpc_calls = 0;
+  uint64_t made_bytes = 0;
+  uint64_t making_bytes = 0;
 };
 
 struct NodeStatus {

@@ -11,22 +11,38 @@
 namespace forebay::cpu_adam {
 
 struct WorkerPoolOptions {
-  int threads = 0;     // 0: one per physical core of the set; more are cut to that number
-  int numa_node = -1;  // hwloc logical index whose cores are used; -1: all of the machine
-  // operating-system indices; not empty: exactly these, numa_node unused
+  // 0: one per physical core of the CPUs; more are cut to that number.
+  int threads = 0;
+  // hwloc logical index of the node whose cores are used; -1: all of the machine.
+  int numa_node = -1;
+  // The operating system's indices; not empty: exactly these, numa_node unused.
   std::vector<int> cpus = {};
-  int nice = 0;               // 0 to 19, best effort; never below the creator's
-  size_t queue_tasks = 1024;  // > 0, <= kQueueTasksMax
+  // 0 to 19, best effort; a higher value of the calling thread stays.
+  int nice = 0;
+  // Of each group and of those for any group; > 0, <= kQueueTasksMax.
+  size_t queue_tasks = 1024;
+  // Tests alone: CPUs of each group, on a machine that has fewer NUMA nodes.
+  std::vector<std::vector<int>> groups_for_test = {};
 };
 
-// Runs tasks in the order posted, each on one thread of the pool.
+// Threads that run on the CPUs of one NUMA node.
+struct WorkerGroup {
+  std::vector<int> cpus;
+  int threads = 0;
+};
+
+// Runs tasks in the order posted, each on one thread of the pool. There is a group of threads for
+// each NUMA node; with fewer threads than nodes, one group for all. A thread runs tasks of its own
+// group first, then those for any group, then those of other groups: none is idle while a task
+// waits.
 //
-// Threads  TryPost() from any thread, tasks included. Every thread may run on any core of the set.
+// Threads  TryPost() from any thread, tasks included. A thread may run on any core of its group.
 // Limits   No heap allocation after Create() but what a task's own captures need.
 class WorkerPool {
  public:
   using Task = absl::AnyInvocable<void()>;
   static constexpr size_t kQueueTasksMax = 1 << 16;
+  static constexpr int kAnyGroup = -1;
 
   // Starts the threads; returns without waiting for them.
   //
@@ -36,19 +52,22 @@ class WorkerPool {
 
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
-  ~WorkerPool();  // runs what is queued, then joins; nobody may post any more
+  // Runs what is queued, then joins; nobody may post any more.
+  ~WorkerPool();
 
-  // Queues the task, or returns false and leaves it untouched where the queue is full. Never waits
-  // for a task.
-  [[nodiscard]] bool TryPost(Task&& task);
+  // Queues the task for a group (an index into groups()), or returns false and leaves it untouched
+  // if the group's queue is full. Never waits for a task.
+  [[nodiscard]] bool TryPost(Task&& task, int group = kAnyGroup);
 
   int threads() const;
+  const std::vector<WorkerGroup>& groups() const;
 
  private:
   struct State;
 
  public:
-  explicit WorkerPool(std::unique_ptr<State> state);  // for Create() alone: nobody else has a State
+  // For Create() alone: nobody else has a State.
+  explicit WorkerPool(std::unique_ptr<State> state);
 
  private:
   std::unique_ptr<State> state_;

@@ -190,7 +190,7 @@ absl::Status AddCpus(std::string_view text, const Place& place, std::vector<int>
       absl::SimpleAtoi(std::string(text.substr(dash == text.npos ? 0 : dash + 1)), &last);
   if (!ok || first < 0 || first > last || last > kCpuMax) {
     return Bad(place,
-               absl::StrCat("\"", std::string(text), "\" is neither a processor (0 to ", kCpuMax,
+               absl::StrCat("\"", std::string(text), "\" is neither a CPU (0 to ", kCpuMax,
                             ") nor a range of them"),
                "write \"0-3,8\" or [0, 1, 2, 3, 8]");
   }

@@ -107,10 +107,11 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
                    "name CPUs that the daemon may run on, or leave the key out");
 }
 
-absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, uint32_t workers) {
+absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
+                                             uint32_t workers) {
   SwapSpaceOptions options{.life = config.swap_life,
                            .staging_slot_bytes = StagingSlotBytes(config.block_elems),
-                           .lock = config.lock};
+                           .arenas = arenas};
   uint64_t capacity_bytes = 0;
   for (size_t i = 0; i < config.swap_paths.size(); ++i) {
     const auto& sizes = config.swap_capacity_bytes;
@@ -194,14 +195,18 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   ASSIGN_OR_RETURN(state->runner, MakeRunner(config));
   state->config.workers = state->runner->workers();
 
+  ASSIGN_OR_RETURN(pinned_mem::NumaTopology topology, pinned_mem::LoadNumaTopology());
   ExecutorOptions options{.state = {.dram_limit_bytes = state->config.dram_limit_bytes,
                                     .block_elems = config.block_elems,
                                     .workers = state->config.workers},
-                          .lock = config.lock,
+                          .arenas = {.lock = config.lock,
+                                     .topology = std::move(topology),
+                                     .workers = state->runner->worker_groups()},
                           .reader_lease_max = config.reader_lease_max,
                           .io_engine_reason = chosen.reason};
   if (!config.swap_paths.empty()) {
-    ASSIGN_OR_RETURN(const SwapSpaceOptions swap, SwapOptions(config, state->config.workers));
+    ASSIGN_OR_RETURN(const SwapSpaceOptions swap,
+                     SwapOptions(config, options.arenas, state->config.workers));
     options.state.node_bytes = SwapSpace::StagingBytes(swap);
     if (options.state.node_bytes > options.state.dram_limit_bytes) {
       return MakeError(

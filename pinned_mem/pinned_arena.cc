@@ -10,7 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "pinned_mem/internal/memfd.h"
-#include "pinned_mem/internal/numa.h"
+#include "pinned_mem/internal/page_nodes.h"
 #include "pinned_mem/internal/segment.h"
 #include "pinned_mem/memory_limit.h"
 #include "pinned_mem/range_allocator.h"
@@ -34,6 +34,7 @@ struct PinnedArena::State {
   protocol::UniqueFd reader;
   internal::Segment segment;
   uint64_t huge_bytes;
+  std::vector<int> numa_nodes;
   bool locked;
   RangeAllocator ranges;
 };
@@ -96,8 +97,11 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   }
   ASSIGN_OR_RETURN(internal::Segment segment,
                    internal::Segment::Map(fd.get(), options.capacity_bytes));
-  RETURN_IF_ERROR(internal::BindToNode(segment.bytes(), options.numa_node));
-  ASSIGN_OR_RETURN(const uint64_t huge_bytes, segment.Populate());
+  ASSIGN_OR_RETURN(const uint64_t huge_bytes,
+                   segment.Populate({.placement = options.placement,
+                                     .threads = options.threads,
+                                     .populated_bytes = options.populated_bytes.get()}));
+  std::vector<int> numa_nodes = internal::NodesOfPages(segment.bytes());
   const int lock_error = segment.Lock();
   if (lock_error != 0 && options.lock == LockPolicy::kRequired) {
     return LockError(options, lock_error);
@@ -108,6 +112,7 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
       .reader = std::move(reader),
       .segment = std::move(segment),
       .huge_bytes = huge_bytes,
+      .numa_nodes = std::move(numa_nodes),
       .locked = lock_error == 0,
       .ranges = RangeAllocator(options.capacity_bytes / kPageBytes, kMaxRanges),
   }));
@@ -143,7 +148,11 @@ std::span<std::byte> PinnedArena::bytes() const { return state_->segment.bytes()
 uint64_t PinnedArena::capacity_bytes() const { return state_->options.capacity_bytes; }
 uint64_t PinnedArena::huge_bytes() const { return state_->huge_bytes; }
 uint64_t PinnedArena::free_bytes() const { return state_->ranges.free_pages() * kPageBytes; }
+const std::vector<int>& PinnedArena::numa_nodes() const { return state_->numa_nodes; }
 bool PinnedArena::locked() const { return state_->locked; }
+int PinnedArena::PlacedNode(uint64_t offset_bytes) const {
+  return state_->options.placement.NodeAt(offset_bytes);
+}
 const std::string& PinnedArena::name() const { return state_->options.name; }
 
 uint64_t PinnedArena::allocated_bytes() const {

@@ -1,14 +1,17 @@
 // Page-locked, NUMA-bound host memory that is shared with training processes by file descriptor.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pinned_mem/numa_placement.h"
 #include "protocol/os/unique_fd.h"
 
 namespace forebay::pinned_mem {
@@ -34,13 +37,17 @@ enum class AtEnd {
 struct ArenaOptions {
   // Shown in /proc/PID/maps. At most kNameBytesMax bytes, no '/'.
   std::string name;
-  // hwloc logical index, >= 0.
-  int numa_node = 0;
   // > 0, a multiple of 4096.
   uint64_t capacity_bytes = 0;
   LockPolicy lock = LockPolicy::kRequired;
   Access access = Access::kPrivate;
   AtEnd at_end = AtEnd::kFreePages;
+  // Nodes that are preferred: where one is full the kernel takes another.
+  Placement placement = {};
+  // Threads that touch the pages of a large arena; they live as long as Create().
+  int threads = 1;
+  // Grows to capacity_bytes while Create() runs; null: nobody looks.
+  std::shared_ptr<std::atomic<uint64_t>> populated_bytes = {};
 };
 
 // One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where
@@ -55,7 +62,7 @@ struct ArenaOptions {
 // Threads    Create(), FreeIfUnused() and the destructor on a worker (they block); all else on the
 //            loop thread. The bytes of a live range may be given to any thread.
 // Limits     At most kMaxRanges live ranges.
-// Source     memfd_create(2), madvise(2), mbind(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
+// Source     memfd_create(2), madvise(2), set_mempolicy(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
 //            Linux man-pages.
 class PinnedArena {
  public:
@@ -112,6 +119,11 @@ class PinnedArena {
   uint64_t allocated_bytes() const;
   // On 2 MiB pages after Create().
   uint64_t huge_bytes() const;
+  // NUMA nodes on which the pages were after Create(), ascending, one page of 2 MiB looked at.
+  // Empty: the kernel does not say.
+  const std::vector<int>& numa_nodes() const;
+  // The node that options asked for at an offset; -1: none.
+  int PlacedNode(uint64_t offset_bytes) const;
   // Not allocated.
   uint64_t free_bytes() const;
   bool locked() const;

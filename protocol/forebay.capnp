@@ -143,10 +143,10 @@ struct MemoryStatus {
 }
 
 struct ArenaStatus {
-  kind @0 :Text;       # weights, state, step, staging, grad, ring, extra_state
+  kind @0 :Text;       # weights, state, step, staging, grad, ring, extra_state, weights of a deleted job
   job @1 :Text;        # empty for the node's own
   rank @2 :Int32;      # -1 where it belongs to no rank
-  numaNode @3 :UInt32;
+  numaNodes @3 :List(UInt32);  # on which its pages are, ascending; several: interleaved
   sizeBytes @4 :UInt64;
   allocatedBytes @5 :UInt64;
   hugeBytes @6 :UInt64;
@@ -196,6 +196,8 @@ struct JobStatus {
   lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
+  madeBytes @26 :UInt64;             # while its memory is made: so much of it
+  makingBytes @27 :UInt64;           # of so much; both 0 afterwards
 }
 
 struct TraceEvent {

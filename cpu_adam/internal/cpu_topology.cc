@@ -2,6 +2,8 @@
 
 #include <hwloc.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -25,10 +27,13 @@ struct BitmapDeleter {
 };
 using Bitmap = std::unique_ptr<hwloc_bitmap_s, BitmapDeleter>;
 
-Topology LoadTopology() {
+Topology LoadTopology(const std::string& synthetic) {
   hwloc_topology_t raw = nullptr;
   if (hwloc_topology_init(&raw) != 0) return nullptr;
   Topology topology(raw);
+  if (!synthetic.empty() && hwloc_topology_set_synthetic(raw, synthetic.c_str()) != 0) {
+    return nullptr;
+  }
   return hwloc_topology_load(raw) == 0 ? std::move(topology) : nullptr;
 }
 
@@ -39,7 +44,7 @@ std::string ListOf(const Bitmap& set) {
   return text;
 }
 
-// What the process may run on: its own affinity, and no processor that is off-line.
+// What the process may run on: its own affinity, and no CPU that is off-line.
 Bitmap Allowed(const Topology& topology) {
   Bitmap allowed(hwloc_bitmap_dup(hwloc_topology_get_allowed_cpuset(topology.get())));
   const Bitmap bound(hwloc_bitmap_alloc());
@@ -62,10 +67,42 @@ int CountCores(const Topology& topology, const Bitmap& set) {
   return static_cast<int>(cores.size());
 }
 
+// Nodes by the operating system's index: of several that are near the same CPUs (fast memory beside
+// DRAM) the first one has them.
+std::vector<CpuSet> SplitByNode(const Topology& topology, const Bitmap& set) {
+  std::map<unsigned, hwloc_obj_t> nodes;
+  const int count = hwloc_get_nbobjs_by_type(topology.get(), HWLOC_OBJ_NUMANODE);
+  for (int i = 0; i < count; ++i) {
+    const hwloc_obj_t node =
+        hwloc_get_obj_by_type(topology.get(), HWLOC_OBJ_NUMANODE, static_cast<unsigned>(i));
+    if (node->attr->numanode.local_memory > 0) nodes.emplace(node->os_index, node);
+  }
+  const Bitmap left(hwloc_bitmap_dup(set.get()));
+  const Bitmap part(hwloc_bitmap_alloc());
+  std::vector<CpuSet> found;
+  const auto add_part = [&] {
+    if (hwloc_bitmap_iszero(part.get()) != 0) return;
+    CpuSet& one = found.emplace_back();
+    unsigned cpu = 0;
+    hwloc_bitmap_foreach_begin(cpu, part.get()) { one.cpus.push_back(static_cast<int>(cpu)); }
+    hwloc_bitmap_foreach_end();
+    one.cores = CountCores(topology, part);
+    hwloc_bitmap_andnot(left.get(), left.get(), part.get());
+  };
+  for (const auto& [index, node] : nodes) {
+    hwloc_bitmap_and(part.get(), left.get(), node->cpuset);
+    add_part();
+  }
+  hwloc_bitmap_copy(part.get(), left.get());  // CPUs of no node
+  add_part();
+  return found;
+}
+
 }  // namespace
 
-absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted) {
-  const Topology topology = LoadTopology();
+absl::StatusOr<std::vector<CpuSet>> FindCpus(int numa_node, const std::vector<int>& wanted,
+                                             const std::string& synthetic) {
+  const Topology topology = LoadTopology(synthetic);
   if (topology == nullptr) {
     return MakeError(ErrorId::kInternal, "hwloc cannot read this machine's CPUs");
   }
@@ -74,9 +111,9 @@ absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted) {
     const Bitmap asked(hwloc_bitmap_alloc());
     for (const int cpu : wanted) {
       if (cpu < 0 || hwloc_bitmap_isset(set.get(), static_cast<unsigned>(cpu)) == 0) {
-        return MakeError(ErrorId::kOption,
-                         absl::StrCat("processor ", cpu,
-                                      " is not one that this process may use: ", ListOf(set)));
+        return MakeError(
+            ErrorId::kOption,
+            absl::StrCat("CPU ", cpu, " is not one that this process may use: ", ListOf(set)));
       }
       hwloc_bitmap_set(asked.get(), static_cast<unsigned>(cpu));
     }
@@ -94,14 +131,25 @@ absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted) {
   }
   if (hwloc_bitmap_iszero(set.get()) != 0) {
     return MakeError(ErrorId::kOption, absl::StrCat("NUMA node ", numa_node,
-                                                    " has no processor that this process may use"));
+                                                    " has no CPU that this process may use"));
   }
-  CpuSet found;
-  unsigned cpu = 0;
-  hwloc_bitmap_foreach_begin(cpu, set.get()) { found.cpus.push_back(static_cast<int>(cpu)); }
-  hwloc_bitmap_foreach_end();
-  found.cores = CountCores(topology, set);
-  return found;
+  return SplitByNode(topology, set);
+}
+
+std::vector<int> ShareThreads(int threads, const std::vector<CpuSet>& sets) {
+  int cores = 0;
+  for (const CpuSet& set : sets) cores += set.cores;
+  int left = (threads == 0 ? cores : std::min(threads, cores)) - static_cast<int>(sets.size());
+  if (left < 0) return {};
+  std::vector<int> shares(sets.size(), 1);
+  for (; left > 0; --left) {
+    size_t next = 0;  // the set with the most cores a thread
+    for (size_t i = 1; i < sets.size(); ++i) {
+      if (sets[i].cores * shares[next] > sets[next].cores * shares[i]) next = i;
+    }
+    ++shares[next];
+  }
+  return shares;
 }
 
 }  // namespace forebay::cpu_adam::internal

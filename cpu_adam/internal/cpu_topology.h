@@ -1,6 +1,7 @@
-// Which CPUs a pool of threads may use, and how many cores they are.
+// Which CPUs the threads of a pool may use, by NUMA node, and how many cores these are.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -8,15 +9,23 @@
 namespace forebay::cpu_adam::internal {
 
 struct CpuSet {
-  std::vector<int> cpus;  // operating-system indices, ascending; at least one
-  int cores = 1;          // physical cores they belong to
+  // The operating system's indices, ascending; at least one.
+  std::vector<int> cpus;
+  // Physical cores they belong to.
+  int cores = 1;
 };
 
-// The CPUs of a NUMA node (-1: of the machine), or exactly `wanted` where it is not empty; in
-// either case only those this process may run on.
+// The CPUs of a NUMA node (-1: of the machine), or exactly `wanted` if that is not empty; in either
+// case only those this process may run on. One set for each NUMA node that has any, by node.
+// `synthetic` is for tests: a machine that hwloc makes from a text.
 //
-// Errors  E_OPTION    no such node or processor, or none for this process; names what there is.
+// Errors  E_OPTION    no such node or CPU, or none for this process; names what there is.
 //         E_INTERNAL  hwloc cannot read the machine.
-absl::StatusOr<CpuSet> FindCpus(int numa_node, const std::vector<int>& wanted);
+absl::StatusOr<std::vector<CpuSet>> FindCpus(int numa_node, const std::vector<int>& wanted,
+                                             const std::string& synthetic = {});
+
+// Threads of each set: `threads` in all (0: one per core; never more than cores), in proportion to
+// the cores, at least one each. Empty: fewer threads than sets.
+std::vector<int> ShareThreads(int threads, const std::vector<CpuSet>& sets);
 
 }  // namespace forebay::cpu_adam::internal

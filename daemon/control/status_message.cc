@@ -43,6 +43,10 @@ void FillMemory(const NodeSnapshot& snapshot, const Viewer& viewer,
     arenas[i].setAllocatedBytes(line.allocated_bytes);
     arenas[i].setHugeBytes(line.huge_bytes);
     arenas[i].setLocked(line.locked);
+    auto nodes = arenas[i].initNumaNodes(static_cast<unsigned>(line.numa_nodes.size()));
+    for (unsigned n = 0; n < nodes.size(); ++n) {
+      nodes.set(n, static_cast<uint32_t>(line.numa_nodes[n]));
+    }
   }
 }
 
@@ -88,6 +92,8 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepSeconds(snapshot.last_step_seconds);
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
+  job.setMadeBytes(snapshot.made_bytes);
+  job.setMakingBytes(snapshot.making_bytes);
   if (!view.failed.ok()) job.setFailed(protocol::FormatError(view.failed).c_str());
 }
 

@@ -119,7 +119,9 @@ struct CreateJobMemory {
   JobId job = 0;
   uint64_t weights_bytes = 0;
   uint64_t state_bytes = 0;  // resident blocks, side by side; 0: none
-  // accumulators, overflow, extra_state; offsets into it are the state machine's
+  // Of a full block: on a machine with several NUMA nodes, blocks take turns.
+  uint64_t block_bytes = 0;
+  // Accumulators, overflow, extra_state; offsets into it are the state machine's.
   uint64_t step_bytes = 0;
 };
 

@@ -42,6 +42,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
                             .state_bytes = spec_.plan.placement.state_bytes(),
+                            .block_bytes = spec_.plan.block_bytes,
                             .step_bytes = spec_.plan.step_bytes});
   if (spec_.plan.placement.swapped_blocks() == 0) return;
   ++making_tasks_;

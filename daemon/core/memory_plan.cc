@@ -123,7 +123,8 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
 void PlaceBlocks(const Layout& layout, const BlockMap& map, uint64_t room, MemoryPlan& plan) {
   plan.placement = Placement(layout, map, room);
   const uint32_t swapped = plan.placement.swapped_blocks();
-  plan.swap_slot_bytes = swapped > 0 ? map.full_block_bytes() : 0;
+  plan.block_bytes = map.full_block_bytes();
+  plan.swap_slot_bytes = swapped > 0 ? plan.block_bytes : 0;
   plan.swap_slots = kSwapSlotsPerBlock * swapped;
   plan.swap_bytes = plan.swap_slot_bytes * plan.swap_slots;
   plan.dram_bytes += plan.placement.state_bytes();

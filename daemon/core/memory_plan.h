@@ -55,6 +55,8 @@ struct MemoryPlan {
   // options say, or as its planes leave room for in a staging slot.
   uint64_t block_elems = 0;
   Placement placement;
+  // Of a full block.
+  uint64_t block_bytes = 0;
 
   // Slots of one size: two for each swapped block, so that the next version of each can be written
   // before any is published.

@@ -63,6 +63,7 @@ std::vector<ArenaLine> ArenaRegistry::Lines() const {
                      .size_bytes = arena->capacity_bytes(),
                      .allocated_bytes = arena->allocated_bytes(),
                      .huge_bytes = arena->huge_bytes(),
+                     .numa_nodes = arena->numa_nodes(),
                      .locked = arena->locked()});
   }
   return lines;

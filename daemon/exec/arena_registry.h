@@ -42,6 +42,8 @@ struct ArenaLine {
   // As the kernel counts the memfd.
   uint64_t allocated_bytes = 0;
   uint64_t huge_bytes = 0;
+  // On which its pages are, ascending; empty: the kernel does not say.
+  std::vector<int> numa_nodes = {};
   bool locked = false;
 };
 

@@ -149,7 +149,10 @@ NodeSnapshot Executor::Snapshot() {
   for (JobView& view : state_.Jobs()) {
     const auto io = jobs_.find(view.id);
     const double seconds = io == jobs_.end() ? 0 : io->second.timeline.newest_seconds();
-    snapshot.jobs.push_back({std::move(view), seconds});
+    JobSnapshot& job = snapshot.jobs.emplace_back(std::move(view), seconds);
+    if (io == jobs_.end() || io->second.making == nullptr) continue;
+    job.made_bytes = *io->second.making->made_bytes;
+    job.making_bytes = io->second.making->total_bytes;
   }
   snapshot.io_engine = engine_.name();
   snapshot.io_engine_reason = options_.io_engine_reason;
@@ -203,7 +206,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = FireTimers();
+  uint64_t next = std::min(FireTimers(), RunMemoryTimers());
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);

@@ -2,6 +2,7 @@
 // work.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -18,6 +19,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/node_state.h"
+#include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/node_snapshot.h"
@@ -43,7 +45,7 @@ struct AttachCallbacks {
 
 struct ExecutorOptions {
   NodeState::Options state;
-  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  ArenaPolicy arenas = {};
   std::chrono::nanoseconds reader_lease_max = std::chrono::seconds(10);
   std::string io_engine_reason;
 };
@@ -85,8 +87,8 @@ class Executor {
   // waiting.
   bool PollSessions();
 
-  // Does what is due by time: lease timers, paused writes, late requests, progress. How long the loop
-  // may sleep until the next call.
+  // Does what is due by time: lease timers, paused writes, late requests, progress, freeing weights
+  // of deleted jobs. How long the loop may sleep until the next call.
   std::chrono::nanoseconds Tick();
 
   // No session, no task, no transfer.
@@ -94,17 +96,22 @@ class Executor {
   // Only transfers are unfinished.
   bool waits_for_swap_alone() const;
 
-  // Frees the weights of deleted jobs that no process uses any more. To be called once a turn of
-  // the loop; returns how long the loop may sleep until the next call.
-  std::chrono::nanoseconds FreeDeletedWeights();
-
  private:
+  // The arenas of a job while a worker populates them.
+  struct MakingMemory {
+    std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
+    uint64_t total_bytes = 0;
+    uint64_t next_log_ns = 0;
+  };
+
   struct JobIo {
     JobName name;
     std::shared_ptr<const protocol::Layout> layout;
     ArenaRegistry::Arena weights;
     ArenaRegistry::Arena state;
     ArenaRegistry::Arena step;
+    // While the arenas are made; null afterwards.
+    std::shared_ptr<MakingMemory> making;
     Timeline timeline;
   };
 
@@ -162,6 +169,8 @@ class Executor {
     Lane lane = Lane::kUpdate;
     std::string name;
     uint64_t bytes = 0;
+    // Workers that are near the bytes.
+    int group = cpu_adam::WorkerPool::kAnyGroup;
   };
   void PostTask(TaskId task, Work work);
   void PostTimed(TaskId task, Timed timed, Work work);
@@ -179,12 +188,17 @@ class Executor {
     uint64_t wait_ns = 0;
     bool trying = false;
   };
+  // Frees the weights of deleted jobs that no process uses any more, and logs how far the memory of
+  // new jobs is. Returns when to call it next.
+  uint64_t RunMemoryTimers();
   // Frees them on a worker if nobody uses them; JobFreed says whether. `rest` is destroyed there.
   void TryFreeWeights(JobId job, JobIo rest);
 
   template <typename Resource>
   void Retire(Resource resource);  // destroys it on the pool that may block
 
+  // Workers that are near the states of a block.
+  int GroupOf(const JobIo& io, const BlockPlace& place, uint64_t bytes) const;
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   bool PollSession(SessionId id, Session& session);
   void Break(SessionId id, Session& session, const absl::Status& reason);

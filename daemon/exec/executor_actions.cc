@@ -1,6 +1,7 @@
 // What the executor does for each action of the state machine.
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -21,6 +22,7 @@
 namespace forebay::daemon {
 namespace {
 
+constexpr uint64_t kMakingLogNs = 5'000'000'000;
 constexpr uint64_t kWeightsRetryMinNs = 2'000'000;
 constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
 
@@ -59,6 +61,7 @@ void Executor::PostTask(TaskId task, Work work) {
 }
 
 void Executor::PostTimed(TaskId task, Timed timed, Work work) {
+  const int group = timed.group;
   runner_.Post(
       PoolId::kUpdate,
       [this, task, timed = std::move(timed), run = std::move(work)]() mutable -> TaskRunner::Then {
@@ -76,7 +79,8 @@ void Executor::PostTimed(TaskId task, Timed timed, Work work) {
               job(owner).timeline.Add(std::move(event));
               Raise(std::move(done));
             };
-      });
+      },
+      group);
 }
 
 template <typename Found>
@@ -89,6 +93,7 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems,
     std::vector<uint64_t> end_ns;
   };
   const uint64_t count = std::max<uint64_t>(1, (elems + kPartElems - 1) / kPartElems);
+  const int group = timed.group;
   const auto parts = std::make_shared<Parts>(
       Parts{std::vector<Found>(count), std::vector<uint64_t>(count), std::vector<uint64_t>(count)});
   runner_.PostParts(
@@ -108,7 +113,8 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems,
                                      .end_ns = std::ranges::max(parts->end_ns),
                                      .bytes = timed.bytes});
         Raise(std::move(done));
-      });
+      },
+      group);
 }
 
 template <typename Resource>
@@ -131,47 +137,48 @@ void Executor::Run(CreateJobMemory& action) {
   }
   FOREBAY_CHECK(io.layout != nullptr);
   const std::string name = io.name.name.substr(0, 100);
+  io.making = std::make_shared<MakingMemory>();
+  io.making->total_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
+  io.making->next_log_ns = MonotonicNs() + kMakingLogNs;
+  pinned_mem::ArenaOptions weights =
+      options_.arenas.Shared("forebay-weights-" + name, action.weights_bytes);
+  weights.access = pinned_mem::Access::kServed;
+  weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
+  const pinned_mem::ArenaOptions state = options_.arenas.ByStripe(
+      "forebay-state-" + name, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
+  const pinned_mem::ArenaOptions step =
+      options_.arenas.Shared("forebay-step-" + name, action.step_bytes);
+  runner_.Post(
+      PoolId::kSetup,
+      [this, action, made_bytes = io.making->made_bytes,
+       all = std::array{weights, state, step}]() -> TaskRunner::Then {
+        std::array<ArenaRegistry::Arena, 3> arenas;
+        absl::Status status;
+        for (size_t i = 0; i < all.size() && status.ok(); ++i) {
+          if (all[i].capacity_bytes == 0) continue;
+          pinned_mem::ArenaOptions options = all[i];
+          options.populated_bytes = made_bytes;
+          auto arena = pinned_mem::PinnedArena::Create(options);
+          if (arena.ok()) arenas[i] = *std::move(arena);
+          status = arena.status();
+        }
+        return [this, action, status, arenas = std::move(arenas)]() mutable {
+          JobIo& made = job(action.job);
+          made.making = nullptr;
+          if (status.ok()) {
+            made.weights = std::move(arenas[0]);
+            made.state = std::move(arenas[1]);
+            made.step = std::move(arenas[2]);
+            registry_.Register({.kind = ArenaKind::kWeights, .job = made.name}, made.weights);
+            if (made.state)
+              registry_.Register({.kind = ArenaKind::kState, .job = made.name}, made.state);
+            if (made.step)
+              registry_.Register({.kind = ArenaKind::kStep, .job = made.name}, made.step);
+          }
+          Done(action.task, status);
+        };
+      });
   jobs_.emplace(action.job, std::move(io));
-  const auto make = [lock = options_.lock](const std::string& arena_name, uint64_t bytes,
-                                           ArenaKind kind,
-                                           ArenaRegistry::Arena& arena) -> absl::Status {
-    if (bytes == 0) return absl::OkStatus();
-    const bool weights = kind == ArenaKind::kWeights;
-    ASSIGN_OR_RETURN(
-        arena, pinned_mem::PinnedArena::Create(
-                   {.name = arena_name,
-                    .capacity_bytes = protocol::RoundUp(bytes, protocol::kPageBytes),
-                    .lock = lock,
-                    .access = weights ? pinned_mem::Access::kServed : pinned_mem::Access::kPrivate,
-                    .at_end = weights ? pinned_mem::AtEnd::kKeepForReaders
-                                      : pinned_mem::AtEnd::kFreePages}));
-    return absl::OkStatus();
-  };
-  runner_.Post(PoolId::kSetup, [this, action, name, make]() -> TaskRunner::Then {
-    ArenaRegistry::Arena weights;
-    ArenaRegistry::Arena state;
-    ArenaRegistry::Arena step;
-    absl::Status status =
-        make("forebay-weights-" + name, action.weights_bytes, ArenaKind::kWeights, weights);
-    if (status.ok())
-      status = make("forebay-state-" + name, action.state_bytes, ArenaKind::kState, state);
-    if (status.ok())
-      status = make("forebay-step-" + name, action.step_bytes, ArenaKind::kStep, step);
-    return [this, action, status, weights, state, step]() mutable {
-      if (status.ok()) {
-        JobIo& io_now = job(action.job);
-        io_now.weights = std::move(weights);
-        io_now.state = std::move(state);
-        io_now.step = std::move(step);
-        registry_.Register({.kind = ArenaKind::kWeights, .job = io_now.name}, io_now.weights);
-        if (io_now.state)
-          registry_.Register({.kind = ArenaKind::kState, .job = io_now.name}, io_now.state);
-        if (io_now.step)
-          registry_.Register({.kind = ArenaKind::kStep, .job = io_now.name}, io_now.step);
-      }
-      Done(action.task, status);
-    };
-  });
 }
 
 void Executor::Run(CreateJobSwap& action) {
@@ -189,7 +196,7 @@ void Executor::Run(CreateSessionMemory& action) {
       .job = request.job,
       .rank = RankOf(request),
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
-      .lock = options_.lock};
+      .arenas = options_.arenas};
   runner_.Post(PoolId::kSetup, [this, action, memory]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
     return [this, action, made = std::move(made)]() mutable {
@@ -215,12 +222,9 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
   const auto rank0 = Part(io.step, answer.rank0_extra_state_offset, answer.rank0_extra_state_bytes);
   const uint64_t saved_bytes = own.size() + rank0.size();
   if (saved_bytes == 0) return fds;
-  ASSIGN_OR_RETURN(session.extra_state,
-                   pinned_mem::PinnedArena::Create(
-                       {.name = "forebay-extra-state",
-                        .capacity_bytes = protocol::RoundUp(saved_bytes, protocol::kPageBytes),
-                        .lock = options_.lock,
-                        .access = pinned_mem::Access::kServed}));
+  pinned_mem::ArenaOptions copy = options_.arenas.Shared("forebay-extra-state", saved_bytes);
+  copy.access = pinned_mem::Access::kServed;
+  ASSIGN_OR_RETURN(session.extra_state, pinned_mem::PinnedArena::Create(copy));
   std::ranges::copy(rank0, std::ranges::copy(own, session.extra_state->bytes().begin()).out);
   registry_.Register({ArenaKind::kExtraState, session.job, RankOf(session.request)},
                      session.extra_state);
@@ -307,19 +311,28 @@ void Executor::TryFreeWeights(JobId job, JobIo rest) {
                });
 }
 
-std::chrono::nanoseconds Executor::FreeDeletedWeights() {
-  std::chrono::nanoseconds sleep = nvme::IoEngine::kForever;
+uint64_t Executor::RunMemoryTimers() {
   const uint64_t now_ns = MonotonicNs();
-  for (auto& [job, weights] : deleted_weights_) {
+  uint64_t next_ns = UINT64_MAX;
+  for (auto& [id, weights] : deleted_weights_) {
     if (weights.trying) continue;
     if (weights.next_try_ns <= now_ns) {
-      TryFreeWeights(job, {});
+      TryFreeWeights(id, {});
     } else {
-      const std::chrono::nanoseconds left(weights.next_try_ns - now_ns);
-      if (sleep == nvme::IoEngine::kForever || left < sleep) sleep = left;
+      next_ns = std::min(next_ns, weights.next_try_ns);
     }
   }
-  return sleep;
+  for (auto& [id, io] : jobs_) {
+    if (io.making == nullptr) continue;
+    if (io.making->next_log_ns <= now_ns) {
+      spdlog::info("job {}: {} of {} of its memory are made", io.name,
+                   protocol::FormatBytes(*io.making->made_bytes),
+                   protocol::FormatBytes(io.making->total_bytes));
+      io.making->next_log_ns = now_ns + kMakingLogNs;
+    }
+    next_ns = std::min(next_ns, io.making->next_log_ns);
+  }
+  return next_ns;
 }
 
 void Executor::Run(AnswerDelete& action) {
@@ -413,6 +426,13 @@ void Executor::Run(ReadBlock& action) {
   EndTransfers(done);
 }
 
+int Executor::GroupOf(const JobIo& io, const BlockPlace& place, uint64_t bytes) const {
+  if (place.resident) return options_.arenas.GroupAt(*io.state, place.state_offset_bytes, bytes);
+  const std::span<const std::byte> slot = swap_->Slot(place.staging_slot, bytes);
+  const auto offset = static_cast<uint64_t>(slot.data() - swap_->staging()->bytes().data());
+  return options_.arenas.GroupAt(*swap_->staging(), offset, bytes);
+}
+
 void Executor::Run(UpdateBlock& action) {
   JobIo& io = job(action.job);
   const bool resident = action.place.resident;
@@ -430,7 +450,8 @@ void Executor::Run(UpdateBlock& action) {
   Timed timed{.job = action.job,
               .lane = Lane::kUpdate,
               .name = absl::StrCat("block ", action.identity_before.block),
-              .bytes = action.bytes};
+              .bytes = action.bytes,
+              .group = GroupOf(io, action.place, action.bytes)};
   if (resident) {
     PostParts<UpdateFound>(
         task, std::move(timed), elems,

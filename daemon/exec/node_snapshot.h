@@ -25,6 +25,9 @@ struct SwapPathSnapshot {
 struct JobSnapshot {
   JobView view;
   double last_step_seconds = 0;
+  // While its memory is made: so much of it. Both 0 afterwards.
+  uint64_t made_bytes = 0;
+  uint64_t making_bytes = 0;
 };
 
 struct NodeSnapshot {

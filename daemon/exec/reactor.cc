@@ -1,6 +1,5 @@
 #include "daemon/exec/reactor.h"
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 
@@ -34,7 +33,7 @@ absl::Status Reactor::Run(const bool& stopping) {
       if (executor_.waits_for_swap_alone() && MonotonicNs() - stop_ns >= kStopWaitNs) break;
     }
 
-    const auto sleep = std::min(executor_.FreeDeletedWeights(), executor_.Tick());
+    const auto sleep = executor_.Tick();
     const auto timeout = more ? std::chrono::nanoseconds(0) : sleep;
     ASSIGN_OR_RETURN(const size_t count, engine_.Wait(timeout, completions));
     for (size_t i = 0; i < count; ++i) executor_.OnCompletion(completions[i]);

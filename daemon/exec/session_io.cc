@@ -35,21 +35,16 @@ absl::Status NoDescriptor(const char* what) {
 }
 
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
+  const std::string owner = absl::StrCat(options.job.substr(0, 100), "-",
+                                         options.rank < 0 ? "reader" : absl::StrCat(options.rank));
+  const auto make = [&](const char* kind, uint64_t bytes) {
+    pinned_mem::ArenaOptions arena = options.arenas.Shared(absl::StrCat(kind, owner), bytes);
+    arena.access = pinned_mem::Access::kShared;
+    return pinned_mem::PinnedArena::Create(arena);
+  };
   SessionMemory memory;
-  const std::string who = options.rank < 0 ? "reader" : absl::StrCat(options.rank);
-  ASSIGN_OR_RETURN(memory.grad,
-                   pinned_mem::PinnedArena::Create(
-                       {.name = absl::StrCat("forebay-grad-", options.job.substr(0, 100), "-", who),
-                        .capacity_bytes = options.grad_bytes,
-                        .lock = options.lock,
-                        .access = pinned_mem::Access::kShared}));
-  ASSIGN_OR_RETURN(
-      memory.ring,
-      pinned_mem::PinnedArena::Create(
-          {.name = absl::StrCat("forebay-ring-", options.job.substr(0, 100), "-", who),
-           .capacity_bytes = protocol::RoundUp(sizeof(protocol::RingMemory), protocol::kPageBytes),
-           .lock = options.lock,
-           .access = pinned_mem::Access::kShared}));
+  ASSIGN_OR_RETURN(memory.grad, make("forebay-grad-", options.grad_bytes));
+  ASSIGN_OR_RETURN(memory.ring, make("forebay-ring-", sizeof(protocol::RingMemory)));
   return memory;
 }
 

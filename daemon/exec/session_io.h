@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
+#include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "protocol/channel.h"
 #include "protocol/doorbell.h"
@@ -30,7 +31,7 @@ struct SessionMemoryOptions {
   std::string job;
   int32_t rank = 0;  // -1: a reader
   uint64_t grad_bytes = 0;
-  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  ArenaPolicy arenas = {};
 };
 
 // Blocks. Errors of PinnedArena::Create; nothing is left behind.

@@ -45,9 +45,8 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
   std::unique_ptr<SwapSpace> space(new SwapSpace(options, engine));
   // Memory first: where there is not enough, no space was reserved on a disk.
   ASSIGN_OR_RETURN(space->staging_,
-                   pinned_mem::PinnedArena::Create({.name = "forebay-staging",
-                                                    .capacity_bytes = StagingBytes(options),
-                                                    .lock = options.lock}));
+                   pinned_mem::PinnedArena::Create(options.arenas.ByStripe(
+                       "forebay-staging", StagingBytes(options), options.staging_slot_bytes)));
   ASSIGN_OR_RETURN(space->volume_,
                    nvme::Volume::Open({.paths = options.paths,
                                        .mode = nvme::OpenMode::kReclaim,

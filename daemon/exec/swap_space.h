@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
+#include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/volume.h"
@@ -27,7 +28,7 @@ struct SwapSpaceOptions {
   // >= 3.
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
-  pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  ArenaPolicy arenas = {};
 };
 
 // A transfer that has ended.

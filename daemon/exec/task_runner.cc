@@ -24,16 +24,16 @@ TaskRunner::~TaskRunner() {
 
 uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_pool_->threads()); }
 
-void TaskRunner::Post(PoolId pool, Work work) {
+void TaskRunner::Post(PoolId pool, Work work, int group) {
   ++in_flight_;
-  Queue(pool, [finished = finished_.get(), run = std::move(work)]() mutable {
+  Queue(pool, group, [finished = finished_.get(), run = std::move(work)]() mutable {
     Then then = run();
-    run = nullptr;  // what the work held is let go before its outcome is known
+    run = nullptr;  // what the work owned is destroyed before its outcome is known
     FOREBAY_CHECK(finished->Push({.tasks = 1, .then = std::move(then)}));
   });
 }
 
-void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then) {
+void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then, int group) {
   FOREBAY_CHECK(parts > 0);
   struct Shared {
     Shared(size_t count, PartWork part_work, Then outcome)
@@ -46,9 +46,11 @@ void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then) 
   };
   ++in_flight_;
   const auto shared = std::make_shared<Shared>(parts, std::move(work), std::move(then));
-  const size_t threads = static_cast<size_t>(Pool(pool).threads());
+  const int near =
+      group < 0 ? Pool(pool).threads() : Pool(pool).groups()[static_cast<size_t>(group)].threads;
+  const auto threads = static_cast<size_t>(near);
   for (size_t i = 0; i < std::min(parts, threads); ++i) {
-    Queue(pool, [this, shared, parts] {
+    Queue(pool, group, [this, shared, parts] {
       while (true) {
         const size_t part = shared->next.fetch_add(1, std::memory_order_relaxed);
         if (part >= parts) break;
@@ -58,28 +60,33 @@ void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then) 
         FOREBAY_CHECK(finished_->Push({.tasks = 1, .then = std::move(shared->then)}));
         return;
       }
-      // Nothing else would tell the loop that the pool's queue has room again.
+      // Else nothing would wake the loop when the pool's queue has room again.
       if (starved_.load()) FOREBAY_CHECK(finished_->Push({}));
     });
   }
 }
 
-void TaskRunner::Queue(PoolId pool, cpu_adam::WorkerPool::Task task) {
-  if (waiting_.empty() && Pool(pool).TryPost(std::move(task))) return;
+void TaskRunner::Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task task) {
+  if (waiting_.empty() && Pool(pool).TryPost(std::move(task), group)) return;
   // NOLINTNEXTLINE(bugprone-use-after-move): a pool that is full leaves the task untouched
-  waiting_.push_back({pool, std::move(task)});
+  waiting_.push_back({pool, group, std::move(task)});
   PostWaiting();
 }
 
-// What a full queue holds when a task is refused is taken from it after starved_ was set: whoever
-// ends then sees it and wakes the loop, which comes here again.
+// A refused task finds a full queue; its tasks end after starved_ was set, and whichever ends next
+// wakes the loop, which calls this again.
 void TaskRunner::PostWaiting() {
   starved_.store(true);
   while (!waiting_.empty() &&
-         Pool(waiting_.front().pool).TryPost(std::move(waiting_.front().task))) {
+         Pool(waiting_.front().pool)
+             .TryPost(std::move(waiting_.front().task), waiting_.front().group)) {
     waiting_.pop_front();
   }
   starved_.store(!waiting_.empty());
+}
+
+const std::vector<cpu_adam::WorkerGroup>& TaskRunner::worker_groups() const {
+  return update_pool_->groups();
 }
 
 cpu_adam::WorkerPool& TaskRunner::Pool(PoolId pool) {

@@ -1,4 +1,4 @@
-// Takes work off the loop thread and brings its outcome back.
+// Runs work beside the loop thread and brings its outcome back.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace forebay::daemon {
 
 enum class PoolId : uint8_t {
   kUpdate,  // arithmetic and copies: the update's workers
-  kSetup,   // one thread for what blocks long: arenas made and unmade
+  kSetup,   // one thread for what blocks long: making and freeing arenas
 };
 
 struct TaskRunnerOptions {
@@ -24,8 +24,8 @@ struct TaskRunnerOptions {
 };
 
 // Threads  Everything on the loop thread; work runs elsewhere.
-// Limits   Post() never blocks; what the pool's queue has no room for waits here, as many as the
-//          state machine has tasks (bounded by sessions and commands in flight).
+// Limits   Post() never blocks; tasks for which the pool's queue has no room wait here, at most as
+//          many as the state machine has tasks (bounded by sessions and commands in flight).
 class TaskRunner {
  public:
   using Then = absl::AnyInvocable<void()>;                       // runs on the loop thread
@@ -39,42 +39,49 @@ class TaskRunner {
 
   TaskRunner(const TaskRunner&) = delete;
   TaskRunner& operator=(const TaskRunner&) = delete;
-  ~TaskRunner();  // waits for the work in flight; its outcomes are dropped
+  // Waits for the work in flight; its outcomes are dropped.
+  ~TaskRunner();
 
-  void Post(PoolId pool, Work work);
+  // `group`: of the update workers, see WorkerPool.
+  void Post(PoolId pool, Work work, int group = cpu_adam::WorkerPool::kAnyGroup);
 
   // Runs `work` once for each part in [0, parts), on the workers that are free, and `then` when all
   // have ended: it sees what they wrote.
-  void PostParts(PoolId pool, size_t parts, PartWork work, Then then);
+  void PostParts(PoolId pool, size_t parts, PartWork work, Then then,
+                 int group = cpu_adam::WorkerPool::kAnyGroup);
 
-  // Runs the outcomes that are there.
+  // Runs the outcomes of work that has ended.
   void RunFinished();
 
-  int wake_fd() const { return finished_->fd(); }  // an eventfd: written when outcomes are there
+  // An eventfd: written when work has ended.
+  int wake_fd() const { return finished_->fd(); }
   uint64_t in_flight() const { return in_flight_; }
   uint32_t workers() const;
+  const std::vector<cpu_adam::WorkerGroup>& worker_groups() const;
 
  private:
   TaskRunner() = default;
   cpu_adam::WorkerPool& Pool(PoolId pool);
-  void Queue(PoolId pool, cpu_adam::WorkerPool::Task task);
-
+  void Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task task);
   void PostWaiting();
 
   struct Outcome {
-    uint32_t tasks = 0;  // that have ended; 0: the pool's queue has room again
+    // That have ended; 0: the pool's queue has room again.
+    uint32_t tasks = 0;
     Then then;
   };
   std::unique_ptr<LoopQueue<Outcome>> finished_;
   struct Waiting {
     PoolId pool;
+    int group;
     cpu_adam::WorkerPool::Task task;
   };
   std::deque<Waiting> waiting_;
-  std::atomic<bool> starved_ = false;  // tasks wait, or are about to
+  // Tasks wait, or are about to.
+  std::atomic<bool> starved_ = false;
   uint64_t in_flight_ = 0;
-  std::unique_ptr<cpu_adam::WorkerPool>
-      update_pool_;  // die first: their work pushes into finished_
+  // Destroyed first: their work pushes into finished_.
+  std::unique_ptr<cpu_adam::WorkerPool> update_pool_;
   std::unique_ptr<cpu_adam::WorkerPool> setup_pool_;
 };
 

@@ -5,10 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <system_error>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "pinned_mem/internal/page_nodes.h"
 #include "pinned_mem/memory_limit.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -31,8 +36,10 @@ using protocol::kHugePageBytes;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Populates pages for which no 2 MiB page was to be had; EINVAL: a kernel before 5.14, so touch
-// them.
+// Below this a thread costs more than it brings.
+constexpr uint64_t kPiecesPerThread = 16;
+
+// Populates 4 KiB pages. EINVAL: a kernel before 5.14, so this touches them. Returns an errno.
 int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
   while (madvise(begin, size_bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
@@ -45,10 +52,30 @@ int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
   return 0;
 }
 
+struct Populated {
+  bool huge = false;
+  int error_number = 0;
+};
+
+// A piece of at most 2 MiB.
+Populated PopulatePiece(std::span<std::byte> piece) {
+  Populated populated;
+  if (piece.size() == kHugePageBytes) {
+    // A piece with no page at all cannot be collapsed (EINVAL): touch one first.
+    populated.error_number = PopulateSmall(piece.data(), kPageBytes);
+    populated.huge =
+        populated.error_number == 0 && madvise(piece.data(), kHugePageBytes, MADV_COLLAPSE) == 0;
+  }
+  if (!populated.huge && populated.error_number == 0) {
+    populated.error_number = PopulateSmall(piece.data(), piece.size());
+  }
+  return populated;
+}
+
 }  // namespace
 
 absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
-  // Room for any alignment, the segment over its middle, the margins given back.
+  // Reserves enough for any alignment, maps the segment over the middle, unmaps the margins.
   const uint64_t room_bytes = size_bytes + kHugePageBytes;
   void* const room =
       mmap(nullptr, room_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -69,36 +96,53 @@ absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
   }
   if (lead > 0) munmap(room_begin, lead);
   if (lead < kHugePageBytes) munmap(begin + size_bytes, kHugePageBytes - lead);
-  // Parameters of a job are no business of a core file.
+  // Core files leave the parameters of jobs out.
   (void)madvise(begin, size_bytes, MADV_DONTDUMP);
   return Segment({begin, size_bytes});
 }
 
-absl::StatusOr<uint64_t> Segment::Populate() {
-  uint64_t huge_bytes = 0;
-  for (uint64_t at = 0; at < bytes_.size(); at += kHugePageBytes) {
-    std::byte* const piece = bytes_.data() + at;
-    const uint64_t piece_bytes = std::min(kHugePageBytes, bytes_.size() - at);
-    int error_number = 0;
-    if (piece_bytes == kHugePageBytes) {
-      // A piece with no page at all cannot be collapsed (EINVAL): touch one first.
-      error_number = PopulateSmall(piece, kPageBytes);
-      if (error_number == 0 && madvise(piece, kHugePageBytes, MADV_COLLAPSE) == 0) {
-        huge_bytes += kHugePageBytes;
-        continue;
-      }
+absl::StatusOr<uint64_t> Segment::Populate(const PopulateOptions& options) {
+  const uint64_t pieces = (bytes_.size() + kHugePageBytes - 1) / kHugePageBytes;
+  std::atomic<uint64_t> next = 0;
+  std::atomic<uint64_t> huge_bytes = 0;
+  std::atomic<int> error_number = 0;
+  const auto populate = [&] {
+    PreferredNode preferred;
+    while (error_number.load(std::memory_order_relaxed) == 0) {
+      const uint64_t begin = next.fetch_add(1, std::memory_order_relaxed) * kHugePageBytes;
+      if (begin >= bytes_.size()) return;
+      const auto piece =
+          bytes_.subspan(begin, std::min<uint64_t>(kHugePageBytes, bytes_.size() - begin));
+      preferred.Set(options.placement.NodeAt(begin + piece.size() / 2));
+      const Populated populated = PopulatePiece(piece);
+      if (populated.error_number != 0) error_number = populated.error_number;
+      if (populated.huge) huge_bytes += piece.size();
+      if (options.populated_bytes != nullptr) *options.populated_bytes += piece.size();
     }
-    if (error_number == 0) error_number = PopulateSmall(piece, piece_bytes);
-    if (error_number != 0) {
-      return MakeError(
-          ErrorId::kDramLimit,
-          absl::StrCat(ErrnoText(absl::StrCat("no memory for byte ", at, " of ", bytes_.size()),
-                                 error_number),
-                       "; now available: ", FormatBytes(AvailableBytes())),
-          "free memory on this node, or ask for less");
+  };
+  const uint64_t threads =
+      std::clamp<uint64_t>(pieces / kPiecesPerThread, 1, static_cast<uint64_t>(options.threads));
+  if (threads == 1) {
+    populate();
+  } else {
+    std::vector<std::thread> running;
+    try {
+      for (uint64_t i = 0; i < threads; ++i) running.emplace_back(populate);
+    } catch (const std::system_error& error) {
+      if (running.empty()) populate();  // more slowly
     }
+    for (std::thread& thread : running) thread.join();
   }
-  return huge_bytes;
+  if (error_number != 0) {
+    return MakeError(
+        ErrorId::kDramLimit,
+        absl::StrCat(ErrnoText(absl::StrCat("no memory for all of ", FormatBytes(bytes_.size())),
+                               error_number),
+                     "; now available: ", FormatBytes(AvailableBytes())),
+        "free memory on this node, or ask for less");
+  }
+  KeepOnNodes(bytes_, options.placement);
+  return huge_bytes.load();
 }
 
 int Segment::Lock() {

@@ -1,16 +1,25 @@
 // A mapping of a whole memfd, populated with the largest pages the kernel gives.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pinned_mem/numa_placement.h"
 
 namespace forebay::pinned_mem::internal {
 
-// Owns the mapping, not the descriptor. Immovable inside its owner; unmaps in its destructor.
+struct PopulateOptions {
+  Placement placement;
+  int threads = 1;
+  // Grows as pages get memory; may be null.
+  std::atomic<uint64_t>* populated_bytes = nullptr;
+};
+
+// Owns the mapping, not the descriptor.
 class Segment {
  public:
   Segment() = default;
@@ -27,7 +36,8 @@ class Segment {
   // the tail on 4 KiB pages. Returns the bytes on 2 MiB pages.
   //
   // Errors  E_DRAM_LIMIT  the kernel found no page; some may be populated.
-  absl::StatusOr<uint64_t> Populate();
+  //         E_INTERNAL    the system refused a thread.
+  absl::StatusOr<uint64_t> Populate(const PopulateOptions& options);
 
   // 0, or the errno of mlock(2).
   int Lock();

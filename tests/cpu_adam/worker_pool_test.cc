@@ -16,7 +16,9 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "cpu_adam/internal/cpu_topology.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
@@ -105,6 +107,79 @@ TEST_F(WorkerPoolTest, AFullQueueRefusesAndKeepsTheTask) {
   EXPECT_EQ(ran, 103);
 }
 
+TEST_F(WorkerPoolTest, AThreadRunsTasksOfItsGroupThenThoseForAnyThenOthers) {
+  std::promise<void> both_hold, gate, done;
+  std::shared_future<void> open = gate.get_future().share();
+  std::shared_future<void> end = done.get_future().share();
+  std::atomic<int> holding = 0;
+  std::vector<int> order;  // of one thread; the other is held to the end
+  const auto hold = [&](const std::shared_future<void>& until) {
+    return [&, until] {
+      if (++holding == 2) both_hold.set_value();
+      until.wait_for(kDeadline);
+    };
+  };
+  const auto note = [&](int group) {
+    return [&, group] {
+      order.push_back(group);
+      if (order.size() == 3) done.set_value();
+    };
+  };
+  {
+    const auto pool = Make({.groups_for_test = {{0}, {0}}});
+    ASSERT_EQ(pool->groups().size(), 2U);
+    ASSERT_TRUE(pool->TryPost(hold(open)));
+    ASSERT_TRUE(pool->TryPost(hold(end)));
+    ASSERT_EQ(both_hold.get_future().wait_for(kDeadline), std::future_status::ready);
+    ASSERT_TRUE(pool->TryPost(note(1), 1));
+    ASSERT_TRUE(pool->TryPost(note(WorkerPool::kAnyGroup)));
+    ASSERT_TRUE(pool->TryPost(note(0), 0));
+    gate.set_value();
+    ASSERT_EQ(end.wait_for(kDeadline), std::future_status::ready);
+  }
+  using ::testing::ElementsAre;
+  EXPECT_THAT(order, ::testing::AnyOf(ElementsAre(0, -1, 1), ElementsAre(1, -1, 0)));
+}
+
+TEST_F(WorkerPoolTest, NoThreadIsIdleWhileTasksOfOneGroupWait) {
+  std::atomic<int> running = 0;
+  std::promise<void> both;
+  const auto meet = [&] {
+    if (++running == 2) both.set_value();
+    const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+    while (running < 2 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  };
+  const auto pool = Make({.groups_for_test = {{0}, {0}}});
+  ASSERT_TRUE(pool->TryPost(meet, 1));
+  ASSERT_TRUE(pool->TryPost(meet, 1));
+  EXPECT_EQ(both.get_future().wait_for(kDeadline), std::future_status::ready);
+}
+
+TEST(CpuTopology, SplitsTheCpusByNode) {
+  const auto sets = internal::FindCpus(-1, {}, "numa:2 core:3 pu:2");
+  ASSERT_TRUE(sets.ok()) << sets.status();
+  ASSERT_EQ(sets->size(), 2U);
+  EXPECT_THAT((*sets)[1].cpus, ::testing::ElementsAre(6, 7, 8, 9, 10, 11));
+  EXPECT_EQ((*sets)[1].cores, 3);
+  const auto some = internal::FindCpus(-1, {1, 6, 7}, "numa:2 core:3 pu:2");
+  ASSERT_TRUE(some.ok()) << some.status();
+  ASSERT_EQ(some->size(), 2U);
+  EXPECT_EQ((*some)[1].cores, 1);
+  const auto one = internal::FindCpus(1, {}, "numa:2 core:3 pu:2");
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_EQ(one->size(), 1U);
+}
+
+TEST(CpuTopology, SharesThreadsInProportionToTheCores) {
+  const std::vector<internal::CpuSet> sets = {{{0, 1, 2, 3}, 4}, {{4, 5}, 2}};
+  using ::testing::ElementsAre;
+  EXPECT_THAT(internal::ShareThreads(0, sets), ElementsAre(4, 2));
+  EXPECT_THAT(internal::ShareThreads(100, sets), ElementsAre(4, 2));
+  EXPECT_THAT(internal::ShareThreads(3, sets), ElementsAre(2, 1));
+  EXPECT_THAT(internal::ShareThreads(2, sets), ElementsAre(1, 1));
+  EXPECT_TRUE(internal::ShareThreads(1, sets).empty());
+}
+
 TEST_F(WorkerPoolTest, TheDestructorRunsWhatIsQueued) {
   std::atomic<int> ran = 0;
   {
@@ -176,8 +251,8 @@ TEST_F(WorkerPoolTest, WrongOptionsAreRefusedWithWhatThereIs) {
   } kCases[] = {
       {{.threads = -1}, "-1 is negative"},
       {{.numa_node = 4711}, "NUMA node 4711 does not exist: this machine has "},
-      {{.cpus = {100000}}, "processor 100000 is not one that this process may use: "},
-      {{.cpus = {-1}}, "processor -1 "},
+      {{.cpus = {100000}}, "CPU 100000 is not one that this process may use: "},
+      {{.cpus = {-1}}, "CPU -1 "},
       {{.nice = 20}, "20 is not 0 to 19"},
       {{.queue_tasks = 0}, "0 tasks is not 1 to 65536"},
       {{.queue_tasks = 65537}, "65537 tasks"},

@@ -125,7 +125,7 @@ TEST(Config, NamesKeyValueAndRuleOfABadPlacement) {
   } cases[] = {
       {"update.nice=20", "--set: update.nice: 20 is not in 0 to 19"},
       {"update.nice=-1", "--set: update.nice: -1 is not in 0 to 19"},
-      {"update.cpus=-1", "--set: update.cpus: \"-1\" is neither a processor (0 to 65535) nor"},
+      {"update.cpus=-1", "--set: update.cpus: \"-1\" is neither a CPU (0 to 65535) nor"},
       {"update.cpus=3-1", "update.cpus: \"3-1\" is neither"},
       {"update.cpus=two", "update.cpus: \"two\" is neither"},
       {"update.cpus=0-99999999", "update.cpus: \"0-99999999\" is neither"},
@@ -185,7 +185,7 @@ TEST(Forebayd, EndsWithTheErrorOfABadStart) {
   expect({"--config", dir.Write("c.toml", "drum = 1\n")}, "error[E_CONFIG]");
   expect({"--set", "update.target=abacus"}, "error[E_OPTION]");
   expect({"--set", "update.cpus=60000"},
-         "error[E_CONFIG]: update.cpus: processor 60000 is not one that this process may use: ");
+         "error[E_CONFIG]: update.cpus: CPU 60000 is not one that this process may use: ");
   expect({"--set", "update.numa_node=60000"},
          "error[E_CONFIG]: update.numa_node: NUMA node 60000 does not exist");
   const std::string missing = "swap.paths=" + dir.path() + "/none";

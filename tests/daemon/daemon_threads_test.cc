@@ -143,7 +143,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   const testing::TempDir dir;
   Config config;
   config.socket_path = dir.path() + "/s";
-  config.dram_limit_bytes = uint64_t{3700} << 10;
+  config.dram_limit_bytes = uint64_t{4100} << 10;
   config.swap_paths = {dir.Make("swap")};
   config.swap_capacity_bytes = {uint64_t{32} << 20};
   config.block_elems = 2048;

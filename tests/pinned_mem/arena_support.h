@@ -17,7 +17,6 @@ inline constexpr uint64_t kMib = uint64_t{1} << 20;
 
 inline pinned_mem::ArenaOptions OptionsFor(uint64_t capacity_bytes, pinned_mem::Access access) {
   return {.name = "test",
-          .numa_node = 0,
           .capacity_bytes = capacity_bytes,
           .lock = pinned_mem::LockPolicy::kBestEffort,
           .access = access};

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "protocol/units.h"
 #include "tools/forebay/table.h"
 
@@ -25,7 +26,7 @@ json ArenaJson(const client::ArenaStatus& arena) {
   return {{"kind", arena.kind},
           {"job", arena.job},
           {"rank", arena.rank},
-          {"numa_node", arena.numa_node},
+          {"numa_nodes", arena.numa_nodes},
           {"size_bytes", arena.size_bytes},
           {"allocated_bytes", arena.allocated_bytes},
           {"huge_bytes", arena.huge_bytes},
@@ -88,7 +89,9 @@ json ToJson(const client::JobStatus& job) {
           {"last_step_reads", job.last_step_reads},
           {"last_step_reads_prefetched", job.last_step_reads_prefetched},
           {"last_step_seconds", job.last_step_seconds},
-          {"rpc_calls", job.rpc_calls}};
+          {"rpc_calls", job.rpc_calls},
+          {"made_bytes", job.made_bytes},
+          {"making_bytes", job.making_bytes}};
 }
 
 json ToJson(const client::TraceEvent& event) {
@@ -115,11 +118,17 @@ json ToJson(const client::NodeStatus& status) {
           {"socket_path", status.socket_path}};
 }
 
+// "1", or "0,1 interleaved".
+std::string NodesText(const std::vector<uint32_t>& nodes) {
+  if (nodes.empty()) return "-";
+  return absl::StrCat(absl::StrJoin(nodes, ","), nodes.size() > 1 ? " interleaved" : "");
+}
+
 std::string MemoryText(const client::MemoryStatus& memory) {
   Table arenas({"ARENA", "JOB", "RANK", "NODE", "SIZE", "ALLOCATED", "HUGE PAGES", "LOCKED"});
   for (const client::ArenaStatus& arena : memory.arenas) {
     arenas.Add({arena.kind, arena.job.empty() ? "-" : arena.job,
-                arena.rank < 0 ? "-" : absl::StrCat(arena.rank), absl::StrCat(arena.numa_node),
+                arena.rank < 0 ? "-" : absl::StrCat(arena.rank), NodesText(arena.numa_nodes),
                 FormatBytes(arena.size_bytes), FormatBytes(arena.allocated_bytes),
                 Percent(Share(arena.huge_bytes, arena.allocated_bytes)),
                 arena.locked ? "yes" : "no"});
@@ -131,8 +140,13 @@ std::string MemoryText(const client::MemoryStatus& memory) {
       arenas.empty() ? "" : "\n", arenas.empty() ? "" : arenas.Text());
 }
 
+// "well", or why not; a job that is being made says how far it is.
 std::string HealthOf(const client::JobStatus& job) {
   if (!job.failed.empty()) return job.failed;
+  if (job.making_bytes > 0) {
+    return absl::StrCat("making memory: ", FormatBytes(job.made_bytes), " of ",
+                        FormatBytes(job.making_bytes));
+  }
   return job.swap_wait.empty() ? "well" : absl::StrCat("waits for swap: ", job.swap_wait);
 }
 

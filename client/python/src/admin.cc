@@ -27,7 +27,9 @@ nb::dict ArenaDict(const client::ArenaStatus& arena) {
   dict["kind"] = arena.kind;
   dict["job"] = arena.job;
   dict["rank"] = arena.rank;
-  dict["numa_node"] = arena.numa_node;
+  nb::list nodes;
+  for (const uint32_t node : arena.numa_nodes) nodes.append(node);
+  dict["numa_nodes"] = nodes;
   dict["size_bytes"] = arena.size_bytes;
   dict["allocated_bytes"] = arena.allocated_bytes;
   dict["huge_bytes"] = arena.huge_bytes;
@@ -97,6 +99,8 @@ nb::dict JobDict(const client::JobStatus& job) {
   dict["last_step_reads_prefetched"] = job.last_step_reads_prefetched;
   dict["last_step_seconds"] = job.last_step_seconds;
   dict["rpc_calls"] = job.rpc_calls;
+  dict["made_bytes"] = job.made_bytes;
+  dict["making_bytes"] = job.making_bytes;
   return dict;
 }
 
