@@ -39,12 +39,12 @@ using protocol::MakeError;
 using protocol::UniqueFd;
 
 constexpr Timeout kExplainTimeout = std::chrono::seconds(1);
-constexpr uint64_t kGroupsInGradArena = 3;
+constexpr uint64_t kPiecesInGradArena = 4;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
 
 uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
   if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
-  return options.reader ? kReaderArenaBytes : kGroupsInGradArena * layout.largest_group_bytes();
+  return options.reader ? kReaderArenaBytes : kPiecesInGradArena * internal::PieceBytes(layout);
 }
 
 absl::StatusOr<std::vector<std::byte>> ReadAll(int fd, uint64_t size_bytes) {
@@ -140,6 +140,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                    limits));
   parts.writes_initial = answer.writes_initial;
   parts.trace = answer.trace;
+  parts.attempt = answer.attempt;
   parts.gauge->committed_step = answer.committed_step;
   parts.step_region_offset = answer.step_region_offset;
   parts.step_region_bytes = answer.step_region_bytes;
@@ -156,7 +157,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts parts) {
   const uint64_t grad_bytes_min =
-      parts.reader ? protocol::kPageBytes : parts.layout->largest_group_bytes();
+      parts.reader ? protocol::kPageBytes : internal::PieceBytes(*parts.layout);
   const uint64_t weights_bytes = parts.weights->bytes().size();
   const uint64_t grad_bytes = parts.grad->bytes().size();
   if (weights_bytes < parts.layout->weights_bytes() || parts.step_region_offset < grad_bytes_min ||
@@ -193,6 +194,7 @@ absl::Status Attachment::Detach() {
   RETURN_IF_ERROR(turn.status());
   s.detached = true;
   s.open.clear();
+  s.pieces.clear();
   s.fetches.clear();
   if (s.parts.connection == nullptr) return absl::OkStatus();
   Control& control = *s.parts.connection->control;

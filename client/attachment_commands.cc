@@ -51,15 +51,23 @@ absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte>
                                   " with padding), not ", bytes.size()));
   }
   const WaitLimits limits = s.Limits(timeout);
-  ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(padded_bytes, limits));
-  RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.first(plain_bytes)));
-  const auto padding =
-      s.parts.grad->bytes().subspan(range.offset_bytes() + plain_bytes, padded_bytes - plain_bytes);
-  std::fill(padding.begin(), padding.end(), std::byte{0});
-  Command command = MakeCommand(Op::kWriteInitial, group);
-  command.arena_offset_bytes = range.offset_bytes();
-  command.length_bytes = padded_bytes;
-  return s.Call(command, &range, limits).status();
+  const uint64_t piece_bytes_max = internal::PieceBytes(layout);
+  for (uint64_t begin = 0; begin < padded_bytes; begin += piece_bytes_max) {
+    const uint64_t piece_bytes = std::min(piece_bytes_max, padded_bytes - begin);
+    const uint64_t given = std::min(begin + piece_bytes, plain_bytes);
+    const uint64_t copied = given - std::min(begin, given);
+    ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(piece_bytes, limits));
+    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.subspan(given - copied, copied)));
+    const auto padding =
+        s.parts.grad->bytes().subspan(range.offset_bytes() + copied, piece_bytes - copied);
+    std::fill(padding.begin(), padding.end(), std::byte{0});
+    Command command = MakeCommand(Op::kWriteInitial, group);
+    command.arena_offset_bytes = range.offset_bytes();
+    command.length_bytes = piece_bytes;
+    command.element_offset = begin / SizeBytes(layout.spec().dtype);
+    RETURN_IF_ERROR(s.Call(command, &range, limits).status());
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Attachment::InitialDone(Timeout timeout) {

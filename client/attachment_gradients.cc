@@ -54,8 +54,8 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFi
   RETURN_IF_ERROR(s.KeptErrors());
   const auto found = s.open.find(group);
   if (found != s.open.end()) return found->second.bytes;
-  ASSIGN_OR_RETURN(State::OpenSlot slot, s.MakeSlot(group, s.Limits(timeout)));
   const protocol::Layout& layout = *s.parts.layout;
+  ASSIGN_OR_RETURN(State::OpenSlot slot, s.MakeSlot(layout.group_bytes(group), s.Limits(timeout)));
   const uint64_t plain_bytes = layout.groups()[group].elems * SizeBytes(layout.spec().dtype);
   if (slot.arena_offset.has_value()) {
     const auto stale = fill == GradFill::kZero ? slot.bytes : slot.bytes.subspan(plain_bytes);
@@ -67,18 +67,19 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFi
   return bytes;
 }
 
-absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint32_t group,
+absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint64_t size_bytes,
                                                                         const WaitLimits& limits) {
-  const uint64_t size_bytes = parts.layout->group_bytes(group);
-  std::optional<uint64_t> offset = slots.AllocateOpen(size_bytes);
-  if (!offset.has_value() && slots.FitsWithoutBusy(size_bytes)) {
-    RETURN_IF_ERROR(waiter.Wait(
-        [&] {
-          if (!offset.has_value()) offset = slots.AllocateOpen(size_bytes);
-          return offset.has_value();
-        },
-        limits));
-    gauge.sleeps = port.sleeps();
+  std::optional<uint64_t> offset;
+  if (size_bytes <= internal::PieceBytes(*parts.layout)) {
+    offset = slots.AllocateOpen(size_bytes);
+    if (!offset.has_value() && slots.FitsWithoutBusy(size_bytes)) {
+      const auto allocate = [&] {
+        if (!offset.has_value()) offset = slots.AllocateOpen(size_bytes);
+        return offset.has_value();
+      };
+      RETURN_IF_ERROR(waiter.Wait(allocate, limits));
+      gauge.sleeps = port.sleeps();
+    }
   }
   if (offset.has_value()) {
     return OpenSlot{.arena_offset = offset,
@@ -87,7 +88,7 @@ absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint32_t
   }
   ASSIGN_OR_RETURN(std::shared_ptr<Mapping> own, Mapping::MapPrivate(size_bytes));
   ++gauge.private_slots;
-  const std::span<std::byte> bytes = own->bytes();
+  const std::span<std::byte> bytes = own->bytes().first(size_bytes);
   return OpenSlot{.arena_offset = std::nullopt, .owner = std::move(own), .bytes = bytes};
 }
 
@@ -111,26 +112,45 @@ absl::Status Attachment::GradReady(uint32_t group) {
                      absl::StrCat("group ", group, " has no open gradient slot"),
                      "ask for the slot first, and deliver each group once a step");
   }
-  const WaitLimits limits = s.Limits(s.parts.timeout);
-  if (!found->second.arena_offset.has_value()) {
-    ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(found->second.bytes.size(), limits));
-    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), found->second.bytes));
-    s.open.erase(found);
-    return s.SendGradient(group, std::move(range), limits);
-  }
-  const uint64_t offset = *found->second.arena_offset;
-  s.slots.Deliver(offset);
+  const State::OpenSlot slot = found->second;
+  const protocol::GroupPlace& place = s.parts.layout->groups()[group];
   s.open.erase(found);
-  return s.SendGradient(group, BusyRange(s.slots, offset), limits);
+  for (uint32_t param = place.param_begin; param < place.param_end; ++param) s.SetGradient(param);
+  return s.DeliverSlot(group, 0, place.padded_elems, slot, s.Limits(s.parts.timeout));
 }
 
-absl::Status Attachment::State::SendGradient(uint32_t group, BusyRange range,
-                                             const WaitLimits& limits) {
+absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint64_t end,
+                                            const OpenSlot& slot, const WaitLimits& limits) {
+  if (slot.arena_offset.has_value()) {
+    slots.Deliver(*slot.arena_offset);
+    return SendGradient(group, begin, end, BusyRange(slots, *slot.arena_offset), limits);
+  }
+  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  for (uint64_t at = begin; at < end; at += piece_elems) {
+    const uint64_t elems = std::min(piece_elems, end - at);
+    absl::StatusOr<BusyRange> range = WaitForRange(elems * width, limits);
+    absl::Status status = range.status();
+    if (status.ok()) {
+      status = CopyToArena(range->offset_bytes(),
+                           slot.bytes.subspan((at - begin) * width, elems * width));
+    }
+    if (status.ok()) status = SendGradient(group, at, at + elems, *std::move(range), limits);
+    if (status.ok()) continue;
+    if (kept_grad_error.ok()) kept_grad_error = status;  // no step may pass without it
+    return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::SendGradient(uint32_t group, uint64_t begin, uint64_t end,
+                                             BusyRange range, const WaitLimits& limits) {
   Command command = MakeCommand(Op::kGradReady, group);
   command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   command.step = committed_step() + 1;
+  command.attempt = attempt;
   command.arena_offset_bytes = range.offset_bytes();
-  command.length_bytes = parts.layout->group_bytes(group);
+  command.element_offset = begin;
+  command.length_bytes = (end - begin) * SizeBytes(parts.layout->spec().dtype);
   const absl::Status sent =
       waiter.Send(command, limits,
                   [this, offset = range.offset_bytes()](const Completion& completion,
@@ -145,9 +165,16 @@ absl::Status Attachment::State::SendGradient(uint32_t group, BusyRange range,
     return sent;
   }
   range.HandOver();
+  delivered[{group, begin}] = end;
   ++gauge.commands;
   gauge.grad_bytes += command.length_bytes;
   return absl::OkStatus();
+}
+
+void Attachment::State::BeginAttempt(uint64_t number) {
+  attempt = number;
+  delivered.clear();
+  std::fill(presence.begin(), presence.end(), 0);
 }
 
 absl::Status Attachment::DropGradients() {
@@ -159,7 +186,9 @@ absl::Status Attachment::DropGradients() {
     if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
   }
   s.open.clear();
+  s.DropPieces();
   s.kept_grad_error = absl::OkStatus();
+  s.BeginAttempt(s.delivered.empty() ? s.attempt : s.attempt + 1);
   return polled;
 }
 

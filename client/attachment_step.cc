@@ -24,7 +24,7 @@ using protocol::Op;
 
 absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
     uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
-    std::span<const std::byte> extra_state) const {
+    std::span<const std::byte> extra_state, std::span<const uint64_t> present) const {
   if (extra_state.size() > parts.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
                      absl::StrCat("extra_state has ", extra_state.size(), " bytes; ",
@@ -41,12 +41,14 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
   header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());
   header.max_grad_norm = max_grad_norm;
   std::vector<std::byte> request;
-  request.reserve(sizeof(header) + hyper_params.size_bytes() + extra_state.size());
+  request.reserve(sizeof(header) + hyper_params.size_bytes() + present.size_bytes() +
+                  extra_state.size());
   const auto append = [&request](std::span<const std::byte> bytes) {
     request.insert(request.end(), bytes.begin(), bytes.end());
   };
   append(std::as_bytes(std::span(&header, 1)));
   append(std::as_bytes(hyper_params));
+  append(std::as_bytes(present));
   append(extra_state);
   if (request.size() > parts.step_region_bytes) {
     return MakeError(ErrorId::kRange,
@@ -69,9 +71,11 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const absl::Status kept = s.KeptErrors();
   // What is not finite the daemon also knows: its answer frees every rank to repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
-  ASSIGN_OR_RETURN(std::vector<std::byte> request,
-                   s.EncodeStep(t, hyper_params, max_grad_norm, extra_state));
   const WaitLimits limits = s.Limits(timeout);
+  if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
+  ASSIGN_OR_RETURN(std::vector<std::byte> request,
+                   s.EncodeStep(t, hyper_params, max_grad_norm, extra_state,
+                                s.step.has_value() ? s.step->presence : s.presence));
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
     if (!s.step->answer->arrived) {
       return MakeError(ErrorId::kStep,
@@ -97,20 +101,23 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> req
   RETURN_IF_ERROR(CopyToArena(parts.step_region_offset, request));
   Command command = MakeCommand(Op::kStep);
   command.step = t;
+  command.attempt = attempt;
   command.arena_offset_bytes = parts.step_region_offset;
   command.length_bytes = request.size();
   ASSIGN_OR_RETURN(std::shared_ptr<Answer> answer, Start(command, limits));
-  step = StepInFlight{.t = t, .request = std::move(request), .answer = std::move(answer)};
+  step = StepInFlight{
+      .t = t, .request = std::move(request), .presence = presence, .answer = std::move(answer)};
   return absl::OkStatus();
 }
 
 absl::StatusOr<StepResult> Attachment::State::EndStep() {
   const Answer answer = *step->answer;
   step.reset();
-  const bool nonfinite = protocol::IdOf(answer.status) == ErrorId::kNonfinite ||
-                         protocol::IdOf(kept_grad_error) == ErrorId::kNonfinite;
+  const ErrorId id = protocol::IdOf(answer.status);
+  const bool anew = id == ErrorId::kNonfinite || id == ErrorId::kGradDropped;
   absl::Status kept = kept_grad_error;
-  if (nonfinite) kept_grad_error = absl::OkStatus();
+  if (anew || protocol::IdOf(kept) == ErrorId::kNonfinite) kept_grad_error = absl::OkStatus();
+  if (anew) BeginAttempt(answer.completion.attempt);
   RETURN_IF_ERROR(answer.status);
   RETURN_IF_ERROR(kept);
   return StepResult{.committed_step = answer.completion.committed_step,

@@ -42,7 +42,7 @@ struct AttachOptions {
   std::string run = {};
   bool resume = false;
   protocol::LayoutSpec layout;
-  uint64_t grad_arena_bytes = 0;  // 0: three times the largest group; of a reader: 1 MiB
+  uint64_t grad_arena_bytes = 0;  // 0: four pieces (at least two); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
   Timeout timeout = std::chrono::seconds(60);        // of Attach and of calls without their own
   InterruptCheck interrupt_check = {};               // empty: none
@@ -87,7 +87,7 @@ struct Counters {
   uint64_t commands = 0;   // ring entries written
   uint64_t sleeps = 0;     // times a call went to sleep
   uint64_t wait_ns_fetch = 0;
-  uint64_t wait_ns_grad = 0;  // GradSlot and GradReady
+  uint64_t wait_ns_grad = 0;  // AddGradient, FlushGradients, GradSlot and GradReady
   uint64_t wait_ns_step = 0;
   uint64_t wait_ns_other = 0;  // Release, WriteInitial, InitialDone, ReadState
   uint64_t fetched_bytes = 0;
@@ -104,9 +104,9 @@ struct Counters {
 // E_FORKED and the destructor touches nothing.
 //
 // Errors     What fails after its call has returned is kept, the first of its kind. A release error
-//            is returned once, by the next Fetch, Release, GradSlot, GradReady or Step. A gradient
-//            error is returned by every GradSlot, GradReady and Step until DropGradients;
-//            E_NONFINITE until a Step has returned it, after which step t can be repeated.
+//            is returned once, by the next Fetch, Release, gradient call or Step. A gradient error
+//            is returned by every gradient call and Step until DropGradients; E_NONFINITE until a
+//            Step has returned it, after which step t can be repeated.
 // Threads    Any. Calls are serialised: one that waits holds up the others, but for the accessors.
 // Ownership  Spans die with the object, or with what weights_owner() and grad_owner() returned.
 class Attachment {
@@ -156,8 +156,33 @@ class Attachment {
   // Does not wait for its completion.
   absl::Status Release(const Lease& lease);
 
+  // Gradients travel in pieces: ranges of a group of at most kGradPieceBytesMax. Two ways to deliver,
+  // a group by one of them in a step:
+  //
+  //   a parameter at a time   AddGradient copies it into the open pieces it lies in, and delivers
+  //                           each piece as soon as all its parameters are there. FlushGradients
+  //                           delivers what is there of the others: call it where no more gradients
+  //                           of a group will come (after the module's backward) and at the end of
+  //                           backward. What was not added by then has no gradient, unless a later
+  //                           AddGradient still brings it; Step flushes too.
+  //   a group at a time       GradSlot, fill it, GradReady: every parameter of it has a gradient.
+  //
+  // A parameter without a gradient on any rank is not updated; with one on some, the others count as
+  // zero. To begin the step anew (a bad batch, an exception in backward): DropGradients.
+
+  // The whole gradient of parameter `param` of the layout, in its dtype. Waits, at most `timeout`,
+  // for room while pieces delivered earlier hold it.
+  //
+  // Errors  E_GRAD_REPEAT  the parameter has a gradient in this attempt, or its group was delivered.
+  //         E_RANGE        no such parameter, or another number of bytes.
+  //         After other errors the attempt is lost: DropGradients.
+  absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
+  absl::Status FlushGradients();  // of all groups
+  absl::Status FlushGradients(uint32_t group);
+
   // The group's open slot, made and filled where there is none: room for the padded gradient. Waits
-  // for room while gradients delivered earlier hold it; is private memory where open slots hold it.
+  // for room while gradients delivered earlier hold it; is private memory where open slots hold it,
+  // or where the group is larger than a piece.
   absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t group, GradFill fill, Timeout timeout);
   std::shared_ptr<const void> grad_owner(uint32_t group);  // keeps the open slot mapped; or null
 
@@ -167,12 +192,19 @@ class Attachment {
   // Errors  E_NOT_READY  the group has no open slot.
   absl::Status GradReady(uint32_t group);
 
-  // Forgets open slots and the kept gradient error. What was delivered stays delivered.
+  // Forgets open slots and pieces and the kept gradient error. Where something of this attempt was
+  // delivered, this rank's next attempt at the step begins: what all ranks have delivered in older
+  // ones is discarded, and a Step of theirs returns E_GRAD_DROPPED.
   absl::Status DropGradients();
 
-  // Applies step `t` once all ranks have called it. Open slots are neither delivered nor dropped.
+  // Applies step `t` once all ranks have called it. Open pieces are delivered; open slots are neither
+  // delivered nor dropped.
   //
-  // Errors  E_OVERFLOW  masters became non-finite; the step is committed nevertheless.
+  // Errors  E_OVERFLOW      masters became non-finite; the step is committed nevertheless.
+  //         E_NONFINITE     a gradient, or the sum of all ranks'. Nothing was applied.
+  //         E_GRAD_DROPPED  another rank has begun the step anew. Nothing was applied.
+  //                         After these two the rank is at the newest attempt: bring all gradients of
+  //                         the step again, then call Step.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   Timeout timeout);

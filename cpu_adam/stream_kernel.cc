@@ -20,6 +20,11 @@ void AddGradient(size_t n, Gradient src, AddMode mode, float* dst) {
   ChosenKernels().stream->add_gradient(n, src, mode, dst);
 }
 
+void AddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+                  double* chunk_sums) {
+  ChosenKernels().stream->add_gradients(n, src, count, mode, dst, chunk_sums);
+}
+
 void RoundToBf16(size_t n, const float* src, uint16_t* dst) {
   ChosenKernels().stream->round_to_bf16(n, src, dst);
 }

@@ -48,6 +48,15 @@ enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };
 // dst[i] = src[i] (kSet: the first rank) or dst[i] + src[i] (kAdd), in float32.
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 
+// dst[i] = src[0][i] + src[1][i] + … + src[count - 1][i], in float32 and in this order; kAdd begins
+// with dst[i]. Writes the sums of ChunkSquareSums of dst too. Every source is read once and dst is
+// written once, past the cache where it is aligned to 64 bytes: with 8 sources of 16 bits and kSet
+// that are 20 bytes of memory an element.
+//
+// Shapes   count > 0; chunk_sums has one element for each chunk that has begun.
+void AddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+                  double* chunk_sums);
+
 // dst = src as bfloat16, to nearest, ties away from zero: the rounding of `exact`. The stores of
 // this, its inverse and kSet are non-temporal where dst is long and aligned to 64 bytes.
 void RoundToBf16(size_t n, const float* src, uint16_t* dst);

@@ -409,6 +409,60 @@ void SimdAddGradient(size_t n, Gradient g, AddMode mode, float* dst) {
   mode == AddMode::kAdd ? AddTyped<true>(n, g, dst) : AddTyped<false>(n, g, dst);
 }
 
+#if !HWY_HAVE_SCALABLE
+
+HWY_INLINE Gradient ElemsFrom(Gradient g, size_t begin) {
+  const size_t width = g.type == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
+  return {static_cast<const uint8_t*>(g.data) + begin * width, g.type};
+}
+
+template <bool kNonTemporal>
+HWY_INLINE void CopyOut(size_t n, const float* from, float* to) {
+  const D d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) Put<kNonTemporal>(hn::Load(d, from + i), d, to + i);
+  for (; i < n; ++i) to[i] = from[i];
+}
+
+// The sum of one chunk is made in the cache, from one source after another, and leaves it once.
+template <bool kStream>
+void AddChunks(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+               double* chunk_sums) {
+  HWY_ALIGN float tile[kSumChunkElems];
+  for (size_t begin = 0; begin < n; begin += kSumChunkElems) {
+    const size_t elems = HWY_MIN(kSumChunkElems, n - begin);
+    size_t s = 0;
+    if (mode == AddMode::kAdd) {
+      SimdAddGradient(elems, {dst + begin, DType::kFloat32}, AddMode::kSet, tile);
+    } else {
+      SimdAddGradient(elems, ElemsFrom(src[s++], begin), AddMode::kSet, tile);
+    }
+    for (; s < count; ++s) SimdAddGradient(elems, ElemsFrom(src[s], begin), AddMode::kAdd, tile);
+    chunk_sums[begin / kSumChunkElems] = SumChunk(tile, elems);
+    CopyOut<kStream>(elems, tile, dst + begin);
+  }
+  hwy::FlushStream();
+}
+
+void SimdAddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+                      double* chunk_sums) {
+  if (reinterpret_cast<uintptr_t>(dst) % kLineBytes == 0) {
+    AddChunks<true>(n, src, count, mode, dst, chunk_sums);
+  } else {
+    AddChunks<false>(n, src, count, mode, dst, chunk_sums);
+  }
+}
+
+#else
+
+void SimdAddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+                      double* chunk_sums) {
+  OfKnownLength().add_gradients(n, src, count, mode, dst, chunk_sums);
+}
+
+#endif  // HWY_HAVE_SCALABLE
+
 void SimdWidenBf16(size_t n, const uint16_t* src, float* dst) { AddRun<false>(n, src, dst); }
 
 HWY_INLINE hn::Vec<DU16> UpperHalves(VU low, VU high) {
@@ -488,7 +542,7 @@ void SimdJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, f
 
 extern const StreamKernels kStreamKernels;
 const StreamKernels kStreamKernels = {
-    SimdChunkSquareSums, SimdCopyWithSquareSums, SimdAllFinite,   SimdAddGradient,
+    SimdChunkSquareSums, SimdCopyWithSquareSums, SimdAllFinite,   SimdAddGradient, SimdAddGradients,
     SimdRoundToBf16,     SimdWidenBf16,          SimdSplitMaster, SimdJoinMaster,
 };
 

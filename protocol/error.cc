@@ -52,6 +52,8 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kNotReady, "E_NOT_READY", StatusCode::kFailedPrecondition},
     ErrorInfo{ErrorId::kLimit, "E_LIMIT", StatusCode::kResourceExhausted},
     ErrorInfo{ErrorId::kJobExists, "E_JOB_EXISTS", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kGradPartial, "E_GRAD_PARTIAL", StatusCode::kFailedPrecondition},
+    ErrorInfo{ErrorId::kGradDropped, "E_GRAD_DROPPED", StatusCode::kUnavailable},
 };
 
 // What helps where the place of the error knows no better.
@@ -100,6 +102,8 @@ constexpr std::array kHints = {
     Hint{ErrorId::kJobExists,
          "attach with resume to go on with it, choose another job name, or delete it: forebay jobs "
          "--delete NAME"},
+    Hint{ErrorId::kGradPartial, "deliver every element of a parameter that has a gradient"},
+    Hint{ErrorId::kGradDropped, "run forward and backward of this step again, then call step"},
 };
 static_assert(kHints.size() == kErrors.size());
 

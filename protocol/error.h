@@ -50,6 +50,8 @@ enum class ErrorId : uint16_t {
   kNotReady = 34,     // E_NOT_READY: used before its parameters were written
   kLimit = 35,        // E_LIMIT: a named maximum (sessions, groups, leases) is reached
   kJobExists = 36,    // E_JOB_EXISTS: another run has trained this job; its step and the ways out
+  kGradPartial = 37,  // E_GRAD_PARTIAL: a step with a parameter that was delivered in part
+  kGradDropped = 38,  // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
 };
 
 // One row per id.

@@ -46,7 +46,7 @@ struct AttachRequest {
   job @0 :Text;              # 1 to 200 bytes of [A-Za-z0-9._-]
   rank @1 :UInt32;           # not of a reader
   worldSize @2 :UInt32;
-  gradArenaBytes @3 :UInt64;    # bytes for gradients; at least twice the largest group. Of a reader: for states it reads
+  gradArenaBytes @3 :UInt64;    # for gradients; at least two pieces (32 MiB, or the largest group). Of a reader: for states
   extraStateBytes @4 :UInt64;   # room for extra_state of one step, at most 16 MiB
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
@@ -84,6 +84,7 @@ struct AttachReply {
   extraStateBytes @8 :UInt64;   # of the extra_state committed with committedStep; 0 for none
   trace @9 :List(UInt32);       # groups in the order in which a step touches them; empty before the first step
   rank0ExtraStateBytes @10 :UInt64;  # of rank 0's, for the other ranks: it follows their own in the same memfd
+  attempt @11 :UInt64;          # the newest one at the next step (wire.h): where this session begins
 }
 
 interface Session {

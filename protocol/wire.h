@@ -19,22 +19,34 @@ inline constexpr uint32_t kProtocolVersion = 2;
 
 // Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
-  // Grad arena -> weights of `group`, whole padded group; only before kInitialDone
+  // Grad arena -> weights of a range of `group` (see GradRange); only before kInitialDone.
   kWriteInitial = 1,
   kInitialDone = 2,  // every group was written: the job becomes ready
-  // Read lease on the weights of `group`; answered when its bytes are those of committed_step
+  // Read lease on the weights of `group`; answered when its bytes are those of committed_step.
   kFetch = 3,
-  kRelease = 4,    // gives lease `lease_id` back
-  kGradReady = 5,  // contribution of this rank to `group`; the bytes are free again once answered
-  // barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed
+  kRelease = 4,  // gives lease `lease_id` back
+  // Contribution of this rank to a range of `group`; the bytes are free again once answered.
+  kGradReady = 5,
+  // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed.
   kStep = 6,
   kReadState = 7,  // copies elements of plane `plane` of `group` into the grad arena
 };
 
 enum class GradKind : uint16_t {
-  kPartial = 1,  // this rank's addend for the whole padded group
-  kReduced = 2,  // the own partition, already summed over the world
+  kPartial = 1,  // this rank's addend
+  kReduced = 2,  // already summed over the world
 };
+
+// A gradient (and initial weights) travels in ranges of elements of a padded group. A range begins at
+// a multiple of kGradUnitElems, ends at one or at the group's end, and has at most
+// kGradPieceBytesMax bytes. element_offset and length_bytes of the command name it. A rank delivers
+// an element once in an attempt; elements of parameters without a gradient are 0.
+//
+// Attempts: the deliveries and the call of a step carry the number of the rank's attempt at it, from
+// 0 on. A rank that begins anew adds 1. The newest attempt of any rank counts: what was delivered in
+// older ones is discarded, and the step call of an older one fails with E_GRAD_DROPPED.
+inline constexpr uint64_t kGradUnitElems = 4096;
+inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
 
 struct Command {
   uint64_t tag;   // chosen by the client, unique among its commands in flight
@@ -44,9 +56,9 @@ struct Command {
   uint64_t step;  // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
-  uint64_t element_offset;      // kReadState: first element within the padded group
-  uint64_t lease_id;            // kRelease
-  uint64_t reserved;            // 0
+  uint64_t element_offset;  // kReadState, kWriteInitial, kGradReady: first element within the group
+  uint64_t lease_id;        // kRelease
+  uint64_t attempt;         // kGradReady, kStep; else 0
 };
 static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
@@ -60,7 +72,7 @@ struct Completion {
   uint64_t offset_bytes;    // kFetch: into the weights arena
   uint64_t length_bytes;    // kFetch: padded group
   double norm;              // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
-  uint64_t reserved;
+  uint64_t attempt;         // the newest one at step committed_step + 1
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 
@@ -71,8 +83,8 @@ enum CompletionFlags : uint16_t {
 
 // ------------------------------------------------------------------------------------ step request
 
-// At the named offset of the grad arena: this header, `param_groups` HyperParams, then
-// `extra_state_bytes` bytes. length_bytes of the command is the size of all three.
+// At the named offset of the grad arena: this header, `param_groups` HyperParams, PresenceBytes()
+// bytes, then `extra_state_bytes` bytes. length_bytes of the command is the size of all four.
 struct StepRequest {
   uint64_t step;               // t; equals Command::step
   uint32_t param_groups;       // 1 to kParamGroupsMax; covers every param_group of the layout
@@ -81,6 +93,14 @@ struct StepRequest {
   double reserved;
 };
 static_assert(sizeof(StepRequest) == 32 && std::is_trivially_copyable_v<StepRequest>);
+
+// Which parameters this rank has delivered a gradient of, in this attempt: bit i % 64 of word i / 64
+// is parameter i of the layout; the bits after the last parameter are 0. A parameter that no rank has
+// a gradient of is not updated; where some have one, the others count as zero.
+constexpr uint64_t PresenceWords(uint64_t params) { return (params + 63) / 64; }
+constexpr uint64_t PresenceBytes(uint64_t params) {
+  return PresenceWords(params) * sizeof(uint64_t);
+}
 
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{16} << 20;
 

@@ -22,11 +22,15 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
+uint64_t internal::PieceBytes(const protocol::Layout& layout) {
+  return std::min(layout.largest_group_bytes(), protocol::kGradPieceBytesMax);
+}
+
 namespace {
 
 // A reader's arena takes pieces of states, not whole groups.
 uint64_t LargestRangeBytes(const internal::SessionParts& parts) {
-  if (!parts.reader) return parts.layout->largest_group_bytes();
+  if (!parts.reader) return internal::PieceBytes(*parts.layout);
   const uint64_t bytes = std::min(parts.step_region_offset, parts.grad_bytes_max);
   return bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
 }
@@ -40,7 +44,10 @@ Attachment::State::State(internal::SessionParts session_parts)
       port(std::move(parts.port)),
       waiter(port),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
-             .largest_bytes = LargestRangeBytes(parts)}) {}
+             .largest_bytes = LargestRangeBytes(parts)}),
+      piece_elems(protocol::kGradPieceBytesMax / SizeBytes(parts.layout->spec().dtype)),
+      presence(protocol::PresenceWords(parts.layout->params().size()), 0),
+      attempt(parts.attempt) {}
 
 bool Attachment::State::InChild() const { return ::getpid() != pid; }
 
@@ -76,6 +83,7 @@ absl::Status Attachment::State::KeptErrors() {
 void Attachment::State::UpdateCommittedStep(const Completion& completion) {
   if (completion.committed_step > committed_step()) {
     gauge.committed_step = completion.committed_step;
+    BeginAttempt(0);
   }
 }
 

@@ -65,6 +65,7 @@ struct SessionParts {
   std::vector<std::byte> extra_state = {};
   std::vector<std::byte> rank0_extra_state = {};
   std::vector<uint32_t> trace = {};
+  uint64_t attempt = 0;
   // Empty in tests that play the daemon themselves.
   std::unique_ptr<Connection> connection = {};
   CommandPort::Options port = {};
@@ -83,6 +84,9 @@ struct SessionParts {
   InterruptCheck interrupt_check;
   std::shared_ptr<gpu::Device> device;
 };
+
+// Bytes of the largest range of a group that travels at once.
+uint64_t PieceBytes(const protocol::Layout& layout);
 
 // The answer to a command, from the time it is sent.
 struct Answer {
@@ -107,9 +111,22 @@ struct Attachment::State {
     std::shared_ptr<internal::Mapping> owner;
     std::span<std::byte> bytes;
   };
+  // A range of a group that AddGradient fills.
+  struct OpenPiece {
+    uint64_t end = 0;
+    OpenSlot slot;
+  };
+  struct ElemPlace {
+    uint32_t group = 0;
+    uint64_t elem = 0;
+
+    auto operator<=>(const ElemPlace&) const = default;
+  };
+  using Pieces = std::map<ElemPlace, OpenPiece>;  // by first element
   struct StepInFlight {
     uint64_t t = 0;
     std::vector<std::byte> request;
+    std::vector<uint64_t> presence;
     std::shared_ptr<internal::Answer> answer;
   };
 
@@ -147,12 +164,37 @@ struct Attachment::State {
                                                    const internal::WaitLimits& limits);
   absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
   absl::StatusOr<Lease> LeaseOf(uint32_t group, const protocol::Completion& completion);
-  absl::StatusOr<OpenSlot> MakeSlot(uint32_t group, const internal::WaitLimits& limits);
-  absl::Status SendGradient(uint32_t group, internal::BusyRange range,
+  absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
+  // Delivers elements [begin, end) of a group, whose bytes are the slot's from `slot_begin` on. An
+  // arena slot must be theirs alone.
+  absl::Status DeliverSlot(uint32_t group, uint64_t begin, uint64_t end, const OpenSlot& slot,
+                           const internal::WaitLimits& limits);
+  absl::Status SendGradient(uint32_t group, uint64_t begin, uint64_t end, internal::BusyRange range,
                             const internal::WaitLimits& limits);
+  absl::Status CopyToPieces(uint32_t param, std::span<const std::byte> bytes,
+                            const internal::WaitLimits& limits);
+  absl::StatusOr<Pieces::iterator> PieceAt(uint32_t group, uint64_t elem,
+                                           const internal::WaitLimits& limits);
+  absl::Status DeliverPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
+  absl::Status FlushPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
+  absl::Status KeepPart(uint32_t group, uint64_t begin, uint64_t end,
+                        std::span<const std::byte> bytes);
+  absl::Status Flush(std::optional<uint32_t> group, const internal::WaitLimits& limits);
+  absl::Status DeliverAllPieces(const internal::WaitLimits& limits);
+  void DropPieces();
+  bool HasGradient(uint32_t param) const { return (presence[param / 64] >> (param % 64) & 1) != 0; }
+  void SetGradient(uint32_t param) { presence[param / 64] |= uint64_t{1} << (param % 64); }
+  // What of [begin, end) has a gradient, and whether a parameter in it has none.
+  struct Coverage {
+    bool any = false;
+    bool missing = false;
+  };
+  Coverage CoverageOf(uint32_t group, uint64_t begin, uint64_t end) const;
+  void ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end, std::span<std::byte> bytes) const;
+  void BeginAttempt(uint64_t number);
   absl::StatusOr<std::vector<std::byte>> EncodeStep(
       uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
-      std::span<const std::byte> extra_state) const;
+      std::span<const std::byte> extra_state, std::span<const uint64_t> present) const;
   absl::Status BeginStep(uint64_t t, std::vector<std::byte> request,
                          const internal::WaitLimits& limits);
   absl::StatusOr<StepResult> EndStep();
@@ -168,7 +210,12 @@ struct Attachment::State {
   internal::CommandPort port;
   internal::Waiter waiter;
   internal::GradSlots slots;
-  std::map<uint32_t, OpenSlot> open;
+  const uint64_t piece_elems;         // of a whole piece, a multiple of kGradUnitElems
+  std::map<uint32_t, OpenSlot> open;  // of whole groups
+  Pieces pieces;
+  std::map<ElemPlace, uint64_t> delivered;  // of this attempt: first elements, to their ends
+  std::vector<uint64_t> presence;           // of this attempt; see wire.h
+  uint64_t attempt = 0;
   std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
   uint64_t last_ticket = 0;
   std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up

@@ -87,7 +87,8 @@ AttachAnswer AnswerOf(schema::AttachReply::Reader reply) {
                       .step_region_bytes = reply.getStepRegionBytes(),
                       .extra_state_bytes = reply.getExtraStateBytes(),
                       .rank0_extra_state_bytes = reply.getRank0ExtraStateBytes(),
-                      .trace = {}};
+                      .trace = {},
+                      .attempt = reply.getAttempt()};
   for (const uint32_t group : reply.getTrace()) answer.trace.push_back(group);
   return answer;
 }

@@ -45,6 +45,7 @@ struct AttachAnswer {
   uint64_t extra_state_bytes = 0;
   uint64_t rank0_extra_state_bytes = 0;
   std::vector<uint32_t> trace;
+  uint64_t attempt = 0;
 };
 
 // Threads  Any.

@@ -48,6 +48,15 @@ void GradSlots::Deliver(uint64_t offset_bytes) {
   range->second.use = Use::kBusy;
 }
 
+void GradSlots::Split(uint64_t offset_bytes, uint64_t size_bytes) {
+  const auto range = ranges_.find(offset_bytes);
+  FOREBAY_CHECK(range != ranges_.end() && range->second.use == Use::kOpen);
+  FOREBAY_CHECK(size_bytes > 0 && size_bytes < range->second.size_bytes);
+  ranges_[offset_bytes + size_bytes] = {.size_bytes = range->second.size_bytes - size_bytes,
+                                        .use = Use::kOpen};
+  range->second.size_bytes = size_bytes;
+}
+
 void GradSlots::Free(uint64_t offset_bytes) { FOREBAY_CHECK(ranges_.erase(offset_bytes) == 1); }
 
 bool GradSlots::AnyBusy() const {

@@ -9,8 +9,8 @@
 namespace forebay::client::internal {
 
 // Ranges of the arena. Open ones are being filled by the caller, busy ones are the daemon's until
-// their completion. Open ranges always leave one run as long as the largest group, busy ranges
-// aside: so whatever the caller keeps open, one gradient can still travel.
+// their completion. Open ranges always leave one run as long as the largest piece, busy ranges
+// aside: so whatever the caller keeps open, one piece can still travel.
 //
 // Threads  One at a time.
 // Limits   Sizes are multiples of 64 and at most `largest_bytes`; largest_bytes <= capacity_bytes.
@@ -31,6 +31,8 @@ class GradSlots {
   std::optional<uint64_t> AllocateBusy(uint64_t size_bytes);
 
   void Deliver(uint64_t offset_bytes);  // an open range becomes busy
+  // An open range becomes two: its first `size_bytes`, which are fewer than all, and the rest.
+  void Split(uint64_t offset_bytes, uint64_t size_bytes);
   void Free(uint64_t offset_bytes);
 
   uint64_t largest_bytes() const { return options_.largest_bytes; }

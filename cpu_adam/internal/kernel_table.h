@@ -65,6 +65,8 @@ struct StreamKernels {
   void (*copy_with_square_sums)(size_t n, Gradient, void* dst, double* chunk_sums);
   bool (*all_finite)(size_t n, Gradient);
   void (*add_gradient)(size_t n, Gradient, AddMode, float* dst);
+  void (*add_gradients)(size_t n, const Gradient* src, size_t count, AddMode, float* dst,
+                        double* chunk_sums);
   void (*round_to_bf16)(size_t n, const float* src, uint16_t* dst);
   void (*widen_bf16)(size_t n, const uint16_t* src, float* dst);
   void (*split_master)(size_t n, const float* w, uint16_t* param, int16_t* remainder);

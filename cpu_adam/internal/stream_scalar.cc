@@ -82,6 +82,14 @@ void ScalarAddGradient(size_t n, Gradient g, AddMode mode, float* dst) {
   }
 }
 
+void ScalarAddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
+                        double* chunk_sums) {
+  for (size_t s = 0; s < count; ++s) {
+    ScalarAddGradient(n, src[s], s == 0 ? mode : AddMode::kAdd, dst);
+  }
+  ScalarChunkSquareSums(n, {dst, DType::kFloat32}, chunk_sums);
+}
+
 void ScalarRoundToBf16(size_t n, const float* src, uint16_t* dst) {
   for (size_t i = 0; i < n; ++i) dst[i] = Round(src[i]);
 }
@@ -111,6 +119,7 @@ const StreamKernels kScalarStreamKernels = {
     .copy_with_square_sums = ScalarCopyWithSquareSums,
     .all_finite = ScalarAllFinite,
     .add_gradient = ScalarAddGradient,
+    .add_gradients = ScalarAddGradients,
     .round_to_bf16 = ScalarRoundToBf16,
     .widen_bf16 = ScalarWidenBf16,
     .split_master = ScalarSplitMaster,

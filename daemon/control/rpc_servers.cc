@@ -102,6 +102,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setStepRegionBytes(answer.step_region_bytes);
   reply.setExtraStateBytes(answer.extra_state_bytes);
   reply.setRank0ExtraStateBytes(answer.rank0_extra_state_bytes);
+  reply.setAttempt(answer.attempt);
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }

@@ -27,13 +27,6 @@ uint64_t AlignElems(const Layout& layout) {
                                                          : protocol::kPartitionAlignElems;
 }
 
-// Whether what an update does depends on where an element lies in its parameter, or on the whole
-// parameter.
-bool KnowsParameters(const protocol::LayoutSpec& spec) {
-  return spec.format == protocol::Format::kBf16 || spec.format == protocol::Format::kInt8 ||
-         protocol::Info(spec.optimizer).passes == 2;
-}
-
 uint64_t BlockBytes(std::span<const Plane> planes, uint64_t elems) {
   uint64_t bytes = 0;
   for (const Plane& plane : planes) bytes += PagesOf(plane, elems);
@@ -91,7 +84,6 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
     const uint64_t last = std::min(part_end + shift, place.elems);  // without the padding
     const auto params =
         layout_->params().subspan(place.param_begin, place.param_end - place.param_begin);
-    const bool knows_parameters = KnowsParameters(layout_->spec());
     auto param = std::upper_bound(
         params.begin(), params.end(), first,
         [](uint64_t elem, const protocol::ParamPlace& p) { return elem < p.offset_elems; });
@@ -101,15 +93,10 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
       const uint64_t stop = std::min(last, param->offset_elems + param->elems);
       if (elem >= stop) continue;
       const auto index = static_cast<uint32_t>(param - params.begin());
-      if (!knows_parameters && !runs.empty() && runs.back().group == group &&
-          runs.back().param_group == param->param_group) {
-        runs.back().elems += stop - elem;
-        continue;
-      }
       runs.push_back({.group = group,
                       .param_group = param->param_group,
-                      .param = knows_parameters ? place.param_begin + index : 0,
-                      .param_elem = knows_parameters ? elem - param->offset_elems : 0,
+                      .param = place.param_begin + index,
+                      .param_elem = elem - param->offset_elems,
                       .group_elem = elem,
                       .block_elem = elem - shift - begin,
                       .elems = stop - elem});

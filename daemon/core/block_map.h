@@ -11,13 +11,12 @@
 
 namespace forebay::daemon {
 
-// A run of a block's elements that lies in one parameter group of one group; in one parameter where
-// the format draws or the optimizer is LAMB. Padding is in none.
+// A run of a block's elements that lies in one parameter. Padding is in none.
 struct BlockRun {
   uint32_t group = 0;
   uint32_t param_group = 0;
-  uint32_t param = 0;       // in the order of the layout, and
-  uint64_t param_elem = 0;  // first element, from the start of it: where a run is in one parameter
+  uint32_t param = 0;       // in the order of the layout
+  uint64_t param_elem = 0;  // first element, from the start of the parameter
   uint64_t group_elem = 0;  // first element, from the start of the padded group
   uint64_t block_elem = 0;  // first element, from the start of the block
   uint64_t elems = 0;
@@ -51,7 +50,7 @@ class BlockMap {
   // Where plane `plane` of a block starts, in bytes from the start of the block.
   uint64_t plane_offset_bytes(uint32_t block, uint32_t plane) const;
 
-  // Runs of a block in ascending order, cut at borders of groups and of parameter groups.
+  // Runs of a block in ascending order, one for each parameter in it.
   std::vector<BlockRun> Runs(uint32_t block) const;
 
   // Groups with parameters (not only padding) in a block, ascending.

@@ -60,6 +60,29 @@ absl::Status CheckGradKind(uint16_t kind) {
   return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
 }
 
+// A range of wire.h, of exactly that length, within the gradients' part of the arena.
+absl::Status CheckGradRange(const Command& command, const Layout& layout,
+                            const ByteRange& gradients) {
+  const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
+  const uint64_t group_elems = layout.groups()[command.group].padded_elems;
+  const uint64_t elems = command.length_bytes / width;
+  const bool fits = command.length_bytes <= protocol::kGradPieceBytesMax &&
+                    command.element_offset < group_elems &&
+                    elems <= group_elems - command.element_offset;
+  if (!fits || elems == 0 || command.length_bytes % width != 0 ||
+      command.element_offset % protocol::kGradUnitElems != 0 ||
+      (elems % protocol::kGradUnitElems != 0 && command.element_offset + elems != group_elems)) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat(command.length_bytes, " bytes from element ", command.element_offset,
+                     " are no range of group ", command.group, ", which has ", group_elems,
+                     " elements of ", width, " bytes: a range begins at a multiple of ",
+                     protocol::kGradUnitElems, " elements, ends at one or at the group's end, and ",
+                     "has at most ", protocol::kGradPieceBytesMax, " bytes"));
+  }
+  return CheckWithin(command, gradients);
+}
+
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   const protocol::LayoutSpec& spec = layout.spec();
@@ -86,6 +109,17 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
   return CheckWithin(command, gradients);
 }
 
+absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& layout) {
+  const uint64_t params = layout.params().size();
+  const uint64_t rest = params % 64;
+  const bool ends_well = rest == 0 || (!presence.empty() && (presence.back() >> rest) == 0);
+  if (presence.size() == protocol::PresenceWords(params) && ends_well) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kRange,
+      absl::StrCat("a presence of ", presence.size(), " words, or with a bit above the ", params,
+                   " parameters of the layout (", protocol::PresenceWords(params), " words)"));
+}
+
 }  // namespace
 
 absl::Status CheckCommand(const Command& command, const Layout& layout,
@@ -94,10 +128,11 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       command.op > static_cast<uint16_t>(Op::kReadState)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
-  if (command.reserved != 0) {
-    return MakeError(ErrorId::kProtocol, "the reserved word of a command is not 0");
-  }
   const Op op = static_cast<Op>(command.op);
+  if (command.attempt != 0 && op != Op::kGradReady && op != Op::kStep) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("op ", command.op, " with attempt ", command.attempt));
+  }
   const bool names_group =
       op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady || op == Op::kReadState;
   if (names_group && command.group >= layout.groups().size()) {
@@ -107,12 +142,10 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
   const ByteRange gradients{.offset = 0, .bytes = limits.grad_bytes};
   switch (op) {
     case Op::kWriteInitial:
-      RETURN_IF_ERROR(CheckLength(command, layout.group_bytes(command.group), "the padded group"));
-      return CheckWithin(command, gradients);
+      return CheckGradRange(command, layout, gradients);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckGradKind(command.kind));
-      RETURN_IF_ERROR(CheckLength(command, layout.group_bytes(command.group), "the padded group"));
-      return CheckWithin(command, gradients);
+      return CheckGradRange(command, layout, gradients);
     case Op::kStep:
       if (command.length_bytes < sizeof(protocol::StepRequest)) {
         return MakeError(ErrorId::kRange,
@@ -131,9 +164,10 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
   return absl::OkStatus();
 }
 
-absl::Status CheckStepRequest(const Command& command, const protocol::StepRequest& request,
-                              std::span<const HyperParams> hyper_params, const Layout& layout,
-                              const CommandLimits& limits) {
+absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& copied,
+                              const Layout& layout, const CommandLimits& limits) {
+  const protocol::StepRequest& request = copied.request;
+  const std::span<const HyperParams> hyper_params = copied.hyper_params;
   if (request.step != command.step) {
     return MakeError(ErrorId::kStep, absl::StrCat("the command says step ", command.step,
                                                   ", its request says step ", request.step));
@@ -156,13 +190,14 @@ absl::Status CheckStepRequest(const Command& command, const protocol::StepReques
   }
   const uint64_t want = sizeof(protocol::StepRequest) +
                         uint64_t{request.param_groups} * sizeof(HyperParams) +
-                        request.extra_state_bytes;
+                        protocol::PresenceBytes(layout.params().size()) + request.extra_state_bytes;
   RETURN_IF_ERROR(CheckLength(command, want, "the step request's parts"));
   if (hyper_params.size() < request.param_groups) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat(hyper_params.size(), " of ", request.param_groups,
                                   " hyper-parameters were copied"));
   }
+  RETURN_IF_ERROR(CheckPresence(copied.presence, layout));
   if (!(request.max_grad_norm >= 0)) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("max_grad_norm ", request.max_grad_norm, " is not 0 or above"));

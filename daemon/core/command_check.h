@@ -3,15 +3,15 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
 #include "absl/status/status.h"
+#include "daemon/core/events.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
 
-// What a session's commands are held against.
+// What a session's commands are checked against.
 struct CommandLimits {
   uint64_t grad_bytes = 0;  // gradients' part of the arena: [0, grad_bytes)
   uint64_t step_region_offset = 0;
@@ -31,12 +31,10 @@ absl::Status CheckCommand(const protocol::Command& command, const protocol::Layo
 // Checks the body of a kStep that names `request` with `hyper_params`.
 //
 // Errors  E_STEP         not the step of the command.
-//         E_RANGE        the length is not that of its parts.
+//         E_RANGE        the length is not that of its parts, or the presence of other parameters.
 //         E_OPTION       too few or too many parameter groups, a hyper-parameter out of bounds.
-//         E_EXTRA_STATE  more than the session took at attach.
-absl::Status CheckStepRequest(const protocol::Command& command,
-                              const protocol::StepRequest& request,
-                              std::span<const protocol::HyperParams> hyper_params,
+//         E_EXTRA_STATE  more than the session asked for at attach.
+absl::Status CheckStepRequest(const protocol::Command& command, const StepRequestCopied& copied,
                               const protocol::Layout& layout, const CommandLimits& limits);
 
 }  // namespace forebay::daemon

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cpu_adam/square_sum.h"
 #include "cpu_adam/update_kernel.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
@@ -69,6 +70,7 @@ struct StepRequestCopied {
   uint64_t tag = 0;
   protocol::StepRequest request;                    // private copies, unchecked
   std::vector<protocol::HyperParams> hyper_params;  // as many as the command's length has room for
+  std::vector<uint64_t> presence = {};              // likewise; see wire.h
 };
 
 // Of the elements of one segment: what LAMB's step length depends on.
@@ -81,10 +83,11 @@ struct SegmentNorms {
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
-  // UpdateBlock: masters that overflowed; AddGradient, CopyInitial: 1 if not finite
+  // UpdateBlock: masters that overflowed. CopyInitial: 1 if not finite. AddGradients: 1 + the first
+  // source that is not finite, 0 where all are.
   uint64_t count = 0;
   uint64_t checksum = 0;                 // UpdateBlock on a staging slot: of the new bytes
-  double sum_squares = 0;                // SumGroup; AddGradient that completes its group
+  cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
 
@@ -158,6 +161,7 @@ struct AnswerAttach {
   uint64_t rank0_extra_state_bytes = 0;
   uint64_t rank0_extra_state_offset = 0;
   std::vector<uint32_t> trace;
+  uint64_t attempt = 0;  // the newest one at the next step
 };
 
 // Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
@@ -185,13 +189,14 @@ struct AnswerDelete {
   absl::Status status;
 };
 
-// Copies the StepRequest header and HyperParams out of the grad arena at once (the range was
+// Copies the StepRequest header, HyperParams and presence out of the grad arena at once (the range was
 // checked) and calls back with StepRequestCopied before anything else.
 struct CopyStepRequest {
   SessionId session = 0;
   uint64_t tag = 0;
   uint64_t arena_offset_bytes = 0;
   uint64_t length_bytes = 0;
+  uint64_t presence_words = 0;
 };
 
 // The rest is done by workers and the disk. Offsets are bytes into the named arena.
@@ -223,23 +228,27 @@ inline protocol::DType GradientSumType(const protocol::LayoutSpec& spec) {
   return spec.world_size == 1 ? spec.dtype : protocol::DType::kFloat32;
 }
 
-// accumulator (step arena) = or += contribution. A contribution that is not finite is told by
-// TaskDone::count; it leaves anything in the accumulator.
-struct AddGradient {
-  TaskId task = 0;
-  JobId job = 0;
-  SessionId session = 0;  // whose grad arena; 0: the contribution lies in the step arena
-  uint64_t source_offset_bytes = 0;
-  uint64_t accumulator_offset_bytes = 0;
-  uint64_t elems = 0;
-  protocol::DType dtype = protocol::DType::kFloat32;      // of the contribution
-  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
-  bool assign = false;     // first contribution: assign instead of add
-  bool completes = false;  // of the last rank: ends with the sum of squares, as SumGroup does
+// Where a contribution lies.
+struct GradientSource {
+  SessionId session = 0;  // whose grad arena; 0: the step arena
+  uint64_t offset_bytes = 0;
 };
 
-// Sum of squares of an accumulator (float32), in double and in a fixed order.
-struct SumGroup {
+// accumulator (step arena) = the sum of the sources, in their order, or += with assign false; and the
+// squares of what it then holds. A source that is not finite leaves anything in the accumulator.
+struct AddGradients {
+  TaskId task = 0;
+  JobId job = 0;
+  std::vector<GradientSource> sources = {};
+  uint64_t accumulator_offset_bytes = 0;
+  uint64_t elems = 0;  // from a multiple of kGradUnitElems of the group on
+  protocol::DType dtype = protocol::DType::kFloat32;      // of the sources
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
+  bool assign = false;
+};
+
+// The squares of an accumulator (float32).
+struct SumGradient {
   TaskId task = 0;
   JobId job = 0;
   uint64_t accumulator_offset_bytes = 0;
@@ -279,7 +288,7 @@ struct UpdateSegment {
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
-  // t of the bias correction: updates this group has had, this one included.
+  // t of the bias correction: updates this parameter has had, this one included.
   uint64_t optimizer_step = 0;
   cpu_adam::StepScalars scalars{};
   uint32_t param = 0;
@@ -356,7 +365,7 @@ struct StepCommitted {
 using Action =
     std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach, AnswerCommand,
                  CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
-                 AddGradient, SumGroup, ReadBlock, UpdateBlock, WriteBlock, CopyState,
+                 AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock, CopyState,
                  StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -1,7 +1,6 @@
 #include "daemon/core/gradient_accumulator.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -9,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -21,20 +21,21 @@ GradientAccumulator::GradientAccumulator(JobIo& io, std::shared_ptr<const protoc
       layout_(std::move(layout)),
       plan_(plan),
       members_(members),
-      world_size_(layout_->spec().world_size),
-      overflow_used_(plan.overflow_slots, false) {
+      world_size_(members.world_size()) {
   Forget();
 }
 
 void GradientAccumulator::Forget() {
   groups_.assign(layout_->groups().size(), Group{});
   closed_.assign(world_size_, false);
-  delivered_.assign(world_size_, 0);
-  overflow_used_.assign(overflow_used_.size(), false);
+  delivered_.assign(world_size_, {});
+  overflow_used_.assign(world_size_, {});
   delivered_total_ = 0;
-  unsummed_groups_ = 0;
-  held_.clear();
-  running_.clear();
+  unsummed_cells_ = 0;
+  contributions_.clear();
+  adding_.clear();
+  summing_.clear();
+  moving_.clear();
   fault_ = absl::OkStatus();
 }
 
@@ -42,342 +43,472 @@ std::string GradientAccumulator::NameOf(uint32_t group) const {
   return absl::StrCat("group ", group, " (", layout_->spec().group_names[group], ")");
 }
 
+uint64_t GradientAccumulator::BytesOf(const Delivery& delivery) const {
+  return (delivery.end - delivery.begin) * protocol::SizeBytes(layout_->spec().dtype);
+}
+
+uint64_t GradientAccumulator::OverflowOffset(uint32_t rank, uint32_t slot) const {
+  const uint64_t index = uint64_t{rank} * kOverflowSlotsPerRank + slot;
+  return plan_.overflow_offset + index * plan_.piece_bytes;
+}
+
 void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Status& status) {
   if (std::exchange(contribution.answered, true)) return;
-  io_.Answer(contribution.command, status);
+  io_.Answer(contribution.delivery.command, status);
+}
+
+// ---------------------------------------------------------------------------------------- delivery
+
+uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t group, uint64_t begin,
+                                             uint64_t end) const {
+  const std::map<Place, uint64_t>& ranges = delivered_[rank];
+  uint64_t elems = 0;
+  auto it = ranges.upper_bound({.group = group, .begin = begin});
+  if (it != ranges.begin()) --it;
+  for (; it != ranges.end() && it->first < Place{.group = group, .begin = end}; ++it) {
+    if (it->first.group != group) continue;
+    const uint64_t first = std::max(begin, it->first.begin);
+    const uint64_t last = std::min(end, it->second);
+    if (first < last) elems += last - first;
+  }
+  return elems;
+}
+
+void GradientAccumulator::SplitAt(Group& group, uint64_t elem) {
+  const auto after = group.cells.upper_bound(elem);
+  if (after == group.cells.begin()) return;
+  auto& [begin, cell] = *std::prev(after);
+  if (begin == elem || cell.end <= elem) return;
+  Cell right = cell;
+  cell.end = elem;
+  if (!right.summed) ++unsummed_cells_;
+  group.cells.emplace(elem, std::move(right));
+}
+
+// Makes [begin, end) consist of whole cells.
+void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
+  Group& group = groups_[index];
+  SplitAt(group, begin);
+  SplitAt(group, end);
+  for (uint64_t at = begin; at < end;) {
+    const auto next = group.cells.lower_bound(at);
+    if (next != group.cells.end() && next->first == at) {
+      at = next->second.end;
+      continue;
+    }
+    const uint64_t gap_end = next == group.cells.end() ? end : std::min(end, next->first);
+    group.cells.emplace(at, Cell{.end = gap_end});
+    ++unsummed_cells_;
+    at = gap_end;
+  }
 }
 
 void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   FOREBAY_CHECK(empty() || step_ == step);
   step_ = step;
-  Group& group = groups_[delivery.group];
-  if (group.by_rank.contains(delivery.rank)) {
+  const uint32_t rank = delivery.rank;
+  const uint64_t elems = delivery.end - delivery.begin;
+  if (DeliveredElems(rank, delivery.group, delivery.begin, delivery.end) > 0) {
     io_.Answer(delivery.command,
                MakeError(ErrorId::kGradRepeat,
-                         absl::StrCat("rank ", delivery.rank, " has delivered a gradient for ",
+                         absl::StrCat("rank ", rank, " has delivered gradients of elements ",
+                                      delivery.begin, " to ", delivery.end, " of ",
                                       NameOf(delivery.group), " in step ", step),
                          "gradient accumulation over several backward passes is not supported"));
     return;
   }
-  if (delivery.rank < group.next_rank || group.summed) {
+  Cut(delivery.group, delivery.begin, delivery.end);
+  Cells& cells = groups_[delivery.group].cells;
+  const auto begin = cells.find(delivery.begin);
+  const auto end = cells.lower_bound(delivery.end);
+  const auto passed = [rank](const auto& entry) { return rank < entry.second.next_rank; };
+  if (std::any_of(begin, end, passed)) {
     io_.Answer(
         delivery.command,
-        MakeError(ErrorId::kStep, absl::StrCat("rank ", delivery.rank, " called step ", step,
-                                               " before it delivered ", NameOf(delivery.group),
-                                               ": its gradient counts as zero in this step")));
+        MakeError(ErrorId::kStep, absl::StrCat("rank ", rank, " called step ", step,
+                                               " before it delivered elements ", delivery.begin,
+                                               " to ", delivery.end, " of ", NameOf(delivery.group),
+                                               ": they count as zero in this step")));
     return;
   }
-  if (group.by_rank.empty()) ++unsummed_groups_;
-  ++delivered_[delivery.rank];
+  const Id id = ++last_id_;
+  contributions_.emplace(id, Contribution{.delivery = delivery, .elems_left = elems});
+  for (auto it = begin; it != end; ++it) it->second.waiting.emplace(rank, id);
   ++delivered_total_;
-  const auto [it, inserted] = group.by_rank.emplace(
-      delivery.rank, Contribution{.command = delivery.command,
-                                  .arena_offset_bytes = delivery.arena_offset_bytes,
-                                  .grad_arena_bytes = delivery.grad_arena_bytes,
-                                  .arrival = ++arrivals_});
-  if (!fault_.ok()) {
-    it->second.state = State::kAdded;
-    AnswerOnce(it->second, absl::OkStatus());
-    return;
+  // Neighbours are merged: as many ranges as there are gaps.
+  std::map<Place, uint64_t>& ranges = delivered_[rank];
+  auto range = ranges.emplace(Place{delivery.group, delivery.begin}, delivery.end).first;
+  const auto next = std::next(range);
+  if (next != ranges.end() && next->first == Place{delivery.group, range->second}) {
+    range->second = next->second;
+    ranges.erase(next);
   }
-  held_.emplace(arrivals_, Key{.group = delivery.group, .rank = delivery.rank});
-  Advance(delivery.group);
+  if (range != ranges.begin()) {
+    const auto before = std::prev(range);
+    if (before->first.group == delivery.group && before->second == range->first.begin) {
+      before->second = range->second;
+      ranges.erase(range);
+    }
+  }
+  TryAddRange(delivery.group, delivery.begin, delivery.end);
+  MakeRoom(rank, delivery.grad_arena_bytes);
   SpillToOverflow();
 }
 
-void GradientAccumulator::Advance(uint32_t index) {
-  Group& group = groups_[index];
-  while (fault_.ok() && group.next_rank < world_size_) {
-    const auto it = group.by_rank.find(group.next_rank);
-    if (it != group.by_rank.end()) {
-      const State state = it->second.state;
-      if (state == State::kHeld || state == State::kOverflow) {
-        StartAdd({.group = index, .rank = group.next_rank});
-      }
-      return;
-    }
-    if (!closed_[group.next_rank]) return;
-    ++group.next_rank;
+// ---------------------------------------------------------------------------------------- addition
+
+bool GradientAccumulator::MayStart() const { return fault_.ok() && io_.stale_tasks() == 0; }
+
+uint64_t GradientAccumulator::FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const {
+  uint64_t held = 0;
+  for (const auto& [id, contribution] : contributions_) {
+    const bool holds = contribution.delivery.rank == rank && contribution.state == State::kArena;
+    if (holds) held += BytesOf(contribution.delivery);
   }
-  if (!fault_.ok() || group.added == 0 || group.summed) return;
-  group.summed = true;
-  const TaskId task =
-      io_.Start(TaskKind::kSumGroup, 0,
-                SumGroup{.accumulator_offset_bytes = plan_.accumulator_offsets[index],
-                         .elems = layout_->groups()[index].padded_elems});
-  running_.emplace(task, Key{.group = index, .rank = kNobody});
+  return (grad_arena_bytes - std::min(held, grad_arena_bytes)) / plan_.piece_bytes;
 }
 
-void GradientAccumulator::StartAdd(const Key& key) {
-  Contribution& contribution = At(key);
-  const bool in_arena = contribution.state == State::kHeld;
-  const SessionId session = in_arena ? contribution.command.session : 0;
-  held_.erase(contribution.arrival);
-  contribution.state = State::kAdding;
-  const TaskId task = io_.Start(
-      TaskKind::kAddGradient, session,
-      AddGradient{.session = session,
-                  .source_offset_bytes = in_arena ? contribution.arena_offset_bytes
-                                                  : OverflowOffset(*contribution.overflow_slot),
-                  .accumulator_offset_bytes = plan_.accumulator_offsets[key.group],
-                  .elems = layout_->groups()[key.group].padded_elems,
-                  .dtype = layout_->spec().dtype,
-                  .sum_dtype = plan_.sum_dtype,
-                  .assign = groups_[key.group].added == 0,
-                  .completes = Completes(key)});
-  running_.emplace(task, key);
+bool GradientAccumulator::IsCrowded(Id id) const {
+  const Contribution& contribution = contributions_.at(id);
+  if (contribution.state == State::kOverflow) return true;
+  return FreePieces(contribution.delivery.rank, contribution.delivery.grad_arena_bytes) < 2;
 }
 
-uint32_t GradientAccumulator::FirstMissingRank(const Key& key) const {
-  const Group& group = groups_[key.group];
-  for (uint32_t rank = group.next_rank; rank < key.rank; ++rank) {
-    if (!closed_[rank] && !group.by_rank.contains(rank)) return rank;
+// Adds what has arrived in order of everything that the rank holds.
+void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
+  if (FreePieces(rank, grad_arena_bytes) >= 2) return;
+  std::vector<Delivery> held;
+  for (const auto& [id, contribution] : contributions_) {
+    if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
   }
-  return kNobody;
+  for (const Delivery& delivery : held) TryAddRange(delivery.group, delivery.begin, delivery.end);
 }
 
-uint32_t GradientAccumulator::DeliveredBefore(uint32_t missing_rank, uint32_t rank) const {
-  for (uint32_t group = 0; group < groups_.size(); ++group) {
-    const auto& by_rank = groups_[group].by_rank;
-    if (by_rank.contains(missing_rank) && !by_rank.contains(rank)) return group;
+void GradientAccumulator::TryAddRange(uint32_t group, uint64_t begin, uint64_t end) {
+  std::vector<uint64_t> begins;
+  const Cells& cells = groups_[group].cells;
+  for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
+    begins.push_back(it->first);
   }
-  return kNobody;
+  for (const uint64_t at : begins) TryAdd(group, at);
 }
 
-// Makes room in the arenas that are crowded by contributions waiting for other ranks, newest first.
-void GradientAccumulator::SpillToOverflow() {
-  std::map<SessionId, uint64_t> waiting_bytes;
-  std::vector<std::pair<Key, uint32_t>> waiting;  // with the rank that each waits for
-  for (const auto& [arrival, key] : held_) {
-    const uint32_t missing_rank = FirstMissingRank(key);
-    // A rank that has called step writes no more, and counts on what it has delivered.
-    if (missing_rank == kNobody || closed_[key.rank]) continue;
-    waiting.emplace_back(key, missing_rank);
-    waiting_bytes[At(key).command.session] += layout_->group_bytes(key.group);
+void GradientAccumulator::TryAddAll() {
+  for (uint32_t group = 0; group < groups_.size(); ++group) TryAddRange(group, 0, UINT64_MAX);
+}
+
+void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
+  const auto it = groups_[group].cells.find(begin);
+  Cell& cell = it->second;
+  if (cell.adding || cell.summed) return;
+  if (!MayStart()) {
+    blocked_ = true;
+    return;
   }
-  for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) {
-    const auto& [key, missing_rank] = *it;
-    Contribution& contribution = At(key);
-    uint64_t& bytes = waiting_bytes[contribution.command.session];
-    if (bytes + layout_->largest_group_bytes() <= contribution.grad_arena_bytes) continue;
-    const auto free = std::find(overflow_used_.begin(), overflow_used_.end(), false);
-    if (free == overflow_used_.end()) {
-      const uint32_t other_group = DeliveredBefore(missing_rank, key.rank);
-      if (other_group == kNobody && !members_.is_detached(missing_rank))
-        continue;  // it will come: wait
-      bytes -= layout_->group_bytes(key.group);
-      Refuse(key, members_.is_detached(missing_rank) ? DetachedError(key, missing_rank)
-                                                     : OrderError(key, missing_rank, other_group));
+  Pass pass{.group = group, .begin = begin, .end = cell.end};
+  bool crowded = false;
+  uint32_t rank = cell.next_rank;
+  for (; rank < world_size_; ++rank) {
+    const auto waiting = cell.waiting.find(rank);
+    if (waiting == cell.waiting.end()) {
+      if (!closed_[rank]) break;
       continue;
     }
-    *free = true;
-    contribution.overflow_slot = static_cast<uint32_t>(free - overflow_used_.begin());
-    bytes -= layout_->group_bytes(key.group);
-    held_.erase(contribution.arrival);
-    contribution.state = State::kMoving;
-    const TaskId task =
-        io_.Start(TaskKind::kMoveGradient, contribution.command.session,
-                  CopyToStepArena{.session = contribution.command.session,
-                                  .grad_offset_bytes = contribution.arena_offset_bytes,
-                                  .step_offset_bytes = OverflowOffset(*contribution.overflow_slot),
-                                  .bytes = layout_->group_bytes(key.group)});
-    running_.emplace(task, key);
+    if (contributions_.at(waiting->second).state == State::kMoving) break;
+    pass.sources.push_back(waiting->second);
+    crowded = crowded || IsCrowded(waiting->second);
+  }
+  pass.completes = rank == world_size_;
+  if (!pass.sources.empty()) {
+    if (!pass.completes && !crowded) return;
+    cell.next_rank = rank;
+    StartPass(group, it, std::move(pass));
+  } else if (pass.completes && cell.has_sum) {
+    cell.next_rank = rank;
+    StartSum(group, it);
+  } else if (pass.completes) {  // every contribution to it was refused
+    cell.next_rank = rank;
+    cell.summed = true;
+    --unsummed_cells_;
   }
 }
 
-absl::Status GradientAccumulator::OrderError(const Key& key, uint32_t missing_rank,
-                                             uint32_t other_group) const {
-  return MakeError(
-      ErrorId::kGradOrder,
-      absl::StrCat("rank ", key.rank, " delivered ", NameOf(key.group), " and rank ", missing_rank,
-                   ", whose gradient is added first, ", NameOf(other_group), " in step ", step_,
-                   "; the overflow for gradients out of order (", plan_.overflow_slots, " x ",
-                   plan_.overflow_slot_bytes, " bytes) is full"),
-      "let every rank deliver its groups in one order, or attach with a larger gradient arena");
+void GradientAccumulator::StartPass(uint32_t group, Cells::iterator at, Pass pass) {
+  Cell& cell = at->second;
+  cell.adding = true;
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  AddGradients action{.accumulator_offset_bytes = plan_.accumulator_offsets[group] +
+                                                  pass.begin * protocol::SizeBytes(plan_.sum_dtype),
+                      .elems = pass.end - pass.begin,
+                      .dtype = layout_->spec().dtype,
+                      .sum_dtype = plan_.sum_dtype,
+                      .assign = !cell.has_sum};
+  for (const Id id : pass.sources) {
+    Contribution& contribution = contributions_.at(id);
+    const Delivery& delivery = contribution.delivery;
+    ++contribution.passes;
+    cell.waiting.erase(delivery.rank);
+    const bool in_arena = contribution.state == State::kArena;
+    action.sources.push_back(
+        {.session = in_arena ? delivery.command.session : 0,
+         .offset_bytes = (in_arena ? delivery.arena_offset_bytes
+                                   : OverflowOffset(delivery.rank, *contribution.slot)) +
+                         (pass.begin - delivery.begin) * width});
+  }
+  const TaskId task = io_.StartAdd(std::move(action));
+  adding_.emplace(task, std::move(pass));
 }
 
-absl::Status GradientAccumulator::DetachedError(const Key& key, uint32_t missing_rank) const {
-  return MakeError(
-      ErrorId::kRankLost,
-      absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group), " in step ",
-                   step_, " waits for rank ", missing_rank, ", which has detached"),
-      "attach that rank again");
-}
-
-// The contribution is not taken: the rank may deliver the group again.
-void GradientAccumulator::Refuse(const Key& key, const absl::Status& status) {
-  Contribution& contribution = At(key);
-  AnswerOnce(contribution, status);
-  held_.erase(contribution.arrival);
-  Group& group = groups_[key.group];
-  group.by_rank.erase(key.rank);
-  if (group.by_rank.empty()) --unsummed_groups_;
-  --delivered_[key.rank];
-  --delivered_total_;
-}
-
-GradientAccumulator::Key GradientAccumulator::FinishRunning(TaskId task) {
-  const auto it = running_.find(task);
-  FOREBAY_CHECK(it != running_.end());
-  const Key key = it->second;
-  running_.erase(it);
-  return key;
+void GradientAccumulator::StartSum(uint32_t group, Cells::iterator at) {
+  Cell& cell = at->second;
+  cell.adding = true;
+  const TaskId task = io_.Start(
+      TaskKind::kSumGradient, 0,
+      SumGradient{.accumulator_offset_bytes = plan_.accumulator_offsets[group] +
+                                              at->first * protocol::SizeBytes(plan_.sum_dtype),
+                  .elems = cell.end - at->first});
+  summing_.emplace(task,
+                   Pass{.group = group, .begin = at->first, .end = cell.end, .completes = true});
 }
 
 void GradientAccumulator::OnAdded(const TaskDone& done) {
-  const Key key = FinishRunning(done.task);
-  Contribution& contribution = At(key);
-  Group& group = groups_[key.group];
-  if (contribution.overflow_slot) overflow_used_[*contribution.overflow_slot] = false;
-  contribution.overflow_slot.reset();
-  contribution.state = State::kAdded;
+  const auto node = adding_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  const Pass& pass = node.mapped();
   if (done.count > 0) {
-    const absl::Status fault =
+    Contribution& culprit = contributions_.at(pass.sources.at(done.count - 1));
+    fault_ =
         MakeError(ErrorId::kNonfinite,
-                  absl::StrCat("the gradient of rank ", key.rank, " for ", NameOf(key.group),
-                               " in step ", step_, " holds NaN or infinity"),
+                  absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
+                               NameOf(pass.group), " in step ", step_, " holds NaN or infinity"),
                   "the step was not applied; repeat it with other gradients");
-    AnswerOnce(contribution, fault);
-    Invalidate(fault);
+    AnswerOnce(culprit, fault_);
     return;
   }
-  AnswerOnce(contribution, absl::OkStatus());
-  ++group.added;
-  ++group.next_rank;
-  if (Completes(key)) {
-    group.summed = true;
-    RecordSum(key.group, done.sum_squares);
-  }
-  Advance(key.group);
-  SpillToOverflow();
-}
-
-void GradientAccumulator::OnMoved(const TaskDone& done) {
-  const Key key = FinishRunning(done.task);
-  Contribution& contribution = At(key);
-  contribution.state = fault_.ok() ? State::kOverflow : State::kAdded;
-  AnswerOnce(contribution, absl::OkStatus());
-  Advance(key.group);
+  EndPass(pass, done);
 }
 
 void GradientAccumulator::OnSummed(const TaskDone& done) {
-  RecordSum(FinishRunning(done.task).group, done.sum_squares);
+  const auto node = summing_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  EndPass(node.mapped(), done);
 }
 
-void GradientAccumulator::RecordSum(uint32_t group, double sum_squares) {
-  --unsummed_groups_;
-  groups_[group].sum_squares = sum_squares;
-  if (std::isfinite(sum_squares)) return;
-  Invalidate(MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(group),
+void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
+  if (!done.squares.finite()) {
+    fault_ = MakeError(ErrorId::kNonfinite,
+                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(pass.group),
                                     " in step ", step_, " is not finite"),
-                       "the step was not applied; repeat it with other gradients"));
-}
-
-void GradientAccumulator::Invalidate(const absl::Status& fault) {
-  if (!fault_.ok()) return;
-  fault_ = fault;
-  held_.clear();
-  for (Group& group : groups_) {
-    for (auto& [rank, contribution] : group.by_rank) {
-      if (contribution.state == State::kMoving || contribution.state == State::kAdding) continue;
-      contribution.state = State::kAdded;
-      AnswerOnce(contribution, absl::OkStatus());
-    }
+                       "the step was not applied; repeat it with other gradients");
+    return;
   }
-}
-
-void GradientAccumulator::CloseRank(uint32_t rank) {
-  closed_[rank] = true;
-  for (uint32_t group = 0; group < groups_.size(); ++group) {
-    if (!groups_[group].by_rank.empty()) Advance(group);
+  Group& group = groups_[pass.group];
+  if (pass.completes) group.squares.Merge(done.squares);
+  for (auto it = group.cells.lower_bound(pass.begin);
+       it != group.cells.end() && it->first < pass.end; ++it) {
+    it->second.adding = false;
+    it->second.has_sum = true;
+    if (!pass.completes) continue;
+    it->second.summed = true;
+    --unsummed_cells_;
   }
+  for (const Id id : pass.sources) {
+    Contribution& contribution = contributions_.at(id);
+    --contribution.passes;
+    contribution.elems_left -= pass.end - pass.begin;
+    if (contribution.elems_left == 0) Release(id);
+  }
+  TryAddRange(pass.group, pass.begin, pass.end);
   SpillToOverflow();
 }
 
-void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& status) {
-  for (Group& group : groups_) {
-    for (auto& [rank, contribution] : group.by_rank) {
-      if (contribution.command.session == session) AnswerOnce(contribution, status);
+// It is wholly added: its bytes are free.
+void GradientAccumulator::Release(Id id) {
+  Contribution& contribution = contributions_.at(id);
+  AnswerOnce(contribution, absl::OkStatus());
+  if (contribution.slot) overflow_used_[contribution.delivery.rank][*contribution.slot] = false;
+  contributions_.erase(id);
+}
+
+void GradientAccumulator::Pump() {
+  if (!blocked_ || !MayStart()) return;
+  blocked_ = false;
+  TryAddAll();
+  SpillToOverflow();
+}
+
+// ------------------------------------------------------------------------------------- the overflow
+
+uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution) const {
+  const Delivery& delivery = contribution.delivery;
+  const Cells& cells = groups_[delivery.group].cells;
+  for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
+       ++it) {
+    const Cell& cell = it->second;
+    for (uint32_t rank = cell.next_rank; rank < delivery.rank; ++rank) {
+      if (!closed_[rank] && !cell.waiting.contains(rank)) return rank;
     }
   }
+  return kNobody;
+}
+
+// Makes room in the arenas that are full of contributions waiting for other ranks, newest first. A
+// rank that has called step needs no room.
+void GradientAccumulator::SpillToOverflow() {
+  if (!MayStart()) {
+    blocked_ = blocked_ || fault_.ok();
+    return;
+  }
+  std::vector<Id> newest_first;
+  for (auto it = contributions_.rbegin(); it != contributions_.rend(); ++it) {
+    const Contribution& contribution = it->second;
+    if (contribution.state != State::kArena || contribution.passes > 0) continue;
+    if (closed_[contribution.delivery.rank]) continue;
+    newest_first.push_back(it->first);
+  }
+  for (const Id id : newest_first) {
+    const Contribution& contribution = contributions_.at(id);
+    const Delivery& delivery = contribution.delivery;
+    if (FreePieces(delivery.rank, delivery.grad_arena_bytes) > 0) continue;
+    const uint32_t missing_rank = FirstMissingRank(contribution);
+    if (missing_rank == kNobody || Spill(id)) continue;
+    if (members_.is_detached(missing_rank)) Refuse(id, missing_rank);
+  }
+}
+
+// False where its rank has no free slot.
+bool GradientAccumulator::Spill(Id id) {
+  Contribution& contribution = contributions_.at(id);
+  const Delivery& delivery = contribution.delivery;
+  auto& used = overflow_used_[delivery.rank];
+  const auto free = std::find(used.begin(), used.end(), false);
+  if (free == used.end()) return false;
+  *free = true;
+  contribution.slot = static_cast<uint32_t>(free - used.begin());
+  contribution.state = State::kMoving;
+  const TaskId task = io_.Start(
+      TaskKind::kMoveGradient, delivery.command.session,
+      CopyToStepArena{.session = delivery.command.session,
+                      .grad_offset_bytes = delivery.arena_offset_bytes,
+                      .step_offset_bytes = OverflowOffset(delivery.rank, *contribution.slot),
+                      .bytes = BytesOf(delivery)});
+  moving_.emplace(task, id);
+  return true;
+}
+
+void GradientAccumulator::OnMoved(const TaskDone& done) {
+  const auto node = moving_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  Contribution& contribution = contributions_.at(node.mapped());
+  const Delivery delivery = contribution.delivery;
+  contribution.state = State::kOverflow;
+  AnswerOnce(contribution, absl::OkStatus());
+  TryAddRange(delivery.group, delivery.begin, delivery.end);
+  SpillToOverflow();
+}
+
+// The rank may deliver the range again. One of which a part was added stays.
+void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
+  Contribution& contribution = contributions_.at(id);
+  const Delivery delivery = contribution.delivery;
+  if (contribution.elems_left < delivery.end - delivery.begin) return;
+  AnswerOnce(contribution,
+             MakeError(ErrorId::kRankLost,
+                       absl::StrCat("the gradient of rank ", delivery.rank, " for ",
+                                    NameOf(delivery.group), " in step ", step_, " waits for rank ",
+                                    missing_rank, ", which has detached"),
+                       "attach that rank again"));
+  Cells& cells = groups_[delivery.group].cells;
+  for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
+       ++it) {
+    it->second.waiting.erase(delivery.rank);
+  }
+  contributions_.erase(id);
+  --delivered_total_;
+  // Out of the merged range that holds it.
+  std::map<Place, uint64_t>& ranges = delivered_[delivery.rank];
+  const auto range = std::prev(ranges.upper_bound({delivery.group, delivery.begin}));
+  const uint64_t end = std::exchange(range->second, delivery.begin);
+  if (range->first.begin == delivery.begin) ranges.erase(range);
+  if (delivery.end < end) ranges.emplace(Place{delivery.group, delivery.end}, end);
+}
+
+// ------------------------------------------------------------------------------------------- ranks
+
+void GradientAccumulator::CloseRank(uint32_t rank) {
+  closed_[rank] = true;
+  TryAddAll();
+  SpillToOverflow();
 }
 
 void GradientAccumulator::ReopenRanks() { closed_.assign(world_size_, false); }
 
-void GradientAccumulator::Drop(const absl::Status& status) {
-  for (Group& group : groups_) {
-    for (auto& [rank, contribution] : group.by_rank) AnswerOnce(contribution, status);
+void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& status) {
+  for (auto& [id, contribution] : contributions_) {
+    if (contribution.delivery.command.session == session) AnswerOnce(contribution, status);
   }
+}
+
+void GradientAccumulator::Drop(const absl::Status& status) {
+  for (auto& [id, contribution] : contributions_) AnswerOnce(contribution, status);
   Forget();
 }
 
-void GradientAccumulator::Clear(const absl::Status& status) {
-  FOREBAY_CHECK(running_.empty());
-  Drop(status);
-}
-
 bool GradientAccumulator::reduced() const {
-  if (!running_.empty()) return false;
-  if (!fault_.ok()) return true;
-  return unsummed_groups_ == 0 && std::find(closed_.begin(), closed_.end(), false) == closed_.end();
+  if (!adding_.empty() || !summing_.empty() || !moving_.empty()) return false;
+  return unsummed_cells_ == 0 && std::find(closed_.begin(), closed_.end(), false) == closed_.end();
 }
 
 bool GradientAccumulator::UsesArenaOf(SessionId session) const {
-  return std::any_of(held_.begin(), held_.end(), [&](const auto& entry) {
-    return groups_[entry.second.group].by_rank.at(entry.second.rank).command.session == session;
+  return std::any_of(contributions_.begin(), contributions_.end(), [session](const auto& entry) {
+    return entry.second.state != State::kOverflow &&
+           entry.second.delivery.command.session == session;
   });
-}
-
-std::vector<bool> GradientAccumulator::delivered_groups() const {
-  std::vector<bool> delivered;
-  for (const Group& group : groups_) delivered.push_back(!group.by_rank.empty());
-  return delivered;
 }
 
 double GradientAccumulator::SumSquares() const {
   double sum = 0;
-  for (const Group& group : groups_) sum += group.sum_squares;
+  for (const Group& group : groups_) sum += group.squares.ToDouble();
   return sum;
 }
 
 uint64_t GradientAccumulator::unanswered(SessionId session) const {
-  uint64_t count = 0;
-  for (const Group& group : groups_) {
-    for (const auto& [rank, contribution] : group.by_rank) {
-      if (!contribution.answered && contribution.command.session == session) ++count;
-    }
-  }
-  return count;
+  const auto count =
+      std::count_if(contributions_.begin(), contributions_.end(), [session](const auto& entry) {
+        return !entry.second.answered && entry.second.delivery.command.session == session;
+      });
+  return static_cast<uint64_t>(count);
 }
 
 void GradientAccumulator::CheckInvariants() const {
-  uint64_t in_overflow = 0;
-  uint64_t held = 0;
-  uint64_t delivered = 0;
+  std::map<Id, uint64_t> waiting_elems;
+  uint64_t unsummed = 0;
   for (const Group& group : groups_) {
-    uint32_t adding = 0;
-    delivered += group.by_rank.size();
-    for (const auto& [rank, contribution] : group.by_rank) {
-      const State state = contribution.state;
-      if (state == State::kAdding) {
-        ++adding;
-        FOREBAY_CHECK(rank == group.next_rank);
+    uint64_t last_end = 0;
+    for (const auto& [begin, cell] : group.cells) {
+      FOREBAY_CHECK(begin >= last_end && begin < cell.end);
+      last_end = cell.end;
+      if (!cell.summed) ++unsummed;
+      FOREBAY_CHECK(!cell.summed || (cell.waiting.empty() && cell.next_rank == world_size_));
+      for (const auto& [rank, id] : cell.waiting) {
+        FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
+        waiting_elems[id] += cell.end - begin;
       }
-      if (contribution.overflow_slot) {
-        ++in_overflow;
-        FOREBAY_CHECK(overflow_used_[*contribution.overflow_slot]);
-      }
-      if (state == State::kHeld) ++held;
-      if (fault_.ok()) FOREBAY_CHECK((state == State::kAdded) == (rank < group.next_rank));
     }
-    FOREBAY_CHECK(adding <= 1);  // one add per group at a time
-    FOREBAY_CHECK(group.next_rank <= world_size_ && group.added <= group.next_rank);
   }
-  FOREBAY_CHECK(delivered == delivered_total_);
-  FOREBAY_CHECK(held == held_.size());
-  const auto used = std::count(overflow_used_.begin(), overflow_used_.end(), true);
-  FOREBAY_CHECK(static_cast<uint64_t>(used) == in_overflow);
+  FOREBAY_CHECK(unsummed == unsummed_cells_);
+  uint64_t slots = 0;
+  for (const auto& [id, contribution] : contributions_) {
+    const bool waits = contribution.passes == 0 && fault_.ok();
+    if (waits) FOREBAY_CHECK(waiting_elems[id] == contribution.elems_left);
+    FOREBAY_CHECK((contribution.state == State::kArena) == !contribution.slot.has_value());
+    FOREBAY_CHECK(contribution.answered || contribution.state != State::kOverflow);
+    if (contribution.slot) ++slots;
+  }
+  for (const auto& used : overflow_used_) {
+    slots -= static_cast<uint64_t>(std::count(used.begin(), used.end(), true));
+  }
+  FOREBAY_CHECK(slots == 0);
 }
 
 }  // namespace forebay::daemon

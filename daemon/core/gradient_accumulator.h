@@ -2,6 +2,7 @@
 // is added.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -10,30 +11,36 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cpu_adam/square_sum.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
+#include "daemon/core/limits.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
 
-// A group's gradient is the sum of its ranks' contributions, added in float32 in the order of ranks
-// whatever the order of arrival; so the bits do not depend on timing. A contribution that must wait
-// for a lower rank stays in its session's arena while that leaves room for one more of the largest
-// group, else it moves to the overflow; with the overflow full it goes on waiting, unless the ranks
-// deliver in different orders: then it is refused.
+// An element's gradient is the sum of its ranks' contributions, added in float32 in the order of
+// ranks whatever the order of arrival; so the bits do not depend on timing.
 //
-// The last rank's addition brings the group's sum of squares with it; where that rank delivers
-// nothing, which is known when it calls step, another pass over the sum does.
+// A contribution is a range of a group (wire.h). Where all ranks have delivered a range it is summed
+// in one pass. Before that, the ranks that have arrived in order are added where one of them has
+// fewer than two free pieces in its arena. A contribution that must wait for a lower rank while its
+// arena has no free piece moves to one of its rank's overflow slots; with these full it waits. A rank
+// waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
 //
-// A contribution or a sum that is not finite invalidates the step: nothing is added any more, whatever
-// else arrives is taken and dropped, and fault() says why, until Clear().
+// Ranks may cut a group differently: ranges are split where contributions begin and end (cells).
+//
+// A contribution or a sum that is not finite ends the attempt: fault() says why, nothing is added any
+// more, and the caller drops everything.
 class GradientAccumulator {
  public:
   struct Delivery {
     uint32_t rank = 0;
     uint32_t group = 0;
+    uint64_t begin = 0;  // elements of the group
+    uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // of the session, for gradients
     CommandId command;
@@ -42,22 +49,23 @@ class GradientAccumulator {
   GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
                       const MemoryPlan& plan, const Membership& members);
 
-  // Takes a checked kGradReady of step `step`; it is answered when its bytes are free, or at once
-  // with an error.
+  // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
-  // Errors  E_GRAD_REPEAT  the rank has delivered this group.
-  //         E_STEP         the group went on without the rank after it had called step.
-  //         E_GRAD_ORDER   see above; the contribution is not taken.
+  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range.
+  //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Outcomes of this accumulator's tasks; stale ones (JobIo::NewEpoch) are not brought here.
+  // Outcomes of its tasks. Not of stale ones (JobIo::NewEpoch).
   void OnAdded(const TaskDone& done);
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
 
+  // Starts what waited for the end of stale tasks.
+  void Pump();
+
   // `rank` has called step: what it has not delivered counts as zero.
   void CloseRank(uint32_t rank);
-  void ReopenRanks();  // no vote stands any more
+  void ReopenRanks();  // every step call was refused
 
   // A rank has detached. Contributions that would wait for it without end, for want of room, are
   // refused with E_RANK_LOST.
@@ -69,73 +77,89 @@ class GradientAccumulator {
   // Answers all that wait with `status` and forgets everything. Tasks may still run: the caller
   // makes them stale.
   void Drop(const absl::Status& status);
-  // The same for an accumulator whose tasks have all ended.
-  void Clear(const absl::Status& status);
 
   bool empty() const { return delivered_total_ == 0; }
-  bool idle() const { return running_.empty(); }
-  bool has_delivered(uint32_t rank) const { return delivered_[rank] > 0; }
-  // All ranks are closed and every group with a contribution is summed, or the step is invalidated;
-  // nothing runs.
+  bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
+  // Elements of [begin, end) of a group that the rank has delivered.
+  uint64_t DeliveredElems(uint32_t rank, uint32_t group, uint64_t begin, uint64_t end) const;
+  // All ranks are closed and everything is summed; nothing runs.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
-
-  const absl::Status& fault() const { return fault_; }  // OK: the step is well
-  std::vector<bool> delivered_groups() const;           // by group: somebody contributed
-  double SumSquares() const;                            // added in the order of groups
+  const absl::Status& fault() const { return fault_; }
+  double SumSquares() const;  // added in the order of groups
 
   // Commands not answered yet, for CheckInvariants.
   uint64_t unanswered(SessionId session) const;
   void CheckInvariants() const;
 
  private:
-  enum class State : uint8_t { kHeld, kMoving, kOverflow, kAdding, kAdded };
+  enum class State : uint8_t { kArena, kMoving, kOverflow };
+  using Id = uint64_t;  // of a contribution, in the order of arrival
 
   struct Contribution {
-    State state = State::kHeld;
+    Delivery delivery;
+    State state = State::kArena;
     bool answered = false;
-    CommandId command;
-    uint64_t arena_offset_bytes = 0;
-    uint64_t grad_arena_bytes = 0;
-    std::optional<uint32_t> overflow_slot = {};  // where its bytes are or are being moved to
-    uint64_t arrival = 0;
+    std::optional<uint32_t> slot = {};  // of the overflow of its rank
+    uint64_t elems_left = 0;            // not added yet
+    uint32_t passes = 0;                // that read it now
   };
+
+  // A range in which every contribution covers all or nothing.
+  struct Cell {
+    uint64_t end = 0;
+    uint32_t next_rank = 0;  // lower ranks are added, being added, or count as zero
+    bool adding = false;
+    bool has_sum = false;  // the accumulator holds a sum
+    bool summed = false;   // of all ranks, squares included
+    std::map<uint32_t, Id> waiting = {};
+  };
+  using Cells = std::map<uint64_t, Cell>;  // by first element
 
   struct Group {
-    std::map<uint32_t, Contribution> by_rank;
-    uint32_t next_rank = 0;  // all lower ranks are added or counted as zero
-    uint32_t added = 0;
-    bool summed = false;
-    double sum_squares = 0;
+    Cells cells;
+    cpu_adam::SquareSum squares;
   };
 
-  struct Key {
+  // One task over a range of a group.
+  struct Pass {
     uint32_t group = 0;
-    uint32_t rank = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    std::vector<Id> sources = {};  // in the order of ranks
+    bool completes = false;
+  };
+  struct Place {
+    uint32_t group = 0;
+    uint64_t begin = 0;
+
+    auto operator<=>(const Place&) const = default;
   };
 
   static constexpr uint32_t kNobody = UINT32_MAX;
 
-  Contribution& At(const Key& key) { return groups_[key.group].by_rank.at(key.rank); }
-  Key FinishRunning(TaskId task);
-  void Advance(uint32_t group);
-  void StartAdd(const Key& key);
-  bool Completes(const Key& key) const { return key.rank + 1 == world_size_; }
-  void RecordSum(uint32_t group, double sum_squares);
-  uint64_t OverflowOffset(uint32_t slot) const {
-    return plan_.overflow_offset + slot * plan_.overflow_slot_bytes;
-  }
+  void Cut(uint32_t group, uint64_t begin, uint64_t end);
+  void SplitAt(Group& group, uint64_t elem);
+  bool MayStart() const;
+  void TryAdd(uint32_t group, uint64_t begin);
+  void TryAddRange(uint32_t group, uint64_t begin, uint64_t end);
+  void TryAddAll();
+  bool IsCrowded(Id id) const;
+  void MakeRoom(uint32_t rank, uint64_t grad_arena_bytes);
+  uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
+  void StartPass(uint32_t group, Cells::iterator cell, Pass pass);
+  void StartSum(uint32_t group, Cells::iterator cell);
+  void EndPass(const Pass& pass, const TaskDone& done);
+  void Release(Id id);
   void SpillToOverflow();
-  void Refuse(const Key& key, const absl::Status& status);
-  absl::Status OrderError(const Key& key, uint32_t missing_rank, uint32_t other_group) const;
-  absl::Status DetachedError(const Key& key, uint32_t missing_rank) const;
-  // Lowest rank it waits for that has yet to deliver
-  uint32_t FirstMissingRank(const Key& key) const;
-  uint32_t DeliveredBefore(uint32_t missing_rank,
-                           uint32_t rank) const;  // a group only `missing_rank` did
+  bool Spill(Id id);
+  void Refuse(Id id, uint32_t missing_rank);
+  uint32_t FirstMissingRank(const Contribution& contribution) const;
   void AnswerOnce(Contribution& contribution, const absl::Status& status);
-  void Invalidate(const absl::Status& fault);
   void Forget();
+  uint64_t BytesOf(const Delivery& delivery) const;
+  uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
+  uint64_t GroupElems(uint32_t group) const { return layout_->groups()[group].padded_elems; }
   std::string NameOf(uint32_t group) const;
 
   JobIo& io_;
@@ -145,14 +169,17 @@ class GradientAccumulator {
   uint32_t world_size_;
   uint64_t step_ = 0;
   std::vector<Group> groups_;
-  std::vector<bool> closed_;         // by rank
-  std::vector<uint64_t> delivered_;  // by rank: groups
+  std::vector<bool> closed_;                          // by rank
+  std::vector<std::map<Place, uint64_t>> delivered_;  // by rank: ranges to their ends, merged
   uint64_t delivered_total_ = 0;
-  uint64_t unsummed_groups_ = 0;  // with a contribution
-  std::vector<bool> overflow_used_;
-  std::map<uint64_t, Key> held_;  // by arrival; State::kHeld alone
-  uint64_t arrivals_ = 0;
-  std::map<TaskId, Key> running_;
+  uint64_t unsummed_cells_ = 0;
+  std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
+  std::map<Id, Contribution> contributions_;                            // that are not wholly added
+  Id last_id_ = 0;
+  std::map<TaskId, Pass> adding_;
+  std::map<TaskId, Pass> summing_;
+  std::map<TaskId, Id> moving_;
+  bool blocked_ = false;  // something waits for the end of stale tasks
   absl::Status fault_;
 };
 

@@ -10,24 +10,49 @@
 namespace forebay::daemon {
 
 using protocol::ErrorId;
+using protocol::kGradUnitElems;
 using protocol::MakeError;
 
+InitialParameters::InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout)
+    : io_(io), layout_(std::move(layout)) {
+  for (const protocol::GroupPlace& group : layout_->groups()) {
+    written_.emplace_back((group.padded_elems + kGradUnitElems - 1) / kGradUnitElems, false);
+  }
+}
+
+void InitialParameters::SetWritten(const Running& range, bool written) {
+  for (uint64_t elem = range.begin; elem < range.end; elem += kGradUnitElems) {
+    written_[range.group][elem / kGradUnitElems] = written;
+  }
+}
+
 void InitialParameters::Write(const CommandId& command, const protocol::Command& words) {
-  const auto same_group = [&](const auto& entry) { return entry.second.group == words.group; };
-  if (std::any_of(running_.begin(), running_.end(), same_group)) {
-    io_.Answer(command, MakeError(ErrorId::kProtocol, absl::StrCat("group ", words.group,
-                                                                   " is being written already")));
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  const Running range{.command = command,
+                      .group = words.group,
+                      .begin = words.element_offset,
+                      .end = words.element_offset + words.length_bytes / width};
+  const auto overlaps = [&range](const auto& entry) {
+    const Running& other = entry.second;
+    return other.group == range.group && other.begin < range.end && range.begin < other.end;
+  };
+  if (std::any_of(running_.begin(), running_.end(), overlaps)) {
+    io_.Answer(command,
+               MakeError(ErrorId::kProtocol,
+                         absl::StrCat("elements ", range.begin, " to ", range.end, " of group ",
+                                      words.group, " are being written already")));
     return;
   }
-  written_[words.group] = false;
+  SetWritten(range, false);
   const TaskId task = io_.Start(
       TaskKind::kCopyInitial, command.session,
       CopyInitial{.session = command.session,
                   .grad_offset_bytes = words.arena_offset_bytes,
-                  .weights_offset_bytes = layout_->groups()[words.group].weights_offset_bytes,
-                  .bytes = layout_->group_bytes(words.group),
+                  .weights_offset_bytes =
+                      layout_->groups()[words.group].weights_offset_bytes + range.begin * width,
+                  .bytes = words.length_bytes,
                   .dtype = layout_->spec().dtype});
-  running_.emplace(task, Running{.command = command, .group = words.group});
+  running_.emplace(task, range);
 }
 
 void InitialParameters::OnCopied(const TaskDone& done) {
@@ -43,7 +68,7 @@ void InitialParameters::OnCopied(const TaskDone& done) {
                                layout_->spec().group_names[copy.group], ") hold NaN or infinity"),
                   "check the initialisation or the loaded checkpoint");
   }
-  written_[copy.group] = status.ok();
+  SetWritten(copy, status.ok());
   io_.Answer(copy.command, status);
   TryDone();
 }
@@ -62,13 +87,15 @@ void InitialParameters::Done(const CommandId& command) {
 void InitialParameters::TryDone() {
   if (!done_ || !running_.empty()) return;
   const CommandId command = *std::exchange(done_, std::nullopt);
-  const auto missing = std::find(written_.begin(), written_.end(), false);
+  const auto missing = std::find_if(written_.begin(), written_.end(), [](const auto& units) {
+    return std::find(units.begin(), units.end(), false) != units.end();
+  });
   if (missing != written_.end()) {
     const auto group = static_cast<size_t>(missing - written_.begin());
     io_.Answer(command,
                MakeError(ErrorId::kNotReady,
                          absl::StrCat("the initial parameters of group ", group, " (",
-                                      layout_->spec().group_names[group], ") were not written"),
+                                      layout_->spec().group_names[group], ") were not all written"),
                          "write every group, then end the initialisation"));
     return;
   }
@@ -83,7 +110,7 @@ void InitialParameters::Reset(const absl::Status& status) {
   running_.clear();
   done_.reset();
   writer_ = 0;
-  written_.assign(written_.size(), false);
+  for (std::vector<bool>& units : written_) units.assign(units.size(), false);
 }
 
 }  // namespace forebay::daemon

@@ -1,4 +1,4 @@
-// The initial parameters of a fresh job: one session writes every group, then ends the
+// The initial parameters of a fresh job: one session writes every group, in ranges, then ends the
 // initialisation.
 #pragma once
 
@@ -19,18 +19,16 @@ namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout)
-      : io_(io), layout_(std::move(layout)), written_(layout_->groups().size(), false) {}
+  InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout);
 
   SessionId writer() const { return writer_; }  // 0: nobody
   void set_writer(SessionId session) { writer_ = session; }
   bool ready() const { return ready_; }
 
-  // A checked kWriteInitial of the writer. Answered when the group's bytes are in the weights and are
-  // finite.
+  // A checked kWriteInitial of the writer. Answered when the range is in the weights and is finite.
   //
-  // Errors  E_PROTOCOL   an earlier write of the group has not been answered.
-  //         E_NONFINITE  the group counts as not written.
+  // Errors  E_PROTOCOL   an earlier write to the range has not been answered.
+  //         E_NONFINITE  the range counts as not written.
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
@@ -48,15 +46,18 @@ class InitialParameters {
   struct Running {
     CommandId command;
     uint32_t group = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
   };
 
   void TryDone();
+  void SetWritten(const Running& range, bool written);
 
   JobIo& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   SessionId writer_ = 0;
   bool ready_ = false;
-  std::vector<bool> written_;  // by group
+  std::vector<std::vector<bool>> written_;  // by group, by unit of kGradUnitElems
   std::map<TaskId, Running> running_;
   std::optional<CommandId> done_;  // a kInitialDone that waits
 };

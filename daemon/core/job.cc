@@ -191,7 +191,6 @@ void Job::AnswerAttachOk(Session& session) {
                                     .trace = step_.trace()});
     return;
   }
-  step_.OnAttached(session);
   const bool writes_initial = !initial_.ready();
   if (writes_initial) initial_.set_writer(session.id);
   io_.actions().Emit(
@@ -208,7 +207,8 @@ void Job::AnswerAttachOk(Session& session) {
                    .extra_state_offset = step_.extra_state_offset(session.rank),
                    .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
                    .rank0_extra_state_offset = step_.extra_state_offset(0),
-                   .trace = step_.trace()});
+                   .trace = step_.trace(),
+                   .attempt = step_.attempt()});
 }
 
 void Job::CloseEnded() {
@@ -335,14 +335,14 @@ void Job::OnTaskDone(const TaskDone& done) {
       OnMemoryMade(done);
       return;
     case TaskKind::kSessionMemory:
-      OnSessionMemoryMade(task.session, done.status);
+      OnSessionMemoryMade(task.sessions.at(0), done.status);
       return;
     case TaskKind::kCopyInitial:
       if (task.epoch == epoch) initial_.OnCopied(done);
       return;
-    case TaskKind::kAddGradient:
+    case TaskKind::kAddGradients:
     case TaskKind::kMoveGradient:
-    case TaskKind::kSumGroup:
+    case TaskKind::kSumGradient:
       if (task.epoch == epoch) fatal = step_.OnGradientTask(task.kind, done);
       break;
     case TaskKind::kCopyExtraState:

@@ -1,5 +1,7 @@
 #include "daemon/core/job_io.h"
 
+#include <utility>
+
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 
@@ -7,8 +9,8 @@ namespace forebay::daemon {
 namespace {
 
 bool IsOfOneEpoch(TaskKind kind) {
-  return kind == TaskKind::kCopyInitial || kind == TaskKind::kAddGradient ||
-         kind == TaskKind::kMoveGradient || kind == TaskKind::kSumGroup;
+  return kind == TaskKind::kCopyInitial || kind == TaskKind::kAddGradients ||
+         kind == TaskKind::kMoveGradient || kind == TaskKind::kSumGradient;
 }
 
 }  // namespace
@@ -21,15 +23,27 @@ JobId ActionSink::FinishTask(TaskId task) {
   return job;
 }
 
-TaskId JobIo::NewTask(TaskKind kind, SessionId session) {
+TaskId JobIo::NewTask(TaskKind kind, std::vector<SessionId> sessions) {
   const TaskId id = actions_.NewTask(job_);
-  tasks_.emplace(id, Task{.kind = kind, .session = session, .epoch = epoch_});
-  if (session != 0) ++sessions_.at(session).tasks;
+  for (const SessionId session : sessions) ++sessions_.at(session).tasks;
+  tasks_.emplace(id, Task{.kind = kind, .sessions = std::move(sessions), .epoch = epoch_});
   return id;
 }
 
+TaskId JobIo::StartAdd(AddGradients action) {
+  std::vector<SessionId> sessions;
+  for (const GradientSource& source : action.sources) {
+    if (source.session != 0) sessions.push_back(source.session);
+  }
+  const TaskId task = NewTask(TaskKind::kAddGradients, std::move(sessions));
+  action.task = task;
+  action.job = job_;
+  actions_.Emit(std::move(action));
+  return task;
+}
+
 TaskId JobIo::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
-  const TaskId id = NewTask(TaskKind::kSessionMemory, session);
+  const TaskId id = NewTask(TaskKind::kSessionMemory, {session});
   actions_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
   return id;
 }
@@ -39,8 +53,8 @@ Task JobIo::Finish(TaskId id) {
   FOREBAY_CHECK(it != tasks_.end());
   const Task task = it->second;
   tasks_.erase(it);
-  if (task.session != 0) {
-    SessionCounters& counters = sessions_.at(task.session);
+  for (const SessionId session : task.sessions) {
+    SessionCounters& counters = sessions_.at(session);
     FOREBAY_CHECK(counters.tasks > 0);
     --counters.tasks;
   }
@@ -72,6 +86,7 @@ void JobIo::Answer(const CommandId& command, protocol::Completion completion,
   completion.op = command.op;
   completion.error = static_cast<uint32_t>(protocol::IdOf(status));
   completion.committed_step = committed_step_;
+  completion.attempt = attempt_;
   actions_.Emit(
       AnswerCommand{.session = command.session, .completion = completion, .status = status});
 }

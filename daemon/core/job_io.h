@@ -47,9 +47,9 @@ enum class TaskKind : uint8_t {
   kJobSwap,
   kSessionMemory,
   kCopyInitial,  // these four are of one epoch: see NewEpoch
-  kAddGradient,
+  kAddGradients,
   kMoveGradient,
-  kSumGroup,
+  kSumGradient,
   kCopyExtraState,
   kReadBlock,
   kUpdateBlock,
@@ -59,7 +59,7 @@ enum class TaskKind : uint8_t {
 
 struct Task {
   TaskKind kind = TaskKind::kJobMemory;
-  SessionId session = 0;  // whose arena it uses; 0: none
+  std::vector<SessionId> sessions = {};  // whose arenas it uses
   uint64_t epoch = 0;
 };
 
@@ -69,18 +69,22 @@ class JobIo {
 
   JobId job() const { return job_; }
   ActionSink& actions() { return actions_; }
+  // What every answer says.
   void set_committed_step(uint64_t step) { committed_step_ = step; }
+  void set_attempt(uint64_t attempt) { attempt_ = attempt; }
 
   // Starts an action that has `task` and `job` fields. `session` (0: none) lends its arena until
   // the task is done.
   template <typename TaskAction>
   TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
-    const TaskId task = NewTask(kind, session);
+    const TaskId task =
+        NewTask(kind, session != 0 ? std::vector<SessionId>{session} : std::vector<SessionId>{});
     action.task = task;
     action.job = job_;
     actions_.Emit(std::move(action));
     return task;
   }
+  TaskId StartAdd(AddGradients action);
   TaskId StartSessionMemory(SessionId session, uint64_t grad_bytes);
   Task Finish(TaskId id);  // CHECKs that the task is the job's
   bool idle() const { return tasks_.empty(); }
@@ -110,11 +114,12 @@ class JobIo {
     bool ended = false;
   };
 
-  TaskId NewTask(TaskKind kind, SessionId session);
+  TaskId NewTask(TaskKind kind, std::vector<SessionId> sessions);
 
   ActionSink& actions_;
   JobId job_;
   uint64_t committed_step_ = 0;
+  uint64_t attempt_ = 0;
   uint64_t epoch_ = 0;
   uint64_t stale_tasks_ = 0;
   std::map<TaskId, Task> tasks_;

@@ -15,6 +15,11 @@ inline constexpr uint32_t kLeasesPerSessionMax = 4096;
 // Of one session, for gradients. Times kWorldMax no sum overflows.
 inline constexpr uint64_t kGradArenaBytesMax = uint64_t{1} << 46;
 
+// A gradient arena is a pool of pieces (MemoryPlan::piece_bytes): one is filled while one is added.
+inline constexpr uint32_t kGradPiecesMin = 2;
+// Pieces that a rank may have in the overflow.
+inline constexpr uint32_t kOverflowSlotsPerRank = 2;
+
 // Updates of resident blocks in flight where no others are left: one that runs and one that waits,
 // so that no worker waits for the loop.
 inline constexpr uint32_t kUpdatesPerWorker = 2;

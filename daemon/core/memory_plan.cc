@@ -40,22 +40,22 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
     at += group.padded_elems * protocol::SizeBytes(plan.sum_dtype);
   }
   plan.overflow_offset = at = RoundUp(at, kPageBytes);
-  plan.overflow_slot_bytes = layout.largest_group_bytes();  // a multiple of 128
-  plan.overflow_slots = world_size;
-  at += plan.overflow_slot_bytes * world_size;
+  plan.piece_bytes = PieceBytes(layout);
+  plan.overflow_slots = kOverflowSlotsPerRank * world_size;
+  at += plan.piece_bytes * plan.overflow_slots;
   plan.extra_state_offset = at = RoundUp(at, kPageBytes);
   plan.extra_state_slot_bytes = RoundUp(plan.session.extra_state_bytes, protocol::kCacheLineBytes);
   at += plan.extra_state_slot_bytes * 2 * world_size;
   plan.step_bytes = RoundUp(at, kPageBytes);
 }
 
-void PlanSessionArena(uint32_t world_size, MemoryPlan& plan) {
+void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
   plan.step_region_offset = RoundUp(plan.session.grad_arena_bytes, kPageBytes);
-  plan.step_region_bytes = StepRegionBytes(plan.session.extra_state_bytes);
+  plan.step_region_bytes = StepRegionBytes(layout, plan.session.extra_state_bytes);
   plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
   plan.extra_state_copy_bytes =
-      RoundUp(plan.session.extra_state_bytes * std::min(world_size, 2U), kPageBytes);
+      RoundUp(plan.session.extra_state_bytes * std::min(layout.spec().world_size, 2U), kPageBytes);
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
@@ -92,7 +92,7 @@ absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeO
                        const NodeUse& use, uint64_t state_bytes_needed) {
   const uint64_t world_size = layout.spec().world_size;
   const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
-  const uint64_t overflow_bytes = plan.overflow_slot_bytes * plan.overflow_slots;
+  const uint64_t overflow_bytes = plan.piece_bytes * plan.overflow_slots;
   const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
   const uint64_t needed = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes +
                           plan.dram_bytes + state_bytes_needed;
@@ -132,9 +132,14 @@ void PlaceBlocks(const Layout& layout, const BlockMap& map, uint64_t room, Memor
 
 }  // namespace
 
-uint64_t StepRegionBytes(uint64_t extra_state_bytes) {
+uint64_t PieceBytes(const Layout& layout) {
+  return std::min(layout.largest_group_bytes(), protocol::kGradPieceBytesMax);
+}
+
+uint64_t StepRegionBytes(const Layout& layout, uint64_t extra_state_bytes) {
   return RoundUp(sizeof(protocol::StepRequest) +
-                     protocol::kParamGroupsMax * sizeof(protocol::HyperParams) + extra_state_bytes,
+                     protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+                     protocol::PresenceBytes(layout.params().size()) + extra_state_bytes,
                  kPageBytes);
 }
 
@@ -153,11 +158,11 @@ absl::Status CheckReaderRequest(uint64_t grad_arena_bytes) {
 }
 
 absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& request) {
-  const uint64_t least = 2 * layout.largest_group_bytes();
+  const uint64_t least = kGradPiecesMin * PieceBytes(layout);
   if (request.grad_arena_bytes < least) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
-                                  " is too small: twice the largest group is ", Bytes(least)),
+                                  " is too small: ", kGradPiecesMin, " pieces are ", Bytes(least)),
                      absl::StrCat("ask for at least ", least, " bytes"));
   }
   if (request.extra_state_bytes > protocol::kExtraStateBytesMax) {
@@ -184,7 +189,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   plan.weights_bytes = layout.weights_bytes();
   plan.table_bytes = TableBytes(layout.spec());
   PlanStepArena(layout, plan);
-  PlanSessionArena(layout.spec().world_size, plan);
+  PlanSessionArena(layout, plan);
   plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
                     layout.spec().world_size *
                         (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +

@@ -36,9 +36,9 @@ struct MemoryPlan {
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::vector<uint64_t> accumulator_offsets;              // by group
   uint64_t overflow_offset = 0;
-  uint64_t overflow_slot_bytes = 0;  // the largest group
-  uint32_t overflow_slots = 0;       // one per rank
-  uint64_t extra_state_offset = 0;   // two slots per rank
+  uint64_t piece_bytes = 0;         // of the largest range that is delivered
+  uint32_t overflow_slots = 0;      // kOverflowSlotsPerRank for each rank
+  uint64_t extra_state_offset = 0;  // two slots per rank
   uint64_t extra_state_slot_bytes = 0;
   uint64_t step_bytes = 0;
 
@@ -74,8 +74,11 @@ struct MemoryPlan {
   }
 };
 
-// Step region of a session that took `extra_state_bytes`.
-uint64_t StepRegionBytes(uint64_t extra_state_bytes);
+// Bytes of the largest range of a group.
+uint64_t PieceBytes(const protocol::Layout& layout);
+
+// Step region of a session that asked for `extra_state_bytes`.
+uint64_t StepRegionBytes(const protocol::Layout& layout, uint64_t extra_state_bytes);
 
 // A reader's arena of `grad_arena_bytes` on whole pages.
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes);
@@ -87,7 +90,7 @@ absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
 
 // Checks a session's requests by themselves.
 //
-// Errors  E_RANGE        the gradients' part is below twice the largest group.
+// Errors  E_RANGE        the gradients' part is below kGradPiecesMin pieces.
 //         E_EXTRA_STATE  above kExtraStateBytesMax.
 absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRequest& request);
 

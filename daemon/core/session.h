@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
 
 #include "absl/status/status.h"
@@ -33,11 +32,6 @@ struct Session {
 
   // A kStep whose request is being copied.
   std::optional<protocol::Command> step_being_copied;
-
-  // It has seen E_NONFINITE for the step being gathered: its next gradients belong to the
-  // repetition, and wait in `parked` until the other ranks have seen it too.
-  bool awaits_repetition = false;
-  std::deque<protocol::Command> parked;
 
   absl::Status close_reason;
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,9 +22,15 @@ using protocol::MakeError;
 
 constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
 
-// The request's header and hyper-parameters, without its extra_state.
-constexpr uint64_t kStepHeadBytesMax =
-    sizeof(protocol::StepRequest) + protocol::kParamGroupsMax * sizeof(protocol::HyperParams);
+// The request's header, hyper-parameters and presence, without its extra_state.
+uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
+  return sizeof(protocol::StepRequest) + protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
+         protocol::PresenceBytes(layout.params().size());
+}
+
+bool HasParam(const std::vector<uint64_t>& presence, uint32_t param) {
+  return (presence[param / 64] >> (param % 64) & 1) != 0;
+}
 
 }  // namespace
 
@@ -37,7 +42,7 @@ Step::Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pi
       pipeline_(pipeline),
       reads_(reads),
       leases_(leases),
-      accumulator_(io, spec.layout, spec.plan, members),
+      gradients_(io, spec.layout, spec.plan, members),
       trace_(spec.layout->groups().size()),
       extra_bytes_(spec.world_size(), 0) {}
 
@@ -68,15 +73,67 @@ void Step::HandleGradient(Session& session, const Command& command) {
                              "deliver every gradient of a step before calling step"));
     return;
   }
-  if (session.awaits_repetition) {
-    session.parked.push_back(command);
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok()) {
+    io_.Answer(id, status);
     return;
   }
-  accumulator_.Deliver(command.step, {.rank = session.rank,
-                                      .group = command.group,
-                                      .arena_offset_bytes = command.arena_offset_bytes,
-                                      .grad_arena_bytes = session.request.grad_arena_bytes,
-                                      .command = id});
+  if (command.attempt < attempt_) {
+    io_.Answer(id, absl::OkStatus());  // discarded: its rank's step call says so
+    return;
+  }
+  FollowAttempt(session, command);
+  const uint64_t width = protocol::SizeBytes(spec_.layout->spec().dtype);
+  gradients_.Deliver(command.step, {.rank = session.rank,
+                                    .group = command.group,
+                                    .begin = command.element_offset,
+                                    .end = command.element_offset + command.length_bytes / width,
+                                    .arena_offset_bytes = command.arena_offset_bytes,
+                                    .grad_arena_bytes = session.request.grad_arena_bytes,
+                                    .command = id});
+}
+
+// An honest client is at most one attempt ahead: it begins a new one only after it has delivered
+// something in the one before.
+absl::Status Step::CheckAttempt(const Session& session, const Command& command) const {
+  if (command.attempt <= attempt_ + 1) return absl::OkStatus();
+  return MakeError(ErrorId::kProtocol,
+                   absl::StrCat("rank ", session.rank, " is at attempt ", command.attempt,
+                                " of step ", command.step, "; the newest one is ", attempt_));
+}
+
+void Step::FollowAttempt(const Session& session, const Command& command) {
+  if (command.attempt <= attempt_) return;
+  const absl::Status status = MakeError(
+      ErrorId::kGradDropped,
+      absl::StrCat("rank ", session.rank, " of job ", spec_.name, " has begun step ",
+                   committed_step_ + 1, " anew: the gradients of all ranks were dropped"));
+  BeginAttempt(command.attempt, status);
+}
+
+// Ranks that wait in step get `status`; what was delivered is discarded.
+void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
+  attempt_ = attempt;
+  io_.set_attempt(attempt);
+  for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
+  io_.NewEpoch();
+  gradients_.Drop(absl::OkStatus());
+}
+
+// A gradient that is not finite ends the attempt for every rank.
+void Step::DropFaulty() {
+  if (gradients_.fault().ok()) return;
+  fault_ = gradients_.fault();
+  faulty_attempt_ = attempt_;
+  BeginAttempt(attempt_ + 1, fault_);
+}
+
+absl::Status Step::DroppedError(uint64_t attempt) const {
+  if (!fault_.ok() && attempt == faulty_attempt_) return fault_;
+  return MakeError(ErrorId::kGradDropped,
+                   absl::StrCat("the gradients of attempt ", attempt, " at step ",
+                                committed_step_ + 1, " of job ", spec_.name,
+                                " were dropped: another rank has begun attempt ", attempt_));
 }
 
 void Step::HandleStep(Session& session, const Command& command) {
@@ -108,24 +165,55 @@ void Step::HandleStep(Session& session, const Command& command) {
     io_.Answer(id, LeasesHeldError(session, command.step));
     return;
   }
-  if (session.awaits_repetition) {
-    session.parked.push_back(command);
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok() || command.attempt < attempt_) {
+    io_.Answer(id, status.ok() ? DroppedError(command.attempt) : status);
     return;
   }
+  FollowAttempt(session, command);
   session.step_being_copied = command;
-  io_.actions().Emit(
-      CopyStepRequest{.session = session.id,
-                      .tag = command.tag,
-                      .arena_offset_bytes = command.arena_offset_bytes,
-                      .length_bytes = std::min(command.length_bytes, kStepHeadBytesMax)});
+  io_.actions().Emit(CopyStepRequest{
+      .session = session.id,
+      .tag = command.tag,
+      .arena_offset_bytes = command.arena_offset_bytes,
+      .length_bytes = std::min(command.length_bytes, StepHeadBytesMax(*spec_.layout)),
+      .presence_words = protocol::PresenceWords(spec_.layout->params().size())});
 }
 
 absl::Status Step::CheckCall(const Session& session, const Command& command,
                              const StepRequestCopied& copied) const {
-  RETURN_IF_ERROR(CheckStepRequest(command, copied.request, copied.hyper_params, *spec_.layout,
-                                   LimitsOf(spec_, session)));
+  RETURN_IF_ERROR(CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session)));
+  RETURN_IF_ERROR(CheckDelivered(session.rank, copied.presence));
   const std::optional<uint32_t> detached = members_.FirstDetached();
   return detached ? DetachedError(*detached) : absl::OkStatus();
+}
+
+// Every parameter that the rank says it has a gradient of was delivered wholly.
+absl::Status Step::CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const {
+  const auto params = spec_.layout->params();
+  for (uint32_t i = 0; i < params.size(); ++i) {
+    if (!HasParam(presence, i)) continue;
+    const protocol::ParamPlace& param = params[i];
+    const uint64_t delivered = gradients_.DeliveredElems(rank, param.group, param.offset_elems,
+                                                         param.offset_elems + param.elems);
+    if (delivered == param.elems) continue;
+    return MakeError(
+        ErrorId::kGradPartial,
+        absl::StrCat("rank ", rank, " has delivered ", delivered, " of the ", param.elems,
+                     " elements of parameter ", spec_.layout->spec().params[i].name, " in step ",
+                     committed_step_ + 1));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<bool> Step::ParamsWithGradient() const {
+  std::vector<bool> present(spec_.layout->params().size(), false);
+  for (const auto& [rank, call] : barrier_.by_rank()) {
+    for (uint32_t i = 0; i < present.size(); ++i) {
+      if (HasParam(call.presence, i)) present[i] = true;
+    }
+  }
+  return present;
 }
 
 absl::Status Step::DetachedError(uint32_t rank) const {
@@ -145,14 +233,15 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
     io_.Answer(session.IdOf(command), status);
     return;
   }
-  if (!accumulator_.fault().ok()) {
-    AnswerInvalidated(session, session.IdOf(command));
+  if (command.attempt < attempt_) {
+    io_.Answer(session.IdOf(command), DroppedError(command.attempt));
     return;
   }
   const auto hyper_end = copied.hyper_params.begin() + copied.request.param_groups;
   AddCall(session, {.command = session.IdOf(command),
                     .request = copied.request,
                     .hyper_params = {copied.hyper_params.begin(), hyper_end},
+                    .presence = copied.presence,
                     .extra_state_offset_bytes = command.arena_offset_bytes + command.length_bytes -
                                                 copied.request.extra_state_bytes});
 }
@@ -166,47 +255,13 @@ void Step::AddCall(Session& session, StepCall call) {
   }
   barrier_.Add(session.rank, std::move(call));
   if (barrier_.by_rank().size() == members_.world_size()) BeginReducing();
-  accumulator_.CloseRank(session.rank);
+  gradients_.CloseRank(session.rank);
 }
 
 // Every call is refused; the gradients are kept.
 void Step::RefuseCalls(const absl::Status& status) {
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
-  accumulator_.ReopenRanks();
-}
-
-void Step::AnswerInvalidated(Session& session, const CommandId& command) {
-  session.awaits_repetition = true;
-  io_.Answer(command, accumulator_.fault());
-}
-
-// A gradient that is not finite has invalidated the step: whoever waits in step gets the error.
-void Step::ReportInvalidated() {
-  if (accumulator_.fault().ok()) return;
-  for (const auto& [rank, call] : barrier_.Drain()) {
-    AnswerInvalidated(*members_.Find(call.command.session), call.command);
-  }
-}
-
-// All ranks know that the step was invalidated: it starts again, with what they have sent since.
-void Step::RepeatWhenAllHaveSeen() {
-  if (accumulator_.fault().ok() || !accumulator_.idle()) return;
-  std::map<uint32_t, Session*> by_rank;
-  for (Session* session : members_.Current()) {
-    if (!session->awaits_repetition) return;
-    by_rank.emplace(session->rank, session);
-  }
-  accumulator_.Clear(accumulator_.fault());
-  for (const auto& [rank, session] : by_rank) session->awaits_repetition = false;
-  for (const auto& [rank, session] : by_rank) {
-    for (const Command& command : std::exchange(session->parked, {})) {
-      if (static_cast<protocol::Op>(command.op) == protocol::Op::kStep) {
-        HandleStep(*session, command);
-      } else {
-        HandleGradient(*session, command);
-      }
-    }
-  }
+  gradients_.ReopenRanks();
 }
 
 void Step::BeginReducing() {
@@ -224,18 +279,17 @@ void Step::BeginReducing() {
   }
 }
 
-// The decision: norm, clipping; or that the step is invalidated, or refused because blocks cannot be
-// read: then the gradients are kept, and another call tries again.
+// The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
+// cannot be read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
-  if (!accumulator_.reduced() || extra_copies_ > 0 || reads_.in_progress()) return;
-  if (!accumulator_.fault().ok()) {
-    const absl::Status fault = accumulator_.fault();
+  if (extra_copies_ > 0 || reads_.in_progress()) return;
+  if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
-    for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, fault);
-    accumulator_.Clear(fault);
+    DropFaulty();
     trace_.OnRefused();
     return;
   }
+  if (!gradients_.reduced()) return;
   if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
     phase_ = Phase::kOpen;
     pipeline_.ForgetPrefetchErrors();
@@ -248,7 +302,7 @@ void Step::DecideWhenReduced() {
   double scale = 1.0 / world_size;
   next_ = {};
   if (call.request.max_grad_norm > 0) {
-    next_.norm = std::sqrt(accumulator_.SumSquares()) / world_size;
+    next_.norm = std::sqrt(gradients_.SumSquares()) / world_size;
     const double clip = call.request.max_grad_norm / (next_.norm + kClipEps);
     next_.clipped = clip < 1.0;
     if (next_.clipped) scale *= clip;
@@ -257,7 +311,7 @@ void Step::DecideWhenReduced() {
   pipeline_.Begin({.step = committed_step_ + 1,
                    .grad_scale = static_cast<float>(scale),
                    .hyper_params = call.hyper_params,
-                   .groups = accumulator_.delivered_groups()});
+                   .params = ParamsWithGradient()});
   ArmLeaseTimer();
 }
 
@@ -297,7 +351,10 @@ void Step::Commit() {
                      committed_step_, ", which is committed"),
         "go back to a checkpoint, or lower the learning rate");
   }
-  accumulator_.Clear(absl::OkStatus());
+  gradients_.Drop(absl::OkStatus());
+  attempt_ = 0;
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
   for (const auto& [rank, call] : barrier_.Drain()) {
     extra_bytes_[rank] = call.request.extra_state_bytes;
@@ -310,9 +367,9 @@ void Step::Commit() {
 
 absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   if (!done.status.ok()) return done.status;
-  if (kind == TaskKind::kAddGradient) accumulator_.OnAdded(done);
-  if (kind == TaskKind::kMoveGradient) accumulator_.OnMoved(done);
-  if (kind == TaskKind::kSumGroup) accumulator_.OnSummed(done);
+  if (kind == TaskKind::kAddGradients) gradients_.OnAdded(done);
+  if (kind == TaskKind::kMoveGradient) gradients_.OnMoved(done);
+  if (kind == TaskKind::kSumGradient) gradients_.OnSummed(done);
   return absl::OkStatus();
 }
 
@@ -323,10 +380,8 @@ absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
 
 void Step::Advance() {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
-  if (phase_ == Phase::kOpen) {
-    ReportInvalidated();
-    RepeatWhenAllHaveSeen();
-  }
+  if (phase_ == Phase::kOpen) DropFaulty();
+  if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
   if (phase_ == Phase::kUpdating) {
     pipeline_.Pump();
@@ -334,32 +389,31 @@ void Step::Advance() {
   }
 }
 
-void Step::OnAttached(Session& session) { session.awaits_repetition = !accumulator_.fault().ok(); }
-
 bool Step::HasContributed(const Session& session) const {
-  return accumulator_.has_delivered(session.rank) || barrier_.has(session.rank) ||
-         session.step_being_copied || !session.parked.empty();
+  return gradients_.has_delivered(session.rank) || barrier_.has(session.rank) ||
+         session.step_being_copied;
 }
 
 void Step::OnRankDetached(uint32_t rank) {
-  accumulator_.OnRankDetached();
+  gradients_.OnRankDetached();
   RefuseCalls(DetachedError(rank));
 }
 
 void Step::OnRankLost(const Session& lost, const absl::Status& status) {
   if (phase_ != Phase::kOpen) return;
-  accumulator_.AnswerSession(lost.id, lost.fence);
+  gradients_.AnswerSession(lost.id, lost.fence);
   for (const auto& [rank, call] : barrier_.Drain()) {
     io_.Answer(call.command, call.command.session == lost.id ? lost.fence : status);
   }
   io_.NewEpoch();
-  accumulator_.Drop(status);
+  gradients_.Drop(status);
+  attempt_ = 0;  // every session of an older attempt is fenced
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
   trace_.OnDropped();
 }
 
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
-  for (const Command& command : session.parked) io_.Answer(session.IdOf(command), status);
-  session.parked.clear();
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();
 }
@@ -368,7 +422,7 @@ void Step::Fail(const absl::Status& first_error) {
   phase_ = Phase::kFailed;
   io_.NewEpoch();
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
-  accumulator_.Drop(first_error);
+  gradients_.Drop(first_error);
 }
 
 bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t group) const {
@@ -379,15 +433,15 @@ bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t group) const {
 }
 
 uint64_t Step::unanswered(const Session& session) const {
-  uint64_t count = session.parked.size() + (session.step_being_copied ? 1 : 0);
+  uint64_t count = session.step_being_copied ? 1 : 0;
   for (const auto& [rank, call] : barrier_.by_rank()) {
     count += call.command.session == session.id ? 1 : 0;
   }
-  return count + accumulator_.unanswered(session.id);
+  return count + gradients_.unanswered(session.id);
 }
 
 void Step::CheckInvariants() const {
-  accumulator_.CheckInvariants();
+  gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
   FOREBAY_CHECK((phase_ == Phase::kUpdating) == pipeline_.running() || phase_ == Phase::kFailed);
   FOREBAY_CHECK(phase_ != Phase::kUpdating || !reads_.in_progress());

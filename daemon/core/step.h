@@ -23,6 +23,9 @@
 
 namespace forebay::daemon {
 
+// Deliveries and step calls carry the number of their rank's attempt (wire.h). What is not finite
+// ends an attempt for all ranks, a rank that begins a newer one ends the older ones.
+//
 // Ownership  What the constructor gets outlives it.
 class Step {
  public:
@@ -49,21 +52,21 @@ class Step {
   void Advance();
 
   // Sessions of its ranks.
-  void OnAttached(Session& session);
   bool HasContributed(const Session& session) const;
   void OnRankDetached(uint32_t rank);  // step calls of the others are refused
   // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
   void OnRankLost(const Session& lost, const absl::Status& status);
   // Answers what waits of a session, but not its contributions and its step call: they are the job's.
   void AnswerWaiting(Session& session, const absl::Status& status);
-  bool UsesArenaOf(SessionId session) const { return accumulator_.UsesArenaOf(session); }
+  bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }
 
   // Everything that waits for the step gets `first_error`.
   void Fail(const absl::Status& first_error);
 
   Phase phase() const { return phase_; }
   uint64_t committed_step() const { return committed_step_; }
-  bool has_gradients() const { return !accumulator_.empty(); }
+  uint64_t attempt() const { return attempt_; }
+  bool has_gradients() const { return !gradients_.empty(); }
   // Whether a fetch of `rank` is answered now: not while it waits in step, until the group's own
   // blocks are updated. A reader's (no rank) is, except from the decision to the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t group) const;
@@ -84,14 +87,18 @@ class Step {
     absl::Status status;
   };
 
+  absl::Status CheckAttempt(const Session& session, const protocol::Command& command) const;
+  void BeginAttempt(uint64_t attempt, const absl::Status& status);
+  void FollowAttempt(const Session& session, const protocol::Command& command);
+  void DropFaulty();
+  absl::Status DroppedError(uint64_t attempt) const;
   absl::Status CheckCall(const Session& session, const protocol::Command& command,
                          const StepRequestCopied& copied) const;
+  absl::Status CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const;
+  std::vector<bool> ParamsWithGradient() const;
   absl::Status DetachedError(uint32_t rank) const;
   void AddCall(Session& session, StepCall call);
   void RefuseCalls(const absl::Status& status);
-  void AnswerInvalidated(Session& session, const CommandId& command);
-  void ReportInvalidated();
-  void RepeatWhenAllHaveSeen();
   void BeginReducing();
   void DecideWhenReduced();
   void ArmLeaseTimer();
@@ -106,7 +113,11 @@ class Step {
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
-  GradientAccumulator accumulator_;
+  // The newest attempt at the next step: the only one whose gradients are kept.
+  uint64_t attempt_ = 0;
+  uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
+  absl::Status fault_;           // that fault; OK: none
+  GradientAccumulator gradients_;
   StepBarrier barrier_;
   Trace trace_;
 

@@ -16,6 +16,7 @@ struct StepCall {
   CommandId command;
   protocol::StepRequest request{};
   std::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
+  std::vector<uint64_t> presence = {};              // see wire.h
   uint64_t extra_state_offset_bytes = 0;            // in the session's arena
 };
 

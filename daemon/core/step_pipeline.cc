@@ -28,7 +28,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       staged_(pool),
       ledger_(map_.blocks(), swap_slots),
       swap_(swap),
-      group_updates_(layout_->groups().size(), 0),
+      param_updates_(layout_->params().size(), 0),
       prefetch_next_(0),
       group_blocks_left_(layout_->groups().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
@@ -84,6 +84,10 @@ void StepPipeline::Begin(StepOrder order) {
   FOREBAY_CHECK(!running_ && !abandoned_);
   running_ = true;
   order_ = std::move(order);
+  group_has_gradient_.assign(layout_->groups().size(), false);
+  for (uint32_t param = 0; param < order_.params.size(); ++param) {
+    if (order_.params[param]) group_has_gradient_[layout_->params()[param].group] = true;
+  }
   overflowed_masters_ = 0;
   at_begin_ = counters_;
   ForgetPrefetchErrors();
@@ -102,11 +106,9 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   blocks_left_ = 0;
   std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    bool needed = false;
-    for (const uint32_t group : block_groups_[block]) {
-      if (!order_.groups[group]) continue;
-      needed = true;
-      ++group_blocks_left_[group];
+    const bool needed = IsNeeded(block);
+    if (needed) {
+      for (const uint32_t group : block_groups_[block]) ++group_blocks_left_[group];
     }
     const bool is_staged = staged_.contains(block);
     if (is_staged) staged_.at(block).cancelled = !needed;
@@ -172,7 +174,7 @@ bool StepPipeline::IsLeased(uint32_t block) const {
   if (leases_.count() == 0 || pass_ == UpdatePass::kMoments) return false;
   const std::vector<uint32_t>& groups = block_groups_[block];
   return std::any_of(groups.begin(), groups.end(), [this](uint32_t group) {
-    return order_.groups[group] && leases_.IsLeased(group);
+    return group_has_gradient_[group] && leases_.IsLeased(group);
   });
 }
 
@@ -207,13 +209,19 @@ const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint6
   return entry->second;
 }
 
+bool StepPipeline::IsNeeded(uint32_t block) const {
+  const std::vector<BlockRun> runs = map_.Runs(block);
+  return std::any_of(runs.begin(), runs.end(),
+                     [this](const BlockRun& run) { return order_.params[run.param]; });
+}
+
 std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
-    if (!order_.groups[run.group]) continue;
-    const uint64_t t = group_updates_[run.group] + 1;
+    if (!order_.params[run.param]) continue;
+    const uint64_t t = param_updates_[run.param] + 1;
     segments.push_back(
         {.weights_offset_bytes = plan_.placement.WherePartition(run.group).weights_offset_bytes +
                                  run.group_elem * width,
@@ -287,7 +295,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   } else {
     overflowed_masters_ += done.count;
     for (const uint32_t group : block_groups_[update.block]) {
-      if (order_.groups[group]) --group_blocks_left_[group];
+      --group_blocks_left_[group];
     }
   }
   if (resident) {
@@ -366,9 +374,9 @@ uint64_t StepPipeline::Finish() {
   running_ = false;
   ledger_.Publish();
   staged_.set_may_reclaim(true);
-  for (uint32_t group = 0; group < group_updates_.size(); ++group) {
-    FOREBAY_CHECK(group_blocks_left_[group] == 0);
-    if (order_.groups[group]) ++group_updates_[group];
+  for (const uint32_t left : group_blocks_left_) FOREBAY_CHECK(left == 0);
+  for (uint32_t param = 0; param < param_updates_.size(); ++param) {
+    if (order_.params[param]) ++param_updates_[param];
   }
   last_step_ = {.update_reads = counters_.update_reads - at_begin_.update_reads,
                 .update_reads_prefetched =

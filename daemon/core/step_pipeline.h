@@ -25,12 +25,12 @@
 
 namespace forebay::daemon {
 
-// A step after the verdict.
+// A step after the decision.
 struct StepOrder {
   uint64_t step = 0;
   float grad_scale = 1.0F;
   std::vector<protocol::HyperParams> hyper_params;  // by parameter group
-  std::vector<bool> groups;                         // that have a gradient; others are left alone
+  std::vector<bool> params;                         // that have a gradient; others are left alone
 };
 
 struct PipelineCounters {
@@ -69,7 +69,7 @@ class StepPipeline {
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
   // Whether the running step updates the group.
-  bool Updates(uint32_t group) const { return running_ && order_.groups[group]; }
+  bool Updates(uint32_t group) const { return running_ && group_has_gradient_[group]; }
   // No update of the running step touches the group any more.
   bool IsGroupDone(uint32_t group) const { return !running_ || group_blocks_left_[group] == 0; }
 
@@ -129,6 +129,7 @@ class StepPipeline {
   bool UpdatesHaveOtherWork() const;
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
+  bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
   std::vector<UpdateSegment> Segments(uint32_t block);
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
   bool has_two_passes() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
@@ -144,7 +145,8 @@ class StepPipeline {
   // Of the node: where a write goes while every path of the job's own slots fails.
   nvme::SlotMap& swap_;
   std::vector<std::vector<uint32_t>> block_groups_;  // by block
-  std::vector<uint64_t> group_updates_;              // by group: optimizer steps it has had
+  std::vector<bool> group_has_gradient_;             // by group, of the running step
+  std::vector<uint64_t> param_updates_;              // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
   uint32_t prefetch_next_;  // swapped blocks below are staged, or have failed
   // Not tried again before the decision.

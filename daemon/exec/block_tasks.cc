@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/square_sum.h"
@@ -214,61 +215,57 @@ absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
 
 namespace {
 
-// One rank alone: its gradient is the sum.
-AddedGradient CopyGradient(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
-  constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // whose chunk sums are on the stack
-  AddedGradient added;
-  const uint64_t elems = ElemsOf(dtype, from);
-  for (uint64_t begin = 0; begin < elems; begin += kPieceElems) {
-    const ElemRange piece{begin, std::min(begin + kPieceElems, elems)};
-    std::array<double, kPieceElems / kSumChunkElems> sums;
-    const uint64_t piece_elems = piece.end - piece.begin;
-    cpu_adam::CopyWithSquareSums(piece_elems, GradientOf(dtype, Part(from, dtype, 0, piece)),
-                                 Part(to, dtype, 0, piece).data(), sums.data());
-    const uint64_t chunks = (piece_elems + kSumChunkElems - 1) / kSumChunkElems;
-    for (uint64_t chunk = 0; chunk < chunks; ++chunk) added.squares.AddChunk(sums[chunk]);
-    added.finite = added.squares.finite();
-    if (!added.finite) break;
+constexpr uint64_t kPieceElems = 64 * kSumChunkElems;  // whose chunk sums are on the stack
+
+// 1 + the first source that is not finite in `range`.
+uint64_t FindCulprit(DType dtype, ElemRange range,
+                     std::span<const std::span<const std::byte>> sources) {
+  const uint64_t elems = range.end - range.begin;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const Gradient gradient = GradientOf(dtype, Part(sources[i], dtype, 0, range));
+    if (!cpu_adam::AllFinite(elems, gradient)) return i + 1;
   }
-  return added;
+  return 0;
 }
 
 }  // namespace
 
-AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
-                             std::span<const std::byte> contribution,
-                             std::span<std::byte> accumulator) {
-  FOREBAY_CHECK(range.begin % kSumChunkElems == 0);
-  const std::span<const std::byte> from = Part(contribution, action.dtype, 0, range);
-  const std::span<std::byte> to = Part(accumulator, action.sum_dtype, 0, range);
-  if (action.assign && action.completes && action.sum_dtype == action.dtype) {
-    return CopyGradient(action.dtype, from, to);
-  }
-  FOREBAY_CHECK(action.sum_dtype == DType::kFloat32);
-  AddedGradient added;
-  const uint64_t elems = range.end - range.begin;
-  for (uint64_t begin = 0; begin < elems; begin += kSumChunkElems) {
-    const ElemRange chunk{begin, std::min(begin + kSumChunkElems, elems)};
-    const uint64_t chunk_elems = chunk.end - chunk.begin;
-    const Gradient gradient = GradientOf(action.dtype, Part(from, action.dtype, 0, chunk));
-    added.finite = cpu_adam::AllFinite(chunk_elems, gradient);
-    if (!added.finite) break;
-    const std::span<std::byte> sum = Part(to, DType::kFloat32, 0, chunk);
-    cpu_adam::AddGradient(chunk_elems, gradient,
-                          action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
-                          Elems<float>(sum, 0, 0, chunk_elems));
-    if (!action.completes) continue;
-    double square_sum = 0;
-    cpu_adam::ChunkSquareSums(chunk_elems, GradientOf(DType::kFloat32, sum), &square_sum);
-    added.squares.AddChunk(square_sum);
+AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
+                               std::span<const std::span<const std::byte>> sources,
+                               std::span<std::byte> accumulator) {
+  FOREBAY_CHECK(range.begin % kSumChunkElems == 0 && !sources.empty());
+  const bool copies = action.sum_dtype == action.dtype && sources.size() == 1 && action.assign;
+  FOREBAY_CHECK(copies || action.sum_dtype == DType::kFloat32);
+  AddedGradients added;
+  std::vector<Gradient> gradients(sources.size());
+  for (uint64_t begin = range.begin; begin < range.end; begin += kPieceElems) {
+    const ElemRange piece{begin, std::min(begin + kPieceElems, range.end)};
+    const uint64_t elems = piece.end - piece.begin;
+    std::array<double, kPieceElems / kSumChunkElems> sums;
+    std::byte* const to = Part(accumulator, action.sum_dtype, 0, piece).data();
+    for (size_t i = 0; i < sources.size(); ++i) {
+      gradients[i] = GradientOf(action.dtype, Part(sources[i], action.dtype, 0, piece));
+    }
+    if (copies) {  // one rank alone: its gradient is the sum
+      cpu_adam::CopyWithSquareSums(elems, gradients[0], to, sums.data());
+    } else {
+      cpu_adam::AddGradients(elems, gradients.data(), gradients.size(),
+                             action.assign ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
+                             reinterpret_cast<float*>(to), sums.data());
+    }
+    const uint64_t chunks = (elems + kSumChunkElems - 1) / kSumChunkElems;
+    for (uint64_t chunk = 0; chunk < chunks; ++chunk) added.squares.AddChunk(sums[chunk]);
+    if (added.squares.finite()) continue;
+    added.culprit = FindCulprit(action.dtype, piece, sources);
+    break;
   }
   return added;
 }
 
-double RunSumGroup(std::span<const std::byte> accumulator) {
-  return cpu_adam::SumSquaresAndFinite(ElemsOf(DType::kFloat32, accumulator),
-                                       GradientOf(DType::kFloat32, accumulator))
-      .ToDouble();
+cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> accumulator) {
+  return cpu_adam::SumSquaresAndFinite(
+      range.end - range.begin,
+      GradientOf(DType::kFloat32, Part(accumulator, DType::kFloat32, 0, range)));
 }
 
 bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {

@@ -77,20 +77,20 @@ absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
                          const BlockIdentity& identity, std::span<const std::byte> bytes);
 
 // What an addition has found.
-struct AddedGradient {
-  bool finite = true;           // the contribution
-  cpu_adam::SquareSum squares;  // of the accumulator, where the action completes it
+struct AddedGradients {
+  uint64_t culprit = 0;         // 1 + the first source that is not finite; 0: all are
+  cpu_adam::SquareSum squares;  // of the sums
 };
 
-// contribution -> accumulator, for the elements in `range` (it begins at a multiple of
-// kSumChunkElems; both spans are whole), in one pass over memory: what is checked and summed is
-// still in the cache, or in registers. Ends early where the contribution is not finite.
-AddedGradient RunAddGradient(const AddGradient& action, ElemRange range,
-                             std::span<const std::byte> contribution,
-                             std::span<std::byte> accumulator);
+// sources -> accumulator, for the elements in `range` (it begins at a multiple of kSumChunkElems; all
+// spans are whole), in one pass over memory. Ends early where a source or a sum is not finite: then
+// `squares` is not either.
+AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
+                               std::span<const std::span<const std::byte>> sources,
+                               std::span<std::byte> accumulator);
 
-// In double, in an order that depends on nothing; NaN where an element is not finite.
-double RunSumGroup(std::span<const std::byte> accumulator);
+// The squares of an accumulator's elements in `range`, which begins at a multiple of kSumChunkElems.
+cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> accumulator);
 
 // client's bytes -> weights. False where the copy is not finite.
 bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,

@@ -151,8 +151,8 @@ class Executor {
   void Run(CopyStepRequest& action);
   void Run(CopyInitial& action);
   void Run(CopyToStepArena& action);
-  void Run(AddGradient& action);
-  void Run(SumGroup& action);
+  void Run(AddGradients& action);
+  void Run(SumGradient& action);
   void Run(ReadBlock& action);
   void Run(UpdateBlock& action);
   void Run(WriteBlock& action);

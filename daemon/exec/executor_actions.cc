@@ -369,44 +369,56 @@ void Executor::Run(CopyToStepArena& action) {
 
 // ------------------------------------------------------------------------------------ the gradient
 
-void Executor::Run(AddGradient& action) {
+void Executor::Run(AddGradients& action) {
   JobIo& io = job(action.job);
-  const ArenaRegistry::Arena source =
-      action.session == 0 ? io.step : session_io(action.session).grad();
   const uint64_t bytes = action.elems * protocol::SizeBytes(action.dtype);
-  const auto from = Part(source, action.source_offset_bytes, bytes);
+  std::vector<ArenaRegistry::Arena> owners;
+  std::vector<std::span<const std::byte>> sources;
+  for (const GradientSource& source : action.sources) {
+    owners.push_back(source.session == 0 ? io.step : session_io(source.session).grad());
+    sources.push_back(Part(owners.back(), source.offset_bytes, bytes));
+  }
   const auto to = Part(io.step, action.accumulator_offset_bytes,
                        action.elems * protocol::SizeBytes(action.sum_dtype));
-  PostParts<AddedGradient>(
+  PostParts<AddedGradients>(
+      action.task,
+      {.job = action.job,
+       .lane = Lane::kGradient,
+       .name = GroupAt(*io.layout, action.accumulator_offset_bytes),
+       .bytes = bytes * action.sources.size()},
+      action.elems,
+      [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
+        return RunAddGradients(action, range, sources, to);
+      },
+      [](const std::vector<AddedGradients>& parts) {
+        TaskDone done;
+        for (const AddedGradients& part : parts) {
+          if (part.culprit != 0 && (done.count == 0 || part.culprit < done.count)) {
+            done.count = part.culprit;
+          }
+          done.squares.Merge(part.squares);
+        }
+        return done;
+      });
+}
+
+void Executor::Run(SumGradient& action) {
+  JobIo& io = job(action.job);
+  const uint64_t bytes = action.elems * sizeof(float);
+  const std::span<const std::byte> accumulator =
+      Part(io.step, action.accumulator_offset_bytes, bytes);
+  PostParts<cpu_adam::SquareSum>(
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
        .name = GroupAt(*io.layout, action.accumulator_offset_bytes),
        .bytes = bytes},
-      action.elems,
-      [source, from, to, action](ElemRange range) {
-        return RunAddGradient(action, range, from, to);
-      },
-      [](const std::vector<AddedGradient>& parts) {
+      action.elems, [accumulator](ElemRange range) { return RunSumGradient(range, accumulator); },
+      [](const std::vector<cpu_adam::SquareSum>& parts) {
         TaskDone done;
-        cpu_adam::SquareSum squares;
-        for (const AddedGradient& part : parts) {
-          if (!part.finite) done.count = 1;
-          squares.Merge(part.squares);
-        }
-        done.sum_squares = squares.ToDouble();
+        for (const cpu_adam::SquareSum& part : parts) done.squares.Merge(part);
         return done;
       });
-}
-
-void Executor::Run(SumGroup& action) {
-  const auto accumulator =
-      Part(job(action.job).step, action.accumulator_offset_bytes, action.elems * sizeof(float));
-  PostTask(action.task, [accumulator] {
-    TaskDone done;
-    done.sum_squares = RunSumGroup(accumulator);
-    return done;
-  });
 }
 
 // ---------------------------------------------------------------------------------------- the step

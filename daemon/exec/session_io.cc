@@ -84,9 +84,15 @@ StepRequestCopied SessionIo::CopyRequest(const CopyStepRequest& action) const {
   const uint64_t count =
       std::min<uint64_t>({copied.request.param_groups, room, protocol::kParamGroupsMax});
   copied.hyper_params.resize(count);
-  if (count == 0) return copied;
-  std::memcpy(copied.hyper_params.data(), bytes.data() + sizeof(protocol::StepRequest),
-              count * sizeof(protocol::HyperParams));
+  auto rest = bytes.subspan(sizeof(protocol::StepRequest));
+  if (count > 0) {
+    std::memcpy(copied.hyper_params.data(), rest.data(), count * sizeof(protocol::HyperParams));
+    rest = rest.subspan(count * sizeof(protocol::HyperParams));
+  }
+  copied.presence.resize(std::min<uint64_t>(action.presence_words, rest.size() / sizeof(uint64_t)));
+  if (!copied.presence.empty()) {
+    std::memcpy(copied.presence.data(), rest.data(), copied.presence.size() * sizeof(uint64_t));
+  }
   return copied;
 }
 

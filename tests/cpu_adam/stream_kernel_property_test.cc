@@ -2,8 +2,11 @@
 // Method  Run each on every target and on "scalar" at every size and some misalignments, on seeded
 //         data, and on all 2^16 bfloat16 values; compare bit by bit.
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
+#include <vector>
 
 #include "cpu_adam/stream_kernel.h"
 #include "gtest/gtest.h"
@@ -203,6 +206,49 @@ TEST_P(StreamKernels, RanksAddInOrderAsInOneExpression) {
   AddGradient(100, {c.grad.data(), DType::kFloat32}, AddMode::kAdd, sum.data());
   for (size_t i = 0; i < sum.size(); ++i) {
     EXPECT_TRUE(SameBits(sum[i], (a.grad[i] + b.grad[i]) + c.grad[i])) << i;
+  }
+}
+
+TEST_P(StreamKernels, SeveralSourcesAreAddedAsOneAfterAnotherWithTheSquaresOfTheSum) {
+  target_.Force(GetParam());
+  for (const DType type : kGradTypes) {
+    for (const size_t n : {size_t{0}, size_t{1}, size_t{63}, kSumChunkElems, kSumChunkElems + 1,
+                           3 * kSumChunkElems - 1}) {
+      for (const size_t count : {1, 2, 3, 8}) {
+        for (const AddMode mode : {AddMode::kSet, AddMode::kAdd}) {
+          SCOPED_TRACE(::testing::Message()
+                       << "type " << static_cast<int>(type) << " n " << n << " count " << count);
+          std::vector<AdamData> data;
+          std::vector<Gradient> sources;
+          for (size_t s = 0; s < count; ++s) data.emplace_back(n, 10 * s + 1);
+          for (const AdamData& one : data) sources.push_back(one.Grad(type));
+          for (const size_t offset : {size_t{0}, size_t{1}}) {
+            GuardedArray<float> sum(n, offset);
+            sum.Assign(data[0].w);
+            GuardedArray<float> expected(n, offset);
+            expected.Assign(data[0].w);
+            const size_t chunks = (n + kSumChunkElems - 1) / kSumChunkElems;
+            std::vector<double> sums(chunks), expected_sums(chunks);
+            AddGradients(n, sources.data(), count, mode, sum.data(), sums.data());
+            for (size_t s = 0; s < count; ++s) {
+              AddGradient(n, sources[s], s == 0 ? mode : AddMode::kAdd, expected.data());
+            }
+            ChunkSquareSums(n, {expected.data(), DType::kFloat32}, expected_sums.data());
+            EXPECT_TRUE(sum.GuardsIntact());
+            EXPECT_TRUE(SameBits(sum.Copy(), expected.Copy()));
+            for (size_t c = 0; c < chunks; ++c) {
+              EXPECT_EQ(std::isfinite(sums[c]), std::isfinite(expected_sums[c]));
+              if (std::isfinite(sums[c])) {
+                EXPECT_EQ(sums[c], expected_sums[c]);
+              }
+            }
+            EXPECT_EQ(std::all_of(sums.begin(), sums.end(),
+                                  [](double sum_of_chunk) { return std::isfinite(sum_of_chunk); }),
+                      AllFinite(n, {expected.data(), DType::kFloat32}));
+          }
+        }
+      }
+    }
   }
 }
 

@@ -49,8 +49,14 @@ std::vector<float> Widened(const std::vector<uint16_t>& narrow) {
   return wide;
 }
 
-AddGradient OneRank(DType dtype, uint64_t elems) {
-  return {.elems = elems, .dtype = dtype, .sum_dtype = dtype, .assign = true, .completes = true};
+AddGradients OneRank(DType dtype, uint64_t elems) {
+  return {.elems = elems, .dtype = dtype, .sum_dtype = dtype, .assign = true};
+}
+
+using Sources = std::vector<std::span<const std::byte>>;
+
+double SquaresOf(std::span<const std::byte> sum) {
+  return RunSumGradient({0, sum.size() / sizeof(float)}, sum).ToDouble();
 }
 
 class Targets : public ::testing::TestWithParam<std::string> {
@@ -63,78 +69,83 @@ TEST_P(Targets, OneRanksGradientIsCopiedAndItsSquaresAreThoseOfTheFloat32Sum) {
   for (const uint64_t elems : {1U, 63U, 4096U, 4160U, 300'000U}) {
     std::vector<uint16_t> gradient = Bf16Gradient(elems, 7);
     std::vector<uint16_t> copy(elems);
-    const AddedGradient added = RunAddGradient(OneRank(DType::kBFloat16, elems), {0, elems},
-                                               BytesOf(gradient), BytesOf(copy));
+    const AddedGradients added = RunAddGradients(OneRank(DType::kBFloat16, elems), {0, elems},
+                                                 Sources{BytesOf(gradient)}, BytesOf(copy));
     std::vector<float> sum(elems);
     cpu_adam::AddGradient(elems, {gradient.data(), DType::kBFloat16}, cpu_adam::AddMode::kSet,
                           sum.data());
-    EXPECT_TRUE(added.finite);
+    EXPECT_EQ(added.culprit, 0U);
     EXPECT_EQ(copy, gradient) << elems;
-    EXPECT_EQ(added.squares.ToDouble(), RunSumGroup(BytesOf(sum))) << elems;
+    EXPECT_EQ(added.squares.ToDouble(), SquaresOf(BytesOf(sum))) << elems;
     std::vector<float> wide = Widened(gradient);
     std::vector<float> wide_copy(elems);
-    const AddedGradient same = RunAddGradient(OneRank(DType::kFloat32, elems), {0, elems},
-                                              BytesOf(wide), BytesOf(wide_copy));
+    const AddedGradients same = RunAddGradients(OneRank(DType::kFloat32, elems), {0, elems},
+                                                Sources{BytesOf(wide)}, BytesOf(wide_copy));
     EXPECT_EQ(wide_copy, wide);
     EXPECT_TRUE(same.squares == added.squares);
   }
 }
 
-TEST_P(Targets, PartsGiveWhatTheWholeGives) {
+TEST_P(Targets, PartsGiveWhatTheWholeGivesAndOnePassWhatSeveralGive) {
   constexpr uint64_t kElems = 5 * kSumChunkElems + 77;
   std::vector<uint16_t> first = Bf16Gradient(kElems, 1);
   std::vector<uint16_t> second = Bf16Gradient(kElems, 2);
   std::vector<float> whole(kElems);
   std::vector<float> parts(kElems, 5.0F);
-  AddGradient action{.elems = kElems, .dtype = DType::kBFloat16, .assign = true};
-  RunAddGradient(action, {0, kElems}, BytesOf(first), BytesOf(whole));
-  for (const ElemRange range : {ElemRange{2 * kSumChunkElems, kElems}, {0, 2 * kSumChunkElems}}) {
-    RunAddGradient(action, range, BytesOf(first), BytesOf(parts));
-  }
-  EXPECT_EQ(parts, Widened(first));
-  action.assign = false;
-  action.completes = true;
-  const AddedGradient added = RunAddGradient(action, {0, kElems}, BytesOf(second), BytesOf(whole));
+  std::vector<float> after_another(kElems, 7.0F);
+  AddGradients action{.elems = kElems, .dtype = DType::kBFloat16, .assign = true};
+  const Sources both{BytesOf(first), BytesOf(second)};
+  const AddedGradients added = RunAddGradients(action, {0, kElems}, both, BytesOf(whole));
   cpu_adam::SquareSum squares;
   for (const ElemRange range : {ElemRange{4 * kSumChunkElems, kElems},
                                 {0, kSumChunkElems},
                                 {kSumChunkElems, 4 * kSumChunkElems}}) {
-    squares.Merge(RunAddGradient(action, range, BytesOf(second), BytesOf(parts)).squares);
+    squares.Merge(RunAddGradients(action, range, both, BytesOf(parts)).squares);
   }
   EXPECT_EQ(parts, whole);
+  RunAddGradients(action, {0, kElems}, Sources{BytesOf(first)}, BytesOf(after_another));
+  action.assign = false;
+  const AddedGradients last =
+      RunAddGradients(action, {0, kElems}, Sources{BytesOf(second)}, BytesOf(after_another));
+  EXPECT_EQ(after_another, whole);
   for (uint64_t i = 0; i < kElems; ++i)
     ASSERT_EQ(whole[i], Widened(first)[i] + Widened({second[i]})[0]) << i;
   EXPECT_TRUE(squares == added.squares);
-  EXPECT_EQ(added.squares.ToDouble(), RunSumGroup(BytesOf(whole)));
+  EXPECT_TRUE(last.squares == added.squares);
+  EXPECT_EQ(added.squares.ToDouble(), SquaresOf(BytesOf(whole)));
+  cpu_adam::SquareSum sums = RunSumGradient({0, 2 * kSumChunkElems}, BytesOf(whole));
+  sums.Merge(RunSumGradient({2 * kSumChunkElems, kElems}, BytesOf(whole)));
+  EXPECT_TRUE(sums == added.squares);
 }
 
 TEST_P(Targets, AnElementThatIsNotFiniteIsFoundWhereverItStands) {
   constexpr uint64_t kElems = 2 * kSumChunkElems + 5;
-  const std::vector<uint16_t> good = Bf16Gradient(kElems, 3);
+  std::vector<uint16_t> good = Bf16Gradient(kElems, 3);
   for (const uint64_t at : {uint64_t{0}, kSumChunkElems - 1, kSumChunkElems, kElems - 1}) {
     for (const uint16_t bad : {uint16_t{0x7F80}, uint16_t{0xFF80}, uint16_t{0x7FC1}}) {
       std::vector<uint16_t> gradient = good;
       gradient[at] = bad;
       std::vector<uint16_t> copy(kElems);
-      EXPECT_FALSE(RunAddGradient(OneRank(DType::kBFloat16, kElems), {0, kElems}, BytesOf(gradient),
-                                  BytesOf(copy))
-                       .finite);
+      const AddedGradients copied = RunAddGradients(OneRank(DType::kBFloat16, kElems), {0, kElems},
+                                                    Sources{BytesOf(gradient)}, BytesOf(copy));
+      EXPECT_EQ(copied.culprit, 1U);
       std::vector<float> sum(kElems);
-      for (const bool completes : {false, true}) {
-        const AddGradient action{
-            .elems = kElems, .dtype = DType::kBFloat16, .assign = true, .completes = completes};
-        EXPECT_FALSE(RunAddGradient(action, {0, kElems}, BytesOf(gradient), BytesOf(sum)).finite);
-      }
+      const AddGradients action{.elems = kElems, .dtype = DType::kBFloat16, .assign = true};
+      const Sources sources{BytesOf(good), BytesOf(gradient), BytesOf(good)};
+      const AddedGradients added = RunAddGradients(action, {0, kElems}, sources, BytesOf(sum));
+      EXPECT_EQ(added.culprit, 2U);
+      EXPECT_FALSE(added.squares.finite());
     }
   }
 }
 
-TEST_P(Targets, ASumThatOverflowsIsToldByItsSquares) {
+TEST_P(Targets, ASumThatOverflowsIsFoundByItsSquares) {
   std::vector<float> largest(100, std::numeric_limits<float>::max());
   std::vector<float> sum = largest;
-  const AddGradient action{.elems = 100, .dtype = DType::kFloat32, .completes = true};
-  const AddedGradient added = RunAddGradient(action, {0, 100}, BytesOf(largest), BytesOf(sum));
-  EXPECT_TRUE(added.finite) << "the contribution";
+  const AddGradients action{.elems = 100, .dtype = DType::kFloat32};
+  const AddedGradients added =
+      RunAddGradients(action, {0, 100}, Sources{BytesOf(largest)}, BytesOf(sum));
+  EXPECT_EQ(added.culprit, 0U) << "the contribution is finite";
   EXPECT_TRUE(std::isnan(added.squares.ToDouble()));
 }
 

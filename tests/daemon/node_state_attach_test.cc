@@ -303,7 +303,7 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
     const uint64_t page = protocol::kPageBytes;
     const uint64_t sums = protocol::RoundUp(layout->padded_elems() * test.sum_bytes, page);
     const uint64_t overflow =
-        protocol::RoundUp(layout->largest_group_bytes() * test.world_size, page);
+        protocol::RoundUp(2 * layout->largest_group_bytes() * test.world_size, page);
     const uint64_t extra_state = page;  // two slots of 64 bytes a rank
     EXPECT_EQ(node.Logged<CreateJobMemory>()[0].step_bytes, sums + overflow + extra_state);
 
@@ -441,12 +441,14 @@ TEST_F(NodeStateAttach, ANewGenerationTrainsOnWithoutTheDroppedGradients) {
 TEST_F(NodeStateAttach, WaitsForTasksOfTheLastGeneration) {
   AttachBoth();
   node_.Gradient(first_, 0, 1);
-  ASSERT_EQ(node_.Running<AddGradient>().size(), 1U);
+  node_.Gradient(second_, 0, 1);
+  ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
   node_.End(second_, EndCause::kLost);
   const uint64_t again = node_.RequestAttach(layout_, {.rank = 1});
   node_.FinishAll<CreateSessionMemory>();
   EXPECT_EQ(node_.attached(again), nullptr) << "an old gradient is being added";
-  node_.FinishAll<AddGradient>();
+  node_.FinishAll<AddGradients>();  // and the session whose arena it has read is closed
+  node_.RunTasks();
   EXPECT_NE(node_.attached(again), nullptr);
 }
 

@@ -1,16 +1,17 @@
-// Goal    Contributions of all ranks are added in rank order whatever their order of arrival;
-//         opposite orders end in
-//         E_GRAD_ORDER and never in a hang; what is not finite never reaches a committed step.
-// Method  The harness runs the state machine; a model of the workers keeps, for each accumulator,
-//         the list of what
-//         was added to it. Each test chooses which tasks end and when.
+// Goal    Contributions of all ranks are added in rank order whatever their order of arrival; every
+//         order of delivery ends with the result; a parameter moves where a rank has a gradient of
+//         it; the newest attempt counts; what is not finite never reaches a committed step.
+// Method  The harness runs the state machine; a model of the workers keeps, for each accumulator, the
+//         list of what was added to it. Each test chooses which tasks end and when.
 
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -22,6 +23,7 @@ namespace {
 
 using ::forebay::testing::GradientToken;
 using ::forebay::testing::MakeLayout;
+using ::forebay::testing::MakeLayoutOfParams;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::RoomyOptions;
 using protocol::ErrorId;
@@ -80,22 +82,42 @@ TEST_F(NodeStateGradient, AreAddedInRankOrderForEveryOrderOfArrival) {
   EXPECT_EQ(step, 7U);
 }
 
-TEST_F(NodeStateGradient, TheFirstAssignsAndTheOthersAdd) {
-  for (const uint32_t rank : {2U, 0U, 1U}) node_.Gradient(sessions_[rank], 0, 1);
-  node_.RunTasks();
-  const std::vector<AddGradient> adds = node_.Logged<AddGradient>();
-  ASSERT_EQ(adds.size(), 3U);
+TEST_F(NodeStateGradient, AreAddedInOnePassWhereAllHaveArrived) {
+  for (const uint32_t rank : {2U, 0U, 1U}) {
+    EXPECT_TRUE(node_.Running<AddGradients>().empty());
+    node_.Gradient(sessions_[rank], 0, 1);
+  }
+  const std::vector<AddGradients> adds = node_.Running<AddGradients>();
+  ASSERT_EQ(adds.size(), 1U);
   EXPECT_TRUE(adds[0].assign);
-  EXPECT_FALSE(adds[1].assign);
-  EXPECT_FALSE(adds[2].assign);
   EXPECT_EQ(adds[0].elems, layout_->groups()[0].padded_elems);
+  ASSERT_EQ(adds[0].sources.size(), 3U);
+  for (uint32_t rank = 0; rank < kWorld; ++rank) {
+    EXPECT_EQ(adds[0].sources[rank].session, sessions_[rank]);
+  }
 }
 
-TEST_F(NodeStateGradient, OfOneGroupAreAddedOneAtATime) {
-  for (uint32_t rank = 0; rank < kWorld; ++rank) node_.Gradient(sessions_[rank], 0, 1);
-  EXPECT_EQ(node_.Running<AddGradient>().size(), 1U);
+TEST_F(NodeStateGradient, AreAddedBeforeWhereARankIsShortOfPieces) {
+  // Arenas of three pieces: with two held, one is free.
+  node_.Gradient(sessions_[0], 0, 1);
+  EXPECT_TRUE(node_.Running<AddGradients>().empty());
   node_.Gradient(sessions_[0], 1, 1);
-  EXPECT_EQ(node_.Running<AddGradient>().size(), 2U) << "groups do not wait for each other";
+  const std::vector<AddGradients> adds = node_.Running<AddGradients>();
+  ASSERT_EQ(adds.size(), 2U) << "what has arrived in order of all that the rank holds";
+  EXPECT_TRUE(adds[0].assign);
+  node_.RunTasks();
+  node_.Gradient(sessions_[2], 0, 1);
+  node_.Gradient(sessions_[1], 0, 1);
+  ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
+  EXPECT_FALSE(node_.Running<AddGradients>()[0].assign);
+  EXPECT_EQ(node_.Running<AddGradients>()[0].sources.size(), 2U);
+}
+
+TEST_F(NodeStateGradient, OfOneRangeAreAddedInOnePassAtATime) {
+  for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U);
+  for (const uint64_t session : sessions_) node_.Gradient(session, 1, 1);
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 2U) << "groups do not wait for each other";
 }
 
 TEST_F(NodeStateGradient, AreAnsweredWhenTheirBytesAreFree) {
@@ -104,6 +126,7 @@ TEST_F(NodeStateGradient, AreAnsweredWhenTheirBytesAreFree) {
   EXPECT_EQ(node_.answer(late), nullptr) << "rank 0 comes first";
   const uint64_t first = node_.Gradient(sessions_[0], 0, 1);
   EXPECT_EQ(node_.answer(first), nullptr);
+  node_.Gradient(sessions_[2], 0, 1);
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(first), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(late), ErrorId::kNone);
@@ -116,19 +139,6 @@ TEST_F(NodeStateGradient, StayInTheArenaWhileItHasRoomForOneMore) {
   node_.Gradient(sessions_[1], 0, 1);
   ASSERT_EQ(node_.Running<CopyToStepArena>().size(), 1U) << "the third is moved to the overflow";
   EXPECT_EQ(node_.Running<CopyToStepArena>()[0].bytes, layout_->group_bytes(0));
-}
-
-TEST_F(NodeStateGradient, AreTheSameInOppositeOrdersWhileTheOverflowLasts) {
-  for (uint32_t group = 0; group < 4; ++group) {
-    node_.Gradient(sessions_[0], group, 1);
-    node_.Gradient(sessions_[1], 3 - group, 1);
-    node_.Gradient(sessions_[2], group, 1);
-    node_.RunTasks();
-  }
-  ASSERT_THAT(StepAll(1), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
-  for (uint32_t group = 0; group < 4; ++group) {
-    EXPECT_THAT(AddedRanks(group), ElementsAre(0, 1, 2)) << group;
-  }
 }
 
 TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
@@ -149,38 +159,147 @@ TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
   }
 }
 
-TEST(NodeStateGradientOrder, EndsInAnErrorWhenTheOverflowIsFull) {
-  const auto layout = MakeLayout(2, std::vector<uint64_t>(10, 128));
+// Three ranks deliver four ranges of one group, each in an order of its own and with the smallest
+// pool. A rank delivers while a piece of its pool is free, as a client does; ranks take turns by
+// `turns`, tasks end when nobody can deliver any more.
+class SmallestPools {
+ public:
+  static constexpr uint32_t kWorld = 3;
+  static constexpr uint64_t kRanges = 4;
+  static constexpr uint64_t kUnit = protocol::kGradUnitElems;
+
+  SmallestPools() {
+    // The largest group is one range: so large is a piece.
+    const std::vector<uint64_t> elems(kRanges, kUnit);
+    layout_ = MakeLayout(kWorld, elems);
+    for (uint32_t rank = 0; rank < kWorld; ++rank) {
+      sessions_.push_back(node_.Attach(
+          layout_, {.rank = rank, .grad_arena_bytes = 2 * layout_->largest_group_bytes()}));
+    }
+  }
+
+  // Orders: by rank. `turns`: which rank goes next, again and again. Returns whether all deliveries
+  // were answered.
+  bool Deliver(const std::vector<std::vector<uint32_t>>& orders, const std::vector<uint32_t>& turns,
+               uint64_t step) {
+    std::vector<std::vector<uint64_t>> tags(kWorld);
+    std::vector<size_t> next(kWorld, 0);
+    const auto in_pool = [&](uint32_t rank) {
+      return std::count_if(tags[rank].begin(), tags[rank].end(),
+                           [this](uint64_t tag) { return node_.answer(tag) == nullptr; });
+    };
+    while (true) {
+      bool moved = false;
+      for (const uint32_t rank : turns) {
+        if (next[rank] == kRanges || in_pool(rank) == 2) continue;
+        const uint32_t group = orders[rank][next[rank]++];
+        tags[rank].push_back(node_.Gradient(sessions_[rank], group, step));
+        moved = true;
+      }
+      if (!moved && node_.model().running().empty()) break;
+      if (!moved) node_.RunTasks();
+    }
+    for (const auto& of_rank : tags) {
+      for (const uint64_t tag : of_rank) {
+        if (node_.ErrorOf(tag) != ErrorId::kNone) return false;
+      }
+    }
+    return true;
+  }
+
+  std::vector<ErrorId> StepAll(uint64_t step) {
+    std::vector<uint64_t> tags;
+    for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, step));
+    node_.RunTasks();
+    std::vector<ErrorId> errors;
+    for (const uint64_t tag : tags) errors.push_back(node_.ErrorOf(tag));
+    return errors;
+  }
+
+  NodeHarness node_{RoomyOptions()};
+  std::shared_ptr<const protocol::Layout> layout_;
+  std::vector<uint64_t> sessions_;
+};
+
+TEST(NodeStateGradientOrder, EveryOrderOfThreeRanksAndFourRangesEndsWithTheResult) {
+  SmallestPools pools;
+  std::vector<std::vector<uint32_t>> permutations;
+  std::vector<uint32_t> order = {0, 1, 2, 3};
+  do permutations.push_back(order);
+  while (std::next_permutation(order.begin(), order.end()));
+  // A rank alone, so late are the others, or in turns.
+  const std::vector<std::vector<uint32_t>> turns = {
+      {0, 1, 2}, {2, 1, 0}, {2, 2, 2, 2, 1, 1, 1, 1, 0}};
+  uint64_t step = 1;
+  for (size_t i = 0; i < permutations.size(); ++i) {
+    for (size_t j = 0; j < permutations.size(); ++j) {
+      // Rank 0's order may be the first: only how they differ counts.
+      const std::vector<std::vector<uint32_t>> orders = {permutations[0], permutations[i],
+                                                         permutations[j]};
+      ASSERT_TRUE(pools.Deliver(orders, turns[step % turns.size()], step)) << i << " " << j;
+      ASSERT_THAT(pools.StepAll(step), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
+      for (uint32_t param = 0; param < 4; ++param) {
+        const auto& used = pools.node_.model().committed_gradients(1);
+        ASSERT_THAT(Ranks(used.at(param)), ElementsAre(0, 1, 2)) << i << " " << j;
+      }
+      ++step;
+    }
+  }
+  EXPECT_EQ(pools.node_.fault(), "");
+}
+
+// Rank 0 comes last, and has nothing but its order: the others wait, then all goes on.
+TEST(NodeStateGradientOrder, AFullOverflowIsBackPressureAndNoError) {
+  SmallestPools pools;
+  NodeHarness& node = pools.node_;
+  std::vector<uint64_t> tags;
+  for (const uint32_t group : {3U, 2U, 1U, 0U}) {
+    tags.push_back(node.Gradient(pools.sessions_[2], group, 1));
+    node.RunTasks();
+  }
+  EXPECT_EQ(node.Logged<CopyToStepArena>().size(), 2U) << "two pieces a rank";
+  EXPECT_EQ(std::count_if(tags.begin(), tags.end(),
+                          [&](uint64_t tag) { return node.answer(tag) == nullptr; }),
+            2)
+      << "the pool's two pieces wait";
+  for (const uint32_t rank : {1U, 0U}) {
+    for (uint32_t group = 0; group < 4; ++group) {
+      node.Gradient(pools.sessions_[rank], group, 1);
+      node.RunTasks();
+    }
+  }
+  for (const uint64_t tag : tags) EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
+  EXPECT_THAT(pools.StepAll(1), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
+  EXPECT_EQ(node.fault(), "");
+}
+
+// 8 ranks in bfloat16: the ranks' gradients are read once, the sum is written once.
+TEST(NodeStateGradientOrder, EightRanksCostTwentyBytesOfMemoryTrafficAParameter) {
+  constexpr uint64_t kElems = 4 * protocol::kGradUnitElems;
+  protocol::LayoutSpec spec{.world_size = 8,
+                            .dtype = protocol::DType::kBFloat16,
+                            .format = protocol::Format::kExact,
+                            .params = {{.name = "w", .shape = {kElems}}},
+                            .group_names = {"g"}};
+  const auto layout =
+      std::make_shared<const protocol::Layout>(protocol::Layout::Create(spec).value());
   NodeHarness node(RoomyOptions());
   std::vector<uint64_t> sessions;
-  for (uint32_t rank = 0; rank < 2; ++rank) {
-    sessions.push_back(
-        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_group_bytes()}));
+  for (uint32_t rank = 0; rank < 8; ++rank) {
+    sessions.push_back(node.Attach(layout, {.rank = rank}));
   }
-  std::vector<uint64_t> tags;
-  for (uint32_t group = 0; group < 5; ++group) {
-    node.Gradient(sessions[0], group, 1);
-    node.RunTasks();
-    tags.push_back(node.Gradient(sessions[1], 9 - group, 1));
-    node.RunTasks();
-    if (node.ErrorOf(tags.back()) == ErrorId::kGradOrder) break;
-  }
-  // One stays in the arena of two, two go to the overflow (one per rank), the fourth is refused.
-  ASSERT_EQ(tags.size(), 4U);
-  EXPECT_EQ(node.ErrorOf(tags[3]), ErrorId::kGradOrder);
-  EXPECT_THAT(std::string(node.answer(tags[3])->status.message()),
-              ::testing::AllOf(::testing::HasSubstr("rank 1"), ::testing::HasSubstr("rank 0"),
-                               ::testing::HasSubstr("group 6"), ::testing::HasSubstr("group 0")));
-  // It was not taken: the rank may deliver the group once there is room.
-  for (uint32_t group = 4; group < 10; ++group) {
-    node.Gradient(sessions[0], group, 1);
-    node.RunTasks();
-  }
-  EXPECT_EQ(node.ErrorOf(tags[0]), ErrorId::kNone);
-  const uint64_t again = node.Gradient(sessions[1], 6, 1);
+  for (const uint32_t rank : {3U, 7U, 0U, 1U, 6U, 2U, 5U, 4U}) node.Gradient(sessions[rank], 0, 1);
+  for (const uint64_t session : sessions) node.Step(session, 1);
   node.RunTasks();
-  EXPECT_EQ(node.ErrorOf(again), ErrorId::kNone);
-  EXPECT_EQ(node.fault(), "");
+  uint64_t bytes = 0;
+  for (const AddGradients& add : node.Logged<AddGradients>()) {
+    const uint64_t width = add.sources.size() * 2 + (add.assign ? 4 : 8);
+    bytes += add.elems * width;
+  }
+  for (const CopyToStepArena& copy : node.Logged<CopyToStepArena>()) bytes += 2 * copy.bytes;
+  for (const SumGradient& sum : node.Logged<SumGradient>()) bytes += 4 * sum.elems;
+  EXPECT_EQ(bytes, 20 * kElems);
+  EXPECT_EQ(node.model().committed_step(1), 1U);
 }
 
 TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
@@ -200,7 +319,6 @@ TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
   for (uint32_t group = 0; group < 4; ++group) {
     node.Gradient(sessions[0], group, 1);
     node.RunTasks();
-    for (const uint64_t tag : tags) EXPECT_NE(node.ErrorOf(tag), ErrorId::kGradOrder);
   }
   for (const uint64_t tag : tags) EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
   EXPECT_EQ(node.fault(), "");
@@ -263,14 +381,15 @@ TEST_F(NodeStateGradient, OfKindReducedIsRefusedByName) {
 TEST_F(NodeStateGradient, NotFiniteIsNamedAndRefusesTheStepOfEveryRank) {
   const uint64_t bad = node_.Gradient(sessions_[1], 2, 1, /*finite=*/false);
   node_.Gradient(sessions_[0], 2, 1);
+  node_.Gradient(sessions_[2], 2, 1);
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(bad), ErrorId::kNonfinite);
   const std::string message(node_.answer(bad)->status.message());
   EXPECT_THAT(message, ::testing::HasSubstr("rank 1"));
   EXPECT_THAT(message, ::testing::HasSubstr("group 2 (g2)"));
   EXPECT_THAT(message, ::testing::HasSubstr("step 1"));
-  // It may not be delivered again in this attempt.
-  EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[1], 2, 1)), ErrorId::kGradRepeat);
+  const uint64_t more = node_.Gradient(sessions_[1], 3, 1);
+  EXPECT_EQ(node_.ErrorOf(more), ErrorId::kNone) << "discarded: the attempt has ended";
   EXPECT_THAT(StepAll(1),
               ElementsAre(ErrorId::kNonfinite, ErrorId::kNonfinite, ErrorId::kNonfinite));
   EXPECT_EQ(node_.model().committed_step(1), 0U);
@@ -280,6 +399,7 @@ TEST_F(NodeStateGradient, NotFiniteIsNamedAndRefusesTheStepOfEveryRank) {
 TEST_F(NodeStateGradient, AStepThatWasNotFiniteCanBeRepeated) {
   node_.Gradient(sessions_[1], 2, 1, /*finite=*/false);
   node_.Gradient(sessions_[0], 2, 1);
+  node_.Gradient(sessions_[2], 2, 1);
   node_.RunTasks();
   // Rank 0 has seen the error and is quicker with its repetition than rank 2 with its first
   // attempt.
@@ -287,15 +407,13 @@ TEST_F(NodeStateGradient, AStepThatWasNotFiniteCanBeRepeated) {
   const uint64_t repeated = node_.Gradient(sessions_[0], 1, 1);
   const uint64_t stale = node_.Gradient(sessions_[2], 3, 1);
   node_.RunTasks();
-  EXPECT_EQ(node_.ErrorOf(stale), ErrorId::kNone) << "taken and dropped";
-  EXPECT_EQ(node_.ErrorOf(repeated), ErrorId::kTimeout) << "waits for the others to see it";
+  EXPECT_EQ(node_.ErrorOf(stale), ErrorId::kNone) << "discarded";
   EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[1], 1)), ErrorId::kNonfinite);
   EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[2], 1)), ErrorId::kNonfinite);
-  node_.RunTasks();
-  EXPECT_EQ(node_.ErrorOf(repeated), ErrorId::kNone);
   node_.Gradient(sessions_[2], 1, 1);
   node_.Gradient(sessions_[1], 1, 1);
   EXPECT_THAT(StepAll(1), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
+  EXPECT_EQ(node_.ErrorOf(repeated), ErrorId::kNone);
   EXPECT_THAT(AddedRanks(1), ElementsAre(0, 1, 2));
   EXPECT_THAT(AddedRanks(2), ElementsAre());
   EXPECT_THAT(AddedRanks(3), ElementsAre()) << "a gradient of the first attempt";
@@ -314,39 +432,218 @@ TEST_F(NodeStateGradient, NotFiniteAfterTheLastStepCallRefusesIt) {
 
 TEST_F(NodeStateGradient, ASumThatIsNotFiniteRefusesTheStep) {
   for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
-  node_.FinishAll<AddGradient>();
-  node_.FinishAll<AddGradient>();
-  const std::vector<AddGradient> last = node_.Running<AddGradient>();
-  ASSERT_EQ(last.size(), 1U);
-  TaskDone done = node_.model().Finish(last[0].task);
-  done.sum_squares = std::numeric_limits<double>::infinity();
+  const std::vector<AddGradients> adds = node_.Running<AddGradients>();
+  ASSERT_EQ(adds.size(), 1U);
+  TaskDone done = node_.model().Finish(adds[0].task);
+  done.squares.AddChunk(std::numeric_limits<double>::infinity());
   node_.Send(done);
   EXPECT_THAT(StepAll(1),
               ElementsAre(ErrorId::kNonfinite, ErrorId::kNonfinite, ErrorId::kNonfinite));
 }
 
-TEST_F(NodeStateGradient, TheLastRanksAdditionCompletesItsGroup) {
+TEST_F(NodeStateGradient, APassOverAllRanksBringsTheSquaresWithIt) {
   for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
   EXPECT_THAT(StepAll(1), ElementsAre(ErrorId::kNone, ErrorId::kNone, ErrorId::kNone));
-  std::vector<bool> completes;
-  for (const AddGradient& add : node_.Logged<AddGradient>()) completes.push_back(add.completes);
-  EXPECT_THAT(completes, ElementsAre(false, false, true));
-  EXPECT_THAT(node_.Logged<SumGroup>(), ::testing::IsEmpty());
+  EXPECT_THAT(node_.Logged<SumGradient>(), ::testing::IsEmpty());
 }
 
-TEST_F(NodeStateGradient, AGroupWithoutTheLastRankIsSummedWhenThatRankCallsStep) {
+TEST_F(NodeStateGradient, ARangeWithoutTheLastRankIsSummedWhenThatRankCallsStep) {
   node_.Gradient(sessions_[0], 0, 1);
-  node_.Gradient(sessions_[1], 0, 1);
+  node_.Gradient(sessions_[0], 1, 1);  // one free piece: both are added
   node_.RunTasks();
-  EXPECT_THAT(node_.Logged<SumGroup>(), ::testing::IsEmpty());
+  EXPECT_THAT(node_.Logged<SumGradient>(), ::testing::IsEmpty());
   std::vector<uint64_t> tags;
   for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, 1));
-  ASSERT_EQ(node_.Running<SumGroup>().size(), 1U);
-  TaskDone done = node_.model().Finish(node_.Running<SumGroup>()[0].task);
-  done.sum_squares = std::numeric_limits<double>::infinity();
+  ASSERT_EQ(node_.Running<SumGradient>().size(), 2U);
+  TaskDone done = node_.model().Finish(node_.Running<SumGradient>()[0].task);
+  done.squares.AddChunk(std::numeric_limits<double>::infinity());
   node_.Send(done);
   for (const uint64_t tag : tags) EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNonfinite);
   EXPECT_EQ(node_.model().committed_step(1), 0U);
+}
+
+// ----------------------------------------------------------------------------- ranges and presence
+
+// Two ranks; a group of three parameters over three units, the middle one across two borders.
+class NodeStatePresence : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kUnit = protocol::kGradUnitElems;
+
+  void SetUp() override {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      sessions_.push_back(node_.Attach(layout_, {.rank = rank}));
+    }
+  }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  std::vector<ErrorId> StepBoth(uint64_t step) {
+    std::vector<uint64_t> tags;
+    for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, step));
+    node_.RunTasks();
+    return {node_.ErrorOf(tags[0]), node_.ErrorOf(tags[1])};
+  }
+  // t of each parameter that the newest step has updated.
+  std::map<uint32_t, uint64_t> Updated(uint64_t step) const {
+    std::map<uint32_t, uint64_t> updated;
+    for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+      if (update.identity_after.written_step != step) continue;
+      for (const UpdateSegment& segment : update.segments) {
+        updated[segment.param] = segment.optimizer_step;
+      }
+    }
+    return updated;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ =
+      MakeLayoutOfParams(2, std::vector<std::vector<uint64_t>>{{1000, 2 * kUnit, 500}, {100}});
+  uint64_t end_ = layout_->groups()[0].padded_elems;
+  NodeHarness node_{RoomyOptions()};
+  std::vector<uint64_t> sessions_;
+};
+
+using ::testing::Pair;
+
+TEST_F(NodeStatePresence, AParameterMovesWhereAnyRankHasAGradientOfIt) {
+  node_.GradientRange(sessions_[0], 0, 0, kUnit, 1);  // parameter 0, and the head of 1
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  EXPECT_THAT(Updated(1), ElementsAre(Pair(0, 1)));
+  node_.GradientRange(sessions_[1], 0, 2 * kUnit, end_, 2);  // parameter 2, and the tail of 1
+  EXPECT_THAT(StepBoth(2), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  EXPECT_THAT(Updated(2), ElementsAre(Pair(2, 1)));
+  node_.Gradient(sessions_[0], 0, 3);
+  EXPECT_THAT(StepBoth(3), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  EXPECT_THAT(Updated(3), ElementsAre(Pair(0, 2), Pair(1, 1), Pair(2, 2)))
+      << "t stands still while a parameter has no gradient";
+}
+
+TEST_F(NodeStatePresence, BlocksWithoutAGradientAreNotWritten) {
+  node_.GradientRange(sessions_[0], 0, 0, kUnit, 1);
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  for (const auto& [block, step] : node_.model().WrittenSteps(1)) EXPECT_LE(step, 1U);
+  for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+    EXPECT_FALSE(update.segments.empty());
+  }
+}
+
+TEST_F(NodeStatePresence, AParameterInPartIsAnErrorByNameAndCanBeCompleted) {
+  node_.GradientRange(sessions_[0], 0, 0, 2 * kUnit, 1);
+  node_.SetPresent(sessions_[0], 1, true);
+  const uint64_t tag = node_.Step(sessions_[0], 1);
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kGradPartial);
+  EXPECT_THAT(
+      std::string(node_.answer(tag)->status.message()),
+      ::testing::AllOf(::testing::HasSubstr("p1"), ::testing::HasSubstr("7192 of the 8192")));
+  node_.GradientRange(sessions_[0], 0, 2 * kUnit, end_, 1);
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  EXPECT_THAT(Updated(1), ElementsAre(Pair(0, 1), Pair(1, 1), Pair(2, 1)));
+}
+
+TEST_F(NodeStatePresence, RanksMayCutAGroupDifferently) {
+  node_.GradientRange(sessions_[0], 0, 0, 2 * kUnit, 1);
+  node_.GradientRange(sessions_[1], 0, kUnit, end_, 1);
+  node_.GradientRange(sessions_[1], 0, 0, kUnit, 1);
+  node_.SetPresent(sessions_[1], 1, true);
+  node_.GradientRange(sessions_[0], 0, 2 * kUnit, end_, 1);
+  node_.SetPresent(sessions_[0], 1, true);
+  node_.SetPresent(sessions_[1], 2, true);
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  for (uint32_t param = 0; param < 3; ++param) {
+    EXPECT_THAT(Ranks(node_.model().committed_gradients(1).at(param)), ElementsAre(0, 1)) << param;
+  }
+}
+
+TEST_F(NodeStatePresence, RangesAreChecked) {
+  const auto refused = [this](uint64_t begin, uint64_t bytes) {
+    protocol::Command command{};
+    command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
+    command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+    command.step = 1;
+    command.element_offset = begin;
+    command.length_bytes = bytes;
+    return node_.ErrorOf(node_.Command(sessions_[0], command));
+  };
+  for (const auto& [begin, bytes] :
+       std::vector<std::pair<uint64_t, uint64_t>>{{64, 4 * kUnit},     // begins within a unit
+                                                  {0, 4 * kUnit - 4},  // ends within one
+                                                  {0, 0},              // nothing
+                                                  {0, 4 * end_ + 4},   // past the end
+                                                  {kUnit, 4 * end_},   // likewise
+                                                  {end_, 4 * kUnit},   // begins there
+                                                  {UINT64_MAX - 4095, 4 * kUnit},
+                                                  {0, UINT64_MAX - 3}}) {
+    EXPECT_EQ(refused(begin, bytes), ErrorId::kRange) << begin << " " << bytes;
+  }
+  node_.GradientRange(sessions_[0], 0, kUnit, 2 * kUnit, 1);
+  EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[0], 0, 1)), ErrorId::kGradRepeat)
+      << "a unit of it was delivered";
+}
+
+// ----------------------------------------------------------------------------------------- attempts
+
+TEST_F(NodeStatePresence, TheNewestAttemptCountsAndOlderDeliveriesAreDiscarded) {
+  node_.Gradient(sessions_[0], 0, 1);
+  node_.Gradient(sessions_[1], 0, 1);
+  node_.SetAttempt(sessions_[0], 1);
+  node_.Gradient(sessions_[0], 1, 1);  // rank 0 has dropped a batch
+  const uint64_t stale = node_.Gradient(sessions_[1], 1, 1);
+  EXPECT_EQ(node_.ErrorOf(stale), ErrorId::kNone) << "discarded";
+  const uint64_t waits = node_.Step(sessions_[0], 1);
+  const uint64_t dropped = node_.Step(sessions_[1], 1);
+  EXPECT_EQ(node_.ErrorOf(dropped), ErrorId::kGradDropped);
+  EXPECT_EQ(node_.answer(dropped)->completion.attempt, 1U) << "brings the rank to the newest";
+  EXPECT_EQ(node_.answer(waits), nullptr);
+  node_.Gradient(sessions_[1], 1, 1);
+  const uint64_t last = node_.Step(sessions_[1], 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(waits), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(last), ErrorId::kNone);
+  EXPECT_THAT(Updated(1), ElementsAre(Pair(3, 1))) << "group 0 was of the older attempt";
+  // Attempts count from 0 again in the next step.
+  node_.Gradient(sessions_[0], 0, 2);
+  EXPECT_THAT(StepBoth(2), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+}
+
+TEST_F(NodeStatePresence, ARankThatWaitsInStepLearnsOfANewAttempt) {
+  node_.Gradient(sessions_[0], 0, 1);
+  const uint64_t waits = node_.Step(sessions_[0], 1);
+  node_.Gradient(sessions_[1], 0, 1);
+  node_.SetAttempt(sessions_[1], 1);
+  const uint64_t anew = node_.Step(sessions_[1], 1);
+  EXPECT_EQ(node_.ErrorOf(waits), ErrorId::kGradDropped);
+  EXPECT_EQ(node_.answer(anew), nullptr);
+  node_.Gradient(sessions_[0], 1, 1);
+  const uint64_t again = node_.Step(sessions_[0], 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(again), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(anew), ErrorId::kNone);
+}
+
+TEST_F(NodeStatePresence, RanksThatAllDropSeeNoError) {
+  for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+  for (const uint64_t session : sessions_) node_.SetAttempt(session, 1);
+  for (const uint64_t session : sessions_) node_.Gradient(session, 1, 1);
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  EXPECT_THAT(Updated(1), ElementsAre(Pair(3, 1)));
+}
+
+TEST_F(NodeStatePresence, NothingIsAddedWhileTasksOfAnOlderAttemptRun) {
+  for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+  ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
+  for (const uint64_t session : sessions_) node_.SetAttempt(session, 1);
+  for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U) << "it writes to the same bytes";
+  EXPECT_THAT(StepBoth(1), ElementsAre(ErrorId::kNone, ErrorId::kNone));
+  for (const GradientToken& token : node_.model().committed_gradients(1).at(0)) {
+    EXPECT_EQ(token.attempt, 1U);
+  }
+}
+
+TEST_F(NodeStatePresence, AnAttemptFarAheadIsRefused) {
+  node_.SetAttempt(sessions_[0], 2);
+  EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[0], 0, 1)), ErrorId::kProtocol);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kProtocol);
+  node_.SetAttempt(sessions_[0], UINT64_MAX);
+  EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kProtocol);
 }
 
 }  // namespace

@@ -61,8 +61,9 @@ TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
     command.kind = static_cast<uint16_t>(kind);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << kind;
   }
-  Command command = Gradient();
-  command.reserved = 1;
+  Command command{};
+  command.op = static_cast<uint16_t>(Op::kFetch);
+  command.attempt = 1;
   EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol);
 }
 
@@ -188,14 +189,17 @@ std::string FaultOfALateGradient(bool fence) {
   NodeState::Options options = RoomyOptions();
   options.disable_fence_for_test = !fence;
   NodeHarness node(options);
-  const uint64_t old_first = node.Attach(layout, {.rank = 0});
-  const uint64_t old_second = node.Attach(layout, {.rank = 1});
+  // Of two pieces: what has arrived in order is added at once.
+  const uint64_t arena_bytes = 2 * layout->largest_group_bytes();
+  const uint64_t old_first = node.Attach(layout, {.rank = 0, .grad_arena_bytes = arena_bytes});
+  const uint64_t old_second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});
   node.End(old_second, EndCause::kLost);  // the generation ends; rank 0 has not noticed yet
-  const uint64_t second = node.Attach(layout, {.rank = 1});
+  const uint64_t second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});
   node.Gradient(old_first, 0, 1);
   node.RunTasks();
-  const uint64_t first = node.Attach(layout, {.rank = 0});
+  const uint64_t first = node.Attach(layout, {.rank = 0, .grad_arena_bytes = arena_bytes});
   for (const uint64_t session : {first, second}) node.Gradient(session, 1, 1);
+  node.Gradient(second, 0, 1);
   node.RunTasks();
   node.Step(first, 1);
   node.Step(second, 1);

@@ -62,10 +62,10 @@ class NodeStateStep : public ::testing::Test {
       for (const uint64_t session : sessions_) {
         node_.Gradient(session, static_cast<uint32_t>(group), 1);
       }
-      node_.FinishAll<AddGradient>();
-      ASSERT_EQ(node_.Running<AddGradient>().size(), 1U);
-      TaskDone done = node_.model().Finish(node_.Running<AddGradient>()[0].task);
-      done.sum_squares = sums[group];
+      ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
+      TaskDone done = node_.model().Finish(node_.Running<AddGradients>()[0].task);
+      done.squares = {};
+      done.squares.AddChunk(sums[group]);
       node_.Send(done);
     }
   }

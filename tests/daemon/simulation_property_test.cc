@@ -31,7 +31,7 @@
 namespace forebay::daemon {
 namespace {
 
-using ::forebay::testing::MakeLayout;
+using ::forebay::testing::MakeLayoutOfParams;
 using ::forebay::testing::NodeModel;
 using ::forebay::testing::SimulatedReader;
 using ::forebay::testing::SimulatedTrainer;
@@ -74,10 +74,11 @@ struct Words {
   void operator()(const CopyStepRequest& a) const { Put({a.session, a.tag}); }
   void operator()(const CopyInitial& a) const { Put({a.task, a.session, a.weights_offset_bytes}); }
   void operator()(const CopyToStepArena& a) const { Put({a.task, a.session, a.step_offset_bytes}); }
-  void operator()(const AddGradient& a) const {
-    Put({a.task, a.session, a.source_offset_bytes, a.accumulator_offset_bytes, a.assign ? 1U : 0U});
+  void operator()(const AddGradients& a) const {
+    Put({a.task, a.sources.size(), a.accumulator_offset_bytes, a.elems, a.assign ? 1U : 0U});
+    for (const GradientSource& source : a.sources) Put({source.session, source.offset_bytes});
   }
-  void operator()(const SumGroup& a) const { Put({a.task, a.accumulator_offset_bytes}); }
+  void operator()(const SumGradient& a) const { Put({a.task, a.accumulator_offset_bytes}); }
   void operator()(const ReadBlock& a) const { Put({a.task, a.block, a.place.staging_slot}); }
   void operator()(const UpdateBlock& a) const {
     Put({a.task, a.identity_after.block, a.identity_after.written_step, a.segments.size()});
@@ -99,12 +100,12 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 500 << 10,  // two jobs of about 200 KiB, few of their blocks
+  return {.dram_limit_bytes = 980 << 10,  // two jobs, few of their blocks
           .node_bytes = 3 * 8192,
           .staging_slots = 3,
           .staging_slot_bytes = 8192,
           .swap = SwapPaths({32 << 20, 32 << 20}),
-          .block_elems = 64,
+          .block_elems = 1024,
           .workers = 2};
 }
 
@@ -115,8 +116,10 @@ class Simulation {
                                         .new_session = [this] { return ++last_session_; },
                                         .new_tag = [this] { return ++last_tag_; },
                                         .model = &model_};
-    layouts_ = {{"alpha", MakeLayout(2, {300, 500, 64, 512, 512, 490, 512})},
-                {"beta", MakeLayout(1, {400, 90})}};
+    using Groups = std::vector<std::vector<uint64_t>>;
+    layouts_ = {{"alpha",
+                 MakeLayoutOfParams(2, Groups{{300}, {5000, 20, 4000}, {64}, {9000, 3000}, {512}})},
+                {"beta", MakeLayoutOfParams(1, Groups{{400, 5000}, {90}})}};
     trainers_.emplace_back("alpha", 0, layouts_["alpha"], wires);
     trainers_.emplace_back("alpha", 1, layouts_["alpha"], wires);
     trainers_.emplace_back("beta", 0, layouts_["beta"], wires);
@@ -310,11 +313,27 @@ class Simulation {
     const NodeModel::Gradients& used = model_.committed_gradients(committed.job);
     const std::string wrong = trainer.CheckCommit(committed.step, used);
     if (fault_.empty()) fault_ = wrong;
-    if (used.size() != layouts_.at(trainer.job())->groups().size()) return;
-    // Every group had a gradient: all blocks are of this step.
+    CheckPresence(trainer.job(), used);
+    if (used.size() != layouts_.at(trainer.job())->params().size()) return;
+    // Every parameter had a gradient: all blocks are of this step.
     for (const auto& [block, step] : model_.WrittenSteps(committed.job)) {
       if (step != committed.step && fault_.empty()) fault_ = "a block was left behind";
     }
+  }
+
+  // Where every rank still waits for its answer: what was updated is what any of them had.
+  void CheckPresence(const std::string& job, const NodeModel::Gradients& used) {
+    std::set<uint32_t> present;
+    for (const SimulatedTrainer& trainer : trainers_) {
+      if (trainer.job() != job) continue;
+      if (!trainer.is_stepping()) return;
+      for (uint32_t i = 0; i < layouts_.at(job)->params().size(); ++i) {
+        if (trainer.has_gradient(i)) present.insert(i);
+      }
+    }
+    std::set<uint32_t> updated;
+    for (const auto& [param, tokens] : used) updated.insert(param);
+    if (updated != present && fault_.empty()) fault_ = "other parameters were updated than had one";
   }
 
   std::string NameOf(JobId id) const {
@@ -371,7 +390,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GT(first.failures(), 5U);
   EXPECT_GT(first.failed_writes(), 100U);
   for (const ErrorId id : {ErrorId::kRankLost, ErrorId::kFenced, ErrorId::kRange, ErrorId::kLease,
-                           ErrorId::kStep, ErrorId::kGradOrder, ErrorId::kNonfinite,
+                           ErrorId::kStep, ErrorId::kGradDropped, ErrorId::kNonfinite,
                            ErrorId::kOverflow, ErrorId::kJobFailed, ErrorId::kProtocol}) {
     EXPECT_TRUE(first.errors().contains(static_cast<uint32_t>(id))) << protocol::Info(id).name;
   }

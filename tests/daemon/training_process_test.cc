@@ -157,7 +157,10 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
   EXPECT_EQ(std::ranges::count_if(events, lane_is("update")), status.jobs[0].blocks);
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap read")), swapped);
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap write")), swapped);
-  EXPECT_EQ(std::ranges::count_if(events, lane_is("gradient")), shape.groups * shape.world_size);
+  // One pass a group where all ranks have arrived, at most one for each rank.
+  const auto passes = std::ranges::count_if(events, lane_is("gradient"));
+  EXPECT_GE(passes, shape.groups);
+  EXPECT_LE(passes, shape.groups * shape.world_size);
   for (const auto& event : events) EXPECT_LE(event.start_ns, event.end_ns);
 
   for (auto& rank : ranks) EXPECT_OK(rank->Detach());

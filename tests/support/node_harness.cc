@@ -11,16 +11,26 @@ namespace forebay::testing {
 
 // NOLINTNEXTLINE(google-build-using-namespace): events and actions
 using namespace daemon;
+using protocol::ErrorId;
 using protocol::Op;
 
 std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
                                                    const std::vector<uint64_t>& group_elems) {
+  std::vector<std::vector<uint64_t>> param_elems;
+  for (const uint64_t elems : group_elems) param_elems.push_back({elems});
+  return MakeLayoutOfParams(world_size, param_elems);
+}
+
+std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
+    uint32_t world_size, const std::vector<std::vector<uint64_t>>& param_elems) {
   protocol::LayoutSpec spec{.world_size = world_size, .params = {}, .group_names = {}};
-  for (uint32_t group = 0; group < group_elems.size(); ++group) {
-    spec.params.push_back({.name = absl::StrCat("p", group),
-                           .shape = {group_elems[group]},
-                           .group = group,
-                           .param_group = 0});
+  for (uint32_t group = 0; group < param_elems.size(); ++group) {
+    for (const uint64_t elems : param_elems[group]) {
+      spec.params.push_back({.name = absl::StrCat("p", spec.params.size()),
+                             .shape = {elems},
+                             .group = group,
+                             .param_group = 0});
+    }
     spec.group_names.push_back(absl::StrCat("g", group));
   }
   absl::StatusOr<protocol::Layout> layout = protocol::Layout::Create(std::move(spec));
@@ -53,7 +63,7 @@ void NodeHarness::Send(const Event& event) {
       log_.push_back(action);
       Observe(action);
       if (const auto* copy = std::get_if<CopyStepRequest>(&action)) {
-        StepRequestCopied copied = override_ ? *override_ : step_requests_.at(copy->tag);
+        StepRequestCopied copied = override_ ? *override_ : step_requests_.at(copy->tag).copied;
         override_.reset();
         copied.session = copy->session;
         copied.tag = copy->tag;
@@ -79,6 +89,13 @@ void NodeHarness::Observe(const Action& action) {
     FOREBAY_CHECK(answer->completion.error ==
                   static_cast<uint32_t>(protocol::IdOf(answer->status)));
     const auto gradient = gradients_.find(answer->completion.tag);
+    const auto step = step_requests_.find(answer->completion.tag);
+    if (step != step_requests_.end()) {
+      const ErrorId id = protocol::IdOf(answer->status);
+      const bool anew = id == ErrorId::kNonfinite || id == ErrorId::kGradDropped;
+      const bool done = id == ErrorId::kNone || id == ErrorId::kOverflow;
+      if (anew || done) SetAttempt(step->second.session, answer->completion.attempt);
+    }
     if (gradient != gradients_.end()) {
       model_.DropGradient(gradient->second.session, gradient->second.offset);
       sessions_.at(gradient->second.session).unanswered.erase(gradient->second.offset);
@@ -106,6 +123,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
   info.rank = request.rank;
   info.layout = layout;
   info.grad_arena_bytes = grad_bytes;
+  info.presence.assign(protocol::PresenceWords(layout->params().size()), 0);
   Send(AttachRequested{.session = session,
                        .uid = request.uid,
                        .job = request.job,
@@ -129,6 +147,7 @@ uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layo
   RunTasks();
   Send(SessionMapped{.session = session});
   const AnswerAttach* answer = attached(session);
+  if (answer != nullptr && answer->status.ok()) SetAttempt(session, answer->attempt);
   if (answer == nullptr || !answer->status.ok() || !answer->writes_initial) return session;
   for (uint32_t group = 0; group < layout->groups().size(); ++group) {
     protocol::Command command{};
@@ -190,21 +209,51 @@ uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
   return offset;
 }
 
+void NodeHarness::SetPresent(uint64_t session, uint32_t param, bool present) {
+  uint64_t& word = InfoOf(session).presence[param / 64];
+  const uint64_t bit = uint64_t{1} << (param % 64);
+  word = present ? word | bit : word & ~bit;
+}
+
+void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
+  SessionInfo& info = InfoOf(session);
+  info.attempt = attempt;
+  info.presence.assign(info.presence.size(), 0);
+}
+
 uint64_t NodeHarness::Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite) {
+  const uint64_t elems = InfoOf(session).layout->groups()[group].padded_elems;
+  return GradientRange(session, group, 0, elems, step, finite);
+}
+
+uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t group, uint64_t begin, uint64_t end,
+                                    uint64_t step, bool finite) {
   const SessionInfo& info = InfoOf(session);
+  const auto params = info.layout->params();
+  for (uint32_t i = info.layout->groups()[group].param_begin;
+       i < info.layout->groups()[group].param_end; ++i) {
+    const bool wholly =
+        begin <= params[i].offset_elems && params[i].offset_elems + params[i].elems <= end;
+    if (wholly) SetPresent(session, i, true);
+  }
+  const uint64_t width = protocol::SizeBytes(info.layout->spec().dtype);
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
   command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   command.group = group;
   command.step = step;
-  command.length_bytes = info.layout->group_bytes(group);
+  command.attempt = info.attempt;
+  command.element_offset = begin;
+  command.length_bytes = (end - begin) * width;
   command.arena_offset_bytes = AllocateOffset(session, command.length_bytes);
   model_.PutGradient(session, command.arena_offset_bytes,
                      {.session = session,
                       .rank = info.rank,
                       .group = group,
+                      .begin = begin,
+                      .end = end,
                       .step = step,
-                      .attempt = 0,
+                      .attempt = info.attempt,
                       .finite = finite});
   gradients_[last_tag_ + 1] = {.session = session, .offset = command.arena_offset_bytes};
   return Command(session, command);
@@ -220,14 +269,16 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
                     .reserved = 0};
   copied.hyper_params = {
       {.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01}};
-  step_requests_[last_tag_ + 1] = copied;
+  copied.presence = InfoOf(session).presence;
+  step_requests_[last_tag_ + 1] = {.session = session, .copied = copied};
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kStep);
   command.step = step;
   const AnswerAttach* attach = attached(session);
   command.arena_offset_bytes = attach != nullptr ? attach->step_region_offset : 0;
-  command.length_bytes =
-      sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) + extra_state_bytes;
+  command.attempt = InfoOf(session).attempt;
+  command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) +
+                         copied.presence.size() * sizeof(uint64_t) + extra_state_bytes;
   return Command(session, command);
 }
 
@@ -253,7 +304,8 @@ protocol::ErrorId NodeHarness::ErrorOf(uint64_t tag) const {
 
 void NodeHarness::OverrideStepRequest(const protocol::StepRequest& request,
                                       const std::vector<protocol::HyperParams>& hyper_params) {
-  override_ = StepRequestCopied{.request = request, .hyper_params = hyper_params};
+  override_ = StepRequestCopied{
+      .request = request, .hyper_params = hyper_params, .presence = {0}};  // of 64 parameters
 }
 
 }  // namespace forebay::testing

@@ -19,9 +19,13 @@
 
 namespace forebay::testing {
 
-// A float32 layout; each group has one parameter of so many elements, in parameter group 0.
+// A float32 layout; each group has one parameter of so many elements, in parameter group 0; or a
+// parameter for each number of a group.
 std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
                                                    const std::vector<uint64_t>& group_elems);
+
+std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
+    uint32_t world_size, const std::vector<std::vector<uint64_t>>& param_elems);
 
 // Swap paths with so many bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
@@ -101,7 +105,15 @@ class NodeHarness {
   uint64_t Release(uint64_t session, uint64_t lease);
   // Of a fetch that was answered with a lease.
   void ReleaseFetched(uint64_t session, uint64_t fetch_tag);
+  // Delivers a whole group, which gives all its parameters a gradient; or a range of elements and
+  // those of its parameters that it holds wholly.
   uint64_t Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite = true);
+  uint64_t GradientRange(uint64_t session, uint32_t group, uint64_t begin, uint64_t end,
+                         uint64_t step, bool finite = true);
+  // What the rank's next step calls say.
+  void SetPresent(uint64_t session, uint32_t param, bool present);
+  // The attempt of the rank's commands from now on; nothing that it had delivered is present.
+  void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
   uint64_t ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems);
@@ -119,6 +131,12 @@ class NodeHarness {
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t grad_arena_bytes = 0;
     std::map<uint64_t, uint64_t> unanswered = {};  // gradients: offset and end
+    std::vector<uint64_t> presence = {};
+    uint64_t attempt = 0;
+  };
+  struct SentStep {
+    uint64_t session = 0;
+    daemon::StepRequestCopied copied;
   };
   struct SentGradient {
     uint64_t session = 0;
@@ -135,9 +153,9 @@ class NodeHarness {
   std::map<uint64_t, SessionInfo> sessions_;
   std::map<uint64_t, daemon::AnswerAttach> attached_;
   std::map<uint64_t, absl::Status> closed_;
-  std::map<uint64_t, daemon::AnswerCommand> answers_;            // by tag
-  std::map<uint64_t, SentGradient> gradients_;                   // by tag
-  std::map<uint64_t, daemon::StepRequestCopied> step_requests_;  // by tag
+  std::map<uint64_t, daemon::AnswerCommand> answers_;  // by tag
+  std::map<uint64_t, SentGradient> gradients_;         // by tag
+  std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::optional<daemon::StepRequestCopied> override_;
   bool weights_in_use_ = false;
   uint64_t last_session_ = 0;

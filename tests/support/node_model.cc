@@ -141,13 +141,16 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
   } else if (const auto* copy = std::get_if<CopyToStepArena>(&action)) {
     uses.push_back(GradUse(copy->session, copy->grad_offset_bytes, copy->bytes, false));
     uses.push_back(StepUse(copy->job, copy->step_offset_bytes, copy->bytes, true));
-  } else if (const auto* add = std::get_if<AddGradient>(&action)) {
+  } else if (const auto* add = std::get_if<AddGradients>(&action)) {
     const uint64_t bytes = add->elems * protocol::SizeBytes(add->dtype);
-    uses.push_back(add->session != 0 ? GradUse(add->session, add->source_offset_bytes, bytes, false)
-                                     : StepUse(add->job, add->source_offset_bytes, bytes, false));
+    for (const GradientSource& source : add->sources) {
+      uses.push_back(source.session != 0
+                         ? GradUse(source.session, source.offset_bytes, bytes, false)
+                         : StepUse(add->job, source.offset_bytes, bytes, false));
+    }
     uses.push_back(StepUse(add->job, add->accumulator_offset_bytes,
                            add->elems * protocol::SizeBytes(add->sum_dtype), true));
-  } else if (const auto* sum = std::get_if<SumGroup>(&action)) {
+  } else if (const auto* sum = std::get_if<SumGradient>(&action)) {
     uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes, sum->elems * 4, false));
   } else if (const auto* read = std::get_if<ReadBlock>(&action)) {
     uses.push_back(StateUse(read->job, read->place, read->bytes, true));
@@ -271,24 +274,52 @@ void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
   jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
 }
 
-void NodeModel::Apply(const AddGradient& a, TaskDone& done) {
-  JobMemory& job = jobs_[a.job];
-  const auto& from = a.session != 0 ? sessions_[a.session].gradients : job.overflow;
-  const auto it = from.find(a.source_offset_bytes);
-  // Bytes that were given back to the client may be anything. That is well where the step was
-  // dropped; in a committed one the token of no step is found.
-  const GradientToken token = it != from.end() ? it->second : GradientToken{};
-  std::vector<GradientToken>& sum = job.accumulators[a.accumulator_offset_bytes];
-  done.count = token.finite ? 0 : 1;
-  if (!token.finite) return;
-  if (a.assign) sum.clear();
-  sum.push_back(token);
-  if (a.completes) done.sum_squares = static_cast<double>(sum.size());
+NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, uint64_t offset_bytes) {
+  uint64_t elem = offset_bytes / protocol::SizeBytes(GradientSumType(job.layout->spec()));
+  uint32_t group = 0;
+  for (; elem >= job.layout->groups()[group].padded_elems; ++group) {
+    elem -= job.layout->groups()[group].padded_elems;
+  }
+  return {.group = group, .elem = elem};
 }
 
-void NodeModel::Apply(const SumGroup& a, TaskDone& done) {
-  done.sum_squares =
-      static_cast<double>(jobs_[a.job].accumulators[a.accumulator_offset_bytes].size());
+// Bytes that were given back to the client may be anything. That is well where the attempt was
+// dropped; in a committed step the token of no step is found.
+GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
+                                 uint64_t offset_bytes) {
+  auto it = tokens.upper_bound(offset_bytes);
+  if (it == tokens.begin()) return {};
+  --it;
+  const uint64_t size_bytes = (it->second.end - it->second.begin) * width;
+  return offset_bytes < it->first + size_bytes ? it->second : GradientToken{};
+}
+
+void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  const uint64_t width = protocol::SizeBytes(a.dtype);
+  const ElemPlace place = AccumulatorAt(job, a.accumulator_offset_bytes);
+  if (place.elem % protocol::kGradUnitElems != 0) Fault("a pass begins within a unit");
+  std::vector<GradientToken> tokens;
+  for (size_t i = 0; i < a.sources.size(); ++i) {
+    const GradientSource& source = a.sources[i];
+    const auto& from = source.session != 0 ? sessions_[source.session].gradients : job.overflow;
+    tokens.push_back(TokenAt(from, width, source.offset_bytes));
+    if (!tokens.back().finite && done.count == 0) done.count = i + 1;
+  }
+  if (done.count > 0) return;
+  for (uint64_t elem = 0; elem < a.elems; elem += protocol::kGradUnitElems) {
+    const uint64_t unit = (place.elem + elem) / protocol::kGradUnitElems;
+    std::vector<GradientToken>& sum = job.accumulators[{place.group, unit}];
+    if (a.assign) sum.clear();
+    sum.insert(sum.end(), tokens.begin(), tokens.end());
+  }
+  done.squares.AddChunk(static_cast<double>(tokens.size()));
+}
+
+void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
+  const ElemPlace place = AccumulatorAt(jobs_[a.job], a.accumulator_offset_bytes);
+  const uint64_t unit = place.elem / protocol::kGradUnitElems;
+  done.squares.AddChunk(static_cast<double>(jobs_[a.job].accumulators[{place.group, unit}].size()));
 }
 
 void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
@@ -296,11 +327,15 @@ void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
       a.place.slot ? disk_[*a.place.slot] : BlockToken{.job = a.job, .block = UINT64_MAX};
 }
 
-uint32_t NodeModel::GroupAt(const JobMemory& job, uint64_t weights_offset) const {
-  const auto groups = job.layout->groups();
-  for (uint32_t g = 0; g < groups.size(); ++g) {
-    const uint64_t begin = groups[g].weights_offset_bytes;
-    if (weights_offset >= begin && weights_offset < begin + job.layout->group_bytes(g)) return g;
+uint32_t NodeModel::ParamAt(const JobMemory& job, uint64_t weights_offset_bytes) const {
+  const uint64_t width = protocol::SizeBytes(job.layout->spec().dtype);
+  const auto params = job.layout->params();
+  for (uint32_t i = 0; i < params.size(); ++i) {
+    const uint64_t begin =
+        job.layout->groups()[params[i].group].weights_offset_bytes + params[i].offset_elems * width;
+    if (weights_offset_bytes >= begin && weights_offset_bytes < begin + params[i].elems * width) {
+      return i;
+    }
   }
   return UINT32_MAX;
 }
@@ -323,14 +358,23 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
       done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
       continue;
     }
-    const uint32_t group = GroupAt(job, segment.weights_offset_bytes);
-    const uint64_t group_elem =
-        (segment.weights_offset_bytes - job.layout->groups()[group].weights_offset_bytes) /
-        protocol::SizeBytes(job.layout->spec().dtype);
-    job.updated_elems[group] += segment.elems;
-    job.used[group] =
-        job.accumulators[segment.accumulator_offset_bytes -
-                         group_elem * protocol::SizeBytes(GradientSumType(job.layout->spec()))];
+    const uint32_t param = ParamAt(job, segment.weights_offset_bytes);
+    if (param != segment.param) Fault("a segment is not that of its parameter");
+    const ElemPlace place = AccumulatorAt(job, segment.accumulator_offset_bytes);
+    job.updated_elems[param] += segment.elems;
+    for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
+         elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
+      const auto& tokens = job.accumulators[{place.group, elem / protocol::kGradUnitElems}];
+      const auto [used, first] = job.used.emplace(param, tokens);
+      if (first) continue;
+      // Of the ranks that are in every unit: others had a gradient of a neighbour alone.
+      std::erase_if(used->second, [&tokens](const GradientToken& token) {
+        return std::none_of(tokens.begin(), tokens.end(), [&token](const GradientToken& other) {
+          return other.rank == token.rank && other.session == token.session &&
+                 other.attempt == token.attempt;
+        });
+      });
+    }
   }
 }
 
@@ -358,17 +402,20 @@ void NodeModel::Committed(const StepCommitted& a) {
     job.published[block] = slot;
   }
   job.written.clear();
-  for (const auto& [group, elems] : job.updated_elems) {
-    if (elems != job.layout->groups()[group].elems) {
-      Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of group ", group, " of ",
-                         job.layout->groups()[group].elems));
+  for (const auto& [param, elems] : job.updated_elems) {
+    if (elems != job.layout->params()[param].elems) {
+      Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of parameter ", param,
+                         " of ", job.layout->params()[param].elems));
     }
   }
-  for (const auto& [group, tokens] : job.used) {
+  for (const auto& [param, tokens] : job.used) {
     for (size_t i = 0; i < tokens.size(); ++i) {
       if (i > 0 && tokens[i].rank <= tokens[i - 1].rank) Fault("ranks were not added in order");
       if (tokens[i].step != a.step) Fault("a gradient of another step was used");
-      if (tokens[i].group != group) Fault("a gradient of another group was used");
+      if (tokens[i].attempt != tokens[0].attempt) Fault("gradients of two attempts were used");
+      if (tokens[i].group != job.layout->params()[param].group) {
+        Fault("a gradient of another group was used");
+      }
     }
   }
   job.committed = std::exchange(job.used, {});

@@ -9,6 +9,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -24,6 +25,8 @@ struct GradientToken {
   uint64_t session = 0;
   uint32_t rank = 0;
   uint32_t group = 0;
+  uint64_t begin = 0;  // elements of the group
+  uint64_t end = 0;
   uint64_t step = 0;
   uint64_t attempt = 0;  // raised by the client whenever it repeats a step
   bool finite = true;
@@ -67,7 +70,7 @@ class NodeModel {
   void ReleaseWeightsOfJob(uint64_t job);
   void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
 
-  // What was added to the accumulators that the last committed step of a job has used, by group.
+  // What was added to the accumulators that the last committed step of a job has used, by parameter.
   using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
   const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
   uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
@@ -91,13 +94,14 @@ class NodeModel {
     uint64_t step_bytes = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
-    std::map<uint64_t, GradientToken> overflow;                   // by offset in the step arena
-    std::map<uint64_t, std::vector<GradientToken>> accumulators;  // by offset in the step arena
-    std::map<uint64_t, nvme::Slot> written;                       // by block, in this step
-    std::map<uint64_t, nvme::Slot> published;                     // by block
-    std::map<uint64_t, BlockToken> resident;                      // by offset in the state arena
-    std::map<uint64_t, uint64_t> updated_elems;                   // by group, in this step
-    Gradients used;                                               // in this step
+    std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
+    // By group and unit of kGradUnitElems.
+    std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>> accumulators;
+    std::map<uint64_t, nvme::Slot> written;      // by block, in this step
+    std::map<uint64_t, nvme::Slot> published;    // by block
+    std::map<uint64_t, BlockToken> resident;     // by offset in the state arena
+    std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
+    Gradients used;                              // in this step
     Gradients committed;
   };
   struct SessionMemory {
@@ -122,15 +126,24 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  uint32_t GroupAt(const JobMemory& job, uint64_t weights_offset) const;
+  // The group and its first element at an offset of the accumulators, which lie side by side.
+  struct ElemPlace {
+    uint32_t group = 0;
+    uint64_t elem = 0;
+  };
+  static ElemPlace AccumulatorAt(const JobMemory& job, uint64_t offset_bytes);
+  // The contribution whose bytes lie at an offset of a session's arena or of the overflow.
+  static GradientToken TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
+                               uint64_t offset_bytes);
+  uint32_t ParamAt(const JobMemory& job, uint64_t weights_offset_bytes) const;
 
   void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateSessionMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyInitial& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyToStepArena& a, daemon::TaskDone& done);
-  void Apply(const daemon::AddGradient& a, daemon::TaskDone& done);
-  void Apply(const daemon::SumGroup& a, daemon::TaskDone& done);
+  void Apply(const daemon::AddGradients& a, daemon::TaskDone& done);
+  void Apply(const daemon::SumGradient& a, daemon::TaskDone& done);
   void Apply(const daemon::ReadBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);

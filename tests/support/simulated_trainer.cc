@@ -19,7 +19,8 @@ SimulatedTrainer::SimulatedTrainer(std::string job, uint32_t rank,
       rank_(rank),
       layout_(std::move(layout)),
       wires_(std::move(wires)),
-      grad_arena_bytes_(2 * layout_->largest_group_bytes()) {}
+      grad_arena_bytes_(2 *
+                        std::min(layout_->largest_group_bytes(), protocol::kGradPieceBytesMax)) {}
 
 void SimulatedTrainer::Attach() {
   session_ = wires_.new_session();
@@ -28,7 +29,6 @@ void SimulatedTrainer::Attach() {
   in_arena_.clear();
   leases_.clear();
   stepping_ = false;
-  BeginAttempt();
   wires_.send(AttachRequested{.session = session_,
                               .uid = 1000,
                               .job = job_,
@@ -43,10 +43,11 @@ void SimulatedTrainer::Leave(EndCause cause) {
   wires_.send(SessionEnded{.session = std::exchange(session_, 0), .cause = cause});
 }
 
-void SimulatedTrainer::BeginAttempt() {
-  ++attempt_;
+void SimulatedTrainer::BeginAttempt(uint64_t number) {
+  attempt_ = number;
   planned_ = false;
-  delivered_.clear();
+  delivered_any_ = false;
+  present_.clear();
   to_deliver_.clear();
 }
 
@@ -61,6 +62,7 @@ void SimulatedTrainer::OnAttach(const AnswerAttach& answer) {
   }
   attached_ = answer;
   committed_ = answer.committed_step;
+  BeginAttempt(answer.attempt);
   initial_next_ = 0;
   phase_ = answer.writes_initial ? Phase::kInitial : Phase::kTraining;
 }
@@ -142,20 +144,21 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
   command.length_bytes = random.OneIn(2) ? wild[random.Below(6)] : 256;
   command.element_offset = wild[random.Below(6)];
   command.lease_id = random.Below(5);
-  command.reserved = random.OneIn(4) ? 1 : 0;
+  command.attempt = random.OneIn(4) ? wild[random.Below(6)] : attempt_;
   if (session == session_) {
     // Its own live session must not deliver what it has not planned, nor vote by chance.
     if (command.op == static_cast<uint16_t>(Op::kGradReady)) command.step = committed_ + 2;
     if (command.op == static_cast<uint16_t>(Op::kStep)) command.step = committed_ + 3;
     if (command.op == static_cast<uint16_t>(Op::kWriteInitial)) command.length_bytes = 7;
-    if (command.op == static_cast<uint16_t>(Op::kInitialDone)) command.reserved = 1;
+    if (command.op == static_cast<uint16_t>(Op::kInitialDone)) command.attempt = 1;
   } else if (command.op == static_cast<uint16_t>(Op::kGradReady) && random.OneIn(2)) {
     command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
     command.group %= static_cast<uint32_t>(layout_->groups().size());
     command.step = committed_ + 1;
     command.arena_offset_bytes = 0;
     command.length_bytes = layout_->group_bytes(command.group);
-    command.reserved = 0;
+    command.element_offset = 0;
+    command.attempt = attempt_ + random.Below(2);
   }
   Send(session, command, {.kind = Kind::kOther});
 }
@@ -177,14 +180,44 @@ void SimulatedTrainer::WriteInitial() {
   }
 }
 
+// Some parameters have a gradient; what is delivered covers them, cut somewhere, in some order.
+void SimulatedTrainer::Plan(SimulationRandom& random, bool chaos) {
+  constexpr uint64_t kUnit = protocol::kGradUnitElems;
+  planned_ = true;
+  for (uint32_t i = 0; i < layout_->params().size(); ++i) {
+    if (!random.OneIn(6)) present_.insert(i);  // else nobody's or the others' alone
+  }
+  for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
+    const protocol::GroupPlace& place = layout_->groups()[group];
+    std::vector<Range> ranges;
+    for (uint64_t begin = 0; begin < place.padded_elems; begin += kUnit) {
+      const uint64_t end = std::min(begin + kUnit, place.padded_elems);
+      bool needed = false;
+      for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
+        const protocol::ParamPlace& param = layout_->params()[i];
+        needed = needed || (present_.contains(i) && param.offset_elems < end &&
+                            begin < param.offset_elems + param.elems);
+      }
+      if (!needed) continue;
+      if (!ranges.empty() && ranges.back().end == begin && !random.OneIn(3)) {
+        ranges.back().end = end;
+      } else {
+        ranges.push_back({.group = group, .begin = begin, .end = end});
+      }
+    }
+    to_deliver_.insert(to_deliver_.end(), ranges.begin(), ranges.end());
+  }
+  if (chaos && random.OneIn(4)) std::reverse(to_deliver_.begin(), to_deliver_.end());
+}
+
 void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
   if (!planned_) {
     wires_.send(SessionMapped{.session = session_});
-    planned_ = true;
-    for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
-      if (!random.OneIn(12)) to_deliver_.push_back(group);  // else nobody's or the others' alone
-    }
-    if (chaos && random.OneIn(4)) std::reverse(to_deliver_.begin(), to_deliver_.end());
+    Plan(random, chaos);
+    return;
+  }
+  if (chaos && delivered_any_ && !stepping_ && random.OneIn(40)) {  // an exception in backward
+    BeginAttempt(attempt_ + 1);
     return;
   }
   const uint64_t what = random.Below(12);
@@ -228,28 +261,32 @@ std::optional<uint64_t> SimulatedTrainer::FreeOffset(uint64_t bytes) const {
 }
 
 bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
-  const uint32_t group = to_deliver_.back();
-  const uint64_t bytes = layout_->group_bytes(group);
+  const Range range = to_deliver_.back();
+  const uint64_t bytes = (range.end - range.begin) * protocol::SizeBytes(layout_->spec().dtype);
   const std::optional<uint64_t> offset = FreeOffset(bytes);
   if (!offset) return false;
   to_deliver_.pop_back();
-  delivered_.insert(group);
+  delivered_any_ = true;
   in_arena_[*offset] = *offset + bytes;
   wires_.model->PutGradient(session_, *offset,
                             {.session = session_,
                              .rank = rank_,
-                             .group = group,
+                             .group = range.group,
+                             .begin = range.begin,
+                             .end = range.end,
                              .step = committed_ + 1,
                              .attempt = attempt_,
                              .finite = !(chaos && random.OneIn(300))});
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
   command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
-  command.group = group;
+  command.group = range.group;
   command.step = committed_ + 1;
+  command.attempt = attempt_;
   command.arena_offset_bytes = *offset;
+  command.element_offset = range.begin;
   command.length_bytes = bytes;
-  Send(session_, command, {.kind = Kind::kGradient, .group = group, .offset = *offset});
+  Send(session_, command, {.kind = Kind::kGradient, .offset = *offset});
   return true;
 }
 
@@ -271,8 +308,10 @@ void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kStep);
   command.step = committed_ + 1;
+  command.attempt = attempt_;
   command.arena_offset_bytes = attached_.step_region_offset;
-  command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) + 10;
+  command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) +
+                         protocol::PresenceBytes(layout_->params().size()) + 10;
   Send(session_, command, {.kind = Kind::kStep});
 }
 
@@ -286,6 +325,12 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
                     .reserved = 0};
   copied.hyper_params = {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
+  copied.presence.assign(copy.presence_words, 0);
+  for (const uint32_t param : present_) {
+    if (param / 64 < copied.presence.size()) {
+      copied.presence[param / 64] |= uint64_t{1} << (param % 64);
+    }
+  }
   if (request_garbage_ || copy.session != session_) copied.request.param_groups = 1000000;
   return copied;
 }
@@ -329,13 +374,9 @@ void SimulatedTrainer::OnGradientAnswer(const Sent& sent, uint32_t error) {
   if (error == 0 || sent.attempt != attempt_) return;
   const auto id = static_cast<ErrorId>(error);
   if (id == ErrorId::kNonfinite) return;  // step will say so
-  if (id == ErrorId::kGradOrder) {
-    delivered_.erase(sent.group);
-    to_deliver_.insert(to_deliver_.begin(), sent.group);
-    return;
-  }
-  if (id == ErrorId::kStep) {  // passed over, after a vote of this rank was refused
-    delivered_.erase(sent.group);
+  // The range went on without this rank after a step call of its was refused: it begins anew.
+  if (id == ErrorId::kStep) {
+    if (!stepping_) BeginAttempt(attempt_ + 1);
     return;
   }
   phase_ = Phase::kLeaving;
@@ -349,10 +390,11 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
       if (answer.completion.committed_step != committed_ + 1) fault_ = "step returned uncommitted";
       committed_ = answer.completion.committed_step;
       ++commits_seen_;
-      BeginAttempt();
+      BeginAttempt(0);
       return;
     case ErrorId::kNonfinite:
-      BeginAttempt();
+    case ErrorId::kGradDropped:
+      BeginAttempt(answer.completion.attempt);
       return;
     case ErrorId::kStep:
     case ErrorId::kOption:
@@ -366,22 +408,27 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
 }
 
 std::string SimulatedTrainer::CheckCommit(uint64_t step, const NodeModel::Gradients& used) const {
-  std::set<uint32_t> groups;
-  for (const auto& [group, tokens] : used) {
+  if (!is_stepping()) return {};  // died, or was replaced, after its last call
+  for (const auto& [param, tokens] : used) {
     for (const GradientToken& token : tokens) {
-      if (token.rank != rank_) continue;
-      groups.insert(group);
       const bool own = token.session == session_ && token.attempt == attempt_;
-      if (session_ != 0 && stepping_ && !own) {
+      if (token.rank == rank_ && !own) {
         return absl::StrCat("step ", step, " used a gradient of rank ", rank_,
                             " from another session or attempt");
       }
     }
   }
-  if (session_ == 0 || !stepping_) return {};  // died, or was replaced, after its last call
-  if (groups == delivered_) return {};
-  return absl::StrCat("step ", step, " used ", groups.size(), " gradients of rank ", rank_,
-                      ", which delivered ", delivered_.size());
+  for (const uint32_t param : present_) {
+    const auto tokens = used.find(param);
+    const bool found = tokens != used.end() &&
+                       std::any_of(tokens->second.begin(), tokens->second.end(),
+                                   [this](const GradientToken& t) { return t.rank == rank_; });
+    if (!found) {
+      return absl::StrCat("step ", step, " has not used the gradient of parameter ", param,
+                          " of rank ", rank_);
+    }
+  }
+  return {};
 }
 
 }  // namespace forebay::testing

@@ -57,6 +57,9 @@ class SimulatedTrainer {
   std::string CheckCommit(uint64_t step, const NodeModel::Gradients& used) const;
 
   const std::string& job() const { return job_; }
+  // It waits in step, and these parameters it has a gradient of.
+  bool is_stepping() const { return session_ != 0 && stepping_; }
+  bool has_gradient(uint32_t param) const { return present_.contains(param); }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
   // Its last attach was refused because other jobs hold the memory.
@@ -71,9 +74,14 @@ class SimulatedTrainer {
   struct Sent {
     Kind kind = Kind::kOther;
     uint64_t session = 0;
-    uint32_t group = 0;
     uint64_t offset = 0;
     uint64_t attempt = 0;
+  };
+  // Of a group.
+  struct Range {
+    uint32_t group = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
   };
 
   void Attach();
@@ -86,7 +94,8 @@ class SimulatedTrainer {
   void SendStep(SimulationRandom& random, bool chaos);
   void ReleaseLeases();
   void Send(uint64_t session, protocol::Command command, Sent sent);
-  void BeginAttempt();
+  void BeginAttempt(uint64_t number);
+  void Plan(SimulationRandom& random, bool chaos);
   void OnGradientAnswer(const Sent& sent, uint32_t error);
   void OnStepAnswer(const daemon::AnswerCommand& answer);
   std::optional<uint64_t> FreeOffset(uint64_t bytes) const;
@@ -103,10 +112,11 @@ class SimulatedTrainer {
   std::map<uint64_t, Sent> sent_;  // by tag
   daemon::AnswerAttach attached_;
   uint64_t committed_ = 0;
-  uint64_t attempt_ = 0;              // never repeats over all sessions of this rank
-  std::vector<uint32_t> to_deliver_;  // the back is next
+  uint64_t attempt_ = 0;           // as the wire has it
+  std::vector<Range> to_deliver_;  // the back is next
   bool planned_ = false;
-  std::set<uint32_t> delivered_;           // in this attempt
+  bool delivered_any_ = false;
+  std::set<uint32_t> present_;             // parameters it has a gradient of, in this attempt
   std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
   bool stepping_ = false;
   uint32_t initial_next_ = 0;

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -207,6 +209,12 @@ View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
   return MakeView(bytes, self.dtype(), std::move(owner));
 }
 
+void AddGradient(PyAttachment& self, uint32_t param, const Buffer& gradient, double timeout) {
+  const std::span<const std::byte> bytes(static_cast<const std::byte*>(gradient.data()),
+                                         gradient.nbytes());
+  Check(WithoutGil([&] { return self->AddGradient(param, bytes, TimeoutOf(timeout)); }));
+}
+
 void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, double timeout) {
   const std::span<const std::byte> bytes(static_cast<const std::byte*>(buffer.data()),
                                          buffer.nbytes());
@@ -360,6 +368,15 @@ void BindAttachment(nb::module_& module) {
             Check(WithoutGil([&] { return self->GradReady(group); }));
           },
           nb::arg("group"))
+      .def("add_gradient", &AddGradient, nb::arg("param"), nb::arg("gradient"),
+           nb::arg("timeout") = kTimeout)
+      .def(
+          "flush_gradients",
+          [](PyAttachment& self, std::optional<uint32_t> group) {
+            Check(WithoutGil(
+                [&] { return group ? self->FlushGradients(*group) : self->FlushGradients(); }));
+          },
+          nb::arg("group") = nb::none())
       .def("drop_gradients",
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
