@@ -325,7 +325,7 @@ uint64_t Executor::RunMemoryTimers() {
   for (auto& [id, io] : jobs_) {
     if (io.making == nullptr) continue;
     if (io.making->next_log_ns <= now_ns) {
-      spdlog::info("job {}: {} of {} of its memory are made", io.name,
+      spdlog::info("job {}: {} of {} of its memory are made", io.name.name,
                    protocol::FormatBytes(*io.making->made_bytes),
                    protocol::FormatBytes(io.making->total_bytes));
       io.making->next_log_ns = now_ns + kMakingLogNs;
