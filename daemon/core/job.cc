@@ -398,12 +398,13 @@ absl::Status Job::Delete() {
   for (const auto& [id, session] : members_.all()) {
     if (session.state != Session::State::kEnded) Evict(*members_.Find(id), status);
   }
+  // Its ranks may have died after they had called step: nothing is decided or updated any more.
+  Fail(status);
   return absl::OkStatus();
 }
 
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
-  if (deleting_) pipeline_.Abandon();
   const bool decided = step_.phase() != Step::Phase::kOpen;
   if (!decided || (step_.phase() == Step::Phase::kReducing && reads_.in_progress())) reads_.Pump();
   step_.Advance();

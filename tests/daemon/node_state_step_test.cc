@@ -256,6 +256,27 @@ TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
   }
 }
 
+TEST_F(NodeStateStep, OfAJobThatIsDeletedAfterItsRanksHaveDiedEndsWithIt) {
+  // Before the last gradient is added, and in the middle of the update.
+  for (const bool updating : {false, true}) {
+    SCOPED_TRACE(updating);
+    for (uint64_t& session : sessions_) {
+      if (updating) session = node_.Attach(layout_, {.rank = session == sessions_[0] ? 0U : 1U});
+    }
+    for (const uint64_t session : sessions_) node_.Gradient(session, 0, 1);
+    for (const uint64_t session : sessions_) node_.Step(session, 1);
+    ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
+    if (updating) {
+      node_.FinishAll<AddGradients>();
+      ASSERT_FALSE(node_.Running<UpdateBlock>().empty());
+    }
+    for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
+    node_.Send(DeleteJobRequested{.request = 7, .uid = 1000, .job = "job"});
+    node_.RunTasks();
+    EXPECT_FALSE(node_.state().FindJob("job").has_value());
+  }
+}
+
 TEST_F(NodeStateStep, WithoutAnyGradientIsCommitted) {
   EXPECT_EQ(StepBoth(1), ErrorId::kNone);
   EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
