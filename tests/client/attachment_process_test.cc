@@ -158,7 +158,8 @@ TEST_F(AttachmentProcess, AForkedChildIsRefusedAndHarmsNothing) {
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
-  EXPECT_OK(session->Fetch(0, kTimeout).status());
+  ASSERT_OK_AND_ASSIGN(const Lease lease, session->Fetch(0, kTimeout));
+  EXPECT_OK(session->Release(lease));
   EXPECT_OK(session->Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status());
 }
 

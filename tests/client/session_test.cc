@@ -299,7 +299,8 @@ TEST_F(SessionTest, AStepNamesItsRequestInTheStepRegion) {
   EXPECT_FALSE(result.repeated);
   EXPECT_EQ(gauge_->committed_step, 1U);
   protocol::StepRequest header{};
-  ASSERT_EQ(request.size(), sizeof(header) + sizeof(hyper) + 100);
+  const uint64_t presence_bytes = protocol::PresenceBytes(layout_->params().size());
+  ASSERT_EQ(request.size(), sizeof(header) + sizeof(hyper) + presence_bytes + 100);
   std::memcpy(&header, request.data(), sizeof(header));
   EXPECT_EQ(header.step, 1U);
   EXPECT_EQ(header.param_groups, 2U);

@@ -100,12 +100,12 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 980 << 10,  // two jobs, few of their blocks
+  return {.dram_limit_bytes = 1060 << 10,  // two jobs, few of their blocks
           .node_bytes = 3 * 8192,
           .staging_slots = 3,
           .staging_slot_bytes = 8192,
           .swap = SwapPaths({32 << 20, 32 << 20}),
-          .block_elems = 1024,
+          .block_elems = 512,
           .workers = 2};
 }
 

@@ -1,0 +1,246 @@
+// Goal    A gradient that comes a parameter at a time is delivered in ranges of whole units as soon
+//         as they are complete, with zeros where a parameter has none; what is flushed in part waits
+//         for the rest or for Step; a dropped attempt begins the next one.
+// Method  The daemon's end of the ring is scripted and copies what each delivery names.
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/wire.h"
+#include "tests/client/scripted_daemon.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::client::internal {
+namespace {
+
+using protocol::Command;
+using protocol::Completion;
+using protocol::ErrorId;
+using protocol::kGradUnitElems;
+using protocol::Op;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using testing::HasError;
+using ::testing::IsEmpty;
+
+constexpr uint64_t kUnit = kGradUnitElems;
+
+// One group of three parameters over three units; the second one crosses two borders of units.
+class PiecesTest : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kElems0 = 1000;
+  static constexpr uint64_t kElems1 = 2 * kUnit;
+  static constexpr uint64_t kElems2 = 500;
+  static constexpr Timeout kTimeout = kTestDeadline;
+
+  struct Delivery {
+    uint64_t begin = 0;
+    uint64_t attempt = 0;
+    std::vector<float> values;
+
+    uint64_t end() const { return begin + values.size(); }
+  };
+
+  void SetUp() override {
+    protocol::LayoutSpec spec{.world_size = 1,
+                              .dtype = protocol::DType::kFloat32,
+                              .optimizer = protocol::Optimizer::kAdamW,
+                              .format = protocol::Format::kFp32,
+                              .params = {{.name = "a", .shape = {kElems0}, .group = 0},
+                                         {.name = "b", .shape = {kElems1}, .group = 0},
+                                         {.name = "c", .shape = {kElems2}, .group = 0}},
+                              .group_names = {"g"}};
+    layout_ =
+        std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
+    const uint64_t grad_bytes = 2 * layout_->largest_group_bytes();
+    weights_ = Mapping::MapPrivate(layout_->weights_bytes()).value();
+    grad_ = Mapping::MapPrivate(grad_bytes + 8192).value();
+    SessionParts parts{.layout = layout_,
+                       .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(),
+                                .daemon_pidfd = -1,
+                                .gone_fd = daemon_.gone_fd(),
+                                .explain =
+                                    [](const Completion& completion) {
+                                      return protocol::MakeError(
+                                          static_cast<ErrorId>(completion.error),
+                                          "as the script says");
+                                    }},
+                       .weights = weights_,
+                       .grad = grad_,
+                       .step_region_offset = grad_bytes,
+                       .step_region_bytes = 8192,
+                       .extra_state_bytes = 0,
+                       .gauge = std::make_shared<SessionGauge>(),
+                       .timeout = kTimeout,
+                       .interrupt_check = {},
+                       .device = std::make_shared<gpu::HostDevice>()};
+    daemon_.Start([this](const Command& command) { return Serve(command); });
+    ASSERT_OK_AND_ASSIGN(session_, Attachment::Assemble(std::move(parts)));
+  }
+  void TearDown() override { daemon_.Stop(); }
+
+  std::optional<Completion> Serve(const Command& command) {
+    Completion completion = ScriptedDaemon::Success(command);
+    const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+    if (command.op == static_cast<uint16_t>(Op::kGradReady)) {
+      Delivery delivery{.begin = command.element_offset,
+                        .attempt = command.attempt,
+                        .values = std::vector<float>(bytes.size() / sizeof(float))};
+      std::memcpy(delivery.values.data(), bytes.data(), bytes.size());
+      delivered_.push_back(std::move(delivery));
+    } else if (command.op == static_cast<uint16_t>(Op::kStep)) {
+      attempt_of_step_ = command.attempt;
+      std::memcpy(&presence_,
+                  bytes.data() + sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams),
+                  sizeof(presence_));
+      if (answer_of_step_ != ErrorId::kNone) {
+        completion.error = static_cast<uint32_t>(answer_of_step_);
+        completion.attempt = 7;
+      } else {
+        completion.committed_step = command.step;
+      }
+    }
+    return completion;
+  }
+
+  absl::Status Add(uint32_t param, float value) {
+    const std::vector<float> gradient(layout_->params()[param].elems, value);
+    return session_->AddGradient(param, std::as_bytes(std::span(gradient)), kTimeout);
+  }
+  absl::Status Step(uint64_t t) {
+    const std::array<protocol::HyperParams, 1> hyper{};
+    return session_->Step(t, hyper, 0, {}, kTimeout).status();
+  }
+  // What was delivered of parameter `param`, by element; the deliveries are read after a Step.
+  std::vector<float> DeliveredOf(uint32_t param) const {
+    const protocol::ParamPlace& place = layout_->params()[param];
+    std::vector<float> values;
+    for (const Delivery& delivery : delivered_) {
+      for (uint64_t i = 0; i < delivery.values.size(); ++i) {
+        const uint64_t elem = delivery.begin + i;
+        if (elem >= place.offset_elems && elem < place.offset_elems + place.elems) {
+          values.push_back(delivery.values[i]);
+        }
+      }
+    }
+    return values;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_;
+  std::shared_ptr<Mapping> weights_;
+  std::shared_ptr<Mapping> grad_;
+  ScriptedDaemon daemon_;
+  std::unique_ptr<Attachment> session_;
+  // Of the daemon's thread until Step has returned.
+  std::vector<Delivery> delivered_;
+  uint64_t presence_ = 0;
+  uint64_t attempt_of_step_ = 0;
+  ErrorId answer_of_step_ = ErrorId::kNone;
+};
+
+TEST_F(PiecesTest, APieceIsDeliveredWhenItsLastParameterIsThere) {
+  ASSERT_OK(Add(2, 3));
+  ASSERT_OK(Add(1, 2));
+  ASSERT_OK(Add(0, 1));
+  daemon_.WaitForCommands(1);
+  ASSERT_OK(Step(1));
+  ASSERT_EQ(delivered_.size(), 1U);
+  EXPECT_EQ(delivered_[0].begin, 0U);
+  EXPECT_EQ(delivered_[0].end(), layout_->groups()[0].padded_elems);
+  EXPECT_THAT(DeliveredOf(0), Each(1.0F));
+  EXPECT_THAT(DeliveredOf(1), Each(2.0F));
+  EXPECT_THAT(DeliveredOf(2), Each(3.0F));
+  EXPECT_EQ(presence_, 0b111U);
+}
+
+TEST_F(PiecesTest, OfAFlushedPieceWholeUnitsAreDeliveredAndPartsWithTheStep) {
+  ASSERT_OK(Add(1, 2));
+  ASSERT_OK(session_->FlushGradients());
+  const std::vector<Command> seen = daemon_.WaitForCommands(1);
+  EXPECT_EQ(seen[0].element_offset, kUnit) << "the unit that parameter b has alone";
+  EXPECT_EQ(seen[0].length_bytes, kUnit * sizeof(float));
+  ASSERT_OK(Step(1));
+  ASSERT_EQ(delivered_.size(), 3U);
+  EXPECT_THAT(DeliveredOf(1), Each(2.0F));
+  EXPECT_EQ(DeliveredOf(1).size(), kElems1);
+  EXPECT_THAT(DeliveredOf(0), Each(0.0F)) << "in the unit that it shares";
+  EXPECT_EQ(presence_, 0b010U);
+}
+
+TEST_F(PiecesTest, ALaterGradientCompletesWhatWasFlushed) {
+  ASSERT_OK(Add(1, 2));
+  ASSERT_OK(session_->FlushGradients(0));
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->FlushGradients());
+  ASSERT_OK(Step(1));
+  EXPECT_THAT(DeliveredOf(0), Each(1.0F));
+  EXPECT_THAT(DeliveredOf(1), Each(2.0F));
+  EXPECT_EQ(DeliveredOf(0).size(), kElems0);
+  EXPECT_EQ(DeliveredOf(1).size(), kElems1);
+  EXPECT_EQ(presence_, 0b011U);
+}
+
+TEST_F(PiecesTest, UnitsWithoutAGradientAreNotDelivered) {
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(Step(1));
+  ASSERT_EQ(delivered_.size(), 1U);
+  EXPECT_EQ(delivered_[0].begin, 0U);
+  EXPECT_EQ(delivered_[0].end(), kUnit);
+  ASSERT_OK(Step(2));
+  EXPECT_EQ(delivered_.size(), 1U);
+  EXPECT_EQ(presence_, 0U);
+}
+
+TEST_F(PiecesTest, ASecondGradientAndAnotherSizeAreRefusedByName) {
+  ASSERT_OK(Add(0, 1));
+  EXPECT_THAT(Add(0, 1), HasError(ErrorId::kGradRepeat));
+  EXPECT_THAT(session_->AddGradient(1, {}, kTimeout), HasError(ErrorId::kRange));
+  EXPECT_THAT(session_->AddGradient(3, {}, kTimeout), HasError(ErrorId::kRange));
+  ASSERT_OK(Add(1, 1));
+  ASSERT_OK(Step(1));
+  EXPECT_OK(Add(0, 1)) << "of the next step";
+}
+
+TEST_F(PiecesTest, DropGradientsBeginsAnAttemptWhereSomethingWasDelivered) {
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->DropGradients());  // nothing was: the piece was open
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->FlushGradients());
+  ASSERT_OK(Add(1, 5));
+  ASSERT_OK(Add(2, 5));
+  ASSERT_OK(session_->FlushGradients());
+  ASSERT_OK(session_->DropGradients());
+  ASSERT_OK(Add(0, 9));
+  ASSERT_OK(Step(1));
+  EXPECT_EQ(attempt_of_step_, 1U);
+  EXPECT_EQ(presence_, 0b001U);
+  EXPECT_EQ(delivered_.front().attempt, 0U);
+  EXPECT_EQ(delivered_.back().attempt, 1U);
+  ASSERT_OK(Add(0, 9));
+  ASSERT_OK(Step(2));
+  EXPECT_EQ(attempt_of_step_, 0U) << "attempts count from 0 in each step";
+}
+
+TEST_F(PiecesTest, ADroppedStepBringsTheRankToTheNewestAttempt) {
+  answer_of_step_ = ErrorId::kGradDropped;
+  ASSERT_OK(Add(0, 1));
+  EXPECT_THAT(Step(1), HasError(ErrorId::kGradDropped));
+  answer_of_step_ = ErrorId::kNone;
+  ASSERT_OK(Add(0, 1)) << "everything is brought again";
+  ASSERT_OK(Step(1));
+  EXPECT_EQ(attempt_of_step_, 7U);
+  EXPECT_EQ(delivered_.back().attempt, 7U);
+}
+
+}  // namespace
+}  // namespace forebay::client::internal
