@@ -153,13 +153,12 @@ TEST(BlockMap, NumbersTheFirstBlockOfEachRankFirst) {
   EXPECT_EQ(map.Runs(2)[0].group_elem, 64U);
 }
 
-TEST(BlockMap, JoinsNeighbouringParametersOfOneParameterGroup) {
-  const auto layout = Make(1, {{10, 0, 0}, {20, 0, 0}, {5, 0, 1}});
-  EXPECT_THAT(
-      BlockMap(layout, 64).Runs(0),
-      ::testing::ElementsAre(
-          BlockRun{.group = 0, .param_group = 0, .group_elem = 0, .block_elem = 0, .elems = 30},
-          BlockRun{.group = 0, .param_group = 1, .group_elem = 30, .block_elem = 30, .elems = 5}));
+TEST(BlockMap, GivesEachParameterARunOfItsOwn) {
+  const auto layout = Make(1, {{10, 0, 0}, {20, 0, 0}});
+  EXPECT_THAT(BlockMap(layout, 64).Runs(0),
+              ::testing::ElementsAre(
+                  BlockRun{.param = 0, .group_elem = 0, .block_elem = 0, .elems = 10},
+                  BlockRun{.param = 1, .group_elem = 10, .block_elem = 10, .elems = 20}));
 }
 
 }  // namespace

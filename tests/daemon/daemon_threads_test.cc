@@ -143,7 +143,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   const testing::TempDir dir;
   Config config;
   config.socket_path = dir.path() + "/s";
-  config.dram_limit_bytes = uint64_t{4100} << 10;
+  config.dram_limit_bytes = uint64_t{4600} << 10;
   config.swap_paths = {dir.Make("swap")};
   config.swap_capacity_bytes = {uint64_t{32} << 20};
   config.block_elems = 2048;
@@ -155,10 +155,17 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   for (const char* job : {"passing", "alone"}) {
     const JobShape small{
         .world_size = 1, .groups = 2, .group_elems = job == std::string("alone") ? 5'000U : 100U};
-    ASSERT_OK(Attachment::Attach({.socket = config.socket_path,
-                                  .job = job,
-                                  .layout = testing::MakeLayoutSpec(small),
-                                  .timeout = kTimeout}));
+    ASSERT_OK_AND_ASSIGN(auto first, Attachment::Attach({.socket = config.socket_path,
+                                                         .job = job,
+                                                         .layout = testing::MakeLayoutSpec(small),
+                                                         .timeout = kTimeout}));
+    // A job without its parameters would end with its last session.
+    for (uint32_t group = 0; group < small.groups; ++group) {
+      ASSERT_OK(
+          first->WriteInitial(group, testing::MakeValues(first->layout(), group, kSeed), kTimeout));
+    }
+    ASSERT_OK(first->InitialDone(kTimeout));
+    ASSERT_OK(first->Detach());
   }
   const JobShape shape{.world_size = 2, .groups = 4, .group_elems = 20'000};
   std::atomic<bool> done = false;

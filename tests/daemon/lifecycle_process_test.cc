@@ -167,7 +167,7 @@ TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterR
 TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
   const std::string swap = dir_.Make("swap");
   const std::vector<std::string> settings = {"swap.paths=" + swap, "swap.capacity=16MiB",
-                                             "update.block_elems=4096", "dram.limit=2100KiB"};
+                                             "update.block_elems=4096", "dram.limit=2250KiB"};
   Start(settings);
   ASSERT_OK(TrainsOneMoreStep(1));
   const std::string pid = std::to_string(daemon_->pid());
@@ -206,7 +206,7 @@ TEST_F(DaemonLifecycle, StopsCleanlyOnSigtermWithClientsAttached) {
 TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
   const std::vector<std::string> settings = {"swap.paths=" + dir_.Make("swap"),
                                              "swap.capacity=16MiB", "update.block_elems=4096",
-                                             "dram.limit=2100KiB"};
+                                             "dram.limit=2250KiB"};
   Start(settings);
   const auto client = Hold(0, 1, "step");
   EXPECT_EQ(client->Wait().exit_code, 0) << client->errors();
@@ -224,7 +224,7 @@ TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
 
 TEST_F(DaemonLifecycle, FreesADeletedJob) {
   Start({"swap.paths=" + dir_.Make("swap"), "swap.capacity=16MiB", "update.block_elems=4096",
-         "dram.limit=2100KiB"});
+         "dram.limit=2250KiB"});
   const uint64_t bytes = SegmentBytes();
   const int fds = daemon_->OpenFds();
   auto client = Hold(0, 1, "hold");

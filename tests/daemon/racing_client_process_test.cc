@@ -76,7 +76,7 @@ class RacingClient : public ::testing::Test {
   }
 
   // A step request in the session's arena, and the command that names it.
-  static Command WriteStep(RawSession& raw, uint64_t step, uint32_t param_groups) {
+  Command WriteStep(RawSession& raw, uint64_t step, uint32_t param_groups) const {
     const std::vector<HyperParams> hyper = testing::MakeHyperParams();
     StepRequest request{};
     request.step = step;
@@ -84,10 +84,14 @@ class RacingClient : public ::testing::Test {
     Command command = Make(Op::kStep);
     command.step = step;
     command.arena_offset_bytes = raw.reply().getStepRegionOffset();
-    command.length_bytes = sizeof(request) + param_groups * sizeof(HyperParams);
+    // No parameter has a gradient.
+    const std::vector<std::byte> presence(protocol::PresenceBytes(layout_.params().size()));
+    command.length_bytes = sizeof(request) + param_groups * sizeof(HyperParams) + presence.size();
     std::byte* at = raw.grad().data() + command.arena_offset_bytes;
     StoreWords(&request, sizeof(request), at);
     StoreWords(hyper.data(), param_groups * sizeof(HyperParams), at + sizeof(request));
+    StoreWords(presence.data(), presence.size(),
+               at + sizeof(request) + param_groups * sizeof(HyperParams));
     return command;
   }
 

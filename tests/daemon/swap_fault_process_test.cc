@@ -68,7 +68,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   const std::string swap = dir.Make("swap");
   ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
                                         socket, {"swap.paths=" + swap, "swap.capacity=16MiB",
-                                                 "update.block_elems=4096", "dram.limit=2100KiB"}));
+                                                 "update.block_elems=4096", "dram.limit=2250KiB"}));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket, "job"));
   for (uint64_t t = 1; t <= 2; ++t) {
     ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
@@ -149,7 +149,7 @@ class FaultySwap : public ::testing::Test {
 };
 
 TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
-  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2500KiB"));
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2650KiB"));
   ASSERT_OK_AND_ASSIGN(auto small,
                        Attachment::Attach({.socket = socket_,
                                            .job = "small",
@@ -188,7 +188,7 @@ TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
 }
 
 TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopping) {
-  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2100KiB"));
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2250KiB"));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
   ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 1}));
   Order("hang swap_");
