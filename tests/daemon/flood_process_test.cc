@@ -228,7 +228,8 @@ TEST_F(Flood, ThatLeavesTooFewDescriptorsIsToldSoUntilThereAreEnough) {
     EXPECT_THAT(protocol::HintOf(status), HasSubstr("LimitNOFILE"));
     ++refused;
   }
-  EXPECT_GT(refused, 5);
+  // How many depends on whether the relay has closed its copy of the layout yet.
+  EXPECT_GT(refused, 2);
   EXPECT_LT(refused, kSpareMost);
   limit_spare(kSpareMost);
   ExpectThatOthersAreServed();
