@@ -71,7 +71,7 @@ JobStatus JobOf(schema::JobStatus::Reader from) {
                 .sessions = from.getSessions(),
                 .committed_step = from.getCommittedStep(),
                 .params = from.getParams(),
-                .padded_elems = from.getPaddedElems(),
+                .trainable_params = from.getTrainableParams(),
                 .dtype = from.getDtype().cStr(),
                 .optimizer = from.getOptimizer().cStr(),
                 .format = from.getFormat().cStr(),

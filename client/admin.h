@@ -65,7 +65,7 @@ struct JobStatus {
   uint32_t sessions = 0;
   uint64_t committed_step = 0;
   uint64_t params = 0;
-  uint64_t padded_elems = 0;
+  uint64_t trainable_params = 0;
   std::string dtype;
   std::string optimizer;
   std::string format;

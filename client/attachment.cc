@@ -131,7 +131,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                    control->Attach({.job = options.job,
                                     .reader = options.reader,
                                     .rank = options.rank,
-                                    .world_size = options.layout.world_size,
+                                    .world_size = options.world_size,
                                     .run = RunToken(options.run),
                                     .resume = options.resume,
                                     .grad_arena_bytes = parts.grad_bytes_max,

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
 #include "protocol/error.h"
@@ -24,7 +27,39 @@ using protocol::Op;
 
 namespace {
 
-constexpr uint64_t kReadPieceBytesMax = uint64_t{4} << 20;
+constexpr uint64_t kReadPieceElemsMax = uint64_t{1} << 20;
+
+// A parameter and one of its states as the wire numbers them.
+struct StateIndex {
+  uint32_t param = 0;
+  uint16_t state = 0;
+};
+
+absl::StatusOr<StateIndex> IndexOf(const protocol::Layout& layout, const StateRange& range,
+                                   uint64_t elems) {
+  const protocol::LayoutSpec& spec = layout.spec();
+  const auto param = std::find_if(spec.params.begin(), spec.params.end(),
+                                  [&](const auto& one) { return one.name == range.param; });
+  if (param == spec.params.end()) {
+    return MakeError(ErrorId::kRange, absl::StrCat("the layout has no parameter ", range.param));
+  }
+  const std::vector<std::string> states = protocol::StateNames(spec.optimizer);
+  const auto state = std::find(states.begin(), states.end(), range.state);
+  if (state == states.end()) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("optimizer ", std::string(Name(spec.optimizer)),
+                                  " has no state \"", range.state, "\""),
+                     absl::StrCat("its states are ", absl::StrJoin(states, ", ")));
+  }
+  const auto index = static_cast<uint32_t>(param - spec.params.begin());
+  const uint64_t param_elems = layout.params()[index].elems;
+  if (elems > param_elems || range.first_elem > param_elems - elems) {
+    return MakeError(ErrorId::kRange, absl::StrCat(elems, " elements from element ",
+                                                   range.first_elem, " on are outside parameter ",
+                                                   range.param, ", which has ", param_elems));
+  }
+  return StateIndex{.param = index, .state = static_cast<uint16_t>(state - states.begin())};
+}
 
 absl::Status UnknownTicket(const FetchTicket& ticket) {
   return MakeError(ErrorId::kLease,
@@ -42,29 +77,22 @@ absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte>
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckGroup(group));
-  const protocol::Layout& layout = *s.parts.layout;
-  const uint64_t padded_bytes = layout.group_bytes(group);
-  const uint64_t plain_bytes = layout.groups()[group].elems * SizeBytes(layout.spec().dtype);
-  if (bytes.size() != padded_bytes && bytes.size() != plain_bytes) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("group ", group, " has ", plain_bytes, " bytes (", padded_bytes,
-                                  " with padding), not ", bytes.size()));
+  const uint64_t group_bytes = s.parts.layout->group_bytes(group);
+  if (bytes.size() != group_bytes) {
+    return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " has ", group_bytes,
+                                                   " bytes, not ", bytes.size()));
   }
   const WaitLimits limits = s.Limits(timeout);
-  const uint64_t piece_bytes_max = internal::PieceBytes(layout);
-  for (uint64_t begin = 0; begin < padded_bytes; begin += piece_bytes_max) {
-    const uint64_t piece_bytes = std::min(piece_bytes_max, padded_bytes - begin);
-    const uint64_t given = std::min(begin + piece_bytes, plain_bytes);
-    const uint64_t copied = given - std::min(begin, given);
+  const uint64_t piece_bytes_max = internal::PieceBytes(*s.parts.layout);
+  const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
+  for (uint64_t begin = 0; begin < group_bytes; begin += piece_bytes_max) {
+    const uint64_t piece_bytes = std::min(piece_bytes_max, group_bytes - begin);
     ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(piece_bytes, limits));
-    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.subspan(given - copied, copied)));
-    const auto padding =
-        s.parts.grad->bytes().subspan(range.offset_bytes() + copied, piece_bytes - copied);
-    std::fill(padding.begin(), padding.end(), std::byte{0});
+    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.subspan(begin, piece_bytes)));
     Command command = MakeCommand(Op::kWriteInitial, group);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece_bytes;
-    command.element_offset = begin / SizeBytes(layout.spec().dtype);
+    command.element_offset = begin / width;
     RETURN_IF_ERROR(s.Call(command, &range, limits).status());
   }
   return absl::OkStatus();
@@ -165,46 +193,34 @@ absl::Status Attachment::Release(const Lease& lease) {
   return s.KeptReleaseError();
 }
 
-absl::Status Attachment::ReadState(const StateRange& range, std::span<std::byte> out,
-                                   Timeout timeout) {
+absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::span<float> out,
+                                               Timeout timeout) {
   State& s = *state_;
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
-  RETURN_IF_ERROR(s.CheckGroup(range.group));
-  const protocol::LayoutSpec& spec = s.parts.layout->spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  const uint64_t padded = s.parts.layout->groups()[range.group].padded_elems;
-  const protocol::Plane plane = range.plane < planes.size()
-                                    ? planes[range.plane]
-                                    : protocol::Plane{{}, protocol::DType::kInt8};
-  const uint64_t width = protocol::SizeBytes(plane.dtype);
-  const uint64_t elems = out.size() / width * plane.elems_per_value;
-  if (range.plane >= planes.size() || out.size() % width != 0 || elems > padded ||
-      range.element_offset > padded - elems || range.element_offset % plane.elems_per_value != 0) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("plane ", range.plane, " of ", planes.size(), ", elements ",
-                                  range.element_offset, " to ", range.element_offset, " + ", elems,
-                                  " of ", padded, " in group ", range.group));
-  }
+  ASSIGN_OR_RETURN(const StateIndex index, IndexOf(*s.parts.layout, range, out.size()));
   const WaitLimits limits = s.Limits(timeout);
-  const uint64_t piece_bytes_max = std::min(s.slots.largest_bytes(), kReadPieceBytesMax);
+  const uint64_t piece_elems_max =
+      std::min(s.slots.largest_bytes() / sizeof(float), kReadPieceElemsMax);
+  uint64_t updates = 0;
   for (uint64_t done = 0; done < out.size();) {
-    const uint64_t piece_bytes = std::min(piece_bytes_max, out.size() - done);
-    ASSIGN_OR_RETURN(BusyRange arena, s.WaitForRange(protocol::RoundUp(piece_bytes, 64), limits));
-    Command command = MakeCommand(Op::kReadState, range.group);
-    command.kind = static_cast<uint16_t>(range.plane);
+    const std::span<float> piece = out.subspan(done, std::min(piece_elems_max, out.size() - done));
+    ASSIGN_OR_RETURN(BusyRange arena, s.WaitForRange(piece.size_bytes(), limits));
+    Command command = MakeCommand(Op::kReadState, index.param);
+    command.kind = index.state;
     command.arena_offset_bytes = arena.offset_bytes();
-    command.length_bytes = piece_bytes;
-    command.element_offset = range.element_offset + done / width * plane.elems_per_value;
-    RETURN_IF_ERROR(s.Call(command, &arena, limits).status());
+    command.length_bytes = piece.size_bytes();
+    command.element_offset = range.first_elem + done;
+    ASSIGN_OR_RETURN(const Completion completion, s.Call(command, &arena, limits));
+    updates = completion.offset_bytes;
     RETURN_IF_ERROR(
-        s.stream->Copy(out.subspan(done, piece_bytes),
-                       s.parts.grad->bytes().subspan(arena.offset_bytes(), piece_bytes)));
+        s.stream->Copy(std::as_writable_bytes(piece),
+                       s.parts.grad->bytes().subspan(arena.offset_bytes(), piece.size_bytes())));
     RETURN_IF_ERROR(s.stream->Synchronize());
-    done += piece_bytes;
+    done += piece.size();
   }
-  return absl::OkStatus();
+  return updates;
 }
 
 }  // namespace forebay::client

@@ -25,23 +25,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-namespace {
-
-// Zeroes what lies between the parameters of a group (format int8 aligns them).
-void ZeroGaps(const protocol::Layout& layout, uint32_t group, std::span<std::byte> bytes) {
-  const uint64_t width = SizeBytes(layout.spec().dtype);
-  const protocol::GroupPlace& place = layout.groups()[group];
-  uint64_t end = 0;
-  for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
-    const protocol::ParamPlace& param = layout.params()[i];
-    const auto gap = bytes.subspan(end * width, (param.offset_elems - end) * width);
-    std::fill(gap.begin(), gap.end(), std::byte{0});
-    end = param.offset_elems + param.elems;
-  }
-}
-
-}  // namespace
-
 absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFill fill,
                                                           Timeout timeout) {
   State& s = *state_;
@@ -54,13 +37,10 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFi
   RETURN_IF_ERROR(s.KeptErrors());
   const auto found = s.open.find(group);
   if (found != s.open.end()) return found->second.bytes;
-  const protocol::Layout& layout = *s.parts.layout;
-  ASSIGN_OR_RETURN(State::OpenSlot slot, s.MakeSlot(layout.group_bytes(group), s.Limits(timeout)));
-  const uint64_t plain_bytes = layout.groups()[group].elems * SizeBytes(layout.spec().dtype);
-  if (slot.arena_offset.has_value()) {
-    const auto stale = fill == GradFill::kZero ? slot.bytes : slot.bytes.subspan(plain_bytes);
-    if (!stale.empty()) std::memset(stale.data(), 0, stale.size());
-    if (fill == GradFill::kPadding) ZeroGaps(layout, group, slot.bytes);
+  ASSIGN_OR_RETURN(State::OpenSlot slot,
+                   s.MakeSlot(s.parts.layout->group_bytes(group), s.Limits(timeout)));
+  if (slot.arena_offset.has_value() && fill == GradFill::kZero) {
+    std::memset(slot.bytes.data(), 0, slot.bytes.size());
   }
   const std::span<std::byte> bytes = slot.bytes;
   s.open.emplace(group, std::move(slot));
@@ -115,8 +95,11 @@ absl::Status Attachment::GradReady(uint32_t group) {
   const State::OpenSlot slot = found->second;
   const protocol::GroupPlace& place = s.parts.layout->groups()[group];
   s.open.erase(found);
-  for (uint32_t param = place.param_begin; param < place.param_end; ++param) s.SetGradient(param);
-  return s.DeliverSlot(group, 0, place.padded_elems, slot, s.Limits(s.parts.timeout));
+  for (uint32_t param = place.param_begin; param < place.param_end; ++param) {
+    if (s.parts.layout->params()[param].trainable) s.SetGradient(param);
+  }
+  s.ZeroAbsent(group, 0, place.elems, slot.bytes);  // what lies where frozen parameters do
+  return s.DeliverSlot(group, 0, place.elems, slot, s.Limits(s.parts.timeout));
 }
 
 absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint64_t end,

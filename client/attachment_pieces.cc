@@ -46,8 +46,8 @@ void ForEachParam(const protocol::Layout& layout, uint32_t group, uint64_t begin
 Attachment::State::Coverage Attachment::State::CoverageOf(uint32_t group, uint64_t begin,
                                                           uint64_t end) const {
   Coverage coverage;
-  ForEachParam(*parts.layout, group, begin, end, [&](uint32_t param, const ParamPlace&) {
-    (HasGradient(param) ? coverage.any : coverage.missing) = true;
+  ForEachParam(*parts.layout, group, begin, end, [&](uint32_t param, const ParamPlace& place) {
+    if (place.trainable) (HasGradient(param) ? coverage.any : coverage.missing) = true;
   });
   return coverage;
 }
@@ -82,7 +82,7 @@ absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
     if (piece->first.group == group && elem < piece->second.end) return piece;
   }
   uint64_t begin = elem / piece_elems * piece_elems;
-  uint64_t end = std::min(begin + piece_elems, parts.layout->groups()[group].padded_elems);
+  uint64_t end = std::min(begin + piece_elems, parts.layout->groups()[group].elems);
   const auto leave_out = [&](uint64_t other_begin, uint64_t other_end) {
     if (other_end <= elem) begin = std::max(begin, other_end);
     if (other_begin > elem) end = std::min(end, other_begin);
@@ -147,6 +147,11 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   if (bytes.size() != want) {
     return MakeError(ErrorId::kRange, absl::StrCat("the gradient of parameter ", name, " has ",
                                                    want, " bytes, not ", bytes.size()));
+  }
+  if (!layout.params()[param].trainable) {
+    return MakeError(ErrorId::kUnsupported,
+                     absl::StrCat("a gradient of parameter ", name, ", which is frozen"),
+                     "add gradients of trainable parameters alone");
   }
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());

@@ -36,7 +36,8 @@ struct AttachOptions {
   // Attaches to a job that exists, without a rank: reads weights and states, delivers nothing. The
   // ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
   bool reader = false;
-  uint32_t rank = 0;  // not of a reader
+  uint32_t rank = 0;        // not of a reader
+  uint32_t world_size = 1;  // ranks of the job; the layout does not depend on it
   // The run that this process belongs to, at most 200 bytes. Processes of one run replace each other;
   // another run's job is continued only with `resume`. Empty: FOREBAY_RUN, else this process alone.
   std::string run = {};
@@ -53,7 +54,7 @@ struct AttachOptions {
 struct Lease {
   uint64_t id = 0;
   uint32_t group = 0;
-  std::span<const std::byte> bytes = {};  // the padded group within the window
+  std::span<const std::byte> bytes = {};  // the group within the window
 };
 
 // A fetch in flight.
@@ -70,15 +71,15 @@ struct StepResult {
 };
 
 enum class GradFill : uint8_t {
-  kZero,     // all of a new slot is zero
-  kPadding,  // only its padding is; the caller writes every element of every parameter
+  kZero,  // a new slot is zero
+  kNone,  // a new slot has any content: the caller writes every element
 };
 
-// A run of one state plane; `plane` is an index into protocol::StatePlanes.
+// Consecutive elements of one state of a parameter.
 struct StateRange {
-  uint32_t group = 0;
-  uint32_t plane = 0;
-  uint64_t element_offset = 0;  // within the padded group
+  std::string param;        // by name
+  std::string state;        // "master", or a moment as torch calls it: "exp_avg", "sum", ...
+  uint64_t first_elem = 0;  // from the start of the parameter
 };
 
 // Since Attach. Times are wall time spent inside the calls.
@@ -133,10 +134,9 @@ class Attachment {
   std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
   const protocol::Layout& layout() const;
   std::span<const std::byte> weights() const;                // the whole window, read-only
-  std::span<const std::byte> weights(uint32_t group) const;  // one padded group of it
+  std::span<const std::byte> weights(uint32_t group) const;  // one group of it
   std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
 
-  // `bytes`: the group with or without its padding.
   absl::Status WriteInitial(uint32_t group, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
@@ -180,7 +180,7 @@ class Attachment {
   absl::Status FlushGradients();  // of all groups
   absl::Status FlushGradients(uint32_t group);
 
-  // The group's open slot, made and filled where there is none: room for the padded gradient. Waits
+  // The group's open slot, made and filled where there is none: room for its gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it,
   // or where the group is larger than a piece.
   absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t group, GradFill fill, Timeout timeout);
@@ -209,8 +209,12 @@ class Attachment {
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   Timeout timeout);
 
-  // Copies elements of a plane; out.size() is a multiple of the plane's width.
-  absl::Status ReadState(const StateRange& range, std::span<std::byte> out, Timeout timeout);
+  // Reads out.size() elements of a state as float32, whatever the format holds it in, and returns how
+  // many updates the parameter has had (torch's "step"). Of one step: no step is applied meanwhile.
+  //
+  // Errors  E_RANGE  no such parameter, state or elements; a frozen parameter has no states.
+  absl::StatusOr<uint64_t> ReadState(const StateRange& range, std::span<float> out,
+                                     Timeout timeout);
 
   absl::Status Detach();  // ends the session in good order; views stay readable
 

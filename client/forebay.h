@@ -28,6 +28,7 @@ struct forebay_param {
   uint32_t dims;
   uint32_t group;       /* unit of fetch and gradient; ascends from 0 without a gap */
   uint32_t param_group; /* which hyper-parameters */
+  int32_t frozen;       /* 1: it has weights alone, takes no gradient and is never updated */
 };
 
 struct forebay_options {
@@ -68,16 +69,15 @@ struct forebay_info {
 struct forebay_group {
   size_t struct_size; /* sizeof(struct forebay_group), set by the caller */
   uint64_t weights_offset_bytes;
-  uint64_t elems; /* without padding */
-  uint64_t padded_elems;
-  uint64_t padded_bytes;
+  uint64_t elems;
+  uint64_t size_bytes;
 };
 
 struct forebay_lease {
   uint64_t id;
   uint32_t group;
   uint32_t reserved;
-  const void* bytes; /* the padded group within the window */
+  const void* bytes; /* the group within the window */
   uint64_t size_bytes;
 };
 
@@ -112,6 +112,14 @@ struct forebay_step_result {
   int32_t repeated;
 };
 
+struct forebay_state_args {
+  size_t struct_size; /* sizeof(struct forebay_state_args) */
+  const char* param;  /* by name */
+  const char* state;  /* "master", or a moment as torch calls it: "exp_avg", "sum", ... */
+  uint64_t first_elem;
+  uint64_t elems;
+};
+
 uint32_t forebay_abi_version(void); /* of the library; compare with FOREBAY_ABI_VERSION */
 
 /* This thread's newest error; FOREBAY_OK and empty strings before the first. */
@@ -126,7 +134,7 @@ int32_t forebay_get_info(const struct forebay_session* session, struct forebay_i
 int32_t forebay_get_group(const struct forebay_session* session, uint32_t group,
                           struct forebay_group* place);
 
-/* The initial parameters: a group with or without its padding. */
+/* The initial parameters: all bytes of a group. */
 int32_t forebay_write_initial(struct forebay_session* session, uint32_t group, const void* bytes,
                               size_t size_bytes, int64_t timeout_ms);
 int32_t forebay_initial_done(struct forebay_session* session, int64_t timeout_ms);
@@ -135,8 +143,8 @@ int32_t forebay_fetch(struct forebay_session* session, uint32_t group, int64_t t
                       struct forebay_lease* lease);
 int32_t forebay_release(struct forebay_session* session, const struct forebay_lease* lease);
 
-/* The group's open slot, zeroed when it is new: room for its padded gradient. grad_ready
- * delivers it. */
+/* The group's open slot, zeroed when it is new: room for its gradient. grad_ready delivers
+ * it. */
 int32_t forebay_grad_slot(struct forebay_session* session, uint32_t group, int64_t timeout_ms,
                           void** bytes, uint64_t* size_bytes);
 int32_t forebay_grad_ready(struct forebay_session* session, uint32_t group);
@@ -146,12 +154,11 @@ int32_t forebay_drop_gradients(struct forebay_session* session);
 int32_t forebay_step(struct forebay_session* session, const struct forebay_step_args* args,
                      int64_t timeout_ms, struct forebay_step_result* result);
 
-/* Elements of state plane `plane` from `element_offset` of the padded group on. Format int8: codes lie
-   as cpu_adam/update_kernel.h says, a scale stands for 128 elements, and element_offset of a plane of
-   scales is a multiple of 128. */
-int32_t forebay_read_state(struct forebay_session* session, uint32_t group, uint32_t plane,
-                           uint64_t element_offset, void* bytes, size_t size_bytes,
-                           int64_t timeout_ms);
+/* Reads `elems` elements of one state of a parameter as float32, in the order of its elements,
+ * whatever the format holds it in. `step`, which may be NULL, is how many updates the parameter has
+ * had. */
+int32_t forebay_read_state(struct forebay_session* session, const struct forebay_state_args* args,
+                           float* values, int64_t timeout_ms, uint64_t* step);
 
 /* Ends the session in good order; the weights stay mapped. */
 int32_t forebay_detach(struct forebay_session* session);

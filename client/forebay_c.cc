@@ -89,7 +89,6 @@ absl::StatusOr<DType> DTypeFromName(const std::string& name) {
 
 absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& options) {
   forebay::protocol::LayoutSpec spec;
-  spec.world_size = options.world_size;
   ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(TextOf(options.dtype)));
   ASSIGN_OR_RETURN(spec.optimizer, forebay::protocol::OptimizerFromName(TextOf(options.optimizer)));
   ASSIGN_OR_RETURN(spec.format, forebay::protocol::FormatFromName(TextOf(options.format)));
@@ -101,7 +100,8 @@ absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& op
     spec.params.push_back({.name = TextOf(param.name),
                            .shape = {shape.begin(), shape.end()},
                            .group = param.group,
-                           .param_group = param.param_group});
+                           .param_group = param.param_group,
+                           .trainable = param.frozen == 0});
   }
   if (options.group_names == nullptr && options.group_count > 0) return NullArgument("group_names");
   for (const char* name : std::span(options.group_names, options.group_count)) {
@@ -116,6 +116,7 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
                    Attachment::Attach({.socket = TextOf(options.socket),
                                        .job = TextOf(options.job),
                                        .rank = options.rank,
+                                       .world_size = options.world_size,
                                        .run = TextOf(options.run),
                                        .resume = options.resume != 0,
                                        .layout = std::move(spec),
@@ -187,8 +188,7 @@ int32_t forebay_get_group(const forebay_session* session, uint32_t group,
     *place = {.struct_size = sizeof(*place),
               .weights_offset_bytes = found.weights_offset_bytes,
               .elems = found.elems,
-              .padded_elems = found.padded_elems,
-              .padded_bytes = layout.group_bytes(group)};
+              .size_bytes = layout.group_bytes(group)};
     return absl::OkStatus();
   });
 }
@@ -290,15 +290,20 @@ int32_t forebay_step(forebay_session* session, const forebay_step_args* args, in
   });
 }
 
-int32_t forebay_read_state(forebay_session* session, uint32_t group, uint32_t plane,
-                           uint64_t element_offset, void* bytes, size_t size_bytes,
-                           int64_t timeout_ms) {
+int32_t forebay_read_state(forebay_session* session, const forebay_state_args* args, float* values,
+                           int64_t timeout_ms, uint64_t* step) {
   return Guard([&]() -> absl::Status {
     if (session == nullptr) return NullArgument("session");
-    if (bytes == nullptr) return NullArgument("bytes");
-    return session->attachment->ReadState(
-        {.group = group, .plane = plane, .element_offset = element_offset},
-        {static_cast<std::byte*>(bytes), size_bytes}, TimeoutOf(timeout_ms));
+    if (args == nullptr) return NullArgument("args");
+    RETURN_IF_ERROR(CheckSize("args", args->struct_size, sizeof(*args)));
+    if (values == nullptr && args->elems > 0) return NullArgument("values");
+    ASSIGN_OR_RETURN(const uint64_t updates,
+                     session->attachment->ReadState({.param = TextOf(args->param),
+                                                     .state = TextOf(args->state),
+                                                     .first_elem = args->first_elem},
+                                                    {values, args->elems}, TimeoutOf(timeout_ms)));
+    if (step != nullptr) *step = updates;
+    return absl::OkStatus();
   });
 }
 

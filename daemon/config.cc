@@ -229,10 +229,10 @@ absl::Status SetUpdate(const toml::node& node, const Place& place, Config& confi
     ASSIGN_OR_RETURN(config.update_target, TextOf(node, place));
   } else {
     ASSIGN_OR_RETURN(config.block_elems,
-                     NumberOf(node, place, {protocol::kPartitionAlignElems, kBlockElemsMax}));
-    if (config.block_elems % protocol::kPartitionAlignElems != 0) {
+                     NumberOf(node, place, {protocol::kStatesAlignElems, kBlockElemsMax}));
+    if (config.block_elems % protocol::kStatesAlignElems != 0) {
       return Bad(place, absl::StrCat(config.block_elems, " is not a multiple of ",
-                                     protocol::kPartitionAlignElems));
+                                     protocol::kStatesAlignElems));
     }
   }
   return absl::OkStatus();

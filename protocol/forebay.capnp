@@ -55,20 +55,36 @@ struct AttachRequest {
 }
 
 struct LayoutMessage {
-  # The content of the layout memfd: an unpacked message with protocol::LayoutSpec.
-  worldSize @0 :UInt32;
-  dtype @1 :Text;
-  optimizer @2 :Text;
-  format @3 :Text;
-  groupNames @4 :List(Text);
-  params @5 :List(Param);
-  seed @6 :UInt64;           # of formats that round by drawing
+  # The content of the layout memfd: an unpacked message with protocol::LayoutSpec. It says nothing of ranks.
+  dtype @0 :Text;
+  optimizer @1 :Text;
+  format @2 :Text;
+  groupNames @3 :List(Text);
+  params @4 :List(Param);
+  seed @5 :UInt64;                   # of formats that round stochastically
+  partitions @6 :List(Partition);    # empty: shared attachment, the node owns every group whole
 
   struct Param {
     name @0 :Text;
     shape @1 :List(UInt64);
     group @2 :UInt32;
     paramGroup @3 :UInt32;
+    frozen @4 :Bool;
+  }
+
+  struct Partition {
+    group @0 :UInt32;
+    owner @1 :UInt32;
+    replica @2 :UInt32;
+    boxes @3 :List(Box);
+  }
+
+  struct Box {
+    param @0 :UInt32;
+    firstElem @1 :UInt64;
+    runElems @2 :UInt64;
+    strideElems @3 :UInt64;
+    runs @4 :UInt64;
   }
 }
 
@@ -177,8 +193,8 @@ struct JobStatus {
   worldSize @3 :UInt32;
   sessions @4 :UInt32;
   committedStep @5 :UInt64;
-  params @6 :UInt64;         # without padding
-  paddedElems @7 :UInt64;
+  params @6 :UInt64;
+  trainableParams @7 :UInt64;   # of these, those that are not frozen
   dtype @8 :Text;
   optimizer @9 :Text;
   format @10 :Text;

@@ -16,7 +16,7 @@ namespace {
 
 std::string Describe(const ParamSpec& param) {
   return absl::StrCat(param.name, "[", absl::StrJoin(param.shape, ", "), "] in group ", param.group,
-                      ", parameter group ", param.param_group);
+                      ", parameter group ", param.param_group, param.trainable ? "" : ", frozen");
 }
 
 absl::Status BadLayout(std::string_view message) { return MakeError(ErrorId::kLayout, message); }
@@ -47,11 +47,15 @@ absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
 
 }  // namespace
 
-absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
-  if (spec.world_size == 0 || spec.world_size > kWorldMax) {
-    return MakeError(ErrorId::kRank,
-                     absl::StrCat("world size ", spec.world_size, " (1 to ", kWorldMax, ")"));
+uint64_t NameHash(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char byte : name) {
+    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
   }
+  return hash;
+}
+
+absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
   if (spec.params.empty() || spec.params.size() > kParamsMax) {
     return BadLayout(absl::StrCat(spec.params.size(), " parameters (1 to ", kParamsMax, ")"));
   }
@@ -69,69 +73,129 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
     return BadLayout(absl::StrCat(spec.group_names.size(), " group names for ", group_count,
                                   " groups (at most ", kGroupsMax, ")"));
   }
-
   Layout layout;
+  layout.spec_ = std::move(spec);
+  RETURN_IF_ERROR(layout.PlaceParams());
+  RETURN_IF_ERROR(layout.PlacePartitions());
+  return layout;
+}
+
+absl::Status Layout::PlaceParams() {
   std::set<std::string_view> names;
-  const bool scaled = spec.format == Format::kInt8;
-  const uint64_t param_align = scaled ? kScaleElems : 1;
-  const uint64_t pad_elems = spec.world_size * (scaled ? kScaleElems : kPartitionAlignElems);
-  const uint64_t width = SizeBytes(spec.dtype);
-  for (uint32_t i = 0; i < spec.params.size(); ++i) {
-    const ParamSpec& param = spec.params[i];
+  for (uint32_t i = 0; i < spec_.params.size(); ++i) {
+    const ParamSpec& param = spec_.params[i];
     ASSIGN_OR_RETURN(const uint64_t elems, CheckedElems(param));
     if (!names.insert(param.name).second) {
       return BadLayout(absl::StrCat("parameter ", param.name, " is there twice"));
     }
-    const bool opens_group = layout.groups_.size() == param.group;
-    // No sum with the client's word: the largest group + 1 is 0.
-    if (!opens_group && (layout.groups_.empty() || param.group != layout.groups_.size() - 1)) {
+    const bool opens_group = groups_.size() == param.group;
+    // No sum with the client's number: the largest group + 1 is 0.
+    if (!opens_group && (groups_.empty() || param.group != groups_.size() - 1)) {
       return BadLayout(absl::StrCat("parameter ", Describe(param),
                                     " breaks the order: groups ascend from 0 without a gap"));
     }
     if (opens_group) {
-      layout.groups_.push_back({.weights_offset_bytes = 0,
-                                .elems = 0,
-                                .padded_elems = 0,
-                                .param_begin = i,
-                                .param_end = i});
+      groups_.push_back({.weights_offset_bytes = 0, .elems = 0, .param_begin = i, .param_end = i});
     }
-    GroupPlace& group = layout.groups_.back();
-    group.elems = RoundUp(group.elems, param_align);
-    layout.total_elems_ += elems;
-    layout.params_.push_back({param.group, param.param_group, group.elems, elems});
+    GroupPlace& group = groups_.back();
+    params_.push_back({.group = param.group,
+                       .param_group = param.param_group,
+                       .trainable = param.trainable,
+                       .offset_elems = group.elems,
+                       .elems = elems,
+                       .name_hash = NameHash(param.name)});
+    total_elems_ += elems;
+    if (param.trainable) trainable_elems_ += elems;
     group.elems += elems;
     group.param_end = i + 1;
     if (group.elems > kGroupElemsMax) {
       return BadLayout(
           absl::StrCat("group ", param.group, " has more than ", kGroupElemsMax, " elements"));
     }
+    largest_group_bytes_ = std::max(largest_group_bytes_,
+                                    RoundUp(group.elems * SizeBytes(spec_.dtype), kGradAlignBytes));
   }
-  for (GroupPlace& group : layout.groups_) {
-    group.padded_elems = RoundUp(group.elems, pad_elems);
-    group.weights_offset_bytes = layout.weights_bytes_;
-    const uint64_t group_bytes = group.padded_elems * width;
-    layout.weights_bytes_ += RoundUp(group_bytes, kPageBytes);
-    layout.largest_group_bytes_ = std::max(layout.largest_group_bytes_, group_bytes);
-    layout.padded_elems_ += group.padded_elems;
-  }
-  layout.spec_ = std::move(spec);
-  return layout;
+  return absl::OkStatus();
 }
 
-uint64_t Layout::partition_elems(uint32_t group) const {
-  return groups_[group].padded_elems / spec_.world_size;
+absl::Status Layout::PlacePartitions() {
+  if (is_shared()) {
+    for (uint32_t g = 0; g < groups_.size(); ++g) {
+      PartitionSpec whole{.group = g, .owner = 0, .replica = 0, .boxes = {}};
+      for (uint32_t p = groups_[g].param_begin; p < groups_[g].param_end; ++p) {
+        const uint64_t elems = params_[p].elems;
+        whole.boxes.push_back(
+            {.param = p, .first_elem = 0, .run_elems = elems, .stride_elems = elems, .runs = 1});
+      }
+      PlacePartition(whole);
+      groups_[g].weights_offset_bytes = partitions_[g].weights_offset_bytes;
+    }
+    return absl::OkStatus();
+  }
+  std::vector<BoxedParam> boxed;
+  for (size_t p = 0; p < params_.size(); ++p) {
+    boxed.push_back({spec_.params[p].name, params_[p].group, params_[p].elems});
+  }
+  RETURN_IF_ERROR(CheckPartitions(boxed, static_cast<uint32_t>(groups_.size()), spec_.partitions));
+  for (const PartitionSpec& partition : spec_.partitions) PlacePartition(partition);
+  return absl::OkStatus();
+}
+
+OwnerPlace& Layout::OwnerOf(uint32_t owner) {
+  const auto place = std::find_if(owners_.begin(), owners_.end(),
+                                  [owner](const OwnerPlace& one) { return one.owner == owner; });
+  if (place != owners_.end()) return *place;
+  return owners_.emplace_back(OwnerPlace{.owner = owner, .weights_bytes = 0, .states_elems = 0});
+}
+
+void Layout::PlacePartition(const PartitionSpec& partition) {
+  OwnerPlace& owner = OwnerOf(partition.owner);
+  PartitionPlace place{.group = partition.group,
+                       .owner = partition.owner,
+                       .replica = partition.replica,
+                       .weights_offset_bytes = owner.weights_bytes,
+                       .elems = 0,
+                       .box_begin = static_cast<uint32_t>(boxes_.size()),
+                       .box_end = 0};
+  for (const BoxSpec& box : partition.boxes) {
+    boxes_.push_back({.box = box,
+                      .partition = static_cast<uint32_t>(partitions_.size()),
+                      .partition_elem = place.elems,
+                      .states_elem = owner.states_elems});
+    place.elems += box.elems();
+    if (params_[box.param].trainable) {
+      owner.states_elems = RoundUp(owner.states_elems + box.elems(), states_align_elems());
+    }
+  }
+  place.box_end = static_cast<uint32_t>(boxes_.size());
+  owner.weights_bytes += RoundUp(place.elems * SizeBytes(spec_.dtype), kPageBytes);
+  partitions_.push_back(place);
+}
+
+uint64_t Layout::states_align_elems() const {
+  return spec_.format == Format::kInt8 ? kScaleElems : kStatesAlignElems;
+}
+
+uint64_t Layout::states_elems() const {
+  uint64_t elems = 0;
+  for (const OwnerPlace& owner : owners_) elems += owner.states_elems;
+  return elems;
+}
+
+uint64_t Layout::weights_bytes() const {
+  uint64_t bytes = 0;
+  for (const OwnerPlace& owner : owners_) bytes += owner.weights_bytes;
+  return bytes;
 }
 
 uint64_t Layout::group_bytes(uint32_t group) const {
-  return groups_[group].padded_elems * SizeBytes(spec_.dtype);
+  return groups_[group].elems * SizeBytes(spec_.dtype);
 }
 
 std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
   const auto differ = [](std::string_view what, const auto& a, const auto& b) {
     return absl::StrCat(std::string(what), ": the job has ", a, ", this client wants ", b);
   };
-  if (have.world_size != want.world_size)
-    return differ("world size", have.world_size, want.world_size);
   if (have.dtype != want.dtype) {
     return differ("dtype", std::string(Name(have.dtype)), std::string(Name(want.dtype)));
   }
@@ -152,7 +216,8 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
                     Describe(want.params[i]));
     }
   }
-  return have == want ? std::string() : std::string("group names differ");
+  if (have.group_names != want.group_names) return "group names differ";
+  return have == want ? std::string() : std::string("partitions differ");
 }
 
 }  // namespace forebay::protocol

@@ -1,5 +1,5 @@
-// The layout of a job: which parameter lies where in its group's weights, which planes its states
-// have. Client and daemon compute it with the same functions, so that neither has to believe the
+// The layout of a job: which parameter lies where in the weights and in the states of its owner, and
+// which planes the states have. Client and daemon compute it with the same functions, so that neither has to believe the
 // other.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "protocol/optimizer.h"
+#include "protocol/partition.h"
 
 namespace forebay::protocol {
 
@@ -23,70 +24,123 @@ inline constexpr uint32_t kDimsMax = 8;
 inline constexpr uint64_t kGroupElemsMax = uint64_t{1} << 32;
 inline constexpr uint32_t kNameBytesMax = 1024;
 
-// Partitions start on a multiple of this many elements, so that they never share a cache line.
-inline constexpr uint64_t kPartitionAlignElems = 64;
+// A box's states begin at a multiple of this many elements, so that no two share a cache line.
+inline constexpr uint64_t kStatesAlignElems = 64;
+
+// Gradients in a grad arena begin at a multiple of this.
+inline constexpr uint64_t kGradAlignBytes = 64;
 
 // What a client asks for, in the order of the model: parameters of one group are neighbours, groups
 // ascend from 0.
 struct ParamSpec {
-  std::string name;             // unique, 1 to kNameBytesMax bytes
-  std::vector<uint64_t> shape;  // empty: a scalar; no dimension is 0
-  uint32_t group = 0;           // unit of fetch and grad_ready
-  uint32_t param_group = 0;     // which hyper-parameters; < kParamGroupsMax
+  // Unique, 1 to kNameBytesMax bytes.
+  std::string name;
+  // Empty: a scalar; no dimension is 0.
+  std::vector<uint64_t> shape;
+  // Gathered together; < kGroupsMax.
+  uint32_t group = 0;
+  // Which hyper-parameters; < kParamGroupsMax.
+  uint32_t param_group = 0;
+  // A frozen parameter has weights and no states: it takes no gradient and is never updated.
+  bool trainable = true;
 
   bool operator==(const ParamSpec&) const = default;
 };
 
+// Independent of the world size: ranks belong to the job's sessions, not to its layout.
 struct LayoutSpec {
-  uint32_t world_size = 1;
   DType dtype = DType::kFloat32;  // of weights and gradients
   Optimizer optimizer = Optimizer::kAdamW;
   Format format = Format::kFp32;
-  uint64_t seed = 0;  // of formats that round by drawing: bf16, int8
+  uint64_t seed = 0;  // of formats that round stochastically: bf16, int8
   std::vector<ParamSpec> params;
-  std::vector<std::string> group_names;  // one per group, for messages and the trace
+  // One per group, for messages and the trace.
+  std::vector<std::string> group_names;
+  // Empty: shared attachment, where the node is the one owner and holds every group whole.
+  std::vector<PartitionSpec> partitions;
 
   bool operator==(const LayoutSpec&) const = default;
 };
 
+// The key of a parameter in stochastic rounding, whatever its place in the layout.
+//
+// Source  FNV-1a, 64 bits: Fowler, Noll & Vo, draft-eastlake-fnv.
+uint64_t NameHash(std::string_view name);
+
 struct ParamPlace {
   uint32_t group;
   uint32_t param_group;
+  bool trainable;
   uint64_t offset_elems;  // from the start of its group
   uint64_t elems;
+  uint64_t name_hash;
 };
 
 struct GroupPlace {
-  uint64_t weights_offset_bytes;  // from the start of the weights arena; a multiple of kPageBytes
-  uint64_t elems;  // up to the end of its last parameter: without padding, but that between
-                   // parameters of format int8, which is zero permanently too
-  uint64_t
-      padded_elems;  // a multiple of world_size * kPartitionAlignElems (int8: kScaleElems); the padding is
-                     // zero permanently
-  uint32_t param_begin;  // its parameters are [param_begin, param_end)
+  // Shared attachment: from the start of the weights arena; a multiple of kPageBytes.
+  uint64_t weights_offset_bytes;
+  uint64_t elems;
+  // Its parameters are [param_begin, param_end).
+  uint32_t param_begin;
   uint32_t param_end;
 };
 
+struct PartitionPlace {
+  uint32_t group;
+  uint32_t owner;
+  uint32_t replica;
+  // From the start of the owner's weights; a multiple of kPageBytes.
+  uint64_t weights_offset_bytes;
+  uint64_t elems;
+  // Its boxes are [box_begin, box_end).
+  uint32_t box_begin;
+  uint32_t box_end;
+};
+
+// A box's elements lie end to end in the weights of its partition and, where the parameter is
+// trainable, in the states of its owner. There each box begins at a multiple of kStatesAlignElems
+// (int8: kScaleElems); what lies between is padding, which weights and gradients do not have.
+struct BoxPlace {
+  BoxSpec box;
+  uint32_t partition;
+  uint64_t partition_elem;  // from the start of the partition
+  uint64_t states_elem;     // from the start of the owner's states
+};
+
+struct OwnerPlace {
+  uint32_t owner;
+  uint64_t weights_bytes;
+  uint64_t states_elems;  // with padding
+};
+
 // A checked LayoutSpec with every offset. Immutable.
-//
-// A rank's partition of group g is the elements [r, r + 1) * padded_elems / world_size of the
-// group.
 class Layout {
  public:
-  // Errors  E_LAYOUT  a limit above is broken, a name repeats, groups do not ascend; names the
-  //         parameter.
+  // Errors  E_LAYOUT  a limit above is broken, a name repeats, groups do not ascend, partitions break
+  //                   a rule of CheckPartitions; names the parameter.
   //         E_OPTION  (optimizer, format, dtype) is not supported.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
 
   const LayoutSpec& spec() const { return spec_; }
   std::span<const ParamPlace> params() const { return params_; }
   std::span<const GroupPlace> groups() const { return groups_; }
-  uint64_t total_elems() const { return total_elems_; }      // parameters, without padding
-  uint64_t padded_elems() const { return padded_elems_; }    // all groups
-  uint64_t weights_bytes() const { return weights_bytes_; }  // size of the weights arena
-  uint64_t largest_group_bytes() const { return largest_group_bytes_; }  // padded, in dtype
-  uint64_t partition_elems(uint32_t group) const;                        // per rank
-  uint64_t group_bytes(uint32_t group) const;                            // padded, in dtype
+  // In the order of the spec; with shared attachment partition g is group g.
+  std::span<const PartitionPlace> partitions() const { return partitions_; }
+  std::span<const BoxPlace> boxes() const { return boxes_; }
+  std::span<const OwnerPlace> owners() const { return owners_; }
+  bool is_shared() const { return spec_.partitions.empty(); }
+
+  uint64_t total_elems() const { return total_elems_; }
+  uint64_t trainable_elems() const { return trainable_elems_; }
+  // Of all owners, with padding.
+  uint64_t states_elems() const;
+  // Of the weights arena: all owners' weights.
+  uint64_t weights_bytes() const;
+  // What a box begins at a multiple of in the states.
+  uint64_t states_align_elems() const;
+  // Rounded up to kGradAlignBytes: room for the gradient of any group.
+  uint64_t largest_group_bytes() const { return largest_group_bytes_; }
+  uint64_t group_bytes(uint32_t group) const;
 
   // First difference between two layouts in words, for E_LAYOUT; empty where they are equal.
   static std::string Difference(const LayoutSpec& have, const LayoutSpec& want);
@@ -94,12 +148,19 @@ class Layout {
  private:
   Layout() = default;
 
+  absl::Status PlaceParams();
+  absl::Status PlacePartitions();
+  void PlacePartition(const PartitionSpec& partition);
+  OwnerPlace& OwnerOf(uint32_t owner);
+
   LayoutSpec spec_;
   std::vector<ParamPlace> params_;
   std::vector<GroupPlace> groups_;
+  std::vector<PartitionPlace> partitions_;
+  std::vector<BoxPlace> boxes_;
+  std::vector<OwnerPlace> owners_;
   uint64_t total_elems_ = 0;
-  uint64_t padded_elems_ = 0;
-  uint64_t weights_bytes_ = 0;
+  uint64_t trainable_elems_ = 0;
   uint64_t largest_group_bytes_ = 0;
 };
 

@@ -39,9 +39,33 @@ absl::StatusOr<DType> DTypeFromName(const std::string& name) {
                    "known: float32, bfloat16, float16");
 }
 
+absl::Status ReadPartitions(schema::LayoutMessage::Reader message, LayoutSpec& spec) {
+  const auto partitions = message.getPartitions();
+  if (partitions.size() > kPartitionsMax) {
+    return TooMany("partitions", partitions.size(), kPartitionsMax);
+  }
+  size_t box_count = 0;
+  for (const auto partition : partitions) {
+    PartitionSpec out{.group = partition.getGroup(),
+                      .owner = partition.getOwner(),
+                      .replica = partition.getReplica(),
+                      .boxes = {}};
+    box_count += partition.getBoxes().size();
+    if (box_count > kBoxesMax) return TooMany("boxes", box_count, kBoxesMax);
+    for (const auto box : partition.getBoxes()) {
+      out.boxes.push_back({.param = box.getParam(),
+                           .first_elem = box.getFirstElem(),
+                           .run_elems = box.getRunElems(),
+                           .stride_elems = box.getStrideElems(),
+                           .runs = box.getRuns()});
+    }
+    spec.partitions.push_back(std::move(out));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
   LayoutSpec spec;
-  spec.world_size = message.getWorldSize();
   ASSIGN_OR_RETURN(const std::string dtype, CheckedName(message.getDtype()));
   ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(dtype));
   ASSIGN_OR_RETURN(const std::string optimizer, CheckedName(message.getOptimizer()));
@@ -67,13 +91,14 @@ absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
     for (const uint64_t dim : shape) out.shape.push_back(dim);
     out.group = param.getGroup();
     out.param_group = param.getParamGroup();
+    out.trainable = !param.getFrozen();
     spec.params.push_back(std::move(out));
   }
+  RETURN_IF_ERROR(ReadPartitions(message, spec));
   return spec;
 }
 
 void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
-  message.setWorldSize(spec.world_size);
   message.setDtype(std::string(Name(spec.dtype)).c_str());
   message.setOptimizer(std::string(Name(spec.optimizer)).c_str());
   message.setFormat(std::string(Name(spec.format)).c_str());
@@ -90,6 +115,23 @@ void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
     for (unsigned d = 0; d < shape.size(); ++d) shape.set(d, param.shape[d]);
     params[i].setGroup(param.group);
     params[i].setParamGroup(param.param_group);
+    params[i].setFrozen(!param.trainable);
+  }
+  auto partitions = message.initPartitions(static_cast<unsigned>(spec.partitions.size()));
+  for (unsigned i = 0; i < partitions.size(); ++i) {
+    const PartitionSpec& partition = spec.partitions[i];
+    partitions[i].setGroup(partition.group);
+    partitions[i].setOwner(partition.owner);
+    partitions[i].setReplica(partition.replica);
+    auto boxes = partitions[i].initBoxes(static_cast<unsigned>(partition.boxes.size()));
+    for (unsigned b = 0; b < boxes.size(); ++b) {
+      const BoxSpec& box = partition.boxes[b];
+      boxes[b].setParam(box.param);
+      boxes[b].setFirstElem(box.first_elem);
+      boxes[b].setRunElems(box.run_elems);
+      boxes[b].setStrideElems(box.stride_elems);
+      boxes[b].setRuns(box.runs);
+    }
   }
 }
 

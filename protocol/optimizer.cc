@@ -167,4 +167,10 @@ uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uin
   return bytes;
 }
 
+std::vector<std::string> StateNames(Optimizer optimizer) {
+  std::vector<std::string> names = {"master"};
+  for (const MomentInfo& moment : Info(optimizer).moments) names.emplace_back(moment.name);
+  return names;
+}
+
 }  // namespace forebay::protocol

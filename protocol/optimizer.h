@@ -12,8 +12,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -198,5 +200,9 @@ std::span<const Plane> StatePlanes(Optimizer optimizer, Format format, DType wei
 
 // Bytes of all planes for `elems` elements; 0 where the format does not take such weights.
 uint64_t StateBytes(Optimizer optimizer, Format format, DType weights_dtype, uint64_t elems);
+
+// The states of a parameter as clients read them: float32 in the order of its elements, named as
+// torch names them. State 0 is the master; the moments follow.
+std::vector<std::string> StateNames(Optimizer optimizer);
 
 }  // namespace forebay::protocol

@@ -29,7 +29,9 @@ enum class Op : uint16_t {
   kGradReady = 5,
   // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed.
   kStep = 6,
-  kReadState = 7,  // copies elements of plane `plane` of `group` into the grad arena
+  // Decodes a state of parameter `group` (its index) into the grad arena: float32 of consecutive
+  // elements
+  kReadState = 7,
 };
 
 enum class GradKind : uint16_t {
@@ -37,7 +39,7 @@ enum class GradKind : uint16_t {
   kReduced = 2,  // already summed over the world
 };
 
-// A gradient (and initial weights) travels in ranges of elements of a padded group. A range begins at
+// A gradient (and initial weights) travels in ranges of elements of a group. A range begins at
 // a multiple of kGradUnitElems, ends at one or at the group's end, and has at most
 // kGradPieceBytesMax bytes. element_offset and length_bytes of the command name it. A rank delivers
 // an element once in an attempt; elements of parameters without a gradient are 0.
@@ -49,16 +51,17 @@ inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
 
 struct Command {
-  uint64_t tag;   // chosen by the client, unique among its commands in flight
-  uint16_t op;    // Op
-  uint16_t kind;  // GradKind for kGradReady, index into StatePlanes() for kReadState, else 0
-  uint32_t group;
-  uint64_t step;  // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
+  uint64_t tag;    // chosen by the client, unique among its commands in flight
+  uint16_t op;     // Op
+  uint16_t kind;   // GradKind for kGradReady, index into StateNames() for kReadState, else 0
+  uint32_t group;  // kReadState: the parameter
+  uint64_t step;   // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
-  uint64_t element_offset;  // kReadState, kWriteInitial, kGradReady: first element within the group
-  uint64_t lease_id;        // kRelease
-  uint64_t attempt;         // kGradReady, kStep; else 0
+  uint64_t
+      element_offset;  // kWriteInitial, kGradReady: first element of the group; kReadState: of the parameter
+  uint64_t lease_id;  // kRelease
+  uint64_t attempt;   // kGradReady, kStep; else 0
 };
 static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
@@ -69,10 +72,11 @@ struct Completion {
   uint32_t error;           // ErrorId; 0 is success. Text and hint: Session.explain(tag)
   uint64_t committed_step;  // of the job, when the answer was written
   uint64_t lease_id;        // kFetch
-  uint64_t offset_bytes;    // kFetch: into the weights arena
-  uint64_t length_bytes;    // kFetch: padded group
-  double norm;              // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
-  uint64_t attempt;         // the newest one at step committed_step + 1
+  // kFetch: into the weights arena; kReadState: how many updates the parameter has had
+  uint64_t offset_bytes;
+  uint64_t length_bytes;  // kFetch: of the group
+  double norm;            // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
+  uint64_t attempt;       // the newest one at step committed_step + 1
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 
+#include "protocol/layout.h"
 #include "protocol/os/check.h"
+#include "protocol/units.h"
 
 namespace forebay::client::internal {
 namespace {
@@ -22,16 +24,19 @@ void ForEachGap(const Ranges& ranges, uint64_t capacity_bytes, Visit visit) {
 }  // namespace
 
 std::optional<uint64_t> GradSlots::AllocateOpen(uint64_t size_bytes) {
+  size_bytes = protocol::RoundUp(size_bytes, protocol::kGradAlignBytes);
   const std::optional<uint64_t> offset = FindOpen(ranges_, size_bytes);
   if (offset.has_value()) ranges_[*offset] = {.size_bytes = size_bytes, .use = Use::kOpen};
   return offset;
 }
 
 bool GradSlots::FitsWithoutBusy(uint64_t size_bytes) const {
-  return FindOpen(OpenRanges(), size_bytes).has_value();
+  return FindOpen(OpenRanges(), protocol::RoundUp(size_bytes, protocol::kGradAlignBytes))
+      .has_value();
 }
 
 std::optional<uint64_t> GradSlots::AllocateBusy(uint64_t size_bytes) {
+  size_bytes = protocol::RoundUp(size_bytes, protocol::kGradAlignBytes);
   FOREBAY_CHECK(size_bytes > 0 && size_bytes <= options_.largest_bytes);
   std::optional<uint64_t> found;
   ForEachGap(ranges_, options_.capacity_bytes, [&](uint64_t begin, uint64_t end) {

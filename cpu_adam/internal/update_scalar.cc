@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "cpu_adam/decode.h"
 #include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
 
@@ -83,10 +84,11 @@ void Step(const StepScalars& k, float grad, Element& e) {
 
 // --------------------------------------------------------------------------------------- the masters
 
-template <StateFormat kFormat>
-uint32_t LoadMaster(const StatePlanes& from, size_t i) {
-  if (kWeightsAreMaster<kFormat>) return BitsOf(static_cast<const float*>(from.weights)[i]);
-  if (kHasMaster<kFormat>) return BitsOf(from.master[i]);
+uint32_t LoadMaster(StateFormat format, const StatePlanes& from, size_t i) {
+  if (format.format == Format::kFp32) {
+    if (format.weights != DType::kFloat32) return BitsOf(from.master[i]);
+    return BitsOf(static_cast<const float*>(from.weights)[i]);
+  }
   const uint16_t weights = static_cast<const uint16_t*>(from.weights)[i];
   return (uint32_t{weights} << 16) + static_cast<uint32_t>(int32_t{from.remainder[i]});
 }
@@ -130,36 +132,35 @@ size_t CodeAt(size_t i) {
   return i - e + 4 * (e % 64 / 2) + 2 * (e / 64) + e % 2;
 }
 
-template <Optimizer kOptimizer, size_t kIndex>
-float Decode(const StatePlanes& from, size_t i) {
-  const uint8_t code = static_cast<const uint8_t*>(from.moments[kIndex])[CodeAt(i)];
-  const float scale = from.scales[kIndex][i / kScaleElems];
-  if constexpr (kIsSquare<kOptimizer, kIndex>) {
-    const float root = static_cast<float>(std::max<uint8_t>(code, 1)) * scale;
-    return root * root;
-  } else {
-    return static_cast<float>(static_cast<int8_t>(code)) * scale;
-  }
+// Moment `index` is a square, whose root is coded.
+bool IsSquare(Optimizer optimizer, size_t index) {
+  return (kMomentShapes[static_cast<size_t>(optimizer) - 1].squares >> index & 1) != 0;
 }
 
-template <Optimizer kOptimizer, StateFormat kFormat, size_t kIndex>
-float LoadMoment(const StatePlanes& from, size_t i) {
-  if constexpr (kFormat.format == Format::kInt8) {
-    return Decode<kOptimizer, kIndex>(from, i);
-  } else if constexpr (kFormat.format == Format::kBf16) {
-    return FloatOf(uint32_t{static_cast<const uint16_t*>(from.moments[kIndex])[i]} << 16);
-  } else {
-    return static_cast<const float*>(from.moments[kIndex])[i];
+float DecodeCode(Optimizer optimizer, size_t index, const StatePlanes& from, size_t i) {
+  const uint8_t code = static_cast<const uint8_t*>(from.moments[index])[CodeAt(i)];
+  const float scale = from.scales[index][i / kScaleElems];
+  if (!IsSquare(optimizer, index)) return static_cast<float>(static_cast<int8_t>(code)) * scale;
+  const float root = static_cast<float>(std::max<uint8_t>(code, 1)) * scale;
+  return root * root;
+}
+
+float LoadMoment(Optimizer optimizer, Format format, size_t index, const StatePlanes& from,
+                 size_t i) {
+  if (format == Format::kInt8) return DecodeCode(optimizer, index, from, i);
+  if (format == Format::kBf16) {
+    return FloatOf(uint32_t{static_cast<const uint16_t*>(from.moments[index])[i]} << 16);
   }
+  return static_cast<const float*>(from.moments[index])[i];
 }
 
 template <Optimizer kOptimizer, StateFormat kFormat>
 Element Load(const StatePlanes& from, size_t i) {
   constexpr size_t kMoments = kMomentShape<kOptimizer>.count;
-  Element e{.w = FloatOf(LoadMaster<kFormat>(from, i))};
-  e.moments[0] = LoadMoment<kOptimizer, kFormat, 0>(from, i);
-  if constexpr (kMoments > 1) e.moments[1] = LoadMoment<kOptimizer, kFormat, 1>(from, i);
-  if constexpr (kMoments > 2) e.moments[2] = LoadMoment<kOptimizer, kFormat, 2>(from, i);
+  Element e{.w = FloatOf(LoadMaster(kFormat, from, i))};
+  for (size_t m = 0; m < kMoments; ++m) {
+    e.moments[m] = LoadMoment(kOptimizer, kFormat.format, m, from, i);
+  }
   return e;
 }
 
@@ -270,3 +271,20 @@ const FormatKernels kScalarFormats[kStateFormatCount] = {
 #undef FOREBAY_KERNELS
 
 }  // namespace forebay::cpu_adam::internal
+
+namespace forebay::cpu_adam {
+
+void DecodeMasters(StateFormat format, size_t n, const StatePlanes& state, float* out) {
+  for (size_t i = 0; i < n; ++i) {
+    out[i] = std::bit_cast<float>(internal::LoadMaster(format, state, i));
+  }
+}
+
+void DecodeMoment(Optimizer optimizer, StateFormat format, size_t moment, ElementRange range,
+                  const StatePlanes& state, float* out) {
+  for (size_t i = 0; i < range.n; ++i) {
+    out[i] = internal::LoadMoment(optimizer, format.format, moment, state, range.first + i);
+  }
+}
+
+}  // namespace forebay::cpu_adam

@@ -295,12 +295,6 @@ class NodeServer final : public schema::Node::Server {
                     MakeError(ErrorId::kLimit, absl::StrCat(kSessionsMax, " sessions are open"),
                               "detach one"));
     }
-    if ((*layout)->spec().world_size != request.getWorldSize()) {
-      return Refuse(context,
-                    MakeError(ErrorId::kRank,
-                              absl::StrCat("world size ", request.getWorldSize(),
-                                           " with a layout for ", (*layout)->spec().world_size)));
-    }
     ControlContext& control = *connection_->context;
     auto handle = std::make_shared<SessionHandle>(control, control.next_session++);
     std::erase_if(connection_->sessions, [](const auto& weak) { return weak.expired(); });
@@ -313,6 +307,7 @@ class NodeServer final : public schema::Node::Server {
                                                .job = TextOf(request.getJob()),
                                                .reader = request.getReader(),
                                                .rank = request.getRank(),
+                                               .world_size = request.getWorldSize(),
                                                .run = TextOf(request.getRun()),
                                                .resume = request.getResume(),
                                                .grad_arena_bytes = request.getGradArenaBytes(),

@@ -72,11 +72,11 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setName(JobNameFor(viewer.uid, {.uid = view.uid, .name = view.name}).c_str());
   job.setId(view.id);
   job.setUid(view.uid);
-  job.setWorldSize(spec.world_size);
+  job.setWorldSize(view.world_size);
   job.setSessions(static_cast<uint32_t>(view.sessions.size()));
   job.setCommittedStep(view.committed_step);
   job.setParams(view.params);
-  job.setPaddedElems(view.padded_elems);
+  job.setTrainableParams(view.trainable_params);
   job.setDtype(Text(protocol::Name(spec.dtype)).c_str());
   job.setOptimizer(Text(protocol::Name(spec.optimizer)).c_str());
   job.setFormat(Text(protocol::Name(spec.format)).c_str());

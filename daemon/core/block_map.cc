@@ -21,12 +21,6 @@ uint64_t PagesOf(const Plane& plane, uint64_t elems) {
   return protocol::RoundUp(PlaneBytes(plane, elems), protocol::kPageBytes);
 }
 
-// Blocks, like partitions, are cut at multiples of this.
-uint64_t AlignElems(const Layout& layout) {
-  return layout.spec().format == protocol::Format::kInt8 ? protocol::kScaleElems
-                                                         : protocol::kPartitionAlignElems;
-}
-
 uint64_t BlockBytes(std::span<const Plane> planes, uint64_t elems) {
   uint64_t bytes = 0;
   for (const Plane& plane : planes) bytes += PagesOf(plane, elems);
@@ -39,106 +33,140 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems)
     : layout_(std::move(layout)),
       planes_(PlanesOf(*layout_)),
       block_elems_(block_elems),
-      world_size_(layout_->spec().world_size),
-      blocks_per_rank_(0),
-      rank_elems_(layout_->padded_elems() / world_size_) {
-  FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % AlignElems(*layout_) == 0);
-  blocks_per_rank_ = static_cast<uint32_t>((rank_elems_ + block_elems_ - 1) / block_elems_);
-  uint64_t begin = 0;
-  for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
-    group_begins_.push_back(begin);
-    begin += layout_->partition_elems(group);
+      owner_blocks_(layout_->owners().size()),
+      owner_boxes_(layout_->owners().size()),
+      param_boxes_(layout_->params().size()) {
+  FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % layout_->states_align_elems() == 0);
+  const auto owners = layout_->owners();
+  for (const protocol::PartitionPlace& partition : layout_->partitions()) {
+    const auto owner = std::find_if(owners.begin(), owners.end(), [&](const auto& place) {
+      return place.owner == partition.owner;
+    });
+    owner_of_partition_.push_back(static_cast<uint32_t>(owner - owners.begin()));
   }
-  group_begins_.push_back(begin);
-  FOREBAY_CHECK(begin == rank_elems_);
+  const auto boxes = layout_->boxes();
+  for (uint32_t i = 0; i < boxes.size(); ++i) {
+    if (!layout_->params()[boxes[i].box.param].trainable) continue;
+    owner_boxes_[owner_of_partition_[boxes[i].partition]].push_back(i);
+    if (layout_->partitions()[boxes[i].partition].replica == 0) {
+      param_boxes_[boxes[i].box.param].push_back(i);
+    }
+  }
+  bool cut_one = true;
+  for (uint64_t begin = 0; cut_one; begin += block_elems_) {
+    cut_one = false;
+    for (uint32_t owner = 0; owner < owners.size(); ++owner) {
+      if (begin >= owners[owner].states_elems) continue;
+      owner_blocks_[owner].push_back(static_cast<uint32_t>(cuts_.size()));
+      cuts_.push_back({.owner = owner, .states_elem = begin});
+      cut_one = true;
+    }
+  }
 }
 
 uint64_t BlockMap::elems(uint32_t block) const {
-  const uint64_t begin = uint64_t{block / world_size_} * block_elems_;
-  return std::min(block_elems_, rank_elems_ - begin);
+  const Cut& cut = cuts_[block];
+  return std::min(block_elems_, layout_->owners()[cut.owner].states_elems - cut.states_elem);
 }
 
 uint64_t BlockMap::bytes(uint32_t block) const { return BytesOf(elems(block)); }
 
 uint64_t BlockMap::BytesOf(uint64_t elems) const { return BlockBytes(planes_, elems); }
 
-uint64_t BlockMap::plane_offset_bytes(uint32_t block, uint32_t plane) const {
-  return BlockBytes(planes_.first(plane), elems(block));
+// Elements [begin, end) of a box, counted in the box.
+void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end,
+                       uint64_t block_begin, std::vector<BlockRun>& runs) const {
+  const protocol::BoxSpec& box = place.box;
+  const bool cuts_runs = box.runs > 1 && layout_->spec().format == protocol::Format::kBf16;
+  for (uint64_t elem = begin; elem < end;) {
+    const uint64_t in_run = cuts_runs ? elem % box.run_elems : elem;
+    const uint64_t stop = cuts_runs ? std::min(end, elem - in_run + box.run_elems) : end;
+    const uint64_t run_begin = cuts_runs ? elem / box.run_elems * box.stride_elems : 0;
+    runs.push_back({.partition = place.partition,
+                    .param = box.param,
+                    .param_elem = box.first_elem + run_begin + in_run,
+                    .partition_elem = place.partition_elem + elem,
+                    .block_elem = place.states_elem + elem - block_begin,
+                    .elems = stop - elem});
+    elem = stop;
+  }
 }
 
 std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
-  const uint64_t rank = block % world_size_;
-  const uint64_t begin = uint64_t{block / world_size_} * block_elems_;
+  const Cut& cut = cuts_[block];
+  const uint64_t begin = cut.states_elem;
   const uint64_t end = begin + elems(block);
-  const auto after = std::upper_bound(group_begins_.begin(), group_begins_.end(), begin);
-  auto group = static_cast<uint32_t>(after - group_begins_.begin() - 1);
-
+  const std::vector<uint32_t>& boxes = owner_boxes_[cut.owner];
+  const auto place_of = [this](uint32_t box) -> const protocol::BoxPlace& {
+    return layout_->boxes()[box];
+  };
+  auto box = std::upper_bound(
+      boxes.begin(), boxes.end(), begin,
+      [&](uint64_t elem, uint32_t index) { return elem < place_of(index).states_elem; });
+  if (box != boxes.begin()) --box;
   std::vector<BlockRun> runs;
-  for (uint64_t at = begin; at < end; ++group) {
-    const protocol::GroupPlace& place = layout_->groups()[group];
-    const uint64_t part_end = std::min(end, group_begins_[group + 1]);
-    // The part of this block that lies in this group, as elements of the padded group.
-    // May wrap
-    const uint64_t shift = rank * layout_->partition_elems(group) - group_begins_[group];
-    const uint64_t first = at + shift;
-    const uint64_t last = std::min(part_end + shift, place.elems);  // without the padding
-    const auto params =
-        layout_->params().subspan(place.param_begin, place.param_end - place.param_begin);
-    auto param = std::upper_bound(
-        params.begin(), params.end(), first,
-        [](uint64_t elem, const protocol::ParamPlace& p) { return elem < p.offset_elems; });
-    if (param != params.begin()) --param;
-    for (; param != params.end() && param->offset_elems < last; ++param) {
-      const uint64_t elem = std::max(first, param->offset_elems);  // there may be a gap before it
-      const uint64_t stop = std::min(last, param->offset_elems + param->elems);
-      if (elem >= stop) continue;
-      const auto index = static_cast<uint32_t>(param - params.begin());
-      runs.push_back({.group = group,
-                      .param_group = param->param_group,
-                      .param = place.param_begin + index,
-                      .param_elem = elem - param->offset_elems,
-                      .group_elem = elem,
-                      .block_elem = elem - shift - begin,
-                      .elems = stop - elem});
-    }
-    at = part_end;
+  for (; box != boxes.end() && place_of(*box).states_elem < end; ++box) {
+    const protocol::BoxPlace& place = place_of(*box);
+    const uint64_t from = std::max(begin, place.states_elem) - place.states_elem;
+    const uint64_t to = std::min(end - place.states_elem, place.box.elems());
+    if (from < to) AddRuns(place, from, to, begin, runs);
   }
   return runs;
 }
 
-std::vector<uint32_t> BlockMap::Groups(uint32_t block) const {
-  std::vector<uint32_t> groups;
+std::vector<uint32_t> BlockMap::Partitions(uint32_t block) const {
+  std::vector<uint32_t> partitions;
   for (const BlockRun& run : Runs(block)) {
-    if (groups.empty() || groups.back() != run.group) groups.push_back(run.group);
+    if (partitions.empty() || partitions.back() != run.partition) {
+      partitions.push_back(run.partition);
+    }
   }
-  return groups;
+  return partitions;
 }
 
-std::vector<ElementRun> BlockMap::Locate(uint32_t group, uint64_t first, uint64_t elems) const {
-  const uint64_t partition = layout_->partition_elems(group);
+// Elements of a box from its element `box_elem` on, which are consecutive in the parameter.
+void BlockMap::AddElements(const protocol::BoxPlace& place, uint64_t box_elem, uint64_t param_elem,
+                           uint64_t elems, std::vector<ElementRun>& runs) const {
+  const std::vector<uint32_t>& blocks = owner_blocks_[owner_of_partition_[place.partition]];
+  for (uint64_t done = 0; done < elems;) {
+    const uint64_t states_elem = place.states_elem + box_elem + done;
+    const uint64_t block_elem = states_elem % block_elems_;
+    const uint64_t count = std::min(elems - done, block_elems_ - block_elem);
+    runs.push_back({.block = blocks[states_elem / block_elems_],
+                    .block_elem = block_elem,
+                    .partition = place.partition,
+                    .partition_elem = place.partition_elem + box_elem + done,
+                    .param_elem = param_elem + done,
+                    .elems = count});
+    done += count;
+  }
+}
+
+std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_t elems) const {
   std::vector<ElementRun> runs;
-  for (uint64_t elem = first; elem < first + elems;) {
-    const uint64_t rank = elem / partition;
-    const uint64_t in_rank = group_begins_[group] + elem % partition;
-    const uint64_t block_elem = in_rank % block_elems_;
-    const uint64_t count =
-        std::min({first + elems - elem, partition - elem % partition, block_elems_ - block_elem});
-    const auto block = static_cast<uint32_t>(in_rank / block_elems_ * world_size_ + rank);
-    runs.push_back({.block = block, .block_elem = block_elem, .elems = count});
-    elem += count;
+  const uint64_t end = first + elems;
+  for (const uint32_t index : param_boxes_[param]) {
+    const protocol::BoxPlace& place = layout_->boxes()[index];
+    const protocol::BoxSpec& box = place.box;
+    uint64_t run = 0;
+    if (first >= box.first_elem + box.run_elems) {
+      run = (first - box.first_elem - box.run_elems) / box.stride_elems + 1;
+    }
+    for (; run < box.runs && box.first_elem + run * box.stride_elems < end; ++run) {
+      const uint64_t run_begin = box.first_elem + run * box.stride_elems;
+      const uint64_t from = std::max(first, run_begin);
+      const uint64_t to = std::min(end, run_begin + box.run_elems);
+      AddElements(place, run * box.run_elems + from - run_begin, from, to - from, runs);
+    }
   }
+  std::sort(runs.begin(), runs.end(),
+            [](const ElementRun& a, const ElementRun& b) { return a.param_elem < b.param_elem; });
   return runs;
-}
-
-uint64_t BlockMap::Blocks(const Layout& layout, uint64_t block_elems) {
-  const uint64_t world_size = layout.spec().world_size;
-  const uint64_t rank_elems = layout.padded_elems() / world_size;
-  return (rank_elems + block_elems - 1) / block_elems * world_size;
 }
 
 uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
   const std::span<const Plane> planes = PlanesOf(layout);
-  const uint64_t align = AlignElems(layout);
+  const uint64_t align = layout.states_align_elems();
   uint64_t align_bytes = 0;
   for (const Plane& plane : planes) align_bytes += protocol::PlaneBytes(plane, align);
   uint64_t elems = bytes / align_bytes * align;
@@ -147,12 +175,13 @@ uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
 }
 
 uint64_t BlockMap::TotalBytes(const Layout& layout, uint64_t block_elems) {
-  const uint64_t world_size = layout.spec().world_size;
-  const uint64_t rank_elems = layout.padded_elems() / world_size;
   const auto planes = PlanesOf(layout);
-  const uint64_t rank_bytes = rank_elems / block_elems * BlockBytes(planes, block_elems) +
-                              BlockBytes(planes, rank_elems % block_elems);
-  return rank_bytes * world_size;
+  uint64_t bytes = 0;
+  for (const protocol::OwnerPlace& owner : layout.owners()) {
+    bytes += owner.states_elems / block_elems * BlockBytes(planes, block_elems) +
+             BlockBytes(planes, owner.states_elems % block_elems);
+  }
+  return bytes;
 }
 
 }  // namespace forebay::daemon

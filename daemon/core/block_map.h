@@ -1,4 +1,4 @@
-// From a layout to blocks: which elements of which groups a block holds, and where an element's
+// From a layout to blocks: which elements of which parameters a block holds, and where an element's
 // state lies.
 #pragma once
 
@@ -11,73 +11,86 @@
 
 namespace forebay::daemon {
 
-// A run of a block's elements that lies in one parameter. Padding is in none.
+// Elements of one box that lie side by side in a block, in the weights and in the gradient. Padding
+// is in none.
 struct BlockRun {
-  uint32_t group = 0;
-  uint32_t param_group = 0;
-  uint32_t param = 0;       // in the order of the layout
-  uint64_t param_elem = 0;  // first element, from the start of the parameter
-  uint64_t group_elem = 0;  // first element, from the start of the padded group
-  uint64_t block_elem = 0;  // first element, from the start of the block
+  uint32_t partition = 0;
+  uint32_t param = 0;
+  // First element, from the start of the parameter, for stochastic rounding. In a strided box of
+  // int8, whose scales join its runs, the elements count on from the box's first; so they do where
+  // nothing is rounded stochastically.
+  uint64_t param_elem = 0;
+  uint64_t partition_elem = 0;
+  uint64_t block_elem = 0;
   uint64_t elems = 0;
 
   bool operator==(const BlockRun&) const = default;
 };
 
-// Elements of one padded group that lie side by side in one block.
+// Consecutive elements of one parameter that lie side by side in a block and in a partition.
 struct ElementRun {
   uint32_t block = 0;
   uint64_t block_elem = 0;
+  uint32_t partition = 0;
+  uint64_t partition_elem = 0;
+  uint64_t param_elem = 0;
   uint64_t elems = 0;
 
   bool operator==(const ElementRun&) const = default;
 };
 
-// The blocks of a job. A rank's partitions of all groups, end to end in the order of groups, are
-// cut into blocks of `block_elems`; the last one may be short. Blocks are numbered in the order in
-// which they are placed and updated: the first block of each rank, then the second of each, ...
-// (first layers first).
+// The blocks of a job. Each owner's states, end to end as the layout has them, are cut into blocks of
+// `block_elems`; the last one of an owner may be short. Blocks are numbered in the order in which
+// they are placed and updated: the first block of each owner, then the second of each, ... (first
+// layers first).
 class BlockMap {
  public:
-  // `block_elems` is a multiple of kPartitionAlignElems (int8: kScaleElems).
+  // `block_elems` is a multiple of the layout's states_align_elems().
   BlockMap(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems);
 
-  uint32_t blocks() const { return blocks_per_rank_ * world_size_; }
+  uint32_t blocks() const { return static_cast<uint32_t>(cuts_.size()); }
   uint64_t elems(uint32_t block) const;  // padding included
   uint64_t bytes(uint32_t block) const;  // all planes, each on whole pages
   uint64_t full_block_bytes() const { return BytesOf(block_elems_); }
 
-  // Where plane `plane` of a block starts, in bytes from the start of the block.
-  uint64_t plane_offset_bytes(uint32_t block, uint32_t plane) const;
-
-  // Runs of a block in ascending order, one for each parameter in it.
+  // Runs of a block in ascending order: one for each box in it, cut at the borders of runs where the
+  // format rounds each element by its place in the parameter.
   std::vector<BlockRun> Runs(uint32_t block) const;
 
-  // Groups with parameters (not only padding) in a block, ascending.
-  std::vector<uint32_t> Groups(uint32_t block) const;
+  // Partitions with states (not only padding) in a block, ascending.
+  std::vector<uint32_t> Partitions(uint32_t block) const;
 
-  // Where the states of elements [first, first + elems) of a padded group lie, in order.
-  std::vector<ElementRun> Locate(uint32_t group, uint64_t first, uint64_t elems) const;
+  // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
+  std::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
 
   // Bytes of every block without making a map: what admission reckons with before it believes a
   // layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
-  static uint64_t Blocks(const protocol::Layout& layout, uint64_t block_elems);
 
-  // The most elements, a multiple of kPartitionAlignElems (int8: kScaleElems), that a block of `bytes` has room for; 0
+  // The most elements, a multiple of states_align_elems(), that a block of `bytes` has room for; 0
   // where there is none.
   static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes);
 
  private:
+  struct Cut {
+    uint32_t owner = 0;        // in the order of the layout
+    uint64_t states_elem = 0;  // of its first element
+  };
+
   uint64_t BytesOf(uint64_t elems) const;
+  void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_begin,
+               std::vector<BlockRun>& runs) const;
+  void AddElements(const protocol::BoxPlace& place, uint64_t box_elem, uint64_t param_elem,
+                   uint64_t elems, std::vector<ElementRun>& runs) const;
 
   std::shared_ptr<const protocol::Layout> layout_;
   std::span<const protocol::Plane> planes_;
   uint64_t block_elems_;
-  uint32_t world_size_;
-  uint32_t blocks_per_rank_;
-  uint64_t rank_elems_;                 // of one rank's partitions
-  std::vector<uint64_t> group_begins_;  // of each group within a rank's partitions, then the end
+  std::vector<Cut> cuts_;                            // by block
+  std::vector<std::vector<uint32_t>> owner_blocks_;  // by owner
+  std::vector<std::vector<uint32_t>> owner_boxes_;   // with states, by owner, ascending
+  std::vector<std::vector<uint32_t>> param_boxes_;   // of replica 0, by parameter
+  std::vector<uint32_t> owner_of_partition_;         // in the order of the layout
 };
 
 }  // namespace forebay::daemon

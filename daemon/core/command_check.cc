@@ -64,7 +64,7 @@ absl::Status CheckGradKind(uint16_t kind) {
 absl::Status CheckGradRange(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
-  const uint64_t group_elems = layout.groups()[command.group].padded_elems;
+  const uint64_t group_elems = layout.groups()[command.group].elems;
   const uint64_t elems = command.length_bytes / width;
   const bool fits = command.length_bytes <= protocol::kGradPieceBytesMax &&
                     command.element_offset < group_elems &&
@@ -83,28 +83,44 @@ absl::Status CheckGradRange(const Command& command, const Layout& layout,
   return CheckWithin(command, gradients);
 }
 
+// A group all of whose parameters are frozen has no gradient.
+absl::Status CheckTrainable(uint32_t group, const Layout& layout) {
+  const protocol::GroupPlace& place = layout.groups()[group];
+  const auto params =
+      layout.params().subspan(place.param_begin, place.param_end - place.param_begin);
+  if (std::any_of(params.begin(), params.end(), [](const auto& p) { return p.trainable; })) {
+    return absl::OkStatus();
+  }
+  return MakeError(
+      ErrorId::kUnsupported,
+      absl::StrCat("a gradient for group ", group, " (", layout.spec().group_names[group],
+                   "), whose parameters are all frozen"),
+      "deliver gradients of trainable parameters alone");
+}
+
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
-  const protocol::LayoutSpec& spec = layout.spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  if (command.kind >= planes.size()) {
+  if (command.group >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("state plane ", command.kind, " of ", planes.size()));
+                     absl::StrCat("parameter ", command.group, " of ", layout.params().size()));
   }
-  const uint64_t width = protocol::SizeBytes(planes[command.kind].dtype);
-  const uint64_t group_elems = layout.groups()[command.group].padded_elems;
-  const uint64_t per_value = planes[command.kind].elems_per_value;
-  const uint64_t values = command.length_bytes / width;
-  const uint64_t elems = values > group_elems ? UINT64_MAX : values * per_value;
-  if (command.length_bytes == 0 || command.element_offset % per_value != 0 ||
-      command.length_bytes % width != 0 || command.element_offset > group_elems ||
-      elems > group_elems - command.element_offset) {
-    return MakeError(
-        ErrorId::kRange,
-        absl::StrCat(command.length_bytes, " bytes from element ", command.element_offset,
-                     " of plane ", std::string(planes[command.kind].name), " are outside group ",
-                     command.group, " of ", group_elems, " elements, ", width, " bytes for each ",
-                     per_value));
+  const protocol::ParamPlace& param = layout.params()[command.group];
+  const std::string& name = layout.spec().params[command.group].name;
+  const size_t states = protocol::StateNames(layout.spec().optimizer).size();
+  if (command.kind >= states) {
+    return MakeError(ErrorId::kRange, absl::StrCat("state ", command.kind, " of ", states));
+  }
+  if (!param.trainable) {
+    return MakeError(ErrorId::kRange, absl::StrCat("parameter ", name, " is frozen: no states"),
+                     "its weights are all there is of it");
+  }
+  const uint64_t elems = command.length_bytes / sizeof(float);
+  if (elems == 0 || command.length_bytes % sizeof(float) != 0 || elems > param.elems ||
+      command.element_offset > param.elems - elems) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(command.length_bytes, " bytes of float32 from element ",
+                                  command.element_offset, " are outside parameter ", name, " of ",
+                                  param.elems, " elements"));
   }
   return CheckWithin(command, gradients);
 }
@@ -113,11 +129,21 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
   const uint64_t params = layout.params().size();
   const uint64_t rest = params % 64;
   const bool ends_well = rest == 0 || (!presence.empty() && (presence.back() >> rest) == 0);
-  if (presence.size() == protocol::PresenceWords(params) && ends_well) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kRange,
-      absl::StrCat("a presence of ", presence.size(), " words, or with a bit above the ", params,
-                   " parameters of the layout (", protocol::PresenceWords(params), " words)"));
+  if (presence.size() != protocol::PresenceWords(params) || !ends_well) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("a presence of ", presence.size(), " words, or with a bit above the ", params,
+                     " parameters of the layout (", protocol::PresenceWords(params), " words)"));
+  }
+  for (uint64_t param = 0; param < params; ++param) {
+    const bool is_present = (presence[param / 64] >> (param % 64) & 1) != 0;
+    if (!is_present || layout.params()[param].trainable) continue;
+    return MakeError(ErrorId::kUnsupported,
+                     absl::StrCat("a gradient of parameter ", layout.spec().params[param].name,
+                                  ", which is frozen"),
+                     "deliver gradients of trainable parameters alone");
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -133,8 +159,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("op ", command.op, " with attempt ", command.attempt));
   }
-  const bool names_group =
-      op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady || op == Op::kReadState;
+  const bool names_group = op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady;
   if (names_group && command.group >= layout.groups().size()) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("group ", command.group, " of ", layout.groups().size()));
@@ -145,6 +170,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       return CheckGradRange(command, layout, gradients);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckGradKind(command.kind));
+      RETURN_IF_ERROR(CheckTrainable(command.group, layout));
       return CheckGradRange(command, layout, gradients);
     case Op::kStep:
       if (command.length_bytes < sizeof(protocol::StepRequest)) {

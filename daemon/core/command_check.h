@@ -23,7 +23,7 @@ struct CommandLimits {
 // the job's.
 //
 // Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
-//         E_RANGE        group, plane, offset or length.
+//         E_RANGE        group, parameter, state, offset or length; a frozen parameter has no states.
 //         E_UNSUPPORTED  GradKind::kReduced.
 absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
                           const CommandLimits& limits);

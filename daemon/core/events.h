@@ -35,6 +35,7 @@ struct AttachRequested {
   bool reader = false;
   // Not of a reader.
   uint32_t rank = 0;
+  uint32_t world_size = 1;
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
@@ -224,8 +225,8 @@ struct CopyToStepArena {
 
 // The type of a job's gradient sums: float32, or that of the gradients where one rank delivers them
 // and there is nothing to add.
-inline protocol::DType GradientSumType(const protocol::LayoutSpec& spec) {
-  return spec.world_size == 1 ? spec.dtype : protocol::DType::kFloat32;
+inline protocol::DType GradientSumType(protocol::DType dtype, uint32_t world_size) {
+  return world_size == 1 ? dtype : protocol::DType::kFloat32;
 }
 
 // Where a contribution lies.
@@ -282,17 +283,18 @@ struct ReadBlock {
   uint64_t bytes = 0;
 };
 
-// One run of elements that lies in one parameter group of one group.
+// One run of elements of one parameter.
 struct UpdateSegment {
   uint64_t weights_offset_bytes = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
-  // t of the bias correction: updates this parameter has had, this one included.
+  // t of the bias correction: updates that the parameter has had, this one included.
   uint64_t optimizer_step = 0;
+  // With the rounding key of the parameter's name.
   cpu_adam::StepScalars scalars{};
-  uint32_t param = 0;
   uint64_t param_elem = 0;
+  uint32_t param = 0;
   float trust = 1.0F;  // UpdatePass::kWeights
 };
 
@@ -312,6 +314,7 @@ struct UpdateBlock {
   BlockIdentity identity_after;
   uint64_t checksum_before = 0;
   UpdatePass pass = UpdatePass::kWhole;
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
 };
 
@@ -327,9 +330,9 @@ struct WriteBlock {
   bool pause = false;
 };
 
-// Copies elements of one plane of a resident or staged block into a grad arena (verifying a staged
-// block first).
-struct CopyState {
+// Decodes one state of consecutive elements of a resident or staged block into a grad arena, as
+// float32 (verifying a staged block first).
+struct DecodeState {
   TaskId task = 0;
   JobId job = 0;
   SessionId session = 0;
@@ -337,9 +340,12 @@ struct CopyState {
   BlockIdentity identity;
   uint64_t checksum = 0;
   uint64_t block_bytes = 0;
-  uint64_t block_offset_bytes = 0;
+  uint64_t block_elems = 0;
+  uint32_t state = 0;  // index into protocol::StateNames
+  uint64_t block_elem = 0;
+  uint64_t elems = 0;
+  uint64_t weights_offset_bytes = 0;
   uint64_t grad_offset_bytes = 0;
-  uint64_t bytes = 0;
 };
 
 // The update of `step` waits for the leases of readers: LeaseTimeExpired comes after
@@ -365,7 +371,7 @@ struct StepCommitted {
 using Action =
     std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach, AnswerCommand,
                  CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
-                 AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock, CopyState,
+                 AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock, DecodeState,
                  StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -16,7 +16,7 @@ using protocol::MakeError;
 InitialParameters::InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout)
     : io_(io), layout_(std::move(layout)) {
   for (const protocol::GroupPlace& group : layout_->groups()) {
-    written_.emplace_back((group.padded_elems + kGradUnitElems - 1) / kGradUnitElems, false);
+    written_.emplace_back((group.elems + kGradUnitElems - 1) / kGradUnitElems, false);
   }
 }
 

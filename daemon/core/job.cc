@@ -348,8 +348,8 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kCopyExtraState:
       fatal = step_.OnExtraStateCopied(done);
       break;
-    case TaskKind::kCopyState:
-      reads_.OnCopied(done);
+    case TaskKind::kDecodeState:
+      reads_.OnDecoded(done);
       return;
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:
@@ -438,11 +438,12 @@ JobView Job::View() const {
                .sessions = {},
                .generation = members_.generation(),
                .committed_step = step_.committed_step(),
+               .world_size = spec_.plan.session.world_size,
                .params = layout.total_elems(),
-               .padded_elems = layout.padded_elems(),
+               .trainable_params = layout.trainable_elems(),
                .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
                               protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
-                                                   layout.total_elems()),
+                                                   layout.trainable_elems()),
                .blocks = pipeline_.map().blocks(),
                .resident_blocks = spec_.plan.placement.resident_blocks(),
                .leases = leases_.count(),

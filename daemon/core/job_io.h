@@ -54,7 +54,7 @@ enum class TaskKind : uint8_t {
   kReadBlock,
   kUpdateBlock,
   kWriteBlock,
-  kCopyState,
+  kDecodeState,
 };
 
 struct Task {

@@ -23,7 +23,7 @@ struct JobSpec {
   std::vector<nvme::Slot> swap_slots;
   NodeOptions options;
 
-  uint32_t world_size() const { return layout->spec().world_size; }
+  uint32_t world_size() const { return plan.session.world_size; }
 };
 
 }  // namespace forebay::daemon

@@ -32,7 +32,7 @@ struct NodeOptions {
   uint64_t staging_slot_bytes = 0;
   // Space of the swap paths; none: no swap.
   nvme::SlotMap swap = {};
-  // A multiple of kPartitionAlignElems.
+  // A multiple of kStatesAlignElems.
   uint64_t block_elems = uint64_t{1} << 20;
   // UpdateBlocks that run at once.
   uint32_t workers = 1;

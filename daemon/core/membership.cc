@@ -23,6 +23,12 @@ absl::Status Membership::CheckAttach(const AttachRequested& request) const {
   }
   if (request.reader) return absl::OkStatus();
   const SessionRequest& room = spec_.plan.session;
+  if (request.world_size != room.world_size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("world size: job ", spec_.name, " has ", room.world_size,
+                                  ", this client wants ", request.world_size),
+                     "start all ranks with one world size, or delete the job");
+  }
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
@@ -67,8 +73,7 @@ void Membership::Add(const AttachRequested& request) {
   session.uid = request.uid;
   session.reader = request.reader;
   session.rank = request.rank;
-  session.request = {.grad_arena_bytes = request.grad_arena_bytes,
-                     .extra_state_bytes = request.extra_state_bytes};
+  session.request = SessionRequestOf(request);
   sessions_.emplace(request.session, std::move(session));
   io_.Open(request.session);
   attaching_.push_back(request.session);

@@ -32,12 +32,12 @@ std::string Bytes(uint64_t bytes) {
 }
 
 void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
-  const uint32_t world_size = layout.spec().world_size;
-  plan.sum_dtype = GradientSumType(layout.spec());
+  const uint32_t world_size = plan.session.world_size;
+  plan.sum_dtype = GradientSumType(layout.spec().dtype, world_size);
   uint64_t at = 0;
   for (const protocol::GroupPlace& group : layout.groups()) {
     plan.accumulator_offsets.push_back(at);
-    at += group.padded_elems * protocol::SizeBytes(plan.sum_dtype);
+    at += RoundUp(group.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
   }
   plan.overflow_offset = at = RoundUp(at, kPageBytes);
   plan.piece_bytes = PieceBytes(layout);
@@ -55,14 +55,12 @@ void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
   plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
   plan.extra_state_copy_bytes =
-      RoundUp(plan.session.extra_state_bytes * std::min(layout.spec().world_size, 2U), kPageBytes);
+      RoundUp(plan.session.extra_state_bytes * std::min(plan.session.world_size, 2U), kPageBytes);
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
 uint64_t BlockElems(const Layout& layout, const NodeOptions& options) {
-  uint64_t elems = options.block_elems;
-  if (layout.spec().format == protocol::Format::kInt8)
-    elems = RoundUp(elems, protocol::kScaleElems);
+  const uint64_t elems = RoundUp(options.block_elems, layout.states_align_elems());
   const uint64_t within = BlockMap::ElemsWithin(layout, options.staging_slot_bytes);
   return within == 0 ? elems : std::min(elems, within);
 }
@@ -75,8 +73,8 @@ constexpr uint64_t kGroupTableBytes = 256;
 constexpr uint64_t kSessionTableBytes = 8 << 10;
 constexpr uint64_t kJobTableBytes = 16 << 10;
 
-uint64_t TableBytes(const protocol::LayoutSpec& spec) {
-  uint64_t bytes = kJobTableBytes + spec.world_size * kSessionTableBytes;
+uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
+  uint64_t bytes = kJobTableBytes + world_size * kSessionTableBytes;
   for (const auto& param : spec.params) {
     bytes += kParamTableBytes + param.name.size() + param.shape.size() * sizeof(uint64_t) +
              2 * kHeapBlockBytes;
@@ -88,10 +86,10 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec) {
 }
 
 // The terms of a sum that does not fit, and the limit that would do.
-absl::Status DramLimit(const Layout& layout, const MemoryPlan& plan, const NodeOptions& options,
-                       const NodeUse& use, uint64_t state_bytes_needed) {
-  const uint64_t world_size = layout.spec().world_size;
-  const uint64_t accumulator_bytes = layout.padded_elems() * protocol::SizeBytes(plan.sum_dtype);
+absl::Status DramLimit(const MemoryPlan& plan, const NodeOptions& options, const NodeUse& use,
+                       uint64_t state_bytes_needed) {
+  const uint64_t world_size = plan.session.world_size;
+  const uint64_t accumulator_bytes = plan.overflow_offset;
   const uint64_t overflow_bytes = plan.piece_bytes * plan.overflow_slots;
   const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
   const uint64_t needed = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes +
@@ -131,6 +129,12 @@ void PlaceBlocks(const Layout& layout, const BlockMap& map, uint64_t room, Memor
 }
 
 }  // namespace
+
+SessionRequest SessionRequestOf(const AttachRequested& request) {
+  return {.world_size = request.world_size,
+          .grad_arena_bytes = request.grad_arena_bytes,
+          .extra_state_bytes = request.extra_state_bytes};
+}
 
 uint64_t PieceBytes(const Layout& layout) {
   return std::min(layout.largest_group_bytes(), protocol::kGradPieceBytesMax);
@@ -187,11 +191,11 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   MemoryPlan plan;
   plan.session = request;
   plan.weights_bytes = layout.weights_bytes();
-  plan.table_bytes = TableBytes(layout.spec());
+  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
-                    layout.spec().world_size *
+                    request.world_size *
                         (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +
                     plan.table_bytes;
 
@@ -200,10 +204,9 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const bool has_swap = options.swap.capacity_bytes() > 0;
   plan.block_elems = BlockElems(layout, options);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
-  if (plan.dram_bytes > room)
-    return DramLimit(layout, plan, options, use, has_swap ? 0 : state_bytes);
+  if (plan.dram_bytes > room) return DramLimit(plan, options, use, has_swap ? 0 : state_bytes);
   if (!has_swap && state_bytes > room - plan.dram_bytes) {
-    return DramLimit(layout, plan, options, use, state_bytes);
+    return DramLimit(plan, options, use, state_bytes);
   }
 
   // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/placement.h"
 #include "nvme/slot_map.h"
@@ -22,8 +23,9 @@ struct NodeUse {
   const nvme::SlotMap* swap = nullptr;
 };
 
-// A client's requests for each of the job's sessions.
+// What an attach asks for: the job's world, and the memory of each of its sessions.
 struct SessionRequest {
+  uint32_t world_size = 1;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
 };
@@ -73,6 +75,8 @@ struct MemoryPlan {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;
   }
 };
+
+SessionRequest SessionRequestOf(const AttachRequested& request);
 
 // Bytes of the largest range of a group.
 uint64_t PieceBytes(const protocol::Layout& layout);

@@ -47,13 +47,21 @@ absl::Status CheckRunToken(const std::string& run) {
 absl::Status CheckRequest(const AttachRequested& request) {
   if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
   RETURN_IF_ERROR(CheckRunToken(request.run));
-  const uint32_t world_size = request.layout->spec().world_size;
-  if (request.rank >= world_size) {
-    return MakeError(ErrorId::kRank,
-                     absl::StrCat("rank ", request.rank, " of a world of ", world_size));
+  if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
+    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size, " (1 to ",
+                                                  protocol::kWorldMax, ")"));
   }
-  return CheckSessionRequest(*request.layout, {.grad_arena_bytes = request.grad_arena_bytes,
-                                               .extra_state_bytes = request.extra_state_bytes});
+  if (request.rank >= request.world_size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("rank ", request.rank, " of a world of ", request.world_size));
+  }
+  if (!request.layout->is_shared()) {
+    return MakeError(
+        ErrorId::kUnsupported,
+        "a layout with partitions of its own (sharded attachment) is not supported yet",
+        "leave the partitions out: every group is then the node's");
+  }
+  return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 
 }  // namespace
@@ -152,10 +160,8 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                      absl::StrCat("the node has ", jobs.size(), " jobs (at most ", kJobsMax, ")"),
                      "delete stale jobs: forebay jobs");
   }
-  ASSIGN_OR_RETURN(MemoryPlan plan, PlanJob(*request.layout,
-                                            {.grad_arena_bytes = request.grad_arena_bytes,
-                                             .extra_state_bytes = request.extra_state_bytes},
-                                            options, Use()));
+  ASSIGN_OR_RETURN(MemoryPlan plan,
+                   PlanJob(*request.layout, SessionRequestOf(request), options, Use()));
   std::vector<nvme::Slot> slots;
   if (plan.swap_slots > 0) {
     std::optional<std::vector<nvme::Slot>> allocated =

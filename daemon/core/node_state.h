@@ -34,13 +34,14 @@ struct JobView {
   std::string name;
   JobId id = 0;
   uint32_t uid = 0;
-  std::shared_ptr<const protocol::Layout> layout;  // world size, dtype, optimizer, format, groups
+  std::shared_ptr<const protocol::Layout> layout;  // dtype, optimizer, format, groups
   std::vector<SessionView> sessions;               // that have not been closed, by rank
   uint64_t generation = 0;
   uint64_t committed_step = 0;
-  uint64_t params = 0;  // elements, without padding
-  uint64_t padded_elems = 0;
-  uint64_t state_bytes = 0;  // weights and states of the parameters, padding left out
+  uint32_t world_size = 0;
+  uint64_t params = 0;            // elements
+  uint64_t trainable_params = 0;  // of these, those that are not frozen
+  uint64_t state_bytes = 0;       // weights and states of the parameters, padding left out
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
   uint64_t leases = 0;

@@ -11,27 +11,17 @@ namespace forebay::daemon {
 using State = StagedBlocks::State;
 
 void StateReads::Add(const CommandId& command, const protocol::Command& words) {
-  const protocol::LayoutSpec& spec = layout_->spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  const protocol::Plane& plane = planes[words.kind];
-  const uint64_t width = protocol::SizeBytes(plane.dtype);
-  Request request;
-  request.command = command;
-  request.grad_offset_bytes = words.arena_offset_bytes;
-  const std::vector<ElementRun> runs = pipeline_.map().Locate(
-      words.group, words.element_offset, words.length_bytes / width * plane.elems_per_value);
-  for (const ElementRun& run : runs) {
-    request.pieces.push_back(
-        {.block = run.block,
-         .block_offset_bytes = pipeline_.map().plane_offset_bytes(run.block, words.kind) +
-                               run.block_elem / plane.elems_per_value * width,
-         .bytes = protocol::PlaneBytes(plane, run.elems)});
-  }
-  queue_.push_back(std::move(request));
+  const std::vector<ElementRun> runs =
+      pipeline_.map().Locate(words.group, words.element_offset, words.length_bytes / sizeof(float));
+  queue_.push_back({.command = command,
+                    .param = words.group,
+                    .state = words.kind,
+                    .grad_offset_bytes = words.arena_offset_bytes,
+                    .pieces = {runs.begin(), runs.end()}});
 }
 
 void StateReads::Pump() {
-  if (phase_ == Phase::kReading || phase_ == Phase::kCopying) return;
+  if (phase_ == Phase::kReading || phase_ == Phase::kDecoding) return;
   if (phase_ == Phase::kIdle) {
     if (queue_.empty()) return;
     current_ = std::move(queue_.front());
@@ -41,12 +31,12 @@ void StateReads::Pump() {
   const uint32_t block = current_.pieces.front().block;
   own_slot_ = false;
   if (pipeline_.is_resident(block)) {
-    StartCopy();
+    StartDecode();
     return;
   }
   StagedBlocks& staged = pipeline_.staged();
   if (staged.contains(block)) {  // read ahead for the next step
-    if (staged.at(block).state == State::kReady) StartCopy();
+    if (staged.at(block).state == State::kReady) StartDecode();
     return;
   }
   const std::optional<uint32_t> slot = staged.AllocateUrgent();
@@ -61,36 +51,42 @@ void StateReads::OnRead(const StepPipeline::ReadOutcome& outcome) {
   if (!outcome.status.ok()) {
     End(outcome.status);
   } else if (pipeline_.staged().contains(outcome.block)) {
-    StartCopy();
+    StartDecode();
   } else {
     End(absl::OkStatus());  // given up meanwhile, and answered
   }
 }
 
-void StateReads::StartCopy() {
-  const Piece& piece = current_.pieces.front();
+void StateReads::StartDecode() {
+  const ElementRun& piece = current_.pieces.front();
   if (!pipeline_.is_resident(piece.block)) pipeline_.staged().at(piece.block).state = State::kInUse;
-  phase_ = Phase::kCopying;
-  io_.Start(TaskKind::kCopyState, current_.command.session,
-            CopyState{.session = current_.command.session,
-                      .place = pipeline_.PlaceOf(piece.block),
-                      .identity = pipeline_.IdentityOf(piece.block),
-                      .checksum = pipeline_.checksum(piece.block),
-                      .block_bytes = pipeline_.map().bytes(piece.block),
-                      .block_offset_bytes = piece.block_offset_bytes,
-                      .grad_offset_bytes = current_.grad_offset_bytes,
-                      .bytes = piece.bytes});
+  phase_ = Phase::kDecoding;
+  const uint64_t weights_offset_bytes =
+      layout_->partitions()[piece.partition].weights_offset_bytes +
+      piece.partition_elem * protocol::SizeBytes(layout_->spec().dtype);
+  io_.Start(TaskKind::kDecodeState, current_.command.session,
+            DecodeState{.session = current_.command.session,
+                        .place = pipeline_.PlaceOf(piece.block),
+                        .identity = pipeline_.IdentityOf(piece.block),
+                        .checksum = pipeline_.checksum(piece.block),
+                        .block_bytes = pipeline_.map().bytes(piece.block),
+                        .block_elems = pipeline_.map().elems(piece.block),
+                        .state = current_.state,
+                        .block_elem = piece.block_elem,
+                        .elems = piece.elems,
+                        .weights_offset_bytes = weights_offset_bytes,
+                        .grad_offset_bytes = current_.grad_offset_bytes});
 }
 
-void StateReads::OnCopied(const TaskDone& done) {
-  FOREBAY_CHECK(phase_ == Phase::kCopying);
-  const Piece piece = current_.pieces.front();
+void StateReads::OnDecoded(const TaskDone& done) {
+  FOREBAY_CHECK(phase_ == Phase::kDecoding);
+  const ElementRun piece = current_.pieces.front();
   if (!pipeline_.is_resident(piece.block)) {
     pipeline_.staged().at(piece.block).state = State::kReady;
     if (own_slot_ || !done.status.ok()) pipeline_.staged().Drop(piece.block);
   }
   current_.pieces.pop_front();
-  current_.grad_offset_bytes += piece.bytes;
+  current_.grad_offset_bytes += piece.elems * sizeof(float);
   if (!done.status.ok() || current_.answered || current_.pieces.empty()) {
     End(done.status);
     return;
@@ -100,7 +96,11 @@ void StateReads::OnCopied(const TaskDone& done) {
 
 void StateReads::End(const absl::Status& status) {
   phase_ = Phase::kIdle;
-  if (!current_.answered) io_.Answer(current_.command, status);
+  if (!current_.answered) {
+    protocol::Completion completion{};
+    completion.offset_bytes = pipeline_.updates_of(current_.param);
+    io_.Answer(current_.command, completion, status);
+  }
   current_ = {};
 }
 

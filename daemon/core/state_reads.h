@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_io.h"
 #include "daemon/core/step_pipeline.h"
@@ -28,34 +29,31 @@ class StateReads {
   // in progress must end before a step begins to update.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  void OnCopied(const TaskDone& done);
+  void OnDecoded(const TaskDone& done);
 
-  // Answers the reads of a session (0: of all) with `status`; a copy that runs goes on unobserved.
+  // Answers the reads of a session (0: of all) with `status`; a task that runs goes on unobserved.
   void Drop(SessionId session, const absl::Status& status);
 
   bool in_progress() const { return phase_ != Phase::kIdle; }
   uint64_t unanswered(SessionId session) const;
 
  private:
-  struct Piece {
-    uint32_t block = 0;
-    uint64_t block_offset_bytes = 0;
-    uint64_t bytes = 0;
-  };
   struct Request {
     CommandId command;
     bool answered = false;
+    uint32_t param = 0;
+    uint32_t state = 0;              // index into protocol::StateNames
     uint64_t grad_offset_bytes = 0;  // of the next piece
-    std::deque<Piece> pieces;        // the first is in progress
+    std::deque<ElementRun> pieces;   // the first is in progress
   };
   enum class Phase : uint8_t {
     kIdle,         // no read is in progress
     kWaitingSlot,  // for a staging slot, or for a read that was under way
     kReading,      // its own read into a slot
-    kCopying,
+    kDecoding,
   };
 
-  void StartCopy();
+  void StartDecode();
   void End(const absl::Status& status);
 
   JobIo& io_;

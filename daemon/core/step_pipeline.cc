@@ -32,7 +32,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       prefetch_next_(0),
       group_blocks_left_(layout_->groups().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    block_groups_.push_back(map_.Groups(block));
+    block_groups_.push_back(map_.Partitions(block));
   }
 }
 
@@ -221,20 +221,21 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.params[run.param]) continue;
+    const protocol::ParamPlace& param = layout_->params()[run.param];
     const uint64_t t = param_updates_[run.param] + 1;
-    segments.push_back(
-        {.weights_offset_bytes = plan_.placement.WherePartition(run.group).weights_offset_bytes +
-                                 run.group_elem * width,
-         .accumulator_offset_bytes =
-             plan_.accumulator_offsets[run.group] + run.group_elem * sum_width,
-         .block_elem = run.block_elem,
-         .elems = run.elems,
-         .optimizer_step = t,
-         .scalars = ScalarsOf(run.param_group, t),
-         .param = run.param,
-         .param_elem = run.param_elem,
-         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
-    cpu_adam::SetRoundingKey({.seed = layout_->spec().seed, .parameter = run.param, .t = t},
+    segments.push_back({.weights_offset_bytes =
+                            plan_.placement.WherePartition(run.partition).weights_offset_bytes +
+                            run.partition_elem * width,
+                        .accumulator_offset_bytes = plan_.accumulator_offsets[run.partition] +
+                                                    run.partition_elem * sum_width,
+                        .block_elem = run.block_elem,
+                        .elems = run.elems,
+                        .optimizer_step = t,
+                        .scalars = ScalarsOf(param.param_group, t),
+                        .param_elem = run.param_elem,
+                        .param = run.param,
+                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    cpu_adam::SetRoundingKey({.seed = layout_->spec().seed, .parameter = param.name_hash, .t = t},
                              segments.back().scalars);
   }
   return segments;
@@ -259,6 +260,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .identity_after = after,
                                             .checksum_before = checksum(block),
                                             .pass = pass_,
+                                            .sum_dtype = plan_.sum_dtype,
                                             .segments = Segments(block)});
   tasks_.emplace(task, Running{.block = block});
 }

@@ -99,6 +99,8 @@ class StepPipeline {
   BlockPlace PlaceOf(uint32_t block) const;
   BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
+  // Updates that a parameter has had.
+  uint64_t updates_of(uint32_t param) const { return param_updates_[param]; }
   void StartRead(uint32_t block, uint32_t slot, bool for_update);
 
   const PipelineCounters& counters() const { return counters_; }

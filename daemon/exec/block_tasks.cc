@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_adam/decode.h"
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/update_kernel.h"
@@ -21,6 +22,7 @@ using cpu_adam::kSumChunkElems;
 using cpu_adam::StatePlanes;
 using protocol::DType;
 using protocol::Format;
+using protocol::StateFormat;
 
 // Elements [first, first + elems) of a run of Value at a byte offset. Offsets are the state
 // machine's own.
@@ -78,27 +80,31 @@ struct SegmentPart {
   uint64_t elems;
 };
 
-std::span<std::byte> WeightsOf(const SegmentPart& part, const UpdateMemory& memory) {
-  const uint64_t width = protocol::SizeBytes(memory.dtype);
-  const uint64_t begin = part.segment.weights_offset_bytes + part.skipped * width;
-  FOREBAY_CHECK(begin + part.elems * width <= memory.weights.size());
-  return memory.weights.subspan(begin, part.elems * width);
+// Consecutive elements of a block and of the weights.
+struct StateRange {
+  uint64_t block_elems = 0;  // of the block that has them
+  uint64_t block_elem = 0;
+  uint64_t elems = 0;
+  uint64_t weights_offset_bytes = 0;
+};
+
+std::span<std::byte> WeightsOf(const StateRange& range, const StateMemory& memory) {
+  const uint64_t bytes = range.elems * protocol::SizeBytes(memory.dtype);
+  FOREBAY_CHECK(range.weights_offset_bytes + bytes <= memory.weights.size());
+  return memory.weights.subspan(range.weights_offset_bytes, bytes);
 }
 
 // In the order of protocol::StatePlanes: remainder or master, moments, scales.
-StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
-                     const UpdateMemory& memory) {
+StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
-  const uint64_t first = part.segment.block_elem + part.skipped;
   const auto at = [&](size_t plane) {
-    const uint64_t begin = PlaneOffsetBytes(planes, plane, action.block_elems) +
-                           protocol::PlaneBytes(planes[plane], first);
-    FOREBAY_CHECK(begin + protocol::PlaneBytes(planes[plane], part.elems) <= memory.block.size());
+    const uint64_t begin = PlaneOffsetBytes(planes, plane, range.block_elems) +
+                           protocol::PlaneBytes(planes[plane], range.block_elem);
+    FOREBAY_CHECK(begin + protocol::PlaneBytes(planes[plane], range.elems) <= memory.block.size());
     return memory.block.data() + begin;
   };
   StatePlanes state;
-  state.weights = WeightsOf(part, memory).data();
-  state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
+  state.weights = WeightsOf(range, memory).data();
   size_t next = 0;
   if (memory.format != Format::kFp32) {
     state.remainder = reinterpret_cast<int16_t*>(at(next++));
@@ -113,10 +119,25 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
   return state;
 }
 
+// What an update of a part reads and writes.
+StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
+                     const StateMemory& memory) {
+  const uint64_t width = protocol::SizeBytes(memory.dtype);
+  StatePlanes state =
+      PlanesOf({.block_elems = action.block_elems,
+                .block_elem = part.segment.block_elem + part.skipped,
+                .elems = part.elems,
+                .weights_offset_bytes = part.segment.weights_offset_bytes + part.skipped * width},
+               memory);
+  state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
+  return state;
+}
+
 }  // namespace
 
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
-  const protocol::StateFormat format{memory.format, memory.dtype};
+  const StateMemory& states = memory.states;
+  const StateFormat format{states.format, states.dtype};
   UpdateFound found;
   if (action.pass == UpdatePass::kMoments) found.norms.resize(action.segments.size());
   const auto begins = std::partition_point(
@@ -130,21 +151,23 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     const SegmentPart part{segment, first - segment.block_elem, end - first};
     const cpu_adam::StepScalars& scalars = segment.scalars;
-    const StatePlanes state = PlanesOf(action, part, memory);
+    const StatePlanes state = PlanesOf(action, part, states);
     if (action.pass == UpdatePass::kWeights) {
       found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
       continue;
     }
     if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the weights
-      cpu_adam::AddGradient(part.elems, GradientOf(memory.dtype, WeightsOf(part, memory)),
-                            cpu_adam::AddMode::kSet, state.master);
+      const std::span weights(static_cast<const std::byte*>(state.weights),
+                              part.elems * protocol::SizeBytes(states.dtype));
+      cpu_adam::AddGradient(part.elems, GradientOf(states.dtype, weights), cpu_adam::AddMode::kSet,
+                            state.master);
     }
     const Gradient gradient =
-        GradientOf(memory.sum_dtype,
-                   Part(memory.accumulators, memory.sum_dtype, segment.accumulator_offset_bytes,
+        GradientOf(action.sum_dtype,
+                   Part(memory.accumulators, action.sum_dtype, segment.accumulator_offset_bytes,
                         {part.skipped, part.skipped + part.elems}));
     found.overflows +=
-        cpu_adam::Update(memory.optimizer, format, scalars, part.elems, gradient, state);
+        cpu_adam::Update(states.optimizer, format, scalars, part.elems, gradient, state);
     if (action.pass == UpdatePass::kMoments) {
       found.norms[i] = cpu_adam::SumLamb(format, scalars, part.elems, state);
     }
@@ -169,7 +192,7 @@ TaskDone JoinUpdate(const std::vector<UpdateFound>& found) {
 namespace {
 
 // The pages that the elements of `range` complete, when those before it are done.
-void AddPages(ElemRange range, const UpdateBlock& action, const UpdateMemory& memory,
+void AddPages(ElemRange range, const UpdateBlock& action, const StateMemory& memory,
               nvme::PageDigests& digests) {
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
   for (size_t plane = 0; plane < planes.size(); ++plane) {
@@ -189,12 +212,12 @@ void AddPages(ElemRange range, const UpdateBlock& action, const UpdateMemory& me
 
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce) {
   const uint64_t stride = action.pass == UpdatePass::kWhole ? kTileElems : kPartElems;
-  nvme::PageDigests digests(memory.block);
+  nvme::PageDigests digests(memory.states.block);
   std::vector<UpdateFound> found;
   for (uint64_t begin = 0; begin < action.block_elems; begin += stride) {
     const ElemRange range{begin, std::min(begin + stride, action.block_elems)};
     found.push_back(RunUpdate(action, range, memory));
-    AddPages(range, action, memory, digests);
+    AddPages(range, action, memory.states, digests);
   }
   TaskDone done = JoinUpdate(found);
   done.checksum = digests.Checksum(MakeIdentity(action.identity_after, nonce));
@@ -266,6 +289,26 @@ cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> a
   return cpu_adam::SumSquaresAndFinite(
       range.end - range.begin,
       GradientOf(DType::kFloat32, Part(accumulator, DType::kFloat32, 0, range)));
+}
+
+void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to) {
+  const StateFormat format{memory.format, memory.dtype};
+  const bool of_moment = action.state > 0;
+  // Codes are read from the first element of their scale on.
+  const uint64_t align = of_moment && memory.format == Format::kInt8 ? protocol::kScaleElems : 1;
+  const uint64_t first = action.block_elem % align;
+  const StatePlanes planes = PlanesOf({.block_elems = action.block_elems,
+                                       .block_elem = action.block_elem - first,
+                                       .elems = action.elems,
+                                       .weights_offset_bytes = action.weights_offset_bytes},
+                                      memory);
+  float* const out = Elems<float>(to, 0, 0, action.elems);
+  if (of_moment) {
+    cpu_adam::DecodeMoment(memory.optimizer, format, action.state - 1,
+                           {.first = first, .n = action.elems}, planes, out);
+  } else {
+    cpu_adam::DecodeMasters(format, action.elems, planes, out);
+  }
 }
 
 bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {

@@ -26,15 +26,19 @@ uint64_t PlaneOffsetBytes(std::span<const protocol::Plane> planes, size_t plane,
                           uint64_t block_elems);
 uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elems);
 
-// Memory an update touches, and what the job's states are. The block is updated in place.
-struct UpdateMemory {
-  std::span<std::byte> weights;                           // weights arena
-  std::span<const std::byte> accumulators;                // step arena
-  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
-  std::span<std::byte> block;                             // all planes of the block
+// Where a job's weights and the planes of one of its blocks are, and what they hold.
+struct StateMemory {
+  std::span<std::byte> weights;  // weights arena
+  std::span<std::byte> block;    // all planes of the block
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
   protocol::DType dtype = protocol::DType::kFloat32;  // of the weights
+};
+
+// Memory that an update touches. The block is updated in place.
+struct UpdateMemory {
+  StateMemory states;
+  std::span<const std::byte> accumulators;  // step arena
 };
 
 // Elements [begin, end) of a block or of a group.
@@ -91,6 +95,9 @@ AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
 
 // The squares of an accumulator's elements in `range`, which begins at a multiple of kSumChunkElems.
 cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> accumulator);
+
+// Elements of one state as float32, into the client's bytes, which may have any alignment of 4.
+void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);
 
 // client's bytes -> weights. False where the copy is not finite.
 bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,

@@ -156,7 +156,7 @@ class Executor {
   void Run(ReadBlock& action);
   void Run(UpdateBlock& action);
   void Run(WriteBlock& action);
-  void Run(CopyState& action);
+  void Run(DecodeState& action);
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
   void Run(StepCommitted& action);

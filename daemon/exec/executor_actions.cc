@@ -33,11 +33,12 @@ std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_byt
 }
 
 // Group whose accumulator lies at an offset of the step arena: they lie there in order.
-std::string GroupAt(const protocol::Layout& layout, uint64_t accumulator_offset_bytes) {
-  const uint64_t width = protocol::SizeBytes(GradientSumType(layout.spec()));
+std::string GroupAt(const protocol::Layout& layout, protocol::DType sum_dtype,
+                    uint64_t accumulator_offset_bytes) {
+  const uint64_t width = protocol::SizeBytes(sum_dtype);
   uint64_t offset_bytes = 0;
   for (size_t i = 0; i < layout.groups().size(); ++i) {
-    offset_bytes += layout.groups()[i].padded_elems * width;
+    offset_bytes += protocol::RoundUp(layout.groups()[i].elems * width, protocol::kCacheLineBytes);
     if (accumulator_offset_bytes < offset_bytes) return layout.spec().group_names[i];
   }
   return "unknown";
@@ -384,7 +385,7 @@ void Executor::Run(AddGradients& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*io.layout, action.accumulator_offset_bytes),
+       .name = GroupAt(*io.layout, action.sum_dtype, action.accumulator_offset_bytes),
        .bytes = bytes * action.sources.size()},
       action.elems,
       [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
@@ -411,7 +412,7 @@ void Executor::Run(SumGradient& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*io.layout, action.accumulator_offset_bytes),
+       .name = GroupAt(*io.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
        .bytes = bytes},
       action.elems, [accumulator](ElemRange range) { return RunSumGradient(range, accumulator); },
       [](const std::vector<cpu_adam::SquareSum>& parts) {
@@ -449,14 +450,13 @@ void Executor::Run(UpdateBlock& action) {
   JobIo& io = job(action.job);
   const bool resident = action.place.resident;
   const UpdateMemory memory{
-      .weights = io.weights->bytes(),
-      .accumulators = io.step->bytes(),
-      .sum_dtype = GradientSumType(io.layout->spec()),
-      .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
-                        : swap_->Slot(action.place.staging_slot, action.bytes),
-      .optimizer = io.layout->spec().optimizer,
-      .format = io.layout->spec().format,
-      .dtype = io.layout->spec().dtype};
+      .states = {.weights = io.weights->bytes(),
+                 .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
+                                   : swap_->Slot(action.place.staging_slot, action.bytes),
+                 .optimizer = io.layout->spec().optimizer,
+                 .format = io.layout->spec().format,
+                 .dtype = io.layout->spec().dtype},
+      .accumulators = io.step->bytes()};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   Timed timed{.job = action.job,
@@ -478,7 +478,7 @@ void Executor::Run(UpdateBlock& action) {
   PostTimed(task, std::move(timed),
             [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
               TaskDone done;
-              done.status = VerifyBlock(expected, action.identity_before, memory.block);
+              done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
               return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
             });
 }
@@ -490,24 +490,27 @@ void Executor::Run(WriteBlock& action) {
   EndTransfers(done);
 }
 
-void Executor::Run(CopyState& action) {
+void Executor::Run(DecodeState& action) {
   JobIo& io = job(action.job);
   const bool resident = action.place.resident;
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
-  const std::span<const std::byte> block =
-      resident ? Part(io.state, action.place.state_offset_bytes, action.block_bytes)
-               : swap_->Slot(action.place.staging_slot, action.block_bytes);
+  const StateMemory memory{
+      .weights = io.weights->bytes(),
+      .block = resident ? Part(io.state, action.place.state_offset_bytes, action.block_bytes)
+                        : swap_->Slot(action.place.staging_slot, action.block_bytes),
+      .optimizer = io.layout->spec().optimizer,
+      .format = io.layout->spec().format,
+      .dtype = io.layout->spec().dtype};
   const auto expected =
       resident ? std::nullopt : swap_->Expected(action.place, action.identity, action.checksum);
-  const auto to = Part(grad, action.grad_offset_bytes, action.bytes);
-  FOREBAY_CHECK(action.block_offset_bytes + action.bytes <= block.size());
-  PostTask(action.task, [action, resident, grad, block, expected, to] {
+  const auto to = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
+  PostTask(action.task, [action, resident, grad, memory, expected, to] {
     TaskDone done;
     if (!resident) {
-      done.status = VerifyBlock(expected, action.identity, block);
+      done.status = VerifyBlock(expected, action.identity, memory.block);
       if (!done.status.ok()) return done;
     }
-    std::memcpy(to.data(), block.data() + action.block_offset_bytes, to.size());
+    RunDecodeState(action, memory, to);
     return done;
   });
 }

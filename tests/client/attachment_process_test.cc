@@ -39,7 +39,8 @@ class AttachmentProcess : public ::testing::Test {
     return Attachment::Attach({.socket = socket_,
                                .job = job,
                                .rank = rank,
-                               .layout = testing::MakeLayoutSpec({.world_size = world_size}),
+                               .world_size = world_size,
+                               .layout = testing::MakeLayoutSpec({}),
                                .timeout = kTimeout});
   }
   std::unique_ptr<Attachment> AttachFirst(const std::string& job, uint32_t world_size) {
@@ -133,7 +134,7 @@ int ChecksInChild(Attachment& session, std::span<const std::byte> expected_weigh
                                           session.GradReady(0),
                                           session.DropGradients(),
                                           session.Step(1, hyper, 0, {}, kNoTimeout).status(),
-                                          session.ReadState({}, bytes, kNoTimeout),
+                                          session.ReadState({}, {}, kNoTimeout).status(),
                                           session.Detach()};
   for (size_t i = 0; i < results.size(); ++i) {
     if (protocol::IdOf(results[i]) != ErrorId::kForked) return static_cast<int>(i) + 1;

@@ -77,7 +77,12 @@ TEST_F(DaemonGone, IsWhatEachCallOfASessionSays) {
        [&](Attachment& s, const Lease&) {
          return s.Step(1, testing::MakeHyperParams(), 0, {}, kTimeout).status();
        }},
-      {"ReadState", [&](Attachment& s, const Lease&) { return s.ReadState({}, bytes, kTimeout); }},
+      {"ReadState",
+       [&](Attachment& s, const Lease&) {
+         std::vector<float> values(8);
+         return s.ReadState({.param = "layer0.bias", .state = "exp_avg"}, values, kTimeout)
+             .status();
+       }},
       {"Detach", [&](Attachment& s, const Lease&) { return s.Detach(); }},
   };
   std::vector<std::unique_ptr<Attachment>> sessions;
@@ -86,7 +91,7 @@ TEST_F(DaemonGone, IsWhatEachCallOfASessionSays) {
     ASSERT_OK_AND_ASSIGN(sessions.emplace_back(),
                          Attachment::Attach({.socket = socket_,
                                              .job = calls[i].name,
-                                             .layout = testing::MakeLayoutSpec({.world_size = 1}),
+                                             .layout = testing::MakeLayoutSpec({}),
                                              .timeout = kTimeout}));
     if (!calls[i].ready) continue;
     ASSERT_OK(testing::WriteInitial(*sessions[i], 1));
@@ -123,7 +128,7 @@ class SessionInC {
   SessionInC(const std::string& socket, const std::string& job) {
     const uint64_t shape[] = {64};
     const forebay_param param = {
-        .name = "w", .shape = shape, .dims = 1, .group = 0, .param_group = 0};
+        .name = "w", .shape = shape, .dims = 1, .group = 0, .param_group = 0, .frozen = 0};
     const char* const groups[] = {"all"};
     forebay_options options{};
     options.struct_size = sizeof(options);

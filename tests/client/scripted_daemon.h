@@ -159,7 +159,7 @@ class ScriptedDaemon {
   std::thread thread_;
 };
 
-// Four groups of 64, 64, 128 and 64 float32 elements (some of it padding); room for three of the
+// Four groups of 64, 64, 128 and 64 float32 elements; room for three of the
 // largest.
 class SessionTest : public ::testing::Test {
  protected:
@@ -171,15 +171,15 @@ class SessionTest : public ::testing::Test {
   // `script` answers; nothing answers where it is empty.
   void StartSession(ScriptedDaemon::Script script,
                     const std::function<void(SessionParts&)>& change = {}) {
-    protocol::LayoutSpec spec{.world_size = 1,
-                              .dtype = protocol::DType::kFloat32,
+    protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
                               .optimizer = protocol::Optimizer::kAdamW,
                               .format = protocol::Format::kFp32,
-                              .params = {{.name = "a", .shape = {50}, .group = 0},
+                              .params = {{.name = "a", .shape = {64}, .group = 0},
                                          {.name = "b", .shape = {64}, .group = 1},
-                                         {.name = "c", .shape = {100}, .group = 2},
+                                         {.name = "c", .shape = {128}, .group = 2},
                                          {.name = "d", .shape = {64}, .group = 3}},
-                              .group_names = {"g0", "g1", "g2", "g3"}};
+                              .group_names = {"g0", "g1", "g2", "g3"},
+                              .partitions = {}};
     auto layout =
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
     ASSERT_EQ(layout->largest_group_bytes(), kLargest);

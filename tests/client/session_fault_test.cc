@@ -41,7 +41,9 @@ TEST_F(SessionFault, DeathEndsEveryWaitForGood) {
   EXPECT_THAT(session_->GradSlot(0, GradFill::kZero, kTimeout), HasError(ErrorId::kDaemonGone));
   EXPECT_THAT(session_->GradReady(0), HasError(ErrorId::kDaemonGone));
   EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kDaemonGone));
-  EXPECT_THAT(session_->ReadState({}, bytes, kTimeout), HasError(ErrorId::kDaemonGone));
+  std::vector<float> values(1);
+  EXPECT_THAT(session_->ReadState({.param = "a", .state = "exp_avg"}, values, kTimeout),
+              HasError(ErrorId::kDaemonGone));
   EXPECT_THAT(session_->DropGradients(), HasError(ErrorId::kDaemonGone));
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <thread>
@@ -60,10 +61,12 @@ TEST_F(SessionTest, AGroupThatIsNotThereIsRefusedByEveryCall) {
   EXPECT_THAT(session_->GradSlot(4, GradFill::kZero, kTimeout), HasError(ErrorId::kRange));
   EXPECT_THAT(session_->GradReady(4), HasError(ErrorId::kRange));
   EXPECT_THAT(session_->WriteInitial(4, out, kTimeout), HasError(ErrorId::kRange));
-  EXPECT_THAT(session_->ReadState({.group = 4}, out, kTimeout), HasError(ErrorId::kRange));
+  std::vector<float> values(1);
+  EXPECT_THAT(session_->ReadState({.param = "e", .state = "exp_avg"}, values, kTimeout),
+              HasError(ErrorId::kRange));
 }
 
-TEST_F(SessionTest, InitialParametersTravelPaddedWithZeros) {
+TEST_F(SessionTest, InitialParametersTravelWhole) {
   testing::Bytes arrived;
   StartSession([&](const Command& command) {
     if (Is(command, Op::kWriteInitial)) {
@@ -72,17 +75,9 @@ TEST_F(SessionTest, InitialParametersTravelPaddedWithZeros) {
     }
     return MaybeCompletion(Obeyed(command));
   });
-  std::fill(grad_->bytes().begin(), grad_->bytes().end(), std::byte{255});
-  const testing::Bytes plain = Pattern(200, 1);
-  ASSERT_OK(session_->WriteInitial(0, plain, kTimeout));
-  testing::Bytes expected = plain;
-  expected.resize(256);
-  EXPECT_EQ(arrived, expected);
-  const testing::Bytes padded = Pattern(256, 2);
-  ASSERT_OK(session_->WriteInitial(0, padded, kTimeout));
-  expected = padded;
-  std::fill(expected.begin() + 200, expected.end(), std::byte{0});
-  EXPECT_EQ(arrived, expected);
+  const testing::Bytes values = Pattern(256, 1);
+  ASSERT_OK(session_->WriteInitial(0, values, kTimeout));
+  EXPECT_EQ(arrived, values);
   EXPECT_THAT(session_->WriteInitial(0, Pattern(255, 1), kTimeout), HasError(ErrorId::kRange));
   ASSERT_OK(session_->InitialDone(kTimeout));
 }
@@ -180,15 +175,6 @@ TEST_F(SessionTest, AGradientTravelsFromTheSlotAsItIs) {
   ASSERT_OK(session_->Fetch(0, kTimeout).status());
   EXPECT_EQ(arrived, gradient);
   EXPECT_THAT(session_->GradReady(2), HasError(ErrorId::kNotReady));
-}
-
-TEST_F(SessionTest, OnlyThePaddingIsZeroedWhereTheCallerWritesTheRest) {
-  StartSession(Obey());
-  std::fill(grad_->bytes().begin(), grad_->bytes().end(), std::byte{255});
-  ASSERT_OK_AND_ASSIGN(const auto slot, session_->GradSlot(0, GradFill::kPadding, kTimeout));
-  for (size_t i = 0; i < slot.size(); ++i) {
-    ASSERT_EQ(slot[i], i < 200 ? std::byte{255} : std::byte{0}) << i;
-  }
 }
 
 TEST_F(SessionTest, ASlotWaitsForRoomThatDeliveredGradientsHold) {
@@ -359,16 +345,19 @@ TEST_F(SessionTest, StateComesInPiecesThatFitTheArena) {
     }
     return MaybeCompletion(Obeyed(command));
   });
-  std::vector<uint32_t> elems(97);
-  ASSERT_OK(session_->ReadState({.group = 2, .plane = 1, .element_offset = 31},
-                                std::as_writable_bytes(std::span(elems)), kTimeout));
-  for (uint32_t i = 0; i < elems.size(); ++i) ASSERT_EQ(elems[i], 31 + i);
-  const auto bytes = std::as_writable_bytes(std::span(elems));
-  EXPECT_THAT(session_->ReadState({.group = 2, .plane = 2}, bytes, kTimeout),
+  std::vector<float> values(97);
+  ASSERT_OK(
+      session_->ReadState({.param = "c", .state = "exp_avg", .first_elem = 31}, values, kTimeout));
+  for (uint32_t i = 0; i < values.size(); ++i) {
+    ASSERT_EQ(std::bit_cast<uint32_t>(values[i]), 31 + i);
+  }
+  const auto refused = [&](const StateRange& range) {
+    return session_->ReadState(range, values, kTimeout).status();
+  };
+  EXPECT_THAT(refused({.param = "c", .state = "momentum_buffer"}), HasError(ErrorId::kRange));
+  EXPECT_THAT(refused({.param = "c", .state = "exp_avg", .first_elem = 32}),
               HasError(ErrorId::kRange));
-  EXPECT_THAT(session_->ReadState({.group = 2, .plane = 1, .element_offset = 32}, bytes, kTimeout),
-              HasError(ErrorId::kRange));
-  EXPECT_THAT(session_->ReadState({.group = 2}, bytes.first(3), kTimeout),
+  EXPECT_THAT(refused({.param = "c", .state = "exp_avg", .first_elem = UINT64_MAX}),
               HasError(ErrorId::kRange));
 }
 
@@ -376,9 +365,10 @@ TEST_F(SessionTest, ARangeOfAReadThatTimedOutComesBackWithItsAnswer) {
   StartSession([&](const Command& command) {
     return Is(command, Op::kReadState) ? MaybeCompletion() : MaybeCompletion(Obeyed(command));
   });
-  std::vector<std::byte> out(512);
+  std::vector<float> out(128);
   for (int i = 0; i < 3; ++i) {
-    EXPECT_THAT(session_->ReadState({.group = 2}, out, Timeout(1)), HasError(ErrorId::kTimeout));
+    EXPECT_THAT(session_->ReadState({.param = "c", .state = "exp_avg"}, out, Timeout(1)),
+                HasError(ErrorId::kTimeout));
   }
   for (const Command& command : daemon_.WaitForCommands(3)) {
     daemon_.Answer(ScriptedDaemon::Success(command));
@@ -394,7 +384,7 @@ TEST_F(SessionTest, TheDeviceKnowsBothWindowsAndCopiesInitialParameters) {
   testing::Bytes arrived;
   StartSession(
       [&](const Command& command) {
-        const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, 200);
+        const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, 256);
         arrived.assign(bytes.begin(), bytes.end());
         return MaybeCompletion(Obeyed(command));
       },
@@ -403,8 +393,8 @@ TEST_F(SessionTest, TheDeviceKnowsBothWindowsAndCopiesInitialParameters) {
   EXPECT_EQ(device->registrations[0].begin, weights_->bytes().data());
   EXPECT_EQ(device->registrations[0].access, gpu::HostAccess::kRead);
   EXPECT_EQ(device->registrations[1].access, gpu::HostAccess::kReadWrite);
-  ASSERT_OK(session_->WriteInitial(0, Pattern(200, 1), kTimeout));
-  EXPECT_EQ(arrived, Pattern(200, 1));
+  ASSERT_OK(session_->WriteInitial(0, Pattern(256, 1), kTimeout));
+  EXPECT_EQ(arrived, Pattern(256, 1));
   session_.reset();
   EXPECT_EQ(*device->live_registrations, 0);
 }

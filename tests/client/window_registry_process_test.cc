@@ -23,8 +23,7 @@ class WindowRegistry : public ::testing::Test {
   void SetUp() override {
     ASSERT_OK_AND_ASSIGN(
         protocol::Layout layout,
-        protocol::Layout::Create({.world_size = 1,
-                                  .params = {{.name = "embed.weight", .shape = {10}},
+        protocol::Layout::Create({.params = {{.name = "embed.weight", .shape = {10}},
                                              {.name = "embed.bias", .shape = {3}},
                                              {.name = "h.0.w", .shape = {5}, .group = 1}},
                                   .group_names = {"embed", "h.0"}}));

@@ -1,10 +1,12 @@
-// Goal    Every parameter element of every group lies in exactly one run of one block, at the place
-//         Locate gives; padding lies in none; sizes add up.
-// Method  Pure function: layouts with odd sizes, several ranks and parameter groups are walked
-//         element by element.
+// Goal    Every trainable element lies in exactly one run of one block, where the layout's boxes put
+//         it and where Locate finds it; padding and frozen parameters lie in none; sizes add up.
+// Method  Layouts of odd sizes are walked element by element: shared ones, and matrices that several
+//         owners hold as strided boxes, with replicas. The place of an element is computed here from
+//         the boxes, one element at a time.
 
 #include "daemon/core/block_map.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -23,112 +25,182 @@ namespace {
 using protocol::Layout;
 using protocol::LayoutSpec;
 
-// (elements, group, parameter group) of each parameter.
-using Params = std::vector<std::tuple<uint64_t, uint32_t, uint32_t>>;
+struct ParamSize {
+  std::vector<uint64_t> shape;
+  uint32_t group = 0;
+  bool trainable = true;
+};
 
-std::shared_ptr<const Layout> Make(uint32_t world_size, const Params& params) {
+struct Case {
+  std::vector<ParamSize> params;
+  std::vector<protocol::PartitionSpec> partitions = {};
+};
+
+LayoutSpec SpecOf(const Case& test, protocol::Format format) {
   LayoutSpec spec;
-  spec.world_size = world_size;
-  for (const auto& [elems, group, param_group] : params) {
+  spec.dtype =
+      format == protocol::Format::kFp32 ? protocol::DType::kFloat32 : protocol::DType::kBFloat16;
+  spec.format = format;
+  for (const ParamSize& param : test.params) {
     spec.params.push_back({.name = "p" + std::to_string(spec.params.size()),
-                           .shape = {elems},
-                           .group = group,
-                           .param_group = param_group});
-    if (spec.group_names.size() <= group) spec.group_names.push_back("g");
+                           .shape = param.shape,
+                           .group = param.group,
+                           .param_group = 0,
+                           .trainable = param.trainable});
+    if (spec.group_names.size() <= param.group) spec.group_names.emplace_back("g");
   }
-  absl::StatusOr<Layout> layout = Layout::Create(spec);
+  spec.partitions = test.partitions;
+  return spec;
+}
+
+std::shared_ptr<const Layout> Make(const Case& test,
+                                   protocol::Format format = protocol::Format::kFp32) {
+  absl::StatusOr<Layout> layout = Layout::Create(SpecOf(test, format));
   EXPECT_TRUE(layout.ok()) << layout.status();
   return std::make_shared<const Layout>(*std::move(layout));
 }
 
-class BlockMapLayouts : public ::testing::TestWithParam<std::pair<uint32_t, Params>> {};
+// A matrix of 24 x 90 of which owner 1 holds the columns [0, 31) of every row, owner 0 and owner 5
+// the other columns of the upper and the lower rows; owner 5 holds a replica of a part; a vector of
+// owner 0 alone; a frozen vector in between.
+Case Sharded() {
+  constexpr uint64_t kColumns = 90;
+  return {
+      .params = {{{24, kColumns}, 0}, {{77}, 0, false}, {{200}, 1}},
+      .partitions = {{.group = 0,
+                      .owner = 0,
+                      .replica = 0,
+                      .boxes = {{0, 31, 59, kColumns, 10}, {1, 0, 77, 77, 1}}},
+                     {.group = 0, .owner = 1, .replica = 0, .boxes = {{0, 0, 31, kColumns, 24}}},
+                     {.group = 0,
+                      .owner = 5,
+                      .replica = 0,
+                      .boxes = {{0, 10 * kColumns + 31, 59, kColumns, 14}}},
+                     {.group = 0, .owner = 5, .replica = 1, .boxes = {{0, 0, 40, 40, 1}}},
+                     {.group = 1, .owner = 0, .replica = 0, .boxes = {{2, 0, 200, 200, 1}}}}};
+}
 
-TEST_P(BlockMapLayouts, CoverEveryElementOnceWhereLocateFindsIt) {
-  const auto layout = Make(GetParam().first, GetParam().second);
-  for (const uint64_t block_elems : {64U, 128U, 1024U}) {
-    const BlockMap map(layout, block_elems);
-    std::map<std::pair<uint32_t, uint64_t>, std::pair<uint32_t, uint64_t>> place_of_element;
-    for (uint32_t block = 0; block < map.blocks(); ++block) {
-      uint64_t last_end = 0;
-      for (const BlockRun& run : map.Runs(block)) {
-        ASSERT_GE(run.block_elem, last_end) << "runs ascend";
-        last_end = run.block_elem + run.elems;
-        ASSERT_LE(last_end, map.elems(block));
-        for (uint64_t i = 0; i < run.elems; ++i) {
-          const bool first = place_of_element
-                                 .emplace(std::pair(run.group, run.group_elem + i),
-                                          std::pair(block, run.block_elem + i))
-                                 .second;
-          ASSERT_TRUE(first) << "group " << run.group << " element " << run.group_elem + i;
-        }
+struct Place {
+  uint32_t block = 0;
+  uint64_t block_elem = 0;
+  uint32_t partition = 0;
+  uint64_t partition_elem = 0;
+
+  bool operator==(const Place&) const = default;
+};
+
+// (parameter, element, partition), for elements of a replica are there again.
+using Key = std::tuple<uint32_t, uint64_t, uint32_t>;
+
+// Of every trainable element, from the boxes one by one.
+std::map<Key, std::pair<uint64_t, uint64_t>> ElementsOf(const Layout& layout) {
+  std::map<Key, std::pair<uint64_t, uint64_t>> found;  // partition element, states element
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!layout.params()[place.box.param].trainable) continue;
+    uint64_t in_box = 0;
+    for (uint64_t run = 0; run < place.box.runs; ++run) {
+      for (uint64_t i = 0; i < place.box.run_elems; ++i, ++in_box) {
+        const uint64_t elem = place.box.first_elem + run * place.box.stride_elems + i;
+        found[{place.box.param, elem, place.partition}] = {place.partition_elem + in_box,
+                                                           place.states_elem + in_box};
       }
     }
-    uint64_t elements = 0;
-    for (uint32_t group = 0; group < layout->groups().size(); ++group) {
-      const protocol::GroupPlace& place = layout->groups()[group];
-      elements += place.elems;
-      uint64_t elem = 0;
-      for (const ElementRun& run : map.Locate(group, 0, place.padded_elems)) {
-        for (uint64_t i = 0; i < run.elems; ++i, ++elem) {
-          const auto it = place_of_element.find({group, elem});
-          ASSERT_EQ(it != place_of_element.end(), elem < place.elems) << "padding is in no run";
-          if (it == place_of_element.end()) continue;
-          ASSERT_EQ(it->second, std::pair(run.block, run.block_elem + i));
+  }
+  return found;
+}
+
+class BlockMapLayouts : public ::testing::TestWithParam<Case> {};
+
+TEST_P(BlockMapLayouts, HoldEveryElementOnceWhereLocateFindsIt) {
+  for (const auto format : {protocol::Format::kFp32, protocol::Format::kBf16}) {
+    const auto layout = Make(GetParam(), format);
+    for (const uint64_t block_elems : {64U, 128U, 1024U}) {
+      const BlockMap map(layout, block_elems);
+      const auto elements = ElementsOf(*layout);
+      std::map<std::pair<uint32_t, uint64_t>, Place> by_weight;  // (partition, its element)
+      for (uint32_t block = 0; block < map.blocks(); ++block) {
+        uint64_t last_end = 0;
+        for (const BlockRun& run : map.Runs(block)) {
+          ASSERT_GE(run.block_elem, last_end) << "runs ascend";
+          last_end = run.block_elem + run.elems;
+          ASSERT_LE(last_end, map.elems(block));
+          for (uint64_t i = 0; i < run.elems; ++i) {
+            const Place place{block, run.block_elem + i, run.partition, run.partition_elem + i};
+            const bool first =
+                by_weight.emplace(std::pair(run.partition, run.partition_elem + i), place).second;
+            ASSERT_TRUE(first) << "an element is there twice";
+            if (format != protocol::Format::kBf16) continue;
+            const auto it = elements.find({run.param, run.param_elem + i, run.partition});
+            ASSERT_NE(it, elements.end());
+            ASSERT_EQ(it->second.first, run.partition_elem + i) << "the run names its elements";
+          }
         }
       }
-      ASSERT_EQ(elem, place.padded_elems);
+      ASSERT_EQ(by_weight.size(), elements.size());
+      for (uint32_t param = 0; param < layout->params().size(); ++param) {
+        if (!layout->params()[param].trainable) continue;
+        uint64_t elem = 0;
+        for (const ElementRun& run : map.Locate(param, 0, layout->params()[param].elems)) {
+          for (uint64_t i = 0; i < run.elems; ++i, ++elem) {
+            ASSERT_EQ(run.param_elem + i, elem) << "in order, each once";
+            ASSERT_EQ(layout->partitions()[run.partition].replica, 0U);
+            const auto [partition_elem, states_elem] = elements.at({param, elem, run.partition});
+            ASSERT_EQ(partition_elem, run.partition_elem + i);
+            ASSERT_EQ(states_elem % block_elems, run.block_elem + i);
+            ASSERT_EQ(by_weight.at({run.partition, partition_elem}),
+                      (Place{run.block, run.block_elem + i, run.partition, partition_elem}));
+          }
+        }
+        ASSERT_EQ(elem, layout->params()[param].elems);
+      }
     }
-    EXPECT_EQ(place_of_element.size(), elements);
   }
 }
 
-TEST_P(BlockMapLayouts, KnowTheirParameterGroups) {
-  const auto layout = Make(GetParam().first, GetParam().second);
-  const BlockMap map(layout, 128);
-  for (uint32_t block = 0; block < map.blocks(); ++block) {
-    for (const BlockRun& run : map.Runs(block)) {
-      for (uint64_t elem = run.group_elem; elem < run.group_elem + run.elems; ++elem) {
-        for (const protocol::ParamPlace& param : layout->params()) {
-          if (param.group != run.group || elem < param.offset_elems ||
-              elem >= param.offset_elems + param.elems) {
-            continue;
-          }
-          ASSERT_EQ(param.param_group, run.param_group);
-        }
+TEST_P(BlockMapLayouts, LocateAnyPartOfAParameter) {
+  const auto layout = Make(GetParam());
+  const BlockMap map(layout, 64);
+  for (uint32_t param = 0; param < layout->params().size(); ++param) {
+    const uint64_t elems = layout->params()[param].elems;
+    if (!layout->params()[param].trainable) continue;
+    for (uint64_t first = 0; first < elems; first += 1 + elems / 37) {
+      const uint64_t count = std::min<uint64_t>(elems - first, 1 + first % 101);
+      uint64_t elem = first;
+      for (const ElementRun& run : map.Locate(param, first, count)) {
+        ASSERT_EQ(run.param_elem, elem);
+        elem += run.elems;
       }
+      ASSERT_EQ(elem, first + count);
     }
   }
 }
 
 TEST_P(BlockMapLayouts, AreAsLargeAsAdmissionReckons) {
-  const auto layout = Make(GetParam().first, GetParam().second);
+  const auto layout = Make(GetParam());
   for (const uint64_t block_elems : {64U, 128U, 1024U}) {
     const BlockMap map(layout, block_elems);
     uint64_t bytes = 0;
     uint64_t elems = 0;
     for (uint32_t block = 0; block < map.blocks(); ++block) {
       EXPECT_EQ(map.bytes(block) % protocol::kPageBytes, 0U);
-      EXPECT_EQ(map.plane_offset_bytes(block, 0), 0U);
-      EXPECT_EQ(map.plane_offset_bytes(block, 1), map.bytes(block) / 2) << "two equal planes";
       EXPECT_LE(map.bytes(block), map.full_block_bytes());
       bytes += map.bytes(block);
       elems += map.elems(block);
     }
-    EXPECT_EQ(elems, layout->padded_elems());
+    EXPECT_EQ(elems, layout->states_elems());
     EXPECT_EQ(bytes, BlockMap::TotalBytes(*layout, block_elems));
-    EXPECT_EQ(map.blocks(), BlockMap::Blocks(*layout, block_elems));
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, BlockMapLayouts,
-    ::testing::Values(std::pair(1U, Params{{1, 0, 0}}), std::pair(1U, Params{{64, 0, 0}}),
-                      std::pair(2U, Params{{63, 0, 0}, {65, 1, 0}, {1, 1, 1}, {300, 2, 2}}),
-                      std::pair(3U, Params{{7, 0, 1}, {11, 0, 1}, {500, 0, 0}, {192, 1, 0}}),
-                      std::pair(4U, Params{{1, 0, 0}, {2, 1, 0}, {3, 2, 0}, {4, 3, 0}})));
+    ::testing::Values(Case{{{{}, 0}}}, Case{{{{64}, 0}}},
+                      Case{{{{63}, 0}, {{65}, 1}, {{1}, 1}, {{300}, 2}}},
+                      Case{{{{7}, 0}, {{11}, 0, false}, {{500}, 0}, {{192}, 1, false}}},
+                      Case{{{{9}, 0, false}}}, Sharded()));
 
 TEST(BlockMap, HasTheMostElementsThatFitIntoSoManyBytes) {
-  LayoutSpec spec = Make(1, {{100'000, 0, 0}})->spec();
+  LayoutSpec spec = Make({{{{100'000}, 0}}})->spec();
   for (const protocol::Optimizer optimizer :
        {protocol::Optimizer::kLion, protocol::Optimizer::kAdamW,
         protocol::Optimizer::kAdamWAmsgrad}) {
@@ -138,27 +210,21 @@ TEST(BlockMap, HasTheMostElementsThatFitIntoSoManyBytes) {
       const uint64_t elems = BlockMap::ElemsWithin(*layout, bytes);
       ASSERT_GT(elems, 0U);
       EXPECT_LE(BlockMap(layout, elems).full_block_bytes(), bytes);
-      EXPECT_GT(BlockMap(layout, elems + protocol::kPartitionAlignElems).full_block_bytes(), bytes);
+      EXPECT_GT(BlockMap(layout, elems + protocol::kStatesAlignElems).full_block_bytes(), bytes);
     }
   }
-  EXPECT_EQ(BlockMap::ElemsWithin(*Make(1, {{64, 0, 0}}), 8191), 0U);
+  EXPECT_EQ(BlockMap::ElemsWithin(*Make({{{{64}, 0}}}), 8191), 0U);
 }
 
-TEST(BlockMap, NumbersTheFirstBlockOfEachRankFirst) {
-  const auto layout = Make(2, {{512, 0, 0}});
+TEST(BlockMap, NumbersTheFirstBlockOfEachOwnerFirst) {
+  const auto layout = Make({{{{512}, 0}},
+                            {{.group = 0, .owner = 0, .boxes = {{0, 0, 256, 256, 1}}},
+                             {.group = 0, .owner = 1, .boxes = {{0, 256, 256, 256, 1}}}}});
   const BlockMap map(layout, 64);
   ASSERT_EQ(map.blocks(), 8U);
-  EXPECT_EQ(map.Runs(0)[0].group_elem, 0U);
-  EXPECT_EQ(map.Runs(1)[0].group_elem, 256U) << "rank 1's partition";
-  EXPECT_EQ(map.Runs(2)[0].group_elem, 64U);
-}
-
-TEST(BlockMap, GivesEachParameterARunOfItsOwn) {
-  const auto layout = Make(1, {{10, 0, 0}, {20, 0, 0}});
-  EXPECT_THAT(BlockMap(layout, 64).Runs(0),
-              ::testing::ElementsAre(
-                  BlockRun{.param = 0, .group_elem = 0, .block_elem = 0, .elems = 10},
-                  BlockRun{.param = 1, .group_elem = 10, .block_elem = 10, .elems = 20}));
+  EXPECT_EQ(map.Runs(0)[0].param_elem, 0U);
+  EXPECT_EQ(map.Runs(1)[0].param_elem, 256U) << "owner 1's partition";
+  EXPECT_EQ(map.Runs(2)[0].param_elem, 64U);
 }
 
 }  // namespace

@@ -161,6 +161,7 @@ struct ExactBlock {
     const uint64_t width = protocol::SizeBytes(sum_dtype);
     action.block_elems = kElems;
     action.bytes = planes.size();
+    action.sum_dtype = sum_dtype;
     for (const ElemRange range : {ElemRange{0, 1001}, {1001, kElems}}) {
       action.segments.push_back(
           {.weights_offset_bytes = range.begin * 2,
@@ -180,13 +181,12 @@ struct ExactBlock {
 
   void Update(ElemRange range, std::span<const std::byte> gradients) {
     RunUpdate(action, range,
-              {.weights = BytesOf(weights),
-               .accumulators = gradients,
-               .sum_dtype = sum_dtype,
-               .block = planes,
-               .optimizer = protocol::Optimizer::kAdamW,
-               .format = protocol::Format::kExact,
-               .dtype = DType::kBFloat16});
+              {.states = {.weights = BytesOf(weights),
+                          .block = planes,
+                          .optimizer = protocol::Optimizer::kAdamW,
+                          .format = protocol::Format::kExact,
+                          .dtype = DType::kBFloat16},
+               .accumulators = gradients});
   }
 
   DType sum_dtype;
@@ -249,13 +249,13 @@ struct SwappedBlock {
                                action.segments.back().scalars);
       begin += size;
     }
-    memory = {.weights = BytesOf(weights),
-              .accumulators = BytesOf(gradient),
-              .sum_dtype = DType::kBFloat16,
-              .block = planes,
-              .optimizer = optimizer,
-              .format = format,
-              .dtype = DType::kBFloat16};
+    action.sum_dtype = DType::kBFloat16;
+    memory = {.states = {.weights = BytesOf(weights),
+                         .block = planes,
+                         .optimizer = optimizer,
+                         .format = format,
+                         .dtype = DType::kBFloat16},
+              .accumulators = BytesOf(gradient)};
   }
 
   TaskDone UpdateInParts() {

@@ -46,6 +46,7 @@ absl::Status Train(const std::string& socket, const std::string& job, const JobS
   ASSIGN_OR_RETURN(auto session, Attachment::Attach({.socket = socket,
                                                      .job = job,
                                                      .rank = rank,
+                                                     .world_size = shape.world_size,
                                                      .layout = testing::MakeLayoutSpec(shape),
                                                      .timeout = kTimeout}));
   const auto groups = static_cast<uint32_t>(session->layout().groups().size());
@@ -157,6 +158,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
         .world_size = 1, .groups = 2, .group_elems = job == std::string("alone") ? 5'000U : 100U};
     ASSERT_OK_AND_ASSIGN(auto first, Attachment::Attach({.socket = config.socket_path,
                                                          .job = job,
+                                                         .world_size = small.world_size,
                                                          .layout = testing::MakeLayoutSpec(small),
                                                          .timeout = kTimeout}));
     // A job without its parameters would end with its last session.
@@ -201,13 +203,14 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   for (const absl::Status& outcome : outcomes) EXPECT_OK(outcome);
 
   ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(testing::MakeLayoutSpec(shape)));
-  testing::ReferenceTrainer reference(layout, kSeed);
+  testing::ReferenceTrainer reference(layout, shape.world_size, kSeed);
   const std::vector<uint32_t> all = {0, 1, 2, 3};
   for (uint64_t t = 1; t <= kSteps; ++t) {
     reference.Step(t, testing::MakeHyperParams(), 1.0, all);
   }
   ASSERT_OK_AND_ASSIGN(auto session, Attachment::Attach({.socket = config.socket_path,
                                                          .job = "job",
+                                                         .world_size = shape.world_size,
                                                          .layout = layout.spec(),
                                                          .timeout = kTimeout}));
   EXPECT_EQ(session->committed_step(), kSteps);

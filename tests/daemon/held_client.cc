@@ -34,13 +34,13 @@ absl::Status Run(const std::string& socket, uint32_t rank, uint32_t world, const
   const bool steps = what.ends_with("step");
   const bool reads = what == "read";
   std::fprintf(stderr, "attaching\n");
-  ASSIGN_OR_RETURN(auto session,
-                   Attachment::Attach({.socket = socket,
-                                       .job = job,
-                                       .reader = reads,
-                                       .rank = rank,
-                                       .layout = testing::MakeLayoutSpec({.world_size = world}),
-                                       .timeout = kTimeout}));
+  ASSIGN_OR_RETURN(auto session, Attachment::Attach({.socket = socket,
+                                                     .job = job,
+                                                     .reader = reads,
+                                                     .rank = rank,
+                                                     .world_size = world,
+                                                     .layout = testing::MakeLayoutSpec({}),
+                                                     .timeout = kTimeout}));
   const auto groups = static_cast<uint32_t>(session->layout().groups().size());
   const uint64_t t = session->committed_step() + 1;
   if (session->writes_initial() && what != "begin") {

@@ -290,6 +290,7 @@ TEST_F(MemoryAttack, ARankThatDiesInTheStepChangesNoBit) {
                            client::Attachment::Attach({.socket = socket_,
                                                        .job = "job",
                                                        .rank = 1,
+                                                       .world_size = kShape.world_size,
                                                        .layout = testing::MakeLayoutSpec(kShape)}));
       const uint64_t t = rank->committed_step() + 1;
       for (uint32_t g = 0; g < rank->layout().groups().size(); ++g) {

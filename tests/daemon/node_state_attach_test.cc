@@ -54,7 +54,7 @@ class NodeStateAttach : public ::testing::Test {
     return answers.back().status;
   }
 
-  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(2, {200, 100});
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({200, 100});
   NodeHarness node_{RoomyOptions()};
   uint64_t first_ = 0;
   uint64_t second_ = 0;
@@ -62,7 +62,7 @@ class NodeStateAttach : public ::testing::Test {
 };
 
 TEST_F(NodeStateAttach, AnotherRunsTrainedJobIsRefusedUnlessItIsToBeResumed) {
-  const auto layout = MakeLayout(1, {200});
+  const auto layout = MakeLayout({200});
   node_.End(node_.Attach(layout, {.run = "a"}), EndCause::kDetached);
   node_.RunTasks();
   const absl::Status refused = StatusOf(node_.Attach(layout, {.run = "b"}));
@@ -80,7 +80,7 @@ TEST_F(NodeStateAttach, AnotherRunsTrainedJobIsRefusedUnlessItIsToBeResumed) {
 }
 
 TEST_F(NodeStateAttach, AnotherRunNeverEvictsALiveSession) {
-  const auto layout = MakeLayout(1, {200});
+  const auto layout = MakeLayout({200});
   const uint64_t live = node_.Attach(layout, {.run = "a"});
   for (const bool resume : {false, true}) {
     const absl::Status refused = StatusOf(node_.Attach(layout, {.run = "b", .resume = resume}));
@@ -198,7 +198,7 @@ TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
   EXPECT_THAT(refused({.job = "1001:job", .uid = 0}, layout_), HasError(ErrorId::kJobName));
   EXPECT_THAT(refused({.job = "1000:", .uid = 0}, layout_), HasError(ErrorId::kJobName));
   EXPECT_THAT(refused({.job = "99999999999:job", .uid = 0}, layout_), HasError(ErrorId::kJobName));
-  const absl::Status layout_error = refused({}, MakeLayout(2, {200, 101}));
+  const absl::Status layout_error = refused({}, MakeLayout({200, 101}));
   EXPECT_THAT(layout_error, HasError(ErrorId::kLayout));
   EXPECT_THAT(std::string(layout_error.message()), AllOf(HasSubstr("[100]"), HasSubstr("[101]")));
   EXPECT_THAT(refused({.grad_arena_bytes = 2 * layout_->largest_group_bytes() - 1}, layout_),
@@ -240,7 +240,7 @@ TEST_F(NodeStateAttach, AJobWithoutParametersGoesWithItsLastSession) {
 
 TEST_F(NodeStateAttach, TheTablesOfALayoutCountInTheLimit) {
   const auto taken = [](size_t name_bytes) {
-    protocol::LayoutSpec spec = MakeLayout(1, std::vector<uint64_t>(16, 64))->spec();
+    protocol::LayoutSpec spec = MakeLayout(std::vector<uint64_t>(16, 64))->spec();
     for (auto& param : spec.params) param.name += std::string(name_bytes, 'x');
     NodeHarness node(RoomyOptions());
     node.Attach(std::make_shared<const protocol::Layout>(*protocol::Layout::Create(spec)), {});
@@ -293,15 +293,15 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
                {2, protocol::DType::kBFloat16, 4},
                {2, protocol::DType::kFloat32, 4}};
   for (const auto& test : cases) {
-    protocol::LayoutSpec spec = MakeLayout(test.world_size, {70'000, 4096})->spec();
+    protocol::LayoutSpec spec = MakeLayout({70'000, 4096})->spec();
     spec.dtype = test.dtype;
     if (test.dtype == protocol::DType::kBFloat16) spec.format = protocol::Format::kExact;
     const auto layout =
         std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
-    NodeHarness node(RoomyOptions());
+    NodeHarness node(RoomyOptions(), test.world_size);
     node.RequestAttach(layout, {});
     const uint64_t page = protocol::kPageBytes;
-    const uint64_t sums = protocol::RoundUp(layout->padded_elems() * test.sum_bytes, page);
+    const uint64_t sums = protocol::RoundUp(layout->total_elems() * test.sum_bytes, page);
     const uint64_t overflow =
         protocol::RoundUp(2 * layout->largest_group_bytes() * test.world_size, page);
     const uint64_t extra_state = page;  // two slots of 64 bytes a rank
@@ -310,10 +310,10 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
     // The sum that is told is the sum that is taken.
     NodeState::Options options = RoomyOptions();
     options.dram_limit_bytes = 100 << 10;
-    NodeHarness refused(options);
+    NodeHarness refused(options, test.world_size);
     const uint64_t session = refused.RequestAttach(layout, {});
     EXPECT_THAT(std::string(refused.attached(session)->status.message()),
-                HasSubstr(absl::StrCat("(", layout->padded_elems() * test.sum_bytes,
+                HasSubstr(absl::StrCat("gradient sums ", protocol::FormatBytes(sums), " (", sums,
                                        " bytes) + overflow")));
   }
 }

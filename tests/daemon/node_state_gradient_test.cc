@@ -63,8 +63,8 @@ class NodeStateGradient : public ::testing::Test {
     return it == gradients.end() ? std::vector<uint32_t>() : Ranks(it->second);
   }
 
-  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(kWorld, {150, 192, 100, 192});
-  NodeHarness node_{RoomyOptions()};
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({150, 192, 100, 192});
+  NodeHarness node_{RoomyOptions(), kWorld};
   std::vector<uint64_t> sessions_;
 };
 
@@ -90,7 +90,7 @@ TEST_F(NodeStateGradient, AreAddedInOnePassWhereAllHaveArrived) {
   const std::vector<AddGradients> adds = node_.Running<AddGradients>();
   ASSERT_EQ(adds.size(), 1U);
   EXPECT_TRUE(adds[0].assign);
-  EXPECT_EQ(adds[0].elems, layout_->groups()[0].padded_elems);
+  EXPECT_EQ(adds[0].elems, layout_->groups()[0].elems);
   ASSERT_EQ(adds[0].sources.size(), 3U);
   for (uint32_t rank = 0; rank < kWorld; ++rank) {
     EXPECT_EQ(adds[0].sources[rank].session, sessions_[rank]);
@@ -171,7 +171,7 @@ class SmallestPools {
   SmallestPools() {
     // The largest group is one range: so large is a piece.
     const std::vector<uint64_t> elems(kRanges, kUnit);
-    layout_ = MakeLayout(kWorld, elems);
+    layout_ = MakeLayout(elems);
     for (uint32_t rank = 0; rank < kWorld; ++rank) {
       sessions_.push_back(node_.Attach(
           layout_, {.rank = rank, .grad_arena_bytes = 2 * layout_->largest_group_bytes()}));
@@ -216,7 +216,7 @@ class SmallestPools {
     return errors;
   }
 
-  NodeHarness node_{RoomyOptions()};
+  NodeHarness node_{RoomyOptions(), kWorld};
   std::shared_ptr<const protocol::Layout> layout_;
   std::vector<uint64_t> sessions_;
 };
@@ -276,14 +276,14 @@ TEST(NodeStateGradientOrder, AFullOverflowIsBackPressureAndNoError) {
 // 8 ranks in bfloat16: the ranks' gradients are read once, the sum is written once.
 TEST(NodeStateGradientOrder, EightRanksCostTwentyBytesOfMemoryTrafficAParameter) {
   constexpr uint64_t kElems = 4 * protocol::kGradUnitElems;
-  protocol::LayoutSpec spec{.world_size = 8,
-                            .dtype = protocol::DType::kBFloat16,
-                            .format = protocol::Format::kExact,
-                            .params = {{.name = "w", .shape = {kElems}}},
-                            .group_names = {"g"}};
+  protocol::LayoutSpec spec;
+  spec.dtype = protocol::DType::kBFloat16;
+  spec.format = protocol::Format::kExact;
+  spec.params = {{.name = "w", .shape = {kElems}}};
+  spec.group_names = {"g"};
   const auto layout =
       std::make_shared<const protocol::Layout>(protocol::Layout::Create(spec).value());
-  NodeHarness node(RoomyOptions());
+  NodeHarness node(RoomyOptions(), 8);
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 8; ++rank) {
     sessions.push_back(node.Attach(layout, {.rank = rank}));
@@ -303,7 +303,7 @@ TEST(NodeStateGradientOrder, EightRanksCostTwentyBytesOfMemoryTrafficAParameter)
 }
 
 TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
-  const auto layout = MakeLayout(2, std::vector<uint64_t>(8, 128));
+  const auto layout = MakeLayout(std::vector<uint64_t>(8, 128));
   NodeHarness node(RoomyOptions());
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
@@ -327,7 +327,7 @@ TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
 TEST(NodeStateGradientOrder, ARankThatCallsStepIsNotWaitedFor) {
   // Rank 0 never uses group 0. Rank 1's arena is full of what waits for it; it must still reach its
   // own step.
-  const auto layout = MakeLayout(2, std::vector<uint64_t>(6, 128));
+  const auto layout = MakeLayout(std::vector<uint64_t>(6, 128));
   NodeHarness node(RoomyOptions());
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
@@ -495,8 +495,8 @@ class NodeStatePresence : public ::testing::Test {
   }
 
   std::shared_ptr<const protocol::Layout> layout_ =
-      MakeLayoutOfParams(2, std::vector<std::vector<uint64_t>>{{1000, 2 * kUnit, 500}, {100}});
-  uint64_t end_ = layout_->groups()[0].padded_elems;
+      MakeLayoutOfParams(std::vector<std::vector<uint64_t>>{{1000, 2 * kUnit, 500}, {100}});
+  uint64_t end_ = layout_->groups()[0].elems;
   NodeHarness node_{RoomyOptions()};
   std::vector<uint64_t> sessions_;
 };

@@ -45,8 +45,8 @@ class NodeStateProtection : public ::testing::Test {
     return command;
   }
 
-  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(1, {200, 100});
-  NodeHarness node_{RoomyOptions()};
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({200, 100});
+  NodeHarness node_{RoomyOptions(), 1};
   uint64_t session_ = 0;
 };
 
@@ -79,10 +79,11 @@ TEST_F(NodeStateProtection, GroupsThatAreNotThereAreRefused) {
 }
 
 TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
-  const uint64_t arena = 4 * layout_->largest_group_bytes();
+  const uint64_t room = layout_->largest_group_bytes();  // group 0's bytes in whole cache lines
+  const uint64_t arena = 4 * room;
   const uint64_t length = layout_->group_bytes(0);
   for (const uint64_t offset :
-       {arena, arena - length + 64, UINT64_MAX - 63, uint64_t{0} - length, uint64_t{1} << 63}) {
+       {arena, arena - room + 64, UINT64_MAX - 63, uint64_t{0} - room, uint64_t{1} << 63}) {
     Command command = Gradient();
     command.arena_offset_bytes = offset;
     EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << offset;
@@ -98,7 +99,7 @@ TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
     EXPECT_EQ(ErrorFor(command), ErrorId::kRange) << bad;
   }
   Command last = Gradient();
-  last.arena_offset_bytes = arena - length;
+  last.arena_offset_bytes = arena - room;
   node_.model().PutGradient(session_, last.arena_offset_bytes,
                             {.session = session_, .rank = 0, .group = 0, .step = 1});
   const uint64_t tag = node_.Command(session_, last);
@@ -126,26 +127,29 @@ TEST_F(NodeStateProtection, AStepRequestLiesInTheStepRegion) {
   EXPECT_TRUE(node_.Logged<CopyStepRequest>().empty());
 }
 
-TEST_F(NodeStateProtection, ReadsOfStatesStayInTheirGroup) {
+TEST_F(NodeStateProtection, ReadsOfStatesStayInTheirParameter) {
   Command good{};
   good.op = static_cast<uint16_t>(Op::kReadState);
   good.length_bytes = 40;
-  const uint64_t elems = layout_->groups()[0].padded_elems;
-  const auto refused = [&](uint16_t plane, uint64_t element, uint64_t length) {
+  const uint64_t elems = layout_->params()[0].elems;
+  const auto refused = [&](uint16_t state, uint64_t element, uint64_t length) {
     Command command = good;
-    command.kind = plane;
+    command.kind = state;
     command.element_offset = element;
     command.length_bytes = length;
     return ErrorFor(command);
   };
-  EXPECT_EQ(refused(2, 0, 40), ErrorId::kRange) << "two planes";
-  EXPECT_EQ(refused(0, elems - 9, 40), ErrorId::kRange);
+  EXPECT_EQ(refused(3, 0, 40), ErrorId::kRange) << "a master and two moments";
   EXPECT_EQ(refused(0, elems, 4), ErrorId::kRange);
+  EXPECT_EQ(refused(0, elems - 1, 8), ErrorId::kRange);
   EXPECT_EQ(refused(0, UINT64_MAX, 4), ErrorId::kRange);
-  EXPECT_EQ(refused(0, UINT64_MAX - 9, 40), ErrorId::kRange);
   EXPECT_EQ(refused(0, 0, 0), ErrorId::kRange);
-  EXPECT_EQ(refused(0, 0, 41), ErrorId::kRange);
+  EXPECT_EQ(refused(0, 0, 6), ErrorId::kRange) << "not whole elements";
   EXPECT_EQ(refused(0, 0, UINT64_MAX - 3), ErrorId::kRange);
+  Command other = good;
+  other.group = 2;
+  EXPECT_EQ(ErrorFor(other), ErrorId::kRange) << "two parameters";
+  good.element_offset = elems - 10;
   const uint64_t tag = node_.Command(session_, good);
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
@@ -172,8 +176,8 @@ TEST_F(NodeStateProtection, LeasesOfASessionAreLimitedAndEndWithIt) {
 }
 
 TEST(NodeStateProtectionLimits, CommandsInFlightAreLimited) {
-  const auto layout = MakeLayout(2, {100});
-  NodeHarness node(RoomyOptions());
+  const auto layout = MakeLayout({100});
+  NodeHarness node(RoomyOptions(), 2);
   const uint64_t session = node.Attach(layout, {.rank = 0});
   node.Attach(layout, {.rank = 1});
   node.Step(session, 1);  // waits for rank 1, and the fetches for it
@@ -185,7 +189,7 @@ TEST(NodeStateProtectionLimits, CommandsInFlightAreLimited) {
 
 // The gradient of a killed rank's last session arrives late, after its successor has attached.
 std::string FaultOfALateGradient(bool fence) {
-  const auto layout = MakeLayout(2, {100, 100});
+  const auto layout = MakeLayout({100, 100});
   NodeState::Options options = RoomyOptions();
   options.disable_fence_for_test = !fence;
   NodeHarness node(options);
@@ -218,10 +222,10 @@ TEST(NodeStateFence, KeepsLateGradientsOutAndIsNeededForIt) {
 }
 
 std::string FaultOfAWildOffset(bool range_check) {
-  const auto layout = MakeLayout(1, {100});
+  const auto layout = MakeLayout({100});
   NodeState::Options options = RoomyOptions();
   options.disable_range_check_for_test = !range_check;
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   const uint64_t session = node.Attach(layout, {});
   Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);

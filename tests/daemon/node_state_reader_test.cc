@@ -84,7 +84,7 @@ class NodeStateReader : public ::testing::Test {
     }
   }
 
-  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(2, {64, 64, 64});
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({64, 64, 64});
   NodeHarness node_{RoomyOptions()};
   std::vector<uint64_t> ranks_;
   uint64_t reader_ = 0;
@@ -302,15 +302,15 @@ TEST_F(NodeStateReader, AnArenaWithoutRoomForOneValueIsRefused) {
 
 TEST(NodeStateReaderAttach, AReaderDoesNotCreateAJob) {
   NodeHarness node(RoomyOptions());
-  const uint64_t reader = node.AttachReader(MakeLayout(1, {64}));
+  const uint64_t reader = node.AttachReader(MakeLayout({64}));
   EXPECT_THAT(node.attached(reader)->status, HasError(ErrorId::kJobName));
   EXPECT_TRUE(node.is_closed(reader));
   EXPECT_TRUE(node.state().Jobs().empty());
 }
 
 TEST(NodeStateReaderAttach, AReaderWaitsForTheInitialParametersAndDoesNotWriteThem) {
-  NodeHarness node(RoomyOptions());
-  const auto layout = MakeLayout(1, {64});
+  NodeHarness node(RoomyOptions(), 1);
+  const auto layout = MakeLayout({64});
   const uint64_t rank = node.RequestAttach(layout, {});
   node.RunTasks();
   const uint64_t reader = node.RequestAttach(layout, {.reader = true});

@@ -34,7 +34,7 @@ constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a p
 
 // What the fixed arenas of the tests' job take.
 uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
-  NodeHarness node(RoomyOptions());
+  NodeHarness node(RoomyOptions(), 1);
   node.Attach(layout, {});
   const JobView job = *node.state().FindJob("job");
   return job.dram_bytes - job.resident_blocks * kBlockBytes;
@@ -66,8 +66,8 @@ class NodeStateSwap : public ::testing::Test {
   }
   JobView View() { return *node_.state().FindJob("job"); }
 
-  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout(1, {320, 320, 320, 320});
-  NodeHarness node_{Options(FixedBytes(layout_))};
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320, 320, 320});
+  NodeHarness node_{Options(FixedBytes(layout_)), 1};
   uint64_t session_ = 0;
 };
 
@@ -108,7 +108,7 @@ TEST_F(NodeStateSwap, ReadsAheadFromTheFirstGradientOn) {
 TEST_F(NodeStateSwap, MostReadsAreAskedForBeforeTheyAreNeeded) {
   NodeState::Options options = Options(FixedBytes(layout_));
   options.staging_slots = 6;  // one read ahead for each update and each write
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   const uint64_t session = node.Attach(layout_, {});
   for (uint64_t step = 1; step <= 3; ++step) {
     for (uint32_t group = 0; group < 4; ++group) {
@@ -128,7 +128,7 @@ TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
   options.staging_slots = 1;
   options.dram_limit_bytes -= 4 * kBlockBytes;
   options.swap = SwapPaths({2 * 20 * kBlockBytes});
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   const uint64_t session = node.Attach(layout_, {});
   ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 0U);
   for (uint32_t group = 0; group < 4; ++group) {
@@ -214,7 +214,7 @@ void FailOne(NodeHarness& node, ErrorId id) {
 TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
   for (const int kind : {0, 1}) {
     SCOPED_TRACE(kind);
-    NodeHarness node(Options(FixedBytes(layout_)));
+    NodeHarness node(Options(FixedBytes(layout_)), 1);
     const uint64_t session = node.Attach(layout_, {});
     for (uint32_t group = 0; group < 4; ++group) {
       node.Gradient(session, group, 1);
@@ -280,7 +280,7 @@ const absl::Status kWriteError =
 TEST_F(NodeStateSwap, AFailedWriteGoesToAnotherPath) {
   for (int failing = 0; failing < 16; ++failing) {
     SCOPED_TRACE(::testing::Message() << "write " << failing << " fails");
-    NodeHarness node(OnTwoPaths(Options(FixedBytes(layout_))));
+    NodeHarness node(OnTwoPaths(Options(FixedBytes(layout_))), 1);
     const uint64_t session = node.Attach(layout_, {});
     for (uint32_t group = 0; group < 4; ++group) {
       node.Gradient(session, group, 1);
@@ -312,11 +312,11 @@ TEST_F(NodeStateSwap, AFailedWriteGoesToAnotherPath) {
 
 TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
   // A small job beside it that lies in DRAM alone.
-  const std::shared_ptr<const protocol::Layout> small = MakeLayout(1, {64});
+  const std::shared_ptr<const protocol::Layout> small = MakeLayout({64});
   const uint64_t small_bytes = FixedBytes(small) + kBlockBytes;
   NodeState::Options options = OnTwoPaths(Options(FixedBytes(layout_)));
   options.dram_limit_bytes += small_bytes;
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   const uint64_t other = node.Attach(small, {.job = "small"});
   const uint64_t session = node.Attach(layout_, {});
   ASSERT_EQ(node.state().FindJob("small")->resident_blocks, 1U);
@@ -379,7 +379,7 @@ TEST_F(NodeStateSwap, AJobThatWaitsForItsDiskCanBeDeleted) {
 TEST_F(NodeStateSwap, IsRefusedWithNumbersWhenItDoesNotFit) {
   NodeState::Options options = Options(FixedBytes(layout_));
   options.swap = SwapPaths({2 * 16 * kBlockBytes - 1});
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   const uint64_t session = node.RequestAttach(layout_, {});
   const absl::Status status = node.attached(session)->status;
   EXPECT_THAT(status, HasError(ErrorId::kSwapNospc));
@@ -396,10 +396,10 @@ TEST_F(NodeStateSwap, StatesAreReadAcrossResidentAndSwappedBlocks) {
   uint64_t bytes = 0;
   uint64_t end = 0;
   std::set<bool> places;
-  for (const CopyState& copy : node_.Logged<CopyState>()) {
+  for (const DecodeState& copy : node_.Logged<DecodeState>()) {
     EXPECT_EQ(copy.grad_offset_bytes, end) << "pieces lie side by side";
-    end += copy.bytes;
-    bytes += copy.bytes;
+    end += copy.elems * 4;
+    bytes += copy.elems * 4;
     places.insert(copy.place.resident);
     EXPECT_EQ(copy.identity.written_step, 1U);
   }
@@ -425,19 +425,19 @@ TEST_F(NodeStateSwap, AReadOfStatesAndAStepDoNotOverlap) {
     node_.RunTasks();
   }
   const uint64_t before = node_.ReadState(session_, 0, 0, 10);
-  ASSERT_EQ(node_.Running<CopyState>().size(), 1U);
+  ASSERT_EQ(node_.Running<DecodeState>().size(), 1U);
   const size_t updates = node_.Logged<UpdateBlock>().size();
   const uint64_t step = node_.Step(session_, 2);
   EXPECT_EQ(node_.Logged<UpdateBlock>().size(), updates) << "the step waits for the read";
   const uint64_t after = node_.ReadState(session_, 0, 0, 10);
-  node_.FinishAll<CopyState>();
+  node_.FinishAll<DecodeState>();
   EXPECT_EQ(node_.ErrorOf(before), ErrorId::kNone);
   EXPECT_GT(node_.Logged<UpdateBlock>().size(), updates);
   EXPECT_EQ(node_.answer(after), nullptr) << "the read waits for the step";
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(step), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(after), ErrorId::kNone);
-  EXPECT_EQ(node_.Logged<CopyState>().back().identity.written_step, 2U);
+  EXPECT_EQ(node_.Logged<DecodeState>().back().identity.written_step, 2U);
 }
 
 TEST_F(NodeStateSwap, AFailedReadOfStatesIsTheReadersAlone) {
@@ -453,13 +453,13 @@ TEST_F(NodeStateSwap, AJobThatOnlyReadsAheadGivesItsSlotsToOneThatSteps) {
   NodeState::Options options = Options(FixedBytes(layout_));
   options.dram_limit_bytes = options.node_bytes + 2 * FixedBytes(layout_) + 20 * kBlockBytes;
   options.swap = SwapPaths({4 * 40 * kBlockBytes});
-  NodeHarness node(options);
+  NodeHarness node(options, 1);
   // A job takes what DRAM is left; b gets none while another is there, and a too little afterwards.
   const uint64_t filler = node.Attach(layout_, {.job = "filler"});
   const uint64_t b = node.Attach(layout_, {.job = "b"});
   node.End(filler, EndCause::kDetached);
   node.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "filler"});
-  const uint64_t a = node.Attach(MakeLayout(1, {640, 640, 640, 640}), {.job = "a"});
+  const uint64_t a = node.Attach(MakeLayout({640, 640, 640, 640}), {.job = "a"});
   for (const char* name : {"a", "b"}) {
     const JobView job = *node.state().FindJob(name);
     ASSERT_GT(job.blocks - job.resident_blocks, 3U) << name << " is on swap";

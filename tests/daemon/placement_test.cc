@@ -17,7 +17,7 @@ namespace forebay::daemon {
 namespace {
 
 TEST(Placement, BlocksInDramLieSideBySideWithinTheGrant) {
-  const auto layout = testing::MakeLayout(2, {300, 64, 500});
+  const auto layout = testing::MakeLayout({300, 64, 500});
   const BlockMap map(layout, 64);
   uint64_t all_bytes = 0;
   for (uint32_t block = 0; block < map.blocks(); ++block) all_bytes += map.bytes(block);
@@ -45,7 +45,7 @@ TEST(Placement, BlocksInDramLieSideBySideWithinTheGrant) {
 }
 
 TEST(Placement, WeightsOfEveryPartitionAreInDramWhereTheLayoutHasThem) {
-  const auto layout = testing::MakeLayout(1, {300, 64, 500});
+  const auto layout = testing::MakeLayout({300, 64, 500});
   const Placement placement(*layout, BlockMap(layout, 64), 0);
   for (uint32_t partition = 0; partition < 3; ++partition) {
     const PartitionLocation location = placement.WherePartition(partition);

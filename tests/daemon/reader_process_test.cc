@@ -66,6 +66,7 @@ class DaemonReaders : public ::testing::Test {
                                .job = "job",
                                .reader = reader,
                                .rank = rank,
+                               .world_size = kShape.world_size,
                                .layout = testing::MakeLayoutSpec(kShape),
                                .timeout = kTimeout});
   }
@@ -112,7 +113,7 @@ class DaemonReaders : public ::testing::Test {
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
   const Layout layout_ = *Layout::Create(testing::MakeLayoutSpec(kShape));
-  ReferenceTrainer reference_{layout_, kSeed};
+  ReferenceTrainer reference_{layout_, kShape.world_size, kSeed};
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
   std::vector<std::unique_ptr<Attachment>> ranks_;
@@ -161,10 +162,7 @@ TEST_F(DaemonReaders, ReadStatesAndHaveNoRank) {
   ASSERT_OK_AND_ASSIGN(const auto reader, Attach(0, /*reader=*/true));
   EXPECT_EQ(reader->committed_step(), 1U);
   EXPECT_TRUE(reader->extra_state().empty());
-  const std::vector<std::byte> expected = reference_.State(1, 0);
-  std::vector<std::byte> read(expected.size());
-  ASSERT_OK(reader->ReadState({.group = 1, .plane = 0, .element_offset = 0}, read, kTimeout));
-  EXPECT_TRUE(read == expected);
+  EXPECT_OK(testing::CheckStates(*reader, reference_));
   EXPECT_THAT(testing::CallStep(*reader, {.rank = 0, .t = 2}), HasError(ErrorId::kRank));
   EXPECT_THAT(testing::DeliverGradient(*reader, 0, 0, 2), HasError(ErrorId::kRank));
   EXPECT_OK(reader->Detach());

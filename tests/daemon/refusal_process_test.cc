@@ -81,8 +81,8 @@ absl::Status ReleaseTwice(Attachment& session) {
 }
 
 absl::Status ReadState(Attachment& session, const client::StateRange& range) {
-  std::vector<std::byte> bytes(64);
-  return session.ReadState(range, bytes, kTimeout);
+  std::vector<float> values(16);
+  return session.ReadState(range, values, kTimeout).status();
 }
 
 class RefusedCallOf : public RefusedCall, public ::testing::WithParamInterface<Refusal> {};
@@ -160,16 +160,20 @@ INSTANTIATE_TEST_SUITE_P(
                 ErrorId::kNotReady,
                 {"group 1", "no open gradient slot"},
                 [](Attachment& session) { return session.GradReady(1); }},
-        Refusal{"StateBeyondTheGroup",
+        Refusal{"StateBeyondTheParameter",
                 ErrorId::kRange,
-                {"plane 0", "1000000", "in group 1"},
+                {"1000000", "layer1.bias"},
                 [](Attachment& session) {
-                  return ReadState(session, {.group = 1, .element_offset = 1'000'000});
+                  return ReadState(
+                      session,
+                      {.param = "layer1.bias", .state = "exp_avg", .first_elem = 1'000'000});
                 }},
-        Refusal{"UnknownPlane",
+        Refusal{"UnknownState",
                 ErrorId::kRange,
-                {"plane 9 of 2"},
-                [](Attachment& session) { return ReadState(session, {.plane = 9}); }},
+                {"adamw", "momentum_buffer"},
+                [](Attachment& session) {
+                  return ReadState(session, {.param = "layer1.bias", .state = "momentum_buffer"});
+                }},
         Refusal{"ParametersAfterTheFirstStep",
                 ErrorId::kProtocol,
                 {"rank 0 does not write the initial parameters"},
@@ -252,7 +256,7 @@ INSTANTIATE_TEST_SUITE_P(
                       WrongAttach{"AnotherWorldSize",
                                   ErrorId::kLayout,
                                   {"world size", "has 1", "wants 2"},
-                                  [](auto& options) { options.layout.world_size = 2; }},
+                                  [](auto& options) { options.world_size = 2; }},
                       WrongAttach{"AnotherFormat",
                                   ErrorId::kLayout,
                                   {"dtype", "has float32", "wants bfloat16"},
@@ -306,6 +310,7 @@ TEST_F(RefusedCall, WithParametersOfNanWritesNoneAndTheJobBeginsAfresh) {
   ASSERT_NE(healthy, nullptr);
   ASSERT_OK_AND_ASSIGN(auto session, Attachment::Attach({.socket = socket_,
                                                          .job = "job",
+                                                         .world_size = shape.world_size,
                                                          .layout = testing::MakeLayoutSpec(shape),
                                                          .timeout = kTimeout}));
   std::vector<std::byte> values = testing::MakeValues(session->layout(), 1, HealthyJob::kSeed);

@@ -86,7 +86,9 @@ struct Words {
   void operator()(const WriteBlock& a) const {
     Put({a.task, a.place.slot->path, a.place.slot->offset_bytes, a.checksum});
   }
-  void operator()(const CopyState& a) const { Put({a.task, a.session, a.identity.block, a.bytes}); }
+  void operator()(const DecodeState& a) const {
+    Put({a.task, a.session, a.identity.block, a.elems});
+  }
   void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
@@ -117,12 +119,12 @@ class Simulation {
                                         .new_tag = [this] { return ++last_tag_; },
                                         .model = &model_};
     using Groups = std::vector<std::vector<uint64_t>>;
-    layouts_ = {{"alpha",
-                 MakeLayoutOfParams(2, Groups{{300}, {5000, 20, 4000}, {64}, {9000, 3000}, {512}})},
-                {"beta", MakeLayoutOfParams(1, Groups{{400, 5000}, {90}})}};
-    trainers_.emplace_back("alpha", 0, layouts_["alpha"], wires);
-    trainers_.emplace_back("alpha", 1, layouts_["alpha"], wires);
-    trainers_.emplace_back("beta", 0, layouts_["beta"], wires);
+    layouts_ = {
+        {"alpha", MakeLayoutOfParams(Groups{{300}, {5000, 20, 4000}, {64}, {9000, 3000}, {512}})},
+        {"beta", MakeLayoutOfParams(Groups{{400, 5000}, {90}})}};
+    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{0, 2}, layouts_["alpha"], wires);
+    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{1, 2}, layouts_["alpha"], wires);
+    trainers_.emplace_back("beta", SimulatedTrainer::Rank{0, 1}, layouts_["beta"], wires);
     readers_.emplace_back("alpha", layouts_["alpha"], wires);
     readers_.emplace_back("alpha", layouts_["alpha"], wires);
     readers_.emplace_back("beta", layouts_["beta"], wires);
@@ -209,7 +211,7 @@ class Simulation {
   void FinishTask(TaskId task, const Action& action, bool chaos) {
     const bool may_fail = std::holds_alternative<ReadBlock>(action) ||
                           std::holds_alternative<UpdateBlock>(action) ||
-                          std::holds_alternative<CopyState>(action) ||
+                          std::holds_alternative<DecodeState>(action) ||
                           std::holds_alternative<CreateJobSwap>(action) ||
                           std::holds_alternative<CreateSessionMemory>(action);
     if (chaos && random_.OneIn(2000)) down_path_ = static_cast<uint32_t>(random_.Below(2));

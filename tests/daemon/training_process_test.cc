@@ -52,6 +52,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket, co
   return Attachment::Attach({.socket = socket,
                              .job = "job",
                              .rank = rank,
+                             .world_size = shape.world_size,
                              .layout = testing::MakeLayoutSpec(shape),
                              .timeout = kTimeout});
 }
@@ -71,20 +72,6 @@ void ExpectWeights(Attachment& session, const ReferenceTrainer& reference) {
   }
 }
 
-void ExpectStates(Attachment& session, const ReferenceTrainer& reference) {
-  const protocol::LayoutSpec& spec = session.layout().spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  for (uint32_t g = 0; g < session.layout().groups().size(); ++g) {
-    for (uint32_t plane = 0; plane < planes.size(); ++plane) {
-      const std::vector<std::byte> expected = reference.State(g, plane);
-      std::vector<std::byte> read(expected.size());
-      ASSERT_OK(
-          session.ReadState({.group = g, .plane = plane, .element_offset = 0}, read, kTimeout));
-      EXPECT_TRUE(read == expected) << "plane " << planes[plane].name << " of group " << g;
-    }
-  }
-}
-
 class DaemonTraining : public ::testing::TestWithParam<Case> {};
 
 TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
@@ -98,7 +85,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
   ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(socket, settings));
   const JobShape& shape = GetParam().shape;
   ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(testing::MakeLayoutSpec(shape)));
-  ReferenceTrainer reference(layout, kSeed);
+  ReferenceTrainer reference(layout, shape.world_size, kSeed);
 
   std::vector<std::unique_ptr<Attachment>> ranks;
   for (uint32_t rank = 0; rank < shape.world_size; ++rank) {
@@ -131,7 +118,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
     }
     for (const auto& rank : ranks) ExpectWeights(*rank, reference);
   }
-  ExpectStates(*ranks[0], reference);
+  EXPECT_OK(testing::CheckStates(*ranks[0], reference));
 
   ASSERT_OK_AND_ASSIGN(auto admin, AdminClient::Connect({.socket = socket}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());

@@ -20,25 +20,47 @@ using testing::HasError;
 using ::testing::HasSubstr;
 
 LayoutSpec Small() {
-  return {.world_size = 2,
-          .dtype = DType::kFloat32,
+  return {.dtype = DType::kFloat32,
           .optimizer = Optimizer::kAdamW,
           .format = Format::kFp32,
           .params = {{"a.weight", {3, 5}, 0, 0}, {"a.bias", {}, 0, 1}, {"b.weight", {200}, 1, 0}},
-          .group_names = {"a", "b"}};
+          .group_names = {"a", "b"},
+          .partitions = {}};
 }
 
-TEST(Layout, PlacesParametersAndPadsGroups) {
+TEST(Layout, PadsStatesAlone) {
   ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(Small()));
   EXPECT_EQ(layout.params()[1].offset_elems, 15U);
   EXPECT_EQ(layout.groups()[0].elems, 16U);
-  EXPECT_EQ(layout.groups()[0].padded_elems, 128U);
-  EXPECT_EQ(layout.groups()[1].padded_elems, 256U);
+  EXPECT_EQ(layout.group_bytes(0), 64U);
   EXPECT_EQ(layout.groups()[1].weights_offset_bytes, 4096U);
-  EXPECT_EQ(layout.partition_elems(1), 128U);
-  EXPECT_EQ(layout.largest_group_bytes(), 1024U);
+  EXPECT_EQ(layout.largest_group_bytes(), 832U) << "800 bytes in whole cache lines";
   EXPECT_EQ(layout.weights_bytes(), 8192U);
   EXPECT_EQ(layout.total_elems(), 216U);
+  ASSERT_EQ(layout.boxes().size(), 3U);
+  EXPECT_EQ(layout.boxes()[1].partition_elem, 15U);
+  EXPECT_EQ(layout.boxes()[1].states_elem, 64U);
+  EXPECT_EQ(layout.boxes()[2].states_elem, 128U);
+  EXPECT_EQ(layout.states_elems(), 128U + 256U);
+}
+
+TEST(Layout, GivesFrozenParametersNoStates) {
+  LayoutSpec spec = Small();
+  spec.params[1].trainable = false;
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(spec));
+  EXPECT_EQ(layout.total_elems(), 216U);
+  EXPECT_EQ(layout.trainable_elems(), 215U);
+  EXPECT_EQ(layout.boxes()[2].states_elem, 64U);
+  EXPECT_EQ(layout.weights_bytes(), 8192U);
+  EXPECT_THAT(Layout::Difference(Small(), spec), HasSubstr("frozen"));
+}
+
+TEST(Layout, KnowsAParameterByTheHashOfItsName) {
+  EXPECT_EQ(NameHash(""), 0xcbf29ce484222325U);
+  EXPECT_EQ(NameHash("a"), 0xaf63dc4c8601ec8cU) << "FNV-1a's published value";
+  EXPECT_EQ(NameHash("foobar"), 0x85944171f73967e8U);
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(Small()));
+  EXPECT_EQ(layout.params()[2].name_hash, NameHash("b.weight"));
 }
 
 TEST(Layout, RefusesEveryBrokenRuleByName) {
@@ -47,8 +69,6 @@ TEST(Layout, RefusesEveryBrokenRuleByName) {
     change(spec);
     return Layout::Create(std::move(spec)).status();
   };
-  EXPECT_THAT(broken([](auto& s) { s.world_size = 0; }), HasError(ErrorId::kRank));
-  EXPECT_THAT(broken([](auto& s) { s.world_size = kWorldMax + 1; }), HasError(ErrorId::kRank));
   EXPECT_THAT(broken([](auto& s) { s.params.clear(); }), HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.params[1].name = "a.weight"; }), HasError(ErrorId::kLayout));
   EXPECT_THAT(broken([](auto& s) { s.params[1].name.clear(); }), HasError(ErrorId::kLayout));
@@ -140,24 +160,24 @@ TEST(Formats, TakeTheBytesOfTheTable) {
   EXPECT_EQ(StateBytes(Optimizer::kLion, Format::kInt8, DType::kBFloat16, 129), 129 * 3 + 2 * 4);
 }
 
-TEST(Formats, Int8StartsEachParameterAndPartitionAtAScale) {
+TEST(Formats, Int8StartsEachBoxAtAScale) {
   LayoutSpec spec = Small();
-  spec.world_size = 3;
   spec.dtype = DType::kBFloat16;
   spec.format = Format::kInt8;
   ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(spec));
-  uint64_t elems = 0;
-  for (const ParamPlace& param : layout.params()) {
-    EXPECT_EQ(param.offset_elems % kScaleElems, 0);
-    elems += param.elems;
-  }
-  EXPECT_EQ(layout.total_elems(), elems);
-  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
-    EXPECT_EQ(layout.partition_elems(group) % kScaleElems, 0);
-  }
-  spec.format = Format::kExact;
-  ASSERT_OK_AND_ASSIGN(const Layout packed, Layout::Create(spec));
-  EXPECT_EQ(packed.total_elems(), elems);
+  for (const BoxPlace& box : layout.boxes()) EXPECT_EQ(box.states_elem % kScaleElems, 0);
+  EXPECT_EQ(layout.states_elems() % kScaleElems, 0);
+  EXPECT_EQ(layout.groups()[0].elems, 16U) << "weights have no padding";
+}
+
+TEST(LayoutCodec, CarriesPartitionsAndFrozenParameters) {
+  LayoutSpec spec = Small();
+  spec.params[0].trainable = false;
+  spec.partitions = {{.group = 0, .owner = 1, .replica = 0, .boxes = {{0, 2, 3, 5, 2}}},
+                     {.group = 1, .owner = 0, .replica = 3, .boxes = {{2, 0, 200, 200, 1}}}};
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(spec));
+  ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(bytes));
+  EXPECT_EQ(decoded, spec);
 }
 
 TEST(LayoutCodec, CarriesTheSeed) {

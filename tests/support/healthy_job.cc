@@ -25,7 +25,8 @@ absl::Status Differs(const std::string& what, uint32_t group, uint64_t step) {
 }  // namespace
 
 HealthyJob::HealthyJob(std::vector<std::unique_ptr<client::Attachment>> ranks)
-    : ranks_(std::move(ranks)), reference_(ranks_[0]->layout(), kSeed) {}
+    : ranks_(std::move(ranks)),
+      reference_(ranks_[0]->layout(), static_cast<uint32_t>(ranks_.size()), kSeed) {}
 
 absl::StatusOr<std::unique_ptr<HealthyJob>> HealthyJob::Attach(const HealthyJobOptions& options) {
   std::vector<std::unique_ptr<client::Attachment>> ranks;
@@ -34,6 +35,7 @@ absl::StatusOr<std::unique_ptr<HealthyJob>> HealthyJob::Attach(const HealthyJobO
                      client::Attachment::Attach({.socket = options.socket,
                                                  .job = options.job,
                                                  .rank = rank,
+                                                 .world_size = options.shape.world_size,
                                                  .layout = MakeLayoutSpec(options.shape),
                                                  .grad_arena_bytes = options.grad_arena_bytes,
                                                  .timeout = kTimeout}));
@@ -81,22 +83,13 @@ absl::Status HealthyJob::Step(Part part) {
 }
 
 absl::Status HealthyJob::HoldsItsBytes() {
-  const protocol::LayoutSpec& spec = layout().spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
   for (uint32_t g = 0; g < layout().groups().size(); ++g) {
     ASSIGN_OR_RETURN(const client::Lease lease, ranks_[0]->Fetch(g, kTimeout));
     const bool same = std::ranges::equal(lease.bytes, reference_.Weights(g));
     RETURN_IF_ERROR(ranks_[0]->Release(lease));
     if (!same) return Differs("weights", g, committed_step_);
-    for (uint32_t plane = 0; plane < planes.size(); ++plane) {
-      const std::vector<std::byte> expected = reference_.State(g, plane);
-      std::vector<std::byte> read(expected.size());
-      RETURN_IF_ERROR(
-          ranks_[0]->ReadState({.group = g, .plane = plane, .element_offset = 0}, read, kTimeout));
-      if (read != expected) return Differs(std::string(planes[plane].name), g, committed_step_);
-    }
   }
-  return absl::OkStatus();
+  return CheckStates(*ranks_[0], reference_);
 }
 
 absl::Status TrainsOneMoreStep(const HealthyJobOptions& options) {

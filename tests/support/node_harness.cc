@@ -14,16 +14,15 @@ using namespace daemon;
 using protocol::ErrorId;
 using protocol::Op;
 
-std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
-                                                   const std::vector<uint64_t>& group_elems) {
+std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems) {
   std::vector<std::vector<uint64_t>> param_elems;
   for (const uint64_t elems : group_elems) param_elems.push_back({elems});
-  return MakeLayoutOfParams(world_size, param_elems);
+  return MakeLayoutOfParams(param_elems);
 }
 
 std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
-    uint32_t world_size, const std::vector<std::vector<uint64_t>>& param_elems) {
-  protocol::LayoutSpec spec{.world_size = world_size, .params = {}, .group_names = {}};
+    const std::vector<std::vector<uint64_t>>& param_elems) {
+  protocol::LayoutSpec spec;
   for (uint32_t group = 0; group < param_elems.size(); ++group) {
     for (const uint64_t elems : param_elems[group]) {
       spec.params.push_back({.name = absl::StrCat("p", spec.params.size()),
@@ -129,6 +128,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .job = request.job,
                        .reader = request.reader,
                        .rank = request.rank,
+                       .world_size = request.world_size != 0 ? request.world_size : world_size_,
                        .run = request.run,
                        .resume = request.resume,
                        .grad_arena_bytes = grad_bytes,
@@ -199,6 +199,7 @@ void NodeHarness::ReleaseFetched(uint64_t session, uint64_t fetch_tag) {
 // The lowest free place among the gradients that were not answered; a client would wait where there
 // is none.
 uint64_t NodeHarness::AllocateOffset(uint64_t session, uint64_t bytes) {
+  bytes = protocol::RoundUp(bytes, protocol::kGradAlignBytes);
   uint64_t offset = 0;
   for (const auto& [begin, end] : InfoOf(session).unanswered) {
     if (offset + bytes <= begin) break;
@@ -222,7 +223,7 @@ void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
 }
 
 uint64_t NodeHarness::Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite) {
-  const uint64_t elems = InfoOf(session).layout->groups()[group].padded_elems;
+  const uint64_t elems = InfoOf(session).layout->groups()[group].elems;
   return GradientRange(session, group, 0, elems, step, finite);
 }
 

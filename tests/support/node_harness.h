@@ -21,11 +21,10 @@ namespace forebay::testing {
 
 // A float32 layout; each group has one parameter of so many elements, in parameter group 0; or a
 // parameter for each number of a group.
-std::shared_ptr<const protocol::Layout> MakeLayout(uint32_t world_size,
-                                                   const std::vector<uint64_t>& group_elems);
+std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems);
 
 std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
-    uint32_t world_size, const std::vector<std::vector<uint64_t>>& param_elems);
+    const std::vector<std::vector<uint64_t>>& param_elems);
 
 // Swap paths with so many bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
@@ -38,6 +37,7 @@ struct AttachRequest {
   uint32_t uid = 1000;
   bool reader = false;
   uint32_t rank = 0;
+  uint32_t world_size = 0;  // 0: that of the harness
   std::string run = {};
   bool resume = false;
   uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
@@ -46,7 +46,8 @@ struct AttachRequest {
 
 class NodeHarness {
  public:
-  explicit NodeHarness(const daemon::NodeState::Options& options) : state_(options) {}
+  explicit NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size = 2)
+      : state_(options), world_size_(world_size) {}
 
   daemon::NodeState& state() { return state_; }
   NodeModel& model() { return model_; }
@@ -148,6 +149,7 @@ class NodeHarness {
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
 
   daemon::NodeState state_;
+  uint32_t world_size_;
   NodeModel model_;
   std::vector<daemon::Action> log_;
   std::map<uint64_t, SessionInfo> sessions_;

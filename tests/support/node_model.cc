@@ -162,7 +162,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     uses.push_back(StateUse(update->job, update->place, update->bytes, true));
     const protocol::LayoutSpec& spec = jobs_[update->job].layout->spec();
     const uint64_t width = protocol::SizeBytes(spec.dtype);
-    const uint64_t sum_width = protocol::SizeBytes(GradientSumType(spec));
+    const uint64_t sum_width = protocol::SizeBytes(update->sum_dtype);
     for (const UpdateSegment& segment : update->segments) {
       uses.push_back({absl::StrCat("weights ", update->job), segment.weights_offset_bytes,
                       segment.elems * width, true});
@@ -177,10 +177,10 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     CheckSlot(write->job, write->place, /*writes=*/true);
     const nvme::Slot slot = *write->place.slot;
     uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, write->bytes, true});
-  } else if (const auto* state = std::get_if<CopyState>(&action)) {
+  } else if (const auto* state = std::get_if<DecodeState>(&action)) {
     uses.push_back(StateUse(state->job, state->place, state->block_bytes, false));
-    uses.push_back(GradUse(state->session, state->grad_offset_bytes, state->bytes, true));
-    if (state->block_offset_bytes + state->bytes > state->block_bytes) {
+    uses.push_back(GradUse(state->session, state->grad_offset_bytes, state->elems * 4, true));
+    if (state->block_elem + state->elems > state->block_elems) {
       Fault("a read of states is outside its block");
     }
   }
@@ -274,13 +274,18 @@ void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
   jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
 }
 
-NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, uint64_t offset_bytes) {
-  uint64_t elem = offset_bytes / protocol::SizeBytes(GradientSumType(job.layout->spec()));
+// Sums lie one group after the other, each from a cache line on.
+NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
+                                              uint64_t offset_bytes) {
+  const uint64_t width = protocol::SizeBytes(sum_dtype);
   uint32_t group = 0;
-  for (; elem >= job.layout->groups()[group].padded_elems; ++group) {
-    elem -= job.layout->groups()[group].padded_elems;
+  while (true) {
+    const uint64_t bytes =
+        protocol::RoundUp(job.layout->groups()[group].elems * width, protocol::kCacheLineBytes);
+    if (offset_bytes < bytes) return {.group = group, .elem = offset_bytes / width};
+    offset_bytes -= bytes;
+    ++group;
   }
-  return {.group = group, .elem = elem};
 }
 
 // Bytes that were given back to the client may be anything. That is well where the attempt was
@@ -297,7 +302,7 @@ GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens
 void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
   JobMemory& job = jobs_[a.job];
   const uint64_t width = protocol::SizeBytes(a.dtype);
-  const ElemPlace place = AccumulatorAt(job, a.accumulator_offset_bytes);
+  const ElemPlace place = AccumulatorAt(job, a.sum_dtype, a.accumulator_offset_bytes);
   if (place.elem % protocol::kGradUnitElems != 0) Fault("a pass begins within a unit");
   std::vector<GradientToken> tokens;
   for (size_t i = 0; i < a.sources.size(); ++i) {
@@ -317,7 +322,8 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
 }
 
 void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
-  const ElemPlace place = AccumulatorAt(jobs_[a.job], a.accumulator_offset_bytes);
+  const ElemPlace place =
+      AccumulatorAt(jobs_[a.job], protocol::DType::kFloat32, a.accumulator_offset_bytes);
   const uint64_t unit = place.elem / protocol::kGradUnitElems;
   done.squares.AddChunk(static_cast<double>(jobs_[a.job].accumulators[{place.group, unit}].size()));
 }
@@ -360,7 +366,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
     }
     const uint32_t param = ParamAt(job, segment.weights_offset_bytes);
     if (param != segment.param) Fault("a segment is not that of its parameter");
-    const ElemPlace place = AccumulatorAt(job, segment.accumulator_offset_bytes);
+    const ElemPlace place = AccumulatorAt(job, a.sum_dtype, segment.accumulator_offset_bytes);
     job.updated_elems[param] += segment.elems;
     for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
          elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
@@ -386,7 +392,7 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   jobs_[a.job].written[a.identity.block] = *a.place.slot;
 }
 
-void NodeModel::Apply(const CopyState& a, TaskDone&) {
+void NodeModel::Apply(const DecodeState& a, TaskDone&) {
   if (a.place.resident || a.identity.written_step == 0) return;
   if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
     Fault("a state was read from a slot that does not hold its block");

@@ -131,7 +131,8 @@ class NodeModel {
     uint32_t group = 0;
     uint64_t elem = 0;
   };
-  static ElemPlace AccumulatorAt(const JobMemory& job, uint64_t offset_bytes);
+  static ElemPlace AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
+                                 uint64_t offset_bytes);
   // The contribution whose bytes lie at an offset of a session's arena or of the overflow.
   static GradientToken TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
                                uint64_t offset_bytes);
@@ -147,7 +148,7 @@ class NodeModel {
   void Apply(const daemon::ReadBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
-  void Apply(const daemon::CopyState& a, daemon::TaskDone& done);
+  void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
   template <typename Other>
   void Apply(const Other&, daemon::TaskDone&) {
     Fault("an action without a task was finished");

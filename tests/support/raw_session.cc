@@ -111,7 +111,6 @@ absl::Status RawSession::Attach(const RawAttach& attach) {
 absl::Status RawSession::Attach(RawAttach attach, const protocol::LayoutSpec& layout) {
   ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, protocol::EncodeLayout(layout));
   const protocol::UniqueFd fd = MakeMemfd(bytes);
-  attach.world_size = layout.world_size;
   attach.layout_fd = fd.get();
   attach.layout_bytes = bytes.size();
   return Attach(attach);

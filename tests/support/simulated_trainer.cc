@@ -13,10 +13,11 @@ using namespace daemon;
 using protocol::ErrorId;
 using protocol::Op;
 
-SimulatedTrainer::SimulatedTrainer(std::string job, uint32_t rank,
+SimulatedTrainer::SimulatedTrainer(std::string job, Rank rank,
                                    std::shared_ptr<const protocol::Layout> layout, Wires wires)
     : job_(std::move(job)),
-      rank_(rank),
+      rank_(rank.rank),
+      world_size_(rank.world_size),
       layout_(std::move(layout)),
       wires_(std::move(wires)),
       grad_arena_bytes_(2 *
@@ -33,6 +34,7 @@ void SimulatedTrainer::Attach() {
                               .uid = 1000,
                               .job = job_,
                               .rank = rank_,
+                              .world_size = world_size_,
                               .grad_arena_bytes = grad_arena_bytes_,
                               .extra_state_bytes = 100,
                               .layout = layout_});
@@ -190,8 +192,8 @@ void SimulatedTrainer::Plan(SimulationRandom& random, bool chaos) {
   for (uint32_t group = 0; group < layout_->groups().size(); ++group) {
     const protocol::GroupPlace& place = layout_->groups()[group];
     std::vector<Range> ranges;
-    for (uint64_t begin = 0; begin < place.padded_elems; begin += kUnit) {
-      const uint64_t end = std::min(begin + kUnit, place.padded_elems);
+    for (uint64_t begin = 0; begin < place.elems; begin += kUnit) {
+      const uint64_t end = std::min(begin + kUnit, place.elems);
       bool needed = false;
       for (uint32_t i = place.param_begin; i < place.param_end; ++i) {
         const protocol::ParamPlace& param = layout_->params()[i];

@@ -40,7 +40,12 @@ class SimulatedTrainer {
     NodeModel* model = nullptr;
   };
 
-  SimulatedTrainer(std::string job, uint32_t rank, std::shared_ptr<const protocol::Layout> layout,
+  struct Rank {
+    uint32_t rank = 0;
+    uint32_t world_size = 1;
+  };
+
+  SimulatedTrainer(std::string job, Rank rank, std::shared_ptr<const protocol::Layout> layout,
                    Wires wires);
 
   // Does one thing. With `chaos` it may also do a wrong one.
@@ -102,6 +107,7 @@ class SimulatedTrainer {
 
   std::string job_;
   uint32_t rank_;
+  uint32_t world_size_;
   std::shared_ptr<const protocol::Layout> layout_;
   Wires wires_;
   uint64_t grad_arena_bytes_;

@@ -48,12 +48,10 @@ cpu_adam::Gradient GradientOf(DType dtype, std::span<const std::byte> bytes) {
 }  // namespace
 
 protocol::LayoutSpec MakeLayoutSpec(const JobShape& shape) {
-  protocol::LayoutSpec spec{.world_size = shape.world_size,
-                            .dtype = shape.dtype,
-                            .optimizer = shape.optimizer,
-                            .format = shape.format,
-                            .params = {},
-                            .group_names = {}};
+  protocol::LayoutSpec spec;
+  spec.dtype = shape.dtype;
+  spec.optimizer = shape.optimizer;
+  spec.format = shape.format;
   const uint64_t first = shape.group_elems / 2 + 1;
   const uint64_t second = shape.group_elems / 3;
   for (uint32_t group = 0; group < shape.groups; ++group) {
@@ -81,15 +79,15 @@ std::vector<std::byte> MakeGradient(const protocol::Layout& layout, uint32_t gro
                 (t * 64 + rank + 1) * 1000 + group);
 }
 
-ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint64_t seed)
-    : layout_(layout) {
+ReferenceTrainer::ReferenceTrainer(const protocol::Layout& layout, uint32_t world_size,
+                                   uint64_t seed)
+    : layout_(layout), world_size_(world_size) {
   for (uint32_t g = 0; g < layout.groups().size(); ++g) {
-    const uint64_t padded = layout.groups()[g].padded_elems;
+    const uint64_t elems = layout.groups()[g].elems;
     Group group{.weights = MakeValues(layout, g, seed),
-                .remainder = std::vector<int16_t>(padded),
+                .remainder = std::vector<int16_t>(elems),
                 .moments = {protocol::Info(layout.spec().optimizer).moments.size(),
-                            std::vector<float>(padded)}};
-    group.weights.resize(layout.group_bytes(g));
+                            std::vector<float>(elems)}};
     groups_.push_back(std::move(group));
   }
 }
@@ -99,14 +97,13 @@ double ReferenceTrainer::Step(uint64_t t, std::span<const protocol::HyperParams>
   const std::string target = cpu_adam::ChosenTarget();
   FOREBAY_CHECK(cpu_adam::ForceTarget("scalar").ok());
   const DType dtype = layout_.spec().dtype;
-  const uint32_t world = layout_.spec().world_size;
+  const uint32_t world = world_size_;
   std::vector<std::vector<float>> sums(groups_.size());
   double squares = 0;
   for (const uint32_t g : delivered) {  // ascending
-    sums[g].resize(layout_.groups()[g].padded_elems);
+    sums[g].resize(layout_.groups()[g].elems);
     for (uint32_t rank = 0; rank < world; ++rank) {
-      std::vector<std::byte> gradient = MakeGradient(layout_, g, rank, t);
-      gradient.resize(layout_.group_bytes(g));
+      const std::vector<std::byte> gradient = MakeGradient(layout_, g, rank, t);
       cpu_adam::AddGradient(sums[g].size(), GradientOf(dtype, gradient),
                             rank == 0 ? cpu_adam::AddMode::kSet : cpu_adam::AddMode::kAdd,
                             sums[g].data());
@@ -151,13 +148,28 @@ std::span<const std::byte> ReferenceTrainer::Weights(uint32_t group) const {
   return groups_[group].weights;
 }
 
-std::vector<std::byte> ReferenceTrainer::State(uint32_t group, size_t plane) const {
-  const Group& state = groups_[group];
-  const size_t first_moment = layout_.spec().format == Format::kExact ? 1 : 0;
-  const std::span<const std::byte> bytes =
-      plane < first_moment ? std::as_bytes(std::span(state.remainder))
-                           : std::as_bytes(std::span(state.moments[plane - first_moment]));
-  return {bytes.begin(), bytes.end()};
+std::vector<float> ReferenceTrainer::State(uint32_t param, size_t state) const {
+  const protocol::ParamPlace& place = layout_.params()[param];
+  const Group& group = groups_[place.group];
+  std::vector<float> values;
+  for (uint64_t elem = place.offset_elems; elem < place.offset_elems + place.elems; ++elem) {
+    if (state > 0) {
+      values.push_back(group.moments[state - 1][elem]);
+    } else if (layout_.spec().format == Format::kExact) {
+      uint16_t weights = 0;
+      std::memcpy(&weights, group.weights.data() + elem * 2, 2);
+      const auto remainder = static_cast<uint32_t>(int32_t{group.remainder[elem]});
+      values.push_back(std::bit_cast<float>((uint32_t{weights} << 16) + remainder));
+    } else {
+      values.emplace_back();
+      std::memcpy(&values.back(), group.weights.data() + elem * 4, 4);
+    }
+  }
+  return values;
+}
+
+uint64_t ReferenceTrainer::updates(uint32_t param) const {
+  return groups_[layout_.params()[param].group].updates;
 }
 
 }  // namespace forebay::testing

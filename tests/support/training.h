@@ -13,7 +13,7 @@
 namespace forebay::testing {
 
 struct JobShape {
-  uint32_t world_size = 2;
+  uint32_t world_size = 2;  // not a part of the layout
   uint32_t groups = 3;
   uint64_t group_elems = 10'000;  // of each group, in three parameters, two parameter groups
   protocol::DType dtype = protocol::DType::kFloat32;
@@ -36,18 +36,20 @@ std::vector<std::byte> MakeGradient(const protocol::Layout& layout, uint32_t gro
 // The whole model in one process.
 class ReferenceTrainer {
  public:
-  ReferenceTrainer(const protocol::Layout& layout, uint64_t seed);
+  ReferenceTrainer(const protocol::Layout& layout, uint32_t world_size, uint64_t seed);
 
   // Applies step t: every rank has delivered MakeGradient(group, rank, t) to the groups in
   // `delivered`. Returns the norm before clipping; 0 where max_grad_norm is 0.
   double Step(uint64_t t, std::span<const protocol::HyperParams> hyper, double max_grad_norm,
               std::span<const uint32_t> delivered);
 
-  // The padded group as the daemon serves it.
+  // The group as the daemon serves it.
   std::span<const std::byte> Weights(uint32_t group) const;
 
-  // A padded state plane of a group, in the order of protocol::StatePlanes.
-  std::vector<std::byte> State(uint32_t group, size_t plane) const;
+  // A state of a parameter as the daemon decodes it; `state` is an index into
+  // protocol::StateNames.
+  std::vector<float> State(uint32_t param, size_t state) const;
+  uint64_t updates(uint32_t param) const;
 
  private:
   struct Group {
@@ -58,6 +60,7 @@ class ReferenceTrainer {
   };
 
   const protocol::Layout& layout_;
+  uint32_t world_size_;
   std::vector<Group> groups_;
 };
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "protocol/layout.h"
 #include "protocol/os/status_macros.h"
 #include "tests/support/training.h"
 
@@ -57,6 +59,26 @@ absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
     RETURN_IF_ERROR(DeliverGradient(session, g, options.rank, options.t));
   }
   return CallStep(session, options);
+}
+
+absl::Status CheckStates(client::Attachment& session, const ReferenceTrainer& reference) {
+  const protocol::LayoutSpec& spec = session.layout().spec();
+  const std::vector<std::string> states = protocol::StateNames(spec.optimizer);
+  for (uint32_t param = 0; param < spec.params.size(); ++param) {
+    for (size_t state = 0; state < states.size(); ++state) {
+      const std::string& name = spec.params[param].name;
+      const std::vector<float> expected = reference.State(param, state);
+      std::vector<float> read(expected.size());
+      ASSIGN_OR_RETURN(const uint64_t updates,
+                       session.ReadState({.param = name, .state = states[state]}, read, kTimeout));
+      if (std::memcmp(read.data(), expected.data(), read.size() * sizeof(float)) != 0 ||
+          updates != reference.updates(param)) {
+        return absl::DataLossError(
+            absl::StrCat(states[state], " of ", name, " differs, or its ", updates, " updates"));
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace forebay::testing

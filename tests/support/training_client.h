@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/client.h"
+#include "tests/support/training.h"
 
 namespace forebay::testing {
 
@@ -31,5 +32,8 @@ absl::StatusOr<client::StepResult> CallStep(client::Attachment& session,
 // Fetches all groups in order, delivers all backwards, then CallStep().
 absl::StatusOr<client::StepResult> TrainStep(client::Attachment& session,
                                              const TrainStepOptions& options);
+
+// Whether every state of every parameter, and its count of updates, is the reference's, bit by bit.
+absl::Status CheckStates(client::Attachment& session, const ReferenceTrainer& reference);
 
 }  // namespace forebay::testing

@@ -90,7 +90,7 @@ uint32_t BenchJob::groups() const {
 absl::Status BenchJob::DeliverGradients() {
   for (uint32_t group = 0; group < groups(); ++group) {
     ASSIGN_OR_RETURN(const std::span<std::byte> slot,
-                     attachment_->GradSlot(group, client::GradFill::kPadding, kLimit));
+                     attachment_->GradSlot(group, client::GradFill::kNone, kLimit));
     const protocol::Layout& layout = attachment_->layout();
     Fill(layout.spec().dtype, kGradient, slot.first(GroupBytes(layout, group)));
     RETURN_IF_ERROR(attachment_->GradReady(group));

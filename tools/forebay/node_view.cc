@@ -71,7 +71,7 @@ json ToJson(const client::JobStatus& job) {
           {"sessions", job.sessions},
           {"committed_step", job.committed_step},
           {"params", job.params},
-          {"padded_elems", job.padded_elems},
+          {"trainable_params", job.trainable_params},
           {"dtype", job.dtype},
           {"optimizer", job.optimizer},
           {"format", job.format},

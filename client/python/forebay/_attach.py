@@ -56,7 +56,7 @@ def attach(
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
     wanted_groups = optimizer.params if param_groups is None else param_groups
     torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
-    frozen_group = _assign_param_groups(plan, torch_groups)
+    _assign_param_groups(plan, torch_groups)
     optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
     _print_stack_at_segv()
     attachment = _core.attach(
@@ -68,7 +68,10 @@ def attach(
         optimizer.name,
         _format(optimizer, plan),
         optimizer.seed,
-        [(p.name, list(p.tensor.shape), p.group, p.param_group) for p in plan.parameters],
+        [
+            (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
+            for p in plan.parameters
+        ],
         plan.group_names,
         grad_arena_bytes,
         extra_state_bytes + HEADER.size,
@@ -95,7 +98,6 @@ def attach(
             handles=undo.handles,
             guards=undo.guards,
             rule=optimizer,
-            frozen_group=frozen_group,
             buffers=buffers,
             commits_buffers=rank == 0,
             extra_state_bytes=extra_state_bytes,
@@ -214,9 +216,8 @@ def _torch_groups(
     return groups
 
 
-def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Numbers each parameter's hyper-parameters; True where frozen parameters need a group of their
-    own."""
+def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Numbers each trainable parameter's hyper-parameters."""
     numbers: dict[int, int] = {}
     names = {id(parameter.tensor): parameter.name for parameter in plan.parameters}
     for number, group in enumerate(torch_groups):
@@ -236,34 +237,30 @@ def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) 
                     f"and {number}",
                     "list it in one of them",
                 )
-    frozen = False
     for parameter in plan.parameters:
         if not parameter.trainable:
-            parameter.param_group, frozen = len(torch_groups), True
-        elif id(parameter.tensor) not in numbers:
+            continue
+        if id(parameter.tensor) not in numbers:
             raise usage_error(
                 "E_OPTION",
                 f"parameter {parameter.name} is in no param group",
                 "list it, or requires_grad_(False) before attach",
             )
-        else:
-            parameter.param_group = numbers[id(parameter.tensor)]
-    if len(torch_groups) + frozen > PARAM_GROUPS_MAX:
+        parameter.param_group = numbers[id(parameter.tensor)]
+    if len(torch_groups) > PARAM_GROUPS_MAX:
         raise usage_error(
             "E_OPTION",
-            f"{len(torch_groups)} param groups (at most {PARAM_GROUPS_MAX}, frozen parameters "
-            "take one)",
+            f"{len(torch_groups)} param groups (at most {PARAM_GROUPS_MAX})",
             "join groups with the same hyper-parameters",
         )
-    return frozen
 
 
 def _groups(plan: Plan, attachment: Attachment) -> list[Group]:
     for parameter, offset in zip(plan.parameters, attachment.param_offsets):
         parameter.offset = offset
     return [
-        Group(number, plan.group_names[number], elems, padded_elems)
-        for number, (_, elems, padded_elems) in enumerate(attachment.groups)
+        Group(number, plan.group_names[number], elems)
+        for number, (_, elems) in enumerate(attachment.groups)
     ]
 
 
@@ -272,7 +269,7 @@ def _write_initial(
 ) -> None:
     """The values of this process become the job's."""
     for group in groups:
-        flat = torch.zeros(group.padded_elems, dtype=plan.dtype)
+        flat = torch.empty(group.elems, dtype=plan.dtype)
         for parameter in plan.parameters:
             if parameter.group != group.number:
                 continue

@@ -50,8 +50,8 @@ class Clock:
 class Group:
     """One group of this process: how often it is in use, and what of its gradient has arrived."""
 
-    def __init__(self, number: int, name: str, elems: int, padded_elems: int) -> None:
-        self.number, self.name, self.elems, self.padded_elems = number, name, elems, padded_elems
+    def __init__(self, number: int, name: str, elems: int) -> None:
+        self.number, self.name, self.elems = number, name, elems
         self.members: list[Member] = []  # in the order of the group
         self.expected = 0  # gradients of a step
         self.forwards = 0  # that are running

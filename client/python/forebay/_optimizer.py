@@ -11,7 +11,6 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from ._plan import Parameter, Plan
     from .optimizers import HyperRow, Optimizer
 
-PIECE_ELEMS = 1 << 20  # states are read back through the client in pieces of this many
-SCALE_ELEMS = 128  # of format int8: elements that share a scale
+PIECE_ELEMS = 1 << 20  # states are hashed in pieces of this many
 # After these errors the step begins anew; after others the same step can be asked for again.
 GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW"}
 
@@ -93,7 +91,6 @@ class ForebayOptimizer(torch.optim.Optimizer):
         handles: list[RemovableHandle],
         guards: Guards,
         rule: Optimizer,
-        frozen_group: bool,
         buffers: Buffers,
         commits_buffers: bool,
         extra_state_bytes: int,
@@ -105,8 +102,6 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._rule = rule  # one of forebay.optimizers
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
         self._grad_norm: float | None = None
-        # Parameters that take no gradient have a group of their own, with lr 0.
-        self._frozen_group = frozen_group
         self._members = [member for group in engine.groups for member in group.members]
         self._buffers, self._commits_buffers = buffers, commits_buffers
         self._extra_state_bytes = extra_state_bytes
@@ -305,24 +300,22 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper_parameters(self) -> list[HyperRow]:
-        groups = list(self.param_groups)
-        if self._frozen_group:
-            groups.append({**self.defaults, "lr": 0.0, "weight_decay": 0.0})
-        return self._rule._rows(groups)
+        return self._rule._rows(self.param_groups)
 
     # ----------------------------------------------------------------------------------- reading
 
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
-        """{plane: tensor} of one parameter: its moments under torch's names (those of format int8
-        decoded to float32), and its remainder or master where the format has one.
+        """The states of one parameter, decoded to float32 tensors of its shape and named as torch
+        names them: "exp_avg" and its like, "step" (how many updates the parameter has had) and,
+        where the weights have 16 bits, "master". A frozen parameter has none: {}.
 
         name  as in model.named_parameters(); of a tied parameter the first name.
 
         Errors  E_OPTION  no such parameter.
 
         >>> opt = forebay.attach(model, forebay.AdamW())
-        >>> {plane: list(values.shape) for plane, values in opt.read_state("weight").items()}
-        {'exp_avg': [2, 4], 'exp_avg_sq': [2, 4]}
+        >>> {state: list(values.shape) for state, values in opt.read_state("weight").items()}
+        {'exp_avg': [2, 4], 'step': [], 'exp_avg_sq': [2, 4]}
         """
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
@@ -331,47 +324,46 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 f"no parameter {name} in the attached model",
                 "model.named_parameters() names them; of a tied one the first name counts",
             )
-        raw = {
-            plane: torch.cat(list(self._pieces(parameter, number)))
-            for number, (plane, _) in enumerate(self._live().planes)
-        }
-        shape, count = parameter.tensor.shape, parameter.tensor.numel()
-        return {
-            plane: _decoded(values, raw.get(f"{plane}_scale"))[:count].view(shape)
-            for plane, values in raw.items()
-            if not plane.endswith("_scale")
-        }
+        states = {}
+        for state in self._states_of(parameter):
+            values, updates = self._read(parameter, state, 0, parameter.tensor.numel())
+            states[state] = values.view(parameter.tensor.shape)
+            states["step"] = torch.tensor(float(updates))
+        return states
 
-    def _pieces(self, parameter: Parameter, plane: int) -> Iterator[torch.Tensor]:
-        """One plane of a parameter, read back through the client; in whole scales."""
-        count = parameter.tensor.numel()
-        if any(elems > 1 for _, elems in self._live().planes):
-            count = -(-count // SCALE_ELEMS) * SCALE_ELEMS
-        for begin in range(0, count, PIECE_ELEMS):
-            elems = min(PIECE_ELEMS, count - begin)
-            yield torch.from_dlpack(  # type: ignore[attr-defined]
-                self._live().read_state(
-                    parameter.group, plane, parameter.offset + begin, elems, self._engine.timeout
-                )
-            )
+    def _states_of(self, parameter: Parameter) -> list[str]:
+        """Names of the states that are not the weights themselves."""
+        if not parameter.trainable:
+            return []
+        wide = parameter.tensor.dtype == torch.float32
+        return [state for state in self._live().states if state != "master" or not wide]
+
+    def _read(
+        self, parameter: Parameter, state: str, first: int, elems: int
+    ) -> tuple[torch.Tensor, int]:
+        view, updates = self._live().read_state(
+            parameter.name, state, first, elems, self._engine.timeout
+        )
+        return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
 
     def state_sha256(self) -> str:
         """SHA-256 over the model, as 64 hexadecimal digits: for each parameter in the model's order
-        its name, a zero byte, its bytes, and those of every plane of its state; then for each
+        its name, a zero byte, its bytes, and those of every state as float32; then for each
         buffer of the model's state_dict its name, a zero byte and its bytes.
 
         >>> opt = forebay.attach(model)
         >>> len(opt.state_sha256())
         64
         """
-        planes = range(len(self._live().planes))
         digest = hashlib.sha256()
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
             _hash(digest, parameter.tensor)
-            for plane in planes:
-                for piece in self._pieces(parameter, plane):
-                    _hash(digest, piece)
+            count = parameter.tensor.numel()
+            for state in self._states_of(parameter):
+                for first in range(0, count, PIECE_ELEMS):
+                    elems = min(PIECE_ELEMS, count - first)
+                    _hash(digest, self._read(parameter, state, first, elems)[0])
         for name, buffer in self._buffers.named():
             digest.update(name.encode() + b"\0" + bytes_of(buffer))
         return digest.hexdigest()
@@ -492,18 +484,6 @@ def _as_bytes(value: Any) -> bytes | None:
             f"extra_state is of type {type(value).__name__}, not bytes",
             "pickle.dumps(state), or json.dumps(state).encode()",
         ) from None
-
-
-def _decoded(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Values of one plane; codes of format int8 (cpu_adam/update_kernel.h) as float32."""
-    if scales is None:
-        return values
-    byte = torch.arange(SCALE_ELEMS)
-    place = 4 * (byte % 64 // 2) + 2 * (byte // 64) + byte % 2
-    codes = values.view(-1, SCALE_ELEMS)[:, place]
-    if codes.dtype == torch.uint8:  # of roots
-        return (codes.clamp(min=1).float() * scales[:, None]).square().flatten()
-    return (codes.float() * scales[:, None]).flatten()
 
 
 def _end(engine: Engine, handles: list[RemovableHandle], guards: Guards, process: int) -> None:

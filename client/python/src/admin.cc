@@ -78,7 +78,7 @@ nb::dict JobDict(const client::JobStatus& job) {
   dict["sessions"] = job.sessions;
   dict["committed_step"] = job.committed_step;
   dict["params"] = job.params;
-  dict["padded_elems"] = job.padded_elems;
+  dict["trainable_params"] = job.trainable_params;
   dict["dtype"] = job.dtype;
   dict["optimizer"] = job.optimizer;
   dict["format"] = job.format;

@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -45,7 +46,8 @@ using protocol::MakeError;
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t>;
+// Name, shape, group, parameter group, trainable.
+using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t, bool>;
 using HyperDict = std::map<std::string, double>;
 
 Timeout TimeoutOf(double seconds) {
@@ -136,22 +138,26 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .job = job,
       .reader = reader,
       .rank = rank,
+      .world_size = world_size,
       .run = run,
       .resume = resume,
-      .layout = {.world_size = world_size,
-                 .dtype = ValueOrThrow(DTypeFromName(dtype)),
+      .layout = {.dtype = ValueOrThrow(DTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
                  .seed = seed,
                  .params = {},
-                 .group_names = group_names},
+                 .group_names = group_names,
+                 .partitions = {}},
       .grad_arena_bytes = grad_arena_bytes,
       .extra_state_bytes = extra_state_bytes,
       .timeout = TimeoutOf(timeout),
       .interrupt_check = PythonInterrupted};
-  for (const auto& [name, shape, group, param_group] : params) {
-    options.layout.params.push_back(
-        {.name = name, .shape = shape, .group = group, .param_group = param_group});
+  for (const auto& [name, shape, group, param_group, trainable] : params) {
+    options.layout.params.push_back({.name = name,
+                                     .shape = shape,
+                                     .group = group,
+                                     .param_group = param_group,
+                                     .trainable = trainable});
   }
   client::InstallSegvExplainer();
   return PyAttachment(
@@ -161,7 +167,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
 nb::list Groups(PyAttachment& self) {
   nb::list groups;
   for (const protocol::GroupPlace& group : self->layout().groups()) {
-    groups.append(nb::make_tuple(group.weights_offset_bytes, group.elems, group.padded_elems));
+    groups.append(nb::make_tuple(group.weights_offset_bytes, group.elems));
   }
   return groups;
 }
@@ -174,16 +180,12 @@ nb::list ParamOffsets(PyAttachment& self) {
   return offsets;
 }
 
-// (name, elements that share a value) of each plane of a state.
-nb::list Planes(PyAttachment& self) {
-  const protocol::LayoutSpec& spec = self->layout().spec();
-  nb::list planes;
-  for (const protocol::Plane& plane :
-       protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
-    planes.append(
-        nb::make_tuple(nb::str(plane.name.data(), plane.name.size()), plane.elems_per_value));
+nb::list States(PyAttachment& self) {
+  nb::list states;
+  for (const std::string& name : protocol::StateNames(self->layout().spec().optimizer)) {
+    states.append(name);
   }
-  return planes;
+  return states;
 }
 
 nb::list TraceGroups(PyAttachment& self) {
@@ -198,7 +200,7 @@ View Weights(PyAttachment& self, uint32_t group) {
 }
 
 View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
-  const client::GradFill fill = zero ? client::GradFill::kZero : client::GradFill::kPadding;
+  const client::GradFill fill = zero ? client::GradFill::kZero : client::GradFill::kNone;
   const std::span<std::byte> bytes =
       ValueOrThrow(WithoutGil([&] { return self->GradSlot(group, fill, TimeoutOf(timeout)); }));
   std::shared_ptr<const void> owner = self->grad_owner(group);
@@ -283,23 +285,17 @@ nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyp
   return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
 }
 
-View ReadState(PyAttachment& self, uint32_t group, uint32_t plane, uint64_t offset, uint64_t elems,
-               double timeout) {
-  self.CheckGroup(group);
-  const protocol::LayoutSpec& spec = self->layout().spec();
-  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
-  const uint64_t padded = self->layout().groups()[group].padded_elems;
-  if (plane >= planes.size() || elems > padded) {
-    Raise(MakeError(ErrorId::kRange, absl::StrCat("plane ", plane, " of ", planes.size(), ", ",
-                                                  elems, " elements of ", padded)));
-  }
-  const DType dtype = planes[plane].dtype;
-  auto bytes = std::make_shared<std::vector<std::byte>>(protocol::PlaneBytes(planes[plane], elems));
-  Check(WithoutGil([&] {
-    return self->ReadState({.group = group, .plane = plane, .element_offset = offset}, *bytes,
+// (float32 values of consecutive elements, updates that the parameter has had).
+nb::tuple ReadState(PyAttachment& self, const std::string& param, const std::string& state,
+                    uint64_t first, uint64_t elems, double timeout) {
+  constexpr uint64_t kPieceElemsMax = uint64_t{1} << 32;  // as many as a parameter has
+  auto values = std::make_shared<std::vector<float>>(std::min(elems, kPieceElemsMax));
+  const uint64_t updates = ValueOrThrow(WithoutGil([&] {
+    return self->ReadState({.param = param, .state = state, .first_elem = first}, *values,
                            TimeoutOf(timeout));
   }));
-  return MakeView(*bytes, dtype, bytes);
+  return nb::make_tuple(MakeView(std::as_bytes(std::span(*values)), DType::kFloat32, values),
+                        updates);
 }
 
 nb::dict CountersDict(PyAttachment& self) {
@@ -338,7 +334,7 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
-      .def_prop_ro("planes", &Planes)
+      .def_prop_ro("states", &States)
       .def("weights_dlpack",
            [](PyAttachment& self) {
              return MakeView(self->weights(), self.dtype(), self->weights_owner());
@@ -381,7 +377,7 @@ void BindAttachment(nb::module_& module) {
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
            nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout)
-      .def("read_state", &ReadState, nb::arg("group"), nb::arg("plane"), nb::arg("offset"),
+      .def("read_state", &ReadState, nb::arg("param"), nb::arg("state"), nb::arg("first"),
            nb::arg("elems"), nb::arg("timeout") = kTimeout)
       .def("counters", &CountersDict)
       .def("detach", [](PyAttachment& self) { Check(WithoutGil([&] { return self->Detach(); })); });

@@ -44,19 +44,17 @@ class Job:
         self.world_size, self.dtype, self.format = world_size, DTYPES[dtype], format_
         self.params, self.group_names = params, group_names
         self.offsets, self.elems = [], [0] * len(group_names)
-        for _, shape, group, _ in params:
+        for _, shape, group, _, _ in params:
             self.offsets.append(self.elems[group])
             self.elems[group] += torch.Size(shape).numel()
-        pad = world_size * ALIGN_ELEMS
-        self.padded = [-(-elems // pad) * pad for elems in self.elems]
         width = torch.empty((), dtype=self.dtype).element_size()
         self.weights_offsets, end = [], 0
-        for padded in self.padded:
+        for elems in self.elems:
             self.weights_offsets.append(end)
-            end += -(-padded * width // PAGE_BYTES) * PAGE_BYTES
-        self.weights = [torch.zeros(padded, dtype=self.dtype) for padded in self.padded]
-        self.masters = [torch.zeros(padded) for padded in self.padded]
-        self.moments = [[torch.zeros(padded), torch.zeros(padded)] for padded in self.padded]
+            end += -(-elems * width // PAGE_BYTES) * PAGE_BYTES
+        self.weights = [torch.zeros(elems, dtype=self.dtype) for elems in self.elems]
+        self.masters = [torch.zeros(elems) for elems in self.elems]
+        self.moments = [[torch.zeros(elems), torch.zeros(elems)] for elems in self.elems]
         self.updates = [0] * len(group_names)
         self.ready = False
         self.writer = None
@@ -90,8 +88,10 @@ class Job:
             if total is None:
                 continue
             self.updates[number] += 1
-            for (_, shape, group, param_group), offset in zip(self.params, self.offsets):
-                if group == number:
+            for (_, shape, group, param_group, trainable), offset in zip(
+                self.params, self.offsets
+            ):
+                if group == number and trainable:
                     span = slice(offset, offset + torch.Size(shape).numel())
                     self.update(
                         number, span, total[span] * scale, self.updates[number], hyper[param_group]
@@ -115,9 +115,9 @@ class Attachment:
     def __init__(self, job, rank, extra_state_bytes):
         self.job, self.rank, self.extra_state_bytes = job, rank, extra_state_bytes
         self.writes_initial = False
-        self.groups = list(zip(job.weights_offsets, job.elems, job.padded))
+        self.groups = list(zip(job.weights_offsets, job.elems))
         self.param_offsets = list(job.offsets)
-        self.planes = [(name, 1) for name in PLANES[job.format]]
+        self.states = ["master", "exp_avg", "exp_avg_sq"]
         self.committed_step = job.committed_step
         self.extra_state = job.extra_state.get(rank, b"")
         self.rank0_extra_state = job.extra_state.get(0, b"")
@@ -164,7 +164,7 @@ class Attachment:
         assert not zero, "the caller fills what it does not write"
         self._check("grad_slot")
         return self.slots.setdefault(
-            group, torch.full((self.job.padded[group],), float("nan"), dtype=self.job.dtype)
+            group, torch.full((self.job.elems[group],), float("nan"), dtype=self.job.dtype)
         )
 
     def grad_ready(self, group):
@@ -174,7 +174,6 @@ class Attachment:
             raise refusal("E_NOT_READY", f"group {group} has no open slot")
         if self.rank in self.job.gradients[group]:
             raise refusal("E_GRAD_REPEAT", f"group {group}")
-        assert bool((slot[self.job.elems[group] :] == 0).all()), "the padding is not zero"
         with self.job.changed:
             self.job.gradients[group][self.rank] = slot
 
@@ -224,15 +223,14 @@ class Attachment:
         self.committed_step = t
         return t, *job.norm, False
 
-    def read_state(self, group, plane, offset, elems, _timeout=0):
+    def read_state(self, param, state, first, elems, _timeout=0):
         job = self.job
-        name = self.planes[plane][0]
-        if name == "remainder":
-            rest = job.masters[group].view(torch.int32) - (
-                job.weights[group].view(torch.int16).int() << 16
-            )
-            return rest[offset : offset + elems].to(torch.int16)
-        return job.moments[group][0 if name == "exp_avg" else 1][offset : offset + elems]
+        index = [name for name, *_ in job.params].index(param)
+        group, begin = job.params[index][2], job.offsets[index] + first
+        plane = job.masters[group]
+        if state != "master":
+            plane = job.moments[group][0 if state == "exp_avg" else 1]
+        return plane[begin : begin + elems].clone(), job.updates[group]
 
     def counters(self):
         return {"rpc_calls": 1, "wait_ns_total": 0, **self.calls}

@@ -1,0 +1,65 @@
+// Which elements of which parameters an owner holds: partitions of groups, made of boxes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace forebay::protocol {
+
+inline constexpr uint32_t kOwnersMax = 1024;
+inline constexpr uint32_t kReplicasMax = 1024;
+inline constexpr uint32_t kPartitionsMax = 1 << 20;
+inline constexpr uint32_t kBoxesMax = 1 << 22;
+
+// A strided set of elements of one parameter: `runs` runs of `run_elems` elements, each
+// `stride_elems` after the one before. A part of consecutive elements is one run; a block of columns
+// of a matrix is one run a row.
+struct BoxSpec {
+  uint32_t param = 0;  // in the order of the layout
+  uint64_t first_elem = 0;
+  uint64_t run_elems = 0;
+  // Above run_elems; equal to it where there is one run.
+  uint64_t stride_elems = 0;
+  uint64_t runs = 1;
+
+  uint64_t elems() const { return run_elems * runs; }
+  // Behind the last element; of a box that was checked.
+  uint64_t end_elem() const { return first_elem + (runs - 1) * stride_elems + run_elems; }
+
+  bool operator==(const BoxSpec&) const = default;
+};
+
+// What one owner holds of a group. Replica 0 is the state's home: reads, norms and exports count it
+// alone.
+struct PartitionSpec {
+  uint32_t group = 0;
+  uint32_t owner = 0;
+  uint32_t replica = 0;
+  // In ascending order of (param, first_elem), at least one.
+  std::vector<BoxSpec> boxes;
+
+  bool operator==(const PartitionSpec&) const = default;
+};
+
+// What the check knows of a parameter.
+struct BoxedParam {
+  std::string_view name;
+  uint32_t group = 0;
+  uint64_t elems = 0;
+};
+
+// Checks partitions that a client has named: their order, (group, owner, replica) ascending; every
+// box's shape and bounds, without a sum that could wrap around; no two boxes of one replica overlap;
+// replica 0 holds every element.
+//
+// Limits  Boxes of one parameter whose strides differ are compared run by run, with a bound on that
+//         work: no list of boxes takes longer than about a second.
+// Errors  E_LAYOUT  names the partition, the parameter and the box.
+absl::Status CheckPartitions(std::span<const BoxedParam> params, uint32_t groups,
+                             std::span<const PartitionSpec> partitions);
+
+}  // namespace forebay::protocol
