@@ -18,6 +18,7 @@
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
+#include "tests/support/training_client.h"
 
 namespace forebay::client {
 namespace {

@@ -79,9 +79,8 @@ TEST_F(DaemonGone, IsWhatEachCallOfASessionSays) {
        }},
       {"ReadState",
        [&](Attachment& s, const Lease&) {
-         std::vector<float> values(8);
-         return s.ReadState({.param = "layer0.bias", .state = "exp_avg"}, values, kTimeout)
-             .status();
+         std::vector<float> read(8);
+         return s.ReadState({.param = "layer0.bias", .state = "exp_avg"}, read, kTimeout).status();
        }},
       {"Detach", [&](Attachment& s, const Lease&) { return s.Detach(); }},
   };
@@ -201,7 +200,13 @@ TEST_F(DaemonGone, IsWhatEachCallInCSays) {
       {"step", [](auto& c) { return c.Step(); }},
       {"read_state",
        [&](auto& c) {
-         return forebay_read_state(c.get(), 0, 0, 0, bytes, sizeof(bytes), kTimeoutMs);
+         forebay_state_args args{};
+         args.struct_size = sizeof(args);
+         args.param = "w";
+         args.state = "exp_avg";
+         args.elems = 1;
+         float value = 0;
+         return forebay_read_state(c.get(), &args, &value, kTimeoutMs, nullptr);
        }},
       {"detach", [](auto& c) { return forebay_detach(c.get()); }},
   };

@@ -26,7 +26,8 @@ class WindowRegistry : public ::testing::Test {
         protocol::Layout::Create({.params = {{.name = "embed.weight", .shape = {10}},
                                              {.name = "embed.bias", .shape = {3}},
                                              {.name = "h.0.w", .shape = {5}, .group = 1}},
-                                  .group_names = {"embed", "h.0"}}));
+                                  .group_names = {"embed", "h.0"},
+                                  .partitions = {}}));
     layout_ = std::make_unique<protocol::Layout>(std::move(layout));
     ASSERT_OK_AND_ASSIGN(window_, internal::Mapping::MapPrivate(layout_->weights_bytes()));
     ASSERT_EQ(::mprotect(window_->bytes().data(), window_->bytes().size(), PROT_READ), 0);

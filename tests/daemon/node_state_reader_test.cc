@@ -328,14 +328,14 @@ TEST(NodeStateReaderAttach, AReaderWaitsForTheInitialParametersAndDoesNotWriteTh
 }
 
 TEST(NodeStateReaderAttach, TheFirstPassOfLambDoesNotWaitForLeases) {
-  protocol::LayoutSpec spec{.world_size = 1,
-                            .optimizer = protocol::Optimizer::kLamb,
-                            .params = {{.name = "p", .shape = {64}, .group = 0, .param_group = 0}},
-                            .group_names = {"g"}};
+  protocol::LayoutSpec spec;
+  spec.optimizer = protocol::Optimizer::kLamb;
+  spec.params = {{.name = "p", .shape = {64}, .group = 0, .param_group = 0}};
+  spec.group_names = {"g"};
   auto created = protocol::Layout::Create(std::move(spec));
   ASSERT_TRUE(created.ok());
   const auto layout = std::make_shared<const protocol::Layout>(*std::move(created));
-  NodeHarness node(RoomyOptions());
+  NodeHarness node(RoomyOptions(), 1);
   const uint64_t rank = node.Attach(layout, {});
   const uint64_t reader = node.AttachReader(layout);
   const uint64_t fetch = node.Fetch(reader, 0);

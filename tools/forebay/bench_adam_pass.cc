@@ -156,14 +156,14 @@ class PassRun {
       Block block;
       block.action.block_elems = n;
       block.action.bytes = bytes;
+      block.action.sum_dtype = pass_.format.weights;
       block.action.identity_after = {.job = 1, .block = blocks_.size(), .written_step = kStep};
-      block.memory = {.weights = weights_,
-                      .accumulators = gradient_,
-                      .sum_dtype = pass_.format.weights,
-                      .block = states.first(bytes),
-                      .optimizer = pass_.optimizer,
-                      .format = pass_.format.format,
-                      .dtype = pass_.format.weights};
+      block.memory = {.states = {.weights = weights_,
+                                 .block = states.first(bytes),
+                                 .optimizer = pass_.optimizer,
+                                 .format = pass_.format.format,
+                                 .dtype = pass_.format.weights},
+                      .accumulators = gradient_};
       block.found.resize((n + kPartElems - 1) / kPartElems);
       AddSegments(begin, block.action);
       blocks_.push_back(std::move(block));
@@ -190,8 +190,8 @@ class PassRun {
                                  .elems = end - begin,
                                  .optimizer_step = kStep,
                                  .scalars = scalars,
-                                 .param = static_cast<uint32_t>(param),
-                                 .param_elem = begin - param * stride});
+                                 .param_elem = begin - param * stride,
+                                 .param = static_cast<uint32_t>(param)});
     }
   }
 
@@ -259,7 +259,7 @@ class PassRun {
     Pattern::Repeat(pattern.weights, weights_);
     Pattern::Repeat(pattern.gradient, gradient_);
     for (Block& block : blocks_) {
-      std::memset(block.memory.block.data(), 0, block.memory.block.size());
+      std::memset(block.memory.states.block.data(), 0, block.memory.states.block.size());
       for (daemon::UpdateSegment& segment : block.action.segments) segment.optimizer_step = 1;
     }
     Update(AdamPass::Hash::kOff);
@@ -278,7 +278,7 @@ class PassRun {
     for (size_t b = 0; b < blocks_.size(); ++b) {
       const daemon::UpdateBlock& action = blocks_[b].action;
       auto* const v =
-          reinterpret_cast<float*>(blocks_[b].memory.block.data() +
+          reinterpret_cast<float*>(blocks_[b].memory.states.block.data() +
                                    daemon::PlaneOffsetBytes(planes, moment, action.block_elems));
       for (uint64_t i = 0; i < action.block_elems; ++i) {
         const uint64_t elem = b * kBlockElems + i;
