@@ -52,14 +52,14 @@ class PiecesTest : public ::testing::Test {
   };
 
   void SetUp() override {
-    protocol::LayoutSpec spec{.world_size = 1,
-                              .dtype = protocol::DType::kFloat32,
+    protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
                               .optimizer = protocol::Optimizer::kAdamW,
                               .format = protocol::Format::kFp32,
                               .params = {{.name = "a", .shape = {kElems0}, .group = 0},
                                          {.name = "b", .shape = {kElems1}, .group = 0},
                                          {.name = "c", .shape = {kElems2}, .group = 0}},
-                              .group_names = {"g"}};
+                              .group_names = {"g"},
+                              .partitions = {}};
     layout_ =
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
     const uint64_t grad_bytes = 2 * layout_->largest_group_bytes();
@@ -156,7 +156,7 @@ TEST_F(PiecesTest, APieceIsDeliveredWhenItsLastParameterIsThere) {
   ASSERT_OK(Step(1));
   ASSERT_EQ(delivered_.size(), 1U);
   EXPECT_EQ(delivered_[0].begin, 0U);
-  EXPECT_EQ(delivered_[0].end(), layout_->groups()[0].padded_elems);
+  EXPECT_EQ(delivered_[0].end(), layout_->groups()[0].elems);
   EXPECT_THAT(DeliveredOf(0), Each(1.0F));
   EXPECT_THAT(DeliveredOf(1), Each(2.0F));
   EXPECT_THAT(DeliveredOf(2), Each(3.0F));
