@@ -206,7 +206,7 @@ TEST_F(RefusedCall, SecondGradientForAGroupNeedsAnotherAttempt) {
                 ErrorId::kGradRepeat, {"rank 0", "group 1 (layer1)", "step 2"});
   EXPECT_THAT(testing::CallStep(session, {.rank = 0, .t = 2}),
               testing::HasError(ErrorId::kGradRepeat));
-  ASSERT_OK(session.DropGradients());
+  ASSERT_OK(session.DropGradients());  // the rank's next attempt: what was delivered is discarded
   EXPECT_OK(job->HoldsItsBytes());
   for (const uint32_t group : {1U, 0U}) {  // the next attempt: what was delivered is discarded
     ASSERT_OK(testing::DeliverGradient(session, group, 0, 2));
@@ -254,7 +254,7 @@ INSTANTIATE_TEST_SUITE_P(
                                   {"number of parameters", "has 6", "wants 5"},
                                   [](auto& options) { options.layout.params.pop_back(); }},
                       WrongAttach{"AnotherWorldSize",
-                                  ErrorId::kLayout,
+                                  ErrorId::kRank,
                                   {"world size", "has 1", "wants 2"},
                                   [](auto& options) { options.world_size = 2; }},
                       WrongAttach{"AnotherFormat",
