@@ -258,10 +258,7 @@ def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) 
 def _groups(plan: Plan, attachment: Attachment) -> list[Group]:
     for parameter, offset in zip(plan.parameters, attachment.param_offsets):
         parameter.offset = offset
-    return [
-        Group(number, plan.group_names[number], elems)
-        for number, (_, elems) in enumerate(attachment.groups)
-    ]
+    return [Group(number, name) for number, name in enumerate(plan.group_names)]
 
 
 def _write_initial(
@@ -269,7 +266,8 @@ def _write_initial(
 ) -> None:
     """The values of this process become the job's."""
     for group in groups:
-        flat = torch.empty(group.elems, dtype=plan.dtype)
+        elems = attachment.groups[group.number][1]
+        flat = torch.empty(elems, dtype=plan.dtype)
         for parameter in plan.parameters:
             if parameter.group != group.number:
                 continue
@@ -312,11 +310,11 @@ def _bind(
     plan: Plan, groups: Sequence[Group], windows: Iterable[torch.Tensor], undo: _Undo
 ) -> None:
     """Every parameter becomes a view of its window."""
-    for parameter, window in zip(plan.parameters, windows):
+    for index, (parameter, window) in enumerate(zip(plan.parameters, windows)):
         undo.private.append((parameter, parameter.tensor.data))
         parameter.tensor.data = window
         group = groups[parameter.group]
-        group.members.append(Member(parameter, group, window))
+        group.members.append(Member(parameter, index, group, window))
         group.expected += parameter.trainable
 
 

@@ -8,6 +8,8 @@ Ownership  The optimizer owns the Engine, with its groups and members. Hooks and
 from __future__ import annotations
 
 import collections
+import contextlib
+import enum
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -47,21 +49,30 @@ class Clock:
         self.exposed_ns += time.monotonic_ns() - began_ns
 
 
+class Backward(enum.Enum):
+    """How far the backward of this attempt at a step has come."""
+
+    NONE = enum.auto()
+    RUNNING = enum.auto()
+    UNFINISHED = enum.auto()  # an exception or Ctrl-C ended it
+    FINISHED = enum.auto()
+
+
 class Group:
     """One group of this process: how often it is in use, and what of its gradient has arrived."""
 
-    def __init__(self, number: int, name: str, elems: int) -> None:
-        self.number, self.name, self.elems = number, name, elems
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
         self.members: list[Member] = []  # in the order of the group
         self.expected = 0  # gradients of a step
         self.forwards = 0  # that are running
         self.in_backward = False
         self.lease: int | None = None
-        self.slot: torch.Tensor | None = None  # the open gradient slot, flat
-        self.arrived = 0  # gradients of this step
+        self.arrived = 0  # gradients of this attempt
+        self.delivered = 0  # of them, those that were there at the last flush
 
     def forget_gradients(self) -> None:
-        self.slot, self.arrived = None, 0
+        self.arrived = self.delivered = 0
         for member in self.members:
             member.arrived = False
             member.tensor.grad = None
@@ -70,11 +81,12 @@ class Group:
 class Member:
     """One parameter within its group."""
 
-    def __init__(self, parameter: Parameter, group: Group, window: torch.Tensor) -> None:
+    def __init__(
+        self, parameter: Parameter, index: int, group: Group, window: torch.Tensor
+    ) -> None:
         self.name, self.tensor = parameter.name, parameter.tensor
         self.trainable = parameter.trainable
-        self.group, self.begin = group, parameter.offset
-        self.end = parameter.offset + parameter.tensor.numel()
+        self.index, self.group = index, group  # index: in the order of the layout
         self.address = window.data_ptr()
         self.arrived = False
         self.delivered = DeliveredGradient(parameter.name, parameter.tensor)
@@ -88,7 +100,12 @@ class Engine:
         self.attachment: Attachment | None = attachment
         self.groups, self.timeout = groups, timeout
         self.clock = Clock()
-        self.delivered_groups = 0  # of the step that is being gathered
+        self._backward = Backward.NONE
+        # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
+        self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
+        self._arrived_before = 0  # gradients that were there as the backward began
+
+    # -------------------------------------------------------------------------------- the weights
 
     def fetch(self, numbers: Iterable[int]) -> None:
         """Leases the groups that are not leased yet."""
@@ -100,7 +117,7 @@ class Engine:
                 for member in group.members:
                     check_address(member)
                 began = time.monotonic_ns()
-                with record_function(f"forebay.fetch {group.name}"):
+                with profiled("forebay.fetch", group.name):
                     group.lease = self.attachment.fetch(number, self.timeout)
                 self.clock.add("fetch", group.name, began)
 
@@ -110,76 +127,135 @@ class Engine:
             if self.attachment is not None:
                 self.attachment.release(lease)
 
-    def collect_gradient(self, member: Member) -> None:
-        """Copies p.grad into the group's slot; delivers the slot with the group's last gradient."""
-        if self.attachment is None:
-            return  # a graph that outlived detach(): the gradient stays in p.grad
-        tensor, group = member.tensor, member.group
-        gradient, tensor.grad = tensor.grad, None
-        assert gradient is not None
-        if member.arrived:
-            tensor.grad = member.delivered
-            raise second_gradient(member.name)
-        if gradient.requires_grad:
-            raise unsupported(
-                f"backward(create_graph=True) reached parameter {member.name}",
-                "use torch.autograd.grad for gradients of gradients",
-            )
-        if group.slot is None:
-            self._open_slot(self.attachment, group)
-        if group.slot is not None:
-            group.slot[member.begin : member.end].view(tensor.shape).copy_(gradient)
-        tensor.grad = member.delivered
-        member.arrived = True
-        group.arrived += 1
-        if group.arrived == group.expected:
-            self._deliver(self.attachment, group)
-            group.in_backward = False
-            self.release_unused(group)
-
-    def _open_slot(self, attachment: Attachment, group: Group) -> None:
-        try:
-            slot = attachment.grad_slot(group.number, self.timeout, False)
-        except ForebayError as error:
-            raise_unless_step_raises(error)
-            return
-        group.slot = torch.from_dlpack(slot)  # type: ignore[attr-defined]
-        assert group.slot is not None
-        group.slot[group.elems :].zero_()
-        for member in group.members:
-            if not member.trainable:
-                group.slot[member.begin : member.end].zero_()
-
-    def _deliver(self, attachment: Attachment, group: Group) -> None:
-        if group.slot is None:
-            return  # this step has failed already
-        group.slot = None
-        try:
-            with record_function(f"forebay.deliver {group.name}"):
-                attachment.grad_ready(group.number)
-        except ForebayError as error:
-            raise_unless_step_raises(error)
-            return
-        self.delivered_groups += 1
-
-    def deliver_open(self, attachment: Attachment) -> None:
-        """Groups whose parameters did not all get a gradient: the missing ones count as zero."""
-        for group in self.groups:
-            if group.slot is not None:
-                for member in group.members:
-                    if not member.arrived:
-                        group.slot[member.begin : member.end].zero_()
-                self._deliver(attachment, group)
-
     def release_all(self) -> None:
         for group in self.groups:
             group.in_backward, group.forwards = False, 0
             self.release_unused(group)
 
+    # ------------------------------------------------------------------------------- the backward
+
+    @property
+    def backward(self) -> Backward:
+        """The state now; the first look after a failed backward finds it."""
+        if self._backward == Backward.RUNNING and self._end_of_backward() is None:
+            self._backward = Backward.UNFINISHED
+        return self._backward
+
+    def enter_backward(self) -> None:
+        """Called by each hook that runs within a backward. The first of a backward asks autograd for
+        a call at its end; a backward within a backward (reentrant checkpointing) belongs to the
+        outer one. After an unfinished backward the next attempt at the step begins."""
+        state = self.backward
+        if state == Backward.RUNNING or self.attachment is None:
+            return
+        if state == Backward.UNFINISHED:
+            self.begin_attempt(self.attachment)
+        end = EndOfBackward(self)
+        self._end_of_backward = weakref.ref(end)
+        self._backward = Backward.RUNNING
+        self._arrived_before = self._arrived()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def finish_backward(self) -> None:
+        """Delivers what is there; what has no gradient by now has none in this step, unless a later
+        backward brings it."""
+        attachment = self.attachment
+        if attachment is None:
+            return
+        for group in self.groups:
+            self.flush(attachment, group)
+            group.in_backward = False
+            self.release_unused(group)
+        self._backward = Backward.FINISHED
+
+    def begin_attempt(self, attachment: Attachment) -> None:
+        """Drops what this attempt has: the daemon discards what it has of it on any rank. Ours
+        first: it is forgotten also where the client's call fails."""
+        self.forget_gradients()
+        for group in self.groups:
+            group.in_backward = False
+            self.release_unused(group)
+        attachment.drop_gradients()
+
     def forget_gradients(self) -> None:
-        self.delivered_groups = 0
+        self._backward = Backward.NONE
         for group in self.groups:
             group.forget_gradients()
+
+    # ------------------------------------------------------------------------------ the gradients
+
+    def collect_gradient(self, member: Member) -> None:
+        """Moves p.grad to the daemon's memory; the client delivers each piece that is complete."""
+        attachment, group = self.attachment, member.group
+        if attachment is None:
+            return
+        tensor = member.tensor
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            raise unsupported(
+                f"backward(create_graph=True) reached parameter {member.name}",
+                "use torch.autograd.grad for gradients of gradients",
+            )
+        with profiled("forebay.deliver", member.name):
+            try:
+                attachment.add_gradient(member.index, gradient.contiguous(), self.timeout)
+            except ForebayError as error:
+                raise_unless_step_raises(error)
+        tensor.grad = member.delivered
+        member.arrived = True
+        group.arrived += 1
+        if group.arrived == group.expected:
+            self.flush(attachment, group)
+            group.in_backward = False
+            self.release_unused(group)
+
+    def refuse_second_gradient(self, member: Member) -> None:
+        """Errors: E_UNSUPPORTED where the parameter has a gradient in this attempt."""
+        if not member.arrived:
+            return
+        if self._arrived() == self._arrived_before:  # this backward has brought nothing
+            self._backward = Backward.FINISHED
+        raise second_gradient(member.name)
+
+    def flush(self, attachment: Attachment, group: Group) -> None:
+        """Delivers what has arrived of the group's gradient since the last time."""
+        if group.arrived == group.delivered:
+            return
+        group.delivered = group.arrived
+        try:
+            with profiled("forebay.deliver", group.name):
+                attachment.flush_gradients(group.number)
+        except ForebayError as error:
+            raise_unless_step_raises(error)
+
+    def delivered_groups(self) -> int:
+        """Groups of which the daemon has a gradient of this attempt."""
+        return sum(group.delivered > 0 for group in self.groups)
+
+    def _arrived(self) -> int:
+        return sum(group.arrived for group in self.groups)
+
+
+class EndOfBackward:
+    """What autograd calls when a backward has come to its end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            began = time.monotonic_ns()
+            engine.finish_backward()
+            engine.clock.add_short(began)
+
+
+def profiled(what: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range in torch.profiler's trace, where one is running."""
+    if torch._C._autograd._profiler_enabled():
+        return record_function(f"{what} {name}".rstrip())
+    return contextlib.nullcontext()
 
 
 def check_address(member: Member) -> None:
@@ -199,17 +275,24 @@ def raise_unless_step_raises(error: ForebayError) -> None:
 
 
 class BeforeForward(InertOnCopy):
-    """Fetches the groups of one module."""
+    """Fetches the groups of one module; delivers their gradients once the backward has reached the
+    module's inputs."""
 
     def __init__(self, engine: Engine, numbers: Sequence[int]) -> None:
         self._engine, self._numbers = weakref.ref(engine), numbers
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         engine = self._engine()
         if engine is None:
             return
         began = time.monotonic_ns()
+        if torch._C._current_graph_task_id() != -1:  # a recomputation within a backward
+            engine.enter_backward()
+        if torch.is_grad_enabled():
+            after_backward = AfterBackward(self._engine, self._numbers)
+            for node in _graph_nodes((args, kwargs), set()):
+                node.register_prehook(after_backward)
         # All of them first: AfterForward runs also if a fetch fails.
         for number in self._numbers:
             engine.groups[number].forwards += 1
@@ -244,8 +327,8 @@ class AfterForward(InertOnCopy):
 
 
 class BeforeBackward:
-    """Fetches the groups again; they stay until their last gradient has arrived, at most until
-    step()."""
+    """Fetches the groups again; they stay until their last gradient has arrived, at most until the
+    end of the backward."""
 
     def __init__(self, engine: Callable[[], Engine | None], numbers: Sequence[int]) -> None:
         self._engine, self._numbers = engine, numbers
@@ -254,6 +337,7 @@ class BeforeBackward:
         engine = self._engine()
         if engine is None:
             return
+        engine.enter_backward()
         for number in self._numbers:
             group = engine.groups[number]
             if group.expected == 0 or group.arrived < group.expected:
@@ -261,16 +345,35 @@ class BeforeBackward:
         engine.fetch(self._numbers)
 
 
+class AfterBackward:
+    """Delivers what a module's backward has brought of its groups' gradients."""
+
+    def __init__(self, engine: Callable[[], Engine | None], numbers: Sequence[int]) -> None:
+        self._engine, self._numbers = engine, numbers
+
+    def __call__(self, _gradients: Any) -> None:
+        engine = self._engine()
+        if engine is None or engine.attachment is None:
+            return
+        began = time.monotonic_ns()
+        engine.enter_backward()
+        for number in self._numbers:
+            engine.flush(engine.attachment, engine.groups[number])
+        engine.clock.add_short(began)
+
+
 class BeforeAccumulate:
     """Refuses a gradient that cannot be delivered, before torch adds it to p.grad."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = weakref.ref(member)
+    def __init__(self, engine: Engine, member: Member) -> None:
+        self._engine, self._member = weakref.ref(engine), weakref.ref(member)
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        member = self._member()
-        if member is None:
+        engine, member = self._engine(), self._member()
+        if engine is None or member is None:
             return
+        engine.enter_backward()
+        engine.refuse_second_gradient(member)
         present = member.tensor.grad
         if present is not None and present is not member.delivered:
             raise unsupported(
@@ -323,7 +426,9 @@ def install(
     handles: list[RemovableHandle] = []
     for module, numbers in hook_points:
         handles.append(
-            module.register_forward_pre_hook(BeforeForward(engine, numbers), prepend=True)
+            module.register_forward_pre_hook(
+                BeforeForward(engine, numbers), prepend=True, with_kwargs=True
+            )
         )
         handles.append(
             module.register_forward_hook(AfterForward(engine, numbers), always_call=True)
@@ -331,7 +436,7 @@ def install(
     for group in engine.groups:
         for member in group.members:
             if member.trainable:
-                before, after = BeforeAccumulate(member), AfterAccumulate(engine, member)
+                before, after = BeforeAccumulate(engine, member), AfterAccumulate(engine, member)
                 handles.append(member.tensor.register_hook(before))  # type: ignore[no-untyped-call]
                 handles.append(
                     member.tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]

@@ -14,11 +14,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, bytes_of, pack_without, users_part
-from ._hooks import check_address
+from ._hooks import Backward, check_address, profiled
 from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 PIECE_ELEMS = 1 << 20  # states are hashed in pieces of this many
 # After these errors the step begins anew; after others the same step can be asked for again.
-GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW"}
+GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW", "E_GRAD_DROPPED"}
 
 _attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()
 
@@ -64,8 +63,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state and arithmetic are the daemon's.
 
     step() reads lr and the other hyper-parameters from param_groups at each call, so torch's LR
-    schedulers work. A parameter without a gradient in a step counts as zero if another one of its
-    group has one (torch would skip it); a group without any is skipped.
+    schedulers work. A parameter without a gradient in a step is skipped, as by torch; where only
+    some ranks have one, the others count as zero.
 
     Ownership  Dropping it ends the session and gives the model private parameters, as detach()
                does.
@@ -152,14 +151,14 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
     @property
     def delivered_groups(self) -> int:
-        """Groups whose gradient the daemon has, of the step that is being gathered.
+        """Groups of which the daemon has a gradient, of the step that is being gathered.
 
         >>> opt = forebay.attach(model)
         >>> model(inputs).sum().backward()
         >>> opt.delivered_groups
         1
         """
-        return self._engine.delivered_groups
+        return self._engine.delivered_groups()
 
     def step(self, closure: None = None, extra_state: bytes | None = None) -> None:  # type: ignore[override]
         """Applies one step over all ranks, exactly once; returns when it is committed.
@@ -171,6 +170,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
         extra_state  bytes that commit with the step and come back from a later attach.
 
         Errors  E_TIMEOUT      another rank has not called it; call again.
+                E_GRAD_PARTIAL the backward before it did not come to its end: zero_grad(), or run
+                               it again.
+                E_GRAD_DROPPED another rank has begun the step anew: run forward and backward of the
+                               step again, then call it again.
                 E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
                 E_OVERFLOW     the step is committed, and a master is infinite now.
                 E_RANK_LOST    another rank ended: attach again.
@@ -190,14 +193,14 @@ class ForebayOptimizer(torch.optim.Optimizer):
         own = self._pending_state if extra_state is None else _as_bytes(extra_state)
         frame = self._frame(own or b"")
         self._check_members()
+        self._check_backward(attachment)
         ended = False
         self._phase = Phase.STEPPING
         try:
-            self._engine.deliver_open(attachment)
             self._engine.release_all()
             if self._step_under_way is None:
                 self._step_under_way = attachment.committed_step + 1
-            with record_function("forebay.step"):
+            with profiled("forebay.step", ""):
                 _, norm, _, _ = attachment.step(
                     self._step_under_way,
                     self._hyper_parameters(),
@@ -216,7 +219,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
             self._phase = Phase.TRAINING
             if ended:
                 self._step_under_way = None
-                self._forget_gradients(attachment)
+                self._engine.forget_gradients()
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
@@ -236,29 +239,37 @@ class ForebayOptimizer(torch.optim.Optimizer):
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing after step(), which forgets the gradients. Before it, drops those that the
-        daemon has not got yet.
+        """Does nothing after step(), which forgets the gradients, and where this rank has delivered
+        nothing. Before step() it drops the gradients of the step and begins it anew: a step() of
+        another rank that has delivered some already raises E_GRAD_DROPPED there.
 
-        Errors  E_UNSUPPORTED  the daemon has some of this step already.
+        Errors  E_STEP  a step() ended without an answer and has to be repeated first.
 
         >>> opt = forebay.attach(model)
         >>> model(inputs).sum().backward()
-        >>> opt.step()
         >>> opt.zero_grad()
+        >>> opt.delivered_groups
+        0
         """
-        delivered = self._engine.delivered_groups
-        if delivered:
-            raise unsupported(
-                f"zero_grad() before step(): the daemon has the gradients of {delivered} groups "
-                "already, and they would be applied",
-                "call step() after each backward; leave a bad batch out before its backward",
+        attachment = self._live()
+        if self._step_under_way is not None:
+            raise usage_error(
+                "E_STEP",
+                f"zero_grad() while the outcome of step {self._step_under_way} is unknown",
+                "call step() again with the same arguments first",
             )
-        self._forget_gradients(self._live())
+        self._engine.begin_attempt(attachment)
 
-    def _forget_gradients(self, attachment: Attachment) -> None:
-        """Ours first: they are forgotten also where the client's call fails."""
-        self._engine.forget_gradients()
-        attachment.drop_gradients()
+    def _check_backward(self, attachment: Attachment) -> None:
+        if self._engine.backward == Backward.UNFINISHED:
+            attachment.drop_gradients()  # raises also what has ended the session, if anything has
+        if self._engine.backward in (Backward.RUNNING, Backward.UNFINISHED):
+            raise usage_error(
+                "E_GRAD_PARTIAL",
+                "step() after a backward that did not come to its end (an exception, Ctrl-C, or it "
+                "still runs): only a part of the gradient was delivered",
+                "run forward and backward again, or opt.zero_grad() to leave the batch out",
+            )
 
     def _frame(self, extra_state: bytes) -> bytes:
         """What this rank commits. Errors: E_EXTRA_STATE."""
@@ -291,7 +302,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 raise unsupported(
                     f"the gradient of parameter {member.name} was cleared between backward and "
                     "step(): the daemon has it, and it would be applied",
-                    "call step() after each backward; leave a bad batch out before its backward",
+                    "opt.zero_grad() leaves a batch out after its backward",
                 )
             if tensor.grad is not None and tensor.grad is not member.delivered:
                 raise unsupported(

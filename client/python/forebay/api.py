@@ -45,7 +45,7 @@ def attach(
     param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
                        buffers, at most 16 MiB less 16 bytes.
-    grad_arena_bytes   Room for gradients on their way; 0: three times the largest group.
+    grad_arena_bytes   Room for gradients on their way; 0: four pieces of at most 32 MiB.
     timeout            Seconds that this call and each later one may wait.
     run                The run that this process belongs to: its processes replace each other and
                        continue its job. At most 200 bytes. Default: FOREBAY_RUN, else torchrun's

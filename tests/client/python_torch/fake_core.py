@@ -24,6 +24,12 @@ def refusal(code, message):
     return errors.usage_error(code, message, "ask the daemon for a better hint")
 
 
+def dropped():
+    error = refusal("E_GRAD_DROPPED", "another rank has begun the step anew")
+    error.retryable = True
+    return error
+
+
 def reset():
     jobs.clear()
 
@@ -55,18 +61,22 @@ class Job:
         self.weights = [torch.zeros(elems, dtype=self.dtype) for elems in self.elems]
         self.masters = [torch.zeros(elems) for elems in self.elems]
         self.moments = [[torch.zeros(elems), torch.zeros(elems)] for elems in self.elems]
-        self.updates = [0] * len(group_names)
+        self.updates = [0] * len(params)
         self.ready = False
         self.writer = None
         self.committed_step = 0
         self.extra_state = {}
         self.changed = threading.Condition()
         self.sessions = {}
-        self.new_step()
+        self.begin_attempt(0)
 
-    def new_step(self):
-        self.gradients = [{} for _ in self.group_names]
+    def begin_attempt(self, number):
+        """Of the step after committed_step: discards what the ranks have brought for it."""
+        self.attempt = number
+        self.gradients = [{} for _ in self.params]  # of each parameter, by rank
         self.votes = {}
+        with self.changed:
+            self.changed.notify_all()
 
     def apply(self, hyper, max_grad_norm):
         sums = []
@@ -84,18 +94,13 @@ class Job:
         clipped = max_grad_norm > 0 and norm > max_grad_norm
         if clipped:
             scale *= max_grad_norm / (norm + 1e-6)
-        for number, total in enumerate(sums):
+        for param, total in enumerate(sums):
             if total is None:
                 continue
-            self.updates[number] += 1
-            for (_, shape, group, param_group, trainable), offset in zip(
-                self.params, self.offsets
-            ):
-                if group == number and trainable:
-                    span = slice(offset, offset + torch.Size(shape).numel())
-                    self.update(
-                        number, span, total[span] * scale, self.updates[number], hyper[param_group]
-                    )
+            self.updates[param] += 1
+            _, shape, group, param_group, _ = self.params[param]
+            span = slice(self.offsets[param], self.offsets[param] + torch.Size(shape).numel())
+            self.update(group, span, total * scale, self.updates[param], hyper[param_group])
         return norm, clipped
 
     def update(self, number, span, gradient, t, hyper):
@@ -122,10 +127,11 @@ class Attachment:
         self.extra_state = job.extra_state.get(rank, b"")
         self.rank0_extra_state = job.extra_state.get(0, b"")
         self.leases = {}
-        self.slots = {}
+        self.attempt = job.attempt
+        self.present = set()  # parameters that were delivered in this attempt
         self.next_lease = 1
         self.alive = True
-        self.calls = {"fetch": 0, "release": 0, "grad_slot": 0, "grad_ready": 0, "step": 0}
+        self.calls = {"fetch": 0, "release": 0, "add_gradient": 0, "step": 0}
 
     def _check(self, call=None):
         if not self.alive or self.job.sessions.get(self.rank) is not self:
@@ -160,25 +166,29 @@ class Attachment:
         if self.leases.pop(lease, None) is None:
             raise refusal("E_LEASE", f"lease {lease} is not open")
 
-    def grad_slot(self, group, _timeout, zero=True):
-        assert not zero, "the caller fills what it does not write"
-        self._check("grad_slot")
-        return self.slots.setdefault(
-            group, torch.full((self.job.elems[group],), float("nan"), dtype=self.job.dtype)
-        )
+    def add_gradient(self, param, values, _timeout):
+        self._check("add_gradient")
+        job = self.job
+        assert values.dtype == job.dtype and tuple(values.shape) == tuple(job.params[param][1])
+        if param in self.present:
+            raise refusal("E_GRAD_REPEAT", f"a second gradient of parameter {job.params[param][0]}")
+        with job.changed:
+            if self.attempt > job.attempt:
+                job.begin_attempt(self.attempt)
+            self.present.add(param)
+            if self.attempt == job.attempt:
+                job.gradients[param][self.rank] = values.clone().flatten()
 
-    def grad_ready(self, group):
-        self._check("grad_ready")
-        slot = self.slots.pop(group, None)
-        if slot is None:
-            raise refusal("E_NOT_READY", f"group {group} has no open slot")
-        if self.rank in self.job.gradients[group]:
-            raise refusal("E_GRAD_REPEAT", f"group {group}")
-        with self.job.changed:
-            self.job.gradients[group][self.rank] = slot
+    def flush_gradients(self, group):
+        assert 0 <= group < len(self.job.group_names)
 
     def drop_gradients(self):
-        self.slots.clear()
+        self.attempt += bool(self.present)
+        self.present.clear()
+
+    def _to_newest_attempt(self):
+        self.attempt = self.job.attempt
+        self.present.clear()
 
     def step(self, t, hyper, max_grad_norm, extra_state, timeout):
         self._check("step")
@@ -197,14 +207,20 @@ class Attachment:
                 return t, 0.0, False, True
             if t != job.committed_step + 1:
                 raise refusal("E_STEP", f"step {t} after {job.committed_step}")
+            if self.attempt > job.attempt:
+                job.begin_attempt(self.attempt)
+            if self.attempt < job.attempt:
+                self._to_newest_attempt()
+                raise dropped()
             bad = [
-                n
-                for n, group in enumerate(job.gradients)
-                for g in group.values()
-                if not g.isfinite().all()
+                job.params[param][2]
+                for param, ranks in enumerate(job.gradients)
+                for gradient in ranks.values()
+                if not gradient.isfinite().all()
             ]
             if bad:
-                job.new_step()
+                job.begin_attempt(job.attempt + 1)
+                self._to_newest_attempt()
                 raise refusal(
                     "E_NONFINITE", f"gradient for group {bad[0]} ({job.group_names[bad[0]]})"
                 )
@@ -213,14 +229,21 @@ class Attachment:
                 job.norm = job.apply(hyper, max_grad_norm)
                 job.extra_state = {rank: vote[2] for rank, vote in job.votes.items()}
                 job.committed_step = t
-                job.new_step()
-                job.changed.notify_all()
+                job.begin_attempt(0)
             elif not job.changed.wait_for(
-                lambda: job.committed_step >= t or not self.alive, timeout
+                lambda: (
+                    job.committed_step >= t or self.attempt < job.attempt or not self.alive
+                ),
+                timeout,
             ):
                 raise refusal("E_TIMEOUT", f"step {t}")
+            if job.committed_step < t and self.alive:
+                self._to_newest_attempt()
+                raise dropped()
         self._check()
         self.committed_step = t
+        self.attempt = 0  # at the next step; another rank may be further by now
+        self.present.clear()
         return t, *job.norm, False
 
     def read_state(self, param, state, first, elems, _timeout=0):
@@ -230,7 +253,7 @@ class Attachment:
         plane = job.masters[group]
         if state != "master":
             plane = job.moments[group][0 if state == "exp_avg" else 1]
-        return plane[begin : begin + elems].clone(), job.updates[group]
+        return plane[begin : begin + elems].clone(), job.updates[index]
 
     def counters(self):
         return {"rpc_calls": 1, "wait_ns_total": 0, **self.calls}
@@ -250,7 +273,7 @@ class Attachment:
         others are fenced."""
         job = self.job
         with job.changed:
-            job.new_step()
+            job.begin_attempt(0)
             for session in job.sessions.values():
                 session.alive = False
             job.sessions.clear()

@@ -77,6 +77,9 @@ def test_graph_kept_across_a_step_is_torchs_own_error(attached):
     train(model, opt, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
+    with refused("E_GRAD_PARTIAL", match="did not come to its end"):
+        opt.step()
+    opt.zero_grad()
     opt.step()
 
 
@@ -275,6 +278,7 @@ def test_gradient_set_by_hand(attached):
     with refused(match="norm.bias was set by hand before backward"):
         loss_of(model, batch(0)).backward()
     model.norm.bias.grad = None
+    opt.zero_grad()
     opt.step()
 
 
@@ -285,7 +289,9 @@ def test_sparse_gradient(node):
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
     with refused(match="sparse gradient for parameter embedding.weight"):
         loss_of(model, batch(0)).backward()
-    opt.step()
+    with refused("E_GRAD_PARTIAL", match="did not come to its end"):
+        opt.step()
+    opt.zero_grad()
     model.embedding.sparse = False
     assert_trains_one_more_step(model, opt)
 
@@ -296,6 +302,9 @@ def test_closure_and_create_graph(attached):
         opt.step(lambda: 0)
     with refused(match="create_graph"):
         loss_of(model, batch(0)).backward(create_graph=True)
+    with refused("E_GRAD_PARTIAL", match="did not come to its end"):
+        opt.step()
+    opt.zero_grad()
     opt.step()
 
 
@@ -317,15 +326,12 @@ def test_groups_and_state_of_the_optimizer_are_fixed(attached):
         opt.load_state_dict(state)
 
 
-@pytest.mark.parametrize("clear", ["opt.zero_grad", "model.zero_grad", "p.grad = None"])
+@pytest.mark.parametrize("clear", ["model.zero_grad", "p.grad = None"])
 def test_gradients_cleared_between_backward_and_step(attached, clear):
     model, opt = attached
-    opt.zero_grad()  # before a backward: nothing to take back
     loss_of(model, batch(1)).backward()
     with refused(match="the daemon has"):
-        if clear == "opt.zero_grad":
-            opt.zero_grad()
-        elif clear == "model.zero_grad":
+        if clear == "model.zero_grad":
             model.zero_grad()
         else:
             model.norm.weight.grad = None
@@ -333,11 +339,12 @@ def test_gradients_cleared_between_backward_and_step(attached, clear):
     opt.step()  # nothing was lost
 
 
-def test_a_gradient_that_no_group_delivered_is_dropped_by_zero_grad(attached):
+def test_the_gradient_of_one_parameter_is_dropped_by_zero_grad(attached):
     model, opt = attached
-    model.layers[0].up.weight.sum().backward()  # one parameter of its group
-    assert opt.delivered_groups == 0
+    model.layers[0].up.weight.sum().backward()
+    assert opt.delivered_groups == 1
     opt.zero_grad()
+    assert opt.delivered_groups == 0
     before = model.layers[0].up.weight.detach().clone()
     opt.step()
     assert torch.equal(model.layers[0].up.weight, before)
