@@ -21,7 +21,7 @@ if CORE and "forebay._core" not in sys.modules:
 core = sys.modules.get("forebay._core")
 
 HYPER = [{"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}]
-PARAMS = [("embed", [10, 5], 0, 0), ("w", [7], 0, 0), ("head", [300], 1, 0)]
+PARAMS = [("embed", [10, 5], 0, 0, True), ("w", [7], 0, 0, True), ("head", [300], 1, 0, True)]
 GROUPS = ["embed", "head"]
 
 

@@ -15,7 +15,7 @@ import warnings
 
 import pytest
 import torch
-from core_daemon import CORE, HYPER, ROOT, attach, core, initial, write_all
+from core_daemon import PARAMS, CORE, HYPER, ROOT, attach, core, initial, write_all
 
 DTYPES = [("float32", "fp32", torch.float32), ("bfloat16", "exact", torch.bfloat16)]
 
@@ -52,14 +52,13 @@ def test_views_are_tensors_of_the_jobs_dtype_without_a_warning(core_node, job, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole = torch.from_dlpack(session.weights_dlpack())
-        for group, (offset, elems, padded) in enumerate(session.groups):
+        for group, (offset, elems) in enumerate(session.groups):
             weights = torch.from_dlpack(session.weights(group))
-            assert weights.dtype == dtype and weights.shape == (padded,) and weights.device.type == "cpu"
-            assert torch.equal(weights[:elems], initial(session, group, dtype))
-            assert weights[elems:].count_nonzero() == 0
+            assert weights.dtype == dtype and weights.shape == (elems,) and weights.device.type == "cpu"
+            assert torch.equal(weights, initial(session, group, dtype))
             assert weights.data_ptr() == whole.data_ptr() + offset
             slot = torch.from_dlpack(session.grad_slot(group))
-            assert slot.dtype == dtype and slot.shape == (padded,) and slot.count_nonzero() == 0
+            assert slot.dtype == dtype and slot.shape == (elems,) and slot.count_nonzero() == 0
             slot.fill_(1)
     assert session.param_offsets == [0, 50, 0]
     session.detach()
@@ -96,7 +95,7 @@ def test_two_ranks_step_as_torch_does(core_node, job):
 
         def step(rank):
             session = ranks[rank]
-            for group, (_, elems, _) in enumerate(session.groups):
+            for group, (_, elems) in enumerate(session.groups):
                 slot = torch.from_dlpack(session.grad_slot(group, 30.0, False))
                 slot[:elems] = gradients[rank][group]
                 session.grad_ready(group)
@@ -111,10 +110,15 @@ def test_two_ranks_step_as_torch_does(core_node, job):
             weights = torch.from_dlpack(ranks[0].weights(group))
             # One float32 rounding of another order per operation: 8 ulp of a value of about 1.
             torch.testing.assert_close(weights[: p.numel()], p.detach(), rtol=0, atol=1e-6)
-    for group, p in enumerate(model):
-        for plane, name in enumerate(name for name, _ in ranks[0].planes):
-            state = torch.from_dlpack(ranks[0].read_state(group, plane, 0, p.numel()))
-            torch.testing.assert_close(state, reference.state[p][name], rtol=1e-5, atol=1e-7)
+    at = {"embed": (0, 0), "w": (0, 50), "head": (1, 0)}  # group, first element
+    for name, shape, *_ in PARAMS:
+        group, first = at[name]
+        elems = torch.Size(shape).numel()
+        for state in ("exp_avg", "exp_avg_sq"):
+            view, updates = ranks[0].read_state(name, state, 0, elems)
+            wanted = reference.state[model[group]][state][first : first + elems]
+            torch.testing.assert_close(torch.from_dlpack(view), wanted, rtol=1e-5, atol=1e-7)
+            assert updates == 5
     counters = ranks[0].counters()
     assert counters["wait_ns_total"] >= counters["wait_ns_step"] > 0
     for session in ranks:
@@ -123,12 +127,16 @@ def test_two_ranks_step_as_torch_does(core_node, job):
     assert (again.committed_step, again.extra_state) == (5, b"extra 0")
 
 
-def test_exact_states_have_their_planes_dtypes(core_node, job):
+def test_states_are_float32_in_the_order_of_elements(core_node, job):
     session = attach(core_node, job, dtype="bfloat16", format="exact")
     write_all(session, torch.bfloat16)
-    assert session.planes == [("remainder", 1), ("exp_avg", 1), ("exp_avg_sq", 1)]
-    dtypes = [torch.from_dlpack(session.read_state(0, plane, 3, 20)).dtype for plane in range(3)]
-    assert dtypes == [torch.int16, torch.float32, torch.float32]
+    assert session.states == ["master", "exp_avg", "exp_avg_sq"]
+    master, updates = session.read_state("embed", "master", 3, 20)
+    assert torch.from_dlpack(master).dtype == torch.float32 and updates == 0
+    written = initial(session, 0, torch.bfloat16).float()
+    assert torch.equal(torch.from_dlpack(master), written[3:23])
+    moment, _ = session.read_state("head", "exp_avg", 0, 300)
+    assert torch.from_dlpack(moment).count_nonzero() == 0
 
 
 def test_errors_have_a_family_code_hint_and_say_whether_to_retry(core_node, job, tmp_path):

@@ -17,7 +17,7 @@ CALLS = {
     "grad_ready": lambda s, lease: s.grad_ready(0),
     "drop_gradients": lambda s, lease: s.drop_gradients(),
     "step": lambda s, lease: s.step(1, HYPER),
-    "read_state": lambda s, lease: s.read_state(0, 0, 0, 8),
+    "read_state": lambda s, lease: s.read_state("embed", "exp_avg", 0, 8),
     "detach": lambda s, lease: s.detach(),
 }
 
