@@ -105,11 +105,11 @@ class Recorder:
                 state[name] = update(scalars, total, *state[name])
         elements = mismatches = 0
         for name in names:
-            param, remainder = split(state[name][0])
+            param, _ = split(state[name][0])
             have = opt.read_state(name)
             for mine, theirs in (
                 (param, self.parameters[name].detach()),
-                (remainder, have["remainder"]),
+                (state[name][0], have["master"]),
                 (state[name][1], have["exp_avg"]),
                 (state[name][2], have["exp_avg_sq"]),
             ):

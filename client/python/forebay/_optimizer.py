@@ -326,7 +326,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
 
         >>> opt = forebay.attach(model, forebay.AdamW())
         >>> {state: list(values.shape) for state, values in opt.read_state("weight").items()}
-        {'exp_avg': [2, 4], 'step': [], 'exp_avg_sq': [2, 4]}
+        {'exp_avg': [2, 4], 'exp_avg_sq': [2, 4], 'step': []}
         """
         parameter = next((p for p in self._plan.parameters if p.name == name), None)
         if parameter is None:
@@ -336,9 +336,11 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 "model.named_parameters() names them; of a tied one the first name counts",
             )
         states = {}
+        updates = 0
         for state in self._states_of(parameter):
             values, updates = self._read(parameter, state, 0, parameter.tensor.numel())
             states[state] = values.view(parameter.tensor.shape)
+        if states:
             states["step"] = torch.tensor(float(updates))
         return states
 

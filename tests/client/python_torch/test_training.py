@@ -306,5 +306,5 @@ def test_bfloat16_parameters_take_format_exact(node):
     state = opt.read_state(
         "head.weight" if "head.weight" in dict(model.named_parameters()) else "embedding.weight"
     )
-    assert list(state) == ["remainder", "exp_avg", "exp_avg_sq"]
-    assert state["remainder"].dtype == torch.int16 and bool(state["remainder"].any())
+    assert list(state) == ["master", "exp_avg", "exp_avg_sq", "step"]
+    assert state["master"].dtype == torch.float32 and state["step"] == 10
