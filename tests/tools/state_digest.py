@@ -197,8 +197,10 @@ def run_case(program, case):
         try:
             ranks = int(case.split("-")[3])
             command = [sys.executable, __file__, "--rank"]
+            run = {**os.environ, "FOREBAY_RUN": "digest"}  # the ranks are of one run
             children = [
-                subprocess.Popen([*command, case, str(rank), socket]) for rank in range(ranks)
+                subprocess.Popen([*command, case, str(rank), socket], env=run)
+                for rank in range(ranks)
             ]
             return all([child.wait(timeout=120) == 0 for child in children])
         finally:
