@@ -45,7 +45,7 @@ def test_states_equal_torch_adamw(node):
     train(plain, plain_opt, 3)
     for (name, _), theirs in zip(model.named_parameters(), plain.parameters()):
         state = opt.read_state(name)
-        assert set(state) == {"exp_avg", "exp_avg_sq"}
+        assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
         for plane, values in state.items():
             want = plain_opt.state[theirs][plane]
             # A moment is a sum of a few gradients, each equal within 64 roundings of its largest
