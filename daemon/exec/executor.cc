@@ -149,7 +149,8 @@ NodeSnapshot Executor::Snapshot() {
   for (JobView& view : state_.Jobs()) {
     const auto io = jobs_.find(view.id);
     const double seconds = io == jobs_.end() ? 0 : io->second.timeline.newest_seconds();
-    JobSnapshot& job = snapshot.jobs.emplace_back(std::move(view), seconds);
+    JobSnapshot& job = snapshot.jobs.emplace_back(
+        JobSnapshot{.view = std::move(view), .last_step_seconds = seconds});
     if (io == jobs_.end() || io->second.making == nullptr) continue;
     job.made_bytes = *io->second.making->made_bytes;
     job.making_bytes = io->second.making->total_bytes;
