@@ -4,9 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "cpu_adam/targets.h"
 #include "daemon/exec/clock.h"
-#include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -36,7 +34,13 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       runner_(runner),
       swap_(swap),
       start_ns_(MonotonicNs()),
-      state_(options.state) {
+      state_(options.state),
+      jobs_(options.arenas, registry_, runner, [this](Event event) { Raise(std::move(event)); }),
+      poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
+                       .broken =
+                           [this](SessionId id, const absl::Status& reason) {
+                             Break(id, sessions_.at(id), reason);
+                           }}) {
   if (swap_ != nullptr) registry_.Register({.kind = ArenaKind::kStaging}, swap_->staging());
 }
 
@@ -60,12 +64,6 @@ void Executor::Raise(Event event) {
     actions_.clear();
   }
   running_ = false;
-}
-
-Executor::JobIo& Executor::job(JobId id) {
-  const auto found = jobs_.find(id);
-  FOREBAY_CHECK(found != jobs_.end());
-  return found->second;
 }
 
 SessionIo& Executor::session_io(SessionId id) {
@@ -100,10 +98,9 @@ void Executor::Attach(AttachRequested request, AttachCallbacks callbacks) {
 absl::Status Executor::Mapped(SessionId id) {
   const auto found = sessions_.find(id);
   if (found == sessions_.end() || found->second.io == nullptr) return SessionOver();
-  Session& session = found->second;
-  if (session.mapped) return absl::OkStatus();
-  RETURN_IF_ERROR(engine_.WatchEventFd(session.io->channel().wait_fd(), kSessionTokenTag | id));
-  session.mapped = true;
+  if (found->second.broken) return SessionOver();
+  if (poller_.Contains(id)) return absl::OkStatus();
+  RETURN_IF_ERROR(poller_.Add(id, found->second.io->channel()));
   Raise(SessionMapped{.session = id});
   return absl::OkStatus();
 }
@@ -129,42 +126,9 @@ void Executor::DeleteJob(std::string name, uint32_t uid,
   Raise(DeleteJobRequested{.request = request, .uid = uid, .job = std::move(name)});
 }
 
-NodeSnapshot Executor::Snapshot() {
-  NodeSnapshot snapshot;
-  snapshot.uptime_seconds = static_cast<double>(MonotonicNs() - start_ns_) * 1e-9;
-  snapshot.node = state_.Node();
-  snapshot.memory = registry_.Totals();
-  snapshot.arenas = registry_.Lines();
-  if (swap_ != nullptr) {
-    const nvme::VolumeStats stats = swap_->stats();
-    for (size_t i = 0; i < stats.paths.size(); ++i) {
-      const LatePath& late = swap_->late()[i];
-      snapshot.swap.push_back({.path = swap_->paths()[i].path,
-                               .stats = stats.paths[i],
-                               .used_bytes = snapshot.node.swap_path_used_bytes[i],
-                               .late_requests = late.requests,
-                               .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});
-    }
-  }
-  for (JobView& view : state_.Jobs()) {
-    const auto io = jobs_.find(view.id);
-    const double seconds = io == jobs_.end() ? 0 : io->second.timeline.newest_seconds();
-    JobSnapshot& job = snapshot.jobs.emplace_back(
-        JobSnapshot{.view = std::move(view), .last_step_seconds = seconds});
-    if (io == jobs_.end() || io->second.making == nullptr) continue;
-    job.made_bytes = *io->second.making->made_bytes;
-    job.making_bytes = io->second.making->total_bytes;
-  }
-  snapshot.io_engine = engine_.name();
-  snapshot.io_engine_reason = options_.io_engine_reason;
-  snapshot.adam_target = cpu_adam::ChosenTarget();
-  snapshot.workers = runner_.workers();
-  return snapshot;
-}
-
 absl::StatusOr<std::vector<TimedEvent>> Executor::Trace(const JobName& name) const {
-  for (const auto& [id, io] : jobs_) {
-    if (io.name == name) return io.timeline.newest();
+  for (const auto& [id, job] : jobs_.all()) {
+    if (job.name == name) return job.timeline.newest();
   }
   return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", name.name),
                    "forebay jobs lists them");
@@ -180,17 +144,13 @@ void Executor::OnCompletion(const nvme::Completion& completion) {
     EndTransfers(done);
     return;
   }
-  if ((completion.token & kSessionTokenTag) != kSessionTokenTag) return;  // a queue's
-  const auto found = sessions_.find(completion.token & ~kSessionTokenTag);
-  if (found == sessions_.end()) return;
-  if (found->second.asleep) found->second.io->channel().EndSleep();
-  found->second.asleep = false;
+  poller_.OnCompletion(completion);
 }
 
 void Executor::EndTransfers(std::vector<SwapDone>& done) {
   for (SwapDone& one : done) {
     if (one.kind != SwapDone::Kind::kZeroed) {
-      job(one.job).timeline.Add(
+      jobs_.at(one.job).timeline.Add(
           {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
            .name = absl::StrCat("block ", one.block),
            .start_ns = one.start_ns,
@@ -207,7 +167,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = std::min(FireTimers(), RunMemoryTimers());
+  uint64_t next = std::min(FireTimers(), jobs_.RunTimers());
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);
@@ -217,42 +177,6 @@ std::chrono::nanoseconds Executor::Tick() {
   if (next == UINT64_MAX) return nvme::IoEngine::kForever;
   const uint64_t now = MonotonicNs();
   return std::chrono::nanoseconds(next > now ? next - now : 0);
-}
-
-bool Executor::PollSessions() {
-  polled_.clear();  // a command may close sessions: by id, not by iterator
-  for (const auto& [id, session] : sessions_) {
-    if (session.mapped && !session.asleep && !session.broken) polled_.push_back(id);
-  }
-  bool more = false;
-  for (const SessionId id : polled_) {
-    const auto found = sessions_.find(id);
-    if (found != sessions_.end() && !found->second.broken) more |= PollSession(id, found->second);
-  }
-  return more;
-}
-
-bool Executor::PollSession(SessionId id, Session& session) {
-  for (int i = 0; i < kCommandsPerTurn; ++i) {
-    const auto command = session.io->channel().Receive();
-    if (!command.ok()) {
-      Break(id, session, command.status());
-      return false;
-    }
-    if (!command->has_value()) {
-      const auto sleeps = session.io->channel().PrepareSleep();
-      if (!sleeps.ok()) {
-        Break(id, session, sleeps.status());
-        return false;
-      }
-      session.asleep = *sleeps;
-      return !*sleeps;
-    }
-    Raise(CommandArrived{.session = id, .command = **command});
-    const auto found = sessions_.find(id);
-    if (found == sessions_.end() || found->second.broken) return false;
-  }
-  return true;
 }
 
 uint64_t Executor::FireTimers() {
@@ -265,6 +189,7 @@ uint64_t Executor::FireTimers() {
 void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {
   if (session.broken) return;
   session.broken = true;
+  poller_.Remove(id);
   spdlog::warn("session {}, {}: {}", id, WhoIs(session.request), Text(reason));
   session.callbacks.closed(reason);
   session.callbacks.closed = [](const absl::Status&) {};

@@ -1,8 +1,6 @@
-// Runs the state machine: turns calls, ring entries and outcomes into events, and actions into
-// work.
+// Runs the state machine: turns calls and outcomes into events, and actions into work.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -22,8 +20,10 @@
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/block_tasks.h"
+#include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
 #include "daemon/exec/session_io.h"
+#include "daemon/exec/session_poller.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "daemon/exec/timeline.h"
@@ -54,8 +54,6 @@ struct ExecutorOptions {
 // Limits   Nothing blocks.
 class Executor {
  public:
-  static constexpr uint64_t kSessionTokenTag = uint64_t{0x5E} << 56;  // of doorbell watches
-  static constexpr int kCommandsPerTurn = 64;                         // of one session
   static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
 
   // `swap` may be null. All outlive the executor.
@@ -75,7 +73,10 @@ class Executor {
   // Of a session that was ended without its client's asking: why.
   absl::Status Explain(SessionId session, uint64_t tag) const;
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
-  NodeSnapshot Snapshot();
+  NodeSnapshot Snapshot() {
+    return MakeSnapshot(
+        {start_ns_, state_, registry_, jobs_, swap_, runner_, engine_, options_.io_engine_reason});
+  }
   // Errors: E_JOB_NAME.
   absl::StatusOr<std::vector<TimedEvent>> Trace(const JobName& name) const;
 
@@ -83,9 +84,8 @@ class Executor {
 
   void OnCompletion(const nvme::Completion& completion);  // disk (Volume::Owns) or doorbell
 
-  // Takes commands from every session that is awake; those without any go to sleep. True: more are
-  // waiting.
-  bool PollSessions();
+  // SessionPoller::Poll.
+  bool PollSessions() { return poller_.Poll(); }
 
   // Does what is due by time: lease timers, paused writes, late requests, progress, freeing weights
   // of deleted jobs. How long the loop may sleep until the next call.
@@ -97,24 +97,6 @@ class Executor {
   bool waits_for_swap_alone() const;
 
  private:
-  // The arenas of a job while a worker populates them.
-  struct MakingMemory {
-    std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
-    uint64_t total_bytes = 0;
-    uint64_t next_log_ns = 0;
-  };
-
-  struct JobIo {
-    JobName name;
-    std::shared_ptr<const protocol::Layout> layout;
-    ArenaRegistry::Arena weights;
-    ArenaRegistry::Arena state;
-    ArenaRegistry::Arena step;
-    // While the arenas are made; null afterwards.
-    std::shared_ptr<MakingMemory> making;
-    Timeline timeline;
-  };
-
   struct Session {
     AttachRequested request;
     JobName job;
@@ -122,9 +104,7 @@ class Executor {
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
     // What the rank's extra_state was at attach.
     ArenaRegistry::Arena extra_state;
-    bool mapped = false;
-    bool asleep = false;  // its doorbell will ring
-    bool broken = false;  // its ring lied: nothing is read from it any more
+    bool broken = false;  // its ring lied: nothing is read from it or written to it any more
   };
 
   static int32_t RankOf(const AttachRequested& request) {  // -1: a reader
@@ -181,28 +161,13 @@ class Executor {
                  absl::AnyInvocable<Found(ElemRange) const> work,
                  absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
 
-  // Weights of a deleted job.
-  struct DeletedWeights {
-    ArenaRegistry::Arena arena;
-    uint64_t next_try_ns = 0;
-    uint64_t wait_ns = 0;
-    bool trying = false;
-  };
-  // Frees the weights of deleted jobs that no process uses any more, and logs how far the memory of
-  // new jobs is. Returns when to call it next.
-  uint64_t RunMemoryTimers();
-  // Frees them on a worker if nobody uses them; JobFreed says whether. `rest` is destroyed there.
-  void TryFreeWeights(JobId job, JobIo rest);
-
   template <typename Resource>
   void Retire(Resource resource);  // destroys it on the pool that may block
 
   // Workers that are near the states of a block.
-  int GroupOf(const JobIo& io, const BlockPlace& place, uint64_t bytes) const;
+  int GroupOf(const JobMemory& memory, const BlockPlace& place, uint64_t bytes) const;
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
-  bool PollSession(SessionId id, Session& session);
   void Break(SessionId id, Session& session, const absl::Status& reason);
-  JobIo& job(JobId id);
   SessionIo& session_io(SessionId id);
 
   const ExecutorOptions options_;
@@ -213,16 +178,15 @@ class Executor {
   uint64_t next_write_error_ns_ = 0;
   NodeState state_;
   ArenaRegistry registry_;
-  std::map<JobId, JobIo> jobs_;
-  std::map<JobId, DeletedWeights> deleted_weights_;
+  JobMemoryTable jobs_;
   std::map<SessionId, Session> sessions_;
+  SessionPoller poller_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
   uint64_t next_delete_ = 1;
   std::multimap<uint64_t, Event> timers_;  // by MonotonicNs
   std::deque<Event> events_;
   std::vector<Action> actions_;
-  std::vector<SessionId> polled_;
   bool running_ = false;
 };
 

@@ -1,18 +1,14 @@
 // What the executor does for each action of the state machine.
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
-#include "protocol/descriptor.h"
-#include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -21,10 +17,6 @@
 
 namespace forebay::daemon {
 namespace {
-
-constexpr uint64_t kMakingLogNs = 5'000'000'000;
-constexpr uint64_t kWeightsRetryMinNs = 2'000'000;
-constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
 
 std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_bytes,
                           uint64_t bytes) {
@@ -77,7 +69,7 @@ void Executor::PostTimed(TaskId task, Timed timed, Work work) {
                          .bytes = timed.bytes};
         return
             [this, owner = timed.job, done = std::move(done), event = std::move(event)]() mutable {
-              job(owner).timeline.Add(std::move(event));
+              jobs_.at(owner).timeline.Add(std::move(event));
               Raise(std::move(done));
             };
       },
@@ -108,11 +100,11 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems,
       [this, task, parts, timed = std::move(timed), ended = std::move(join)]() mutable {
         TaskDone done = ended(parts->found);
         done.task = task;
-        job(timed.job).timeline.Add({.lane = timed.lane,
-                                     .name = std::move(timed.name),
-                                     .start_ns = std::ranges::min(parts->start_ns),
-                                     .end_ns = std::ranges::max(parts->end_ns),
-                                     .bytes = timed.bytes});
+        jobs_.at(timed.job).timeline.Add({.lane = timed.lane,
+                                          .name = std::move(timed.name),
+                                          .start_ns = std::ranges::min(parts->start_ns),
+                                          .end_ns = std::ranges::max(parts->end_ns),
+                                          .bytes = timed.bytes});
         Raise(std::move(done));
       },
       group);
@@ -129,57 +121,11 @@ void Executor::Retire(Resource resource) {
 // ----------------------------------------------------------------------------- making and unmaking
 
 void Executor::Run(CreateJobMemory& action) {
-  JobIo io;
   for (const JobView& view : state_.Jobs()) {
-    if (view.id == action.job) {
-      io.name = {.uid = view.uid, .name = view.name};
-      io.layout = view.layout;
-    }
+    if (view.id != action.job) continue;
+    return jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
   }
-  FOREBAY_CHECK(io.layout != nullptr);
-  const std::string name = io.name.name.substr(0, 100);
-  io.making = std::make_shared<MakingMemory>();
-  io.making->total_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
-  io.making->next_log_ns = MonotonicNs() + kMakingLogNs;
-  pinned_mem::ArenaOptions weights =
-      options_.arenas.Shared("forebay-weights-" + name, action.weights_bytes);
-  weights.access = pinned_mem::Access::kServed;
-  weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
-  const pinned_mem::ArenaOptions state = options_.arenas.ByStripe(
-      "forebay-state-" + name, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
-  const pinned_mem::ArenaOptions step =
-      options_.arenas.Shared("forebay-step-" + name, action.step_bytes);
-  runner_.Post(
-      PoolId::kSetup,
-      [this, action, made_bytes = io.making->made_bytes,
-       all = std::array{weights, state, step}]() -> TaskRunner::Then {
-        std::array<ArenaRegistry::Arena, 3> arenas;
-        absl::Status status;
-        for (size_t i = 0; i < all.size() && status.ok(); ++i) {
-          if (all[i].capacity_bytes == 0) continue;
-          pinned_mem::ArenaOptions options = all[i];
-          options.populated_bytes = made_bytes;
-          auto arena = pinned_mem::PinnedArena::Create(options);
-          if (arena.ok()) arenas[i] = *std::move(arena);
-          status = arena.status();
-        }
-        return [this, action, status, arenas = std::move(arenas)]() mutable {
-          JobIo& made = job(action.job);
-          made.making = nullptr;
-          if (status.ok()) {
-            made.weights = std::move(arenas[0]);
-            made.state = std::move(arenas[1]);
-            made.step = std::move(arenas[2]);
-            registry_.Register({.kind = ArenaKind::kWeights, .job = made.name}, made.weights);
-            if (made.state)
-              registry_.Register({.kind = ArenaKind::kState, .job = made.name}, made.state);
-            if (made.step)
-              registry_.Register({.kind = ArenaKind::kStep, .job = made.name}, made.step);
-          }
-          Done(action.task, status);
-        };
-      });
-  jobs_.emplace(action.job, std::move(io));
+  FOREBAY_CHECK(false);
 }
 
 void Executor::Run(CreateJobSwap& action) {
@@ -217,10 +163,11 @@ void Executor::Run(CreateSessionMemory& action) {
 
 absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach& answer) {
   ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
-  JobIo& io = job(answer.job);
-  ASSIGN_OR_RETURN(fds.weights, io.weights->ClientFd());
-  const auto own = Part(io.step, answer.extra_state_offset, answer.extra_state_bytes);
-  const auto rank0 = Part(io.step, answer.rank0_extra_state_offset, answer.rank0_extra_state_bytes);
+  JobMemory& job = jobs_.at(answer.job);
+  ASSIGN_OR_RETURN(fds.weights, job.weights->ClientFd());
+  const auto own = Part(job.step, answer.extra_state_offset, answer.extra_state_bytes);
+  const auto rank0 =
+      Part(job.step, answer.rank0_extra_state_offset, answer.rank0_extra_state_bytes);
   const uint64_t saved_bytes = own.size() + rank0.size();
   if (saved_bytes == 0) return fds;
   pinned_mem::ArenaOptions copy = options_.arenas.Shared("forebay-extra-state", saved_bytes);
@@ -273,7 +220,7 @@ void Executor::Run(CloseSession& action) {
   }
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
-    if (session.mapped) engine_.UnwatchEventFd(session.io->channel().wait_fd());
+    poller_.Remove(action.session);
     session.io->channel().Close();
     Retire(std::move(session.io));
   }
@@ -281,60 +228,7 @@ void Executor::Run(CloseSession& action) {
   if (closed) closed(action.reason);
 }
 
-void Executor::Run(FreeJob& action) {
-  auto node = jobs_.extract(action.job);
-  JobIo rest = node.empty() ? JobIo{} : std::move(node.mapped());
-  DeletedWeights& weights = deleted_weights_[action.job];
-  weights.arena = std::move(rest.weights);
-  registry_.ChangeKind(weights.arena, ArenaKind::kDeletedWeights);
-  TryFreeWeights(action.job, std::move(rest));
-}
-
-void Executor::TryFreeWeights(JobId job, JobIo rest) {
-  DeletedWeights& weights = deleted_weights_.at(job);
-  weights.trying = true;
-  runner_.Post(PoolId::kSetup,
-               [this, job, arena = std::move(weights.arena),
-                rest = std::move(rest)]() mutable -> TaskRunner::Then {
-                 { const JobIo dead = std::move(rest); }
-                 if (arena != nullptr && arena->FreeIfUnused()) arena = nullptr;
-                 return [this, job, arena = std::move(arena)]() mutable {
-                   const bool freed = arena == nullptr;
-                   DeletedWeights& tried = deleted_weights_.at(job);
-                   tried.trying = false;
-                   tried.arena = std::move(arena);
-                   tried.wait_ns =
-                       std::clamp(2 * tried.wait_ns, kWeightsRetryMinNs, kWeightsRetryMaxNs);
-                   tried.next_try_ns = MonotonicNs() + tried.wait_ns;
-                   if (freed) deleted_weights_.erase(job);
-                   Raise(JobFreed{.job = job, .weights_in_use = !freed});
-                 };
-               });
-}
-
-uint64_t Executor::RunMemoryTimers() {
-  const uint64_t now_ns = MonotonicNs();
-  uint64_t next_ns = UINT64_MAX;
-  for (auto& [id, weights] : deleted_weights_) {
-    if (weights.trying) continue;
-    if (weights.next_try_ns <= now_ns) {
-      TryFreeWeights(id, {});
-    } else {
-      next_ns = std::min(next_ns, weights.next_try_ns);
-    }
-  }
-  for (auto& [id, io] : jobs_) {
-    if (io.making == nullptr) continue;
-    if (io.making->next_log_ns <= now_ns) {
-      spdlog::info("job {}: {} of {} of its memory are made", io.name.name,
-                   protocol::FormatBytes(*io.making->made_bytes),
-                   protocol::FormatBytes(io.making->total_bytes));
-      io.making->next_log_ns = now_ns + kMakingLogNs;
-    }
-    next_ns = std::min(next_ns, io.making->next_log_ns);
-  }
-  return next_ns;
-}
+void Executor::Run(FreeJob& action) { jobs_.Free(action.job); }
 
 void Executor::Run(AnswerDelete& action) {
   auto node = deletes_.extract(action.request);
@@ -352,7 +246,7 @@ void Executor::Run(CopyStepRequest& action) {
 void Executor::Run(CopyInitial& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
-  const auto to = Part(job(action.job).weights, action.weights_offset_bytes, action.bytes);
+  const auto to = Part(jobs_.at(action.job).weights, action.weights_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to, dtype = action.dtype] {
     return Counted(RunCopyInitial(dtype, from, to) ? 0 : 1);
   });
@@ -361,7 +255,7 @@ void Executor::Run(CopyInitial& action) {
 void Executor::Run(CopyToStepArena& action) {
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.bytes);
-  const auto to = Part(job(action.job).step, action.step_offset_bytes, action.bytes);
+  const auto to = Part(jobs_.at(action.job).step, action.step_offset_bytes, action.bytes);
   PostTask(action.task, [grad, from, to] {
     std::memcpy(to.data(), from.data(), from.size());
     return TaskDone{};
@@ -371,21 +265,21 @@ void Executor::Run(CopyToStepArena& action) {
 // ------------------------------------------------------------------------------------ the gradient
 
 void Executor::Run(AddGradients& action) {
-  JobIo& io = job(action.job);
+  JobMemory& job = jobs_.at(action.job);
   const uint64_t bytes = action.elems * protocol::SizeBytes(action.dtype);
   std::vector<ArenaRegistry::Arena> owners;
   std::vector<std::span<const std::byte>> sources;
   for (const GradientSource& source : action.sources) {
-    owners.push_back(source.session == 0 ? io.step : session_io(source.session).grad());
+    owners.push_back(source.session == 0 ? job.step : session_io(source.session).grad());
     sources.push_back(Part(owners.back(), source.offset_bytes, bytes));
   }
-  const auto to = Part(io.step, action.accumulator_offset_bytes,
+  const auto to = Part(job.step, action.accumulator_offset_bytes,
                        action.elems * protocol::SizeBytes(action.sum_dtype));
   PostParts<AddedGradients>(
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*io.layout, action.sum_dtype, action.accumulator_offset_bytes),
+       .name = GroupAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
        .bytes = bytes * action.sources.size()},
       action.elems,
       [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
@@ -404,15 +298,15 @@ void Executor::Run(AddGradients& action) {
 }
 
 void Executor::Run(SumGradient& action) {
-  JobIo& io = job(action.job);
+  JobMemory& job = jobs_.at(action.job);
   const uint64_t bytes = action.elems * sizeof(float);
   const std::span<const std::byte> accumulator =
-      Part(io.step, action.accumulator_offset_bytes, bytes);
+      Part(job.step, action.accumulator_offset_bytes, bytes);
   PostParts<cpu_adam::SquareSum>(
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*io.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
+       .name = GroupAt(*job.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
        .bytes = bytes},
       action.elems, [accumulator](ElemRange range) { return RunSumGradient(range, accumulator); },
       [](const std::vector<cpu_adam::SquareSum>& parts) {
@@ -439,31 +333,31 @@ void Executor::Run(ReadBlock& action) {
   EndTransfers(done);
 }
 
-int Executor::GroupOf(const JobIo& io, const BlockPlace& place, uint64_t bytes) const {
-  if (place.resident) return options_.arenas.GroupAt(*io.state, place.state_offset_bytes, bytes);
+int Executor::GroupOf(const JobMemory& job, const BlockPlace& place, uint64_t bytes) const {
+  if (place.resident) return options_.arenas.GroupAt(*job.state, place.state_offset_bytes, bytes);
   const std::span<const std::byte> slot = swap_->Slot(place.staging_slot, bytes);
   const auto offset = static_cast<uint64_t>(slot.data() - swap_->staging()->bytes().data());
   return options_.arenas.GroupAt(*swap_->staging(), offset, bytes);
 }
 
 void Executor::Run(UpdateBlock& action) {
-  JobIo& io = job(action.job);
+  JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
   const UpdateMemory memory{
-      .states = {.weights = io.weights->bytes(),
-                 .block = resident ? Part(io.state, action.place.state_offset_bytes, action.bytes)
+      .states = {.weights = job.weights->bytes(),
+                 .block = resident ? Part(job.state, action.place.state_offset_bytes, action.bytes)
                                    : swap_->Slot(action.place.staging_slot, action.bytes),
-                 .optimizer = io.layout->spec().optimizer,
-                 .format = io.layout->spec().format,
-                 .dtype = io.layout->spec().dtype},
-      .accumulators = io.step->bytes()};
+                 .optimizer = job.layout->spec().optimizer,
+                 .format = job.layout->spec().format,
+                 .dtype = job.layout->spec().dtype},
+      .accumulators = job.step->bytes()};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   Timed timed{.job = action.job,
               .lane = Lane::kUpdate,
               .name = absl::StrCat("block ", action.identity_before.block),
               .bytes = action.bytes,
-              .group = GroupOf(io, action.place, action.bytes)};
+              .group = GroupOf(job, action.place, action.bytes)};
   if (resident) {
     PostParts<UpdateFound>(
         task, std::move(timed), elems,
@@ -491,16 +385,16 @@ void Executor::Run(WriteBlock& action) {
 }
 
 void Executor::Run(DecodeState& action) {
-  JobIo& io = job(action.job);
+  JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const StateMemory memory{
-      .weights = io.weights->bytes(),
-      .block = resident ? Part(io.state, action.place.state_offset_bytes, action.block_bytes)
+      .weights = job.weights->bytes(),
+      .block = resident ? Part(job.state, action.place.state_offset_bytes, action.block_bytes)
                         : swap_->Slot(action.place.staging_slot, action.block_bytes),
-      .optimizer = io.layout->spec().optimizer,
-      .format = io.layout->spec().format,
-      .dtype = io.layout->spec().dtype};
+      .optimizer = job.layout->spec().optimizer,
+      .format = job.layout->spec().format,
+      .dtype = job.layout->spec().dtype};
   const auto expected =
       resident ? std::nullopt : swap_->Expected(action.place, action.identity, action.checksum);
   const auto to = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
@@ -521,10 +415,10 @@ void Executor::Run(StartLeaseTimer& action) {
                   LeaseTimeExpired{.job = action.job, .step = action.step});
 }
 
-void Executor::Run(StepCalled& action) { job(action.job).timeline.StepCalled(MonotonicNs()); }
+void Executor::Run(StepCalled& action) { jobs_.at(action.job).timeline.StepCalled(MonotonicNs()); }
 
 void Executor::Run(StepCommitted& action) {
-  job(action.job).timeline.Committed(action.step, MonotonicNs());
+  jobs_.at(action.job).timeline.Committed(action.step, MonotonicNs());
   (void)registry_.Totals();  // the peak
 }
 

@@ -8,7 +8,10 @@
 
 #include "daemon/core/node_state.h"
 #include "daemon/exec/arena_registry.h"
-#include "daemon/exec/timeline.h"
+#include "daemon/exec/job_memory.h"
+#include "daemon/exec/swap_space.h"
+#include "daemon/exec/task_runner.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/volume.h"
 
 namespace forebay::daemon {
@@ -42,5 +45,18 @@ struct NodeSnapshot {
   std::string adam_target;
   uint32_t workers = 0;
 };
+
+struct SnapshotSources {
+  uint64_t start_ns;  // of the daemon, MonotonicNs
+  const NodeState& state;
+  ArenaRegistry& registry;
+  const JobMemoryTable& jobs;
+  const SwapSpace* swap;  // may be null
+  const TaskRunner& runner;
+  const nvme::IoEngine& engine;
+  const std::string& io_engine_reason;
+};
+
+NodeSnapshot MakeSnapshot(const SnapshotSources& from);
 
 }  // namespace forebay::daemon

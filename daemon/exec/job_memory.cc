@@ -1,0 +1,141 @@
+#include "daemon/exec/job_memory.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+
+#include "daemon/exec/clock.h"
+#include "protocol/os/check.h"
+#include "protocol/units.h"
+#include "spdlog/spdlog.h"
+
+namespace forebay::daemon {
+namespace {
+
+constexpr uint64_t kMakingLogNs = 5'000'000'000;
+constexpr uint64_t kWeightsRetryMinNs = 2'000'000;
+constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
+
+}  // namespace
+
+JobMemoryTable::JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry,
+                               TaskRunner& runner, Raise raise)
+    : policy_(policy), registry_(registry), runner_(runner), raise_(std::move(raise)) {}
+
+const JobMemory* JobMemoryTable::Find(JobId id) const {
+  const auto found = jobs_.find(id);
+  return found == jobs_.end() ? nullptr : &found->second;
+}
+
+JobMemory& JobMemoryTable::at(JobId id) {
+  const auto found = jobs_.find(id);
+  FOREBAY_CHECK(found != jobs_.end());
+  return found->second;
+}
+
+void JobMemoryTable::Create(const CreateJobMemory& action, JobName job_name,
+                            std::shared_ptr<const protocol::Layout> layout) {
+  const std::string name = job_name.name.substr(0, 100);
+  const auto making = std::make_shared<MemoryProgress>();
+  making->total_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
+  making->next_log_ns = MonotonicNs() + kMakingLogNs;
+  pinned_mem::ArenaOptions weights =
+      policy_.Shared("forebay-weights-" + name, action.weights_bytes);
+  weights.access = pinned_mem::Access::kServed;
+  weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
+  const pinned_mem::ArenaOptions state = policy_.ByStripe(
+      "forebay-state-" + name, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
+  const pinned_mem::ArenaOptions step = policy_.Shared("forebay-step-" + name, action.step_bytes);
+  runner_.Post(
+      PoolId::kSetup,
+      [this, action, made_bytes = making->made_bytes,
+       all = std::array{weights, state, step}]() -> TaskRunner::Then {
+        std::array<ArenaRegistry::Arena, 3> arenas;
+        absl::Status status;
+        for (size_t i = 0; i < all.size() && status.ok(); ++i) {
+          if (all[i].capacity_bytes == 0) continue;
+          pinned_mem::ArenaOptions options = all[i];
+          options.populated_bytes = made_bytes;
+          auto arena = pinned_mem::PinnedArena::Create(options);
+          if (arena.ok()) arenas[i] = *std::move(arena);
+          status = arena.status();
+        }
+        return [this, action, status, arenas = std::move(arenas)]() mutable {
+          JobMemory& made = at(action.job);
+          made.making = nullptr;
+          if (status.ok()) {
+            made.weights = std::move(arenas[0]);
+            made.state = std::move(arenas[1]);
+            made.step = std::move(arenas[2]);
+            registry_.Register({.kind = ArenaKind::kWeights, .job = made.name}, made.weights);
+            if (made.state)
+              registry_.Register({.kind = ArenaKind::kState, .job = made.name}, made.state);
+            if (made.step)
+              registry_.Register({.kind = ArenaKind::kStep, .job = made.name}, made.step);
+          }
+          raise_(TaskDone{.task = action.task, .status = status});
+        };
+      });
+  JobMemory& job = jobs_[action.job];
+  job.name = std::move(job_name);
+  job.layout = std::move(layout);
+  job.making = making;
+}
+
+void JobMemoryTable::Free(JobId id) {
+  auto node = jobs_.extract(id);
+  JobMemory rest = node.empty() ? JobMemory{} : std::move(node.mapped());
+  DeletedWeights& weights = deleted_weights_[id];
+  weights.arena = std::move(rest.weights);
+  registry_.ChangeKind(weights.arena, ArenaKind::kDeletedWeights);
+  TryFreeWeights(id, std::move(rest));
+}
+
+void JobMemoryTable::TryFreeWeights(JobId id, JobMemory rest) {
+  DeletedWeights& weights = deleted_weights_.at(id);
+  weights.trying = true;
+  runner_.Post(PoolId::kSetup,
+               [this, id, arena = std::move(weights.arena),
+                rest = std::move(rest)]() mutable -> TaskRunner::Then {
+                 { const JobMemory dead = std::move(rest); }
+                 if (arena != nullptr && arena->FreeIfUnused()) arena = nullptr;
+                 return [this, id, arena = std::move(arena)]() mutable {
+                   const bool freed = arena == nullptr;
+                   DeletedWeights& tried = deleted_weights_.at(id);
+                   tried.trying = false;
+                   tried.arena = std::move(arena);
+                   tried.wait_ns =
+                       std::clamp(2 * tried.wait_ns, kWeightsRetryMinNs, kWeightsRetryMaxNs);
+                   tried.next_try_ns = MonotonicNs() + tried.wait_ns;
+                   if (freed) deleted_weights_.erase(id);
+                   raise_(JobFreed{.job = id, .weights_in_use = !freed});
+                 };
+               });
+}
+
+uint64_t JobMemoryTable::RunTimers() {
+  const uint64_t now_ns = MonotonicNs();
+  uint64_t next_ns = UINT64_MAX;
+  for (auto& [id, weights] : deleted_weights_) {
+    if (weights.trying) continue;
+    if (weights.next_try_ns <= now_ns) {
+      TryFreeWeights(id, {});
+    } else {
+      next_ns = std::min(next_ns, weights.next_try_ns);
+    }
+  }
+  for (auto& [id, job] : jobs_) {
+    if (job.making == nullptr) continue;
+    if (job.making->next_log_ns <= now_ns) {
+      spdlog::info("job {}: {} of {} of its memory are made", job.name.name,
+                   protocol::FormatBytes(*job.making->made_bytes),
+                   protocol::FormatBytes(job.making->total_bytes));
+      job.making->next_log_ns = now_ns + kMakingLogNs;
+    }
+    next_ns = std::min(next_ns, job.making->next_log_ns);
+  }
+  return next_ns;
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,84 @@
+// The arenas of jobs: made while the job is created, freed when nobody uses them any more.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+
+#include "absl/functional/any_invocable.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_name.h"
+#include "daemon/exec/arena_policy.h"
+#include "daemon/exec/arena_registry.h"
+#include "daemon/exec/task_runner.h"
+#include "daemon/exec/timeline.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// The arenas of a job while a worker populates them.
+struct MemoryProgress {
+  std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
+  uint64_t total_bytes = 0;
+  uint64_t next_log_ns = 0;
+};
+
+// What the executor keeps of a job.
+struct JobMemory {
+  JobName name;
+  std::shared_ptr<const protocol::Layout> layout;
+  ArenaRegistry::Arena weights;
+  ArenaRegistry::Arena state;
+  ArenaRegistry::Arena step;
+  // While the arenas are made; null afterwards.
+  std::shared_ptr<MemoryProgress> making;
+  Timeline timeline;
+};
+
+// Threads  The loop thread. Arenas are made and freed on the pool that may block.
+class JobMemoryTable {
+ public:
+  // Called with TaskDone and JobFreed.
+  using Raise = absl::AnyInvocable<void(Event)>;
+
+  // `registry` and `runner` outlive the table.
+  JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry, TaskRunner& runner,
+                 Raise raise);
+
+  // Ends with TaskDone.
+  void Create(const CreateJobMemory& action, JobName name,
+              std::shared_ptr<const protocol::Layout> layout);
+  // Weights are freed when no process has them open or mapped any more; JobFreed says whether.
+  void Free(JobId id);
+
+  // Null where there is none.
+  const JobMemory* Find(JobId id) const;
+  JobMemory& at(JobId id);
+  const std::map<JobId, JobMemory>& all() const { return jobs_; }
+
+  // Frees the weights of deleted jobs that no process uses any more, and logs how far the memory of
+  // new jobs is. Returns when to call it next.
+  uint64_t RunTimers();
+
+ private:
+  // Weights of a deleted job.
+  struct DeletedWeights {
+    ArenaRegistry::Arena arena;
+    uint64_t next_try_ns = 0;
+    uint64_t wait_ns = 0;
+    bool trying = false;
+  };
+
+  // Frees them on a worker if nobody uses them; `rest` is destroyed there.
+  void TryFreeWeights(JobId id, JobMemory rest);
+
+  const ArenaPolicy policy_;
+  ArenaRegistry& registry_;
+  TaskRunner& runner_;
+  Raise raise_;
+  std::map<JobId, JobMemory> jobs_;
+  std::map<JobId, DeletedWeights> deleted_weights_;
+};
+
+}  // namespace forebay::daemon

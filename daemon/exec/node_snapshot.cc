@@ -1,0 +1,43 @@
+#include "daemon/exec/node_snapshot.h"
+
+#include <utility>
+
+#include "cpu_adam/targets.h"
+#include "daemon/exec/clock.h"
+
+namespace forebay::daemon {
+
+NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
+  NodeSnapshot snapshot;
+  snapshot.uptime_seconds = static_cast<double>(MonotonicNs() - from.start_ns) * 1e-9;
+  snapshot.node = from.state.Node();
+  snapshot.memory = from.registry.Totals();
+  snapshot.arenas = from.registry.Lines();
+  if (from.swap != nullptr) {
+    const nvme::VolumeStats stats = from.swap->stats();
+    for (size_t i = 0; i < stats.paths.size(); ++i) {
+      const LatePath& late = from.swap->late()[i];
+      snapshot.swap.push_back({.path = from.swap->paths()[i].path,
+                               .stats = stats.paths[i],
+                               .used_bytes = snapshot.node.swap_path_used_bytes[i],
+                               .late_requests = late.requests,
+                               .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});
+    }
+  }
+  for (JobView& view : from.state.Jobs()) {
+    const JobMemory* memory = from.jobs.Find(view.id);
+    JobSnapshot& job = snapshot.jobs.emplace_back(JobSnapshot{.view = std::move(view)});
+    if (memory == nullptr) continue;
+    job.last_step_seconds = memory->timeline.newest_seconds();
+    if (memory->making == nullptr) continue;
+    job.made_bytes = *memory->making->made_bytes;
+    job.making_bytes = memory->making->total_bytes;
+  }
+  snapshot.io_engine = from.engine.name();
+  snapshot.io_engine_reason = from.io_engine_reason;
+  snapshot.adam_target = cpu_adam::ChosenTarget();
+  snapshot.workers = from.runner.workers();
+  return snapshot;
+}
+
+}  // namespace forebay::daemon
