@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
 #include "protocol/error.h"
@@ -24,8 +23,8 @@ namespace forebay::nvme {
 namespace {
 
 using internal::CommitPhase;
-using internal::Job;
 using internal::Request;
+using internal::RequestKind;
 using internal::SlotState;
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -79,20 +78,6 @@ absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const 
 }
 
 }  // namespace
-
-absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
-  const uint64_t found = Checksum(expected.identity, bytes);
-  if (found == expected.checksum) return absl::OkStatus();
-  const std::string identity = absl::BytesToHexString(
-      {reinterpret_cast<const char*>(expected.identity.data()), expected.identity.size()});
-  return MakeError(
-      ErrorId::kCorrupt,
-      absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold the content of "
-                      "identity %s: checksum %016x, expected %016x over %d bytes",
-                      expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
-                      found, expected.checksum, bytes.size()),
-      "the device lost or changed data: restore the job from a checkpoint");
-}
 
 Volume::State::State(IoEngine& io_engine, const internal::Geometry& disk_geometry)
     : engine(io_engine),
@@ -227,7 +212,7 @@ absl::Status Volume::Read(const Slot& slot, std::span<std::byte> bytes, uint64_t
                      absl::StrFormat("%s: the slot at offset %d: its last write failed",
                                      state_->PathText(slot.path), slot.offset_bytes));
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kRead, token));
+  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kRead, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kRead;
   request.path = slot.path;
@@ -253,7 +238,7 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
       return Refuse("write", slot, "a durable ledger names it");
     }
   }
-  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(Job::kWrite, token));
+  ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kWrite, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
   request.path = slot.path;

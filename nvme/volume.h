@@ -35,21 +35,6 @@ struct VolumeOptions {
   std::function<uint64_t()> now_ns = {};
 };
 
-// What a slot must hold. A value: it may be given to a worker.
-struct ExpectedContent {
-  Slot slot = {};
-  // Of the slot's path; lives as long as the volume.
-  std::string_view path;
-  Identity identity{};
-  uint64_t checksum = 0;
-};
-
-// OK where `bytes` are the expected ones.
-//
-// Threads  Pure; call it on a worker, after the read and before the first use.
-// Errors   E_CORRUPT  names path, offset and identity (hex).
-absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
-
 struct PathStats {
   // As the kernel reported them, short transfers included.
   uint64_t read_bytes = 0;
@@ -164,7 +149,7 @@ class Volume {
   // Bytes that the Zero() of this token has written so far; 0 where it has ended.
   uint64_t zeroed_bytes(uint64_t token) const;
 
-  // Starts reading the first `bytes.size()` bytes of the slot. Verify() them before use.
+  // Starts reading the first `bytes.size()` bytes of the slot. Verify them (nvme/verify.h) before use.
   //
   // Errors  kFailedPrecondition  the slot is being written. kResourceExhausted: kRequestsMax.
   absl::Status Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token);

@@ -11,7 +11,7 @@
 #include "cpu_adam/square_sum.h"
 #include "daemon/core/events.h"
 #include "nvme/checksum.h"
-#include "nvme/volume.h"
+#include "nvme/verify.h"
 #include "protocol/dtype.h"
 #include "protocol/layout.h"
 

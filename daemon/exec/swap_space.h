@@ -17,6 +17,7 @@
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/verify.h"
 #include "nvme/volume.h"
 
 namespace forebay::daemon {

@@ -18,12 +18,12 @@
 namespace forebay::nvme {
 
 using internal::CommitPhase;
-using internal::Job;
 using internal::kCopies;
 using internal::NamedSlots;
 using internal::Path;
 using internal::Place;
 using internal::Request;
+using internal::RequestKind;
 using internal::SlotEntry;
 using internal::SlotState;
 using protocol::ErrorId;
@@ -125,7 +125,7 @@ void Volume::State::Unpin(const NamedSlots& unpinned) {
 
 void Volume::State::StartPart(IoKind io, Place place, std::span<std::byte> bytes) {
   // There is always room: commits have entries of their own.
-  const absl::StatusOr<uint32_t> index = AllocateTransfer(Job::kCommitPart, 0);
+  const absl::StatusOr<uint32_t> index = AllocateTransfer(RequestKind::kCommitPart, 0);
   Request& request = requests[*index];
   request.io = io;
   request.path = place.path;

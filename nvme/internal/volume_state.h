@@ -60,7 +60,7 @@ struct Path {
   PathStats stats;
 };
 
-enum class Job : uint8_t { kRead, kWrite, kZero, kCommitPart };
+enum class RequestKind : uint8_t { kRead, kWrite, kZero, kCommitPart };
 
 // One Zero() call.
 struct ZeroBatch {
@@ -82,7 +82,7 @@ struct ZeroBatch {
 // One transfer, in as many engine requests as it takes.
 struct Request {
   bool active = false;
-  Job job = Job::kRead;
+  RequestKind kind = RequestKind::kRead;
   IoKind io = IoKind::kRead;
   uint32_t generation = 0;
   // The caller's.
@@ -146,7 +146,7 @@ struct Volume::State {
   internal::SlotState& SlotAt(const Slot& slot);
   void ForgetIfDefault(const Slot& slot);
   absl::Status CheckSlot(const Slot& slot, std::span<const std::byte> bytes) const;
-  absl::StatusOr<uint32_t> AllocateTransfer(internal::Job job, uint64_t token);
+  absl::StatusOr<uint32_t> AllocateTransfer(internal::RequestKind kind, uint64_t token);
   void Release(uint32_t index);
   absl::Status Start(uint32_t index);
   void StartZeros(uint32_t path, std::vector<Finished>& finished);

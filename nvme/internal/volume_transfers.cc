@@ -18,8 +18,8 @@
 namespace forebay::nvme {
 namespace {
 
-using internal::Job;
 using internal::Request;
+using internal::RequestKind;
 using internal::SlotState;
 using internal::ZeroBatch;
 
@@ -33,7 +33,7 @@ const char* Verb(const Request& request) {
     case IoKind::kRead:
       return "read";
     case IoKind::kWrite:
-      return request.job == Job::kZero ? "zero-write" : "write";
+      return request.kind == RequestKind::kZero ? "zero-write" : "write";
     case IoKind::kFlush:
       return "flush";
     case IoKind::kEvent:
@@ -49,7 +49,7 @@ std::string Volume::State::PathText(uint32_t path) const {
 }
 
 absl::Status Volume::State::IoError(const Request& request, int error_number) const {
-  const char* object = request.job == Job::kCommitPart ? " of a ledger" : "";
+  const char* object = request.kind == RequestKind::kCommitPart ? " of a ledger" : "";
   const std::string what =
       request.io == IoKind::kFlush
           ? absl::StrFormat("%s: flush%s", PathText(request.path), object)
@@ -90,8 +90,8 @@ absl::Status Volume::State::CheckSlot(const Slot& slot, std::span<const std::byt
   return absl::OkStatus();
 }
 
-absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token) {
-  const bool is_user = job == Job::kRead || job == Job::kWrite;
+absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(RequestKind kind, uint64_t token) {
+  const bool is_user = kind == RequestKind::kRead || kind == RequestKind::kWrite;
   if (is_user && user_requests == kRequestsMax) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%d swap requests are unfinished: that is the maximum", kRequestsMax));
@@ -101,7 +101,7 @@ absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token
   free_requests.pop_back();
   Request& request = requests[index];
   const uint32_t generation = request.generation;
-  request = {.active = true, .job = job, .generation = generation, .token = token};
+  request = {.active = true, .kind = kind, .generation = generation, .token = token};
   request.start_ns = now_ns();
   if (is_user) ++user_requests;
   return index;
@@ -109,7 +109,7 @@ absl::StatusOr<uint32_t> Volume::State::AllocateTransfer(Job job, uint64_t token
 
 void Volume::State::Release(uint32_t index) {
   Request& request = requests[index];
-  if (request.job == Job::kRead || request.job == Job::kWrite) --user_requests;
+  if (request.kind == RequestKind::kRead || request.kind == RequestKind::kWrite) --user_requests;
   request.active = false;
   ++request.generation;
   free_requests.push_back(index);
@@ -132,7 +132,7 @@ void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
     while (batch.status.ok() && cursor.next < cursor.slots.size() &&
            paths[path].zeros_in_flight < kZerosInFlight) {
       const Slot& slot = cursor.slots[cursor.next];
-      const absl::StatusOr<uint32_t> index = AllocateTransfer(Job::kZero, batch.token);
+      const absl::StatusOr<uint32_t> index = AllocateTransfer(RequestKind::kZero, batch.token);
       Request& request = requests[*index];
       request.io = IoKind::kWrite;
       request.path = path;
@@ -242,11 +242,11 @@ void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Fi
   // What ends may start another transfer, which may use this entry again.
   const Request ended = requests[index];
   Release(index);
-  if (ended.job == Job::kCommitPart) return EndPart(ended, status, finished);
-  if (ended.job == Job::kZero) return EndZero(ended, status, finished);
+  if (ended.kind == RequestKind::kCommitPart) return EndPart(ended, status, finished);
+  if (ended.kind == RequestKind::kZero) return EndZero(ended, status, finished);
   const Slot slot = {.path = ended.path, .offset_bytes = ended.offset_bytes};
   SlotState& is = slots.at({slot.path, slot.offset_bytes});
-  if (ended.job == Job::kRead) {
+  if (ended.kind == RequestKind::kRead) {
     --is.readers;
   } else {
     is.writing = false;

@@ -214,7 +214,7 @@ TEST_P(StreamKernels, SeveralSourcesAreAddedAsOneAfterAnotherWithTheSquaresOfThe
   for (const DType type : kGradTypes) {
     for (const size_t n : {size_t{0}, size_t{1}, size_t{63}, kSumChunkElems, kSumChunkElems + 1,
                            3 * kSumChunkElems - 1}) {
-      for (const size_t count : {1, 2, 3, 8}) {
+      for (const size_t count : {1u, 2u, 3u, 8u}) {
         for (const AddMode mode : {AddMode::kSet, AddMode::kAdd}) {
           SCOPED_TRACE(::testing::Message()
                        << "type " << static_cast<int>(type) << " n " << n << " count " << count);

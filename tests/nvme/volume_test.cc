@@ -435,21 +435,5 @@ TEST_F(VolumeTest, LateRequestsAreCountedOnceAndShownWhileTheyLast) {
   EXPECT_THAT(volume_->CheckDeadlines(100), IsEmpty());
 }
 
-TEST(Verify, NamesPathOffsetAndIdentity) {
-  const Bytes bytes = ContentOf(1, 2);
-  ExpectedContent expected;
-  expected.slot = {.path = 1, .offset_bytes = 40960, .size_bytes = kBlockBytes};
-  expected.path = "/mnt/b/forebay.swap";
-  expected.identity.fill(std::byte{0xAB});
-  expected.checksum = Checksum(expected.identity, bytes);
-  EXPECT_OK(Verify(expected, bytes));
-  expected.identity[0] = std::byte{0xAC};
-  const absl::Status status = Verify(expected, bytes);
-  EXPECT_THAT(status, HasError(ErrorId::kCorrupt));
-  EXPECT_THAT(status.message(),
-              HasSubstr("swap path 1 (/mnt/b/forebay.swap): the slot at offset 40960 "));
-  EXPECT_THAT(status.message(), HasSubstr("acabababab"));
-}
-
 }  // namespace
 }  // namespace forebay::nvme

@@ -18,6 +18,7 @@
 #include "nvme/checksum.h"
 #include "nvme/internal/protections.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/verify.h"
 #include "nvme/volume.h"
 #include "protocol/os/status_macros.h"
 #include "tests/support/pattern.h"

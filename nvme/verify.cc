@@ -1,0 +1,31 @@
+#include "nvme/verify.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_format.h"
+#include "protocol/error.h"
+
+namespace forebay::nvme {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
+  const uint64_t found = Checksum(expected.identity, bytes);
+  if (found == expected.checksum) return absl::OkStatus();
+  const std::string identity = absl::BytesToHexString(
+      {reinterpret_cast<const char*>(expected.identity.data()), expected.identity.size()});
+  return MakeError(
+      ErrorId::kCorrupt,
+      absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold the content of "
+                      "identity %s: checksum %016x, expected %016x over %d bytes",
+                      expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
+                      found, expected.checksum, bytes.size()),
+      "the device lost or changed data: restore the job from a checkpoint");
+}
+
+}  // namespace forebay::nvme

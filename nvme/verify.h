@@ -1,0 +1,30 @@
+// Verification of what was read from swap, against its checksum.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "nvme/checksum.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::nvme {
+
+// What a slot must hold. A value: it may be given to a worker.
+struct ExpectedContent {
+  Slot slot = {};
+  // Of the slot's path; lives as long as the volume.
+  std::string_view path;
+  Identity identity{};
+  uint64_t checksum = 0;
+};
+
+// OK where `bytes` are the expected ones.
+//
+// Threads  Pure; call it on a worker, after the read and before the first use.
+// Errors   E_CORRUPT  names path, offset and identity (hex).
+absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
+
+}  // namespace forebay::nvme

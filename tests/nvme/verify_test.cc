@@ -1,0 +1,39 @@
+// Goal    What was read is accepted only where checksum and identity are the expected ones; the error
+//         names path, offset and identity.
+// Method  The checksum's own values are checked in checksum_test.cc.
+
+#include "nvme/verify.h"
+
+#include <cstddef>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::nvme {
+namespace {
+
+using ::forebay::testing::HasError;
+using protocol::ErrorId;
+using ::testing::HasSubstr;
+
+TEST(Verify, NamesPathOffsetAndIdentity) {
+  const std::vector<std::byte> bytes(8192, std::byte{7});
+  ExpectedContent expected;
+  expected.slot = {.path = 1, .offset_bytes = 40960, .size_bytes = 8192};
+  expected.path = "/mnt/b/forebay.swap";
+  expected.identity.fill(std::byte{0xAB});
+  expected.checksum = Checksum(expected.identity, bytes);
+  EXPECT_OK(Verify(expected, bytes));
+  expected.identity[0] = std::byte{0xAC};
+  const absl::Status status = Verify(expected, bytes);
+  EXPECT_THAT(status, HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(status.message(),
+              HasSubstr("swap path 1 (/mnt/b/forebay.swap): the slot at offset 40960 "));
+  EXPECT_THAT(status.message(), HasSubstr("acabababab"));
+}
+
+}  // namespace
+}  // namespace forebay::nvme
