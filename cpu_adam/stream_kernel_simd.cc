@@ -28,11 +28,10 @@ using V = hn::Vec<D>;
 using VU = hn::Vec<DU>;
 
 constexpr size_t kLineBytes = 64;
-// A processor reads few streams slower than many: a pass over one array goes over as many places of
-// it at once.
+// A CPU reads few streams slower than many: a pass over one array interleaves so many parts of it.
 constexpr size_t kInterleave = 4;
-constexpr size_t kNonTemporalElems = size_t{1}
-                                     << 18;  // from here on what is written outgrows a cache
+// From here on what is written outgrows a cache.
+constexpr size_t kNonTemporalElems = size_t{1} << 18;
 
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
 template <class Float>
@@ -196,7 +195,7 @@ HWY_INLINE double SumChunk(const T* from, size_t n) {
   return SumOfRuns(sums, from, n);
 }
 
-// Whole chunks `apart` elements from each other at once.
+// Chunks `stride_elems` elements from each other, interleaved.
 template <class T>
 void SumChunksInterleaved(const T* from, size_t stride_elems, size_t stride_chunks,
                           double* chunk_sums) {
@@ -352,7 +351,7 @@ HWY_INLINE void Put(hn::Vec<DV> value, DV d, T* to) {
   }
 }
 
-// Four vectors at once, read before the first is written: a line that bypasses the cache must not
+// Four vectors at once, read before the first is written: a non-temporal line must not
 // be written in two pieces.
 template <bool kAdd, bool kNonTemporal, class T>
 size_t AddQuads(size_t n, const T* src, float* dst) {

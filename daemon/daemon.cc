@@ -67,7 +67,7 @@ absl::StatusOr<uint64_t> DramLimit(uint64_t configured_bytes,
       "lower dram.limit, or raise the limit of the control group (MemoryMax= in the unit)");
 }
 
-// Room for a block of AdamW in the preset formats; others get blocks that fit (memory_plan.h).
+// Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {
   uint64_t slot_bytes = 0;
   for (const auto& [format, dtype] :
@@ -247,7 +247,7 @@ Daemon::~Daemon() { Stop(); }
 
 void Daemon::Stop() {
   if (!state_->loop.joinable()) return;
-  state_->control.reset();  // no new calls; every session is told to end
+  state_->control.reset();  // no new calls; ends every session
   ::unlink(state_->config.socket_path.c_str());
   FOREBAY_CHECK(
       state_->inbox->Push([&stopping = state_->stopping](Executor&) { stopping = true; }));

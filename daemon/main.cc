@@ -138,8 +138,8 @@ int Serve(const Config& config) {
 
   const bool asked = WaitForEnd(**daemon, signals_fd.get());
   forebay::daemon::NotifyStopping();
-  if (!asked)
-    std::_Exit(kExitError);  // the loop is dead: a clean stop would wait for it permanently
+  // The loop thread has ended: a clean stop would wait for it permanently.
+  if (!asked) std::_Exit(kExitError);
   (*daemon)->Stop();
   spdlog::info("stopped");
   return 0;

@@ -58,8 +58,8 @@ struct Command {
   uint64_t step;   // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
-  uint64_t
-      element_offset;  // kWriteInitial, kGradReady: first element of the group; kReadState: of the parameter
+  // First element: of the group for kWriteInitial and kGradReady, of the parameter for kReadState.
+  uint64_t element_offset;
   uint64_t lease_id;  // kRelease
   uint64_t attempt;   // kGradReady, kStep; else 0
 };

@@ -187,14 +187,14 @@ class Evidence:
 
     def since_steady(self):
         """(first, last) sample of the daemon's counters with the steps from STEADY_FROM on between them."""
-        settled = [
+        steady = [
             sample
             for sample in self.forebay.node["samples"]
             if sample["step"] >= STEADY_FROM - 1 and sample["sessions"] == self.ranks
         ]
-        if len(settled) < 2:
+        if len(steady) < 2:
             raise LookupError("too few samples of the daemon's counters")
-        return settled[0], settled[-1]
+        return steady[0], steady[-1]
 
     def loss_difference(self):
         plain, ours = self.plain.losses(), self.forebay.losses()

@@ -52,7 +52,7 @@ def parse_args():
     )
     parser.add_argument("--seed", type=int, default=1611, help="of model and data")
     parser.add_argument(
-        "--kill-seed", type=int, help="draws the rank, step and group of the kill; default: random"
+        "--kill-seed", type=int, help="seed of the rank, step and group of the kill; default: random"
     )
     parser.add_argument("--work", default="build/quickstart", help="folder of logs and swap")
     parser.add_argument("--bin", default="build/bin", help="folder of forebay and forebayd")
@@ -134,9 +134,9 @@ def chosen(args):
 
 
 def draw_kill(args, out):
-    draw = random.Random(args.kill_seed)
-    rank, step = draw.randrange(RANKS), draw.randint(3, args.steps - 2)
-    groups = draw.randint(1, max(1, claims_of.group_count(out) - 1))
+    generator = random.Random(args.kill_seed)
+    rank, step = generator.randrange(RANKS), generator.randint(3, args.steps - 2)
+    groups = generator.randint(1, max(1, claims_of.group_count(out) - 1))
     print(
         f"== kill drawn from seed {args.kill_seed}: rank {rank} in step {step} after {groups} groups",
         flush=True,

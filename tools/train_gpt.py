@@ -162,7 +162,7 @@ def heldout_loss(model, batches):
 
 
 def sample(model, count, prompt=b"And God said", context=16):
-    """Draws `count` bytes one by one; a short context keeps it cheap without a cache of keys and
+    """Samples `count` bytes one by one; a short context keeps it cheap without a cache of keys and
     values."""
     tokens = torch.tensor([list(prompt)])
     with torch.no_grad():

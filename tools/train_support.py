@@ -30,7 +30,7 @@ SAMPLE_PERIOD_S = 0.02
 STATUS_PERIOD_S = 2.0
 JITTER = 16  # bytes by which a sequence's start may move, drawn from torch's generator
 
-# By name: the class of forebay, its options, its preset learning rate.
+# By name: the class of forebay, its options, its default learning rate.
 OPTIMIZERS = {
     "adamw": ("AdamW", {}, 3e-4),
     "adam": ("Adam", {}, 3e-4),

@@ -201,15 +201,15 @@ absl::Status Control::Detach(const WaitLimits& limits) {
 
 absl::Status Control::Explain(const protocol::Completion& completion, const WaitLimits& limits) {
   const ErrorId id = protocol::Info(static_cast<ErrorId>(completion.error)).id;
-  const absl::Status told = thread_
-                                ->Call<bool>("explain", limits,
-                                             [tag = completion.tag](Peer& peer) {
-                                               auto request = SessionOf(peer).explainRequest();
-                                               request.setTag(tag);
-                                               return SendForOutcome(std::move(request));
-                                             })
-                                .status();
-  if (protocol::IdOf(told) == id || (completion.tag == 0 && !told.ok())) return told;
+  const absl::Status answer = thread_
+                                  ->Call<bool>("explain", limits,
+                                               [tag = completion.tag](Peer& peer) {
+                                                 auto request = SessionOf(peer).explainRequest();
+                                                 request.setTag(tag);
+                                                 return SendForOutcome(std::move(request));
+                                               })
+                                  .status();
+  if (protocol::IdOf(answer) == id || (completion.tag == 0 && !answer.ok())) return answer;
   return MakeError(id, "the daemon refused a command and no longer knows why");
 }
 

@@ -108,7 +108,7 @@ class SessionHandle {
 
   SessionId id() const { return id_; }
   void End(EndCause cause);         // once; later calls do nothing
-  void Forget() { ended_ = true; }  // the loop was never told of it
+  void Forget() { ended_ = true; }  // the loop does not know it
   bool ended() const { return ended_; }
 
   ControlContext& context;

@@ -1,4 +1,4 @@
-// What the node's state machine is told, and what it asks for. Values only: no pointers into shared
+// Events and actions: the input and the output of the node's state machine. Values only: no pointers into shared
 // memory, no descriptors, no clock. The reactor executes actions and turns their outcomes into
 // events; a simulator does the same.
 #pragma once
@@ -31,7 +31,7 @@ struct AttachRequested {
   uint32_t uid = 0;
   // NAME or UID:NAME.
   std::string job;
-  // A reader has no rank and no vote, delivers nothing and cannot create the job.
+  // A reader has no rank, calls no step, delivers nothing and cannot create the job.
   bool reader = false;
   // Not of a reader.
   uint32_t rank = 0;

@@ -102,7 +102,7 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   End(*session, absl::OkStatus());
 }
 
-// Ends a session that its client did not end; the client is told the reason.
+// Ends a session that its client did not end; the client gets the reason.
 void Job::Evict(Session& session, const absl::Status& reason) {
   session.close_reason = reason;
   if (session.state == Session::State::kWaiting) {

@@ -40,7 +40,7 @@ struct PipelineCounters {
   uint64_t written_bytes = 0;
 };
 
-// Blocks are read ahead in the order of update, before the verdict into free slots only. After it,
+// Blocks are read ahead in the order of update, before the decision into free slots only. After it,
 // a worker takes the lowest swapped block that is ready, else the next resident one; a slot goes
 // read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
 // job sees to that.

@@ -1,5 +1,5 @@
 // Goal    Each call of a session writes the command the protocol says and reads its answer
-//         rightly; what fails later is told later; who gives up leaks nothing.
+//         rightly; what fails later is an error of a later call; a call that gives up leaks nothing.
 // Method  Both ends of a real ring in one process; a script plays the daemon.
 
 #include <algorithm>
@@ -135,7 +135,7 @@ TEST_F(SessionTest, TheLeaseOfACancelledFetchIsGivenBack) {
   EXPECT_EQ(Is(seen[2], Op::kRelease) ? seen[2].lease_id : seen[1].lease_id, 101U);
 }
 
-TEST_F(SessionTest, AReleaseErrorIsToldOnceByTheNextCall) {
+TEST_F(SessionTest, AReleaseErrorIsReportedOnceByTheNextCall) {
   StartSession([this](const Command& command) {
     if (Is(command, Op::kRelease)) {
       return MaybeCompletion(ScriptedDaemon::Failure(command, ErrorId::kLease));
@@ -144,9 +144,9 @@ TEST_F(SessionTest, AReleaseErrorIsToldOnceByTheNextCall) {
   });
   (void)session_->Release({.id = 7});
   daemon_.WaitForCommands(1);
-  absl::Status told;
-  for (int i = 0; i < 2 && told.ok(); ++i) told = session_->Fetch(0, kTimeout).status();
-  EXPECT_THAT(told, HasError(ErrorId::kLease));
+  absl::Status reported;
+  for (int i = 0; i < 2 && reported.ok(); ++i) reported = session_->Fetch(0, kTimeout).status();
+  EXPECT_THAT(reported, HasError(ErrorId::kLease));
   EXPECT_OK(session_->Fetch(0, kTimeout).status());
 }
 
@@ -320,7 +320,7 @@ TEST_F(SessionTest, AStepThatTimedOutIsWaitedForByTheSameCallAgain) {
   EXPECT_EQ(daemon_.Seen(Op::kStep).size(), 1U);
 }
 
-TEST_F(SessionTest, AnErrorOfAStepNobodyWaitedForIsToldByTheNextStep) {
+TEST_F(SessionTest, AnErrorOfAStepNobodyWaitedForIsReportedByTheNextStep) {
   StartSession([&](const Command& command) {
     const bool held = Is(command, Op::kStep) && daemon_.Seen(Op::kStep).empty();
     return held ? MaybeCompletion() : MaybeCompletion(Obeyed(command));

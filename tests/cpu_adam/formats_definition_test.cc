@@ -2,7 +2,7 @@
 //         stated, moments within their format's error of float32's and right on average.
 // Method  Run one step in a format and in float32 from the same state, decoded here with formulas of
 //         the test's own; compare element by element, bit by bit where the format is exact and
-//         within one code where it is not. Repeat with other draws and average.
+//         within one code where it is not. Repeat with other random numbers and average.
 
 #include <algorithm>
 #include <bit>
@@ -165,7 +165,7 @@ TEST_P(NarrowFormat, Int8IsWithinOneCodeOfTheMomentsOfFloat32) {
   }
 }
 
-// Of 400 independent draws the mean of an error below one code has a standard deviation below
+// Of 400 independent roundings the mean of an error below one code has a standard deviation below
 // 0.5 / 20 codes; over 1000 elements 5.5 of them are passed by none but one time in 20,000. A code
 // of 0, which stands for 1, is left out: it is wrong upwards by design.
 TEST_P(NarrowFormat, RoundingIsRightOnAverage) {

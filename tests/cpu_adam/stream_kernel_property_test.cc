@@ -71,7 +71,7 @@ TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
   }
 }
 
-// Long enough to bypass the cache, with an odd tail, aligned and not.
+// Long enough for non-temporal stores, with an odd tail, aligned and not.
 TEST_P(StreamKernels, LongPassesGiveTheBitsOfTheDefinition) {
   const size_t n = (size_t{1} << 18) + 4099;
   const AdamData data(n, kSeed);

@@ -1,4 +1,4 @@
-// A training process to be killed: attaches, says what it is told to, and waits.
+// A training process to be killed: attaches, prints what its arguments ask for, and waits.
 //
 // usage: held_client SOCKET RANK WORLD WHAT [UID [JOB]]     UID: becomes that user first
 //   begin      says "attaching", attaches and says "held"; as first rank writes no parameters

@@ -307,7 +307,7 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
     const uint64_t extra_state = page;  // two slots of 64 bytes a rank
     EXPECT_EQ(node.Logged<CreateJobMemory>()[0].step_bytes, sums + overflow + extra_state);
 
-    // The sum that is told is the sum that is taken.
+    // The sum in the message is what the job then takes.
     NodeState::Options options = RoomyOptions();
     options.dram_limit_bytes = 100 << 10;
     NodeHarness refused(options, test.world_size);

@@ -140,7 +140,7 @@ TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
   const JobView view = *node.state().FindJob("job");
   EXPECT_EQ(view.committed_step, 1U);
   EXPECT_EQ(view.update_reads, 20U);
-  EXPECT_EQ(view.update_reads_prefetched, 1U) << "the one read before the verdict";
+  EXPECT_EQ(view.update_reads_prefetched, 1U) << "the one read before the decision";
 }
 
 TEST_F(NodeStateSwap, WorkersTakeReadyBlocksBeforeResidentOnes) {
@@ -201,7 +201,7 @@ TEST_F(NodeStateSwap, AFailedReadAheadRefusesTheStepAndKeepsItsGradients) {
   EXPECT_EQ(node_.model().WrittenSteps(1).size(), 20U);
 }
 
-// A task of one kind fails after the verdict.
+// A task of one kind fails after the decision.
 template <typename A>
 void FailOne(NodeHarness& node, ErrorId id) {
   while (node.Running<A>().empty()) {
@@ -211,7 +211,7 @@ void FailOne(NodeHarness& node, ErrorId id) {
   node.Finish(node.Running<A>()[0].task, protocol::MakeError(id, "path 0, offset 3: simulated"));
 }
 
-TEST_F(NodeStateSwap, AnErrorAfterTheVerdictFailsTheJobByName) {
+TEST_F(NodeStateSwap, AnErrorAfterTheDecisionFailsTheJobByName) {
   for (const int kind : {0, 1}) {
     SCOPED_TRACE(kind);
     NodeHarness node(Options(FixedBytes(layout_)), 1);

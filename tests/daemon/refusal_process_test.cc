@@ -68,7 +68,7 @@ absl::Status FetchAndRelease(Attachment& session) {
   return session.Release(lease);
 }
 
-// Release does not wait: what went wrong is told by a later call.
+// Release does not wait: a later call reports what went wrong.
 absl::Status ReleaseAndGoOn(Attachment& session, const client::Lease& lease) {
   RETURN_IF_ERROR(session.Release(lease));
   return FetchAndRelease(session);

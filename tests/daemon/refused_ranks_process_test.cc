@@ -1,4 +1,4 @@
-// Goal    Ranks that disagree, or one of which sends what is not finite, are told so by name and lose
+// Goal    Ranks that disagree, or one of which sends what is not finite, get an error by name and lose
 //         nothing; a rank that attaches again fences its older session; another user gets nothing.
 // Method  Two ranks of one job in a real daemon; a process that becomes another user. After each,
 //         weights and states are compared with the reference, before one more step and after it.
@@ -102,10 +102,10 @@ TEST_F(RefusedRanks, WithAnotherStepNumberAreToldAndTheOtherWaits) {
 TEST_F(RefusedRanks, CannotReleaseALeaseOfEachOther) {
   Start(kTwoRanks);
   ASSERT_OK_AND_ASSIGN(const client::Lease lease, job_->rank(0).Fetch(0, kTimeout));
-  EXPECT_OK(job_->rank(1).Release(lease));  // told with the next fetch or its release
+  EXPECT_OK(job_->rank(1).Release(lease));  // reported by the next fetch or its release
   auto own = job_->rank(1).Fetch(0, kTimeout);
-  const absl::Status told = own.ok() ? job_->rank(1).Release(*own) : own.status();
-  ExpectRefusal(told, ErrorId::kLease,
+  const absl::Status reported = own.ok() ? job_->rank(1).Release(*own) : own.status();
+  ExpectRefusal(reported, ErrorId::kLease,
                 {"lease " + std::to_string(lease.id), "not a lease of this session"});
   EXPECT_OK(job_->rank(0).Release(lease));
   ASSERT_OK_AND_ASSIGN(const client::Lease again, job_->rank(0).Fetch(0, kTimeout));

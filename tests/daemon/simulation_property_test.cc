@@ -2,7 +2,7 @@
 //         invariants hold after each event, each committed step has used exactly what its ranks had
 //         delivered, in rank order, and has updated each block once; nothing of a step is published
 //         before all of it is written, however many writes fail; when the faults end, every
-//         client trains on, or is told that other jobs hold the memory. Equal seeds give equal
+//         client trains on, or gets an error that other jobs hold the memory. Equal seeds give equal
 //         traces.
 // Method  The production state machine with a model of workers and disk that ends tasks in random
 //         order. 10^5 events from a printed seed, run twice; then a quiet phase. FOREBAY_SEED

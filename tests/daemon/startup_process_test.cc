@@ -148,7 +148,7 @@ TEST_F(Startup, WithAnUnknownKeyInAFileNamesFileAndLine) {
   EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .shape = {.world_size = 1}}));
 }
 
-// A job that needs more DRAM than the limit is told the terms of the sum; the limit that the hint
+// A job that needs more DRAM than the limit gets the terms of the sum; the limit that the hint
 // names is enough.
 TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
   const testing::HealthyJobOptions large = {

@@ -106,7 +106,7 @@ def make_disk(kernel, init, program, folder, gtest_filter):
 
 
 def wait_on_terminal(command, limit_s, **variables):
-    """Runs Bochs on a terminal, and reads away what it says there and draws on one of its own."""
+    """Runs Bochs on a terminal, and discards what it writes there."""
     terminal, its_end = pty.openpty()
     process = subprocess.Popen(
         command, stdin=its_end, stdout=its_end, stderr=its_end, env=os.environ | variables

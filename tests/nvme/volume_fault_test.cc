@@ -63,7 +63,7 @@ VolumeOptions Options(const SimulatedDisk& disk, OpenMode mode) {
   return options;
 }
 
-// Two paths and an engine that may be told to fail.
+// Two paths and an engine that fails on request.
 struct World {
   World() : disk({.paths = 2, .capacity_bytes = kPathBytes}), faults(disk) {}
 

@@ -147,7 +147,7 @@ void SimulatedDisk::MeetFate(Path& path) {
       if (!path.cache.empty()) apply(path.cache.back(), 0, path.cache.back().bytes.size());
       break;
     case CutFate::kTornSectors:
-      // Each draw replaces the sector or leaves it, so that any version may be the last.
+      // Each random choice replaces the sector or leaves it, so that any version may be the last.
       for (const CachedWrite& write : path.cache) {
         for (size_t begin = 0; begin < write.bytes.size(); begin += kSectorBytes) {
           fate_seed_ = Mix(fate_seed_);

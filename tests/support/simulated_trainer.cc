@@ -148,7 +148,7 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
   command.lease_id = random.Below(5);
   command.attempt = random.OneIn(4) ? wild[random.Below(6)] : attempt_;
   if (session == session_) {
-    // Its own live session must not deliver what it has not planned, nor vote by chance.
+    // Its own live session must not deliver what it has not planned, nor call step by chance.
     if (command.op == static_cast<uint16_t>(Op::kGradReady)) command.step = committed_ + 2;
     if (command.op == static_cast<uint16_t>(Op::kStep)) command.step = committed_ + 3;
     if (command.op == static_cast<uint16_t>(Op::kWriteInitial)) command.length_bytes = 7;

@@ -91,6 +91,17 @@ COINAGES = [  # what this tree once called things; any case, also within compoun
     (r"(?<!c)(lose|leave)_?rank", "OnRankFailed, OnRankDetached"),
     (r"\bfirst_?blocker\b|\bblocker_?of\b", "FirstMissingRank"),
     (r"timeouterror_", "ForebayTimeoutError"),
+    (r"\bvot(e|es|ed|ing)\b", "step request, step call"),
+    (r"verdict", "decision, result"),
+    (r"settl(e|ing)", "reducing"),
+    (r"\bstr(ike|ikes|iking|uck)\b", "unregister"),
+    (r"\breliev(e|es|ed|ing)\b", "SpillToOverflow"),
+    (r"\bdonat(e|es|ed|ing)\b", "reclaim"),
+    (r"\bunwanted\b", "cancelled"),
+    (r"\bdraws?\b", "random number, stochastic rounding"),
+    (r"bypass", "non-temporal"),
+    (r"\bprocessors\b", "CPUs"),
+    (r"\btold\b", "reported"),
 ]
 BANNED_CPP = [
     (r"\babsl::Mutex\b", "protocol::Mutex"),
@@ -100,6 +111,7 @@ BANNED_CPP = [
     (r"\bNULL\b", "nullptr"),
     (r"\btypedef\b", "using"),
     (r"\busing namespace std\b", "the names one by one"),
+    (r"(?<!::)\bTake[A-Z]\w*(?=\()", "Handle, Allocate, Drain or ValueOrThrow"),
 ]
 
 
@@ -242,7 +254,8 @@ def check_torn(source):
         return
     for number, (line, after) in enumerate(zip(source.lines, source.lines[1:]), 1):
         match = re.match(r"^\s*([^\"/]+?[;,)])\s+//", after)
-        if not match or not re.search(r"(=|\()$", line) or re.match(r"\s*(//|#)", line):
+        whole = not line or re.search(r"[;{}:,]$|//", line) or re.match(r"\s*(#|template\b)", line)
+        if not match or whole:
             continue
         if len(line) + 1 + len(match.group(1)) <= COLUMNS:
             yield number, "torn", "the comment stands above its declaration, not behind it"

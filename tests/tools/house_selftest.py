@@ -28,7 +28,9 @@ CLEAN = {
     'const char* kText = "new delete goto";\n'
     "Volume::Volume(const Volume&) = delete;\n"
     "auto raw = ::operator new(8, align);\n"
-    "auto made = std::unique_ptr<Volume>(new Volume());\n",
+    "auto made = std::unique_ptr<Volume>(new Volume());\n"
+    "template <typename Resource>\nvoid Retire(Resource resource);  // later\n"
+    "app.policy(Policy::TakeAll());\n",
     "nvme/internal/map.h": "#pragma once\n",
     "cpu_adam/kernel.cc": '#include "hwy/highway.h"\n#include "cpu_adam/kernel.h"\n',
     "cpu_adam/kernel.h": '#pragma once\n#include "protocol/optimizer_ids.h"\n',
@@ -63,6 +65,17 @@ COINED = (
     "LoseRank(rank)",
     "FirstBlocker()",
     "TimeoutError_",
+    "the last vote",
+    "the verdict of a step",
+    "settling",
+    "struck from it",
+    "relieves it",
+    "donated",
+    "unwanted",
+    "another draw",
+    "bypasses the cache",
+    "the processors",
+    "is told",
 )
 
 # rule: (path, content, line of the breach)
@@ -93,6 +106,7 @@ BREACHES = {
     "word": [
         ("nvme/a.cc", "// a blacklist\n", 1),
         ("nvme/b.cc", "\nabsl::Mutex mutex;\n", 2),
+        ("nvme/c.cc", "TakeSlot();\n", 1),
         ("tools/c.py", "# TODO later\n", 1),
     ],
     "coinage": [
@@ -102,6 +116,8 @@ BREACHES = {
     "torn": [
         ("nvme/torn.h", "#pragma once\n  uint64_t count =\n      0;  // of something long\n", 2),
         ("nvme/call.cc", "FOREBAY_CHECK(\n    event.Done());  // of this device\n", 1),
+        ("nvme/type.h", "#pragma once\n  uint64_t\n      count;  // of something long\n", 2),
+        ("nvme/shift.h", "#pragma once\nint count = 1\n            << 18;  // large\n", 2),
     ],
     "goto": [("nvme/jump.cc", "void F() {\n  goto end;\n}\n", 2)],
     "ownership": [

@@ -132,7 +132,7 @@ absl::StatusOr<BenchResult> MeasureOne(const AdamFixture& fixture, const Case& o
                        .name = one.name,
                        .unit = "GB/s",
                        .limit_what =
-                           "best of the loops over the same streams: plain and bypassing "
+                           "best of the loops over the same streams: plain and non-temporal "
                            "stores, pages of 2 MiB and 4 KiB",
                        .measure = Measure::kRate};
   if (one.target.empty()) return one.measure(fixture, what);

@@ -49,8 +49,8 @@ uint64_t ArrayBytes(const StreamShape& shape, uint64_t elems) {
          11 * loops::kLineBytes;
 }
 
-// A pass of one loop: each thread goes over an even part of the chunks, at `interleave` places of it
-// at once.
+// A pass of one loop: each thread goes over an even part of the chunks and interleaves `interleave`
+// parts of that.
 struct LoopPass {
   loops::LoopFn* loop;
   uint64_t chunks;
@@ -180,13 +180,14 @@ std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
     return BenchLoop{name, BenchLoop::Role::kLimit,
                      [&pool, pass, streams] { return GigabytesPerSecond(pool, pass, streams); }};
   };
-  std::vector<BenchLoop> all = {
-      loop("plain_2mib", best.plain, huge, 1), loop("bypass_2mib", best.bypass, huge, 1),
-      loop("plain_4kib", best.plain, small, 1), loop("bypass_4kib", best.bypass, small, 1)};
+  std::vector<BenchLoop> all = {loop("plain_2mib", best.plain, huge, 1),
+                                loop("non_temporal_2mib", best.non_temporal, huge, 1),
+                                loop("plain_4kib", best.plain, small, 1),
+                                loop("non_temporal_4kib", best.non_temporal, small, 1)};
   const auto runs = static_cast<uint64_t>(pool.threads()) * kInterleave;
   if (huge.size() * kInterleave > kFewStreams || elems / loops::kChunkElems < runs) return all;
-  all.push_back(loop("plain_2mib_4_places", best.plain, huge, kInterleave));
-  all.push_back(loop("bypass_2mib_4_places", best.bypass, huge, kInterleave));
+  all.push_back(loop("plain_2mib_interleaved", best.plain, huge, kInterleave));
+  all.push_back(loop("non_temporal_2mib_interleaved", best.non_temporal, huge, kInterleave));
   return all;
 }
 

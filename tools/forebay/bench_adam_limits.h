@@ -78,8 +78,8 @@ std::string LimitLoopsTarget();
 
 // Four loops over the streams of two memories, on the threads of `pool`: GB/s of the bytes that each
 // touches. They leave every byte as it is. `elems` is a multiple of kLoopElems, and at least one of
-// these a thread. Where there are one or two streams, two more loops read them at four places at
-// once: a processor reads few streams slower than many.
+// these a thread. Where there are one or two streams, two more loops interleave four parts of them: a
+// CPU reads few streams slower than many.
 std::vector<BenchLoop> LimitLoops(cpu_adam::WorkerPool& pool, uint64_t elems,
                                   const std::vector<BenchStream>& huge,
                                   const std::vector<BenchStream>& small);

@@ -26,7 +26,7 @@ using LoopFn = uint64_t(const Stream* streams, size_t count, size_t chunks, uint
 struct Loops {
   const char* name;
   LoopFn* plain;
-  LoopFn* bypass;  // stores that bypass the cache; plain ones where the set has none
+  LoopFn* non_temporal;  // stores that go past the cache; plain ones where the set has none
 };
 
 extern const Loops kBaseline;

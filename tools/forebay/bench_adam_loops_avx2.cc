@@ -1,7 +1,7 @@
 #include <immintrin.h>
 
 #define FOREBAY_WORD_BYTES 32
-#define FOREBAY_BYPASS(to, word) \
+#define FOREBAY_STORE_NON_TEMPORAL(to, word) \
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(word))
 
 #include "tools/forebay/bench_adam_loops.inc"

@@ -1,7 +1,7 @@
 #include <immintrin.h>
 
 #define FOREBAY_WORD_BYTES 64
-#define FOREBAY_BYPASS(to, word) \
+#define FOREBAY_STORE_NON_TEMPORAL(to, word) \
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(word))
 
 #include "tools/forebay/bench_adam_loops.inc"

@@ -1,9 +1,9 @@
 #if defined(__x86_64__)
 #include <emmintrin.h>
-#define FOREBAY_BYPASS(to, word) \
+#define FOREBAY_STORE_NON_TEMPORAL(to, word) \
   _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(word))
 #else
-#define FOREBAY_BYPASS(to, word) (*(to) = (word))
+#define FOREBAY_STORE_NON_TEMPORAL(to, word) (*(to) = (word))
 #endif
 #define FOREBAY_WORD_BYTES 16
 

@@ -35,13 +35,13 @@ constexpr uint64_t kLockProbeBytes = 64 * protocol::kMiB;  // far above the usua
 constexpr uint64_t kHugeProbeBytes = 4 * kHugePageBytes;
 constexpr uint64_t kDiskComfortBytes = 4 * kGiB;
 
-std::string_view Name(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kPass:
+std::string_view Name(CheckResult result) {
+  switch (result) {
+    case CheckResult::kPass:
       return "PASS";
-    case Verdict::kWarn:
+    case CheckResult::kWarn:
       return "WARN";
-    case Verdict::kFail:
+    case CheckResult::kFail:
       return "FAIL";
   }
   return "FAIL";
@@ -58,9 +58,9 @@ Finding ExamineMemlock() {
   const bool locked = probe != MAP_FAILED && ::mlock(probe, kLockProbeBytes) == 0;
   if (probe != MAP_FAILED) ::munmap(probe, kLockProbeBytes);
   if (locked) {
-    return {"memlock", Verdict::kPass, absl::StrCat(seen, "; 64.0 MiB could be locked"), ""};
+    return {"memlock", CheckResult::kPass, absl::StrCat(seen, "; 64.0 MiB could be locked"), ""};
   }
-  return {"memlock", Verdict::kWarn,
+  return {"memlock", CheckResult::kWarn,
           absl::StrCat(seen,
                        "; 64.0 MiB could not be locked: a private daemon goes on unlocked, "
                        "the service refuses to start"),
@@ -70,8 +70,8 @@ Finding ExamineMemlock() {
 
 Finding ExamineUring() {
   const absl::Status probe = nvme::ProbeUring();
-  if (probe.ok()) return {"io_uring", Verdict::kPass, "a ring of our own works", ""};
-  return {"io_uring", Verdict::kWarn,
+  if (probe.ok()) return {"io_uring", CheckResult::kPass, "a ring of our own works", ""};
+  return {"io_uring", CheckResult::kWarn,
           absl::StrCat(std::string(probe.message()), "; threads are used instead"),
           "sysctl -w kernel.io_uring_disabled=0, or allow io_uring in the container's profile"};
 }
@@ -81,31 +81,31 @@ Finding ExamineDirect(const std::string& folder) {
   const std::string advice = "name a directory on a local disk file system (ext4, xfs)";
   std::string path = (std::filesystem::path(folder) / "forebay-doctor-XXXXXX").string();
   const protocol::UniqueFd made(::mkostemp(path.data(), O_CLOEXEC));
-  if (!made.valid()) return {what, Verdict::kFail, ErrnoText("make a file", errno), advice};
+  if (!made.valid()) return {what, CheckResult::kFail, ErrnoText("make a file", errno), advice};
   const protocol::UniqueFd direct(::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC));
   const int open_error = errno;
   ::unlink(path.c_str());
-  if (!direct.valid()) return {what, Verdict::kFail, ErrnoText("open", open_error), advice};
+  if (!direct.valid()) return {what, CheckResult::kFail, ErrnoText("open", open_error), advice};
   const std::unique_ptr<void, void (*)(void*)> page(::aligned_alloc(kPageBytes, kPageBytes),
                                                     std::free);
   const bool written =
       ::pwrite(direct.get(), page.get(), kPageBytes, 0) == static_cast<ssize_t>(kPageBytes) &&
       ::pread(direct.get(), page.get(), kPageBytes, 0) == static_cast<ssize_t>(kPageBytes);
-  if (!written) return {what, Verdict::kFail, ErrnoText("direct transfer", errno), advice};
-  return {what, Verdict::kPass, "4096 bytes written and read directly", ""};
+  if (!written) return {what, CheckResult::kFail, ErrnoText("direct transfer", errno), advice};
+  return {what, CheckResult::kPass, "4096 bytes written and read directly", ""};
 }
 
 Finding ExamineDisk(const std::string& folder) {
   const std::string what = absl::StrCat("disk ", folder);
   struct statvfs room {};
   if (::statvfs(folder.c_str(), &room) != 0) {
-    return {what, Verdict::kFail, ErrnoText("statvfs", errno), "name a directory that exists"};
+    return {what, CheckResult::kFail, ErrnoText("statvfs", errno), "name a directory that exists"};
   }
   const uint64_t free_bytes = uint64_t{room.f_bavail} * room.f_frsize;
   if (free_bytes >= kDiskComfortBytes) {
-    return {what, Verdict::kPass, absl::StrCat(FormatBytes(free_bytes), " free"), ""};
+    return {what, CheckResult::kPass, absl::StrCat(FormatBytes(free_bytes), " free"), ""};
   }
-  return {what, Verdict::kWarn, absl::StrCat(FormatBytes(free_bytes), " free"),
+  return {what, CheckResult::kWarn, absl::StrCat(FormatBytes(free_bytes), " free"),
           "`forebay run` takes 4 GiB a path unless --swap-size says less"};
 }
 
@@ -114,13 +114,13 @@ Finding ExamineHugePages() {
                                                       .capacity_bytes = kHugeProbeBytes,
                                                       .lock = pinned_mem::LockPolicy::kBestEffort});
   if (!arena.ok()) {
-    return {"huge pages", Verdict::kFail, std::string(arena.status().message()), "free memory"};
+    return {"huge pages", CheckResult::kFail, std::string(arena.status().message()), "free memory"};
   }
   const uint64_t huge_bytes = (*arena)->huge_bytes();
   const std::string seen = absl::StrCat("MADV_COLLAPSE gave ", huge_bytes / kHugePageBytes, " of ",
                                         kHugeProbeBytes / kHugePageBytes, " pages of 2 MiB");
-  if (huge_bytes == kHugeProbeBytes) return {"huge pages", Verdict::kPass, seen, ""};
-  return {"huge pages", Verdict::kWarn, absl::StrCat(seen, "; 4 KiB pages are slower to swap"),
+  if (huge_bytes == kHugeProbeBytes) return {"huge pages", CheckResult::kPass, seen, ""};
+  return {"huge pages", CheckResult::kWarn, absl::StrCat(seen, "; 4 KiB pages are slower to swap"),
           "use Linux 6.1 or newer; if memory is fragmented: sysctl -w vm.compact_memory=1"};
 }
 
@@ -128,8 +128,8 @@ Finding ExamineCpu() {
   const std::vector<std::string> targets = cpu_adam::SupportedTargets();
   const std::string seen =
       absl::StrCat(cpu_adam::ChosenTarget(), " of ", absl::StrJoin(targets, ", "));
-  if (targets.size() > 1) return {"CPU target", Verdict::kPass, seen, ""};
-  return {"CPU target", Verdict::kWarn, seen,
+  if (targets.size() > 1) return {"CPU target", CheckResult::kPass, seen, ""};
+  return {"CPU target", CheckResult::kWarn, seen,
           "use a processor with AVX2 and FMA, or with NEON: scalar code is several times slower"};
 }
 
@@ -151,7 +151,7 @@ std::string FindingsText(const std::vector<Finding>& findings) {
   Table table({"", "WHAT", "SEEN"});
   std::string fixes;
   for (const Finding& finding : findings) {
-    table.Add({std::string(Name(finding.verdict)), finding.what, finding.seen});
+    table.Add({std::string(Name(finding.result)), finding.what, finding.seen});
     if (!finding.fix.empty())
       absl::StrAppend(&fixes, "fix ", finding.what, ": ", finding.fix, "\n");
   }
@@ -162,7 +162,7 @@ nlohmann::json FindingsJson(const std::vector<Finding>& findings) {
   nlohmann::json all = nlohmann::json::array();
   for (const Finding& finding : findings) {
     all.push_back({{"what", finding.what},
-                   {"verdict", Name(finding.verdict)},
+                   {"result", Name(finding.result)},
                    {"seen", finding.seen},
                    {"fix", finding.fix}});
   }

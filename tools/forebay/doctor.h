@@ -9,11 +9,11 @@
 
 namespace forebay::tools {
 
-enum class Verdict { kPass, kWarn, kFail };
+enum class CheckResult { kPass, kWarn, kFail };
 
 struct Finding {
   std::string what;  // "memlock"
-  Verdict verdict = Verdict::kPass;
+  CheckResult result = CheckResult::kPass;
   std::string seen;  // the numbers
   std::string fix;   // a command or a line to add; empty where nothing is to be fixed
 };

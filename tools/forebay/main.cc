@@ -125,7 +125,7 @@ int ShowDoctor(const Arguments& arguments) {
   const std::vector<Finding> findings = Examine(arguments.folders);
   Show(arguments.json, FindingsJson(findings), FindingsText(findings));
   const bool failed = std::ranges::any_of(
-      findings, [](const Finding& finding) { return finding.verdict == Verdict::kFail; });
+      findings, [](const Finding& finding) { return finding.result == CheckResult::kFail; });
   return failed ? kError : kGood;
 }
 

@@ -36,16 +36,16 @@ class PrivateFolder {
 };
 
 struct PrivateDaemonOptions {
-  std::string
-      runtime_folder;  // where the private folder goes: XDG_RUNTIME_DIR; empty or unusable: /tmp
-  std::string dram;    // "2GiB"; empty: what `config` says
-  std::vector<std::string>
-      swap;               // directories (a private one is made inside each) or block devices
-  std::string swap_size;  // of each
-  std::string config;     // a TOML file, or empty
+  // Where the private folder goes: XDG_RUNTIME_DIR; empty or unusable: /tmp.
+  std::string runtime_folder;
+  std::string dram;  // "2GiB"; empty: what `config` says
+  // Directories (a private one is made inside each) or block devices.
+  std::vector<std::string> swap;
+  std::string swap_size;              // of each
+  std::string config;                 // a TOML file, or empty
   std::vector<std::string> settings;  // "key=value", on top of everything
   bool verbose = false;               // its log at level info; else warnings alone
-  // Told each folder that is made, for somebody who removes it where this process cannot.
+  // Called with each folder that is made, for somebody who removes it where this process cannot.
   std::function<void(const std::filesystem::path&)> folder_made = {};
 };
 

@@ -119,8 +119,8 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
   if (pid == 0) {
     const int error =
         BecomeProgram(options, parent, word_pointers.data(), environment_pointers.data());
-    const ssize_t told = ::write(write_end.get(), &error, sizeof(error));
-    ::_exit(told == sizeof(error) ? 127 : 126);
+    const ssize_t sent = ::write(write_end.get(), &error, sizeof(error));
+    ::_exit(sent == sizeof(error) ? 127 : 126);
   }
   write_end.Reset();
   Process process(pid, protocol::OpenPidfd(pid));

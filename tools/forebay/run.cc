@@ -235,12 +235,12 @@ int Run(const RunOptions& options) {
     report_read.Reset();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
     ::setpgid(0, 0);  // it clears up also after a SIGKILL of the whole group
-    RunOptions told = options;
-    told.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
+    RunOptions reporting = options;
+    reporting.daemon.folder_made = [fd = report_write.get()](const std::filesystem::path& folder) {
       Report::Folder(fd, folder);
     };
     const int status =
-        Supervisor(told, signal_fd.get(), before, group, std::move(self_pidfd)).Supervise();
+        Supervisor(reporting, signal_fd.get(), before, group, std::move(self_pidfd)).Supervise();
     ::_exit(Report::Status(report_write.get(), status) ? 0 : kFailed);
   }
   report_write.Reset();

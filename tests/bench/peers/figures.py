@@ -134,7 +134,7 @@ def phase_rows(result):
     return rows
 
 
-def verdicts(rows):
+def void_reasons(rows):
     """Why the run does not count; empty where it does."""
     reasons = []
     for row in rows:

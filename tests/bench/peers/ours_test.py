@@ -1,5 +1,5 @@
-"""Goal    What the comparison with other systems calls of ours does what it is timed for, and its
-        verdict counts no run in which a peer was held back.
+"""Goal    What the comparison with other systems calls of ours does what it is timed for, and it
+        counts no run in which a peer was held back.
 Method  The shared object through ctypes, on small buffers: the same bits however the elements are
         cut, the same masters in both formats, values left as they were by the limit loops. The
         figures from made-up samples. The peers themselves are not installed here.
@@ -131,7 +131,7 @@ def test_ratios_are_of_the_same_round():
     ratio = row_of(rows, "deepspeed-3-passes-over-ours-exact")
     assert ratio["value"] == ratio["q1"] == ratio["q3"] == pytest.approx(2.0)
     assert ratio["goal"] == 1.8
-    assert figures.verdicts(rows) == []
+    assert figures.void_reasons(rows) == []
 
 
 def slowed(samples, factor):
@@ -143,24 +143,24 @@ def test_a_peer_below_its_own_best_makes_the_run_void():
     result = kernel_result()
     fused = result["samples"]["torch-fused"]
     result["samples"]["torch-fused"] = slowed(fused, 1.2)
-    (reason,) = figures.verdicts(figures.kernel_rows(result))
+    (reason,) = figures.void_reasons(figures.kernel_rows(result))
     assert "by=torch-fused" in reason
     result["samples"]["torch-fused"] = slowed(fused, 1.05)
-    assert figures.verdicts(figures.kernel_rows(result)) == []
+    assert figures.void_reasons(figures.kernel_rows(result)) == []
 
 
 def test_a_peer_that_is_slow_in_every_round_does_not_make_the_run_void():
     rows = figures.kernel_rows(kernel_result(**{"torch-fused": 80}))
-    assert figures.verdicts(rows) == []
+    assert figures.void_reasons(rows) == []
     assert row_of(rows, "by=torch-fused")["share"] == pytest.approx(50 / 80)
 
 
 def test_too_few_quiet_rounds_make_the_run_void():
     result = kernel_result()
     result["samples"] = {side: values[:4] for side, values in result["samples"].items()}
-    (reason,) = figures.verdicts(figures.kernel_rows(result))
+    (reason,) = figures.void_reasons(figures.kernel_rows(result))
     assert "4 quiet rounds" in reason
-    assert figures.verdicts([]) != []
+    assert figures.void_reasons([]) != []
 
 
 def phase_result(step_ms):
@@ -186,8 +186,8 @@ def test_the_better_settings_of_the_peer_are_compared():
     assert row_of(rows, "deepspeed-over-forebay/part=backward+step/")["value"] == pytest.approx(
         0.29 / 0.23
     )
-    assert figures.verdicts(rows) == []
+    assert figures.void_reasons(rows) == []
     slow = phase_result(step_ms=90)
     for one in slow["samples"]["deepspeed/sub_group=1e9"][2:]:
         one["step"] *= 1.2
-    assert len(figures.verdicts(figures.phase_rows(slow))) == 1
+    assert len(figures.void_reasons(figures.phase_rows(slow))) == 1

@@ -74,7 +74,7 @@ class Job:
         """Of the step after committed_step: discards what the ranks have brought for it."""
         self.attempt = number
         self.gradients = [{} for _ in self.params]  # of each parameter, by rank
-        self.votes = {}
+        self.step_calls = {}
         with self.changed:
             self.changed.notify_all()
 
@@ -224,10 +224,10 @@ class Attachment:
                 raise refusal(
                     "E_NONFINITE", f"gradient for group {bad[0]} ({job.group_names[bad[0]]})"
                 )
-            job.votes[self.rank] = (hyper, max_grad_norm, extra_state)
-            if len(job.votes) == job.world_size:
+            job.step_calls[self.rank] = (hyper, max_grad_norm, extra_state)
+            if len(job.step_calls) == job.world_size:
                 job.norm = job.apply(hyper, max_grad_norm)
-                job.extra_state = {rank: vote[2] for rank, vote in job.votes.items()}
+                job.extra_state = {rank: call[2] for rank, call in job.step_calls.items()}
                 job.committed_step = t
                 job.begin_attempt(0)
             elif not job.changed.wait_for(
@@ -261,7 +261,7 @@ class Attachment:
     def detach(self):
         job = self.job
         if self.alive and (
-            self.rank in job.votes or any(self.rank in group for group in job.gradients)
+            self.rank in job.step_calls or any(self.rank in group for group in job.gradients)
         ):
             self.kill()  # it was part of the step that is being gathered
         self.alive = False

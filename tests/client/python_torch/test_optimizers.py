@@ -111,9 +111,9 @@ class Plane(torch.nn.Module):
 
 def gradient(parameter, step):
     """Sizes of 0.5 to 1 with random signs."""
-    draw = torch.Generator().manual_seed(1000 * step + parameter.dim())
-    size = (0.5 + 0.5 * torch.rand(parameter.shape, generator=draw)).bfloat16()
-    sign = torch.randint(2, parameter.shape, generator=draw) * 2 - 1
+    generator = torch.Generator().manual_seed(1000 * step + parameter.dim())
+    size = (0.5 + 0.5 * torch.rand(parameter.shape, generator=generator)).bfloat16()
+    sign = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
     return (size * sign).to(parameter.dtype)
 
 

@@ -66,8 +66,8 @@ def held(daemon):
     }
 
 
-def settled(daemon, want=None):
-    """The books once no session is left (or once they equal `want`), within the deadline."""
+def held_at_rest(daemon, want=None):
+    """What is held once no session is left (or once they equal `want`), within the deadline."""
     end = time.monotonic() + DEADLINE_S
     while True:
         have = held(daemon)
@@ -81,10 +81,10 @@ def test_a_hundred_killed_trainers_leave_nothing(own_daemon, monkeypatch):
     monkeypatch.setenv("FOREBAY_JOB", "rounds")
     command = [sys.executable, str(HERE / "kill_rounds.py")]
     subprocess.run([*command, "3"], env=environment(), check=True, timeout=120)
-    before = settled(own_daemon)
+    before = held_at_rest(own_daemon)
     steps = forebay.status()["jobs"][0]["committed_step"]
     subprocess.run([*command, str(ROUNDS)], env=environment(), check=True, timeout=300)
-    after = settled(own_daemon, want=before)
+    after = held_at_rest(own_daemon, want=before)
     assert after == before
     # Of each five rounds the last two commit a step.
     assert forebay.status()["jobs"][0]["committed_step"] == steps + ROUNDS * 2 // 5
@@ -98,8 +98,8 @@ def trainer(out, *flags, ranks=2):
     text = out.parent / "text"
     if not text.exists():
         words = "in the beginning was a word and the word was with the node".split()
-        draw = torch.Generator().manual_seed(5)
-        picks = torch.randint(len(words), (12_000,), generator=draw).tolist()
+        generator = torch.Generator().manual_seed(5)
+        picks = torch.randint(len(words), (12_000,), generator=generator).tolist()
         text.write_text(" ".join(words[pick] for pick in picks))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", "1"]

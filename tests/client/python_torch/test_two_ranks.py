@@ -136,7 +136,7 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         late = pool.submit(finish, 1)
-        assert late.result() == 1, "rank 0 had voted already"
+        assert late.result() == 1, "rank 0 had called step already"
     with torch.no_grad():
         loss_of(models[0], batch(2))  # its completions tell the client that step 1 is committed
     assert opts[0].committed_step == 1
