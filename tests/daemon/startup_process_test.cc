@@ -1,26 +1,32 @@
 // Goal    A daemon that cannot serve does not begin to: it says why with id, numbers and hint, exits
 //         with 1 and leaves nothing behind; fixed, it starts and trains. A service that may not
-//         lock its memory refuses what it cannot lock and serves the rest.
+//         lock its memory refuses what it cannot lock and serves the rest. The service manager hears
+//         of the daemon while its threads make progress, and no longer.
 // Method  Real runs of forebayd with one thing wrong, then with that thing right.
 
 #include <linux/capability.h>
 #include <linux/magic.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/statfs.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/admin.h"
 #include "client/client.h"
 #include "gmock/gmock.h"
@@ -242,26 +248,68 @@ TEST_F(StartupInControlGroup, RefusesALimitAboveThatOfTheGroup) {
   ASSERT_OK_AND_ASSIGN(const auto daemon, Start({"dram.limit=512MiB"}));
 }
 
-TEST_F(Startup, TellsTheServiceManagerThatBothThreadsWork) {
-  const std::string path = dir_.path() + "/notify";
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  ASSERT_LT(path.size(), sizeof(address.sun_path));
-  path.copy(address.sun_path, path.size());
-  const protocol::UniqueFd manager(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(::bind(manager.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {}, [&] {
-                         ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
-                         ::setenv("WATCHDOG_USEC", "100000", 1);
-                       }));
-  int reports = 0;
-  while (reports < 3) {
-    pollfd fd{.fd = manager.get(), .events = POLLIN, .revents = 0};
-    ASSERT_EQ(::poll(&fd, 1, 30'000), 1) << "after " << reports << " reports";
-    std::array<char, 512> text{};
-    ASSERT_GT(::recv(manager.get(), text.data(), text.size() - 1, 0), 0);
-    if (std::string(text.data()) == "WATCHDOG=1") ++reports;
+// ---------------------------------------------------------------------------------------- watchdog
+
+// The service manager's end of NOTIFY_SOCKET, with a watchdog that wants a report every 100 ms.
+class StartupWatchdog : public Startup {
+ protected:
+  void SetUp() override {
+    const std::string path = dir_.path() + "/notify";
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    ASSERT_LT(path.size(), sizeof(address.sun_path));
+    path.copy(address.sun_path, path.size());
+    manager_.Reset(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(::bind(manager_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+              0);
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_, {"update.workers=1"}, [&] {
+                           ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
+                           ::setenv("WATCHDOG_USEC", "100000", 1);
+                         }));
   }
+
+  // Reports that come, each within `limit_ms` of the one before; counts no more than `most`.
+  int Reports(int most, int limit_ms) {
+    int reports = 0;
+    while (reports < most) {
+      pollfd fd{.fd = manager_.get(), .events = POLLIN, .revents = 0};
+      if (::poll(&fd, 1, limit_ms) != 1) break;
+      std::array<char, 512> text{};
+      if (::recv(manager_.get(), text.data(), text.size() - 1, 0) <= 0) break;
+      if (std::string(text.data()) == "WATCHDOG=1") ++reports;
+    }
+    return reports;
+  }
+
+  protocol::UniqueFd manager_;
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+TEST_F(StartupWatchdog, IsFedWhileBothThreadsWork) { EXPECT_EQ(Reports(3, 30'000), 3); }
+
+// The main thread feeds it, the loop and the control thread make the progress that it reports. Nobody
+// waits for the worker and the thread that makes arenas.
+TEST_F(StartupWatchdog, IsNotFedWhileOneOfThemIsStuck) {
+  ASSERT_EQ(Reports(1, 30'000), 1);
+  int threads_needed = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(absl::StrCat("/proc/", daemon_->pid(), "/task"))) {
+    const pid_t thread = std::stoi(entry.path().filename());
+    if (thread == daemon_->pid()) continue;
+    if (::ptrace(PTRACE_SEIZE, thread, nullptr, nullptr) != 0) {
+      GTEST_SKIP() << "no thread can be stopped here: " << std::strerror(errno);
+    }
+    ASSERT_EQ(::ptrace(PTRACE_INTERRUPT, thread, nullptr, nullptr), 0);
+    int status = 0;
+    ASSERT_EQ(::waitpid(thread, &status, __WALL), thread);
+    ASSERT_TRUE(WIFSTOPPED(status));
+    // A probe that was answered before the stop, and one report that was on its way.
+    const bool needed = Reports(10, 4'000) < 10;
+    threads_needed += needed ? 1 : 0;
+    ASSERT_EQ(::ptrace(PTRACE_DETACH, thread, nullptr, nullptr), 0);
+    EXPECT_EQ(Reports(3, 30'000), 3) << "it goes on once the thread does";
+  }
+  EXPECT_EQ(threads_needed, 2) << "the loop and the control thread";
 }
 
 }  // namespace
