@@ -137,6 +137,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckHasRank());
   const protocol::Layout& layout = *s.parts.layout;
   if (param >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
@@ -252,21 +253,13 @@ void Attachment::State::DropPieces() {
   pieces.clear();
 }
 
-absl::Status Attachment::FlushGradients() {
+absl::Status Attachment::FlushGradients(std::optional<uint32_t> group) {
   State& s = *state_;
   const Turn turn(s);
   RETURN_IF_ERROR(turn.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.KeptErrors());
-  return s.Flush(std::nullopt, s.Limits(s.parts.timeout));
-}
-
-absl::Status Attachment::FlushGradients(uint32_t group) {
-  State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
-  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckGroup(group));
+  if (group.has_value()) RETURN_IF_ERROR(s.CheckGroup(*group));
+  RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());
   return s.Flush(group, s.Limits(s.parts.timeout));
 }

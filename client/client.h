@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -177,8 +178,7 @@ class Attachment {
   //         E_RANGE        no such parameter, or another number of bytes.
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
-  absl::Status FlushGradients();  // of all groups
-  absl::Status FlushGradients(uint32_t group);
+  absl::Status FlushGradients(std::optional<uint32_t> group = std::nullopt);  // empty: of all
 
   // The group's open slot, made and filled where there is none: room for its gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it,

@@ -11,6 +11,7 @@ extern "C" {
 /* Raised with every change that an older program would misread. */
 #define FOREBAY_ABI_VERSION 2
 #define FOREBAY_OK 0
+#define FOREBAY_ALL_GROUPS UINT32_MAX
 
 /* Returned codes: FOREBAY_OK, or a number that forebay_error_name() turns into "E_DAEMON_GONE" and
  * so on.
@@ -44,7 +45,7 @@ struct forebay_options {
   size_t param_count;
   const char* const* group_names; /* one a group */
   size_t group_count;
-  uint64_t grad_arena_bytes;  /* 0: three times the largest group */
+  uint64_t grad_arena_bytes;  /* 0: four pieces of at most 32 MiB; of a reader: 1 MiB */
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
   uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */
@@ -53,6 +54,10 @@ struct forebay_options {
      E_BUSY while processes of that run are attached. */
   const char* run;
   int32_t resume;
+  /* 1: attaches to a job that exists, without a rank: reads weights and states, delivers nothing.
+     The ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
+     `rank` is not read. */
+  int32_t reader;
 };
 
 struct forebay_info {
@@ -79,6 +84,13 @@ struct forebay_lease {
   uint32_t reserved;
   const void* bytes; /* the group within the window */
   uint64_t size_bytes;
+};
+
+/* A fetch in flight. */
+struct forebay_ticket {
+  uint64_t id;
+  uint32_t group;
+  uint32_t reserved;
 };
 
 /* Hyper-parameters of one parameter group, named as torch names them. An optimizer reads those that
@@ -139,12 +151,39 @@ int32_t forebay_write_initial(struct forebay_session* session, uint32_t group, c
                               size_t size_bytes, int64_t timeout_ms);
 int32_t forebay_initial_done(struct forebay_session* session, int64_t timeout_ms);
 
+/* Waits until the group's weights are those of the committed step. They do not change before
+ * forebay_release(); forebay_step() is refused while a lease is held. */
 int32_t forebay_fetch(struct forebay_session* session, uint32_t group, int64_t timeout_ms,
                       struct forebay_lease* lease);
 int32_t forebay_release(struct forebay_session* session, const struct forebay_lease* lease);
 
-/* The group's open slot, zeroed when it is new: room for its gradient. grad_ready delivers
- * it. */
+/* The same without waiting: start_fetch asks and returns, is_fetch_done looks, finish_fetch waits and
+ * gives the lease, cancel_fetch gives up (a lease that arrives later is given back). A ticket is used
+ * up by cancel_fetch, and by a finish_fetch that returns neither E_TIMEOUT nor E_INTERRUPTED. */
+int32_t forebay_start_fetch(struct forebay_session* session, uint32_t group,
+                            struct forebay_ticket* ticket);
+int32_t forebay_is_fetch_done(struct forebay_session* session, const struct forebay_ticket* ticket,
+                              int32_t* done);
+int32_t forebay_finish_fetch(struct forebay_session* session, const struct forebay_ticket* ticket,
+                             int64_t timeout_ms, struct forebay_lease* lease);
+int32_t forebay_cancel_fetch(struct forebay_session* session, const struct forebay_ticket* ticket);
+
+/* Gradients travel in pieces, ranges of a group of at most 32 MiB. Two ways to deliver, a group by one
+ * of them in a step:
+ *
+ *   a parameter at a time   add_gradient copies the whole gradient of parameter `param` (its index in
+ *                           `params`) into the pieces it lies in, and delivers each piece as soon as
+ *                           all its parameters are there. flush_gradients delivers the rest: call it
+ *                           with a group where no more gradients of it will come, and with
+ *                           FOREBAY_ALL_GROUPS at the end of backward.
+ *   a group at a time       grad_slot gives room for the group's gradient, zeroed when it is new;
+ *                           grad_ready delivers it.
+ *
+ * A parameter without a gradient on any rank is not updated; with one on some, the others count as
+ * zero. drop_gradients begins the step anew: what the ranks have delivered of it is discarded. */
+int32_t forebay_add_gradient(struct forebay_session* session, uint32_t param, const void* bytes,
+                             size_t size_bytes, int64_t timeout_ms);
+int32_t forebay_flush_gradients(struct forebay_session* session, uint32_t group);
 int32_t forebay_grad_slot(struct forebay_session* session, uint32_t group, int64_t timeout_ms,
                           void** bytes, uint64_t* size_bytes);
 int32_t forebay_grad_ready(struct forebay_session* session, uint32_t group);

@@ -3,6 +3,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -24,6 +25,7 @@ struct forebay_session {
 namespace {
 
 using forebay::client::Attachment;
+using forebay::client::FetchTicket;
 using forebay::client::Timeout;
 using forebay::protocol::DType;
 using forebay::protocol::ErrorId;
@@ -67,6 +69,15 @@ absl::Status CheckSize(const char* name, size_t given, size_t known) {
                    absl::StrCat(name, ".struct_size is ", given, "; this library has ", known,
                                 " (ABI version ", FOREBAY_ABI_VERSION, ")"),
                    "set it to sizeof of the struct, and build against the library's own header");
+}
+
+// Runs the call on the session's attachment.
+template <typename Session, typename Call>
+int32_t With(Session* session, Call call) {
+  return Guard([&]() -> absl::Status {
+    if (session == nullptr) return NullArgument("session");
+    return call(*session->attachment);
+  });
 }
 
 std::string TextOf(const char* text) { return text == nullptr ? std::string() : std::string(text); }
@@ -115,6 +126,7 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
   ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
                    Attachment::Attach({.socket = TextOf(options.socket),
                                        .job = TextOf(options.job),
+                                       .reader = options.reader != 0,
                                        .rank = options.rank,
                                        .world_size = options.world_size,
                                        .run = TextOf(options.run),
@@ -127,6 +139,18 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
   made->attachment = std::move(attachment);
   *session = made.release();  // forebay_free() owns it again
   return absl::OkStatus();
+}
+
+forebay_lease LeaseOf(const forebay::client::Lease& lease) {
+  return {.id = lease.id,
+          .group = lease.group,
+          .reserved = 0,
+          .bytes = lease.bytes.data(),
+          .size_bytes = lease.bytes.size()};
+}
+
+FetchTicket TicketOf(const forebay_ticket& ticket) {
+  return {.id = ticket.id, .group = ticket.group};
 }
 
 }  // namespace
@@ -156,11 +180,9 @@ int32_t forebay_attach(const forebay_options* options, forebay_session** session
 }
 
 int32_t forebay_get_info(const forebay_session* session, struct forebay_info* info) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](const Attachment& attachment) -> absl::Status {
     if (info == nullptr) return NullArgument("info");
     RETURN_IF_ERROR(CheckSize("info", info->struct_size, sizeof(*info)));
-    const Attachment& attachment = *session->attachment;
     *info = {.struct_size = sizeof(*info),
              .committed_step = attachment.committed_step(),
              .writes_initial = attachment.writes_initial() ? 1 : 0,
@@ -175,14 +197,13 @@ int32_t forebay_get_info(const forebay_session* session, struct forebay_info* in
 
 int32_t forebay_get_group(const forebay_session* session, uint32_t group,
                           struct forebay_group* place) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](const Attachment& attachment) -> absl::Status {
     if (place == nullptr) return NullArgument("place");
     RETURN_IF_ERROR(CheckSize("place", place->struct_size, sizeof(*place)));
-    const forebay::protocol::Layout& layout = session->attachment->layout();
+    const forebay::protocol::Layout& layout = attachment.layout();
     if (group >= layout.groups().size()) {
-      return MakeError(ErrorId::kRange,
-                       absl::StrCat("group ", group, " of ", layout.groups().size()));
+      return MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
+                                                     layout.groups().size(), " groups"));
     }
     const forebay::protocol::GroupPlace& found = layout.groups()[group];
     *place = {.struct_size = sizeof(*place),
@@ -195,53 +216,97 @@ int32_t forebay_get_group(const forebay_session* session, uint32_t group,
 
 int32_t forebay_write_initial(forebay_session* session, uint32_t group, const void* bytes,
                               size_t size_bytes, int64_t timeout_ms) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](Attachment& attachment) {
     if (bytes == nullptr) return NullArgument("bytes");
-    return session->attachment->WriteInitial(group, BytesOf(bytes, size_bytes),
-                                             TimeoutOf(timeout_ms));
+    return attachment.WriteInitial(group, BytesOf(bytes, size_bytes), TimeoutOf(timeout_ms));
   });
 }
 
 int32_t forebay_initial_done(forebay_session* session, int64_t timeout_ms) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
-    return session->attachment->InitialDone(TimeoutOf(timeout_ms));
+  return With(session, [&](Attachment& attachment) {
+    return attachment.InitialDone(TimeoutOf(timeout_ms));
   });
 }
 
 int32_t forebay_fetch(forebay_session* session, uint32_t group, int64_t timeout_ms,
                       forebay_lease* lease) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](Attachment& attachment) -> absl::Status {
     if (lease == nullptr) return NullArgument("lease");
-    ASSIGN_OR_RETURN(const forebay::client::Lease taken,
-                     session->attachment->Fetch(group, TimeoutOf(timeout_ms)));
-    *lease = {.id = taken.id,
-              .group = taken.group,
-              .reserved = 0,
-              .bytes = taken.bytes.data(),
-              .size_bytes = taken.bytes.size()};
+    ASSIGN_OR_RETURN(const forebay::client::Lease fetched,
+                     attachment.Fetch(group, TimeoutOf(timeout_ms)));
+    *lease = LeaseOf(fetched);
     return absl::OkStatus();
   });
 }
 
-int32_t forebay_release(forebay_session* session, const forebay_lease* lease) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+int32_t forebay_start_fetch(forebay_session* session, uint32_t group, forebay_ticket* ticket) {
+  return With(session, [&](Attachment& attachment) -> absl::Status {
+    if (ticket == nullptr) return NullArgument("ticket");
+    ASSIGN_OR_RETURN(const FetchTicket started, attachment.StartFetch(group));
+    *ticket = {.id = started.id, .group = started.group, .reserved = 0};
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_is_fetch_done(forebay_session* session, const forebay_ticket* ticket,
+                              int32_t* done) {
+  return With(session, [&](Attachment& attachment) -> absl::Status {
+    if (ticket == nullptr) return NullArgument("ticket");
+    if (done == nullptr) return NullArgument("done");
+    ASSIGN_OR_RETURN(const bool is_done, attachment.IsFetchDone(TicketOf(*ticket)));
+    *done = is_done ? 1 : 0;
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_finish_fetch(forebay_session* session, const forebay_ticket* ticket,
+                             int64_t timeout_ms, forebay_lease* lease) {
+  return With(session, [&](Attachment& attachment) -> absl::Status {
+    if (ticket == nullptr) return NullArgument("ticket");
     if (lease == nullptr) return NullArgument("lease");
-    return session->attachment->Release({.id = lease->id, .group = lease->group, .bytes = {}});
+    ASSIGN_OR_RETURN(const forebay::client::Lease fetched,
+                     attachment.FinishFetch(TicketOf(*ticket), TimeoutOf(timeout_ms)));
+    *lease = LeaseOf(fetched);
+    return absl::OkStatus();
+  });
+}
+
+int32_t forebay_cancel_fetch(forebay_session* session, const forebay_ticket* ticket) {
+  return With(session, [&](Attachment& attachment) {
+    if (ticket == nullptr) return NullArgument("ticket");
+    return attachment.CancelFetch(TicketOf(*ticket));
+  });
+}
+
+int32_t forebay_release(forebay_session* session, const forebay_lease* lease) {
+  return With(session, [&](Attachment& attachment) {
+    if (lease == nullptr) return NullArgument("lease");
+    return attachment.Release({.id = lease->id, .group = lease->group, .bytes = {}});
+  });
+}
+
+int32_t forebay_add_gradient(forebay_session* session, uint32_t param, const void* bytes,
+                             size_t size_bytes, int64_t timeout_ms) {
+  return With(session, [&](Attachment& attachment) {
+    if (bytes == nullptr) return NullArgument("bytes");
+    return attachment.AddGradient(param, BytesOf(bytes, size_bytes), TimeoutOf(timeout_ms));
+  });
+}
+
+int32_t forebay_flush_gradients(forebay_session* session, uint32_t group) {
+  return With(session, [&](Attachment& attachment) {
+    return attachment.FlushGradients(group == FOREBAY_ALL_GROUPS ? std::nullopt
+                                                                 : std::optional(group));
   });
 }
 
 int32_t forebay_grad_slot(forebay_session* session, uint32_t group, int64_t timeout_ms,
                           void** bytes, uint64_t* size_bytes) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](Attachment& attachment) -> absl::Status {
     if (bytes == nullptr) return NullArgument("bytes");
-    ASSIGN_OR_RETURN(const std::span<std::byte> slot,
-                     session->attachment->GradSlot(group, forebay::client::GradFill::kZero,
-                                                   TimeoutOf(timeout_ms)));
+    ASSIGN_OR_RETURN(
+        const std::span<std::byte> slot,
+        attachment.GradSlot(group, forebay::client::GradFill::kZero, TimeoutOf(timeout_ms)));
     *bytes = slot.data();
     if (size_bytes != nullptr) *size_bytes = slot.size();
     return absl::OkStatus();
@@ -249,23 +314,16 @@ int32_t forebay_grad_slot(forebay_session* session, uint32_t group, int64_t time
 }
 
 int32_t forebay_grad_ready(forebay_session* session, uint32_t group) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
-    return session->attachment->GradReady(group);
-  });
+  return With(session, [&](Attachment& attachment) { return attachment.GradReady(group); });
 }
 
 int32_t forebay_drop_gradients(forebay_session* session) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
-    return session->attachment->DropGradients();
-  });
+  return With(session, [](Attachment& attachment) { return attachment.DropGradients(); });
 }
 
 int32_t forebay_step(forebay_session* session, const forebay_step_args* args, int64_t timeout_ms,
                      forebay_step_result* result) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](Attachment& attachment) -> absl::Status {
     if (args == nullptr) return NullArgument("args");
     RETURN_IF_ERROR(CheckSize("args", args->struct_size, sizeof(*args)));
     if (args->hyper == nullptr && args->hyper_count > 0) return NullArgument("hyper");
@@ -277,9 +335,9 @@ int32_t forebay_step(forebay_session* session, const forebay_step_args* args, in
       hyper.push_back(std::bit_cast<forebay::protocol::HyperParams>(one));  // the same fields
     }
     ASSIGN_OR_RETURN(const forebay::client::StepResult done,
-                     session->attachment->Step(args->step, hyper, args->max_grad_norm,
-                                               BytesOf(args->extra_state, args->extra_state_bytes),
-                                               TimeoutOf(timeout_ms)));
+                     attachment.Step(args->step, hyper, args->max_grad_norm,
+                                     BytesOf(args->extra_state, args->extra_state_bytes),
+                                     TimeoutOf(timeout_ms)));
     if (result != nullptr) {
       *result = {.committed_step = done.committed_step,
                  .norm = done.norm,
@@ -292,26 +350,22 @@ int32_t forebay_step(forebay_session* session, const forebay_step_args* args, in
 
 int32_t forebay_read_state(forebay_session* session, const forebay_state_args* args, float* values,
                            int64_t timeout_ms, uint64_t* step) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
+  return With(session, [&](Attachment& attachment) -> absl::Status {
     if (args == nullptr) return NullArgument("args");
     RETURN_IF_ERROR(CheckSize("args", args->struct_size, sizeof(*args)));
     if (values == nullptr && args->elems > 0) return NullArgument("values");
     ASSIGN_OR_RETURN(const uint64_t updates,
-                     session->attachment->ReadState({.param = TextOf(args->param),
-                                                     .state = TextOf(args->state),
-                                                     .first_elem = args->first_elem},
-                                                    {values, args->elems}, TimeoutOf(timeout_ms)));
+                     attachment.ReadState({.param = TextOf(args->param),
+                                           .state = TextOf(args->state),
+                                           .first_elem = args->first_elem},
+                                          {values, args->elems}, TimeoutOf(timeout_ms)));
     if (step != nullptr) *step = updates;
     return absl::OkStatus();
   });
 }
 
 int32_t forebay_detach(forebay_session* session) {
-  return Guard([&]() -> absl::Status {
-    if (session == nullptr) return NullArgument("session");
-    return session->attachment->Detach();
-  });
+  return With(session, [](Attachment& attachment) { return attachment.Detach(); });
 }
 
 void forebay_free(forebay_session* session) {

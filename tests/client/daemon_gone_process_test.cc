@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,12 @@ TEST_F(DaemonGone, IsWhatEachCallOfASessionSays) {
       {"GradSlot", [&](Attachment& s, const Lease&) { return slot(s, 1); }},
       {"GradSlotThatIsOpen", [&](Attachment& s, const Lease&) { return slot(s, 0); }},
       {"GradReady", [&](Attachment& s, const Lease&) { return s.GradReady(0); }},
+      {"AddGradient",
+       [&](Attachment& s, const Lease&) {
+         const std::vector<float> gradient(s.layout().params()[0].elems);
+         return s.AddGradient(0, std::as_bytes(std::span(gradient)), kTimeout);
+       }},
+      {"FlushGradients", [&](Attachment& s, const Lease&) { return s.FlushGradients(); }},
       {"DropGradients", [&](Attachment& s, const Lease&) { return s.DropGradients(); }},
       {"Step",
        [&](Attachment& s, const Lease&) {
@@ -153,6 +160,7 @@ class SessionInC {
     EXPECT_EQ(forebay_write_initial(session_, 0, values, sizeof(values), kTimeoutMs), 0);
     EXPECT_EQ(forebay_initial_done(session_, kTimeoutMs), 0);
     EXPECT_EQ(forebay_fetch(session_, 0, kTimeoutMs, &lease_), 0);
+    EXPECT_EQ(forebay_start_fetch(session_, 0, &ticket_), 0);
     EXPECT_EQ(Slot(), 0);
   }
 
@@ -173,10 +181,12 @@ class SessionInC {
 
   forebay_session* get() { return session_; }
   forebay_lease* lease() { return &lease_; }
+  forebay_ticket* ticket() { return &ticket_; }
 
  private:
   forebay_session* session_ = nullptr;
   forebay_lease lease_{};
+  forebay_ticket ticket_{};
   void* slot_ = nullptr;
   uint64_t slot_bytes_ = 0;
 };
@@ -193,7 +203,17 @@ TEST_F(DaemonGone, IsWhatEachCallInCSays) {
        false},
       {"initial_done", [](auto& c) { return forebay_initial_done(c.get(), kTimeoutMs); }, false},
       {"fetch", [](auto& c) { return forebay_fetch(c.get(), 0, kTimeoutMs, c.lease()); }},
+      {"start_fetch", [](auto& c) { return forebay_start_fetch(c.get(), 0, c.ticket()); }},
+      {"is_fetch_done",
+       [](auto& c) {
+         int32_t done = 0;
+         return forebay_is_fetch_done(c.get(), c.ticket(), &done);
+       }},
       {"release", [](auto& c) { return forebay_release(c.get(), c.lease()); }},
+      {"add_gradient",
+       [&](auto& c) { return forebay_add_gradient(c.get(), 0, bytes, sizeof(bytes), kTimeoutMs); }},
+      {"flush_gradients",
+       [](auto& c) { return forebay_flush_gradients(c.get(), FOREBAY_ALL_GROUPS); }},
       {"grad_slot", [](auto& c) { return c.Slot(); }},
       {"grad_ready", [](auto& c) { return forebay_grad_ready(c.get(), 0); }},
       {"drop_gradients", [](auto& c) { return forebay_drop_gradients(c.get()); }},

@@ -369,8 +369,7 @@ void BindAttachment(nb::module_& module) {
       .def(
           "flush_gradients",
           [](PyAttachment& self, std::optional<uint32_t> group) {
-            Check(WithoutGil(
-                [&] { return group ? self->FlushGradients(*group) : self->FlushGradients(); }));
+            Check(WithoutGil([&] { return self->FlushGradients(group); }));
           },
           nb::arg("group") = nb::none())
       .def("drop_gradients",

@@ -1,4 +1,4 @@
-/* The same training as ../cpp/train.cc, through the C ABI. */
+/* The same training as ../cpp/train.cc, through the C ABI; a reader then looks at the moments. */
 #include <forebay.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,6 +7,53 @@ static int failed(const char* what) {
   fprintf(stderr, "%s: %s: %s (%s)\n", what, forebay_error_name(forebay_last_error_id()),
           forebay_last_error_message(), forebay_last_error_hint());
   return 1;
+}
+
+/* In odd steps a parameter at a time with a fetch that does not wait, in even ones a group at a time. */
+static int gradient(struct forebay_session* session, int step) {
+  struct forebay_ticket ticket;
+  struct forebay_lease lease;
+  int32_t done = 0;
+  void* slot = 0;
+  uint64_t slot_bytes = 0;
+  float values[2];
+  if (step % 2 == 0) {
+    if (forebay_fetch(session, 0, 30000, &lease)) return failed("fetch");
+    if (forebay_grad_slot(session, 0, 30000, &slot, &slot_bytes)) return failed("slot");
+    memcpy(slot, lease.bytes, sizeof(values));
+    if (forebay_release(session, &lease)) return failed("release");
+    return forebay_grad_ready(session, 0) ? failed("ready") : 0;
+  }
+  if (forebay_start_fetch(session, 0, &ticket)) return failed("start");
+  if (forebay_is_fetch_done(session, &ticket, &done)) return failed("is done");
+  if (forebay_finish_fetch(session, &ticket, 30000, &lease)) return failed("finish");
+  if (forebay_cancel_fetch(session, &ticket) == FOREBAY_OK) return 1; /* it is used up */
+  memcpy(values, lease.bytes, sizeof(values));
+  if (forebay_release(session, &lease)) return failed("release");
+  if (forebay_add_gradient(session, 0, values, sizeof(values), 30000)) return failed("add");
+  return forebay_flush_gradients(session, FOREBAY_ALL_GROUPS) ? failed("flush") : 0;
+}
+
+/* A reader has no rank: it reads the states of the committed step and can deliver nothing. */
+static int look(const struct forebay_options* trainer) {
+  struct forebay_options options = *trainer;
+  struct forebay_session* reader = 0;
+  struct forebay_state_args args;
+  float moments[2];
+  uint64_t updates = 0;
+  options.reader = 1;
+  if (forebay_attach(&options, &reader)) return failed("attach a reader");
+  memset(&args, 0, sizeof(args));
+  args.struct_size = sizeof(args);
+  args.param = "w";
+  args.state = "exp_avg_sq";
+  args.elems = 2;
+  if (forebay_read_state(reader, &args, moments, 30000, &updates)) return failed("read");
+  if (updates == 0 || moments[0] <= 0 || moments[1] <= 0) return 1;
+  if (forebay_grad_ready(reader, 0) == FOREBAY_OK) return 1;
+  if (forebay_detach(reader)) return failed("detach the reader");
+  forebay_free(reader);
+  return 0;
 }
 
 static int train(struct forebay_session* session) {
@@ -23,16 +70,9 @@ static int train(struct forebay_session* session) {
     if (forebay_initial_done(session, 30000)) return failed("done");
   }
   for (i = 1; i <= 3; ++i) {
-    struct forebay_lease lease;
     struct forebay_step_args args;
     struct forebay_step_result result;
-    void* slot = 0;
-    uint64_t slot_bytes = 0;
-    if (forebay_fetch(session, 0, 30000, &lease)) return failed("fetch");
-    if (forebay_grad_slot(session, 0, 30000, &slot, &slot_bytes)) return failed("slot");
-    memcpy(slot, lease.bytes, 2 * sizeof(float));
-    if (forebay_release(session, &lease)) return failed("release");
-    if (forebay_grad_ready(session, 0)) return failed("ready");
+    if (gradient(session, i)) return 1;
     memset(&args, 0, sizeof(args));
     args.struct_size = sizeof(args);
     args.step = info.committed_step + (uint64_t)i;
@@ -77,6 +117,7 @@ int main(void) {
   options.timeout_ms = 30000;
   if (forebay_attach(&options, &session) != FOREBAY_OK) return failed("attach");
   status = train(session);
+  if (status == 0) status = look(&options);
   forebay_free(session);
   forebay_free(0);
   return status;
