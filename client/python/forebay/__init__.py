@@ -6,7 +6,7 @@ daemon.
 Importing this package needs no daemon, no GPU and no torch; attach() does.
 """
 
-from .api import attach, status, trace
+from .api import attach, attach_reader, status, trace
 from .errors import (
     DataLossError,
     ForebayError,
@@ -33,6 +33,7 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "attach",
+    "attach_reader",
     "status",
     "trace",
 ]

@@ -15,6 +15,7 @@ from ._guards import Guards, refuse_unsupported_modules
 from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, make_plan
+from ._reader import Reader
 from .errors import ForebayError, usage_error
 from .optimizers import Optimizer
 
@@ -44,19 +45,9 @@ def attach(
     """See forebay.attach."""
     from . import _core
 
-    if not isinstance(optimizer, Optimizer):
-        raise usage_error(
-            "E_OPTION",
-            f"the optimizer is {optimizer!r}, none of Forebay's",
-            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
-        )
-    refuse_unsupported_modules(model)
-    plan = make_plan(model)
+    plan, torch_groups = _plan_of(model, optimizer, param_groups)
     buffers = _buffers(model, extra_state_bytes)
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
-    wanted_groups = optimizer.params if param_groups is None else param_groups
-    torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
-    _assign_param_groups(plan, torch_groups)
     optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
     _print_stack_at_segv()
     attachment = _core.attach(
@@ -64,15 +55,7 @@ def attach(
         job,
         rank,
         world_size,
-        DTYPE_NAMES[plan.dtype],
-        optimizer.name,
-        _format(optimizer, plan),
-        optimizer.seed,
-        [
-            (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
-            for p in plan.parameters
-        ],
-        plan.group_names,
+        *_layout(plan, optimizer),
         grad_arena_bytes,
         extra_state_bytes + HEADER.size,
         float(timeout),
@@ -108,6 +91,55 @@ def attach(
     undo.private.clear()  # the last reference to the private values
     _return_free_memory()
     return opt
+
+
+def attach_reader(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    job: str,
+    socket: str,
+    param_groups: Iterable[Any] | None,
+    timeout: float,
+) -> Reader:
+    """See forebay.attach_reader."""
+    from . import _core
+
+    plan, _ = _plan_of(model, optimizer, param_groups)
+    layout = _layout(plan, optimizer)
+    attachment = _core.attach(socket, job, 0, 1, *layout, timeout=float(timeout), reader=True)
+    return Reader(plan, attachment, float(timeout))
+
+
+def _plan_of(
+    model: nn.Module, optimizer: Optimizer, param_groups: Iterable[Any] | None
+) -> tuple[Plan, TorchGroups]:
+    """The plan with each parameter's hyper-parameters numbered. Errors: what cannot be attached."""
+    if not isinstance(optimizer, Optimizer):
+        raise usage_error(
+            "E_OPTION",
+            f"the optimizer is {optimizer!r}, none of Forebay's",
+            "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
+        )
+    refuse_unsupported_modules(model)
+    plan = make_plan(model)
+    wanted_groups = optimizer.params if param_groups is None else param_groups
+    torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
+    _assign_param_groups(plan, torch_groups)
+    return plan, torch_groups
+
+
+def _layout(
+    plan: Plan, optimizer: Optimizer
+) -> tuple[str, str, str, int, list[tuple[str, list[int], int, int, bool]], list[str]]:
+    """What the daemon has to know of the model, in the order of _core.attach."""
+    params = [
+        (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
+        for p in plan.parameters
+    ]
+    format_ = _format(optimizer, plan)
+    dtype = DTYPE_NAMES[plan.dtype]
+    return dtype, optimizer.name, format_, optimizer.seed, params, plan.group_names
 
 
 class _Undo:
@@ -172,7 +204,7 @@ def _format(optimizer: Optimizer, plan: Plan) -> str:
         raise usage_error(
             "E_OPTION",
             (
-                f"format {optimizer.format!r} does not serve {dtype} parameters"
+                f"format {optimizer.format!r} does not support {dtype} parameters"
                 if optimizer.format in known
                 else f"unknown format {optimizer.format!r}"
             ),

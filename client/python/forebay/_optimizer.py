@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, bytes_of, pack_without, users_part
 from ._hooks import Backward, check_address, profiled
+from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
     from ._guards import Guards
     from ._hooks import Engine
-    from ._plan import Parameter, Plan
+    from ._plan import Plan
     from .optimizers import HyperRow, Optimizer
 
 PIECE_ELEMS = 1 << 20  # states are hashed in pieces of this many
@@ -328,36 +329,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
         >>> {state: list(values.shape) for state, values in opt.read_state("weight").items()}
         {'exp_avg': [2, 4], 'exp_avg_sq': [2, 4], 'step': []}
         """
-        parameter = next((p for p in self._plan.parameters if p.name == name), None)
-        if parameter is None:
-            raise usage_error(
-                "E_OPTION",
-                f"no parameter {name} in the attached model",
-                "model.named_parameters() names them; of a tied one the first name counts",
-            )
-        states = {}
-        updates = 0
-        for state in self._states_of(parameter):
-            values, updates = self._read(parameter, state, 0, parameter.tensor.numel())
-            states[state] = values.view(parameter.tensor.shape)
-        if states:
-            states["step"] = torch.tensor(float(updates))
-        return states
-
-    def _states_of(self, parameter: Parameter) -> list[str]:
-        """Names of the states that are not the weights themselves."""
-        if not parameter.trainable:
-            return []
-        wide = parameter.tensor.dtype == torch.float32
-        return [state for state in self._live().states if state != "master" or not wide]
-
-    def _read(
-        self, parameter: Parameter, state: str, first: int, elems: int
-    ) -> tuple[torch.Tensor, int]:
-        view, updates = self._live().read_state(
-            parameter.name, state, first, elems, self._engine.timeout
-        )
-        return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
+        parameter = parameter_named(self._plan, name)
+        return read_states(self._live(), parameter, self._engine.timeout)
 
     def state_sha256(self) -> str:
         """SHA-256 over the model, as 64 hexadecimal digits: for each parameter in the model's order
@@ -369,14 +342,16 @@ class ForebayOptimizer(torch.optim.Optimizer):
         64
         """
         digest = hashlib.sha256()
+        attachment = self._live()
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
             _hash(digest, parameter.tensor)
             count = parameter.tensor.numel()
-            for state in self._states_of(parameter):
+            for state in state_names(attachment, parameter):
                 for first in range(0, count, PIECE_ELEMS):
-                    elems = min(PIECE_ELEMS, count - first)
-                    _hash(digest, self._read(parameter, state, first, elems)[0])
+                    piece = range(first, min(first + PIECE_ELEMS, count))
+                    timeout = self._engine.timeout
+                    _hash(digest, read_elements(attachment, parameter, state, piece, timeout)[0])
         for name, buffer in self._buffers.named():
             digest.update(name.encode() + b"\0" + bytes_of(buffer))
         return digest.hexdigest()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ._optimizer import ForebayOptimizer
+    from ._reader import Reader
 
 # How many ranks the launcher started on this node: torchrun, Open MPI, MPICH.
 LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -87,6 +88,44 @@ def attach(
         timeout=timeout,
         run=run or run_token(),
         resume=resume,
+    )
+
+
+def attach_reader(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    job: str | None = None,
+    socket: str | None = None,
+    param_groups: Iterable[Any] | None = None,
+    timeout: float = 300.0,
+) -> Reader:
+    """Attaches to a job that ranks train, without a rank: to evaluate or watch it beside them.
+
+    model         Built and typed as the ranks' model. Its parameters stay private to this process;
+                  reader.load_weights() copies the job's into them.
+    optimizer     As the ranks gave to attach().
+    job, socket,  As of attach().
+    param_groups,
+    timeout
+
+    Errors  E_JOB_NAME  there is no such job yet.
+            E_LAYOUT    the job has another model, optimizer or format; names the difference.
+
+    >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+    >>> reader = forebay.attach_reader(torch.nn.Linear(4, 2))
+    >>> reader.load_weights()
+    0
+    """
+    from . import _attach
+
+    return _attach.attach_reader(
+        model,
+        optimizer or AdamW(),
+        job=_job_name(job),
+        socket=_socket_path(socket),
+        param_groups=param_groups,
+        timeout=timeout,
     )
 
 

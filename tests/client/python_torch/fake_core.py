@@ -299,7 +299,7 @@ def attach(
 ):
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
-        raise refusal("E_OPTION", f"format {format_} does not serve {dtype} parameters")
+        raise refusal("E_OPTION", f"format {format_} does not support {dtype} parameters")
     assert [p[2] for p in params] == sorted(p[2] for p in params), "groups ascend"
     wanted = Job(world_size, dtype, format_, params, group_names)
     job = jobs.setdefault(job_name, wanted)

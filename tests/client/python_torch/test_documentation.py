@@ -14,7 +14,7 @@ import time
 import forebay
 import pytest
 import torch
-from forebay import _optimizer, api, errors, optimizers
+from forebay import _optimizer, _reader, api, errors, optimizers
 
 SOURCES = pathlib.Path(__file__).resolve().parents[3] / "client" / "python"
 
@@ -26,11 +26,12 @@ def public_names():
             if not name.startswith("_") and getattr(thing, "__module__", "") == module.__name__:
                 if inspect.isfunction(thing) or inspect.isclass(thing):
                     yield f"{module.__name__}.{name}", thing
-    for kind in (_optimizer.ForebayOptimizer, *optimizer_classes()):
+    for kind in (_optimizer.ForebayOptimizer, _reader.Reader, *optimizer_classes()):
         for name, thing in vars(kind).items():
             if not name.startswith("_") and (inspect.isfunction(thing) or isinstance(thing, property)):
                 yield f"{kind.__name__}.{name}", thing
     yield "ForebayOptimizer", _optimizer.ForebayOptimizer
+    yield "Reader", _reader.Reader
 
 
 def optimizer_classes():

@@ -155,9 +155,9 @@ def test_float16_parameters_are_the_rounding_of_fp32(node):
 @pytest.mark.parametrize(
     ("dtype", "format", "words"),
     [
-        (torch.float32, "int8", "format 'int8' does not serve float32 parameters"),
-        (torch.float32, "exact", "format 'exact' does not serve float32 parameters"),
-        (torch.float16, "bf16", "format 'bf16' does not serve float16 parameters"),
+        (torch.float32, "int8", "format 'int8' does not support float32 parameters"),
+        (torch.float32, "exact", "format 'exact' does not support float32 parameters"),
+        (torch.float16, "bf16", "format 'bf16' does not support float16 parameters"),
         (torch.bfloat16, "int4", "unknown format 'int4'"),
     ],
 )

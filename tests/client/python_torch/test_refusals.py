@@ -465,7 +465,7 @@ def test_models_that_cannot_be_attached(node):
         forebay.attach(net().double())
     with refused("E_LAYOUT", match="no parameters"):
         forebay.attach(nn.ReLU())
-    with refused("E_OPTION", match="does not serve"):
+    with refused("E_OPTION", match="does not support"):
         forebay.attach(net(), forebay.AdamW(format="exact"))
     with refused("E_OPTION", match="is in no param group"):
         model = net()

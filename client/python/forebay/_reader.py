@@ -1,0 +1,149 @@
+"""The reader that attach_reader() returns."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import ForebayTimeoutError, usage_error
+
+if TYPE_CHECKING:
+    from ._core import Attachment
+    from ._plan import Parameter, Plan
+
+
+class Reader:
+    """Reads a job beside its ranks: its weights into a model of this process, and its states.
+
+    It has no rank: no step waits for it, and it delivers nothing. An update waits for a copy of the
+    same weights that is under way, at most the daemon's reader.lease_max; then this session ends.
+
+    Threads  One.
+    Errors   See forebay.ForebayError.
+
+    >>> opt = forebay.attach(model)
+    >>> reader = forebay.attach_reader(torch.nn.Linear(4, 2))
+    >>> reader.committed_step
+    0
+    """
+
+    def __init__(self, plan: Plan, attachment: Attachment, timeout: float) -> None:
+        self._plan, self._attachment, self._timeout = plan, attachment, timeout
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that this session knows of; load_weights() asks the daemon.
+
+        >>> opt = forebay.attach(model)
+        >>> forebay.attach_reader(torch.nn.Linear(4, 2)).committed_step
+        0
+        """
+        return self._attachment.committed_step
+
+    def load_weights(self) -> int:
+        """Copies the weights of the newest committed step into the model and returns that step. All
+        are of one step: they are copied again where one was committed meanwhile. Buffers stay as
+        they are.
+
+        Errors  E_TIMEOUT  each copy within the time limit met another step; the model has the
+                           weights of several steps now.
+
+        >>> opt = forebay.attach(model)
+        >>> model(inputs).sum().backward()
+        >>> opt.step()
+        >>> other = torch.nn.Linear(4, 2)
+        >>> forebay.attach_reader(other).load_weights()
+        1
+        >>> torch.equal(other.weight, model.weight)
+        True
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            steps = {self._copy_group(number) for number in range(len(self._plan.group_names))}
+            if len(steps) == 1:
+                return steps.pop()
+            if time.monotonic() > deadline:
+                message = f"no copy of the weights ended before the next step in {self._timeout} s"
+                hint = "read between the steps of the ranks, or attach with a larger timeout"
+                error = ForebayTimeoutError(f"error[E_TIMEOUT]: {message}\nhint: {hint}")
+                error.code, error.hint = "E_TIMEOUT", hint
+                raise error
+
+    def _copy_group(self, number: int) -> int:
+        lease = self._attachment.fetch(number, self._timeout)
+        step = self._attachment.committed_step
+        view = self._attachment.weights(number)
+        weights = torch.from_dlpack(view)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for parameter, offset in zip(self._plan.parameters, self._attachment.param_offsets):
+                if parameter.group == number:
+                    end = offset + parameter.tensor.numel()
+                    parameter.tensor.copy_(weights[offset:end].view(parameter.tensor.shape))
+        self._attachment.release(lease)
+        return step
+
+    def read_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The states of one parameter, as ForebayOptimizer.read_state() returns them.
+
+        Errors  E_OPTION  no such parameter.
+
+        >>> opt = forebay.attach(model)
+        >>> sorted(forebay.attach_reader(torch.nn.Linear(4, 2)).read_state("bias"))
+        ['exp_avg', 'exp_avg_sq', 'step']
+        """
+        return read_states(self._attachment, parameter_named(self._plan, name), self._timeout)
+
+    def detach(self) -> None:
+        """Ends the session; the model keeps its values.
+
+        >>> opt = forebay.attach(model)
+        >>> forebay.attach_reader(torch.nn.Linear(4, 2)).detach()
+        """
+        self._attachment.detach()
+
+
+def parameter_named(plan: Plan, name: str) -> Parameter:
+    """Errors: E_OPTION where there is none."""
+    for parameter in plan.parameters:
+        if parameter.name == name:
+            return parameter
+    raise usage_error(
+        "E_OPTION",
+        f"no parameter {name} in the attached model",
+        "model.named_parameters() names them; of a tied one the first name counts",
+    )
+
+
+def state_names(attachment: Attachment, parameter: Parameter) -> list[str]:
+    """Names of the states that are not the weights themselves."""
+    if not parameter.trainable:
+        return []
+    wide = parameter.tensor.dtype == torch.float32
+    return [state for state in attachment.states if state != "master" or not wide]
+
+
+def read_elements(
+    attachment: Attachment, parameter: Parameter, state: str, elements: range, timeout: float
+) -> tuple[torch.Tensor, int]:
+    """These elements of a state, and how many updates the parameter has had."""
+    view, updates = attachment.read_state(
+        parameter.name, state, elements.start, len(elements), timeout
+    )
+    return torch.from_dlpack(view), updates  # type: ignore[attr-defined]
+
+
+def read_states(
+    attachment: Attachment, parameter: Parameter, timeout: float
+) -> dict[str, torch.Tensor]:
+    """Every state of a parameter in its shape, and "step"."""
+    states = {}
+    updates = 0
+    everything = range(parameter.tensor.numel())
+    for state in state_names(attachment, parameter):
+        values, updates = read_elements(attachment, parameter, state, everything, timeout)
+        states[state] = values.view(parameter.tensor.shape)
+    if states:
+        states["step"] = torch.tensor(float(updates))
+    return states
