@@ -24,7 +24,7 @@ class BlockLedger {
     // Empty: in DRAM, or zeros that were never written.
     std::optional<nvme::Slot> slot = {};
     uint64_t checksum = 0;
-    // 0: zeros.
+    // 0: as before the first step.
     uint64_t written_step = 0;
   };
 

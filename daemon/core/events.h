@@ -256,11 +256,15 @@ struct SumGradient {
   uint64_t elems = 0;
 };
 
+// The two parts of a block. Values are in checksums.
+enum class BlockPart : uint8_t { kStates = 1, kWeights = 2 };
+
 // Whose bytes a block holds; part of its checksum, so that right bytes in a wrong place fail too.
 struct BlockIdentity {
   JobId job = 0;
+  BlockPart part = BlockPart::kStates;
   uint64_t block = 0;
-  // 0: zeros, never written.
+  // 0: as it was before the first step.
   uint64_t written_step = 0;
 };
 
@@ -289,20 +293,26 @@ struct UpdateSegment {
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
-  // t of the bias correction: updates that the parameter has had, this one included.
-  uint64_t optimizer_step = 0;
-  // With the rounding key of the parameter's name.
+  // Of the parameter's own t (updates that it has had, this one included), with the rounding key of
+  // its name.
   cpu_adam::StepScalars scalars{};
   uint64_t param_elem = 0;
   uint32_t param = 0;
   float trust = 1.0F;  // UpdatePass::kWeights
 };
 
-// LAMB needs two passes over all blocks: its step length is known after the first.
-enum class UpdatePass : uint8_t { kWhole, kMoments, kWeights };
+enum class UpdatePass : uint8_t {
+  // Before the first step: masters that are a plane of their own are set from the weights.
+  kMasters,
+  // A step.
+  kWhole,
+  // A step of LAMB goes over all blocks twice: its step length is known after the first pass.
+  kMoments,
+  kWeights,
+};
 
-// Verifies a swapped block's bytes against `identity_before` (0 in written_step: zeros), runs the
-// fused pass over its segments in place, then computes the checksum under `identity_after`.
+// Verifies a swapped block's bytes against `identity_before` (zeros where it has no slot), runs the
+// pass over its segments in place, then computes the checksum under `identity_after`.
 struct UpdateBlock {
   TaskId task = 0;
   JobId job = 0;
@@ -362,7 +372,8 @@ struct StepCalled {
   uint64_t step = 0;
 };
 
-// The newest step of a job is committed: memory peaks and the step's timeline are taken now.
+// The newest step of a job is committed: memory peaks and the step's timeline are taken now. Step 0:
+// the blocks of UpdatePass::kMasters are published.
 struct StepCommitted {
   JobId job = 0;
   uint64_t step = 0;

@@ -86,13 +86,12 @@ void InitialParameters::Done(const CommandId& command) {
 
 void InitialParameters::TryDone() {
   if (!done_ || !running_.empty()) return;
-  const CommandId command = *std::exchange(done_, std::nullopt);
   const auto missing = std::find_if(written_.begin(), written_.end(), [](const auto& units) {
     return std::find(units.begin(), units.end(), false) != units.end();
   });
   if (missing != written_.end()) {
     const auto group = static_cast<size_t>(missing - written_.begin());
-    io_.Answer(command,
+    io_.Answer(*std::exchange(done_, std::nullopt),
                MakeError(ErrorId::kNotReady,
                          absl::StrCat("the initial parameters of group ", group, " (",
                                       layout_->spec().group_names[group], ") were not all written"),
@@ -101,7 +100,6 @@ void InitialParameters::TryDone() {
   }
   ready_ = true;
   writer_ = 0;
-  io_.Answer(command, absl::OkStatus());
 }
 
 void InitialParameters::Reset(const absl::Status& status) {

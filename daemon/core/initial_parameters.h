@@ -32,10 +32,14 @@ class InitialParameters {
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
-  // kInitialDone of the writer; answered when its writes are done.
+  // kInitialDone of the writer. When its writes are done, the job is ready(); else it is answered.
   //
   // Errors  E_NOT_READY  names the first group that was not written.
   void Done(const CommandId& command);
+  // The kInitialDone that has made the job ready, once.
+  std::optional<CommandId> DrainDone() {
+    return ready_ ? std::exchange(done_, std::nullopt) : std::nullopt;
+  }
 
   // The writer has ended: the next one begins anew. The caller makes running copies stale.
   void Reset(const absl::Status& status);

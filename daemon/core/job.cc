@@ -160,7 +160,7 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
 }
 
 bool Job::MayAnswerAttach(const Session& session) const {
-  if (session.reader) return initial_.ready();
+  if (session.reader) return is_ready();
   if (step_.phase() != Step::Phase::kOpen || io_.stale_tasks() > 0) return false;
   return initial_.ready() || initial_.writer() == 0;
 }
@@ -256,12 +256,12 @@ void Job::Dispatch(Session& session, const Command& command) {
     HandleInitial(session, command);
     return;
   }
-  if (!initial_.ready()) {
+  if (!is_ready()) {
     io_.Answer(
         session.IdOf(command),
         MakeError(ErrorId::kNotReady,
                   absl::StrCat("job ", spec_.name, ": the initial parameters were not written"),
-                  "write every group, then end the initialisation"));
+                  "write every group, end the initialisation and wait for its answer"));
     return;
   }
   switch (op) {
@@ -405,6 +405,7 @@ absl::Status Job::Delete() {
 
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
+  if (const auto initial_done = initial_.DrainDone()) step_.BeginMasters(*initial_done);
   const bool decided = step_.phase() != Step::Phase::kOpen;
   if (!decided || (step_.phase() == Step::Phase::kReducing && reads_.in_progress())) reads_.Pump();
   step_.Advance();
@@ -453,7 +454,7 @@ JobView Job::View() const {
                .state_written_bytes = pipeline_.counters().written_bytes,
                .last_step_reads = pipeline_.last_step().update_reads,
                .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
-               .ready = initial_.ready(),
+               .ready = is_ready(),
                .failed = failed_,
                .dram_bytes = spec_.plan.dram_bytes,
                .swap_bytes = pipeline_.swap_slots().size() * spec_.plan.swap_slot_bytes,

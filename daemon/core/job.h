@@ -66,6 +66,8 @@ class Job {
 
  private:
   bool failed() const { return step_.phase() == Step::Phase::kFailed; }
+  // Steps may be trained and states read.
+  bool is_ready() const { return initial_.ready() && step_.phase() != Step::Phase::kMasters; }
   absl::Status FailedStatus() const;
   void Fail(const absl::Status& first_error);
   void OnMemoryMade(const TaskDone& done);

@@ -56,6 +56,22 @@ CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
           .extra_state_bytes = session.request.extra_state_bytes};
 }
 
+void Step::BeginMasters(const CommandId& command) {
+  if (!pipeline_.BeginMasters()) {
+    io_.Answer(command, absl::OkStatus());
+    return;
+  }
+  phase_ = Phase::kMasters;
+  initial_done_ = command;
+}
+
+void Step::EndMasters() {
+  pipeline_.Finish();
+  phase_ = Phase::kOpen;
+  io_.actions().Emit(StepCommitted{.job = spec_.id, .step = 0});
+  if (initial_done_) io_.Answer(*std::exchange(initial_done_, std::nullopt), absl::OkStatus());
+}
+
 void Step::HandleGradient(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (command.step != committed_step_ + 1) {
@@ -383,9 +399,9 @@ void Step::Advance() {
   if (phase_ == Phase::kOpen) DropFaulty();
   if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
-  if (phase_ == Phase::kUpdating) {
+  if (phase_ == Phase::kUpdating || phase_ == Phase::kMasters) {
     pipeline_.Pump();
-    if (pipeline_.done()) Commit();
+    if (pipeline_.done()) phase_ == Phase::kMasters ? EndMasters() : Commit();
   }
 }
 
@@ -416,6 +432,9 @@ void Step::OnRankLost(const Session& lost, const absl::Status& status) {
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();
+  if (initial_done_ && initial_done_->session == session.id) {
+    io_.Answer(*std::exchange(initial_done_, std::nullopt), status);
+  }
 }
 
 void Step::Fail(const absl::Status& first_error) {
@@ -434,6 +453,7 @@ bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t group) const {
 
 uint64_t Step::unanswered(const Session& session) const {
   uint64_t count = session.step_being_copied ? 1 : 0;
+  if (initial_done_ && initial_done_->session == session.id) ++count;
   for (const auto& [rank, call] : barrier_.by_rank()) {
     count += call.command.session == session.id ? 1 : 0;
   }
@@ -443,8 +463,9 @@ uint64_t Step::unanswered(const Session& session) const {
 void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
-  FOREBAY_CHECK((phase_ == Phase::kUpdating) == pipeline_.running() || phase_ == Phase::kFailed);
-  FOREBAY_CHECK(phase_ != Phase::kUpdating || !reads_.in_progress());
+  const bool updating = phase_ == Phase::kUpdating || phase_ == Phase::kMasters;
+  FOREBAY_CHECK(updating == pipeline_.running() || phase_ == Phase::kFailed);
+  FOREBAY_CHECK(!updating || !reads_.in_progress());
 }
 
 }  // namespace forebay::daemon

@@ -31,6 +31,7 @@ class Step {
  public:
   enum class Phase : uint8_t {
     kOpen,      // gathers gradients (or initial parameters)
+    kMasters,   // the initial parameters are written: masters are set from them
     kReducing,  // all ranks have called step: the last gradients are added
     kUpdating,  // decided: blocks are updated
     kFailed,
@@ -38,6 +39,10 @@ class Step {
 
   Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
        const StateReads& reads, const LeaseTable& leases);
+
+  // The initial parameters are written; `command`, which said so, is answered when blocks hold their
+  // masters.
+  void BeginMasters(const CommandId& command);
 
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
@@ -101,6 +106,7 @@ class Step {
   void RefuseCalls(const absl::Status& status);
   void BeginReducing();
   void DecideWhenReduced();
+  void EndMasters();
   void ArmLeaseTimer();
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
@@ -120,6 +126,7 @@ class Step {
   GradientAccumulator gradients_;
   StepBarrier barrier_;
   Trace trace_;
+  std::optional<CommandId> initial_done_;  // waits for Phase::kMasters to end
 
   uint32_t extra_slot_ = 0;            // of the committed step
   std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step

@@ -81,6 +81,22 @@ void StepPipeline::Prefetch() {
 }
 
 void StepPipeline::Begin(StepOrder order) {
+  Start(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+}
+
+bool StepPipeline::BeginMasters() {
+  const protocol::LayoutSpec& spec = layout_->spec();
+  const auto planes = protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype);
+  if (planes.empty() || planes[0].name != "master") return false;
+  StepOrder order;
+  for (const protocol::ParamPlace& param : layout_->params()) {
+    order.params.push_back(param.trainable);
+  }
+  Start(std::move(order), UpdatePass::kMasters);
+  return true;
+}
+
+void StepPipeline::Start(StepOrder order, UpdatePass pass) {
   FOREBAY_CHECK(!running_ && !abandoned_);
   running_ = true;
   order_ = std::move(order);
@@ -94,7 +110,7 @@ void StepPipeline::Begin(StepOrder order) {
   norms_.clear();
   scalars_.clear();
   staged_.set_may_reclaim(false);
-  BeginPass(has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+  BeginPass(pass);
   Pump();
 }
 
@@ -169,9 +185,9 @@ uint32_t StepPipeline::UpdatesMax() const {
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
 }
 
-// The first pass of LAMB leaves the weights alone.
 bool StepPipeline::IsLeased(uint32_t block) const {
-  if (leases_.count() == 0 || pass_ == UpdatePass::kMoments) return false;
+  const bool leaves_weights = pass_ == UpdatePass::kMoments || pass_ == UpdatePass::kMasters;
+  if (leases_.count() == 0 || leaves_weights) return false;
   const std::vector<uint32_t>& groups = block_groups_[block];
   return std::any_of(groups.begin(), groups.end(), [this](uint32_t group) {
     return group_has_gradient_[group] && leases_.IsLeased(group);
@@ -222,7 +238,6 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
-    const uint64_t t = param_updates_[run.param] + 1;
     segments.push_back({.weights_offset_bytes =
                             plan_.placement.WherePartition(run.partition).weights_offset_bytes +
                             run.partition_elem * width,
@@ -230,11 +245,12 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
                                                     run.partition_elem * sum_width,
                         .block_elem = run.block_elem,
                         .elems = run.elems,
-                        .optimizer_step = t,
-                        .scalars = ScalarsOf(param.param_group, t),
                         .param_elem = run.param_elem,
                         .param = run.param,
                         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    if (pass_ == UpdatePass::kMasters) continue;
+    const uint64_t t = param_updates_[run.param] + 1;
+    segments.back().scalars = ScalarsOf(param.param_group, t);
     cpu_adam::SetRoundingKey({.seed = layout_->spec().seed, .parameter = param.name_hash, .t = t},
                              segments.back().scalars);
   }
@@ -246,8 +262,10 @@ void StepPipeline::StartUpdate(uint32_t block) {
   if (!is_resident(block)) {
     StagedBlocks::Staged& staged = staged_.at(block);
     staged.state = State::kInUse;
-    ++counters_.update_reads;
-    if (staged.prefetched) ++counters_.update_reads_prefetched;
+    if (pass_ != UpdatePass::kMasters) {
+      ++counters_.update_reads;
+      if (staged.prefetched) ++counters_.update_reads_prefetched;
+    }
   }
   const BlockIdentity before = IdentityOf(block);
   BlockIdentity after = before;
@@ -269,7 +287,9 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
   StagedBlocks::Staged& staged = staged_.at(read.block);
   const bool cancelled = staged.cancelled;
-  if (done.status.ok() && read.for_update) counters_.read_bytes += map_.bytes(read.block);
+  if (done.status.ok() && read.for_update && ledger_.newest(read.block).slot) {
+    counters_.read_bytes += map_.bytes(read.block);
+  }
   if (!done.status.ok() || cancelled || abandoned_) {
     staged_.Drop(read.block);
   } else {
@@ -377,6 +397,7 @@ uint64_t StepPipeline::Finish() {
   ledger_.Publish();
   staged_.set_may_reclaim(true);
   for (const uint32_t left : group_blocks_left_) FOREBAY_CHECK(left == 0);
+  if (pass_ == UpdatePass::kMasters) return 0;
   for (uint32_t param = 0; param < param_updates_.size(); ++param) {
     if (order_.params[param]) ++param_updates_[param];
   }

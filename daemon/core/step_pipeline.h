@@ -1,5 +1,5 @@
-// Applying a step: every block with a gradient is updated once; swapped ones stream through staging
-// slots.
+// Applying a step, or setting masters before the first one: every block that is concerned is updated
+// once; swapped ones stream through staging slots.
 #pragma once
 
 #include <cstdint>
@@ -63,9 +63,13 @@ class StepPipeline {
   void Prefetch();
 
   void Begin(StepOrder order);
+  // Sets the masters that are a plane of their own from the weights, as step 0; false where there
+  // are none.
+  bool BeginMasters();
   void Pump();  // starts what can be started
   bool running() const { return running_; }
   bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
+  bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
   // Whether the running step updates the group.
@@ -122,6 +126,7 @@ class StepPipeline {
   };
 
   Running FinishTask(TaskId task);
+  void Start(StepOrder order, UpdatePass pass);
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);

@@ -49,8 +49,8 @@ size_t ElemsOf(DType dtype, std::span<const std::byte> bytes) {
 }  // namespace
 
 nvme::Identity MakeIdentity(const BlockIdentity& identity, uint64_t nonce) {
-  const std::array<uint64_t, 4> words = {identity.job, identity.block, identity.written_step,
-                                         nonce};
+  const uint64_t block = identity.block << 8 | static_cast<uint8_t>(identity.part);
+  const std::array<uint64_t, 4> words = {identity.job, block, identity.written_step, nonce};
   nvme::Identity bytes;
   static_assert(sizeof(words) == sizeof(bytes));
   std::memcpy(bytes.data(), words.data(), sizeof(bytes));
@@ -156,11 +156,11 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
       found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
       continue;
     }
-    if (state.master != nullptr && segment.optimizer_step == 1) {  // it begins as the weights
-      const std::span weights(static_cast<const std::byte*>(state.weights),
-                              part.elems * protocol::SizeBytes(states.dtype));
-      cpu_adam::AddGradient(part.elems, GradientOf(states.dtype, weights), cpu_adam::AddMode::kSet,
+    if (action.pass == UpdatePass::kMasters) {
+      if (state.master == nullptr) continue;
+      cpu_adam::AddGradient(part.elems, {state.weights, states.dtype}, cpu_adam::AddMode::kSet,
                             state.master);
+      continue;
     }
     const Gradient gradient =
         GradientOf(action.sum_dtype,

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -168,7 +169,6 @@ struct ExactBlock {
            .accumulator_offset_bytes = range.begin * width,
            .block_elem = range.begin,
            .elems = range.end - range.begin,
-           .optimizer_step = 1,
            .scalars = cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW,
                                                 {.lr = range.begin == 0 ? 0.1 : 0.01,
                                                  .beta1 = 0.9,
@@ -239,7 +239,6 @@ struct SwappedBlock {
            .accumulator_offset_bytes = begin * 2,
            .block_elem = begin,
            .elems = size,
-           .optimizer_step = 1,
            .scalars = cpu_adam::MakeStepScalars(
                optimizer,
                {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
@@ -312,6 +311,23 @@ TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
     EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
                                             std::span<const std::byte>(parts.planes)));
   }
+}
+
+TEST(Identity, IsAnotherForEachPartOfABlockAndEveryStep) {
+  std::set<nvme::Identity> seen;
+  for (const JobId job : {1, 2}) {
+    for (const BlockPart part : {BlockPart::kStates, BlockPart::kWeights}) {
+      for (const uint64_t block : {0, 1, 255, 256}) {
+        for (const uint64_t step : {0, 1}) {
+          for (const uint64_t nonce : {3, 4}) {
+            seen.insert(MakeIdentity(
+                {.job = job, .part = part, .block = block, .written_step = step}, nonce));
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(seen.size(), 2U * 2 * 4 * 2 * 2);
 }
 
 INSTANTIATE_TEST_SUITE_P(BlockTasks, Targets, ::testing::ValuesIn(cpu_adam::SupportedTargets()),

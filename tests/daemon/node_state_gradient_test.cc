@@ -488,7 +488,7 @@ class NodeStatePresence : public ::testing::Test {
     for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
       if (update.identity_after.written_step != step) continue;
       for (const UpdateSegment& segment : update.segments) {
-        updated[segment.param] = segment.optimizer_step;
+        updated[segment.param] = node_.UpdateCount(segment);
       }
     }
     return updated;

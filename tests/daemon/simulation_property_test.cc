@@ -121,7 +121,8 @@ class Simulation {
     using Groups = std::vector<std::vector<uint64_t>>;
     layouts_ = {
         {"alpha", MakeLayoutOfParams(Groups{{300}, {5000, 20, 4000}, {64}, {9000, 3000}, {512}})},
-        {"beta", MakeLayoutOfParams(Groups{{400, 5000}, {90}})}};
+        // With masters that are set before the first step.
+        {"beta", MakeLayoutOfParams(Groups{{400, 5000}, {90}}, protocol::DType::kBFloat16)}};
     trainers_.emplace_back("alpha", SimulatedTrainer::Rank{0, 2}, layouts_["alpha"], wires);
     trainers_.emplace_back("alpha", SimulatedTrainer::Rank{1, 2}, layouts_["alpha"], wires);
     trainers_.emplace_back("beta", SimulatedTrainer::Rank{0, 1}, layouts_["beta"], wires);

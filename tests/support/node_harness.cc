@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_adam/step_scalars.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 
@@ -14,6 +15,13 @@ using namespace daemon;
 using protocol::ErrorId;
 using protocol::Op;
 
+namespace {
+
+constexpr protocol::HyperParams kHyper{
+    .lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
+
+}  // namespace
+
 std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems) {
   std::vector<std::vector<uint64_t>> param_elems;
   for (const uint64_t elems : group_elems) param_elems.push_back({elems});
@@ -21,8 +29,9 @@ std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& 
 }
 
 std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
-    const std::vector<std::vector<uint64_t>>& param_elems) {
+    const std::vector<std::vector<uint64_t>>& param_elems, protocol::DType dtype) {
   protocol::LayoutSpec spec;
+  spec.dtype = dtype;
   for (uint32_t group = 0; group < param_elems.size(); ++group) {
     for (const uint64_t elems : param_elems[group]) {
       spec.params.push_back({.name = absl::StrCat("p", spec.params.size()),
@@ -268,8 +277,8 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
                     .extra_state_bytes = extra_state_bytes,
                     .max_grad_norm = max_grad_norm,
                     .reserved = 0};
-  copied.hyper_params = {
-      {.lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01}};
+  copied.hyper_params = {kHyper};
+  copied.hyper_params[0].lr = lr;
   copied.presence = InfoOf(session).presence;
   step_requests_[last_tag_ + 1] = {.session = session, .copied = copied};
   protocol::Command command{};
@@ -281,6 +290,16 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
   command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) +
                          copied.presence.size() * sizeof(uint64_t) + extra_state_bytes;
   return Command(session, command);
+}
+
+uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
+  for (uint64_t t = 1; t < 10; ++t) {
+    const auto scalars = cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW, kHyper, t, 1);
+    const bool same = scalars.step == segment.scalars.step &&
+                      scalars.inv_sqrt_bias2 == segment.scalars.inv_sqrt_bias2;
+    if (same) return t;
+  }
+  return 0;
 }
 
 uint64_t NodeHarness::ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems) {

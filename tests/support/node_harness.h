@@ -24,7 +24,8 @@ namespace forebay::testing {
 std::shared_ptr<const protocol::Layout> MakeLayout(const std::vector<uint64_t>& group_elems);
 
 std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
-    const std::vector<std::vector<uint64_t>>& param_elems);
+    const std::vector<std::vector<uint64_t>>& param_elems,
+    protocol::DType dtype = protocol::DType::kFloat32);
 
 // Swap paths with so many bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
@@ -118,6 +119,8 @@ class NodeHarness {
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
   uint64_t ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems);
+  // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
+  static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
 
   const daemon::AnswerCommand* answer(uint64_t tag) const;
   // The answer's error id; kTimeout (which the state machine never gives) while there is none.

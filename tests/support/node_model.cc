@@ -67,7 +67,7 @@ void NodeModel::ReleaseWeightsOfJob(uint64_t job) {
 }
 
 void NodeModel::CheckHeld(const UpdateBlock& update) {
-  if (update.pass == UpdatePass::kMoments) return;
+  if (update.pass == UpdatePass::kMoments || update.pass == UpdatePass::kMasters) return;
   const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
   for (const auto& [lease, held] : held_) {
     if (held.job != update.job) continue;
@@ -164,10 +164,13 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t width = protocol::SizeBytes(spec.dtype);
     const uint64_t sum_width = protocol::SizeBytes(update->sum_dtype);
     for (const UpdateSegment& segment : update->segments) {
+      const bool masters = update->pass == UpdatePass::kMasters;
       uses.push_back({absl::StrCat("weights ", update->job), segment.weights_offset_bytes,
-                      segment.elems * width, true});
-      uses.push_back(
-          StepUse(update->job, segment.accumulator_offset_bytes, segment.elems * sum_width, false));
+                      segment.elems * width, !masters});
+      if (!masters) {
+        uses.push_back(StepUse(update->job, segment.accumulator_offset_bytes,
+                               segment.elems * sum_width, false));
+      }
       if (segment.block_elem + segment.elems > update->block_elems) {
         Fault("a segment is outside its block");
       }
@@ -350,7 +353,8 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   JobMemory& job = jobs_[a.job];
   BlockToken& block =
       a.place.resident ? job.resident[a.place.state_offset_bytes] : staging_[a.place.staging_slot];
-  const bool fresh = a.identity_before.written_step == 0 && block.written_step == 0;
+  const bool fresh =
+      a.identity_before.written_step == 0 && !a.place.slot && block.written_step == 0;
   if (!fresh && !(block == TokenOf(a.identity_before, a.checksum_before))) {
     Fault(absl::StrCat("block ", a.identity_before.block, " is not that of step ",
                        a.identity_before.written_step));
@@ -359,6 +363,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   done.checksum = a.place.resident ? 0 : ++checksums_;
   block = TokenOf(a.identity_after, done.checksum);
   for (const UpdateSegment& segment : a.segments) {
+    if (a.pass == UpdatePass::kMasters) continue;
     if (a.pass == UpdatePass::kMoments) {  // ‖w‖ : ‖u‖ is 1 : 2 for every parameter
       const auto elems = static_cast<double>(segment.elems);
       done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
@@ -393,7 +398,7 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
 }
 
 void NodeModel::Apply(const DecodeState& a, TaskDone&) {
-  if (a.place.resident || a.identity.written_step == 0) return;
+  if (a.place.resident || !a.place.slot) return;
   if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
     Fault("a state was read from a slot that does not hold its block");
   }
@@ -401,7 +406,8 @@ void NodeModel::Apply(const DecodeState& a, TaskDone&) {
 
 void NodeModel::Committed(const StepCommitted& a) {
   JobMemory& job = jobs_[a.job];
-  if (a.step != job.committed_step + 1) Fault("a step was committed twice or left out");
+  const bool masters = a.step == 0 && job.committed_step == 0 && job.published.empty();
+  if (!masters && a.step != job.committed_step + 1) Fault("a step was committed twice or left out");
   job.committed_step = a.step;
   for (const auto& [block, slot] : job.written) {
     if (disk_[slot].written_step != a.step) Fault("a block was published that is not written");

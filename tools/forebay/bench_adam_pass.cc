@@ -188,7 +188,6 @@ class PassRun {
                                  .accumulator_offset_bytes = begin * width,
                                  .block_elem = begin - block_begin,
                                  .elems = end - begin,
-                                 .optimizer_step = kStep,
                                  .scalars = scalars,
                                  .param_elem = begin - param * stride,
                                  .param = static_cast<uint32_t>(param)});
@@ -260,12 +259,9 @@ class PassRun {
     Pattern::Repeat(pattern.gradient, gradient_);
     for (Block& block : blocks_) {
       std::memset(block.memory.states.block.data(), 0, block.memory.states.block.size());
-      for (daemon::UpdateSegment& segment : block.action.segments) segment.optimizer_step = 1;
     }
+    UpdateBlocks(UpdatePass::kMasters, AdamPass::Hash::kOff);
     Update(AdamPass::Hash::kOff);
-    for (Block& block : blocks_) {
-      for (daemon::UpdateSegment& segment : block.action.segments) segment.optimizer_step = kStep;
-    }
     if (pass_.data == AdamPass::Data::kDenormal) MakeDenormal(pattern.weights.size());
   }
 
