@@ -40,7 +40,6 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kRange, "E_RANGE", StatusCode::kInvalidArgument},
     ErrorInfo{ErrorId::kRing, "E_RING", StatusCode::kFailedPrecondition},
     ErrorInfo{ErrorId::kStep, "E_STEP", StatusCode::kFailedPrecondition},
-    ErrorInfo{ErrorId::kGradOrder, "E_GRAD_ORDER", StatusCode::kFailedPrecondition},
     ErrorInfo{ErrorId::kGradRepeat, "E_GRAD_REPEAT", StatusCode::kFailedPrecondition},
     ErrorInfo{ErrorId::kNonfinite, "E_NONFINITE", StatusCode::kInvalidArgument},
     ErrorInfo{ErrorId::kOverflow, "E_OVERFLOW", StatusCode::kInvalidArgument},
@@ -56,7 +55,7 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kGradDropped, "E_GRAD_DROPPED", StatusCode::kUnavailable},
 };
 
-// What helps where the place of the error knows no better.
+// The hint of an error that was made without one.
 struct Hint {
   ErrorId id;
   std::string_view text;
@@ -84,12 +83,12 @@ constexpr std::array kHints = {
     Hint{ErrorId::kRank, "ranks go from 0 to the world size - 1, which all ranks give alike"},
     Hint{ErrorId::kRankLost, "attach again and go on after the committed step"},
     Hint{ErrorId::kFenced, "attach again"},
-    Hint{ErrorId::kLease, "release each lease once, in the session that took it"},
+    Hint{ErrorId::kLease, "release each lease once, in the session that fetched it"},
     Hint{ErrorId::kRange, "name a place within what this session and its job have"},
-    Hint{ErrorId::kRing, "the session is over: attach again"},
+    Hint{ErrorId::kRing, "the session has ended: attach again"},
     Hint{ErrorId::kStep, "call the step after the committed one, with one set of scalars"},
-    Hint{ErrorId::kGradOrder, "let every rank deliver its groups in one order"},
-    Hint{ErrorId::kGradRepeat, "deliver each group once a step"},
+    Hint{ErrorId::kGradRepeat,
+         "deliver each gradient once a step, or drop the gradients and begin the step anew"},
     Hint{ErrorId::kNonfinite, "lower the learning rate, or look for the cause in the loss"},
     Hint{ErrorId::kOverflow, "go back to a checkpoint, or lower the learning rate"},
     Hint{ErrorId::kJobFailed, "delete the job and start it again from a checkpoint"},

@@ -10,7 +10,7 @@
 
 namespace forebay::protocol {
 
-// Numbers travel on the wire and never change their meaning; add at the end.
+// Numbers travel on the wire and never change their meaning; add at the end. 25 is free.
 enum class ErrorId : uint16_t {
   kNone = 0,
   kInternal = 1,     // E_INTERNAL: a bug of ours that was caught
@@ -26,19 +26,18 @@ enum class ErrorId : uint16_t {
   kSwapPath = 11,    // E_SWAP_PATH: missing, read-only or without O_DIRECT
   kSwapNospc = 12,   // E_SWAP_NOSPC: needed and free bytes
   kSwapIo = 13,      // E_SWAP_IO: a transfer failed after its retries; path, offset, errno
-  kCorrupt = 14,     // E_CORRUPT: a block's bytes are not those of its step; path, extent, identity
+  kCorrupt = 14,     // E_CORRUPT: a block's bytes are not those of its step; path, slot, identity
   kJobName = 15,     // E_JOB_NAME: empty, too long, or with characters outside [A-Za-z0-9._-]
   kLayout = 16,      // E_LAYOUT: not a valid layout, or not the one the job has; both
   kOption = 17,      // E_OPTION: optimizer, format, hyper-parameter or pair that is not supported
   kRank = 18,        // E_RANK: rank or world size is wrong, or not the job's
   kRankLost = 19,    // E_RANK_LOST: another rank of the job ended; attach again
   kFenced = 20,      // E_FENCED: a newer session of the same rank exists, or this one was evicted
-  kLease = 21,       // E_LEASE: not a lease of this session, or released before
+  kLease = 21,       // E_LEASE: not a lease of this session, released before, or held at step
   kRange = 22,       // E_RANGE: offset or length outside the arena, or misaligned
-  kRing = 23,        // E_RING: ring indices no producer of ours writes; the session ends
+  kRing = 23,        // E_RING: the ring in shared memory was overwritten; the session ends
   kStep = 24,        // E_STEP: step 0, a gap, or t and scalars that differ between ranks
-  kGradOrder = 25,   // E_GRAD_ORDER: the overflow for out-of-order gradients is full
-  kGradRepeat = 26,  // E_GRAD_REPEAT: a second gradient for a group within one step
+  kGradRepeat = 26,  // E_GRAD_REPEAT: a second gradient of the same elements in one step
   kNonfinite = 27,  // E_NONFINITE: NaN or infinity in a gradient or an initial parameter; the group
   kOverflow = 28,   // E_OVERFLOW: masters that became non-finite in the update; how many
   kJobFailed = 29,  // E_JOB_FAILED: an earlier error left the job unusable; that error

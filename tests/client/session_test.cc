@@ -227,7 +227,7 @@ TEST_F(SessionTest, SlotsBeyondTheArenaArePrivateAndTravelAllTheSame) {
 TEST_F(SessionTest, AGradientErrorStopsStepsUntilGradientsAreDropped) {
   StartSession([this](const Command& command) {
     if (Is(command, Op::kGradReady)) {
-      return MaybeCompletion(ScriptedDaemon::Failure(command, ErrorId::kGradOrder));
+      return MaybeCompletion(ScriptedDaemon::Failure(command, ErrorId::kGradRepeat));
     }
     return MaybeCompletion(Obeyed(command));
   });
@@ -236,9 +236,9 @@ TEST_F(SessionTest, AGradientErrorStopsStepsUntilGradientsAreDropped) {
   ASSERT_OK(session_->GradReady(0));
   daemon_.WaitForCommands(1);
   ASSERT_OK(session_->Fetch(0, kTimeout).status());  // takes the completion in
-  EXPECT_THAT(session_->GradSlot(1, GradFill::kZero, kTimeout), HasError(ErrorId::kGradOrder));
-  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradOrder));
-  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradOrder));
+  EXPECT_THAT(session_->GradSlot(1, GradFill::kZero, kTimeout), HasError(ErrorId::kGradRepeat));
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradRepeat));
+  EXPECT_THAT(session_->Step(1, hyper, 0, {}, kTimeout), HasError(ErrorId::kGradRepeat));
   EXPECT_TRUE(daemon_.Seen(Op::kStep).empty());
   ASSERT_OK(session_->DropGradients());
   EXPECT_OK(session_->Step(1, hyper, 0, {}, kTimeout).status());
