@@ -1,6 +1,6 @@
 // Goal    What a dead client held is free within a second, also while it waited and while a forked
 //         child of its lives on; a daemon starts alone on its socket and swap, stops cleanly, and
-//         starts again after SIGKILL.
+//         starts again after SIGKILL; its status says how far an attach is.
 // Method  Real processes and kill -9. Free means: no session, no lease, as many descriptors and as
 //         much memory as before. The second is asked of the daemon, not of this machine's
 //         scheduler: the deadline is 30 s.
@@ -8,21 +8,26 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "client/admin.h"
+#include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/healthy_job.h"
 #include "tests/support/status_test.h"
+#include "tests/support/training.h"
 
 namespace forebay::daemon {
 namespace {
@@ -220,6 +225,30 @@ TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
   EXPECT_EQ(Status().swap[0].used_bytes, 0U);
   const auto again = Hold(0, 1, "step");
   EXPECT_EQ(again->Wait().exit_code, 0) << again->errors();
+}
+
+TEST_F(DaemonLifecycle, ShowsHowMuchOfAJobsMemoryIsMade) {
+  Start();
+  constexpr uint64_t kElems = uint64_t{24} << 20;
+  std::atomic<bool> ended = false;
+  std::jthread attacher([&] {
+    EXPECT_OK(client::Attachment::Attach(
+        {.socket = socket_,
+         .job = "large",
+         .layout = testing::MakeLayoutSpec({.world_size = 1, .groups = 1, .group_elems = kElems}),
+         .timeout = std::chrono::seconds(60)}));
+    ended = true;
+  });
+  bool seen = false;
+  while (!ended) {
+    for (const client::JobStatus& job : Status().jobs) {
+      EXPECT_LE(job.made_bytes, job.making_bytes);
+      if (job.making_bytes == 0) continue;
+      seen = true;
+      EXPECT_GE(job.making_bytes, kElems * 3 * sizeof(float)) << "weights and two moments";
+    }
+  }
+  EXPECT_TRUE(seen);
 }
 
 TEST_F(DaemonLifecycle, FreesADeletedJob) {

@@ -74,7 +74,7 @@ class RefusedRanks : public RefusedCall {
   std::unique_ptr<HealthyJob> job_;
 };
 
-TEST_F(RefusedRanks, WithOtherScalarsAreBothToldAndKeepTheirGradients) {
+TEST_F(RefusedRanks, WithOtherScalarsBothGetAnErrorAndKeepTheirGradients) {
   Start(kTwoRanks);
   DeliverAll(2);
   for (const absl::Status& status : BothStep(/*lr_of_rank_1=*/2e-2)) {
@@ -86,7 +86,7 @@ TEST_F(RefusedRanks, WithOtherScalarsAreBothToldAndKeepTheirGradients) {
   ExpectGoesOn(*job_);
 }
 
-TEST_F(RefusedRanks, WithAnotherStepNumberAreToldAndTheOtherWaits) {
+TEST_F(RefusedRanks, WithAnotherStepNumberGetAnErrorAndTheOtherWaits) {
   Start(kTwoRanks);
   DeliverAll(2);
   std::jthread waiting([&] { EXPECT_OK(testing::CallStep(job_->rank(0), {.rank = 0, .t = 2})); });
@@ -113,7 +113,7 @@ TEST_F(RefusedRanks, CannotReleaseALeaseOfEachOther) {
   ExpectGoesOn(*job_);
 }
 
-TEST_F(RefusedRanks, WhoseGradientIsNotFiniteAreBothToldByRankAndGroup) {
+TEST_F(RefusedRanks, WhoseGradientIsNotFiniteBothGetRankAndGroup) {
   const float largest = std::numeric_limits<float>::max();
   const struct {
     std::vector<float> of_rank;
@@ -190,7 +190,7 @@ class RefusedUser : public RefusedCall {
   void SetUp() override {
     if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
     ASSERT_EQ(::chmod(dir_.path().c_str(), 0711), 0);
-    settings_ = {"socket.mode=\"0666\""};
+    settings_.push_back("socket.mode=\"0666\"");
     RefusedCall::SetUp();
   }
 
@@ -232,7 +232,7 @@ TEST_F(RefusedUser, MayNotAttachToTheJobOfAnother) {
   const testing::Ended other = Other("0:job");
   EXPECT_EQ(other.exit_code, 1);
   for (const char* word :
-       {"error[E_PERMISSION]", "job job of uid 0", "not open to uid 65534", "hint: "}) {
+       {"error[E_PERMISSION]", "job job belongs to uid 0", "has uid 65534", "hint: "}) {
     EXPECT_THAT(other.errors, HasSubstr(word));
   }
   ExpectGoesOn(*job);
@@ -250,6 +250,23 @@ TEST_F(RefusedUser, SeesItsOwnJobsAloneAndRootSeesAll) {
   ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
   EXPECT_THAT(Status(*admin), AllOf(HasSubstr(" secret"), HasSubstr(" 65534:secret"),
                                     Not(HasSubstr("(another user)"))));
+  ExpectGoesOn(*job);
+}
+
+class Operator : public RefusedUser {
+ protected:
+  void SetUp() override {
+    settings_ = {"socket.operators=\"65534\""};
+    RefusedUser::SetUp();
+  }
+};
+
+TEST_F(Operator, SeesJobsOfAllUsersAndMayNotAttachToThem) {
+  const auto job = Trained({.socket = socket_, .job = "secret", .shape = {.world_size = 1}});
+  ASSERT_NE(job, nullptr);
+  EXPECT_TRUE(OtherReads("0:secret"));
+  EXPECT_FALSE(OtherReads("(another user)"));
+  EXPECT_THAT(Other("0:secret").errors, HasSubstr("error[E_PERMISSION]"));
   ExpectGoesOn(*job);
 }
 
