@@ -1,5 +1,5 @@
-"""Goal    What README.md and docs/ show is true: every code block runs, and the diff of the two training paths is the
-        one in the script.
+"""Goal    What README.md and docs/ show is true: every code block runs, the diff of the two training paths is the one
+        in the script, the files they name exist, and the table of actions is complete.
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
         `toml` is checked by forebayd, `python` runs under a private daemon, `sh by-ci` must be a command of .ci/run,
         `diff` is made anew from tools/train_gpt.py. `text` is a drawing, nothing else is allowed. `docs_test.py --write` puts
@@ -144,6 +144,23 @@ def test_block_holds(page, line, language, text, tmp_path):
         run([BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script])
     else:
         pytest.fail(f'{where}: a block of language "{language}" is run by nothing')
+
+
+def test_files_that_the_pages_name_exist():
+    rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "build")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text):
+            assert (ROOT / name).exists(), f"{page}: there is no {name}"
+
+
+def test_the_table_of_actions_has_all_of_them():
+    events = (ROOT / "daemon" / "core" / "events.h").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = page.split("## What the state machine asks for")[1].split("\n## ")[0]
+    actions = re.search(r"using Action =\s+std::variant<([^>]*)>", events)[1]
+    for action in re.findall(r"\w+", actions):
+        assert f"`{action}`" in table, f"docs/ARCHITECTURE.md leaves out {action}"
 
 
 def write():
