@@ -119,7 +119,7 @@ TEST_F(NodeStateStep, ZeroAndGapsAreRefused) {
   EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 0)), ErrorId::kStep);
 }
 
-TEST_F(NodeStateStep, OtherScalarsAreToldToBothRanksAndTheGradientsAreKept) {
+TEST_F(NodeStateStep, OtherScalarsAreRefusedOnBothRanksAndTheGradientsAreKept) {
   DeliverAll(1);
   const uint64_t a = node_.Step(sessions_[0], 1, 0.1);
   const uint64_t b = node_.Step(sessions_[1], 1, 0.25);

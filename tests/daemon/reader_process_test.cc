@@ -144,7 +144,7 @@ TEST_F(DaemonReaders, ThatAreKilledOrStoppedAreNotNoticedByTheRanks) {
   ExpectWeights(*reader);
 }
 
-TEST_F(DaemonReaders, ThatHoldALeaseTooLongAreEndedAndToldWhy) {
+TEST_F(DaemonReaders, ThatHoldALeaseTooLongAreEndedWithTheReason) {
   Start("50");
   ASSERT_OK_AND_ASSIGN(const auto slow, Attach(0, /*reader=*/true));
   ASSERT_OK_AND_ASSIGN(const client::Lease lease, slow->Fetch(1, kTimeout));

@@ -44,7 +44,7 @@ Ended RunProgram(const std::vector<std::string>& arguments);
 // Threads  One.
 class RunningProgram {
  public:
-  // Returns when `sign` stands in its stderr, or it has ended.
+  // Returns when `sign` appears in its stderr, or it has ended.
   static std::unique_ptr<RunningProgram> Start(const std::vector<std::string>& arguments,
                                                const std::string& sign);
   RunningProgram(const RunningProgram&) = delete;
@@ -100,7 +100,7 @@ class DaemonProcess {
   std::string seen_;  // of its stderr
 };
 
-// Calls `done` until it is true or 30 s have passed; gives the core away in between.
+// Calls `done` until it is true or 30 s have passed; yields the CPU in between.
 bool Eventually(bool (*done)(void*), void* context);
 
 template <typename Done>

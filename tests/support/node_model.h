@@ -46,7 +46,7 @@ class NodeModel {
  public:
   using TaskMap = std::map<daemon::TaskId, daemon::Action>;
 
-  // Takes one action: what has a TaskId waits in running() until Finish.
+  // Executes one action: what has a TaskId waits in running() until Finish.
   void Execute(const daemon::Action& action);
   // Ends a task and gives the event that reports it. With a status that is not OK nothing has
   // happened, but a failed write has destroyed what was in its slot.

@@ -1,5 +1,4 @@
-// A client without manners: it speaks RPC and ring by itself, so that a test can say what no client
-// of ours says.
+// A client that uses RPC and ring directly, so that a test can send what our own client never sends.
 #pragma once
 
 #include <capnp/rpc-twoparty.h>
@@ -59,7 +58,7 @@ class RawSession {
   absl::Status Explain(uint64_t tag);
   absl::Status Detach();
 
-  // Takes all descriptors, maps ring and arenas, calls mapped().
+  // Fetches all descriptors, maps ring and arenas, calls mapped().
   absl::Status Map();
 
   schema::AttachReply::Reader reply() const { return reply_->getReply(); }

@@ -79,7 +79,7 @@ class SimulatedDisk final : public nvme::IoEngine, public nvme::SwapFileSystem {
   void set_order(ExecutionOrder order) { order_ = order; }
   bool power_was_cut() const { return power_was_cut_; }
 
-  // Everything in the cache has met its fate; watches and queued transfers are forgotten.
+  // What was in the cache is on the medium or lost; watches and queued transfers are forgotten.
   void RestorePower();
 
   // Faults the write that is `operation` (from 0) after this call; nothing where it is no write.

@@ -92,7 +92,7 @@ void SimulatedTrainer::Act(SimulationRandom& random, bool chaos) {
   }
   switch (phase_) {
     case Phase::kOut:
-      // A session it gave up without a word ends with its process, sooner or later.
+      // A session that it left without a detach ends with its process, sooner or later.
       if (!sessions_.empty() && random.OneIn(2)) {
         wires_.send(SessionEnded{.session = *sessions_.begin(), .cause = EndCause::kLost});
       }

@@ -10,7 +10,7 @@
 
 namespace forebay::testing {
 
-// Writes MakeValues(group, seed) to every group and ends the initialisation.
+// Writes MakeValues(group, seed) to every group, then calls InitialDone.
 absl::Status WriteInitial(client::Attachment& session, uint64_t seed);
 
 absl::Status DeliverGradient(client::Attachment& session, uint32_t group, uint32_t rank,

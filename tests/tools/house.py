@@ -101,7 +101,7 @@ COINAGES = [  # what this tree once called things; any case, also within compoun
     (r"\bdraws?\b", "random number, stochastic rounding"),
     (r"bypass", "non-temporal"),
     (r"\bprocessors\b", "CPUs"),
-    (r"\btold\b", "reported"),
+    (r"told", "reported"),
 ]
 BANNED_CPP = [
     (r"\babsl::Mutex\b", "protocol::Mutex"),

@@ -1,4 +1,4 @@
-// `forebay doctor`: what this machine gives Forebay, and the line that fixes what it does not.
+// `forebay doctor`: what this machine offers Forebay, and the line that fixes what is missing.
 #pragma once
 
 #include <string>

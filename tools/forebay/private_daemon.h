@@ -1,5 +1,5 @@
-// A forebayd for one command: its own folder, socket and swap; gone without a trace when it is
-// stopped.
+// A forebayd for one command, with a folder, a socket and swap of its own; all are removed when it
+// stops.
 #pragma once
 
 #include <chrono>
@@ -53,7 +53,7 @@ struct PrivateDaemonOptions {
 // Threads    Start() before the process has a second thread; one at a time.
 class PrivateDaemon {
  public:
-  // Starts the forebayd that lies beside this program and returns once it takes clients. Its
+  // Starts the forebayd in this program's folder and returns once it accepts clients. Its
   // messages go to stderr. It is killed when the calling thread dies.
   //
   // Errors  E_OPTION, E_SWAP_PATH  a folder or the program is missing.

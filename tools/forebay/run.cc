@@ -171,7 +171,7 @@ class Supervisor {
   UniqueFd front_pidfd_;
 };
 
-// The first process: hands signals on, waits for the second one's word, and clears up where that
+// The first process: passes signals on, waits for the second one's report, and cleans up where that
 // one could not.
 int PassOn(pid_t supervisor, int signal_fd, int report_fd) {
   std::array<pollfd, 2> watched = {{{signal_fd, POLLIN, 0}, {report_fd, POLLIN, 0}}};

@@ -7,7 +7,7 @@
 
 namespace forebay::tools {
 
-// Columns as wide as their widest cell, two spaces between; columns of numbers stand right. Every
+// Columns as wide as their widest cell, two spaces between; columns of numbers are right-aligned. Every
 // row has as many cells as the header.
 class Table {
  public:

@@ -99,7 +99,7 @@ def test_limit_loops_leave_the_values(library, work):
 
 
 def kernel_result(**milliseconds):
-    """Six rounds of one shape, alike but for the machine's mood, which slows all sides."""
+    """Six rounds of one shape, alike but for noise, which slows all sides."""
     sides = {
         "torch-fused": 51,
         "deepspeed": 52,
