@@ -54,8 +54,8 @@ absl::StatusOr<std::vector<std::byte>> ReadAll(int fd, uint64_t size_bytes) {
         ::pread(fd, bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) {
-      return MakeError(ErrorId::kProtocol, absl::StrCat("extra_state ends after ", done, " of ",
-                                                        bytes.size(), " bytes"));
+      return MakeError(ErrorId::kProtocol, absl::StrCat("the daemon sent ", done, " of the ",
+                                                        bytes.size(), " bytes of extra_state"));
     }
     done += static_cast<size_t>(got);
   }
@@ -76,10 +76,11 @@ absl::Status MapAndOpen(const internal::AttachAnswer& answer, const WaitLimits& 
                    control.Descriptor(Kind::COMPLETION_DOORBELL, limits));
   if (std::max(answer.extra_state_bytes, answer.rank0_extra_state_bytes) >
       protocol::kExtraStateBytesMax) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("the daemon has ", answer.extra_state_bytes,
-                                  " bytes of extra_state for this rank and ",
-                                  answer.rank0_extra_state_bytes, " of rank 0's"));
+    return MakeError(
+        ErrorId::kProtocol,
+        absl::StrCat("the daemon names ", answer.extra_state_bytes,
+                     " bytes of extra_state of this rank and ", answer.rank0_extra_state_bytes,
+                     " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
   const uint64_t extra_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
   if (extra_bytes > 0) {

@@ -64,7 +64,8 @@ absl::StatusOr<StateIndex> IndexOf(const protocol::Layout& layout, const StateRa
 absl::Status UnknownTicket(const FetchTicket& ticket) {
   return MakeError(ErrorId::kLease,
                    absl::StrCat("fetch ticket ", ticket.id, " of group ", ticket.group,
-                                " was finished or cancelled, or is of another attachment"));
+                                " was finished or cancelled, or is of another attachment"),
+                   "finish or cancel each fetch once, in the session that started it");
 }
 
 }  // namespace

@@ -96,7 +96,7 @@ absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
     if (leave_out(it->first.elem, it->second)) {
       return MakeError(ErrorId::kGradRepeat,
                        absl::StrCat("elements ", it->first.elem, " to ", it->second, " of group ",
-                                    group, " were delivered in this attempt"));
+                                    group, " were delivered in this step already"));
     }
   }
   const uint64_t width = SizeBytes(parts.layout->spec().dtype);
@@ -141,7 +141,8 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const protocol::Layout& layout = *s.parts.layout;
   if (param >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("parameter ", param, " of ", layout.params().size()));
+                     absl::StrCat("there is no parameter ", param, ": the job has ",
+                                  layout.params().size(), " parameters"));
   }
   const std::string& name = layout.spec().params[param].name;
   const uint64_t want = layout.params()[param].elems * SizeBytes(layout.spec().dtype);

@@ -32,8 +32,9 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
                      "attach with a larger extra_state_bytes");
   }
   if (hyper_params.empty() || hyper_params.size() > protocol::kParamGroupsMax) {
-    return MakeError(ErrorId::kOption, absl::StrCat(hyper_params.size(), " parameter groups (1 to ",
-                                                    protocol::kParamGroupsMax, ")"));
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("step got hyper-parameters of ", hyper_params.size(),
+                                  " parameter groups, not 1 to ", protocol::kParamGroupsMax));
   }
   protocol::StepRequest header{};
   header.step = t;
@@ -51,9 +52,11 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
   append(std::as_bytes(present));
   append(extra_state);
   if (request.size() > parts.step_region_bytes) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("a step request of ", request.size(), " bytes; the region has ",
-                                  parts.step_region_bytes));
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("hyper-parameters and extra_state of the step take ", request.size(),
+                     " bytes; there is room for ", parts.step_region_bytes),
+        "attach with a larger extra_state_bytes");
   }
   return request;
 }

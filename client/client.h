@@ -116,8 +116,9 @@ class Attachment {
   // Connects, attaches and maps. Waits while the job's memory is made or another rank writes the
   // initial parameters.
   //
-  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_BUSY, E_LAYOUT, E_OPTION, E_RANK, E_RANGE,
-  //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing is left behind.
+  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_BUSY, E_LAYOUT,
+  //         E_OPTION, E_RANK, E_RANGE, E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing
+  //         is left behind.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
   // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.

@@ -60,7 +60,7 @@ int32_t Guard(Call call) {
 }
 
 absl::Status NullArgument(const char* name) {
-  return MakeError(ErrorId::kOption, absl::StrCat(name, " is NULL"));
+  return MakeError(ErrorId::kOption, absl::StrCat("argument ", name, " is NULL"));
 }
 
 absl::Status CheckSize(const char* name, size_t given, size_t known) {

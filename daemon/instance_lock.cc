@@ -76,14 +76,16 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
     return std::unique_ptr<InstanceLock>(new InstanceLock(path, std::move(fd)));
   }
   return MakeError(
-      ErrorId::kBusy, absl::StrCat(path, " was replaced ", kTriesMax, " times while it was locked"),
-      "another daemon of this socket starts and ends all the time: stop it, then retry");
+      ErrorId::kBusy,
+      absl::StrCat("cannot lock ", path, ": other daemons made and removed it ", kTriesMax,
+                   " times"),
+      "another forebayd with this socket.path restarts again and again: stop it, then retry");
 }
 
 absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {
   struct stat there = {};
   if (::lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
-    return MakeError(ErrorId::kConfig, absl::StrCat(path, " exists and is no socket"),
+    return MakeError(ErrorId::kConfig, absl::StrCat(path, " exists and is not a socket"),
                      "give socket.path a name that is free");
   }
   sockaddr_un address{};
@@ -91,8 +93,9 @@ absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {
   const std::string unready = absl::StrCat(path, ".new");  // until its permissions are right
   if (unready.size() >= sizeof(address.sun_path)) {
     return MakeError(ErrorId::kConfig,
-                     absl::StrCat("socket.path has ", path.size(), " bytes: ", path),
-                     absl::StrCat("at most ", sizeof(address.sun_path) - 5));
+                     absl::StrCat("socket.path has ", path.size(), " bytes (at most ",
+                                  sizeof(address.sun_path) - 5, "): ", path),
+                     "choose a shorter path");
   }
   std::memcpy(address.sun_path, unready.data(), unready.size());
   UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

@@ -45,7 +45,7 @@ using protocol::UniqueFd;
 constexpr const char* kFileName = "forebay.swap";
 constexpr int kTriesMax = 16;  // after EINTR
 
-// One path on its way from a name to a reserved file. Its destructor takes back what it made.
+// A path while it is opened, checked and reserved. Reclaim() undoes that.
 struct Candidate {
   Candidate() = default;
   Candidate(Candidate&&) = default;
@@ -57,12 +57,11 @@ struct Candidate {
   UniqueFd file;     // O_DIRECT
   bool is_device = false;
   bool created = false;         // by this call
-  bool grown = false;           // maybe, by this call
+  bool grown = false;           // perhaps, by this call
   uint64_t capacity_bytes = 0;  // wanted
-  uint64_t old_bytes = 0;       // length and
-  uint64_t old_allocated = 0;   // blocks of what was there
-  dev_t device = 0;             // the file system's
-  ino_t inode = 0;              // of what is locked
+  uint64_t old_bytes = 0;       // length of the file or device before this call
+  uint64_t old_allocated = 0;   // bytes of its blocks
+  dev_t device = 0;             // of the file system
 };
 
 std::string Text(const Candidate& path) {
@@ -94,9 +93,10 @@ pid_t LockHolder(const struct stat& locked) {
 absl::Status BusyError(const Candidate& path, const struct stat& locked) {
   const pid_t pid = LockHolder(locked);
   return MakeError(ErrorId::kBusy,
-                   pid > 0 ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
-                           : absl::StrFormat("%s is in use, or mounted", Text(path)),
-                   "stop that daemon, or give this one another swap path");
+                   pid > 0
+                       ? absl::StrFormat("%s is in use by process %d", Text(path), pid)
+                       : absl::StrFormat("%s is in use by another process, or mounted", Text(path)),
+                   "stop that process, or give this daemon another swap path");
 }
 
 absl::Status AcquireLock(Candidate& path) {
@@ -118,7 +118,7 @@ absl::Status CheckDirect(const Candidate& path) {
   }
   if (!path.is_device && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
     return MakeError(ErrorId::kSwapPath,
-                     absl::StrCat(Text(path), ": without O_DIRECT: it lies in memory (tmpfs)"),
+                     absl::StrCat(Text(path), ": a file system in memory (tmpfs) has no O_DIRECT"),
                      kHint);
   }
   struct statx status {};
@@ -128,13 +128,13 @@ absl::Status CheckDirect(const Candidate& path) {
   }
   if (status.stx_dio_mem_align == 0 || status.stx_dio_offset_align == 0) {
     return MakeError(ErrorId::kSwapPath,
-                     absl::StrCat(Text(path), ": without O_DIRECT on this file system"), kHint);
+                     absl::StrCat(Text(path), ": its file system has no O_DIRECT"), kHint);
   }
   if (status.stx_dio_mem_align > kIoAlignment || status.stx_dio_offset_align > kIoAlignment) {
     return MakeError(
         ErrorId::kSwapPath,
-        absl::StrFormat("%s: O_DIRECT needs an alignment of %d bytes, more than %d", Text(path),
-                        std::max(status.stx_dio_mem_align, status.stx_dio_offset_align),
+        absl::StrFormat("%s: O_DIRECT wants an alignment of %d bytes there, Forebay has %d",
+                        Text(path), std::max(status.stx_dio_mem_align, status.stx_dio_offset_align),
                         kIoAlignment),
         kHint);
   }
@@ -144,7 +144,7 @@ absl::Status CheckDirect(const Candidate& path) {
 absl::Status OpenError(const Candidate& path, int error) {
   switch (error) {
     case EINVAL:
-      return PathError(path, "without O_DIRECT: open", error,
+      return PathError(path, "open with O_DIRECT", error,
                        "use a directory on a disk file system such as ext4 or XFS");
     case EROFS:
     case EACCES:
@@ -204,7 +204,7 @@ absl::Status OpenDevice(const PathOptions& options, const struct stat& status, C
         ErrorId::kSwapNospc,
         absl::StrFormat("cannot reserve %s on %s (free %s)", FormatBytes(path.capacity_bytes),
                         Text(path), FormatBytes(path.old_bytes)),
-        absl::StrFormat("lower the swap size to %s", FormatBytes(path.old_bytes)));
+        absl::StrFormat("lower --swap-size / swap.capacity to %s", FormatBytes(path.old_bytes)));
   }
   return absl::OkStatus();
 }
@@ -215,7 +215,7 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
   path.capacity_bytes = options.capacity_bytes;
   struct stat status {};
   if (stat(options.path.c_str(), &status) != 0) {
-    return PathError(path, "missing", errno, "create it, or correct the path");
+    return PathError(path, "missing", errno, "make the directory, or correct the path");
   }
   for (const Candidate& other : before) {
     struct stat locked {};
@@ -233,12 +233,12 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
   } else {
     return MakeError(ErrorId::kSwapPath,
                      absl::StrCat(Text(path), ": neither a directory nor a block device"),
-                     "give a directory; the file in it is made by the daemon");
+                     "name a directory: the daemon makes its file in it");
   }
   RETURN_IF_ERROR(CheckDirect(path));
   if (mode == OpenMode::kRecover && path.old_bytes < path.capacity_bytes) {
     return MakeError(ErrorId::kSwapPath,
-                     absl::StrFormat("%s: %s long, shorter than its size of %s", Text(path),
+                     absl::StrFormat("%s: it has %s, less than its configured %s", Text(path),
                                      FormatBytes(path.old_bytes), FormatBytes(path.capacity_bytes)),
                      "give the sizes the volume was made with, or start without recovery");
   }
@@ -274,11 +274,12 @@ absl::Status CheckSpace(std::span<const Candidate> paths) {
                                   ? absl::StrCat("on ", Text(first))
                                   : absl::StrFormat("on %s and %d more on the same file system",
                                                     Text(first), sharing - 1);
-    return MakeError(ErrorId::kSwapNospc,
-                     absl::StrFormat("cannot reserve %s %s (free %s)", FormatBytes(needed), where,
-                                     FormatBytes(free_bytes)),
-                     absl::StrFormat("lower the swap size to %s in all, or free space there",
-                                     FormatBytes(free_bytes)));
+    return MakeError(
+        ErrorId::kSwapNospc,
+        absl::StrFormat("cannot reserve %s %s (free %s)", FormatBytes(needed), where,
+                        FormatBytes(free_bytes)),
+        absl::StrFormat("lower --swap-size / swap.capacity to %s in all, or free space",
+                        FormatBytes(free_bytes)));
   }
   return absl::OkStatus();
 }
@@ -302,7 +303,7 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
                                                FormatBytes(static_cast<uint64_t>(system.f_bavail) *
                                                            system.f_frsize)),
                                error),
-                     "lower the swap size, or free space there");
+                     "lower --swap-size / swap.capacity, or free space");
   }
   if (error != 0) {
     return PathError(path, "fallocate", error, "use a file system with fallocate, as ext4 or XFS");

@@ -21,8 +21,8 @@ absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> 
       {reinterpret_cast<const char*>(expected.identity.data()), expected.identity.size()});
   return MakeError(
       ErrorId::kCorrupt,
-      absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold the content of "
-                      "identity %s: checksum %016x, expected %016x over %d bytes",
+      absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold what was written to "
+                      "it: identity %s, checksum %016x, expected %016x over %d bytes",
                       expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
                       found, expected.checksum, bytes.size()),
       "the device lost or changed data: restore the job from a checkpoint");

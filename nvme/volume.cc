@@ -112,11 +112,10 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
     if (wanted[i].capacity_bytes >= needed) continue;
     return MakeError(
         ErrorId::kSwapNospc,
-        absl::StrFormat("swap path %d (%s): its size of %s is too small: needed %s for the "
-                        "ledgers alone",
+        absl::StrFormat("swap path %d (%s): its size of %s is too small: the ledgers alone take %s",
                         i, wanted[i].path, protocol::FormatBytes(wanted[i].capacity_bytes),
                         protocol::FormatBytes(needed)),
-        "raise the swap size");
+        "raise --swap-size / swap.capacity");
   }
 
   auto state = std::make_unique<State>(engine, geometry);

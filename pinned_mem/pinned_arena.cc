@@ -47,14 +47,14 @@ absl::Status CheckOptions(const ArenaOptions& options) {
   if (options.name.empty() || options.name.size() > PinnedArena::kNameBytesMax ||
       options.name.find('/') != std::string::npos) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("arena name \"", options.name, "\": 1 to ",
-                                  PinnedArena::kNameBytesMax, " bytes without '/' are needed"));
+                     absl::StrCat("arena name \"", options.name, "\" is not 1 to ",
+                                  PinnedArena::kNameBytesMax, " bytes without '/'"));
   }
   if (options.capacity_bytes == 0 || options.capacity_bytes % kPageBytes != 0 ||
       options.capacity_bytes > kCapacityBytesMax) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("arena ", options.name, ": ", options.capacity_bytes,
-                                  " bytes is not a multiple of ", kPageBytes, " from there to ",
+                                  " bytes is not a multiple of ", kPageBytes, " above 0 and up to ",
                                   FormatBytes(kCapacityBytesMax)));
   }
   return absl::OkStatus();
@@ -66,8 +66,8 @@ absl::Status CheckAvailable(const ArenaOptions& options) {
   return MakeError(
       ErrorId::kDramLimit,
       absl::StrCat("arena ", options.name, " needs ", FormatBytes(options.capacity_bytes),
-                   " of memory, available: ", FormatBytes(available)),
-      "free memory on this node, or ask for less");
+                   " of memory; this node has ", FormatBytes(available), " available"),
+      "end other programs on this node, or lower --dram / dram.limit");
 }
 
 absl::Status LockError(const ArenaOptions& options, int error_number) {

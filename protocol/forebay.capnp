@@ -27,9 +27,10 @@ interface Node {
   # First call of every connection. Another version is refused with E_PROTOCOL that names both.
 
   attach @1 (request :AttachRequest, layout :Descriptor) -> (outcome :Outcome, session :Session, reply :AttachReply);
-  # Makes the caller rank `rank` of a job, or a reader of a job that exists, creating the job where it does not exist. Waits until the job can take the
-  # rank: memory made, the first session's parameters written (unless this is the first session), a step in progress
-  # done. A live session of the same rank is fenced. The layout is a sealed memfd with an encoded LayoutSpec.
+  # Makes the caller rank `rank` of a job, which is created where it does not exist, or a reader of an existing one.
+  # Waits until the job can accept the rank: memory made, the first session's parameters written (unless this is the
+  # first session), a step in progress done. A live session of the same rank is fenced. The layout is a sealed memfd
+  # with an encoded LayoutSpec.
 
   admin @2 () -> (outcome :Outcome, admin :Admin);
   # Reading needs no more than access to the socket, but shows jobs of other users to root, the daemon's user and the
@@ -119,7 +120,7 @@ interface Session {
   }
 
   mapped @1 () -> (outcome :Outcome);
-  # The client has mapped its grad arena: the daemon seals it and takes commands from now on.
+  # The client has mapped its arenas: the daemon reads its commands from now on.
 
   explain @2 (tag :UInt64) -> (outcome :Outcome);
   # The text behind a Completion whose `error` is not 0. The daemon keeps the newest 64 of a session.

@@ -23,8 +23,8 @@ absl::Status BadLayout(std::string_view message) { return MakeError(ErrorId::kLa
 
 absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
   if (param.name.empty() || param.name.size() > kNameBytesMax) {
-    return BadLayout(absl::StrCat("a parameter's name has ", param.name.size(), " bytes (1 to ",
-                                  kNameBytesMax, ")"));
+    return BadLayout(absl::StrCat("a parameter's name has ", param.name.size(), " bytes, not 1 to ",
+                                  kNameBytesMax));
   }
   if (param.shape.size() > kDimsMax) {
     return BadLayout(absl::StrCat("parameter ", param.name, " has ", param.shape.size(),
@@ -57,21 +57,22 @@ uint64_t NameHash(std::string_view name) {
 
 absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
   if (spec.params.empty() || spec.params.size() > kParamsMax) {
-    return BadLayout(absl::StrCat(spec.params.size(), " parameters (1 to ", kParamsMax, ")"));
+    return BadLayout(
+        absl::StrCat("the layout has ", spec.params.size(), " parameters, not 1 to ", kParamsMax));
   }
   if (!IsKnown(spec.dtype) || StatePlanes(spec.optimizer, spec.format, spec.dtype).empty()) {
     return MakeError(
         ErrorId::kOption,
         absl::StrCat("optimizer ", std::string(Name(spec.optimizer)), " with format ",
-                     std::string(Name(spec.format)), " does not serve ",
+                     std::string(Name(spec.format)), " does not support ",
                      std::string(Name(spec.dtype)), " parameters"),
         "float32 and float16 parameters take format fp32; bfloat16 parameters take exact, bf16, "
         "int8 or fp32");
   }
   const uint32_t group_count = spec.params.back().group + 1;
   if (spec.params.back().group >= kGroupsMax || spec.group_names.size() != group_count) {
-    return BadLayout(absl::StrCat(spec.group_names.size(), " group names for ", group_count,
-                                  " groups (at most ", kGroupsMax, ")"));
+    return BadLayout(absl::StrCat("the layout has ", spec.group_names.size(), " group names for ",
+                                  group_count, " groups (one for each, at most ", kGroupsMax, ")"));
   }
   Layout layout;
   layout.spec_ = std::move(spec);
@@ -86,7 +87,7 @@ absl::Status Layout::PlaceParams() {
     const ParamSpec& param = spec_.params[i];
     ASSIGN_OR_RETURN(const uint64_t elems, CheckedElems(param));
     if (!names.insert(param.name).second) {
-      return BadLayout(absl::StrCat("parameter ", param.name, " is there twice"));
+      return BadLayout(absl::StrCat("parameter ", param.name, " is listed twice"));
     }
     const bool opens_group = groups_.size() == param.group;
     // No sum with the client's number: the largest group + 1 is 0.

@@ -1,6 +1,6 @@
-// The layout of a job: which parameter lies where in the weights and in the states of its owner, and
-// which planes the states have. Client and daemon compute it with the same functions, so that neither has to believe the
-// other.
+// The layout of a job: where each parameter lies in the weights and in the states of its owner, and
+// which planes the states have. Client and daemon compute it with the same functions, so that neither
+// has to trust the other.
 #pragma once
 
 #include <cstdint>

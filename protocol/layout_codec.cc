@@ -18,7 +18,8 @@ namespace forebay::protocol {
 namespace {
 
 absl::Status TooMany(const char* what, uint64_t have, uint64_t at_most) {
-  return MakeError(ErrorId::kLayout, absl::StrCat(have, " ", what, " (at most ", at_most, ")"));
+  return MakeError(ErrorId::kLayout,
+                   absl::StrCat("the layout has ", have, " ", what, " (at most ", at_most, ")"));
 }
 
 absl::StatusOr<std::string> CheckedName(capnp::Text::Reader text) {
@@ -146,19 +147,17 @@ absl::StatusOr<std::vector<std::byte>> EncodeLayout(const LayoutSpec& spec) {
   Write(spec, builder.initRoot<schema::LayoutMessage>());
   const kj::Array<capnp::word> words = capnp::messageToFlatArray(builder);
   const auto bytes = words.asBytes();
-  if (bytes.size() > kLayoutBytesMax)
-    return TooMany("bytes of layout", bytes.size(), kLayoutBytesMax);
+  if (bytes.size() > kLayoutBytesMax) return TooMany("bytes", bytes.size(), kLayoutBytesMax);
   std::vector<std::byte> out(bytes.size());
   std::memcpy(out.data(), bytes.begin(), bytes.size());
   return out;
 }
 
 absl::StatusOr<LayoutSpec> DecodeLayout(std::span<const std::byte> bytes) {
-  if (bytes.size() > kLayoutBytesMax)
-    return TooMany("bytes of layout", bytes.size(), kLayoutBytesMax);
+  if (bytes.size() > kLayoutBytesMax) return TooMany("bytes", bytes.size(), kLayoutBytesMax);
   if (bytes.empty() || bytes.size() % sizeof(capnp::word) != 0) {
-    return MakeError(ErrorId::kProtocol, absl::StrCat("a layout message of ", bytes.size(),
-                                                      " bytes is not whole words"));
+    return MakeError(ErrorId::kProtocol, absl::StrCat("the layout message has ", bytes.size(),
+                                                      " bytes, not a multiple of 8"));
   }
   auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
   std::memcpy(words.begin(), bytes.data(), bytes.size());

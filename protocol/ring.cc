@@ -6,10 +6,12 @@
 namespace forebay::protocol {
 
 absl::Status BadRingIndex(const char* which, uint64_t own, uint64_t peer) {
-  return MakeError(ErrorId::kRing,
-                   absl::StrCat("the ", which, "'s ring index is ", peer, " where this side is at ",
-                                own, " of a ring of ", kRingEntries, " entries"),
-                   "the session is over: attach again");
+  return MakeError(
+      ErrorId::kRing,
+      absl::StrCat("the memory shared by client and daemon was overwritten: the index of "
+                   "the ring's ",
+                   which, " is ", peer, ", this side is at ", own, " (", kRingEntries, " entries)"),
+      "the session has ended: look for stray writes of the process, then attach again");
 }
 
 void FormatRing(RingMemory& ring) {

@@ -95,8 +95,8 @@ class RingServerChannel final : public ServerChannel {
     if (commands_.popped() - received_ <= kRingEntries) return command;
     return MakeError(
         ErrorId::kRing,
-        absl::StrCat(commands_.popped() - received_, " commands whose completions were ",
-                     "not received (at most ", kRingEntries, ")"),
+        absl::StrCat("the client has sent ", commands_.popped() - received_,
+                     " commands without receiving their completions (at most ", kRingEntries, ")"),
         "the session has ended: attach again");
   }
 

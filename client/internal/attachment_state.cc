@@ -59,7 +59,8 @@ WaitLimits Attachment::State::Limits(Timeout timeout) const {
 absl::Status Attachment::State::CheckGroup(uint32_t group) const {
   const size_t groups = parts.layout->groups().size();
   if (group < groups) return absl::OkStatus();
-  return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups));
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("there is no group ", group, ": the job has ", groups, " groups"));
 }
 
 absl::Status Attachment::State::CheckHasRank() const {

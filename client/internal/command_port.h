@@ -1,4 +1,5 @@
-// Commands and the completions that answer them: tags, the daemon's death. Nothing here waits for an answer.
+// Commands and the completions that answer them: tags, the daemon's death. Nothing here waits for an
+// answer.
 #pragma once
 
 #include <chrono>

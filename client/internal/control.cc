@@ -36,7 +36,8 @@ absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
   if (path.size() >= sizeof(address.sun_path)) {
     return MakeError(ErrorId::kNoDaemon,
                      absl::StrCat("socket path ", path, " has ", path.size(), " bytes (at most ",
-                                  sizeof(address.sun_path) - 1, ")"));
+                                  sizeof(address.sun_path) - 1, ")"),
+                     "give the daemon a shorter socket.path, and name it in FOREBAY_SOCKET");
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -179,7 +180,7 @@ absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const W
                                    })
                       .status());
   if (!fd->valid()) {
-    return MakeError(ErrorId::kLimit, "a descriptor of the session did not arrive",
+    return MakeError(ErrorId::kLimit, "a file descriptor of the session did not arrive",
                      "raise the limit of open files (ulimit -n)");
   }
   return std::move(*fd);
@@ -210,7 +211,7 @@ absl::Status Control::Explain(const protocol::Completion& completion, const Wait
                                                })
                                   .status();
   if (protocol::IdOf(answer) == id || (completion.tag == 0 && !answer.ok())) return answer;
-  return MakeError(id, "the daemon refused a command and no longer knows why");
+  return MakeError(id, "the daemon refused a command; it no longer has the message");
 }
 
 }  // namespace forebay::client::internal

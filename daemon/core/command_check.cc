@@ -102,13 +102,15 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   if (command.group >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("parameter ", command.group, " of ", layout.params().size()));
+                     absl::StrCat("there is no parameter ", command.group, ": the job has ",
+                                  layout.params().size(), " parameters"));
   }
   const protocol::ParamPlace& param = layout.params()[command.group];
   const std::string& name = layout.spec().params[command.group].name;
   const size_t states = protocol::StateNames(layout.spec().optimizer).size();
   if (command.kind >= states) {
-    return MakeError(ErrorId::kRange, absl::StrCat("state ", command.kind, " of ", states));
+    return MakeError(ErrorId::kRange, absl::StrCat("there is no state ", command.kind,
+                                                   ": the optimizer has ", states));
   }
   if (!param.trainable) {
     return MakeError(ErrorId::kRange, absl::StrCat("parameter ", name, " is frozen: no states"),
@@ -130,10 +132,10 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
   const uint64_t rest = params % 64;
   const bool ends_well = rest == 0 || (!presence.empty() && (presence.back() >> rest) == 0);
   if (presence.size() != protocol::PresenceWords(params) || !ends_well) {
-    return MakeError(
-        ErrorId::kRange,
-        absl::StrCat("a presence of ", presence.size(), " words, or with a bit above the ", params,
-                     " parameters of the layout (", protocol::PresenceWords(params), " words)"));
+    return MakeError(ErrorId::kRange, absl::StrCat("the presence bitmap has ", presence.size(),
+                                                   " words, or a bit beyond the ", params,
+                                                   " parameters of the layout (",
+                                                   protocol::PresenceWords(params), " words)"));
   }
   for (uint64_t param = 0; param < params; ++param) {
     const bool is_present = (presence[param / 64] >> (param % 64) & 1) != 0;
@@ -157,12 +159,14 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
   const Op op = static_cast<Op>(command.op);
   if (command.attempt != 0 && op != Op::kGradReady && op != Op::kStep) {
     return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("op ", command.op, " with attempt ", command.attempt));
+                     absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
+                                  "; gradients and step calls alone do"));
   }
   const bool names_group = op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady;
   if (names_group && command.group >= layout.groups().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("group ", command.group, " of ", layout.groups().size()));
+                     absl::StrCat("there is no group ", command.group, ": the job has ",
+                                  layout.groups().size(), " groups"));
   }
   const ByteRange gradients{.offset = 0, .bytes = limits.grad_bytes};
   switch (op) {
@@ -219,9 +223,10 @@ absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& c
                         protocol::PresenceBytes(layout.params().size()) + request.extra_state_bytes;
   RETURN_IF_ERROR(CheckLength(command, want, "the step request's parts"));
   if (hyper_params.size() < request.param_groups) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat(hyper_params.size(), " of ", request.param_groups,
-                                  " hyper-parameters were copied"));
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat("the step request ends after the hyper-parameters of ", hyper_params.size(),
+                     " of ", request.param_groups, " parameter groups"));
   }
   RETURN_IF_ERROR(CheckPresence(copied.presence, layout));
   if (!(request.max_grad_norm >= 0)) {

@@ -75,9 +75,9 @@ void InitialParameters::OnCopied(const TaskDone& done) {
 
 void InitialParameters::Done(const CommandId& command) {
   if (done_) {
-    io_.Answer(command,
-               MakeError(ErrorId::kProtocol,
-                         "an end of the initialisation is waiting for its answer already"));
+    io_.Answer(command, MakeError(ErrorId::kProtocol,
+                                  "initial_done was called twice; the first call still waits",
+                                  "wait for the first call"));
     return;
   }
   done_ = command;
@@ -95,7 +95,7 @@ void InitialParameters::TryDone() {
                MakeError(ErrorId::kNotReady,
                          absl::StrCat("the initial parameters of group ", group, " (",
                                       layout_->spec().group_names[group], ") were not all written"),
-                         "write every group, then end the initialisation"));
+                         "write every group, then call initial_done"));
     return;
   }
   ready_ = true;

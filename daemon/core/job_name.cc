@@ -32,14 +32,16 @@ absl::StatusOr<JobName> ParseJobName(std::string_view text, uint32_t uid, OtherU
   if (job.name.empty() || job.name.size() > kJobNameBytesMax ||
       !std::all_of(job.name.begin(), job.name.end(), IsNameByte)) {
     return MakeError(ErrorId::kJobName,
-                     absl::StrCat("a job name of ", job.name.size(), " bytes is not 1 to ",
-                                  kJobNameBytesMax, " bytes of [A-Za-z0-9._-]"));
+                     absl::StrCat("a job name has 1 to ", kJobNameBytesMax,
+                                  " bytes of [A-Za-z0-9._-]; this one has ", job.name.size(),
+                                  " bytes, or others"),
+                     "choose another job name");
   }
   if (job.uid != uid && others == OtherUsers::kRefused) {
     return MakeError(
         ErrorId::kPermission,
-        absl::StrCat("job ", job.name, " of uid ", job.uid, " is not open to uid ", uid),
-        "leave out the uid for a job of your own");
+        absl::StrCat("job ", job.name, " belongs to uid ", job.uid, "; this process has uid ", uid),
+        "a job of your own is named without a uid; only root may use another user's");
   }
   return job;
 }

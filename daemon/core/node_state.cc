@@ -48,12 +48,12 @@ absl::Status CheckRequest(const AttachRequested& request) {
   if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
   RETURN_IF_ERROR(CheckRunToken(request.run));
   if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
-    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size, " (1 to ",
-                                                  protocol::kWorldMax, ")"));
+    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size,
+                                                  " is not 1 to ", protocol::kWorldMax));
   }
   if (request.rank >= request.world_size) {
-    return MakeError(ErrorId::kRank,
-                     absl::StrCat("rank ", request.rank, " of a world of ", request.world_size));
+    return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
+                                                  " in a world of size ", request.world_size));
   }
   if (!request.layout->is_shared()) {
     return MakeError(

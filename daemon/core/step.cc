@@ -173,7 +173,8 @@ void Step::HandleStep(Session& session, const Command& command) {
   }
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
-                             absl::StrCat("rank ", session.rank, " waits in step ", command.step),
+                             absl::StrCat("rank ", session.rank, " has called step ", command.step,
+                                          " already and waits for the other ranks"),
                              "wait for the answer to the first call"));
     return;
   }

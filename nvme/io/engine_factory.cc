@@ -54,7 +54,14 @@ absl::StatusOr<ChosenEngine> CreateIoEngine(const EngineOptions& options) {
           "\"threads\" or \"auto\"");
     }
   }
-  ASSIGN_OR_RETURN(chosen.engine, ThreadEngine::Create(options.threads));
+  absl::StatusOr<std::unique_ptr<ThreadEngine>> engine = ThreadEngine::Create(options.threads);
+  if (absl::IsResourceExhausted(engine.status())) {
+    return protocol::MakeError(protocol::ErrorId::kLimit, std::string(engine.status().message()),
+                               "raise the daemon's limits of open files and threads (LimitNOFILE=, "
+                               "TasksMax=)");
+  }
+  RETURN_IF_ERROR(engine.status());
+  chosen.engine = *std::move(engine);
   return chosen;
 }
 

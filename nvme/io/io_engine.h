@@ -65,23 +65,22 @@ class IoEngine {
 
   virtual std::string_view name() const = 0;  // "io_uring", "threads", "simulated"
 
-  // Makes `fd` known; it stays open until UnregisterFile() or the engine's end. O_DIRECT is the
-  // caller's affair.
+  // Makes `fd` known; the caller keeps it open until UnregisterFile() or the engine's end.
   //
   // Errors  kResourceExhausted  kFilesMax reached, or the kernel refused.
   virtual absl::StatusOr<FileIndex> RegisterFile(int fd) = 0;
 
-  // Lets go of the file, which the kernel may hold open until then. No transfer of it is in flight.
+  // Forgets the file, which the kernel may hold open until then. No transfer of it may be in flight.
   // Unknown indices are ignored.
   virtual void UnregisterFile(FileIndex file) = 0;
 
   // Tells the kernel about memory that transfers will use often, in pieces of at most
-  // kBufferPieceBytesMax. Best effort: false (RLIMIT_MEMLOCK, or an engine without such a thing)
-  // costs speed alone; nothing is half done.
+  // kBufferPieceBytesMax. Best effort: false (RLIMIT_MEMLOCK, or an engine that cannot) costs only
+  // speed, and nothing is registered.
   virtual bool RegisterBuffer(std::span<std::byte> bytes) = 0;
 
-  // Takes back a RegisterBuffer() of the same span; nothing where it returned false. Transfers in
-  // flight end well.
+  // Undoes a RegisterBuffer() of the same span; does nothing where it returned false. Transfers in
+  // flight are not disturbed.
   virtual void UnregisterBuffer(std::span<std::byte> bytes) = 0;
 
   // Queues one transfer or flush; it starts in the next Wait() at the latest. A flush covers the
@@ -112,7 +111,7 @@ class IoEngine {
   virtual absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
                                       std::span<Completion> out) = 0;
 
-  // Submit() in words.
+  // Submit() for each kind of request.
   absl::Status SubmitRead(FileIndex file, uint64_t offset_bytes, std::span<std::byte> bytes,
                           uint64_t token);
   absl::Status SubmitWrite(FileIndex file, uint64_t offset_bytes, std::span<const std::byte> bytes,

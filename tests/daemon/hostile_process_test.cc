@@ -115,7 +115,7 @@ class HostileClient : public ::testing::Test {
   std::vector<std::string> logged_;  // must stand in the daemon's log
 };
 
-TEST_F(HostileClient, OfAnotherVersionIsToldBoth) {
+TEST_F(HostileClient, OfAnotherVersionIsRefusedWithBothNumbers) {
   ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
   const absl::Status status = raw->Hello(protocol::kProtocolVersion + 41);
   EXPECT_THAT(status, HasError(ErrorId::kProtocol));
@@ -145,7 +145,7 @@ TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
   EXPECT_THAT(raw->Attach({.grad_arena_bytes = 0}, layout_spec_), HasError(ErrorId::kRange));
 }
 
-TEST_F(HostileClient, WhoseModelDoesNotFitIsToldEveryTermOfTheSum) {
+TEST_F(HostileClient, WhoseModelDoesNotFitGetsEveryTermOfTheSum) {
   auto raw = Connected();
   ASSERT_NE(raw, nullptr);
   const protocol::LayoutSpec huge =
@@ -176,9 +176,10 @@ TEST_F(HostileClient, LosesItsSessionWithAnImpossibleRingIndex) {
     EXPECT_TRUE(testing::Eventually(
         [&] { return raw->Explain(1).code() == absl::StatusCode::kUnavailable; }));
   }
-  logged_ = {"error[E_RING]: the producer's ring index is 260 where this side is at 3 ",
-             "error[E_RING]: the producer's ring index is 18446744073709551615 where",
-             "of a ring of 256 entries", "hint: the session is over: attach again"};
+  logged_ = {"error[E_RING]: the memory shared by client and daemon was overwritten",
+             "ring's producer is 260, this side is at 3 (256 entries)",
+             "ring's producer is 18446744073709551615, this side is at ",
+             "hint: the session has ended: look for stray writes"};
 }
 
 TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {

@@ -266,7 +266,7 @@ INSTANTIATE_TEST_SUITE_P(
                                   }},
                       WrongAttach{"RankBeyondTheWorld",
                                   ErrorId::kRank,
-                                  {"rank 7", "world of 1"},
+                                  {"rank 7", "world of size 1"},
                                   [](auto& options) { options.rank = 7; }},
                       WrongAttach{"BadJobName",
                                   ErrorId::kJobName,

@@ -77,7 +77,7 @@ class Startup : public ::testing::Test {
 
 class RefusedStart : public Startup, public ::testing::WithParamInterface<BadStart> {};
 
-TEST_P(RefusedStart, SaysWhatIsWrongLeavesNothingAndMendedTrains) {
+TEST_P(RefusedStart, SaysWhatIsWrongLeavesNothingAndTrainsOnceItIsFixed) {
   const std::string swap = dir_.Make("swap");
   struct statfs system = {};
   if (GetParam().name == "SwapInMemory" &&
@@ -120,7 +120,7 @@ INSTANTIATE_TEST_SUITE_P(
                  kGoodSwap},
         BadStart{"SwapInMemory",
                  {"swap.paths=/dev/shm", "swap.capacity=16MiB"},
-                 {"[E_SWAP_PATH]", "swap path 0", "/dev/shm", "without O_DIRECT"},
+                 {"[E_SWAP_PATH]", "swap path 0", "/dev/shm", "no O_DIRECT"},
                  kGoodSwap},
         BadStart{"SwapTooSmall",
                  {"swap.paths=<DIR>/swap", "swap.capacity=900000GiB"},

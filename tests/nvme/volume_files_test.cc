@@ -246,7 +246,7 @@ TEST_P(VolumeFiles, APathInMemoryIsRefused) {
   ASSERT_NE(mkdtemp(pattern.data()), nullptr);
   const auto volume = Open(Options({pattern}));
   EXPECT_THAT(volume, HasError(ErrorId::kSwapPath));
-  EXPECT_THAT(volume.status().message(), HasSubstr("without O_DIRECT"));
+  EXPECT_THAT(volume.status().message(), HasSubstr("no O_DIRECT"));
   EXPECT_TRUE(std::filesystem::is_empty(pattern));
   std::filesystem::remove(pattern);
 }

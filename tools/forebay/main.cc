@@ -149,7 +149,7 @@ void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
   app->add_option("--swap-size", daemon.swap_size, "reserved in each (4GiB)");
 }
 
-// The command stands behind "--": everything after it is left alone.
+// The command follows "--"; its own options are not parsed.
 std::vector<std::string> ParseRunCommand(std::vector<std::string>& words) {
   const auto dashes = std::find(words.begin(), words.end(), "--");
   if (dashes == words.end()) return {};
@@ -174,8 +174,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   app.failure_message([](const CLI::App*, const CLI::Error& error) {
     return protocol::FormatError(protocol::MakeError(
                protocol::ErrorId::kOption, error.what(),
-               "forebay --help lists the commands, forebay COMMAND --help its options; what run "
-               "starts stands behind --")) +
+               "forebay --help lists the commands, forebay COMMAND --help its options; the "
+               "command that run starts follows --")) +
            "\n";
   });
 

@@ -69,7 +69,7 @@ absl::StatusOr<std::string> DaemonPath() {
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
   const fs::path beside = self.parent_path() / "forebayd";
   if (error || !fs::exists(beside, error)) {
-    return MakeError(ErrorId::kOption, absl::StrCat("no forebayd at ", beside.string()),
+    return MakeError(ErrorId::kOption, absl::StrCat("there is no forebayd at ", beside.string()),
                      "build it: cmake --build --preset default --target forebayd");
   }
   return beside.string();
@@ -197,7 +197,7 @@ absl::Status PrivateDaemon::AwaitReady(int notify_fd, std::span<const int> abort
       return MakeError(
           ErrorId::kNoDaemon,
           absl::StrCat("forebayd did not start: ", DescribeWaitStatus(status.value_or(0))),
-          "its own message stands above");
+          "its message is above");
     }
   }
   return MakeError(ErrorId::kTimeout,

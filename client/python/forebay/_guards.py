@@ -1,5 +1,5 @@
-"""What would do nothing in silence, or move a parameter off its window, is an error on an attached
-model."""
+"""Refusals of what would silently do nothing on an attached model, or move its parameters out of the
+daemon's memory."""
 
 import functools
 import types

@@ -262,8 +262,9 @@ def check_address(member: Member) -> None:
     """Errors: E_UNSUPPORTED where the parameter is no view of the daemon's memory any more."""
     if member.tensor.data_ptr() != member.address:
         raise unsupported(
-            f"parameter {member.name} was moved off its window (half(), to(), .data = ...)",
-            "detach first; an attached parameter keeps its type, device and memory",
+            f"parameter {member.name} no longer uses the daemon's memory: it was moved (half(), to(), "
+            ".data = ...)",
+            "opt.detach() first; an attached parameter keeps its type, device and memory",
         )
 
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/client.h"
 #include "client/python/src/admin.h"
 #include "client/python/src/errors.h"
@@ -120,7 +121,8 @@ class PyAttachment {
   void CheckGroup(uint32_t group) const {
     const size_t groups = attachment_->layout().groups().size();
     if (group < groups) return;
-    Raise(MakeError(ErrorId::kRange, absl::StrCat("group ", group, " of ", groups)));
+    Raise(MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
+                                                  groups, " groups")));
   }
 
  private:
@@ -231,22 +233,19 @@ uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
 protocol::HyperParams HyperParamsOf(protocol::Optimizer optimizer, size_t group,
                                     const HyperDict& values) {
   protocol::HyperParams params;
-  size_t found = 0;
-  std::string missing;
+  std::vector<std::string> wanted;
   for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
-    const auto value = values.find(std::string(info.name));
-    if (value == values.end()) {
-      missing = std::string(info.name);
-      continue;
-    }
-    params.*info.field = value->second;
-    ++found;
+    wanted.emplace_back(info.name);
+    const auto value = values.find(wanted.back());
+    if (value != values.end()) params.*info.field = value->second;
   }
-  if (!missing.empty() || found != values.size()) {
-    Raise(MakeError(ErrorId::kOption, absl::StrCat("parameter group ", group, ": ", values.size(),
-                                                   " hyper-parameters, of which ", found,
-                                                   " are of ", std::string(Name(optimizer)),
-                                                   missing.empty() ? "" : "; missing: ", missing)));
+  std::vector<std::string> given;
+  for (const auto& [name, value] : values) given.push_back(name);
+  if (!std::ranges::is_permutation(wanted, given)) {
+    Raise(MakeError(ErrorId::kOption,
+                    absl::StrCat("parameter group ", group, ": ", std::string(Name(optimizer)),
+                                 " has the hyper-parameters ", absl::StrJoin(wanted, ", "),
+                                 "; given are ", absl::StrJoin(given, ", "))));
   }
   const absl::Status checked = protocol::CheckHyperParams(optimizer, params);
   if (!checked.ok()) {

@@ -252,9 +252,9 @@ def test_parameter_moved_off_its_window(attached):
     model, opt = attached
     window = model.layers[1].up.weight.data
     model.layers[1].up.weight.data = torch.zeros_like(window)
-    with refused(match="layers.1.up.weight was moved off its window"):
+    with refused(match="layers.1.up.weight no longer uses the daemon"):
         loss_of(model, batch(0))
-    with refused(match="layers.1.up.weight was moved off its window"):
+    with refused(match="layers.1.up.weight no longer uses the daemon"):
         opt.step()
     model.layers[1].up.weight.data = window
 
@@ -373,7 +373,7 @@ def test_second_attach_of_a_model(attached):
     opt.step()
 
 
-def test_a_job_attached_again_with_another_layout_is_told_both(attached, node):
+def test_a_job_attached_again_with_another_layout_is_refused_with_both(attached, node):
     both = r"embedding.weight\[11, ?8\].*this client wants embedding.weight\[11, ?16\]"
     with refused("E_LAYOUT", match="another layout" if node == "fake" else both):
         forebay.attach(net(width=16))
