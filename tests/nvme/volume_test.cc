@@ -178,7 +178,8 @@ TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
   // Two at a time share the queues; each ends once.
   ASSERT_OK(volume_->Zero(std::span(slots).first(15), zeros, /*token=*/6));
-  ASSERT_OK(volume_->Zero(std::span(slots).subspan(15), Bytes(8192), /*token=*/7));
+  const Bytes more_zeros(8192);
+  ASSERT_OK(volume_->Zero(std::span(slots).subspan(15), more_zeros, /*token=*/7));
   EXPECT_EQ(volume_->requests_in_flight(), 2u);
   ASSERT_OK(FinishOne(*volume_, disk_, 7));
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
@@ -267,7 +268,8 @@ TEST_F(VolumeTest, SlotsOfTheLastTwoCommitsArePinned) {
 TEST_F(VolumeTest, RefusesToCommitWhatIsNotWhole) {
   Open(Options(2));
   const std::vector<Slot> slots = SomeSlots(2);
-  ASSERT_OK(volume_->Write(slots[0], ContentOf(0, 1), 1));
+  const Bytes content = ContentOf(0, 1);
+  ASSERT_OK(volume_->Write(slots[0], content, 1));
   EXPECT_THAT(volume_->CommitLedger({}, {{slots[0]}}, 2),
               HasCode(absl::StatusCode::kFailedPrecondition));
   EXPECT_OK(FinishOne(*volume_, disk_, 1));
@@ -394,7 +396,8 @@ TEST_F(VolumeTest, TooManyRequestsAreRefusedUntilSomeHaveFinished) {
   EXPECT_THAT(volume_->Read(slots[0], bytes, 5), HasCode(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(volume_->requests_in_flight(), Volume::kRequestsMax);
   // Commits and zeroing have room of their own.
-  ASSERT_OK(volume_->Zero({{slots[1]}}, Bytes(4096), /*token=*/6));
+  const Bytes zeros(4096);
+  ASSERT_OK(volume_->Zero({{slots[1]}}, zeros, /*token=*/6));
   ASSERT_OK(CommitNow(*volume_, disk_, {}, {{slots[0]}}));
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
 }
