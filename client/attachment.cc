@@ -1,8 +1,5 @@
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -19,6 +16,7 @@
 #include "protocol/channel.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
+#include "protocol/os/memfd.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -47,19 +45,12 @@ uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& la
   return options.reader ? kReaderArenaBytes : kPiecesInGradArena * internal::PieceBytes(layout);
 }
 
-absl::StatusOr<std::vector<std::byte>> ReadAll(int fd, uint64_t size_bytes) {
+absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {
   std::vector<std::byte> bytes(size_bytes);
-  for (size_t done = 0; done < bytes.size();) {
-    const ssize_t got =
-        ::pread(fd, bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) {
-      return MakeError(ErrorId::kProtocol, absl::StrCat("the daemon sent ", done, " of the ",
-                                                        bytes.size(), " bytes of extra_state"));
-    }
-    done += static_cast<size_t>(got);
-  }
-  return bytes;
+  const int64_t got = protocol::ReadFromStart(fd, bytes);
+  if (got == static_cast<int64_t>(size_bytes)) return bytes;
+  return MakeError(ErrorId::kProtocol, absl::StrCat("the daemon sent ", got, " of the ", size_bytes,
+                                                    " bytes of extra_state"));
 }
 
 // What the daemon granted: descriptors mapped, the ring opened.
@@ -85,7 +76,7 @@ absl::Status MapAndOpen(const internal::AttachAnswer& answer, const WaitLimits& 
   const uint64_t extra_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
   if (extra_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd, control.Descriptor(Kind::EXTRA_STATE, limits));
-    ASSIGN_OR_RETURN(parts.extra_state, ReadAll(extra_fd.get(), extra_bytes));
+    ASSIGN_OR_RETURN(parts.extra_state, ReadExtraState(extra_fd.get(), extra_bytes));
     const auto own_end =
         parts.extra_state.begin() + static_cast<ptrdiff_t>(answer.extra_state_bytes);
     parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
@@ -190,9 +181,9 @@ Attachment::~Attachment() {
 
 absl::Status Attachment::Detach() {
   State& s = *state_;
-  const Turn turn(s);
-  if (s.detached && protocol::IdOf(turn.status()) != ErrorId::kForked) return absl::OkStatus();
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
+  RETURN_IF_ERROR(lock.status());
   s.detached = true;
   s.open.clear();
   s.pieces.clear();

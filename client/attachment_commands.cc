@@ -73,8 +73,8 @@ absl::Status UnknownTicket(const FetchTicket& ticket) {
 absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte> bytes,
                                       Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckGroup(group));
@@ -101,8 +101,8 @@ absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte>
 
 absl::Status Attachment::InitialDone(Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   return s.Call(MakeCommand(Op::kInitialDone), nullptr, s.Limits(timeout)).status();
 }
@@ -124,8 +124,8 @@ absl::StatusOr<Lease> Attachment::State::LeaseOf(uint32_t group, const Completio
 
 absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t group) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckGroup(group));
   RETURN_IF_ERROR(s.port.Poll());
@@ -138,8 +138,8 @@ absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t group) {
 
 absl::StatusOr<bool> Attachment::IsFetchDone(const FetchTicket& ticket) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   RETURN_IF_ERROR(s.port.PollAlive());
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
@@ -148,8 +148,8 @@ absl::StatusOr<bool> Attachment::IsFetchDone(const FetchTicket& ticket) {
 
 absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
@@ -164,8 +164,8 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
 
 absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   s.Abandon(*fetch->second);
@@ -184,8 +184,8 @@ absl::StatusOr<Lease> Attachment::Fetch(uint32_t group, Timeout timeout) {
 
 absl::Status Attachment::Release(const Lease& lease) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.port.Poll());
   Command command = MakeCommand(Op::kRelease, lease.group);
@@ -197,8 +197,8 @@ absl::Status Attachment::Release(const Lease& lease) {
 absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::span<float> out,
                                                Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   ASSIGN_OR_RETURN(const StateIndex index, IndexOf(*s.parts.layout, range, out.size()));
   const WaitLimits limits = s.Limits(timeout);

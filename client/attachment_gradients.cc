@@ -28,8 +28,8 @@ using protocol::Op;
 absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFill fill,
                                                           Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckGroup(group));
@@ -74,15 +74,15 @@ absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint64_t
 
 std::shared_ptr<const void> Attachment::grad_owner(uint32_t group) {
   State& s = *state_;
-  const Turn turn(s);
-  const auto found = turn.status().ok() ? s.open.find(group) : s.open.end();
+  const CallLock lock(s);
+  const auto found = lock.status().ok() ? s.open.find(group) : s.open.end();
   return found == s.open.end() ? nullptr : found->second.owner;
 }
 
 absl::Status Attachment::GradReady(uint32_t group) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGroup(group));
   RETURN_IF_ERROR(s.KeptErrors());
@@ -162,8 +162,8 @@ void Attachment::State::BeginAttempt(uint64_t number) {
 
 absl::Status Attachment::DropGradients() {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const absl::Status polled = s.port.PollAlive();
   for (const auto& [group, slot] : s.open) {
     if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);

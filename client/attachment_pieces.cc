@@ -134,8 +134,8 @@ absl::Status Attachment::State::CopyToPieces(uint32_t param, std::span<const std
 absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> bytes,
                                      Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckHasRank());
   const protocol::Layout& layout = *s.parts.layout;
@@ -256,8 +256,8 @@ void Attachment::State::DropPieces() {
 
 absl::Status Attachment::FlushGradients(std::optional<uint32_t> group) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   if (group.has_value()) RETURN_IF_ERROR(s.CheckGroup(*group));
   RETURN_IF_ERROR(s.port.PollAlive());

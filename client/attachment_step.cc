@@ -67,8 +67,8 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                             std::span<const std::byte> extra_state,
                                             Timeout timeout) {
   State& s = *state_;
-  const Turn turn(s);
-  RETURN_IF_ERROR(turn.status());
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
   RETURN_IF_ERROR(s.CheckHasRank());
   const absl::Status kept = s.KeptErrors();

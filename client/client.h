@@ -223,7 +223,7 @@ class Attachment {
 
  private:
   struct State;
-  class Turn;
+  class CallLock;
   explicit Attachment(std::unique_ptr<State> state);
 
   std::unique_ptr<State> state_;

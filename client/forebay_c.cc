@@ -27,7 +27,6 @@ namespace {
 using forebay::client::Attachment;
 using forebay::client::FetchTicket;
 using forebay::client::Timeout;
-using forebay::protocol::DType;
 using forebay::protocol::ErrorId;
 using forebay::protocol::MakeError;
 
@@ -90,17 +89,9 @@ std::span<const std::byte> BytesOf(const void* bytes, size_t size_bytes) {
   return {static_cast<const std::byte*>(bytes), size_bytes};
 }
 
-absl::StatusOr<DType> DTypeFromName(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (name == Name(dtype)) return dtype;
-  }
-  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
-                   "known: float32, bfloat16, float16");
-}
-
 absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& options) {
   forebay::protocol::LayoutSpec spec;
-  ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(TextOf(options.dtype)));
+  ASSIGN_OR_RETURN(spec.dtype, forebay::protocol::WeightsDTypeFromName(TextOf(options.dtype)));
   ASSIGN_OR_RETURN(spec.optimizer, forebay::protocol::OptimizerFromName(TextOf(options.optimizer)));
   ASSIGN_OR_RETURN(spec.format, forebay::protocol::FormatFromName(TextOf(options.format)));
   spec.seed = options.seed;

@@ -58,13 +58,14 @@ struct ErrorInfo {
   ErrorId id;
   std::string_view name;  // "E_SWAP_NOSPC"
   absl::StatusCode code;  // what the caller does: see HOUSE_STYLE section 3
+  std::string_view hint;  // of an error that is made without one
 };
 
 std::span<const ErrorInfo> AllErrors();
 const ErrorInfo& Info(ErrorId id);               // unknown numbers give kInternal's row
 ErrorId ErrorIdFromName(std::string_view name);  // kInternal where unknown
 
-// A Status with the id's code; id and hint travel as payloads. Without a hint: the id's own.
+// A Status with the id's code; id and hint travel as payloads. An empty hint: the id's own.
 absl::Status MakeError(ErrorId id, std::string_view message, std::string_view hint = {});
 
 // The same error in memory of its own. Copies of a Status share theirs and count their owners in a

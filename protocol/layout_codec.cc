@@ -32,14 +32,6 @@ absl::StatusOr<std::string> CheckedName(capnp::Text::Reader text) {
   return name;
 }
 
-absl::StatusOr<DType> DTypeFromName(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt16}) {
-    if (name == Name(dtype)) return dtype;
-  }
-  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
-                   "known: float32, bfloat16, float16");
-}
-
 absl::Status ReadPartitions(schema::LayoutMessage::Reader message, LayoutSpec& spec) {
   const auto partitions = message.getPartitions();
   if (partitions.size() > kPartitionsMax) {
@@ -68,7 +60,7 @@ absl::Status ReadPartitions(schema::LayoutMessage::Reader message, LayoutSpec& s
 absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
   LayoutSpec spec;
   ASSIGN_OR_RETURN(const std::string dtype, CheckedName(message.getDtype()));
-  ASSIGN_OR_RETURN(spec.dtype, DTypeFromName(dtype));
+  ASSIGN_OR_RETURN(spec.dtype, WeightsDTypeFromName(dtype));
   ASSIGN_OR_RETURN(const std::string optimizer, CheckedName(message.getOptimizer()));
   ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromName(optimizer));
   ASSIGN_OR_RETURN(const std::string format, CheckedName(message.getFormat()));

@@ -131,6 +131,14 @@ absl::StatusOr<Format> FormatFromName(std::string_view name) {
                    "known: fp32, exact, bf16, int8");
 }
 
+absl::StatusOr<DType> WeightsDTypeFromName(std::string_view name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", std::string(name), "\""),
+                   "known: float32, bfloat16, float16");
+}
+
 HyperParams DefaultHyperParams(Optimizer optimizer) {
   HyperParams hyper_params;
   for (const HyperParamInfo& info : Info(optimizer).hyper_params) {

@@ -172,6 +172,7 @@ std::string_view Name(Format format);  // "fp32", "exact", "bf16", "int8"
 // Errors  E_OPTION  the hint lists the known names.
 absl::StatusOr<Optimizer> OptimizerFromName(std::string_view name);
 absl::StatusOr<Format> FormatFromName(std::string_view name);
+absl::StatusOr<DType> WeightsDTypeFromName(std::string_view name);
 
 // The defaults of the table; 0 for what the optimizer does not have.
 HyperParams DefaultHyperParams(Optimizer optimizer);

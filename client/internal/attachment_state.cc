@@ -181,9 +181,9 @@ absl::Status Attachment::State::CopyToArena(uint64_t arena_offset,
   return stream->Synchronize();
 }
 
-// ---------------------------------------- turns
+// ---------------------------------------- the lock of a call
 
-Attachment::Turn::Turn(State& state) : state_(state) {
+Attachment::CallLock::CallLock(State& state) : state_(state) {
   const std::string& job = state.parts.job;
   if (state.InChild()) {
     status_ =
@@ -199,7 +199,7 @@ Attachment::Turn::Turn(State& state) : state_(state) {
   }
 }
 
-Attachment::Turn::~Turn() {
+Attachment::CallLock::~CallLock() {
   if (!lock_.owns_lock() || state_.parts.connection == nullptr) return;
   state_.gauge.rpc_calls = state_.parts.connection->control->thread().calls();
 }

@@ -227,12 +227,12 @@ struct Attachment::State {
 
 // Every call on the session holds one: calls run one at a time, not in a forked child, not after a
 // Detach.
-class [[nodiscard]] Attachment::Turn {
+class [[nodiscard]] Attachment::CallLock {
  public:
-  explicit Turn(State& state);
-  ~Turn();
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  explicit CallLock(State& state);
+  ~CallLock();
+  CallLock(const CallLock&) = delete;
+  CallLock& operator=(const CallLock&) = delete;
 
   const absl::Status& status() const { return status_; }
 

@@ -2,38 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
 
 namespace forebay::nvme {
-
-absl::Status IoEngine::SubmitRead(FileIndex file, uint64_t offset_bytes, std::span<std::byte> bytes,
-                                  uint64_t token) {
-  return Submit({.kind = IoKind::kRead,
-                 .file = file,
-                 .offset_bytes = offset_bytes,
-                 .data = bytes.data(),
-                 .size_bytes = bytes.size(),
-                 .token = token});
-}
-
-absl::Status IoEngine::SubmitWrite(FileIndex file, uint64_t offset_bytes,
-                                   std::span<const std::byte> bytes, uint64_t token) {
-  return Submit({.kind = IoKind::kWrite,
-                 .file = file,
-                 .offset_bytes = offset_bytes,
-                 // Only read through: the engines share one request for both directions.
-                 .data = const_cast<std::byte*>(bytes.data()),
-                 .size_bytes = bytes.size(),
-                 .token = token});
-}
-
-absl::Status IoEngine::SubmitFlush(FileIndex file, uint64_t token) {
-  return Submit({.kind = IoKind::kFlush, .file = file, .token = token});
-}
 
 absl::StatusOr<FileIndex> IoEngine::AllocateFileIndex() {
   for (uint32_t index = 0; index < kFilesMax; ++index) {

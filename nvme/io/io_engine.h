@@ -111,13 +111,6 @@ class IoEngine {
   virtual absl::StatusOr<size_t> Wait(std::chrono::nanoseconds timeout,
                                       std::span<Completion> out) = 0;
 
-  // Submit() for each kind of request.
-  absl::Status SubmitRead(FileIndex file, uint64_t offset_bytes, std::span<std::byte> bytes,
-                          uint64_t token);
-  absl::Status SubmitWrite(FileIndex file, uint64_t offset_bytes, std::span<const std::byte> bytes,
-                           uint64_t token);
-  absl::Status SubmitFlush(FileIndex file, uint64_t token);
-
  protected:
   // The checks every engine makes in Submit().
   absl::Status Check(const IoRequest& request) const;

@@ -107,6 +107,28 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
     ASSERT_OK_AND_ASSIGN(file_, engine_->RegisterFile(fd_.get()));
   }
 
+  absl::Status SubmitRead(FileIndex file, uint64_t offset_bytes, std::span<std::byte> bytes,
+                          uint64_t token) {
+    return engine_->Submit({.kind = IoKind::kRead,
+                            .file = file,
+                            .offset_bytes = offset_bytes,
+                            .data = bytes.data(),
+                            .size_bytes = bytes.size(),
+                            .token = token});
+  }
+  absl::Status SubmitWrite(FileIndex file, uint64_t offset_bytes, std::span<const std::byte> bytes,
+                           uint64_t token) {
+    return engine_->Submit({.kind = IoKind::kWrite,
+                            .file = file,
+                            .offset_bytes = offset_bytes,
+                            .data = const_cast<std::byte*>(bytes.data()),  // read through it alone
+                            .size_bytes = bytes.size(),
+                            .token = token});
+  }
+  absl::Status SubmitFlush(FileIndex file, uint64_t token) {
+    return engine_->Submit({.kind = IoKind::kFlush, .file = file, .token = token});
+  }
+
   // Waits until `count` completions are there, then once more for what must not be there.
   std::vector<Completion> WaitFor(size_t count) {
     std::vector<Completion> all;
@@ -146,13 +168,13 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
 
 TEST_P(IoEngineContract, WhatIsWrittenIsReadBack) {
   const Bytes written = Pattern(3 * 4096, /*seed=*/1);
-  ASSERT_OK(engine_->SubmitWrite(file_, 8192, written, /*token=*/7));
+  ASSERT_OK(SubmitWrite(file_, 8192, written, /*token=*/7));
   EXPECT_THAT(WaitFor(1),
               ElementsAre(Completion{.token = 7, .result = 3 * 4096, .kind = IoKind::kWrite}));
-  ASSERT_OK(engine_->SubmitFlush(file_, /*token=*/8));
+  ASSERT_OK(SubmitFlush(file_, /*token=*/8));
   EXPECT_THAT(WaitFor(1), ElementsAre(Completion{.token = 8, .result = 0, .kind = IoKind::kFlush}));
   Bytes read(3 * 4096);
-  ASSERT_OK(engine_->SubmitRead(file_, 8192, read, /*token=*/9));
+  ASSERT_OK(SubmitRead(file_, 8192, read, /*token=*/9));
   EXPECT_THAT(WaitFor(1),
               ElementsAre(Completion{.token = 9, .result = 3 * 4096, .kind = IoKind::kRead}));
   EXPECT_EQ(read, written);
@@ -163,12 +185,11 @@ TEST_P(IoEngineContract, ManyTransfersEndOnceEach) {
   const Bytes written = Pattern(kPieces * 4096, /*seed=*/2);
   Bytes read(written.size());
   for (size_t i = 0; i < kPieces; ++i) {
-    ASSERT_OK(engine_->SubmitWrite(file_, i * 4096, std::span(written).subspan(i * 4096, 4096), i));
+    ASSERT_OK(SubmitWrite(file_, i * 4096, std::span(written).subspan(i * 4096, 4096), i));
   }
   EXPECT_EQ(WaitFor(kPieces).size(), kPieces);
   for (size_t i = 0; i < kPieces; ++i) {
-    ASSERT_OK(
-        engine_->SubmitRead(file_, i * 4096, std::span(read).subspan(i * 4096, 4096), 1000 + i));
+    ASSERT_OK(SubmitRead(file_, i * 4096, std::span(read).subspan(i * 4096, 4096), 1000 + i));
   }
   std::vector<int> ended(kPieces);
   for (const Completion& completion : WaitFor(kPieces)) {
@@ -183,22 +204,22 @@ TEST_P(IoEngineContract, MisalignedAndUnknownRequestsAreRefused) {
   Bytes bytes(3 * 4096);
   const std::span<std::byte> span(bytes);
   const auto invalid = HasCode(absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(engine_->SubmitRead(file_, 512, span.first(4096), 1), invalid);
-  EXPECT_THAT(engine_->SubmitRead(file_, 0, span.first(512), 1), invalid);
-  EXPECT_THAT(engine_->SubmitRead(file_, 0, span.subspan(512, 4096), 1), invalid);
-  EXPECT_THAT(engine_->SubmitWrite(file_, 0, span.first(4095), 1), invalid);
-  EXPECT_THAT(engine_->SubmitRead(file_, 0, {}, 1), invalid);
-  EXPECT_THAT(engine_->SubmitRead(FileIndex{1}, 0, span, 1), invalid);
-  EXPECT_THAT(engine_->SubmitFlush(FileIndex{1}, 1), invalid);
+  EXPECT_THAT(SubmitRead(file_, 512, span.first(4096), 1), invalid);
+  EXPECT_THAT(SubmitRead(file_, 0, span.first(512), 1), invalid);
+  EXPECT_THAT(SubmitRead(file_, 0, span.subspan(512, 4096), 1), invalid);
+  EXPECT_THAT(SubmitWrite(file_, 0, span.first(4095), 1), invalid);
+  EXPECT_THAT(SubmitRead(file_, 0, {}, 1), invalid);
+  EXPECT_THAT(SubmitRead(FileIndex{1}, 0, span, 1), invalid);
+  EXPECT_THAT(SubmitFlush(FileIndex{1}, 1), invalid);
   EXPECT_THAT(engine_->Submit({.kind = IoKind::kEvent, .file = file_}), invalid);
   EXPECT_THAT(WaitFor(0), IsEmpty());
 }
 
 TEST_P(IoEngineContract, ReadsAcrossTheEndAreShort) {
   Bytes bytes(3 * 4096);
-  ASSERT_OK(engine_->SubmitRead(file_, kFileBytes - 4096, bytes, 1));
+  ASSERT_OK(SubmitRead(file_, kFileBytes - 4096, bytes, 1));
   Bytes other(3 * 4096);
-  ASSERT_OK(engine_->SubmitRead(file_, kFileBytes, other, 2));
+  ASSERT_OK(SubmitRead(file_, kFileBytes, other, 2));
   EXPECT_THAT(WaitFor(2),
               UnorderedElementsAre(Completion{.token = 1, .result = 4096, .kind = IoKind::kRead},
                                    Completion{.token = 2, .result = 0, .kind = IoKind::kRead}));
@@ -208,14 +229,13 @@ TEST_P(IoEngineContract, AFullBacklogRefusesAndThenGoesOn) {
   Bytes all(IoEngine::kBacklogMax * 4096);  // a page each: they run at the same time
   const auto page = [&all](uint32_t i) { return std::span(all).subspan(i * size_t{4096}, 4096); };
   for (uint32_t i = 0; i < IoEngine::kBacklogMax; ++i) {
-    ASSERT_OK(engine_->SubmitRead(file_, 0, page(i), i));
+    ASSERT_OK(SubmitRead(file_, 0, page(i), i));
   }
-  EXPECT_THAT(engine_->SubmitRead(file_, 0, page(0), 99999),
-              HasCode(absl::StatusCode::kResourceExhausted));
+  EXPECT_THAT(SubmitRead(file_, 0, page(0), 99999), HasCode(absl::StatusCode::kResourceExhausted));
   std::vector<int> ended(IoEngine::kBacklogMax);
   for (const Completion& completion : WaitFor(IoEngine::kBacklogMax)) ++ended.at(completion.token);
   EXPECT_THAT(ended, ::testing::Each(1));
-  ASSERT_OK(engine_->SubmitRead(file_, 0, page(0), 5));
+  ASSERT_OK(SubmitRead(file_, 0, page(0), 5));
   EXPECT_EQ(WaitFor(1).size(), 1u);
 }
 
@@ -225,7 +245,7 @@ TEST_P(IoEngineContract, ASmallOutputLosesNothing) {
   ASSERT_OK(engine_->WatchEventFd(event.get(), 100));
   Signal(event);
   for (uint64_t i = 0; i < 5; ++i) {
-    ASSERT_OK(engine_->SubmitRead(file_, 0, std::span(bytes).subspan(i * 4096, 4096), i));
+    ASSERT_OK(SubmitRead(file_, 0, std::span(bytes).subspan(i * 4096, 4096), i));
   }
   std::vector<uint64_t> tokens;
   for (int i = 0; i < 100 && tokens.size() < 6; ++i) {
@@ -359,9 +379,9 @@ TEST_P(IoEngineContract, AnEngineMadeHereWorksOnAnotherThread) {
   protocol::UniqueFd event = EventFd(EFD_NONBLOCK);
   std::thread reactor([&] {
     ASSERT_OK(engine_->WatchEventFd(event.get(), 17));
-    ASSERT_OK(engine_->SubmitWrite(file_, 0, written, 1));
+    ASSERT_OK(SubmitWrite(file_, 0, written, 1));
     EXPECT_EQ(WaitFor(1).size(), 1u);
-    ASSERT_OK(engine_->SubmitRead(file_, 0, read, 2));
+    ASSERT_OK(SubmitRead(file_, 0, read, 2));
     Signal(event);
     EXPECT_THAT(WaitFor(2),
                 UnorderedElementsAre(Completion{.token = 2, .result = 8192, .kind = IoKind::kRead},
@@ -382,15 +402,15 @@ TEST_P(IoEngineContract, RegisteredBuffersCarryTheSameBytes) {
   }
   RecordProperty("registered", registered ? "yes" : "no");
   const std::span<std::byte> span(buffer);
-  ASSERT_OK(engine_->SubmitWrite(file_, 0, span, 1));
+  ASSERT_OK(SubmitWrite(file_, 0, span, 1));
   EXPECT_EQ(WaitFor(1).size(), 1u);
   std::fill(buffer.begin(), buffer.end(), std::byte{0});
   // One piece of it, the whole of it, and after it has been taken back.
-  ASSERT_OK(engine_->SubmitRead(file_, 4096, span.subspan(4096, 4096), 2));
+  ASSERT_OK(SubmitRead(file_, 4096, span.subspan(4096, 4096), 2));
   EXPECT_EQ(WaitFor(1).size(), 1u);
   EXPECT_TRUE(std::equal(buffer.begin() + 4096, buffer.begin() + 8192, copy.begin() + 4096));
   engine_->UnregisterBuffer(buffer);
-  ASSERT_OK(engine_->SubmitRead(file_, 0, span, 3));
+  ASSERT_OK(SubmitRead(file_, 0, span, 3));
   EXPECT_THAT(WaitFor(1),
               ElementsAre(Completion{
                   .token = 3, .result = static_cast<int64_t>(copy.size()), .kind = IoKind::kRead}));
@@ -408,11 +428,10 @@ TEST_P(IoEngineContract, TooManyFilesAreRefused) {
   engine_->UnregisterFile(FileIndex{5});  // ignored, as is the next one
   engine_->UnregisterFile(FileIndex{9999});
   Bytes bytes(4096);
-  EXPECT_THAT(engine_->SubmitRead(FileIndex{5}, 0, bytes, 1),
-              HasCode(absl::StatusCode::kInvalidArgument));
+  EXPECT_THAT(SubmitRead(FileIndex{5}, 0, bytes, 1), HasCode(absl::StatusCode::kInvalidArgument));
   ASSERT_OK_AND_ASSIGN(const FileIndex again, engine_->RegisterFile(fd));
   EXPECT_EQ(again, FileIndex{5});
-  ASSERT_OK(engine_->SubmitRead(again, 0, bytes, 1));
+  ASSERT_OK(SubmitRead(again, 0, bytes, 1));
   EXPECT_EQ(WaitFor(1).size(), 1u);
 }
 

@@ -192,7 +192,7 @@ class DiskLimit {
     uint64_t written = 0;
     std::array<uint64_t, kDepth> piece_of{};
     for (uint32_t slot = 0; slot < kDepth && next < pieces_; ++slot) {
-      RETURN_IF_ERROR(Read(slot, piece_of[slot] = next++));
+      RETURN_IF_ERROR(Submit(nvme::IoKind::kRead, slot, piece_of[slot] = next++));
     }
     while (written < pieces_) {
       ASSIGN_OR_RETURN(const size_t count, engine_->Wait(nvme::IoEngine::kForever, done));
@@ -203,11 +203,11 @@ class DiskLimit {
         }
         const auto slot = static_cast<uint32_t>(done[i].token);
         if (done[i].kind == nvme::IoKind::kRead) {
-          RETURN_IF_ERROR(engine_->SubmitWrite(
-              index_, (write_half_ * pieces_ + piece_of[slot]) * kPieceBytes, Slot(slot), slot));
+          RETURN_IF_ERROR(Submit(nvme::IoKind::kWrite, slot, piece_of[slot]));
         } else {
           ++written;
-          if (next < pieces_) RETURN_IF_ERROR(Read(slot, piece_of[slot] = next++));
+          if (next < pieces_)
+            RETURN_IF_ERROR(Submit(nvme::IoKind::kRead, slot, piece_of[slot] = next++));
         }
       }
     }
@@ -219,12 +219,15 @@ class DiskLimit {
   static constexpr uint64_t kPieceBytes = kMiB;
   static constexpr uint32_t kDepth = 16;
 
-  std::span<std::byte> Slot(uint32_t slot) {
-    return buffer_->bytes().subspan(slot * kPieceBytes, kPieceBytes);
-  }
-  absl::Status Read(uint32_t slot, uint64_t piece) {
-    return engine_->SubmitRead(index_, (read_half_ * pieces_ + piece) * kPieceBytes, Slot(slot),
-                               slot);
+  // Between the slot's memory and a piece of the half that is read or written.
+  absl::Status Submit(nvme::IoKind kind, uint32_t slot, uint64_t piece) {
+    const uint64_t half = kind == nvme::IoKind::kRead ? read_half_ : write_half_;
+    return engine_->Submit({.kind = kind,
+                            .file = index_,
+                            .offset_bytes = (half * pieces_ + piece) * kPieceBytes,
+                            .data = buffer_->bytes().data() + slot * kPieceBytes,
+                            .size_bytes = kPieceBytes,
+                            .token = slot});
   }
 
   UniqueFd file_;

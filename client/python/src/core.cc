@@ -91,14 +91,6 @@ std::span<const std::byte> BytesOf(const nb::bytes& bytes) {
   return {static_cast<const std::byte*>(bytes.data()), bytes.size()};
 }
 
-absl::StatusOr<DType> DTypeFromName(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (name == Name(dtype)) return dtype;
-  }
-  return MakeError(ErrorId::kOption, absl::StrCat("unknown dtype \"", name, "\""),
-                   "known: float32, bfloat16, float16");
-}
-
 // True where a signal handler of Python's has raised; the exception stays set for Raise(). Handlers
 // run on the main thread alone; another one that took the GIL while the interpreter ends would be
 // ended by it, through frames of ours.
@@ -143,7 +135,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .world_size = world_size,
       .run = run,
       .resume = resume,
-      .layout = {.dtype = ValueOrThrow(DTypeFromName(dtype)),
+      .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
                  .seed = seed,
@@ -334,10 +326,6 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
       .def_prop_ro("states", &States)
-      .def("weights_dlpack",
-           [](PyAttachment& self) {
-             return MakeView(self->weights(), self.dtype(), self->weights_owner());
-           })
       .def("weights", &Weights, nb::arg("group"))
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
