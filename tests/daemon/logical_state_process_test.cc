@@ -1,0 +1,248 @@
+// Goal    What clients read of a job is the model's own, whatever holds it: before the first step the
+//         masters are the weights and the moments zero; frozen parameters have weights and no
+//         states; a parameter without a gradient keeps weights and states to the bit and its t;
+//         the world size changes no bit.
+// Method  Real daemons, in DRAM and with half of the states on swap; weights and states are read by
+//         name and compared bit by bit.
+
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "client/admin.h"
+#include "client/client.h"
+#include "cpu_adam/stream_kernel.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/optimizer.h"
+#include "tests/support/logical_state.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::DType;
+using protocol::ErrorId;
+using protocol::Format;
+using protocol::Optimizer;
+using testing::DaemonProcess;
+using testing::HasError;
+using ::testing::IsEmpty;
+using testing::LogicalJob;
+using testing::LogicalState;
+using testing::StateKind;
+using testing::TempDir;
+
+constexpr auto kTimeout = std::chrono::seconds(60);
+
+const std::vector<StateKind> kFormats = {
+    {.name = "fp32"},
+    {.name = "fp32_bf16", .dtype = DType::kBFloat16},
+    {.name = "exact", .format = Format::kExact, .dtype = DType::kBFloat16}};
+const std::vector<StateKind> kRounded = {
+    {.name = "fp32_fp16", .dtype = DType::kFloat16},
+    {.name = "bf16", .format = Format::kBf16, .dtype = DType::kBFloat16},
+    {.name = "int8", .format = Format::kInt8, .dtype = DType::kBFloat16}};
+
+// A daemon that has a job of one kind.
+class LogicalStates : public ::testing::TestWithParam<StateKind> {
+ protected:
+  LogicalJob Job(const std::string& name = "job") const {
+    const StateKind& kind = GetParam();
+    return {.socket = dir_.path() + "/s",
+            .job = name,
+            .layout = testing::MakeMixedLayout(kind.optimizer, kind.format, kind.dtype)};
+  }
+  void StartInDram() {
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(Job().socket, {"update.block_elems=4096"}));
+  }
+  void StartOnSwap(uint32_t world_size = 1) {
+    ASSERT_OK_AND_ASSIGN(daemon_, testing::StartWithSwap(dir_, Job(), world_size));
+  }
+  // Some blocks are in DRAM and some on swap.
+  void ExpectBothTiers() const {
+    ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = Job().socket}));
+    ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+    EXPECT_GT(status.jobs.at(0).resident_blocks, 0U);
+    EXPECT_LT(status.jobs.at(0).resident_blocks, status.jobs.at(0).blocks);
+  }
+  void ExpectMastersAreWeights(const LogicalState& state) const {
+    const DType dtype = GetParam().dtype;
+    for (const auto& param : Job().layout.params) {
+      if (!param.trainable) continue;
+      std::vector<uint32_t> master = state.at(param.name + "/weights");
+      if (dtype != DType::kFloat32) {
+        const std::vector<uint16_t> narrow(master.begin(), master.end());
+        cpu_adam::AddGradient(narrow.size(), {narrow.data(), dtype}, cpu_adam::AddMode::kSet,
+                              reinterpret_cast<float*>(master.data()));
+      }
+      EXPECT_EQ(state.at(param.name + "/master"), master) << param.name;
+      EXPECT_EQ(state.at(param.name + "/step"), std::vector<uint32_t>{0});
+      for (const auto& moment : protocol::Info(GetParam().optimizer).moments) {
+        const std::vector<uint32_t> zeros(master.size(), 0);
+        EXPECT_EQ(state.at(param.name + "/" + std::string(moment.name)), zeros) << param.name;
+      }
+    }
+  }
+
+  TempDir dir_;
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+std::string NameOf(const ::testing::TestParamInfo<StateKind>& kind) { return kind.param.name; }
+
+// ---------------------------------------------------------------------------- before the first step
+
+class LogicalStatesBeforeTheFirstStep : public LogicalStates {};
+
+TEST_P(LogicalStatesBeforeTheFirstStep, AreTheWeightsAndZerosInDram) {
+  StartInDram();
+  ASSERT_OK(testing::Train(Job(), {}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState state, testing::ReadLogicalState(Job()));
+  ExpectMastersAreWeights(state);
+}
+
+TEST_P(LogicalStatesBeforeTheFirstStep, AreTheWeightsAndZerosOnSwap) {
+  StartOnSwap();
+  ASSERT_OK(testing::Train(Job(), {}));
+  ExpectBothTiers();
+  ASSERT_OK_AND_ASSIGN(const LogicalState state, testing::ReadLogicalState(Job()));
+  ExpectMastersAreWeights(state);
+}
+
+std::vector<StateKind> AllFormats() {
+  std::vector<StateKind> kinds = kFormats;
+  kinds.insert(kinds.end(), kRounded.begin(), kRounded.end());
+  return kinds;
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesBeforeTheFirstStep,
+                         ::testing::ValuesIn(AllFormats()), NameOf);
+
+// ------------------------------------------------------------------------------------------- frozen
+
+class LogicalStatesOfFrozenParameters : public LogicalStates {};
+
+TEST_P(LogicalStatesOfFrozenParameters, AreWeightsAlone) {
+  StartOnSwap();
+  ASSERT_OK(testing::Train(Job(), {}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState before, testing::ReadLogicalState(Job()));
+  ASSERT_OK(testing::Train(Job(), {.first = 1, .end = 3}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState after, testing::ReadLogicalState(Job()));
+  uint32_t frozen = 0;
+  for (const auto& param : Job().layout.params) {
+    const std::string weights = param.name + "/weights";
+    EXPECT_EQ(before.at(weights) == after.at(weights), !param.trainable) << param.name;
+    frozen += param.trainable ? 0 : 1;
+  }
+  EXPECT_EQ(frozen, 5U);
+
+  ASSERT_OK_AND_ASSIGN(
+      auto session,
+      client::Attachment::Attach(
+          {.socket = Job().socket, .job = "job", .run = "run", .layout = Job().layout}));
+  const uint32_t param = 1;
+  ASSERT_EQ(Job().layout.params[param].name, "layer0.frozen");
+  std::vector<float> values(513);
+  const auto read =
+      session->ReadState({.param = "layer0.frozen", .state = "master"}, values, kTimeout);
+  EXPECT_THAT(read, HasError(ErrorId::kRange));
+  const std::vector<std::byte> gradient(513 * protocol::SizeBytes(GetParam().dtype));
+  EXPECT_THAT(session->AddGradient(param, gradient, kTimeout), HasError(ErrorId::kUnsupported));
+  EXPECT_OK(session->Detach());
+
+  ASSERT_OK_AND_ASSIGN(const auto layout, protocol::Layout::Create(Job().layout));
+  EXPECT_EQ(layout.total_elems() - layout.trainable_elems(), 4U * 513 + 700);
+  ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = Job().socket}));
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  EXPECT_EQ(status.jobs.at(0).state_bytes,
+            layout.total_elems() * protocol::SizeBytes(GetParam().dtype) +
+                protocol::StateBytes(GetParam().optimizer, GetParam().format, GetParam().dtype,
+                                     layout.trainable_elems()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesOfFrozenParameters,
+                         ::testing::ValuesIn(AllFormats()), NameOf);
+
+// ------------------------------------------------------------------------- without a gradient in a step
+
+class LogicalStatesWithoutAGradient : public LogicalStates {
+ protected:
+  // In DRAM and on swap; neighbours of theirs, in the same block, have one.
+  static bool IsAbsent(const std::string& param) {
+    return param == "layer0.bias" || param == "layer1.weight" || param == "layer2.scale" ||
+           param == "layer3.weight";
+  }
+};
+
+TEST_P(LogicalStatesWithoutAGradient, StayToTheBitAndSoDoesTheirT) {
+  StartOnSwap();
+  const LogicalJob job = Job();
+  const auto params = job.layout.params;
+  const auto gradient_of = [&params](uint32_t param, uint64_t t) {
+    return t == 2 && IsAbsent(params[param].name) ? 0 : t;
+  };
+  const auto trained_until = [&](uint64_t t) -> absl::StatusOr<LogicalState> {
+    const absl::Status status =
+        testing::Train(job, {.first = t, .end = t + 1, .gradient_of = gradient_of});
+    if (!status.ok()) return status;
+    return testing::ReadLogicalState(job);
+  };
+  ASSERT_OK_AND_ASSIGN(const LogicalState first, trained_until(1));
+  ExpectBothTiers();
+  ASSERT_OK_AND_ASSIGN(const LogicalState second, trained_until(2));
+  for (const auto& param : params) {
+    if (!param.trainable) continue;
+    const bool same = IsAbsent(param.name);
+    for (const auto& [name, bits] : first) {
+      if (!same || !name.starts_with(param.name + "/")) continue;
+      EXPECT_EQ(second.at(name), bits) << name;
+    }
+    EXPECT_EQ(second.at(param.name + "/master") == first.at(param.name + "/master"), same)
+        << param.name;
+    EXPECT_EQ(second.at(param.name + "/step")[0], same ? 1U : 2U) << param.name;
+  }
+
+  // Their third step is as if there had been no second one.
+  ASSERT_OK_AND_ASSIGN(const LogicalState third, trained_until(3));
+  daemon_.reset();
+  StartInDram();
+  ASSERT_OK(testing::Train(
+      job, {.first = 1, .end = 3, .gradient_of = [](uint32_t, uint64_t t) { return 2 * t - 1; }}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState without, testing::ReadLogicalState(job));
+  for (const auto& [name, bits] : without) {
+    if (!IsAbsent(name.substr(0, name.find('/')))) continue;
+    EXPECT_EQ(third.at(name), bits) << name;
+  }
+}
+
+std::vector<StateKind> KindsWithoutAGradient() {
+  return testing::KindsOfAllOptimizers({kFormats[0], kFormats[1], kFormats[2], kRounded[2]});
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, LogicalStatesWithoutAGradient,
+                         ::testing::ValuesIn(KindsWithoutAGradient()), NameOf);
+
+// ----------------------------------------------------------------------------------------- any world
+
+class LogicalStatesOfAnyWorld : public LogicalStates {};
+
+TEST_P(LogicalStatesOfAnyWorld, AreThoseOfOneRank) {
+  StartInDram();
+  std::vector<LogicalState> worlds;
+  for (const uint32_t world_size : {1, 2, 3}) {
+    const LogicalJob job = Job("world" + std::to_string(world_size));
+    ASSERT_OK(testing::Train(job, {.world_size = world_size, .first = 1, .end = 4}));
+    ASSERT_OK_AND_ASSIGN(worlds.emplace_back(), testing::ReadLogicalState(job, world_size));
+  }
+  EXPECT_EQ(worlds[0].at("layer0.bias/step")[0], 3U);
+  EXPECT_THAT(testing::Differences(worlds[0], worlds[1]), IsEmpty());
+  EXPECT_THAT(testing::Differences(worlds[0], worlds[2]), IsEmpty());
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, LogicalStatesOfAnyWorld,
+                         ::testing::ValuesIn(testing::KindsOfAllOptimizers(kFormats)), NameOf);
+
+}  // namespace
+}  // namespace forebay::daemon
