@@ -137,6 +137,22 @@ struct CreateJobSwap {
   std::vector<nvme::Slot> slots;
 };
 
+// Frees the job's step arena and makes another one (zero-filled) that holds the named extra_state of
+// the old one. An error leaves the job without one; the next try gets the extra_state that was kept
+// meanwhile, of as many ranks as it names. Ends with TaskDone.
+struct ReplaceStepArena {
+  struct Copy {
+    uint64_t from_bytes = 0;  // offsets
+    uint64_t to_bytes = 0;
+    uint64_t size_bytes = 0;
+  };
+
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t step_bytes = 0;
+  std::vector<Copy> extra_state = {};  // by rank
+};
+
 // Makes grad arena (grad_bytes in all, step region included) and ring of a session.
 struct CreateSessionMemory {
   TaskId task = 0;
@@ -380,9 +396,9 @@ struct StepCommitted {
 };
 
 using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, CreateSessionMemory, AnswerAttach, AnswerCommand,
-                 CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
-                 AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock, DecodeState,
-                 StartLeaseTimer, StepCalled, StepCommitted>;
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
+                 AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
+                 CopyInitial, CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
+                 WriteBlock, DecodeState, StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

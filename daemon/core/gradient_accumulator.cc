@@ -17,19 +17,15 @@ using protocol::MakeError;
 
 GradientAccumulator::GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
                                          const MemoryPlan& plan, const Membership& members)
-    : io_(io),
-      layout_(std::move(layout)),
-      plan_(plan),
-      members_(members),
-      world_size_(members.world_size()) {
+    : io_(io), layout_(std::move(layout)), plan_(plan), members_(members) {
   Forget();
 }
 
 void GradientAccumulator::Forget() {
   groups_.assign(layout_->groups().size(), Group{});
-  closed_.assign(world_size_, false);
-  delivered_.assign(world_size_, {});
-  overflow_used_.assign(world_size_, {});
+  closed_.assign(members_.world_size(), false);
+  delivered_.assign(members_.world_size(), {});
+  overflow_used_.assign(members_.world_size(), {});
   delivered_total_ = 0;
   unsummed_cells_ = 0;
   contributions_.clear();
@@ -208,7 +204,7 @@ void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
   Pass pass{.group = group, .begin = begin, .end = cell.end};
   bool crowded = false;
   uint32_t rank = cell.next_rank;
-  for (; rank < world_size_; ++rank) {
+  for (; rank < members_.world_size(); ++rank) {
     const auto waiting = cell.waiting.find(rank);
     if (waiting == cell.waiting.end()) {
       if (!closed_[rank]) break;
@@ -218,7 +214,7 @@ void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
     pass.sources.push_back(waiting->second);
     crowded = crowded || IsCrowded(waiting->second);
   }
-  pass.completes = rank == world_size_;
+  pass.completes = rank == members_.world_size();
   if (!pass.sources.empty()) {
     if (!pass.completes && !crowded) return;
     cell.next_rank = rank;
@@ -441,7 +437,7 @@ void GradientAccumulator::CloseRank(uint32_t rank) {
   SpillToOverflow();
 }
 
-void GradientAccumulator::ReopenRanks() { closed_.assign(world_size_, false); }
+void GradientAccumulator::ReopenRanks() { closed_.assign(members_.world_size(), false); }
 
 void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& status) {
   for (auto& [id, contribution] : contributions_) {
@@ -489,7 +485,8 @@ void GradientAccumulator::CheckInvariants() const {
       FOREBAY_CHECK(begin >= last_end && begin < cell.end);
       last_end = cell.end;
       if (!cell.summed) ++unsummed;
-      FOREBAY_CHECK(!cell.summed || (cell.waiting.empty() && cell.next_rank == world_size_));
+      FOREBAY_CHECK(!cell.summed ||
+                    (cell.waiting.empty() && cell.next_rank == members_.world_size()));
       for (const auto& [rank, id] : cell.waiting) {
         FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
         waiting_elems[id] += cell.end - begin;

@@ -78,6 +78,9 @@ class GradientAccumulator {
   // makes them stale.
   void Drop(const absl::Status& status);
 
+  // Forgets everything: the plan and the world size are others. No task of it runs.
+  void OnWorldChanged() { Forget(); }
+
   bool empty() const { return delivered_total_ == 0; }
   bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
   // Elements of [begin, end) of a group that the rank has delivered.
@@ -166,7 +169,6 @@ class GradientAccumulator {
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   const Membership& members_;
-  uint32_t world_size_;
   uint64_t step_ = 0;
   std::vector<Group> groups_;
   std::vector<bool> closed_;                          // by rank

@@ -57,6 +57,49 @@ void Job::OnMemoryMade(const TaskDone& done) {
   step_.Fail(failed_);
 }
 
+// ----------------------------------------------------------------------------------------- the world
+
+bool Job::NeedsWorld(const AttachRequested& request) const {
+  if (request.reader) return false;
+  return request.world_size != room().world_size || (!has_step_arena_ && !next_plan_);
+}
+
+uint64_t Job::planned_bytes() const {
+  const uint64_t bytes = spec_.plan.dram_bytes;
+  return next_plan_ ? std::max(bytes, next_plan_->dram_bytes) : bytes;
+}
+
+// When the last step of the old world is over and its sessions are closed.
+void Job::TryChangeWorld() {
+  if (!next_plan_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
+  if (step_.phase() != Step::Phase::kOpen || !members_.has_only_waiting()) return;
+  step_.DropForNewWorld();
+  if (io_.stale_tasks() > 0) return;
+  const MemoryPlan before = std::exchange(spec_.plan, *std::exchange(next_plan_, std::nullopt));
+  ReplaceStepArena action{.step_bytes = spec_.plan.step_bytes};
+  const uint32_t kept = std::min(before.session.world_size, spec_.world_size());
+  for (uint32_t rank = 0; rank < kept; ++rank) {
+    action.extra_state.push_back({.from_bytes = before.extra_state_slot(rank, step_.extra_slot()),
+                                  .to_bytes = step_.extra_state_offset(rank),
+                                  .size_bytes = step_.extra_state_bytes(rank)});
+  }
+  members_.OnWorldChanged();
+  step_.OnWorldChanged();
+  has_step_arena_ = true;
+  ++making_tasks_;
+  io_.Start(TaskKind::kStepArena, 0, std::move(action));
+}
+
+void Job::OnStepArenaMade(const TaskDone& done) {
+  --making_tasks_;
+  if (done.status.ok()) return;
+  has_step_arena_ = false;
+  for (const SessionId id : members_.attaching()) {
+    Session& session = *members_.Find(id);
+    if (!session.reader) Evict(session, done.status);
+  }
+}
+
 void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
   members_.OnMemoryMade(id, status.ok());
   Session& session = *members_.Find(id);
@@ -66,7 +109,7 @@ void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
 // ---------------------------------------------------------------------------------------- sessions
 
 absl::Status Job::CheckAttach(const AttachRequested& request) const {
-  absl::Status status = members_.CheckAttach(request);
+  absl::Status status = members_.CheckAttach(request, room());
   if (!status.ok()) return status;
   if (failed()) return FailedStatus();
   if (deleting_) {
@@ -166,7 +209,7 @@ bool Job::MayAnswerAttach(const Session& session) const {
 }
 
 void Job::AnswerAttaches() {
-  if (making_tasks_ > 0) return;
+  if (making_tasks_ > 0 || (next_plan_ && !failed())) return;
   for (const SessionId id : members_.attaching()) {
     Session& session = *members_.Find(id);
     if (failed()) {
@@ -334,6 +377,9 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kJobSwap:
       OnMemoryMade(done);
       return;
+    case TaskKind::kStepArena:
+      OnStepArenaMade(done);
+      return;
     case TaskKind::kSessionMemory:
       OnSessionMemoryMade(task.sessions.at(0), done.status);
       return;
@@ -411,6 +457,7 @@ void Job::Advance() {
   step_.Advance();
   fetches_.Serve();
   CloseEnded();
+  TryChangeWorld();
   AnswerAttaches();
   CloseEnded();
   FreeWhenUnused();

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -32,6 +34,11 @@ class Job {
 
   // Whether this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
+  // Whether a rank that was checked needs another plan (PlanWorld) before it attaches: the world size
+  // is not the job's, or the job's step arena could not be made.
+  bool NeedsWorld(const AttachRequested& request) const;
+  // The plan of the next sessions. It holds when nothing of the world before is left; they wait.
+  void ChangeWorld(MemoryPlan plan) { next_plan_ = std::move(plan); }
   // Adds a session that was checked; fences a live one of the same rank.
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
@@ -59,7 +66,9 @@ class Job {
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
   const std::vector<nvme::Slot>& swap_slots() const { return pipeline_.swap_slots(); }
-  uint64_t dram_bytes() const { return spec_.plan.dram_bytes + members_.reader_bytes(); }
+  // Of arenas and tables, readers' aside.
+  uint64_t planned_bytes() const;
+  uint64_t dram_bytes() const { return planned_bytes() + members_.reader_bytes(); }
   uint32_t staged_blocks() const { return pipeline_.staged_count(); }
   JobView View() const;
   void CheckInvariants() const;
@@ -71,6 +80,9 @@ class Job {
   absl::Status FailedStatus() const;
   void Fail(const absl::Status& first_error);
   void OnMemoryMade(const TaskDone& done);
+  const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
+  void TryChangeWorld();
+  void OnStepArenaMade(const TaskDone& done);
   void OnSessionMemoryMade(SessionId session, const absl::Status& status);
   absl::Status OnBlockTask(TaskKind kind, const TaskDone& done);
 
@@ -91,6 +103,9 @@ class Job {
   JobSpec spec_;
   JobIo io_;
   uint32_t making_tasks_ = 0;  // its memory and swap
+  // Of sessions that wait until it becomes the spec's.
+  std::optional<MemoryPlan> next_plan_;
+  bool has_step_arena_ = true;
   // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
   bool deleting_ = false;
   bool freed_ = false;

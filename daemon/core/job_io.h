@@ -45,6 +45,7 @@ struct CommandId {
 enum class TaskKind : uint8_t {
   kJobMemory,
   kJobSwap,
+  kStepArena,
   kSessionMemory,
   kCopyInitial,  // these four are of one epoch: see NewEpoch
   kAddGradients,

@@ -13,7 +13,8 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::Status Membership::CheckAttach(const AttachRequested& request) const {
+absl::Status Membership::CheckAttach(const AttachRequested& request,
+                                     const SessionRequest& room) const {
   const std::string difference =
       protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
   if (!difference.empty()) {
@@ -22,12 +23,13 @@ absl::Status Membership::CheckAttach(const AttachRequested& request) const {
                      "choose another job name, or delete the job");
   }
   if (request.reader) return absl::OkStatus();
-  const SessionRequest& room = spec_.plan.session;
   if (request.world_size != room.world_size) {
-    return MakeError(ErrorId::kRank,
-                     absl::StrCat("world size: job ", spec_.name, " has ", room.world_size,
-                                  ", this client wants ", request.world_size),
-                     "start all ranks with one world size, or delete the job");
+    if (live_ranks() == 0) return absl::OkStatus();  // it will be the job's
+    return MakeError(
+        ErrorId::kRank,
+        absl::StrCat("world size: job ", spec_.name, " has ", room.world_size, ", of which ",
+                     live_ranks(), " are attached; this client wants ", request.world_size),
+        "start all ranks with one world size, or end those that are attached");
   }
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
     return MakeError(ErrorId::kRange,
@@ -117,6 +119,12 @@ uint64_t Membership::live_ranks() const {
   return static_cast<uint64_t>(count);
 }
 
+bool Membership::has_only_waiting() const {
+  return std::all_of(sessions_.begin(), sessions_.end(), [](const auto& entry) {
+    return entry.second.reader || entry.second.state == Session::State::kWaiting;
+  });
+}
+
 bool Membership::HasMemory(Session& session) {
   if (session.memory_asked) return session.memory_made;
   const auto is_predecessor = [&](const auto& entry) {
@@ -188,11 +196,11 @@ std::optional<uint32_t> Membership::FirstDetached() const {
 }
 
 void Membership::CheckInvariants() const {
-  std::vector<uint32_t> live_of_rank(world_size(), 0);
+  std::map<uint32_t, uint32_t> live_of_rank;
   for (const auto& [id, session] : sessions_) {
     if (!session.reader && session.state != Session::State::kEnded) ++live_of_rank[session.rank];
   }
-  for (const uint32_t live : live_of_rank) FOREBAY_CHECK(live <= 1);
+  for (const auto& [rank, live] : live_of_rank) FOREBAY_CHECK(live <= 1);
 }
 
 }  // namespace forebay::daemon

@@ -30,8 +30,9 @@ class Membership {
   Membership(const JobSpec& spec, JobIo& io)
       : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
 
-  // Whether this client may attach by its layout and the sizes it asks for.
-  absl::Status CheckAttach(const AttachRequested& request) const;
+  // Whether this client may attach by its layout, its world size and the sizes it asks for, where
+  // sessions get `room`. Another world size may where no rank has a session.
+  absl::Status CheckAttach(const AttachRequested& request, const SessionRequest& room) const;
   // Whether this client's run may: the job's own, or, between runs, one that asks to resume. A job
   // whose parameters are not written (`ready`) is nobody's yet.
   //
@@ -47,6 +48,10 @@ class Membership {
   std::vector<Session*> Current();  // of ranks, attached and not fenced, in the order of ids
   bool HasCurrentBeside(SessionId id) const;
   uint64_t live_ranks() const;  // ranks' sessions that have not ended
+  // Whether every rank's session waits for its answer.
+  bool has_only_waiting() const;
+  // The spec's world size is another: no rank has detached. Ranks' sessions are waiting.
+  void OnWorldChanged() { detached_.assign(world_size(), false); }
 
   // In the order of arrival; a copy, because answers change it.
   std::vector<SessionId> attaching() const { return attaching_; }

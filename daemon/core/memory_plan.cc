@@ -101,6 +101,9 @@ absl::Status DramLimit(const MemoryPlan& plan, const NodeOptions& options, const
   absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
                   Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
                   ") + tables ", Bytes(plan.table_bytes));
+  if (plan.placement.state_bytes() > 0) {
+    absl::StrAppend(&message, " + states in DRAM ", Bytes(plan.placement.state_bytes()));
+  }
   if (state_bytes_needed > 0) {
     absl::StrAppend(&message, " + states ", Bytes(state_bytes_needed), " (there is no swap)");
   }
@@ -115,6 +118,35 @@ absl::Status DramLimit(const MemoryPlan& plan, const NodeOptions& options, const
                    absl::StrCat("raise --dram / dram.limit to at least ", needed, " bytes (",
                                 FormatBytes(RoundUp(needed, protocol::kMiB)),
                                 "), or delete jobs that hold memory"));
+}
+
+// All arenas but that of states, and the tables.
+absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
+                        const NodeOptions& options, MemoryPlan& plan) {
+  RETURN_IF_ERROR(CheckSessionRequest(layout, request));
+  if (request.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
+    return MakeError(ErrorId::kDramLimit,
+                     absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
+                                  " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
+                                  Bytes(options.dram_limit_bytes)),
+                     "ask for a smaller gradient arena");
+  }
+  plan.session = request;
+  plan.weights_bytes = layout.weights_bytes();
+  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
+  PlanStepArena(layout, plan);
+  PlanSessionArena(layout, plan);
+  plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
+                    request.world_size *
+                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +
+                    plan.table_bytes;
+  return absl::OkStatus();
+}
+
+// What other jobs leave of the limit.
+uint64_t RoomBytes(const NodeOptions& options, const NodeUse& use) {
+  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
+  return options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
 }
 
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
@@ -180,27 +212,9 @@ absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& req
 
 absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use) {
-  RETURN_IF_ERROR(CheckSessionRequest(layout, request));
-  if (request.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
-    return MakeError(ErrorId::kDramLimit,
-                     absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
-                                  " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
-                                  Bytes(options.dram_limit_bytes)),
-                     "ask for a smaller gradient arena");
-  }
   MemoryPlan plan;
-  plan.session = request;
-  plan.weights_bytes = layout.weights_bytes();
-  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
-  PlanStepArena(layout, plan);
-  PlanSessionArena(layout, plan);
-  plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
-                    request.world_size *
-                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +
-                    plan.table_bytes;
-
-  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
-  const uint64_t room = options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
+  const uint64_t room = RoomBytes(options, use);
   const bool has_swap = options.swap.capacity_bytes() > 0;
   plan.block_elems = BlockElems(layout, options);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
@@ -231,6 +245,19 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
                                   Bytes(options.staging_slot_bytes), " are free"),
                      "raise swap.staging or lower update.block_elems");
   }
+  return plan;
+}
+
+absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job,
+                                     const SessionRequest& request, const NodeOptions& options,
+                                     const NodeUse& use) {
+  MemoryPlan plan = job;
+  plan.accumulator_offsets.clear();
+  SessionRequest wanted = request;
+  wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
+  RETURN_IF_ERROR(PlanArenas(layout, wanted, options, plan));
+  plan.dram_bytes += plan.placement.state_bytes();
+  if (plan.dram_bytes > RoomBytes(options, use)) return DramLimit(plan, options, use, 0);
   return plan;
 }
 

@@ -104,4 +104,12 @@ absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRe
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use);
 
+// The plan of a job that exists for sessions of another world size: weights and blocks stay where they
+// are. Room for extra_state never shrinks. `use` is that of other jobs.
+//
+// Errors  E_DRAM_LIMIT  as PlanJob.
+absl::StatusOr<MemoryPlan> PlanWorld(const protocol::Layout& layout, const MemoryPlan& job,
+                                     const SessionRequest& request, const NodeOptions& options,
+                                     const NodeUse& use);
+
 }  // namespace forebay::daemon

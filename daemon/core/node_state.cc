@@ -147,6 +147,13 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   if (Job* job = JobNamed(name)) {
     RETURN_IF_ERROR(job->CheckAttach(request));
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
+    if (job->NeedsWorld(request)) {
+      NodeUse others = Use();
+      others.jobs_dram_bytes -= job->planned_bytes();
+      ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job->plan(),
+                                                  SessionRequestOf(request), options, others));
+      job->ChangeWorld(std::move(plan));
+    }
     return job;
   }
   if (request.reader) {

@@ -430,6 +430,21 @@ void Step::OnRankLost(const Session& lost, const absl::Status& status) {
   trace_.OnDropped();
 }
 
+void Step::DropForNewWorld() {
+  if (gradients_.empty()) return;
+  io_.NewEpoch();
+  gradients_.Drop(absl::OkStatus());
+}
+
+void Step::OnWorldChanged() {
+  FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
+  gradients_.OnWorldChanged();
+  extra_bytes_.resize(members_.world_size(), 0);
+  attempt_ = 0;
+  fault_ = absl::OkStatus();
+  io_.set_attempt(attempt_);
+}
+
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();

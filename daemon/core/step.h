@@ -65,6 +65,12 @@ class Step {
   void AnswerWaiting(Session& session, const absl::Status& status);
   bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }
 
+  // What was delivered to the step is dropped, because no rank of this world will call it.
+  void DropForNewWorld();
+  // The spec's world size and plan are others; extra_state of ranks in both worlds stays. In phase
+  // kOpen, with nothing delivered and no task.
+  void OnWorldChanged();
+
   // Everything that waits for the step gets `first_error`.
   void Fail(const absl::Status& first_error);
 
@@ -78,6 +84,7 @@ class Step {
   void RecordFetch(uint32_t group) { trace_.Record(group, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
   uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
+  uint32_t extra_slot() const { return extra_slot_; }
   uint64_t extra_state_offset(uint32_t rank) const {
     return spec_.plan.extra_state_slot(rank, extra_slot_);
   }

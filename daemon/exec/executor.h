@@ -122,6 +122,7 @@ class Executor {
 
   void Run(CreateJobMemory& action);
   void Run(CreateJobSwap& action);
+  void Run(ReplaceStepArena& action);
   void Run(CreateSessionMemory& action);
   void Run(AnswerAttach& action);
   void Run(AnswerCommand& action);

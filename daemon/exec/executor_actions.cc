@@ -128,6 +128,8 @@ void Executor::Run(CreateJobMemory& action) {
   FOREBAY_CHECK(false);
 }
 
+void Executor::Run(ReplaceStepArena& action) { jobs_.Replace(action); }
+
 void Executor::Run(CreateJobSwap& action) {
   FOREBAY_CHECK(swap_ != nullptr);
   std::vector<SwapDone> done;
@@ -165,11 +167,11 @@ absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach
   ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
   JobMemory& job = jobs_.at(answer.job);
   ASSIGN_OR_RETURN(fds.weights, job.weights->ClientFd());
+  const uint64_t saved_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
+  if (saved_bytes == 0) return fds;
   const auto own = Part(job.step, answer.extra_state_offset, answer.extra_state_bytes);
   const auto rank0 =
       Part(job.step, answer.rank0_extra_state_offset, answer.rank0_extra_state_bytes);
-  const uint64_t saved_bytes = own.size() + rank0.size();
-  if (saved_bytes == 0) return fds;
   pinned_mem::ArenaOptions copy = options_.arenas.Shared("forebay-extra-state", saved_bytes);
   copy.access = pinned_mem::Access::kServed;
   ASSIGN_OR_RETURN(session.extra_state, pinned_mem::PinnedArena::Create(copy));

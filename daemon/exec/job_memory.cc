@@ -83,6 +83,46 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName job_name,
   job.making = making;
 }
 
+void JobMemoryTable::Replace(const ReplaceStepArena& action) {
+  JobMemory& job = at(action.job);
+  const pinned_mem::ArenaOptions options =
+      policy_.Shared("forebay-step-" + job.name.name.substr(0, 100), action.step_bytes);
+  runner_.Post(PoolId::kSetup,
+               [this, action, options, old = std::exchange(job.step, nullptr),
+                saved = std::exchange(job.extra_state, {})]() mutable -> TaskRunner::Then {
+                 if (old != nullptr) {
+                   for (const ReplaceStepArena::Copy& copy : action.extra_state) {
+                     const auto bytes = old->bytes().subspan(copy.from_bytes, copy.size_bytes);
+                     saved.emplace_back(bytes.begin(), bytes.end());
+                   }
+                   old = nullptr;  // there is not room for both
+                 }
+                 ArenaRegistry::Arena arena;
+                 auto made = pinned_mem::PinnedArena::Create(options);
+                 if (made.ok()) {
+                   arena = *std::move(made);
+                   for (size_t rank = 0; rank < action.extra_state.size(); ++rank) {
+                     const ReplaceStepArena::Copy& copy = action.extra_state[rank];
+                     if (copy.size_bytes == 0) continue;
+                     FOREBAY_CHECK(saved.at(rank).size() == copy.size_bytes);
+                     std::ranges::copy(saved[rank], arena->bytes().subspan(copy.to_bytes).begin());
+                   }
+                   saved.clear();
+                 }
+                 return [this, action, status = made.status(), arena = std::move(arena),
+                         saved = std::move(saved)]() mutable {
+                   JobMemory& replaced = at(action.job);
+                   replaced.step = std::move(arena);
+                   replaced.extra_state = std::move(saved);
+                   if (replaced.step) {
+                     registry_.Register({.kind = ArenaKind::kStep, .job = replaced.name},
+                                        replaced.step);
+                   }
+                   raise_(TaskDone{.task = action.task, .status = status});
+                 };
+               });
+}
+
 void JobMemoryTable::Free(JobId id) {
   auto node = jobs_.extract(id);
   JobMemory rest = node.empty() ? JobMemory{} : std::move(node.mapped());

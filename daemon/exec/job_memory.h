@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "daemon/core/events.h"
@@ -31,6 +33,8 @@ struct JobMemory {
   ArenaRegistry::Arena weights;
   ArenaRegistry::Arena state;
   ArenaRegistry::Arena step;
+  // Of an old step arena, by rank, while there is none.
+  std::vector<std::vector<std::byte>> extra_state;
   // While the arenas are made; null afterwards.
   std::shared_ptr<MemoryProgress> making;
   Timeline timeline;
@@ -49,6 +53,8 @@ class JobMemoryTable {
   // Ends with TaskDone.
   void Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
+  // Ends with TaskDone. No task uses the step arena.
+  void Replace(const ReplaceStepArena& action);
   // Weights are freed when no process has them open or mapped any more; JobFreed says whether.
   void Free(JobId id);
 

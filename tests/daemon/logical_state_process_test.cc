@@ -1,7 +1,7 @@
 // Goal    What clients read of a job is the model's own, whatever holds it: before the first step the
 //         masters are the weights and the moments zero; frozen parameters have weights and no
 //         states; a parameter without a gradient keeps weights and states to the bit and its t;
-//         the world size changes no bit.
+//         the world size changes no bit, from the first step or from any other one on.
 // Method  Real daemons, in DRAM and with half of the states on swap; weights and states are read by
 //         name and compared bit by bit.
 
@@ -239,6 +239,57 @@ TEST_P(LogicalStatesOfAnyWorld, AreThoseOfOneRank) {
   EXPECT_EQ(worlds[0].at("layer0.bias/step")[0], 3U);
   EXPECT_THAT(testing::Differences(worlds[0], worlds[1]), IsEmpty());
   EXPECT_THAT(testing::Differences(worlds[0], worlds[2]), IsEmpty());
+}
+
+// Rank 0's extra_state is that of the newest step in every world; a rank that is new has none.
+void ExpectExtraState(const LogicalJob& job, uint32_t world_size, uint32_t before, uint64_t step) {
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    ASSERT_OK_AND_ASSIGN(auto session, client::Attachment::Attach({.socket = job.socket,
+                                                                   .job = job.job,
+                                                                   .rank = rank,
+                                                                   .world_size = world_size,
+                                                                   .run = "run",
+                                                                   .layout = job.layout}));
+    const auto text = [](std::span<const std::byte> bytes) {
+      return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    };
+    const std::string own = "rank " + std::to_string(rank) + " step " + std::to_string(step);
+    EXPECT_EQ(text(session->extra_state()), rank < before ? own : "");
+    if (rank > 0) {
+      EXPECT_EQ(text(session->rank0_extra_state()), "rank 0 step " + std::to_string(step));
+    }
+    EXPECT_EQ(session->committed_step(), step);
+    EXPECT_OK(session->Detach());
+  }
+}
+
+TEST_P(LogicalStatesOfAnyWorld, GoOnInAnotherWorldAsInTheirOwn) {
+  StartInDram();
+  const LogicalJob stays = Job("stays");
+  ASSERT_OK(testing::Train(stays, {.world_size = 2, .first = 1, .end = 5}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState expected, testing::ReadLogicalState(stays, 2));
+  const LogicalJob moves = Job("moves");
+  ASSERT_OK(testing::Train(moves, {.world_size = 2, .first = 1, .end = 2}));
+  ASSERT_OK(testing::Train(moves, {.world_size = 1, .first = 2, .end = 3}));
+  ExpectExtraState(moves, 3, /*before=*/1, /*step=*/2);
+  ASSERT_OK(testing::Train(moves, {.world_size = 3, .first = 3, .end = 5}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState moved, testing::ReadLogicalState(moves, 3));
+  EXPECT_THAT(testing::Differences(expected, moved), IsEmpty());
+}
+
+TEST_P(LogicalStatesOfAnyWorld, GoOnInAnotherWorldOnSwapToo) {
+  StartOnSwap(3);
+  ASSERT_OK(testing::Train(Job(), {.world_size = 3, .first = 1, .end = 2}));
+  ExpectBothTiers();
+  ASSERT_OK(testing::Train(Job(), {.world_size = 1, .first = 2, .end = 3}));
+  ASSERT_OK(testing::Train(Job(), {.world_size = 2, .first = 3, .end = 4}));
+  ExpectExtraState(Job(), 3, /*before=*/2, /*step=*/3);
+  ASSERT_OK_AND_ASSIGN(const LogicalState moved, testing::ReadLogicalState(Job(), 1));
+  daemon_.reset();
+  StartInDram();
+  ASSERT_OK(testing::Train(Job(), {.world_size = 1, .first = 1, .end = 4}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState expected, testing::ReadLogicalState(Job()));
+  EXPECT_THAT(testing::Differences(expected, moved), IsEmpty());
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, LogicalStatesOfAnyWorld,

@@ -62,6 +62,7 @@ struct Words {
   TraceHash& hash;
   void operator()(const CreateJobMemory& a) const { Put({a.task, a.job, a.state_bytes}); }
   void operator()(const CreateJobSwap& a) const { Put({a.task, a.job, a.slots.size()}); }
+  void operator()(const ReplaceStepArena& a) const { Put({a.task, a.job, a.step_bytes}); }
   void operator()(const CreateSessionMemory& a) const { Put({a.task, a.session, a.grad_bytes}); }
   void operator()(const AnswerAttach& a) const { Put({a.session, Id(a.status), a.committed_step}); }
   void operator()(const AnswerCommand& a) const {

@@ -138,6 +138,11 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     uses.push_back(GradUse(initial->session, initial->grad_offset_bytes, initial->bytes, false));
     uses.push_back({absl::StrCat("weights ", initial->job), initial->weights_offset_bytes,
                     initial->bytes, true});
+  } else if (const auto* replaced = std::get_if<ReplaceStepArena>(&action)) {
+    uses.push_back(StepUse(replaced->job, 0, jobs_[replaced->job].step_bytes, true));
+    for (const ReplaceStepArena::Copy& kept : replaced->extra_state) {
+      CheckBounds(StepUse(replaced->job, kept.from_bytes, kept.size_bytes, false));
+    }
   } else if (const auto* copy = std::get_if<CopyToStepArena>(&action)) {
     uses.push_back(GradUse(copy->session, copy->grad_offset_bytes, copy->bytes, false));
     uses.push_back(StepUse(copy->job, copy->step_offset_bytes, copy->bytes, true));
@@ -262,6 +267,21 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
 
 void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
   jobs_[a.job].slots = {a.slots.begin(), a.slots.end()};
+}
+
+// The bytes of extra_state are no token: what is named must lie in the new arena without overlap.
+void NodeModel::Apply(const ReplaceStepArena& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  job.step_bytes = a.step_bytes;
+  job.overflow.clear();
+  job.accumulators.clear();
+  uint64_t end = 0;
+  for (const ReplaceStepArena::Copy& copy : a.extra_state) {
+    if (copy.to_bytes < end || copy.to_bytes + copy.size_bytes > a.step_bytes) {
+      Fault("extra_state is moved to a wrong place");
+    }
+    end = copy.to_bytes + copy.size_bytes;
+  }
 }
 
 void NodeModel::Apply(const CreateSessionMemory& a, TaskDone&) {

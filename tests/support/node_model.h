@@ -140,6 +140,7 @@ class NodeModel {
 
   void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);
+  void Apply(const daemon::ReplaceStepArena& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateSessionMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyInitial& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyToStepArena& a, daemon::TaskDone& done);
