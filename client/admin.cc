@@ -16,102 +16,6 @@ using internal::Deadline;
 using internal::Peer;
 using internal::WaitLimits;
 
-NodeInfo InfoOf(schema::NodeInfo::Reader from) {
-  return {.pid = from.getPid(),
-          .version = from.getVersion().cStr(),
-          .protocol_version = from.getProtocolVersion()};
-}
-
-ArenaStatus ArenaOf(schema::ArenaStatus::Reader from) {
-  ArenaStatus arena{.kind = from.getKind().cStr(),
-                    .job = from.getJob().cStr(),
-                    .rank = from.getRank(),
-                    .numa_nodes = {},
-                    .size_bytes = from.getSizeBytes(),
-                    .allocated_bytes = from.getAllocatedBytes(),
-                    .huge_bytes = from.getHugeBytes(),
-                    .locked = from.getLocked()};
-  for (const uint32_t node : from.getNumaNodes()) arena.numa_nodes.push_back(node);
-  return arena;
-}
-
-MemoryStatus MemoryOf(schema::MemoryStatus::Reader from) {
-  MemoryStatus memory{.limit_bytes = from.getLimitBytes(),
-                      .used_bytes = from.getUsedBytes(),
-                      .private_bytes = from.getPrivateBytes(),
-                      .locked_bytes = from.getLockedBytes(),
-                      .huge_bytes = from.getHugeBytes(),
-                      .peak_bytes = from.getPeakBytes(),
-                      .arenas = {}};
-  for (const auto arena : from.getArenas()) memory.arenas.push_back(ArenaOf(arena));
-  return memory;
-}
-
-SwapPathStatus SwapPathOf(schema::SwapPathStatus::Reader from) {
-  return {.path = from.getPath().cStr(),
-          .capacity_bytes = from.getCapacityBytes(),
-          .used_bytes = from.getUsedBytes(),
-          .read_bytes = from.getReadBytes(),
-          .written_bytes = from.getWrittenBytes(),
-          .read_ops = from.getReadOps(),
-          .write_ops = from.getWriteOps(),
-          .errors = from.getErrors(),
-          .retries = from.getRetries(),
-          .direct = from.getDirect(),
-          .late = from.getLate(),
-          .late_now = from.getLateNow(),
-          .late_seconds = from.getLateSeconds()};
-}
-
-JobStatus JobOf(schema::JobStatus::Reader from) {
-  JobStatus job{.name = from.getName().cStr(),
-                .id = from.getId(),
-                .uid = from.getUid(),
-                .world_size = from.getWorldSize(),
-                .sessions = from.getSessions(),
-                .committed_step = from.getCommittedStep(),
-                .params = from.getParams(),
-                .trainable_params = from.getTrainableParams(),
-                .dtype = from.getDtype().cStr(),
-                .optimizer = from.getOptimizer().cStr(),
-                .format = from.getFormat().cStr(),
-                .state_bytes = from.getStateBytes(),
-                .blocks = from.getBlocks(),
-                .resident_blocks = from.getResidentBlocks(),
-                .leases = from.getLeases(),
-                .update_reads = from.getUpdateReads(),
-                .update_reads_prefetched = from.getUpdateReadsPrefetched(),
-                .state_read_bytes = from.getStateReadBytes(),
-                .state_written_bytes = from.getStateWrittenBytes(),
-                .failed = from.getFailed().cStr(),
-                .swap_wait = from.getSwapWait().cStr(),
-                .groups = {},
-                .last_step_reads = from.getLastStepReads(),
-                .last_step_reads_prefetched = from.getLastStepReadsPrefetched(),
-                .last_step_seconds = from.getLastStepSeconds(),
-                .rpc_calls = from.getRpcCalls(),
-                .made_bytes = from.getMadeBytes(),
-                .making_bytes = from.getMakingBytes()};
-  for (const auto group : from.getGroups()) job.groups.emplace_back(group.cStr());
-  return job;
-}
-
-NodeStatus StatusFrom(schema::NodeStatus::Reader from) {
-  NodeStatus status{.info = InfoOf(from.getInfo()),
-                    .uptime_seconds = from.getUptimeSeconds(),
-                    .memory = MemoryOf(from.getMemory()),
-                    .swap = {},
-                    .jobs = {},
-                    .io_engine = from.getIoEngine().cStr(),
-                    .io_engine_reason = from.getIoEngineReason().cStr(),
-                    .adam_target = from.getAdamTarget().cStr(),
-                    .workers = from.getWorkers(),
-                    .socket_path = from.getSocketPath().cStr()};
-  for (const auto path : from.getSwap()) status.swap.push_back(SwapPathOf(path));
-  for (const auto job : from.getJobs()) status.jobs.push_back(JobOf(job));
-  return status;
-}
-
 schema::Admin::Client& AdminOf(Peer& peer) { return KJ_ASSERT_NONNULL(peer.admin); }
 
 }  // namespace
@@ -131,8 +35,6 @@ class AdminClient::Impl {
 
 AdminClient::AdminClient(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 AdminClient::~AdminClient() = default;
-
-const NodeInfo& AdminClient::info() const { return impl_->control().info(); }
 
 absl::StatusOr<std::unique_ptr<AdminClient>> AdminClient::Connect(const AdminOptions& options) {
   const WaitLimits limits{.deadline = Deadline::After(options.timeout)};
@@ -155,28 +57,20 @@ absl::StatusOr<NodeStatus> AdminClient::Status() {
       "status", impl_->Limits(), [](Peer& peer) -> kj::Promise<absl::StatusOr<NodeStatus>> {
         return AdminOf(peer).statusRequest().send().then(
             [](auto&& response) -> absl::StatusOr<NodeStatus> {
-              return StatusFrom(response.getStatus());
+              return internal::Clone(response.getStatus());
             });
       });
 }
 
-absl::StatusOr<std::vector<TraceEvent>> AdminClient::Trace(const std::string& job) {
-  using Events = std::vector<TraceEvent>;
+absl::StatusOr<Trace> AdminClient::Trace(const std::string& job) {
+  using Events = client::Trace;
   return impl_->control().thread().Call<Events>(
       "trace", impl_->Limits(), [job](Peer& peer) -> kj::Promise<absl::StatusOr<Events>> {
         auto request = AdminOf(peer).traceRequest();
         request.setJob(kj::StringPtr(job.c_str(), job.size()));
         return request.send().then([](auto&& response) -> absl::StatusOr<Events> {
           RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
-          Events events;
-          for (const auto event : response.getEvents()) {
-            events.push_back({.lane = event.getLane().cStr(),
-                              .name = event.getName().cStr(),
-                              .start_ns = event.getStartNs(),
-                              .end_ns = event.getEndNs(),
-                              .bytes = event.getBytes()});
-          }
-          return events;
+          return internal::Clone<schema::Admin::TraceResults::Reader>(response);
         });
       });
 }

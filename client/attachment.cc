@@ -1,4 +1,3 @@
-
 #include <algorithm>
 #include <cstddef>
 #include <utility>
@@ -54,7 +53,7 @@ absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_byte
 }
 
 // What the daemon granted: descriptors mapped, the ring opened.
-absl::Status MapAndOpen(const internal::AttachAnswer& answer, const WaitLimits& limits,
+absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& limits,
                         SessionParts& parts) {
   using Kind = schema::Session::Kind;
   Connection& connection = *parts.connection;
@@ -65,27 +64,25 @@ absl::Status MapAndOpen(const internal::AttachAnswer& answer, const WaitLimits& 
   ASSIGN_OR_RETURN(connection.command_doorbell, control.Descriptor(Kind::COMMAND_DOORBELL, limits));
   ASSIGN_OR_RETURN(connection.completion_doorbell,
                    control.Descriptor(Kind::COMPLETION_DOORBELL, limits));
-  if (std::max(answer.extra_state_bytes, answer.rank0_extra_state_bytes) >
-      protocol::kExtraStateBytesMax) {
+  const uint64_t own_bytes = reply.getExtraStateBytes();
+  const uint64_t rank0_bytes = reply.getRank0ExtraStateBytes();
+  if (std::max(own_bytes, rank0_bytes) > protocol::kExtraStateBytesMax) {
     return MakeError(
         ErrorId::kProtocol,
-        absl::StrCat("the daemon names ", answer.extra_state_bytes,
-                     " bytes of extra_state of this rank and ", answer.rank0_extra_state_bytes,
-                     " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
+        absl::StrCat("the daemon names ", own_bytes, " bytes of extra_state of this rank and ",
+                     rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
-  const uint64_t extra_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
-  if (extra_bytes > 0) {
+  if (own_bytes + rank0_bytes > 0) {
     ASSIGN_OR_RETURN(const UniqueFd extra_fd, control.Descriptor(Kind::EXTRA_STATE, limits));
-    ASSIGN_OR_RETURN(parts.extra_state, ReadExtraState(extra_fd.get(), extra_bytes));
-    const auto own_end =
-        parts.extra_state.begin() + static_cast<ptrdiff_t>(answer.extra_state_bytes);
+    ASSIGN_OR_RETURN(parts.extra_state, ReadExtraState(extra_fd.get(), own_bytes + rank0_bytes));
+    const auto own_end = parts.extra_state.begin() + static_cast<ptrdiff_t>(own_bytes);
     parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
     parts.extra_state.erase(own_end, parts.extra_state.end());
   }
   ASSIGN_OR_RETURN(parts.weights,
-                   Mapping::MapFile(weights_fd.get(), answer.weights_bytes, MapAccess::kRead));
-  ASSIGN_OR_RETURN(parts.grad,
-                   Mapping::MapFile(grad_fd.get(), answer.grad_arena_bytes, MapAccess::kReadWrite));
+                   Mapping::MapFile(weights_fd.get(), reply.getWeightsBytes(), MapAccess::kRead));
+  ASSIGN_OR_RETURN(parts.grad, Mapping::MapFile(grad_fd.get(), reply.getGradArenaBytes(),
+                                                MapAccess::kReadWrite));
   ASSIGN_OR_RETURN(connection.ring, Mapping::MapFile(ring_fd.get(), sizeof(protocol::RingMemory),
                                                      MapAccess::kReadWrite));
   ASSIGN_OR_RETURN(
@@ -119,7 +116,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   ASSIGN_OR_RETURN(parts.connection->control,
                    Control::Connect({.socket = SocketPath(options.socket)}, limits));
   Control* const control = parts.connection->control.get();
-  ASSIGN_OR_RETURN(const internal::AttachAnswer answer,
+  ASSIGN_OR_RETURN(const internal::AttachReply reply,
                    control->Attach({.job = options.job,
                                     .reader = options.reader,
                                     .rank = options.rank,
@@ -130,13 +127,13 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .extra_state_bytes = parts.extra_state_bytes,
                                     .layout = encoded},
                                    limits));
-  parts.writes_initial = answer.writes_initial;
-  parts.trace = answer.trace;
-  parts.attempt = answer.attempt;
-  parts.gauge->committed_step = answer.committed_step;
-  parts.step_region_offset = answer.step_region_offset;
-  parts.step_region_bytes = answer.step_region_bytes;
-  RETURN_IF_ERROR(MapAndOpen(answer, limits, parts));
+  parts.writes_initial = reply->getWritesInitial();
+  for (const uint32_t group : reply->getTrace()) parts.trace.push_back(group);
+  parts.attempt = reply->getAttempt();
+  parts.gauge->committed_step = reply->getCommittedStep();
+  parts.step_region_offset = reply->getStepRegionOffset();
+  parts.step_region_bytes = reply->getStepRegionBytes();
+  RETURN_IF_ERROR(MapAndOpen(*reply, limits, parts));
   if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
   parts.gauge->rpc_calls = control->thread().calls();
   parts.port.daemon_pidfd = control->daemon_pidfd();

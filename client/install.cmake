@@ -14,6 +14,8 @@ foreach(library protocol rpc gpu client)
 endforeach()
 install(TARGETS forebay_c EXPORT forebayTargets
   LIBRARY COMPONENT client NAMELINK_COMPONENT client)
+install(FILES ${PROJECT_BINARY_DIR}/protocol/forebay.capnp.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/forebay/protocol COMPONENT client)
 install(FILES forebay.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client)
 
 set(forebay_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/forebay)

@@ -214,7 +214,7 @@ struct JobStatus {
   lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
-  madeBytes @26 :UInt64;             # while its memory is made: so much of it
+  madeBytes @26 :UInt64;             # while its arenas and swap slots are made: so much of them
   makingBytes @27 :UInt64;           # of so much; both 0 afterwards
 }
 

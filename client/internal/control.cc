@@ -58,40 +58,23 @@ absl::StatusOr<UniqueFd> ConnectSocket(const std::string& path) {
 
 // The daemon by its pid, where the kernel and the daemon agree on it (they need not across
 // containers or with a socket that another process bound).
-UniqueFd DaemonPidfd(pid_t peer_pid, const NodeInfo& info) {
-  if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != info.pid) return UniqueFd();
+UniqueFd DaemonPidfd(pid_t peer_pid, uint32_t reported_pid) {
+  if (peer_pid <= 0 || static_cast<uint32_t>(peer_pid) != reported_pid) return UniqueFd();
   return protocol::OpenPidfd(peer_pid);
 }
 
-absl::StatusOr<NodeInfo> Hello(ControlThread& thread, uint32_t version, const WaitLimits& limits) {
-  return thread.Call<NodeInfo>(
-      "hello", limits, [version](Peer& peer) -> kj::Promise<absl::StatusOr<NodeInfo>> {
+// The daemon's pid as it tells it.
+absl::StatusOr<uint32_t> Hello(ControlThread& thread, uint32_t version, const WaitLimits& limits) {
+  return thread.Call<uint32_t>(
+      "hello", limits, [version](Peer& peer) -> kj::Promise<absl::StatusOr<uint32_t>> {
         auto request = peer.node.helloRequest();
         request.setProtocolVersion(version);
         request.setProgram(kProgram);
-        return request.send().then([](auto&& response) -> absl::StatusOr<NodeInfo> {
+        return request.send().then([](auto&& response) -> absl::StatusOr<uint32_t> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));
-          const auto info = response.getInfo();
-          return NodeInfo{.pid = info.getPid(),
-                          .version = info.getVersion().cStr(),
-                          .protocol_version = info.getProtocolVersion()};
+          return response.getInfo().getPid();
         });
       });
-}
-
-AttachAnswer AnswerOf(schema::AttachReply::Reader reply) {
-  AttachAnswer answer{.committed_step = reply.getCommittedStep(),
-                      .writes_initial = reply.getWritesInitial(),
-                      .weights_bytes = reply.getWeightsBytes(),
-                      .grad_arena_bytes = reply.getGradArenaBytes(),
-                      .step_region_offset = reply.getStepRegionOffset(),
-                      .step_region_bytes = reply.getStepRegionBytes(),
-                      .extra_state_bytes = reply.getExtraStateBytes(),
-                      .rank0_extra_state_bytes = reply.getRank0ExtraStateBytes(),
-                      .trace = {},
-                      .attempt = reply.getAttempt()};
-  for (const uint32_t group : reply.getTrace()) answer.trace.push_back(group);
-  return answer;
 }
 
 // The session of this connection; asking for one before attach is a bug of ours.
@@ -133,20 +116,20 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) peer.pid = 0;
   std::unique_ptr<Control> control(new Control());
   ASSIGN_OR_RETURN(control->thread_, ControlThread::Start(std::move(socket)));
-  ASSIGN_OR_RETURN(control->info_, Hello(*control->thread_, options.protocol_version, limits));
-  control->pidfd_ = DaemonPidfd(peer.pid, control->info_);
+  ASSIGN_OR_RETURN(const uint32_t pid, Hello(*control->thread_, options.protocol_version, limits));
+  control->pidfd_ = DaemonPidfd(peer.pid, pid);
   return control;
 }
 
-absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
+absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
   UniqueFd layout = protocol::MakeSealedMemfd("forebay-layout", call.layout);
   if (!layout.valid()) {
     return MakeError(ErrorId::kLimit, ErrnoText("make a memfd for the layout", errno));
   }
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
-  return thread_->Call<AttachAnswer>(
+  return thread_->Call<AttachReply>(
       "attach", limits,
-      [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachAnswer>> {
+      [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachReply>> {
         auto rpc = peer.node.attachRequest();
         auto request = rpc.initRequest();
         request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
@@ -159,10 +142,10 @@ absl::StatusOr<AttachAnswer> Control::Attach(const AttachCall& call, const WaitL
         request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
         request.setResume(call.resume);
         rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
-        return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachAnswer> {
+        return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachReply> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));
           peer.session = response.getSession();
-          return AnswerOf(response.getReply());
+          return Clone(response.getReply());
         });
       });
 }

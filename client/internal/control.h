@@ -1,6 +1,9 @@
 // The control plane of one client: connection, hello, and the calls of a session as plain values.
 #pragma once
 
+#include <capnp/message.h>
+#include <kj/memory.h>
+
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -9,9 +12,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/admin.h"
 #include "client/internal/control_thread.h"
 #include "client/internal/deadline.h"
+#include "protocol/forebay.capnp.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/wire.h"
 
@@ -34,19 +37,14 @@ struct AttachCall {
   std::span<const std::byte> layout;  // encoded
 };
 
-// schema::AttachReply.
-struct AttachAnswer {
-  uint64_t committed_step = 0;
-  bool writes_initial = false;
-  uint64_t weights_bytes = 0;
-  uint64_t grad_arena_bytes = 0;
-  uint64_t step_region_offset = 0;
-  uint64_t step_region_bytes = 0;
-  uint64_t extra_state_bytes = 0;
-  uint64_t rank0_extra_state_bytes = 0;
-  std::vector<uint32_t> trace;
-  uint64_t attempt = 0;
-};
+// A copy of a message that outlives the call that brought it.
+template <typename Reader>
+std::shared_ptr<const Reader> Clone(const Reader& from) {
+  const auto owner = std::make_shared<const kj::Own<Reader>>(capnp::clone(from));
+  return {owner, owner->get()};
+}
+
+using AttachReply = std::shared_ptr<const schema::AttachReply::Reader>;
 
 // Threads  Any.
 class Control {
@@ -55,7 +53,7 @@ class Control {
   static absl::StatusOr<std::unique_ptr<Control>> Connect(const ConnectOptions& options,
                                                           const WaitLimits& limits);
 
-  absl::StatusOr<AttachAnswer> Attach(const AttachCall& call, const WaitLimits& limits);
+  absl::StatusOr<AttachReply> Attach(const AttachCall& call, const WaitLimits& limits);
 
   // The calls below are those of the attached session.
   absl::StatusOr<protocol::UniqueFd> Descriptor(schema::Session::Kind kind,
@@ -68,13 +66,11 @@ class Control {
   absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
 
   ControlThread& thread() { return *thread_; }
-  const NodeInfo& info() const { return info_; }
   int daemon_pidfd() const { return pidfd_.get(); }  // -1 where the daemon's pid is not known
 
  private:
   Control() = default;
 
-  NodeInfo info_;
   protocol::UniqueFd pidfd_;
   std::unique_ptr<ControlThread> thread_;
 };

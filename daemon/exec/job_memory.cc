@@ -34,22 +34,24 @@ JobMemory& JobMemoryTable::at(JobId id) {
   return found->second;
 }
 
-void JobMemoryTable::Create(const CreateJobMemory& action, JobName job_name,
+void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
                             std::shared_ptr<const protocol::Layout> layout) {
-  const std::string name = job_name.name.substr(0, 100);
-  const auto making = std::make_shared<MemoryProgress>();
-  making->total_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
-  making->next_log_ns = MonotonicNs() + kMakingLogNs;
+  JobMemory& job = jobs_[action.job];
+  job.name = std::move(name);
+  job.layout = std::move(layout);
+  job.making_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
+  job.next_log_ns = MonotonicNs() + kMakingLogNs;
+  const std::string suffix = job.name.name.substr(0, 100);
   pinned_mem::ArenaOptions weights =
-      policy_.Shared("forebay-weights-" + name, action.weights_bytes);
+      policy_.Shared("forebay-weights-" + suffix, action.weights_bytes);
   weights.access = pinned_mem::Access::kServed;
   weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
   const pinned_mem::ArenaOptions state = policy_.ByStripe(
-      "forebay-state-" + name, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
-  const pinned_mem::ArenaOptions step = policy_.Shared("forebay-step-" + name, action.step_bytes);
+      "forebay-state-" + suffix, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
+  const pinned_mem::ArenaOptions step = policy_.Shared("forebay-step-" + suffix, action.step_bytes);
   runner_.Post(
       PoolId::kSetup,
-      [this, action, made_bytes = making->made_bytes,
+      [this, action, made_bytes = job.made_bytes,
        all = std::array{weights, state, step}]() -> TaskRunner::Then {
         std::array<ArenaRegistry::Arena, 3> arenas;
         absl::Status status;
@@ -63,7 +65,7 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName job_name,
         }
         return [this, action, status, arenas = std::move(arenas)]() mutable {
           JobMemory& made = at(action.job);
-          made.making = nullptr;
+          made.is_making = false;
           if (status.ok()) {
             made.weights = std::move(arenas[0]);
             made.state = std::move(arenas[1]);
@@ -77,10 +79,6 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName job_name,
           raise_(TaskDone{.task = action.task, .status = status});
         };
       });
-  JobMemory& job = jobs_[action.job];
-  job.name = std::move(job_name);
-  job.layout = std::move(layout);
-  job.making = making;
 }
 
 void JobMemoryTable::Replace(const ReplaceStepArena& action) {
@@ -166,14 +164,13 @@ uint64_t JobMemoryTable::RunTimers() {
     }
   }
   for (auto& [id, job] : jobs_) {
-    if (job.making == nullptr) continue;
-    if (job.making->next_log_ns <= now_ns) {
+    if (!job.is_making) continue;
+    if (job.next_log_ns <= now_ns) {
       spdlog::info("job {}: {} of {} of its memory are made", job.name.name,
-                   protocol::FormatBytes(*job.making->made_bytes),
-                   protocol::FormatBytes(job.making->total_bytes));
-      job.making->next_log_ns = now_ns + kMakingLogNs;
+                   protocol::FormatBytes(*job.made_bytes), protocol::FormatBytes(job.making_bytes));
+      job.next_log_ns = now_ns + kMakingLogNs;
     }
-    next_ns = std::min(next_ns, job.making->next_log_ns);
+    next_ns = std::min(next_ns, job.next_log_ns);
   }
   return next_ns;
 }

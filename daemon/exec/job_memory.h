@@ -19,13 +19,6 @@
 
 namespace forebay::daemon {
 
-// The arenas of a job while a worker populates them.
-struct MemoryProgress {
-  std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
-  uint64_t total_bytes = 0;
-  uint64_t next_log_ns = 0;
-};
-
 // What the executor keeps of a job.
 struct JobMemory {
   JobName name;
@@ -35,8 +28,11 @@ struct JobMemory {
   ArenaRegistry::Arena step;
   // Of an old step arena, by rank, while there is none.
   std::vector<std::vector<std::byte>> extra_state;
-  // While the arenas are made; null afterwards.
-  std::shared_ptr<MemoryProgress> making;
+  // A worker populates the arenas: so many bytes so far of so many.
+  bool is_making = true;
+  std::shared_ptr<std::atomic<uint64_t>> made_bytes = std::make_shared<std::atomic<uint64_t>>(0);
+  uint64_t making_bytes = 0;
+  uint64_t next_log_ns = 0;
   Timeline timeline;
 };
 

@@ -1,5 +1,6 @@
 #include "daemon/exec/node_snapshot.h"
 
+#include <optional>
 #include <utility>
 
 #include "cpu_adam/targets.h"
@@ -29,9 +30,11 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
     JobSnapshot& job = snapshot.jobs.emplace_back(JobSnapshot{.view = std::move(view)});
     if (memory == nullptr) continue;
     job.last_step_seconds = memory->timeline.newest_seconds();
-    if (memory->making == nullptr) continue;
-    job.made_bytes = *memory->making->made_bytes;
-    job.making_bytes = memory->making->total_bytes;
+    const auto zeroing = from.swap == nullptr ? std::nullopt : from.swap->Zeroing(job.view.id);
+    if (!memory->is_making && !zeroing) continue;
+    const ZeroingProgress swap = zeroing.value_or(ZeroingProgress{});
+    job.made_bytes = *memory->made_bytes + swap.zeroed_bytes;
+    job.making_bytes = memory->making_bytes + swap.total_bytes;
   }
   snapshot.io_engine = from.engine.name();
   snapshot.io_engine_reason = from.io_engine_reason;

@@ -28,7 +28,7 @@ struct SwapPathSnapshot {
 struct JobSnapshot {
   JobView view;
   double last_step_seconds = 0;
-  // While its memory is made: so much of it. Both 0 afterwards.
+  // While its arenas and swap slots are made: so much of them. Both 0 afterwards.
   uint64_t made_bytes = 0;
   uint64_t making_bytes = 0;
 };

@@ -203,13 +203,13 @@ void SwapSpace::CheckDeadlines(uint64_t now_ns) {
   late_ = std::move(late);
 }
 
-uint64_t SwapSpace::zeroed_bytes(JobId job) const {
+std::optional<ZeroingProgress> SwapSpace::Zeroing(JobId job) const {
   for (const auto& [task, transfer] : pending_) {
-    if (transfer.job == job && transfer.kind == SwapDone::Kind::kZeroed) {
-      return volume_->zeroed_bytes(task);
-    }
+    if (transfer.job != job || transfer.kind != SwapDone::Kind::kZeroed) continue;
+    return ZeroingProgress{.zeroed_bytes = volume_->zeroed_bytes(task),
+                           .total_bytes = transfer.bytes};
   }
-  return 0;
+  return std::nullopt;
 }
 
 void SwapSpace::LogProgress(uint64_t now_ns) {

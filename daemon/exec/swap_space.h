@@ -45,6 +45,11 @@ struct SwapDone {
   absl::Status status = {};
 };
 
+struct ZeroingProgress {
+  uint64_t zeroed_bytes = 0;
+  uint64_t total_bytes = 0;
+};
+
 // Requests of one path that the disk has not answered in time.
 struct LatePath {
   uint32_t requests = 0;
@@ -104,8 +109,8 @@ class SwapSpace {
   // In flight at the volume; what waits or pauses here is not counted.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
-  // Bytes of the job's slots that are zero-written so far, while it is made.
-  uint64_t zeroed_bytes(JobId job) const;
+  // Of the job's slots, while they are zero-written.
+  std::optional<ZeroingProgress> Zeroing(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }
   // By path; as of the last Tick().
   const std::vector<LatePath>& late() const { return late_; }

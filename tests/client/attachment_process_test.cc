@@ -109,9 +109,12 @@ TEST_F(AttachmentProcess, AKilledDaemonEndsEveryBlockedCall) {
   ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket_}));
   EXPECT_TRUE(testing::Eventually([&] {
     const auto status = admin->Status();
-    return status.ok() && std::ranges::any_of(status->jobs, [](const JobStatus& job) {
-             return job.name == "attach" && job.sessions == 2;
-           });
+    if (!status.ok()) return false;
+    bool found = false;
+    for (const auto job : (*status)->getJobs()) {
+      found = found || (job.getName() == "attach" && job.getSessions() == 2);
+    }
+    return found;
   }));
   daemon_->Kill();
   for (std::thread& thread : blocked) thread.join();

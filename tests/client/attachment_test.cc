@@ -351,24 +351,28 @@ TEST_F(AttachmentTest, AnAdministratorSeesAndDeletesAJob) {
   ASSERT_NE(session, nullptr);
   ASSERT_OK(DeliverAndStep(*session, 0, 1).status());
   ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket_}));
-  EXPECT_EQ(admin->info().pid, static_cast<uint32_t>(::getpid()));
   ASSERT_OK_AND_ASSIGN(const NodeStatus status, admin->Status());
-  EXPECT_EQ(status.socket_path, socket_);
-  ASSERT_EQ(status.jobs.size(), 1U);
-  EXPECT_EQ(status.jobs[0].name, "job");
-  EXPECT_EQ(status.jobs[0].committed_step, 1U);
-  EXPECT_EQ(status.jobs[0].groups, session->layout().spec().group_names);
-  EXPECT_GT(status.memory.used_bytes, session->layout().weights_bytes());
-  EXPECT_EQ(status.memory.limit_bytes, uint64_t{512} << 20);
-  EXPECT_FALSE(status.memory.arenas.empty());
+  EXPECT_EQ(status->getInfo().getPid(), static_cast<uint32_t>(::getpid()));
+  EXPECT_EQ(status->getSocketPath().cStr(), socket_);
+  ASSERT_EQ(status->getJobs().size(), 1U);
+  EXPECT_EQ(status->getJobs()[0].getName(), "job");
+  EXPECT_EQ(status->getJobs()[0].getCommittedStep(), 1U);
+  const std::vector<std::string>& groups = session->layout().spec().group_names;
+  ASSERT_EQ(status->getJobs()[0].getGroups().size(), groups.size());
+  for (uint32_t g = 0; g < groups.size(); ++g) {
+    EXPECT_EQ(status->getJobs()[0].getGroups()[g].cStr(), groups[g]);
+  }
+  EXPECT_GT(status->getMemory().getUsedBytes(), session->layout().weights_bytes());
+  EXPECT_EQ(status->getMemory().getLimitBytes(), uint64_t{512} << 20);
+  EXPECT_GT(status->getMemory().getArenas().size(), 0U);
   ASSERT_OK_AND_ASSIGN(const auto events, admin->Trace("job"));
-  EXPECT_FALSE(events.empty());
+  EXPECT_GT(events->getEvents().size(), 0U);
   EXPECT_THAT(admin->Trace("nobody").status(), ::testing::Not(HasError(ErrorId::kNone)));
   EXPECT_FALSE(admin->DeleteJob("job").ok());
   ASSERT_OK(session->Detach());
   EXPECT_OK(admin->DeleteJob("job"));
   ASSERT_OK_AND_ASSIGN(const NodeStatus after, admin->Status());
-  EXPECT_TRUE(after.jobs.empty());
+  EXPECT_EQ(after->getJobs().size(), 0U);
 }
 
 TEST(AttachmentWithoutDaemon, SaysHowToStartOne) {

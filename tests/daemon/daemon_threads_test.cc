@@ -217,10 +217,10 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   {
     ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = config.socket_path}));
     ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-    for (const client::JobStatus& job : status.jobs) {
-      if (job.name != "job") continue;
-      EXPECT_GT(job.resident_blocks, 0U);
-      EXPECT_GT(job.blocks, job.resident_blocks);
+    for (const auto job : status->getJobs()) {
+      if (job.getName() != "job") continue;
+      EXPECT_GT(job.getResidentBlocks(), 0U);
+      EXPECT_GT(job.getBlocks(), job.getResidentBlocks());
     }
   }
   for (const uint32_t g : all) {

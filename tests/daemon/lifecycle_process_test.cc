@@ -62,21 +62,25 @@ class DaemonLifecycle : public ::testing::Test {
         {.socket = socket_, .job = "job", .shape = {.world_size = world}});
   }
 
-  client::NodeStatus Status() {
+  // Until the next call.
+  schema::NodeStatus::Reader Status() {
     auto status = admin_->Status();
     EXPECT_OK(status);
-    return status.ok() ? *status : client::NodeStatus{};
+    if (!status.ok()) return {};
+    status_ = *std::move(status);
+    return *status_;
   }
 
   uint64_t SegmentBytes() {
-    const client::MemoryStatus memory = Status().memory;
-    return memory.used_bytes - memory.private_bytes;
+    const schema::MemoryStatus::Reader memory = Status().getMemory();
+    return memory.getUsedBytes() - memory.getPrivateBytes();
   }
 
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
+  client::NodeStatus status_;
 };
 
 // Its main thread waits in the kernel.
@@ -93,7 +97,8 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
   ASSERT_OK(TrainsOneMoreStep(2));  // the job and its memory stay; what comes and goes are sessions
   const auto free = [&] {
     const auto status = Status();
-    return status.jobs.size() == 1 && status.jobs[0].sessions == 0 && status.jobs[0].leases == 0;
+    return status.getJobs().size() == 1 && status.getJobs()[0].getSessions() == 0 &&
+           status.getJobs()[0].getLeases() == 0;
   };
   ASSERT_TRUE(Eventually(free));
   // Of a job: its weights (a second descriptor checks for readers), its states, its step arena.
@@ -112,8 +117,8 @@ TEST_F(DaemonLifecycle, FreesEverythingOfAKilledClientAlsoWithinACallOrBehindAFo
       ASSERT_GT(child, 0);
     }
     EXPECT_TRUE(Eventually([&] { return Sleeps(client->pid()); }));
-    EXPECT_EQ(Status().jobs[0].sessions, 1U);
-    EXPECT_EQ(Status().jobs[0].leases, what.ends_with("step") ? 0U : 1U);
+    EXPECT_EQ(Status().getJobs()[0].getSessions(), 1U);
+    EXPECT_EQ(Status().getJobs()[0].getLeases(), what.ends_with("step") ? 0U : 1U);
     EXPECT_GT(daemon_->OpenFds(), fds);
     EXPECT_GT(SegmentBytes(), bytes);
     const auto killed = std::chrono::steady_clock::now();
@@ -138,13 +143,14 @@ TEST_F(DaemonLifecycle, FreesAClientThatIsKilledWhileItsAttachWaits) {
   const auto first = Hold(0, 2, "begin");  // never writes the parameters
   ASSERT_THAT(first->errors(), HasSubstr("held"));
   const auto second = Hold(1, 2, "hold", "attaching");
-  ASSERT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 2; }));
+  ASSERT_TRUE(Eventually([&] { return Status().getJobs()[0].getSessions() == 2; }));
   EXPECT_TRUE(Eventually([&] { return Sleeps(second->pid()); }));
   EXPECT_THAT(second->errors(), Not(HasSubstr("held")));
   second->Kill();
-  EXPECT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 1; }));
+  EXPECT_TRUE(Eventually([&] { return Status().getJobs()[0].getSessions() == 1; }));
   first->Kill();
-  EXPECT_TRUE(Eventually([&] { return Status().jobs.empty(); })) << "it never had parameters";
+  EXPECT_TRUE(Eventually([&] { return Status().getJobs().size() == 0; }))
+      << "it never had parameters";
   EXPECT_OK(TrainsOneMoreStep(2));
 }
 
@@ -165,7 +171,7 @@ TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterR
   const auto fourth = Hold(1, 2, "step");
   EXPECT_EQ(third->Wait().exit_code, 0);
   EXPECT_EQ(fourth->Wait().exit_code, 0);
-  EXPECT_EQ(Status().jobs[0].committed_step, 1U);
+  EXPECT_EQ(Status().getJobs()[0].getCommittedStep(), 1U);
   EXPECT_OK(TrainsOneMoreStep(2));
 }
 
@@ -215,14 +221,14 @@ TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
   Start(settings);
   const auto client = Hold(0, 1, "step");
   EXPECT_EQ(client->Wait().exit_code, 0) << client->errors();
-  ASSERT_EQ(Status().swap.size(), 1U);
-  EXPECT_GT(Status().swap[0].used_bytes, 0U);
+  ASSERT_EQ(Status().getSwap().size(), 1U);
+  EXPECT_GT(Status().getSwap()[0].getUsedBytes(), 0U);
   daemon_->Kill();
   EXPECT_THAT(admin_->Status(), HasError(ErrorId::kDaemonGone));
 
   Start(settings);
-  EXPECT_EQ(Status().jobs.size(), 0U);
-  EXPECT_EQ(Status().swap[0].used_bytes, 0U);
+  EXPECT_EQ(Status().getJobs().size(), 0U);
+  EXPECT_EQ(Status().getSwap()[0].getUsedBytes(), 0U);
   const auto again = Hold(0, 1, "step");
   EXPECT_EQ(again->Wait().exit_code, 0) << again->errors();
 }
@@ -241,11 +247,11 @@ TEST_F(DaemonLifecycle, ShowsHowMuchOfAJobsMemoryIsMade) {
   });
   bool seen = false;
   while (!ended) {
-    for (const client::JobStatus& job : Status().jobs) {
-      EXPECT_LE(job.made_bytes, job.making_bytes);
-      if (job.making_bytes == 0) continue;
+    for (const auto job : Status().getJobs()) {
+      EXPECT_LE(job.getMadeBytes(), job.getMakingBytes());
+      if (job.getMakingBytes() == 0) continue;
       seen = true;
-      EXPECT_GE(job.making_bytes, kElems * 3 * sizeof(float)) << "weights and two moments";
+      EXPECT_GE(job.getMakingBytes(), kElems * 3 * sizeof(float)) << "weights and two moments";
     }
   }
   EXPECT_TRUE(seen);
@@ -258,30 +264,30 @@ TEST_F(DaemonLifecycle, FreesADeletedJob) {
   const int fds = daemon_->OpenFds();
   auto client = Hold(0, 1, "hold");
   ASSERT_THAT(client->errors(), HasSubstr("held"));
-  EXPECT_GT(Status().swap[0].used_bytes, 0U);
+  EXPECT_GT(Status().getSwap()[0].getUsedBytes(), 0U);
   EXPECT_FALSE(admin_->DeleteJob("job").ok()) << "it has a session";
   client->Kill();
-  ASSERT_TRUE(Eventually([&] { return Status().jobs[0].sessions == 0; }));
+  ASSERT_TRUE(Eventually([&] { return Status().getJobs()[0].getSessions() == 0; }));
   EXPECT_OK(admin_->DeleteJob("job"));
   EXPECT_TRUE(Eventually([&] { return SegmentBytes() == bytes; }));
-  EXPECT_EQ(Status().swap[0].used_bytes, 0U);
-  EXPECT_EQ(Status().jobs.size(), 0U);
+  EXPECT_EQ(Status().getSwap()[0].getUsedBytes(), 0U);
+  EXPECT_EQ(Status().getJobs().size(), 0U);
   EXPECT_TRUE(Eventually([&] { return daemon_->OpenFds() == fds; }));
 }
 
 TEST_F(DaemonLifecycle, CountsMemoryAsTheKernelDoesAndStaysWithinTheLimit) {
   Start();
   const auto client = Hold(0, 1, "hold");
-  const client::MemoryStatus memory = Status().memory;
+  const schema::MemoryStatus::Reader memory = Status().getMemory();
   uint64_t arenas_bytes = 0;
-  for (const auto& arena : memory.arenas) {
-    EXPECT_EQ(arena.allocated_bytes, arena.size_bytes) << arena.kind;
-    arenas_bytes += arena.allocated_bytes;
+  for (const auto arena : memory.getArenas()) {
+    EXPECT_EQ(arena.getAllocatedBytes(), arena.getSizeBytes()) << arena.getKind().cStr();
+    arenas_bytes += arena.getAllocatedBytes();
   }
-  EXPECT_EQ(memory.used_bytes, arenas_bytes + memory.private_bytes);
-  EXPECT_GE(memory.peak_bytes, memory.used_bytes / 2);
+  EXPECT_EQ(memory.getUsedBytes(), arenas_bytes + memory.getPrivateBytes());
+  EXPECT_GE(memory.getPeakBytes(), memory.getUsedBytes() / 2);
   std::vector<std::string> kinds;
-  for (const auto& arena : memory.arenas) kinds.push_back(arena.kind);
+  for (const auto arena : memory.getArenas()) kinds.emplace_back(arena.getKind());
   EXPECT_THAT(kinds, ::testing::UnorderedElementsAre("weights", "state", "step", "grad", "ring"));
 }
 

@@ -64,8 +64,9 @@ class LogicalStates : public ::testing::TestWithParam<StateKind> {
   void ExpectBothTiers() const {
     ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = Job().socket}));
     ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-    EXPECT_GT(status.jobs.at(0).resident_blocks, 0U);
-    EXPECT_LT(status.jobs.at(0).resident_blocks, status.jobs.at(0).blocks);
+    ASSERT_EQ(status->getJobs().size(), 1U);
+    EXPECT_GT(status->getJobs()[0].getResidentBlocks(), 0U);
+    EXPECT_LT(status->getJobs()[0].getResidentBlocks(), status->getJobs()[0].getBlocks());
   }
   void ExpectMastersAreWeights(const LogicalState& state) const {
     const DType dtype = GetParam().dtype;
@@ -156,7 +157,8 @@ TEST_P(LogicalStatesOfFrozenParameters, AreWeightsAlone) {
   EXPECT_EQ(layout.total_elems() - layout.trainable_elems(), 4U * 513 + 700);
   ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = Job().socket}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-  EXPECT_EQ(status.jobs.at(0).state_bytes,
+  ASSERT_EQ(status->getJobs().size(), 1U);
+  EXPECT_EQ(status->getJobs()[0].getStateBytes(),
             layout.total_elems() * protocol::SizeBytes(GetParam().dtype) +
                 protocol::StateBytes(GetParam().optimizer, GetParam().format, GetParam().dtype,
                                      layout.trainable_elems()));

@@ -133,14 +133,17 @@ class MemoryAttack : public ::testing::Test {
     EXPECT_EQ(daemon_->Stop().exit_code, 0);
   }
 
-  client::MemoryStatus Memory() {
+  // Until the next call.
+  schema::MemoryStatus::Reader Memory() {
     auto status = admin_->Status();
     EXPECT_OK(status);
-    return status.ok() ? status->memory : client::MemoryStatus{};
+    if (!status.ok()) return {};
+    status_ = *std::move(status);
+    return status_->getMemory();
   }
   uint64_t SegmentBytes() {
-    const client::MemoryStatus memory = Memory();
-    return memory.used_bytes - memory.private_bytes;
+    const schema::MemoryStatus::Reader memory = Memory();
+    return memory.getUsedBytes() - memory.getPrivateBytes();
   }
 
   // Code, page tables and buffers of the daemon itself.
@@ -152,6 +155,7 @@ class MemoryAttack : public ::testing::Test {
   std::unique_ptr<testing::TestCgroup> group_;
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
+  client::NodeStatus status_;
   uint64_t idle_bytes_ = 0;
 };
 
@@ -180,7 +184,7 @@ TEST_F(MemoryAttack, SessionsThatEndLeaveNoPagesInTheHandsOfTheirClients) {
     return Eventually(freed) ? 0 : 6;
   });
   EXPECT_EQ(attacker.result(), 0);
-  EXPECT_LE(Memory().peak_bytes, kLimitBytes);
+  EXPECT_LE(Memory().getPeakBytes(), kLimitBytes);
   // Without parameters the job ends with its last session.
   EXPECT_TRUE(Eventually([&] { return SegmentBytes() == idle_bytes_; })) << SegmentBytes();
 }
@@ -228,10 +232,10 @@ TEST_F(MemoryAttack, WeightsOfDeletedJobsCountWhileAProcessHasThemMapped) {
     });
     EXPECT_GT(attacker.result(), 0) << "the first job fits";
     EXPECT_LT(attacker.result(), kJobs) << "not all of them: the weights of the others are mapped";
-    const client::MemoryStatus memory = Memory();
-    EXPECT_LE(memory.used_bytes, kLimitBytes);
-    for (const client::ArenaStatus& arena : memory.arenas) {
-      if (arena.kind == "weights of a deleted job") held_bytes += arena.allocated_bytes;
+    const schema::MemoryStatus::Reader memory = Memory();
+    EXPECT_LE(memory.getUsedBytes(), kLimitBytes);
+    for (const auto arena : memory.getArenas()) {
+      if (arena.getKind() == "weights of a deleted job") held_bytes += arena.getAllocatedBytes();
     }
     EXPECT_GT(held_bytes, 0U);
   }
@@ -250,13 +254,13 @@ TEST_F(MemoryAttack, ADescriptorThatCannotReadKeepsNoWeights) {
     return Eventually([] { return AllocatedBytes(kept) == 0; }) ? 0 : 107;
   });
   EXPECT_EQ(attacker.result(), 0);
-  EXPECT_LE(Memory().peak_bytes, kLimitBytes);
+  EXPECT_LE(Memory().getPeakBytes(), kLimitBytes);
 }
 
 TEST_F(MemoryAttack, TheDaemonsSumAgreesWithTheKernels) {
   if (group_ == nullptr) GTEST_SKIP() << "no control group can be made here";
   const auto expect_same = [&] {
-    const uint64_t used = Memory().used_bytes;
+    const uint64_t used = Memory().getUsedBytes();
     const uint64_t kernel = group_->usage_bytes();
     EXPECT_GE(kernel, used);
     EXPECT_LE(kernel, used + kOwnBytes / 2);

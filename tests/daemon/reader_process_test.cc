@@ -104,10 +104,13 @@ class DaemonReaders : public ::testing::Test {
     return RunningProgram::Start({HELD_CLIENT_PATH, socket_, "0", "2", "read"}, "held");
   }
 
-  client::JobStatus Job() {
+  // Until the next call.
+  schema::JobStatus::Reader Job() {
     auto status = admin_->Status();
     EXPECT_OK(status);
-    return status.ok() && status->jobs.size() == 1 ? status->jobs[0] : client::JobStatus{};
+    if (!status.ok() || (*status)->getJobs().size() != 1) return {};
+    status_ = *std::move(status);
+    return status_->getJobs()[0];
   }
 
   const TempDir dir_;
@@ -116,6 +119,7 @@ class DaemonReaders : public ::testing::Test {
   ReferenceTrainer reference_{layout_, kShape.world_size, kSeed};
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<AdminClient> admin_;
+  client::NodeStatus status_;
   std::vector<std::unique_ptr<Attachment>> ranks_;
 };
 
@@ -126,18 +130,18 @@ TEST_F(DaemonReaders, ThatAreKilledOrStoppedAreNotNoticedByTheRanks) {
 
   const auto killed = HoldLease();
   ASSERT_THAT(killed->errors(), HasSubstr("held"));
-  EXPECT_EQ(Job().leases, 1U);
+  EXPECT_EQ(Job().getLeases(), 1U);
   killed->Kill();
   Train();
-  EXPECT_TRUE(Eventually([&] { return Job().sessions == 3 && Job().leases == 0; }));
+  EXPECT_TRUE(Eventually([&] { return Job().getSessions() == 3 && Job().getLeases() == 0; }));
 
   const auto stopped = HoldLease();
   ASSERT_THAT(stopped->errors(), HasSubstr("held"));
   ASSERT_EQ(::kill(stopped->pid(), SIGSTOP), 0);
   for (int i = 0; i < 3; ++i) Train();
-  EXPECT_EQ(Job().leases, 0U);
-  EXPECT_EQ(Job().committed_step, 5U);
-  EXPECT_EQ(Job().failed, "");
+  EXPECT_EQ(Job().getLeases(), 0U);
+  EXPECT_EQ(Job().getCommittedStep(), 5U);
+  EXPECT_EQ(Job().getFailed(), "");
   stopped->Kill();
 
   for (const auto& rank : ranks_) ExpectWeights(*rank);

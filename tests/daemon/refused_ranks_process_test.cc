@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/admin.h"
 #include "client/client.h"
 #include "gmock/gmock.h"
@@ -220,8 +221,10 @@ class RefusedUser : public RefusedCall {
     const auto status = admin.Status();
     if (!status.ok()) return "";
     std::string text = "names:";
-    for (const auto& job : status->jobs) text += " " + job.name;
-    for (const auto& arena : status->memory.arenas) text += " " + arena.job;
+    for (const auto job : (*status)->getJobs()) absl::StrAppend(&text, " ", job.getName().cStr());
+    for (const auto arena : (*status)->getMemory().getArenas()) {
+      absl::StrAppend(&text, " ", arena.getJob().cStr());
+    }
     return text;
   }
 };

@@ -235,7 +235,7 @@ TEST_F(StartupInControlGroup, TakesHalfOfWhatTheGroupAllowsByDefault) {
   ASSERT_OK_AND_ASSIGN(const auto daemon, Start({DaemonProcess::kDefaultDramLimit}));
   ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-  EXPECT_EQ(status.memory.limit_bytes, kLimitBytes / 2);
+  EXPECT_EQ(status->getMemory().getLimitBytes(), kLimitBytes / 2);
 }
 
 TEST_F(StartupInControlGroup, RefusesALimitAboveThatOfTheGroup) {

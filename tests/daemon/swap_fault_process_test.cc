@@ -3,7 +3,7 @@
 //         deleted; other jobs and the daemon go on. Any number of staging slots works. A step whose
 //         writes fail on one path uses the other; on all, it waits, status says why, others go on, and
 //         it completes. A disk that does not answer is named, and does not keep the daemon from
-//         stopping.
+//         stopping. A job that is being made says how far it is.
 // Method  The swap file of a running daemon is overwritten from outside between two steps; a library
 //         that is loaded into it makes its writes fail or hang.
 
@@ -81,11 +81,12 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
 
   ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-  EXPECT_THAT(status.jobs[0].failed, HasSubstr("E_CORRUPT"));
-  EXPECT_EQ(status.jobs[0].committed_step, 2U);
+  EXPECT_THAT(status->getJobs()[0].getFailed().cStr(), HasSubstr("E_CORRUPT"));
+  EXPECT_EQ(status->getJobs()[0].getCommittedStep(), 2U);
   (void)session->Detach();
   session.reset();  // its mapping of the weights counts until it is gone
-  ASSERT_TRUE(testing::Eventually([&] { return admin->Status()->jobs[0].sessions == 0; }));
+  ASSERT_TRUE(
+      testing::Eventually([&] { return (*admin->Status())->getJobs()[0].getSessions() == 0; }));
   EXPECT_OK(admin->DeleteJob("job"));
 
   ASSERT_OK_AND_ASSIGN(auto other, Attach(socket, "other"));
@@ -115,7 +116,8 @@ TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
   }
   ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
   const client::NodeStatus status = *admin->Status();
-  EXPECT_GT(status.jobs[0].blocks - status.jobs[0].resident_blocks, nvme::Volume::kRequestsMax);
+  EXPECT_GT(status->getJobs()[0].getBlocks() - status->getJobs()[0].getResidentBlocks(),
+            nvme::Volume::kRequestsMax);
 }
 
 // A daemon with two swap paths, whose writes fail or hang on demand.
@@ -134,6 +136,12 @@ class FaultySwap : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(admin_, client::AdminClient::Connect({.socket = socket_}));
   }
 
+  // Until the next call.
+  schema::NodeStatus::Reader Status() {
+    status_ = admin_->Status().value();
+    return *status_;
+  }
+
   // "fail TEXT", "hang TEXT", or "work".
   void Order(const std::string& order) {
     dir_.Write("order.new", order);
@@ -146,6 +154,7 @@ class FaultySwap : public ::testing::Test {
   const std::string b_ = dir_.Make("swap_b");
   std::unique_ptr<testing::DaemonProcess> daemon_;
   std::unique_ptr<client::AdminClient> admin_;
+  client::NodeStatus status_;
 };
 
 TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
@@ -158,33 +167,54 @@ TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
                                            .timeout = kTimeout}));
   ASSERT_OK(testing::WriteInitial(*small, 1));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
-  ASSERT_LT(admin_->Status()->jobs[1].resident_blocks, admin_->Status()->jobs[1].blocks);
+  ASSERT_LT(Status().getJobs()[1].getResidentBlocks(), Status().getJobs()[1].getBlocks());
   ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 1}));
 
   Order("fail swap_a");
   ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 2}));
-  EXPECT_GT(admin_->Status()->swap[0].errors, 0u);
-  EXPECT_EQ(admin_->Status()->swap[1].errors, 0u);
+  EXPECT_GT(Status().getSwap()[0].getErrors(), 0u);
+  EXPECT_EQ(Status().getSwap()[1].getErrors(), 0u);
 
   Order("fail swap_");
   absl::Status stepped = absl::UnknownError("not yet");
   std::thread trainer([&session, &stepped] {
     stepped = testing::TrainStep(*session, {.rank = 0, .t = 3}).status();
   });
-  EXPECT_TRUE(testing::Eventually([&] { return !admin_->Status()->jobs[1].swap_wait.empty(); }));
-  const client::JobStatus waiting = admin_->Status()->jobs[1];
-  EXPECT_THAT(waiting.swap_wait, ::testing::AllOf(HasSubstr("/swap_"), HasSubstr("block "),
-                                                  HasSubstr("Input/output error")));
-  EXPECT_EQ(waiting.failed, "");
-  EXPECT_EQ(waiting.committed_step, 2u);
+  EXPECT_TRUE(testing::Eventually([&] { return Status().getJobs()[1].hasSwapWait(); }));
+  const schema::JobStatus::Reader waiting = Status().getJobs()[1];
+  EXPECT_THAT(
+      waiting.getSwapWait().cStr(),
+      ::testing::AllOf(HasSubstr("/swap_"), HasSubstr("block "), HasSubstr("Input/output error")));
+  EXPECT_EQ(waiting.getFailed(), "");
+  EXPECT_EQ(waiting.getCommittedStep(), 2u);
   EXPECT_OK(testing::TrainStep(*small, {.rank = 0, .t = 1})) << "other jobs go on";
 
   Order("work");
   trainer.join();
   EXPECT_OK(stepped);
-  EXPECT_EQ(admin_->Status()->jobs[1].swap_wait, "");
-  EXPECT_EQ(admin_->Status()->jobs[1].committed_step, 3u);
+  EXPECT_EQ(Status().getJobs()[1].getSwapWait(), "");
+  EXPECT_EQ(Status().getJobs()[1].getCommittedStep(), 3u);
   EXPECT_OK(testing::TrainStep(*session, {.rank = 0, .t = 4})) << "what was written is right";
+}
+
+TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2250KiB"));
+  Order("hang swap_");
+  std::thread trainer([this] { EXPECT_OK(Attach(socket_, "job")); });
+  const auto zeroes = [this] {  // its arenas are made, the zeros of its swap slots are not
+    const auto jobs = Status().getJobs();
+    return jobs.size() == 1 && jobs[0].getMadeBytes() > 0;
+  };
+  EXPECT_TRUE(testing::Eventually(zeroes));
+  const schema::JobStatus::Reader job = Status().getJobs()[0];
+  EXPECT_LT(job.getMadeBytes(), job.getMakingBytes());
+  EXPECT_EQ(job.getSessions(), 1u);
+
+  Order("work");
+  trainer.join();
+  const schema::JobStatus::Reader made = Status().getJobs()[0];
+  EXPECT_EQ(made.getMadeBytes(), 0u);
+  EXPECT_EQ(made.getMakingBytes(), 0u);
 }
 
 TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopping) {
@@ -194,11 +224,11 @@ TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopp
   Order("hang swap_");
   std::thread trainer(
       [&session] { EXPECT_FALSE(testing::TrainStep(*session, {.rank = 0, .t = 2}).ok()); });
-  EXPECT_TRUE(testing::Eventually([&] { return admin_->Status()->swap[0].late_now > 0; }));
-  const client::NodeStatus status = *admin_->Status();
-  EXPECT_GE(status.swap[0].late, status.swap[0].late_now);
-  EXPECT_GE(status.swap[0].late_seconds, 10);
-  EXPECT_EQ(status.jobs[0].failed, "");
+  EXPECT_TRUE(testing::Eventually([&] { return Status().getSwap()[0].getLateNow() > 0; }));
+  const schema::NodeStatus::Reader status = Status();
+  EXPECT_GE(status.getSwap()[0].getLate(), status.getSwap()[0].getLateNow());
+  EXPECT_GE(status.getSwap()[0].getLateSeconds(), 10);
+  EXPECT_EQ(status.getJobs()[0].getFailed(), "");
   const testing::Ended ended = daemon_->Stop();
   trainer.join();
   EXPECT_EQ(ended.exit_code, 0) << ended.signal;

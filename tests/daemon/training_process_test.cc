@@ -122,33 +122,38 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
 
   ASSERT_OK_AND_ASSIGN(auto admin, AdminClient::Connect({.socket = socket}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
-  ASSERT_EQ(status.jobs.size(), 1U);
-  EXPECT_EQ(status.jobs[0].committed_step, kSteps);
-  EXPECT_LE(status.memory.used_bytes - status.memory.private_bytes, status.memory.limit_bytes);
-  const uint32_t swapped = status.jobs[0].blocks - status.jobs[0].resident_blocks;
+  ASSERT_EQ(status->getJobs().size(), 1U);
+  EXPECT_EQ(status->getJobs()[0].getCommittedStep(), kSteps);
+  EXPECT_LE(status->getMemory().getUsedBytes() - status->getMemory().getPrivateBytes(),
+            status->getMemory().getLimitBytes());
+  const uint32_t swapped =
+      status->getJobs()[0].getBlocks() - status->getJobs()[0].getResidentBlocks();
   if (GetParam().swapped) {
     EXPECT_GT(swapped, 0U);
-    EXPECT_GT(status.jobs[0].resident_blocks, 0U);
-    EXPECT_GE(status.jobs[0].update_reads, swapped * (kSteps - 1));
+    EXPECT_GT(status->getJobs()[0].getResidentBlocks(), 0U);
+    EXPECT_GE(status->getJobs()[0].getUpdateReads(), swapped * (kSteps - 1));
     uint64_t written_bytes = 0;
-    for (const auto& path : status.swap) written_bytes += path.written_bytes;
-    EXPECT_GT(written_bytes, status.jobs[0].state_written_bytes);  // the zeros of the start too
+    for (const auto path : status->getSwap()) written_bytes += path.getWrittenBytes();
+    EXPECT_GT(written_bytes,
+              status->getJobs()[0].getStateWrittenBytes());  // the zeros of the start too
   } else {
     EXPECT_EQ(swapped, 0U);
   }
-  ASSERT_OK_AND_ASSIGN(const auto events, admin->Trace("job"));
+  ASSERT_OK_AND_ASSIGN(const auto trace, admin->Trace("job"));
+  std::vector<schema::TraceEvent::Reader> events;
+  for (const auto event : trace->getEvents()) events.push_back(event);
   const auto lane_is = [](const std::string& lane) {
-    return [lane](const client::TraceEvent& event) { return event.lane == lane; };
+    return [lane](const auto& event) { return event.getLane().cStr() == lane; };
   };
   EXPECT_EQ(std::ranges::count_if(events, lane_is("step")), 1);
-  EXPECT_EQ(std::ranges::count_if(events, lane_is("update")), status.jobs[0].blocks);
+  EXPECT_EQ(std::ranges::count_if(events, lane_is("update")), status->getJobs()[0].getBlocks());
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap read")), swapped);
   EXPECT_EQ(std::ranges::count_if(events, lane_is("swap write")), swapped);
   // One pass a group where all ranks have arrived, at most one for each rank.
   const auto passes = std::ranges::count_if(events, lane_is("gradient"));
   EXPECT_GE(passes, shape.groups);
   EXPECT_LE(passes, shape.groups * shape.world_size);
-  for (const auto& event : events) EXPECT_LE(event.start_ns, event.end_ns);
+  for (const auto& event : events) EXPECT_LE(event.getStartNs(), event.getEndNs());
 
   for (auto& rank : ranks) EXPECT_OK(rank->Detach());
   const testing::Ended ended = daemon->Stop();

@@ -113,7 +113,7 @@ absl::StatusOr<double> BenchJob::TimedStep() {
 
 absl::StatusOr<client::NodeStatus> BenchJob::Status() {
   ASSIGN_OR_RETURN(client::NodeStatus status, admin_->Status());
-  if (status.jobs.size() != 1) {
+  if (status->getJobs().size() != 1) {
     return protocol::MakeError(protocol::ErrorId::kInternal,
                                "the daemon has another number of jobs");
   }

@@ -247,8 +247,9 @@ struct Traffic {
 
 absl::StatusOr<Traffic> TrafficOf(BenchJob& job) {
   ASSIGN_OR_RETURN(const client::NodeStatus status, job.Status());
-  return Traffic{.read_bytes = status.jobs[0].state_read_bytes,
-                 .written_bytes = status.jobs[0].state_written_bytes};
+  const schema::JobStatus::Reader one = status->getJobs()[0];
+  return Traffic{.read_bytes = one.getStateReadBytes(),
+                 .written_bytes = one.getStateWrittenBytes()};
 }
 
 // One step; the figure is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
@@ -272,8 +273,8 @@ absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& las
 // What the job holds beside its states: with no more than this, all of them go to swap.
 uint64_t BytesBesideStates(const client::NodeStatus& status) {
   uint64_t bytes = 0;
-  for (const client::ArenaStatus& arena : status.memory.arenas) {
-    if (arena.kind != "state" && arena.kind != "staging") bytes += arena.size_bytes;
+  for (const auto arena : status->getMemory().getArenas()) {
+    if (arena.getKind() != "state" && arena.getKind() != "staging") bytes += arena.getSizeBytes();
   }
   return bytes;
 }
@@ -303,7 +304,7 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   beside_states = BytesBesideStates(status);
   ASSIGN_OR_RETURN(const std::unique_ptr<MemoryLimit> limit,
-                   MemoryLimit::Create(format, options.params, status.workers));
+                   MemoryLimit::Create(format, options.params, status->getWorkers()));
   Traffic last;
   return MeasureCase(
       {.bench = "update",
@@ -326,7 +327,7 @@ absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_s
   job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
-  if (status.jobs[0].resident_blocks == status.jobs[0].blocks) {
+  if (status->getJobs()[0].getResidentBlocks() == status->getJobs()[0].getBlocks()) {
     return MakeError(ErrorId::kInternal, "no block of the bench's job is on swap");
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,

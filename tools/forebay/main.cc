@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/admin.h"
 #include "protocol/error.h"
+#include "protocol/json.h"
 #include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
@@ -23,6 +24,8 @@
 
 namespace forebay::tools {
 namespace {
+
+using protocol::JsonOf;
 
 constexpr int kGood = 0;
 constexpr int kError = 1;
@@ -56,10 +59,8 @@ int ExitCodeOf(const absl::Status& status) {
 
 void Print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
-void Show(bool as_json, const nlohmann::json& json, const std::string& text) {
-  // Names come from clients and may be no UTF-8, which JSON must be.
-  using Handler = nlohmann::json::error_handler_t;
-  Print(as_json ? json.dump(2, ' ', false, Handler::replace) + "\n" : text);
+void Show(bool as_json, const std::string& json, const std::string& text) {
+  Print(as_json ? json + "\n" : text);
 }
 
 using View = std::function<absl::Status(client::AdminClient&)>;
@@ -74,56 +75,56 @@ int WithDaemon(const Arguments& arguments, const View& view) {
 
 // Status() shown by a function of it.
 int WithStatus(const Arguments& arguments,
-               const std::function<void(const client::NodeStatus&)>& show) {
+               const std::function<void(schema::NodeStatus::Reader)>& show) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
-    show(status);
+    show(*status);
     return absl::OkStatus();
   });
 }
 
 int ShowStatus(const Arguments& arguments) {
-  return WithStatus(arguments, [&](const client::NodeStatus& status) {
-    Show(arguments.json, ToJson(status), StatusText(status));
+  return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
+    Show(arguments.json, JsonOf(status), StatusText(status));
   });
 }
 
 int ShowMemory(const Arguments& arguments) {
-  return WithStatus(arguments, [&](const client::NodeStatus& status) {
-    Show(arguments.json, ToJson(status.memory), MemoryText(status.memory));
+  return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
+    Show(arguments.json, JsonOf(status.getMemory()), MemoryText(status.getMemory()));
   });
 }
 
 int ShowSwap(const Arguments& arguments) {
-  return WithStatus(arguments, [&](const client::NodeStatus& status) {
-    Show(arguments.json, ToJson(status.swap), SwapText(status));
+  return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
+    Show(arguments.json, JsonOf(status.getSwap()), SwapText(status));
   });
 }
 
 int ShowJobs(const Arguments& arguments) {
   if (!arguments.delete_job.has_value()) {
-    return WithStatus(arguments, [&](const client::NodeStatus& status) {
-      Show(arguments.json, ToJson(status.jobs), JobsText(status.jobs));
+    return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
+      Show(arguments.json, JsonOf(status.getJobs()), JobsText(status.getJobs()));
     });
   }
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     RETURN_IF_ERROR(admin.DeleteJob(*arguments.delete_job));
-    Show(arguments.json, {{"deleted", *arguments.delete_job}}, "");
+    Show(arguments.json, nlohmann::json{{"deleted", *arguments.delete_job}}.dump(2), "");
     return absl::OkStatus();
   });
 }
 
 int ShowTrace(const Arguments& arguments) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
-    ASSIGN_OR_RETURN(const std::vector<client::TraceEvent> events, admin.Trace(arguments.job));
-    Show(arguments.json, ToJson(events), TraceText(events));
+    ASSIGN_OR_RETURN(const client::Trace trace, admin.Trace(arguments.job));
+    Show(arguments.json, JsonOf(trace->getEvents()), TraceText(trace->getEvents()));
     return absl::OkStatus();
   });
 }
 
 int ShowDoctor(const Arguments& arguments) {
   const std::vector<Finding> findings = Examine(arguments.folders);
-  Show(arguments.json, FindingsJson(findings), FindingsText(findings));
+  Show(arguments.json, FindingsJson(findings).dump(2), FindingsText(findings));
   const bool failed = std::ranges::any_of(
       findings, [](const Finding& finding) { return finding.result == CheckResult::kFail; });
   return failed ? kError : kGood;

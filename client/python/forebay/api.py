@@ -166,7 +166,7 @@ def _socket_path(socket: str | None) -> str:
 
 
 def status(socket: str | None = None) -> dict[str, Any]:
-    """What `forebay status` shows, as a dict.
+    """What `forebay status --json` prints, as a dict.
 
     socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
 
