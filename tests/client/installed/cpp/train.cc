@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "client/admin.h"
 #include "client/client.h"
 #include "protocol/error.h"
 
