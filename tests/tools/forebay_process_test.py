@@ -149,7 +149,7 @@ def test_usage_errors_exit_2_and_help_and_version_exit_0():
     wrong = forebay("status", "--nonsense")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error[E_OPTION]: ") and "--nonsense" in wrong.stderr
-    assert "stands behind --" in forebay("run", "true").stderr
+    assert "the command that run starts follows --" in forebay("run", "true").stderr
     assert forebay("run", "--dram", "1GiB").returncode == 2  # no command
     assert forebay("--help").returncode == 0
     assert forebay("--version").stdout.startswith("forebay ")
