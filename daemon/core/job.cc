@@ -304,7 +304,7 @@ void Job::Dispatch(Session& session, const Command& command) {
         session.IdOf(command),
         MakeError(ErrorId::kNotReady,
                   absl::StrCat("job ", spec_.name, ": the initial parameters were not written"),
-                  "write every group, end the initialisation and wait for its answer"));
+                  "write every group, call initial_done and wait for its answer"));
     return;
   }
   switch (op) {

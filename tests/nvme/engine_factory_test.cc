@@ -83,7 +83,8 @@ TEST(EngineFactory, TakesThreadsWithTheReasonWhereIoUringIsForbidden) {
     const absl::Status forced = CreateIoEngine({.choice = EngineChoice::kUring}).status();
     const bool right = chosen.ok() && chosen->engine->name() == "threads" &&
                        chosen->reason.find("Operation not permitted") != std::string::npos &&
-                       protocol::IdOf(forced) == protocol::ErrorId::kUnsupported;
+                       protocol::IdOf(forced) == protocol::ErrorId::kUnsupported &&
+                       protocol::HintOf(forced).find("io.engine") != std::string::npos;
     _exit(right ? 0 : 1);
   }
   int status = 0;

@@ -18,6 +18,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "tools")
 DEADLINE_S = 120
 LINES_MAX = 5  # that a user changes
 DIFF_MARK = "<!-- diff: tools/train_gpt.py, made by tests/tools/docs_test.py -->"
@@ -152,6 +153,22 @@ def test_files_that_the_pages_name_exist():
         text = page.read_text(encoding="utf-8")
         for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text):
             assert (ROOT / name).exists(), f"{page}: there is no {name}"
+
+
+def test_settings_that_messages_and_pages_name_exist():
+    sections, keys = "", set()
+    for line in (ROOT / "daemon" / "forebay.toml").read_text(encoding="utf-8").splitlines():
+        if section := re.fullmatch(r"\[(\w+)\]", line):
+            sections = section[1] + "."
+        elif key := re.match(r"#?(\w+) = ", line):
+            keys.add(sections + key[1])
+    families = "|".join({key.split(".")[0] for key in keys if "." in key})
+    setting = re.compile(rf"(?<![\w./-])((?:{families})\.[a-z_]+)(?![\w(/])")
+    for path in [*PAGES, *(p for room in ROOMS_WITH_MESSAGES for p in (ROOT / room).rglob("*.cc"))]:
+        text = path.read_text(encoding="utf-8")
+        for literal in re.findall(r'"[^"\n]*"|`[^`\n]*`', text):
+            for name in setting.findall(literal):
+                assert name in keys, f"{path}: there is no setting {name} ({literal})"
 
 
 def test_the_table_of_actions_has_all_of_them():
