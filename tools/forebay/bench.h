@@ -1,4 +1,4 @@
-// `forebay bench WHAT`: figures beside the limits of this machine, measured in the same run.
+// `forebay bench WHAT`: results beside the limits of this machine, measured in the same run.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// One figure beside one limit, taken in alternation: on a shared machine only such ratios count.
+// One result beside one limit, measured in alternation: on a shared machine only such ratios count.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct Sample {
 using Sampler = std::function<absl::StatusOr<Sample>()>;
 
 // What runs in every round beside the measured side: a candidate for the limit, or something shown
-// with the figure.
+// with the result.
 struct BenchLoop {
   enum class Role { kLimit, kShown };
   std::string name;  // key in the JSON line
@@ -63,7 +63,7 @@ absl::StatusOr<BenchResult> MeasureCase(const BenchCase& what, uint32_t samples,
 nlohmann::ordered_json ToJson(const BenchResult& result);
 std::string ResultsText(const std::vector<BenchResult>& results);
 
-// Takes a result as soon as it is there.
+// Receives a result as soon as it is there.
 using Report = std::function<void(const BenchResult& result)>;
 
 // The benches; each reports its cases one by one.

@@ -252,7 +252,7 @@ absl::StatusOr<Traffic> TrafficOf(BenchJob& job) {
                  .written_bytes = one.getStateWrittenBytes()};
 }
 
-// One step; the figure is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
+// One step; the result is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
 // while the step was applied, per second. What was read ahead counts in the sample's bytes alone,
 // which are those since `last`.
 absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& last) {
