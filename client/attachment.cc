@@ -171,8 +171,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
 Attachment::Attachment(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Attachment::~Attachment() {
-  // In a forked child the control thread does not exist and the locks may be held: all of it is
-  // left to the end of the process.
+  // In a forked child the control thread does not exist and the locks may be held: nothing is
+  // destroyed there.
   if (state_->InChild()) state_.release();
 }
 

@@ -98,7 +98,7 @@ absl::Status Attachment::GradReady(uint32_t group) {
   for (uint32_t param = place.param_begin; param < place.param_end; ++param) {
     if (s.parts.layout->params()[param].trainable) s.SetGradient(param);
   }
-  s.ZeroAbsent(group, 0, place.elems, slot.bytes);  // what lies where frozen parameters do
+  s.ZeroAbsent(group, 0, place.elems, slot.bytes);  // zeros in place of frozen parameters
   return s.DeliverSlot(group, 0, place.elems, slot, s.Limits(s.parts.timeout));
 }
 
@@ -119,7 +119,7 @@ absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint
     }
     if (status.ok()) status = SendGradient(group, at, at + elems, *std::move(range), limits);
     if (status.ok()) continue;
-    if (kept_grad_error.ok()) kept_grad_error = status;  // no step may pass without it
+    if (kept_grad_error.ok()) kept_grad_error = status;  // no step may be applied without it
     return status;
   }
   return absl::OkStatus();
@@ -143,7 +143,7 @@ absl::Status Attachment::State::SendGradient(uint32_t group, uint64_t begin, uin
                     KeepError(completion, status);
                   });
   if (!sent.ok()) {
-    // The gradient is lost with its slot: no step may pass without it.
+    // The gradient is lost with its slot: no step may be applied without it.
     if (kept_grad_error.ok()) kept_grad_error = sent;
     return sent;
   }

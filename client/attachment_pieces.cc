@@ -52,7 +52,7 @@ Attachment::State::Coverage Attachment::State::CoverageOf(uint32_t group, uint64
   return coverage;
 }
 
-// `bytes` are those of [begin, end): all that is no gradient becomes zero.
+// `bytes` hold elements [begin, end): those without a gradient become zero.
 void Attachment::State::ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end,
                                    std::span<std::byte> bytes) const {
   const uint64_t width = SizeBytes(parts.layout->spec().dtype);
@@ -71,8 +71,8 @@ void Attachment::State::ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end,
   zero_until(end);
 }
 
-// The open piece that holds the element, made where there is none: as long as its whole piece of the
-// group, what is open or delivered left out.
+// The open piece that holds the element. A new one covers its whole piece of the group, less what is
+// open or delivered already.
 absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
     uint32_t group, uint64_t elem, const WaitLimits& limits) {
   const ElemPlace place{group, elem};
@@ -172,8 +172,8 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
 
 // ------------------------------------------------------------------------------------------ flush
 
-// Delivers the units of which every parameter is there, frees those of which none is, and moves the
-// others to memory of their own, where the rest may still come.
+// Delivers units whose parameters have all arrived, frees those of which none has, and moves the
+// others to private memory, where the rest can still arrive.
 absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits& limits) {
   const auto [place, piece] = *at;
   const uint32_t group = place.group;
@@ -184,7 +184,7 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
     uint64_t end = 0;
     Coverage coverage;
   };
-  std::vector<Run> runs;  // of units with one coverage; those with a part are alone
+  std::vector<Run> runs;  // neighbours of equal coverage; a partly covered unit is alone
   for (uint64_t unit = place.elem; unit < piece.end; unit += kGradUnitElems) {
     const uint64_t end = std::min(unit + kGradUnitElems, piece.end);
     const Coverage coverage = CoverageOf(group, unit, end);
@@ -218,7 +218,7 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
   return status;
 }
 
-// A piece in memory of its own, which waits for the rest of its parameters or for Step.
+// Keeps a piece in private memory until the rest of its parameters arrives or Step is called.
 absl::Status Attachment::State::KeepPart(uint32_t group, uint64_t begin, uint64_t end,
                                          std::span<const std::byte> bytes) {
   ASSIGN_OR_RETURN(std::shared_ptr<internal::Mapping> own,

@@ -1,4 +1,4 @@
-// The step: one in flight at a time, which a call that is repeated waits for again.
+// Step: at most one is in flight; a repeated call waits for the same one.
 
 #include <memory>
 #include <optional>
@@ -72,7 +72,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
   RETURN_IF_ERROR(s.CheckHasRank());
   const absl::Status kept = s.KeptErrors();
-  // What is not finite the daemon also knows: its answer frees every rank to repeat the step.
+  // The daemon knows of non-finite gradients too; its answer lets every rank repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   const WaitLimits limits = s.Limits(timeout);
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));

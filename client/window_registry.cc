@@ -131,8 +131,8 @@ std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
 WindowRegistration::~WindowRegistration() {
   if (index_ < 0) return;
   std::unique_ptr<const Window> window(windows[static_cast<size_t>(index_)].exchange(nullptr));
-  // A handler that began before the exchange may still read it: then it is left, for the process is
-  // about to end.
+  // A handler that began before the exchange may still read it: then it is leaked, since the process
+  // is about to end.
   if (readers != 0) window.release();
 }
 

@@ -52,9 +52,8 @@ std::span<const ConfigKey> ConfigKeys();
 
 // Reads a TOML file on top of `config`.
 //
-// Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one) or
-//         its value has
-//                   another type or is out of range: file and line.
+// Errors  E_CONFIG  the file cannot be read or parsed, a key is unknown (hint: the nearest one), or
+//                   a value has another type or is out of range: file and line.
 absl::Status LoadConfigFile(const std::string& path, Config& config);
 
 // One "key=value". A value is written as in the file, quotes may be left out; lists also as "a,b".
@@ -62,7 +61,7 @@ absl::Status LoadConfigFile(const std::string& path, Config& config);
 // Errors  E_CONFIG  as above, with "--set" in place of file and line.
 absl::Status ApplySetting(std::string_view setting, Config& config);
 
-// What only the whole shows: capacities for paths, block_elems.
+// Checks settings against each other: paths and capacities, CPUs and NUMA node.
 absl::Status CheckConfig(const Config& config);
 
 }  // namespace forebay::daemon

@@ -42,7 +42,7 @@ constexpr uint64_t kLedgerBytesPerSlot = 96;
 constexpr uint64_t kLedgerSlotsMin = 256;
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
 
-// What this process may raise by itself it raises; the rest is for the service manager.
+// Raises soft limits to the hard ones, which are the service manager's to set.
 void RaiseLimits() {
   for (const auto resource : {RLIMIT_NOFILE, RLIMIT_MEMLOCK}) {
     rlimit limit{};

@@ -29,8 +29,8 @@ class Daemon {
   // An eventfd that becomes readable where the daemon cannot go on by itself (its log says why).
   int failure_fd() const;
 
-  // Whether the threads of the loop and of the control plane have both taken the probe that the call
-  // before left for them; leaves the next. True at the first call. For the thread of Start().
+  // Whether loop and control thread have both answered the probe of the call before; sends the next
+  // one. True at the first call. For the thread of Start().
   bool MadeProgress();
 
   const Config& config() const;  // as it runs: defaults filled in

@@ -62,8 +62,8 @@ uint64_t MonotonicNs() {
                                    .count());
 }
 
-// A path whose label is of another format: an older one held nothing durable and is made anew; what
-// a newer one holds this program cannot know.
+// A path whose label has another format. An older format held nothing durable: the volume is made
+// anew. What a newer one holds is unknown: it is refused.
 absl::Status CheckVersion(OpenMode mode, std::string_view name, std::span<const std::byte> page) {
   const std::optional<uint32_t> version = internal::LabelVersion(page);
   if (!version || *version == internal::kFormatVersion) return absl::OkStatus();
@@ -165,7 +165,7 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
                           uint64_t token) {
   if (slots.empty()) return absl::InvalidArgumentError("zero: no slots are named");
   for (const Slot& slot : slots) {
-    // A slot may be smaller than the zeros: their first page stands for them.
+    // The first page alone is checked: a slot may be smaller than `zeros`.
     RETURN_IF_ERROR(state_->CheckSlot(slot, zeros.first(std::min(zeros.size(), kIoAlignment))));
     const auto known = state_->slots.find({slot.path, slot.offset_bytes});
     if (known == state_->slots.end()) continue;

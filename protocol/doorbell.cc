@@ -13,7 +13,7 @@
 namespace forebay::protocol {
 namespace {
 
-constexpr int kQueuedBytesMax = 4096;  // the kernel's accounting of unread rings
+constexpr int kQueuedBytesMax = 4096;  // send buffer for unread rings, as the kernel counts it
 
 absl::Status NoDoorbell(const char* call) {
   return MakeError(ErrorId::kLimit, ErrnoText(call, errno),

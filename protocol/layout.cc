@@ -90,7 +90,7 @@ absl::Status Layout::PlaceParams() {
       return BadLayout(absl::StrCat("parameter ", param.name, " is listed twice"));
     }
     const bool opens_group = groups_.size() == param.group;
-    // No sum with the client's number: the largest group + 1 is 0.
+    // `param.group + 1` could wrap around: it is the client's number.
     if (!opens_group && (groups_.empty() || param.group != groups_.size() - 1)) {
       return BadLayout(absl::StrCat("parameter ", Describe(param),
                                     " breaks the order: groups ascend from 0 without a gap"));

@@ -44,7 +44,7 @@ kj::AsyncIoContext MakeIo() {
   return kj::setupAsyncIo();
 }
 
-// The program's signals are not for this thread.
+// Signals of the program must not be handled on this thread.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -153,7 +153,7 @@ void ControlThread::Loop() {
   try {
     Serve();
   } catch (const kj::Exception&) {
-    // No loop can be made, or it broke: calls find the connection lost.
+    // The event loop could not be made, or failed: calls report that the connection is lost.
   }
   protocol::RingDoorbell(gone_fd_.get());
   std::deque<Request> left;
@@ -194,7 +194,7 @@ void ControlThread::Serve() {
     std::shared_ptr<CallState> state;
   };
   std::map<uint64_t, Running> running;
-  std::vector<uint64_t> finished;  // dropped at the next turn: a promise cannot drop itself
+  std::vector<uint64_t> finished;  // erased in the next iteration: a promise cannot erase itself
   for (bool stop = false; !stop;) {
     std::deque<Request> requests = DrainRequests();
     for (const uint64_t id : std::exchange(finished, {})) running.erase(id);

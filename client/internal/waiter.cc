@@ -31,7 +31,7 @@ absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& l
     const absl::Status alive = port_.PollAlive();
     if (done()) return absl::OkStatus();
     RETURN_IF_ERROR(alive);
-    // Only after a pause or a signal: in Python the question costs a wait for the interpreter.
+    // Only after a pause or a signal: in Python the check waits for the interpreter's lock.
     if (pause == CommandPort::Pause::kUndisturbed && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
     }

@@ -95,7 +95,7 @@ void Volume::State::EncodeLedger(std::span<const std::byte> ledger,
 
   internal::Record& record = commit.record;
   record = {};
-  // Beside the last durable one, whatever became of failed commits since.
+  // Not the area of the last durable ledger, whatever failed commits have written since.
   record.area = durable.sequence == 0 ? 0 : durable.area ^ 1;
   record.volume = id;
   record.sequence = ++last_sequence;

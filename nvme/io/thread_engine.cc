@@ -130,7 +130,7 @@ size_t ThreadEngine::State::DrainEvents(std::span<const epoll_event> events,
                                         std::span<Completion> out) {
   size_t count = 0;
   for (const epoll_event& event : events) {
-    // What finds no room is level-triggered, or still in the queue: the next Wait() has it.
+    // Events without room in `out` are level-triggered or queued: the next Wait() returns them.
     if (count == out.size()) break;
     if (event.data.u64 == kDoneKey) {
       internal::DrainEventFd(done_event.get());

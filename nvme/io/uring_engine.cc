@@ -385,7 +385,7 @@ absl::StatusOr<size_t> UringEngine::Wait(nanoseconds timeout, std::span<Completi
       return absl::InternalError(protocol::ErrnoText("io_uring_enter", -rc));
     }
     if (count > 0 || rc == -EINTR || left <= nanoseconds::zero()) return count;
-    // Only entries that say nothing to the caller: sleep for the rest.
+    // Only internal entries came: sleep for the rest of the time.
     if (!forever) left = std::max(deadline - Clock::now(), Clock::duration::zero());
   }
 }

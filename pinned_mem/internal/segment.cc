@@ -36,7 +36,7 @@ using protocol::kHugePageBytes;
 using protocol::kPageBytes;
 using protocol::MakeError;
 
-// Below this a thread costs more than it brings.
+// Below this size another thread costs more time than it saves.
 constexpr uint64_t kPiecesPerThread = 16;
 
 // Populates 4 KiB pages. EINVAL: a kernel before 5.14, so this touches them. Returns an errno.
@@ -96,7 +96,7 @@ absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
   }
   if (lead > 0) munmap(room_begin, lead);
   if (lead < kHugePageBytes) munmap(begin + size_bytes, kHugePageBytes - lead);
-  // Core files leave the parameters of jobs out.
+  // Core dumps leave out the parameters of jobs.
   (void)madvise(begin, size_bytes, MADV_DONTDUMP);
   return Segment({begin, size_bytes});
 }

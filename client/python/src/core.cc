@@ -42,8 +42,8 @@ using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// What Python gets: `torch.from_dlpack` and `numpy.from_dlpack` take it. Never marked read-only, for torch warns of
-// what is; a write to the weights is stopped by the page table, and explained.
+// For `torch.from_dlpack` and `numpy.from_dlpack`. Not marked read-only: torch would warn. The page
+// table stops a write to the weights, and the handler of SIGSEGV explains it.
 using View = nb::ndarray<nb::array_api>;
 using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
@@ -91,9 +91,9 @@ std::span<const std::byte> BytesOf(const nb::bytes& bytes) {
   return {static_cast<const std::byte*>(bytes.data()), bytes.size()};
 }
 
-// True where a signal handler of Python's has raised; the exception stays set for Raise(). Handlers
-// run on the main thread alone; another one that took the GIL while the interpreter ends would be
-// ended by it, through frames of ours.
+// True where a signal handler of Python's has raised; the exception stays set for Raise(). Python runs
+// handlers on the main thread alone. No other thread takes the GIL here: an interpreter that is ending
+// would end it in the middle of our frames.
 bool PythonInterrupted() {
   if (::gettid() != ::getpid()) return false;
   const nb::gil_scoped_acquire acquired;
@@ -372,7 +372,7 @@ void BindAttachment(nb::module_& module) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-  // A trainer may end with its attachment alive; the daemon sees to the rest.
+  // A trainer may end with its attachment alive; the daemon cleans up.
   nb::set_leak_warnings(false);
   BindErrors(module);
   BindAdmin(module);
