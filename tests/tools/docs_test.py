@@ -18,7 +18,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "tools")
+ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "tools/forebay")
 DEADLINE_S = 120
 LINES_MAX = 5  # that a user changes
 DIFF_MARK = "<!-- diff: tools/train_gpt.py, made by tests/tools/docs_test.py -->"
@@ -169,6 +169,20 @@ def test_settings_that_messages_and_pages_name_exist():
         for literal in re.findall(r'"[^"\n]*"|`[^`\n]*`', text):
             for name in setting.findall(literal):
                 assert name in keys, f"{path}: there is no setting {name} ({literal})"
+
+
+def test_error_ids_that_are_named_exist_and_each_is_raised():
+    table = ROOT / "protocol" / "error.cc"
+    ids = dict(re.findall(r'ErrorId::(k\w+), "(E_\w+)"', table.read_text(encoding="utf-8")))
+    suffixes = {".cc", ".h", ".py", ".capnp"}
+    sources = [p for room in ROOMS_WITH_MESSAGES for p in (ROOT / room).rglob("*")]
+    raised = set()
+    for path in [*PAGES, *(p for p in sources if p.suffix in suffixes and p != table)]:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"\bE_[A-Z_]*[A-Z]\b", text):
+            assert name in ids.values(), f"{path}: there is no {name}"
+        raised |= set(re.findall(r"ErrorId::(k\w+)", text))
+    assert ids.keys() <= raised, f"nothing raises {ids.keys() - raised}"
 
 
 def test_the_table_of_actions_has_all_of_them():
