@@ -126,7 +126,7 @@ absl::Status Attachment::State::CopyToPieces(uint32_t param, std::span<const std
     RETURN_IF_ERROR(stream->Synchronize());
     at = stop;
     const bool complete = !CoverageOf(place.group, piece->first.elem, piece->second.end).missing;
-    if (complete) RETURN_IF_ERROR(DeliverPiece(piece, limits));
+    if (complete) RETURN_IF_ERROR(FlushPiece(piece, limits));
   }
   return absl::OkStatus();
 }

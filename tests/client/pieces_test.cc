@@ -43,6 +43,8 @@ class PiecesTest : public ::testing::Test {
   static constexpr uint64_t kElems2 = 500;
   static constexpr Timeout kTimeout = kTestDeadline;
 
+  virtual bool b_is_frozen() const { return false; }
+
   struct Delivery {
     uint64_t begin = 0;
     uint64_t attempt = 0;
@@ -52,14 +54,15 @@ class PiecesTest : public ::testing::Test {
   };
 
   void SetUp() override {
-    protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
-                              .optimizer = protocol::Optimizer::kAdamW,
-                              .format = protocol::Format::kFp32,
-                              .params = {{.name = "a", .shape = {kElems0}, .group = 0},
-                                         {.name = "b", .shape = {kElems1}, .group = 0},
-                                         {.name = "c", .shape = {kElems2}, .group = 0}},
-                              .group_names = {"g"},
-                              .partitions = {}};
+    protocol::LayoutSpec spec{
+        .dtype = protocol::DType::kFloat32,
+        .optimizer = protocol::Optimizer::kAdamW,
+        .format = protocol::Format::kFp32,
+        .params = {{.name = "a", .shape = {kElems0}, .group = 0},
+                   {.name = "b", .shape = {kElems1}, .group = 0, .trainable = !b_is_frozen()},
+                   {.name = "c", .shape = {kElems2}, .group = 0}},
+        .group_names = {"g"},
+        .partitions = {}};
     layout_ =
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
     const uint64_t grad_bytes = 2 * layout_->largest_group_bytes();
@@ -240,6 +243,39 @@ TEST_F(PiecesTest, ADroppedStepBringsTheRankToTheNewestAttempt) {
   ASSERT_OK(Step(1));
   EXPECT_EQ(attempt_of_step_, 7U);
   EXPECT_EQ(delivered_.back().attempt, 7U);
+}
+
+class PiecesWithFrozenTest : public PiecesTest {
+ protected:
+  bool b_is_frozen() const override { return true; }
+};
+
+TEST_F(PiecesWithFrozenTest, AFrozenParameterIsNotWaitedFor) {
+  ASSERT_OK(Add(2, 3));
+  ASSERT_OK(Add(0, 1));
+  daemon_.WaitForCommands(2);  // no step was called
+  ASSERT_OK(Step(1));
+  ASSERT_EQ(delivered_.size(), 2U) << "the unit that it has alone does not travel";
+  EXPECT_EQ(delivered_[0].begin, 0U);
+  EXPECT_EQ(delivered_[0].end(), kUnit);
+  EXPECT_EQ(delivered_[1].begin, 2 * kUnit);
+  EXPECT_EQ(delivered_[1].end(), layout_->groups()[0].elems);
+  EXPECT_THAT(DeliveredOf(0), Each(1.0F));
+  EXPECT_THAT(DeliveredOf(1), Each(0.0F));
+  EXPECT_THAT(DeliveredOf(2), Each(3.0F));
+  EXPECT_EQ(presence_, 0b101U);
+}
+
+TEST_F(PiecesWithFrozenTest, AFlushDeliversWhatIsCompleteBesideIt) {
+  ASSERT_OK(Add(0, 1));
+  ASSERT_OK(session_->FlushGradients());
+  const std::vector<Command> seen = daemon_.WaitForCommands(1);
+  EXPECT_EQ(seen[0].element_offset, 0U);
+  EXPECT_EQ(seen[0].length_bytes, kUnit * sizeof(float));
+  EXPECT_THAT(Add(1, 1), HasError(ErrorId::kUnsupported));
+  ASSERT_OK(Step(1));
+  EXPECT_EQ(delivered_.size(), 1U);
+  EXPECT_EQ(presence_, 0b001U);
 }
 
 }  // namespace

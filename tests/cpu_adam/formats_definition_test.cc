@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu_adam/decode.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/optimizers.h"
@@ -119,6 +120,60 @@ void ExpectSameMasters(const Decoded& wide, StateArrays& state) {
     ASSERT_EQ(state.remainder.data()[i], static_cast<int16_t>(bits - (uint32_t{weights} << 16)));
   }
 }
+
+class Decoding : public ::testing::TestWithParam<Optimizer> {};
+
+// Any range of a moment: from every place of a scale's group on, across groups, to the end of the
+// last one, which is short.
+TEST_P(Decoding, GivesEveryElementOfAnyRange) {
+  for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
+    SCOPED_TRACE(NameOf(format));
+    StateArrays state(kElems, 0);
+    state.Assign(CleanData(GetParam()));
+    const Decoded all = Decode(state, GetParam(), format);
+    std::vector<float> masters(kElems);
+    DecodeMasters(format, kElems, state.Planes(format), masters.data());
+    EXPECT_TRUE(testing::SameBits(masters, all.w));
+    for (size_t m = 0; m < MomentCount(GetParam()); ++m) {
+      for (const size_t first : {0, 1, 63, 64, 65, 127, 128, 129, 640, 895, 896, 897, 999, 1000}) {
+        for (const size_t n : {0, 1, 63, 64, 65, 128, 129, 257, 1000}) {
+          const size_t count = std::min(n, kElems - first);
+          testing::GuardedArray<float> out(count, 0);
+          DecodeMoment(GetParam(), format, m, {.first = first, .n = count}, state.Planes(format),
+                       out.data());
+          const auto begin = all.moments[m].begin() + static_cast<ptrdiff_t>(first);
+          const std::vector<float> expected(begin, begin + static_cast<ptrdiff_t>(count));
+          ASSERT_TRUE(testing::SameBits(out.Copy(), expected)) << m << " from " << first;
+          ASSERT_TRUE(out.GuardsIntact());
+        }
+      }
+    }
+    state.ExpectGuards();
+  }
+}
+
+TEST_P(Decoding, OfFloat32StatesIsACopy) {
+  const AdamData data = CleanData(GetParam());
+  StateArrays state(kElems, 0);
+  state.Assign(data);
+  for (const StateFormat format :
+       {StateFormat::kFp32, StateFormat::kFp32Bf16, StateFormat::kFp32Fp16}) {
+    std::vector<float> out(kElems);
+    DecodeMasters(format, kElems, state.Planes(format), out.data());
+    EXPECT_TRUE(testing::SameBits(out, data.w)) << NameOf(format);
+    for (size_t m = 0; m < MomentCount(GetParam()); ++m) {
+      DecodeMoment(GetParam(), format, m, {.first = 1, .n = kElems - 1}, state.Planes(format),
+                   out.data());
+      out.resize(kElems - 1);
+      const std::vector<float>& moment = m == 0 ? data.m : data.v;
+      EXPECT_TRUE(testing::SameBits(out, {moment.begin() + 1, moment.end()})) << NameOf(format);
+      out.resize(kElems);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, Decoding, ::testing::ValuesIn(kAllOptimizers),
+                         [](const auto& kind) { return NameOf(kind.param); });
 
 class NarrowFormat : public ::testing::TestWithParam<Optimizer> {};
 

@@ -5,6 +5,7 @@
 // Method  Real daemons, in DRAM and with half of the states on swap; weights and states are read by
 //         name and compared bit by bit.
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -120,6 +121,38 @@ std::vector<StateKind> AllFormats() {
 
 INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesBeforeTheFirstStep,
                          ::testing::ValuesIn(AllFormats()), NameOf);
+
+// ------------------------------------------------------------------------------- parts of a parameter
+
+class LogicalStatesInParts : public LogicalStates {};
+
+// From every place of a scale's group on, within blocks and across them.
+TEST_P(LogicalStatesInParts, AreThoseOfTheWhole) {
+  StartOnSwap();
+  ASSERT_OK(testing::Train(Job(), {.first = 1, .end = 3}));
+  ASSERT_OK_AND_ASSIGN(const LogicalState whole, testing::ReadLogicalState(Job()));
+  ASSERT_OK_AND_ASSIGN(
+      auto session,
+      client::Attachment::Attach(
+          {.socket = Job().socket, .job = "job", .run = "run", .layout = Job().layout}));
+  const uint64_t elems = uint64_t{257} * 129;
+  for (const std::string& state : protocol::StateNames(GetParam().optimizer)) {
+    const std::vector<uint32_t>& all = whole.at("layer2.weight/" + state);
+    for (const uint64_t first : {uint64_t{0}, uint64_t{1}, uint64_t{127}, uint64_t{129},
+                                 uint64_t{4000}, uint64_t{20479}, elems - 1}) {
+      for (const uint64_t n : {uint64_t{1}, uint64_t{128}, uint64_t{9001}, elems - 129}) {
+        std::vector<float> values(std::min(n, elems - first));
+        ASSERT_OK(session->ReadState(
+            {.param = "layer2.weight", .state = state, .first_elem = first}, values, kTimeout));
+        EXPECT_EQ(std::memcmp(values.data(), &all[first], values.size() * sizeof(float)), 0)
+            << state << " from " << first << ", " << values.size();
+      }
+    }
+  }
+  EXPECT_OK(session->Detach());
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, LogicalStatesInParts, ::testing::ValuesIn(AllFormats()), NameOf);
 
 // ------------------------------------------------------------------------------------------- frozen
 
