@@ -4,9 +4,13 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <optional>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "pinned_mem/internal/memfd.h"
@@ -28,14 +32,32 @@ using protocol::kPageBytes;
 using protocol::MakeError;
 
 struct PinnedArena::State {
+  State(const ArenaOptions& arena_options, protocol::UniqueFd memfd,
+        internal::Segment whole_segment)
+      : options(arena_options),
+        fd(std::move(memfd)),
+        segment(std::move(whole_segment)),
+        huge_pieces(PiecesOf(options.capacity_bytes), 0),
+        ranges(options.capacity_bytes / kPageBytes, kMaxRanges) {}
+
+  static uint64_t PiecesOf(uint64_t bytes) {
+    return (bytes + protocol::kHugePageBytes - 1) / protocol::kHugePageBytes;
+  }
+  absl::Status Populate(const ArenaPart& part, int threads);
+  absl::Status FreePart(const ArenaPart& part);
+  void CountHuge();
+
   ArenaOptions options;
   protocol::UniqueFd fd;
   // kServed: a read-only description for UseCheck.
   protocol::UniqueFd reader;
   internal::Segment segment;
-  uint64_t huge_bytes;
+  // By piece of 2 MiB: on one huge page. Of the worker that populates or frees.
+  std::vector<uint8_t> huge_pieces;
+  std::atomic<uint64_t> huge_bytes = 0;
+  std::atomic<uint64_t> populated_bytes = 0;
   std::vector<int> numa_nodes;
-  bool locked;
+  std::atomic<bool> locked = true;
   RangeAllocator ranges;
 };
 
@@ -60,17 +82,21 @@ absl::Status CheckOptions(const ArenaOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status CheckAvailable(const ArenaOptions& options) {
-  const uint64_t available = AvailableBytes();
-  if (options.capacity_bytes <= available) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kDramLimit,
-      absl::StrCat("arena ", options.name, " needs ", FormatBytes(options.capacity_bytes),
-                   " of memory; this node has ", FormatBytes(available), " available"),
-      "end other programs on this node, or lower --dram / dram.limit");
+std::vector<ArenaPart> PartsOf(const ArenaOptions& options) {
+  if (options.parts) return *options.parts;
+  return {{.offset_bytes = 0, .size_bytes = options.capacity_bytes}};
 }
 
-absl::Status LockError(const ArenaOptions& options, int error_number) {
+absl::Status CheckAvailable(const std::string& name, uint64_t bytes) {
+  const uint64_t available = AvailableBytes();
+  if (bytes <= available) return absl::OkStatus();
+  return MakeError(ErrorId::kDramLimit,
+                   absl::StrCat("arena ", name, " needs ", FormatBytes(bytes),
+                                " of memory; this node has ", FormatBytes(available), " available"),
+                   "end other programs on this node, or lower --dram / dram.limit");
+}
+
+absl::Status LockError(const ArenaOptions& options, const ArenaPart& part, int error_number) {
   rlimit limit = {};
   (void)getrlimit(RLIMIT_MEMLOCK, &limit);
   const std::string now =
@@ -78,7 +104,7 @@ absl::Status LockError(const ArenaOptions& options, int error_number) {
   return MakeError(
       ErrorId::kMemlock,
       absl::StrCat(ErrnoText(absl::StrCat("cannot lock arena ", options.name), error_number),
-                   ": needs ", FormatBytes(options.capacity_bytes), " (", options.capacity_bytes,
+                   ": needs ", FormatBytes(part.size_bytes), " (", part.size_bytes,
                    " bytes) besides what is locked already, RLIMIT_MEMLOCK is ", now),
       "add the line LimitMEMLOCK=infinity to the [Service] section of the unit, or "
       "\"* - memlock unlimited\" to /etc/security/limits.conf");
@@ -88,7 +114,9 @@ absl::Status LockError(const ArenaOptions& options, int error_number) {
 
 absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOptions& options) {
   RETURN_IF_ERROR(CheckOptions(options));
-  RETURN_IF_ERROR(CheckAvailable(options));
+  uint64_t needed_bytes = 0;
+  for (const ArenaPart& part : PartsOf(options)) needed_bytes += part.size_bytes;
+  RETURN_IF_ERROR(CheckAvailable(options.name, needed_bytes));
   ASSIGN_OR_RETURN(protocol::UniqueFd fd,
                    internal::MakeMemfd(options.name, options.capacity_bytes, options.access));
   protocol::UniqueFd reader;
@@ -97,33 +125,70 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   }
   ASSIGN_OR_RETURN(internal::Segment segment,
                    internal::Segment::Map(fd.get(), options.capacity_bytes));
-  ASSIGN_OR_RETURN(const uint64_t huge_bytes,
-                   segment.Populate({.placement = options.placement,
-                                     .threads = options.threads,
-                                     .populated_bytes = options.populated_bytes.get()}));
-  std::vector<int> numa_nodes = internal::NodesOfPages(segment.bytes());
-  const int lock_error = segment.Lock();
-  if (lock_error != 0 && options.lock == LockPolicy::kRequired) {
-    return LockError(options, lock_error);
+  auto state = std::make_unique<State>(options, std::move(fd), std::move(segment));
+  state->reader = std::move(reader);
+  std::set<int> nodes;
+  for (const ArenaPart& part : PartsOf(options)) {
+    RETURN_IF_ERROR(state->Populate(part, options.threads));
+    const auto bytes = state->segment.bytes().subspan(part.offset_bytes, part.size_bytes);
+    for (const int node : internal::NodesOfPages(bytes)) nodes.insert(node);
   }
-  return std::make_unique<PinnedArena>(std::make_unique<State>(State{
-      .options = options,
-      .fd = std::move(fd),
-      .reader = std::move(reader),
-      .segment = std::move(segment),
-      .huge_bytes = huge_bytes,
-      .numa_nodes = std::move(numa_nodes),
-      .locked = lock_error == 0,
-      .ranges = RangeAllocator(options.capacity_bytes / kPageBytes, kMaxRanges),
-  }));
+  state->numa_nodes = {nodes.begin(), nodes.end()};
+  return std::make_unique<PinnedArena>(std::move(state));
 }
+
+absl::Status PinnedArena::State::Populate(const ArenaPart& part, int threads) {
+  absl::Status status = segment.Populate(part, {.placement = options.placement,
+                                                .threads = threads,
+                                                .populated_bytes = options.populated_bytes.get(),
+                                                .huge_pieces = huge_pieces});
+  const int lock_error = status.ok() ? segment.Lock(part) : 0;
+  if (lock_error != 0) locked = false;
+  if (lock_error != 0 && options.lock == LockPolicy::kRequired) {
+    status = LockError(options, part, lock_error);
+  }
+  populated_bytes += part.size_bytes;
+  CountHuge();
+  if (!status.ok()) (void)FreePart(part);
+  return status;
+}
+
+absl::Status PinnedArena::State::FreePart(const ArenaPart& part) {
+  segment.Unlock(part);
+  if (!internal::FreePages(fd.get(), part)) {
+    return MakeError(ErrorId::kInternal,
+                     ErrnoText(absl::StrCat("arena ", options.name, ": cannot free ",
+                                            part.size_bytes, " bytes at ", part.offset_bytes),
+                               errno));
+  }
+  const uint64_t end = part.offset_bytes + part.size_bytes;
+  for (uint64_t piece = part.offset_bytes / protocol::kHugePageBytes; piece < PiecesOf(end);
+       ++piece) {
+    huge_pieces[piece] = 0;
+  }
+  populated_bytes -= part.size_bytes;
+  CountHuge();
+  return absl::OkStatus();
+}
+
+void PinnedArena::State::CountHuge() {
+  huge_bytes =
+      protocol::kHugePageBytes * static_cast<uint64_t>(std::ranges::count(huge_pieces, uint8_t{1}));
+}
+
+absl::Status PinnedArena::Populate(const ArenaPart& part) {
+  RETURN_IF_ERROR(CheckAvailable(state_->options.name, part.size_bytes));
+  return state_->Populate(part, /*threads=*/1);
+}
+
+absl::Status PinnedArena::FreePart(const ArenaPart& part) { return state_->FreePart(part); }
 
 PinnedArena::PinnedArena(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 PinnedArena::~PinnedArena() {
   FOREBAY_CHECK(state_->ranges.live_ranges() == 0);  // a range would dangle
   if (state_->options.at_end == AtEnd::kKeepForReaders) return;
-  (void)internal::FreePages(state_->fd.get(), capacity_bytes());
+  (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
 }
 
 absl::StatusOr<PinnedArena::Range> PinnedArena::Allocate(uint64_t size_bytes) {
@@ -146,6 +211,7 @@ absl::StatusOr<PinnedArena::Range> PinnedArena::Allocate(uint64_t size_bytes) {
 
 std::span<std::byte> PinnedArena::bytes() const { return state_->segment.bytes(); }
 uint64_t PinnedArena::capacity_bytes() const { return state_->options.capacity_bytes; }
+uint64_t PinnedArena::populated_bytes() const { return state_->populated_bytes; }
 uint64_t PinnedArena::huge_bytes() const { return state_->huge_bytes; }
 uint64_t PinnedArena::free_bytes() const { return state_->ranges.free_pages() * kPageBytes; }
 const std::vector<int>& PinnedArena::numa_nodes() const { return state_->numa_nodes; }
@@ -179,7 +245,7 @@ bool PinnedArena::FreeIfUnused() {
   const internal::UseCheck check(state_->reader.get());
   if (check.result() == internal::OtherUsers::kSome) return false;
   // A descriptor that is open with O_PATH is no user, but would keep the pages.
-  (void)internal::FreePages(state_->fd.get(), capacity_bytes());
+  (void)internal::FreePages(state_->fd.get(), {0, capacity_bytes()});
   return true;
 }
 

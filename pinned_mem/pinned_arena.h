@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,6 +35,13 @@ enum class AtEnd {
   kKeepForReaders,  // leaves them to the kernel, which frees them with the last mapping
 };
 
+// On whole pages.
+struct ArenaPart {
+  uint64_t offset_bytes = 0;
+  // > 0.
+  uint64_t size_bytes = 0;
+};
+
 struct ArenaOptions {
   // Shown in /proc/PID/maps. At most kNameBytesMax bytes, no '/'.
   std::string name;
@@ -46,21 +54,25 @@ struct ArenaOptions {
   Placement placement = {};
   // Threads that touch the pages of a large arena; they live as long as Create().
   int threads = 1;
-  // Grows to capacity_bytes while Create() runs; null: nobody looks.
+  // Parts that Create() gives memory, ascending, apart from each other; nothing: the whole arena.
+  std::optional<std::vector<ArenaPart>> parts = {};
+  // Grows by the bytes that have memory while Create() runs; null: nobody looks.
   std::shared_ptr<std::atomic<uint64_t>> populated_bytes = {};
 };
 
 // One memfd segment, used whole or handed out in ranges; 2 MiB pages by MADV_COLLAPSE where
-// possible. Every page is bound, touched and locked before Create() returns, so no later call can
-// fault a page in, move it, or find the node full. A new segment is all zeros.
+// possible. Every page is bound, touched and locked before Create() or Populate() returns, so no later
+// call can fault a page in, move it, or find the node full. New memory is all zeros. Where parts of
+// an arena have no memory, nobody touches them.
 //
 // Every segment is sealed with SHRINK, GROW and SEAL: its size is fixed for everybody, and nobody
 // can stop this process from writing it or from freeing its pages. A client that punches a hole
 // into a shared segment loses its own bytes; this process then reads zeros.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
-// Threads    Create(), FreeIfUnused() and the destructor on a worker (they block); all else on the
-//            loop thread. The bytes of a live range may be given to any thread.
+// Threads    Create(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker, one at a
+//            time (they block); all else on the loop thread. The bytes of a live range may be given
+//            to any thread.
 // Limits     At most kMaxRanges live ranges.
 // Source     memfd_create(2), madvise(2), set_mempolicy(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
 //            Linux man-pages.
@@ -104,6 +116,15 @@ class PinnedArena {
   PinnedArena& operator=(const PinnedArena&) = delete;
   ~PinnedArena();
 
+  // Gives memory to a part that has none.
+  //
+  // Errors  as Create; the part then has no memory.
+  absl::Status Populate(const ArenaPart& part);
+  // Takes the memory of a part that has some.
+  //
+  // Errors  E_INTERNAL  the kernel refuses; the bytes are what they were.
+  absl::Status FreePart(const ArenaPart& part);
+
   // Allocates `size_bytes` > 0, rounded up to the page. O(log ranges), no system call. The bytes
   // are what the previous owner of the range left.
   //
@@ -115,9 +136,11 @@ class PinnedArena {
   // The whole segment; aligned to 2 MiB.
   std::span<std::byte> bytes() const;
   uint64_t capacity_bytes() const;
+  // Of all parts that have memory.
+  uint64_t populated_bytes() const;
   // st_blocks of the segment: what the kernel counts.
   uint64_t allocated_bytes() const;
-  // On 2 MiB pages after Create().
+  // On 2 MiB pages when they got memory.
   uint64_t huge_bytes() const;
   // NUMA nodes on which the pages were after Create(), ascending, one page of 2 MiB looked at.
   // Empty: the kernel does not say.

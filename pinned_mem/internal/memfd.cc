@@ -65,11 +65,12 @@ absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flag
   return again;
 }
 
-bool FreePages(int fd, uint64_t size_bytes) {
+bool FreePages(int fd, const ArenaPart& part) {
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
   int result = 0;
   do {
-    result = fallocate(fd, mode, 0, static_cast<off_t>(size_bytes));
+    result = fallocate(fd, mode, static_cast<off_t>(part.offset_bytes),
+                       static_cast<off_t>(part.size_bytes));
   } while (result != 0 && errno == EINTR);
   return result == 0;
 }

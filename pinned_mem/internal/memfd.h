@@ -27,8 +27,8 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
 // Errors  as MakeMemfd.
 absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags);
 
-// Frees all pages of a memfd. Mappings stay valid and read as zeros. False if the kernel refuses.
-bool FreePages(int fd, uint64_t size_bytes);
+// Frees a part's pages. Mappings stay valid and read as zeros. False if the kernel refuses.
+bool FreePages(int fd, const ArenaPart& part);
 
 // Whether any open file description of the memfd was made by Reopen() beside `reader`, which is
 // O_RDONLY itself. Mappings hold such a description. A description that is open with O_PATH is not

@@ -101,22 +101,24 @@ absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
   return Segment({begin, size_bytes});
 }
 
-absl::StatusOr<uint64_t> Segment::Populate(const PopulateOptions& options) {
-  const uint64_t pieces = (bytes_.size() + kHugePageBytes - 1) / kHugePageBytes;
-  std::atomic<uint64_t> next = 0;
-  std::atomic<uint64_t> huge_bytes = 0;
+absl::Status Segment::Populate(const ArenaPart& part, const PopulateOptions& options) {
+  const uint64_t part_end = part.offset_bytes + part.size_bytes;
+  const uint64_t first = part.offset_bytes / kHugePageBytes;
+  const uint64_t pieces = (part_end + kHugePageBytes - 1) / kHugePageBytes - first;
+  std::atomic<uint64_t> next = first;
   std::atomic<int> error_number = 0;
   const auto populate = [&] {
     PreferredNode preferred;
     while (error_number.load(std::memory_order_relaxed) == 0) {
-      const uint64_t begin = next.fetch_add(1, std::memory_order_relaxed) * kHugePageBytes;
-      if (begin >= bytes_.size()) return;
+      const uint64_t index = next.fetch_add(1, std::memory_order_relaxed);
+      const uint64_t begin = std::max(index * kHugePageBytes, part.offset_bytes);
+      if (begin >= part_end) return;
       const auto piece =
-          bytes_.subspan(begin, std::min<uint64_t>(kHugePageBytes, bytes_.size() - begin));
+          bytes_.subspan(begin, std::min((index + 1) * kHugePageBytes, part_end) - begin);
       preferred.Set(options.placement.NodeAt(begin + piece.size() / 2));
       const Populated populated = PopulatePiece(piece);
       if (populated.error_number != 0) error_number = populated.error_number;
-      if (populated.huge) huge_bytes += piece.size();
+      if (populated.huge) options.huge_pieces[index] = 1;
       if (options.populated_bytes != nullptr) *options.populated_bytes += piece.size();
     }
   };
@@ -136,18 +138,22 @@ absl::StatusOr<uint64_t> Segment::Populate(const PopulateOptions& options) {
   if (error_number != 0) {
     return MakeError(
         ErrorId::kDramLimit,
-        absl::StrCat(ErrnoText(absl::StrCat("no memory for all of ", FormatBytes(bytes_.size())),
+        absl::StrCat(ErrnoText(absl::StrCat("no memory for all of ", FormatBytes(part.size_bytes)),
                                error_number),
                      "; now available: ", FormatBytes(AvailableBytes())),
         "free memory on this node, or ask for less");
   }
-  KeepOnNodes(bytes_, options.placement);
-  return huge_bytes.load();
+  KeepOnNodes(bytes_.subspan(part.offset_bytes, part.size_bytes), options.placement);
+  return absl::OkStatus();
 }
 
-int Segment::Lock() {
-  // Not mlock(): the sanitizers replace it by a function that does nothing and reports success.
-  return syscall(SYS_mlock, bytes_.data(), bytes_.size()) == 0 ? 0 : errno;
+// Not mlock(): the sanitizers replace it by a function that does nothing and reports success.
+int Segment::Lock(const ArenaPart& part) {
+  return syscall(SYS_mlock, bytes_.data() + part.offset_bytes, part.size_bytes) == 0 ? 0 : errno;
+}
+
+void Segment::Unlock(const ArenaPart& part) {
+  (void)syscall(SYS_munlock, bytes_.data() + part.offset_bytes, part.size_bytes);
 }
 
 Segment::Segment(Segment&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}

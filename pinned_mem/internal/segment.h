@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pinned_mem/numa_placement.h"
+#include "pinned_mem/pinned_arena.h"
 
 namespace forebay::pinned_mem::internal {
 
@@ -17,6 +18,8 @@ struct PopulateOptions {
   int threads = 1;
   // Grows as pages get memory; may be null.
   std::atomic<uint64_t>* populated_bytes = nullptr;
+  // By piece of 2 MiB of the segment: set to 1 where the piece is one huge page.
+  std::span<uint8_t> huge_pieces;
 };
 
 // Owns the mapping, not the descriptor.
@@ -32,15 +35,16 @@ class Segment {
   // Errors  E_INTERNAL  mmap failed.
   static absl::StatusOr<Segment> Map(int fd, uint64_t size_bytes);
 
-  // Gives every page memory: whole 2 MiB pieces by MADV_COLLAPSE where the kernel can, the rest and
-  // the tail on 4 KiB pages. Returns the bytes on 2 MiB pages.
+  // Gives every page of a part memory: whole 2 MiB pieces by MADV_COLLAPSE where the kernel can, the
+  // rest on 4 KiB pages.
   //
   // Errors  E_DRAM_LIMIT  the kernel found no page; some may be populated.
   //         E_INTERNAL    the system refused a thread.
-  absl::StatusOr<uint64_t> Populate(const PopulateOptions& options);
+  absl::Status Populate(const ArenaPart& part, const PopulateOptions& options);
 
   // 0, or the errno of mlock(2).
-  int Lock();
+  int Lock(const ArenaPart& part);
+  void Unlock(const ArenaPart& part);
 
   std::span<std::byte> bytes() const { return bytes_; }
 

@@ -109,6 +109,42 @@ TEST_F(PinnedArenaTest, IsInterleavedPieceByPiece) {
   EXPECT_EQ(arena->PlacedNode(2 * kMib), second);
 }
 
+TEST_F(PinnedArenaTest, PartsGetAndLoseTheirMemoryAndNoPageMore) {
+  ArenaOptions options = OptionsFor(16 * kMib, Access::kPrivate);
+  const uint64_t part_bytes = 3 * kMib + kPage;  // no border on a huge page
+  options.parts = {{.offset_bytes = 0, .size_bytes = 2 * part_bytes}};
+  options.populated_bytes = std::make_shared<std::atomic<uint64_t>>(0);
+  const auto arena = MakeArena(options);
+  ASSERT_NE(arena, nullptr);
+  EXPECT_EQ(arena->allocated_bytes(), 2 * part_bytes);
+  EXPECT_EQ(*options.populated_bytes, 2 * part_bytes);
+  EXPECT_LE(arena->huge_bytes(), 2 * part_bytes);
+  std::ranges::fill(arena->bytes().first(2 * part_bytes), std::byte{7});
+
+  ASSERT_TRUE(arena->FreePart({.offset_bytes = part_bytes, .size_bytes = part_bytes}).ok());
+  EXPECT_EQ(arena->allocated_bytes(), part_bytes);
+  EXPECT_EQ(arena->populated_bytes(), part_bytes);
+  EXPECT_LE(arena->huge_bytes(), part_bytes);
+  EXPECT_TRUE(std::ranges::all_of(arena->bytes().first(part_bytes),
+                                  [](std::byte b) { return b == std::byte{7}; }));
+
+  ASSERT_TRUE(arena->Populate({.offset_bytes = 2 * part_bytes, .size_bytes = part_bytes}).ok());
+  EXPECT_EQ(arena->allocated_bytes(), 2 * part_bytes);
+  EXPECT_EQ(arena->populated_bytes(), 2 * part_bytes);
+  EXPECT_TRUE(std::ranges::all_of(arena->bytes().subspan(2 * part_bytes, part_bytes),
+                                  [](std::byte b) { return b == std::byte{0}; }));
+}
+
+TEST_F(PinnedArenaTest, AnArenaWithoutPartsHasNoMemoryYet) {
+  ArenaOptions options = OptionsFor(uint64_t{1} << 40, Access::kPrivate);
+  options.parts.emplace();
+  const auto arena = MakeArena(options);
+  ASSERT_NE(arena, nullptr);
+  EXPECT_EQ(arena->allocated_bytes(), 0U);
+  ASSERT_TRUE(arena->Populate({.offset_bytes = uint64_t{1} << 39, .size_bytes = kMib}).ok());
+  EXPECT_EQ(arena->allocated_bytes(), kMib);
+}
+
 // The field of /proc/self/smaps for the mapping that starts at `begin`, in bytes.
 uint64_t SmapsBytes(const void* begin, const std::string& field) {
   std::ifstream smaps("/proc/self/smaps");
