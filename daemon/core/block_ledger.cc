@@ -1,6 +1,7 @@
 #include "daemon/core/block_ledger.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "protocol/os/check.h"
@@ -8,19 +9,34 @@
 namespace forebay::daemon {
 
 BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots) : blocks_(blocks) {
-  for (const nvme::Slot& slot : slots) AddSlot(slot);
+  AddSlots(slots);
 }
 
-void BlockLedger::AddSlot(const nvme::Slot& slot) {
-  if (slot.path >= paths_.size()) paths_.resize(slot.path + 1);
-  ++paths_[slot.path].slots;
-  slots_.push_back(slot);
-  Free(static_cast<uint32_t>(slots_.size() - 1));
+void BlockLedger::AddSlots(const std::vector<nvme::Slot>& slots) {
+  for (const nvme::Slot& slot : slots) {
+    if (slot.path >= paths_.size()) paths_.resize(slot.path + 1);
+    ++paths_[slot.path].slots;
+    FOREBAY_CHECK(slots_.insert(slot).second);
+    Free(slot);
+  }
+}
+
+std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(uint32_t count) {
+  std::vector<nvme::Slot> removed;
+  while (removed.size() < count) {
+    const std::optional<nvme::Slot> slot = Choose();
+    if (!slot) break;
+    paths_[slot->path].free.erase(*slot);
+    --paths_[slot->path].slots;
+    slots_.erase(*slot);
+    removed.push_back(*slot);
+  }
+  return removed;
 }
 
 bool BlockLedger::has_working_slot() const {
-  const std::optional<uint32_t> slot = Choose();
-  return slot.has_value() && !paths_[slots_[*slot].path].failing;
+  const std::optional<nvme::Slot> slot = Choose();
+  return slot.has_value() && !paths_[slot->path].failing;
 }
 
 std::vector<bool> BlockLedger::failing_paths() const {
@@ -34,9 +50,7 @@ const BlockLedger::Version& BlockLedger::newest(uint32_t block) const {
   return of.pending ? *of.pending : of.current;
 }
 
-// The path with the largest free share, so that a step keeps every path busy; paths that fail come
-// last.
-std::optional<uint32_t> BlockLedger::Choose() const {
+std::optional<nvme::Slot> BlockLedger::Choose() const {
   const Path* best = nullptr;
   for (const Path& path : paths_) {
     if (path.free.empty()) continue;
@@ -52,43 +66,38 @@ std::optional<uint32_t> BlockLedger::Choose() const {
 std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(!of.writing);
-  if (of.pending_slot) {
-    of.writing = of.pending_slot;
-    return Target{.slot = slots_[*of.writing]};
+  if (of.pending && of.pending->slot) {
+    of.writing = of.pending->slot;
+    return Target{.slot = *of.writing};
   }
   of.writing = Choose();
   if (of.writing) {
-    Path& path = paths_[slots_[*of.writing].path];
-    path.free.erase(*of.writing);
-    return Target{.slot = slots_[*of.writing], .pause = path.failing};
+    paths_[of.writing->path].free.erase(*of.writing);
+  } else if (!failed_.empty()) {
+    of.writing = failed_.front();
+    failed_.erase(failed_.begin());
+  } else {
+    return std::nullopt;
   }
-  if (failed_.empty()) return std::nullopt;
-  of.writing = failed_.front();
-  failed_.erase(failed_.begin());
-  const nvme::Slot& slot = slots_[*of.writing];
-  return Target{.slot = slot, .pause = paths_[slot.path].failing};
+  return Target{.slot = *of.writing, .pause = paths_[of.writing->path].failing};
 }
 
 void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing.has_value());
-  of.pending_slot = std::exchange(of.writing, std::nullopt);
-  of.pending =
-      Version{.slot = slots_[*of.pending_slot], .checksum = checksum, .written_step = step};
-  paths_[of.pending->slot->path].failing = false;
+  paths_[of.writing->path].failing = false;
+  of.pending = Version{
+      .slot = std::exchange(of.writing, std::nullopt), .checksum = checksum, .written_step = step};
 }
 
 void BlockLedger::OnWriteFailed(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing.has_value());
-  const uint32_t slot = *std::exchange(of.writing, std::nullopt);
+  const nvme::Slot slot = *std::exchange(of.writing, std::nullopt);
   // A pending version that was being written again is lost with its slot; its bytes are in staging.
-  if (of.pending_slot == slot) {
-    of.pending_slot.reset();
-    of.pending.reset();
-  }
+  if (of.pending && of.pending->slot == slot) of.pending.reset();
   failed_.push_back(slot);
-  paths_[slots_[slot].path].failing = true;
+  paths_[slot.path].failing = true;
 }
 
 void BlockLedger::SetInPlace(uint32_t block, uint64_t step) {
@@ -96,13 +105,21 @@ void BlockLedger::SetInPlace(uint32_t block, uint64_t step) {
 }
 
 void BlockLedger::Publish() {
-  for (Block& block : blocks_) {
-    FOREBAY_CHECK(!block.writing);
-    if (!block.pending) continue;
-    if (block.current_slot) Free(*block.current_slot);
-    block.current = *std::exchange(block.pending, std::nullopt);
-    block.current_slot = std::exchange(block.pending_slot, std::nullopt);
-  }
+  for (uint32_t block = 0; block < blocks_.size(); ++block) PublishBlock(block);
+}
+
+void BlockLedger::PublishBlock(uint32_t block) {
+  Block& of = blocks_[block];
+  FOREBAY_CHECK(!of.writing);
+  if (!of.pending) return;
+  if (of.current.slot) Free(*of.current.slot);
+  of.current = *std::exchange(of.pending, std::nullopt);
+}
+
+void BlockLedger::SetResident(uint32_t block) {
+  FOREBAY_CHECK(!blocks_[block].pending);
+  SetInPlace(block, blocks_[block].current.written_step);
+  PublishBlock(block);
 }
 
 uint32_t BlockLedger::free_slots() const {
@@ -112,17 +129,19 @@ uint32_t BlockLedger::free_slots() const {
 }
 
 void BlockLedger::CheckInvariants() const {
-  std::vector<uint32_t> uses(slots_.size(), 0);
+  std::map<nvme::Slot, uint32_t> uses;
   for (const Path& path : paths_) {
-    for (const uint32_t slot : path.free) ++uses[slot];
+    for (const nvme::Slot& slot : path.free) ++uses[slot];
   }
-  for (const uint32_t slot : failed_) ++uses[slot];
+  for (const nvme::Slot& slot : failed_) ++uses[slot];
   for (const Block& block : blocks_) {
-    if (block.current_slot) ++uses[*block.current_slot];
-    if (block.pending_slot) ++uses[*block.pending_slot];
-    if (block.writing && block.writing != block.pending_slot) ++uses[*block.writing];
+    if (block.current.slot) ++uses[*block.current.slot];
+    if (block.pending && block.pending->slot) ++uses[*block.pending->slot];
+    const bool rewrites = block.pending && block.writing == block.pending->slot;
+    if (block.writing && !rewrites) ++uses[*block.writing];
   }
-  FOREBAY_CHECK(std::all_of(uses.begin(), uses.end(), [](uint32_t count) { return count == 1; }));
+  FOREBAY_CHECK(uses.size() == slots_.size());
+  for (const auto& [slot, count] : uses) FOREBAY_CHECK(count == 1 && slots_.contains(slot));
 }
 
 }  // namespace forebay::daemon

@@ -48,46 +48,52 @@ class BlockLedger {
   void EndWrite(uint32_t block, uint64_t checksum, uint64_t step);
   void OnWriteFailed(uint32_t block);
 
-  // Whether BeginWrite() would give a slot on a path that does not fail.
-  bool has_working_slot() const;
-  // Paths on which the last write failed.
-  std::vector<bool> failing_paths() const;
-  // One slot more, beside those of the constructor.
-  void AddSlot(const nvme::Slot& slot);
-  // All slots of the job.
-  const std::vector<nvme::Slot>& slots() const { return slots_; }
-
   // A block in DRAM was updated in place.
   void SetInPlace(uint32_t block, uint64_t step);
 
   // One event: every pending version becomes current, the slots of those before are free.
   void Publish();
+  // The same for one block, between steps: it was moved to swap.
+  void PublishBlock(uint32_t block);
+  // Between steps: the block was moved to DRAM, its slot is free.
+  void SetResident(uint32_t block);
 
+  // Whether BeginWrite() would give a slot on a path that does not fail.
+  bool has_working_slot() const;
+  // Paths on which the last write failed.
+  std::vector<bool> failing_paths() const;
+  void AddSlots(const std::vector<nvme::Slot>& slots);
+  // Takes up to `count` slots out of the table: free ones whose last write did not fail.
+  std::vector<nvme::Slot> RemoveFreeSlots(uint32_t count);
+  // All slots of the job.
+  const std::set<nvme::Slot>& slots() const { return slots_; }
   uint32_t free_slots() const;
+
+  // CHECKs that each slot has exactly one use.
   void CheckInvariants() const;
 
  private:
   struct Block {
     Version current;
     std::optional<Version> pending;
-    // Index of the slots of current, of pending, and of the write in flight.
-    std::optional<uint32_t> current_slot;
-    std::optional<uint32_t> pending_slot;
-    std::optional<uint32_t> writing;
+    // Of the write in flight.
+    std::optional<nvme::Slot> writing;
   };
   struct Path {
-    std::set<uint32_t> free;
+    std::set<nvme::Slot> free;
     uint64_t slots = 0;
     bool failing = false;
   };
 
-  std::optional<uint32_t> Choose() const;
-  void Free(uint32_t slot) { paths_[slots_[slot].path].free.insert(slot); }
+  // A free slot of the path with the largest free share, so that a step keeps every path busy; paths
+  // that fail come last.
+  std::optional<nvme::Slot> Choose() const;
+  void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
 
-  std::vector<nvme::Slot> slots_;
+  std::set<nvme::Slot> slots_;
   std::vector<Path> paths_;
   // Slots whose last write failed, oldest first.
-  std::vector<uint32_t> failed_;
+  std::vector<nvme::Slot> failed_;
   std::vector<Block> blocks_;
 };
 

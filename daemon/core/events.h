@@ -23,6 +23,8 @@ using JobId = uint64_t;      // never used again within one daemon
 using SessionId = uint64_t;  // likewise
 using TaskId = uint64_t;     // names one asynchronous action until its TaskDone
 
+enum class Tier : uint8_t { kDram, kNvme };
+
 // ------------------------------------------------------------------------------------------ events
 
 struct AttachRequested {
@@ -87,7 +89,7 @@ struct TaskDone {
   // UpdateBlock: masters that overflowed. CopyInitial: 1 if not finite. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  uint64_t checksum = 0;                 // UpdateBlock on a staging slot: of the new bytes
+  uint64_t checksum = 0;                 // UpdateBlock on a staging slot, EvictBlock: of the bytes
   cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
@@ -96,6 +98,13 @@ struct TaskDone {
 struct LeaseTimeExpired {
   JobId job = 0;
   uint64_t step = 0;
+};
+
+// One block of states is to be in the other tier: from DRAM to swap, or back. It moves between two
+// steps. Ignored where the block moves already, or where the node has neither slots nor DRAM for it.
+struct BlockMoveRequested {
+  JobId job = 0;
+  uint32_t block = 0;
 };
 
 struct DeleteJobRequested {
@@ -113,16 +122,25 @@ struct JobFreed {
 
 using Event =
     std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived, StepRequestCopied,
-                 TaskDone, LeaseTimeExpired, DeleteJobRequested, JobFreed>;
+                 TaskDone, LeaseTimeExpired, BlockMoveRequested, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
+
+// Part of a state arena.
+struct StatePart {
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+};
 
 // Makes weights, state and step arenas of a job (zero-filled). Ends with TaskDone.
 struct CreateJobMemory {
   TaskId task = 0;
   JobId job = 0;
   uint64_t weights_bytes = 0;
-  uint64_t state_bytes = 0;  // resident blocks, side by side; 0: none
+  // Size of the state arena, which has a place for every block; 0: there are no states. Only these
+  // parts get memory.
+  uint64_t state_bytes = 0;
+  std::vector<StatePart> resident = {};
   // Of a full block: on a machine with several NUMA nodes, blocks take turns.
   uint64_t block_bytes = 0;
   // Accumulators, overflow, extra_state; offsets into it are the state machine's.
@@ -356,6 +374,27 @@ struct WriteBlock {
   bool pause = false;
 };
 
+// DRAM to swap: writes a resident block to `place.slot`, then frees its memory. Its TaskDone brings the
+// checksum; with an error nothing was freed.
+struct EvictBlock {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockPlace place;
+  uint64_t bytes = 0;
+  BlockIdentity identity;
+};
+
+// Swap to DRAM: gives the block's place in the state arena memory, reads `place.slot` into it (empty:
+// zeros) and verifies the bytes. With an error the memory is freed again.
+struct PromoteBlock {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockPlace place;
+  uint64_t bytes = 0;
+  BlockIdentity identity;
+  uint64_t checksum = 0;
+};
+
 // Decodes one state of consecutive elements of a resident or staged block into a grad arena, as
 // float32 (verifying a staged block first).
 struct DecodeState {
@@ -395,10 +434,10 @@ struct StepCommitted {
   uint64_t step = 0;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
-                 AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
-                 CopyInitial, CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
-                 WriteBlock, DecodeState, StartLeaseTimer, StepCalled, StepCommitted>;
+using Action = std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
+                            AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete,
+                            CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                            SumGradient, ReadBlock, UpdateBlock, WriteBlock, EvictBlock,
+                            PromoteBlock, DecodeState, StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

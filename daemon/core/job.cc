@@ -36,25 +36,60 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
                 spec_.options.workers),
       reads_(io_, spec_.layout, pipeline_),
+      residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),
       step_(spec_, io_, members_, pipeline_, reads_, leases_),
-      fetches_(spec_, io_, step_, leases_) {
+      fetches_(spec_, io_, step_, leases_) {}
+
+void Job::Begin() {
+  has_begun_ = true;
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
-                            .state_bytes = spec_.plan.placement.state_bytes(),
+                            .state_bytes = spec_.plan.placement.arena_bytes(),
+                            .resident = spec_.plan.placement.ResidentParts(),
                             .block_bytes = spec_.plan.block_bytes,
                             .step_bytes = spec_.plan.step_bytes});
-  if (spec_.plan.placement.swapped_blocks() == 0) return;
+  if (spec_.plan.swap_slots == 0) return;
   ++making_tasks_;
   io_.Start(TaskKind::kJobSwap, 0, CreateJobSwap{.slots = spec_.swap_slots});
+}
+
+void Job::Refuse(const absl::Status& reason) {
+  failed_ = reason;
+  deleting_ = true;
+  step_.Fail(failed_);
 }
 
 void Job::OnMemoryMade(const TaskDone& done) {
   --making_tasks_;
   if (!done.status.ok() && failed_.ok()) failed_ = done.status;
-  if (making_tasks_ > 0 || failed_.ok()) return;
-  deleting_ = true;
-  step_.Fail(failed_);
+  if (making_tasks_ == 0 && !failed_.ok()) Refuse(failed_);
+}
+
+uint64_t Job::fixed_bytes() const {
+  const uint64_t bytes = spec_.plan.fixed_bytes;
+  return next_plan_ ? std::max(bytes, next_plan_->fixed_bytes) : bytes;
+}
+
+uint64_t Job::dram_bytes() const {
+  if (!has_begun_) return 0;
+  return fixed_bytes() + placement().state_bytes() + members_.reader_bytes();
+}
+
+uint64_t Job::granted_bytes() const {
+  if (!has_begun_ && deleting_) return 0;
+  return fixed_bytes() + placement().granted_bytes() + members_.reader_bytes();
+}
+
+uint64_t Job::movable_bytes() const { return MayMove() ? residency_.movable_bytes() : 0; }
+
+std::vector<Eviction> Job::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
+  if (!MayMove()) return {};
+  return residency_.PlanEvictions(bytes, swap);
+}
+
+void Job::Move(uint32_t block, uint64_t free_bytes) {
+  if (MayMove()) residency_.Move(block, free_bytes);
 }
 
 // ----------------------------------------------------------------------------------------- the world
@@ -62,11 +97,6 @@ void Job::OnMemoryMade(const TaskDone& done) {
 bool Job::NeedsWorld(const AttachRequested& request) const {
   if (request.reader) return false;
   return request.world_size != room().world_size || (!has_step_arena_ && !next_plan_);
-}
-
-uint64_t Job::planned_bytes() const {
-  const uint64_t bytes = spec_.plan.dram_bytes;
-  return next_plan_ ? std::max(bytes, next_plan_->dram_bytes) : bytes;
 }
 
 // When the last step of the old world is over and its sessions are closed.
@@ -209,7 +239,7 @@ bool Job::MayAnswerAttach(const Session& session) const {
 }
 
 void Job::AnswerAttaches() {
-  if (making_tasks_ > 0 || (next_plan_ && !failed())) return;
+  if (making_tasks_ > 0 || ((!has_begun_ || next_plan_) && !failed())) return;
   for (const SessionId id : members_.attaching()) {
     Session& session = *members_.Find(id);
     if (failed()) {
@@ -397,6 +427,9 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kDecodeState:
       reads_.OnDecoded(done);
       return;
+    case TaskKind::kMoveBlock:
+      residency_.OnMoved(done);
+      return;
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:
     case TaskKind::kWriteBlock:
@@ -421,6 +454,7 @@ void Job::Fail(const absl::Status& first_error) {
   failed_ = first_error;
   step_.Fail(first_error);
   reads_.Drop(0, first_error);
+  if (!deleting_) residency_.Abandon();  // else its memory is free soon, and others wait for it
   initial_.Reset(first_error);
   for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
 }
@@ -452,8 +486,7 @@ absl::Status Job::Delete() {
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
   if (const auto initial_done = initial_.DrainDone()) step_.BeginMasters(*initial_done);
-  const bool decided = step_.phase() != Step::Phase::kOpen;
-  if (!decided || (step_.phase() == Step::Phase::kReducing && reads_.in_progress())) reads_.Pump();
+  UseTimeBetweenSteps();
   step_.Advance();
   fetches_.Serve();
   CloseEnded();
@@ -461,6 +494,28 @@ void Job::Advance() {
   AnswerAttaches();
   CloseEnded();
   FreeWhenUnused();
+}
+
+// States are read and blocks moved in turns, never at once, and none begins once all ranks have
+// called step: the decision waits for the one in progress.
+void Job::UseTimeBetweenSteps() {
+  const bool open = step_.phase() == Step::Phase::kOpen;
+  const auto read = [&] {
+    const bool goes_on = step_.phase() == Step::Phase::kReducing && reads_.in_progress();
+    if ((open || goes_on) && !residency_.in_progress()) reads_.Pump();
+    if (reads_.in_progress()) reads_first_ = false;
+  };
+  const auto move = [&] {
+    if (open && is_ready() && !reads_.in_progress()) residency_.Pump();
+    if (residency_.in_progress()) reads_first_ = true;
+  };
+  if (reads_first_) {
+    read();
+    move();
+  } else {
+    move();
+    read();
+  }
 }
 
 void Job::Prefetch() {
@@ -493,7 +548,9 @@ JobView Job::View() const {
                               protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
                                                    layout.trainable_elems()),
                .blocks = pipeline_.map().blocks(),
-               .resident_blocks = spec_.plan.placement.resident_blocks(),
+               .resident_blocks = placement().resident_blocks(),
+               .resident_bytes = has_begun_ ? placement().state_bytes() : 0,
+               .moves = residency_.counters(),
                .leases = leases_.count(),
                .update_reads = pipeline_.counters().update_reads,
                .update_reads_prefetched = pipeline_.counters().update_reads_prefetched,
@@ -503,8 +560,8 @@ JobView Job::View() const {
                .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
                .ready = is_ready(),
                .failed = failed_,
-               .dram_bytes = spec_.plan.dram_bytes,
-               .swap_bytes = pipeline_.swap_slots().size() * spec_.plan.swap_slot_bytes,
+               .dram_bytes = dram_bytes(),
+               .swap_bytes = swap_slots().size() * spec_.plan.swap_slot_bytes,
                .swap_wait = pipeline_.swap_wait(),
                .trace = step_.trace()};
   for (const auto& [id, session] : members_.all()) {

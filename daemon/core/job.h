@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/node_state.h"
+#include "daemon/core/residency.h"
 #include "daemon/core/session.h"
 #include "daemon/core/staging.h"
 #include "daemon/core/state_reads.h"
@@ -29,8 +31,14 @@ namespace forebay::daemon {
 // event of the job, and after every other event while the job waits for a staging slot.
 class Job {
  public:
-  // Emits what makes its memory. Pool, swap and actions outlive the job.
+  // Pool, swap and actions outlive the job.
   Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap);
+
+  // Emits what makes its memory: there is DRAM for it now. Before this, attaches wait.
+  void Begin();
+  bool has_begun() const { return has_begun_; }
+  // Instead of Begin(): attaches get `reason`.
+  void Refuse(const absl::Status& reason);
 
   // Whether this client may attach: layout, sizes, the job's health.
   absl::Status CheckAttach(const AttachRequested& request) const;
@@ -56,6 +64,14 @@ class Job {
   void Prefetch();  // after Advance of all jobs: uses staging slots that nobody needs now
   bool waits_for_slot() const { return pipeline_.waits_for_slot(); }
 
+  // Between steps; see Residency.
+  void Move(uint32_t block, uint64_t free_bytes);
+  uint64_t movable_bytes() const;
+  std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
+  Residency& residency() { return residency_; }
+  const Residency& residency() const { return residency_; }
+  const Placement& placement() const { return pipeline_.placement(); }
+
   // Sessions whose CloseSession was emitted since the last call.
   std::vector<SessionId> DrainClosed() { return members_.DrainClosed(); }
   // FreeJob was emitted: nothing of it is left. OK after a deletion, else why it could not be made.
@@ -65,10 +81,12 @@ class Job {
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
-  const std::vector<nvme::Slot>& swap_slots() const { return pipeline_.swap_slots(); }
-  // Of arenas and tables, readers' aside.
-  uint64_t planned_bytes() const;
-  uint64_t dram_bytes() const { return planned_bytes() + members_.reader_bytes(); }
+  const std::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
+  // Of arenas and tables, without states and readers.
+  uint64_t fixed_bytes() const;
+  // What it takes from the limit now, and when all its marked blocks have moved.
+  uint64_t dram_bytes() const;
+  uint64_t granted_bytes() const;
   uint32_t staged_blocks() const { return pipeline_.staged_count(); }
   JobView View() const;
   void CheckInvariants() const;
@@ -79,6 +97,8 @@ class Job {
   bool is_ready() const { return initial_.ready() && step_.phase() != Step::Phase::kMasters; }
   absl::Status FailedStatus() const;
   void Fail(const absl::Status& first_error);
+  bool MayMove() const { return is_ready() && !failed() && !deleting_; }
+  void UseTimeBetweenSteps();
   void OnMemoryMade(const TaskDone& done);
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
@@ -102,6 +122,7 @@ class Job {
 
   JobSpec spec_;
   JobIo io_;
+  bool has_begun_ = false;
   uint32_t making_tasks_ = 0;  // its memory and swap
   // Of sessions that wait until it becomes the spec's.
   std::optional<MemoryPlan> next_plan_;
@@ -116,6 +137,8 @@ class Job {
   LeaseTable leases_;
   StepPipeline pipeline_;
   StateReads reads_;
+  Residency residency_;
+  bool reads_first_ = false;  // a block has moved since states were read
   Step step_;
   FetchQueue fetches_;
 };

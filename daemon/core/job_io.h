@@ -55,6 +55,7 @@ enum class TaskKind : uint8_t {
   kReadBlock,
   kUpdateBlock,
   kWriteBlock,
+  kMoveBlock,
   kDecodeState,
 };
 

@@ -24,6 +24,9 @@ inline constexpr uint32_t kOverflowSlotsPerRank = 2;
 // so that no worker waits for the loop.
 inline constexpr uint32_t kUpdatesPerWorker = 2;
 
+// Of each block on swap: one that is current, one that the next step is written to.
+inline constexpr uint32_t kSwapSlotsPerBlock = 2;
+
 struct NodeOptions {
   uint64_t dram_limit_bytes = 0;
   // Staging, ledger: allocated at start and counted in the limit.

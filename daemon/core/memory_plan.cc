@@ -16,9 +16,6 @@
 namespace forebay::daemon {
 namespace {
 
-// One that is current, one that the next step is written to.
-constexpr uint32_t kSwapSlotsPerBlock = 2;
-
 using protocol::ErrorId;
 using protocol::FormatBytes;
 using protocol::kPageBytes;
@@ -85,41 +82,6 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
   return RoundUp(bytes, kPageBytes);
 }
 
-// The terms of a sum that does not fit, and the limit that would do.
-absl::Status DramLimit(const MemoryPlan& plan, const NodeOptions& options, const NodeUse& use,
-                       uint64_t state_bytes_needed) {
-  const uint64_t world_size = plan.session.world_size;
-  const uint64_t accumulator_bytes = plan.overflow_offset;
-  const uint64_t overflow_bytes = plan.piece_bytes * plan.overflow_slots;
-  const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
-  const uint64_t needed = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes +
-                          plan.dram_bytes + state_bytes_needed;
-  std::string message = absl::StrCat(
-      "the job needs ", Bytes(plan.dram_bytes + state_bytes_needed), " of DRAM: weights ",
-      Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
-      Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
-  absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
-                  Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
-                  ") + tables ", Bytes(plan.table_bytes));
-  if (plan.placement.state_bytes() > 0) {
-    absl::StrAppend(&message, " + states in DRAM ", Bytes(plan.placement.state_bytes()));
-  }
-  if (state_bytes_needed > 0) {
-    absl::StrAppend(&message, " + states ", Bytes(state_bytes_needed), " (there is no swap)");
-  }
-  absl::StrAppend(&message, "; the limit is ", Bytes(options.dram_limit_bytes),
-                  ", of which the node itself holds ", Bytes(options.node_bytes),
-                  " and other jobs hold ", Bytes(use.jobs_dram_bytes));
-  if (use.deleted_weights_bytes > 0) {
-    absl::StrAppend(&message, "; processes still have weights of deleted jobs mapped: ",
-                    Bytes(use.deleted_weights_bytes), " (forebay mem)");
-  }
-  return MakeError(ErrorId::kDramLimit, message,
-                   absl::StrCat("raise --dram / dram.limit to at least ", needed, " bytes (",
-                                FormatBytes(RoundUp(needed, protocol::kMiB)),
-                                "), or delete jobs that hold memory"));
-}
-
 // All arenas but that of states, and the tables.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
@@ -136,31 +98,92 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   plan.table_bytes = TableBytes(layout.spec(), request.world_size);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
-  plan.dram_bytes = plan.weights_bytes + plan.step_bytes +
-                    request.world_size *
-                        (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes) +
-                    plan.table_bytes;
+  plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +
+                     request.world_size * (plan.session_arena_bytes + plan.ring_bytes +
+                                           plan.extra_state_copy_bytes) +
+                     plan.table_bytes;
   return absl::OkStatus();
 }
 
-// What other jobs leave of the limit.
-uint64_t RoomBytes(const NodeOptions& options, const NodeUse& use) {
-  const uint64_t taken = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
-  return options.dram_limit_bytes - std::min(taken, options.dram_limit_bytes);
+// What the node, other jobs and weights of deleted jobs hold.
+uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
+  return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
 }
 
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
-void PlaceBlocks(const Layout& layout, const BlockMap& map, uint64_t room, MemoryPlan& plan) {
+void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
+                 MemoryPlan& plan) {
+  // It does not outlive this call.
+  const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
+  const BlockMap map(borrowed, plan.block_elems);
   plan.placement = Placement(layout, map, room);
-  const uint32_t swapped = plan.placement.swapped_blocks();
   plan.block_bytes = map.full_block_bytes();
-  plan.swap_slot_bytes = swapped > 0 ? plan.block_bytes : 0;
-  plan.swap_slots = kSwapSlotsPerBlock * swapped;
-  plan.swap_bytes = plan.swap_slot_bytes * plan.swap_slots;
-  plan.dram_bytes += plan.placement.state_bytes();
+  plan.swap_slots = kSwapSlotsPerBlock * plan.placement.swapped_blocks();
+  const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
+                        options.staging_slot_bytes >= plan.block_bytes;
+  if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
+}
+
+absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
+                       const nvme::SlotMap& swap) {
+  if (plan.swap_slots == 0) return absl::OkStatus();
+  const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
+  if (free_slots < plan.swap_slots) {
+    return MakeError(
+        ErrorId::kSwapNospc,
+        absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes),
+                     ", ", Bytes(plan.swap_slots * plan.block_bytes), " in all, for ",
+                     plan.placement.swapped_blocks(),
+                     " blocks that do not fit in DRAM (two slots each); free are ", free_slots,
+                     " slots in ", Bytes(swap.free_bytes())),
+        "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+  }
+  if (plan.swap_slot_bytes == 0) {
+    return MakeError(ErrorId::kSwapNospc,
+                     absl::StrCat("a block of ", Bytes(plan.block_bytes), " needs a staging slot; ",
+                                  options.staging_slots, " slots of ",
+                                  Bytes(options.staging_slot_bytes), " are free"),
+                     "raise swap.staging or lower update.block_elems");
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
+
+absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, const NodeUse& use,
+                            uint64_t state_bytes_needed) {
+  const uint64_t world_size = plan.session.world_size;
+  const uint64_t accumulator_bytes = plan.overflow_offset;
+  const uint64_t overflow_bytes = plan.piece_bytes * plan.overflow_slots;
+  const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
+  const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + state_bytes_needed;
+  std::string message = absl::StrCat(
+      "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
+      Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
+      Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
+  absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
+                  Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
+                  ") + tables ", Bytes(plan.table_bytes));
+  if (state_bytes_needed > 0) {
+    absl::StrAppend(&message, " + states in DRAM ", Bytes(state_bytes_needed),
+                    options.swap.capacity_bytes() > 0 ? "" : " (there is no swap)");
+  }
+  absl::StrAppend(&message, "; the limit is ", Bytes(options.dram_limit_bytes),
+                  ", of which the node itself holds ", Bytes(options.node_bytes),
+                  " and other jobs hold ", Bytes(use.jobs_dram_bytes));
+  if (plan.missing_bytes > 0 && use.jobs_dram_bytes > 0) {
+    absl::StrAppend(&message, "; of their states ", Bytes(use.movable_bytes),
+                    " can move to the free swap slots");
+  }
+  if (use.deleted_weights_bytes > 0) {
+    absl::StrAppend(&message, "; processes still have weights of deleted jobs mapped: ",
+                    Bytes(use.deleted_weights_bytes), " (forebay mem)");
+  }
+  return MakeError(ErrorId::kDramLimit, message,
+                   absl::StrCat("raise --dram / dram.limit to at least ", needed, " bytes (",
+                                FormatBytes(RoundUp(needed, protocol::kMiB)),
+                                "), or delete jobs that hold memory"));
+}
 
 SessionRequest SessionRequestOf(const AttachRequested& request) {
   return {.world_size = request.world_size,
@@ -214,37 +237,21 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
                                    const NodeOptions& options, const NodeUse& use) {
   MemoryPlan plan;
   RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
-  const uint64_t room = RoomBytes(options, use);
   const bool has_swap = options.swap.capacity_bytes() > 0;
   plan.block_elems = BlockElems(layout, options);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
-  if (plan.dram_bytes > room) return DramLimit(plan, options, use, has_swap ? 0 : state_bytes);
-  if (!has_swap && state_bytes > room - plan.dram_bytes) {
-    return DramLimit(plan, options, use, state_bytes);
+  const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes;
+  const uint64_t room = options.dram_limit_bytes - std::min(needed, options.dram_limit_bytes);
+  plan.missing_bytes = needed - std::min(needed, options.dram_limit_bytes);
+  if (plan.missing_bytes > use.movable_bytes) {
+    return DramLimitError(plan, options, use, has_swap ? 0 : state_bytes);
   }
-
-  // The layout is affordable now, so a map of its blocks is too. It does not outlive this call.
-  const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
-  PlaceBlocks(layout, BlockMap(borrowed, plan.block_elems), room - plan.dram_bytes, plan);
-  if (plan.placement.swapped_blocks() > 0 &&
-      use.swap->SlotsFree(plan.swap_slot_bytes) < plan.swap_slots) {
-    return MakeError(ErrorId::kSwapNospc,
-                     absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ",
-                                  Bytes(plan.swap_slot_bytes), ", ", Bytes(plan.swap_bytes),
-                                  " in all, for ", plan.placement.swapped_blocks(),
-                                  " blocks that do not fit in DRAM (two slots each); free ", "are ",
-                                  use.swap->SlotsFree(plan.swap_slot_bytes), " slots in ",
-                                  Bytes(use.swap->free_bytes())),
-                     "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+  if (!has_swap && state_bytes > room) {
+    return DramLimitError(plan, options, use, state_bytes);
   }
-  if (plan.placement.swapped_blocks() > 0 &&
-      (options.staging_slots == 0 || options.staging_slot_bytes < plan.swap_slot_bytes)) {
-    return MakeError(ErrorId::kSwapNospc,
-                     absl::StrCat("a block of ", Bytes(plan.swap_slot_bytes),
-                                  " needs a staging slot; ", options.staging_slots, " slots of ",
-                                  Bytes(options.staging_slot_bytes), " are free"),
-                     "raise swap.staging or lower update.block_elems");
-  }
+  // The layout is affordable now, so a map of its blocks is too.
+  PlaceBlocks(layout, options, room, plan);
+  RETURN_IF_ERROR(CheckSwap(plan, options, *use.swap));
   return plan;
 }
 
@@ -253,11 +260,14 @@ absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job
                                      const NodeUse& use) {
   MemoryPlan plan = job;
   plan.accumulator_offsets.clear();
+  plan.missing_bytes = 0;
   SessionRequest wanted = request;
   wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
   RETURN_IF_ERROR(PlanArenas(layout, wanted, options, plan));
-  plan.dram_bytes += plan.placement.state_bytes();
-  if (plan.dram_bytes > RoomBytes(options, use)) return DramLimit(plan, options, use, 0);
+  if (TakenBytes(options, use) + plan.fixed_bytes + use.own_state_bytes >
+      options.dram_limit_bytes) {
+    return DramLimitError(plan, options, use, use.own_state_bytes);
+  }
   return plan;
 }
 

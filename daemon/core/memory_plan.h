@@ -15,8 +15,12 @@ namespace forebay::daemon {
 
 // What the node has promised so far.
 struct NodeUse {
-  // Of other jobs.
+  // Of other jobs, when the blocks that leave DRAM have left it.
   uint64_t jobs_dram_bytes = 0;
+  // Of these, states that can move to swap, by what is known before this job has its slots.
+  uint64_t movable_bytes = 0;
+  // Of the job itself, where it exists.
+  uint64_t own_state_bytes = 0;
   // Weights of deleted jobs that a process still has open or mapped.
   uint64_t deleted_weights_bytes = 0;
   // What is free on swap.
@@ -53,23 +57,25 @@ struct MemoryPlan {
   // The rank's extra_state and rank 0's as they were at attach, for the client to read.
   uint64_t extra_state_copy_bytes = 0;
 
-  // States: blocks that fit are in DRAM, the rest on swap. A block has as many elements as the
+  // States: blocks that fit are in DRAM at first, the rest on swap. A block has as many elements as the
   // options say, or as its planes leave room for in a staging slot.
   uint64_t block_elems = 0;
   Placement placement;
   // Of a full block.
   uint64_t block_bytes = 0;
 
-  // Slots of one size: two for each swapped block, so that the next version of each can be written
-  // before any is published.
+  // Slots of one size: kSwapSlotsPerBlock for each swapped block, so that the next version of each can
+  // be written before any is published. 0: no block can be on swap.
   uint64_t swap_slot_bytes = 0;
   uint32_t swap_slots = 0;
 
   // Heap that the layout, the tables made from it and the sessions take; estimated from above.
   uint64_t table_bytes = 0;
 
-  uint64_t dram_bytes = 0;  // all of it that counts in the limit
-  uint64_t swap_bytes = 0;  // all slots
+  // What counts in the limit, but for states in DRAM: they are the placement's.
+  uint64_t fixed_bytes = 0;
+  // Of these, what is not free until other jobs have moved blocks to swap. Then all states are on swap.
+  uint64_t missing_bytes = 0;
 
   uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;
@@ -98,8 +104,9 @@ absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
 //         E_EXTRA_STATE  above kExtraStateBytesMax.
 absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRequest& request);
 
-// Errors  E_DRAM_LIMIT  the limit is too low: every term of the sum, the limit, what other jobs
-//         hold.
+// Where the limit leaves too little, the plan says how much is missing: others may make room.
+//
+// Errors  E_DRAM_LIMIT  no job can make so much room, or there is no swap; see DramLimitError.
 //         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use);
@@ -111,5 +118,10 @@ absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const Session
 absl::StatusOr<MemoryPlan> PlanWorld(const protocol::Layout& layout, const MemoryPlan& job,
                                      const SessionRequest& request, const NodeOptions& options,
                                      const NodeUse& use);
+
+// The terms of a sum that does not fit, the limit, what other jobs hold and how much of it they can
+// move to swap, and the limit that would do. `state_bytes_needed`: of states that must be in DRAM.
+absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, const NodeUse& use,
+                            uint64_t state_bytes_needed = 0);
 
 }  // namespace forebay::daemon

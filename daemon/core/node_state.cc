@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -87,6 +88,7 @@ struct NodeState::Impl {
   Job* On(const CommandArrived& event);
   Job* On(const StepRequestCopied& event);
   Job* On(const LeaseTimeExpired& event);
+  Job* On(const BlockMoveRequested& request);
   Job* On(const TaskDone& event);
   Job* On(const DeleteJobRequested& request);
   Job* On(const JobFreed& event);
@@ -94,6 +96,14 @@ struct NodeState::Impl {
   absl::StatusOr<Job*> JobFor(const AttachRequested& request);
   Job* JobOf(SessionId session);
   Job* JobNamed(const JobName& name) const;
+  absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
+  absl::Status MakeRoom(const MemoryPlan& plan);
+  void AdmitWaiting();
+  absl::Status NoRoomError(const Job& waiting_job) const;
+  // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
+  uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
+  // Neither taken nor granted.
+  uint64_t FreeBytes() const;
   NodeUse Use() const;
   absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
   std::vector<Job*> Runnable(Job* concerned) const;
@@ -112,6 +122,8 @@ struct NodeState::Impl {
   std::map<JobId, std::vector<uint64_t>> deletes;
   // Weights of jobs that are no more, until JobFreed says that nobody uses them.
   std::map<JobId, uint64_t> freed_weights_bytes;
+  // Jobs that have not begun, in their order.
+  std::vector<JobId> waiting;
   uint64_t turn = 0;
 };
 
@@ -123,6 +135,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
+  impl_->AdmitWaiting();
   impl_->actions.Bind(nullptr);
 }
 
@@ -149,7 +162,10 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
     if (job->NeedsWorld(request)) {
       NodeUse others = Use();
-      others.jobs_dram_bytes -= job->planned_bytes();
+      others.own_state_bytes = job->placement().state_bytes();
+      others.jobs_dram_bytes = options.dram_limit_bytes - FreeBytes() - options.node_bytes -
+                               others.deleted_weights_bytes - job->fixed_bytes() -
+                               others.own_state_bytes;
       ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job->plan(),
                                                   SessionRequestOf(request), options, others));
       job->ChangeWorld(std::move(plan));
@@ -167,8 +183,13 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                      absl::StrCat("the node has ", jobs.size(), " jobs (at most ", kJobsMax, ")"),
                      "delete stale jobs: forebay jobs");
   }
+  return MakeJob(request, std::move(name));
+}
+
+absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   ASSIGN_OR_RETURN(MemoryPlan plan,
                    PlanJob(*request.layout, SessionRequestOf(request), options, Use()));
+  RETURN_IF_ERROR(MakeRoom(plan));
   std::vector<nvme::Slot> slots;
   if (plan.swap_slots > 0) {
     std::optional<std::vector<nvme::Slot>> allocated =
@@ -186,6 +207,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                                            .options = options},
                                    actions, pool, swap);
   names.emplace(std::move(name), id);
+  waiting.push_back(id);
   return jobs.emplace(id, std::move(job)).first->second.get();
 }
 
@@ -212,6 +234,14 @@ Job* NodeState::Impl::On(const LeaseTimeExpired& event) {
   if (job == jobs.end()) return nullptr;
   job->second->OnLeaseTimeExpired(event.step);
   return job->second.get();
+}
+
+Job* NodeState::Impl::On(const BlockMoveRequested& request) {
+  const auto found = jobs.find(request.job);
+  if (found == jobs.end()) return nullptr;
+  Job& job = *found->second;
+  if (request.block < job.placement().blocks()) job.Move(request.block, FreeBytes());
+  return &job;
 }
 
 Job* NodeState::Impl::On(const StepRequestCopied& event) {
@@ -282,12 +312,74 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
   for (Job* job : advanced) job->Prefetch();
 }
 
+// Marks blocks of other jobs, the oldest first, until the plan's missing bytes are granted to it.
+absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan) {
+  if (plan.missing_bytes == 0) return absl::OkStatus();
+  nvme::SlotMap left = swap;
+  const bool has_slots = left.Allocate(plan.swap_slots, plan.block_bytes).has_value();
+  FOREBAY_CHECK(has_slots);  // PlanJob has counted them
+  std::map<JobId, std::vector<Eviction>> evictions;
+  uint64_t made_bytes = 0;
+  for (const auto& [id, job] : jobs) {
+    if (made_bytes >= plan.missing_bytes) break;
+    evictions[id] = job->PlanEvictions(plan.missing_bytes - made_bytes, left);
+    for (const Eviction& eviction : evictions[id]) made_bytes += eviction.bytes;
+  }
+  if (made_bytes < plan.missing_bytes) {
+    NodeUse use = Use();
+    use.movable_bytes = made_bytes;
+    return DramLimitError(plan, options, use);
+  }
+  for (const auto& [id, of_job] : evictions) {
+    for (const Eviction& eviction : of_job) {
+      for (const nvme::Slot& slot : eviction.slots) FOREBAY_CHECK(swap.Reserve(slot));
+      jobs.at(id)->residency().Evict(eviction);
+    }
+    jobs.at(id)->Advance();
+  }
+  return absl::OkStatus();
+}
+
+// Begins the jobs for which there is DRAM now. Where room that was granted does not become free, the
+// newest of those that wait are refused.
+void NodeState::Impl::AdmitWaiting() {
+  while (!waiting.empty() && Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
+    Job& job = *jobs.at(waiting.back());
+    waiting.pop_back();
+    job.Refuse(NoRoomError(job));
+    job.Advance();
+    Sweep(job);
+  }
+  std::erase_if(waiting, [this](JobId id) {
+    Job& job = *jobs.at(id);
+    const uint64_t used_bytes = Bytes(&Job::dram_bytes);
+    if (used_bytes + job.granted_bytes() > options.dram_limit_bytes) return false;
+    job.Begin();
+    return true;
+  });
+}
+
+absl::Status NodeState::Impl::NoRoomError(const Job& waiting_job) const {
+  std::string why = "another job's memory is still in use";
+  for (const auto& [id, job] : jobs) {
+    const absl::Status& error = job->residency().error();
+    if (!error.ok())
+      why = absl::StrCat("job ", job->name(),
+                         " keeps its states in DRAM: ", std::string(error.message()));
+  }
+  return MakeError(ErrorId::kDramLimit,
+                   absl::StrCat("job ", waiting_job.name(), " needs ", waiting_job.granted_bytes(),
+                                " bytes of DRAM that did not become free: ", why),
+                   "attach again later, raise dram.limit, or look at forebay swap");
+}
+
 void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
-  swap.Free(job.swap_slots());
+  swap.Free(std::vector<nvme::Slot>(job.swap_slots().begin(), job.swap_slots().end()));
   const JobId id = job.id();
-  freed_weights_bytes.emplace(id, job.plan().weights_bytes);
+  freed_weights_bytes.emplace(id, job.has_begun() ? job.plan().weights_bytes : 0);
+  std::erase(waiting, id);
   names.erase({.uid = job.uid(), .name = job.name()});
   jobs.erase(id);
 }
@@ -305,8 +397,7 @@ Job* NodeState::Impl::JobNamed(const JobName& name) const {
 absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
                                               const Job& job) const {
   const uint64_t arena_bytes = ReaderArenaBytes(request.grad_arena_bytes);
-  const NodeUse use = Use();
-  const uint64_t taken_bytes = options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
+  const uint64_t taken_bytes = options.dram_limit_bytes - FreeBytes();
   const uint64_t needed_bytes = taken_bytes + arena_bytes + job.plan().ring_bytes;
   if (needed_bytes <= options.dram_limit_bytes) return absl::OkStatus();
   return MakeError(
@@ -320,9 +411,24 @@ absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
 
 NodeUse NodeState::Impl::Use() const {
   NodeUse use{.swap = &swap};
-  for (const auto& [id, job] : jobs) use.jobs_dram_bytes += job->dram_bytes();
+  for (const auto& [id, job] : jobs) {
+    use.jobs_dram_bytes += job->granted_bytes();
+    use.movable_bytes += job->movable_bytes();
+  }
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
+}
+
+uint64_t NodeState::Impl::Bytes(uint64_t (Job::*of_job)() const) const {
+  uint64_t bytes = options.node_bytes;
+  for (const auto& [id, job] : jobs) bytes += (job.get()->*of_job)();
+  for (const auto& [id, weights_bytes] : freed_weights_bytes) bytes += weights_bytes;
+  return bytes;
+}
+
+uint64_t NodeState::Impl::FreeBytes() const {
+  const uint64_t taken_bytes = std::max(Bytes(&Job::dram_bytes), Bytes(&Job::granted_bytes));
+  return options.dram_limit_bytes - std::min(taken_bytes, options.dram_limit_bytes);
 }
 
 std::vector<JobView> NodeState::Jobs() const {
@@ -339,10 +445,8 @@ std::optional<JobView> NodeState::FindJob(std::string_view name) const {
 }
 
 NodeView NodeState::Node() const {
-  const NodeUse use = impl_->Use();
   return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
-          .dram_used_bytes =
-              impl_->options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes,
+          .dram_used_bytes = impl_->Bytes(&Job::dram_bytes),
           .swap_capacity_bytes = impl_->options.swap.free_bytes(),
           .swap_used_bytes = impl_->options.swap.free_bytes() - impl_->swap.free_bytes(),
           .swap_path_used_bytes = UsedByPath(impl_->swap),
@@ -352,14 +456,19 @@ NodeView NodeState::Node() const {
 
 void NodeState::CheckInvariants() const {
   const NodeView node = Node();
-  if (!impl_->jobs.empty()) FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
+  if (!impl_->jobs.empty()) {
+    FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
+    FOREBAY_CHECK(impl_->Bytes(&Job::granted_bytes) <= node.dram_limit_bytes);
+  }
   FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
   uint64_t swap_bytes = 0;
   for (const auto& [id, job] : impl_->jobs) swap_bytes += job->View().swap_bytes;
   FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
   uint32_t staged = 0;
+  std::set<nvme::Slot> slots;
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
+    for (const nvme::Slot& slot : job->swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
     staged += job->staged_blocks();
     FOREBAY_CHECK(!job->is_freed() &&
                   impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);

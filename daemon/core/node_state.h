@@ -29,6 +29,13 @@ struct SessionView {
   uint64_t commands_in_flight = 0;
 };
 
+// Moves of blocks between DRAM and swap.
+struct ResidencyCounters {
+  uint64_t evicted = 0;
+  uint64_t promoted = 0;
+  uint64_t failed = 0;
+};
+
 // What statistics may know of one job; the names are those of JobStatus in protocol/forebay.capnp.
 struct JobView {
   std::string name;
@@ -44,6 +51,8 @@ struct JobView {
   uint64_t state_bytes = 0;       // weights and states of the parameters, padding left out
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
+  uint64_t resident_bytes = 0;  // DRAM of states, of blocks that move too
+  ResidencyCounters moves;
   uint64_t leases = 0;
   uint64_t update_reads = 0;
   uint64_t update_reads_prefetched = 0;
@@ -51,9 +60,10 @@ struct JobView {
   uint64_t state_written_bytes = 0;
   uint64_t last_step_reads = 0;
   uint64_t last_step_reads_prefetched = 0;
-  bool ready = false;       // initial parameters are written
-  absl::Status failed;      // OK while the job is well
-  uint64_t dram_bytes = 0;  // taken from the limit: arenas and resident blocks
+  bool ready = false;   // initial parameters are written
+  absl::Status failed;  // OK while the job is well
+  // Taken from the limit: arenas and resident blocks; 0: it waits for room.
+  uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;  // its slots on swap
   // OK, or the failed write that the running step waits for: with path and errno.
   absl::Status swap_wait;

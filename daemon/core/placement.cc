@@ -1,20 +1,99 @@
 #include "daemon/core/placement.h"
 
+#include <utility>
+
+#include "protocol/os/check.h"
+
 namespace forebay::daemon {
 
 Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes)
     : blocks_(map.blocks()) {
-  for (BlockLocation& block : blocks_) {
-    const uint64_t bytes = map.bytes(resident_blocks_);
-    if (bytes > dram_bytes - state_bytes_) break;
-    block = {.tier = Tier::kDram, .state_offset_bytes = state_bytes_};
-    state_bytes_ += bytes;
+  uint64_t offset_bytes = 0;
+  for (uint32_t block = 0; block < blocks(); ++block) {
+    const StatePart part = {.offset_bytes = offset_bytes, .bytes = map.bytes(block)};
+    blocks_[block].state = part;
+    offset_bytes += part.bytes;
+    if (resident_blocks_ < block || part.bytes > dram_bytes - state_bytes_) continue;
+    blocks_[block].tier = Tier::kDram;
+    state_bytes_ += part.bytes;
     ++resident_blocks_;
   }
   for (uint32_t partition = 0; partition < layout.groups().size(); ++partition) {
     partitions_.push_back({.tier = Tier::kDram,
                            .weights_offset_bytes = layout.groups()[partition].weights_offset_bytes,
                            .bytes = layout.group_bytes(partition)});
+  }
+}
+
+uint64_t Placement::arena_bytes() const {
+  return blocks_.empty() ? 0 : blocks_.back().state.offset_bytes + blocks_.back().state.bytes;
+}
+
+std::vector<StatePart> Placement::ResidentParts() const {
+  std::vector<StatePart> parts;
+  for (const BlockLocation& block : blocks_) {
+    if (block.tier != Tier::kDram) continue;
+    const StatePart& part = block.state;
+    if (!parts.empty() && parts.back().offset_bytes + parts.back().bytes == part.offset_bytes) {
+      parts.back().bytes += part.bytes;
+    } else {
+      parts.push_back(part);
+    }
+  }
+  return parts;
+}
+
+void Placement::Mark(uint32_t block) {
+  BlockLocation& of = blocks_.at(block);
+  FOREBAY_CHECK(of.move == BlockMove::kNone);
+  if (of.tier == Tier::kDram) {
+    of.move = BlockMove::kEvict;
+    leaving_bytes_ += of.state.bytes;
+    evictions_.insert(block);
+  } else {
+    of.move = BlockMove::kPromote;
+    state_bytes_ += of.state.bytes;
+    promotions_.insert(block);
+  }
+}
+
+void Placement::Unmark(uint32_t block) {
+  BlockLocation& of = blocks_.at(block);
+  FOREBAY_CHECK(of.move != BlockMove::kNone && moving_ != block);
+  if (of.move == BlockMove::kEvict) {
+    leaving_bytes_ -= of.state.bytes;
+    evictions_.erase(block);
+  } else {
+    state_bytes_ -= of.state.bytes;
+    promotions_.erase(block);
+  }
+  of.move = BlockMove::kNone;
+}
+
+std::optional<uint32_t> Placement::NextMarked() const {
+  if (!evictions_.empty()) return *evictions_.rbegin();
+  if (!promotions_.empty()) return *promotions_.begin();
+  return std::nullopt;
+}
+
+void Placement::BeginMove(uint32_t block) {
+  FOREBAY_CHECK(!moving_ && blocks_.at(block).move != BlockMove::kNone);
+  moving_ = block;
+}
+
+void Placement::CancelMove() { Unmark(*std::exchange(moving_, std::nullopt)); }
+
+void Placement::FinishMove() {
+  BlockLocation& of = blocks_.at(*moving_);
+  const bool evicted = of.move == BlockMove::kEvict;
+  CancelMove();
+  of.tier = evicted ? Tier::kNvme : Tier::kDram;
+  if (evicted) {
+    state_bytes_ -= of.state.bytes;
+    --resident_blocks_;
+  } else {
+    state_bytes_ += of.state.bytes;
+    ++resident_blocks_;
   }
 }
 

@@ -2,19 +2,26 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <set>
 #include <vector>
 
 #include "daemon/core/block_map.h"
+#include "daemon/core/events.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
 
-enum class Tier : uint8_t { kDram, kNvme };
+enum class BlockMove : uint8_t { kNone, kEvict, kPromote };
 
 struct BlockLocation {
+  // Until its move has ended, where it was before.
   Tier tier = Tier::kNvme;
-  // In DRAM: into the state arena.
-  uint64_t state_offset_bytes = 0;
+  // Marked for it, or on its way.
+  BlockMove move = BlockMove::kNone;
+  // Its place in the state arena, which has one for every block. There is memory while the block is
+  // in DRAM or on its way there.
+  StatePart state;
 };
 
 struct PartitionLocation {
@@ -24,29 +31,53 @@ struct PartitionLocation {
 };
 
 // Whoever wants to know where bytes are asks this table, and assumes nothing about which blocks are
-// in DRAM.
+// in DRAM. It also says what the job was granted: the blocks that are in DRAM when all marked moves
+// have ended.
 class Placement {
  public:
   Placement() = default;
-  // The lowest blocks that fit into `dram_bytes` are in DRAM, side by side in the state arena; the
-  // others are on swap.
+  // The lowest blocks that fit into `dram_bytes` are in DRAM, the others on swap.
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes);
 
-  BlockLocation WhereBlock(uint32_t block) const { return blocks_.at(block); }
+  const BlockLocation& WhereBlock(uint32_t block) const { return blocks_.at(block); }
   PartitionLocation WherePartition(uint32_t partition) const { return partitions_.at(partition); }
 
+  uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
-  uint32_t swapped_blocks() const {
-    return static_cast<uint32_t>(blocks_.size()) - resident_blocks_;
-  }
-  // Of all blocks in DRAM.
+  uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
+  // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.
   uint64_t state_bytes() const { return state_bytes_; }
+  // The same without blocks to be evicted.
+  uint64_t granted_bytes() const { return state_bytes_ - leaving_bytes_; }
+  // Of the state arena: places of all blocks.
+  uint64_t arena_bytes() const;
+  // Blocks in DRAM, neighbours in one part.
+  std::vector<StatePart> ResidentParts() const;
+
+  // Marks a block in DRAM as kEvict, one on swap as kPromote. It has no mark.
+  void Mark(uint32_t block);
+  // Takes the mark away: the block stays where it is. Not while it is moving.
+  void Unmark(uint32_t block);
+  // The next marked block: evictions first, from the highest; then promotions, from the lowest.
+  std::optional<uint32_t> NextMarked() const;
+
+  // One block at a time moves; it is marked.
+  void BeginMove(uint32_t block);
+  // It is in the other tier now.
+  void FinishMove();
+  // It is where it was, and has no mark any more.
+  void CancelMove();
+  std::optional<uint32_t> moving() const { return moving_; }
 
  private:
   std::vector<BlockLocation> blocks_;
   std::vector<PartitionLocation> partitions_;
+  std::set<uint32_t> evictions_;
+  std::set<uint32_t> promotions_;
+  std::optional<uint32_t> moving_;
   uint32_t resident_blocks_ = 0;
   uint64_t state_bytes_ = 0;
+  uint64_t leaving_bytes_ = 0;
 };
 
 }  // namespace forebay::daemon

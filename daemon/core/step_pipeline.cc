@@ -27,6 +27,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       workers_(workers),
       staged_(pool),
       ledger_(map_.blocks(), swap_slots),
+      placement_(plan.placement),
       swap_(swap),
       param_updates_(layout_->params().size(), 0),
       prefetch_next_(0),
@@ -37,9 +38,9 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
 }
 
 BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
-  const BlockLocation location = plan_.placement.WhereBlock(block);
+  const BlockLocation& location = placement_.WhereBlock(block);
   if (location.tier == Tier::kDram) {
-    return {.resident = true, .state_offset_bytes = location.state_offset_bytes};
+    return {.resident = true, .state_offset_bytes = location.state.offset_bytes};
   }
   const auto it = staged_.all().find(block);
   return {.resident = false,
@@ -72,7 +73,9 @@ void StepPipeline::Prefetch() {
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = prefetch_next_;
-    if (is_resident(block) || staged_.contains(block) || prefetch_failed_.contains(block)) continue;
+    const BlockLocation& location = placement_.WhereBlock(block);
+    if (location.tier == Tier::kDram || location.move == BlockMove::kPromote) continue;
+    if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
     const std::optional<uint32_t> slot = staged_.AllocateFree();
     if (!slot) return;
     StartRead(block, *slot, /*for_update=*/true);
@@ -97,7 +100,7 @@ bool StepPipeline::BeginMasters() {
 }
 
 void StepPipeline::Start(StepOrder order, UpdatePass pass) {
-  FOREBAY_CHECK(!running_ && !abandoned_);
+  FOREBAY_CHECK(!running_ && !abandoned_ && !placement_.moving());
   running_ = true;
   order_ = std::move(order);
   group_has_gradient_.assign(layout_->groups().size(), false);
@@ -238,16 +241,16 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
-    segments.push_back({.weights_offset_bytes =
-                            plan_.placement.WherePartition(run.partition).weights_offset_bytes +
-                            run.partition_elem * width,
-                        .accumulator_offset_bytes = plan_.accumulator_offsets[run.partition] +
-                                                    run.partition_elem * sum_width,
-                        .block_elem = run.block_elem,
-                        .elems = run.elems,
-                        .param_elem = run.param_elem,
-                        .param = run.param,
-                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    segments.push_back(
+        {.weights_offset_bytes = placement_.WherePartition(run.partition).weights_offset_bytes +
+                                 run.partition_elem * width,
+         .accumulator_offset_bytes =
+             plan_.accumulator_offsets[run.partition] + run.partition_elem * sum_width,
+         .block_elem = run.block_elem,
+         .elems = run.elems,
+         .param_elem = run.param_elem,
+         .param = run.param,
+         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
     if (pass_ == UpdatePass::kMasters) continue;
     const uint64_t t = param_updates_[run.param] + 1;
     segments.back().scalars = ScalarsOf(param.param_group, t);
@@ -354,11 +357,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     }
     unwritten_.insert(write.block);
     swap_wait_ = DescribeBlock(done.status, write.block);
-    if (!ledger_.has_working_slot()) {
-      const std::optional<nvme::Slot> spare =
-          swap_.AllocateOne(plan_.swap_slot_bytes, ledger_.failing_paths());
-      if (spare) ledger_.AddSlot(*spare);
-    }
+    AddSpareSlot();
     StartWrite(write.block, write.checksum);
     return absl::OkStatus();
   }
@@ -371,7 +370,13 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// With the block and the first parameter that has elements in it.
+void StepPipeline::AddSpareSlot() {
+  if (ledger_.has_working_slot()) return;
+  const std::optional<nvme::Slot> spare =
+      swap_.AllocateOne(plan_.swap_slot_bytes, ledger_.failing_paths());
+  if (spare) ledger_.AddSlots({*spare});
+}
+
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
   if (status.ok()) return status;
   const std::vector<BlockRun> runs = map_.Runs(block);
@@ -424,9 +429,14 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
     FOREBAY_CHECK(!is_resident(block) && block < map_.blocks());
   }
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    FOREBAY_CHECK(ledger_.current(block).written_step <= committed_step);
+    const BlockLedger::Version& current = ledger_.current(block);
+    FOREBAY_CHECK(current.written_step <= committed_step);
+    // One place alone.
+    FOREBAY_CHECK(!is_resident(block) || !current.slot);
     FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step + (running_ ? 1 : 0));
   }
+  FOREBAY_CHECK(!running_ || !placement_.moving());
+  FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.swapped_blocks());
   ledger_.CheckInvariants();
 }
 

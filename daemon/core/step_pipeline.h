@@ -2,6 +2,7 @@
 // once; swapped ones stream through staging slots.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -19,6 +20,7 @@
 #include "daemon/core/lease_table.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/placement.h"
 #include "daemon/core/staging.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -90,15 +92,25 @@ class StepPipeline {
   absl::Status OnUpdated(const TaskDone& done);
   absl::Status OnWritten(const TaskDone& done);
 
-  // For reads of states, while no step runs.
+  // For reads of states and for moves of blocks, while no step runs.
   const BlockMap& map() const { return map_; }
   StagedBlocks& staged() { return staged_; }
+  BlockLedger& ledger() { return ledger_; }
+  const BlockLedger& ledger() const { return ledger_; }
+  Placement& placement() { return placement_; }
+  const Placement& placement() const { return placement_; }
+  // The block is on swap now, or is to stay there: it may be read ahead.
+  void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, block); }
+  // Where every path of the job's slots fails: one slot more, on another path.
+  void AddSpareSlot();
+  // An error with the block and the first parameter that has elements in it.
+  absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   // Whether the job can go on as soon as a staging slot is free.
   bool waits_for_slot() const { return staged_.waits_for_slot(); }
   void clear_waits_for_slot() { staged_.clear_waits_for_slot(); }
   uint32_t staged_count() const { return static_cast<uint32_t>(staged_.all().size()); }
   bool is_resident(uint32_t block) const {
-    return plan_.placement.WhereBlock(block).tier == Tier::kDram;
+    return placement_.WhereBlock(block).tier == Tier::kDram;
   }
   BlockPlace PlaceOf(uint32_t block) const;
   BlockIdentity IdentityOf(uint32_t block) const;
@@ -109,7 +121,6 @@ class StepPipeline {
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
-  const std::vector<nvme::Slot>& swap_slots() const { return ledger_.slots(); }
   // OK, or the error of a write that the running step waits for.
   const absl::Status& swap_wait() const { return swap_wait_; }
   // OK, or the error of a read ahead for the step that is about to be decided.
@@ -131,7 +142,6 @@ class StepPipeline {
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
   void StartWrite(uint32_t block, uint64_t checksum);
-  absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   void StartReads();
   bool UpdatesHaveOtherWork() const;
   bool IsLeased(uint32_t block) const;
@@ -149,6 +159,7 @@ class StepPipeline {
   uint32_t workers_;
   StagedBlocks staged_;
   BlockLedger ledger_;
+  Placement placement_;
   // Of the node: where a write goes while every path of the job's own slots fails.
   nvme::SlotMap& swap_;
   std::vector<std::vector<uint32_t>> block_groups_;  // by block

@@ -58,9 +58,9 @@ std::vector<ArenaLine> ArenaRegistry::Lines() const {
   std::vector<ArenaLine> lines;
   for (const Entry& entry : entries_) {
     const Arena arena = entry.arena.lock();
-    if (arena == nullptr) continue;
+    if (arena == nullptr || arena->populated_bytes() == 0) continue;
     lines.push_back({.owner = entry.owner,
-                     .size_bytes = arena->capacity_bytes(),
+                     .size_bytes = arena->populated_bytes(),
                      .allocated_bytes = arena->allocated_bytes(),
                      .huge_bytes = arena->huge_bytes(),
                      .numa_nodes = arena->numa_nodes(),

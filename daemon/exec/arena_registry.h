@@ -38,6 +38,7 @@ struct ArenaOwner {
 
 struct ArenaLine {
   ArenaOwner owner;
+  // Of the parts that have memory.
   uint64_t size_bytes = 0;
   // As the kernel counts the memfd.
   uint64_t allocated_bytes = 0;

@@ -36,6 +36,9 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       start_ns_(MonotonicNs()),
       state_(options.state),
       jobs_(options.arenas, registry_, runner, [this](Event event) { Raise(std::move(event)); }),
+      mover_(
+          runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
+          [this](TaskDone done) { Raise(std::move(done)); }),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =
                            [this](SessionId id, const absl::Status& reason) {
@@ -162,7 +165,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       spdlog::error("{}", Text(one.status));
       if (is_retried) next_write_error_ns_ = MonotonicNs() + kWriteErrorLogNs;
     }
-    Done(one.task, std::move(one.status));
+    if (!mover_.OnTransferred(one)) Done(one.task, std::move(one.status));
   }
 }
 

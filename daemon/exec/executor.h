@@ -19,6 +19,7 @@
 #include "daemon/core/node_state.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
+#include "daemon/exec/block_mover.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
@@ -137,6 +138,8 @@ class Executor {
   void Run(ReadBlock& action);
   void Run(UpdateBlock& action);
   void Run(WriteBlock& action);
+  void Run(EvictBlock& action);
+  void Run(PromoteBlock& action);
   void Run(DecodeState& action);
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
@@ -180,6 +183,7 @@ class Executor {
   NodeState state_;
   ArenaRegistry registry_;
   JobMemoryTable jobs_;
+  BlockMover mover_;
   std::map<SessionId, Session> sessions_;
   SessionPoller poller_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax

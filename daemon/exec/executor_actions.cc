@@ -331,7 +331,12 @@ void Executor::Run(ReadBlock& action) {
     return;
   }
   std::vector<SwapDone> done;
-  swap_->StartRead(action, done);
+  swap_->StartRead({.task = action.task,
+                    .job = action.job,
+                    .block = action.block,
+                    .slot = *action.place.slot,
+                    .bytes = swap_->Slot(action.place.staging_slot, action.bytes)},
+                   done);
   EndTransfers(done);
 }
 
@@ -380,9 +385,14 @@ void Executor::Run(UpdateBlock& action) {
 }
 
 void Executor::Run(WriteBlock& action) {
-  FOREBAY_CHECK(swap_ != nullptr);
+  FOREBAY_CHECK(swap_ != nullptr && action.place.slot.has_value());
   std::vector<SwapDone> done;
-  swap_->StartWrite(action, done);
+  swap_->StartWrite({.task = action.task,
+                     .job = action.job,
+                     .block = action.identity.block,
+                     .slot = *action.place.slot,
+                     .bytes = swap_->Slot(action.place.staging_slot, action.bytes)},
+                    action.pause, done);
   EndTransfers(done);
 }
 
@@ -410,6 +420,10 @@ void Executor::Run(DecodeState& action) {
     return done;
   });
 }
+
+void Executor::Run(EvictBlock& action) { mover_.Evict(action, jobs_.at(action.job).state); }
+
+void Executor::Run(PromoteBlock& action) { mover_.Promote(action, jobs_.at(action.job).state); }
 
 void Executor::Run(StartLeaseTimer& action) {
   const auto wait_ns = static_cast<uint64_t>(options_.reader_lease_max.count());

@@ -39,15 +39,20 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
   JobMemory& job = jobs_[action.job];
   job.name = std::move(name);
   job.layout = std::move(layout);
-  job.making_bytes = action.weights_bytes + action.state_bytes + action.step_bytes;
+  job.making_bytes = action.weights_bytes + action.step_bytes;
   job.next_log_ns = MonotonicNs() + kMakingLogNs;
   const std::string suffix = job.name.name.substr(0, 100);
   pinned_mem::ArenaOptions weights =
       policy_.Shared("forebay-weights-" + suffix, action.weights_bytes);
   weights.access = pinned_mem::Access::kServed;
   weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
-  const pinned_mem::ArenaOptions state = policy_.ByStripe(
-      "forebay-state-" + suffix, action.state_bytes, std::max<uint64_t>(action.block_bytes, 1));
+  pinned_mem::ArenaOptions state = policy_.ByStripe("forebay-state-" + suffix, action.state_bytes,
+                                                    std::max<uint64_t>(action.block_bytes, 1));
+  state.parts.emplace();
+  for (const StatePart& part : action.resident) {
+    state.parts->push_back({.offset_bytes = part.offset_bytes, .size_bytes = part.bytes});
+    job.making_bytes += part.bytes;
+  }
   const pinned_mem::ArenaOptions step = policy_.Shared("forebay-step-" + suffix, action.step_bytes);
   runner_.Post(
       PoolId::kSetup,

@@ -86,31 +86,25 @@ void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& do
   StartWaiting(done);
 }
 
-void SwapSpace::StartRead(const ReadBlock& action, std::vector<SwapDone>& done) {
-  FOREBAY_CHECK(action.place.slot.has_value());
-  Queue({.task = action.task,
+void SwapSpace::StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& done) {
+  Queue({.task = transfer.task,
          .kind = SwapDone::Kind::kRead,
-         .job = action.job,
-         .block = action.block,
-         .bytes = action.bytes},
-        /*pause_ns=*/0, [this, action] {
-          return volume_->Read(*action.place.slot, Slot(action.place.staging_slot, action.bytes),
-                               action.task);
-        });
+         .job = transfer.job,
+         .block = transfer.block,
+         .bytes = transfer.bytes.size()},
+        /*pause_ns=*/0,
+        [this, transfer] { return volume_->Read(transfer.slot, transfer.bytes, transfer.task); });
   StartWaiting(done);
 }
 
-void SwapSpace::StartWrite(const WriteBlock& action, std::vector<SwapDone>& done) {
-  FOREBAY_CHECK(action.place.slot.has_value());
-  Queue({.task = action.task,
+void SwapSpace::StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done) {
+  Queue({.task = transfer.task,
          .kind = SwapDone::Kind::kWritten,
-         .job = action.job,
-         .block = action.identity.block,
-         .bytes = action.bytes},
-        action.pause ? kPauseNs : 0, [this, action] {
-          return volume_->Write(*action.place.slot, Slot(action.place.staging_slot, action.bytes),
-                                action.task);
-        });
+         .job = transfer.job,
+         .block = transfer.block,
+         .bytes = transfer.bytes.size()},
+        pause ? kPauseNs : 0,
+        [this, transfer] { return volume_->Write(transfer.slot, transfer.bytes, transfer.task); });
   StartWaiting(done);
 }
 

@@ -32,6 +32,15 @@ struct SwapSpaceOptions {
   ArenaPolicy arenas = {};
 };
 
+// Between a slot of a job and memory that lives until it has ended.
+struct SwapTransfer {
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t block = 0;
+  nvme::Slot slot;
+  std::span<std::byte> bytes;
+};
+
 // A transfer that has ended.
 struct SwapDone {
   enum class Kind : uint8_t { kZeroed, kRead, kWritten };
@@ -86,8 +95,9 @@ class SwapSpace {
 
   // Each ends with a SwapDone: of this call where it is refused, of an OnCompletion() or a Tick().
   void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
-  void StartRead(const ReadBlock& action, std::vector<SwapDone>& done);
-  void StartWrite(const WriteBlock& action, std::vector<SwapDone>& done);
+  void StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& done);
+  // `pause`: kPauseNs from now.
+  void StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done);
 
   // What VerifyBlock() needs for a slot that was read; nothing for zeros that were never written.
   std::optional<nvme::ExpectedContent> Expected(const BlockPlace& place,

@@ -132,7 +132,7 @@ TEST(BlockLedger, ASpareSlotServesWhileAllOthersFail) {
   ledger.OnWriteFailed(0);
   EXPECT_FALSE(ledger.has_working_slot());
   EXPECT_EQ(ledger.failing_paths(), (std::vector<bool>{true}));
-  ledger.AddSlot({.path = 1, .offset_bytes = 0, .size_bytes = kSlotBytes});
+  ledger.AddSlots({{.path = 1, .offset_bytes = 0, .size_bytes = kSlotBytes}});
   EXPECT_TRUE(ledger.has_working_slot());
   EXPECT_EQ(Write(ledger, 0, 1).path, 1u);
   ledger.Publish();

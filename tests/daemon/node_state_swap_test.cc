@@ -77,7 +77,10 @@ TEST_F(NodeStateSwap, TheFirstBlocksStayInDram) {
   const CreateJobSwap swap = node_.Logged<CreateJobSwap>()[0];
   EXPECT_EQ(swap.slots.size(), 2 * 16U);
   for (const nvme::Slot& slot : swap.slots) EXPECT_EQ(slot.size_bytes, kBlockBytes);
-  EXPECT_EQ(node_.Logged<CreateJobMemory>()[0].state_bytes, 4 * kBlockBytes);
+  const CreateJobMemory memory = node_.Logged<CreateJobMemory>()[0];
+  EXPECT_EQ(memory.state_bytes, 20 * kBlockBytes) << "of addresses";
+  ASSERT_EQ(memory.resident.size(), 1U);
+  EXPECT_EQ(memory.resident[0].bytes, 4 * kBlockBytes);
   EXPECT_EQ(node_.state().Node().swap_used_bytes, 2 * 16 * kBlockBytes);
 }
 

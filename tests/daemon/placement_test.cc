@@ -28,11 +28,15 @@ TEST(Placement, BlocksInDramLieSideBySideWithinTheGrant) {
     for (uint32_t block = 0; block < map.blocks(); ++block) {
       const BlockLocation location = placement.WhereBlock(block);
       if (location.tier == Tier::kNvme) continue;
-      EXPECT_EQ(location.state_offset_bytes, bytes) << block;
+      EXPECT_EQ(location.state.offset_bytes, bytes) << block;
+      EXPECT_EQ(location.state.bytes, map.bytes(block)) << block;
       bytes += map.bytes(block);
       ++resident;
     }
     EXPECT_EQ(placement.state_bytes(), bytes);
+    EXPECT_EQ(placement.granted_bytes(), bytes);
+    EXPECT_EQ(placement.arena_bytes(), all_bytes);
+    EXPECT_EQ(placement.ResidentParts().size(), resident == 0 ? 0U : 1U);
     EXPECT_LE(bytes, granted);
     EXPECT_EQ(placement.resident_blocks(), resident);
     EXPECT_EQ(placement.swapped_blocks(), map.blocks() - resident);

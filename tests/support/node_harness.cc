@@ -91,7 +91,9 @@ void NodeHarness::Observe(const Action& action) {
   } else if (const auto* close = std::get_if<CloseSession>(&action)) {
     closed_.emplace(close->session, close->reason);
   } else if (const auto* memory = std::get_if<CreateJobMemory>(&action)) {
-    model_.AddJob(memory->job, sessions_.at(last_session_).layout);
+    for (const JobView& job : state_.Jobs()) {
+      if (job.id == memory->job) model_.AddJob(job.id, job.layout);
+    }
   } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
     FOREBAY_CHECK(answers_.emplace(answer->completion.tag, *answer).second);  // exactly once
     FOREBAY_CHECK(answer->completion.error ==

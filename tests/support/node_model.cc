@@ -1,6 +1,7 @@
 #include "tests/support/node_model.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 #include <variant>
 
@@ -107,16 +108,18 @@ uint64_t NodeModel::SizeOf(const std::string& memory) {
   const JobMemory& job = jobs_[id];
   if (kind == "weights") return job.weights_bytes;
   if (kind == "step") return job.step_bytes;
-  if (kind == "state") return job.state_bytes;
   return UINT64_MAX;  // disk: see CheckSlot
 }
 
-// A job reads and writes its own slots, and never writes over what is published.
+// A job reads its own slots, writes to those and to slots that hold nothing of other jobs (then they
+// are its own), and never writes over what is published.
 void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
   if (!place.slot) return;
   const JobMemory& job = jobs_[id];
-  for (const auto& [other, memory] : jobs_) {
-    if (other != id && memory.slots.contains(*place.slot)) Fault("a slot of another job is used");
+  for (auto& [other, memory] : jobs_) {
+    if (other == id || !memory.slots.contains(*place.slot)) continue;
+    if (!writes || memory.HasBlockIn(*place.slot)) Fault("a slot of another job is used");
+    memory.slots.erase(*place.slot);
   }
   if (writes) jobs_[id].slots.insert(*place.slot);  // a spare one where others fail
   for (const auto& [block, slot] : job.published) {
@@ -126,6 +129,14 @@ void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
 
 void NodeModel::CheckBounds(const Use& use) {
   const uint64_t size = SizeOf(use.memory);
+  if (use.memory.starts_with("state ")) {
+    const auto& parts = jobs_[std::stoull(use.memory.substr(6))].state_parts;
+    auto part = parts.upper_bound(use.offset_bytes);
+    const bool has_memory =
+        part != parts.begin() && (--part)->first + part->second >= use.offset_bytes + use.bytes;
+    if (!has_memory) Fault(absl::StrCat("no memory in ", use.memory, " at ", use.offset_bytes));
+    return;
+  }
   if (use.offset_bytes > size || use.bytes > size - use.offset_bytes) {
     Fault(absl::StrCat("[", use.offset_bytes, " + ", use.bytes, ") is outside ", use.memory, " of ",
                        size, " bytes"));
@@ -191,6 +202,19 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     if (state->block_elem + state->elems > state->block_elems) {
       Fault("a read of states is outside its block");
     }
+  } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
+    uses.push_back(StateUse(evict->job, evict->place, evict->bytes, true));
+    CheckSlot(evict->job, evict->place, /*writes=*/true);
+    const nvme::Slot slot = *evict->place.slot;
+    uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, evict->bytes, true});
+  } else if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
+    AddStateMemory(promote->job, {promote->place.state_offset_bytes, promote->bytes});
+    uses.push_back(StateUse(promote->job, promote->place, promote->bytes, true));
+    CheckSlot(promote->job, promote->place, /*writes=*/false);
+    if (const auto& slot = promote->place.slot) {
+      uses.push_back(
+          {absl::StrCat("disk ", slot->path), slot->offset_bytes, promote->bytes, false});
+    }
   }
   return uses;
 }
@@ -252,8 +276,11 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   uses_.erase(task);
   TaskDone done{.task = task, .status = status};
   if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
-  if (const auto* write = std::get_if<WriteBlock>(&action); write != nullptr && !status.ok()) {
-    disk_[*write->place.slot] = {};
+  if (status.ok()) return done;
+  if (const auto* write = std::get_if<WriteBlock>(&action)) disk_[*write->place.slot] = {};
+  if (const auto* evict = std::get_if<EvictBlock>(&action)) disk_[*evict->place.slot] = {};
+  if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
+    FreeStateMemory(promote->job, promote->place.state_offset_bytes, promote->bytes);
   }
   return done;
 }
@@ -261,8 +288,73 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
 void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   job.weights_bytes = a.weights_bytes;
-  job.state_bytes = a.state_bytes;
+  for (const StatePart& part : a.resident) {
+    if (part.offset_bytes + part.bytes > a.state_bytes) Fault("a block is outside the state arena");
+    AddStateMemory(a.job, part);
+  }
   job.step_bytes = a.step_bytes;
+}
+
+// Parts are kept apart by block from the first eviction on; neighbours need not be one part.
+void NodeModel::AddStateMemory(uint64_t id, const StatePart& part) {
+  std::map<uint64_t, uint64_t>& parts = jobs_[id].state_parts;
+  auto next = parts.lower_bound(part.offset_bytes);
+  if (next != parts.end() && next->first < part.offset_bytes + part.bytes) {
+    Fault("memory of states is made twice");
+  }
+  if (next != parts.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second > part.offset_bytes) Fault("memory of states is made twice");
+  }
+  parts[part.offset_bytes] = part.bytes;
+}
+
+void NodeModel::FreeStateMemory(uint64_t id, uint64_t offset_bytes, uint64_t bytes) {
+  std::map<uint64_t, uint64_t>& parts = jobs_[id].state_parts;
+  const auto part = std::prev(parts.upper_bound(offset_bytes));
+  const uint64_t begin = part->first;
+  const uint64_t end = part->first + part->second;
+  parts.erase(part);
+  if (begin < offset_bytes) parts[begin] = offset_bytes - begin;
+  if (offset_bytes + bytes < end) parts[offset_bytes + bytes] = end - offset_bytes - bytes;
+}
+
+uint64_t NodeModel::StateBytes(uint64_t id) {
+  uint64_t total = 0;
+  for (const auto& [offset, bytes] : jobs_[id].state_parts) total += bytes;
+  return total;
+}
+
+void NodeModel::Apply(const EvictBlock& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  const BlockToken block = job.resident[a.place.state_offset_bytes];
+  CheckResident(block, a.identity);
+  done.checksum = ++checksums_;
+  disk_[*a.place.slot] = TokenOf(a.identity, done.checksum);
+  job.published[a.identity.block] = *a.place.slot;
+  job.resident.erase(a.place.state_offset_bytes);
+  FreeStateMemory(a.job, a.place.state_offset_bytes, a.bytes);
+}
+
+void NodeModel::Apply(const PromoteBlock& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  if (a.place.slot) {
+    if (!(disk_[*a.place.slot] == TokenOf(a.identity, a.checksum))) {
+      Fault("a block was promoted from a slot that does not hold it");
+    }
+    job.resident[a.place.state_offset_bytes] = TokenOf(a.identity, 0);
+  } else if (a.identity.written_step != 0) {
+    Fault("a written block was promoted as zeros");
+  }
+  job.published.erase(a.identity.block);
+}
+
+void NodeModel::CheckResident(const BlockToken& block, const BlockIdentity& identity) {
+  const bool fresh = identity.written_step == 0 && block.written_step == 0;
+  if (!fresh && !(block == TokenOf(identity, 0))) {
+    Fault(absl::StrCat("block ", identity.block, " in DRAM is not that of step ",
+                       identity.written_step));
+  }
 }
 
 void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
@@ -459,6 +551,7 @@ std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {
   for (const auto& [offset, block] : jobs_[id].resident) steps[block.block] = block.written_step;
   for (const auto& [block, slot] : jobs_[id].published) {
     if (disk_[slot].block != block) Fault("a published block is not in its slot");
+    if (steps.contains(block)) Fault("a block is in DRAM and on swap");
     steps[block] = disk_[slot].written_step;
   }
   return steps;

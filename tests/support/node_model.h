@@ -4,6 +4,7 @@
 // reported as a fault of the state machine.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -77,6 +78,8 @@ class NodeModel {
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
+  // Memory of a job's state arena.
+  uint64_t StateBytes(uint64_t job);
   bool has_job(uint64_t job) const { return jobs_.contains(job); }
 
  private:
@@ -90,7 +93,8 @@ class NodeModel {
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t weights_bytes = 0;
-    uint64_t state_bytes = 0;
+    // Of the state arena, that have memory: offset to bytes.
+    std::map<uint64_t, uint64_t> state_parts;
     uint64_t step_bytes = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
@@ -103,6 +107,11 @@ class NodeModel {
     std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
     Gradients used;                              // in this step
     Gradients committed;
+
+    bool HasBlockIn(const nvme::Slot& slot) const {
+      const auto is_slot = [&slot](const auto& entry) { return entry.second == slot; };
+      return std::ranges::any_of(written, is_slot) || std::ranges::any_of(published, is_slot);
+    }
   };
   struct SessionMemory {
     uint64_t job = 0;
@@ -118,6 +127,9 @@ class NodeModel {
   };
 
   void Fault(const std::string& what);
+  void AddStateMemory(uint64_t job, const daemon::StatePart& part);
+  void FreeStateMemory(uint64_t job, uint64_t offset_bytes, uint64_t bytes);
+  void CheckResident(const BlockToken& block, const daemon::BlockIdentity& identity);
   void CheckHeld(const daemon::UpdateBlock& update);
   void CheckBounds(const Use& use);
   uint64_t SizeOf(const std::string& memory);
@@ -150,6 +162,8 @@ class NodeModel {
   void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
+  void Apply(const daemon::EvictBlock& a, daemon::TaskDone& done);
+  void Apply(const daemon::PromoteBlock& a, daemon::TaskDone& done);
   template <typename Other>
   void Apply(const Other&, daemon::TaskDone&) {
     Fault("an action without a task was finished");

@@ -55,7 +55,6 @@ void SimulatedTrainer::BeginAttempt(uint64_t number) {
 
 void SimulatedTrainer::OnAttach(const AnswerAttach& answer) {
   if (answer.session != session_) return;
-  without_memory_ = protocol::IdOf(answer.status) == ErrorId::kDramLimit;
   if (!answer.status.ok()) {
     ++errors_[static_cast<uint32_t>(protocol::IdOf(answer.status))];
     phase_ = Phase::kOut;

@@ -67,8 +67,6 @@ class SimulatedTrainer {
   bool has_gradient(uint32_t param) const { return present_.contains(param); }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
-  // Its last attach was refused because other jobs hold the memory.
-  bool is_without_memory() const { return is_out() && without_memory_; }
   const std::string& fault() const { return fault_; }
   // Errors it was given, by id; shows that the simulation reaches them.
   const std::map<uint32_t, uint64_t>& errors() const { return errors_; }
@@ -130,7 +128,6 @@ class SimulatedTrainer {
   bool scalars_wrong_ = false;
   bool request_garbage_ = false;
 
-  bool without_memory_ = false;
   uint64_t commits_seen_ = 0;
   std::map<uint32_t, uint64_t> errors_;
   std::string fault_;

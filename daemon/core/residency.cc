@@ -1,0 +1,154 @@
+#include "daemon/core/residency.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "daemon/core/block_ledger.h"
+#include "daemon/core/limits.h"
+#include "daemon/core/placement.h"
+#include "daemon/core/staging.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+std::vector<Eviction> Residency::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {
+  std::vector<Eviction> evictions;
+  if (slot_bytes_ == 0 || abandoned_) return evictions;
+  const Placement& placement = pipeline_.placement();
+  uint64_t planned_bytes = 0;
+  for (uint32_t block = placement.blocks(); block-- > 0 && planned_bytes < bytes;) {
+    const BlockLocation& location = placement.WhereBlock(block);
+    if (location.tier != Tier::kDram || location.move != BlockMove::kNone) continue;
+    std::optional<std::vector<nvme::Slot>> slots = swap.Allocate(kSwapSlotsPerBlock, slot_bytes_);
+    if (!slots) break;
+    evictions.push_back(
+        {.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+    planned_bytes += location.state.bytes;
+  }
+  return evictions;
+}
+
+uint64_t Residency::movable_bytes() const {
+  return slot_bytes_ == 0 ? 0 : pipeline_.placement().granted_bytes();
+}
+
+void Residency::Evict(const Eviction& eviction) {
+  pipeline_.ledger().AddSlots(eviction.slots);
+  pipeline_.placement().Mark(eviction.block);
+}
+
+void Residency::Move(uint32_t block, uint64_t free_bytes) {
+  const BlockLocation& location = pipeline_.placement().WhereBlock(block);
+  if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
+  if (location.tier == Tier::kNvme) {
+    if (location.state.bytes <= free_bytes) pipeline_.placement().Mark(block);
+    return;
+  }
+  std::optional<std::vector<nvme::Slot>> slots = swap_.Allocate(kSwapSlotsPerBlock, slot_bytes_);
+  if (slots) Evict({.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+}
+
+void Residency::Pump() {
+  if (in_progress() || abandoned_) return;
+  const std::optional<uint32_t> block = pipeline_.placement().NextMarked();
+  if (!block) return;
+  if (pipeline_.is_resident(*block)) {
+    pipeline_.placement().BeginMove(*block);
+    StartEviction(*block);
+  } else if (MayPromote(*block)) {
+    StartPromotion(*block);
+  }
+}
+
+void Residency::StartEviction(uint32_t block) {
+  const std::optional<BlockLedger::Target> target = pipeline_.ledger().BeginWrite(block);
+  FOREBAY_CHECK(target.has_value());
+  BlockPlace place = pipeline_.PlaceOf(block);
+  place.slot = target->slot;
+  io_.Start(TaskKind::kMoveBlock, 0,
+            EvictBlock{.place = place,
+                       .bytes = pipeline_.map().bytes(block),
+                       .identity = pipeline_.IdentityOf(block)});
+}
+
+// Not while a read ahead of the block runs. What was read is dropped.
+bool Residency::MayPromote(uint32_t block) {
+  StagedBlocks& staged = pipeline_.staged();
+  if (!staged.contains(block)) return true;
+  if (staged.at(block).state != StagedBlocks::State::kReady) return false;
+  staged.Drop(block);
+  return true;
+}
+
+void Residency::StartPromotion(uint32_t block) {
+  pipeline_.placement().BeginMove(block);
+  io_.Start(TaskKind::kMoveBlock, 0,
+            PromoteBlock{.place = {.resident = true,
+                                   .state_offset_bytes =
+                                       pipeline_.placement().WhereBlock(block).state.offset_bytes,
+                                   .slot = pipeline_.ledger().current(block).slot},
+                         .bytes = pipeline_.map().bytes(block),
+                         .identity = pipeline_.IdentityOf(block),
+                         .checksum = pipeline_.checksum(block)});
+}
+
+void Residency::OnMoved(const TaskDone& done) {
+  FOREBAY_CHECK(in_progress());
+  const uint32_t block = *pipeline_.placement().moving();
+  if (!done.status.ok()) ++counters_.failed;
+  if (pipeline_.is_resident(block)) {
+    OnEvicted(block, done);
+  } else {
+    OnPromoted(block, done);
+  }
+}
+
+void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
+  BlockLedger& ledger = pipeline_.ledger();
+  if (done.status.ok()) {
+    ledger.EndWrite(block, done.checksum, ledger.current(block).written_step);
+    ledger.PublishBlock(block);
+    pipeline_.placement().FinishMove();
+    pipeline_.OnSwapped(block);
+    ++counters_.evicted;
+    return;
+  }
+  ledger.OnWriteFailed(block);
+  pipeline_.AddSpareSlot();
+  if (ledger.has_working_slot() && !abandoned_) {
+    StartEviction(block);
+    return;
+  }
+  error_ = pipeline_.DescribeBlock(done.status, block);
+  pipeline_.placement().CancelMove();
+  ReturnSlots();
+}
+
+void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
+  if (!done.status.ok()) {
+    pipeline_.placement().CancelMove();
+    pipeline_.OnSwapped(block);  // it is read ahead again
+    return;
+  }
+  pipeline_.ledger().SetResident(block);
+  pipeline_.placement().FinishMove();
+  ReturnSlots();
+  ++counters_.promoted;
+}
+
+// Of a block that is in DRAM.
+void Residency::ReturnSlots() {
+  swap_.Free(pipeline_.ledger().RemoveFreeSlots(kSwapSlotsPerBlock));
+}
+
+void Residency::Abandon() {
+  abandoned_ = true;
+  Placement& placement = pipeline_.placement();
+  for (uint32_t block = 0; block < placement.blocks(); ++block) {
+    const bool is_marked = placement.WhereBlock(block).move != BlockMove::kNone;
+    if (is_marked && placement.moving() != block) placement.Unmark(block);
+  }
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,74 @@
+// Moves blocks of states between DRAM and swap, one at a time, between steps.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_io.h"
+#include "daemon/core/node_state.h"
+#include "daemon/core/step_pipeline.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+
+// A block that leaves DRAM, and the swap slots it gets.
+struct Eviction {
+  uint32_t block = 0;
+  uint64_t bytes = 0;
+  std::vector<nvme::Slot> slots;
+};
+
+// Placement and ledger say where a block is; this class changes both when a move has ended. A write
+// that fails is tried in another slot, on another path; where there is none the block stays in DRAM.
+// A read that fails leaves the block on swap. No move loses bytes.
+//
+// Ownership  What the constructor gets outlives it.
+class Residency {
+ public:
+  // `slot_bytes`: of the job's swap slots; 0: its blocks cannot be on swap.
+  Residency(JobIo& io, StepPipeline& pipeline, nvme::SlotMap& swap, uint64_t slot_bytes)
+      : io_(io), pipeline_(pipeline), swap_(swap), slot_bytes_(slot_bytes) {}
+
+  // The highest blocks in DRAM that together have `bytes`, or as many as `swap` has slots for: they
+  // are allocated there. Changes nothing here.
+  std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
+  // States in DRAM that can be on swap.
+  uint64_t movable_bytes() const;
+  // Marks a block in DRAM that has no mark.
+  void Evict(const Eviction& eviction);
+  // Marks a block for the other tier; does nothing where it is marked, or where neither swap has slots
+  // nor `free_bytes` of DRAM are enough.
+  void Move(uint32_t block, uint64_t free_bytes);
+
+  // Starts the next move, if none runs. To be called between steps, while no states are read.
+  void Pump();
+  void OnMoved(const TaskDone& done);
+  bool in_progress() const { return pipeline_.placement().moving().has_value(); }
+
+  // The job failed: blocks stay where they are.
+  void Abandon();
+
+  // Of the last eviction that was given up; OK: none was.
+  const absl::Status& error() const { return error_; }
+  const ResidencyCounters& counters() const { return counters_; }
+
+ private:
+  void StartEviction(uint32_t block);
+  bool MayPromote(uint32_t block);
+  void StartPromotion(uint32_t block);
+  void OnEvicted(uint32_t block, const TaskDone& done);
+  void OnPromoted(uint32_t block, const TaskDone& done);
+  void ReturnSlots();
+
+  JobIo& io_;
+  StepPipeline& pipeline_;
+  nvme::SlotMap& swap_;
+  uint64_t slot_bytes_;
+  bool abandoned_ = false;
+  absl::Status error_;
+  ResidencyCounters counters_;
+};
+
+}  // namespace forebay::daemon

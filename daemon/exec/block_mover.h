@@ -1,0 +1,53 @@
+// Moves a block of states between its place in a job's state arena and a swap slot.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "daemon/core/events.h"
+#include "daemon/exec/arena_registry.h"
+#include "daemon/exec/swap_space.h"
+#include "daemon/exec/task_runner.h"
+
+namespace forebay::daemon {
+
+// A block to be evicted is digested on a worker, written, then loses its memory; one to be promoted
+// gets memory, is read, then verified. Each ends with its TaskDone.
+//
+// Threads  The loop thread. Memory comes and goes on the pool that may block.
+class BlockMover {
+ public:
+  // Called with the transfers that a call has ended.
+  using EndTransfers = std::function<void(std::vector<SwapDone>&)>;
+  using Raise = std::function<void(TaskDone)>;
+
+  // `runner` and `swap` outlive the mover; without swap nothing is moved.
+  BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise);
+
+  // `state`: of the action's job.
+  void Evict(const EvictBlock& action, const ArenaRegistry::Arena& state);
+  void Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state);
+
+  // Goes on with the move that the transfer is part of; false: it is part of none.
+  bool OnTransferred(const SwapDone& done);
+
+ private:
+  using Next = absl::AnyInvocable<void(absl::Status)>;
+
+  void Write(const EvictBlock& action, const ArenaRegistry::Arena& state, uint64_t checksum);
+  void Read(const PromoteBlock& action, const ArenaRegistry::Arena& state);
+  void FreeEvicted(const EvictBlock& action, const ArenaRegistry::Arena& state, uint64_t checksum);
+  void Verify(const PromoteBlock& action, const ArenaRegistry::Arena& state, absl::Status read);
+
+  TaskRunner& runner_;
+  SwapSpace* swap_;
+  EndTransfers end_transfers_;
+  Raise raise_;
+  // What follows a transfer, by task.
+  std::map<TaskId, Next> next_;
+};
+
+}  // namespace forebay::daemon
