@@ -205,6 +205,7 @@ absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::spa
   const uint64_t piece_elems_max =
       std::min(s.slots.largest_bytes() / sizeof(float), kReadPieceElemsMax);
   uint64_t updates = 0;
+  uint64_t step = 0;
   for (uint64_t done = 0; done < out.size();) {
     const std::span<float> piece = out.subspan(done, std::min(piece_elems_max, out.size() - done));
     ASSIGN_OR_RETURN(BusyRange arena, s.WaitForRange(piece.size_bytes(), limits));
@@ -215,6 +216,12 @@ absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::spa
     command.element_offset = range.first_elem + done;
     ASSIGN_OR_RETURN(const Completion completion, s.Call(command, &arena, limits));
     updates = completion.offset_bytes;
+    // To a reader steps go on between two pieces.
+    const uint64_t step_before = std::exchange(step, completion.committed_step);
+    if (done > 0 && step != step_before) {
+      done = 0;
+      continue;
+    }
     RETURN_IF_ERROR(
         s.stream->Copy(std::as_writable_bytes(piece),
                        s.parts.grad->bytes().subspan(arena.offset_bytes(), piece.size_bytes())));

@@ -211,7 +211,8 @@ class Attachment {
                                   Timeout timeout);
 
   // Reads out.size() elements of a state as float32, whatever the format holds it in, and returns how
-  // many updates the parameter has had (torch's "step"). Of one step: no step is applied meanwhile.
+  // many updates the parameter has had (torch's "step"). All of one step: a reader that meets another
+  // one between two pieces begins anew.
   //
   // Errors  E_RANGE  no such parameter, state or elements; a frozen parameter has no states.
   absl::StatusOr<uint64_t> ReadState(const StateRange& range, std::span<float> out,

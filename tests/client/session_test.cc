@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "client/internal/attachment_state.h"
+#include "gmock/gmock.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
@@ -359,6 +360,31 @@ TEST_F(SessionTest, StateComesInPiecesThatFitTheArena) {
               HasError(ErrorId::kRange));
   EXPECT_THAT(refused({.param = "c", .state = "exp_avg", .first_elem = UINT64_MAX}),
               HasError(ErrorId::kRange));
+}
+
+TEST_F(SessionTest, StateIsReadAnewWhereAStepWasAppliedBetweenItsPieces) {
+  uint64_t reads = 0;
+  StartSession(
+      [&](const Command& command) {
+        Completion completion = Obeyed(command);
+        if (Is(command, Op::kReadState)) {
+          const uint64_t step = ++reads == 1 ? 5 : 6;
+          completion.committed_step = step;
+          const auto values = grad_->bytes().subspan(command.arena_offset_bytes);
+          const std::vector<float> of_step(command.length_bytes / sizeof(float),
+                                           static_cast<float>(step));
+          std::memcpy(values.data(), of_step.data(), command.length_bytes);
+        }
+        return MaybeCompletion(completion);
+      },
+      [](SessionParts& parts) {
+        parts.reader = true;
+        parts.step_region_offset = parts.step_region_bytes = 4096;
+        parts.grad_bytes_max = 128;
+      });
+  std::vector<float> values(128);
+  ASSERT_OK(session_->ReadState({.param = "c", .state = "exp_avg"}, values, kTimeout));
+  EXPECT_THAT(values, ::testing::Each(6.0F));
 }
 
 TEST_F(SessionTest, ARangeOfAReadThatTimedOutComesBackWithItsAnswer) {
