@@ -25,20 +25,4 @@ void AddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, flo
   ChosenKernels().stream->add_gradients(n, src, count, mode, dst, chunk_sums);
 }
 
-void RoundToBf16(size_t n, const float* src, uint16_t* dst) {
-  ChosenKernels().stream->round_to_bf16(n, src, dst);
-}
-
-void WidenBf16(size_t n, const uint16_t* src, float* dst) {
-  ChosenKernels().stream->widen_bf16(n, src, dst);
-}
-
-void SplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  ChosenKernels().stream->split_master(n, w, param, remainder);
-}
-
-void JoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
-  ChosenKernels().stream->join_master(n, param, remainder, w);
-}
-
 }  // namespace forebay::cpu_adam

@@ -1,5 +1,4 @@
-// The passes around an update: over gradients, and between the types of a master. No allocation, no
-// threads, no I/O, no errors.
+// The passes over gradients around an update. No allocation, no threads, no I/O, no errors.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +44,8 @@ bool AllFinite(size_t n, Gradient g);  // true for n = 0
 
 enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };
 
-// dst[i] = src[i] (kSet: the first rank) or dst[i] + src[i] (kAdd), in float32.
+// dst[i] = src[i] (kSet) or dst[i] + src[i] (kAdd), in float32. The stores of kSet are non-temporal
+// where dst is long and aligned to 64 bytes.
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 
 // dst[i] = src[0][i] + src[1][i] + … + src[count - 1][i], in float32 and in this order; kAdd begins
@@ -56,14 +56,5 @@ void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 // Shapes   count > 0; chunk_sums has one element for each chunk that has begun.
 void AddGradients(size_t n, const Gradient* src, size_t count, AddMode mode, float* dst,
                   double* chunk_sums);
-
-// dst = src as bfloat16, to nearest, ties away from zero: the rounding of `exact`. The stores of
-// this, its inverse and kSet are non-temporal where dst is long and aligned to 64 bytes.
-void RoundToBf16(size_t n, const float* src, uint16_t* dst);
-void WidenBf16(size_t n, const uint16_t* src, float* dst);
-
-// Masters to and from the two planes of `exact`, with any bits, NaN included.
-void SplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder);
-void JoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w);
 
 }  // namespace forebay::cpu_adam

@@ -21,7 +21,6 @@ using D = hn::ScalableTag<float>;
 using DI = hn::RebindToSigned<D>;
 using DU = hn::RebindToUnsigned<D>;
 using DU16Half = hn::Rebind<uint16_t, D>;
-using DI16Half = hn::Rebind<int16_t, D>;
 using DU16 = hn::Repartition<uint16_t, D>;
 using DI16 = hn::RebindToSigned<DU16>;
 using V = hn::Vec<D>;
@@ -462,87 +461,9 @@ void SimdAddGradients(size_t n, const Gradient* src, size_t count, AddMode mode,
 
 #endif  // HWY_HAVE_SCALABLE
 
-void SimdWidenBf16(size_t n, const uint16_t* src, float* dst) { AddRun<false>(n, src, dst); }
-
-HWY_INLINE hn::Vec<DU16> UpperHalves(VU low, VU high) {
-  const DU16 d;
-  return hn::ConcatOdd(d, hn::BitCast(d, high), hn::BitCast(d, low));
-}
-
-HWY_INLINE hn::Vec<DU16> LowerHalves(VU low, VU high) {
-  const DU16 d;
-  return hn::ConcatEven(d, hn::BitCast(d, high), hn::BitCast(d, low));
-}
-
-HWY_INLINE VU LoadBits(const float* from) { return hn::BitCast(DU(), hn::LoadU(D(), from)); }
-
-// Four vectors at once, for the reason above.
-template <bool kRemainder, bool kNonTemporal>
-size_t SplitQuads(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  const DU16 du16;
-  const size_t lanes = hn::Lanes(DU());
-  const VU half = hn::Set(DU(), 0x8000u);
-  size_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    const VU b0 = LoadBits(w + i), b1 = LoadBits(w + i + lanes);
-    const VU b2 = LoadBits(w + i + 2 * lanes), b3 = LoadBits(w + i + 3 * lanes);
-    const auto first = UpperHalves(hn::Add(b0, half), hn::Add(b1, half));
-    const auto second = UpperHalves(hn::Add(b2, half), hn::Add(b3, half));
-    Put<kNonTemporal>(first, du16, param + i);
-    Put<kNonTemporal>(second, du16, param + i + 2 * lanes);
-    if constexpr (kRemainder) {
-      auto* const low = reinterpret_cast<uint16_t*>(remainder) + i;
-      Put<kNonTemporal>(LowerHalves(b0, b1), du16, low);
-      Put<kNonTemporal>(LowerHalves(b2, b3), du16, low + 2 * lanes);
-    }
-  }
-  return i;
-}
-
-template <bool kRemainder>
-void SplitRun(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  size_t i = 0;
-  if (!kRemainder && IsNonTemporal(n, param)) {
-    i = SplitQuads<kRemainder, true>(n, w, param, remainder);
-    hwy::FlushStream();
-  } else {
-    i = SplitQuads<kRemainder, false>(n, w, param, remainder);
-  }
-  for (; i < n; ++i) {
-    uint32_t bits;
-    hwy::CopySameSize(w + i, &bits);
-    param[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
-    if constexpr (kRemainder) remainder[i] = static_cast<int16_t>(bits & 0xFFFF);
-  }
-}
-
-void SimdRoundToBf16(size_t n, const float* src, uint16_t* dst) {
-  SplitRun<false>(n, src, dst, nullptr);
-}
-
-void SimdSplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  SplitRun<true>(n, w, param, remainder);
-}
-
-void SimdJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
-  const DU du;
-  const size_t lanes = hn::Lanes(du);
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const VU high = hn::BitCast(du, WidenAt(D(), param + i));
-    const auto low = hn::PromoteTo(DI(), hn::LoadU(DI16Half(), remainder + i));
-    hn::StoreU(hn::BitCast(D(), hn::Add(high, hn::BitCast(du, low))), D(), w + i);
-  }
-  for (; i < n; ++i) {
-    const uint32_t bits = (uint32_t{param[i]} << 16) + static_cast<uint32_t>(int32_t{remainder[i]});
-    hwy::CopySameSize(&bits, w + i);
-  }
-}
-
 extern const StreamKernels kStreamKernels;
 const StreamKernels kStreamKernels = {
-    SimdChunkSquareSums, SimdCopyWithSquareSums, SimdAllFinite,   SimdAddGradient, SimdAddGradients,
-    SimdRoundToBf16,     SimdWidenBf16,          SimdSplitMaster, SimdJoinMaster,
+    SimdChunkSquareSums, SimdCopyWithSquareSums, SimdAllFinite, SimdAddGradient, SimdAddGradients,
 };
 
 #endif  // a target with vectors

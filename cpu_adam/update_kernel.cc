@@ -30,12 +30,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
                 Gradient g, const StatePlanes& state) {
-  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state, state);
-}
-
-uint64_t UpdateTo(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
-                  Gradient g, const StatePlanes& from, const StatePlanes& to) {
-  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, from, to);
+  return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state);
 }
 
 }  // namespace forebay::cpu_adam

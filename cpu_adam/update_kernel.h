@@ -105,9 +105,8 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //   kSgdNesterov   the same with fma(beta1, a', g') for a' in the last line
 //   kLamb          a' and b' of kAdamW, w' = w: the first of its two passes, see lamb.h
 //
-// w' is computed from the moments before these are rounded to the format. Update works in place;
-// UpdateTo reads `from` and writes `to`, with non-temporal stores where every plane of `to` (scales
-// aside) is aligned to 64 bytes. Both return how many w' are not finite or round to infinite weights.
+// in place; w' is computed from the moments before these are rounded to the format. Returns how many
+// w' are not finite or round to infinite weights.
 //
 // Rounding  In kBf16 and kInt8 each element has a hash z of rounding_key and e = first_elem + i, all
 //           modulo 2³²:
@@ -118,8 +117,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 // Shapes   Every plane and the gradient have n elements; n may be 0 and need not be a multiple of
 //          any vector width.
 // Memory   Planes and gradient do not overlap. Any alignment that the element type allows is
-//          correct; 64 bytes is fastest. The stores of UpdateTo are visible to other threads after
-//          any later release by this one.
+//          correct; 64 bytes is fastest.
 // Threads  Pure. Disjoint ranges may run at once; the split changes no bit of the result (kInt8:
 //          split at multiples of kScaleElems).
 // Exact    Every target returns the bits of `scalar` (internal/update_scalar.cc), whose std::fma
@@ -128,7 +126,5 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //          the default MXCSR: no FTZ, no DAZ.
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
                 Gradient g, const StatePlanes& state);
-uint64_t UpdateTo(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
-                  Gradient g, const StatePlanes& from, const StatePlanes& to);
 
 }  // namespace forebay::cpu_adam

@@ -64,17 +64,6 @@ void GradSlots::Split(uint64_t offset_bytes, uint64_t size_bytes) {
 
 void GradSlots::Free(uint64_t offset_bytes) { FOREBAY_CHECK(ranges_.erase(offset_bytes) == 1); }
 
-bool GradSlots::AnyBusy() const {
-  return std::any_of(ranges_.begin(), ranges_.end(),
-                     [](const auto& entry) { return entry.second.use == Use::kBusy; });
-}
-
-uint64_t GradSlots::used_bytes() const {
-  uint64_t used = 0;
-  for (const auto& [offset, range] : ranges_) used += range.size_bytes;
-  return used;
-}
-
 std::optional<uint64_t> GradSlots::FindOpen(const Ranges& ranges, uint64_t size_bytes) const {
   FOREBAY_CHECK(size_bytes > 0 && size_bytes <= options_.largest_bytes);
   std::optional<uint64_t> found;

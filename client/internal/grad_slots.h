@@ -36,8 +36,6 @@ class GradSlots {
   void Free(uint64_t offset_bytes);
 
   uint64_t largest_bytes() const { return options_.largest_bytes; }
-  bool AnyBusy() const;
-  uint64_t used_bytes() const;
 
  private:
   enum class Use : uint8_t { kOpen, kBusy };

@@ -47,9 +47,7 @@ inline constexpr bool kHasMaster = !kHasRemainder<kFormat> && kFormat.weights !=
 template <StateFormat kFormat>
 inline constexpr bool kWeightsAreMaster = kFormat.weights == DType::kFloat32;
 
-// `from` and `to` are the same planes, or do not overlap.
-using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes& from,
-                          const StatePlanes& to);
+using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePlanes&);
 
 // The kernels of one format.
 struct FormatKernels {
@@ -67,10 +65,6 @@ struct StreamKernels {
   void (*add_gradient)(size_t n, Gradient, AddMode, float* dst);
   void (*add_gradients)(size_t n, const Gradient* src, size_t count, AddMode, float* dst,
                         double* chunk_sums);
-  void (*round_to_bf16)(size_t n, const float* src, uint16_t* dst);
-  void (*widen_bf16)(size_t n, const uint16_t* src, float* dst);
-  void (*split_master)(size_t n, const float* w, uint16_t* param, int16_t* remainder);
-  void (*join_master)(size_t n, const uint16_t* param, const int16_t* remainder, float* w);
 };
 
 // The std::fma reference: always built, the definition of every bit.

@@ -13,10 +13,6 @@ namespace {
 
 float Widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
-uint16_t Round(float value) {
-  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0x8000) >> 16);
-}
-
 float LoadGrad(Gradient g, size_t i) {
   if (g.type == DType::kFloat32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
@@ -90,28 +86,6 @@ void ScalarAddGradients(size_t n, const Gradient* src, size_t count, AddMode mod
   ScalarChunkSquareSums(n, {dst, DType::kFloat32}, chunk_sums);
 }
 
-void ScalarRoundToBf16(size_t n, const float* src, uint16_t* dst) {
-  for (size_t i = 0; i < n; ++i) dst[i] = Round(src[i]);
-}
-
-void ScalarWidenBf16(size_t n, const uint16_t* src, float* dst) {
-  for (size_t i = 0; i < n; ++i) dst[i] = Widen(src[i]);
-}
-
-void ScalarSplitMaster(size_t n, const float* w, uint16_t* param, int16_t* remainder) {
-  for (size_t i = 0; i < n; ++i) {
-    param[i] = Round(w[i]);
-    remainder[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(w[i]) - (uint32_t{param[i]} << 16));
-  }
-}
-
-void ScalarJoinMaster(size_t n, const uint16_t* param, const int16_t* remainder, float* w) {
-  for (size_t i = 0; i < n; ++i) {
-    w[i] = std::bit_cast<float>((uint32_t{param[i]} << 16) +
-                                static_cast<uint32_t>(int32_t{remainder[i]}));
-  }
-}
-
 }  // namespace
 
 const StreamKernels kScalarStreamKernels = {
@@ -120,10 +94,6 @@ const StreamKernels kScalarStreamKernels = {
     .all_finite = ScalarAllFinite,
     .add_gradient = ScalarAddGradient,
     .add_gradients = ScalarAddGradients,
-    .round_to_bf16 = ScalarRoundToBf16,
-    .widen_bf16 = ScalarWidenBf16,
-    .split_master = ScalarSplitMaster,
-    .join_master = ScalarJoinMaster,
 };
 
 }  // namespace forebay::cpu_adam::internal

@@ -217,18 +217,17 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
 // ---------------------------------------------------------------------------------------- the passes
 
 template <Optimizer kOptimizer, StateFormat kFormat>
-uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& from,
-             const StatePlanes& to) {
+uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& state) {
   uint64_t bad = 0;
   for (size_t begin = 0; begin < n; begin += kScaleElems) {
     const size_t count = std::min(kScaleElems, n - begin);
     Element group[kScaleElems];
     for (size_t i = 0; i < count; ++i) {
-      group[i] = Load<kOptimizer, kFormat>(from, begin + i);
+      group[i] = Load<kOptimizer, kFormat>(state, begin + i);
       Step<kOptimizer>(k, LoadGrad(g, begin + i), group[i]);
-      bad += StoreMaster<kFormat>(to, begin + i, BitsOf(group[i].w));
+      bad += StoreMaster<kFormat>(state, begin + i, BitsOf(group[i].w));
     }
-    StoreMoments<kOptimizer, kFormat>(k, group, count, begin, to);
+    StoreMoments<kOptimizer, kFormat>(k, group, count, begin, state);
   }
   return bad;
 }

@@ -162,7 +162,6 @@ class GradientAccumulator {
   void Forget();
   uint64_t BytesOf(const Delivery& delivery) const;
   uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
-  uint64_t GroupElems(uint32_t group) const { return layout_->groups()[group].elems; }
   std::string NameOf(uint32_t group) const;
 
   JobIo& io_;

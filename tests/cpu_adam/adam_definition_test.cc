@@ -3,10 +3,11 @@
 // Method  Recompute each line of update_kernel.h in double from the same float32 inputs and compare
 //         with a bound that is derived below; compare the two formats bit by bit over 30 steps.
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
-#include "cpu_adam/stream_kernel.h"
+#include "cpu_adam/decode.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/optimizers.h"
@@ -20,6 +21,8 @@ using ::forebay::testing::kAllOptimizers;
 using ::forebay::testing::kGradTypes;
 using ::forebay::testing::kHyper;
 using ::forebay::testing::NameOf;
+using ::forebay::testing::RemainderOf;
+using ::forebay::testing::RoundToBf16;
 using ::forebay::testing::SameBits;
 using ::forebay::testing::TargetGuard;
 using protocol::HyperParams;
@@ -146,7 +149,8 @@ TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
     std::vector<uint16_t> weights(kElems), rounded(kElems);
     std::vector<int16_t> remainder(kElems);
     std::vector<float> rebuilt(kElems), wide_third(kElems), narrow_third(kElems);
-    SplitMaster(kElems, narrow.w.data(), weights.data(), remainder.data());
+    std::ranges::transform(narrow.w, weights.begin(), RoundToBf16);
+    std::ranges::transform(narrow.w, remainder.begin(), RemainderOf);
     for (uint64_t t = 1; t <= 30; ++t) {
       const AdamData fresh(kElems, kSeed + static_cast<uint32_t>(t));
       const StepScalars s = MakeStepScalars(optimizer,
@@ -159,12 +163,12 @@ TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {
                                             t, 0.5f);
       Update(optimizer, StateFormat::kFp32, s, kElems, fresh.Grad(type),
              {wide.w.data(), nullptr, {wide.m.data(), wide.v.data(), wide_third.data()}});
-      Update(optimizer, StateFormat::kExact, s, kElems, fresh.Grad(type),
-             {weights.data(),
-              remainder.data(),
-              {narrow.m.data(), narrow.v.data(), narrow_third.data()}});
-      JoinMaster(kElems, weights.data(), remainder.data(), rebuilt.data());
-      RoundToBf16(kElems, wide.w.data(), rounded.data());
+      const StatePlanes exact = {weights.data(),
+                                 remainder.data(),
+                                 {narrow.m.data(), narrow.v.data(), narrow_third.data()}};
+      Update(optimizer, StateFormat::kExact, s, kElems, fresh.Grad(type), exact);
+      DecodeMasters(StateFormat::kExact, kElems, exact, rebuilt.data());
+      std::ranges::transform(wide.w, rounded.begin(), RoundToBf16);
       ASSERT_TRUE(SameBits(rebuilt, wide.w)) << "step " << t << ", seed " << kSeed;
       ASSERT_EQ(weights, rounded) << "step " << t << ", seed " << kSeed;
       ASSERT_TRUE(SameBits(narrow.m, wide.m));

@@ -8,6 +8,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
+#include <random>
 #include <vector>
 
 #include "cpu_adam/decode.h"
@@ -25,15 +27,13 @@ using ::forebay::testing::kAllOptimizers;
 using ::forebay::testing::kHyper;
 using ::forebay::testing::MomentCount;
 using ::forebay::testing::NameOf;
+using ::forebay::testing::RoundToBf16;
 using ::forebay::testing::StateArrays;
 
 constexpr uint32_t kSeed = 31;
 constexpr size_t kElems = 1000;  // the last group is not whole
 
 float Widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
-uint16_t RoundAway(float w) {
-  return static_cast<uint16_t>((std::bit_cast<uint32_t>(w) + 0x8000u) >> 16);
-}
 
 bool IsRoot(Optimizer optimizer, size_t moment) {
   return optimizer == Optimizer::kAdagrad || (moment > 0 && MomentCount(optimizer) > 1);
@@ -114,7 +114,7 @@ Decoded StepBoth(const AdamData& data, Optimizer optimizer, StateFormat format, 
 
 void ExpectSameMasters(const Decoded& wide, StateArrays& state) {
   for (size_t i = 0; i < kElems; ++i) {
-    const uint16_t weights = RoundAway(wide.w[i]);
+    const uint16_t weights = RoundToBf16(wide.w[i]);
     ASSERT_EQ(state.weights16.data()[i], weights) << "element " << i;
     const uint32_t bits = std::bit_cast<uint32_t>(wide.w[i]);
     ASSERT_EQ(state.remainder.data()[i], static_cast<int16_t>(bits - (uint32_t{weights} << 16)));
@@ -345,8 +345,8 @@ TEST(SixteenBitWeights, MastersOfAllWideFormatsAreTheSameBitsOverTenSteps) {
       }
       for (size_t i = 0; i < kElems; ++i) {
         const float w = a.weights.data()[i];
-        ASSERT_EQ(b.weights16.data()[i], RoundAway(w)) << NameOf(optimizer) << ", step " << t;
-        ASSERT_EQ(c.weights16.data()[i], RoundAway(w)) << NameOf(optimizer) << ", step " << t;
+        ASSERT_EQ(b.weights16.data()[i], RoundToBf16(w)) << NameOf(optimizer) << ", step " << t;
+        ASSERT_EQ(c.weights16.data()[i], RoundToBf16(w)) << NameOf(optimizer) << ", step " << t;
         ASSERT_TRUE(testing::SameBits(c.master.data()[i], w));
         ASSERT_TRUE(testing::SameBits(d.master.data()[i], w));
       }
@@ -360,6 +360,48 @@ double WidenHalf(uint16_t bits) {
   const double magnitude =
       exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
   return (bits & 0x8000) != 0 ? -magnitude : magnitude;
+}
+
+// Moves no weight.
+StepScalars StillScalars() {
+  return MakeStepScalars(Optimizer::kSgd,
+                         {.lr = 0, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,
+                         1.0f);
+}
+
+TEST(SixteenBitWeights, Bfloat16sAreRoundedToNearestTiesAwayFromZeroAndMastersKeepEveryBit) {
+  const struct {
+    uint32_t bits;
+    uint16_t rounded;
+  } kCases[] = {{0x3F808000, 0x3F81}, {0x3F807FFF, 0x3F80}, {0xBF808000, 0xBF81},
+                {0xBF817FFF, 0xBF81}, {0x00008000, 0x0001}, {0x7F7F7FFF, 0x7F7F}};
+  std::vector<float> masters;
+  for (const auto& test : kCases) masters.push_back(std::bit_cast<float>(test.bits));
+  std::mt19937 random(kSeed);
+  while (masters.size() < kElems) {
+    masters.push_back(std::bit_cast<float>(static_cast<uint32_t>(random() & 0xBFFFFFFF)));
+  }
+  for (const std::string& target : SupportedTargets()) {
+    testing::TargetGuard guard;
+    guard.Force(target);
+    for (const StateFormat format : {StateFormat::kExact, StateFormat::kFp32Bf16}) {
+      AdamData data = CleanData();
+      data.w = masters;
+      StateArrays state(kElems, 0);
+      state.Assign(data);
+      std::fill_n(state.weights16.data(), format == StateFormat::kFp32Bf16 ? kElems : 0, 0);
+      EXPECT_EQ(Update(Optimizer::kSgd, format, StillScalars(), kElems,
+                       {data.grad.data(), DType::kFloat32}, state.Planes(format)),
+                0u);
+      for (size_t i = 0; i < std::size(kCases); ++i) {
+        EXPECT_EQ(state.weights16.data()[i], kCases[i].rounded)
+            << target << std::hex << kCases[i].bits;
+      }
+      std::vector<float> decoded(kElems);
+      DecodeMasters(format, kElems, state.Planes(format), decoded.data());
+      EXPECT_TRUE(testing::SameBits(decoded, masters)) << target;
+    }
+  }
 }
 
 TEST(SixteenBitWeights, HalvesAreRoundedToNearestTiesToEven) {
@@ -378,10 +420,7 @@ TEST(SixteenBitWeights, HalvesAreRoundedToNearestTiesToEven) {
     data.w = masters;
     StateArrays state(kElems, 0);
     state.Assign(data);
-    const StepScalars still = MakeStepScalars(
-        Optimizer::kSgd, {.lr = 0, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0}, 1,
-        1.0f);
-    EXPECT_EQ(Update(Optimizer::kSgd, StateFormat::kFp32Fp16, still, kElems,
+    EXPECT_EQ(Update(Optimizer::kSgd, StateFormat::kFp32Fp16, StillScalars(), kElems,
                      {data.grad.data(), DType::kFloat32}, state.Planes(StateFormat::kFp32Fp16)),
               0u);
     for (size_t i = 0; i < kElems; ++i) {

@@ -74,6 +74,17 @@ inline uint16_t TopHalf(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
+// To nearest, ties away from zero: the weights of `exact` and of float32 masters beside bfloat16.
+inline uint16_t RoundToBf16(float master) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(master) + 0x8000) >> 16);
+}
+
+// What `exact` keeps of a master beside its weights.
+inline int16_t RemainderOf(float master) {
+  return static_cast<int16_t>(std::bit_cast<uint32_t>(master) -
+                              (uint32_t{RoundToBf16(master)} << 16));
+}
+
 // Masters, moments and gradients of plausible sizes, with denormal moments, zeros, and gradients from
 // 1e-30 to 1e25 (whose square overflows) strewn in.
 struct AdamData {

@@ -78,18 +78,11 @@ TEST_P(StreamKernels, LongPassesGiveTheBitsOfTheDefinition) {
   for (const size_t offset : {0u, 3u}) {
     const auto [wide, expected_wide] = Both([&] {
       GuardedArray<float> dst(n, offset);
-      WidenBf16(n, data.bf16.data(), dst.data());
+      AddGradient(n, data.Grad(DType::kBFloat16), AddMode::kSet, dst.data());
       EXPECT_TRUE(dst.GuardsIntact());
       return dst.Copy();
     });
     EXPECT_TRUE(SameBits(wide, expected_wide)) << "offset " << offset;
-    const auto [narrow, expected_narrow] = Both([&] {
-      GuardedArray<uint16_t> dst(n, offset);
-      RoundToBf16(n, data.w.data(), dst.data());
-      EXPECT_TRUE(dst.GuardsIntact());
-      return dst.Copy();
-    });
-    EXPECT_EQ(narrow, expected_narrow) << "offset " << offset;
   }
 }
 
@@ -285,55 +278,14 @@ TEST_P(StreamKernels, EveryBinary16IsWidenedToItsValueAndInfinityIsFound) {
   EXPECT_TRUE(AllFinite(largest.size(), {largest.data(), DType::kFloat16}));
 }
 
-TEST_P(StreamKernels, EveryBfloat16SurvivesWideningAndRounding) {
+TEST_P(StreamKernels, EveryBfloat16IsWidenedToItsValue) {
   target_.Force(GetParam());
   std::vector<uint16_t> all(1 << 16);
   std::iota(all.begin(), all.end(), uint16_t{0});
   std::vector<float> wide(all.size());
-  WidenBf16(all.size(), all.data(), wide.data());
+  AddGradient(all.size(), {all.data(), DType::kBFloat16}, AddMode::kSet, wide.data());
   for (size_t i = 0; i < all.size(); ++i) {
     EXPECT_EQ(std::bit_cast<uint32_t>(wide[i]), uint32_t{all[i]} << 16);
-  }
-  std::vector<uint16_t> back(all.size());
-  RoundToBf16(all.size(), wide.data(), back.data());
-  EXPECT_EQ(back, all);
-}
-
-TEST_P(StreamKernels, RoundsToNearestWithTiesAwayFromZero) {
-  target_.Force(GetParam());
-  const struct {
-    uint32_t bits;
-    uint16_t rounded;
-  } kCases[] = {{0x3F808000, 0x3F81}, {0x3F807FFF, 0x3F80}, {0xBF808000, 0xBF81},
-                {0xBF817FFF, 0xBF81}, {0x00008000, 0x0001}, {0x7F7FFFFF, 0x7F80}};
-  for (const auto& test : kCases) {
-    const std::vector<float> value(33, std::bit_cast<float>(test.bits));
-    std::vector<uint16_t> rounded(value.size());
-    RoundToBf16(value.size(), value.data(), rounded.data());
-    EXPECT_EQ(rounded, std::vector<uint16_t>(value.size(), test.rounded)) << std::hex << test.bits;
-  }
-}
-
-TEST_P(StreamKernels, SplitAndJoinKeepEveryBit) {
-  std::mt19937 random(kSeed);
-  for (const size_t n : KernelSizes()) {
-    std::vector<float> masters;
-    for (size_t i = 0; i < n; ++i) {
-      masters.push_back(std::bit_cast<float>(static_cast<uint32_t>(random())));
-    }
-    const auto [halves, expected] = Both([&] {
-      GuardedArray<uint16_t> param(n, 1);
-      GuardedArray<int16_t> remainder(n, 3);
-      GuardedArray<float> joined(n, 5);
-      SplitMaster(n, masters.data(), param.data(), remainder.data());
-      JoinMaster(n, param.data(), remainder.data(), joined.data());
-      for (size_t i = 0; i < n; ++i) {
-        EXPECT_EQ(std::bit_cast<uint32_t>(joined.data()[i]), std::bit_cast<uint32_t>(masters[i]));
-      }
-      EXPECT_TRUE(param.GuardsIntact() && remainder.GuardsIntact() && joined.GuardsIntact());
-      return std::pair(param.Copy(), remainder.Copy());
-    });
-    EXPECT_EQ(halves, expected) << "n " << n;
   }
 }
 

@@ -22,8 +22,7 @@
 #include "gtest/gtest.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/ring.h"
-#include "tests/support/daemon_process.h"
-#include "tests/support/healthy_job.h"
+#include "tests/support/attacked_daemon.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -34,36 +33,13 @@ namespace {
 using protocol::Command;
 using protocol::Op;
 using protocol::UniqueFd;
-using testing::DaemonProcess;
-using testing::HealthyJob;
 using testing::RawSession;
-using testing::TempDir;
 
-class HostileDescriptors : public ::testing::Test {
+class HostileDescriptors : public testing::AttackedDaemon {
  protected:
-  void SetUp() override {
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_));
-    ASSERT_OK_AND_ASSIGN(healthy_, HealthyJob::Attach({.socket = socket_}));
-    ASSERT_OK(healthy_->TrainOneMoreStep());
-  }
-
-  void TearDown() override {
-    ASSERT_TRUE(daemon_->IsAlive());
-    EXPECT_OK(healthy_->TrainOneMoreStep());
-    const testing::Ended ended = daemon_->Stop();
-    EXPECT_EQ(ended.exit_code, 0);
-    EXPECT_THAT(ended.errors, ::testing::HasSubstr(logged_));
-  }
-
   // While it is stopped, what is sent to it can lose its last other holder.
   void StopDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGSTOP), 0); }
   void ContinueDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGCONT), 0); }
-
-  const TempDir dir_;
-  const std::string socket_ = dir_.path() + "/s";
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<HealthyJob> healthy_;
-  std::string logged_;  // must be in the daemon's log
 };
 
 // Makes every later write to the doorbell block, as far as the client can.
@@ -246,7 +222,7 @@ TEST_F(HostileDescriptors, AUidWhoseDescriptorsDoNotCloseIsRefusedAlone) {
   char byte = 0;
   ASSERT_EQ(::read(done[0], &byte, 1), 1);
   ContinueDaemon();
-  logged_ = "uid 65534 has 64 connections already";
+  logged_ = {"uid 65534 has 64 connections already"};
   ASSERT_OK_AND_ASSIGN(auto beside, RawSession::Connect(socket_));
   EXPECT_OK(beside->Hello());
   ::kill(child, SIGKILL);

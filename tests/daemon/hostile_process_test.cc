@@ -27,8 +27,7 @@
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/ring.h"
-#include "tests/support/daemon_process.h"
-#include "tests/support/healthy_job.h"
+#include "tests/support/attacked_daemon.h"
 #include "tests/support/raw_session.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -39,33 +38,13 @@ namespace {
 using protocol::Command;
 using protocol::ErrorId;
 using protocol::Op;
-using testing::DaemonProcess;
 using testing::HasError;
 using ::testing::HasSubstr;
 using testing::HealthyJob;
 using testing::RawSession;
-using testing::TempDir;
 
-class HostileClient : public ::testing::Test {
+class HostileClient : public testing::AttackedDaemon {
  protected:
-  void SetUp() override {
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_));
-    ASSERT_OK_AND_ASSIGN(healthy_, HealthyJob::Attach({.socket = socket_}));
-    ASSERT_OK(healthy_->TrainOneMoreStep());
-  }
-
-  void TearDown() override {
-    ASSERT_TRUE(daemon_->IsAlive());
-    EXPECT_OK(healthy_->TrainOneMoreStep());
-    for (const std::string& job : ready_jobs_) {
-      SCOPED_TRACE(job);
-      EXPECT_OK(testing::TrainsOneMoreStep({.socket = socket_, .job = job, .shape = kShape}));
-    }
-    const testing::Ended ended = daemon_->Stop();
-    EXPECT_EQ(ended.exit_code, 0);
-    for (const std::string& line : logged_) EXPECT_THAT(ended.errors, HasSubstr(line));
-  }
-
   std::unique_ptr<RawSession> Connected() {
     auto raw = RawSession::Connect(socket_);
     EXPECT_OK(raw);
@@ -104,15 +83,7 @@ class HostileClient : public ::testing::Test {
     return raw.Ask(Make(Op::kInitialDone));
   }
 
-  static constexpr testing::JobShape kShape = {.world_size = 1, .groups = 2, .group_elems = 1000};
-
-  const TempDir dir_;
-  const std::string socket_ = dir_.path() + "/s";
   const protocol::LayoutSpec layout_spec_ = testing::MakeLayoutSpec(kShape);
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<HealthyJob> healthy_;
-  std::vector<std::string> ready_jobs_;
-  std::vector<std::string> logged_;  // must stand in the daemon's log
 };
 
 TEST_F(HostileClient, OfAnotherVersionIsRefusedWithBothNumbers) {

@@ -15,8 +15,8 @@
 #include "protocol/os/status_macros.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_fixture.h"
+#include "tools/forebay/bench_adam_gradients.h"
 #include "tools/forebay/bench_adam_pass.h"
-#include "tools/forebay/bench_adam_streams.h"
 #include "tools/forebay/bench_harness.h"
 
 namespace forebay::tools {
@@ -57,8 +57,8 @@ class CaseList {
     for (const int threads : ThreadCounts()) {
       AddPass({.threads = threads, .data = AdamPass::Data::kDenormal});
     }
-    for (const StreamKernel& kernel : kStreamKernels) {
-      for (const int threads : ThreadCounts()) AddStreamKernel(kernel, threads);
+    for (const GradientTask& task : kGradientTasks) {
+      for (const int threads : ThreadCounts()) AddGradientTask(task, threads);
     }
     AddAvx2Cases();
     return std::move(cases_);
@@ -110,14 +110,16 @@ class CaseList {
                       }});
   }
 
-  void AddStreamKernel(const StreamKernel& kernel, int threads) {
+  void AddGradientTask(const GradientTask& task, int threads) {
     cases_.push_back(
-        {.name = absl::StrCat("adam/kernel=", kernel.name, "/grad=", tools::NameOf(kernel.source),
-                              "/threads=", threads, "/shape=flat", suffix_),
-         .memory_bytes = MemoryFor(kernel, params_),
+        {.name = absl::StrCat(task.ranks == 0 ? "adam/task=sum_squares"
+                                              : absl::StrCat("adam/task=add/ranks=", task.ranks),
+                              "/grad=", tools::NameOf(task.source), "/threads=", threads,
+                              "/shape=flat", suffix_),
+         .memory_bytes = MemoryFor(task, params_),
          .target = "",
-         .measure = [&kernel, threads](const AdamFixture& fixture, const BenchCase& what) {
-           return MeasureStreamKernel(fixture, what, kernel, threads);
+         .measure = [&task, threads](const AdamFixture& fixture, const BenchCase& what) {
+           return MeasureGradientTask(fixture, what, task, threads);
          }});
   }
 

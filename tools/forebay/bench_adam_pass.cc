@@ -1,52 +1,17 @@
 #include "tools/forebay/bench_adam_pass.h"
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <cmath>
-#include <cstring>
-#include <random>
-#include <span>
+#include <vector>
 
-#include "cpu_adam/lamb.h"
-#include "cpu_adam/step_scalars.h"
-#include "cpu_adam/stream_kernel.h"
-#include "daemon/exec/block_tasks.h"
-#include "protocol/os/check.h"
 #include "protocol/units.h"
-#include "tools/forebay/bench_workers.h"
 
 namespace forebay::tools {
 namespace {
 
-using daemon::kPartElems;
-using daemon::UpdateFound;
-using daemon::UpdatePass;
-using protocol::DType;
-using protocol::RoundUp;
 using Access = StreamShape::Access;
 using Clock = std::chrono::steady_clock;
 
 constexpr double kGiga = 1e9;
-constexpr uint64_t kBlockElems = uint64_t{1} << 20;  // as the daemon's
-constexpr uint64_t kPatternElemsMax = uint64_t{1} << 20;
-constexpr size_t kDenormalEvery = 97;
-constexpr uint32_t kSeed = 20251121;
-constexpr uint64_t kStep = 10;  // any but the first, which initialises masters
-// An optimizer reads those that it has.
-constexpr protocol::HyperParams kHyper = {
-    .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2, .momentum = 0.9};
-
-std::span<const protocol::Plane> PlanesOf(const AdamPass& pass) {
-  return protocol::StatePlanes(pass.optimizer, pass.format.format, pass.format.weights);
-}
-
-// Parameters begin at whole groups of scales.
-uint64_t ParameterElems(const AdamPass& pass, uint64_t params) { return params / pass.parameters; }
-uint64_t ElemsOf(const AdamPass& pass, uint64_t params) {
-  const uint64_t one = RoundUp(ParameterElems(pass, params), protocol::kScaleElems);
-  return RoundUp(one * pass.parameters, kLoopElems);
-}
 
 StreamShape ShapeOf(uint64_t group_bytes, Access access) {
   return {static_cast<uint32_t>(group_bytes), access};
@@ -72,66 +37,19 @@ uint64_t SlackBytes(const AdamPass& pass) {
   return (PlanesOf(pass).size() + 2) * protocol::kPageBytes;
 }
 
-// Weights and gradients of plausible sizes; with denormal data one element of 97 has no gradient.
-struct Pattern {
-  Pattern(const AdamPass& pass, uint64_t elems) {
-    std::mt19937 random(kSeed);
-    std::normal_distribution<float> normal;
-    for (size_t i = 0; i < std::min(elems, kPatternElemsMax); ++i) {
-      const float w = 0.02f * normal(random);
-      const bool none = pass.data == AdamPass::Data::kDenormal && i % kDenormalEvery == 0;
-      Append(pass.format.weights, w, weights);
-      Append(pass.format.weights, none ? 0.0f : std::copysign(1e-3f, w) + 0.1f * w, gradient);
-    }
-  }
-
-  static void Append(DType dtype, float value, std::vector<std::byte>& to) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    if (dtype == DType::kBFloat16) bits >>= 16;
-    // binary16 of a normal number: three bits of the exponent and thirteen of the fraction go
-    if (dtype == DType::kFloat16) {
-      const uint32_t magnitude = bits & 0x7FFFFFFF;
-      const uint32_t half = magnitude < 0x38800000 ? 0 : (magnitude - 0x38000000) >> 13;
-      bits = (bits >> 16 & 0x8000) | half;
-    }
-    const auto* const begin = reinterpret_cast<const std::byte*>(&bits);
-    to.insert(to.end(), begin, begin + protocol::SizeBytes(dtype));
-  }
-
-  static void Repeat(const std::vector<std::byte>& pattern, std::span<std::byte> array) {
-    for (size_t begin = 0; begin < array.size(); begin += pattern.size()) {
-      std::memcpy(array.data() + begin, pattern.data(),
-                  std::min(pattern.size(), array.size() - begin));
-    }
-  }
-
-  std::vector<std::byte> weights, gradient;
-};
-
-// The blocks of a pass, and the daemon's tasks over them.
+// A pass in memory of the fixture.
 class PassRun {
  public:
   PassRun(const AdamFixture& fixture, const AdamPass& pass)
-      : pass_(pass), pool_(fixture.Pool(pass.threads)), elems_(fixture.params) {
-    const ArraySet streams = Streams(pass, fixture.params);
-    ArraySet arrays{.shapes = {streams.shapes[0], streams.shapes[1]}, .elems = streams.elems};
-    arrays.shapes.push_back(ShapeOf(0, Access::kUpdate));
-    for (size_t s = 2; s < streams.shapes.size(); ++s) {
-      arrays.shapes[2].group_bytes += streams.shapes[s].group_bytes;
-    }
-    const std::vector<BenchStream> allocated = fixture.huge->Allocate(arrays);
-    gradient_ = {allocated[0].from, allocated[0].bytes};
-    weights_ = {allocated[1].to, allocated[1].bytes};
-    // The last array: its slack holds the rounding of the last block's planes.
-    MakeBlocks({allocated[2].to, allocated[2].bytes + SlackBytes(pass)}, streams.elems);
-    FillData();
-    streams_ = fixture.huge->Allocate(streams);  // over the same memory, for the limit
-  }
+      : pass_(pass),
+        elems_(fixture.params),
+        blocks_(pass, fixture.params, fixture.Pool(pass.threads), Allocate(fixture, pass)),
+        // over the same memory, for the limit
+        streams_(fixture.huge->Allocate(Streams(pass, fixture.params))) {}
 
   absl::StatusOr<Sample> Run(AdamPass::Hash hash) {
     const auto began = Clock::now();
-    Update(hash);
+    blocks_.Update(hash);
     const std::chrono::duration<double> took = Clock::now() - began;
     const PassBytes bytes = BytesOf(Streams(pass_, elems_).shapes, elems_);
     return Sample{.value = static_cast<double>(bytes.read + bytes.written) / took.count() / kGiga,
@@ -142,153 +60,24 @@ class PassRun {
   const std::vector<BenchStream>& streams() const { return streams_; }
 
  private:
-  struct Block {
-    daemon::UpdateBlock action;
-    daemon::UpdateMemory memory;
-    std::vector<UpdateFound> found;  // by part
-    daemon::TaskDone done;
-  };
-
-  void MakeBlocks(std::span<std::byte> states, uint64_t elems) {
-    for (uint64_t begin = 0; begin < elems; begin += kBlockElems) {
-      const uint64_t n = std::min(kBlockElems, elems - begin);
-      const uint64_t bytes = daemon::BlockBytes(PlanesOf(pass_), n);
-      Block block;
-      block.action.block_elems = n;
-      block.action.bytes = bytes;
-      block.action.sum_dtype = pass_.format.weights;
-      block.action.identity_after = {.job = 1, .block = blocks_.size(), .written_step = kStep};
-      block.memory = {.states = {.weights = weights_,
-                                 .block = states.first(bytes),
-                                 .optimizer = pass_.optimizer,
-                                 .format = pass_.format.format,
-                                 .dtype = pass_.format.weights},
-                      .accumulators = gradient_};
-      block.found.resize((n + kPartElems - 1) / kPartElems);
-      AddSegments(begin, block.action);
-      blocks_.push_back(std::move(block));
-      states = states.subspan(bytes);
+  static AdamMemory Allocate(const AdamFixture& fixture, const AdamPass& pass) {
+    const ArraySet streams = Streams(pass, fixture.params);
+    ArraySet arrays{.shapes = {streams.shapes[0], streams.shapes[1]}, .elems = streams.elems};
+    arrays.shapes.push_back(ShapeOf(0, Access::kUpdate));
+    for (size_t s = 2; s < streams.shapes.size(); ++s) {
+      arrays.shapes[2].group_bytes += streams.shapes[s].group_bytes;
     }
-  }
-
-  // One for each parameter in the block, as where each has a scale or a key of its own.
-  void AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) {
-    const uint64_t size = ParameterElems(pass_, elems_);
-    const uint64_t stride = RoundUp(size, protocol::kScaleElems);
-    const uint64_t width = protocol::SizeBytes(pass_.format.weights);
-    const cpu_adam::StepScalars scalars =
-        cpu_adam::MakeStepScalars(pass_.optimizer, kHyper, kStep, /*grad_scale=*/1.0f);
-    const uint64_t block_end = block_begin + action.block_elems;
-    for (uint64_t param = block_begin / stride; param < pass_.parameters; ++param) {
-      const uint64_t begin = std::max(block_begin, param * stride);
-      const uint64_t end = std::min(block_end, param * stride + size);
-      if (param * stride >= block_end) break;
-      if (begin >= end) continue;
-      action.segments.push_back({.weights_offset_bytes = begin * width,
-                                 .accumulator_offset_bytes = begin * width,
-                                 .block_elem = begin - block_begin,
-                                 .elems = end - begin,
-                                 .scalars = scalars,
-                                 .param_elem = begin - param * stride,
-                                 .param = static_cast<uint32_t>(param)});
-    }
-  }
-
-  // A step over all blocks.
-  void Update(AdamPass::Hash hash) {
-    const bool two_passes = protocol::Info(pass_.optimizer).passes == 2;
-    UpdateBlocks(two_passes ? UpdatePass::kMoments : UpdatePass::kWhole, hash);
-    if (!two_passes) return;
-    SetTrustRatios();
-    UpdateBlocks(UpdatePass::kWeights, hash);
-  }
-
-  // As the daemon's workers: whoever is free takes the next part of a resident block, or the next
-  // block that goes to disk.
-  void UpdateBlocks(UpdatePass update_pass, AdamPass::Hash hash) {
-    struct Task {
-      Block* block;
-      size_t part;
-    };
-    std::vector<Task> tasks;
-    for (Block& block : blocks_) {
-      block.action.pass = update_pass;
-      const size_t parts = hash == AdamPass::Hash::kOn ? 1 : block.found.size();
-      for (size_t part = 0; part < parts; ++part) tasks.push_back({&block, part});
-    }
-    std::atomic<size_t> next = 0;
-    RunOnAll(pool_, [&](int) {
-      for (size_t i = next++; i < tasks.size(); i = next++) {
-        auto& [block, part] = tasks[i];
-        if (hash == AdamPass::Hash::kOn) {
-          block->done = daemon::RunUpdateForSwap(block->action, block->memory, /*nonce=*/1);
-          continue;
-        }
-        const uint64_t begin = part * kPartElems;
-        const uint64_t end = std::min(begin + kPartElems, block->action.block_elems);
-        block->found[part] = daemon::RunUpdate(block->action, {begin, end}, block->memory);
-      }
-    });
-    for (Block& block : blocks_) {
-      if (hash == AdamPass::Hash::kOff) block.done = daemon::JoinUpdate(block.found);
-      FOREBAY_CHECK(block.done.count == 0);
-    }
-  }
-
-  void SetTrustRatios() {
-    std::vector<daemon::SegmentNorms> sums(pass_.parameters);
-    for (const Block& block : blocks_) {
-      for (size_t i = 0; i < block.done.norms.size(); ++i) {
-        daemon::SegmentNorms& sum = sums[block.action.segments[i].param];
-        sum.weight_squares += block.done.norms[i].weight_squares;
-        sum.update_squares += block.done.norms[i].update_squares;
-      }
-    }
-    for (Block& block : blocks_) {
-      for (daemon::UpdateSegment& segment : block.action.segments) {
-        const daemon::SegmentNorms& sum = sums[segment.param];
-        segment.trust = cpu_adam::TrustRatio(sum.weight_squares, sum.update_squares);
-      }
-    }
-  }
-
-  // Moments are what one update makes of zeros, whatever their format.
-  void FillData() {
-    const Pattern pattern(pass_, elems_);
-    Pattern::Repeat(pattern.weights, weights_);
-    Pattern::Repeat(pattern.gradient, gradient_);
-    for (Block& block : blocks_) {
-      std::memset(block.memory.states.block.data(), 0, block.memory.states.block.size());
-    }
-    UpdateBlocks(UpdatePass::kMasters, AdamPass::Hash::kOff);
-    Update(AdamPass::Hash::kOff);
-    if (pass_.data == AdamPass::Data::kDenormal) MakeDenormal(pattern.weights.size());
-  }
-
-  // The second moments of what has no gradient.
-  void MakeDenormal(uint64_t pattern_bytes) {
-    const uint64_t pattern_elems = pattern_bytes / protocol::SizeBytes(pass_.format.weights);
-    const auto planes = PlanesOf(pass_);
-    const size_t moment = planes.size() - 1;
-    FOREBAY_CHECK(planes[moment].name == "exp_avg_sq");
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      const daemon::UpdateBlock& action = blocks_[b].action;
-      auto* const v =
-          reinterpret_cast<float*>(blocks_[b].memory.states.block.data() +
-                                   daemon::PlaneOffsetBytes(planes, moment, action.block_elems));
-      for (uint64_t i = 0; i < action.block_elems; ++i) {
-        const uint64_t elem = b * kBlockElems + i;
-        if (elem % pattern_elems % kDenormalEvery == 0) v[i] = 1e-39f;
-      }
-    }
+    const std::vector<BenchStream> allocated = fixture.huge->Allocate(arrays);
+    // The last array: its slack holds the rounding of the last block's planes.
+    return {.gradient = {allocated[0].from, allocated[0].bytes},
+            .weights = {allocated[1].to, allocated[1].bytes},
+            .states = {allocated[2].to, allocated[2].bytes + SlackBytes(pass)}};
   }
 
   AdamPass pass_;
-  cpu_adam::WorkerPool& pool_;
   uint64_t elems_;
-  std::span<std::byte> gradient_, weights_;
+  AdamBlocks blocks_;
   std::vector<BenchStream> streams_;
-  std::vector<Block> blocks_;
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-"""The update alone: every side in alternation on the same buffers, in this one process.
+"""The update alone: every side in alternation, in this one process; the peers and the limit loops on
+the same buffers, ours on blocks as the daemon has them.
 
 Runs in the environment of the peers, started by `run`, which sets the number of threads and their
 places. Prints one JSON object: the samples in seconds, and what they were taken on.
@@ -21,7 +22,7 @@ PARK_S = 0.02  # an OpenMP thread spins for some milliseconds before it sleeps
 
 
 class Arrays:
-    """What all sides share: the planes of a state, gradients in both widths, the 16-bit weights."""
+    """What the peers and the limit loops share: the planes of a state, gradients in both widths, the 16-bit weights."""
 
     def __init__(self, n):
         self.n = n
@@ -126,7 +127,8 @@ def make_sides(library, arrays, tensors, cpus):
         "deepspeed-3-passes": three_passes(deepspeed, parts),
     }
     for work in ours.WORKS:
-        pool = ours.Ours(library, work, cpus, [planes_of(work, part) for part in parts])
+        pool = ours.Ours(library, cpus)
+        pool.make_blocks(work, arrays.n, tensors)
         sides[f"ours-{work}"] = pool.step
     for work in ours.WORKS:
         planes = planes_of(work, whole)

@@ -1,5 +1,5 @@
-// What tests/bench/peers/run calls through ctypes: our fused pass and the limit loops, on the
-// buffers that the peers use. No header: kernels.py declares these functions for Python.
+// What tests/bench/peers/run calls through ctypes: the daemon's update of its blocks, and the limit
+// loops on the buffers that the peers use. No header: kernels.py declares these functions for Python.
 
 #include <algorithm>
 #include <atomic>
@@ -7,27 +7,27 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "cpu_adam/step_scalars.h"
 #include "cpu_adam/targets.h"
-#include "cpu_adam/update_kernel.h"
 #include "cpu_adam/worker_pool.h"
-#include "daemon/exec/block_tasks.h"
+#include "pinned_mem/pinned_arena.h"
+#include "protocol/dtype.h"
+#include "protocol/units.h"
 #include "tests/bench/peers/limit.h"
+#include "tools/forebay/bench_adam_blocks.h"
 #include "tools/forebay/bench_workers.h"
 
-using forebay::cpu_adam::Gradient;
-using forebay::cpu_adam::MakeStepScalars;
-using forebay::cpu_adam::StatePlanes;
 using forebay::cpu_adam::WorkerPool;
-using forebay::daemon::kPartElems;
-using forebay::protocol::DType;
-using forebay::protocol::HyperParams;
-using forebay::protocol::Optimizer;
+using forebay::pinned_mem::PinnedArena;
+using forebay::protocol::kPageBytes;
+using forebay::protocol::RoundUp;
 using forebay::protocol::StateFormat;
+using forebay::tools::AdamBlocks;
+using forebay::tools::AdamPass;
 using forebay::tools::RunOnAll;
 
 namespace {
@@ -66,19 +66,11 @@ struct PeersPlanes {
   const void* grad;
 };
 
-// One parameter.
-struct PeersPart {
-  size_t n;
-  Gradient grad;
-  StatePlanes state;
-};
-
-// Threads, one bound to each of the CPUs, and the parameters that they update.
+// Threads, one bound to each of the CPUs, and the blocks that they update.
 struct PeersOurs {
   std::unique_ptr<WorkerPool> pool;
-  StateFormat format;
-  HyperParams hyper;
-  std::vector<PeersPart> parts;
+  std::unique_ptr<PinnedArena> memory;
+  std::optional<AdamBlocks> blocks;
 };
 
 // Threads that compute without touching memory, so that nobody else does on their CPUs.
@@ -88,56 +80,42 @@ struct PeersHold {
 };
 
 // Null, with a line on stderr, where the threads cannot be had.
-PeersOurs* PeersMake(int work, const int* cpus, size_t cpu_count, const PeersPlanes* planes,
-                     size_t plane_count, double lr, double weight_decay) {
-  auto pool = MakePool(cpus, cpu_count);
-  if (pool == nullptr) return nullptr;
+PeersOurs* PeersMake(const int* cpus, size_t cpu_count) {
   auto ours = std::make_unique<PeersOurs>();
-  ours->pool = std::move(pool);
-  ours->format = FormatOf(work);
-  ours->hyper = HyperParams{
-      .lr = lr, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = weight_decay};
-  const DType grad_type = work == kWorkFp32 ? DType::kFloat32 : DType::kBFloat16;
-  for (const PeersPlanes& one : std::vector<PeersPlanes>(planes, planes + plane_count)) {
-    const StatePlanes state{.weights = one.weights,
-                            .remainder = one.remainder,
-                            .moments = {one.m, one.v},
-                            .master = one.master};
-    ours->parts.push_back({.n = one.n, .grad = {one.grad, grad_type}, .state = state});
+  ours->pool = MakePool(cpus, cpu_count);
+  return ours->pool == nullptr ? nullptr : ours.release();
+}
+
+// Gives `ours` blocks of `n` elements in `parameters` parameters, as the daemon has them resident.
+// False, with a line on stderr, where their memory cannot be had.
+bool PeersMakeBlocks(PeersOurs* ours, int work, uint64_t n, uint64_t parameters) {
+  const AdamPass pass{
+      .format = FormatOf(work), .threads = ours->pool->threads(), .parameters = parameters};
+  const uint64_t weights_bytes =
+      RoundUp(ElemsOf(pass, n) * forebay::protocol::SizeBytes(pass.format.weights), kPageBytes);
+  auto memory = PinnedArena::Create({.name = "peers",
+                                     .capacity_bytes = 2 * weights_bytes + StateBytesOf(pass, n),
+                                     .lock = forebay::pinned_mem::LockPolicy::kBestEffort});
+  if (!memory.ok()) {
+    std::fprintf(stderr, "%s\n", memory.status().ToString().c_str());
+    return false;
   }
-  return ours.release();
+  ours->memory = *std::move(memory);
+  const auto bytes = ours->memory->bytes();
+  ours->blocks.emplace(
+      pass, n, *ours->pool,
+      forebay::tools::AdamMemory{.gradient = bytes.first(weights_bytes),
+                                 .weights = bytes.subspan(weights_bytes, weights_bytes),
+                                 .states = bytes.subspan(2 * weights_bytes)});
+  return true;
 }
 
 void PeersDrop(PeersOurs* ours) { std::unique_ptr<PeersOurs>(ours).reset(); }
 
 int PeersThreads(const PeersOurs* ours) { return ours->pool->threads(); }
 
-// Step t >= 1 of AdamW over all parameters, cut as the daemon cuts its blocks: whoever is free takes
-// the next range. Returns how many masters are not finite.
-uint64_t PeersStep(PeersOurs* ours, uint64_t t, float grad_scale) {
-  const auto scalars = MakeStepScalars(Optimizer::kAdamW, ours->hyper, t, grad_scale);
-  uint64_t ranges = 0;
-  for (const PeersPart& part : ours->parts) ranges += (part.n + kPartElems - 1) / kPartElems;
-  std::atomic<uint64_t> next = 0, overflows = 0;
-  RunOnAll(*ours->pool, [&](int) {
-    uint64_t range = 0;  // the first of the current parameter
-    auto part = ours->parts.begin();
-    for (uint64_t mine = next++; mine < ranges; mine = next++) {
-      while (mine >= range + (part->n + kPartElems - 1) / kPartElems) {
-        range += (part->n + kPartElems - 1) / kPartElems;
-        ++part;
-      }
-      const size_t begin = (mine - range) * kPartElems;
-      const size_t n = std::min<size_t>(kPartElems, part->n - begin);
-      const auto* const grad = static_cast<const std::byte*>(part->grad.data);
-      const size_t width = forebay::protocol::SizeBytes(part->grad.type);
-      overflows += Update(Optimizer::kAdamW, ours->format, scalars, n,
-                          {grad + begin * width, part->grad.type},
-                          Advance(part->state, ours->format, begin));
-    }
-  });
-  return overflows;
-}
+// One step of AdamW over all blocks.
+void PeersStep(PeersOurs* ours) { ours->blocks->Update(AdamPass::Hash::kOff); }
 
 // The limit loop of a work over one run of planes, on the threads of `ours`.
 void PeersTouch(PeersOurs* ours, int work, const PeersPlanes* planes) {

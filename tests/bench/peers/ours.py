@@ -11,7 +11,7 @@ LINE_BYTES = 64
 STAGGER = 37  # lines from one stream to the next: no two of ten alike within 4 KiB
 WORKS = {"fp32": 0, "exact": 1, "master": 2}  # as ours.cc numbers them
 BYTES_PER_ELEM = {"fp32": 28, "exact": 26, "master": 28}  # that a single pass reads and writes
-LR, WEIGHT_DECAY = 1e-5, 0.01  # of every side
+LR, WEIGHT_DECAY = 1e-5, 0.01  # of the peers and of the job
 
 
 class Planes(ctypes.Structure):
@@ -65,19 +65,17 @@ class Library:
     def __init__(self, path):
         self.calls = calls = ctypes.CDLL(str(path))
         calls.PeersMake.restype = ctypes.c_void_p
-        calls.PeersMake.argtypes = [
+        calls.PeersMake.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_size_t]
+        calls.PeersMakeBlocks.restype = ctypes.c_bool
+        calls.PeersMakeBlocks.argtypes = [
+            ctypes.c_void_p,
             ctypes.c_int,
-            ctypes.POINTER(ctypes.c_int),
-            ctypes.c_size_t,
-            ctypes.POINTER(Planes),
-            ctypes.c_size_t,
-            ctypes.c_double,
-            ctypes.c_double,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
         ]
         calls.PeersDrop.argtypes = [ctypes.c_void_p]
         calls.PeersThreads.argtypes = [ctypes.c_void_p]
-        calls.PeersStep.restype = ctypes.c_uint64
-        calls.PeersStep.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float]
+        calls.PeersStep.argtypes = [ctypes.c_void_p]
         calls.PeersTouch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Planes)]
         calls.PeersHoldMake.restype = ctypes.c_void_p
         calls.PeersHoldMake.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_size_t]
@@ -118,33 +116,26 @@ class Hold:
 
 
 class Ours:
-    """AdamW of one work over partitions, on a pool of one thread per processor of `cpus`."""
+    """A pool of one thread per processor of `cpus`, and the daemon's blocks for it to update."""
 
-    def __init__(self, library, work, cpus, planes, lr=LR, weight_decay=WEIGHT_DECAY):
+    def __init__(self, library, cpus):
         self.calls = library.calls
-        self.work, self.steps = WORKS[work], 0
-        self.planes = (Planes * len(planes))(*planes)
         with on_cpus(cpus):
-            self.handle = self.calls.PeersMake(
-                self.work,
-                (ctypes.c_int * len(cpus))(*cpus),
-                len(cpus),
-                self.planes,
-                len(planes),
-                lr,
-                weight_decay,
-            )
+            self.handle = self.calls.PeersMake((ctypes.c_int * len(cpus))(*cpus), len(cpus))
         if not self.handle:
             raise RuntimeError(f"no threads on CPUs {list(cpus)}")
         threads = self.calls.PeersThreads(self.handle)
         if threads != len(cpus):
             raise RuntimeError(f"{threads} threads on CPUs {list(cpus)}: no core for each")
 
-    def step(self, grad_scale=1.0):
-        self.steps += 1
-        bad = self.calls.PeersStep(self.handle, self.steps, grad_scale)
-        if bad:
-            raise RuntimeError(f"{bad} parameters are not finite after step {self.steps}")
+    def make_blocks(self, work, n, parameters):
+        """Blocks of `n` elements, in DRAM, for step()."""
+        if not self.calls.PeersMakeBlocks(self.handle, WORKS[work], n, parameters):
+            raise RuntimeError(f"no memory for {n} parameters")
+
+    def step(self):
+        """One step of AdamW, by the tasks of the daemon's workers."""
+        self.calls.PeersStep(self.handle)
 
     def touch(self, work, planes):
         """One pass of the limit loop of `work`."""

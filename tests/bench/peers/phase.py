@@ -73,7 +73,7 @@ class Limit:
         }
         at = {name: buffer.address for name, buffer in self.buffers.items()}
         self.planes = ours.Planes(n=params, master=at["weights"], **at)
-        self.pool = ours.Ours(library, "exact", cpus, [])
+        self.pool = ours.Ours(library, cpus)
         for work in ("fp32", "exact"):
             self.pool.touch(work, self.planes)
 

@@ -1,0 +1,72 @@
+// Synthetic blocks of one optimizer, updated by the tasks of the daemon's workers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpu_adam/worker_pool.h"
+#include "daemon/exec/block_tasks.h"
+#include "protocol/optimizer.h"
+
+namespace forebay::tools {
+
+// Gradients have the type of the weights, as those of one rank. LAMB's case is its whole step, both
+// passes over all blocks, beside the limit of one.
+struct AdamPass {
+  protocol::StateFormat format = protocol::StateFormat::kExact;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
+  int threads = 1;
+  uint64_t parameters = 1;  // of equal size
+  // kOff: resident blocks. kOn: blocks that go to disk, with their checksums.
+  enum class Hash { kOff, kOn } hash = Hash::kOff;
+  enum class Data { kNormal, kDenormal } data = Data::kNormal;  // second moments
+};
+
+std::span<const protocol::Plane> PlanesOf(const AdamPass& pass);
+
+// Elements of all blocks: `params`, each parameter rounded up to whole groups of scales.
+uint64_t ElemsOf(const AdamPass& pass, uint64_t params);
+uint64_t StateBytesOf(const AdamPass& pass, uint64_t params);
+
+// Gradient and weights have ElemsOf elements of the weights' type, states StateBytesOf bytes; states
+// begin at a page.
+struct AdamMemory {
+  std::span<std::byte> gradient;
+  std::span<std::byte> weights;
+  std::span<std::byte> states;
+};
+
+class AdamBlocks {
+ public:
+  // Fills the memory, which it borrows with the pool.
+  AdamBlocks(const AdamPass& pass, uint64_t params, cpu_adam::WorkerPool& pool,
+             const AdamMemory& memory);
+
+  // A step over all blocks.
+  void Update(AdamPass::Hash hash);
+
+ private:
+  struct Block {
+    daemon::UpdateBlock action;
+    daemon::UpdateMemory memory;
+    std::vector<daemon::UpdateFound> found;  // by part
+    daemon::TaskDone done;
+  };
+
+  void MakeBlocks(std::span<std::byte> states);
+  void AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) const;
+  void UpdateBlocks(daemon::UpdatePass update_pass, AdamPass::Hash hash);
+  void SetTrustRatios();
+  void FillData();
+  void MakeDenormal(uint64_t pattern_bytes);
+
+  AdamPass pass_;
+  uint64_t params_;
+  cpu_adam::WorkerPool& pool_;
+  AdamMemory memory_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace forebay::tools

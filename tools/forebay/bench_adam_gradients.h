@@ -1,0 +1,28 @@
+// The daemon's tasks over gradients, each beside the memory limit of its own streams.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "protocol/dtype.h"
+#include "tools/forebay/bench_adam_fixture.h"
+
+namespace forebay::tools {
+
+// Of the gradients of `ranks` ranks: added (one rank's alone is copied), or, of 0 ranks, the squares of
+// a sum that is there.
+struct GradientTask {
+  size_t ranks = 0;
+  protocol::DType source = protocol::DType::kFloat32;
+};
+
+extern const std::vector<GradientTask> kGradientTasks;
+
+uint64_t MemoryFor(const GradientTask& task, uint64_t params);
+
+absl::StatusOr<BenchResult> MeasureGradientTask(const AdamFixture& fixture, const BenchCase& what,
+                                                const GradientTask& task, int threads);
+
+}  // namespace forebay::tools
