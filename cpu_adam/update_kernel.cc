@@ -28,6 +28,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
   return moved;
 }
 
+// The loop itself is in internal/update_simd.inc, once a target instruction set.
 uint64_t Update(Optimizer optimizer, StateFormat format, const StepScalars& scalars, size_t n,
                 Gradient g, const StatePlanes& state) {
   return internal::ChosenKernels().update(optimizer, format)(scalars, n, g, state);

@@ -208,7 +208,7 @@ void Job::OnRankFailed(Session& lost) {
                              committed + 1, "; the committed step is ", committed),
                 absl::StrCat("attach again and go on after step ", committed));
   const std::vector<Session*> fenced = members_.BeginGeneration(lost, status);
-  step_.OnRankLost(lost, status);
+  step_.OnRankFailed(lost, status);
   for (Session* session : fenced) {
     AnswerWaiting(*session, status);
     leases_.DropAll(session->id);

@@ -12,7 +12,8 @@
 
 namespace forebay::daemon {
 
-// While a session has a lease on a group, the group's weights do not change: their update waits.
+// While a session has a lease on a group, the group's weights do not change: their update waits. A
+// reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
 class LeaseTable {
  public:
   explicit LeaseTable(ActionSink& actions) : actions_(actions) {}

@@ -271,7 +271,7 @@ void Step::AddCall(Session& session, StepCall call) {
     return;
   }
   barrier_.Add(session.rank, std::move(call));
-  if (barrier_.by_rank().size() == members_.world_size()) BeginReducing();
+  if (barrier_.IsComplete(members_.world_size())) BeginReducing();
   gradients_.CloseRank(session.rank);
 }
 
@@ -416,7 +416,7 @@ void Step::OnRankDetached(uint32_t rank) {
   RefuseCalls(DetachedError(rank));
 }
 
-void Step::OnRankLost(const Session& lost, const absl::Status& status) {
+void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
   if (phase_ != Phase::kOpen) return;
   gradients_.AnswerSession(lost.id, lost.fence);
   for (const auto& [rank, call] : barrier_.Drain()) {

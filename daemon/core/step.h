@@ -60,7 +60,7 @@ class Step {
   bool HasContributed(const Session& session) const;
   void OnRankDetached(uint32_t rank);  // step calls of the others are refused
   // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
-  void OnRankLost(const Session& lost, const absl::Status& status);
+  void OnRankFailed(const Session& lost, const absl::Status& status);
   // Answers what waits of a session, but not its contributions and its step call: they are the job's.
   void AnswerWaiting(Session& session, const absl::Status& status);
   bool UsesArenaOf(SessionId session) const { return gradients_.UsesArenaOf(session); }

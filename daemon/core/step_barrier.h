@@ -30,6 +30,8 @@ class StepBarrier {
 
   void Add(uint32_t rank, StepCall call) { barrier_.emplace(rank, std::move(call)); }
   bool has(uint32_t rank) const { return barrier_.contains(rank); }
+  // Every rank has called: the step can begin.
+  bool IsComplete(uint32_t world_size) const { return barrier_.size() == world_size; }
   const std::map<uint32_t, StepCall>& by_rank() const { return barrier_; }
 
   // Takes all calls out.
