@@ -216,6 +216,9 @@ struct JobStatus {
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
   madeBytes @26 :UInt64;             # while its arenas and swap slots are made: so much of them
   makingBytes @27 :UInt64;           # of so much; both 0 afterwards
+  evictedBlocks @28 :UInt64;   # moved from DRAM to swap between steps, to make room for other jobs
+  promotedBlocks @29 :UInt64;  # moved back
+  failedMoves @30 :UInt64;     # of either, whose write or read has failed: no bytes were lost
 }
 
 struct TraceEvent {

@@ -94,6 +94,9 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
   job.setMadeBytes(snapshot.made_bytes);
   job.setMakingBytes(snapshot.making_bytes);
+  job.setEvictedBlocks(view.moves.evicted);
+  job.setPromotedBlocks(view.moves.promoted);
+  job.setFailedMoves(view.moves.failed);
   if (!view.failed.ok()) job.setFailed(protocol::FormatError(view.failed).c_str());
 }
 

@@ -21,7 +21,7 @@ void BlockLedger::AddSlots(const std::vector<nvme::Slot>& slots) {
   }
 }
 
-std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(uint32_t count) {
+std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count) {
   std::vector<nvme::Slot> removed;
   while (removed.size() < count) {
     const std::optional<nvme::Slot> slot = Choose();

@@ -2,6 +2,7 @@
 // no other.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -64,7 +65,7 @@ class BlockLedger {
   std::vector<bool> failing_paths() const;
   void AddSlots(const std::vector<nvme::Slot>& slots);
   // Takes up to `count` slots out of the table: free ones whose last write did not fail.
-  std::vector<nvme::Slot> RemoveFreeSlots(uint32_t count);
+  std::vector<nvme::Slot> RemoveFreeSlots(size_t count);
   // All slots of the job.
   const std::set<nvme::Slot>& slots() const { return slots_; }
   uint32_t free_slots() const;

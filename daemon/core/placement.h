@@ -45,6 +45,10 @@ class Placement {
   uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
+  // Blocks that have swap slots: those on swap and those to be evicted.
+  uint32_t slotted_blocks() const {
+    return swapped_blocks() + static_cast<uint32_t>(evictions_.size());
+  }
   // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.
   uint64_t state_bytes() const { return state_bytes_; }
   // The same without blocks to be evicted.

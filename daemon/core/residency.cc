@@ -111,6 +111,7 @@ void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
     ledger.PublishBlock(block);
     pipeline_.placement().FinishMove();
     pipeline_.OnSwapped(block);
+    pipeline_.ReturnSurplusSlots();
     ++counters_.evicted;
     return;
   }
@@ -122,7 +123,7 @@ void Residency::OnEvicted(uint32_t block, const TaskDone& done) {
   }
   error_ = pipeline_.DescribeBlock(done.status, block);
   pipeline_.placement().CancelMove();
-  ReturnSlots();
+  pipeline_.ReturnSurplusSlots();
 }
 
 void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
@@ -133,13 +134,8 @@ void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
   }
   pipeline_.ledger().SetResident(block);
   pipeline_.placement().FinishMove();
-  ReturnSlots();
+  pipeline_.ReturnSurplusSlots();
   ++counters_.promoted;
-}
-
-// Of a block that is in DRAM.
-void Residency::ReturnSlots() {
-  swap_.Free(pipeline_.ledger().RemoveFreeSlots(kSwapSlotsPerBlock));
 }
 
 void Residency::Abandon() {

@@ -60,7 +60,6 @@ class Residency {
   void StartPromotion(uint32_t block);
   void OnEvicted(uint32_t block, const TaskDone& done);
   void OnPromoted(uint32_t block, const TaskDone& done);
-  void ReturnSlots();
 
   JobIo& io_;
   StepPipeline& pipeline_;

@@ -377,6 +377,11 @@ void StepPipeline::AddSpareSlot() {
   if (spare) ledger_.AddSlots({*spare});
 }
 
+void StepPipeline::ReturnSurplusSlots() {
+  const size_t needed = kSwapSlotsPerBlock * placement_.slotted_blocks();
+  swap_.Free(ledger_.RemoveFreeSlots(ledger_.slots().size() - needed));
+}
+
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
   if (status.ok()) return status;
   const std::vector<BlockRun> runs = map_.Runs(block);
@@ -400,6 +405,7 @@ uint64_t StepPipeline::Finish() {
   FOREBAY_CHECK(done() && updating_ == 0);
   running_ = false;
   ledger_.Publish();
+  ReturnSurplusSlots();
   staged_.set_may_reclaim(true);
   for (const uint32_t left : group_blocks_left_) FOREBAY_CHECK(left == 0);
   if (pass_ == UpdatePass::kMasters) return 0;
@@ -436,7 +442,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
     FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step + (running_ ? 1 : 0));
   }
   FOREBAY_CHECK(!running_ || !placement_.moving());
-  FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.swapped_blocks());
+  FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.slotted_blocks());
   ledger_.CheckInvariants();
 }
 

@@ -103,6 +103,8 @@ class StepPipeline {
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, block); }
   // Where every path of the job's slots fails: one slot more, on another path.
   void AddSpareSlot();
+  // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
+  void ReturnSurplusSlots();
   // An error with the block and the first parameter that has elements in it.
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   // Whether the job can go on as soon as a staging slot is free.

@@ -151,5 +151,47 @@ TEST(BlockLedger, BlocksInDramArePublishedWithTheOthers) {
   EXPECT_EQ(ledger.current(1).written_step, 3u);
 }
 
+TEST(BlockLedger, ABlockMovesBetweenTiersAloneAndItsSlotsComeAndGo) {
+  BlockLedger ledger(3, Slots({2}));
+  ledger.SetInPlace(0, 1);
+  ledger.SetInPlace(1, 1);
+  Write(ledger, 2, 1);
+  ledger.Publish();
+
+  ledger.AddSlots({{.path = 1, .offset_bytes = 0, .size_bytes = kSlotBytes},
+                   {.path = 1, .offset_bytes = kSlotBytes, .size_bytes = kSlotBytes}});
+  Write(ledger, 0, 1);
+  ledger.SetInPlace(1, 2);
+  ledger.PublishBlock(0);
+  ledger.CheckInvariants();
+  EXPECT_TRUE(ledger.current(0).slot.has_value());
+  EXPECT_EQ(ledger.current(0).written_step, 1u);
+  EXPECT_EQ(ledger.current(1).written_step, 1u) << "the others are not published";
+  ledger.Publish();
+
+  ledger.SetResident(2);
+  EXPECT_FALSE(ledger.current(2).slot.has_value());
+  EXPECT_EQ(ledger.current(2).checksum, 0u);
+  EXPECT_EQ(ledger.current(2).written_step, 1u);
+  EXPECT_EQ(ledger.free_slots(), 3u);
+  const std::vector<nvme::Slot> removed = ledger.RemoveFreeSlots(2);
+  EXPECT_EQ(removed.size(), 2u);
+  ledger.CheckInvariants();
+  EXPECT_EQ(ledger.slots().size(), 2u);
+  EXPECT_EQ(ledger.free_slots(), 1u);
+  EXPECT_TRUE(ledger.slots().contains(*ledger.current(0).slot));
+  EXPECT_EQ(ledger.RemoveFreeSlots(5).size(), 1u) << "what is in use stays";
+}
+
+TEST(BlockLedger, SlotsWhoseWriteFailedStayWithTheJob) {
+  BlockLedger ledger(1, Slots({2}));
+  ASSERT_TRUE(ledger.BeginWrite(0).has_value());
+  ledger.OnWriteFailed(0);
+  EXPECT_EQ(ledger.RemoveFreeSlots(2).size(), 1u);
+  ledger.CheckInvariants();
+  EXPECT_EQ(ledger.slots().size(), 1u);
+  EXPECT_TRUE(ledger.BeginWrite(0).has_value());
+}
+
 }  // namespace
 }  // namespace forebay::daemon

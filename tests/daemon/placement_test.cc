@@ -1,5 +1,6 @@
 // Goal    The table says for every block and every partition where it is; blocks in DRAM lie side by
-//         side and within the bytes that were granted; a grant of nothing or of everything is exact.
+//         side and within the bytes that were granted; a grant of nothing or of everything is exact;
+//         a block that moves is counted in both tiers.
 // Method  Every number of granted bytes from none to all blocks, in steps that are no multiple of a
 //         block.
 
@@ -7,6 +8,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "daemon/core/block_map.h"
 #include "gtest/gtest.h"
@@ -57,6 +60,46 @@ TEST(Placement, WeightsOfEveryPartitionAreInDramWhereTheLayoutHasThem) {
     EXPECT_EQ(location.weights_offset_bytes, layout->groups()[partition].weights_offset_bytes);
     EXPECT_EQ(location.bytes, layout->group_bytes(partition));
   }
+}
+
+TEST(Placement, AMarkedBlockCountsWhereItIsAndWhereItGoes) {
+  const auto layout = testing::MakeLayout({64 * 6});
+  const BlockMap map(layout, 64);
+  const uint64_t bytes = map.bytes(0);
+  Placement placement(*layout, map, 4 * bytes);
+  placement.Mark(1);
+  placement.Mark(3);
+  placement.Mark(5);
+  EXPECT_EQ(placement.resident_blocks(), 4U);
+  EXPECT_EQ(placement.state_bytes(), 5 * bytes) << "two that leave are still there, one comes";
+  EXPECT_EQ(placement.granted_bytes(), 3 * bytes);
+  EXPECT_EQ(placement.NextMarked(), 3U) << "evictions first, from the highest";
+
+  placement.BeginMove(3);
+  EXPECT_EQ(placement.WhereBlock(3).tier, Tier::kDram);
+  EXPECT_EQ(placement.moving(), 3U);
+  placement.FinishMove();
+  EXPECT_EQ(placement.WhereBlock(3).tier, Tier::kNvme);
+  EXPECT_EQ(placement.state_bytes(), 4 * bytes);
+  EXPECT_EQ(placement.granted_bytes(), 3 * bytes);
+
+  placement.BeginMove(*placement.NextMarked());
+  placement.CancelMove();
+  EXPECT_EQ(placement.WhereBlock(1).tier, Tier::kDram);
+  EXPECT_EQ(placement.granted_bytes(), 4 * bytes);
+
+  placement.BeginMove(*placement.NextMarked());
+  placement.FinishMove();
+  EXPECT_EQ(placement.WhereBlock(5).tier, Tier::kDram);
+  EXPECT_EQ(placement.state_bytes(), 4 * bytes);
+  EXPECT_EQ(placement.NextMarked(), std::nullopt);
+  const std::vector<StatePart> parts = placement.ResidentParts();
+  ASSERT_EQ(parts.size(), 2U);
+  EXPECT_EQ(parts[0].bytes, 3 * bytes);
+  EXPECT_EQ(parts[1].offset_bytes, 5 * bytes);
+  placement.Mark(4);
+  placement.Unmark(4);
+  EXPECT_EQ(placement.state_bytes(), 4 * bytes);
 }
 
 }  // namespace

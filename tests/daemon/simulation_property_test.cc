@@ -108,10 +108,10 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 1270 << 10,  // three jobs, few of their blocks
-          .node_bytes = 3 * 8192,
+  return {.dram_limit_bytes = 1280 << 10,  // three jobs, few of their blocks
+          .node_bytes = 3 * 12288,
           .staging_slots = 3,
-          .staging_slot_bytes = 8192,
+          .staging_slot_bytes = 12288,  // three planes of a page
           .swap = SwapPaths({32 << 20, 32 << 20}),
           .block_elems = 512,
           .workers = 2};
