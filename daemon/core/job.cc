@@ -73,7 +73,8 @@ uint64_t Job::fixed_bytes() const {
 
 uint64_t Job::dram_bytes() const {
   if (!has_begun_) return 0;
-  return fixed_bytes() + placement().state_bytes() + members_.reader_bytes();
+  const uint64_t fixed = has_room_ ? fixed_bytes() : spec_.plan.fixed_bytes;
+  return fixed + placement().state_bytes() + members_.reader_bytes();
 }
 
 uint64_t Job::granted_bytes() const {
@@ -99,9 +100,31 @@ bool Job::NeedsWorld(const AttachRequested& request) const {
   return request.world_size != room().world_size || (!has_step_arena_ && !next_plan_);
 }
 
+void Job::ChangeWorld(MemoryPlan plan) {
+  next_plan_ = std::move(plan);
+  has_room_ = false;
+}
+
+std::optional<uint64_t> Job::awaited_bytes() const {
+  if (!next_plan_ || has_room_) return std::nullopt;
+  return fixed_bytes() - spec_.plan.fixed_bytes;
+}
+
+void Job::RefuseWorld(const absl::Status& reason) {
+  next_plan_.reset();
+  EvictWaiting(reason);
+}
+
+void Job::EvictWaiting(const absl::Status& reason) {
+  for (const SessionId id : members_.attaching()) {
+    Session& session = *members_.Find(id);
+    if (!session.reader) Evict(session, reason);
+  }
+}
+
 // When the last step of the old world is over and its sessions are closed.
 void Job::TryChangeWorld() {
-  if (!next_plan_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
+  if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
   if (step_.phase() != Step::Phase::kOpen || !members_.has_only_waiting()) return;
   step_.DropForNewWorld();
   if (io_.stale_tasks() > 0) return;
@@ -115,6 +138,7 @@ void Job::TryChangeWorld() {
   }
   members_.OnWorldChanged();
   step_.OnWorldChanged();
+  has_room_ = false;
   has_step_arena_ = true;
   ++making_tasks_;
   io_.Start(TaskKind::kStepArena, 0, std::move(action));
@@ -124,10 +148,7 @@ void Job::OnStepArenaMade(const TaskDone& done) {
   --making_tasks_;
   if (done.status.ok()) return;
   has_step_arena_ = false;
-  for (const SessionId id : members_.attaching()) {
-    Session& session = *members_.Find(id);
-    if (!session.reader) Evict(session, done.status);
-  }
+  EvictWaiting(done.status);
 }
 
 void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {

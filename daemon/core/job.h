@@ -45,8 +45,14 @@ class Job {
   // Whether a rank that was checked needs another plan (PlanWorld) before it attaches: the world size
   // is not the job's, or the job's step arena could not be made.
   bool NeedsWorld(const AttachRequested& request) const;
-  // The plan of the next sessions. It holds when nothing of the world before is left; they wait.
-  void ChangeWorld(MemoryPlan plan) { next_plan_ = std::move(plan); }
+  // The plan of the next sessions. It holds when nothing of the world before is left and there is DRAM
+  // for it (GiveRoom); they wait.
+  void ChangeWorld(MemoryPlan plan);
+  // What the next sessions' plan takes beyond the one that holds; empty: none waits for room.
+  std::optional<uint64_t> awaited_bytes() const;
+  void GiveRoom() { has_room_ = true; }
+  // The next sessions get `reason`.
+  void RefuseWorld(const absl::Status& reason);
   // Adds a session that was checked; fences a live one of the same rank.
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
@@ -107,6 +113,7 @@ class Job {
   absl::Status OnBlockTask(TaskKind kind, const TaskDone& done);
 
   void Evict(Session& session, const absl::Status& reason);
+  void EvictWaiting(const absl::Status& reason);
   void End(Session& session, const absl::Status& status);
   void OnRankFailed(Session& lost);
   void OnRankDetached(const Session& session);
@@ -126,6 +133,7 @@ class Job {
   uint32_t making_tasks_ = 0;  // its memory and swap
   // Of sessions that wait until it becomes the spec's.
   std::optional<MemoryPlan> next_plan_;
+  bool has_room_ = false;  // for the next plan
   bool has_step_arena_ = true;
   // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
   bool deleting_ = false;

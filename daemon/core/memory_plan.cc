@@ -260,12 +260,12 @@ absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job
                                      const NodeUse& use) {
   MemoryPlan plan = job;
   plan.accumulator_offsets.clear();
-  plan.missing_bytes = 0;
   SessionRequest wanted = request;
   wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
   RETURN_IF_ERROR(PlanArenas(layout, wanted, options, plan));
-  if (TakenBytes(options, use) + plan.fixed_bytes + use.own_state_bytes >
-      options.dram_limit_bytes) {
+  const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + use.own_state_bytes;
+  plan.missing_bytes = needed - std::min(needed, options.dram_limit_bytes);
+  if (plan.missing_bytes > use.movable_bytes) {
     return DramLimitError(plan, options, use, use.own_state_bytes);
   }
   return plan;

@@ -97,7 +97,8 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(const JobName& name) const;
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
-  absl::Status MakeRoom(const MemoryPlan& plan);
+  absl::Status ChangeWorld(const AttachRequested& request, Job& job);
+  absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
   void AdmitWaiting();
   absl::Status NoRoomError(const Job& waiting_job) const;
   // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
@@ -160,16 +161,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   if (Job* job = JobNamed(name)) {
     RETURN_IF_ERROR(job->CheckAttach(request));
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
-    if (job->NeedsWorld(request)) {
-      NodeUse others = Use();
-      others.own_state_bytes = job->placement().state_bytes();
-      others.jobs_dram_bytes = options.dram_limit_bytes - FreeBytes() - options.node_bytes -
-                               others.deleted_weights_bytes - job->fixed_bytes() -
-                               others.own_state_bytes;
-      ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job->plan(),
-                                                  SessionRequestOf(request), options, others));
-      job->ChangeWorld(std::move(plan));
-    }
+    if (job->NeedsWorld(request)) RETURN_IF_ERROR(ChangeWorld(request, *job));
     return job;
   }
   if (request.reader) {
@@ -189,7 +181,10 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   ASSIGN_OR_RETURN(MemoryPlan plan,
                    PlanJob(*request.layout, SessionRequestOf(request), options, Use()));
-  RETURN_IF_ERROR(MakeRoom(plan));
+  nvme::SlotMap left = swap;
+  const bool has_slots = left.Allocate(plan.swap_slots, plan.block_bytes).has_value();
+  FOREBAY_CHECK(has_slots || plan.swap_slots == 0);  // PlanJob has counted them
+  RETURN_IF_ERROR(MakeRoom(plan, std::move(left), Use()));
   std::vector<nvme::Slot> slots;
   if (plan.swap_slots > 0) {
     std::optional<std::vector<nvme::Slot>> allocated =
@@ -312,12 +307,22 @@ void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted
   for (Job* job : advanced) job->Prefetch();
 }
 
-// Marks blocks of other jobs, the oldest first, until the plan's missing bytes are granted to it.
-absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan) {
+// The job's next sessions are of another world; its own blocks make room too.
+absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& job) {
+  NodeUse others = Use();
+  others.own_state_bytes = job.placement().granted_bytes();
+  others.jobs_dram_bytes -= job.fixed_bytes() + others.own_state_bytes;
+  ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job.plan(),
+                                              SessionRequestOf(request), options, others));
+  RETURN_IF_ERROR(MakeRoom(plan, swap, others));
+  job.ChangeWorld(std::move(plan));
+  return absl::OkStatus();
+}
+
+// Marks blocks of jobs, the oldest first, until the plan's missing bytes are granted to it. Swap slots
+// that are not in `left` are promised.
+absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use) {
   if (plan.missing_bytes == 0) return absl::OkStatus();
-  nvme::SlotMap left = swap;
-  const bool has_slots = left.Allocate(plan.swap_slots, plan.block_bytes).has_value();
-  FOREBAY_CHECK(has_slots);  // PlanJob has counted them
   std::map<JobId, std::vector<Eviction>> evictions;
   uint64_t made_bytes = 0;
   for (const auto& [id, job] : jobs) {
@@ -326,9 +331,8 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan) {
     for (const Eviction& eviction : evictions[id]) made_bytes += eviction.bytes;
   }
   if (made_bytes < plan.missing_bytes) {
-    NodeUse use = Use();
     use.movable_bytes = made_bytes;
-    return DramLimitError(plan, options, use);
+    return DramLimitError(plan, options, use, use.own_state_bytes);
   }
   for (const auto& [id, of_job] : evictions) {
     for (const Eviction& eviction : of_job) {
@@ -340,13 +344,27 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan) {
   return absl::OkStatus();
 }
 
-// Begins the jobs for which there is DRAM now. Where room that was granted does not become free, the
-// newest of those that wait are refused.
+// Begins the jobs and the worlds for which there is DRAM now. Where room that was granted does not
+// become free, the newest of those that wait are refused.
 void NodeState::Impl::AdmitWaiting() {
   while (!waiting.empty() && Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
     Job& job = *jobs.at(waiting.back());
     waiting.pop_back();
     job.Refuse(NoRoomError(job));
+    job.Advance();
+    Sweep(job);
+  }
+  for (auto next = jobs.begin(); next != jobs.end();) {
+    Job& job = *(next++)->second;  // it may be gone after its turn
+    const std::optional<uint64_t> awaited_bytes = job.awaited_bytes();
+    if (!awaited_bytes) continue;
+    if (Bytes(&Job::granted_bytes) > options.dram_limit_bytes) {
+      job.RefuseWorld(NoRoomError(job));
+    } else if (Bytes(&Job::dram_bytes) + *awaited_bytes <= options.dram_limit_bytes) {
+      job.GiveRoom();
+    } else {
+      continue;
+    }
     job.Advance();
     Sweep(job);
   }

@@ -20,6 +20,7 @@ using ::forebay::testing::HasError;
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::RoomyOptions;
+using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -153,6 +154,87 @@ TEST_F(NodeStateWorld, ThatDoesNotFitLeavesTheOldOne) {
   const uint64_t back = tight.Attach(layout_, {.rank = 0});
   EXPECT_TRUE(tight.attached(back)->status.ok());
   EXPECT_TRUE(tight.Logged<ReplaceStepArena>().empty());
+}
+
+// One rank whose states fill the DRAM; two ranks need more of it.
+class NodeStateWorldOnSwap : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
+
+  static NodeState::Options Options(uint64_t spare_slots) {
+    NodeHarness roomy(RoomyOptions(), 1);
+    roomy.Attach(MakeLayout({320, 320}), {});
+    const JobView job = *roomy.state().FindJob("job");
+    NodeState::Options options = RoomyOptions();
+    options.node_bytes = 3 * kBlockBytes;
+    options.dram_limit_bytes = options.node_bytes + job.dram_bytes;
+    options.staging_slots = 3;
+    options.staging_slot_bytes = kBlockBytes;
+    options.swap = SwapPaths({spare_slots * kBlockBytes});
+    return options;
+  }
+  void TrainStep(NodeHarness& node, const std::vector<uint64_t>& sessions, uint64_t step) {
+    for (const uint64_t session : sessions) {
+      for (uint32_t group = 0; group < 2; ++group) node.Gradient(session, group, step);
+    }
+    for (const uint64_t session : sessions) node.Step(session, step);
+    node.RunTasks();
+    EXPECT_EQ(node.state().FindJob("job")->committed_step, step);
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320});
+};
+
+TEST_F(NodeStateWorldOnSwap, MovesStatesToSwapWhereItNeedsTheirDram) {
+  NodeHarness node(Options(/*spare_slots=*/20), 1);
+  const uint64_t alone = node.Attach(layout_, {});
+  EXPECT_EQ(node.state().FindJob("job")->resident_blocks, 10U);
+  TrainStep(node, {alone}, 1);
+  node.End(alone, EndCause::kDetached);
+  node.RunTasks();
+  const uint64_t first = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  EXPECT_TRUE(node.Logged<ReplaceStepArena>().empty()) << "there is no room yet";
+  EXPECT_EQ(node.Running<EvictBlock>().size(), 1U);
+  node.RunTasks();
+  node.Send(SessionMapped{.session = first});
+  const uint64_t second = node.Attach(layout_, {.rank = 1, .world_size = 2});
+  EXPECT_TRUE(node.attached(first)->status.ok() && node.attached(second)->status.ok());
+  EXPECT_LT(node.state().FindJob("job")->resident_blocks, 10U);
+  EXPECT_GT(node.state().FindJob("job")->resident_blocks, 0U);
+  TrainStep(node, {first, second}, 2);
+  EXPECT_EQ(node.fault(), "");
+}
+
+TEST_F(NodeStateWorldOnSwap, IsRefusedWhereSwapHasNoSlots) {
+  NodeHarness node(Options(/*spare_slots=*/1), 1);
+  const uint64_t alone = node.Attach(layout_, {});
+  node.End(alone, EndCause::kDetached);
+  node.RunTasks();
+  const uint64_t refused = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  EXPECT_THAT(node.attached(refused)->status, HasError(ErrorId::kDramLimit));
+  const uint64_t back = node.Attach(layout_, {});
+  EXPECT_TRUE(node.attached(back)->status.ok());
+  EXPECT_EQ(node.state().FindJob("job")->resident_blocks, 10U);
+  EXPECT_EQ(node.fault(), "");
+}
+
+TEST_F(NodeStateWorldOnSwap, IsRefusedWhereTheStatesCannotBeWritten) {
+  NodeHarness node(Options(/*spare_slots=*/20), 1);
+  const uint64_t alone = node.Attach(layout_, {});
+  TrainStep(node, {alone}, 1);
+  node.End(alone, EndCause::kDetached);
+  node.RunTasks();
+  const uint64_t refused = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  while (!node.Running<EvictBlock>().empty()) {
+    node.Finish(node.Running<EvictBlock>()[0].task,
+                protocol::MakeError(ErrorId::kSwapIo, "the disk says no"));
+  }
+  node.RunTasks();
+  EXPECT_THAT(node.attached(refused)->status, HasError(ErrorId::kDramLimit));
+  const uint64_t back = node.Attach(layout_, {});
+  EXPECT_TRUE(node.attached(back)->status.ok());
+  TrainStep(node, {back}, 2);
+  EXPECT_EQ(node.fault(), "");
 }
 
 TEST_F(NodeStateWorld, TakesItsShareOfTheLimitAndGivesItBack) {
