@@ -135,8 +135,9 @@ TEST_P(Decoding, GivesEveryElementOfAnyRange) {
     DecodeMasters(format, kElems, state.Planes(format), masters.data());
     EXPECT_TRUE(testing::SameBits(masters, all.w));
     for (size_t m = 0; m < MomentCount(GetParam()); ++m) {
-      for (const size_t first : {0, 1, 63, 64, 65, 127, 128, 129, 640, 895, 896, 897, 999, 1000}) {
-        for (const size_t n : {0, 1, 63, 64, 65, 128, 129, 257, 1000}) {
+      for (const size_t first :
+           {0U, 1U, 63U, 64U, 65U, 127U, 128U, 129U, 640U, 895U, 896U, 897U, 999U, 1000U}) {
+        for (const size_t n : {0U, 1U, 63U, 64U, 65U, 128U, 129U, 257U, 1000U}) {
           const size_t count = std::min(n, kElems - first);
           testing::GuardedArray<float> out(count, 0);
           DecodeMoment(GetParam(), format, m, {.first = first, .n = count}, state.Planes(format),

@@ -315,11 +315,11 @@ TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
 
 TEST(Identity, IsAnotherForEachPartOfABlockAndEveryStep) {
   std::set<nvme::Identity> seen;
-  for (const JobId job : {1, 2}) {
+  for (const JobId job : {1U, 2U}) {
     for (const BlockPart part : {BlockPart::kStates, BlockPart::kWeights}) {
-      for (const uint64_t block : {0, 1, 255, 256}) {
-        for (const uint64_t step : {0, 1}) {
-          for (const uint64_t nonce : {3, 4}) {
+      for (const uint64_t block : {0U, 1U, 255U, 256U}) {
+        for (const uint64_t step : {0U, 1U}) {
+          for (const uint64_t nonce : {3U, 4U}) {
             seen.insert(MakeIdentity(
                 {.job = job, .part = part, .block = block, .written_step = step}, nonce));
           }

@@ -266,7 +266,7 @@ class LogicalStatesOfAnyWorld : public LogicalStates {};
 TEST_P(LogicalStatesOfAnyWorld, AreThoseOfOneRank) {
   StartInDram();
   std::vector<LogicalState> worlds;
-  for (const uint32_t world_size : {1, 2, 3}) {
+  for (const uint32_t world_size : {1U, 2U, 3U}) {
     const LogicalJob job = Job("world" + std::to_string(world_size));
     ASSERT_OK(testing::Train(job, {.world_size = world_size, .first = 1, .end = 4}));
     ASSERT_OK_AND_ASSIGN(worlds.emplace_back(), testing::ReadLogicalState(job, world_size));

@@ -73,7 +73,7 @@ class NodeStateWorld : public ::testing::Test {
 TEST_F(NodeStateWorld, ChangesBetweenStepsInBothDirections) {
   uint64_t step = 0;
   uint32_t before = 0;
-  for (const uint32_t world_size : {2, 1, 3, 3}) {
+  for (const uint32_t world_size : {2U, 1U, 3U, 3U}) {
     SCOPED_TRACE(world_size);
     AttachWorld(world_size);
     EXPECT_EQ(View().world_size, world_size);
@@ -144,7 +144,7 @@ TEST_F(NodeStateWorld, ThatDoesNotFitLeavesTheOldOne) {
   NodeHarness tight(options, 2);
   tight.Attach(layout_, {.rank = 0});
   tight.Attach(layout_, {.rank = 1});
-  for (const uint64_t session : {1, 2}) tight.End(session, EndCause::kDetached);
+  for (const uint64_t session : {1U, 2U}) tight.End(session, EndCause::kDetached);
   tight.RunTasks();
   const uint64_t refused = tight.RequestAttach(layout_, {.rank = 0, .world_size = 4});
   EXPECT_THAT(tight.attached(refused)->status, HasError(ErrorId::kDramLimit));
