@@ -70,9 +70,9 @@ struct ArenaOptions {
 // into a shared segment loses its own bytes; this process then reads zeros.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
-// Threads    Create(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker, one at a
-//            time (they block); all else on the loop thread. The bytes of a live range may be given
-//            to any thread.
+// Threads    Create(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
+//            block), one of them at a time for one arena; all else on the loop thread. The bytes of a
+//            live range may be given to any thread.
 // Limits     At most kMaxRanges live ranges.
 // Source     memfd_create(2), madvise(2), set_mempolicy(2), mlock(2), fcntl(2) F_ADD_SEALS, fallocate(2),
 //            Linux man-pages.

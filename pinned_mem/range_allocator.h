@@ -10,8 +10,8 @@
 
 namespace forebay::pinned_mem {
 
-// Hands out runs of [0, capacity) pages: best fit, lowest offset among equals; neighbours that are
-// free are always one run.
+// Hands out runs of [0, capacity) pages: best fit, lowest offset among equals. Adjacent free runs are
+// merged.
 //
 // Limits   O(log runs) a call. At most `ranges_max` live ranges.
 // Threads  One.

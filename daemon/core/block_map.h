@@ -11,14 +11,14 @@
 
 namespace forebay::daemon {
 
-// Elements of one box that lie side by side in a block, in the weights and in the gradient. Padding
-// is in none.
+// Elements of one box that are contiguous in a block, in the weights and in the gradient, without
+// padding.
 struct BlockRun {
   uint32_t partition = 0;
   uint32_t param = 0;
-  // First element, from the start of the parameter, for stochastic rounding. In a strided box of
-  // int8, whose scales join its runs, the elements count on from the box's first; so they do where
-  // nothing is rounded stochastically.
+  // First element, counted from the start of the parameter, for stochastic rounding. In a strided box
+  // of int8, whose scales span its runs, and in formats without stochastic rounding, elements are
+  // counted through the box from its first one.
   uint64_t param_elem = 0;
   uint64_t partition_elem = 0;
   uint64_t block_elem = 0;
@@ -27,7 +27,7 @@ struct BlockRun {
   bool operator==(const BlockRun&) const = default;
 };
 
-// Consecutive elements of one parameter that lie side by side in a block and in a partition.
+// Consecutive elements of one parameter that are contiguous in a block and in a partition.
 struct ElementRun {
   uint32_t block = 0;
   uint64_t block_elem = 0;
@@ -63,12 +63,11 @@ class BlockMap {
   // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
   std::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
 
-  // Bytes of every block without making a map: what admission reckons with before it believes a
-  // layout.
+  // Bytes of all blocks, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
 
-  // The most elements, a multiple of states_align_elems(), that a block of `bytes` has room for; 0
-  // where there is none.
+  // The largest number of elements, a multiple of states_align_elems(), that fits into a block of
+  // `bytes`; 0: none does.
   static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes);
 
  private:

@@ -1,6 +1,6 @@
-// Events and actions: the input and the output of the node's state machine. Values only: no pointers into shared
-// memory, no descriptors, no clock. The reactor executes actions and turns their outcomes into
-// events; a simulator does the same.
+// Events and actions: the input and the output of the node's state machine. Values only: no pointers
+// into shared memory, no descriptors, no clock. The reactor executes actions and turns their outcomes
+// into events; a simulator does the same.
 #pragma once
 
 #include <cstdint>
@@ -47,13 +47,13 @@ struct AttachRequested {
   std::shared_ptr<const protocol::Layout> layout;
 };
 
-// The client has mapped its arenas and the grad arena is sealed: its commands count from now on.
+// The client has mapped its arenas and the grad arena is sealed: its commands are accepted from now on.
 struct SessionMapped {
   SessionId session = 0;
 };
 
 enum class EndCause : uint8_t {
-  kDetached,  // in good order
+  kDetached,  // the client has detached
   kLost,      // connection closed, process died, or it broke the protocol
 };
 
@@ -94,7 +94,7 @@ struct TaskDone {
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
 
-// The time of a StartLeaseTimer is over.
+// The timer of StartLeaseTimer has run out.
 struct LeaseTimeExpired {
   JobId job = 0;
   uint64_t step = 0;

@@ -93,12 +93,12 @@ uint64_t StepRegionBytes(const protocol::Layout& layout, uint64_t extra_state_by
 // A reader's arena of `grad_arena_bytes` on whole pages.
 uint64_t ReaderArenaBytes(uint64_t grad_arena_bytes);
 
-// Checks a reader's requests by themselves.
+// Checks what a reader asks for, whatever the node has left.
 //
 // Errors  E_RANGE  its arena is below a page or above kGradArenaBytesMax.
 absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
 
-// Checks a session's requests by themselves.
+// Checks what a session asks for, whatever the node has left.
 //
 // Errors  E_RANGE        the gradients' part is below kGradPiecesMin pieces.
 //         E_EXTRA_STATE  above kExtraStateBytesMax.

@@ -1,4 +1,4 @@
-// The node's staging slots, and which blocks of a job lie in them.
+// The node's staging slots, and which blocks of a job they hold.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ class StagingPool {
   // The lowest free slot.
   std::optional<uint32_t> AllocateFree();
 
-  // A free slot, or one of a clean block that was read ahead and is not being used: the asking
-  // job's own (its last in the order of update) before another job's.
+  // A free slot; else that of a block that was read ahead and is not in use: of the asking job the last
+  // one in the order of update, else one of another job.
   std::optional<uint32_t> AllocateUrgent(StagedBlocks& asking);
 
   void Release(uint32_t slot);
@@ -44,7 +44,7 @@ class StagedBlocks {
  public:
   enum class State : uint8_t {
     kReading,
-    kReady,  // the bytes on disk, not verified yet, not used: may be dropped
+    kReady,  // read, neither verified nor used yet: may be dropped
     kInUse,  // being copied, updated or written
   };
 
@@ -71,13 +71,13 @@ class StagedBlocks {
   std::optional<uint32_t> AllocateUrgent() { return Waited(pool_.AllocateUrgent(*this)); }
 
   // An allocation failed, or a block was reclaimed for another job, since the flag was cleared: the
-  // job is to try again when anything has changed.
+  // job must try again when anything changes.
   bool waits_for_slot() const { return waits_for_slot_; }
   void clear_waits_for_slot() { waits_for_slot_ = false; }
 
-  // While a step is applied no block is given away.
+  // While a step is applied no slot is reclaimed.
   void set_may_reclaim(bool may) { may_reclaim_ = may; }
-  // Drops the last kReady block and takes its slot; nothing where there is none.
+  // Drops the last kReady block and returns its slot; nothing if there is none.
   std::optional<uint32_t> Reclaim();
 
   // The lowest block that may have been dropped since this was last asked; UINT32_MAX: none.

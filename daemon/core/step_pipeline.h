@@ -42,14 +42,14 @@ struct PipelineCounters {
   uint64_t written_bytes = 0;
 };
 
-// Blocks are read ahead in the order of update, before the decision into free slots only. After it,
-// a worker takes the lowest swapped block that is ready, else the next resident one; a slot goes
-// read, update, write, free. An update of blocks never overlaps a read of states (StateReads): the
-// job sees to that.
+// Before the decision, blocks are read ahead in the order of update, into free staging slots only.
+// After it, a worker updates the lowest swapped block that is ready, else the next resident one. A
+// staged block is read, updated and written, then its slot is free again. The job never updates
+// blocks while it reads states (StateReads) or moves a block (Residency).
 //
-// A step is published when all its blocks are written, in one go (BlockLedger). A write that fails
-// goes to another slot; while none takes it the step waits, its blocks in their staging slots: it is
-// never undone, because weights and blocks in DRAM are updated in place.
+// One event publishes a step when all its blocks are written (BlockLedger). A write that fails is
+// repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging
+// slots. A step is never undone, because weights and blocks in DRAM are updated in place.
 //
 // A block whose weights are leased waits for the release; other blocks go before it.
 //

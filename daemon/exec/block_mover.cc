@@ -71,7 +71,7 @@ void BlockMover::Write(const EvictBlock& action, const ArenaRegistry::Arena& sta
 
 void BlockMover::FreeEvicted(const EvictBlock& action, const ArenaRegistry::Arena& state,
                              uint64_t checksum) {
-  runner_.Post(PoolId::kSetup, [this, action, state, checksum]() -> TaskRunner::Then {
+  runner_.Post(PoolId::kUpdate, [this, action, state, checksum]() -> TaskRunner::Then {
     const absl::Status freed = state->FreePart(PartOf(action));
     return [this, task = action.task, checksum, freed] {
       LogError(freed);
@@ -82,7 +82,7 @@ void BlockMover::FreeEvicted(const EvictBlock& action, const ArenaRegistry::Aren
 
 void BlockMover::Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state) {
   FOREBAY_CHECK(swap_ != nullptr);
-  runner_.Post(PoolId::kSetup, [this, action, state]() -> TaskRunner::Then {
+  runner_.Post(PoolId::kUpdate, [this, action, state]() -> TaskRunner::Then {
     const absl::Status populated = state->Populate(PartOf(action));
     return [this, action, state, populated] {
       LogError(populated);
@@ -106,7 +106,7 @@ void BlockMover::Verify(const PromoteBlock& action, const ArenaRegistry::Arena& 
   const auto expected = swap_->Expected(action.place, action.identity, action.checksum);
   const auto bytes = TransferOf(action, state).bytes;
   runner_.Post(
-      PoolId::kSetup,
+      PoolId::kUpdate,
       [this, action, state, expected, bytes, read = std::move(read)]() -> TaskRunner::Then {
         const absl::Status verified =
             read.ok() ? VerifyBlock(expected, action.identity, bytes) : read;

@@ -14,10 +14,11 @@
 
 namespace forebay::daemon {
 
-// A block to be evicted is digested on a worker, written, then loses its memory; one to be promoted
-// gets memory, is read, then verified. Each ends with its TaskDone.
+// A block to be evicted is digested, written, then loses its memory; one to be promoted gets memory,
+// is read, then verified. Each ends with its TaskDone.
 //
-// Threads  The loop thread. Memory comes and goes on the pool that may block.
+// Threads  The loop thread. Workers of updates digest, verify, populate and free: a step may wait for the
+//          move, and the pool that may block is busy for minutes while a large job is made.
 class BlockMover {
  public:
   // Called with the transfers that a call has ended.
