@@ -265,7 +265,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
   if (!is_resident(block)) {
     StagedBlocks::Staged& staged = staged_.at(block);
     staged.state = State::kInUse;
-    if (pass_ != UpdatePass::kMasters) {
+    if (!sets_masters()) {
       ++counters_.update_reads;
       if (staged.prefetched) ++counters_.update_reads_prefetched;
     }
@@ -290,7 +290,7 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
   StagedBlocks::Staged& staged = staged_.at(read.block);
   const bool cancelled = staged.cancelled;
-  if (done.status.ok() && read.for_update && ledger_.newest(read.block).slot) {
+  if (done.status.ok() && read.for_update && !sets_masters()) {
     counters_.read_bytes += map_.bytes(read.block);
   }
   if (!done.status.ok() || cancelled || abandoned_) {
@@ -365,7 +365,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   staged_.Drop(write.block);
   unwritten_.erase(write.block);
   if (unwritten_.empty()) swap_wait_ = absl::OkStatus();
-  counters_.written_bytes += map_.bytes(write.block);
+  if (!sets_masters()) counters_.written_bytes += map_.bytes(write.block);
   --blocks_left_;
   return absl::OkStatus();
 }

@@ -35,6 +35,7 @@ struct StepOrder {
   std::vector<bool> params;                         // that have a gradient; others are left alone
 };
 
+// Of steps: zeros that the first one begins with count as read, the masters before it do not.
 struct PipelineCounters {
   uint64_t update_reads = 0;             // swapped blocks updated
   uint64_t update_reads_prefetched = 0;  // of these, read before an update waited for them
