@@ -76,18 +76,11 @@ absl::StatusOr<Trace> AdminClient::Trace(const std::string& job) {
 }
 
 absl::Status AdminClient::DeleteJob(const std::string& job) {
-  return impl_->control()
-      .thread()
-      .Call<bool>("deleteJob", impl_->Limits(),
-                  [job](Peer& peer) -> kj::Promise<absl::StatusOr<bool>> {
-                    auto request = AdminOf(peer).deleteJobRequest();
-                    request.setJob(kj::StringPtr(job.c_str(), job.size()));
-                    return request.send().then([](auto&& response) -> absl::StatusOr<bool> {
-                      RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
-                      return true;
-                    });
-                  })
-      .status();
+  return impl_->control().CallForOutcome("deleteJob", impl_->Limits(), [job](Peer& peer) {
+    auto request = AdminOf(peer).deleteJobRequest();
+    request.setJob(kj::StringPtr(job.c_str(), job.size()));
+    return request;
+  });
 }
 
 }  // namespace forebay::client

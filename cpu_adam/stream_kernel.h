@@ -44,8 +44,7 @@ bool AllFinite(size_t n, Gradient g);  // true for n = 0
 
 enum class AddMode : uint8_t { kSet = 1, kAdd = 2 };
 
-// dst[i] = src[i] (kSet) or dst[i] + src[i] (kAdd), in float32. The stores of kSet are non-temporal
-// where dst is long and aligned to 64 bytes.
+// dst[i] = src[i] (kSet) or dst[i] + src[i] (kAdd), in float32.
 void AddGradient(size_t n, Gradient src, AddMode mode, float* dst);
 
 // dst[i] = src[0][i] + src[1][i] + … + src[count - 1][i], in float32 and in this order; kAdd begins

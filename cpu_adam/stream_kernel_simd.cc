@@ -29,8 +29,6 @@ using VU = hn::Vec<DU>;
 constexpr size_t kLineBytes = 64;
 // A CPU reads few streams slower than many: a pass over one array interleaves so many parts of it.
 constexpr size_t kInterleave = 4;
-// From here on what is written outgrows a cache.
-constexpr size_t kNonTemporalElems = size_t{1} << 18;
 
 // 16-bit elements as float32: bfloat16 as raw bits, binary16 under its own type.
 template <class Float>
@@ -336,60 +334,29 @@ HWY_INLINE float WidenOne(const hwy::float16_t& half) {
   return hn::GetLane(WidenAt(hn::CappedTag<float, 1>(), &half));
 }
 
-// Whether an output of n elements goes past the cache: it must begin on a line.
-bool IsNonTemporal(size_t n, const void* dst) {
-  return n >= kNonTemporalElems && reinterpret_cast<uintptr_t>(dst) % kLineBytes == 0;
-}
-
-template <bool kNonTemporal, class DV, class T>
-HWY_INLINE void Put(hn::Vec<DV> value, DV d, T* to) {
-  if constexpr (kNonTemporal) {
-    hn::Stream(value, d, to);
-  } else {
-    hn::StoreU(value, d, to);
-  }
-}
-
-// Four vectors at once, read before the first is written: a non-temporal line must not
-// be written in two pieces.
-template <bool kAdd, bool kNonTemporal, class T>
-size_t AddQuads(size_t n, const T* src, float* dst) {
-  const D d;
-  const size_t lanes = hn::Lanes(d);
-  size_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    V v0 = LoadFloats(src + i), v1 = LoadFloats(src + i + lanes);
-    V v2 = LoadFloats(src + i + 2 * lanes), v3 = LoadFloats(src + i + 3 * lanes);
-    if constexpr (kAdd) {
-      v0 = hn::Add(hn::LoadU(d, dst + i), v0);
-      v1 = hn::Add(hn::LoadU(d, dst + i + lanes), v1);
-      v2 = hn::Add(hn::LoadU(d, dst + i + 2 * lanes), v2);
-      v3 = hn::Add(hn::LoadU(d, dst + i + 3 * lanes), v3);
-    }
-    Put<kNonTemporal>(v0, d, dst + i);
-    Put<kNonTemporal>(v1, d, dst + i + lanes);
-    Put<kNonTemporal>(v2, d, dst + i + 2 * lanes);
-    Put<kNonTemporal>(v3, d, dst + i + 3 * lanes);
-  }
-  return i;
+template <bool kAdd, class T>
+HWY_INLINE V SumAt(const T* src, const float* dst) {
+  const V value = LoadFloats(src);
+  if constexpr (kAdd) return hn::Add(hn::LoadU(D(), dst), value);
+  return value;
 }
 
 template <bool kAdd, class T>
 void AddRun(size_t n, const T* src, float* dst) {
+  const D d;
+  const size_t lanes = hn::Lanes(d);
   size_t i = 0;
-  if (!kAdd && IsNonTemporal(n, dst)) {
-    i = AddQuads<false, true>(n, src, dst);
-    hwy::FlushStream();
-  } else {
-    i = AddQuads<kAdd, false>(n, src, dst);
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    const V v0 = SumAt<kAdd>(src + i, dst + i);
+    const V v1 = SumAt<kAdd>(src + i + lanes, dst + i + lanes);
+    const V v2 = SumAt<kAdd>(src + i + 2 * lanes, dst + i + 2 * lanes);
+    const V v3 = SumAt<kAdd>(src + i + 3 * lanes, dst + i + 3 * lanes);
+    hn::StoreU(v0, d, dst + i);
+    hn::StoreU(v1, d, dst + i + lanes);
+    hn::StoreU(v2, d, dst + i + 2 * lanes);
+    hn::StoreU(v3, d, dst + i + 3 * lanes);
   }
-  for (; i < n; ++i) {
-    if constexpr (kAdd) {
-      dst[i] = dst[i] + WidenOne(src[i]);
-    } else {
-      dst[i] = WidenOne(src[i]);
-    }
-  }
+  for (; i < n; ++i) dst[i] = kAdd ? dst[i] + WidenOne(src[i]) : WidenOne(src[i]);
 }
 
 template <bool kAdd>
@@ -419,7 +386,13 @@ HWY_INLINE void CopyOut(size_t n, const float* from, float* to) {
   const D d;
   const size_t lanes = hn::Lanes(d);
   size_t i = 0;
-  for (; i + lanes <= n; i += lanes) Put<kNonTemporal>(hn::Load(d, from + i), d, to + i);
+  for (; i + lanes <= n; i += lanes) {
+    if constexpr (kNonTemporal) {
+      hn::Stream(hn::Load(d, from + i), d, to + i);
+    } else {
+      hn::StoreU(hn::Load(d, from + i), d, to + i);
+    }
+  }
   for (; i < n; ++i) to[i] = from[i];
 }
 

@@ -80,15 +80,6 @@ absl::StatusOr<uint32_t> Hello(ControlThread& thread, uint32_t version, const Wa
 // The session of this connection; asking for one before attach is a bug of ours.
 schema::Session::Client& SessionOf(Peer& peer) { return KJ_ASSERT_NONNULL(peer.session); }
 
-// A call without results but its outcome.
-template <typename Request>
-kj::Promise<absl::StatusOr<bool>> SendForOutcome(Request request) {
-  return request.send().then([](auto&& response) -> absl::StatusOr<bool> {
-    RETURN_IF_ERROR(StatusOf(response.getOutcome()));
-    return true;
-  });
-}
-
 // Copies the descriptor that came with the answer, if one came.
 template <typename Response>
 kj::Promise<absl::StatusOr<bool>> ReceiveDescriptor(Response& response,
@@ -170,29 +161,22 @@ absl::StatusOr<UniqueFd> Control::Descriptor(schema::Session::Kind kind, const W
 }
 
 absl::Status Control::Mapped(const WaitLimits& limits) {
-  return thread_
-      ->Call<bool>("mapped", limits,
-                   [](Peer& peer) { return SendForOutcome(SessionOf(peer).mappedRequest()); })
-      .status();
+  return CallForOutcome("mapped", limits,
+                        [](Peer& peer) { return SessionOf(peer).mappedRequest(); });
 }
 
 absl::Status Control::Detach(const WaitLimits& limits) {
-  return thread_
-      ->Call<bool>("detach", limits,
-                   [](Peer& peer) { return SendForOutcome(SessionOf(peer).detachRequest()); })
-      .status();
+  return CallForOutcome("detach", limits,
+                        [](Peer& peer) { return SessionOf(peer).detachRequest(); });
 }
 
 absl::Status Control::Explain(const protocol::Completion& completion, const WaitLimits& limits) {
   const ErrorId id = protocol::Info(static_cast<ErrorId>(completion.error)).id;
-  const absl::Status answer = thread_
-                                  ->Call<bool>("explain", limits,
-                                               [tag = completion.tag](Peer& peer) {
-                                                 auto request = SessionOf(peer).explainRequest();
-                                                 request.setTag(tag);
-                                                 return SendForOutcome(std::move(request));
-                                               })
-                                  .status();
+  const absl::Status answer = CallForOutcome("explain", limits, [tag = completion.tag](Peer& peer) {
+    auto request = SessionOf(peer).explainRequest();
+    request.setTag(tag);
+    return request;
+  });
   if (protocol::IdOf(answer) == id || (completion.tag == 0 && !answer.ok())) return answer;
   return MakeError(id, "the daemon refused a command; it no longer has the message");
 }

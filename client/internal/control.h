@@ -14,7 +14,9 @@
 #include "absl/status/statusor.h"
 #include "client/internal/control_thread.h"
 #include "client/internal/deadline.h"
+#include "protocol/descriptor.h"
 #include "protocol/forebay.capnp.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/wire.h"
 
@@ -64,6 +66,19 @@ class Control {
   // The error behind a completion; of its id alone where the daemon has forgotten it. Of tag 0: why
   // the session is over.
   absl::Status Explain(const protocol::Completion& completion, const WaitLimits& limits);
+
+  // A call without results but its outcome; `request` makes it.
+  template <typename MakeRequest>
+  absl::Status CallForOutcome(const std::string& what, const WaitLimits& limits,
+                              MakeRequest request) {
+    const auto send = [request](Peer& peer) {
+      return request(peer).send().then([](auto&& response) -> absl::StatusOr<bool> {
+        RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
+        return true;
+      });
+    };
+    return thread_->Call<bool>(what, limits, send).status();
+  }
 
   ControlThread& thread() { return *thread_; }
   int daemon_pidfd() const { return pidfd_.get(); }  // -1 where the daemon's pid is not known

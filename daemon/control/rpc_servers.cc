@@ -47,6 +47,15 @@ kj::Promise<kj::Own<Value>> AskLoop(ControlContext& context, Value refused, Ask 
   return kj::mv(reply.promise);
 }
 
+// The same for a call whose result is its outcome alone.
+template <typename CallContext, typename Ask>
+kj::Promise<void> AskForOutcome(ControlContext& control, CallContext context, Ask ask) {
+  return AskLoop<absl::Status>(control, Overloaded(), std::move(ask))
+      .then([context](kj::Own<absl::Status> status) mutable {
+        SetOutcome(*status, context.getResults().initOutcome());
+      });
+}
+
 // All of it: a name is not cut at a zero byte.
 std::string TextOf(capnp::Text::Reader text) { return {text.begin(), text.size()}; }
 
@@ -129,27 +138,19 @@ class SessionServer final : public schema::Session::Server {
   kj::Promise<void> mapped(MappedContext context) override {
     context.allowCancellation();
     Count();
-    return AskLoop<absl::Status>(handle_->context, Overloaded(),
-                                 [id = handle_->id()](Executor& executor, auto answer) mutable {
-                                   answer(executor.Mapped(id));
-                                 })
-        .then([context](kj::Own<absl::Status> status) mutable {
-          SetOutcome(*status, context.getResults().initOutcome());
-        });
+    return AskForOutcome(handle_->context, context,
+                         [id = handle_->id()](Executor& executor, auto answer) mutable {
+                           answer(executor.Mapped(id));
+                         });
   }
 
   kj::Promise<void> explain(ExplainContext context) override {
     context.allowCancellation();
     Count();
-    const uint64_t tag = context.getParams().getTag();
-    return AskLoop<absl::Status>(
-               handle_->context, Overloaded(),
-               [id = handle_->id(), tag](Executor& executor, auto answer) mutable {
-                 answer(executor.Explain(id, tag));
-               })
-        .then([context](kj::Own<absl::Status> status) mutable {
-          SetOutcome(*status, context.getResults().initOutcome());
-        });
+    return AskForOutcome(
+        handle_->context, context,
+        [id = handle_->id(), tag = context.getParams().getTag()](
+            Executor& executor, auto answer) mutable { answer(executor.Explain(id, tag)); });
   }
 
   kj::Promise<void> detach(DetachContext context) override {
@@ -215,15 +216,11 @@ class AdminServer final : public schema::Admin::Server {
 
   kj::Promise<void> deleteJob(DeleteJobContext context) override {
     context.allowCancellation();
-    std::string job = TextOf(context.getParams().getJob());
-    return AskLoop<absl::Status>(*connection_->context, Overloaded(),
-                                 [job = std::move(job), uid = connection_->viewer.uid](
-                                     Executor& executor, auto answer) mutable {
-                                   executor.DeleteJob(std::move(job), uid, std::move(answer));
-                                 })
-        .then([context](kj::Own<absl::Status> status) mutable {
-          SetOutcome(*status, context.getResults().initOutcome());
-        });
+    return AskForOutcome(*connection_->context, context,
+                         [job = TextOf(context.getParams().getJob()),
+                          uid = connection_->viewer.uid](Executor& executor, auto answer) mutable {
+                           executor.DeleteJob(std::move(job), uid, std::move(answer));
+                         });
   }
 
  private:

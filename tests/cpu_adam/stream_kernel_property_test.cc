@@ -71,21 +71,6 @@ TEST_P(StreamKernels, ChunkSumsOfPlausibleGradientsAreThoseOfTheDefinition) {
   }
 }
 
-// Long enough for non-temporal stores, with an odd tail, aligned and not.
-TEST_P(StreamKernels, LongPassesGiveTheBitsOfTheDefinition) {
-  const size_t n = (size_t{1} << 18) + 4099;
-  const AdamData data(n, kSeed);
-  for (const size_t offset : {0u, 3u}) {
-    const auto [wide, expected_wide] = Both([&] {
-      GuardedArray<float> dst(n, offset);
-      AddGradient(n, data.Grad(DType::kBFloat16), AddMode::kSet, dst.data());
-      EXPECT_TRUE(dst.GuardsIntact());
-      return dst.Copy();
-    });
-    EXPECT_TRUE(SameBits(wide, expected_wide)) << "offset " << offset;
-  }
-}
-
 // Copies n elements of Raw to `offset` behind a 64-byte line.
 template <class Raw>
 std::pair<std::vector<Raw>, std::vector<double>> CopyAndSum(size_t n, Gradient from,

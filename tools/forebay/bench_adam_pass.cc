@@ -17,21 +17,6 @@ StreamShape ShapeOf(uint64_t group_bytes, Access access) {
   return {static_cast<uint32_t>(group_bytes), access};
 }
 
-// What a pass touches: gradient, weights, planes.
-ArraySet Streams(const AdamPass& pass, uint64_t params) {
-  const auto planes = PlanesOf(pass);
-  const uint64_t width = protocol::SizeBytes(pass.format.weights) * kStreamGroupElems;
-  const bool only_written = planes[0].name == "master";
-  ArraySet arrays{.shapes = {}, .elems = ElemsOf(pass, params)};
-  arrays.shapes.push_back(ShapeOf(width, Access::kRead));
-  arrays.shapes.push_back(ShapeOf(width, only_written ? Access::kWrite : Access::kUpdate));
-  for (const protocol::Plane& plane : planes) {
-    arrays.shapes.push_back(
-        ShapeOf(protocol::PlaneBytes(plane, kStreamGroupElems), Access::kUpdate));
-  }
-  return arrays;
-}
-
 // A rounded up page for every plane of the last block.
 uint64_t SlackBytes(const AdamPass& pass) {
   return (PlanesOf(pass).size() + 2) * protocol::kPageBytes;
@@ -81,6 +66,20 @@ class PassRun {
 };
 
 }  // namespace
+
+ArraySet Streams(const AdamPass& pass, uint64_t params) {
+  const auto planes = PlanesOf(pass);
+  const uint64_t width = protocol::SizeBytes(pass.format.weights) * kStreamGroupElems;
+  const bool only_written = planes[0].name == "master";
+  ArraySet arrays{.shapes = {}, .elems = ElemsOf(pass, params)};
+  arrays.shapes.push_back(ShapeOf(width, Access::kRead));
+  arrays.shapes.push_back(ShapeOf(width, only_written ? Access::kWrite : Access::kUpdate));
+  for (const protocol::Plane& plane : planes) {
+    arrays.shapes.push_back(
+        ShapeOf(protocol::PlaneBytes(plane, kStreamGroupElems), Access::kUpdate));
+  }
+  return arrays;
+}
 
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params) {
   return BenchMemory::BytesFor(Streams(pass, params)) + SlackBytes(pass);

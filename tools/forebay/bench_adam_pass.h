@@ -10,6 +10,9 @@
 
 namespace forebay::tools {
 
+// What a pass touches: gradient, weights, planes.
+ArraySet Streams(const AdamPass& pass, uint64_t params);
+
 // Bytes of each memory that the pass needs.
 uint64_t MemoryFor(const AdamPass& pass, uint64_t params);
 

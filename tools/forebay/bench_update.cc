@@ -11,11 +11,11 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_adam/worker_pool.h"
 #include "nvme/io/engine_factory.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
@@ -23,6 +23,8 @@
 #include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
+#include "tools/forebay/bench_adam_limits.h"
+#include "tools/forebay/bench_adam_pass.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 
@@ -41,110 +43,44 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
-constexpr uint64_t kMomentBytes = 8;  // m and v
-constexpr uint64_t kMasterBytes = 4;  // w; exact: weights and remainder
-constexpr uint64_t kStateBytes = 8;   // fp32: what goes to swap
+constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
 constexpr double kGiga = 1e9;
 
 double SecondsSince(Clock::time_point began) {
   return std::chrono::duration<double>(Clock::now() - began).count();
 }
 
-absl::StatusOr<std::unique_ptr<PinnedArena>> MakeArena(const std::string& name, uint64_t bytes) {
-  return PinnedArena::Create({.name = name,
-                              .capacity_bytes = RoundUp(bytes, protocol::kHugePageBytes),
-                              .lock = pinned_mem::LockPolicy::kBestEffort});
+AdamPass PassOf(Format format) {
+  return {.format = {format, format == Format::kFp32 ? protocol::DType::kFloat32
+                                                     : protocol::DType::kBFloat16}};
 }
 
-// By the compiler's own vectors: as wide as every processor has.
-using Lane [[gnu::vector_size(16)]] = uint32_t;
-
-// The memory accesses of the pass with next to no arithmetic: reads the gradient g, reads and
-// writes the master w (exact: its two halves), the moments m and v. Ranges are of elements.
-struct Planes {
-  std::byte* g;
-  std::byte* w;
-  std::byte* remainder;  // exact
-  std::byte* m;
-  std::byte* v;
-};
-
-void TouchAsThePassDoes(Format format, const Planes& planes, size_t first, size_t end) {
-  const auto lanes = [](std::byte* plane, size_t elem, size_t width) {
-    return reinterpret_cast<Lane*>(plane + elem * width);
-  };
-  constexpr size_t kStep = 8;  // elements a turn: a lane of 16 bits, two of 32
-  for (size_t i = first; i + kStep <= end; i += kStep) {
-    Lane* m = lanes(planes.m, i, 4);
-    Lane* v = lanes(planes.v, i, 4);
-    if (format == Format::kExact) {
-      const Lane gradient = *lanes(planes.g, i, 2);
-      *lanes(planes.w, i, 2) += gradient;
-      *lanes(planes.remainder, i, 2) += gradient;
-      m[0] += gradient;
-      m[1] += gradient;
-      v[0] += gradient;
-      v[1] += gradient;
-    } else {
-      for (size_t lane = 0; lane < 2; ++lane) {
-        const Lane gradient = lanes(planes.g, i, 4)[lane];
-        lanes(planes.w, i, 4)[lane] += gradient;
-        m[lane] += gradient;
-        v[lane] += gradient;
-      }
-    }
-  }
+uint64_t BytesOfPass(Format format, uint64_t params) {
+  const PassBytes bytes = BytesOf(Streams(PassOf(format), params).shapes, params);
+  return bytes.read + bytes.written;
 }
 
-uint64_t GradBytes(Format format) { return format == Format::kExact ? 2 : 4; }
-// Read once, and all but the gradient written once.
-uint64_t PassBytes(Format format) { return GradBytes(format) + 2 * (kMasterBytes + kMomentBytes); }
+// The limit of DRAM: the loops of bench adam over arrays of the job's size, on as many threads as the
+// daemon has workers.
+struct MemoryLimit {
+  std::unique_ptr<cpu_adam::WorkerPool> pool;
+  std::unique_ptr<BenchMemory> huge;
+  std::unique_ptr<BenchMemory> small;
+  std::vector<BenchLoop> loops;
 
-// The limit of DRAM: that loop over arrays of the job's size, on as many threads as the daemon has
-// workers.
-class MemoryLimit {
- public:
-  static absl::StatusOr<std::unique_ptr<MemoryLimit>> Create(Format format, uint64_t params,
-                                                             uint32_t threads) {
-    auto limit = std::make_unique<MemoryLimit>();
-    limit->format_ = format;
-    limit->params_ = params;
-    limit->threads_ = threads;
-    const uint64_t half = GradBytes(format);  // exact: the master's halves are as wide
-    const std::array<uint64_t, 5> widths = {half, half, format == Format::kExact ? half : 0, 4, 4};
-    for (size_t i = 0; i < widths.size(); ++i) {
-      if (widths[i] == 0) continue;
-      ASSIGN_OR_RETURN(limit->planes_[i], MakeArena("bench-plane", params * widths[i]));
-    }
+  static absl::StatusOr<MemoryLimit> Create(Format format, uint64_t params, uint32_t threads) {
+    MemoryLimit limit;
+    ASSIGN_OR_RETURN(limit.pool,
+                     cpu_adam::WorkerPool::Create({.threads = static_cast<int>(threads)}));
+    const auto run_by = static_cast<uint64_t>(limit.pool->threads());
+    const ArraySet arrays = Streams(PassOf(format), std::max(params, run_by * kLoopElems));
+    const uint64_t bytes = BenchMemory::BytesFor(arrays);
+    ASSIGN_OR_RETURN(limit.huge, BenchMemory::Create(BenchMemory::Pages::k2MiB, bytes));
+    ASSIGN_OR_RETURN(limit.small, BenchMemory::Create(BenchMemory::Pages::k4KiB, bytes));
+    limit.loops = LimitLoops(*limit.pool, arrays.elems, limit.huge->Allocate(arrays),
+                             limit.small->Allocate(arrays));
     return limit;
   }
-
-  absl::StatusOr<Sample> Run() {
-    const Planes planes{Plane(0), Plane(1), Plane(2), Plane(3), Plane(4)};
-    const auto began = Clock::now();
-    {
-      std::vector<std::jthread> pool;
-      for (uint32_t i = 0; i < threads_; ++i) {
-        const auto share = [&](uint32_t part) { return params_ * part / threads_ / 64 * 64; };
-        pool.emplace_back(
-            [this, &planes, first = share(i), end = i + 1 == threads_ ? params_ : share(i + 1)] {
-              TouchAsThePassDoes(format_, planes, first, end);
-            });
-      }
-    }
-    return Sample{.value = static_cast<double>(params_ * PassBytes(format_)) / SecondsSince(began) /
-                           kGiga};
-  }
-
- private:
-  std::byte* Plane(size_t i) {
-    return planes_[i] == nullptr ? nullptr : planes_[i]->bytes().data();
-  }
-
-  std::array<std::unique_ptr<PinnedArena>, 5> planes_;
-  Format format_ = Format::kFp32;
-  uint64_t params_ = 0;
-  uint32_t threads_ = 1;
 };
 
 // The limit of the disk: reads of one half of a file and writes of the other, piece by piece, as
@@ -169,7 +105,10 @@ class DiskLimit {
           absl::StrCat("no room for ", protocol::FormatBytes(2 * limit->pieces_ * kPieceBytes),
                        " in ", folder));
     }
-    ASSIGN_OR_RETURN(limit->buffer_, MakeArena("bench-disk", kDepth * kPieceBytes));
+    ASSIGN_OR_RETURN(limit->buffer_,
+                     PinnedArena::Create({.name = "bench-disk",
+                                          .capacity_bytes = kDepth * kPieceBytes,
+                                          .lock = pinned_mem::LockPolicy::kBestEffort}));
     ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({}));
     limit->engine_ = std::move(chosen.engine);
     limit->engine_->RegisterBuffer(limit->buffer_->bytes());
@@ -303,7 +242,7 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
                    BenchJob::Create(JobOptions(options, format, room)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   beside_states = BytesBesideStates(status);
-  ASSIGN_OR_RETURN(const std::unique_ptr<MemoryLimit> limit,
+  ASSIGN_OR_RETURN(const MemoryLimit limit,
                    MemoryLimit::Create(format, options.params, status->getWorkers()));
   Traffic last;
   return MeasureCase(
@@ -311,10 +250,11 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
        .name = absl::StrCat("update/opt=adamw/format=", std::string(protocol::Name(format)),
                             "/place=dram"),
        .unit = "GB/s",
-       .limit_what = "loop with the pass's memory accesses",
+       .limit_what = "best of the loops over the pass's streams",
        .measure = Measure::kRate},
-      options.samples, [&] { return TimeStep(*job, options.params * PassBytes(format), last); },
-      [&] { return limit->Run(); });
+      options.samples,
+      [&, bytes = BytesOfPass(format, options.params)] { return TimeStep(*job, bytes, last); },
+      limit.loops);
 }
 
 absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states) {
