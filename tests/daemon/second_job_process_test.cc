@@ -71,6 +71,15 @@ class Training {
       EXPECT_OK(session_->Release(lease));
     }
   }
+  // The process is gone without a word; the next one of the same run goes on.
+  void Reattach(const std::string& socket, const std::string& job) {
+    session_.reset();
+    ASSERT_OK_AND_ASSIGN(
+        session_,
+        Attachment::Attach(
+            {.socket = socket, .job = job, .layout = layout_.spec(), .timeout = kTimeout}));
+    EXPECT_EQ(session_->committed_step(), step_);
+  }
   void CheckStates() { EXPECT_OK(testing::CheckStates(*session_, reference_)); }
 
  private:
@@ -192,18 +201,36 @@ TEST_F(SecondJob, ThatIsKilledWhileABlockMovesCostsTheFirstNothing) {
   ASSERT_NO_FATAL_FAILURE(Start());
   Order("hang swap_");
   {
-    auto waiting = testing::RunningProgram::Start(
-        {HELD_CLIENT_PATH, socket_, "0", "1", "begin", "0", "second"}, "attaching");
-    ASSERT_TRUE(testing::Eventually([&] { return Job("second").sessions == 1; }));
+    auto waiting =
+        testing::RunningProgram::Start({HELD_CLIENT_PATH, socket_, "0", "1", "begin"}, "attaching");
+    ASSERT_TRUE(testing::Eventually([&] { return Job("job").sessions == 1; }));
     waiting->Kill();
   }
-  EXPECT_TRUE(testing::Eventually([&] { return Job("second").name.empty(); }));
+  EXPECT_TRUE(testing::Eventually([&] { return Job("job").name.empty(); }));
   Order("work");
   ASSERT_NO_FATAL_FAILURE(first_->Step());
   first_->CheckStates();
   ASSERT_OK_AND_ASSIGN(auto second, Training::Start(socket_, "second", kSecond, 8));
   ASSERT_NO_FATAL_FAILURE(second->Step());
   ASSERT_NO_FATAL_FAILURE(first_->Step());
+  ExpectStateBytesAreTrue();
+}
+
+TEST_F(SecondJob, IsAdmittedThoughTheFirstLosesItsRankWhileABlockMoves) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  Order("hang swap_");
+  absl::StatusOr<std::unique_ptr<Training>> second;
+  std::thread attaching([&] { second = Training::Start(socket_, "second", kSecond, 8); });
+  EXPECT_TRUE(testing::Eventually([&] { return Job("second").sessions == 1; }));
+  first_->Reattach(socket_, "first");
+  EXPECT_EQ(Job("first").resident_blocks, kBlocks) << "the first block is still being written";
+  Order("work");
+  attaching.join();
+  ASSERT_OK(second);
+  ASSERT_NO_FATAL_FAILURE(first_->Step());
+  ASSERT_NO_FATAL_FAILURE((*second)->Step());
+  first_->CheckStates();
+  (*second)->CheckStates();
   ExpectStateBytesAreTrue();
 }
 
