@@ -236,8 +236,8 @@ void Job::OnRankFailed(Session& lost) {
   }
 }
 
-// Detached in good order, having contributed nothing to the step: the others' step is refused until
-// the rank is back.
+// A rank that had contributed nothing to the step has detached: the others' step is refused until it
+// has attached again.
 void Job::OnRankDetached(const Session& session) {
   if (!members_.HasCurrentBeside(session.id)) {
     members_.ClearDetached();  // the step waits for every rank that attaches next

@@ -31,7 +31,8 @@ class StateReads {
   void OnRead(const StepPipeline::ReadOutcome& outcome);
   void OnDecoded(const TaskDone& done);
 
-  // Answers the reads of a session (0: of all) with `status`; a task that runs goes on unobserved.
+  // Answers the reads of a session (0: of all) with `status`. A task that runs is not interrupted; its
+  // result is ignored.
   void Drop(SessionId session, const absl::Status& status);
 
   bool in_progress() const { return phase_ != Phase::kIdle; }

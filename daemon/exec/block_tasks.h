@@ -62,19 +62,19 @@ struct UpdateFound {
 // of kPartElems where norms are summed.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
-// Of all ranges of a block, to the state machine.
+// The result of a block from those of its ranges.
 TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
 
 // Elements whose states stay in the second-level cache between update and checksum.
 inline constexpr uint64_t kTileElems = uint64_t{1} << 13;
 static_assert(kPartElems % kTileElems == 0 && kTileElems % protocol::kScaleElems == 0);
 
-// Updates a whole block, in ranges whose pages are digested while they are warm, and joins; with the
-// checksum of the block under `identity_after`.
+// Updates a whole block, in ranges whose pages are digested while they are in the cache. The result has
+// the checksum of the block under `identity_after`.
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
 
-// What swapped bytes must be before they are used: `expected` of the volume with identity and
-// checksum of the state machine's table, or nothing for zeros that were never written.
+// Checks swapped bytes before they are used: against identity and checksum of the block ledger
+// (`expected`), or, where the block has no slot yet, that they are zeros.
 //
 // Errors  E_CORRUPT  names path, offset and identity, or the block that should be zeros.
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
