@@ -29,6 +29,7 @@ absl::Status StatusOf(schema::Outcome::Reader outcome) {
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what) {
   const std::string text(exception.getDescription().cStr());
   if (exception.getType() == kj::Exception::Type::DISCONNECTED) {
+    if (const absl::Status refusal = ParseError(text); !refusal.ok()) return refusal;
     return MakeError(
         ErrorId::kDaemonGone,
         absl::StrCat(std::string(what), ": the daemon died or closed the connection: ", text),

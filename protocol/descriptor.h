@@ -37,8 +37,8 @@ void SetOutcome(const absl::Status& status, schema::Outcome::Builder outcome);
 // E_INTERNAL.
 absl::Status StatusOf(schema::Outcome::Reader outcome);
 
-// A broken connection as a Status: E_DAEMON_GONE where the peer is gone, else E_PROTOCOL. `what`
-// names the call.
+// A broken connection as a Status: the error that the peer aborted it with, E_DAEMON_GONE where the
+// peer is gone, else E_PROTOCOL. `what` names the call.
 absl::Status StatusOf(const kj::Exception& exception, std::string_view what);
 
 }  // namespace forebay::protocol

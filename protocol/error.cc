@@ -147,6 +147,21 @@ std::string FormatError(const absl::Status& status) {
   return text;
 }
 
+absl::Status ParseError(std::string_view text) {
+  constexpr std::string_view kBefore = "error[";
+  constexpr std::string_view kAfter = "]: ";
+  constexpr std::string_view kHint = "\nhint: ";
+  const size_t before = text.find(kBefore);
+  const size_t after = text.find(kAfter, before);
+  if (after == text.npos) return absl::OkStatus();
+  const std::string_view name =
+      text.substr(before + kBefore.size(), after - before - kBefore.size());
+  const std::string_view message = text.substr(after + kAfter.size());
+  const size_t hint = message.rfind(kHint);
+  return MakeError(ErrorIdFromName(name), message.substr(0, hint),
+                   hint == message.npos ? "" : message.substr(hint + kHint.size()));
+}
+
 std::string ErrnoText(std::string_view what, int error_number) {
   return absl::StrCat(std::string(what), ": ",
                       std::error_code(error_number, std::generic_category()).message());

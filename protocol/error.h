@@ -81,6 +81,9 @@ bool IsRetryable(const absl::Status& status);
 // "error[E_SWAP_NOSPC]: message\nhint: ..." without a trailing newline; what a terminal shows.
 std::string FormatError(const absl::Status& status);
 
+// The error in a text that ends with one of FormatError; OK where there is none.
+absl::Status ParseError(std::string_view text);
+
 // errno as text with the object in front: "swap path 0: open /x: No such file or directory".
 std::string ErrnoText(std::string_view what, int error_number);
 

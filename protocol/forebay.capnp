@@ -134,7 +134,8 @@ interface Admin {
   trace @1 (job :Text) -> (outcome :Outcome, events :List(TraceEvent));
   # Timed events of the newest completed step of a job.
   deleteJob @2 (job :Text) -> (outcome :Outcome);
-  # Frees a job's memory and swap. Refused while it has sessions, and to others than its owner or root.
+  # Frees a job's memory and swap. Refused while it has ranks, and to others than its owner or root;
+  # readers are ended.
 }
 
 struct NodeStatus {
@@ -185,6 +186,7 @@ struct SwapPathStatus {
   late @10 :UInt64;      # requests that took longer than 10 s, those in flight included
   lateNow @11 :UInt32;   # of these, in flight: the device does not answer
   lateSeconds @12 :Float64;  # how long the longest of these waits
+  readErrors @13 :UInt64;    # of `errors`, the reads: blocks that could not be read back
 }
 
 struct JobStatus {

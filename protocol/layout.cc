@@ -1,6 +1,7 @@
 #include "protocol/layout.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -121,6 +122,7 @@ absl::Status Layout::PlaceParams() {
 
 absl::Status Layout::PlacePartitions() {
   if (is_shared()) {
+    owners_.push_back({.owner = 0, .weights_bytes = 0, .states_elems = 0});
     for (uint32_t g = 0; g < groups_.size(); ++g) {
       PartitionSpec whole{.group = g, .owner = 0, .replica = 0, .boxes = {}};
       for (uint32_t p = groups_[g].param_begin; p < groups_[g].param_end; ++p) {
@@ -128,7 +130,7 @@ absl::Status Layout::PlacePartitions() {
         whole.boxes.push_back(
             {.param = p, .first_elem = 0, .run_elems = elems, .stride_elems = elems, .runs = 1});
       }
-      PlacePartition(whole);
+      PlacePartition(whole, owners_.front());
       groups_[g].weights_offset_bytes = partitions_[g].weights_offset_bytes;
     }
     return absl::OkStatus();
@@ -138,19 +140,18 @@ absl::Status Layout::PlacePartitions() {
     boxed.push_back({spec_.params[p].name, params_[p].group, params_[p].elems});
   }
   RETURN_IF_ERROR(CheckPartitions(boxed, static_cast<uint32_t>(groups_.size()), spec_.partitions));
-  for (const PartitionSpec& partition : spec_.partitions) PlacePartition(partition);
+  std::map<uint32_t, size_t> places;  // by owner
+  for (const PartitionSpec& partition : spec_.partitions) {
+    const auto [place, is_new] = places.try_emplace(partition.owner, owners_.size());
+    if (is_new) {
+      owners_.push_back({.owner = partition.owner, .weights_bytes = 0, .states_elems = 0});
+    }
+    PlacePartition(partition, owners_[place->second]);
+  }
   return absl::OkStatus();
 }
 
-OwnerPlace& Layout::OwnerOf(uint32_t owner) {
-  const auto place = std::find_if(owners_.begin(), owners_.end(),
-                                  [owner](const OwnerPlace& one) { return one.owner == owner; });
-  if (place != owners_.end()) return *place;
-  return owners_.emplace_back(OwnerPlace{.owner = owner, .weights_bytes = 0, .states_elems = 0});
-}
-
-void Layout::PlacePartition(const PartitionSpec& partition) {
-  OwnerPlace& owner = OwnerOf(partition.owner);
+void Layout::PlacePartition(const PartitionSpec& partition, OwnerPlace& owner) {
   PartitionPlace place{.group = partition.group,
                        .owner = partition.owner,
                        .replica = partition.replica,

@@ -150,8 +150,7 @@ class Layout {
 
   absl::Status PlaceParams();
   absl::Status PlacePartitions();
-  void PlacePartition(const PartitionSpec& partition);
-  OwnerPlace& OwnerOf(uint32_t owner);
+  void PlacePartition(const PartitionSpec& partition, OwnerPlace& owner);
 
   LayoutSpec spec_;
   std::vector<ParamPlace> params_;

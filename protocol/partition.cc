@@ -34,21 +34,19 @@ absl::Status CheckBox(std::span<const BoxedParam> params, const PartitionSpec& p
                                      ", which is not in that group"));
   }
   const BoxedParam& param = params[box.param];
-  const std::string where =
-      absl::StrCat("box of parameter ", std::string(param.name), " (", Describe(box), ")");
-  if (box.runs == 0 || box.run_elems == 0) {
-    return BadPartition(absl::StrCat(where, " has no elements"));
-  }
+  const auto bad = [&](auto... what) {
+    return BadPartition(absl::StrCat("box of parameter ", std::string(param.name), " (",
+                                     Describe(box), ")", what...));
+  };
+  if (box.runs == 0 || box.run_elems == 0) return bad(" has no elements");
   if (box.runs == 1 ? box.stride_elems != box.run_elems : box.stride_elems <= box.run_elems) {
-    return BadPartition(absl::StrCat(
-        where, ": the stride is above the length of a run, or equal to it where there is one run"));
+    return bad(": the stride is above the length of a run, or equal to it where there is one run");
   }
   const bool run_fits =
       box.run_elems <= param.elems && box.first_elem <= param.elems - box.run_elems;
   if (!run_fits ||
       box.runs - 1 > (param.elems - box.run_elems - box.first_elem) / box.stride_elems) {
-    return BadPartition(absl::StrCat(where, " ends outside of the parameter, which has ",
-                                     param.elems, " elements"));
+    return bad(" ends outside of the parameter, which has ", param.elems, " elements");
   }
   return absl::OkStatus();
 }

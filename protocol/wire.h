@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 #include "protocol/optimizer.h"
@@ -104,6 +105,12 @@ static_assert(sizeof(StepRequest) == 32 && std::is_trivially_copyable_v<StepRequ
 constexpr uint64_t PresenceWords(uint64_t params) { return (params + 63) / 64; }
 constexpr uint64_t PresenceBytes(uint64_t params) {
   return PresenceWords(params) * sizeof(uint64_t);
+}
+constexpr bool IsPresent(std::span<const uint64_t> presence, uint32_t param) {
+  return (presence[param / 64] >> (param % 64) & 1) != 0;
+}
+constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
+  presence[param / 64] |= uint64_t{1} << (param % 64);
 }
 
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{16} << 20;

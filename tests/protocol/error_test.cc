@@ -54,6 +54,7 @@ TEST(Outcome, CarriesIdMessageAndHint) {
     EXPECT_EQ(HintOf(received), "attach again");
     EXPECT_EQ(FormatError(received),
               "error[" + std::string(info.name) + "]: rank 1 of 2\nhint: attach again");
+    EXPECT_EQ(ParseError("remote exception: " + FormatError(sent)), sent);
   }
   capnp::MallocMessageBuilder message;
   auto outcome = message.initRoot<schema::Outcome>();
@@ -66,6 +67,12 @@ TEST(Outcome, CarriesIdMessageAndHint) {
 TEST(Outcome, OfABrokenConnectionIsTheDaemonsEnd) {
   const kj::Exception gone(kj::Exception::Type::DISCONNECTED, "file", 1, kj::str("peer is gone"));
   EXPECT_THAT(StatusOf(gone, "status"), testing::HasError(ErrorId::kDaemonGone));
+  EXPECT_OK(ParseError("peer is gone"));
+  EXPECT_OK(ParseError("error[of an older peer"));
+  const kj::Exception refused(
+      kj::Exception::Type::DISCONNECTED, "file", 1,
+      kj::str("remote exception: ", FormatError(MakeError(ErrorId::kLimit, "9 of 9")).c_str()));
+  EXPECT_THAT(StatusOf(refused, "hello"), testing::HasError(ErrorId::kLimit));
   const kj::Exception bug(kj::Exception::Type::FAILED, "file", 1, kj::str("no such method"));
   EXPECT_THAT(StatusOf(bug, "status"), testing::HasError(ErrorId::kProtocol));
 }
