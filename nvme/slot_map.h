@@ -10,7 +10,8 @@
 
 namespace forebay::nvme {
 
-// A piece of one path. What it holds is known to its user's ledger alone.
+// A piece of one path. What it holds is known to its user's ledger alone, which also chooses the slot
+// of each write (BlockLedger::ChooseSlot).
 struct Slot {
   uint32_t path = 0;
   uint64_t offset_bytes = 0;

@@ -43,8 +43,9 @@ struct PathStats {
   uint64_t writes = 0;
   uint64_t flushes = 0;
   uint64_t retries = 0;
-  // Requests that failed in the end.
+  // Requests that failed in the end; of these, the reads.
   uint64_t errors = 0;
+  uint64_t read_errors = 0;
   // Requests that took longer than the deadline, those in flight included.
   uint64_t late = 0;
   uint64_t capacity_bytes = 0;

@@ -30,7 +30,6 @@ class RangeAllocator {
   uint64_t free_pages() const { return free_pages_; }
   uint64_t largest_free_pages() const;
   size_t live_ranges() const { return live_.size(); }
-  size_t free_runs() const { return free_by_offset_.size(); }
 
  private:
   void InsertFree(uint64_t first, uint64_t pages);

@@ -234,7 +234,11 @@ void Volume::State::OnCompletion(const Completion& completion, std::vector<Finis
     status = Start(index);
     if (status.ok()) return;
   }
-  if (!status.ok()) ++paths[request.path].stats.errors;
+  if (!status.ok()) {
+    PathStats& stats = paths[request.path].stats;
+    ++stats.errors;
+    if (request.io == IoKind::kRead) ++stats.read_errors;
+  }
   Complete(index, std::move(status), finished);
 }
 

@@ -19,6 +19,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -227,7 +228,8 @@ TEST_P(VolumeFiles, AReadOnlyPathIsRefused) {
   ASSERT_EQ(chmod(a_.c_str(), 0555), 0);
   ASSERT_EQ(chmod(directory_.path().c_str(), 0755), 0);
   if (geteuid() == 0 && seteuid(kNobody) != 0) GTEST_SKIP() << "root cannot become another user";
-  if (access(directory_.path().c_str(), X_OK) != 0 || !std::filesystem::exists(a_)) {
+  std::error_code error;
+  if (!std::filesystem::exists(a_, error)) {
     ASSERT_EQ(seteuid(getuid()), 0);
     GTEST_SKIP() << "another user cannot reach the build tree";
   }

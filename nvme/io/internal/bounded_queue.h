@@ -13,7 +13,6 @@ class BoundedQueue {
   explicit BoundedQueue(size_t capacity) : items_(capacity) {}
 
   bool empty() const { return size_ == 0; }
-  bool full() const { return size_ == items_.size(); }
   size_t size() const { return size_; }
 
   void Push(const T& item) {
