@@ -59,13 +59,13 @@ float TrustRatio(const LambSums& sums) {
 uint64_t ApplyLamb(StateFormat format, const StepScalars& scalars, float trust, size_t n,
                    const StatePlanes& state) {
   const auto apply = internal::ChosenKernels().of(format).lamb_apply;
-  const float step = scalars.step * trust;
-  uint64_t bad = 0;
-  ForEachPiece<kApplyElems>(format, scalars, n, state,
-                            [&](size_t begin, size_t count, const float* w, const float* u) {
-                              bad += apply(step, count, w, u, Advance(state, format, begin));
-                            });
-  return bad;
+  const float step_size = scalars.step_size * trust;
+  uint64_t non_finite = 0;
+  ForEachPiece<kApplyElems>(
+      format, scalars, n, state, [&](size_t begin, size_t count, const float* w, const float* u) {
+        non_finite += apply(step_size, count, w, u, Advance(state, format, begin));
+      });
+  return non_finite;
 }
 
 }  // namespace forebay::cpu_adam

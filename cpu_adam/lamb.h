@@ -14,7 +14,7 @@ namespace forebay::cpu_adam {
 // StepScalars, and moments as the format holds them after the first pass:
 //
 //   u  = fma(decay, w, a·inv_bias1 / fma(sqrt(b), inv_sqrt_bias2, eps))
-//   w' = fma(-(step·trust), u, w)
+//   w' = fma(-(step_size·trust), u, w)
 //
 // Source  You et al., arXiv:1904.00962, algorithm 2, with φ the identity; the ratio is 1 where a norm
 //         is 0.

@@ -47,7 +47,7 @@ StepScalars MakeStepScalars(Optimizer optimizer, const HyperParams& hyper, uint6
     s.decay = std::fma(-lr, weight_decay, 1.0f);
   }
   s.eps = static_cast<float>(hyper.eps);
-  s.step = lr;
+  s.step_size = lr;
   switch (optimizer) {
     case Optimizer::kSgd:
     case Optimizer::kSgdNesterov:
@@ -56,14 +56,14 @@ StepScalars MakeStepScalars(Optimizer optimizer, const HyperParams& hyper, uint6
           t == 1 || hyper.momentum == 0 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
       return s;
     case Optimizer::kAdagrad:
-      s.step = static_cast<float>(hyper.lr / (1.0 + (steps - 1.0) * hyper.lr_decay));
-      s.first = t == 1 ? static_cast<float>(hyper.initial_accumulator_value) : 0.0f;
+      s.step_size = static_cast<float>(hyper.lr / (1.0 + (steps - 1.0) * hyper.lr_decay));
+      s.initial_accumulator = t == 1 ? static_cast<float>(hyper.initial_accumulator_value) : 0.0f;
       return s;
     case Optimizer::kAdamW:
     case Optimizer::kAdam:
     case Optimizer::kAdamWAmsgrad:
     case Optimizer::kAdamAmsgrad:
-      s.step = lr * static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
+      s.step_size = lr * static_cast<float>(1.0 / BiasOf(hyper.beta1, steps));
       s.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(BiasOf(hyper.beta2, steps)));
       break;
     case Optimizer::kLamb:

@@ -33,9 +33,9 @@ struct StepScalars {
   // 1 / sqrt(1 - β₂ᵗ)
   float inv_sqrt_bias2;
   // η, times 1 / (1 - β₁ᵗ) (Adam), over 1 + (t - 1)·lr_decay (Adagrad).
-  float step;
-  // Adagrad: the initial accumulator, in the first step.
-  float first;
+  float step_size;
+  // Adagrad: at t = 1 what the sum of squares begins with, else 0.
+  float initial_accumulator;
   // LAMB: 1 / (1 - β₁ᵗ)
   float inv_bias1;
   // Of stochastic rounding: see SetRoundingKey.
@@ -60,7 +60,7 @@ struct StepScalars {
 //         group with a float32 scale s. Moments m (Adam's first, Lion's, SGD's) are linear: q·s
 //         with q an int8 from -127 to 127. Moments v (Adam's second and its largest, Adagrad's)
 //         are codes c from 0 to 255 of their root: v = (max(c, 1)·s)², never 0 beside others that
-//         are not: a step would be divided by it. Encoding, in float32 and with u = r·2⁻¹⁵ of 15
+//         are not: an update would be divided by it. Encoding, in float32 and with u = r·2⁻¹⁵ of 15
 //         random bits r:
 //
 //           s = max|x|·unit, 0 where that is below 2⁻¹²⁶       1/s is 0 where s is 0
@@ -91,17 +91,17 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 //   g  = g[i]·grad_scale
 //   kAdamW         a' = fma(beta1, a, one_minus_beta1·g)
 //                  b' = fma(beta2, b, (one_minus_beta2·g)·g)
-//                  w' = fma(-step, a' / fma(sqrt(b'), inv_sqrt_bias2, eps), decay·w)
+//                  w' = fma(-step_size, a' / fma(sqrt(b'), inv_sqrt_bias2, eps), decay·w)
 //   kAdam          the same with fma(l2, w, g) for g
 //   k…Amsgrad      the same with c' = max(c, b') for b' in the last line
 //   kAdagrad       g' = fma(l2, w, g)
-//                  a' = fma(g', g', a + first)
-//                  w' = fma(-step, g' / (sqrt(a') + eps), w)
-//   kLion          w' = fma(-step, sign(fma(beta1, a, one_minus_beta1·g)), decay·w)
+//                  a' = fma(g', g', a + initial_accumulator)
+//                  w' = fma(-step_size, g' / (sqrt(a') + eps), w)
+//   kLion          w' = fma(-step_size, sign(fma(beta1, a, one_minus_beta1·g)), decay·w)
 //                  a' = fma(beta2, a, one_minus_beta2·g)              sign of 0 and of NaN is 0
 //   kSgd           g' = fma(l2, w, g)
 //                  a' = fma(beta1, a, one_minus_beta1·g')
-//                  w' = fma(-step, a', w)
+//                  w' = fma(-step_size, a', w)
 //   kSgdNesterov   the same with fma(beta1, a', g') for a' in the last line
 //   kLamb          a' and b' of kAdamW, w' = w: the first of its two passes, see lamb.h
 //

@@ -41,7 +41,7 @@ class Scalars:
         self.grad_scale = single(1 / world)
         lr = single(lr)
         self.decay = fma(-lr, single(WEIGHT_DECAY), single(1.0))
-        self.step = lr * single(1 / -math.expm1(t * math.log(BETA1)))
+        self.step_size = lr * single(1 / -math.expm1(t * math.log(BETA1)))
 
 
 def update(scalars, gradient, master, m, v):
@@ -51,7 +51,7 @@ def update(scalars, gradient, master, m, v):
     v = fma(scalars.beta2, v, (scalars.one_minus_beta2 * g) * g)
     root = torch.sqrt(v.double()).float()  # torch's float32 root is not always rounded to nearest
     d = fma(root, scalars.inv_sqrt_bias2, scalars.eps)
-    return fma(-scalars.step, m / d, scalars.decay * master), m, v
+    return fma(-scalars.step_size, m / d, scalars.decay * master), m, v
 
 
 def split(master):

@@ -18,9 +18,9 @@ using protocol::MomentShape;
 
 // A master is counted when its bits, sign aside, reach this: float32 infinity, or the first value
 // whose bfloat16 or binary16 is infinite.
-inline constexpr int32_t kFp32BadBits = 0x7F800000;
-inline constexpr int32_t kBf16BadBits = 0x7F7F8000;
-inline constexpr int32_t kFp16BadBits = 0x477FF000;
+inline constexpr int32_t kFp32NonFiniteBits = 0x7F800000;
+inline constexpr int32_t kBf16NonFiniteBits = 0x7F7F8000;
+inline constexpr int32_t kFp16NonFiniteBits = 0x477FF000;
 
 // What the random bits and codes of update_kernel.h are made of.
 inline constexpr uint32_t kElemStep = 0x9E3779B9u, kFirstRounding = 0x846CA68Bu,
@@ -52,10 +52,11 @@ using UpdateFn = uint64_t(const StepScalars&, size_t n, Gradient, const StatePla
 // The kernels of one format.
 struct FormatKernels {
   UpdateFn* updates[kOptimizerCount];  // by optimizer, less 1
-  // Of the second pass of LAMB (lamb.h), n elements: w and u out of planes, and fma(-step, u, w) into
-  // them, which returns how many masters are non-finite.
+  // Of the second pass of LAMB (lamb.h), n elements: w and u out of planes, and
+  // fma(-step_size, u, w) into them, which returns how many masters are non-finite.
   void (*lamb_direction)(const StepScalars&, size_t n, const StatePlanes&, float* w, float* u);
-  uint64_t (*lamb_apply)(float step, size_t n, const float* w, const float* u, const StatePlanes&);
+  uint64_t (*lamb_apply)(float step_size, size_t n, const float* w, const float* u,
+                         const StatePlanes&);
 };
 
 struct StreamKernels {

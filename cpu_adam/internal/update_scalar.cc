@@ -42,21 +42,21 @@ void StepAdam(Optimizer optimizer, const StepScalars& k, float g, Element& e) {
     largest = c;
   }
   const float denominator = std::fma(std::sqrt(largest), k.inv_sqrt_bias2, k.eps);
-  e.w = std::fma(-k.step, a / denominator, k.decay * e.w);
+  e.w = std::fma(-k.step_size, a / denominator, k.decay * e.w);
 }
 
 void StepAdagrad(const StepScalars& k, float g, Element& e) {
   float& a = e.moments[0];
   g = std::fma(k.l2, e.w, g);
-  a = std::fma(g, g, a + k.first);
-  e.w = std::fma(-k.step, g / (std::sqrt(a) + k.eps), e.w);
+  a = std::fma(g, g, a + k.initial_accumulator);
+  e.w = std::fma(-k.step_size, g / (std::sqrt(a) + k.eps), e.w);
 }
 
 void StepLion(const StepScalars& k, float g, Element& e) {
   float& a = e.moments[0];
   const float mixed = std::fma(k.beta1, a, k.one_minus_beta1 * g);
   const float sign = static_cast<float>(mixed > 0) - static_cast<float>(mixed < 0);
-  e.w = std::fma(-k.step, sign, k.decay * e.w);
+  e.w = std::fma(-k.step_size, sign, k.decay * e.w);
   a = std::fma(k.beta2, a, k.one_minus_beta2 * g);
 }
 
@@ -65,7 +65,7 @@ void StepSgd(Optimizer optimizer, const StepScalars& k, float g, Element& e) {
   g = std::fma(k.l2, e.w, g);
   a = std::fma(k.beta1, a, k.one_minus_beta1 * g);
   const float u = optimizer == Optimizer::kSgdNesterov ? std::fma(k.beta1, a, g) : a;
-  e.w = std::fma(-k.step, u, e.w);
+  e.w = std::fma(-k.step_size, u, e.w);
 }
 
 template <Optimizer kOptimizer>
@@ -99,18 +99,18 @@ uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
   if (kWeightsAreMaster<kFormat>) {
     static_cast<float*>(to.weights)[i] = FloatOf(bits);
-    return magnitude >= kFp32BadBits ? 1 : 0;
+    return magnitude >= kFp32NonFiniteBits ? 1 : 0;
   }
   if (kHasMaster<kFormat>) to.master[i] = FloatOf(bits);
   if (kFormat.weights == DType::kFloat16) {
     static_cast<uint16_t*>(to.weights)[i] = RoundToFp16(bits);
-    return magnitude >= kFp16BadBits ? 1 : 0;
+    return magnitude >= kFp16NonFiniteBits ? 1 : 0;
   }
   const auto weights = static_cast<uint16_t>((bits + 0x8000) >> 16);
   static_cast<uint16_t*>(to.weights)[i] = weights;
   if (kHasRemainder<kFormat>)
     to.remainder[i] = static_cast<int16_t>(bits - (uint32_t{weights} << 16));
-  return magnitude >= kBf16BadBits ? 1 : 0;
+  return magnitude >= kBf16NonFiniteBits ? 1 : 0;
 }
 
 // --------------------------------------------------------------------------------------- the moments
@@ -218,18 +218,18 @@ void StoreMoments(const StepScalars& k, const Element* elements, size_t n, size_
 
 template <Optimizer kOptimizer, StateFormat kFormat>
 uint64_t Run(const StepScalars& k, size_t n, Gradient g, const StatePlanes& state) {
-  uint64_t bad = 0;
+  uint64_t non_finite = 0;
   for (size_t begin = 0; begin < n; begin += kScaleElems) {
     const size_t count = std::min(kScaleElems, n - begin);
     Element group[kScaleElems];
     for (size_t i = 0; i < count; ++i) {
       group[i] = Load<kOptimizer, kFormat>(state, begin + i);
       Step<kOptimizer>(k, LoadGrad(g, begin + i), group[i]);
-      bad += StoreMaster<kFormat>(state, begin + i, BitsOf(group[i].w));
+      non_finite += StoreMaster<kFormat>(state, begin + i, BitsOf(group[i].w));
     }
     StoreMoments<kOptimizer, kFormat>(k, group, count, begin, state);
   }
-  return bad;
+  return non_finite;
 }
 
 template <StateFormat kFormat>
@@ -243,12 +243,12 @@ void Direction(const StepScalars& k, size_t n, const StatePlanes& from, float* w
 }
 
 template <StateFormat kFormat>
-uint64_t Apply(float step, size_t n, const float* w, const float* u, const StatePlanes& to) {
-  uint64_t bad = 0;
+uint64_t Apply(float step_size, size_t n, const float* w, const float* u, const StatePlanes& to) {
+  uint64_t non_finite = 0;
   for (size_t i = 0; i < n; ++i) {
-    bad += StoreMaster<kFormat>(to, i, BitsOf(std::fma(-step, u[i], w[i])));
+    non_finite += StoreMaster<kFormat>(to, i, BitsOf(std::fma(-step_size, u[i], w[i])));
   }
-  return bad;
+  return non_finite;
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ TEST(AdamDefinition, IsWithinTheDerivedBoundOfDoublePrecisionInEveryStep) {
       ExpectNear(data.v[i], old_v + new_v,
                  kUnit * (2 * new_v + old_v + new_v) + (2 + std::abs(g)) * kTiny,
                  std::max(old_v, new_v), "v", i);
-      const double step = s.step;
+      const double step = s.step_size;
       const double denominator = std::sqrt(double{data.v[i]}) * s.inv_sqrt_bias2 + s.eps;
       const double update = step * data.m[i] / denominator;
       const double kept = (1.0 - double{static_cast<float>(hyper.lr)} * hyper.weight_decay) * w[i];
@@ -111,15 +111,15 @@ TEST(AdamDefinition, BiasCorrectionIsRightFromTheFirstToTheMillionthStep) {
     const StepScalars s = MakeStepScalars(Optimizer::kAdamW, hyper, t, 1.0f);
     const long double bias1 = 1 - std::pow(0.9L, static_cast<long double>(t));
     const long double bias2 = 1 - std::pow(0.999L, static_cast<long double>(t));
-    EXPECT_FLOAT_EQ(s.step, static_cast<float>(0.001L / bias1)) << t;
+    EXPECT_FLOAT_EQ(s.step_size, static_cast<float>(0.001L / bias1)) << t;
     EXPECT_FLOAT_EQ(s.inv_sqrt_bias2, static_cast<float>(1 / std::sqrt(bias2))) << t;
   }
-  EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1000000, 1.0f).step, 0.001f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1000000, 1.0f).step_size, 0.001f);
   EXPECT_EQ(MakeStepScalars(Optimizer::kAdamW, hyper, 1, 1.0f).one_minus_beta2,
             0.001f);  // not 1.0f - 0.999f
   const StepScalars no_momentum = MakeStepScalars(
       Optimizer::kAdamW, {.lr = 1e-3, .beta1 = 0, .beta2 = 0, .eps = 1e-8}, 3, 1.0f);
-  EXPECT_EQ(no_momentum.step, 0.001f);
+  EXPECT_EQ(no_momentum.step_size, 0.001f);
   EXPECT_EQ(no_momentum.inv_sqrt_bias2, 1.0f);
 }
 

@@ -58,28 +58,28 @@ Expected Adam(Optimizer optimizer, const StepScalars& k, double g, double w, con
     e.moments[2] = {largest, e.moments[1].largest_term};
   }
   const double denominator = std::sqrt(largest) * k.inv_sqrt_bias2 + k.eps;
-  e.w = Add(double{k.decay} * w, -double{k.step} * e.moments[0].value / denominator);
+  e.w = Add(double{k.decay} * w, -double{k.step_size} * e.moments[0].value / denominator);
   return e;
 }
 
 Expected Other(Optimizer optimizer, const StepScalars& k, double g, double w, double old) {
   Expected e;
   if (optimizer == Optimizer::kAdagrad) {
-    e.moments[0] = Add(old + k.first, g * g);
-    e.w = Add(w, -double{k.step} * g / (std::sqrt(e.moments[0].value) + k.eps));
+    e.moments[0] = Add(old + k.initial_accumulator, g * g);
+    e.w = Add(w, -double{k.step_size} * g / (std::sqrt(e.moments[0].value) + k.eps));
     return e;
   }
   if (optimizer == Optimizer::kLion) {
     const double mixed = double{k.beta1} * old + double{k.one_minus_beta1} * g;
     const double sign = mixed > 0 ? 1 : mixed < 0 ? -1 : 0;
-    e.w = Add(double{k.decay} * w, -double{k.step} * sign);
+    e.w = Add(double{k.decay} * w, -double{k.step_size} * sign);
     e.moments[0] = Add(double{k.beta2} * old, double{k.one_minus_beta2} * g);
     return e;
   }
   e.moments[0] = Add(double{k.beta1} * old, double{k.one_minus_beta1} * g);
   const double buffer = e.moments[0].value;
-  e.w = Add(
-      w, -double{k.step} * (optimizer == Optimizer::kSgdNesterov ? k.beta1 * buffer + g : buffer));
+  e.w = Add(w, -double{k.step_size} *
+                   (optimizer == Optimizer::kSgdNesterov ? k.beta1 * buffer + g : buffer));
   return e;
 }
 
@@ -223,10 +223,10 @@ TEST(MakeStepScalars, AdagradDecaysItsRateAndStartsItsAccumulatorOnce) {
                              .eps = 1e-8,
                              .lr_decay = 0.5,
                              .initial_accumulator_value = 0.1};
-  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).step, 0.1f);
-  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 3, 1.0f).step, 0.05f);
-  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).first, 0.1f);
-  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 2, 1.0f).first, 0.0f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).step_size, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 3, 1.0f).step_size, 0.05f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 1, 1.0f).initial_accumulator, 0.1f);
+  EXPECT_EQ(MakeStepScalars(Optimizer::kAdagrad, hyper, 2, 1.0f).initial_accumulator, 0.0f);
 }
 
 TEST(OptimizerStep, LionMovesByItsRateOrNotAtAll) {
