@@ -24,7 +24,7 @@ void BlockLedger::AddSlots(const std::vector<nvme::Slot>& slots) {
 std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count) {
   std::vector<nvme::Slot> removed;
   while (removed.size() < count) {
-    const std::optional<nvme::Slot> slot = Choose();
+    const std::optional<nvme::Slot> slot = ChooseSlot();
     if (!slot) break;
     paths_[slot->path].free.erase(*slot);
     --paths_[slot->path].slots;
@@ -35,7 +35,7 @@ std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count) {
 }
 
 bool BlockLedger::has_working_slot() const {
-  const std::optional<nvme::Slot> slot = Choose();
+  const std::optional<nvme::Slot> slot = ChooseSlot();
   return slot.has_value() && !paths_[slot->path].failing;
 }
 
@@ -50,7 +50,7 @@ const BlockLedger::Version& BlockLedger::newest(uint32_t block) const {
   return of.pending ? *of.pending : of.current;
 }
 
-std::optional<nvme::Slot> BlockLedger::Choose() const {
+std::optional<nvme::Slot> BlockLedger::ChooseSlot() const {
   const Path* best = nullptr;
   for (const Path& path : paths_) {
     if (path.free.empty()) continue;
@@ -70,7 +70,7 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
     of.writing = of.pending->slot;
     return Target{.slot = *of.writing};
   }
-  of.writing = Choose();
+  of.writing = ChooseSlot();
   if (of.writing) {
     paths_[of.writing->path].free.erase(*of.writing);
   } else if (!failed_.empty()) {
@@ -120,12 +120,6 @@ void BlockLedger::SetResident(uint32_t block) {
   FOREBAY_CHECK(!blocks_[block].pending);
   SetInPlace(block, blocks_[block].current.written_step);
   PublishBlock(block);
-}
-
-uint32_t BlockLedger::free_slots() const {
-  size_t count = 0;
-  for (const Path& path : paths_) count += path.free.size();
-  return static_cast<uint32_t>(count);
 }
 
 void BlockLedger::CheckInvariants() const {

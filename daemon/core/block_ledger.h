@@ -68,7 +68,6 @@ class BlockLedger {
   std::vector<nvme::Slot> RemoveFreeSlots(size_t count);
   // All slots of the job.
   const std::set<nvme::Slot>& slots() const { return slots_; }
-  uint32_t free_slots() const;
 
   // CHECKs that each slot has exactly one use.
   void CheckInvariants() const;
@@ -88,7 +87,7 @@ class BlockLedger {
 
   // A free slot of the path with the largest free share, so that a step keeps every path busy; paths
   // that fail come last.
-  std::optional<nvme::Slot> Choose() const;
+  std::optional<nvme::Slot> ChooseSlot() const;
   void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
 
   std::set<nvme::Slot> slots_;

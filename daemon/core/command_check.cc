@@ -137,9 +137,8 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
                                                    " parameters of the layout (",
                                                    protocol::PresenceWords(params), " words)"));
   }
-  for (uint64_t param = 0; param < params; ++param) {
-    const bool is_present = (presence[param / 64] >> (param % 64) & 1) != 0;
-    if (!is_present || layout.params()[param].trainable) continue;
+  for (uint32_t param = 0; param < params; ++param) {
+    if (!protocol::IsPresent(presence, param) || layout.params()[param].trainable) continue;
     return MakeError(ErrorId::kUnsupported,
                      absl::StrCat("a gradient of parameter ", layout.spec().params[param].name,
                                   ", which is frozen"),

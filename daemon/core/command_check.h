@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
@@ -24,7 +25,7 @@ struct CommandLimits {
 //
 // Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
 //         E_RANGE        group, parameter, state, offset or length; a frozen parameter has no states.
-//         E_UNSUPPORTED  GradKind::kReduced.
+//         E_UNSUPPORTED  GradKind::kReduced, or a gradient of a group that is frozen.
 absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
                           const CommandLimits& limits);
 
@@ -34,6 +35,7 @@ absl::Status CheckCommand(const protocol::Command& command, const protocol::Layo
 //         E_RANGE        the length is not that of its parts, or the presence of other parameters.
 //         E_OPTION       too few or too many parameter groups, a hyper-parameter out of bounds.
 //         E_EXTRA_STATE  more than the session asked for at attach.
+//         E_UNSUPPORTED  a gradient of a parameter that is frozen.
 absl::Status CheckStepRequest(const protocol::Command& command, const StepRequestCopied& copied,
                               const protocol::Layout& layout, const CommandLimits& limits);
 

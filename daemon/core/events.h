@@ -413,6 +413,13 @@ struct DecodeState {
   uint64_t grad_offset_bytes = 0;
 };
 
+// An attach to `job` waits for DRAM.
+struct RoomAwaited {
+  std::string job;  // as root writes names
+  uint64_t missing_bytes = 0;
+  std::vector<std::string> evicting_jobs;  // that move blocks to swap first
+};
+
 // The update of `step` waits for the leases of readers: LeaseTimeExpired comes after
 // `reader.lease_max`, unless the job has been freed before.
 struct StartLeaseTimer {
@@ -434,10 +441,11 @@ struct StepCommitted {
   uint64_t step = 0;
 };
 
-using Action = std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
-                            AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete,
-                            CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                            SumGradient, ReadBlock, UpdateBlock, WriteBlock, EvictBlock,
-                            PromoteBlock, DecodeState, StartLeaseTimer, StepCalled, StepCommitted>;
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
+                 AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
+                 CopyInitial, CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
+                 WriteBlock, EvictBlock, PromoteBlock, DecodeState, RoomAwaited, StartLeaseTimer,
+                 StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

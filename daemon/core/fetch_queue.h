@@ -7,8 +7,8 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
 #include "daemon/core/job_spec.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/session.h"
 #include "daemon/core/step.h"
@@ -18,7 +18,7 @@ namespace forebay::daemon {
 
 class FetchQueue {
  public:
-  FetchQueue(const JobSpec& spec, JobIo& io, Step& step, LeaseTable& leases)
+  FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, LeaseTable& leases)
       : spec_(spec), io_(io), step_(step), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
@@ -34,7 +34,7 @@ class FetchQueue {
   };
 
   const JobSpec& spec_;
-  JobIo& io_;
+  JobTasks& io_;
   Step& step_;
   LeaseTable& leases_;
   std::vector<Waiting> waiting_;

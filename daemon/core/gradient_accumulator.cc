@@ -15,7 +15,8 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-GradientAccumulator::GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
+GradientAccumulator::GradientAccumulator(JobTasks& io,
+                                         std::shared_ptr<const protocol::Layout> layout,
                                          const MemoryPlan& plan, const Membership& members)
     : io_(io), layout_(std::move(layout)), plan_(plan), members_(members) {
   Forget();

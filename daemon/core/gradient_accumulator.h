@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "cpu_adam/square_sum.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
@@ -46,7 +46,7 @@ class GradientAccumulator {
     CommandId command;
   };
 
-  GradientAccumulator(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
+  GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                       const MemoryPlan& plan, const Membership& members);
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
@@ -55,7 +55,7 @@ class GradientAccumulator {
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Outcomes of its tasks. Not of stale ones (JobIo::NewEpoch).
+  // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
@@ -164,7 +164,7 @@ class GradientAccumulator {
   uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
   std::string NameOf(uint32_t group) const;
 
-  JobIo& io_;
+  JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   const Membership& members_;

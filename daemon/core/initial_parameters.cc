@@ -13,7 +13,7 @@ using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::MakeError;
 
-InitialParameters::InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout)
+InitialParameters::InitialParameters(JobTasks& io, std::shared_ptr<const protocol::Layout> layout)
     : io_(io), layout_(std::move(layout)) {
   for (const protocol::GroupPlace& group : layout_->groups()) {
     written_.emplace_back((group.elems + kGradUnitElems - 1) / kGradUnitElems, false);

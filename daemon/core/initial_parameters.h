@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
@@ -19,7 +19,7 @@ namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  InitialParameters(JobIo& io, std::shared_ptr<const protocol::Layout> layout);
+  InitialParameters(JobTasks& io, std::shared_ptr<const protocol::Layout> layout);
 
   SessionId writer() const { return writer_; }  // 0: nobody
   void set_writer(SessionId session) { writer_ = session; }
@@ -57,7 +57,7 @@ class InitialParameters {
   void TryDone();
   void SetWritten(const Running& range, bool written);
 
-  JobIo& io_;
+  JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   SessionId writer_ = 0;
   bool ready_ = false;

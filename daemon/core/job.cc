@@ -124,6 +124,7 @@ void Job::EvictWaiting(const absl::Status& reason) {
 
 // When the last step of the old world is over and its sessions are closed.
 void Job::TryChangeWorld() {
+  if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // who waited for room is gone
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
   if (step_.phase() != Step::Phase::kOpen || !members_.has_only_waiting()) return;
   step_.DropForNewWorld();
@@ -490,7 +491,8 @@ absl::Status Job::FailedStatus() const {
 absl::Status Job::Delete() {
   if (members_.live_ranks() > 0) {
     return MakeError(ErrorId::kBusy,
-                     absl::StrCat("job ", spec_.name, " has ", members_.live_ranks(), " sessions"),
+                     absl::StrCat("job ", spec_.name, " has ", members_.live_ranks(),
+                                  members_.live_ranks() == 1 ? " session" : " sessions"),
                      "end its processes first");
   }
   deleting_ = true;

@@ -12,8 +12,8 @@
 #include "daemon/core/events.h"
 #include "daemon/core/fetch_queue.h"
 #include "daemon/core/initial_parameters.h"
-#include "daemon/core/job_io.h"
 #include "daemon/core/job_spec.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
@@ -128,7 +128,7 @@ class Job {
   void HandleInitial(Session& session, const protocol::Command& command);
 
   JobSpec spec_;
-  JobIo io_;
+  JobTasks io_;
   bool has_begun_ = false;
   uint32_t making_tasks_ = 0;  // its memory and swap
   // Of sessions that wait until it becomes the spec's.

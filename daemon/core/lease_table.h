@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 
 namespace forebay::daemon {
 

@@ -11,8 +11,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
 #include "daemon/core/job_spec.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/node_state.h"
 #include "daemon/core/session.h"
 
@@ -27,7 +27,7 @@ class Membership {
  public:
   enum class Ready : uint8_t { kNo, kYes };
 
-  Membership(const JobSpec& spec, JobIo& io)
+  Membership(const JobSpec& spec, JobTasks& io)
       : spec_(spec), io_(io), detached_(spec.world_size(), false) {}
 
   // Whether this client may attach by its layout, its world size and the sizes it asks for, where
@@ -84,7 +84,7 @@ class Membership {
 
  private:
   const JobSpec& spec_;
-  JobIo& io_;
+  JobTasks& io_;
   std::string run_;  // token of the newest attach
   uint64_t generation_ = 0;
   std::map<SessionId, Session> sessions_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -9,8 +10,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/job.h"
-#include "daemon/core/job_io.h"
 #include "daemon/core/job_name.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/staging.h"
 #include "protocol/error.h"
@@ -65,10 +66,6 @@ absl::Status CheckRequest(const AttachRequested& request) {
   return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 
-}  // namespace
-
-namespace {
-
 std::vector<uint64_t> UsedByPath(const nvme::SlotMap& swap) {
   std::vector<uint64_t> used;
   for (uint32_t path = 0; path < swap.paths(); ++path) used.push_back(swap.used_bytes(path));
@@ -99,7 +96,9 @@ struct NodeState::Impl {
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
   absl::Status ChangeWorld(const AttachRequested& request, Job& job);
   absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
+  void ReportWait(const Job& job, uint64_t awaited_bytes);
   void AdmitWaiting();
+  void KeepBlocks();
   absl::Status NoRoomError(const Job& waiting_job) const;
   // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
@@ -137,6 +136,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
   impl_->AdmitWaiting();
+  impl_->KeepBlocks();
   impl_->actions.Bind(nullptr);
 }
 
@@ -203,7 +203,9 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
                                    actions, pool, swap);
   names.emplace(std::move(name), id);
   waiting.push_back(id);
-  return jobs.emplace(id, std::move(job)).first->second.get();
+  Job* const made = jobs.emplace(id, std::move(job)).first->second.get();
+  ReportWait(*made, made->granted_bytes());
+  return made;
 }
 
 Job* NodeState::Impl::On(const SessionMapped& event) {
@@ -316,6 +318,7 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
                                               SessionRequestOf(request), options, others));
   RETURN_IF_ERROR(MakeRoom(plan, swap, others));
   job.ChangeWorld(std::move(plan));
+  ReportWait(job, *job.awaited_bytes());
   return absl::OkStatus();
 }
 
@@ -342,6 +345,25 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
     jobs.at(id)->Advance();
   }
   return absl::OkStatus();
+}
+
+// Says what an attach waits for, where it does.
+void NodeState::Impl::ReportWait(const Job& job, uint64_t awaited_bytes) {
+  const uint64_t needed_bytes = Bytes(&Job::dram_bytes) + awaited_bytes;
+  if (needed_bytes <= options.dram_limit_bytes) return;
+  const auto name = [](const Job& of) {
+    return JobNameFor(/*uid=*/0, {.uid = of.uid(), .name = of.name()});
+  };
+  RoomAwaited report{.job = name(job),
+                     .missing_bytes = needed_bytes - options.dram_limit_bytes,
+                     .evicting_jobs = {}};
+  for (const auto& [id, other] : jobs) {
+    const Placement& placement = other->placement();
+    if (placement.state_bytes() > placement.granted_bytes()) {
+      report.evicting_jobs.push_back(name(*other));
+    }
+  }
+  actions.Emit(std::move(report));
 }
 
 // Begins the jobs and the worlds for which there is DRAM now. Where room that was granted does not
@@ -375,6 +397,17 @@ void NodeState::Impl::AdmitWaiting() {
     job.Begin();
     return true;
   });
+}
+
+// Blocks that were to make room stay where it is not needed any more: whoever waited for it is gone, or
+// other memory has become free.
+void NodeState::Impl::KeepBlocks() {
+  for (const auto& [id, job] : jobs) {
+    if (!job->residency().makes_room()) continue;
+    const uint64_t granted_bytes = Bytes(&Job::granted_bytes);
+    job->residency().Keep(options.dram_limit_bytes -
+                          std::min(granted_bytes, options.dram_limit_bytes));
+  }
 }
 
 absl::Status NodeState::Impl::NoRoomError(const Job& waiting_job) const {
@@ -453,13 +486,6 @@ std::vector<JobView> NodeState::Jobs() const {
   std::vector<JobView> views;
   for (const auto& [id, job] : impl_->jobs) views.push_back(job->View());
   return views;
-}
-
-std::optional<JobView> NodeState::FindJob(std::string_view name) const {
-  for (const auto& [id, job] : impl_->jobs) {
-    if (job->name() == name) return job->View();
-  }
-  return std::nullopt;
 }
 
 NodeView NodeState::Node() const {

@@ -5,9 +5,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -103,8 +101,6 @@ class NodeState {
   void Handle(const Event& event, std::vector<Action>& actions);
 
   std::vector<JobView> Jobs() const;  // by id
-  // The oldest of that name, whoever owns it.
-  std::optional<JobView> FindJob(std::string_view name) const;
   NodeView Node() const;
 
   // CHECKs what must hold between any two events. Cost: linear in everything.

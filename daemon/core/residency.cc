@@ -34,6 +34,23 @@ uint64_t Residency::movable_bytes() const {
 }
 
 void Residency::Evict(const Eviction& eviction) {
+  MarkWithSlots(eviction);
+  for_room_.insert(eviction.block);
+}
+
+void Residency::Keep(uint64_t bytes) {
+  while (!for_room_.empty()) {
+    const uint32_t block = *for_room_.begin();
+    const uint64_t block_bytes = pipeline_.placement().WhereBlock(block).state.bytes;
+    if (block_bytes > bytes) break;
+    bytes -= block_bytes;
+    pipeline_.placement().Unmark(block);
+    for_room_.erase(block);
+  }
+  if (!pipeline_.running()) pipeline_.ReturnSurplusSlots();  // else when the step is over
+}
+
+void Residency::MarkWithSlots(const Eviction& eviction) {
   pipeline_.ledger().AddSlots(eviction.slots);
   pipeline_.placement().Mark(eviction.block);
 }
@@ -46,7 +63,8 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
     return;
   }
   std::optional<std::vector<nvme::Slot>> slots = swap_.Allocate(kSwapSlotsPerBlock, slot_bytes_);
-  if (slots) Evict({.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
+  if (!slots) return;
+  MarkWithSlots({.block = block, .bytes = location.state.bytes, .slots = *std::move(slots)});
 }
 
 void Residency::Pump() {
@@ -55,6 +73,7 @@ void Residency::Pump() {
   if (!block) return;
   if (pipeline_.is_resident(*block)) {
     pipeline_.placement().BeginMove(*block);
+    for_room_.erase(*block);
     StartEviction(*block);
   } else if (MayPromote(*block)) {
     StartPromotion(*block);
@@ -140,6 +159,7 @@ void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
 
 void Residency::Abandon() {
   abandoned_ = true;
+  for_room_.clear();
   Placement& placement = pipeline_.placement();
   for (uint32_t block = 0; block < placement.blocks(); ++block) {
     const bool is_marked = placement.WhereBlock(block).move != BlockMove::kNone;

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/node_state.h"
 #include "daemon/core/step_pipeline.h"
 #include "nvme/slot_map.h"
@@ -28,7 +29,7 @@ struct Eviction {
 class Residency {
  public:
   // `slot_bytes`: of the job's swap slots; 0: its blocks cannot be on swap.
-  Residency(JobIo& io, StepPipeline& pipeline, nvme::SlotMap& swap, uint64_t slot_bytes)
+  Residency(JobTasks& io, StepPipeline& pipeline, nvme::SlotMap& swap, uint64_t slot_bytes)
       : io_(io), pipeline_(pipeline), swap_(swap), slot_bytes_(slot_bytes) {}
 
   // The highest blocks in DRAM that together have `bytes`, or as many as `swap` has slots for: they
@@ -36,8 +37,12 @@ class Residency {
   std::vector<Eviction> PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const;
   // States in DRAM that can be on swap.
   uint64_t movable_bytes() const;
-  // Marks a block in DRAM that has no mark.
+  // Marks a block in DRAM that has no mark: it makes room for others.
   void Evict(const Eviction& eviction);
+  bool makes_room() const { return !for_room_.empty(); }
+  // Takes the marks of blocks back whose room is not needed, lowest first: together they have at most
+  // `bytes`.
+  void Keep(uint64_t bytes);
   // Marks a block for the other tier; does nothing where it is marked, or where neither swap has slots
   // nor `free_bytes` of DRAM are enough.
   void Move(uint32_t block, uint64_t free_bytes);
@@ -55,16 +60,18 @@ class Residency {
   const ResidencyCounters& counters() const { return counters_; }
 
  private:
+  void MarkWithSlots(const Eviction& eviction);
   void StartEviction(uint32_t block);
   bool MayPromote(uint32_t block);
   void StartPromotion(uint32_t block);
   void OnEvicted(uint32_t block, const TaskDone& done);
   void OnPromoted(uint32_t block, const TaskDone& done);
 
-  JobIo& io_;
+  JobTasks& io_;
   StepPipeline& pipeline_;
   nvme::SlotMap& swap_;
   uint64_t slot_bytes_;
+  std::set<uint32_t> for_room_;  // marked by Evict(), and their moves have not begun
   bool abandoned_ = false;
   absl::Status error_;
   ResidencyCounters counters_;

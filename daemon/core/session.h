@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
 #include "protocol/wire.h"
 

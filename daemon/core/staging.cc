@@ -44,9 +44,8 @@ void StagedBlocks::Drop(uint32_t block) {
 }
 
 std::optional<uint32_t> StagedBlocks::Reclaim() {
-  if (!may_reclaim_) return std::nullopt;
   for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it) {
-    if (it->second.state != State::kReady) continue;
+    if (it->second.state != State::kReady || !may_reclaim_(it->first)) continue;
     const uint32_t slot = it->second.slot;
     waits_for_slot_ = true;
     lowest_dropped_ = std::min(lowest_dropped_, it->first);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace forebay::daemon {
@@ -19,8 +21,8 @@ class StagingPool {
   // The lowest free slot.
   std::optional<uint32_t> AllocateFree();
 
-  // A free slot; else that of a block that was read ahead and is not in use: of the asking job the last
-  // one in the order of update, else one of another job.
+  // A free slot; else that of a block that its job can do without now (StagedBlocks::Reclaim): of the
+  // asking job, else of another one.
   std::optional<uint32_t> AllocateUrgent(StagedBlocks& asking);
 
   void Release(uint32_t slot);
@@ -55,7 +57,11 @@ class StagedBlocks {
     bool prefetched = false;  // its read was asked for before an update waited for it
   };
 
-  explicit StagedBlocks(StagingPool& pool) : pool_(pool) { pool_.Join(*this); }
+  // `may_reclaim` says whether the job can do without a block that is kReady.
+  StagedBlocks(StagingPool& pool, std::function<bool(uint32_t block)> may_reclaim)
+      : pool_(pool), may_reclaim_(std::move(may_reclaim)) {
+    pool_.Join(*this);
+  }
   StagedBlocks(const StagedBlocks&) = delete;
   StagedBlocks& operator=(const StagedBlocks&) = delete;
   ~StagedBlocks();
@@ -75,9 +81,8 @@ class StagedBlocks {
   bool waits_for_slot() const { return waits_for_slot_; }
   void clear_waits_for_slot() { waits_for_slot_ = false; }
 
-  // While a step is applied no slot is reclaimed.
-  void set_may_reclaim(bool may) { may_reclaim_ = may; }
-  // Drops the last kReady block and returns its slot; nothing if there is none.
+  // Drops the last block, in the order of update, that is kReady and that the job can do without;
+  // returns its slot, nothing if there is no such block.
   std::optional<uint32_t> Reclaim();
 
   // The lowest block that may have been dropped since this was last asked; UINT32_MAX: none.
@@ -90,8 +95,8 @@ class StagedBlocks {
   }
 
   StagingPool& pool_;
+  std::function<bool(uint32_t)> may_reclaim_;
   std::map<uint32_t, Staged> blocks_;
-  bool may_reclaim_ = true;
   bool waits_for_slot_ = false;
   uint32_t lowest_dropped_ = UINT32_MAX;
 };

@@ -10,7 +10,7 @@
 #include "absl/status/status.h"
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/step_pipeline.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -19,7 +19,7 @@ namespace forebay::daemon {
 
 class StateReads {
  public:
-  StateReads(JobIo& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline)
+  StateReads(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline)
       : io_(io), layout_(std::move(layout)), pipeline_(pipeline) {}
 
   // A checked kReadState.
@@ -57,7 +57,7 @@ class StateReads {
   void StartDecode();
   void End(const absl::Status& status);
 
-  JobIo& io_;
+  JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   StepPipeline& pipeline_;
   Phase phase_ = Phase::kIdle;

@@ -28,13 +28,9 @@ uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
          protocol::PresenceBytes(layout.params().size());
 }
 
-bool HasParam(const std::vector<uint64_t>& presence, uint32_t param) {
-  return (presence[param / 64] >> (param % 64) & 1) != 0;
-}
-
 }  // namespace
 
-Step::Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
+Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
            const StateReads& reads, const LeaseTable& leases)
     : spec_(spec),
       io_(io),
@@ -209,7 +205,7 @@ absl::Status Step::CheckCall(const Session& session, const Command& command,
 absl::Status Step::CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const {
   const auto params = spec_.layout->params();
   for (uint32_t i = 0; i < params.size(); ++i) {
-    if (!HasParam(presence, i)) continue;
+    if (!protocol::IsPresent(presence, i)) continue;
     const protocol::ParamPlace& param = params[i];
     const uint64_t delivered = gradients_.DeliveredElems(rank, param.group, param.offset_elems,
                                                          param.offset_elems + param.elems);
@@ -227,7 +223,7 @@ std::vector<bool> Step::ParamsWithGradient() const {
   std::vector<bool> present(spec_.layout->params().size(), false);
   for (const auto& [rank, call] : barrier_.by_rank()) {
     for (uint32_t i = 0; i < present.size(); ++i) {
-      if (HasParam(call.presence, i)) present[i] = true;
+      if (protocol::IsPresent(call.presence, i)) present[i] = true;
     }
   }
   return present;

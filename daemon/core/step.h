@@ -10,8 +10,8 @@
 #include "daemon/core/command_check.h"
 #include "daemon/core/events.h"
 #include "daemon/core/gradient_accumulator.h"
-#include "daemon/core/job_io.h"
 #include "daemon/core/job_spec.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/session.h"
@@ -37,7 +37,7 @@ class Step {
     kFailed,
   };
 
-  Step(const JobSpec& spec, JobIo& io, Membership& members, StepPipeline& pipeline,
+  Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
        const StateReads& reads, const LeaseTable& leases);
 
   // The initial parameters are written; `command`, which said so, is answered when blocks hold their
@@ -119,7 +119,7 @@ class Step {
   void Commit();
 
   const JobSpec& spec_;
-  JobIo& io_;
+  JobTasks& io_;
   Membership& members_;
   StepPipeline& pipeline_;
   const StateReads& reads_;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {

@@ -15,7 +15,7 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
-StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout,
+StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
                            nvme::SlotMap& swap, StagingPool& pool, const LeaseTable& leases,
                            uint32_t workers)
@@ -25,7 +25,7 @@ StepPipeline::StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> la
       plan_(plan),
       leases_(leases),
       workers_(workers),
-      staged_(pool),
+      staged_(pool, [this](uint32_t block) { return !running_ || IsLeased(block); }),
       ledger_(map_.blocks(), swap_slots),
       placement_(plan.placement),
       swap_(swap),
@@ -112,7 +112,6 @@ void StepPipeline::Start(StepOrder order, UpdatePass pass) {
   ForgetPrefetchErrors();
   norms_.clear();
   scalars_.clear();
-  staged_.set_may_reclaim(false);
   BeginPass(pass);
   Pump();
 }
@@ -120,8 +119,7 @@ void StepPipeline::Start(StepOrder order, UpdatePass pass) {
 void StepPipeline::BeginPass(UpdatePass pass) {
   pass_ = pass;
   resident_.clear();
-  to_read_.clear();
-  next_read_ = 0;
+  swapped_.clear();
   blocks_left_ = 0;
   std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
@@ -136,8 +134,8 @@ void StepPipeline::BeginPass(UpdatePass pass) {
     ++blocks_left_;
     if (is_resident(block)) {
       resident_.push_back(block);
-    } else if (!is_staged) {
-      to_read_.push_back(block);
+    } else {
+      swapped_.insert(block);
     }
   }
 }
@@ -164,16 +162,16 @@ void StepPipeline::EndMomentsPass() {
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (!resident_.empty()) return true;
-  return std::any_of(staged_.all().begin(), staged_.all().end(), [](const auto& entry) {
-    return entry.second.state != State::kInUse && !entry.second.cancelled;
+  return std::any_of(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
+    return swapped_.contains(entry.first) && !IsLeased(entry.first);
   });
 }
 
 void StepPipeline::StartReads() {
   // While a write finds no slot, more blocks would only keep staging slots from other jobs.
   if (!unwritten_.empty()) return;
-  for (; next_read_ < to_read_.size(); ++next_read_) {
-    const uint32_t block = to_read_[next_read_];
+  for (const uint32_t block : swapped_) {
+    if (staged_.contains(block) || IsLeased(block)) continue;
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
     const bool prefetched = UpdatesHaveOtherWork();
@@ -184,7 +182,7 @@ void StepPipeline::StartReads() {
 
 // A block that comes from swap goes before those that would wait for a worker.
 uint32_t StepPipeline::UpdatesMax() const {
-  const bool only_resident = next_read_ == to_read_.size() && staged_.all().empty();
+  const bool only_resident = swapped_.empty() && staged_.all().empty();
   return only_resident ? kUpdatesPerWorker * workers_ : workers_;
 }
 
@@ -265,6 +263,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
   if (!is_resident(block)) {
     StagedBlocks::Staged& staged = staged_.at(block);
     staged.state = State::kInUse;
+    swapped_.erase(block);
     if (!sets_masters()) {
       ++counters_.update_reads;
       if (staged.prefetched) ++counters_.update_reads_prefetched;
@@ -406,7 +405,6 @@ uint64_t StepPipeline::Finish() {
   running_ = false;
   ledger_.Publish();
   ReturnSurplusSlots();
-  staged_.set_may_reclaim(true);
   for (const uint32_t left : group_blocks_left_) FOREBAY_CHECK(left == 0);
   if (pass_ == UpdatePass::kMasters) return 0;
   for (uint32_t param = 0; param < param_updates_.size(); ++param) {

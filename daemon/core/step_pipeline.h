@@ -16,7 +16,7 @@
 #include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
@@ -52,13 +52,15 @@ struct PipelineCounters {
 // repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging
 // slots. A step is never undone, because weights and blocks in DRAM are updated in place.
 //
-// A block whose weights are leased waits for the release; other blocks go before it.
+// From the decision on a block whose weights are leased waits for the release; other blocks go before
+// it. It is not read before that, and where it has been read already, another block, of any job, may
+// take its slot: then it is read again.
 //
 // LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
 // and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
  public:
-  StepPipeline(JobIo& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
+  StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
                const std::vector<nvme::Slot>& swap_slots, nvme::SlotMap& swap, StagingPool& pool,
                const LeaseTable& leases, uint32_t workers);
 
@@ -147,6 +149,7 @@ class StepPipeline {
   void StartWrite(uint32_t block, uint64_t checksum);
   void StartReads();
   bool UpdatesHaveOtherWork() const;
+  // The update of the block waits for a lease, and no lease is given on its weights before the update.
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
   bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
@@ -154,7 +157,7 @@ class StepPipeline {
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
   bool has_two_passes() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
 
-  JobIo& io_;
+  JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   BlockMap map_;
   const MemoryPlan& plan_;
@@ -185,9 +188,8 @@ class StepPipeline {
   UpdatePass pass_ = UpdatePass::kWhole;
   std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
   std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
-  std::deque<uint32_t> resident_;                        // not updated yet, in order
-  std::vector<uint32_t> to_read_;                        // swapped and not read ahead
-  size_t next_read_ = 0;
+  std::deque<uint32_t> resident_;                        // whose update has not begun, in order
+  std::set<uint32_t> swapped_;                           // the same; some are staged
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                 // not updated and written yet
   std::vector<uint32_t> group_blocks_left_;  // by group: not updated yet

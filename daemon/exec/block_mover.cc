@@ -112,8 +112,8 @@ void BlockMover::Verify(const PromoteBlock& action, const ArenaRegistry::Arena& 
             read.ok() ? VerifyBlock(expected, action.identity, bytes) : read;
         const absl::Status freed =
             verified.ok() ? absl::OkStatus() : state->FreePart(PartOf(action));
-        return [this, task = action.task, verified, freed] {
-          LogError(verified);
+        return [this, task = action.task, verified, freed, was_read = read.ok()] {
+          if (was_read) LogError(verified);  // a failed read is in the log
           LogError(freed);
           raise_({.task = task, .status = verified});
         };

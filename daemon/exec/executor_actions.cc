@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
@@ -22,6 +23,18 @@ std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_byt
                           uint64_t bytes) {
   FOREBAY_CHECK(arena != nullptr && offset_bytes + bytes <= arena->capacity_bytes());
   return arena->bytes().subspan(offset_bytes, bytes);
+}
+
+// A block where it is, and its job's weights.
+StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t block_bytes,
+                     SwapSpace* swap) {
+  const protocol::LayoutSpec& spec = job.layout->spec();
+  return {.weights = job.weights->bytes(),
+          .block = place.resident ? Part(job.state, place.state_offset_bytes, block_bytes)
+                                  : swap->Slot(place.staging_slot, block_bytes),
+          .optimizer = spec.optimizer,
+          .format = spec.format,
+          .dtype = spec.dtype};
 }
 
 // Group whose accumulator lies at an offset of the step arena: they lie there in order.
@@ -350,14 +363,8 @@ int Executor::GroupOf(const JobMemory& job, const BlockPlace& place, uint64_t by
 void Executor::Run(UpdateBlock& action) {
   JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
-  const UpdateMemory memory{
-      .states = {.weights = job.weights->bytes(),
-                 .block = resident ? Part(job.state, action.place.state_offset_bytes, action.bytes)
-                                   : swap_->Slot(action.place.staging_slot, action.bytes),
-                 .optimizer = job.layout->spec().optimizer,
-                 .format = job.layout->spec().format,
-                 .dtype = job.layout->spec().dtype},
-      .accumulators = job.step->bytes()};
+  const UpdateMemory memory{.states = StatesAt(job, action.place, action.bytes, swap_),
+                            .accumulators = job.step->bytes()};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   Timed timed{.job = action.job,
@@ -400,13 +407,7 @@ void Executor::Run(DecodeState& action) {
   JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
-  const StateMemory memory{
-      .weights = job.weights->bytes(),
-      .block = resident ? Part(job.state, action.place.state_offset_bytes, action.block_bytes)
-                        : swap_->Slot(action.place.staging_slot, action.block_bytes),
-      .optimizer = job.layout->spec().optimizer,
-      .format = job.layout->spec().format,
-      .dtype = job.layout->spec().dtype};
+  const StateMemory memory = StatesAt(job, action.place, action.block_bytes, swap_);
   const auto expected =
       resident ? std::nullopt : swap_->Expected(action.place, action.identity, action.checksum);
   const auto to = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
@@ -424,6 +425,12 @@ void Executor::Run(DecodeState& action) {
 void Executor::Run(EvictBlock& action) { mover_.Evict(action, jobs_.at(action.job).state); }
 
 void Executor::Run(PromoteBlock& action) { mover_.Promote(action, jobs_.at(action.job).state); }
+
+void Executor::Run(RoomAwaited& action) {
+  spdlog::info("job {} waits for {} of DRAM until blocks have moved to swap, of: {}", action.job,
+               protocol::FormatBytes(action.missing_bytes),
+               absl::StrJoin(action.evicting_jobs, ", "));
+}
 
 void Executor::Run(StartLeaseTimer& action) {
   const auto wait_ns = static_cast<uint64_t>(options_.reader_lease_max.count());

@@ -4,6 +4,7 @@
 
 #include "daemon/core/block_ledger.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -37,6 +38,9 @@ nvme::Slot Write(BlockLedger& ledger, uint32_t block, uint64_t step) {
   return target->slot;
 }
 
+// How many a copy of it gives away.
+size_t FreeSlots(BlockLedger ledger) { return ledger.RemoveFreeSlots(SIZE_MAX).size(); }
+
 TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {
   BlockLedger ledger(2, Slots({4}));
   EXPECT_FALSE(ledger.current(0).slot.has_value());
@@ -53,7 +57,7 @@ TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {
   EXPECT_EQ(ledger.current(0).slot, first);
   ledger.Publish();
   EXPECT_EQ(ledger.current(0).slot, second);
-  EXPECT_EQ(ledger.free_slots(), 3u);
+  EXPECT_EQ(FreeSlots(ledger), 3u);
 }
 
 TEST(BlockLedger, TwoSlotsABlockAreEnoughForEveryStep) {
@@ -69,9 +73,9 @@ TEST(BlockLedger, TwoSlotsABlockAreEnoughForEveryStep) {
     }
     EXPECT_LE(of_path[0], of_path[1] + 1) << "both paths are busy";
     EXPECT_LE(of_path[1], of_path[0] + 1);
-    EXPECT_EQ(ledger.free_slots(), step == 1 ? kBlocks : 0u);
+    EXPECT_EQ(FreeSlots(ledger), step == 1 ? kBlocks : 0u);
     ledger.Publish();
-    EXPECT_EQ(ledger.free_slots(), kBlocks);
+    EXPECT_EQ(FreeSlots(ledger), kBlocks);
   }
 }
 
@@ -173,12 +177,12 @@ TEST(BlockLedger, ABlockMovesBetweenTiersAloneAndItsSlotsComeAndGo) {
   EXPECT_FALSE(ledger.current(2).slot.has_value());
   EXPECT_EQ(ledger.current(2).checksum, 0u);
   EXPECT_EQ(ledger.current(2).written_step, 1u);
-  EXPECT_EQ(ledger.free_slots(), 3u);
+  EXPECT_EQ(FreeSlots(ledger), 3u);
   const std::vector<nvme::Slot> removed = ledger.RemoveFreeSlots(2);
   EXPECT_EQ(removed.size(), 2u);
   ledger.CheckInvariants();
   EXPECT_EQ(ledger.slots().size(), 2u);
-  EXPECT_EQ(ledger.free_slots(), 1u);
+  EXPECT_EQ(FreeSlots(ledger), 1u);
   EXPECT_TRUE(ledger.slots().contains(*ledger.current(0).slot));
   EXPECT_EQ(ledger.RemoveFreeSlots(5).size(), 1u) << "what is in use stays";
 }

@@ -171,7 +171,7 @@ TEST_F(NodeStateAttach, InitialParametersThatAreNotFiniteAreRefusedByGroup) {
   node_.Send(done);
   EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNonfinite);
   EXPECT_THAT(MessageOf(tag), HasSubstr("group 1 (g1)"));
-  EXPECT_FALSE(node_.state().FindJob("job")->ready);
+  EXPECT_FALSE(node_.FindJob("job")->ready);
 }
 
 TEST_F(NodeStateAttach, InitialParametersAreTakenFromTheirWriterAlone) {
@@ -328,7 +328,7 @@ TEST_F(NodeStateAttach, ReckonsWithoutOverflowForAbsurdRequests) {
 TEST_F(NodeStateAttach, GivesTheSecondJobWhatIsLeftAndAllOfItBackWhenDeleted) {
   const uint64_t before = node_.state().Node().dram_used_bytes;
   node_.Attach(layout_, {.job = "a"});
-  const uint64_t of_a = node_.state().FindJob("a")->dram_bytes;
+  const uint64_t of_a = node_.FindJob("a")->dram_bytes;
   EXPECT_EQ(node_.state().Node().dram_used_bytes, before + of_a);
 
   NodeState::Options options = RoomyOptions();
@@ -401,7 +401,7 @@ TEST_F(NodeStateAttach, ThatEndsBeforeItsAnswerIsForgotten) {
 
 TEST_F(NodeStateAttach, ALostRankFencesTheOthersWhoseEndChangesNothing) {
   AttachBoth();
-  const uint64_t generation = node_.state().FindJob("job")->generation;
+  const uint64_t generation = node_.FindJob("job")->generation;
   const uint64_t held = node_.Gradient(second_, 0, 1);
   const uint64_t called = node_.Step(second_, 1);
   const uint64_t fetch = node_.Fetch(second_, 0);
@@ -416,9 +416,9 @@ TEST_F(NodeStateAttach, ALostRankFencesTheOthersWhoseEndChangesNothing) {
        {node_.Fetch(second_, 0), node_.Gradient(second_, 1, 1), node_.Step(second_, 1)}) {
     EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kRankLost) << "whatever comes later too";
   }
-  EXPECT_EQ(node_.state().FindJob("job")->generation, generation + 1);
+  EXPECT_EQ(node_.FindJob("job")->generation, generation + 1);
   node_.End(second_, EndCause::kLost);
-  EXPECT_EQ(node_.state().FindJob("job")->generation, generation + 1);
+  EXPECT_EQ(node_.FindJob("job")->generation, generation + 1);
 }
 
 TEST_F(NodeStateAttach, ANewGenerationTrainsOnWithoutTheDroppedGradients) {
@@ -544,6 +544,7 @@ TEST_F(NodeStateAttach, ADeleteIsTheOwnersAndNeedsAnEmptyJob) {
   EXPECT_THAT(Delete("1000:job", 1001), HasError(ErrorId::kPermission));
   EXPECT_THAT(Delete("job", 1000), HasError(ErrorId::kBusy));
   node_.End(first_, EndCause::kDetached);
+  EXPECT_EQ(Delete("job", 1000).message(), "job job has 1 session");
   node_.End(second_, EndCause::kDetached);
   EXPECT_TRUE(Delete("job", 1000).ok());
   EXPECT_TRUE(node_.state().Jobs().empty());

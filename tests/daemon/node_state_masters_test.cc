@@ -36,7 +36,7 @@ class NodeStateMasters : public ::testing::Test {
   static NodeState::Options Options() {
     NodeHarness roomy(RoomyOptions(), 2);
     roomy.Attach(Layout(), {});
-    const uint64_t fixed_bytes = roomy.state().FindJob("job")->dram_bytes - kBlocks * kBlockBytes;
+    const uint64_t fixed_bytes = roomy.FindJob("job")->dram_bytes - kBlocks * kBlockBytes;
     NodeState::Options options = RoomyOptions();
     options.node_bytes = 3 * kBlockBytes;
     options.dram_limit_bytes = options.node_bytes + fixed_bytes + kResident * kBlockBytes;
@@ -65,7 +65,7 @@ class NodeStateMasters : public ::testing::Test {
   }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
-  JobView View() { return *node_.state().FindJob("job"); }
+  JobView View() { return *node_.FindJob("job"); }
   // Every block was set once, before any step, and is published.
   void ExpectAllSet() {
     std::vector<uint32_t> set(kBlocks, 0);
@@ -130,7 +130,7 @@ TEST_F(NodeStateMasters, GoWithTheJobThatIsDeletedMeanwhile) {
   node_.End(writer_, EndCause::kLost);
   node_.Send(DeleteJobRequested{.request = 7, .uid = 1000, .job = "job"});
   node_.RunTasks();
-  EXPECT_FALSE(node_.state().FindJob("job").has_value());
+  EXPECT_FALSE(node_.FindJob("job").has_value());
   EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
   EXPECT_EQ(node_.state().Node().swap_used_bytes, 0U);
 }
@@ -178,7 +178,7 @@ TEST(NodeStateWithoutMasters, IsReadyAtOnce) {
   NodeHarness node(RoomyOptions(), 1);
   node.Attach(MakeLayoutOfParams({{320}}), {});
   EXPECT_TRUE(node.Logged<UpdateBlock>().empty());
-  EXPECT_TRUE(node.state().FindJob("job")->ready);
+  EXPECT_TRUE(node.FindJob("job")->ready);
 }
 
 }  // namespace

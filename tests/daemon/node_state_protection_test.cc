@@ -170,9 +170,9 @@ TEST_F(NodeStateProtection, LeasesOfASessionAreLimitedAndEndWithIt) {
     ASSERT_EQ(node_.ErrorOf(node_.Fetch(session_, 0)), ErrorId::kNone);
   }
   EXPECT_EQ(node_.ErrorOf(node_.Fetch(session_, 0)), ErrorId::kLimit);
-  EXPECT_EQ(node_.state().FindJob("job")->leases, kLeasesPerSessionMax);
+  EXPECT_EQ(node_.FindJob("job")->leases, kLeasesPerSessionMax);
   node_.End(session_, EndCause::kLost);
-  EXPECT_EQ(node_.state().FindJob("job")->leases, 0U);
+  EXPECT_EQ(node_.FindJob("job")->leases, 0U);
 }
 
 TEST(NodeStateProtectionLimits, CommandsInFlightAreLimited) {
@@ -213,7 +213,7 @@ std::string FaultOfALateGradient(bool fence) {
       if (token.session == old_first) return "a gradient of a dropped generation was used";
     }
   }
-  return node.state().FindJob("job")->committed_step == 1 ? "" : "the step was not committed";
+  return node.FindJob("job")->committed_step == 1 ? "" : "the step was not committed";
 }
 
 TEST(NodeStateFence, KeepsLateGradientsOutAndIsNeededForIt) {

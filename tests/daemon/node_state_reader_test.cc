@@ -1,14 +1,16 @@
 // Goal    Leases order bytes: a step by a session that holds leases is refused by name, an update
 //         waits for the leases of readers and only for those of its own groups, a fetch sent after
 //         step returns the new weights. A reader delays an update once, for a bounded time; its end,
-//         whatever the cause, is not noticed by the ranks.
+//         whatever the cause, is not noticed by the ranks. The step of another job never waits for it.
 // Method  The harness: tasks run when the test says so, and the time of a lease is over when it sends
 //         the event.
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "daemon/core/events.h"
@@ -27,6 +29,7 @@ using ::forebay::testing::HasError;
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::RoomyOptions;
+using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -74,7 +77,7 @@ class NodeStateReader : public ::testing::Test {
     return offsets;
   }
   uint64_t OffsetOf(uint32_t group) const { return layout_->groups()[group].weights_offset_bytes; }
-  JobView View() { return *node_.state().FindJob("job"); }
+  JobView View() { return *node_.FindJob("job"); }
   void ExpireLeases(uint64_t step) { node_.Send(LeaseTimeExpired{.job = 1, .step = step}); }
   void ExpectCommitted(const std::vector<uint64_t>& tags, uint64_t step) {
     for (const uint64_t tag : tags) {
@@ -350,6 +353,97 @@ TEST(NodeStateReaderAttach, TheFirstPassOfLambDoesNotWaitForLeases) {
   EXPECT_EQ(node.ErrorOf(step), ErrorId::kNone);
   EXPECT_EQ(node.fault(), "");
 }
+
+// Two jobs of 20 blocks each, of which most are on swap, with 3 staging slots for both; a reader of one.
+class NodeStateLeasedSwap : public ::testing::TestWithParam<protocol::Optimizer> {
+ protected:
+  static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
+
+  void SetUp() override {
+    ranks_["held"] = node_.Attach(layout_, {.job = "held"});
+    ranks_["other"] = node_.Attach(layout_, {.job = "other"});
+    for (uint32_t block = 0; block < 6; ++block) {  // they make room for the reader
+      node_.Send(BlockMoveRequested{.job = node_.state().Jobs()[0].id, .block = block});
+    }
+    node_.RunTasks();
+    reader_ = node_.Attach(layout_, {.job = "held", .reader = true});
+    ASSERT_TRUE(node_.attached(reader_)->status.ok()) << node_.attached(reader_)->status;
+    for (const JobView& job : node_.state().Jobs()) {
+      ASSERT_GT(job.blocks - job.resident_blocks, 3U) << job.name;
+    }
+  }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  static std::shared_ptr<const protocol::Layout> LayoutOfParam() {
+    protocol::LayoutSpec spec = MakeLayout({320, 320, 320, 320})->spec();
+    spec.optimizer = GetParam();
+    return std::make_shared<const protocol::Layout>(*protocol::Layout::Create(std::move(spec)));
+  }
+  static NodeState::Options TightOptions(const std::shared_ptr<const protocol::Layout>& layout) {
+    NodeHarness roomy(RoomyOptions(), 1);
+    roomy.Attach(layout, {});
+    NodeState::Options options = RoomyOptions();
+    options.node_bytes = 3 * kBlockBytes;
+    options.staging_slots = 3;
+    options.staging_slot_bytes = kBlockBytes;
+    options.swap = SwapPaths({4 * 20 * kBlockBytes});
+    options.dram_limit_bytes =
+        options.node_bytes + 2 * roomy.state().Jobs()[0].dram_bytes - 32 * kBlockBytes;
+    return options;
+  }
+  uint64_t CallStep(const std::string& job, uint64_t step) {
+    for (uint32_t group = 0; group < 4; ++group) {
+      node_.Gradient(ranks_[job], group, step);
+      node_.RunTasks();
+    }
+    const uint64_t tag = node_.Step(ranks_[job], step);
+    node_.RunTasks();
+    return tag;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = LayoutOfParam();
+  NodeHarness node_{TightOptions(layout_), 1};
+  std::map<std::string, uint64_t> ranks_;
+  uint64_t reader_ = 0;
+};
+
+TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpKeepNoSlotFromAnotherJob) {
+  std::vector<uint64_t> fetches;
+  for (uint32_t group = 0; group < 4; ++group) fetches.push_back(node_.Fetch(reader_, group));
+  const uint64_t held_up = CallStep("held", 1);
+  for (uint64_t step = 1; step <= 3; ++step) {
+    EXPECT_EQ(node_.ErrorOf(CallStep("other", step)), ErrorId::kNone);
+  }
+  for (const uint64_t fetch : fetches) {
+    EXPECT_EQ(node_.ErrorOf(held_up), kUnanswered);
+    node_.ReleaseFetched(reader_, fetch);
+    node_.RunTasks();
+  }
+  EXPECT_EQ(node_.ErrorOf(held_up), ErrorId::kNone);
+  const JobView job = node_.state().Jobs()[0];
+  EXPECT_EQ(job.update_reads, static_cast<uint64_t>(protocol::Info(GetParam()).passes) *
+                                  (job.blocks - job.resident_blocks));
+  EXPECT_EQ(node_.ErrorOf(CallStep("held", 2)), ErrorId::kNone);
+}
+
+TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpAreReadAfterTheOthers) {
+  std::vector<uint64_t> fetches;
+  for (uint32_t group = 0; group < 3; ++group) fetches.push_back(node_.Fetch(reader_, group));
+  const uint64_t held_up = CallStep("held", 1);
+  EXPECT_EQ(node_.ErrorOf(held_up), kUnanswered);
+  std::set<uint64_t> updated;
+  for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+    if (update.pass != UpdatePass::kMoments) updated.insert(update.identity_after.block);
+  }
+  EXPECT_EQ(updated, (std::set<uint64_t>{15, 16, 17, 18, 19})) << "of the last group";
+  for (const uint64_t fetch : fetches) node_.ReleaseFetched(reader_, fetch);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(held_up), ErrorId::kNone);
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, NodeStateLeasedSwap,
+                         ::testing::Values(protocol::Optimizer::kAdamW,
+                                           protocol::Optimizer::kLamb));
 
 }  // namespace
 }  // namespace forebay::daemon

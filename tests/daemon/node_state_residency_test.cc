@@ -44,7 +44,7 @@ NodeState::Options SwapOptions() {
 uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
   NodeHarness node(RoomyOptions(), 1);
   node.Attach(layout, {});
-  const JobView job = *node.state().FindJob("job");
+  const JobView job = *node.FindJob("job");
   return job.dram_bytes - job.resident_bytes;
 }
 
@@ -76,7 +76,7 @@ class NodeStateResidency : public ::testing::Test {
     return node_->ErrorOf(tag);
   }
   void Move(uint32_t block) { node_->Send(BlockMoveRequested{.job = 1, .block = block}); }
-  JobView View() const { return *node_->state().FindJob("job"); }
+  JobView View() const { return *node_->FindJob("job"); }
   uint64_t SwapUsed() const { return node_->state().Node().swap_used_bytes; }
   void ExpectAllOfStep(uint64_t step) {
     const auto written = node_->model().WrittenSteps(1);
@@ -248,15 +248,20 @@ TEST_F(NodeStateSecondJob, WaitsUntilTheFirstHasMovedWhatItNeedsThenBothTrainOn)
   EXPECT_EQ(node_->attached(second), nullptr);
   EXPECT_EQ(node_->Running<EvictBlock>().size(), 1U);
   EXPECT_TRUE(node_->Running<CreateSessionMemory>().empty());
-  EXPECT_EQ(node_->state().FindJob("second")->dram_bytes, 0U) << "it takes nothing yet";
+  EXPECT_EQ(node_->FindJob("second")->dram_bytes, 0U) << "it takes nothing yet";
+  const auto waits = node_->Logged<RoomAwaited>();
+  ASSERT_EQ(waits.size(), 1U);
+  EXPECT_EQ(waits[0].job, "1000:second");
+  EXPECT_EQ(waits[0].missing_bytes, FixedBytes(small_) - kBlockBytes / 2);
+  EXPECT_EQ(waits[0].evicting_jobs, std::vector<std::string>{"1000:job"});
   node_->RunTasks();
   ASSERT_NE(node_->attached(second), nullptr);
   EXPECT_TRUE(node_->attached(second)->status.ok());
   const uint64_t needed = FixedBytes(small_);
   const auto moved = static_cast<uint32_t>((needed - kBlockBytes / 2 - 1) / kBlockBytes + 1);
   EXPECT_EQ(View().resident_blocks, kBlocks - moved) << "no block more than was missing";
-  EXPECT_EQ(node_->state().FindJob("second")->resident_blocks, 0U);
-  EXPECT_EQ(node_->state().FindJob("second")->dram_bytes, needed);
+  EXPECT_EQ(node_->FindJob("second")->resident_blocks, 0U);
+  EXPECT_EQ(node_->FindJob("second")->dram_bytes, needed);
   ASSERT_EQ(TrainStep(1), ErrorId::kNone);
   ExpectAllOfStep(1);
 }
@@ -300,17 +305,43 @@ TEST_F(NodeStateSecondJob, IsRefusedWhenTheFirstCannotWriteItsBlocks) {
               ::testing::AllOf(HasSubstr("Input/output error"), HasSubstr("job job"),
                                HasSubstr(absl::StrCat(FixedBytes(small_), " bytes"))));
   node_->RunTasks();
-  EXPECT_FALSE(node_->state().FindJob("second").has_value());
+  EXPECT_FALSE(node_->FindJob("second").has_value());
   ASSERT_EQ(TrainStep(1), ErrorId::kNone);
   ExpectAllOfStep(1);
 }
 
-TEST_F(NodeStateSecondJob, ThatDiesWhileItWaitsLeavesNothing) {
+TEST_F(NodeStateSecondJob, ThatDiesWhileItWaitsLeavesNothingAndNoMoreBlocksMove) {
   const uint64_t second = node_->RequestAttach(small_, {.job = "second"});
   node_->End(second, EndCause::kLost);
-  EXPECT_FALSE(node_->state().FindJob("second").has_value());
+  EXPECT_FALSE(node_->FindJob("second").has_value());
   EXPECT_TRUE(node_->is_closed(second));
   node_->RunTasks();
+  ExpectResident(kBlocks - 1);  // the one whose move had begun
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  ExpectAllOfStep(1);
+}
+
+TEST_F(NodeStateSecondJob, ThatDiesDuringAStepLeavesItsSlotsToTheNode) {
+  DeliverGradients(session_, 1);
+  const uint64_t tag = node_->Step(session_, 1);
+  const uint64_t second = node_->RequestAttach(small_, {.job = "second"});
+  EXPECT_GT(SwapUsed(), 0U);
+  node_->End(second, EndCause::kLost);
+  node_->RunTasks();
+  EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kNone);
+  ExpectResident(kBlocks);
+  ExpectAllOfStep(1);
+}
+
+TEST_F(NodeStateSecondJob, ThatDiesTakesNoRoomFromAThird) {
+  const uint64_t second = node_->RequestAttach(small_, {.job = "second"});
+  const uint64_t third = node_->RequestAttach(small_, {.job = "third"});
+  node_->End(second, EndCause::kLost);
+  node_->RunTasks();
+  ASSERT_NE(node_->attached(third), nullptr);
+  EXPECT_TRUE(node_->attached(third)->status.ok());
+  const auto moved = static_cast<uint32_t>((FixedBytes(small_) - 1) / kBlockBytes + 1);
+  EXPECT_NEAR(View().resident_blocks, kBlocks - moved, 1) << "what the third needed";
   ASSERT_EQ(TrainStep(1), ErrorId::kNone);
   ExpectAllOfStep(1);
 }

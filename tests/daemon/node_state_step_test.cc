@@ -89,8 +89,8 @@ TEST_F(NodeStateStep, IsABarrierThatIsAppliedOnce) {
     EXPECT_EQ(node_.answer(tag)->completion.committed_step, 1U);
   }
   EXPECT_EQ(node_.Logged<StepCommitted>().size(), 1U);
-  EXPECT_EQ(node_.Logged<UpdateBlock>().size(), node_.state().FindJob("job")->blocks) << "once";
-  EXPECT_EQ(node_.model().WrittenSteps(1).size(), node_.state().FindJob("job")->blocks);
+  EXPECT_EQ(node_.Logged<UpdateBlock>().size(), node_.FindJob("job")->blocks) << "once";
+  EXPECT_EQ(node_.model().WrittenSteps(1).size(), node_.FindJob("job")->blocks);
 }
 
 TEST_F(NodeStateStep, ARepeatIsANoOpWithTheSameAnswer) {
@@ -266,14 +266,14 @@ TEST_F(NodeStateStep, OfAJobThatIsDeletedAfterItsRanksHaveDiedEndsWithIt) {
     for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
     node_.Send(DeleteJobRequested{.request = 7, .uid = 1000, .job = "job"});
     node_.RunTasks();
-    EXPECT_FALSE(node_.state().FindJob("job").has_value());
+    EXPECT_FALSE(node_.FindJob("job").has_value());
   }
 }
 
 TEST_F(NodeStateStep, WithoutAnyGradientIsCommitted) {
   EXPECT_EQ(StepBoth(1), ErrorId::kNone);
   EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
-  EXPECT_EQ(node_.state().FindJob("job")->committed_step, 1U);
+  EXPECT_EQ(node_.FindJob("job")->committed_step, 1U);
 }
 
 TEST_F(NodeStateStep, ScalesByTheWorldWithoutClipping) {
@@ -307,7 +307,7 @@ TEST_F(NodeStateStep, MastersThatOverflowAreCountedAndTheStepIsCommitted) {
   ASSERT_EQ(StepBoth(1), ErrorId::kOverflow);
   EXPECT_THAT(MessageOf(last_), HasSubstr("7 parameters"));
   EXPECT_EQ(node_.answer(last_)->completion.committed_step, 1U);
-  EXPECT_EQ(node_.state().FindJob("job")->committed_step, 1U);
+  EXPECT_EQ(node_.FindJob("job")->committed_step, 1U);
 }
 
 TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
@@ -346,7 +346,7 @@ TEST_F(NodeStateStep, TheTraceIsTheOrderOfFirstFetchesOfTheLastStep) {
     node_.ReleaseFetched(sessions_[0], node_.Fetch(sessions_[0], group));
   }
   DeliverAll(1);
-  EXPECT_THAT(node_.state().FindJob("job")->trace, ElementsAre());
+  EXPECT_THAT(node_.FindJob("job")->trace, ElementsAre());
   ASSERT_EQ(StepBoth(1), ErrorId::kNone);
   node_.Fetch(sessions_[0], 2);
   node_.End(sessions_[1], EndCause::kDetached);

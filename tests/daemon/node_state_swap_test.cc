@@ -36,7 +36,7 @@ constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a p
 uint64_t FixedBytes(const std::shared_ptr<const protocol::Layout>& layout) {
   NodeHarness node(RoomyOptions(), 1);
   node.Attach(layout, {});
-  const JobView job = *node.state().FindJob("job");
+  const JobView job = *node.FindJob("job");
   return job.dram_bytes - job.resident_blocks * kBlockBytes;
 }
 
@@ -64,7 +64,7 @@ class NodeStateSwap : public ::testing::Test {
     node_.RunTasks();
     return node_.ErrorOf(tag);
   }
-  JobView View() { return *node_.state().FindJob("job"); }
+  JobView View() { return *node_.FindJob("job"); }
 
   std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320, 320, 320});
   NodeHarness node_{Options(FixedBytes(layout_)), 1};
@@ -121,7 +121,7 @@ TEST_F(NodeStateSwap, MostReadsAreAskedForBeforeTheyAreNeeded) {
     node.Step(session, step);
     node.RunTasks();
   }
-  const JobView view = *node.state().FindJob("job");
+  const JobView view = *node.FindJob("job");
   EXPECT_EQ(view.last_step_reads, 16U);
   EXPECT_GE(view.last_step_reads_prefetched * 10, view.last_step_reads * 9);
 }
@@ -133,14 +133,14 @@ TEST_F(NodeStateSwap, AReadThatAWorkerWaitsForIsNotCountedAsEarly) {
   options.swap = SwapPaths({2 * 20 * kBlockBytes});
   NodeHarness node(options, 1);
   const uint64_t session = node.Attach(layout_, {});
-  ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 0U);
+  ASSERT_EQ(node.FindJob("job")->resident_blocks, 0U);
   for (uint32_t group = 0; group < 4; ++group) {
     node.Gradient(session, group, 1);
     node.RunTasks();
   }
   node.Step(session, 1);
   node.RunTasks();
-  const JobView view = *node.state().FindJob("job");
+  const JobView view = *node.FindJob("job");
   EXPECT_EQ(view.committed_step, 1U);
   EXPECT_EQ(view.update_reads, 20U);
   EXPECT_EQ(view.update_reads_prefetched, 1U) << "the one read before the decision";
@@ -237,7 +237,7 @@ TEST_F(NodeStateSwap, AnErrorAfterTheDecisionFailsTheJobByName) {
                                  HasSubstr("parameter p")));
     node.RunTasks();
     EXPECT_EQ(node.state().Node().staging_slots_used, 0U) << "the slots came back";
-    EXPECT_EQ(node.state().FindJob("job")->committed_step, 0U);
+    EXPECT_EQ(node.FindJob("job")->committed_step, 0U);
     node.End(session, EndCause::kDetached);
     const uint64_t again = node.RequestAttach(layout_, {});
     EXPECT_THAT(node.attached(again)->status, HasError(ErrorId::kJobFailed));
@@ -303,11 +303,11 @@ TEST_F(NodeStateSwap, AFailedWriteGoesToAnotherPath) {
       EXPECT_EQ(again.identity.block, write->identity.block);
       EXPECT_NE(again.place.slot->path, write->place.slot->path);
       EXPECT_FALSE(again.pause);
-      EXPECT_THAT(node.state().FindJob("job")->swap_wait, HasError(ErrorId::kSwapIo));
+      EXPECT_THAT(node.FindJob("job")->swap_wait, HasError(ErrorId::kSwapIo));
     }
     EXPECT_EQ(writes, 17);
     EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
-    EXPECT_TRUE(node.state().FindJob("job")->swap_wait.ok());
+    EXPECT_TRUE(node.FindJob("job")->swap_wait.ok());
     for (const auto& [block, step] : node.model().WrittenSteps(1)) EXPECT_EQ(step, 1U);
     EXPECT_EQ(node.fault(), "");
   }
@@ -322,8 +322,8 @@ TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
   NodeHarness node(options, 1);
   const uint64_t other = node.Attach(small, {.job = "small"});
   const uint64_t session = node.Attach(layout_, {});
-  ASSERT_EQ(node.state().FindJob("small")->resident_blocks, 1U);
-  ASSERT_EQ(node.state().FindJob("job")->resident_blocks, 4U);
+  ASSERT_EQ(node.FindJob("small")->resident_blocks, 1U);
+  ASSERT_EQ(node.FindJob("job")->resident_blocks, 4U);
   for (uint32_t group = 0; group < 4; ++group) {
     node.Gradient(session, group, 1);
     node.RunTasks();
@@ -337,7 +337,7 @@ TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
   };
   for (int i = 0; i < 200; ++i) turn(/*disk_works=*/false);
   EXPECT_EQ(node.answer(tag), nullptr);
-  const JobView waiting = *node.state().FindJob("job");
+  const JobView waiting = *node.FindJob("job");
   EXPECT_TRUE(waiting.failed.ok());
   EXPECT_THAT(std::string(waiting.swap_wait.message()),
               ::testing::AllOf(HasSubstr("swap path 0 (/a)"), HasSubstr("Input/output error")));
@@ -352,7 +352,7 @@ TEST_F(NodeStateSwap, WhileNoPathAcceptsWritesTheStepWaitsAndOtherJobsGoOn) {
 
   for (int i = 0; i < 200 && node.answer(tag) == nullptr; ++i) turn(/*disk_works=*/true);
   EXPECT_EQ(node.ErrorOf(tag), ErrorId::kNone);
-  EXPECT_TRUE(node.state().FindJob("job")->swap_wait.ok());
+  EXPECT_TRUE(node.FindJob("job")->swap_wait.ok());
   EXPECT_EQ(node.fault(), "");
 }
 
@@ -374,7 +374,7 @@ TEST_F(NodeStateSwap, AJobThatWaitsForItsDiskCanBeDeleted) {
   while (!node_.model().running().empty()) {
     node_.Finish(node_.model().running().begin()->first, kWriteError);
   }
-  EXPECT_FALSE(node_.state().FindJob("job").has_value());
+  EXPECT_FALSE(node_.FindJob("job").has_value());
   EXPECT_EQ(node_.state().Node().staging_slots_used, 0U);
   EXPECT_EQ(node_.state().Node().swap_used_bytes, 0U);
 }
@@ -464,7 +464,7 @@ TEST_F(NodeStateSwap, AJobThatOnlyReadsAheadGivesItsSlotsToOneThatSteps) {
   node.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "filler"});
   const uint64_t a = node.Attach(MakeLayout({640, 640, 640, 640}), {.job = "a"});
   for (const char* name : {"a", "b"}) {
-    const JobView job = *node.state().FindJob(name);
+    const JobView job = *node.FindJob(name);
     ASSERT_GT(job.blocks - job.resident_blocks, 3U) << name << " is on swap";
   }
   node.Gradient(a, 0, 1);

@@ -29,7 +29,7 @@ class NodeStateWorld : public ::testing::Test {
  protected:
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
-  JobView View() { return *node_.state().FindJob("job"); }
+  JobView View() { return *node_.FindJob("job"); }
   void AttachWorld(uint32_t world_size) {
     sessions_.clear();
     for (uint32_t rank = 0; rank < world_size; ++rank) {
@@ -161,13 +161,13 @@ class NodeStateWorldOnSwap : public ::testing::Test {
  protected:
   static constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
 
-  static NodeState::Options Options(uint64_t spare_slots) {
+  static NodeState::Options Options(uint64_t spare_slots, uint64_t free_bytes = 0) {
     NodeHarness roomy(RoomyOptions(), 1);
     roomy.Attach(MakeLayout({320, 320}), {});
-    const JobView job = *roomy.state().FindJob("job");
+    const JobView job = *roomy.FindJob("job");
     NodeState::Options options = RoomyOptions();
     options.node_bytes = 3 * kBlockBytes;
-    options.dram_limit_bytes = options.node_bytes + job.dram_bytes;
+    options.dram_limit_bytes = options.node_bytes + job.dram_bytes + free_bytes;
     options.staging_slots = 3;
     options.staging_slot_bytes = kBlockBytes;
     options.swap = SwapPaths({spare_slots * kBlockBytes});
@@ -179,7 +179,7 @@ class NodeStateWorldOnSwap : public ::testing::Test {
     }
     for (const uint64_t session : sessions) node.Step(session, step);
     node.RunTasks();
-    EXPECT_EQ(node.state().FindJob("job")->committed_step, step);
+    EXPECT_EQ(node.FindJob("job")->committed_step, step);
   }
 
   std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320});
@@ -188,20 +188,58 @@ class NodeStateWorldOnSwap : public ::testing::Test {
 TEST_F(NodeStateWorldOnSwap, MovesStatesToSwapWhereItNeedsTheirDram) {
   NodeHarness node(Options(/*spare_slots=*/20), 1);
   const uint64_t alone = node.Attach(layout_, {});
-  EXPECT_EQ(node.state().FindJob("job")->resident_blocks, 10U);
+  EXPECT_EQ(node.FindJob("job")->resident_blocks, 10U);
   TrainStep(node, {alone}, 1);
   node.End(alone, EndCause::kDetached);
   node.RunTasks();
   const uint64_t first = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
   EXPECT_TRUE(node.Logged<ReplaceStepArena>().empty()) << "there is no room yet";
+  ASSERT_EQ(node.Logged<RoomAwaited>().size(), 1U);
+  EXPECT_GT(node.Logged<RoomAwaited>()[0].missing_bytes, 0U);
   EXPECT_EQ(node.Running<EvictBlock>().size(), 1U);
   node.RunTasks();
   node.Send(SessionMapped{.session = first});
   const uint64_t second = node.Attach(layout_, {.rank = 1, .world_size = 2});
   EXPECT_TRUE(node.attached(first)->status.ok() && node.attached(second)->status.ok());
-  EXPECT_LT(node.state().FindJob("job")->resident_blocks, 10U);
-  EXPECT_GT(node.state().FindJob("job")->resident_blocks, 0U);
+  EXPECT_LT(node.FindJob("job")->resident_blocks, 10U);
+  EXPECT_GT(node.FindJob("job")->resident_blocks, 0U);
   TrainStep(node, {first, second}, 2);
+  EXPECT_EQ(node.fault(), "");
+}
+
+// What the blocks that leave make free is no more than what the new world needs besides them.
+TEST_F(NodeStateWorldOnSwap, TheWaitNamesTheJobThatMakesTheRoom) {
+  const auto wait = [&](uint64_t free_bytes) {
+    NodeHarness node(Options(/*spare_slots=*/20, free_bytes), 1);
+    const uint64_t alone = node.Attach(layout_, {});
+    node.End(alone, EndCause::kDetached);
+    node.RunTasks();
+    node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+    const std::vector<RoomAwaited> waits = node.Logged<RoomAwaited>();
+    EXPECT_EQ(waits.size(), 1U);
+    return waits.empty() ? RoomAwaited{} : waits.front();
+  };
+  const uint64_t growth_bytes = wait(0).missing_bytes;
+  ASSERT_GT(growth_bytes, kBlockBytes);
+  const RoomAwaited tight = wait(growth_bytes % kBlockBytes);
+  EXPECT_EQ(tight.missing_bytes, growth_bytes - growth_bytes % kBlockBytes);
+  EXPECT_EQ(tight.evicting_jobs, std::vector<std::string>{"1000:job"});
+}
+
+TEST_F(NodeStateWorldOnSwap, MovesNoMoreStatesWhenWhoWaitedIsGone) {
+  NodeHarness node(Options(/*spare_slots=*/20), 1);
+  const uint64_t alone = node.Attach(layout_, {});
+  TrainStep(node, {alone}, 1);
+  node.End(alone, EndCause::kDetached);
+  node.RunTasks();
+  const uint64_t gone = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  EXPECT_EQ(node.Running<EvictBlock>().size(), 1U);
+  node.End(gone, EndCause::kLost);
+  node.RunTasks();
+  EXPECT_EQ(node.FindJob("job")->resident_blocks, 9U) << "whose move had begun";
+  EXPECT_TRUE(node.Logged<ReplaceStepArena>().empty());
+  const uint64_t back = node.Attach(layout_, {});
+  TrainStep(node, {back}, 2);
   EXPECT_EQ(node.fault(), "");
 }
 
@@ -214,7 +252,7 @@ TEST_F(NodeStateWorldOnSwap, IsRefusedWhereSwapHasNoSlots) {
   EXPECT_THAT(node.attached(refused)->status, HasError(ErrorId::kDramLimit));
   const uint64_t back = node.Attach(layout_, {});
   EXPECT_TRUE(node.attached(back)->status.ok());
-  EXPECT_EQ(node.state().FindJob("job")->resident_blocks, 10U);
+  EXPECT_EQ(node.FindJob("job")->resident_blocks, 10U);
   EXPECT_EQ(node.fault(), "");
 }
 

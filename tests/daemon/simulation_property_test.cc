@@ -2,13 +2,14 @@
 //         and however blocks move between DRAM and swap: invariants hold after each event, each
 //         committed step has used exactly what its ranks had delivered, in rank order, and has updated
 //         each block once; a block is in one place, and the DRAM of states is what jobs account for;
-//         nothing of a step is published before all of it is written, however many writes fail; when
-//         the faults end, every client trains on, for jobs make room for each other. Equal seeds give
-//         equal traces.
+//         nothing of a step is published before all of it is written, however many writes fail; a
+//         step never waits for the readers of another job; when the faults end, every client trains
+//         on, for jobs make room for each other. Equal seeds give equal traces.
 // Method  The production state machine with a model of workers and disk that ends tasks in random
 //         order. 10^5 events from a printed seed, run twice; then a quiet phase. FOREBAY_SEED
 //         chooses another seed.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -95,6 +96,7 @@ struct Words {
     Put({a.task, a.identity.block, a.place.slot->path, a.place.slot->offset_bytes});
   }
   void operator()(const PromoteBlock& a) const { Put({a.task, a.identity.block, a.checksum}); }
+  void operator()(const RoomAwaited& a) const { Put({a.missing_bytes, a.evicting_jobs.size()}); }
   void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
@@ -182,6 +184,7 @@ class Simulation {
   uint64_t promotions() const { return promotions_; }
   uint64_t failed_moves() const { return failed_moves_; }
   uint64_t waited_for_room() const { return waited_for_room_; }
+  uint64_t commits_beside_leases() const { return commits_beside_leases_; }
   uint64_t fetches_of_readers() const {
     uint64_t fetches = 0;
     for (const SimulatedReader& reader : readers_) fetches += reader.fetches();
@@ -315,6 +318,24 @@ class Simulation {
       queue_.insert(queue_.begin(), copied.begin(), copied.end());
     }
     sending_ = false;
+    CheckStepsThatWait();
+  }
+
+  // While no task runs, a step that all ranks have called waits for readers of its own job alone.
+  void CheckStepsThatWait() {
+    if (!model_.running().empty()) return;
+    for (const JobView& job : state_.Jobs()) {
+      const auto waits = [&job](const SimulatedTrainer& trainer) {
+        return trainer.job() != job.name || trainer.is_stepping();
+      };
+      const auto holds_up = [](const SessionView& session) {
+        return session.reader && session.leases > 0;
+      };
+      if (std::ranges::all_of(trainers_, waits) && std::ranges::none_of(job.sessions, holds_up) &&
+          fault_.empty()) {
+        fault_ = "a step of job " + job.name + " waits, and no reader of the job holds it up";
+      }
+    }
   }
 
   void Observe(const Action& action, std::vector<Event>& copied) {
@@ -328,6 +349,7 @@ class Simulation {
     }
     if (const auto* timer = std::get_if<StartLeaseTimer>(&action)) {
       lease_timers_.push_back({.job = timer->job, .step = timer->step});
+      held_up_.insert(timer->job);
     }
     model_.Execute(action);
     for (SimulatedReader& reader : readers_) {
@@ -352,8 +374,13 @@ class Simulation {
         if (NameOf(committed->job) == trainer.job()) CheckCommit(trainer, *committed);
       }
     }
-    if (std::holds_alternative<StepCommitted>(action)) ++commits_;
+    if (const auto* committed = std::get_if<StepCommitted>(&action)) {
+      ++commits_;
+      held_up_.erase(committed->job);
+      if (!held_up_.empty()) ++commits_beside_leases_;
+    }
     if (const auto* freed = std::get_if<FreeJob>(&action)) {
+      held_up_.erase(freed->job);
       const bool in_use = random_.OneIn(2);
       if (in_use) weights_in_use_.push_back(freed->job);
       copied.push_back(JobFreed{.job = freed->job, .weights_in_use = in_use});
@@ -402,6 +429,7 @@ class Simulation {
   std::vector<JobId> weights_in_use_;
   std::vector<SimulatedReader> readers_;
   std::vector<LeaseTimeExpired> lease_timers_;
+  std::set<JobId> held_up_;  // their step began while readers had leases on its groups
   std::vector<Event> queue_;
   bool sending_ = false;
   TraceHash hash_;
@@ -417,6 +445,7 @@ class Simulation {
   uint64_t failed_moves_ = 0;
   // Jobs that began after their first attach.
   uint64_t waited_for_room_ = 0;
+  uint64_t commits_beside_leases_ = 0;  // another job was held up
   bool is_attach_ = false;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
@@ -458,6 +487,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GT(first.promotions(), 50U);
   EXPECT_GT(first.failed_moves(), 5U);
   EXPECT_GT(first.waited_for_room(), 0U);
+  EXPECT_GT(first.commits_beside_leases(), 50U);
   EXPECT_GT(first.fetches_of_readers(), 500U);
   EXPECT_GT(first.expired_readers(), 5U);
   for (const ErrorId id : {ErrorId::kRankLost, ErrorId::kFenced, ErrorId::kRange, ErrorId::kLease,

@@ -133,7 +133,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> StartWithSwap(const TempDir& dir,
                                                              uint32_t world_size) {
   std::vector<std::string> settings = {
       absl::StrCat("swap.paths=[\"", dir.Make("a"), "\", \"", dir.Make("b"), "\"]"),
-      "swap.capacity=16MiB", "update.block_elems=4096", "dram.limit=2MiB"};
+      "swap.capacity=16MiB", "update.block_elems=4096", "dram.limit=6MiB"};
   absl::Status refused;
   {
     ASSIGN_OR_RETURN(const auto daemon, DaemonProcess::Start(job.socket, settings));

@@ -61,6 +61,13 @@ NodeState::Options RoomyOptions() {
           .workers = 2};
 }
 
+std::optional<JobView> NodeHarness::FindJob(const std::string& name) const {
+  for (const JobView& job : state_.Jobs()) {
+    if (job.name == name) return job;
+  }
+  return std::nullopt;
+}
+
 void NodeHarness::Send(const Event& event) {
   std::vector<Event> queue{event};
   for (size_t i = 0; i < queue.size(); ++i) {
@@ -297,7 +304,7 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
 uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
   for (uint64_t t = 1; t < 10; ++t) {
     const auto scalars = cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW, kHyper, t, 1);
-    const bool same = scalars.step == segment.scalars.step &&
+    const bool same = scalars.step_size == segment.scalars.step_size &&
                       scalars.inv_sqrt_bias2 == segment.scalars.inv_sqrt_bias2;
     if (same) return t;
   }

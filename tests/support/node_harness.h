@@ -51,6 +51,8 @@ class NodeHarness {
       : state_(options), world_size_(world_size) {}
 
   daemon::NodeState& state() { return state_; }
+  // The oldest of that name, whoever owns it.
+  std::optional<daemon::JobView> FindJob(const std::string& name) const;
   NodeModel& model() { return model_; }
   const std::string& fault() const { return model_.fault(); }
   // All actions so far, in order; a task's number and sizes are in it.

@@ -244,6 +244,13 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
     command.length_bytes = sizeof(protocol::StepRequest);
     command.arena_offset_bytes = attached_.step_region_offset;
     Send(session_, command, {.kind = Kind::kOther});
+  } else if (what == 4 && chaos && random.OneIn(20)) {
+    command.op = static_cast<uint16_t>(Op::kStep);
+    command.step = committed_ + 3;  // of the future
+    command.attempt = attempt_;
+    command.length_bytes = sizeof(protocol::StepRequest);
+    command.arena_offset_bytes = attached_.step_region_offset;
+    Send(session_, command, {.kind = Kind::kOther});
   } else if (!stepping_ && !to_deliver_.empty()) {
     SendGradient(random, chaos);
   } else if (!stepping_) {
@@ -328,9 +335,7 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   copied.presence.assign(copy.presence_words, 0);
   for (const uint32_t param : present_) {
-    if (param / 64 < copied.presence.size()) {
-      copied.presence[param / 64] |= uint64_t{1} << (param % 64);
-    }
+    if (param / 64 < copied.presence.size()) protocol::SetPresent(copied.presence, param);
   }
   if (request_garbage_ || copy.session != session_) copied.request.param_groups = 1000000;
   return copied;

@@ -1,5 +1,5 @@
-// What a job does to the world: starts tasks, answers commands. Keeps the counters that decide when a
-// session or a job may be closed: nothing of theirs is in flight any more.
+// Tasks and commands of a job that are in flight: starts the ones, answers the others. Its counters
+// decide when a session or a job may be closed: nothing of theirs is in flight any more.
 #pragma once
 
 #include <cstdint>
@@ -65,9 +65,9 @@ struct Task {
   uint64_t epoch = 0;
 };
 
-class JobIo {
+class JobTasks {
  public:
-  JobIo(ActionSink& actions, JobId job) : actions_(actions), job_(job) {}
+  JobTasks(ActionSink& actions, JobId job) : actions_(actions), job_(job) {}
 
   JobId job() const { return job_; }
   ActionSink& actions() { return actions_; }

@@ -1,4 +1,4 @@
-#include "daemon/core/job_io.h"
+#include "daemon/core/job_tasks.h"
 
 #include <utility>
 
@@ -23,14 +23,14 @@ JobId ActionSink::FinishTask(TaskId task) {
   return job;
 }
 
-TaskId JobIo::NewTask(TaskKind kind, std::vector<SessionId> sessions) {
+TaskId JobTasks::NewTask(TaskKind kind, std::vector<SessionId> sessions) {
   const TaskId id = actions_.NewTask(job_);
   for (const SessionId session : sessions) ++sessions_.at(session).tasks;
   tasks_.emplace(id, Task{.kind = kind, .sessions = std::move(sessions), .epoch = epoch_});
   return id;
 }
 
-TaskId JobIo::StartAdd(AddGradients action) {
+TaskId JobTasks::StartAdd(AddGradients action) {
   std::vector<SessionId> sessions;
   for (const GradientSource& source : action.sources) {
     if (source.session != 0) sessions.push_back(source.session);
@@ -42,13 +42,13 @@ TaskId JobIo::StartAdd(AddGradients action) {
   return task;
 }
 
-TaskId JobIo::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
+TaskId JobTasks::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
   const TaskId id = NewTask(TaskKind::kSessionMemory, {session});
   actions_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
   return id;
 }
 
-Task JobIo::Finish(TaskId id) {
+Task JobTasks::Finish(TaskId id) {
   const auto it = tasks_.find(id);
   FOREBAY_CHECK(it != tasks_.end());
   const Task task = it->second;
@@ -65,19 +65,19 @@ Task JobIo::Finish(TaskId id) {
   return task;
 }
 
-void JobIo::NewEpoch() {
+void JobTasks::NewEpoch() {
   for (const auto& [id, task] : tasks_) {
     if (IsOfOneEpoch(task.kind) && task.epoch == epoch_) ++stale_tasks_;
   }
   ++epoch_;
 }
 
-void JobIo::Answer(const CommandId& command, const absl::Status& status) {
+void JobTasks::Answer(const CommandId& command, const absl::Status& status) {
   Answer(command, protocol::Completion{}, status);
 }
 
-void JobIo::Answer(const CommandId& command, protocol::Completion completion,
-                   const absl::Status& status) {
+void JobTasks::Answer(const CommandId& command, protocol::Completion completion,
+                      const absl::Status& status) {
   const auto it = sessions_.find(command.session);
   if (it == sessions_.end() || it->second.ended) return;
   FOREBAY_CHECK(it->second.commands > 0);
