@@ -11,13 +11,16 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <future>
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/control/client_log.h"
 #include "daemon/control/message_relay.h"
+#include "daemon/control/refused_clients.h"
 #include "daemon/control/rpc_servers.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
@@ -130,13 +133,12 @@ struct LiveConnection {
 // The last to go: connections that were never accepted are closed with it.
 struct Listener {
   ~Listener() {
-    CloseUnread(std::move(fd));
+    CloseUnread(std::move(fd)).IgnoreError();
     (void)counts->WaitUntilNone(kRelaysEndLimit);
   }
 
   protocol::UniqueFd fd;
-  std::shared_ptr<ConnectionCounts> counts =
-      std::make_shared<ConnectionCounts>(kConnectionsPerUidMax);
+  std::shared_ptr<ConnectionCounts> counts = std::make_shared<ConnectionCounts>();
 };
 
 // Lives on the control thread.
@@ -149,6 +151,9 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
         low_level_(*io.lowLevelProvider),
         listener_{.fd = std::move(options.listener)},
         operators_(options.operators),
+        connections_per_uid_max_(options.connections_per_uid_max),
+        log_(timer_),
+        refused_(timer_, log_),
         closings_(*this),
         context_{.inbox = inbox,
                  .replies = replies,
@@ -195,22 +200,31 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     socklen_t length = sizeof(peer);
     ::getsockopt(client.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length);
     protocol::UniqueFd pidfd = protocol::PeerPidfd(client.get(), peer.pid);
-    if (!pidfd.valid() && peer.pid != 0) {  // it is dead already; 0: of another pid namespace
-      if (errno != ESRCH) spdlog::error("{}", protocol::ErrnoText("open a pidfd", errno));
-      return CloseUnread(std::move(client));
+    if (!pidfd.valid() && peer.pid != 0) {  // 0: of another pid namespace
+      const bool at_limit = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
+      // It has ended: ESRCH, or EINVAL where the kernel has no pidfd for a reaped process.
+      if (!at_limit) return refused_.Close(peer.uid, std::move(client));
+      return Refuse(
+          std::move(client), peer,
+          protocol::MakeError(protocol::ErrorId::kLimit, protocol::ErrnoText("open a pidfd", errno),
+                              "raise LimitNOFILE= of the service"));
     }
-    if (!listener_.counts->Add(peer.uid)) {
-      spdlog::warn("uid {} has {} connections already: process {} is refused", peer.uid,
-                   kConnectionsPerUidMax, peer.pid);
-      return CloseUnread(std::move(client));
+    const uint32_t max = HasNoLimit(peer) ? UINT32_MAX : connections_per_uid_max_;
+    if (!listener_.counts->AddBelow({.uid = peer.uid, .max = max})) {
+      return Refuse(
+          std::move(client), peer,
+          protocol::MakeError(protocol::ErrorId::kLimit,
+                              absl::StrCat("user ", peer.uid, " has ", max,
+                                           " connections to the daemon (at most ", max, ")"),
+                              max < kConnectionsPerUidMax
+                                  ? "end ranks, readers or commands of this user, or raise "
+                                    "LimitNOFILE= of the service"
+                                  : "end ranks, readers or commands of this user, then retry"));
     }
     const OtherUsers others =
         MaySeeOthers(client.get(), peer) ? OtherUsers::kAllowed : OtherUsers::kRefused;
-    auto relay = StartRelay(std::move(client), peer.uid, listener_.counts);
-    if (!relay.ok()) {
-      spdlog::error("{}", protocol::FormatError(relay.status()));
-      return;
-    }
+    auto relay = StartRelay(client, peer.uid, listener_.counts);
+    if (!relay.ok()) return Refuse(std::move(client), peer, relay.status());
     auto socket = low_level_.wrapUnixSocketFd(relay->Release(),
                                               kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP |
                                                   kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC |
@@ -230,8 +244,16 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     connections_.add(over.attach(kj::mv(live)));
   }
 
+  void Refuse(protocol::UniqueFd client, const ucred& peer, const absl::Status& why) {
+    log_.Warn(peer.uid,
+              absl::StrCat("process ", peer.pid, " is refused: ", protocol::FormatError(why)));
+    refused_.Refuse(peer.uid, std::move(client), why);
+  }
+
+  static bool HasNoLimit(const ucred& peer) { return peer.uid == 0 || peer.uid == ::geteuid(); }
+
   bool MaySeeOthers(int client, const ucred& peer) const {
-    if (peer.uid == 0 || peer.uid == ::geteuid()) return true;
+    if (HasNoLimit(peer)) return true;
     if (!operators_.has_value()) return false;
     if (peer.gid == *operators_) return true;
     std::array<gid_t, kGroupsMax> groups{};
@@ -242,11 +264,14 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   }
 
   kj::Promise<void> HelloDeadline(const std::shared_ptr<Connection>& connection) {
-    return timer_.afterDelay(kHelloSeconds * kj::SECONDS).then([connection]() -> kj::Promise<void> {
-      if (connection->handshake_done) return kj::NEVER_DONE;
-      spdlog::warn("process {} did not say hello within {} s", connection->pid, kHelloSeconds);
-      return kj::READY_NOW;
-    });
+    return timer_.afterDelay(kHelloSeconds * kj::SECONDS)
+        .then([this, connection]() -> kj::Promise<void> {
+          if (connection->handshake_done) return kj::NEVER_DONE;
+          log_.Warn(connection->viewer.uid,
+                    absl::StrCat("process ", connection->pid, " did not say hello within ",
+                                 kHelloSeconds, " s"));
+          return kj::READY_NOW;
+        });
   }
 
   void taskFailed(kj::Exception&& exception) override {
@@ -258,6 +283,9 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   kj::LowLevelAsyncIoProvider& low_level_;
   Listener listener_;
   const std::optional<gid_t> operators_;
+  const uint32_t connections_per_uid_max_;
+  ClientLog log_;
+  RefusedClients refused_;
   kj::TaskSet closings_;  // sessions whose end the loop has still to confirm
   ControlContext context_;
   kj::UnixEventPort::FdObserver answers_;

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,7 +17,12 @@
 
 namespace forebay::daemon {
 
-inline constexpr uint32_t kConnectionsPerUidMax = 64;
+// Of a user other than root and the daemon's own. Each rank, reader and command takes one: 16 jobs of 16
+// ranks fit. Here it is a thread, up to kDescriptorsPerConnection, and 30 KiB of private memory, which
+// dram.limit does not count.
+inline constexpr uint32_t kConnectionsPerUidMax = 256;
+// With a session: sockets, pidfd, grad arena, ring and doorbells, and what goes to the client of them.
+inline constexpr uint32_t kDescriptorsPerConnection = 24;
 inline constexpr uint32_t kSessionsMax = 1024;
 inline constexpr int kHelloSeconds = 5;  // a connection that has not said hello by then is closed
 
@@ -39,7 +45,15 @@ struct ControlPlaneOptions {
   std::string socket_path;
   // Group that sees the jobs of all users.
   std::optional<gid_t> operators;
+  uint32_t connections_per_uid_max = kConnectionsPerUidMax;
 };
+
+// kConnectionsPerUidMax, or fewer where the daemon may have only `descriptors_max`: the connections of
+// one user take half of them at most.
+constexpr uint32_t ConnectionsPerUidMax(uint64_t descriptors_max) {
+  return static_cast<uint32_t>(std::clamp<uint64_t>(
+      descriptors_max / (2 * kDescriptorsPerConnection), 1, kConnectionsPerUidMax));
+}
 
 // Threads  Create() and the destructor on one thread. Everything else happens on its own thread.
 class ControlPlane {

@@ -22,7 +22,6 @@
 #include "protocol/layout.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/memfd.h"
-#include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
 namespace {
@@ -216,10 +215,10 @@ void Relay(int client, int daemon) {
 
 }  // namespace
 
-bool ConnectionCounts::Add(uint32_t uid) {
+bool ConnectionCounts::AddBelow(Limit limit) {
   const protocol::MutexLock lock(mutex_);
-  uint32_t& count = counts_[uid];
-  if (count >= per_uid_max_) return false;
+  uint32_t& count = counts_[limit.uid];
+  if (count >= limit.max) return false;
   ++count;
   return true;
 }
@@ -240,7 +239,7 @@ bool ConnectionCounts::WaitUntilNone(std::chrono::milliseconds limit) {
   return true;
 }
 
-absl::StatusOr<UniqueFd> StartRelay(UniqueFd client, uint32_t uid,
+absl::StatusOr<UniqueFd> StartRelay(UniqueFd& client, uint32_t uid,
                                     std::shared_ptr<ConnectionCounts> counts) {
   std::array<int, 2> ends{};
   int error = 0;
@@ -263,14 +262,13 @@ absl::StatusOr<UniqueFd> StartRelay(UniqueFd client, uint32_t uid,
       client = std::move(*socket);
     }
   }
-  CloseUnread(std::move(client));
   counts->Remove(uid);
   return protocol::MakeError(protocol::ErrorId::kLimit,
                              protocol::ErrnoText("start a relay for a connection", error),
                              "raise LimitNOFILE= or TasksMax= of the service");
 }
 
-void CloseUnread(UniqueFd socket) {
+absl::Status CloseUnread(UniqueFd socket) {
   const auto table_is_own = std::make_shared<std::promise<void>>();
   std::promise<void> closed_here;
   try {
@@ -283,12 +281,15 @@ void CloseUnread(UniqueFd socket) {
       closed.wait();
     }).detach();
   } catch (const std::system_error& no_thread) {
-    spdlog::error("close a connection: {}", no_thread.what());
-    return;  // with a plain close, which may wait
+    return protocol::MakeError(
+        protocol::ErrorId::kLimit,
+        protocol::ErrnoText("start a thread that closes a connection", no_thread.code().value()),
+        "raise TasksMax= of the service");
   }
   table_is_own->get_future().wait();
   socket.Reset();
   closed_here.set_value();
+  return absl::OkStatus();
 }
 
 }  // namespace forebay::daemon

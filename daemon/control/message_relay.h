@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/unique_fd.h"
@@ -20,16 +21,17 @@ namespace forebay::daemon {
 // Threads  Any.
 class ConnectionCounts {
  public:
-  explicit ConnectionCounts(uint32_t per_uid_max) : per_uid_max_(per_uid_max) {}
-
-  bool Add(uint32_t uid);  // false, and nothing added, where `uid` has `per_uid_max`
+  struct Limit {
+    uint32_t uid;
+    uint32_t max;
+  };
+  bool AddBelow(Limit limit);  // false, and nothing added, where `uid` has `max`
   void Remove(uint32_t uid);
 
   // False where some are left after `limit`.
   bool WaitUntilNone(std::chrono::milliseconds limit);
 
  private:
-  const uint32_t per_uid_max_;
   protocol::Mutex mutex_;
   std::condition_variable_any removed_;
   std::map<uint32_t, uint32_t> counts_ ABSL_GUARDED_BY(mutex_);
@@ -41,13 +43,15 @@ class ConnectionCounts {
 // then takes `uid` out of `counts`. It ends once the returned socket or the client's peer is closed.
 //
 // Ownership  The thread is detached: it shares nothing but `counts`.
-// Errors     E_LIMIT  no descriptor or thread is left; `client` is closed, `uid` taken out.
-absl::StatusOr<protocol::UniqueFd> StartRelay(protocol::UniqueFd client, uint32_t uid,
+// Errors     E_LIMIT  no descriptor or thread is left; `client` stays, `uid` is taken out.
+absl::StatusOr<protocol::UniqueFd> StartRelay(protocol::UniqueFd& client, uint32_t uid,
                                               std::shared_ptr<ConnectionCounts> counts);
 
 // Closes a socket whose queue may hold descriptors of a client, without waiting for any of them: a
 // thread that ends closes it, and the kernel lets no socket linger in a thread that ends. Blocks until
 // that thread has started.
-void CloseUnread(protocol::UniqueFd socket);
+//
+// Errors  E_LIMIT  no thread is left; it was closed here, which may have waited.
+absl::Status CloseUnread(protocol::UniqueFd socket);
 
 }  // namespace forebay::daemon

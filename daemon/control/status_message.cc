@@ -59,6 +59,7 @@ void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder 
   swap.setReadOps(snapshot.stats.reads);
   swap.setWriteOps(snapshot.stats.writes);
   swap.setErrors(snapshot.stats.errors);
+  swap.setReadErrors(snapshot.stats.read_errors);
   swap.setRetries(snapshot.stats.retries);
   swap.setLate(snapshot.stats.late);
   swap.setLateNow(snapshot.late_requests);

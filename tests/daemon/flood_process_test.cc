@@ -24,6 +24,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/raw_session.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
@@ -44,11 +45,6 @@ constexpr uint16_t kAdmin = 2;
 constexpr uint16_t kStatus = 0;         // of Admin
 constexpr int kCalls = 200'000;         // some 20 MB
 constexpr int kCallsIntoLoop = 40'000;  // above what any queue holds
-#if defined(__has_feature)
-constexpr bool kSanitized = __has_feature(address_sanitizer);
-#else
-constexpr bool kSanitized = false;
-#endif
 constexpr int kSpareMost = 64;
 constexpr int kRoundsBeside = 100;
 
@@ -207,7 +203,8 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
 // With two descriptors to spare (the layout takes as many on its way through the relay), with three,
 // ... until an attach has enough.
 TEST_F(Flood, ThatLeavesTooFewDescriptorsIsRefusedUntilThereAreEnough) {
-  if (kSanitized) GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
+  if (testing::kSanitized)
+    GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
   ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
   ASSERT_OK(raw->Hello());
   const auto limit_spare = [&](int spare) {

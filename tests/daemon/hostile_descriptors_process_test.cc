@@ -1,9 +1,11 @@
 // Goal    Nothing that a client does with a descriptor blocks the daemon: doorbells that are full,
-//         descriptors whose close blocks, descriptors that nobody receives.
+//         descriptors whose close blocks, descriptors that nobody receives. A user with too many
+//         connections hears of the limit, alone and without filling the log.
 // Method  A raw client against a real daemon. Beside it a healthy job trains after each attack.
 
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -13,13 +15,19 @@
 #include <array>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "client/admin.h"
 #include "daemon/control/control_plane.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/ring.h"
 #include "tests/support/attacked_daemon.h"
@@ -37,6 +45,8 @@ using testing::RawSession;
 
 class HostileDescriptors : public testing::AttackedDaemon {
  protected:
+  using AttackedDaemon::AttackedDaemon;
+
   // While it is stopped, what is sent to it can lose its last other holder.
   void StopDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGSTOP), 0); }
   void ContinueDaemon() { ASSERT_EQ(::kill(daemon_->pid(), SIGCONT), 0); }
@@ -190,24 +200,92 @@ INSTANTIATE_TEST_SUITE_P(Ways, BlockingClose,
                          ::testing::Values(Sent::kWithTheFirstByte, Sent::kManyAtOnce,
                                            Sent::kWithALaterByte, Sent::kNeverReceived));
 
+// The daemon of a service with few descriptors, and a user other than its own.
+class ConnectionLimit : public HostileDescriptors {
+ protected:
+  static constexpr uint64_t kDescriptorsMax = 1024;
+  static constexpr uid_t kNobody = 65534;
+  static constexpr const char* kSocketHere = "s";  // in the working directory
+  const std::filesystem::path before_ = std::filesystem::current_path();
+
+  ConnectionLimit()
+      : HostileDescriptors([] {
+          const rlimit limit = {kDescriptorsMax, kDescriptorsMax};
+          (void)::setrlimit(RLIMIT_NOFILE, &limit);
+        }) {}
+
+  void SetUp() override {
+    if (::geteuid() != 0) GTEST_SKIP() << "only root can act for another uid";
+    HostileDescriptors::SetUp();
+    ASSERT_EQ(::chmod(socket_.c_str(), 0666), 0);
+    ASSERT_EQ(::chmod(dir_.path().c_str(), 0755), 0);
+    std::filesystem::current_path(dir_.path());  // another user may not walk to it
+  }
+
+  void TearDown() override {
+    if (IsSkipped()) return;
+    std::filesystem::current_path(before_);
+    HostileDescriptors::TearDown();
+    const std::string refused = "uid 65534: process ";
+    const size_t line = log_.find(refused);
+    EXPECT_NE(line, std::string::npos);
+    EXPECT_EQ(log_.find(refused, line + 1), std::string::npos) << "others are counted alone";
+  }
+
+  static constexpr uint32_t kMax = ConnectionsPerUidMax(kDescriptorsMax);
+  static_assert(kMax < kConnectionsPerUidMax);
+};
+
+// Makes connections as that user.
+class AsUser {
+ public:
+  explicit AsUser(uid_t uid) { EXPECT_EQ(::seteuid(uid), 0); }
+  AsUser(const AsUser&) = delete;
+  AsUser& operator=(const AsUser&) = delete;
+  ~AsUser() { EXPECT_EQ(::seteuid(0), 0); }
+};
+
+TEST_F(ConnectionLimit, IsNamedToTheUserWhoMeetsItAndLoggedOnce) {
+  std::vector<std::unique_ptr<client::AdminClient>> theirs;
+  std::vector<std::unique_ptr<client::AdminClient>> ours;
+  const auto connect = [&](auto& clients) -> absl::Status {
+    ASSIGN_OR_RETURN(auto client, client::AdminClient::Connect({.socket = kSocketHere}));
+    clients.push_back(std::move(client));
+    return absl::OkStatus();
+  };
+  {
+    const AsUser nobody(kNobody);
+    for (uint32_t i = 0; i < kMax; ++i) ASSERT_OK(connect(theirs));
+    const std::string numbers =
+        absl::StrCat("user 65534 has ", kMax, " connections to the daemon (at most ", kMax, ")");
+    for (int i = 0; i < 100; ++i) {
+      const absl::Status refused = connect(theirs);
+      ASSERT_THAT(refused, testing::HasError(protocol::ErrorId::kLimit));
+      EXPECT_EQ(refused.message(), numbers);
+      EXPECT_THAT(protocol::HintOf(refused), ::testing::HasSubstr("raise LimitNOFILE="));
+    }
+    logged_ = {"error[E_LIMIT]: " + numbers + "\nhint: "};
+  }
+  for (uint32_t i = 0; i < kMax + 1; ++i) ASSERT_OK(connect(ours)) << "root, after " << i;
+  theirs.clear();
+  const AsUser nobody(kNobody);
+  EXPECT_TRUE(testing::Eventually([&] { return connect(theirs).ok(); })) << "they have none now";
+}
+
 // Every connection of that uid is held by a descriptor, and more come.
-TEST_F(HostileDescriptors, AUidWhoseDescriptorsDoNotCloseIsRefusedAlone) {
-  constexpr uid_t kNobody = 65534;
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can act for another uid";
-  ASSERT_EQ(::chmod(socket_.c_str(), 0666), 0);
-  ASSERT_EQ(::chmod(dir_.path().c_str(), 0755), 0);
+TEST_F(ConnectionLimit, CountsConnectionsWhoseDescriptorsDoNotClose) {
   std::array<int, 2> done{};
   ASSERT_EQ(::pipe2(done.data(), O_CLOEXEC), 0);
   const UniqueFd reader(done[0]);
   UniqueFd writer(done[1]);
-  std::vector<LingeringSocket> lingering(kConnectionsPerUidMax + 8);
+  std::vector<LingeringSocket> lingering(kMax + 8);
   StopDaemon();
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
     if (::setuid(kNobody) != 0) ::_exit(1);
     for (const LingeringSocket& one : lingering) {
-      const UniqueFd connection = ConnectTo(socket_);
+      const UniqueFd connection = ConnectTo(kSocketHere);
       if (!connection.valid()) ::_exit(2);
       (void)!::send(connection.get(), kImpossibleHeader.data(), 8, MSG_NOSIGNAL);
       SendWith(connection.get(), "x", one.fd(), 1);
@@ -222,7 +300,7 @@ TEST_F(HostileDescriptors, AUidWhoseDescriptorsDoNotCloseIsRefusedAlone) {
   char byte = 0;
   ASSERT_EQ(::read(done[0], &byte, 1), 1);
   ContinueDaemon();
-  logged_ = {"uid 65534 has 64 connections already"};
+  logged_ = {absl::StrCat("user 65534 has ", kMax, " connections")};
   ASSERT_OK_AND_ASSIGN(auto beside, RawSession::Connect(socket_));
   EXPECT_OK(beside->Hello());
   ::kill(child, SIGKILL);

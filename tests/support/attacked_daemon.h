@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -18,10 +19,13 @@ namespace forebay::testing {
 // order.
 class AttackedDaemon : public ::testing::Test {
  protected:
+  // `prepare`: see DaemonProcess::Start.
+  explicit AttackedDaemon(Prepare prepare = {}) : prepare_(std::move(prepare)) {}
+
   static constexpr JobShape kShape = {.world_size = 1, .groups = 2, .group_elems = 1000};
 
   void SetUp() override {
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_));
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(socket_, {}, prepare_));
     ASSERT_OK_AND_ASSIGN(healthy_, HealthyJob::Attach({.socket = socket_}));
     ASSERT_OK(healthy_->TrainOneMoreStep());
   }
@@ -36,14 +40,17 @@ class AttackedDaemon : public ::testing::Test {
     const Ended ended = daemon_->Stop();
     EXPECT_EQ(ended.exit_code, 0);
     for (const std::string& line : logged_) EXPECT_THAT(ended.errors, ::testing::HasSubstr(line));
+    log_ = ended.errors;
   }
 
+  const Prepare prepare_;
   const TempDir dir_;
   const std::string socket_ = dir_.path() + "/s";
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<HealthyJob> healthy_;
   std::vector<std::string> ready_jobs_;  // of kShape, with the parameters of HealthyJob
   std::vector<std::string> logged_;      // must be in the daemon's log
+  std::string log_;                      // after TearDown()
 };
 
 }  // namespace forebay::testing
