@@ -14,6 +14,7 @@
 #include <sstream>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -89,15 +90,18 @@ size_t EditDistance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-std::string_view NearestKey(std::string_view key) {
-  return std::ranges::min(kKeys, {},
-                          [&](const ConfigKey& known) { return EditDistance(key, known.name); })
-      .name;
+// The key that was meant; none where every key has more than a few letters to change.
+std::string HintForUnknown(std::string_view key) {
+  const auto distance = [&](const ConfigKey& known) { return EditDistance(key, known.name); };
+  const ConfigKey& nearest = std::ranges::min(kKeys, {}, distance);
+  if (distance(nearest) > 1 + nearest.name.size() / 4) return "";
+  return absl::StrCat("did you mean ", std::string(nearest.name), "?");
 }
 
 absl::StatusOr<std::string> TextOf(const toml::node& node, const Place& place) {
   const auto text = node.value_exact<std::string>();
   if (!text.has_value()) return Bad(place, "is not a string");
+  if (text->find('\0') != text->npos) return Bad(place, "has a zero byte in it");
   return *text;
 }
 
@@ -106,11 +110,12 @@ absl::StatusOr<uint64_t> SizeOf(const toml::node& node, const Place& place) {
     if (*number < 0) return Bad(place, "is negative");
     return static_cast<uint64_t>(*number);
   }
-  const auto text = node.value_exact<std::string>();
-  if (!text.has_value()) return Bad(place, "is not a size", "write 4096, \"64MiB\" or \"2GiB\"");
-  const auto bytes = protocol::ParseBytes(*text);
-  if (!bytes.ok()) return Bad(place, bytes.status().message().data(), "write 4096, 64MiB or 2GiB");
-  return *bytes;
+  constexpr std::string_view kHint = "write 4096, \"64MiB\" or \"2GiB\"";
+  if (!node.is_string()) return Bad(place, "is not a size", kHint);
+  ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
+  const auto bytes = protocol::ParseBytes(text);
+  if (bytes.ok()) return *bytes;
+  return Bad(place, std::string(bytes.status().message()), kHint);
 }
 
 struct Range {
@@ -171,7 +176,8 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
   }
   if (place.key == "swap.staging") {
     ASSIGN_OR_RETURN(config.swap_staging_bytes, SizeOf(node, place));
-    return absl::OkStatus();
+    if (config.swap_staging_bytes > 0) return absl::OkStatus();
+    return Bad(place, "is 0", "leave it out for two blocks per worker and four more");
   }
   ASSIGN_OR_RETURN(
       config.swap_life,
@@ -250,8 +256,9 @@ absl::Status SetMode(const toml::node& node, const Place& place, Config& config)
 absl::Status SetKey(const toml::node& node, const Place& place, Config& config) {
   const std::string& key = place.key;
   if (std::ranges::none_of(kKeys, [&](const ConfigKey& known) { return known.name == key; })) {
-    return MakeError(ErrorId::kConfig, absl::StrCat(place.text, ": unknown key ", key),
-                     absl::StrCat("did you mean ", std::string(NearestKey(key)), "?"));
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat(place.text, ": unknown key ", absl::Utf8SafeCEscape(key)),
+                     HintForUnknown(key));
   }
   if (key.starts_with("swap.")) return SetSwap(node, place, config);
   if (key.starts_with("update.")) return SetUpdate(node, place, config);
@@ -367,10 +374,15 @@ absl::Status CheckConfig(const Config& config) {
     return MakeError(ErrorId::kConfig, "swap.capacity is set, swap.paths is not",
                      "name a directory or a block device in swap.paths");
   }
+  if (capacities == 0) {
+    return MakeError(ErrorId::kConfig, "swap.paths is set, swap.capacity is not",
+                     "give the size to reserve on each path, as 256GiB");
+  }
   if (capacities != 1 && capacities != paths) {
-    return MakeError(ErrorId::kConfig,
-                     absl::StrCat("swap.capacity has ", capacities, " sizes for ", paths, " paths"),
-                     "give one size for all paths, or one per path");
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("sizes in swap.capacity: ", capacities, "; paths in swap.paths: ", paths),
+        "give one size for all paths, or one per path");
   }
   return absl::OkStatus();
 }

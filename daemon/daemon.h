@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
 
@@ -18,6 +19,9 @@ class Daemon {
   //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  as of nvme.
   //         E_DRAM_LIMIT, E_MEMLOCK                   staging alone is above a limit.
   static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config);
+
+  // What Start() refuses before it touches the socket and the swap paths.
+  static absl::Status Check(const Config& config);
 
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;

@@ -38,11 +38,14 @@ std::string HolderOf(int fd) {
   return pid.substr(0, pid.find('\n'));
 }
 
+bool IsNamed(const std::string& path, dev_t device, ino_t inode) {
+  struct stat named = {};
+  return ::lstat(path.c_str(), &named) == 0 && named.st_dev == device && named.st_ino == inode;
+}
+
 bool IsStillNamed(const std::string& path, int fd) {
-  struct stat by_fd = {};
-  struct stat by_name = {};
-  return ::fstat(fd, &by_fd) == 0 && ::stat(path.c_str(), &by_name) == 0 &&
-         by_fd.st_ino == by_name.st_ino && by_fd.st_dev == by_name.st_dev;
+  struct stat opened = {};
+  return ::fstat(fd, &opened) == 0 && IsNamed(path, opened.st_dev, opened.st_ino);
 }
 
 }  // namespace
@@ -50,7 +53,9 @@ bool IsStillNamed(const std::string& path, int fd) {
 InstanceLock::InstanceLock(std::string path, UniqueFd fd)
     : path_(std::move(path)), fd_(std::move(fd)) {}
 
-InstanceLock::~InstanceLock() { ::unlink(path_.c_str()); }
+InstanceLock::~InstanceLock() {
+  if (IsStillNamed(path_, fd_.get())) ::unlink(path_.c_str());
+}
 
 absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
     const std::string& socket_path) {
@@ -82,7 +87,15 @@ absl::StatusOr<std::unique_ptr<InstanceLock>> InstanceLock::Acquire(
       "another forebayd with this socket.path restarts again and again: stop it, then retry");
 }
 
-absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {
+ListeningSocket::ListeningSocket(std::string path, UniqueFd fd, const struct stat& bound)
+    : path_(std::move(path)), fd_(std::move(fd)), device_(bound.st_dev), inode_(bound.st_ino) {}
+
+ListeningSocket::~ListeningSocket() {
+  if (IsNamed(path_, device_, inode_)) ::unlink(path_.c_str());
+}
+
+absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Create(const std::string& path,
+                                                                         unsigned mode) {
   struct stat there = {};
   if (::lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
     return MakeError(ErrorId::kConfig, absl::StrCat(path, " exists and is not a socket"),
@@ -104,13 +117,14 @@ absl::StatusOr<UniqueFd> ListenAt(const std::string& path, unsigned mode) {
   if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return Failed(absl::StrCat("bind ", unready));
   }
-  if (::chmod(unready.c_str(), mode) != 0 || ::listen(fd.get(), kBacklog) != 0 ||
-      ::rename(unready.c_str(), path.c_str()) != 0) {
+  struct stat bound = {};
+  if (::chmod(unready.c_str(), mode) != 0 || ::lstat(unready.c_str(), &bound) != 0 ||
+      ::listen(fd.get(), kBacklog) != 0 || ::rename(unready.c_str(), path.c_str()) != 0) {
     const absl::Status status = Failed(absl::StrCat("listen at ", path));
     ::unlink(unready.c_str());
     return status;
   }
-  return fd;
+  return std::unique_ptr<ListeningSocket>(new ListeningSocket(path, std::move(fd), bound));
 }
 
 }  // namespace forebay::daemon

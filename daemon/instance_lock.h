@@ -1,6 +1,9 @@
 // One daemon per socket.
 #pragma once
 
+#include <sys/stat.h>
+#include <sys/types.h>
+
 #include <memory>
 #include <string>
 
@@ -19,7 +22,7 @@ class InstanceLock {
 
   InstanceLock(const InstanceLock&) = delete;
   InstanceLock& operator=(const InstanceLock&) = delete;
-  ~InstanceLock();  // removes the file
+  ~InstanceLock();  // removes the file, as ListeningSocket does
 
  private:
   InstanceLock(std::string path, protocol::UniqueFd fd);
@@ -28,10 +31,28 @@ class InstanceLock {
   protocol::UniqueFd fd_;
 };
 
-// A Unix socket that listens at `path` with these permission bits from the first moment; what lay
-// there is replaced.
-//
-// Errors  E_CONFIG  the path is too long, or a call fails; errno.
-absl::StatusOr<protocol::UniqueFd> ListenAt(const std::string& path, unsigned mode);
+// A Unix socket in the file system.
+class ListeningSocket {
+ public:
+  // Listens at `path` with these permission bits from the first moment; what lay there is replaced.
+  //
+  // Errors  E_CONFIG  the path is too long, or a call fails; errno.
+  static absl::StatusOr<std::unique_ptr<ListeningSocket>> Create(const std::string& path,
+                                                                 unsigned mode);
+
+  ListeningSocket(const ListeningSocket&) = delete;
+  ListeningSocket& operator=(const ListeningSocket&) = delete;
+  ~ListeningSocket();  // removes the file, unless another one has its name now
+
+  protocol::UniqueFd& fd() { return fd_; }
+
+ private:
+  ListeningSocket(std::string path, protocol::UniqueFd fd, const struct stat& bound);
+
+  std::string path_;
+  protocol::UniqueFd fd_;
+  dev_t device_;
+  ino_t inode_;
+};
 
 }  // namespace forebay::daemon

@@ -17,7 +17,6 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "cpu_adam/targets.h"
 #include "daemon/config.h"
 #include "daemon/control/version.h"
 #include "daemon/daemon.h"
@@ -60,7 +59,8 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
   app.add_option("--set", line.settings, "KEY=VALUE, over those of the file")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  app.add_flag("--check", line.check, "only reads the settings");
+  app.add_flag("--check", line.check,
+               "only checks the settings; does not look at the socket and the swap paths");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -77,7 +77,6 @@ absl::StatusOr<Config> ReadConfig(const CommandLine& line) {
   for (const std::string& setting : line.settings) {
     RETURN_IF_ERROR(forebay::daemon::ApplySetting(setting, config));
   }
-  RETURN_IF_ERROR(forebay::daemon::CheckConfig(config));
   return config;
 }
 
@@ -151,11 +150,13 @@ int main(int argc, char** argv) {
   CommandLine line;
   if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
-  const absl::Status forced = forebay::cpu_adam::ForceTarget(target == nullptr ? "" : target);
-  if (!forced.ok()) return Fail(forced);
-  const auto config = ReadConfig(line);
+  auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
-  if (line.check) return 0;
+  if (target != nullptr && config->update_target == "best") config->update_target = target;
   SetUpLog(config->log_level);
+  if (line.check) {
+    const absl::Status status = Daemon::Check(*config);
+    return status.ok() ? 0 : Fail(status);
+  }
   return Serve(*config);
 }

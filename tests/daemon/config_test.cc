@@ -6,11 +6,16 @@
 
 #include "daemon/config.h"
 
+#include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "pinned_mem/memory_limit.h"
+#include "protocol/error.h"
+#include "protocol/units.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 
@@ -82,6 +87,23 @@ TEST(Config, NamesFileLineAndTheNearestKey) {
   EXPECT_THAT(broken, HasError(ErrorId::kConfig));
   EXPECT_THAT(broken.message().data(), HasSubstr("b.toml:2"));
   EXPECT_THAT(LoadConfigFile(dir.path() + "/none.toml", config), HasError(ErrorId::kConfig));
+
+  EXPECT_THAT(protocol::HintOf(ApplySetting("memory=1", config)), HasSubstr("lists every key"))
+      << "no key is near";
+}
+
+TEST(Config, SaysAllOfWhatIsWrongWithAZeroByte) {
+  const TempDir dir;
+  Config config;
+  for (const auto& [line, message] : {
+           std::pair("swap.paths = \"/a\\u0000b\"", "c.toml:1: swap.paths: has a zero byte in it"),
+           std::pair("dram.limit = \"1\\u0000b\"", "c.toml:1: dram.limit: has a zero byte in it"),
+           std::pair("\"a\\u0000b\" = 1", "c.toml:1: unknown key a\\000b"),
+       }) {
+    const absl::Status status = LoadConfigFile(dir.Write("c.toml", line), config);
+    EXPECT_THAT(status, HasError(ErrorId::kConfig)) << line;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  }
 }
 
 TEST(Config, TakesSettingsOverTheFile) {
@@ -155,12 +177,25 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_OK(ApplySetting("swap.paths=/a,/b,/c", config));
   EXPECT_OK(CheckConfig(config));
   EXPECT_OK(ApplySetting("swap.capacity=[4096, 4096]", config));
-  EXPECT_THAT(CheckConfig(config), HasError(ErrorId::kConfig));
+  EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.capacity: 2; paths in swap.paths: 3");
+  EXPECT_OK(ApplySetting("swap.capacity=[]", config));
+  EXPECT_EQ(CheckConfig(config).message(), "swap.paths is set, swap.capacity is not");
+}
+
+TEST(Config, SaysHowASizeIsWritten) {
+  for (const char* setting :
+       {"dram.limit=true", "dram.limit=much", "swap.staging=1.5", "swap.capacity=[[1]]"}) {
+    Config config;
+    const absl::Status status = ApplySetting(setting, config);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("is not a size")) << setting;
+    EXPECT_EQ(protocol::HintOf(status), "write 4096, \"64MiB\" or \"2GiB\"") << setting;
+  }
 }
 
 TEST(Config, RefusesWhatWouldMeanSomethingElse) {
   Config config;
-  for (const char* setting : {"dram.limit=0", "socket.path=\"\"", "dram.limit=1.5"}) {
+  for (const char* setting :
+       {"dram.limit=0", "swap.staging=0", "socket.path=\"\"", "dram.limit=1.5"}) {
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }
   const TempDir dir;  // a directory reads as an empty file
@@ -175,30 +210,44 @@ TEST(Forebayd, EndsWithTheErrorOfABadStart) {
     all.insert(all.end(), arguments.begin(), arguments.end());
     return RunProgram(all);
   };
-  const auto expect = [&](const std::vector<std::string>& arguments, const char* error) {
+  const auto expect = [&](const std::vector<std::string>& arguments, const std::string& error) {
     const testing::Ended ended = run(arguments);
     EXPECT_EQ(ended.exit_code, 1) << ended.errors;
     EXPECT_THAT(ended.errors, HasSubstr(error));
     EXPECT_THAT(ended.errors, HasSubstr("hint: "));
   };
-  expect({"--set", "dram.limt=1GiB"}, "error[E_CONFIG]");
-  expect({"--config", dir.Write("c.toml", "drum = 1\n")}, "error[E_CONFIG]");
-  expect({"--set", "update.target=abacus"}, "error[E_OPTION]");
-  expect({"--set", "update.cpus=60000"},
-         "error[E_CONFIG]: update.cpus: CPU 60000 is not one that this process may use: ");
-  expect({"--set", "update.numa_node=60000"},
-         "error[E_CONFIG]: update.numa_node: NUMA node 60000 does not exist");
+  // Refused by --check too.
+  const auto expect_both = [&](std::vector<std::string> arguments, const std::string& error) {
+    expect(arguments, error);
+    arguments.push_back("--check");
+    expect(arguments, error);
+  };
+  expect_both({"--set", "dram.limt=1GiB"}, "error[E_CONFIG]");
+  expect_both({"--config", dir.Write("c.toml", "drum = 1\n")}, "error[E_CONFIG]");
+  expect_both({"--set", "update.target=abacus"}, "error[E_OPTION]");
+  expect_both({"--set", "update.cpus=60000"},
+              "error[E_CONFIG]: update.cpus: CPU 60000 is not one that this process may use: ");
+  expect_both({"--set", "update.numa_node=60000"},
+              "error[E_CONFIG]: update.numa_node: NUMA node 60000 does not exist");
+  expect_both({"--set", "socket.operators=no such group"},
+              "error[E_CONFIG]: socket.operators: there is no group no such group");
+  expect_both({"--set", "dram.limit=1000000TiB"},
+              "error[E_CONFIG]: dram.limit is 1000000.0 TiB, but this machine has " +
+                  protocol::FormatBytes(pinned_mem::MachineBytes()));
   const std::string missing = "swap.paths=" + dir.path() + "/none";
   expect({"--set", missing, "--set", "swap.capacity=16MiB"}, "error[E_SWAP_PATH]");
-  const std::string swap = "swap.paths=" + dir.path();
+  const std::string swap = "swap.paths=" + dir.Make("empty");
   expect({"--set", swap, "--set", "swap.capacity=900TiB"}, "error[E_SWAP_NOSPC]");
-  expect({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "dram.limit=1MiB"},
-         "error[E_DRAM_LIMIT]");
-  expect({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "swap.staging=1MiB"},
-         "error[E_CONFIG]");
+  expect_both({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "dram.limit=1MiB"},
+              "error[E_DRAM_LIMIT]");
+  expect_both({"--set", "dram.limit=1MiB"}, "error[E_DRAM_LIMIT]");
+  expect_both({"--set", swap, "--set", "swap.capacity=16MiB", "--set", "swap.staging=1MiB"},
+              "error[E_CONFIG]");
   expect({"--set", "socket.path=" + dir.path() + "/none/s"}, "error[E_CONFIG]");
   expect({"--set", "socket.path=" + dir.path() + "/" + std::string(200, 's')}, "error[E_CONFIG]");
 
+  EXPECT_EQ(run({"--check", "--set", swap, "--set", "swap.capacity=16MiB"}).exit_code, 0);
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path() + "/empty")) << "--check leaves nothing";
   EXPECT_EQ(run({"--sett", "a=b"}).exit_code, 2);
   EXPECT_EQ(run({"--set"}).exit_code, 2);
   EXPECT_EQ(run({"--version"}).exit_code, 0);

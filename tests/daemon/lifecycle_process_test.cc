@@ -178,7 +178,7 @@ TEST_F(DaemonLifecycle, TellsTheOtherRankWhenOneIsKilledInAStepAndTrainsOnAfterR
 TEST_F(DaemonLifecycle, RefusesASecondDaemonOnTheSocketOrTheSwapWithThePid) {
   const std::string swap = dir_.Make("swap");
   const std::vector<std::string> settings = {"swap.paths=" + swap, "swap.capacity=16MiB",
-                                             "update.block_elems=4096", "dram.limit=2250KiB"};
+                                             "update.block_elems=4096", "dram.limit=6474KiB"};
   Start(settings);
   ASSERT_OK(TrainsOneMoreStep(1));
   const std::string pid = std::to_string(daemon_->pid());
@@ -204,6 +204,19 @@ TEST_F(DaemonLifecycle, LeavesAFileThatStandsInTheWayOfItsSocket) {
   EXPECT_EQ(text, "text");
 }
 
+// Somebody has removed the lock file, as cleaners of /run do: a second daemon takes the name.
+TEST_F(DaemonLifecycle, LeavesTheSocketOfADaemonThatHasTakenItsName) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_TRUE(std::filesystem::remove(socket_ + ".lock"));
+  ASSERT_OK_AND_ASSIGN(const auto second, DaemonProcess::Start(socket_));
+  EXPECT_EQ(daemon_->Stop().exit_code, 0);
+  EXPECT_OK(AdminClient::Connect({.socket = socket_}));
+  EXPECT_TRUE(std::filesystem::exists(socket_ + ".lock"));
+  EXPECT_EQ(second->Stop().exit_code, 0);
+  EXPECT_FALSE(std::filesystem::exists(socket_));
+  EXPECT_FALSE(std::filesystem::exists(socket_ + ".lock"));
+}
+
 TEST_F(DaemonLifecycle, StopsCleanlyOnSigtermWithClientsAttached) {
   Start();
   const auto client = Hold(0, 1, "hold");
@@ -217,7 +230,7 @@ TEST_F(DaemonLifecycle, StopsCleanlyOnSigtermWithClientsAttached) {
 TEST_F(DaemonLifecycle, StartsAgainAfterSigkillAndReclaimsItsSwap) {
   const std::vector<std::string> settings = {"swap.paths=" + dir_.Make("swap"),
                                              "swap.capacity=16MiB", "update.block_elems=4096",
-                                             "dram.limit=2250KiB"};
+                                             "dram.limit=6474KiB"};
   Start(settings);
   const auto client = Hold(0, 1, "step");
   EXPECT_EQ(client->Wait().exit_code, 0) << client->errors();
@@ -259,7 +272,7 @@ TEST_F(DaemonLifecycle, ShowsHowMuchOfAJobsMemoryIsMade) {
 
 TEST_F(DaemonLifecycle, FreesADeletedJob) {
   Start({"swap.paths=" + dir_.Make("swap"), "swap.capacity=16MiB", "update.block_elems=4096",
-         "dram.limit=2250KiB"});
+         "dram.limit=6474KiB"});
   const uint64_t bytes = SegmentBytes();
   const int fds = daemon_->OpenFds();
   auto client = Hold(0, 1, "hold");

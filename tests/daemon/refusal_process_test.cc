@@ -149,7 +149,7 @@ INSTANTIATE_TEST_SUITE_P(
                 }},
         Refusal{"UnknownGroup",
                 ErrorId::kRange,
-                {"group 99", "2"},
+                {"group 99", "2 groups"},
                 [](Attachment& session) { return session.Fetch(99, kTimeout).status(); }},
         Refusal{"UnknownLease",
                 ErrorId::kLease,

@@ -58,7 +58,7 @@ struct BadStart {
 void PrintTo(const BadStart& one, std::ostream* out) { *out << one.name; }
 
 const std::vector<std::string> kGoodSwap = {"swap.paths=<DIR>/swap", "swap.capacity=16MiB",
-                                            "update.block_elems=4096", "dram.limit=2200KiB"};
+                                            "update.block_elems=4096", "dram.limit=6424KiB"};
 
 class Startup : public ::testing::Test {
  protected:
@@ -132,8 +132,12 @@ INSTANTIATE_TEST_SUITE_P(
                  kGoodSwap},
         BadStart{"LimitBelowTheStagingArena",
                  {"swap.paths=<DIR>/swap", "swap.capacity=16MiB", "dram.limit=1MiB"},
-                 {"[E_DRAM_LIMIT]", "staging for swap takes", "limit of 1.0 MiB"},
+                 {"[E_DRAM_LIMIT]", "private memory takes", "staging for swap", "limit of 1.0 MiB"},
                  kGoodSwap},
+        BadStart{"LimitBelowThePrivateMemory",
+                 {"dram.limit=1MiB"},
+                 {"[E_DRAM_LIMIT]", "private memory takes", "limit of 1.0 MiB"},
+                 {"dram.limit=64MiB"}},
         BadStart{"SocketInNoFolder",
                  {"socket.path=<DIR>/none/s"},
                  {"[E_CONFIG]", "<DIR>/none/s", "No such file"},
@@ -163,13 +167,13 @@ TEST_F(Startup, WithALimitBelowTheModelsMinimumNamesTheLimitThatIsEnough) {
       .shape = {.world_size = 2, .groups = 4, .group_elems = 100'000}};
   std::string enough;
   {
-    ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {"dram.limit=2MiB"}));
+    ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, {"dram.limit=6MiB"}));
     ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
     const absl::Status status = HealthyJob::Attach(large).status();
     testing::ExpectRefusal(
         status, ErrorId::kDramLimit,
         {"the job needs", "weights", "gradient sums", "overflow", "extra_state",
-         "2 x (gradient arena", "ring", "states", "the limit is 2.0 MiB", "other jobs hold"});
+         "2 x (gradient arena", "ring", "states", "the limit is 6.0 MiB", "other jobs hold"});
     const std::string hint = protocol::HintOf(status);
     enough = hint.substr(hint.find("at least ") + 9);
     enough = enough.substr(0, enough.find(' '));

@@ -68,7 +68,7 @@ TEST(SwapFault, OverwrittenBlocksFailTheStepByNameAndTheJobAlone) {
   const std::string swap = dir.Make("swap");
   ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
                                         socket, {"swap.paths=" + swap, "swap.capacity=16MiB",
-                                                 "update.block_elems=4096", "dram.limit=2250KiB"}));
+                                                 "update.block_elems=4096", "dram.limit=6474KiB"}));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket, "job"));
   for (uint64_t t = 1; t <= 2; ++t) {
     ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
@@ -103,7 +103,7 @@ TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
   ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
                                         socket, {"swap.paths=" + swap, "swap.capacity=64MiB",
                                                  "update.block_elems=64", "swap.staging=16MiB",
-                                                 "dram.limit=19MiB"}));
+                                                 "dram.limit=23680KiB"}));
   ASSERT_OK_AND_ASSIGN(
       auto session, Attachment::Attach({.socket = socket,
                                         .job = "job",
@@ -158,7 +158,7 @@ class FaultySwap : public ::testing::Test {
 };
 
 TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
-  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2650KiB"));
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6874KiB"));
   ASSERT_OK_AND_ASSIGN(auto small,
                        Attachment::Attach({.socket = socket_,
                                            .job = "small",
@@ -198,7 +198,7 @@ TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
 }
 
 TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
-  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2250KiB"));
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
   Order("hang swap_");
   std::thread trainer([this] { EXPECT_OK(Attach(socket_, "job")); });
   const auto zeroes = [this] {  // its arenas are made, the zeros of its swap slots are not
@@ -218,7 +218,7 @@ TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
 }
 
 TEST_F(FaultySwap, ADiskThatDoesNotAnswerIsNamedAndDoesNotKeepTheDaemonFromStopping) {
-  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=2250KiB"));
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
   ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
   ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = 1}));
   Order("hang swap_");

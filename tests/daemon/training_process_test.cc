@@ -161,7 +161,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
 }
 
 constexpr uint64_t kSwapGroupElems = 64 << 10;
-const std::vector<std::string> kTight = {"dram.limit=10MiB", "update.block_elems=4096"};
+const std::vector<std::string> kTight = {"dram.limit=14464KiB", "update.block_elems=4096"};
 
 INSTANTIATE_TEST_SUITE_P(
     Jobs, DaemonTraining,
@@ -175,14 +175,14 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fp32OnSwapClipped", {.groups = 8, .group_elems = kSwapGroupElems}, kTight, true, 0.5},
         Case{"fp32OnSwapThreads",
              {.groups = 8, .group_elems = kSwapGroupElems},
-             {"dram.limit=10MiB", "update.block_elems=4096", "io.engine=threads"},
+             {"dram.limit=14464KiB", "update.block_elems=4096", "io.engine=threads"},
              true},
         Case{"exactOnSwap",
              {.groups = 8,
               .group_elems = kSwapGroupElems,
               .dtype = DType::kBFloat16,
               .format = Format::kExact},
-             {"dram.limit=7MiB", "update.block_elems=4096"},
+             {"dram.limit=11392KiB", "update.block_elems=4096"},
              true},
         Case{"exactOneRankInDramInParts",
              {.world_size = 1,
@@ -205,7 +205,7 @@ INSTANTIATE_TEST_SUITE_P(
               .group_elems = kSwapGroupElems,
               .dtype = DType::kBFloat16,
               .format = Format::kExact},
-             {"dram.limit=6MiB", "update.block_elems=4096"},
+             {"dram.limit=10368KiB", "update.block_elems=4096"},
              true,
              0.01},
         Case{"amsgradOnSwapInSmallerBlocks",
@@ -214,7 +214,7 @@ INSTANTIATE_TEST_SUITE_P(
              true},
         Case{"adagradOnSwap",
              {.groups = 8, .group_elems = kSwapGroupElems, .optimizer = Optimizer::kAdagrad},
-             {"dram.limit=10MiB", "update.block_elems=4096"},
+             {"dram.limit=14464KiB", "update.block_elems=4096"},
              true},
         Case{"lionExactInDram",
              {.dtype = DType::kBFloat16, .format = Format::kExact, .optimizer = Optimizer::kLion},
