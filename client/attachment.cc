@@ -205,6 +205,7 @@ std::span<const std::byte> Attachment::rank0_extra_state() const {
 }
 std::span<const uint32_t> Attachment::trace() const { return state_->parts.trace; }
 const protocol::Layout& Attachment::layout() const { return *state_->parts.layout; }
+absl::Status Attachment::CheckGroup(uint32_t group) const { return state_->CheckGroup(group); }
 std::span<const std::byte> Attachment::weights() const { return state_->parts.weights->bytes(); }
 
 std::span<const std::byte> Attachment::weights(uint32_t group) const {

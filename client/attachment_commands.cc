@@ -194,6 +194,10 @@ absl::Status Attachment::Release(const Lease& lease) {
   return s.KeptReleaseError();
 }
 
+absl::Status Attachment::CheckStateRange(const StateRange& range, uint64_t elems) const {
+  return IndexOf(*state_->parts.layout, range, elems).status();
+}
+
 absl::StatusOr<uint64_t> Attachment::ReadState(const StateRange& range, std::span<float> out,
                                                Timeout timeout) {
   State& s = *state_;

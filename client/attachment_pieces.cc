@@ -215,6 +215,7 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
     if (status.ok() && run.coverage.any) status = KeepPart(group, run.begin, run.end, slot.bytes);
     if (slot.arena_offset.has_value()) slots.Free(*slot.arena_offset);
   }
+  if (!status.ok() && kept_grad_error.ok()) kept_grad_error = status;  // parts of it are lost
   return status;
 }
 

@@ -39,8 +39,10 @@ struct AttachOptions {
   bool reader = false;
   uint32_t rank = 0;        // not of a reader
   uint32_t world_size = 1;  // ranks of the job; the layout does not depend on it
-  // The run that this process belongs to, at most 200 bytes. Processes of one run replace each other;
-  // another run's job is continued only with `resume`. Empty: FOREBAY_RUN, else this process alone.
+  // The run that this process belongs to, at most 200 printable ASCII characters without spaces.
+  // Processes of one run replace each other; another run's job is continued only with `resume`.
+  // Empty: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: where there
+  // are several, give it or set FOREBAY_RUN.
   std::string run = {};
   bool resume = false;
   protocol::LayoutSpec layout;
@@ -113,12 +115,14 @@ struct Counters {
 // Ownership  Spans die with the object, or with what weights_owner() and grad_owner() returned.
 class Attachment {
  public:
-  // Connects, attaches and maps. Waits while the job's memory is made or another rank writes the
-  // initial parameters.
+  // Connects, attaches and maps. Waits until other jobs have made room, the job's memory is made,
+  // the initial parameters are written, a step under way is over and an older session of the rank
+  // is closed.
   //
-  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_BUSY, E_LAYOUT,
-  //         E_OPTION, E_RANK, E_RANGE, E_DRAM_LIMIT, E_SWAP_NOSPC, E_LIMIT, and those above. Nothing
-  //         is left behind.
+  // Errors  E_NO_DAEMON, E_PROTOCOL, E_PERMISSION, E_JOB_NAME, E_JOB_EXISTS, E_JOB_FAILED, E_BUSY,
+  //         E_FENCED, E_LAYOUT, E_UNSUPPORTED, E_OPTION, E_RANK, E_RANGE, E_EXTRA_STATE, E_MEMLOCK,
+  //         E_DRAM_LIMIT, E_SWAP_NOSPC, E_SWAP_IO, E_LIMIT, and those above. Nothing is left
+  //         behind.
   static absl::StatusOr<std::unique_ptr<Attachment>> Attach(AttachOptions options);
 
   // The last part of Attach, for tests that play the daemon: from mapped arenas and a ring.
@@ -135,6 +139,7 @@ class Attachment {
   std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
   std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
   const protocol::Layout& layout() const;
+  absl::Status CheckGroup(uint32_t group) const;             // E_RANGE where there is none
   std::span<const std::byte> weights() const;                // the whole window, read-only
   std::span<const std::byte> weights(uint32_t group) const;  // one group of it
   std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
@@ -217,6 +222,8 @@ class Attachment {
   // Errors  E_RANGE  no such parameter, state or elements; a frozen parameter has no states.
   absl::StatusOr<uint64_t> ReadState(const StateRange& range, std::span<float> out,
                                      Timeout timeout);
+  // The same E_RANGE, before memory is taken for the elements.
+  absl::Status CheckStateRange(const StateRange& range, uint64_t elems) const;
 
   absl::Status Detach();  // ends the session in good order; views stay readable
 

@@ -49,9 +49,10 @@ struct forebay_options {
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
   uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */
-  /* The run that this process belongs to, at most 200 printable bytes; NULL: FOREBAY_RUN, else this
-     process alone. Another run's job is refused with E_JOB_EXISTS unless `resume` is 1, and with
-     E_BUSY while processes of that run are attached. */
+  /* The run that this process belongs to, at most 200 printable ASCII characters without spaces;
+     NULL: FOREBAY_RUN, else this process alone. All ranks of a job need the same run: where there
+     are several, give it or set FOREBAY_RUN. Another run's job is refused with E_JOB_EXISTS unless
+     `resume` is 1, and with E_BUSY while processes of that run are attached. */
   const char* run;
   int32_t resume;
   /* 1: attaches to a job that exists, without a rank: reads weights and states, delivers nothing.
@@ -138,9 +139,11 @@ uint32_t forebay_abi_version(void); /* of the library; compare with FOREBAY_ABI_
 int32_t forebay_last_error_id(void);
 const char* forebay_last_error_message(void);
 const char* forebay_last_error_hint(void);
-int32_t forebay_last_error_retryable(void); /* 1: attach again or wait, then retry */
+int32_t forebay_last_error_retryable(void); /* 1: attach again or release something, then retry */
 const char* forebay_error_name(int32_t code);
 
+/* Waits until other jobs have made room, the job's memory is made, the initial parameters are
+ * written, a step under way is over and an older session of the rank is closed. */
 int32_t forebay_attach(const struct forebay_options* options, struct forebay_session** session);
 int32_t forebay_get_info(const struct forebay_session* session, struct forebay_info* info);
 int32_t forebay_get_group(const struct forebay_session* session, uint32_t group,
@@ -159,7 +162,7 @@ int32_t forebay_release(struct forebay_session* session, const struct forebay_le
 
 /* The same without waiting: start_fetch asks and returns, is_fetch_done looks, finish_fetch waits and
  * gives the lease, cancel_fetch gives up (a lease that arrives later is given back). A ticket is used
- * up by cancel_fetch, and by a finish_fetch that returns neither E_TIMEOUT nor E_INTERRUPTED. */
+ * up by cancel_fetch, and by a finish_fetch that does not return E_TIMEOUT. */
 int32_t forebay_start_fetch(struct forebay_session* session, uint32_t group,
                             struct forebay_ticket* ticket);
 int32_t forebay_is_fetch_done(struct forebay_session* session, const struct forebay_ticket* ticket,

@@ -192,10 +192,7 @@ int32_t forebay_get_group(const forebay_session* session, uint32_t group,
     if (place == nullptr) return NullArgument("place");
     RETURN_IF_ERROR(CheckSize("place", place->struct_size, sizeof(*place)));
     const forebay::protocol::Layout& layout = attachment.layout();
-    if (group >= layout.groups().size()) {
-      return MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
-                                                     layout.groups().size(), " groups"));
-    }
+    RETURN_IF_ERROR(attachment.CheckGroup(group));
     const forebay::protocol::GroupPlace& found = layout.groups()[group];
     *place = {.struct_size = sizeof(*place),
               .weights_offset_bytes = found.weights_offset_bytes,

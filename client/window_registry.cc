@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -58,18 +59,8 @@ class SignalText {
 };
 
 const WindowPart* FindPart(const Window& window, uint64_t offset) {
-  size_t low = 0;
-  size_t high = window.parts.size();
-  while (low < high) {
-    const size_t middle = low + (high - low) / 2;
-    if (window.parts[middle].end_bytes <= offset) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  const bool inside = low < window.parts.size() && window.parts[low].begin_bytes <= offset;
-  return inside ? &window.parts[low] : nullptr;
+  const auto part = std::ranges::upper_bound(window.parts, offset, {}, &WindowPart::end_bytes);
+  return part != window.parts.end() && part->begin_bytes <= offset ? &*part : nullptr;
 }
 
 void Explain(const Window& window, uintptr_t address, int fd) {

@@ -27,6 +27,7 @@
 #include "protocol/layout.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/wire.h"
 
 namespace forebay::client::internal {
 
@@ -165,8 +166,7 @@ struct Attachment::State {
   absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
   absl::StatusOr<Lease> LeaseOf(uint32_t group, const protocol::Completion& completion);
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
-  // Delivers elements [begin, end) of a group, whose bytes are the slot's from `slot_begin` on. An
-  // arena slot must be theirs alone.
+  // Delivers elements [begin, end) of a group, whose bytes are the slot's.
   absl::Status DeliverSlot(uint32_t group, uint64_t begin, uint64_t end, const OpenSlot& slot,
                            const internal::WaitLimits& limits);
   absl::Status SendGradient(uint32_t group, uint64_t begin, uint64_t end, internal::BusyRange range,
@@ -182,8 +182,8 @@ struct Attachment::State {
   absl::Status Flush(std::optional<uint32_t> group, const internal::WaitLimits& limits);
   absl::Status DeliverAllPieces(const internal::WaitLimits& limits);
   void DropPieces();
-  bool HasGradient(uint32_t param) const { return (presence[param / 64] >> (param % 64) & 1) != 0; }
-  void SetGradient(uint32_t param) { presence[param / 64] |= uint64_t{1} << (param % 64); }
+  bool HasGradient(uint32_t param) const { return protocol::IsPresent(presence, param); }
+  void SetGradient(uint32_t param) { protocol::SetPresent(presence, param); }
   // What of [begin, end) has a gradient, and whether a parameter in it has none.
   struct Coverage {
     bool any = false;

@@ -39,7 +39,11 @@ class SigpipeKeeper {
   struct sigaction before_ {};
 };
 
+// One thread at a time: two that keep and restore the action for SIGPIPE at once would leave it
+// ignored. (A process that forks meanwhile cannot connect in its child.)
 kj::AsyncIoContext MakeIo() {
+  static protocol::Mutex mutex;
+  const protocol::MutexLock lock(mutex);
   const SigpipeKeeper keeper;
   return kj::setupAsyncIo();
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "client/admin.h"
 #include "client/client.h"
@@ -309,6 +310,23 @@ TEST_F(AttachmentTest, TheProcessKeepsItsWayWithBrokenPipes) {
   struct sigaction before {};
   ASSERT_EQ(::sigaction(SIGPIPE, &usual, &before), 0);
   const std::unique_ptr<Attachment> session = AttachFirst();
+  struct sigaction now {};
+  ASSERT_EQ(::sigaction(SIGPIPE, &before, &now), 0);
+  EXPECT_EQ(now.sa_handler, SIG_DFL);
+}
+
+TEST_F(AttachmentTest, TheProcessKeepsItsWayWithBrokenPipesWhereThreadsConnectAtOnce) {
+  struct sigaction usual {};
+  usual.sa_handler = SIG_DFL;
+  struct sigaction before {};
+  ASSERT_EQ(::sigaction(SIGPIPE, &usual, &before), 0);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 8; ++i) {
+      threads.emplace_back(
+          [this] { EXPECT_OK(AdminClient::Connect({.socket = socket_}).status()); });
+    }
+  }
   struct sigaction now {};
   ASSERT_EQ(::sigaction(SIGPIPE, &before, &now), 0);
   EXPECT_EQ(now.sa_handler, SIG_DFL);

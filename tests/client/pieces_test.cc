@@ -124,6 +124,15 @@ class PiecesTest : public ::testing::Test {
     const std::array<protocol::HyperParams, 1> hyper{};
     return session_->Step(t, hyper, 0, {}, kTimeout).status();
   }
+  // What was delivered, after a Step: every element of each parameter has its value here, 0 for one
+  // without a gradient; bit i of `presence` says whether parameter i has one.
+  void ExpectDelivered(std::array<float, 3> values, uint64_t presence) const {
+    for (uint32_t param = 0; param < values.size(); ++param) {
+      EXPECT_THAT(DeliveredOf(param), Each(values[param])) << "parameter " << param;
+    }
+    EXPECT_EQ(presence_, presence);
+  }
+
   // What was delivered of parameter `param`, by element; the deliveries are read after a Step.
   std::vector<float> DeliveredOf(uint32_t param) const {
     const protocol::ParamPlace& place = layout_->params()[param];
@@ -160,10 +169,7 @@ TEST_F(PiecesTest, APieceIsDeliveredWhenItsLastParameterIsThere) {
   ASSERT_EQ(delivered_.size(), 1U);
   EXPECT_EQ(delivered_[0].begin, 0U);
   EXPECT_EQ(delivered_[0].end(), layout_->groups()[0].elems);
-  EXPECT_THAT(DeliveredOf(0), Each(1.0F));
-  EXPECT_THAT(DeliveredOf(1), Each(2.0F));
-  EXPECT_THAT(DeliveredOf(2), Each(3.0F));
-  EXPECT_EQ(presence_, 0b111U);
+  ExpectDelivered({1.0F, 2.0F, 3.0F}, 0b111U);
 }
 
 TEST_F(PiecesTest, OfAFlushedPieceWholeUnitsAreDeliveredAndPartsWithTheStep) {
@@ -260,10 +266,7 @@ TEST_F(PiecesWithFrozenTest, AFrozenParameterIsNotWaitedFor) {
   EXPECT_EQ(delivered_[0].end(), kUnit);
   EXPECT_EQ(delivered_[1].begin, 2 * kUnit);
   EXPECT_EQ(delivered_[1].end(), layout_->groups()[0].elems);
-  EXPECT_THAT(DeliveredOf(0), Each(1.0F));
-  EXPECT_THAT(DeliveredOf(1), Each(0.0F));
-  EXPECT_THAT(DeliveredOf(2), Each(3.0F));
-  EXPECT_EQ(presence_, 0b101U);
+  ExpectDelivered({1.0F, 0.0F, 3.0F}, 0b101U);
 }
 
 TEST_F(PiecesWithFrozenTest, AFlushDeliversWhatIsCompleteBesideIt) {
