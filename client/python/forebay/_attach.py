@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ._core import Attachment
 
 PARAM_GROUPS_MAX = 64  # of the wire
+ROOM_UNIT_BYTES = 64 << 10  # of extra_state
 
 TorchGroups = list[dict[str, Any]]
 
@@ -36,7 +37,7 @@ def attach(
     world_size: int,
     socket: str,
     param_groups: Iterable[Any] | None,
-    extra_state_bytes: int,
+    extra_state_bytes: int | None,
     grad_arena_bytes: int,
     timeout: float,
     run: str,
@@ -46,7 +47,8 @@ def attach(
     from . import _core
 
     plan, torch_groups = _plan_of(model, optimizer, param_groups)
-    buffers = _buffers(model, extra_state_bytes)
+    buffers = Buffers(model)
+    extra_state_bytes = _room_bytes(buffers, extra_state_bytes)
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
     optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
     _print_stack_at_segv()
@@ -58,7 +60,7 @@ def attach(
         *_layout(plan, optimizer),
         grad_arena_bytes,
         extra_state_bytes + HEADER.size,
-        float(timeout),
+        timeout,
         run,
         resume,
     )
@@ -72,7 +74,7 @@ def attach(
         _bind(plan, groups, windows, undo)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points)
-        buffers.load(attachment.rank0_extra_state)
+        buffers.load(attachment.extra_state, attachment.rank0_extra_state)
         opt = ForebayOptimizer(
             torch_groups,
             defaults,
@@ -82,7 +84,6 @@ def attach(
             guards=undo.guards,
             rule=optimizer,
             buffers=buffers,
-            commits_buffers=rank == 0,
             extra_state_bytes=extra_state_bytes,
         )
     except BaseException:
@@ -107,8 +108,8 @@ def attach_reader(
 
     plan, _ = _plan_of(model, optimizer, param_groups)
     layout = _layout(plan, optimizer)
-    attachment = _core.attach(socket, job, 0, 1, *layout, timeout=float(timeout), reader=True)
-    return Reader(plan, attachment, float(timeout))
+    attachment = _core.attach(socket, job, 0, 1, *layout, timeout=timeout, reader=True)
+    return Reader(plan, attachment, timeout)
 
 
 def _plan_of(
@@ -164,25 +165,31 @@ class _Undo:
             pass  # the error of the attach says more
 
 
-def _buffers(model: nn.Module, extra_state_bytes: int) -> Buffers:
-    """Errors: E_EXTRA_STATE where the model's buffers have no room."""
-    if extra_state_bytes > EXTRA_STATE_BYTES_MAX:
+def _room_bytes(buffers: Buffers, wanted: int | None) -> int:
+    """The room for extra_state, buffers included. Errors: E_EXTRA_STATE where they have none."""
+    needed = buffers.size_bytes()
+    room = wanted
+    if room is None:  # in whole units: slightly other buffers than the job's get E_LAYOUT by name
+        units = -(-needed // ROOM_UNIT_BYTES) + 1
+        room = min(units * ROOM_UNIT_BYTES, EXTRA_STATE_BYTES_MAX)
+    if room > EXTRA_STATE_BYTES_MAX:
         raise usage_error(
             "E_EXTRA_STATE",
-            f"extra_state_bytes is {extra_state_bytes}, more than {EXTRA_STATE_BYTES_MAX}",
+            f"extra_state_bytes is {room}, more than {EXTRA_STATE_BYTES_MAX}",
             "keep large data in a file, and its name in extra_state",
         )
-    buffers = Buffers(model)
-    size_bytes = buffers.size_bytes()
-    if size_bytes > extra_state_bytes:
+    if needed > room:
+        more = (
+            f"leave extra_state_bytes out, or extra_state_bytes={needed} plus what you commit "
+            f"yourself (at most {EXTRA_STATE_BYTES_MAX}), or "
+        )
         raise usage_error(
             "E_EXTRA_STATE",
-            f"the model's buffers take {size_bytes} bytes of extra_state, which has room for "
-            f"{extra_state_bytes}",
-            f"attach with extra_state_bytes={size_bytes} plus what you commit yourself (at most "
-            f"{EXTRA_STATE_BYTES_MAX}), or register_buffer(..., persistent=False)",
+            f"the model's buffers take {needed} bytes of extra_state, which has room for {room}",
+            ("" if needed > EXTRA_STATE_BYTES_MAX else more)
+            + "register_buffer(..., persistent=False) for what need not come back",
         )
-    return buffers
+    return room
 
 
 def _print_stack_at_segv() -> None:

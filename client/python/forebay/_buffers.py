@@ -1,5 +1,6 @@
-"""Buffers (BatchNorm's running statistics, say): rank 0's are committed with each step, in front of
-the user's extra_state, and every rank starts from them after an attach.
+"""Buffers (BatchNorm's running statistics, say): each rank commits its own with each step, in front
+of the user's extra_state, and starts from them after an attach. A rank that has committed none
+starts from rank 0's.
 
 Frame  bytes 0..3 MAGIC; 4..7 bytes of the table; 8..15 bytes of the values; then the table (JSON:
        name, type and shape of each buffer), the values, and the user's extra_state. Little endian.
@@ -15,7 +16,7 @@ import weakref
 import torch
 from torch import nn
 
-from .errors import usage_error
+from .errors import unsupported, usage_error
 
 MAGIC = b"FBB1"
 HEADER = struct.Struct("<4sIQ")
@@ -26,6 +27,7 @@ class Buffers:
     """The buffers of one model that its state_dict holds. Does not keep the model alive.
 
     Threads  The one that trains.
+    Errors   E_UNSUPPORTED  from all that reads them: a buffer's elements are not in this memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,6 +40,7 @@ class Buffers:
                 if tensor is not None and name in saved and id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._slots.append((name, weakref.ref(module), key))
+        self.named()  # refuses at attach what a step could not read
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Name and present value of each, in the order of the model."""
@@ -46,27 +49,40 @@ class Buffers:
             module = reference()
             tensor = None if module is None else module._buffers.get(key)
             if tensor is not None:
+                _check_readable(name, tensor)
                 found.append((name, tensor))
         return found
 
     def size_bytes(self) -> int:
-        """What pack() adds to the user's extra_state, less its header."""
+        """What pack() adds to the user's extra_state, less its header. Reads no element."""
         return len(self._table()) + sum(_size_bytes(tensor) for _, tensor in self.named())
 
-    def pack(self, extra_state: bytes) -> bytes:
-        """The frame that rank 0 commits."""
-        if not self._slots:
-            return pack_without(extra_state)
+    def pack(self, extra_state: bytes, room_bytes: int) -> bytes:
+        """The frame to commit. Errors: E_EXTRA_STATE where it needs more than the room."""
         table = self._table()
-        values = b"".join(bytes_of(tensor) for _, tensor in self.named())
-        return HEADER.pack(MAGIC, len(table), len(values)) + table + values + extra_state
+        values = [_bytes_of(tensor) for _, tensor in self.named()]
+        values_bytes = sum(map(len, values))
+        buffers_bytes = len(table) + values_bytes
+        needed_bytes = buffers_bytes + len(extra_state)
+        if needed_bytes > room_bytes:
+            raise usage_error(
+                "E_EXTRA_STATE",
+                f"extra_state has {len(extra_state)} bytes and the model's buffers "
+                f"{buffers_bytes}; there is room for {room_bytes}",
+                f"attach with extra_state_bytes={needed_bytes}",
+            )
+        header = HEADER.pack(MAGIC, len(table), values_bytes)
+        return b"".join([header, table, *values, extra_state])
 
-    def load(self, frame: bytes) -> None:
-        """Sets every buffer to its committed value, where `frame` has any.
+    def load(self, own: bytes, rank0: bytes) -> None:
+        """Sets every buffer to its value in this rank's committed frame, else in rank 0's; leaves
+        all as they are where neither has any.
 
         Errors  E_LAYOUT  the job has other buffers than the model. None was changed.
         """
-        table, values, _ = _split(frame)
+        table, values, _ = _split(own)
+        if not table:
+            table, values, _ = _split(rank0)
         if not table:
             return
         if table != self._table():
@@ -91,17 +107,21 @@ class Buffers:
         return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def pack_without(extra_state: bytes) -> bytes:
-    """The frame of a rank that commits no buffers."""
-    return HEADER.pack(MAGIC, 0, 0) + extra_state
-
-
 def users_part(frame: bytes) -> bytes:
     """The user's extra_state; bytes without our header are all the user's."""
     return _split(frame)[2]
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def _check_readable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise unsupported(
+            f"buffer {name} is {tensor.layout} on device {tensor.device}; only dense CPU buffers "
+            "are committed",
+            "model.cpu() before attach, or register_buffer(..., persistent=False)",
+        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements in the order of the indices."""
     whole = tensor.detach().contiguous()
     return ctypes.string_at(whole.data_ptr(), _size_bytes(whole)) if whole.numel() else b""

@@ -131,7 +131,8 @@ def second_gradient(name: str) -> UsageError:
     return unsupported(
         f"parameter {name} received a second gradient before step(): gradient accumulation and a "
         "second backward (retain_graph) are not supported",
-        "call opt.step() after each backward; sum the losses first",
+        "call opt.step() after each backward, or opt.zero_grad() to leave a batch out "
+        "(model.zero_grad() does not reach the daemon); sum the losses first to accumulate",
     )
 
 

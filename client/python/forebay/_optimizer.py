@@ -11,12 +11,13 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ._buffers import Buffers, bytes_of, pack_without, users_part
+from ._buffers import Buffers, users_part
 from ._hooks import Backward, check_address, profiled
 from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
@@ -42,6 +43,15 @@ class Phase(enum.Enum):
     TRAINING = enum.auto()
     STEPPING = enum.auto()  # within step(), perhaps on another thread
     DETACHED = enum.auto()
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What step() asks for."""
+
+    number: int
+    extra_state: bytes | None  # the user's
+    frame: bytes  # with the buffers as they were when the step was called first
 
 
 class DaemonState(defaultdict[torch.Tensor, Any]):
@@ -92,7 +102,6 @@ class ForebayOptimizer(torch.optim.Optimizer):
         guards: Guards,
         rule: Optimizer,
         buffers: Buffers,
-        commits_buffers: bool,
         extra_state_bytes: int,
     ) -> None:
         self._phase = Phase.CONSTRUCTING
@@ -103,13 +112,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._max_grad_norm = float(rule.max_grad_norm or 0.0)
         self._grad_norm: float | None = None
         self._members = [member for group in engine.groups for member in group.members]
-        self._buffers, self._commits_buffers = buffers, commits_buffers
-        self._extra_state_bytes = extra_state_bytes
+        self._buffers, self._extra_state_bytes = buffers, extra_state_bytes
         assert engine.attachment is not None
         self._extra_state = users_part(bytes(engine.attachment.extra_state)) or None
         self._pending_state: bytes | None = None
-        # Number of a step that was asked for and whose outcome is unknown.
-        self._step_under_way: int | None = None
+        # A step that was asked for and whose outcome is unknown.
+        self._under_way: StepCall | None = None
         self._finalizer = weakref.finalize(self, _end, engine, handles, guards, os.getpid())
         self._finalizer.atexit = False  # _leave_all() is
         self._phase = Phase.TRAINING
@@ -165,19 +173,24 @@ class ForebayOptimizer(torch.optim.Optimizer):
         """Applies one step over all ranks, exactly once; returns when it is committed.
 
         A call that ended without an answer (E_TIMEOUT, Ctrl-C) is repeated by the next one: it asks
-        for the same step again, never for the next.
+        for the same step again, never for the next, and commits extra_state and buffers of the
+        first call, also where the buffers have changed since.
 
         closure      Not supported.
-        extra_state  bytes that commit with the step and come back from a later attach.
+        extra_state  bytes that commit with the step and come back from a later attach. To repeat a
+                     call leave it out, or give the same.
 
-        Errors  E_TIMEOUT      another rank has not called it; call again.
+        Errors  E_TIMEOUT      another rank has not called it, or the update waits for swap or a
+                               reader; call again.
                 E_GRAD_PARTIAL the backward before it did not come to its end: zero_grad(), or run
                                it again.
                 E_GRAD_DROPPED another rank has begun the step anew: run forward and backward of the
                                step again, then call it again.
                 E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
                 E_OVERFLOW     the step is committed, and a master is infinite now.
-                E_RANK_LOST    another rank ended: attach again.
+                E_RANK_LOST    another rank ended: attach again; where it had only detached, attach
+                               that rank again and call step again.
+                E_STEP         the step under way has other scalars (lr, ...) or extra_state.
                 E_EXTRA_STATE  extra_state has no room (extra_state_bytes of attach).
 
         >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
@@ -191,41 +204,40 @@ class ForebayOptimizer(torch.optim.Optimizer):
             )
         attachment = self._live()
         began = time.monotonic_ns()
-        own = self._pending_state if extra_state is None else _as_bytes(extra_state)
-        frame = self._frame(own or b"")
+        before = self._under_way
+        call = self._step_call(attachment, extra_state)
+        scalars = (self._hyper_parameters(), self._max_grad_norm)
         self._check_members()
         self._check_backward(attachment)
         ended = False
         self._phase = Phase.STEPPING
         try:
             self._engine.release_all()
-            if self._step_under_way is None:
-                self._step_under_way = attachment.committed_step + 1
+            self._under_way = call
             with profiled("forebay.step", ""):
-                _, norm, _, _ = attachment.step(
-                    self._step_under_way,
-                    self._hyper_parameters(),
-                    self._max_grad_norm,
-                    frame,
-                    self._engine.timeout,
-                )
+                answer = attachment.step(call.number, *scalars, call.frame, self._engine.timeout)
+            _, norm, _, repeated = answer
             ended = True
+            if repeated and before is not None:
+                call = before  # what was committed
             self._grad_norm = norm if self._max_grad_norm > 0 else None
         except ForebayError as error:
             ended = error.code in GRADIENTS_LOST
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
-                self._extra_state = own or None
+                self._extra_state = call.extra_state or None
+            if error.code == "E_STEP" and before is not None:
+                self._under_way = before  # this call was refused: the older one goes on
             raise
         finally:
             self._phase = Phase.TRAINING
             if ended:
-                self._step_under_way = None
+                self._under_way = None
                 self._engine.forget_gradients()
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
             self._engine.clock.add("step", "", began)
-        self._extra_state, self._pending_state = own or None, None
+        self._extra_state, self._pending_state = call.extra_state or None, None
 
     @property
     def grad_norm(self) -> float | None:
@@ -253,10 +265,10 @@ class ForebayOptimizer(torch.optim.Optimizer):
         0
         """
         attachment = self._live()
-        if self._step_under_way is not None:
+        if self._under_way is not None:
             raise usage_error(
                 "E_STEP",
-                f"zero_grad() while the outcome of step {self._step_under_way} is unknown",
+                f"zero_grad() while the outcome of step {self._under_way.number} is unknown",
                 "call step() again with the same arguments first",
             )
         self._engine.begin_attempt(attachment)
@@ -272,19 +284,14 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 "run forward and backward again, or opt.zero_grad() to leave the batch out",
             )
 
-    def _frame(self, extra_state: bytes) -> bytes:
-        """What this rank commits. Errors: E_EXTRA_STATE."""
-        buffers_bytes = self._buffers.size_bytes() if self._commits_buffers else 0
-        if len(extra_state) + buffers_bytes > self._extra_state_bytes:
-            raise usage_error(
-                "E_EXTRA_STATE",
-                f"extra_state has {len(extra_state)} bytes and the model's buffers "
-                f"{buffers_bytes}; there is room for {self._extra_state_bytes}",
-                f"attach with extra_state_bytes={len(extra_state) + buffers_bytes}",
-            )
-        if self._commits_buffers:
-            return self._buffers.pack(extra_state)
-        return pack_without(extra_state)
+    def _step_call(self, attachment: Attachment, extra_state: bytes | None) -> StepCall:
+        """The call under way where this one repeats it. Errors: E_OPTION, E_EXTRA_STATE."""
+        own = self._pending_state if extra_state is None else _as_bytes(extra_state)
+        under_way = self._under_way
+        if under_way is not None and own in (None, under_way.extra_state):
+            return under_way
+        number = under_way.number if under_way else attachment.committed_step + 1
+        return StepCall(number, own, self._buffers.pack(own or b"", self._extra_state_bytes))
 
     def _check_members(self) -> None:
         self._guards.check_parameters()
@@ -321,7 +328,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         names them: "exp_avg" and its like, "step" (how many updates the parameter has had) and,
         where the weights have 16 bits, "master". A frozen parameter has none: {}.
 
-        name  as in model.named_parameters(); of a tied parameter the first name.
+        name  as in model.named_parameters(); of a tied parameter any of its names.
 
         Errors  E_OPTION  no such parameter.
 
@@ -335,7 +342,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def state_sha256(self) -> str:
         """SHA-256 over the model, as 64 hexadecimal digits: for each parameter in the model's order
         its name, a zero byte, its bytes, and those of every state as float32; then for each
-        buffer of the model's state_dict its name, a zero byte and its bytes.
+        buffer of the model's state_dict its name, a zero byte and its bytes. Ranks whose forward
+        updates buffers have different ones.
 
         >>> opt = forebay.attach(model)
         >>> len(opt.state_sha256())
@@ -353,7 +361,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     timeout = self._engine.timeout
                     _hash(digest, read_elements(attachment, parameter, state, piece, timeout)[0])
         for name, buffer in self._buffers.named():
-            digest.update(name.encode() + b"\0" + bytes_of(buffer))
+            digest.update(name.encode() + b"\0")
+            _hash(digest, buffer.detach().contiguous())
         return digest.hexdigest()
 
     def stats(self) -> dict[str, Any]:

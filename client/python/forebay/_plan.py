@@ -48,6 +48,8 @@ class Plan:
     parameters: list[Parameter] = field(default_factory=list)
     # The same, in the order of the model.
     named: list[Parameter] = field(default_factory=list)
+    # Each by every name that it has in the model.
+    by_name: dict[str, Parameter] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)
     # Modules, each with the groups that it fetches.
     hook_points: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
@@ -74,6 +76,9 @@ def make_plan(model: nn.Module) -> Plan:
     plan = Plan(
         dtype=named[0].tensor.dtype, named=named, group_names=[name for _, _, name in order]
     )
+    of_tensor = {id(parameter.tensor): parameter for parameter in named}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        plan.by_name[_logical(name)] = of_tensor[id(tensor)]
     for parameter, key in zip(named, keys):
         parameter.group = numbers[key]
     plan.parameters = sorted(named, key=lambda parameter: parameter.group)
@@ -155,7 +160,8 @@ def _check_overlap(named: Sequence[Parameter]) -> None:
 def _shared(one: Parameter, other: Parameter) -> UsageError:
     return unsupported(
         f"parameters {one.name} and {other.name} share memory but are two parameters",
-        "tie them by assigning the same nn.Parameter",
+        f"tie them: {other.name} must be the very nn.Parameter of {one.name}, as in "
+        "model.head.weight = model.embedding.weight",
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import ForebayTimeoutError, usage_error
+from .errors import ForebayTimeoutError, make_error, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Reader:
     """Reads a job beside its ranks: its weights into a model of this process, and its states.
 
-    It has no rank: no step waits for it, and it delivers nothing. An update waits for a copy of the
-    same weights that is under way, at most the daemon's reader.lease_max; then this session ends.
+    It has no rank: step's barrier does not count it and it delivers nothing. A step waits for a
+    copy of its weights that is under way, at most the daemon's reader.lease_max; then this session
+    ends.
 
     Threads  One.
     Errors   See forebay.ForebayError.
@@ -31,6 +32,11 @@ class Reader:
 
     def __init__(self, plan: Plan, attachment: Attachment, timeout: float) -> None:
         self._plan, self._attachment, self._timeout = plan, attachment, timeout
+        # Of each group: parameters and the elements of the group that are theirs.
+        self._members: list[list[tuple[Parameter, slice]]] = [[] for _ in plan.group_names]
+        for parameter, offset in zip(plan.parameters, attachment.param_offsets):
+            elements = slice(offset, offset + parameter.tensor.numel())
+            self._members[parameter.group].append((parameter, elements))
 
     @property
     def committed_step(self) -> int:
@@ -61,33 +67,32 @@ class Reader:
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            steps = {self._copy_group(number) for number in range(len(self._plan.group_names))}
+            steps = {self._copy_group(number) for number in range(len(self._members))}
             if len(steps) == 1:
                 return steps.pop()
-            if time.monotonic() > deadline:
-                message = f"no copy of the weights ended before the next step in {self._timeout} s"
-                hint = "read between the steps of the ranks, or attach with a larger timeout"
-                error = ForebayTimeoutError(f"error[E_TIMEOUT]: {message}\nhint: {hint}")
-                error.code, error.hint = "E_TIMEOUT", hint
-                raise error
+            _check_time("copy of the weights", deadline, self._timeout)
 
     def _copy_group(self, number: int) -> int:
+        # An update waits for the lease. Ctrl-C gives it back too, unless it comes between these two
+        # lines: reader.lease_max then ends the session.
         lease = self._attachment.fetch(number, self._timeout)
-        step = self._attachment.committed_step
-        view = self._attachment.weights(number)
-        weights = torch.from_dlpack(view)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            for parameter, offset in zip(self._plan.parameters, self._attachment.param_offsets):
-                if parameter.group == number:
-                    end = offset + parameter.tensor.numel()
-                    parameter.tensor.copy_(weights[offset:end].view(parameter.tensor.shape))
-        self._attachment.release(lease)
+        try:
+            step = self._attachment.committed_step
+            view = self._attachment.weights(number)
+            weights = torch.from_dlpack(view)  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for parameter, elements in self._members[number]:
+                    parameter.tensor.copy_(weights[elements].view(parameter.tensor.shape))
+        finally:
+            self._attachment.release(lease)
         return step
 
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
-        """The states of one parameter, as ForebayOptimizer.read_state() returns them.
+        """The states of one parameter, as ForebayOptimizer.read_state() returns them. All are of
+        one step: they are read again where one was committed meanwhile.
 
-        Errors  E_OPTION  no such parameter.
+        Errors  E_OPTION   no such parameter.
+                E_TIMEOUT  each read within the time limit met another step.
 
         >>> opt = forebay.attach(model)
         >>> sorted(forebay.attach_reader(torch.nn.Linear(4, 2)).read_state("bias"))
@@ -106,13 +111,12 @@ class Reader:
 
 def parameter_named(plan: Plan, name: str) -> Parameter:
     """Errors: E_OPTION where there is none."""
-    for parameter in plan.parameters:
-        if parameter.name == name:
-            return parameter
+    if name in plan.by_name:
+        return plan.by_name[name]
     raise usage_error(
         "E_OPTION",
         f"no parameter {name} in the attached model",
-        "model.named_parameters() names them; of a tied one the first name counts",
+        "model.named_parameters() names them",
     )
 
 
@@ -137,13 +141,30 @@ def read_elements(
 def read_states(
     attachment: Attachment, parameter: Parameter, timeout: float
 ) -> dict[str, torch.Tensor]:
-    """Every state of a parameter in its shape, and "step"."""
-    states = {}
-    updates = 0
+    """Every state of a parameter in its shape, and "step"; all of one step, which has changed them
+    where the number of updates differs. Errors: E_TIMEOUT."""
+    names = state_names(attachment, parameter)
+    if not names:
+        return {}
     everything = range(parameter.tensor.numel())
-    for state in state_names(attachment, parameter):
-        values, updates = read_elements(attachment, parameter, state, everything, timeout)
-        states[state] = values.view(parameter.tensor.shape)
-    if states:
-        states["step"] = torch.tensor(float(updates))
-    return states
+    deadline = time.monotonic() + timeout
+    while True:
+        read = [read_elements(attachment, parameter, name, everything, timeout) for name in names]
+        updates = {count for _, count in read}
+        if len(updates) == 1:
+            break
+        _check_time(f"read of the states of {parameter.name}", deadline, timeout)
+    shape = parameter.tensor.shape
+    states = {name: values.view(shape) for name, (values, _) in zip(names, read)}
+    return {**states, "step": torch.tensor(float(updates.pop()))}
+
+
+def _check_time(what: str, deadline: float, timeout: float) -> None:
+    """Errors: E_TIMEOUT after the deadline, where each attempt met another step."""
+    if time.monotonic() > deadline:
+        raise make_error(
+            ForebayTimeoutError,
+            "E_TIMEOUT",
+            f"no {what} ended before the next step in {timeout} s",
+            "read between the steps of the ranks, or attach with a larger timeout",
+        )

@@ -1,5 +1,5 @@
-"""Which run a process belongs to: a job with committed steps is continued by its own run, and by
-another one only where it asks for it (attach(resume=True))."""
+"""Which run a process belongs to: a job is continued by its own run, and by another one only where
+it asks for it (attach(resume=True))."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a caller calls; needs neither torch nor the daemon nor the extension to be imported."""
+"""What a caller calls; can be imported without torch and without a daemon."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ def attach(
     world_size: int | None = None,
     socket: str | None = None,
     param_groups: Iterable[Any] | None = None,
-    extra_state_bytes: int = 64 * 1024,
+    extra_state_bytes: int | None = None,
     grad_arena_bytes: int = 0,
     timeout: float = 300.0,
     run: str | None = None,
@@ -45,20 +46,28 @@ def attach(
     socket             The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.
     param_groups       As the optimizer's params.
     extra_state_bytes  Room for what step(extra_state=...) commits with a step and for the model's
-                       buffers, at most 16 MiB less 16 bytes.
+                       buffers, at most 16 MiB less 16 bytes. None: what the buffers need, rounded
+                       up to 64 KiB, and 64 KiB.
     grad_arena_bytes   Room for gradients on their way; 0: four pieces of at most 32 MiB.
-    timeout            Seconds that this call and each later one may wait.
+    timeout            Seconds that this call and each later one may wait; float("inf"): no limit.
     run                The run that this process belongs to: its processes replace each other and
-                       continue its job. At most 200 bytes. Default: FOREBAY_RUN, else torchrun's
-                       run, else this process alone.
-    resume             Continues a job with committed steps that another run has left.
+                       continue its job. At most 200 printable ASCII characters without spaces.
+                       Default: FOREBAY_RUN, else torchrun's run, else this process alone. All ranks
+                       of a job need the same: set FOREBAY_RUN where torchrun does not start them.
+    resume             Continues a job that another run has left.
+
+    Waits until other jobs have made room, the job's memory is made, the initial parameters are
+    written, a step under way is over and an older session of the rank is closed.
 
     The first session of a new job writes the model's values; every other one takes the values of
-    the job's last committed step, and rank 0's buffers of it.
+    the job's last committed step, and the buffers that its rank has committed with it (rank 0's
+    where it has none).
 
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
-            E_JOB_EXISTS  the job has committed steps of another run: resume=True, another name, or
-                          `forebay jobs --delete`.
+            E_JOB_EXISTS  another run has made the job (its initial parameters are written):
+                          resume=True, another name, or `forebay jobs --delete`.
+            E_BUSY        processes of another run are attached, or the job is being deleted:
+                          attach again once that is over.
 
     >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
     >>> for _ in range(3):
@@ -69,23 +78,21 @@ def attach(
     """
     from . import _attach
 
-    world_size = _whole(
-        "world_size (WORLD_SIZE)",
-        os.environ.get("WORLD_SIZE", 1) if world_size is None else world_size,
-        1,
-    )
+    world_size = _rank_number("world_size", world_size, 1)
     _refuse_several_nodes(world_size)
+    if extra_state_bytes is not None:
+        extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     return _attach.attach(
         model,
         optimizer or AdamW(),
         job=_job_name(job),
-        rank=_whole("rank (RANK)", os.environ.get("RANK", 0) if rank is None else rank, 0),
+        rank=_rank_number("rank", rank, 0),
         world_size=world_size,
         socket=_socket_path(socket),
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
-        grad_arena_bytes=grad_arena_bytes,
-        timeout=timeout,
+        grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
+        timeout=_seconds(timeout),
         run=run or run_token(),
         resume=resume,
     )
@@ -125,7 +132,7 @@ def attach_reader(
         job=_job_name(job),
         socket=_socket_path(socket),
         param_groups=param_groups,
-        timeout=timeout,
+        timeout=_seconds(timeout),
     )
 
 
@@ -142,19 +149,49 @@ def _refuse_several_nodes(world_size: int) -> None:
             )
 
 
-def _whole(what: str, value: Any, least: int) -> int:
-    """The value as a whole number that the wire has room for."""
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = -1
-    if not least <= number < 1 << 32:
+def _rank_number(name: str, value: Any, least: int) -> int:
+    """The argument, else the launcher's variable, as a number that the wire has room for."""
+    variable = name.upper()
+    given = os.environ.get(variable, least) if value is None else value
+    number = _whole(given)
+    if number is None or not least <= number < 1 << 32:
         raise usage_error(
             "E_RANK",
-            f"{what} is {value!r}, not a whole number from {least} on",
+            f"{name} ({variable}) is {given!r}, not a whole number from {least} on",
             "torchrun sets RANK and WORLD_SIZE; alone leave them out",
         )
     return number
+
+
+def _size_bytes(name: str, value: Any) -> int:
+    number = _whole(value)
+    if number is None or not 0 <= number < 1 << 63:
+        raise usage_error(
+            "E_OPTION", f"{name} is {value!r}, not a whole number of bytes", f"{name}=1 << 20"
+        )
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    """None for what is no whole number, 1.5 among it; a string as of an environment variable."""
+    try:
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _seconds(timeout: Any) -> float:
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        seconds = -1.0
+    if not seconds >= 0:  # NaN too
+        raise usage_error(
+            "E_OPTION",
+            f"timeout is {timeout!r}, not a number of seconds",
+            'timeout=300.0, or float("inf") to wait without a limit',
+        )
+    return seconds
 
 
 def _job_name(job: str | None) -> str:

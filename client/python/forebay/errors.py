@@ -1,6 +1,8 @@
 """Every error that a caller can meet: one class per family, with `.code` ("E_..."), `.hint` and
 `.retryable`."""
 
+from typing import TypeVar
+
 from ._core import (
     DataLossError,
     ForebayError,
@@ -20,6 +22,20 @@ __all__ = [
 ]
 
 
+Error = TypeVar("Error", bound=ForebayError)
+
+
+def make_error(family: type[Error], code: str, message: str, hint: str) -> Error:
+    """Makes (does not raise) an error like those of the extension, for usage_error() and others.
+
+    >>> make_error(ForebayTimeoutError, "E_TIMEOUT", "no answer", "call again").hint
+    'call again'
+    """
+    error = family(f"error[{code}]: {message}\nhint: {hint}")
+    error.code, error.hint = code, hint
+    return error
+
+
 def usage_error(code: str, message: str, hint: str) -> UsageError:
     """Makes (does not raise) a UsageError like those of the extension.
 
@@ -31,9 +47,7 @@ def usage_error(code: str, message: str, hint: str) -> UsageError:
     error[E_OPTION]: lr is -1
     hint: give a number from 0 on
     """
-    error = UsageError(f"error[{code}]: {message}\nhint: {hint}")
-    error.code, error.hint, error.retryable = code, hint, False
-    return error
+    return make_error(UsageError, code, message, hint)
 
 
 def unsupported(message: str, hint: str) -> UsageError:

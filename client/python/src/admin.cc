@@ -2,12 +2,12 @@
 
 #include <nanobind/stl/string.h>
 
-#include <chrono>
 #include <memory>
 #include <string>
 
 #include "client/admin.h"
 #include "client/python/src/errors.h"
+#include "client/python/src/timeout.h"
 #include "protocol/json.h"
 
 namespace forebay::python {
@@ -17,10 +17,8 @@ namespace {
 using client::AdminClient;
 
 std::unique_ptr<AdminClient> Connect(const std::string& socket, double timeout) {
-  const auto limit =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout));
-  return ValueOrThrow(
-      WithoutGil([&] { return AdminClient::Connect({.socket = socket, .timeout = limit}); }));
+  return ValueOrThrow(WithoutGil(
+      [&] { return AdminClient::Connect({.socket = socket, .timeout = TimeoutOf(timeout)}); }));
 }
 
 // As `forebay ... --json` prints it.

@@ -11,8 +11,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -28,6 +26,7 @@
 #include "client/client.h"
 #include "client/python/src/admin.h"
 #include "client/python/src/errors.h"
+#include "client/python/src/timeout.h"
 #include "client/window_registry.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
@@ -37,7 +36,6 @@ namespace nb = nanobind;
 namespace {
 
 using client::Attachment;
-using client::Timeout;
 using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -50,11 +48,6 @@ using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 // Name, shape, group, parameter group, trainable.
 using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t, bool>;
 using HyperDict = std::map<std::string, double>;
-
-Timeout TimeoutOf(double seconds) {
-  if (!(seconds < 1e9)) return client::kNoTimeout;  // NaN and infinity too
-  return std::chrono::duration_cast<Timeout>(std::chrono::duration<double>(seconds));
-}
 
 nb::dlpack::dtype DlpackType(DType dtype) {
   using Code = nb::dlpack::dtype_code;
@@ -109,13 +102,6 @@ class PyAttachment {
   Attachment* operator->() { return attachment_.get(); }
 
   DType dtype() const { return attachment_->layout().spec().dtype; }
-
-  void CheckGroup(uint32_t group) const {
-    const size_t groups = attachment_->layout().groups().size();
-    if (group < groups) return;
-    Raise(MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
-                                                  groups, " groups")));
-  }
 
  private:
   std::unique_ptr<Attachment> attachment_;
@@ -189,7 +175,7 @@ nb::list TraceGroups(PyAttachment& self) {
 }
 
 View Weights(PyAttachment& self, uint32_t group) {
-  self.CheckGroup(group);
+  Check(self->CheckGroup(group));
   return MakeView(self->weights(group), self.dtype(), self->weights_owner());
 }
 
@@ -279,12 +265,11 @@ nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyp
 // (float32 values of consecutive elements, updates that the parameter has had).
 nb::tuple ReadState(PyAttachment& self, const std::string& param, const std::string& state,
                     uint64_t first, uint64_t elems, double timeout) {
-  constexpr uint64_t kPieceElemsMax = uint64_t{1} << 32;  // as many as a parameter has
-  auto values = std::make_shared<std::vector<float>>(std::min(elems, kPieceElemsMax));
-  const uint64_t updates = ValueOrThrow(WithoutGil([&] {
-    return self->ReadState({.param = param, .state = state, .first_elem = first}, *values,
-                           TimeoutOf(timeout));
-  }));
+  const client::StateRange range{.param = param, .state = state, .first_elem = first};
+  Check(self->CheckStateRange(range, elems));  // before memory is taken
+  auto values = std::make_shared<std::vector<float>>(elems);
+  const uint64_t updates =
+      ValueOrThrow(WithoutGil([&] { return self->ReadState(range, *values, TimeoutOf(timeout)); }));
   return nb::make_tuple(MakeView(std::as_bytes(std::span(*values)), DType::kFloat32, values),
                         updates);
 }

@@ -51,13 +51,15 @@ nb::handle FamilyOf(const absl::Status& status) {
 void BindErrors(nb::module_& module) {
   families.base = NewClass(module, "ForebayError",
                            "An error of forebay's. code: its stable id, as \"E_SWAP_NOSPC\"; hint: "
-                           "what helps, or \"\"; retryable: attach again, or wait, and retry.",
+                           "what helps, or \"\"; retryable: attach again, or release "
+                           "something, and retry.",
                            PyExc_RuntimeError);
   const nb::handle base(families.base);
   base.attr("code") = "E_INTERNAL";
   base.attr("hint") = "";
   base.attr("retryable") = false;
-  families.usage = NewClass(module, "UsageError", "Fix the caller; never retry.", base);
+  families.usage = NewClass(module, "UsageError",
+                            "Fix the caller; after E_BUSY wait until what it names is over.", base);
   families.resource =
       NewClass(module, "ResourceError", "Release something or raise the limit, then retry.", base);
   families.unavailable =

@@ -135,6 +135,10 @@ def test_states_are_float32_in_the_order_of_elements(core_node, job):
     assert torch.from_dlpack(master).dtype == torch.float32 and updates == 0
     written = initial(session, 0, torch.bfloat16).float()
     assert torch.equal(torch.from_dlpack(master), written[3:23])
+    for elems in (301, 2**62):  # refused before memory is taken for them
+        with pytest.raises(core.UsageError, match=f"{elems} elements") as caught:
+            session.read_state("head", "exp_avg", 0, elems)
+        assert caught.value.code == "E_RANGE" and "which has 300" in str(caught.value)
     moment, _ = session.read_state("head", "exp_avg", 0, 300)
     assert torch.from_dlpack(moment).count_nonzero() == 0
 
@@ -175,7 +179,7 @@ def test_status_trace_and_delete(core_node, job):
     torch.from_dlpack(session.grad_slot(0)).fill_(1)
     session.grad_ready(0)
     session.step(1, HYPER)
-    status = core.status(core_node)
+    status = core.status(core_node, timeout=float("inf"))
     mine = next(entry for entry in status["jobs"] if entry["name"] == job)
     assert mine["committed_step"] == 1 and mine["groups"] == ["embed", "head"]
     assert status["memory"]["used_bytes"] <= status["memory"]["limit_bytes"] == 1 << 30

@@ -11,6 +11,8 @@ import subprocess
 import sysconfig
 import time
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 START_DEADLINE_S = 30
 
@@ -31,6 +33,10 @@ def missing():
     if not CORE:
         return "the extension forebay._core is not built"
     return None if FOREBAYD.exists() else f"{FOREBAYD} is not built"
+
+
+# A test that the fake node cannot run: of `node` it takes the daemon alone.
+on_the_daemon = pytest.mark.parametrize("node", ["daemon"], indirect=True)
 
 
 class Daemon:

@@ -13,8 +13,6 @@ import torch
 from forebay import errors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PLANES = {"fp32": ["exp_avg", "exp_avg_sq"], "exact": ["remainder", "exp_avg", "exp_avg_sq"]}
-ALIGN_ELEMS = 64
 PAGE_BYTES = 4096
 
 jobs = {}
@@ -32,10 +30,6 @@ def dropped():
 
 def reset():
     jobs.clear()
-
-
-class Dead(BaseException):
-    """Raised by a test where a SIGKILL would end the process."""
 
 
 class Job:
@@ -305,7 +299,7 @@ def attach(
     job = jobs.setdefault(job_name, wanted)
     if job.layout != wanted.layout:
         raise refusal("E_LAYOUT", "another layout")
-    if job.committed_step and job.run != run and not resume:
+    if job.ready and job.run != run and not resume:
         raise refusal("E_JOB_EXISTS", f"job {job_name} is another run's, at {job.committed_step}")
     job.run = run
     session = Attachment(job, rank, extra_state_bytes)

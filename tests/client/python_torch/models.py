@@ -6,6 +6,7 @@ import forebay
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -36,6 +37,20 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
+        return self.head(self.norm(x))
+
+
+class CheckpointedNet(Net):
+    """Backward computes its layers again."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return self.head(self.norm(x))
 
 

@@ -4,15 +4,12 @@
 # Method  Torch's AdamW over a private twin, with `grad is None` where ours has none; backwards that
 #         are broken off in a hook; two ranks, of which one or both drop.
 
-import copy
-
 import forebay
 import pytest
 import torch
-from models import Net, assert_close, batch, loss_of, net, pair, train
+from models import CheckpointedNet, assert_close, batch, loss_of, net, pair, train
 from test_two_ranks import attach_both, both
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 EXPERTS = 6
 
@@ -187,15 +184,8 @@ def test_a_second_backward_adds_what_the_first_did_not_bring(node):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_backward_that_was_broken_off(node, reentrant):
-    class Checkpointed(Net):
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return self.head(self.norm(x))
-
     torch.manual_seed(3)
-    model, plain, plain_opt = pair(Checkpointed())
+    model, plain, plain_opt = pair(CheckpointedNet(reentrant))
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
     Break(model.layers[0].up.weight)  # the backwards of the layers after it have ended
     with pytest.raises(KeyboardInterrupt):
@@ -210,7 +200,7 @@ def test_a_checkpointed_backward_that_was_broken_off(node, reentrant):
 def test_loops_in_which_every_rank_drops_see_no_error(node):
     models = [net(), net()]
     opts = attach_both(models)
-    plain = copy.deepcopy(net())
+    plain = net()
     plain.load_state_dict(models[0].state_dict())
     plain_opt = torch.optim.AdamW(plain.parameters(), lr=1e-2)
 

@@ -1,11 +1,20 @@
 # Goal    Buffers that the state_dict holds (BatchNorm's running statistics) come back with the
-#         committed step: rank 0's, on every rank, beside the user's extra_state.
-# Method  Train, attach again with a fresh model, compare bit by bit; two ranks with different data;
-#         buffers that have no room, or are others than the job's, are refused with both numbers.
+#         committed step: each rank's own, beside the user's extra_state.
+# Method  Train, attach again with a fresh model, compare bit by bit; two ranks with different data,
+#         killed and started again; buffers that have no room, or are others than the job's, are
+#         refused with both numbers.
+
+import json
+import os
+import signal
+import subprocess
+import sys
 
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
+from test_processes import HERE, environment
 from test_two_ranks import both
 from torch import nn
 
@@ -62,20 +71,57 @@ def test_a_restart_has_the_buffers_and_the_extra_state_of_the_committed_step(nod
     train(again, opt, 1, first=3)
 
 
-def test_every_rank_starts_from_those_of_rank_0(node):
+def test_every_rank_gets_its_own_back(node):
     models = [Normed(), Normed()]
     opts = both(lambda r: forebay.attach(models[r], rank=r, world_size=2, timeout=30))
     both(lambda r: train(models[r], opts[r], 2, rank=r))
-    want = buffers(models[0])
-    assert not torch.equal(want["norm.running_mean"], models[1].norm.running_mean)
+    want, sha256s = [buffers(model) for model in models], [opt.state_sha256() for opt in opts]
+    assert not torch.equal(want[0]["norm.running_mean"], want[1]["norm.running_mean"])
     for opt in opts:
         opt.detach()
     models = [Normed(seed=5), Normed(seed=6)]
     opts = both(lambda r: forebay.attach(models[r], rank=r, world_size=2, timeout=30))
     for rank, model in enumerate(models):
-        assert_same_buffers(model, want)
+        assert_same_buffers(model, want[rank])
         assert opts[rank].extra_state == bytes([rank, 1])
-    assert opts[0].state_sha256() == opts[1].state_sha256()
+    assert [opt.state_sha256() for opt in opts] == sha256s
+
+
+@on_the_daemon
+def test_a_new_rank_starts_from_those_of_rank_0(node):
+    model = Normed()
+    opt = forebay.attach(model)
+    train(model, opt, 2)
+    want = buffers(model)
+    opt.detach()
+    models = [Normed(seed=5), Normed(seed=6)]
+    both(lambda r: forebay.attach(models[r], rank=r, world_size=2, timeout=30))
+    for model in models:
+        assert_same_buffers(model, want)
+
+
+@on_the_daemon
+def test_a_forward_that_reads_what_it_updates_resumes_with_the_same_bits(node):
+    job = os.environ["FOREBAY_JOB"]
+    kills = {"0": [-signal.SIGKILL, 3], "1": [3, -signal.SIGKILL], "01": [-signal.SIGKILL] * 2}
+    rounds = [job]
+    for killed in kills:
+        rounds += [f"{job}.{killed}:{killed}", f"{job}.{killed}"]
+    printed = subprocess.run(
+        [sys.executable, str(HERE / "codebook_ranks.py"), *rounds],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    ).stdout
+    (codes, whole), *others = [json.loads(line) for line in printed.splitlines()]
+    assert codes == [0, 0] and whole[0]["sha256"] != whole[1]["sha256"], "the buffers differ"
+    for want, (killed, _), (codes, resumed) in zip(kills.values(), others[::2], others[1::2]):
+        assert (killed, codes) == (want, [0, 0])
+        for ours, uninterrupted in zip(resumed, whole):
+            losses = uninterrupted["losses"]
+            assert ours["losses"] == {step: losses[step] for step in ("4", "5", "6")}
+            assert ours["sha256"] == uninterrupted["sha256"]
 
 
 def test_buffers_without_room_are_refused_at_attach_with_both_numbers(node):
@@ -86,6 +132,86 @@ def test_buffers_without_room_are_refused_at_attach_with_both_numbers(node):
     with pytest.raises(forebay.UsageError, match="16777216, more than 16777200"):
         forebay.attach(model, extra_state_bytes=16 << 20)
     model.half()
+
+
+def test_buffers_have_room_by_default_beside_64_kib_of_extra_state(node):
+    model = Normed()
+    model.register_buffer("table", torch.zeros(50_000))
+    opt = forebay.attach(model)
+    model.table.fill_(7)
+    opt.step(extra_state=bytes(64 << 10))
+    opt.detach()
+    model.table.zero_()
+    opt = forebay.attach(model)
+    assert opt.extra_state == bytes(64 << 10) and model.table[-1] == 7
+    large = Normed()
+    large.register_buffer("table", torch.zeros(5_000_000))
+    with pytest.raises(forebay.UsageError, match=r"take 20000\d+ bytes.*room for 16777200") as info:
+        forebay.attach(large)
+    assert info.value.code == "E_EXTRA_STATE"
+    assert info.value.hint.startswith("register_buffer(..., persistent=False)")
+
+
+def test_the_size_of_buffers_is_known_without_reading_them(node):
+    model = Normed()
+    model.register_buffer("table", torch.zeros(1).expand(1 << 45))  # more than memory has room for
+    with pytest.raises(forebay.UsageError, match=r"take 1407374883\d+ bytes") as info:
+        forebay.attach(model)
+    assert info.value.code == "E_EXTRA_STATE"
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (torch.zeros(3, device="meta"), "torch.strided on device meta"),
+        (torch.zeros(3).to_sparse(), "torch.sparse_coo on device cpu"),
+    ],
+)
+def test_a_buffer_that_cannot_be_read_is_refused_by_name(node, value, place):
+    model = Normed()
+    model.register_buffer("table", value)
+    with pytest.raises(forebay.UsageError, match=f"buffer table is {place}") as info:
+        forebay.attach(model)
+    assert info.value.code == "E_UNSUPPORTED" and "persistent=False" in info.value.hint
+    model.table = torch.zeros(3)
+    opt = forebay.attach(model)
+    model.table = value  # after attach too
+    with pytest.raises(forebay.UsageError, match=f"buffer table is {place}"):
+        opt.step()
+    model.table = torch.ones(3)
+    opt.step()
+
+
+@on_the_daemon
+def test_a_step_called_again_commits_the_buffers_of_its_first_call(node):
+    models = [Normed(), Normed()]
+    opts = both(lambda r: forebay.attach(models[r], rank=r, world_size=2, timeout=30))
+
+    def times_out(**extra):
+        opts[0]._engine.timeout = 0.1  # rank 1 has not called step
+        with pytest.raises(forebay.ForebayTimeoutError):
+            opts[0].step(**extra)
+        opts[0]._engine.timeout = 30
+
+    models[0](torch.randn(8, 3)).square().mean().backward()
+    times_out(extra_state=b"first")
+    want = buffers(models[0])
+    models[0].norm.running_mean.add_(1)
+    with pytest.raises(forebay.UsageError, match="still under way") as info:
+        opts[0].step(extra_state=b"other")
+    assert info.value.code == "E_STEP"
+    times_out(extra_state=b"first")
+    times_out()
+    opts[1].step()
+    with torch.no_grad():
+        models[0](torch.randn(8, 3))  # its completions tell the client that step 1 is committed
+    opts[0].step(extra_state=b"too late")
+    assert (opts[0].committed_step, opts[0].extra_state) == (1, b"first")
+    for opt in opts:
+        opt.detach()
+    again = Normed(seed=2)
+    assert forebay.attach(again).extra_state == b"first"
+    assert_same_buffers(again, want)
 
 
 def test_buffers_and_extra_state_share_the_room(node):

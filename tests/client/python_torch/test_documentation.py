@@ -14,6 +14,7 @@ import time
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
 from forebay import _optimizer, _reader, api, errors, optimizers
 
 SOURCES = pathlib.Path(__file__).resolve().parents[3] / "client" / "python"
@@ -44,10 +45,9 @@ def optimizer_classes():
 NAMES = dict(public_names())
 
 
+@on_the_daemon
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of(node, name):
-    if node == "fake":
-        pytest.skip("examples run on the real daemon")
     thing = NAMES[name]
     is_error = inspect.isclass(thing) and issubclass(thing, forebay.ForebayError)
     assert thing.__doc__, f"{name} has no documentation"

@@ -9,15 +9,16 @@ import threading
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
 from models import net, train
 
 STEPS = 30
 
+pytestmark = on_the_daemon
+
 
 @pytest.fixture
 def trainer(node):
-    if node == "fake":
-        pytest.skip("the fake node has no readers")
     model = net()
     return model, forebay.attach(model, forebay.AdamW(lr=1e-2))
 
@@ -70,6 +71,46 @@ def test_states_are_the_ranks_and_the_model_stays_private(trainer):
     reader.detach()
     train(model, opt, 1, first=2)
     assert opt.committed_step == 3
+
+
+class SteppingBetweenReads:
+    """An attachment after whose reads of a state a rank steps: after as many as `steps` has."""
+
+    def __init__(self, attachment, steps):
+        self.attachment, self.steps, self.reads = attachment, iter(steps), 0
+
+    def __getattr__(self, name):
+        return getattr(self.attachment, name)
+
+    def read_state(self, *where):
+        result = self.attachment.read_state(*where[:-1], 30)
+        self.reads += 1
+        next(self.steps, lambda: None)()
+        return result
+
+
+def test_all_states_of_a_parameter_are_of_one_step(trainer):
+    model, opt = trainer
+    train(model, opt, 1)
+    reader = forebay.attach_reader(net(seed=7))
+
+    def read(name, steps):
+        reader._attachment = SteppingBetweenReads(attachment, steps)
+        return reader.read_state(name), reader._attachment.reads
+
+    attachment = reader._attachment
+    name = "norm.weight"
+    states, reads = read(name, [lambda: train(model, opt, 1, first=1)])
+    theirs = opt.read_state(name)
+    assert all(torch.equal(states[state], theirs[state]) for state in theirs)
+    assert states["step"] == 2 and reads == 4
+    states, reads = read(name, [opt.step])  # has no gradient: the states are the same after it
+    assert states["step"] == 2 and reads == 2 and opt.committed_step == 3
+    reader._timeout = 0.0
+    with pytest.raises(forebay.ForebayTimeoutError, match=f"states of {name} ended") as caught:
+        read(name, [lambda: train(model, opt, 1, first=3)] * 2)
+    assert caught.value.code == "E_TIMEOUT"
+    reader._attachment = attachment
 
 
 def test_what_cannot_be_read_is_refused_by_name(trainer):

@@ -9,6 +9,7 @@ import io
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
 from forebay import _optimizer
 from models import Net, assert_trains_one_more_step, batch, loss_of, net, train
 from torch import nn
@@ -61,8 +62,9 @@ def test_second_backward_over_a_retained_graph(attached):
 def test_gradient_accumulation(attached):
     model, opt = attached
     loss_of(model, batch(0)).backward()
-    with refused(match="gradient accumulation"):
+    with refused(match="gradient accumulation") as info:
         loss_of(model, batch(1)).backward()
+    assert "opt.zero_grad() to leave a batch out" in info.value.hint
     model.zero_grad()
     with refused(match="gradient accumulation"):
         loss_of(model, batch(1)).backward()
@@ -380,13 +382,14 @@ def test_a_job_attached_again_with_another_layout_is_refused_with_both(attached,
 
 
 def test_another_run_continues_a_job_only_where_it_asks_to(node):
-    model = net()
-    opt = forebay.attach(model, forebay.AdamW(lr=1e-2), run="first")
-    train(model, opt, 2)
-    opt.detach()
-    with pytest.raises(forebay.ForebayError) as info:
-        forebay.attach(net(seed=2), run="second")
-    assert info.value.code == "E_JOB_EXISTS" and info.value.hint
+    for steps in (0, 2):  # from its initial parameters on
+        model = net()
+        opt = forebay.attach(model, forebay.AdamW(lr=1e-2), run="first")
+        train(model, opt, steps)
+        opt.detach()
+        with pytest.raises(forebay.ForebayError) as info:
+            forebay.attach(net(seed=2), run="second")
+        assert info.value.code == "E_JOB_EXISTS" and info.value.hint
     opt = forebay.attach(net(seed=3), forebay.AdamW(lr=1e-2), run="first")
     assert opt.committed_step == 2
     opt.detach()
@@ -394,9 +397,8 @@ def test_another_run_continues_a_job_only_where_it_asks_to(node):
     assert opt.committed_step == 2
 
 
+@on_the_daemon
 def test_a_second_attach_of_a_rank_fences_the_first_and_has_its_extra_state(node):
-    if node == "fake":
-        pytest.skip("the fake node does not fence")
     first, second = net(), net(seed=9)
     old = forebay.attach(first, forebay.AdamW(lr=1e-2))
     loss_of(first, batch(0)).backward()
@@ -430,12 +432,31 @@ def test_gradient_that_is_not_finite_is_refused_and_the_step_can_be_repeated(att
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rank": -1}, {"rank": 2**40}, {"rank": "x"}, {"world_size": 0}], ids=str
+    "wrong",
+    [
+        {"rank": -1},
+        {"rank": 2**40},
+        {"rank": "x"},
+        {"rank": 0.5},
+        {"world_size": 0},
+        {"world_size": 1.5},
+        {"timeout": float("nan")},
+        {"timeout": -1},
+        {"timeout": "soon"},
+        {"timeout": 10**400},
+        {"extra_state_bytes": -1},
+        {"extra_state_bytes": 65536.0},
+        {"grad_arena_bytes": -1},
+        {"grad_arena_bytes": 1e6},
+        {"grad_arena_bytes": 1 << 64},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
 )
-def test_ranks_that_are_no_whole_numbers(node, wrong):
-    with pytest.raises(forebay.UsageError, match=r"is .* not a whole number") as info:
+def test_arguments_that_are_no_numbers_of_their_kind(node, wrong):
+    (name, value) = next(iter(wrong.items()))
+    with refused("E_RANK" if "rank" in name or "world" in name else "E_OPTION") as info:
         forebay.attach(net(), forebay.AdamW(), **wrong)
-    assert info.value.code == "E_RANK"
+    assert name in str(info.value) and repr(value) in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -470,10 +491,11 @@ def test_models_that_cannot_be_attached(node):
     with refused("E_OPTION", match="is in no param group"):
         model = net()
         forebay.attach(model, param_groups=[{"params": list(model.layers.parameters())}])
-    with refused(match="share memory"):
+    with refused(match="share memory") as info:
         model = net()
         model.layers[0].up.weight.data = model.layers[1].up.weight.data
         forebay.attach(model)
+    assert "very nn.Parameter of layers.0.up.weight" in info.value.hint
 
 
 def test_nan_parameter_at_attach_leaves_the_model_as_it_was(node):
@@ -503,6 +525,8 @@ def test_reading_an_attached_model(attached):
     whole = io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)
+    moments = [opt.read_state(name)["exp_avg"] for name in ("head.weight", "embedding.weight")]
+    assert torch.equal(*moments), "names of one tied parameter"
     for twin in (plain, copy.deepcopy(model), torch.load(whole, weights_only=False)):
         assert loss_of(twin, batch(3)).item() == loss_of(model, batch(3)).item()
         twin.double().float().load_state_dict(model.state_dict())

@@ -8,7 +8,7 @@ import copy
 import forebay
 import pytest
 import torch
-from models import Block, Net, assert_close, batch, loss_of, net, pair, train
+from models import Block, CheckpointedNet, Net, assert_close, batch, loss_of, net, pair, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,15 +68,8 @@ def test_checkpointed_layers(node, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_within_forward_leaves_no_lease(node, reentrant):
-    class Checkpointed(Net):
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return self.head(self.norm(x))
-
     torch.manual_seed(3)
-    opt = compare(node, Checkpointed())
+    opt = compare(node, CheckpointedNet(reentrant))
     assert all(group.lease is None for group in opt._engine.groups)
 
 

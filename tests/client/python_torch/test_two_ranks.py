@@ -10,6 +10,7 @@ import time
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
 from models import assert_close, batch, loss_of, net
 
 STEPS = 4
@@ -96,9 +97,8 @@ def test_resumed_training_has_the_bits_of_an_uninterrupted_one(node, monkeypatch
     assert again[0].state_sha256() == want
 
 
+@on_the_daemon
 def test_different_learning_rates_are_refused(node):
-    if node == "fake":
-        pytest.skip("the fake node does not compare scalars")
     models = [net(), net()]
     opts = attach_both(models)
     train_ranks(models, opts, 1)
@@ -117,9 +117,8 @@ def test_different_learning_rates_are_refused(node):
     train_ranks(models, opts, 1, first=2)
 
 
+@on_the_daemon
 def test_one_rank_alone_waits_until_its_time_is_up(node):
-    if node == "fake":
-        pytest.skip("the fake node has no clock of its own")
     models = [net(), net()]
     opts = both(
         lambda rank: forebay.attach(models[rank], rank=rank, world_size=2, timeout=0.5 + 10 * rank)
@@ -147,9 +146,8 @@ def test_one_rank_alone_waits_until_its_time_is_up(node):
     assert [opt.committed_step for opt in opts] == [2, 2]
 
 
+@on_the_daemon
 def test_a_step_that_ctrl_c_ended_is_asked_for_again(node):
-    if node == "fake":
-        pytest.skip("the fake node waits in Python")
     models = [net(), net()]
     opts = attach_both(models)
     for rank in (0, 1):
