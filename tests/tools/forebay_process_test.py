@@ -134,14 +134,19 @@ def trains(environment, *flags):
 
 def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough(folders):
     environment, _, _ = folders
-    done = forebay("run", "--dram", "64KiB", "--", *TRAIN, env=environment)
+    one_worker = ["--set", "update.workers=1"]
+    for_itself = 4 * 1024 + 64  # KiB of the daemon
+    small = forebay("run", "--dram", f"{for_itself - 1}KiB", *one_worker, "--", *TRAIN, env=environment)
+    assert small.returncode == 1
+    assert "error[E_DRAM_LIMIT]: the daemon's private memory takes 4.1 MiB" in small.stderr
+    done = forebay("run", "--dram", f"{for_itself}KiB", *one_worker, "--", *TRAIN, env=environment)
     assert done.returncode == 1
     for term in ("error[E_DRAM_LIMIT]: the job needs", "weights", "gradient sums", "overflow"):
         assert term in done.stderr
-    for term in ("gradient arena", "ring", "states", "the limit is 64.0 KiB"):
+    for term in ("gradient arena", "ring", "states", "the limit is 4.1 MiB"):
         assert term in done.stderr
     enough = re.search(r"hint: raise --dram / dram.limit to at least (\d+) bytes", done.stderr)
-    trains(environment, "--dram", enough[1])
+    trains(environment, "--dram", enough[1], *one_worker)
 
 
 def test_usage_errors_exit_2_and_help_and_version_exit_0():
@@ -150,6 +155,11 @@ def test_usage_errors_exit_2_and_help_and_version_exit_0():
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error[E_OPTION]: ") and "--nonsense" in wrong.stderr
     assert "the command that run starts follows --" in forebay("run", "true").stderr
+    unknown = forebay("stauts")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("error[E_OPTION]: there is no command stauts\nhint: ")
+    ignored = forebay("run", "--swap-size", "1GiB", "--", "true")
+    assert ignored.returncode == 2 and "--swap-size requires --swap" in ignored.stderr
     assert forebay("run", "--dram", "1GiB").returncode == 2  # no command
     assert forebay("--help").returncode == 0
     assert forebay("--version").stdout.startswith("forebay ")
@@ -163,7 +173,8 @@ def test_run_passes_on_the_exit_status(folders):
             == status
         )
     done = forebay(*run_flags(swap), "/does/not/exist", env=environment)
-    assert done.returncode == 127 and "/does/not/exist" in done.stderr
+    assert done.returncode == 127
+    assert "execute /does/not/exist: No such file or directory\nhint: name a program" in done.stderr
 
 
 def test_run_ends_by_the_signal_that_ended_its_command(folders):
@@ -272,6 +283,25 @@ def test_folders_may_have_any_name(folders, name):
     assert status["swap"][0]["path"].startswith(str(swap / name))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can name the job of held_client")
+def test_health_names_a_swap_path_whose_reads_failed(folders):
+    environment, _, swap = folders
+    settings = "--set swap.life=kept --set update.block_elems=4096 --set update.workers=2 --set dram.limit=7274KiB"
+    train = f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step 0'
+    views = f'"{FOREBAY}" swap; "{FOREBAY}" jobs'
+    script = f'{train} one; {train} two; {views}; echo ===; truncate -s 0 "{swap}"/*/forebay.swap; {train} two; {views}'
+    flags = [*run_flags(swap)[:-1], *settings.split(), "--"]
+    done = forebay(*flags, "sh", "-c", script, env=environment)
+    before, after = (text.splitlines() for text in done.stdout.split("===\n"))
+    assert [line.split()[-1] for line in before if "/forebay-run-" in line] == ["well"]
+    assert [line.split()[-1] for line in before if line.startswith(("one", "two"))] == ["well"] * 2
+    assert any(re.search(r"(\d+) requests? failed, \1 of them reads: see the log$", line) for line in after)
+    health = {line.split()[0]: line for line in after if line.startswith(("one", "two"))}
+    of_the_path = rf" has blocks on swap; {swap}/\S+ had \d+ failed reads? since the daemon started$"
+    assert re.search(of_the_path, health["one"]), done.stdout
+    assert not health["two"].endswith("well")  # refused before the decision or failed after it
+
+
 def test_deleting_a_job_without_a_name_is_an_error(folders):
     environment, _, swap = folders
     done = forebay(*run_flags(swap), FOREBAY, "jobs", "--delete", "", env=environment)
@@ -314,6 +344,15 @@ def test_the_environment_forces_an_instruction_set(folders):
     best, targets = seen("")
     assert best == targets[0] and targets[-1] == "scalar"
     assert [seen(target) for target in targets] == [(target, targets) for target in targets]
+
+    def served(target, *settings):
+        flags = ["run", "--dram", "256MiB", *settings, "--", FOREBAY, "status", "--json"]
+        done = forebay(*flags, env={**environment, "FOREBAY_CPU_TARGET": target})
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["adam_target"]
+
+    assert [served(target) for target in ["", *targets]] == [best, *targets]
+    assert served(best, "--set", "update.target=scalar") == "scalar"
     for program in (FOREBAY, FOREBAY.parent / "forebayd"):
         refused = subprocess.run(
             [program, "doctor"] if program == FOREBAY else [program, "--check"],

@@ -63,7 +63,7 @@ Finding ExamineMemlock() {
   return {"memlock", CheckResult::kWarn,
           absl::StrCat(seen,
                        "; 64.0 MiB could not be locked: a private daemon goes on unlocked, "
-                       "the service refuses to start"),
+                       "the service refuses to start with swap, and to attach jobs without it"),
           "add `* - memlock unlimited` to /etc/security/limits.conf, or LimitMEMLOCK=infinity to "
           "the unit"};
 }

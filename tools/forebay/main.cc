@@ -104,7 +104,7 @@ int ShowSwap(const Arguments& arguments) {
 int ShowJobs(const Arguments& arguments) {
   if (!arguments.delete_job.has_value()) {
     return WithStatus(arguments, [&](schema::NodeStatus::Reader status) {
-      Show(arguments.json, JsonOf(status.getJobs()), JobsText(status.getJobs()));
+      Show(arguments.json, JsonOf(status.getJobs()), JobsText(status));
     });
   }
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
@@ -143,11 +143,13 @@ CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& 
 }
 
 void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
-  app->add_option("--dram", daemon.dram, "memory for everything (2GiB where nothing says more)");
-  app->add_option("--swap", daemon.swap, "a directory or block device for swap; may be repeated")
-      ->expected(1)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  app->add_option("--swap-size", daemon.swap_size, "reserved in each (4GiB)");
+  app->add_option("--dram", daemon.dram,
+                  "memory for everything (2GiB where neither this nor --config is given)");
+  CLI::Option* swap = app->add_option("--swap", daemon.swap,
+                                      "a directory or block device for swap; may be repeated")
+                          ->expected(1)
+                          ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app->add_option("--swap-size", daemon.swap_size, "reserved in each (4GiB)")->needs(swap);
 }
 
 // The command follows "--"; its own options are not parsed.
@@ -172,9 +174,12 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   CLI::App app("Forebay: optimizer states of training jobs in DRAM and on NVMe", "forebay");
   app.set_version_flag("--version", absl::StrCat("forebay ", FOREBAY_VERSION));
   app.require_subcommand(1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+  const std::string first = words.empty() ? "" : words.front();
+  app.failure_message([&first](const CLI::App* failed, const CLI::Error& error) {
+    const bool unknown = failed->get_subcommands().empty() && !first.empty() && first[0] != '-';
     return protocol::FormatError(protocol::MakeError(
-               protocol::ErrorId::kOption, error.what(),
+               protocol::ErrorId::kOption,
+               unknown ? absl::StrCat("there is no command ", first) : error.what(),
                "forebay --help lists the commands, forebay COMMAND --help its options; the "
                "command that run starts follows --")) +
            "\n";
@@ -198,7 +203,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   CLI::App* trace = AddView(app, "trace", "timed events of a job's newest step", arguments);
   trace->add_option("JOB", arguments.job)->required();
   for (CLI::App* view : {status, memory, swap, jobs, trace}) {
-    view->add_option("--socket", arguments.socket, "of the daemon; else FOREBAY_SOCKET");
+    view->add_option("--socket", arguments.socket,
+                     "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");
   }
   CLI::App* doctor = AddView(app, "doctor", "what this machine gives Forebay", arguments);
   doctor->add_option("FOLDER", arguments.folders, "candidates for swap");

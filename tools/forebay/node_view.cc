@@ -36,20 +36,41 @@ std::string MemoryLine(schema::MemoryStatus::Reader memory) {
       ", on 2 MiB pages ", FormatBytes(memory.getHugeBytes()), "\n");
 }
 
+// "1 request", "2 requests".
+std::string Counted(uint64_t count, const char* what) {
+  return absl::StrCat(count, " ", what, count == 1 ? "" : "s");
+}
+
+using SwapPaths = capnp::List<schema::SwapPathStatus>::Reader;
+
+uint32_t SwappedBlocks(schema::JobStatus::Reader job) {
+  return job.getBlocks() - std::min(job.getBlocks(), job.getResidentBlocks());
+}
+
 // "well", or why not; a job that is being made says how far it is.
-std::string HealthOf(schema::JobStatus::Reader job) {
+std::string HealthOf(schema::JobStatus::Reader job, SwapPaths swap) {
   if (job.hasFailed()) return job.getFailed();
   if (job.getMakingBytes() > 0) {
     return absl::StrCat("is being made: ", FormatBytes(job.getMadeBytes()), " of ",
                         FormatBytes(job.getMakingBytes()));
   }
-  return job.hasSwapWait() ? absl::StrCat("waits for swap: ", job.getSwapWait().cStr()) : "well";
+  if (job.hasSwapWait()) return absl::StrCat("waits for swap: ", job.getSwapWait().cStr());
+  for (const auto path : swap) {
+    if (SwappedBlocks(job) == 0 || path.getReadErrors() == 0) continue;
+    return absl::StrCat("has blocks on swap; ", path.getPath().cStr(), " had ",
+                        Counted(path.getReadErrors(), "failed read"), " since the daemon started");
+  }
+  return "well";
 }
 
 std::string HealthOf(schema::SwapPathStatus::Reader path) {
-  if (path.getLateNow() == 0) return "well";
-  return absl::StrFormat("does not answer: %d requests wait, the longest for %.0f s",
-                         path.getLateNow(), path.getLateSeconds());
+  if (path.getLateNow() > 0) {
+    return absl::StrFormat("does not answer: %s for up to %.0f s",
+                           Counted(path.getLateNow(), "request"), path.getLateSeconds());
+  }
+  if (path.getErrors() == 0) return "well";
+  return absl::StrCat(Counted(path.getErrors(), "request"), " failed, ", path.getReadErrors(),
+                      " of them reads: see the log");
 }
 
 }  // namespace
@@ -82,17 +103,18 @@ std::string SwapText(schema::NodeStatus::Reader status) {
                       reason.empty() ? "" : absl::StrCat(" (", reason, ")"), "\n\n", paths.Text());
 }
 
-std::string JobsText(capnp::List<schema::JobStatus>::Reader jobs) {
+std::string JobsText(schema::NodeStatus::Reader status) {
+  const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
   Table table({"JOB", "UID", "RANKS", "STEP", "PARAMS", "FORMAT", "STATE", "ON SWAP", "STEP TIME",
                "HEALTH"});
   for (const auto job : jobs) {
-    const uint32_t swapped = job.getBlocks() - std::min(job.getBlocks(), job.getResidentBlocks());
-    table.Add({job.getName(), absl::StrCat(job.getUid()),
-               absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
-               absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
-               FormatBytes(job.getStateBytes()), Percent(Share(swapped, job.getBlocks())),
-               absl::StrFormat("%.3f s", job.getLastStepSeconds()), HealthOf(job)});
+    table.Add(
+        {job.getName(), absl::StrCat(job.getUid()),
+         absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
+         absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
+         FormatBytes(job.getStateBytes()), Percent(Share(SwappedBlocks(job), job.getBlocks())),
+         absl::StrFormat("%.3f s", job.getLastStepSeconds()), HealthOf(job, status.getSwap())});
   }
   return table.Text();
 }
@@ -111,12 +133,12 @@ std::string TraceText(capnp::List<schema::TraceEvent>::Reader events) {
 }
 
 std::string StatusText(schema::NodeStatus::Reader status) {
-  return absl::StrCat("forebayd ", status.getInfo().getVersion().cStr(), "  pid ",
-                      status.getInfo().getPid(), "  up ",
-                      absl::StrFormat("%.0f s", status.getUptimeSeconds()), "  socket ",
-                      status.getSocketPath().cStr(), "\nadam  ", status.getAdamTarget().cStr(),
-                      ", ", status.getWorkers(), " workers\n", MemoryLine(status.getMemory()), "\n",
-                      SwapText(status), "\n", JobsText(status.getJobs()));
+  return absl::StrCat(
+      "forebayd ", status.getInfo().getVersion().cStr(), "  pid ", status.getInfo().getPid(),
+      "  up ", absl::StrFormat("%.0f s", status.getUptimeSeconds()), "  socket ",
+      status.getSocketPath().cStr(), "\nadam  ", status.getAdamTarget().cStr(), ", ",
+      Counted(status.getWorkers(), "worker"), "\n", MemoryLine(status.getMemory()), "\n",
+      SwapText(status), "\n", JobsText(status));
 }
 
 }  // namespace forebay::tools

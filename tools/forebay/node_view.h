@@ -10,7 +10,7 @@ namespace forebay::tools {
 std::string StatusText(schema::NodeStatus::Reader status);
 std::string MemoryText(schema::MemoryStatus::Reader memory);
 std::string SwapText(schema::NodeStatus::Reader status);
-std::string JobsText(capnp::List<schema::JobStatus>::Reader jobs);
+std::string JobsText(schema::NodeStatus::Reader status);
 std::string TraceText(capnp::List<schema::TraceEvent>::Reader events);
 
 }  // namespace forebay::tools

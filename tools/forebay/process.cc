@@ -126,7 +126,10 @@ absl::StatusOr<Process> Process::Start(const ProcessOptions& options) {
   Process process(pid, protocol::OpenPidfd(pid));
   int error = 0;
   if (::read(read_end.get(), &error, sizeof(error)) == sizeof(error)) {
-    return MakeError(ErrorId::kOption, ErrnoText(absl::StrCat("execute ", words[0]), error));
+    return MakeError(
+        ErrorId::kOption, ErrnoText(absl::StrCat("execute ", words[0]), error),
+        "name a program that is there and may be executed: its path, or its name where "
+        "PATH has it");
   }
   return process;
 }
