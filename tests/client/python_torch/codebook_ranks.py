@@ -49,19 +49,21 @@ def train(job, rank, dies):
         model, forebay.AdamW(lr=1e-2), job=job, rank=rank, world_size=2, timeout=30
     )
     losses = {}
-    for step in range(opt.committed_step + 1, STEPS + 1):
-        torch.manual_seed(1000 * rank + step)
-        loss = model(torch.randn(8, 4)).square().mean()
-        losses[step] = loss.item()
-        loss.backward()
-        if dies and step == KILL_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
+    try:
+        for step in range(opt.committed_step + 1, STEPS + 1):
+            torch.manual_seed(1000 * rank + step)
+            loss = model(torch.randn(8, 4)).square().mean()
+            losses[step] = loss.item()
+            loss.backward()
+            if dies and step == KILL_STEP:
+                os.kill(os.getpid(), signal.SIGKILL)
             opt.step()
-        except forebay.UnavailableError as error:
-            if error.code != "E_RANK_LOST":
-                raise
-            os._exit(RANK_LOST)
+    except forebay.UnavailableError as error:  # also from forward: the other rank was faster
+        if error.code != "E_RANK_LOST":
+            raise
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(RANK_LOST)
     return {"losses": losses, "sha256": opt.state_sha256()}
 
 
