@@ -35,7 +35,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr Timeout kExplainTimeout = std::chrono::seconds(1);
+constexpr Timeout kExplainTimeout = std::chrono::seconds(10);
 constexpr uint64_t kPiecesInGradArena = 4;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
 

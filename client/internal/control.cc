@@ -177,8 +177,13 @@ absl::Status Control::Explain(const protocol::Completion& completion, const Wait
     request.setTag(tag);
     return request;
   });
-  if (protocol::IdOf(answer) == id || (completion.tag == 0 && !answer.ok())) return answer;
-  return MakeError(id, "the daemon refused a command; it no longer has the message");
+  if (protocol::IdOf(answer) == id) return answer;
+  if (completion.tag != 0) {
+    return MakeError(id, "the daemon refused a command; it no longer has the message");
+  }
+  // The session has ended: its reason may have another id, but is never that the call took too long.
+  if (!answer.ok() && protocol::IdOf(answer) != ErrorId::kTimeout) return answer;
+  return MakeError(id, "the daemon has ended this session; it has not said why", "attach again");
 }
 
 }  // namespace forebay::client::internal
