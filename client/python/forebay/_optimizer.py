@@ -225,8 +225,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
             ended = error.code in GRADIENTS_LOST
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
                 self._extra_state = call.extra_state or None
-            if error.code == "E_STEP" and before is not None:
-                self._under_way = before  # this call was refused: the older one goes on
+            if error.code == "E_STEP":
+                self._under_way = before  # this call was refused: an older one goes on
             raise
         finally:
             self._phase = Phase.TRAINING

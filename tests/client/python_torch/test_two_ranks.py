@@ -114,19 +114,25 @@ def test_different_learning_rates_are_refused(node):
     opts[1].param_groups[0]["lr"] = 1e-2
     both(lambda rank: opts[rank].step())  # the gradients are still there
     assert opts[0].committed_step == 2
+    opts[1].param_groups[0]["lr"] = 1e-3
+    assert both(run) == ["E_STEP", "E_STEP"]
+    for opt in opts:  # or the batch is left out
+        opt.zero_grad()
+    opts[1].param_groups[0]["lr"] = 1e-2
     train_ranks(models, opts, 1, first=2)
+    assert [opt.committed_step for opt in opts] == [3, 3]
 
 
 @on_the_daemon
 def test_one_rank_alone_waits_until_its_time_is_up(node):
     models = [net(), net()]
-    opts = both(
-        lambda rank: forebay.attach(models[rank], rank=rank, world_size=2, timeout=0.5 + 10 * rank)
-    )
+    opts = attach_both(models)
     loss_of(models[0], batch(0)).backward()
+    limit, opts[0]._engine.timeout = opts[0]._engine.timeout, 0.5
     with pytest.raises(forebay.ForebayTimeoutError) as info:
         opts[0].step()
     assert info.value.code == "E_TIMEOUT"
+    opts[0]._engine.timeout = limit
     loss_of(models[1], batch(1)).backward()
 
     def finish(rank):
