@@ -136,8 +136,9 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
   // Clients of one test are one run, also where they are processes of their own.
   ::setenv("FOREBAY_RUN", "test", 0);
   std::vector<std::string> arguments = {FOREBAYD_PATH};
+  // Workers take a part of dram.limit: on every machine the same.
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
-                                  "dram.limit=1GiB"};
+                                  "update.workers=2", "dram.limit=1GiB"};
   if (std::ranges::find(settings, kDefaultDramLimit) != settings.end()) all.pop_back();
   std::ranges::copy_if(settings, std::back_inserter(all),
                        [](const std::string& setting) { return setting != kDefaultDramLimit; });

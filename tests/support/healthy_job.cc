@@ -95,7 +95,10 @@ absl::Status HealthyJob::HoldsItsBytes() {
 absl::Status TrainsOneMoreStep(const HealthyJobOptions& options) {
   ASSIGN_OR_RETURN(const auto job, HealthyJob::Attach(options));
   RETURN_IF_ERROR(job->TrainOneMoreStep());
-  return job->rank(0).Detach();
+  for (uint32_t rank = 0; rank < options.shape.world_size; ++rank) {
+    RETURN_IF_ERROR(job->rank(rank).Detach());
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace forebay::testing

@@ -32,12 +32,12 @@ SWAP = "--swap {swap} --swap-size 64MiB"
 TRAIN = ("sh", "-c", f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step')
 
 
-def forebay(*words, **options):
+def forebay(*words, deadline_s=DEADLINE_S, **options):
     return subprocess.run(
         [FOREBAY, *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         stdin=subprocess.DEVNULL,
         check=False,
         **options,
@@ -220,7 +220,7 @@ def test_nothing_is_left_after_a_kill_of_the_second_process(folders):
 
 def test_what_the_command_leaves_running_ends_with_it(folders):
     started = Started(
-        folders, "setsid sh -c 'trap \"\" HUP; read -r line' <&0 & echo $$ $!; read -r line"
+        folders, "setsid sh -c 'trap \"\" HUP; exec tail -f /dev/null' & echo $$ $!; read -r line"
     )
     started.process.stdin.write("\n")
     started.process.stdin.flush()
@@ -410,7 +410,7 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
 )
 def test_each_bench_prints_one_line_a_case(folders, flags, cases):
     environment, _, swap = folders
-    done = forebay("bench", *flags, "--swap", swap, "--json", env=environment)
+    done = forebay("bench", *flags, "--swap", swap, "--json", deadline_s=300, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == cases

@@ -165,7 +165,7 @@ def least_memory(program, case):
 
     _, dtype, _, ranks, *_ = case.split("-")
     with tempfile.TemporaryDirectory(prefix="state_digest") as folder:
-        daemon, socket = start_daemon(program, folder, 6 << 20)
+        daemon, socket = start_daemon(program, folder, 7 << 20)
         try:
             forebay.attach(
                 Model(DTYPES[dtype]),

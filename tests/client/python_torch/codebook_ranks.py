@@ -58,13 +58,15 @@ def train(job, rank, dies):
             if dies and step == KILL_STEP:
                 os.kill(os.getpid(), signal.SIGKILL)
             opt.step()
+        sha256 = opt.state_sha256()
+        opt.detach()  # else the other rank's reads end with this process
     except forebay.UnavailableError as error:  # also from forward: the other rank was faster
         if error.code != "E_RANK_LOST":
             raise
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(RANK_LOST)
-    return {"losses": losses, "sha256": opt.state_sha256()}
+    return {"losses": losses, "sha256": sha256}
 
 
 def start(job, rank, dies, out):

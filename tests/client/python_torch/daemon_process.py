@@ -45,7 +45,8 @@ class Daemon:
     def __init__(self, folder, *settings):
         self.folder = pathlib.Path(folder)
         self.socket = str(self.folder / "s")
-        values = (f"socket.path={self.socket}", "memlock=best_effort", "dram.limit=1GiB", *settings)
+        values = [f"socket.path={self.socket}", "memlock=best_effort", "update.workers=2"]
+        values += ["dram.limit=1GiB", *settings]
         command = [str(FOREBAYD)]
         for value in values:
             command += ["--set", value]

@@ -136,7 +136,7 @@ def test_on_swap_it_has_the_bits_that_it_has_in_dram(optimizer, format, monkeypa
         dram, all_resident, used = digest_on(folder, optimizer, 1 << 30, monkeypatch)
     assert all_resident["resident_blocks"] == all_resident["blocks"]
     with tempfile.TemporaryDirectory(prefix="fb", dir=place) as folder:
-        swapped, job, _ = digest_on(folder, optimizer, used + (2 << 20), monkeypatch)
+        swapped, job, _ = digest_on(folder, optimizer, used + (1 << 20), monkeypatch)
     assert job["resident_blocks"] < job["blocks"]
     assert dram == swapped
 

@@ -18,6 +18,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[2]
 DEADLINE_S = 20
 ROUNDS = 100
+QUIET_LOOKS = 20
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def held(daemon):
     """What the node holds, by its own books and by the kernel's."""
     status = forebay.status()
     memory = status["memory"]
-    folder = f"/proc/{daemon.process.pid}/fd"
+    files = descriptors(daemon.process.pid)
     return {
         "sessions": [job["sessions"] for job in status["jobs"]],
         "leases": [job["leases"] for job in status["jobs"]],
@@ -56,22 +57,32 @@ def held(daemon):
             (arena["kind"], arena["job"], arena["size_bytes"], arena["allocated_bytes"])
             for arena in memory["arenas"]
         ),
-        "descriptors": len(os.listdir(folder)),
-        "memfds": sorted(
-            os.stat(f"{folder}/{number}").st_blocks
-            for number in os.listdir(folder)
-            if os.path.lexists(f"{folder}/{number}")
-            and os.readlink(f"{folder}/{number}").startswith("/memfd:")
-        ),
+        "descriptors": len(files),
+        "memfds": sorted(blocks for name, blocks in files if name.startswith("/memfd:")),
     }
 
 
+def descriptors(pid):
+    """Name and 512-byte blocks of each."""
+    found = []
+    for file in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append((os.readlink(file), file.stat().st_blocks))
+        except FileNotFoundError:  # closed meanwhile
+            pass
+    return found
+
+
 def held_at_rest(daemon, want=None):
-    """What is held once no session is left (or once they equal `want`), within the deadline."""
+    """What is held once no session is left and nothing changes any more (or once they equal
+    `want`), within the deadline."""
     end = time.monotonic() + DEADLINE_S
+    last, same = None, 0
     while True:
         have = held(daemon)
-        done = have == want if want else not any(have["sessions"])
+        same = same + 1 if have == last else 0
+        last = have
+        done = have == want if want else not any(have["sessions"]) and same >= QUIET_LOOKS
         if done or time.monotonic() > end:
             return have
         time.sleep(0.01)  # house: allow sleep: a poll with a deadline
@@ -83,7 +94,7 @@ def test_a_hundred_killed_trainers_leave_nothing(own_daemon, monkeypatch):
     subprocess.run([*command, "3"], env=environment(), check=True, timeout=120)
     before = held_at_rest(own_daemon)
     steps = forebay.status()["jobs"][0]["committed_step"]
-    subprocess.run([*command, str(ROUNDS)], env=environment(), check=True, timeout=300)
+    subprocess.run([*command, str(ROUNDS)], env=environment(), check=True, timeout=600)
     after = held_at_rest(own_daemon, want=before)
     assert after == before
     # Of each five rounds the last two commit a step.
