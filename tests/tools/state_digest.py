@@ -134,8 +134,8 @@ def train(case, rank, socket):
     opt.detach()
 
 
-def start_daemon(program, folder, limit_bytes):
-    """A job's blocks are many and small."""
+def start_daemon(program, folder, limit_bytes, errors=None):
+    """A job's blocks are many and small. None where the daemon has ended."""
     socket = os.path.join(folder, "forebay.sock")
     settings = [
         f"socket.path={socket}",
@@ -149,23 +149,32 @@ def start_daemon(program, folder, limit_bytes):
         "log.level=warning",
     ]
     arguments = [part for setting in settings for part in ("--set", setting)]
-    daemon = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    daemon = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=errors)
     while not os.path.exists(socket):
-        if daemon.poll() is not None or time.monotonic() > deadline:
-            daemon.kill()
-            sys.exit(f"state_digest: {program} did not start")
-        time.sleep(0.02)  # house: allow sleep: a poll with a deadline
+        if daemon.poll() is not None:
+            return None
+        time.sleep(0.02)  # house: allow sleep: a poll that ends with the daemon
     return daemon, socket
 
 
-def least_memory(program, case):
+def least_limit(program):
+    """The smallest whole MiB with which the daemon starts."""
+    for limit_bytes in range(1 << 20, 64 << 20, 1 << 20):
+        with tempfile.TemporaryDirectory(prefix="state_digest") as folder:
+            started = start_daemon(program, folder, limit_bytes, subprocess.DEVNULL)
+            if started is not None:
+                stop_daemon(started[0])
+                return limit_bytes
+    sys.exit(f"state_digest: {program} does not start")
+
+
+def least_memory(program, case, limit_bytes):
     """Bytes without which the job is refused: none of its states would be in DRAM."""
     import forebay
 
     _, dtype, _, ranks, *_ = case.split("-")
     with tempfile.TemporaryDirectory(prefix="state_digest") as folder:
-        daemon, socket = start_daemon(program, folder, 7 << 20)
+        daemon, socket = start_daemon(program, folder, limit_bytes)
         try:
             forebay.attach(
                 Model(DTYPES[dtype]),
@@ -190,8 +199,8 @@ def stop_daemon(daemon):
     daemon.wait(timeout=30)
 
 
-def run_case(program, case):
-    limit_bytes = least_memory(program, case) + DRAM_FOR_STATES
+def run_case(program, case, least_bytes):
+    limit_bytes = least_memory(program, case, least_bytes) + DRAM_FOR_STATES
     with tempfile.TemporaryDirectory(prefix="state_digest") as folder:
         daemon, socket = start_daemon(program, folder, limit_bytes)
         try:
@@ -215,7 +224,8 @@ def main(arguments):
         print(__doc__.strip())
         return 2
     program, cases = arguments[0], arguments[1:] or CASES
-    return 0 if all([run_case(program, case) for case in cases]) else 1
+    least_bytes = least_limit(program)
+    return 0 if all([run_case(program, case, least_bytes) for case in cases]) else 1
 
 
 if __name__ == "__main__":
