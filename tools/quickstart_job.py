@@ -37,7 +37,9 @@ SMALL = ["--width=256", "--layers=4", "--heads=4"]
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools/quickstart",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--smoke", action="store_true", help="25 steps of half the text")
     parser.add_argument("--steps", type=int, help="that many steps")

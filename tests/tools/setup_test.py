@@ -107,3 +107,20 @@ def test_an_edited_source_is_another_wheel(folder):
     digests.append(setup(folder, "wheel_digest").stdout)
     assert digests[0] == digests[1] != digests[2]
     assert len(digests[0]) == 65
+
+
+def test_help_of_quickstart_installs_nothing(folder):
+    (folder / "tools" / "quickstart").write_bytes((ROOT / "tools" / "quickstart").read_bytes())
+    for file in (ROOT / "tools").glob("*.py"):
+        (folder / "tools" / file.name).write_bytes(file.read_bytes())
+    (folder / "tools" / "setup.sh").write_bytes((ROOT / "tools" / "setup.sh").read_bytes())
+    done = subprocess.run(
+        ["bash", "tools/quickstart", "--help"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0 and "--smoke" in done.stdout, done.stderr
+    assert not (folder / ".venv").exists() and not (folder / "build").exists()
