@@ -27,6 +27,8 @@ import torch
 from torch import nn
 
 STEPS = 5
+PAGE_BYTES = 4096
+LIMIT_BYTES_MAX = 64 << 20  # that is tried
 DRAM_FOR_STATES = 160 << 10  # about half of them; the other blocks live on swap
 SHAPES = [  # by layer
     [("weight", (67, 131)), ("bias", (131,))],
@@ -158,14 +160,20 @@ def start_daemon(program, folder, limit_bytes, errors=None):
 
 
 def least_limit(program):
-    """The smallest whole MiB with which the daemon starts."""
-    for limit_bytes in range(1 << 20, 64 << 20, 1 << 20):
+    """The smallest limit in bytes, to the page, with which the daemon starts."""
+    too_small, enough = 0, LIMIT_BYTES_MAX
+    while enough - too_small > PAGE_BYTES:
+        limit_bytes = (too_small + enough) // 2 // PAGE_BYTES * PAGE_BYTES
         with tempfile.TemporaryDirectory(prefix="state_digest") as folder:
             started = start_daemon(program, folder, limit_bytes, subprocess.DEVNULL)
-            if started is not None:
+            if started is None:
+                too_small = limit_bytes
+            else:
                 stop_daemon(started[0])
-                return limit_bytes
-    sys.exit(f"state_digest: {program} does not start")
+                enough = limit_bytes
+    if enough == LIMIT_BYTES_MAX:
+        sys.exit(f"state_digest: {program} does not start")
+    return enough
 
 
 def least_memory(program, case, limit_bytes):
