@@ -203,7 +203,7 @@ TEST_F(Flood, OfRequestsForADescriptorCostsNoDescriptors) {
 // With two descriptors to spare (the layout takes as many on its way through the relay), with three,
 // ... until an attach has enough.
 TEST_F(Flood, ThatLeavesTooFewDescriptorsIsRefusedUntilThereAreEnough) {
-  if (testing::kSanitized)
+  if (testing::kAddressSanitized)
     GTEST_SKIP() << "the sanitizer's own checks of objects need a descriptor";
   ASSERT_OK_AND_ASSIGN(auto raw, RawSession::Connect(socket_));
   ASSERT_OK(raw->Hello());

@@ -95,7 +95,7 @@ TEST_F(RefusedClientsTest, OfManyUsersCloseTheOldest) {
 }
 
 TEST_F(RefusedClientsTest, AreClosedAtOnceWhereNoDescriptorIsLeft) {
-  if (testing::kSanitized) GTEST_SKIP() << "the sanitizer looks at objects with descriptors";
+  if (testing::kAddressSanitized) GTEST_SKIP() << "the sanitizer looks at objects with descriptors";
   std::array<int, 2> ends{};
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()), 0);
   const UniqueFd client(ends[1]);

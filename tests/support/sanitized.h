@@ -1,11 +1,13 @@
-// Whether the address sanitizer is compiled in: its heap and its descriptors are not the program's.
+// Whether a sanitizer is compiled in: its heap and its descriptors are not the program's.
 #pragma once
 
 namespace forebay::testing {
 
 #if defined(__has_feature)
-inline constexpr bool kSanitized = __has_feature(address_sanitizer);
+inline constexpr bool kAddressSanitized = __has_feature(address_sanitizer);
+inline constexpr bool kSanitized = kAddressSanitized || __has_feature(thread_sanitizer);
 #else
+inline constexpr bool kAddressSanitized = false;
 inline constexpr bool kSanitized = false;
 #endif
 
