@@ -299,6 +299,7 @@ def test_health_names_a_swap_path_whose_reads_failed(folders):
     health = {line.split()[0]: line for line in after if line.startswith(("one", "two"))}
     of_the_path = rf" has blocks on swap; {swap}/\S+ had \d+ failed reads? since the daemon started$"
     assert re.search(of_the_path, health["one"]), done.stdout
+    assert not any(line.startswith("hint: ") for line in after), "a job has one line"
     assert not health["two"].endswith("well")  # refused before the decision or failed after it
 
 

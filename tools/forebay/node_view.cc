@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -47,14 +49,20 @@ uint32_t SwappedBlocks(schema::JobStatus::Reader job) {
   return job.getBlocks() - std::min(job.getBlocks(), job.getResidentBlocks());
 }
 
+// An error without its hint, which would tear a table; --json has both.
+std::string FirstLine(std::string_view text) {
+  return std::string(text.substr(0, text.find('\n')));
+}
+
 // "well", or why not; a job that is being made says how far it is.
 std::string HealthOf(schema::JobStatus::Reader job, SwapPaths swap) {
-  if (job.hasFailed()) return job.getFailed();
+  if (job.hasFailed()) return FirstLine(job.getFailed().cStr());
   if (job.getMakingBytes() > 0) {
     return absl::StrCat("is being made: ", FormatBytes(job.getMadeBytes()), " of ",
                         FormatBytes(job.getMakingBytes()));
   }
-  if (job.hasSwapWait()) return absl::StrCat("waits for swap: ", job.getSwapWait().cStr());
+  if (job.hasSwapWait())
+    return absl::StrCat("waits for swap: ", FirstLine(job.getSwapWait().cStr()));
   for (const auto path : swap) {
     if (SwappedBlocks(job) == 0 || path.getReadErrors() == 0) continue;
     return absl::StrCat("has blocks on swap; ", path.getPath().cStr(), " had ",
