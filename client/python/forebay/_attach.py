@@ -116,6 +116,12 @@ def _plan_of(
     model: nn.Module, optimizer: Optimizer, param_groups: Iterable[Any] | None
 ) -> tuple[Plan, TorchGroups]:
     """The plan with each parameter's hyper-parameters numbered. Errors: what cannot be attached."""
+    if not isinstance(model, nn.Module):
+        raise usage_error(
+            "E_OPTION",
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            "forebay.attach(model, forebay.AdamW(lr=...)): the model itself, not its parameters",
+        )
     if not isinstance(optimizer, Optimizer):
         raise usage_error(
             "E_OPTION",

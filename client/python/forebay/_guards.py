@@ -94,8 +94,8 @@ class DeliveredGradient(torch.Tensor):
         return unsupported(
             f"{getattr(function, '__name__', function)}() on the gradient of parameter "
             f"{cls._name_in(args)}: it has been delivered to the daemon",
-            "clip with forebay.AdamW(max_grad_norm=...); what else needs p.grad can look at it "
-            "in a hook: p.register_hook before attach",
+            "clip with forebay.AdamW(max_grad_norm=...), leave a batch out with opt.zero_grad(); "
+            "what else needs p.grad can look at it in a hook: p.register_hook before attach",
         )
 
 

@@ -42,6 +42,18 @@ class Optimizer:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        lr = getattr(self, "lr", 0.0)
+        try:
+            valid = not isinstance(lr, str) and float(lr) >= 0
+        except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
+            valid = False
+        if not valid:
+            raise usage_error(
+                "E_OPTION",
+                f"lr is {lr!r}, not a number from 0 on",
+                f"forebay.attach(model, forebay.{type(self).__name__}(lr=...)): attach takes the "
+                "model, the optimizer numbers",
+            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
             raise usage_error(
                 "E_OPTION",

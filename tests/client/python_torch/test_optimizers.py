@@ -238,9 +238,9 @@ def test_what_is_no_number_is_refused_before_there_is_a_job(node):
     for wrong in (
         forebay.AdamW(betas=(0.9,)),
         forebay.AdamW(betas=0.9),
-        forebay.AdamW(lr="fast"),
+        forebay.AdamW(eps="small"),
         forebay.Adagrad(eps=None),
-        forebay.SGD(lr=torch.ones(2)),
+        forebay.SGD(momentum=torch.ones(2)),
     ):
         with pytest.raises(forebay.UsageError, match="group 0: .* not the numbers") as info:
             forebay.attach(Plane(), wrong)

@@ -543,3 +543,21 @@ def test_detach_gives_private_parameters(node):
     model.half()
     with refused("E_NOT_READY", match="detached"):
         opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda model: forebay.attach(model.parameters()), "the model is a generator"),
+        (lambda model: forebay.AdamW(model.parameters()), "lr is <generator"),
+        (lambda model: forebay.SGD(lr=-1.0), "lr is -1.0, not a number from 0 on"),
+        (lambda model: forebay.Lion(lr="1e-3"), "lr is '1e-3'"),
+        (lambda model: forebay.Adam(lr=float("nan")), "lr is nan"),
+        (lambda model: forebay.SGD(lr=torch.ones(2)), "lr is tensor"),
+    ],
+    ids=["parameters", "torch's call", "negative", "text", "nan", "tensor"],
+)
+def test_what_torch_would_be_given(node, make, words):
+    with refused("E_OPTION", match=words) as info:
+        make(net())
+    assert "forebay.attach(model, forebay." in info.value.hint
