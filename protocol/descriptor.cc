@@ -32,8 +32,7 @@ absl::Status StatusOf(const kj::Exception& exception, std::string_view what) {
     if (const absl::Status refusal = ParseError(text); !refusal.ok()) return refusal;
     return MakeError(
         ErrorId::kDaemonGone,
-        absl::StrCat(std::string(what), ": the daemon died or closed the connection: ", text),
-        "start the daemon, then attach again");
+        absl::StrCat(std::string(what), ": the daemon died or closed the connection: ", text));
   }
   return MakeError(ErrorId::kProtocol, absl::StrCat(std::string(what), ": ", text));
 }

@@ -19,7 +19,9 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kInternal, "E_INTERNAL", StatusCode::kInternal,
               "a bug of Forebay: report it with the daemon's log"},
     ErrorInfo{ErrorId::kDaemonGone, "E_DAEMON_GONE", StatusCode::kUnavailable,
-              "start the daemon, then attach again"},
+              "save the weights, which stay readable, start the daemon, attach again: the job "
+              "begins anew, "
+              "for its step and states are lost"},
     ErrorInfo{ErrorId::kNoDaemon, "E_NO_DAEMON", StatusCode::kUnavailable,
               "start one with `forebay run -- COMMAND`, or `systemctl start forebayd`"},
     ErrorInfo{ErrorId::kProtocol, "E_PROTOCOL", StatusCode::kFailedPrecondition,

@@ -26,8 +26,7 @@ bool Readable(int fd) {
 }  // namespace
 
 absl::Status DaemonGoneError() {
-  return MakeError(ErrorId::kDaemonGone, "the daemon died or closed the connection",
-                   "start the daemon, then attach again");
+  return MakeError(ErrorId::kDaemonGone, "the daemon died or closed the connection");
 }
 
 CommandPort::CommandPort(Options options) : options_(std::move(options)) {}

@@ -18,9 +18,10 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
   const std::string difference =
       protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
   if (!difference.empty()) {
-    return MakeError(ErrorId::kLayout,
-                     absl::StrCat("job ", spec_.name, " has another layout: ", difference),
-                     "choose another job name, or delete the job");
+    return MakeError(
+        ErrorId::kLayout, absl::StrCat("job ", spec_.name, " has another layout: ", difference),
+        "build the model and the optimizer as the job has them; for another model choose "
+        "another job name, or delete the job");
   }
   if (request.reader) return absl::OkStatus();
   if (request.world_size != room.world_size) {
@@ -52,11 +53,12 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
                                   Ready ready) const {
   if (request.reader || request.run == run_) return absl::OkStatus();
   if (live_ranks() > 0) {
-    return MakeError(ErrorId::kBusy,
-                     absl::StrCat("job ", spec_.name, " is being trained by another run (", run_,
-                                  "): ", live_ranks(), " of its processes are attached, at step ",
-                                  committed_step),
-                     "end those processes, or choose another job name for this run");
+    return MakeError(
+        ErrorId::kBusy,
+        absl::StrCat("job ", spec_.name, " is being trained by another run (", run_, "): ",
+                     live_ranks(), " of its processes are attached, at step ", committed_step),
+        "give all ranks of one run the same FOREBAY_RUN; else end those processes, or choose "
+        "another job name for this run");
   }
   if (ready == Ready::kNo || request.resume) return absl::OkStatus();
   return MakeError(ErrorId::kJobExists,
