@@ -114,8 +114,8 @@ std::string SwapText(schema::NodeStatus::Reader status) {
 std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
-  Table table({"JOB", "UID", "RANKS", "STEP", "PARAMS", "FORMAT", "STATE", "ON SWAP", "STEP TIME",
-               "HEALTH"});
+  Table table({"JOB", "UID", "RANKS", "STEP", "PARAMS", "FORMAT", "WEIGHTS+STATES", "ON SWAP",
+               "STEP TIME", "HEALTH"});
   for (const auto job : jobs) {
     table.Add(
         {job.getName(), absl::StrCat(job.getUid()),
