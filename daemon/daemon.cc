@@ -41,11 +41,6 @@ using protocol::MakeError;
 // What a ledger needs for each slot: its place, its block, step and checksum.
 constexpr uint64_t kLedgerBytesPerSlot = 96;
 constexpr uint64_t kLedgerSlotsMin = 256;
-// Heap and stacks, without the tables of jobs, which admission counts job by job, and without what a
-// connection takes (control_plane.h), which nothing counts. Measured: 1.3 MiB after the start, 2.5 MiB
-// at work; 12 KiB for each worker that waits.
-constexpr uint64_t kPrivateBytes = uint64_t{4} << 20;
-constexpr uint64_t kPrivateBytesPerWorker = uint64_t{64} << 10;
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
 
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
@@ -215,7 +210,7 @@ absl::StatusOr<Prepared> Prepare(const Config& config) {
                        .reader_lease_max = config.reader_lease_max,
                        .io_engine_reason = chosen.reason};
   NodeOptions& node = prepared.executor.state;
-  const uint64_t private_bytes = kPrivateBytes + node.workers * kPrivateBytesPerWorker;
+  const uint64_t private_bytes = PrivateBytes(node.workers);
   node.node_bytes = private_bytes;
   RETURN_IF_ERROR(PrepareSwap(config, prepared));
   RETURN_IF_ERROR(CheckNodeBytes(node, private_bytes));

@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/worker_pool.h"
+#include "daemon/daemon.h"
 #include "nvme/io/engine_factory.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
@@ -43,9 +44,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
-constexpr uint64_t kStateBytes = 8;          // fp32: what goes to swap
-constexpr uint64_t kDaemonBytes = 4 * kMiB;  // what forebayd counts for itself (daemon.cc)
-constexpr uint64_t kDaemonBytesPerWorker = uint64_t{64} << 10;
+constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
 constexpr double kGiga = 1e9;
 
 double SecondsSince(Clock::time_point began) {
@@ -214,7 +213,7 @@ absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& las
 // What dram.limit counts beside staging and the job's states: with no more than this, all of them go
 // to swap.
 uint64_t BytesBesideStates(const client::NodeStatus& status) {
-  uint64_t bytes = kDaemonBytes + status->getWorkers() * kDaemonBytesPerWorker;
+  uint64_t bytes = daemon::PrivateBytes(status->getWorkers());
   for (const auto arena : status->getMemory().getArenas()) {
     if (arena.getKind() != "state" && arena.getKind() != "staging") bytes += arena.getSizeBytes();
   }
