@@ -182,6 +182,13 @@ class NodeStateWorldOnSwap : public ::testing::Test {
     EXPECT_EQ(node.FindJob("job")->committed_step, step);
   }
 
+  // Its one rank detaches; returns the session of the first of two ranks that asks to follow it.
+  uint64_t RequestTwoRanks(NodeHarness& node, uint64_t alone) {
+    node.End(alone, EndCause::kDetached);
+    node.RunTasks();
+    return node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  }
+
   std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320});
 };
 
@@ -190,9 +197,7 @@ TEST_F(NodeStateWorldOnSwap, MovesStatesToSwapWhereItNeedsTheirDram) {
   const uint64_t alone = node.Attach(layout_, {});
   EXPECT_EQ(node.FindJob("job")->resident_blocks, 10U);
   TrainStep(node, {alone}, 1);
-  node.End(alone, EndCause::kDetached);
-  node.RunTasks();
-  const uint64_t first = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  const uint64_t first = RequestTwoRanks(node, alone);
   EXPECT_TRUE(node.Logged<ReplaceStepArena>().empty()) << "there is no room yet";
   ASSERT_EQ(node.Logged<RoomAwaited>().size(), 1U);
   EXPECT_GT(node.Logged<RoomAwaited>()[0].missing_bytes, 0U);
@@ -212,9 +217,7 @@ TEST_F(NodeStateWorldOnSwap, TheWaitNamesTheJobThatMakesTheRoom) {
   const auto wait = [&](uint64_t free_bytes) {
     NodeHarness node(Options(/*spare_slots=*/20, free_bytes), 1);
     const uint64_t alone = node.Attach(layout_, {});
-    node.End(alone, EndCause::kDetached);
-    node.RunTasks();
-    node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+    RequestTwoRanks(node, alone);
     const std::vector<RoomAwaited> waits = node.Logged<RoomAwaited>();
     EXPECT_EQ(waits.size(), 1U);
     return waits.empty() ? RoomAwaited{} : waits.front();
@@ -230,9 +233,7 @@ TEST_F(NodeStateWorldOnSwap, MovesNoMoreStatesWhenWhoWaitedIsGone) {
   NodeHarness node(Options(/*spare_slots=*/20), 1);
   const uint64_t alone = node.Attach(layout_, {});
   TrainStep(node, {alone}, 1);
-  node.End(alone, EndCause::kDetached);
-  node.RunTasks();
-  const uint64_t gone = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  const uint64_t gone = RequestTwoRanks(node, alone);
   EXPECT_EQ(node.Running<EvictBlock>().size(), 1U);
   node.End(gone, EndCause::kLost);
   node.RunTasks();
@@ -246,9 +247,7 @@ TEST_F(NodeStateWorldOnSwap, MovesNoMoreStatesWhenWhoWaitedIsGone) {
 TEST_F(NodeStateWorldOnSwap, IsRefusedWhereSwapHasNoSlots) {
   NodeHarness node(Options(/*spare_slots=*/1), 1);
   const uint64_t alone = node.Attach(layout_, {});
-  node.End(alone, EndCause::kDetached);
-  node.RunTasks();
-  const uint64_t refused = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  const uint64_t refused = RequestTwoRanks(node, alone);
   EXPECT_THAT(node.attached(refused)->status, HasError(ErrorId::kDramLimit));
   const uint64_t back = node.Attach(layout_, {});
   EXPECT_TRUE(node.attached(back)->status.ok());
@@ -260,9 +259,7 @@ TEST_F(NodeStateWorldOnSwap, IsRefusedWhereTheStatesCannotBeWritten) {
   NodeHarness node(Options(/*spare_slots=*/20), 1);
   const uint64_t alone = node.Attach(layout_, {});
   TrainStep(node, {alone}, 1);
-  node.End(alone, EndCause::kDetached);
-  node.RunTasks();
-  const uint64_t refused = node.RequestAttach(layout_, {.rank = 0, .world_size = 2});
+  const uint64_t refused = RequestTwoRanks(node, alone);
   while (!node.Running<EvictBlock>().empty()) {
     node.Finish(node.Running<EvictBlock>()[0].task,
                 protocol::MakeError(ErrorId::kSwapIo, "the disk says no"));
