@@ -64,6 +64,7 @@ struct LayoutMessage {
   params @4 :List(Param);
   seed @5 :UInt64;                   # of formats that round stochastically
   partitions @6 :List(Partition);    # empty: shared attachment, the node owns every group whole
+  gradDtype @7 :Text;                # of gradients; empty: that of the weights
 
   struct Param {
     name @0 :Text;
@@ -93,13 +94,13 @@ struct AttachReply {
   jobId @0 :UInt64;
   sessionId @1 :UInt64;
   committedStep @2 :UInt64;
-  writesInitial @3 :Bool;    # this session must write the initial parameters (Op.kWriteInitial, kInitialDone)
+  writesInitial @3 :Bool;    # this session must write initial parameters (Op.kWriteInitial, kInitialDone)
   weightsBytes @4 :UInt64;
   gradArenaBytes @5 :UInt64;    # of the whole arena: gradients, then the step region
   stepRegionOffset @6 :UInt64;  # where the StepRequest and the extra_state go
   stepRegionBytes @7 :UInt64;
   extraStateBytes @8 :UInt64;   # of the extra_state committed with committedStep; 0 for none
-  trace @9 :List(UInt32);       # groups in the order in which a step touches them; empty before the first step
+  trace @9 :List(UInt32);       # partitions (sharded: this rank's own) in the order in which a step touches them
   rank0ExtraStateBytes @10 :UInt64;  # of rank 0's, for the other ranks: it follows their own in the same memfd
   attempt @11 :UInt64;          # the newest one at the next step (wire.h): where this session begins
 }

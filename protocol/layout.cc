@@ -46,6 +46,15 @@ absl::StatusOr<uint64_t> CheckedElems(const ParamSpec& param) {
   return elems;
 }
 
+absl::Status CheckGradDType(const LayoutSpec& spec) {
+  const DType dtype = spec.grad_dtype.value_or(spec.dtype);
+  if (dtype == spec.dtype || dtype == DType::kFloat32) return absl::OkStatus();
+  return MakeError(ErrorId::kOption,
+                   absl::StrCat("gradients in ", std::string(Name(dtype)), " for ",
+                                std::string(Name(spec.dtype)), " weights"),
+                   "deliver gradients in the weights' dtype or in float32");
+}
+
 }  // namespace
 
 uint64_t NameHash(std::string_view name) {
@@ -69,6 +78,14 @@ absl::StatusOr<Layout> Layout::Create(LayoutSpec spec) {
                      std::string(Name(spec.dtype)), " parameters"),
         "float32 and float16 parameters take format fp32; bfloat16 parameters take exact, bf16, "
         "int8 or fp32");
+  }
+  RETURN_IF_ERROR(CheckGradDType(spec));
+  if (!spec.partitions.empty() && Info(spec.optimizer).passes > 1) {
+    return MakeError(ErrorId::kUnsupported,
+                     absl::StrCat("optimizer ", std::string(Name(spec.optimizer)),
+                                  " with sharded attachment: it needs norms of whole parameters "
+                                  "between its two passes"),
+                     "attach shared, or choose another optimizer");
   }
   const uint32_t group_count = spec.params.back().group + 1;
   if (spec.params.back().group >= kGroupsMax || spec.group_names.size() != group_count) {
@@ -114,8 +131,6 @@ absl::Status Layout::PlaceParams() {
       return BadLayout(
           absl::StrCat("group ", param.group, " has more than ", kGroupElemsMax, " elements"));
     }
-    largest_group_bytes_ = std::max(largest_group_bytes_,
-                                    RoundUp(group.elems * SizeBytes(spec_.dtype), kGradAlignBytes));
   }
   return absl::OkStatus();
 }
@@ -171,6 +186,8 @@ void Layout::PlacePartition(const PartitionSpec& partition, OwnerPlace& owner) {
   }
   place.box_end = static_cast<uint32_t>(boxes_.size());
   owner.weights_bytes += RoundUp(place.elems * SizeBytes(spec_.dtype), kPageBytes);
+  largest_gradient_bytes_ = std::max(
+      largest_gradient_bytes_, RoundUp(place.elems * SizeBytes(grad_dtype()), kGradAlignBytes));
   partitions_.push_back(place);
 }
 
@@ -190,8 +207,27 @@ uint64_t Layout::weights_bytes() const {
   return bytes;
 }
 
-uint64_t Layout::group_bytes(uint32_t group) const {
-  return groups_[group].elems * SizeBytes(spec_.dtype);
+uint64_t Layout::partition_bytes(uint32_t partition) const {
+  return partitions_[partition].elems * SizeBytes(spec_.dtype);
+}
+
+uint64_t Layout::gradient_bytes(uint32_t partition) const {
+  return partitions_[partition].elems * SizeBytes(grad_dtype());
+}
+
+std::span<const BoxPlace> Layout::boxes_of(uint32_t partition) const {
+  const PartitionPlace& place = partitions_[partition];
+  return boxes().subspan(place.box_begin, place.box_end - place.box_begin);
+}
+
+std::string Layout::PartitionName(uint32_t partition) const {
+  const PartitionPlace& place = partitions_[partition];
+  const std::string& group = spec_.group_names[place.group];
+  return is_shared() ? group : absl::StrCat(group, " of rank ", place.owner);
+}
+
+std::string Layout::DescribePartition(uint32_t partition) const {
+  return absl::StrCat("group ", partitions_[partition].group, " (", PartitionName(partition), ")");
 }
 
 std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
@@ -200,6 +236,17 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
   };
   if (have.dtype != want.dtype) {
     return differ("dtype", std::string(Name(have.dtype)), std::string(Name(want.dtype)));
+  }
+  const DType have_grad = have.grad_dtype.value_or(have.dtype);
+  const DType want_grad = want.grad_dtype.value_or(want.dtype);
+  if (have_grad != want_grad) {
+    return differ("gradients' dtype", std::string(Name(have_grad)), std::string(Name(want_grad)));
+  }
+  if (have.partitions.empty() != want.partitions.empty()) {
+    const auto mode = [](const LayoutSpec& spec) {
+      return spec.partitions.empty() ? "shared" : "sharded";
+    };
+    return differ("attachment", mode(have), mode(want));
   }
   if (have.optimizer != want.optimizer) {
     return differ("optimizer", std::string(Name(have.optimizer)),
@@ -219,7 +266,7 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
     }
   }
   if (have.group_names != want.group_names) return "group names differ";
-  return have == want ? std::string() : std::string("partitions differ");
+  return have.partitions == want.partitions ? std::string() : std::string("partitions differ");
 }
 
 }  // namespace forebay::protocol

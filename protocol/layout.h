@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -49,7 +50,9 @@ struct ParamSpec {
 
 // Independent of the world size: ranks belong to the job's sessions, not to its layout.
 struct LayoutSpec {
-  DType dtype = DType::kFloat32;  // of weights and gradients
+  DType dtype = DType::kFloat32;  // of weights
+  // In which gradients are delivered: that of the weights, or float32. Empty: that of the weights.
+  std::optional<DType> grad_dtype = {};
   Optimizer optimizer = Optimizer::kAdamW;
   Format format = Format::kFp32;
   uint64_t seed = 0;  // of formats that round stochastically: bf16, int8
@@ -77,7 +80,7 @@ struct ParamPlace {
 };
 
 struct GroupPlace {
-  // Shared attachment: from the start of the weights arena; a multiple of kPageBytes.
+  // Shared attachment: from the start of the weights arena; a multiple of kPageBytes. Else 0.
   uint64_t weights_offset_bytes;
   uint64_t elems;
   // Its parameters are [param_begin, param_end).
@@ -118,7 +121,8 @@ class Layout {
  public:
   // Errors  E_LAYOUT  a limit above is broken, a name repeats, groups do not ascend, partitions break
   //                   a rule of CheckPartitions; names the parameter.
-  //         E_OPTION  (optimizer, format, dtype) is not supported.
+  //         E_OPTION  (optimizer, format, dtype) or the gradients' dtype is not supported.
+  //         E_UNSUPPORTED  LAMB with partitions: it needs sums over whole parameters.
   static absl::StatusOr<Layout> Create(LayoutSpec spec);
 
   const LayoutSpec& spec() const { return spec_; }
@@ -138,9 +142,17 @@ class Layout {
   uint64_t weights_bytes() const;
   // What a box begins at a multiple of in the states.
   uint64_t states_align_elems() const;
-  // Rounded up to kGradAlignBytes: room for the gradient of any group.
-  uint64_t largest_group_bytes() const { return largest_group_bytes_; }
-  uint64_t group_bytes(uint32_t group) const;
+  DType grad_dtype() const { return spec_.grad_dtype.value_or(spec_.dtype); }
+  // Rounded up to kGradAlignBytes: room for the gradient of any partition, and for its weights.
+  uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
+  // Of a partition's weights, and of its gradient. With shared attachment partition g is group g.
+  uint64_t partition_bytes(uint32_t partition) const;
+  uint64_t gradient_bytes(uint32_t partition) const;
+  std::span<const BoxPlace> boxes_of(uint32_t partition) const;
+  // For messages: the name of the group, sharded "NAME of rank 1".
+  std::string PartitionName(uint32_t partition) const;
+  // "group 3 (NAME)", sharded "group 3 (NAME of rank 1)".
+  std::string DescribePartition(uint32_t partition) const;
 
   // First difference between two layouts in words, for E_LAYOUT; empty where they are equal.
   static std::string Difference(const LayoutSpec& have, const LayoutSpec& want);
@@ -160,7 +172,7 @@ class Layout {
   std::vector<OwnerPlace> owners_;
   uint64_t total_elems_ = 0;
   uint64_t trainable_elems_ = 0;
-  uint64_t largest_group_bytes_ = 0;
+  uint64_t largest_gradient_bytes_ = 0;
 };
 
 }  // namespace forebay::protocol

@@ -61,6 +61,10 @@ absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
   LayoutSpec spec;
   ASSIGN_OR_RETURN(const std::string dtype, CheckedName(message.getDtype()));
   ASSIGN_OR_RETURN(spec.dtype, WeightsDTypeFromName(dtype));
+  ASSIGN_OR_RETURN(const std::string grad_dtype, CheckedName(message.getGradDtype()));
+  if (!grad_dtype.empty()) {
+    ASSIGN_OR_RETURN(spec.grad_dtype, WeightsDTypeFromName(grad_dtype));
+  }
   ASSIGN_OR_RETURN(const std::string optimizer, CheckedName(message.getOptimizer()));
   ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromName(optimizer));
   ASSIGN_OR_RETURN(const std::string format, CheckedName(message.getFormat()));
@@ -93,6 +97,7 @@ absl::StatusOr<LayoutSpec> Read(schema::LayoutMessage::Reader message) {
 
 void Write(const LayoutSpec& spec, schema::LayoutMessage::Builder message) {
   message.setDtype(std::string(Name(spec.dtype)).c_str());
+  if (spec.grad_dtype) message.setGradDtype(std::string(Name(*spec.grad_dtype)).c_str());
   message.setOptimizer(std::string(Name(spec.optimizer)).c_str());
   message.setFormat(std::string(Name(spec.format)).c_str());
   message.setSeed(spec.seed);

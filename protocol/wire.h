@@ -14,35 +14,40 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 
 // ------------------------------------------------------------------------------------ ring entries
 
 // Client to daemon. Each command is answered by exactly one Completion with its tag, in any order.
 enum class Op : uint16_t {
-  // Grad arena -> weights of a range of `group` (see GradRange); only before kInitialDone.
+  // Grad arena -> weights of a range of `partition`, which is the rank's own; only before kInitialDone.
   kWriteInitial = 1,
-  kInitialDone = 2,  // every group was written: the job becomes ready
-  // Read lease on the weights of `group`; answered when its bytes are those of committed_step.
+  // The rank has written what it must: with shared attachment every group, with sharded attachment its
+  // own partitions. Answered when the job is ready: sharded, when every rank has said so.
+  kInitialDone = 2,
+  // Read lease on the weights of `partition`; answered when its bytes are those of committed_step.
   kFetch = 3,
   kRelease = 4,  // gives lease `lease_id` back
-  // Contribution of this rank to a range of `group`; the bytes are free again once answered.
+  // Contribution of this rank to a range of `partition`; the bytes are free again once answered.
   kGradReady = 5,
   // Barrier; the StepRequest lies at arena_offset_bytes; answered when `step` is committed.
   kStep = 6,
-  // Decodes a state of parameter `group` (its index) into the grad arena: float32 of consecutive
+  // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive
   // elements
   kReadState = 7,
 };
 
 enum class GradKind : uint16_t {
-  kPartial = 1,  // this rank's addend
-  kReduced = 2,  // already summed over the world
+  // Shared attachment: this rank's addend. The job's gradient is the sum over the ranks divided by the
+  // world size.
+  kPartial = 1,
+  // Sharded attachment: the job's gradient, as the ranks have reduced it. Its owner alone delivers it.
+  kReduced = 2,
 };
 
-// A gradient (and initial weights) travels in ranges of elements of a group. A range begins at
-// a multiple of kGradUnitElems, ends at one or at the group's end, and has at most
-// kGradPieceBytesMax bytes. element_offset and length_bytes of the command name it. A rank delivers
+// A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
+// partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
+// partition's end, and has at most kGradPieceBytesMax bytes. element_offset and length_bytes of the command name it. A rank delivers
 // an element once in an attempt; elements of parameters without a gradient are 0.
 //
 // Attempts: the deliveries and the call of a step carry the number of the rank's attempt at it, from
@@ -52,14 +57,14 @@ inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
 
 struct Command {
-  uint64_t tag;    // chosen by the client, unique among its commands in flight
-  uint16_t op;     // Op
-  uint16_t kind;   // GradKind for kGradReady, index into StateNames() for kReadState, else 0
-  uint32_t group;  // kReadState: the parameter
-  uint64_t step;   // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
+  uint64_t tag;        // chosen by the client, unique among its commands in flight
+  uint16_t op;         // Op
+  uint16_t kind;       // GradKind for kGradReady, index into StateNames() for kReadState, else 0
+  uint32_t partition;  // kReadState: the parameter
+  uint64_t step;       // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
-  // First element: of the group for kWriteInitial and kGradReady, of the parameter for kReadState.
+  // First element: of the partition for kWriteInitial and kGradReady, of the parameter for kReadState.
   uint64_t element_offset;
   uint64_t lease_id;  // kRelease
   uint64_t attempt;   // kGradReady, kStep; else 0
@@ -75,7 +80,7 @@ struct Completion {
   uint64_t lease_id;        // kFetch
   // kFetch: into the weights arena; kReadState: how many updates the parameter has had
   uint64_t offset_bytes;
-  uint64_t length_bytes;  // kFetch: of the group
+  uint64_t length_bytes;  // kFetch: of the partition
   double norm;            // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
   uint64_t attempt;       // the newest one at step committed_step + 1
 };

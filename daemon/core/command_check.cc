@@ -51,62 +51,80 @@ absl::Status CheckLength(const Command& command, uint64_t want, std::string_view
                                 std::string(what), ", ", want, " bytes"));
 }
 
-absl::Status CheckGradKind(uint16_t kind) {
-  if (kind == static_cast<uint16_t>(protocol::GradKind::kPartial)) return absl::OkStatus();
-  if (kind == static_cast<uint16_t>(protocol::GradKind::kReduced)) {
-    return MakeError(ErrorId::kUnsupported, "gradients of kind \"reduced\" are not supported yet",
-                     "deliver \"partial\" gradients: the daemon adds the ranks");
+absl::Status CheckGradKind(uint16_t kind, const Layout& layout) {
+  const auto is = [kind](protocol::GradKind known) { return kind == static_cast<uint16_t>(known); };
+  const bool partial = is(protocol::GradKind::kPartial);
+  if (!partial && !is(protocol::GradKind::kReduced)) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
   }
-  return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
+  if (partial == layout.is_shared()) return absl::OkStatus();
+  if (partial) {
+    return MakeError(ErrorId::kUnsupported,
+                     "a gradient of kind \"partial\" for a job that is attached sharded",
+                     "reduce the gradient over the ranks, then deliver it as \"reduced\"");
+  }
+  return MakeError(ErrorId::kUnsupported,
+                   "a gradient of kind \"reduced\" for a job that is attached shared",
+                   "deliver \"partial\" gradients: the daemon adds the ranks");
+}
+
+// With sharded attachment each rank writes its own partitions alone.
+absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandLimits& limits) {
+  const uint32_t owner = layout.partitions()[partition].owner;
+  if (layout.is_shared() || owner == limits.rank) return absl::OkStatus();
+  return MakeError(ErrorId::kRank,
+                   absl::StrCat("rank ", limits.rank, " writes partition ", partition, " (",
+                                layout.PartitionName(partition), "), which is rank ", owner, "'s"),
+                   "each rank writes the parameters and gradients of its own partitions");
 }
 
 // A range of wire.h, of exactly that length, within the gradients' part of the arena.
-absl::Status CheckGradRange(const Command& command, const Layout& layout,
+absl::Status CheckElemRange(const Command& command, const Layout& layout, protocol::DType dtype,
                             const ByteRange& gradients) {
-  const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
-  const uint64_t group_elems = layout.groups()[command.group].elems;
+  const uint64_t width = protocol::SizeBytes(dtype);
+  const uint64_t partition_elems = layout.partitions()[command.partition].elems;
   const uint64_t elems = command.length_bytes / width;
   const bool fits = command.length_bytes <= protocol::kGradPieceBytesMax &&
-                    command.element_offset < group_elems &&
-                    elems <= group_elems - command.element_offset;
+                    command.element_offset < partition_elems &&
+                    elems <= partition_elems - command.element_offset;
   if (!fits || elems == 0 || command.length_bytes % width != 0 ||
       command.element_offset % protocol::kGradUnitElems != 0 ||
-      (elems % protocol::kGradUnitElems != 0 && command.element_offset + elems != group_elems)) {
+      (elems % protocol::kGradUnitElems != 0 &&
+       command.element_offset + elems != partition_elems)) {
     return MakeError(
         ErrorId::kRange,
         absl::StrCat(command.length_bytes, " bytes from element ", command.element_offset,
-                     " are no range of group ", command.group, ", which has ", group_elems,
-                     " elements of ", width, " bytes: a range begins at a multiple of ",
-                     protocol::kGradUnitElems, " elements, ends at one or at the group's end, and ",
-                     "has at most ", protocol::kGradPieceBytesMax, " bytes"));
+                     " are no range of partition ", command.partition, ", which has ",
+                     partition_elems, " elements of ", width,
+                     " bytes: a range begins at a multiple of ", protocol::kGradUnitElems,
+                     " elements, ends at one or at the partition's end, and ", "has at most ",
+                     protocol::kGradPieceBytesMax, " bytes"));
   }
   return CheckWithin(command, gradients);
 }
 
-// A group all of whose parameters are frozen has no gradient.
-absl::Status CheckTrainable(uint32_t group, const Layout& layout) {
-  const protocol::GroupPlace& place = layout.groups()[group];
-  const auto params =
-      layout.params().subspan(place.param_begin, place.param_end - place.param_begin);
-  if (std::any_of(params.begin(), params.end(), [](const auto& p) { return p.trainable; })) {
-    return absl::OkStatus();
-  }
-  return MakeError(
-      ErrorId::kUnsupported,
-      absl::StrCat("a gradient for group ", group, " (", layout.spec().group_names[group],
-                   "), whose parameters are all frozen"),
-      "deliver gradients of trainable parameters alone");
+// A partition all of whose parameters are frozen has no gradient.
+absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
+  const auto boxes = layout.boxes_of(partition);
+  const auto is_trainable = [&](const auto& place) {
+    return layout.params()[place.box.param].trainable;
+  };
+  if (std::any_of(boxes.begin(), boxes.end(), is_trainable)) return absl::OkStatus();
+  return MakeError(ErrorId::kUnsupported,
+                   absl::StrCat("a gradient for ", layout.DescribePartition(partition),
+                                ", whose parameters are all frozen"),
+                   "deliver gradients of trainable parameters alone");
 }
 
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
-  if (command.group >= layout.params().size()) {
+  if (command.partition >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("there is no parameter ", command.group, ": the job has ",
+                     absl::StrCat("there is no parameter ", command.partition, ": the job has ",
                                   layout.params().size(), " parameters"));
   }
-  const protocol::ParamPlace& param = layout.params()[command.group];
-  const std::string& name = layout.spec().params[command.group].name;
+  const protocol::ParamPlace& param = layout.params()[command.partition];
+  const std::string& name = layout.spec().params[command.partition].name;
   const size_t states = protocol::StateNames(layout.spec().optimizer).size();
   if (command.kind >= states) {
     return MakeError(ErrorId::kRange, absl::StrCat("there is no state ", command.kind,
@@ -161,20 +179,21 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
                                   "; gradients and step calls alone do"));
   }
-  const bool names_group = op == Op::kWriteInitial || op == Op::kFetch || op == Op::kGradReady;
-  if (names_group && command.group >= layout.groups().size()) {
+  const bool writes = op == Op::kWriteInitial || op == Op::kGradReady;
+  if ((writes || op == Op::kFetch) && command.partition >= layout.partitions().size()) {
     return MakeError(ErrorId::kRange,
-                     absl::StrCat("there is no group ", command.group, ": the job has ",
-                                  layout.groups().size(), " groups"));
+                     absl::StrCat("there is no partition ", command.partition, ": the job has ",
+                                  layout.partitions().size(), " partitions"));
   }
+  if (writes) RETURN_IF_ERROR(CheckOwner(command.partition, layout, limits));
   const ByteRange gradients{.offset = 0, .bytes = limits.grad_bytes};
   switch (op) {
     case Op::kWriteInitial:
-      return CheckGradRange(command, layout, gradients);
+      return CheckElemRange(command, layout, layout.spec().dtype, gradients);
     case Op::kGradReady:
-      RETURN_IF_ERROR(CheckGradKind(command.kind));
-      RETURN_IF_ERROR(CheckTrainable(command.group, layout));
-      return CheckGradRange(command, layout, gradients);
+      RETURN_IF_ERROR(CheckGradKind(command.kind, layout));
+      RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
+      return CheckElemRange(command, layout, layout.grad_dtype(), gradients);
     case Op::kStep:
       if (command.length_bytes < sizeof(protocol::StepRequest)) {
         return MakeError(ErrorId::kRange,

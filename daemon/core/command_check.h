@@ -18,14 +18,17 @@ struct CommandLimits {
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
   uint64_t extra_state_bytes = 0;
+  uint32_t rank = 0;  // whose partitions it may write, with sharded attachment
 };
 
-// Checks op, kind, group, alignment, range and exact length; not step numbers and leases, which are
+// Checks op, kind, partition, owner, alignment, range and exact length; not step numbers and leases, which are
 // the job's.
 //
 // Errors  E_PROTOCOL     unknown op or kind, `reserved` not 0.
-//         E_RANGE        group, parameter, state, offset or length; a frozen parameter has no states.
-//         E_UNSUPPORTED  GradKind::kReduced, or a gradient of a group that is frozen.
+//         E_RANGE        partition, parameter, state, offset or length; a frozen parameter has no states.
+//         E_RANK         a write to another rank's partition.
+//         E_UNSUPPORTED  a kind of gradient that is not the attachment's, or a gradient of a partition
+//                        that is frozen.
 absl::Status CheckCommand(const protocol::Command& command, const protocol::Layout& layout,
                           const CommandLimits& limits);
 

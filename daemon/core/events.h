@@ -185,7 +185,7 @@ struct AnswerAttach {
   absl::Status status;
   JobId job = 0;
   uint64_t committed_step = 0;
-  bool writes_initial = false;
+  bool writes_initial = false;  // shared: every group; sharded: its own partitions
   uint64_t weights_bytes = 0;
   uint64_t grad_arena_bytes = 0;
   uint64_t step_region_offset = 0;
@@ -195,8 +195,8 @@ struct AnswerAttach {
   // The same of rank 0; 0 bytes for rank 0 itself.
   uint64_t rank0_extra_state_bytes = 0;
   uint64_t rank0_extra_state_offset = 0;
-  std::vector<uint32_t> trace;
-  uint64_t attempt = 0;  // the newest one at the next step
+  std::vector<uint32_t> trace;  // partitions; of a rank that is attached sharded: its own
+  uint64_t attempt = 0;         // the newest one at the next step
 };
 
 // Puts one completion into the session's ring; a status that is not OK is kept for Session.explain.
@@ -276,7 +276,7 @@ struct AddGradients {
   JobId job = 0;
   std::vector<GradientSource> sources = {};
   uint64_t accumulator_offset_bytes = 0;
-  uint64_t elems = 0;  // from a multiple of kGradUnitElems of the group on
+  uint64_t elems = 0;  // from a multiple of kGradUnitElems of the partition on
   protocol::DType dtype = protocol::DType::kFloat32;      // of the sources
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
   bool assign = false;

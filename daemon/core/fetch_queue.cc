@@ -8,24 +8,24 @@
 namespace forebay::daemon {
 
 void FetchQueue::Handle(const Session& session, const protocol::Command& command) {
-  if (!session.reader) step_.RecordFetch(command.group);
+  if (!session.reader) step_.RecordFetch(command.partition);
   waiting_.push_back({.command = session.IdOf(command),
                       .rank = session.reader ? std::nullopt : std::optional(session.rank),
-                      .group = command.group});
+                      .partition = command.partition});
   Serve();
 }
 
 void FetchQueue::Serve() {
   std::erase_if(waiting_, [this](const Waiting& fetch) {
-    if (!step_.MayFetch(fetch.rank, fetch.group)) return false;
-    absl::StatusOr<uint64_t> lease = leases_.Acquire(fetch.command.session, fetch.group);
+    if (!step_.MayFetch(fetch.rank, fetch.partition)) return false;
+    absl::StatusOr<uint64_t> lease = leases_.Acquire(fetch.command.session, fetch.partition);
     if (!lease.ok()) {
       io_.Answer(fetch.command, lease.status());
       return true;
     }
     protocol::Completion completion{};
     completion.lease_id = *lease;
-    const PartitionLocation weights = spec_.plan.placement.WherePartition(fetch.group);
+    const PartitionLocation weights = spec_.plan.placement.WherePartition(fetch.partition);
     completion.offset_bytes = weights.weights_offset_bytes;
     completion.length_bytes = weights.bytes;
     io_.Answer(fetch.command, completion);

@@ -30,7 +30,7 @@ class FetchQueue {
   struct Waiting {
     CommandId command;
     std::optional<uint32_t> rank;  // none: a reader's
-    uint32_t group = 0;
+    uint32_t partition = 0;
   };
 
   const JobSpec& spec_;

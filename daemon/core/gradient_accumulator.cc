@@ -23,7 +23,7 @@ GradientAccumulator::GradientAccumulator(JobTasks& io,
 }
 
 void GradientAccumulator::Forget() {
-  groups_.assign(layout_->groups().size(), Group{});
+  partitions_.assign(layout_->partitions().size(), Partition{});
   closed_.assign(members_.world_size(), false);
   delivered_.assign(members_.world_size(), {});
   overflow_used_.assign(members_.world_size(), {});
@@ -36,12 +36,20 @@ void GradientAccumulator::Forget() {
   fault_ = absl::OkStatus();
 }
 
-std::string GradientAccumulator::NameOf(uint32_t group) const {
-  return absl::StrCat("group ", group, " (", layout_->spec().group_names[group], ")");
+std::string GradientAccumulator::NameOf(uint32_t partition) const {
+  return layout_->DescribePartition(partition);
+}
+
+uint32_t GradientAccumulator::FirstRank(uint32_t partition) const {
+  return layout_->is_shared() ? 0 : layout_->partitions()[partition].owner;
+}
+
+uint32_t GradientAccumulator::EndRank(uint32_t partition) const {
+  return layout_->is_shared() ? members_.world_size() : FirstRank(partition) + 1;
 }
 
 uint64_t GradientAccumulator::BytesOf(const Delivery& delivery) const {
-  return (delivery.end - delivery.begin) * protocol::SizeBytes(layout_->spec().dtype);
+  return (delivery.end - delivery.begin) * protocol::SizeBytes(layout_->grad_dtype());
 }
 
 uint64_t GradientAccumulator::OverflowOffset(uint32_t rank, uint32_t slot) const {
@@ -56,14 +64,14 @@ void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Sta
 
 // ---------------------------------------------------------------------------------------- delivery
 
-uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t group, uint64_t begin,
+uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin,
                                              uint64_t end) const {
   const std::map<Place, uint64_t>& ranges = delivered_[rank];
   uint64_t elems = 0;
-  auto it = ranges.upper_bound({.group = group, .begin = begin});
+  auto it = ranges.upper_bound({.partition = partition, .begin = begin});
   if (it != ranges.begin()) --it;
-  for (; it != ranges.end() && it->first < Place{.group = group, .begin = end}; ++it) {
-    if (it->first.group != group) continue;
+  for (; it != ranges.end() && it->first < Place{.partition = partition, .begin = end}; ++it) {
+    if (it->first.partition != partition) continue;
     const uint64_t first = std::max(begin, it->first.begin);
     const uint64_t last = std::min(end, it->second);
     if (first < last) elems += last - first;
@@ -71,30 +79,30 @@ uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t group, uint
   return elems;
 }
 
-void GradientAccumulator::SplitAt(Group& group, uint64_t elem) {
-  const auto after = group.cells.upper_bound(elem);
-  if (after == group.cells.begin()) return;
+void GradientAccumulator::SplitAt(Partition& partition, uint64_t elem) {
+  const auto after = partition.cells.upper_bound(elem);
+  if (after == partition.cells.begin()) return;
   auto& [begin, cell] = *std::prev(after);
   if (begin == elem || cell.end <= elem) return;
   Cell right = cell;
   cell.end = elem;
   if (!right.summed) ++unsummed_cells_;
-  group.cells.emplace(elem, std::move(right));
+  partition.cells.emplace(elem, std::move(right));
 }
 
 // Makes [begin, end) consist of whole cells.
 void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
-  Group& group = groups_[index];
-  SplitAt(group, begin);
-  SplitAt(group, end);
+  Partition& partition = partitions_[index];
+  SplitAt(partition, begin);
+  SplitAt(partition, end);
   for (uint64_t at = begin; at < end;) {
-    const auto next = group.cells.lower_bound(at);
-    if (next != group.cells.end() && next->first == at) {
+    const auto next = partition.cells.lower_bound(at);
+    if (next != partition.cells.end() && next->first == at) {
       at = next->second.end;
       continue;
     }
-    const uint64_t gap_end = next == group.cells.end() ? end : std::min(end, next->first);
-    group.cells.emplace(at, Cell{.end = gap_end});
+    const uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
+    partition.cells.emplace(at, Cell{.end = gap_end, .next_rank = FirstRank(index)});
     ++unsummed_cells_;
     at = gap_end;
   }
@@ -105,27 +113,27 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   step_ = step;
   const uint32_t rank = delivery.rank;
   const uint64_t elems = delivery.end - delivery.begin;
-  if (DeliveredElems(rank, delivery.group, delivery.begin, delivery.end) > 0) {
+  if (DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
     io_.Answer(delivery.command,
                MakeError(ErrorId::kGradRepeat,
                          absl::StrCat("rank ", rank, " has delivered gradients of elements ",
                                       delivery.begin, " to ", delivery.end, " of ",
-                                      NameOf(delivery.group), " in step ", step),
+                                      NameOf(delivery.partition), " in step ", step),
                          "gradient accumulation over several backward passes is not supported"));
     return;
   }
-  Cut(delivery.group, delivery.begin, delivery.end);
-  Cells& cells = groups_[delivery.group].cells;
+  Cut(delivery.partition, delivery.begin, delivery.end);
+  Cells& cells = partitions_[delivery.partition].cells;
   const auto begin = cells.find(delivery.begin);
   const auto end = cells.lower_bound(delivery.end);
   const auto passed = [rank](const auto& entry) { return rank < entry.second.next_rank; };
   if (std::any_of(begin, end, passed)) {
-    io_.Answer(
-        delivery.command,
-        MakeError(ErrorId::kStep, absl::StrCat("rank ", rank, " called step ", step,
-                                               " before it delivered elements ", delivery.begin,
-                                               " to ", delivery.end, " of ", NameOf(delivery.group),
-                                               ": they count as zero in this step")));
+    io_.Answer(delivery.command,
+               MakeError(ErrorId::kStep,
+                         absl::StrCat("rank ", rank, " called step ", step,
+                                      " before it delivered elements ", delivery.begin, " to ",
+                                      delivery.end, " of ", NameOf(delivery.partition),
+                                      ": they count as zero in this step")));
     return;
   }
   const Id id = ++last_id_;
@@ -134,20 +142,20 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   ++delivered_total_;
   // Neighbours are merged: as many ranges as there are gaps.
   std::map<Place, uint64_t>& ranges = delivered_[rank];
-  auto range = ranges.emplace(Place{delivery.group, delivery.begin}, delivery.end).first;
+  auto range = ranges.emplace(Place{delivery.partition, delivery.begin}, delivery.end).first;
   const auto next = std::next(range);
-  if (next != ranges.end() && next->first == Place{delivery.group, range->second}) {
+  if (next != ranges.end() && next->first == Place{delivery.partition, range->second}) {
     range->second = next->second;
     ranges.erase(next);
   }
   if (range != ranges.begin()) {
     const auto before = std::prev(range);
-    if (before->first.group == delivery.group && before->second == range->first.begin) {
+    if (before->first.partition == delivery.partition && before->second == range->first.begin) {
       before->second = range->second;
       ranges.erase(range);
     }
   }
-  TryAddRange(delivery.group, delivery.begin, delivery.end);
+  TryAddRange(delivery.partition, delivery.begin, delivery.end);
   MakeRoom(rank, delivery.grad_arena_bytes);
   SpillToOverflow();
 }
@@ -178,34 +186,36 @@ void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
   for (const auto& [id, contribution] : contributions_) {
     if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
   }
-  for (const Delivery& delivery : held) TryAddRange(delivery.group, delivery.begin, delivery.end);
+  for (const Delivery& delivery : held)
+    TryAddRange(delivery.partition, delivery.begin, delivery.end);
 }
 
-void GradientAccumulator::TryAddRange(uint32_t group, uint64_t begin, uint64_t end) {
+void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64_t end) {
   std::vector<uint64_t> begins;
-  const Cells& cells = groups_[group].cells;
+  const Cells& cells = partitions_[partition].cells;
   for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
     begins.push_back(it->first);
   }
-  for (const uint64_t at : begins) TryAdd(group, at);
+  for (const uint64_t at : begins) TryAdd(partition, at);
 }
 
 void GradientAccumulator::TryAddAll() {
-  for (uint32_t group = 0; group < groups_.size(); ++group) TryAddRange(group, 0, UINT64_MAX);
+  for (uint32_t partition = 0; partition < partitions_.size(); ++partition)
+    TryAddRange(partition, 0, UINT64_MAX);
 }
 
-void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
-  const auto it = groups_[group].cells.find(begin);
+void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
+  const auto it = partitions_[partition].cells.find(begin);
   Cell& cell = it->second;
   if (cell.adding || cell.summed) return;
   if (!MayStart()) {
     blocked_ = true;
     return;
   }
-  Pass pass{.group = group, .begin = begin, .end = cell.end};
+  Pass pass{.partition = partition, .begin = begin, .end = cell.end};
   bool crowded = false;
   uint32_t rank = cell.next_rank;
-  for (; rank < members_.world_size(); ++rank) {
+  for (; rank < EndRank(partition); ++rank) {
     const auto waiting = cell.waiting.find(rank);
     if (waiting == cell.waiting.end()) {
       if (!closed_[rank]) break;
@@ -215,14 +225,14 @@ void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
     pass.sources.push_back(waiting->second);
     crowded = crowded || IsCrowded(waiting->second);
   }
-  pass.completes = rank == members_.world_size();
+  pass.completes = rank == EndRank(partition);
   if (!pass.sources.empty()) {
     if (!pass.completes && !crowded) return;
     cell.next_rank = rank;
-    StartPass(group, it, std::move(pass));
+    StartPass(partition, it, std::move(pass));
   } else if (pass.completes && cell.has_sum) {
     cell.next_rank = rank;
-    StartSum(group, it);
+    StartSum(partition, it);
   } else if (pass.completes) {  // every contribution to it was refused
     cell.next_rank = rank;
     cell.summed = true;
@@ -230,14 +240,14 @@ void GradientAccumulator::TryAdd(uint32_t group, uint64_t begin) {
   }
 }
 
-void GradientAccumulator::StartPass(uint32_t group, Cells::iterator at, Pass pass) {
+void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass pass) {
   Cell& cell = at->second;
   cell.adding = true;
-  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
-  AddGradients action{.accumulator_offset_bytes = plan_.accumulator_offsets[group] +
+  const uint64_t width = protocol::SizeBytes(layout_->grad_dtype());
+  AddGradients action{.accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
                                                   pass.begin * protocol::SizeBytes(plan_.sum_dtype),
                       .elems = pass.end - pass.begin,
-                      .dtype = layout_->spec().dtype,
+                      .dtype = layout_->grad_dtype(),
                       .sum_dtype = plan_.sum_dtype,
                       .assign = !cell.has_sum};
   for (const Id id : pass.sources) {
@@ -256,16 +266,16 @@ void GradientAccumulator::StartPass(uint32_t group, Cells::iterator at, Pass pas
   adding_.emplace(task, std::move(pass));
 }
 
-void GradientAccumulator::StartSum(uint32_t group, Cells::iterator at) {
+void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
   Cell& cell = at->second;
   cell.adding = true;
   const TaskId task = io_.Start(
       TaskKind::kSumGradient, 0,
-      SumGradient{.accumulator_offset_bytes = plan_.accumulator_offsets[group] +
+      SumGradient{.accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
                                               at->first * protocol::SizeBytes(plan_.sum_dtype),
                   .elems = cell.end - at->first});
-  summing_.emplace(task,
-                   Pass{.group = group, .begin = at->first, .end = cell.end, .completes = true});
+  summing_.emplace(
+      task, Pass{.partition = partition, .begin = at->first, .end = cell.end, .completes = true});
 }
 
 void GradientAccumulator::OnAdded(const TaskDone& done) {
@@ -274,11 +284,11 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
   const Pass& pass = node.mapped();
   if (done.count > 0) {
     Contribution& culprit = contributions_.at(pass.sources.at(done.count - 1));
-    fault_ =
-        MakeError(ErrorId::kNonfinite,
-                  absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
-                               NameOf(pass.group), " in step ", step_, " holds NaN or infinity"),
-                  "the step was not applied; repeat it with other gradients");
+    fault_ = MakeError(
+        ErrorId::kNonfinite,
+        absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
+                     NameOf(pass.partition), " in step ", step_, " holds NaN or infinity"),
+        "the step was not applied; repeat it with other gradients");
     AnswerOnce(culprit, fault_);
     return;
   }
@@ -294,15 +304,15 @@ void GradientAccumulator::OnSummed(const TaskDone& done) {
 void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
   if (!done.squares.finite()) {
     fault_ = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(pass.group),
+                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(pass.partition),
                                     " in step ", step_, " is not finite"),
                        "the step was not applied; repeat it with other gradients");
     return;
   }
-  Group& group = groups_[pass.group];
-  if (pass.completes) group.squares.Merge(done.squares);
-  for (auto it = group.cells.lower_bound(pass.begin);
-       it != group.cells.end() && it->first < pass.end; ++it) {
+  Partition& partition = partitions_[pass.partition];
+  if (pass.completes) partition.squares.Merge(done.squares);
+  for (auto it = partition.cells.lower_bound(pass.begin);
+       it != partition.cells.end() && it->first < pass.end; ++it) {
     it->second.adding = false;
     it->second.has_sum = true;
     if (!pass.completes) continue;
@@ -315,7 +325,7 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
     contribution.elems_left -= pass.end - pass.begin;
     if (contribution.elems_left == 0) Release(id);
   }
-  TryAddRange(pass.group, pass.begin, pass.end);
+  TryAddRange(pass.partition, pass.begin, pass.end);
   SpillToOverflow();
 }
 
@@ -338,7 +348,7 @@ void GradientAccumulator::Pump() {
 
 uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution) const {
   const Delivery& delivery = contribution.delivery;
-  const Cells& cells = groups_[delivery.group].cells;
+  const Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {
     const Cell& cell = it->second;
@@ -400,7 +410,7 @@ void GradientAccumulator::OnMoved(const TaskDone& done) {
   const Delivery delivery = contribution.delivery;
   contribution.state = State::kOverflow;
   AnswerOnce(contribution, absl::OkStatus());
-  TryAddRange(delivery.group, delivery.begin, delivery.end);
+  TryAddRange(delivery.partition, delivery.begin, delivery.end);
   SpillToOverflow();
 }
 
@@ -412,10 +422,10 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   AnswerOnce(contribution,
              MakeError(ErrorId::kRankLost,
                        absl::StrCat("the gradient of rank ", delivery.rank, " for ",
-                                    NameOf(delivery.group), " in step ", step_, " waits for rank ",
-                                    missing_rank, ", which has detached"),
+                                    NameOf(delivery.partition), " in step ", step_,
+                                    " waits for rank ", missing_rank, ", which has detached"),
                        "attach that rank again"));
-  Cells& cells = groups_[delivery.group].cells;
+  Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {
     it->second.waiting.erase(delivery.rank);
@@ -424,10 +434,10 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   --delivered_total_;
   // Out of the merged range that holds it.
   std::map<Place, uint64_t>& ranges = delivered_[delivery.rank];
-  const auto range = std::prev(ranges.upper_bound({delivery.group, delivery.begin}));
+  const auto range = std::prev(ranges.upper_bound({delivery.partition, delivery.begin}));
   const uint64_t end = std::exchange(range->second, delivery.begin);
   if (range->first.begin == delivery.begin) ranges.erase(range);
-  if (delivery.end < end) ranges.emplace(Place{delivery.group, delivery.end}, end);
+  if (delivery.end < end) ranges.emplace(Place{delivery.partition, delivery.end}, end);
 }
 
 // ------------------------------------------------------------------------------------------- ranks
@@ -465,7 +475,14 @@ bool GradientAccumulator::UsesArenaOf(SessionId session) const {
 
 double GradientAccumulator::SumSquares() const {
   double sum = 0;
-  for (const Group& group : groups_) sum += group.squares.ToDouble();
+  const auto places = layout_->partitions();
+  for (uint32_t begin = 0, end = 0; begin < places.size(); begin = end) {
+    cpu_adam::SquareSum group;
+    for (; end < places.size() && places[end].group == places[begin].group; ++end) {
+      if (places[end].replica == 0) group.Merge(partitions_[end].squares);
+    }
+    sum += group.ToDouble();
+  }
   return sum;
 }
 
@@ -480,14 +497,13 @@ uint64_t GradientAccumulator::unanswered(SessionId session) const {
 void GradientAccumulator::CheckInvariants() const {
   std::map<Id, uint64_t> waiting_elems;
   uint64_t unsummed = 0;
-  for (const Group& group : groups_) {
+  for (uint32_t partition = 0; partition < partitions_.size(); ++partition) {
     uint64_t last_end = 0;
-    for (const auto& [begin, cell] : group.cells) {
+    for (const auto& [begin, cell] : partitions_[partition].cells) {
       FOREBAY_CHECK(begin >= last_end && begin < cell.end);
       last_end = cell.end;
       if (!cell.summed) ++unsummed;
-      FOREBAY_CHECK(!cell.summed ||
-                    (cell.waiting.empty() && cell.next_rank == members_.world_size()));
+      FOREBAY_CHECK(!cell.summed || (cell.waiting.empty() && cell.next_rank == EndRank(partition)));
       for (const auto& [rank, id] : cell.waiting) {
         FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
         waiting_elems[id] += cell.end - begin;

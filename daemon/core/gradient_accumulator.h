@@ -24,13 +24,14 @@ namespace forebay::daemon {
 // An element's gradient is the sum of its ranks' contributions, added in float32 in the order of
 // ranks whatever the order of arrival; so the bits do not depend on timing.
 //
-// A contribution is a range of a group (wire.h). Where all ranks have delivered a range it is summed
+// A contribution is a range of a partition (wire.h). With shared attachment every rank contributes to every
+// partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all ranks have delivered a range it is summed
 // in one pass. Before that, the ranks that have arrived in order are added where one of them has
 // fewer than two free pieces in its arena. A contribution that must wait for a lower rank while its
 // arena has no free piece moves to one of its rank's overflow slots; with these full it waits. A rank
 // waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
 //
-// Ranks may cut a group differently: ranges are split where contributions begin and end (cells).
+// Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
 // A contribution or a sum that is not finite ends the attempt: fault() says why, nothing is added any
 // more, and the caller drops everything.
@@ -38,8 +39,8 @@ class GradientAccumulator {
  public:
   struct Delivery {
     uint32_t rank = 0;
-    uint32_t group = 0;
-    uint64_t begin = 0;  // elements of the group
+    uint32_t partition = 0;
+    uint64_t begin = 0;  // elements of the partition
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // of the session, for gradients
@@ -83,13 +84,14 @@ class GradientAccumulator {
 
   bool empty() const { return delivered_total_ == 0; }
   bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
-  // Elements of [begin, end) of a group that the rank has delivered.
-  uint64_t DeliveredElems(uint32_t rank, uint32_t group, uint64_t begin, uint64_t end) const;
+  // Elements of [begin, end) of a partition that the rank has delivered.
+  uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
   // All ranks are closed and everything is summed; nothing runs.
   bool reduced() const;
   bool UsesArenaOf(SessionId session) const;
   const absl::Status& fault() const { return fault_; }
-  double SumSquares() const;  // added in the order of groups
+  // Of each group exactly, whatever its partitions; added in the order of groups. Replicas count once.
+  double SumSquares() const;
 
   // Commands not answered yet, for CheckInvariants.
   uint64_t unanswered(SessionId session) const;
@@ -119,21 +121,21 @@ class GradientAccumulator {
   };
   using Cells = std::map<uint64_t, Cell>;  // by first element
 
-  struct Group {
+  struct Partition {
     Cells cells;
     cpu_adam::SquareSum squares;
   };
 
-  // One task over a range of a group.
+  // One task over a range of a partition.
   struct Pass {
-    uint32_t group = 0;
+    uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
     std::vector<Id> sources = {};  // in the order of ranks
     bool completes = false;
   };
   struct Place {
-    uint32_t group = 0;
+    uint32_t partition = 0;
     uint64_t begin = 0;
 
     auto operator<=>(const Place&) const = default;
@@ -141,17 +143,17 @@ class GradientAccumulator {
 
   static constexpr uint32_t kNobody = UINT32_MAX;
 
-  void Cut(uint32_t group, uint64_t begin, uint64_t end);
-  void SplitAt(Group& group, uint64_t elem);
+  void Cut(uint32_t partition, uint64_t begin, uint64_t end);
+  void SplitAt(Partition& partition, uint64_t elem);
   bool MayStart() const;
-  void TryAdd(uint32_t group, uint64_t begin);
-  void TryAddRange(uint32_t group, uint64_t begin, uint64_t end);
+  void TryAdd(uint32_t partition, uint64_t begin);
+  void TryAddRange(uint32_t partition, uint64_t begin, uint64_t end);
   void TryAddAll();
   bool IsCrowded(Id id) const;
   void MakeRoom(uint32_t rank, uint64_t grad_arena_bytes);
   uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
-  void StartPass(uint32_t group, Cells::iterator cell, Pass pass);
-  void StartSum(uint32_t group, Cells::iterator cell);
+  void StartPass(uint32_t partition, Cells::iterator cell, Pass pass);
+  void StartSum(uint32_t partition, Cells::iterator cell);
   void EndPass(const Pass& pass, const TaskDone& done);
   void Release(Id id);
   void SpillToOverflow();
@@ -162,14 +164,17 @@ class GradientAccumulator {
   void Forget();
   uint64_t BytesOf(const Delivery& delivery) const;
   uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
-  std::string NameOf(uint32_t group) const;
+  std::string NameOf(uint32_t partition) const;
+  // Ranks that contribute to a partition: [FirstRank, EndRank).
+  uint32_t FirstRank(uint32_t partition) const;
+  uint32_t EndRank(uint32_t partition) const;
 
   JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   const Membership& members_;
   uint64_t step_ = 0;
-  std::vector<Group> groups_;
+  std::vector<Partition> partitions_;
   std::vector<bool> closed_;                          // by rank
   std::vector<std::map<Place, uint64_t>> delivered_;  // by rank: ranges to their ends, merged
   uint64_t delivered_total_ = 0;

@@ -13,34 +13,49 @@ using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::MakeError;
 
-InitialParameters::InitialParameters(JobTasks& io, std::shared_ptr<const protocol::Layout> layout)
-    : io_(io), layout_(std::move(layout)) {
-  for (const protocol::GroupPlace& group : layout_->groups()) {
-    written_.emplace_back((group.elems + kGradUnitElems - 1) / kGradUnitElems, false);
+InitialParameters::InitialParameters(const JobSpec& spec, JobTasks& io) : spec_(spec), io_(io) {
+  for (const protocol::PartitionPlace& partition : spec_.layout->partitions()) {
+    written_.emplace_back((partition.elems + kGradUnitElems - 1) / kGradUnitElems, false);
   }
+}
+
+bool InitialParameters::WaitsForWriter(uint32_t rank) const {
+  if (ready_) return false;
+  if (spec_.layout->is_shared()) return writers_.empty();
+  return std::none_of(writers_.begin(), writers_.end(),
+                      [rank](const auto& entry) { return entry.second.rank == rank; });
+}
+
+void InitialParameters::AddWriter(SessionId session, uint32_t rank) {
+  FOREBAY_CHECK(WaitsForWriter(rank));
+  writers_.emplace(session, Writer{.rank = rank});
+}
+
+bool InitialParameters::Writes(uint32_t rank, uint32_t partition) const {
+  return spec_.layout->is_shared() || spec_.layout->partitions()[partition].owner == rank;
 }
 
 void InitialParameters::SetWritten(const Running& range, bool written) {
   for (uint64_t elem = range.begin; elem < range.end; elem += kGradUnitElems) {
-    written_[range.group][elem / kGradUnitElems] = written;
+    written_[range.partition][elem / kGradUnitElems] = written;
   }
 }
 
 void InitialParameters::Write(const CommandId& command, const protocol::Command& words) {
-  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  const uint64_t width = protocol::SizeBytes(spec_.layout->spec().dtype);
   const Running range{.command = command,
-                      .group = words.group,
+                      .partition = words.partition,
                       .begin = words.element_offset,
                       .end = words.element_offset + words.length_bytes / width};
   const auto overlaps = [&range](const auto& entry) {
     const Running& other = entry.second;
-    return other.group == range.group && other.begin < range.end && range.begin < other.end;
+    return other.partition == range.partition && other.begin < range.end && range.begin < other.end;
   };
   if (std::any_of(running_.begin(), running_.end(), overlaps)) {
     io_.Answer(command,
                MakeError(ErrorId::kProtocol,
-                         absl::StrCat("elements ", range.begin, " to ", range.end, " of group ",
-                                      words.group, " are being written already")));
+                         absl::StrCat("elements ", range.begin, " to ", range.end, " of partition ",
+                                      words.partition, " are being written already")));
     return;
   }
   SetWritten(range, false);
@@ -49,9 +64,10 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
       CopyInitial{.session = command.session,
                   .grad_offset_bytes = words.arena_offset_bytes,
                   .weights_offset_bytes =
-                      layout_->groups()[words.group].weights_offset_bytes + range.begin * width,
+                      spec_.plan.placement.WherePartition(words.partition).weights_offset_bytes +
+                      range.begin * width,
                   .bytes = words.length_bytes,
-                  .dtype = layout_->spec().dtype});
+                  .dtype = spec_.layout->spec().dtype});
   running_.emplace(task, range);
 }
 
@@ -62,11 +78,11 @@ void InitialParameters::OnCopied(const TaskDone& done) {
   running_.erase(it);
   absl::Status status = done.status;
   if (status.ok() && done.count > 0) {
-    status =
-        MakeError(ErrorId::kNonfinite,
-                  absl::StrCat("the initial parameters of group ", copy.group, " (",
-                               layout_->spec().group_names[copy.group], ") hold NaN or infinity"),
-                  "check the initialisation or the loaded checkpoint");
+    status = MakeError(
+        ErrorId::kNonfinite,
+        absl::StrCat("the initial parameters of ", spec_.layout->DescribePartition(copy.partition),
+                     " hold NaN or infinity"),
+        "check the initialisation or the loaded checkpoint");
   }
   SetWritten(copy, status.ok());
   io_.Answer(copy.command, status);
@@ -74,41 +90,82 @@ void InitialParameters::OnCopied(const TaskDone& done) {
 }
 
 void InitialParameters::Done(const CommandId& command) {
-  if (done_) {
+  Writer& writer = writers_.at(command.session);
+  if (writer.done) {
     io_.Answer(command, MakeError(ErrorId::kProtocol,
                                   "initial_done was called twice; the first call still waits",
                                   "wait for the first call"));
     return;
   }
-  done_ = command;
+  writer.done = command;
   TryDone();
 }
 
 void InitialParameters::TryDone() {
-  if (!done_ || !running_.empty()) return;
-  const auto missing = std::find_if(written_.begin(), written_.end(), [](const auto& units) {
-    return std::find(units.begin(), units.end(), false) != units.end();
-  });
-  if (missing != written_.end()) {
-    const auto group = static_cast<size_t>(missing - written_.begin());
-    io_.Answer(*std::exchange(done_, std::nullopt),
-               MakeError(ErrorId::kNotReady,
-                         absl::StrCat("the initial parameters of group ", group, " (",
-                                      layout_->spec().group_names[group], ") were not all written"),
-                         "write every group, then call initial_done"));
+  for (auto& [session, writer] : writers_) {
+    const auto is_of = [id = session](const auto& entry) {
+      return entry.second.command.session == id;
+    };
+    // It may write again while it waits for the others.
+    writer.complete = false;
+    if (writer.done && std::none_of(running_.begin(), running_.end(), is_of)) {
+      CheckComplete(writer);
+    }
+  }
+  const uint32_t needed = spec_.layout->is_shared() ? 1 : spec_.world_size();
+  const auto complete = std::count_if(writers_.begin(), writers_.end(),
+                                      [](const auto& entry) { return entry.second.complete; });
+  ready_ = static_cast<uint32_t>(complete) == needed;
+}
+
+// Its kInitialDone waits for the other writers, or is answered.
+void InitialParameters::CheckComplete(Writer& writer) {
+  for (uint32_t partition = 0; partition < written_.size(); ++partition) {
+    const std::vector<bool>& units = written_[partition];
+    if (!Writes(writer.rank, partition)) continue;
+    if (std::find(units.begin(), units.end(), false) == units.end()) continue;
+    io_.Answer(
+        *std::exchange(writer.done, std::nullopt),
+        MakeError(ErrorId::kNotReady,
+                  absl::StrCat("the initial parameters of ",
+                               spec_.layout->DescribePartition(partition), " were not all written"),
+                  "write all of them, then call initial_done"));
     return;
   }
-  ready_ = true;
-  writer_ = 0;
+  writer.complete = true;
+}
+
+std::vector<CommandId> InitialParameters::DrainDone() {
+  std::vector<CommandId> done;
+  if (!ready_) return done;
+  for (const auto& [session, writer] : writers_) done.push_back(*writer.done);
+  writers_.clear();
+  return done;
+}
+
+void InitialParameters::AnswerWriter(SessionId session, const absl::Status& status) {
+  std::erase_if(running_, [&](const auto& entry) {
+    if (entry.second.command.session != session) return false;
+    io_.Answer(entry.second.command, status);
+    return true;
+  });
+  Writer& writer = writers_.at(session);
+  if (writer.done) io_.Answer(*std::exchange(writer.done, std::nullopt), status);
 }
 
 void InitialParameters::Reset(const absl::Status& status) {
-  for (const auto& [task, copy] : running_) io_.Answer(copy.command, status);
-  if (done_) io_.Answer(*done_, status);
-  running_.clear();
-  done_.reset();
-  writer_ = 0;
+  for (const auto& [session, writer] : writers_) AnswerWriter(session, status);
+  writers_.clear();
   for (std::vector<bool>& units : written_) units.assign(units.size(), false);
+}
+
+uint64_t InitialParameters::unanswered(SessionId session) const {
+  const auto running = std::count_if(running_.begin(), running_.end(), [&](const auto& entry) {
+    return entry.second.command.session == session;
+  });
+  const auto writer = writers_.find(session);
+  const bool waits = writer != writers_.end() && writer->second.done;
+  return static_cast<uint64_t>(running) + (waits ? 1 : 0);
 }
 
 }  // namespace forebay::daemon

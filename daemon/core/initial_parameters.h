@@ -1,5 +1,6 @@
-// The initial parameters of a fresh job: one session writes every group, in ranges, then ends the
-// initialisation.
+// The initial parameters of a fresh job. With shared attachment one session writes every group; with
+// sharded attachment each rank writes its own partitions. Each writes in ranges, then says that it is
+// done.
 #pragma once
 
 #include <cstdint>
@@ -11,59 +12,69 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
+#include "daemon/core/job_spec.h"
 #include "daemon/core/job_tasks.h"
-#include "protocol/layout.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
 
 class InitialParameters {
  public:
-  InitialParameters(JobTasks& io, std::shared_ptr<const protocol::Layout> layout);
+  // The spec and the io outlive it.
+  InitialParameters(const JobSpec& spec, JobTasks& io);
 
-  SessionId writer() const { return writer_; }  // 0: nobody
-  void set_writer(SessionId session) { writer_ = session; }
   bool ready() const { return ready_; }
+  bool IsWriter(SessionId session) const { return writers_.contains(session); }
+  // Whether a session of the rank could become a writer now.
+  bool WaitsForWriter(uint32_t rank) const;
+  void AddWriter(SessionId session, uint32_t rank);
 
-  // A checked kWriteInitial of the writer. Answered when the range is in the weights and is finite.
+  // A checked kWriteInitial of a writer. Answered when the range is in the weights and is finite.
   //
   // Errors  E_PROTOCOL   an earlier write to the range has not been answered.
   //         E_NONFINITE  the range counts as not written.
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
 
-  // kInitialDone of the writer. When its writes are done, the job is ready(); else it is answered.
+  // kInitialDone of a writer. When all writers have said so and their writes are done, the job is
+  // ready(); else it is answered.
   //
-  // Errors  E_NOT_READY  names the first group that was not written.
+  // Errors  E_NOT_READY  names the first partition that the writer has not written.
   void Done(const CommandId& command);
-  // The kInitialDone that has made the job ready, once.
-  std::optional<CommandId> DrainDone() {
-    return ready_ ? std::exchange(done_, std::nullopt) : std::nullopt;
-  }
+  // Those that have made the job ready, once.
+  std::vector<CommandId> DrainDone();
 
-  // The writer has ended: the next one begins anew. The caller makes running copies stale.
+  // Answers what a writer that has ended waits for. The caller makes running copies stale, and resets.
+  void AnswerWriter(SessionId session, const absl::Status& status);
+  // A writer has ended: everything is written anew. The caller makes running copies stale.
   void Reset(const absl::Status& status);
 
-  uint64_t unanswered() const { return running_.size() + (done_ ? 1 : 0); }
+  uint64_t unanswered(SessionId session) const;
 
  private:
+  struct Writer {
+    uint32_t rank = 0;
+    std::optional<CommandId> done = {};  // waits
+    bool complete = false;               // everything of its rank is written
+  };
   struct Running {
     CommandId command;
-    uint32_t group = 0;
+    uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
   };
 
   void TryDone();
+  void CheckComplete(Writer& writer);
+  bool Writes(uint32_t rank, uint32_t partition) const;
   void SetWritten(const Running& range, bool written);
 
+  const JobSpec& spec_;
   JobTasks& io_;
-  std::shared_ptr<const protocol::Layout> layout_;
-  SessionId writer_ = 0;
+  std::map<SessionId, Writer> writers_;
   bool ready_ = false;
-  std::vector<std::vector<bool>> written_;  // by group, by unit of kGradUnitElems
+  std::vector<std::vector<bool>> written_;  // by partition, by unit of kGradUnitElems
   std::map<TaskId, Running> running_;
-  std::optional<CommandId> done_;  // a kInitialDone that waits
 };
 
 }  // namespace forebay::daemon

@@ -31,7 +31,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
       members_(spec_, io_),
-      initial_(io_, spec_.layout),
+      initial_(spec_, io_),
       leases_(actions),
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
                 spec_.options.workers),
@@ -211,13 +211,28 @@ void Job::Evict(Session& session, const absl::Status& reason) {
 }
 
 void Job::End(Session& session, const absl::Status& status) {
-  if (initial_.writer() == session.id) {
-    initial_.Reset(status);
-    io_.NewEpoch();
-  }
+  if (initial_.IsWriter(session.id)) EndInitial(session, status);
   AnswerWaiting(session, status);
   leases_.DropAll(session.id);
   members_.SetEnded(session);
+}
+
+// What was written is written anew. With shared attachment the next rank that attaches does it; with
+// sharded attachment the other ranks, which write too, attach again.
+void Job::EndInitial(Session& writer, const absl::Status& status) {
+  io_.NewEpoch();
+  if (spec_.layout->is_shared()) {
+    initial_.Reset(status);
+    return;
+  }
+  const absl::Status lost =
+      MakeError(ErrorId::kRankLost,
+                absl::StrCat("rank ", writer.rank, " of job ", spec_.name,
+                             " was lost before all initial parameters were written"),
+                "attach again and write them again");
+  initial_.AnswerWriter(writer.id, status);
+  initial_.Reset(lost);
+  for (Session* session : members_.BeginGeneration(writer, lost)) AnswerWaiting(*session, lost);
 }
 
 // A new generation: every other session is fenced. A step that all ranks have called goes on and is
@@ -257,7 +272,7 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
 bool Job::MayAnswerAttach(const Session& session) const {
   if (session.reader) return is_ready();
   if (step_.phase() != Step::Phase::kOpen || io_.stale_tasks() > 0) return false;
-  return initial_.ready() || initial_.writer() == 0;
+  return initial_.ready() || initial_.WaitsForWriter(session.rank);
 }
 
 void Job::AnswerAttaches() {
@@ -287,7 +302,7 @@ void Job::AnswerAttachOk(Session& session) {
     return;
   }
   const bool writes_initial = !initial_.ready();
-  if (writes_initial) initial_.set_writer(session.id);
+  if (writes_initial) initial_.AddWriter(session.id, session.rank);
   io_.actions().Emit(
       AnswerAttach{.session = session.id,
                    .status = absl::OkStatus(),
@@ -302,8 +317,28 @@ void Job::AnswerAttachOk(Session& session) {
                    .extra_state_offset = step_.extra_state_offset(session.rank),
                    .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
                    .rank0_extra_state_offset = step_.extra_state_offset(0),
-                   .trace = step_.trace(),
+                   .trace = TraceOf(session.rank),
                    .attempt = step_.attempt()});
+}
+
+std::vector<uint32_t> Job::TraceOf(uint32_t rank) const {
+  std::vector<uint32_t> trace = step_.trace();
+  if (spec_.layout->is_shared()) return trace;
+  std::erase_if(trace, [&](uint32_t partition) {
+    return spec_.layout->partitions()[partition].owner != rank;
+  });
+  return trace;
+}
+
+std::vector<uint32_t> Job::TracedGroups() const {
+  std::vector<uint32_t> groups;
+  std::vector<bool> seen(spec_.layout->groups().size(), false);
+  for (const uint32_t partition : step_.trace()) {
+    const uint32_t group = spec_.layout->partitions()[partition].group;
+    if (!seen[group]) groups.push_back(group);
+    seen[group] = true;
+  }
+  return groups;
 }
 
 void Job::CloseEnded() {
@@ -356,7 +391,9 @@ void Job::Dispatch(Session& session, const Command& command) {
         session.IdOf(command),
         MakeError(ErrorId::kNotReady,
                   absl::StrCat("job ", spec_.name, ": the initial parameters were not written"),
-                  "write every group, call initial_done and wait for its answer"));
+                  "write every group (sharded: the rank's own partitions), call initial_done and "
+                  "wait for "
+                  "its answer"));
     return;
   }
   switch (op) {
@@ -382,7 +419,7 @@ void Job::Dispatch(Session& session, const Command& command) {
 
 void Job::HandleInitial(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
-  if (initial_.ready() || initial_.writer() != session.id) {
+  if (!initial_.IsWriter(session.id)) {
     io_.Answer(id,
                MakeError(ErrorId::kProtocol,
                          absl::StrCat("job ", spec_.name, ": rank ", session.rank,
@@ -404,8 +441,8 @@ void Job::OnLeaseTimeExpired(uint64_t step) {
   if (step_.phase() != Step::Phase::kUpdating || step != step_.committed_step() + 1) return;
   for (const auto& [id, session] : members_.all()) {
     std::vector<std::string> names;
-    for (const uint32_t group : leases_.GroupsOf(id)) {
-      if (pipeline_.Updates(group)) names.push_back(spec_.layout->spec().group_names[group]);
+    for (const uint32_t partition : leases_.PartitionsOf(id)) {
+      if (pipeline_.Updates(partition)) names.push_back(spec_.layout->PartitionName(partition));
     }
     if (!session.reader || names.empty()) continue;
     Evict(*members_.Find(id),
@@ -508,7 +545,7 @@ absl::Status Job::Delete() {
 
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
-  if (const auto initial_done = initial_.DrainDone()) step_.BeginMasters(*initial_done);
+  if (auto done = initial_.DrainDone(); !done.empty()) step_.BeginMasters(std::move(done));
   UseTimeBetweenSteps();
   step_.Advance();
   fetches_.Serve();
@@ -586,7 +623,7 @@ JobView Job::View() const {
                .dram_bytes = dram_bytes(),
                .swap_bytes = swap_slots().size() * spec_.plan.swap_slot_bytes,
                .swap_wait = pipeline_.swap_wait(),
-               .trace = step_.trace()};
+               .trace = TracedGroups()};
   for (const auto& [id, session] : members_.all()) {
     view.sessions.push_back({.id = id,
                              .uid = session.uid,
@@ -615,7 +652,7 @@ void Job::CheckInvariants() const {
     }
     // Every command that was not answered waits in exactly one place.
     uint64_t waiting = step_.unanswered(session) + reads_.unanswered(id) + fetches_.unanswered(id);
-    if (initial_.writer() == id) waiting += initial_.unanswered();
+    waiting += initial_.unanswered(id);
     FOREBAY_CHECK(waiting == io_.commands_of(id));
   }
   FOREBAY_CHECK(leases == leases_.count());

@@ -115,11 +115,14 @@ class Job {
   void Evict(Session& session, const absl::Status& reason);
   void EvictWaiting(const absl::Status& reason);
   void End(Session& session, const absl::Status& status);
+  void EndInitial(Session& writer, const absl::Status& status);
   void OnRankFailed(Session& lost);
   void OnRankDetached(const Session& session);
   void AnswerWaiting(Session& session, const absl::Status& status);
   void AnswerAttaches();
   bool MayAnswerAttach(const Session& session) const;
+  std::vector<uint32_t> TraceOf(uint32_t rank) const;
+  std::vector<uint32_t> TracedGroups() const;
   void AnswerAttachOk(Session& session);
   void CloseEnded();
   void FreeWhenUnused();

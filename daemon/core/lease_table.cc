@@ -12,7 +12,7 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t group) {
+absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t partition) {
   uint64_t& count = session_counts_[session];
   if (count >= kLeasesPerSessionMax) {
     return MakeError(
@@ -21,9 +21,9 @@ absl::StatusOr<uint64_t> LeaseTable::Acquire(SessionId session, uint32_t group) 
         "release the leases of weights that are no longer read");
   }
   ++count;
-  ++group_counts_[group];
+  ++partition_counts_[partition];
   const uint64_t lease = actions_.NewLease();
-  leases_.emplace(lease, Lease{.session = session, .group = group});
+  leases_.emplace(lease, Lease{.session = session, .partition = partition});
   return lease;
 }
 
@@ -40,8 +40,8 @@ absl::Status LeaseTable::Release(SessionId session, uint64_t lease) {
 
 LeaseTable::Leases::iterator LeaseTable::Erase(Leases::iterator lease) {
   --session_counts_.at(lease->second.session);
-  const auto group = group_counts_.find(lease->second.group);
-  if (--group->second == 0) group_counts_.erase(group);
+  const auto partition = partition_counts_.find(lease->second.partition);
+  if (--partition->second == 0) partition_counts_.erase(partition);
   return leases_.erase(lease);
 }
 
@@ -54,15 +54,15 @@ void LeaseTable::DropAll(SessionId session) {
   session_counts_.erase(session);
 }
 
-std::vector<uint32_t> LeaseTable::GroupsOf(SessionId session) const {
-  std::vector<uint32_t> groups;
-  if (count_of(session) == 0) return groups;
+std::vector<uint32_t> LeaseTable::PartitionsOf(SessionId session) const {
+  std::vector<uint32_t> partitions;
+  if (count_of(session) == 0) return partitions;
   for (const auto& [id, lease] : leases_) {
-    if (lease.session == session) groups.push_back(lease.group);
+    if (lease.session == session) partitions.push_back(lease.partition);
   }
-  std::sort(groups.begin(), groups.end());
-  groups.erase(std::unique(groups.begin(), groups.end()), groups.end());
-  return groups;
+  std::sort(partitions.begin(), partitions.end());
+  partitions.erase(std::unique(partitions.begin(), partitions.end()), partitions.end());
+  return partitions;
 }
 
 uint64_t LeaseTable::count_of(SessionId session) const {

@@ -12,23 +12,23 @@
 
 namespace forebay::daemon {
 
-// While a session has a lease on a group, the group's weights do not change: their update waits. A
+// While a session has a lease on a partition, its weights do not change: their update waits. A
 // reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
 class LeaseTable {
  public:
   explicit LeaseTable(ActionSink& actions) : actions_(actions) {}
 
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
-  absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t group);
+  absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
 
   // Errors  E_LEASE  not a lease of this session, or released before.
   absl::Status Release(SessionId session, uint64_t lease);
 
   void DropAll(SessionId session);
 
-  bool IsLeased(uint32_t group) const { return group_counts_.contains(group); }
-  // Groups that the session has leases on, ascending, each once.
-  std::vector<uint32_t> GroupsOf(SessionId session) const;
+  bool IsLeased(uint32_t partition) const { return partition_counts_.contains(partition); }
+  // Partitions that the session has leases on, ascending, each once.
+  std::vector<uint32_t> PartitionsOf(SessionId session) const;
 
   uint64_t count() const { return leases_.size(); }
   uint64_t count_of(SessionId session) const;
@@ -36,7 +36,7 @@ class LeaseTable {
  private:
   struct Lease {
     SessionId session = 0;
-    uint32_t group = 0;
+    uint32_t partition = 0;
   };
   using Leases = std::map<uint64_t, Lease>;
 
@@ -45,7 +45,7 @@ class LeaseTable {
   ActionSink& actions_;
   Leases leases_;
   std::map<SessionId, uint64_t> session_counts_;
-  std::map<uint32_t, uint64_t> group_counts_;  // only groups that are leased
+  std::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased
 };
 
 }  // namespace forebay::daemon

@@ -15,6 +15,16 @@ using protocol::MakeError;
 
 absl::Status Membership::CheckAttach(const AttachRequested& request,
                                      const SessionRequest& room) const {
+  const bool sharded = !spec_.layout->is_shared() && !request.layout->is_shared();
+  if (sharded && !request.reader && request.world_size != room.world_size) {
+    return MakeError(
+        ErrorId::kRank,
+        absl::StrCat("world size: job ", spec_.name, " is sharded over ", room.world_size,
+                     " ranks; this client wants ", request.world_size),
+        absl::StrCat("start ", room.world_size,
+                     " ranks: a sharded job keeps its world size. "
+                     "Another job name starts anew"));
+  }
   const std::string difference =
       protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
   if (!difference.empty()) {

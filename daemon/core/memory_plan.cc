@@ -30,15 +30,16 @@ std::string Bytes(uint64_t bytes) {
 
 void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   const uint32_t world_size = plan.session.world_size;
-  plan.sum_dtype = GradientSumType(layout.spec().dtype, world_size);
+  plan.sum_dtype = GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
   uint64_t at = 0;
-  for (const protocol::GroupPlace& group : layout.groups()) {
+  for (const protocol::PartitionPlace& partition : layout.partitions()) {
     plan.accumulator_offsets.push_back(at);
-    at += RoundUp(group.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
+    at += RoundUp(partition.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
   }
   plan.overflow_offset = at = RoundUp(at, kPageBytes);
   plan.piece_bytes = PieceBytes(layout);
-  plan.overflow_slots = kOverflowSlotsPerRank * world_size;
+  // A reduced gradient waits for no other rank.
+  plan.overflow_slots = layout.is_shared() ? kOverflowSlotsPerRank * world_size : 0;
   at += plan.piece_bytes * plan.overflow_slots;
   plan.extra_state_offset = at = RoundUp(at, kPageBytes);
   plan.extra_state_slot_bytes = RoundUp(plan.session.extra_state_bytes, protocol::kCacheLineBytes);
@@ -63,10 +64,12 @@ uint64_t BlockElems(const Layout& layout, const NodeOptions& options) {
 }
 
 // Of heap: what the allocator adds to a string or vector, and what the tables hold of a parameter, a
-// group, a session and a job beside names and shapes.
+// group, a partition, a box, a session and a job beside names and shapes.
 constexpr uint64_t kHeapBlockBytes = 32;
 constexpr uint64_t kParamTableBytes = 160;
 constexpr uint64_t kGroupTableBytes = 256;
+constexpr uint64_t kPartitionTableBytes = 256;
+constexpr uint64_t kBoxTableBytes = 160;
 constexpr uint64_t kSessionTableBytes = 8 << 10;
 constexpr uint64_t kJobTableBytes = 16 << 10;
 
@@ -78,6 +81,9 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
   }
   for (const std::string& name : spec.group_names) {
     bytes += kGroupTableBytes + name.size() + kHeapBlockBytes;
+  }
+  for (const protocol::PartitionSpec& partition : spec.partitions) {
+    bytes += kPartitionTableBytes + partition.boxes.size() * kBoxTableBytes;
   }
   return RoundUp(bytes, kPageBytes);
 }
@@ -192,7 +198,7 @@ SessionRequest SessionRequestOf(const AttachRequested& request) {
 }
 
 uint64_t PieceBytes(const Layout& layout) {
-  return std::min(layout.largest_group_bytes(), protocol::kGradPieceBytesMax);
+  return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
 }
 
 uint64_t StepRegionBytes(const Layout& layout, uint64_t extra_state_bytes) {

@@ -40,10 +40,10 @@ struct MemoryPlan {
 
   // Step arena: accumulators, overflow, extra_state.
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
-  std::vector<uint64_t> accumulator_offsets;              // by group
+  std::vector<uint64_t> accumulator_offsets;              // by partition
   uint64_t overflow_offset = 0;
   uint64_t piece_bytes = 0;         // of the largest range that is delivered
-  uint32_t overflow_slots = 0;      // kOverflowSlotsPerRank for each rank
+  uint32_t overflow_slots = 0;      // kOverflowSlotsPerRank for each rank; sharded: none
   uint64_t extra_state_offset = 0;  // two slots per rank
   uint64_t extra_state_slot_bytes = 0;
   uint64_t step_bytes = 0;
@@ -84,7 +84,7 @@ struct MemoryPlan {
 
 SessionRequest SessionRequestOf(const AttachRequested& request);
 
-// Bytes of the largest range of a group.
+// Bytes of the largest range of a partition.
 uint64_t PieceBytes(const protocol::Layout& layout);
 
 // Step region of a session that asked for `extra_state_bytes`.

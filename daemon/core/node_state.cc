@@ -45,6 +45,25 @@ absl::Status CheckRunToken(const std::string& run) {
                    "set FOREBAY_RUN, or run at attach, to a short name of this run");
 }
 
+// Owners of partitions are ranks, and all are on this node: none of them needs a replica here.
+absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
+  if (layout.is_shared()) return absl::OkStatus();
+  for (const protocol::PartitionPlace& partition : layout.partitions()) {
+    if (partition.owner >= world_size) {
+      return MakeError(ErrorId::kRank,
+                       absl::StrCat("the layout has partitions of rank ", partition.owner,
+                                    "; the world size is ", world_size));
+    }
+    if (partition.replica != 0) {
+      return MakeError(ErrorId::kUnsupported,
+                       absl::StrCat("the layout has replica ", partition.replica, " of group ",
+                                    partition.group, ": a node holds one copy"),
+                       "give each shard one owner; the ranks that replicate it fetch that one");
+    }
+  }
+  return absl::OkStatus();
+}
+
 // What of a request can be judged without its job.
 absl::Status CheckRequest(const AttachRequested& request) {
   if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
@@ -57,12 +76,7 @@ absl::Status CheckRequest(const AttachRequested& request) {
     return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
                                                   " in a world of size ", request.world_size));
   }
-  if (!request.layout->is_shared()) {
-    return MakeError(
-        ErrorId::kUnsupported,
-        "a layout with partitions of its own (sharded attachment) is not supported yet",
-        "leave the partitions out: every group is then the node's");
-  }
+  RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
   return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 

@@ -1,5 +1,6 @@
 #include "daemon/core/placement.h"
 
+#include <map>
 #include <utility>
 
 #include "protocol/os/check.h"
@@ -18,10 +19,18 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64
     state_bytes_ += part.bytes;
     ++resident_blocks_;
   }
-  for (uint32_t partition = 0; partition < layout.groups().size(); ++partition) {
-    partitions_.push_back({.tier = Tier::kDram,
-                           .weights_offset_bytes = layout.groups()[partition].weights_offset_bytes,
-                           .bytes = layout.group_bytes(partition)});
+  // Owners' weights lie end to end in the arena.
+  std::map<uint32_t, uint64_t> owner_begins;
+  uint64_t owner_begin = 0;
+  for (const protocol::OwnerPlace& owner : layout.owners()) {
+    owner_begins[owner.owner] = std::exchange(owner_begin, owner_begin + owner.weights_bytes);
+  }
+  for (uint32_t index = 0; index < layout.partitions().size(); ++index) {
+    const protocol::PartitionPlace& partition = layout.partitions()[index];
+    partitions_.push_back(
+        {.tier = Tier::kDram,
+         .weights_offset_bytes = owner_begins.at(partition.owner) + partition.weights_offset_bytes,
+         .bytes = layout.partition_bytes(index)});
   }
 }
 

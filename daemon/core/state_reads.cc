@@ -11,10 +11,10 @@ namespace forebay::daemon {
 using State = StagedBlocks::State;
 
 void StateReads::Add(const CommandId& command, const protocol::Command& words) {
-  const std::vector<ElementRun> runs =
-      pipeline_.map().Locate(words.group, words.element_offset, words.length_bytes / sizeof(float));
+  const std::vector<ElementRun> runs = pipeline_.map().Locate(words.partition, words.element_offset,
+                                                              words.length_bytes / sizeof(float));
   queue_.push_back({.command = command,
-                    .param = words.group,
+                    .param = words.partition,
                     .state = words.kind,
                     .grad_offset_bytes = words.arena_offset_bytes,
                     .pieces = {runs.begin(), runs.end()}});
@@ -62,7 +62,7 @@ void StateReads::StartDecode() {
   if (!pipeline_.is_resident(piece.block)) pipeline_.staged().at(piece.block).state = State::kInUse;
   phase_ = Phase::kDecoding;
   const uint64_t weights_offset_bytes =
-      layout_->partitions()[piece.partition].weights_offset_bytes +
+      pipeline_.placement().WherePartition(piece.partition).weights_offset_bytes +
       piece.partition_elem * protocol::SizeBytes(layout_->spec().dtype);
   io_.Start(TaskKind::kDecodeState, current_.command.session,
             DecodeState{.session = current_.command.session,

@@ -39,33 +39,43 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       reads_(reads),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members),
-      trace_(spec.layout->groups().size()),
+      trace_(spec.layout->partitions().size()),
       extra_bytes_(spec.world_size(), 0) {}
 
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
   if (spec.options.disable_range_check_for_test) {
-    return {.grad_bytes = UINT64_MAX, .step_region_offset = 0, .step_region_bytes = UINT64_MAX};
+    return {.grad_bytes = UINT64_MAX,
+            .step_region_offset = 0,
+            .step_region_bytes = UINT64_MAX,
+            .rank = session.rank};
   }
   return {.grad_bytes = session.request.grad_arena_bytes,
           .step_region_offset = spec.plan.step_region_offset,
           .step_region_bytes = spec.plan.step_region_bytes,
-          .extra_state_bytes = session.request.extra_state_bytes};
+          .extra_state_bytes = session.request.extra_state_bytes,
+          .rank = session.rank};
 }
 
-void Step::BeginMasters(const CommandId& command) {
-  if (!pipeline_.BeginMasters()) {
-    io_.Answer(command, absl::OkStatus());
-    return;
+void Step::BeginMasters(std::vector<CommandId> commands) {
+  initial_done_ = std::move(commands);
+  if (pipeline_.BeginMasters()) {
+    phase_ = Phase::kMasters;
+  } else {
+    AnswerInitialDone();
   }
-  phase_ = Phase::kMasters;
-  initial_done_ = command;
+}
+
+void Step::AnswerInitialDone() {
+  for (const CommandId& command : std::exchange(initial_done_, {})) {
+    io_.Answer(command, absl::OkStatus());
+  }
 }
 
 void Step::EndMasters() {
   pipeline_.Finish();
   phase_ = Phase::kOpen;
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = 0});
-  if (initial_done_) io_.Answer(*std::exchange(initial_done_, std::nullopt), absl::OkStatus());
+  AnswerInitialDone();
 }
 
 void Step::HandleGradient(Session& session, const Command& command) {
@@ -80,8 +90,8 @@ void Step::HandleGradient(Session& session, const Command& command) {
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
     io_.Answer(id, MakeError(ErrorId::kStep,
                              absl::StrCat("rank ", session.rank, " has called step ", command.step,
-                                          " already; its gradient for group ", command.group,
-                                          " comes too late"),
+                                          " already; its gradient for partition ",
+                                          command.partition, " comes too late"),
                              "deliver every gradient of a step before calling step"));
     return;
   }
@@ -95,9 +105,9 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   FollowAttempt(session, command);
-  const uint64_t width = protocol::SizeBytes(spec_.layout->spec().dtype);
+  const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
-                                    .group = command.group,
+                                    .partition = command.partition,
                                     .begin = command.element_offset,
                                     .end = command.element_offset + command.length_bytes / width,
                                     .arena_offset_bytes = command.arena_offset_bytes,
@@ -201,20 +211,41 @@ absl::Status Step::CheckCall(const Session& session, const Command& command,
   return detached ? DetachedError(*detached) : absl::OkStatus();
 }
 
-// Every parameter that the rank says it has a gradient of was delivered wholly.
+// What the rank holds of every parameter that it says it has a gradient of was delivered.
 absl::Status Step::CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const {
-  const auto params = spec_.layout->params();
-  for (uint32_t i = 0; i < params.size(); ++i) {
-    if (!protocol::IsPresent(presence, i)) continue;
-    const protocol::ParamPlace& param = params[i];
-    const uint64_t delivered = gradients_.DeliveredElems(rank, param.group, param.offset_elems,
-                                                         param.offset_elems + param.elems);
-    if (delivered == param.elems) continue;
+  const protocol::Layout& layout = *spec_.layout;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!protocol::IsPresent(presence, place.box.param)) continue;
+    if (!layout.is_shared() && layout.partitions()[place.partition].owner != rank) continue;
+    const uint64_t elems = place.box.elems();
+    const uint64_t delivered = gradients_.DeliveredElems(
+        rank, place.partition, place.partition_elem, place.partition_elem + elems);
+    if (delivered == elems) continue;
     return MakeError(
         ErrorId::kGradPartial,
-        absl::StrCat("rank ", rank, " has delivered ", delivered, " of the ", param.elems,
-                     " elements of parameter ", spec_.layout->spec().params[i].name, " in step ",
-                     committed_step_ + 1));
+        absl::StrCat("rank ", rank, " has delivered ", delivered, " of ",
+                     layout.is_shared() ? "the " : "its ", elems, " elements of parameter ",
+                     layout.spec().params[place.box.param].name, " in step ", committed_step_ + 1));
+  }
+  return absl::OkStatus();
+}
+
+// With sharded attachment a gradient exists on all owners of a parameter or on none: it was reduced.
+absl::Status Step::CheckOwnersDelivered() const {
+  const protocol::Layout& layout = *spec_.layout;
+  if (layout.is_shared()) return absl::OkStatus();
+  const std::vector<bool> present = ParamsWithGradient();
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    const uint32_t param = place.box.param;
+    const uint32_t owner = layout.partitions()[place.partition].owner;
+    const std::vector<uint64_t>& of_owner = barrier_.by_rank().at(owner).presence;
+    if (!present[param] || protocol::IsPresent(of_owner, param)) continue;
+    return MakeError(
+        ErrorId::kGradPartial,
+        absl::StrCat("rank ", owner, " has delivered none of its ", place.box.elems(),
+                     " elements of parameter ", layout.spec().params[param].name, " in step ",
+                     committed_step_ + 1, ", of which other ranks have a gradient"),
+        "every rank takes part in the reduction of a gradient and delivers its own part");
   }
   return absl::OkStatus();
 }
@@ -267,7 +298,13 @@ void Step::AddCall(Session& session, StepCall call) {
     return;
   }
   barrier_.Add(session.rank, std::move(call));
-  if (barrier_.IsComplete(members_.world_size())) BeginReducing();
+  if (barrier_.IsComplete(members_.world_size())) {
+    if (const absl::Status missing = CheckOwnersDelivered(); !missing.ok()) {
+      RefuseCalls(missing);
+      return;
+    }
+    BeginReducing();
+  }
   gradients_.CloseRank(session.rank);
 }
 
@@ -311,11 +348,12 @@ void Step::DecideWhenReduced() {
     return;
   }
   const StepCall& call = barrier_.by_rank().begin()->second;
-  const auto world_size = static_cast<double>(members_.world_size());
-  double scale = 1.0 / world_size;
+  // Reduced gradients are the mean already.
+  const uint32_t addends = spec_.layout->is_shared() ? members_.world_size() : 1;
+  double scale = 1.0 / addends;
   next_ = {};
   if (call.request.max_grad_norm > 0) {
-    next_.norm = std::sqrt(gradients_.SumSquares()) / world_size;
+    next_.norm = std::sqrt(gradients_.SumSquares()) / addends;
     const double clip = call.request.max_grad_norm / (next_.norm + kClipEps);
     next_.clipped = clip < 1.0;
     if (next_.clipped) scale *= clip;
@@ -331,8 +369,8 @@ void Step::DecideWhenReduced() {
 // Ranks have none now, so that whoever holds up the update is a reader.
 void Step::ArmLeaseTimer() {
   if (leases_.count() == 0) return;
-  for (uint32_t group = 0; group < spec_.layout->groups().size(); ++group) {
-    if (!pipeline_.Updates(group) || !leases_.IsLeased(group)) continue;
+  for (uint32_t partition = 0; partition < spec_.layout->partitions().size(); ++partition) {
+    if (!pipeline_.Updates(partition) || !leases_.IsLeased(partition)) continue;
     io_.actions().Emit(StartLeaseTimer{.job = spec_.id, .step = committed_step_ + 1});
     return;
   }
@@ -340,8 +378,8 @@ void Step::ArmLeaseTimer() {
 
 absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const {
   std::vector<std::string> names;
-  for (const uint32_t group : leases_.GroupsOf(session.id)) {
-    names.push_back(spec_.layout->spec().group_names[group]);
+  for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
+    names.push_back(spec_.layout->PartitionName(partition));
   }
   return MakeError(ErrorId::kLease,
                    absl::StrCat("rank ", session.rank, " called step ", step,
@@ -444,9 +482,11 @@ void Step::OnWorldChanged() {
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();
-  if (initial_done_ && initial_done_->session == session.id) {
-    io_.Answer(*std::exchange(initial_done_, std::nullopt), status);
-  }
+  std::erase_if(initial_done_, [&](const CommandId& command) {
+    if (command.session != session.id) return false;
+    io_.Answer(command, status);
+    return true;
+  });
 }
 
 void Step::Fail(const absl::Status& first_error) {
@@ -456,16 +496,16 @@ void Step::Fail(const absl::Status& first_error) {
   gradients_.Drop(first_error);
 }
 
-bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t group) const {
+bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {
   if (!rank) return phase_ != Phase::kUpdating;
   if (phase_ == Phase::kReducing) return false;
   if (phase_ == Phase::kOpen) return !barrier_.has(*rank);
-  return phase_ != Phase::kUpdating || pipeline_.IsGroupDone(group);
+  return phase_ != Phase::kUpdating || pipeline_.IsPartitionDone(partition);
 }
 
 uint64_t Step::unanswered(const Session& session) const {
   uint64_t count = session.step_being_copied ? 1 : 0;
-  if (initial_done_ && initial_done_->session == session.id) ++count;
+  for (const CommandId& command : initial_done_) count += command.session == session.id ? 1 : 0;
   for (const auto& [rank, call] : barrier_.by_rank()) {
     count += call.command.session == session.id ? 1 : 0;
   }

@@ -40,9 +40,9 @@ class Step {
   Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
        const StateReads& reads, const LeaseTable& leases);
 
-  // The initial parameters are written; `command`, which said so, is answered when blocks hold their
+  // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
-  void BeginMasters(const CommandId& command);
+  void BeginMasters(std::vector<CommandId> commands);
 
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
@@ -78,10 +78,10 @@ class Step {
   uint64_t committed_step() const { return committed_step_; }
   uint64_t attempt() const { return attempt_; }
   bool has_gradients() const { return !gradients_.empty(); }
-  // Whether a fetch of `rank` is answered now: not while it waits in step, until the group's own
-  // blocks are updated. A reader's (no rank) is, except from the decision to the publication.
-  bool MayFetch(std::optional<uint32_t> rank, uint32_t group) const;
-  void RecordFetch(uint32_t group) { trace_.Record(group, phase_ != Phase::kOpen); }
+  // Whether a fetch of `rank` is answered now: not while it waits in step, until the
+  // partition's own blocks are updated. A reader's (no rank) is, except from the decision to the publication.
+  bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;
+  void RecordFetch(uint32_t partition) { trace_.Record(partition, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
   uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
   uint32_t extra_slot() const { return extra_slot_; }
@@ -107,6 +107,7 @@ class Step {
   absl::Status CheckCall(const Session& session, const protocol::Command& command,
                          const StepRequestCopied& copied) const;
   absl::Status CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const;
+  absl::Status CheckOwnersDelivered() const;
   std::vector<bool> ParamsWithGradient() const;
   absl::Status DetachedError(uint32_t rank) const;
   void AddCall(Session& session, StepCall call);
@@ -114,6 +115,7 @@ class Step {
   void BeginReducing();
   void DecideWhenReduced();
   void EndMasters();
+  void AnswerInitialDone();
   void ArmLeaseTimer();
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
@@ -133,7 +135,7 @@ class Step {
   GradientAccumulator gradients_;
   StepBarrier barrier_;
   Trace trace_;
-  std::optional<CommandId> initial_done_;  // waits for Phase::kMasters to end
+  std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end
 
   uint32_t extra_slot_ = 0;            // of the committed step
   std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step

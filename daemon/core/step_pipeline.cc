@@ -31,9 +31,9 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       swap_(swap),
       param_updates_(layout_->params().size(), 0),
       prefetch_next_(0),
-      group_blocks_left_(layout_->groups().size(), 0) {
+      partition_blocks_left_(layout_->partitions().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
-    block_groups_.push_back(map_.Partitions(block));
+    block_partitions_.push_back(map_.Partitions(block));
   }
 }
 
@@ -103,9 +103,9 @@ void StepPipeline::Start(StepOrder order, UpdatePass pass) {
   FOREBAY_CHECK(!running_ && !abandoned_ && !placement_.moving());
   running_ = true;
   order_ = std::move(order);
-  group_has_gradient_.assign(layout_->groups().size(), false);
-  for (uint32_t param = 0; param < order_.params.size(); ++param) {
-    if (order_.params[param]) group_has_gradient_[layout_->params()[param].group] = true;
+  partition_has_gradient_.assign(layout_->partitions().size(), false);
+  for (const protocol::BoxPlace& place : layout_->boxes()) {
+    if (order_.params[place.box.param]) partition_has_gradient_[place.partition] = true;
   }
   overflowed_masters_ = 0;
   at_begin_ = counters_;
@@ -121,11 +121,13 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   resident_.clear();
   swapped_.clear();
   blocks_left_ = 0;
-  std::fill(group_blocks_left_.begin(), group_blocks_left_.end(), 0);
+  std::fill(partition_blocks_left_.begin(), partition_blocks_left_.end(), 0);
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     const bool needed = IsNeeded(block);
     if (needed) {
-      for (const uint32_t group : block_groups_[block]) ++group_blocks_left_[group];
+      for (const uint32_t partition : block_partitions_[block]) {
+        ++partition_blocks_left_[partition];
+      }
     }
     const bool is_staged = staged_.contains(block);
     if (is_staged) staged_.at(block).cancelled = !needed;
@@ -189,9 +191,9 @@ uint32_t StepPipeline::UpdatesMax() const {
 bool StepPipeline::IsLeased(uint32_t block) const {
   const bool leaves_weights = pass_ == UpdatePass::kMoments || pass_ == UpdatePass::kMasters;
   if (leases_.count() == 0 || leaves_weights) return false;
-  const std::vector<uint32_t>& groups = block_groups_[block];
-  return std::any_of(groups.begin(), groups.end(), [this](uint32_t group) {
-    return group_has_gradient_[group] && leases_.IsLeased(group);
+  const std::vector<uint32_t>& partitions = block_partitions_[block];
+  return std::any_of(partitions.begin(), partitions.end(), [this](uint32_t partition) {
+    return partition_has_gradient_[partition] && leases_.IsLeased(partition);
   });
 }
 
@@ -318,8 +320,8 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     norms_[update.block] = done.norms;
   } else {
     overflowed_masters_ += done.count;
-    for (const uint32_t group : block_groups_[update.block]) {
-      --group_blocks_left_[group];
+    for (const uint32_t partition : block_partitions_[update.block]) {
+      --partition_blocks_left_[partition];
     }
   }
   if (resident) {
@@ -405,7 +407,7 @@ uint64_t StepPipeline::Finish() {
   running_ = false;
   ledger_.Publish();
   ReturnSurplusSlots();
-  for (const uint32_t left : group_blocks_left_) FOREBAY_CHECK(left == 0);
+  for (const uint32_t left : partition_blocks_left_) FOREBAY_CHECK(left == 0);
   if (pass_ == UpdatePass::kMasters) return 0;
   for (uint32_t param = 0; param < param_updates_.size(); ++param) {
     if (order_.params[param]) ++param_updates_[param];

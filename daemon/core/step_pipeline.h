@@ -77,10 +77,12 @@ class StepPipeline {
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
-  // Whether the running step updates the group.
-  bool Updates(uint32_t group) const { return running_ && group_has_gradient_[group]; }
-  // No update of the running step touches the group any more.
-  bool IsGroupDone(uint32_t group) const { return !running_ || group_blocks_left_[group] == 0; }
+  // Whether the running step updates the partition.
+  bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
+  // No update of the running step touches the partition any more.
+  bool IsPartitionDone(uint32_t partition) const {
+    return !running_ || partition_blocks_left_[partition] == 0;
+  }
 
   // The job failed: nothing is started any more, slots come back as their tasks end.
   void Abandon();
@@ -168,9 +170,9 @@ class StepPipeline {
   Placement placement_;
   // Of the node: where a write goes while every path of the job's own slots fails.
   nvme::SlotMap& swap_;
-  std::vector<std::vector<uint32_t>> block_groups_;  // by block
-  std::vector<bool> group_has_gradient_;             // by group, of the running step
-  std::vector<uint64_t> param_updates_;              // by parameter: optimizer steps it has had
+  std::vector<std::vector<uint32_t>> block_partitions_;  // by block
+  std::vector<bool> partition_has_gradient_;             // of the running step
+  std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
   uint32_t prefetch_next_;  // swapped blocks below are staged, or have failed
   // Not tried again before the decision.
@@ -191,8 +193,8 @@ class StepPipeline {
   std::deque<uint32_t> resident_;                        // whose update has not begun, in order
   std::set<uint32_t> swapped_;                           // the same; some are staged
   uint32_t updating_ = 0;
-  uint64_t blocks_left_ = 0;                 // not updated and written yet
-  std::vector<uint32_t> group_blocks_left_;  // by group: not updated yet
+  uint64_t blocks_left_ = 0;                     // not updated and written yet
+  std::vector<uint32_t> partition_blocks_left_;  // not updated yet
   uint64_t overflowed_masters_ = 0;
   PipelineCounters counters_;
   PipelineCounters at_begin_;

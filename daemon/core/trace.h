@@ -1,4 +1,4 @@
-// The order in which a step fetches groups, recorded while the job runs.
+// The order in which a step fetches partitions, recorded while the job runs.
 #pragma once
 
 #include <cstddef>
@@ -9,22 +9,22 @@ namespace forebay::daemon {
 
 class Trace {
  public:
-  explicit Trace(size_t groups) {
-    current_.seen.assign(groups, false);
+  explicit Trace(size_t partitions) {
+    current_.seen.assign(partitions, false);
     next_ = current_;
   }
 
-  // The first fetch of a group counts. `applying`: the running step is decided, so that the fetch
+  // The first fetch of a partition counts. `applying`: the running step is decided, so that the fetch
   // belongs to the next one.
-  void Record(uint32_t group, bool applying) {
+  void Record(uint32_t partition, bool applying) {
     Order& order = applying ? next_ : current_;
-    if (order.seen[group]) return;
-    order.seen[group] = true;
-    order.groups.push_back(group);
+    if (order.seen[partition]) return;
+    order.seen[partition] = true;
+    order.partitions.push_back(partition);
   }
 
   void OnCommitted() {
-    if (!current_.groups.empty()) committed_ = current_.groups;
+    if (!current_.partitions.empty()) committed_ = current_.partitions;
     current_ = next_;
     Clear(next_);
   }
@@ -35,13 +35,13 @@ class Trace {
 
  private:
   struct Order {
-    std::vector<uint32_t> groups;
-    std::vector<bool> seen;  // by group
+    std::vector<uint32_t> partitions;
+    std::vector<bool> seen;  // by partition
   };
 
   static void Clear(Order& order) {
-    for (const uint32_t group : order.groups) order.seen[group] = false;
-    order.groups.clear();
+    for (const uint32_t partition : order.partitions) order.seen[partition] = false;
+    order.partitions.clear();
   }
 
   std::vector<uint32_t> committed_;

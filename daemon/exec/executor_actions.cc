@@ -37,14 +37,15 @@ StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t blo
           .dtype = spec.dtype};
 }
 
-// Group whose accumulator lies at an offset of the step arena: they lie there in order.
-std::string GroupAt(const protocol::Layout& layout, protocol::DType sum_dtype,
-                    uint64_t accumulator_offset_bytes) {
+// Partition whose accumulator lies at an offset of the step arena: they lie there in order.
+std::string PartitionAt(const protocol::Layout& layout, protocol::DType sum_dtype,
+                        uint64_t accumulator_offset_bytes) {
   const uint64_t width = protocol::SizeBytes(sum_dtype);
   uint64_t offset_bytes = 0;
-  for (size_t i = 0; i < layout.groups().size(); ++i) {
-    offset_bytes += protocol::RoundUp(layout.groups()[i].elems * width, protocol::kCacheLineBytes);
-    if (accumulator_offset_bytes < offset_bytes) return layout.spec().group_names[i];
+  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
+    offset_bytes +=
+        protocol::RoundUp(layout.partitions()[i].elems * width, protocol::kCacheLineBytes);
+    if (accumulator_offset_bytes < offset_bytes) return layout.PartitionName(i);
   }
   return "unknown";
 }
@@ -294,7 +295,7 @@ void Executor::Run(AddGradients& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
+       .name = PartitionAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
        .bytes = bytes * action.sources.size()},
       action.elems,
       [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
@@ -321,7 +322,7 @@ void Executor::Run(SumGradient& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = GroupAt(*job.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
+       .name = PartitionAt(*job.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
        .bytes = bytes},
       action.elems, [accumulator](ElemRange range) { return RunSumGradient(range, accumulator); },
       [](const std::vector<cpu_adam::SquareSum>& parts) {

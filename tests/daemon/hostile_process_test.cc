@@ -72,11 +72,11 @@ class HostileClient : public testing::AttackedDaemon {
     ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(layout_spec_));
     for (uint32_t g = 0; g < layout.groups().size(); ++g) {
       const std::vector<std::byte> values = testing::MakeValues(layout, g, HealthyJob::kSeed);
-      std::memset(raw.grad().data(), 0, layout.group_bytes(g));
+      std::memset(raw.grad().data(), 0, layout.partition_bytes(g));
       std::memcpy(raw.grad().data(), values.data(), values.size());
       Command write = Make(Op::kWriteInitial);
-      write.group = g;
-      write.length_bytes = layout.group_bytes(g);
+      write.partition = g;
+      write.length_bytes = layout.partition_bytes(g);
       RETURN_IF_ERROR(raw.Ask(write));
     }
     return raw.Ask(Make(Op::kInitialDone));
@@ -163,7 +163,7 @@ TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
   Command command = Make(static_cast<Op>(999));
   EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kProtocol));
   command = Make(Op::kFetch);
-  command.group = 99;
+  command.partition = 99;
   EXPECT_THAT(raw->Ask(command), HasError(ErrorId::kRange));
   command = Make(Op::kRelease);
   command.lease_id = 4711;
@@ -172,7 +172,7 @@ TEST_F(HostileClient, GetsAnErrorForEachCommandThatIsWrong) {
   Command gradient = Make(Op::kGradReady);
   gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   gradient.step = 1;
-  gradient.length_bytes = layout.group_bytes(0);
+  gradient.length_bytes = layout.partition_bytes(0);
   for (const uint64_t offset :
        {uint64_t{1}, uint64_t{4096} << 20, std::numeric_limits<uint64_t>::max() - 63}) {
     command = gradient;
@@ -233,7 +233,7 @@ TEST_F(HostileClient, HarmsOnlyItselfWithAHoleInItsGradArena) {
   Command gradient = Make(Op::kGradReady);
   gradient.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
   gradient.step = 1;
-  gradient.length_bytes = layout.group_bytes(0);
+  gradient.length_bytes = layout.partition_bytes(0);
   const auto punch = [&] {
     return ::fallocate(raw->grad_fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                        static_cast<off_t>(raw->grad().size()));

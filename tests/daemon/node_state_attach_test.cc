@@ -131,7 +131,7 @@ TEST_F(NodeStateAttach, TheNextWriterWaitsForTheCopiesOfTheLast) {
   node_.Send(SessionMapped{.session = writer});
   protocol::Command command{};
   command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
-  command.length_bytes = layout_->group_bytes(0);
+  command.length_bytes = layout_->partition_bytes(0);
   node_.Command(writer, command);
   ASSERT_EQ(node_.Running<CopyInitial>().size(), 1U);
   const uint64_t other = node_.RequestAttach(layout_, {.rank = 1});
@@ -163,8 +163,8 @@ TEST_F(NodeStateAttach, InitialParametersThatAreNotFiniteAreRefusedByGroup) {
   node_.Send(SessionMapped{.session = writer});
   protocol::Command command{};
   command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
-  command.group = 1;
-  command.length_bytes = layout_->group_bytes(1);
+  command.partition = 1;
+  command.length_bytes = layout_->partition_bytes(1);
   const uint64_t tag = node_.Command(writer, command);
   TaskDone done = node_.model().Finish(node_.Running<CopyInitial>()[0].task);
   done.count = 1;
@@ -178,7 +178,7 @@ TEST_F(NodeStateAttach, InitialParametersAreTakenFromTheirWriterAlone) {
   AttachBoth();
   protocol::Command command{};
   command.op = static_cast<uint16_t>(protocol::Op::kWriteInitial);
-  command.length_bytes = layout_->group_bytes(0);
+  command.length_bytes = layout_->partition_bytes(0);
   EXPECT_EQ(node_.ErrorOf(node_.Command(first_, command)), ErrorId::kProtocol);
 }
 
@@ -201,9 +201,9 @@ TEST_F(NodeStateAttach, IsRefusedForBadNamesRanksOwnersAndLayouts) {
   const absl::Status layout_error = refused({}, MakeLayout({200, 101}));
   EXPECT_THAT(layout_error, HasError(ErrorId::kLayout));
   EXPECT_THAT(std::string(layout_error.message()), AllOf(HasSubstr("[100]"), HasSubstr("[101]")));
-  EXPECT_THAT(refused({.grad_arena_bytes = 2 * layout_->largest_group_bytes() - 1}, layout_),
+  EXPECT_THAT(refused({.grad_arena_bytes = 2 * layout_->largest_gradient_bytes() - 1}, layout_),
               HasError(ErrorId::kRange));
-  EXPECT_THAT(refused({.grad_arena_bytes = 5 * layout_->largest_group_bytes()}, layout_),
+  EXPECT_THAT(refused({.grad_arena_bytes = 5 * layout_->largest_gradient_bytes()}, layout_),
               HasError(ErrorId::kRange))
       << "more than the first session took";
   EXPECT_THAT(refused({.extra_state_bytes = 65}, layout_), HasError(ErrorId::kExtraState));
@@ -254,7 +254,7 @@ TEST_F(NodeStateAttach, IsOpenToRootAndToSmallerArenas) {
   second_ = node_.Attach(layout_, {.job = "1000:job",
                                    .uid = 0,
                                    .rank = 1,
-                                   .grad_arena_bytes = 2 * layout_->largest_group_bytes()});
+                                   .grad_arena_bytes = 2 * layout_->largest_gradient_bytes()});
   EXPECT_TRUE(StatusOf(second_).ok()) << StatusOf(second_);
 }
 
@@ -303,7 +303,7 @@ TEST_F(NodeStateAttach, OneRanksGradientsTakeTheBytesOfTheirType) {
     const uint64_t page = protocol::kPageBytes;
     const uint64_t sums = protocol::RoundUp(layout->total_elems() * test.sum_bytes, page);
     const uint64_t overflow =
-        protocol::RoundUp(2 * layout->largest_group_bytes() * test.world_size, page);
+        protocol::RoundUp(2 * layout->largest_gradient_bytes() * test.world_size, page);
     const uint64_t extra_state = page;  // two slots of 64 bytes a rank
     EXPECT_EQ(node.Logged<CreateJobMemory>()[0].step_bytes, sums + overflow + extra_state);
 

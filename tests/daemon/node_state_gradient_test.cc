@@ -44,7 +44,7 @@ class NodeStateGradient : public ::testing::Test {
     // Room for three groups: two may wait while one more is written.
     for (uint32_t rank = 0; rank < kWorld; ++rank) {
       sessions_.push_back(node_.Attach(
-          layout_, {.rank = rank, .grad_arena_bytes = 3 * layout_->largest_group_bytes()}));
+          layout_, {.rank = rank, .grad_arena_bytes = 3 * layout_->largest_gradient_bytes()}));
     }
   }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
@@ -138,7 +138,7 @@ TEST_F(NodeStateGradient, StayInTheArenaWhileItHasRoomForOneMore) {
   EXPECT_TRUE(node_.Running<CopyToStepArena>().empty());
   node_.Gradient(sessions_[1], 0, 1);
   ASSERT_EQ(node_.Running<CopyToStepArena>().size(), 1U) << "the third is moved to the overflow";
-  EXPECT_EQ(node_.Running<CopyToStepArena>()[0].bytes, layout_->group_bytes(0));
+  EXPECT_EQ(node_.Running<CopyToStepArena>()[0].bytes, layout_->partition_bytes(0));
 }
 
 TEST_F(NodeStateGradient, OfTheLastRankMayAllComeFirst) {
@@ -174,7 +174,7 @@ class SmallestPools {
     layout_ = MakeLayout(elems);
     for (uint32_t rank = 0; rank < kWorld; ++rank) {
       sessions_.push_back(node_.Attach(
-          layout_, {.rank = rank, .grad_arena_bytes = 2 * layout_->largest_group_bytes()}));
+          layout_, {.rank = rank, .grad_arena_bytes = 2 * layout_->largest_gradient_bytes()}));
     }
   }
 
@@ -308,7 +308,7 @@ TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
     sessions.push_back(
-        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_group_bytes()}));
+        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
   }
   std::vector<uint64_t> tags;
   for (uint32_t group = 0; group < 4; ++group) {
@@ -332,7 +332,7 @@ TEST(NodeStateGradientOrder, ARankThatCallsStepIsNotWaitedFor) {
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
     sessions.push_back(
-        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_group_bytes()}));
+        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
   }
   std::vector<uint64_t> tags;
   for (uint32_t group = 0; group < 4; ++group) {
@@ -372,7 +372,7 @@ TEST_F(NodeStateGradient, OfKindReducedIsRefusedByName) {
   command.op = static_cast<uint16_t>(protocol::Op::kGradReady);
   command.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
   command.step = 1;
-  command.length_bytes = layout_->group_bytes(0);
+  command.length_bytes = layout_->partition_bytes(0);
   const uint64_t tag = node_.Command(sessions_[0], command);
   EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kUnsupported);
   EXPECT_THAT(std::string(node_.answer(tag)->status.message()), ::testing::HasSubstr("reduced"));

@@ -54,8 +54,8 @@ class NodeStateMasters : public ::testing::Test {
     for (uint32_t group = 0; group < 4; ++group) {
       protocol::Command command{};
       command.op = static_cast<uint16_t>(Op::kWriteInitial);
-      command.group = group;
-      command.length_bytes = layout_->group_bytes(group);
+      command.partition = group;
+      command.length_bytes = layout_->partition_bytes(group);
       node_.Command(writer_, command);
     }
     node_.RunTasks();

@@ -41,7 +41,7 @@ class NodeStateProtection : public ::testing::Test {
     command.op = static_cast<uint16_t>(Op::kGradReady);
     command.kind = static_cast<uint16_t>(GradKind::kPartial);
     command.step = 1;
-    command.length_bytes = layout_->group_bytes(0);
+    command.length_bytes = layout_->partition_bytes(0);
     return command;
   }
 
@@ -72,16 +72,16 @@ TEST_F(NodeStateProtection, GroupsThatAreNotThereAreRefused) {
     for (const uint32_t group : {2U, UINT32_MAX}) {
       Command command = Gradient();
       command.op = static_cast<uint16_t>(op);
-      command.group = group;
+      command.partition = group;
       EXPECT_EQ(ErrorFor(command), ErrorId::kRange);
     }
   }
 }
 
 TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
-  const uint64_t room = layout_->largest_group_bytes();  // group 0's bytes in whole cache lines
+  const uint64_t room = layout_->largest_gradient_bytes();  // group 0's bytes in whole cache lines
   const uint64_t arena = 4 * room;
-  const uint64_t length = layout_->group_bytes(0);
+  const uint64_t length = layout_->partition_bytes(0);
   for (const uint64_t offset :
        {arena, arena - room + 64, UINT64_MAX - 63, uint64_t{0} - room, uint64_t{1} << 63}) {
     Command command = Gradient();
@@ -101,7 +101,7 @@ TEST_F(NodeStateProtection, RangesAreCheckedWithoutOverflow) {
   Command last = Gradient();
   last.arena_offset_bytes = arena - room;
   node_.model().PutGradient(session_, last.arena_offset_bytes,
-                            {.session = session_, .rank = 0, .group = 0, .step = 1});
+                            {.session = session_, .rank = 0, .partition = 0, .step = 1});
   const uint64_t tag = node_.Command(session_, last);
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << "the last one that fits";
@@ -147,7 +147,7 @@ TEST_F(NodeStateProtection, ReadsOfStatesStayInTheirParameter) {
   EXPECT_EQ(refused(0, 0, 6), ErrorId::kRange) << "not whole elements";
   EXPECT_EQ(refused(0, 0, UINT64_MAX - 3), ErrorId::kRange);
   Command other = good;
-  other.group = 2;
+  other.partition = 2;
   EXPECT_EQ(ErrorFor(other), ErrorId::kRange) << "two parameters";
   good.element_offset = elems - 10;
   const uint64_t tag = node_.Command(session_, good);
@@ -194,7 +194,7 @@ std::string FaultOfALateGradient(bool fence) {
   options.disable_fence_for_test = !fence;
   NodeHarness node(options);
   // Of two pieces: what has arrived in order is added at once.
-  const uint64_t arena_bytes = 2 * layout->largest_group_bytes();
+  const uint64_t arena_bytes = 2 * layout->largest_gradient_bytes();
   const uint64_t old_first = node.Attach(layout, {.rank = 0, .grad_arena_bytes = arena_bytes});
   const uint64_t old_second = node.Attach(layout, {.rank = 1, .grad_arena_bytes = arena_bytes});
   node.End(old_second, EndCause::kLost);  // the generation ends; rank 0 has not noticed yet
@@ -231,7 +231,7 @@ std::string FaultOfAWildOffset(bool range_check) {
   command.op = static_cast<uint16_t>(Op::kGradReady);
   command.kind = static_cast<uint16_t>(GradKind::kPartial);
   command.step = 1;
-  command.length_bytes = layout->group_bytes(0);
+  command.length_bytes = layout->partition_bytes(0);
   command.arena_offset_bytes = uint64_t{1} << 40;
   node.Command(session, command);
   return node.fault();

@@ -272,7 +272,7 @@ TEST_F(NodeStateReader, AReaderDeliversNothingAndHasNoVote) {
   for (const auto op : {protocol::Op::kWriteInitial, protocol::Op::kInitialDone}) {
     protocol::Command command{};
     command.op = static_cast<uint16_t>(op);
-    command.length_bytes = op == protocol::Op::kWriteInitial ? layout_->group_bytes(0) : 0;
+    command.length_bytes = op == protocol::Op::kWriteInitial ? layout_->partition_bytes(0) : 0;
     EXPECT_EQ(node_.ErrorOf(node_.Command(reader_, command)), ErrorId::kRank);
   }
   EXPECT_EQ(node_.ErrorOf(node_.Fetch(reader_, 0)), ErrorId::kNone) << "its session goes on";

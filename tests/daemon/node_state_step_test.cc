@@ -330,7 +330,7 @@ TEST_F(NodeStateStep, AFetchWaitsForTheUpdateOfItsOwnGroupAlone) {
   EXPECT_EQ(node_.ErrorOf(last_group), ErrorId::kNone);
   const protocol::Completion& completion = node_.answer(last_group)->completion;
   EXPECT_EQ(completion.offset_bytes, layout_->groups()[2].weights_offset_bytes);
-  EXPECT_EQ(completion.length_bytes, layout_->group_bytes(2));
+  EXPECT_EQ(completion.length_bytes, layout_->partition_bytes(2));
 }
 
 TEST_F(NodeStateStep, AnUpdateRunsOnEachWorkerAndOneWaitsForIt) {

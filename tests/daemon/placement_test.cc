@@ -58,7 +58,7 @@ TEST(Placement, WeightsOfEveryPartitionAreInDramWhereTheLayoutHasThem) {
     const PartitionLocation location = placement.WherePartition(partition);
     EXPECT_EQ(location.tier, Tier::kDram);
     EXPECT_EQ(location.weights_offset_bytes, layout->groups()[partition].weights_offset_bytes);
-    EXPECT_EQ(location.bytes, layout->group_bytes(partition));
+    EXPECT_EQ(location.bytes, layout->partition_bytes(partition));
   }
 }
 

@@ -57,8 +57,8 @@ class RacingClient : public ::testing::Test {
       const std::vector<std::byte> values = testing::MakeValues(layout_, group, kSeed);
       std::memcpy((*raw)->grad().data(), values.data(), values.size());
       Command write = Make(Op::kWriteInitial);
-      write.group = group;
-      write.length_bytes = layout_.group_bytes(group);
+      write.partition = group;
+      write.length_bytes = layout_.partition_bytes(group);
       EXPECT_OK((*raw)->Ask(write));
     }
     EXPECT_OK((*raw)->Ask(Make(Op::kInitialDone)));
@@ -131,7 +131,7 @@ TEST_F(RacingClient, WhoOverwritesWhatIsBeingReadReachesNobodyElse) {
           command = Make(Op::kGradReady);
           command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
           command.step = step;
-          command.length_bytes = layout_.group_bytes(0);
+          command.length_bytes = layout_.partition_bytes(0);
         }
         ASSERT_OK_AND_ASSIGN(const protocol::Completion done, bad->Call(command));
         if (done.error == 0 && command.op == static_cast<uint16_t>(Op::kStep)) ++step;

@@ -37,7 +37,7 @@ class ChannelContract : public ::testing::TestWithParam<Make> {
     Command command{};
     command.tag = tag;
     command.op = static_cast<uint16_t>(Op::kFetch);
-    command.group = static_cast<uint32_t>(tag * 3);
+    command.partition = static_cast<uint32_t>(tag * 3);
     command.attempt = ~tag;
     return command;
   }
@@ -59,7 +59,7 @@ TEST_P(ChannelContract, DeliversEachEntryOnceAndInOrder) {
     ASSERT_OK_AND_ASSIGN(const auto command, ends_.server->Receive());
     ASSERT_TRUE(command.has_value());
     EXPECT_EQ(command->tag, tag);
-    EXPECT_EQ(command->group, static_cast<uint32_t>(tag * 3));
+    EXPECT_EQ(command->partition, static_cast<uint32_t>(tag * 3));
     EXPECT_EQ(command->attempt, ~tag);
     ASSERT_OK(ends_.server->Send(Answered(tag)));
     ASSERT_OK_AND_ASSIGN(const auto completion, ends_.client->Receive());

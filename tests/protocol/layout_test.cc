@@ -4,6 +4,7 @@
 
 #include "protocol/layout.h"
 
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 namespace forebay::protocol {
 namespace {
 
+using ::testing::AllOf;
 using testing::HasError;
 using ::testing::HasSubstr;
 
@@ -32,9 +34,9 @@ TEST(Layout, PadsStatesAlone) {
   ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(Small()));
   EXPECT_EQ(layout.params()[1].offset_elems, 15U);
   EXPECT_EQ(layout.groups()[0].elems, 16U);
-  EXPECT_EQ(layout.group_bytes(0), 64U);
+  EXPECT_EQ(layout.partition_bytes(0), 64U);
   EXPECT_EQ(layout.groups()[1].weights_offset_bytes, 4096U);
-  EXPECT_EQ(layout.largest_group_bytes(), 832U) << "800 bytes in whole cache lines";
+  EXPECT_EQ(layout.largest_gradient_bytes(), 832U) << "800 bytes in whole cache lines";
   EXPECT_EQ(layout.weights_bytes(), 8192U);
   EXPECT_EQ(layout.total_elems(), 216U);
   ASSERT_EQ(layout.boxes().size(), 3U);
@@ -97,6 +99,109 @@ TEST(Layout, NamesTheFirstDifference) {
   other = Small();
   other.group_names[1] = "c";
   EXPECT_NE(Layout::Difference(Small(), other), "");
+}
+
+// Two owners: three rows and two of a.weight, a.bias of owner 1, b.weight in halves.
+LayoutSpec Sharded() {
+  LayoutSpec spec = Small();
+  spec.params[0].shape = {5, 3};
+  spec.partitions = {
+      {.group = 0, .owner = 0, .replica = 0, .boxes = {{0, 0, 9, 9, 1}}},
+      {.group = 0, .owner = 1, .replica = 0, .boxes = {{0, 9, 6, 6, 1}, {1, 0, 1, 1, 1}}},
+      {.group = 1, .owner = 0, .replica = 0, .boxes = {{2, 0, 100, 100, 1}}},
+      {.group = 1, .owner = 1, .replica = 0, .boxes = {{2, 100, 100, 100, 1}}}};
+  return spec;
+}
+
+TEST(Layout, GradientsHaveTheDTypeOfTheWeightsOrFloat32) {
+  const DType dtypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  for (const DType weights : dtypes) {
+    LayoutSpec spec = Small();
+    spec.dtype = weights;
+    ASSERT_OK_AND_ASSIGN(const Layout same, Layout::Create(spec));
+    EXPECT_EQ(same.grad_dtype(), weights) << "where it is left out";
+    for (const DType gradients : {dtypes[0], dtypes[1], dtypes[2], DType::kInt16}) {
+      SCOPED_TRACE(std::string(Name(weights)) + " " + std::string(Name(gradients)));
+      spec.grad_dtype = gradients;
+      const absl::StatusOr<Layout> layout = Layout::Create(spec);
+      if (gradients == weights || gradients == DType::kFloat32) {
+        ASSERT_OK(layout);
+        EXPECT_EQ(layout->grad_dtype(), gradients);
+      } else {
+        EXPECT_THAT(layout, HasError(ErrorId::kOption));
+      }
+    }
+  }
+}
+
+TEST(Layout, CountsTheBytesOfGradientsApartFromThoseOfWeights) {
+  LayoutSpec spec = Sharded();
+  spec.dtype = DType::kBFloat16;
+  for (const bool wide : {false, true}) {
+    if (wide) spec.grad_dtype = DType::kFloat32;
+    ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(spec));
+    const uint64_t elems[] = {9, 7, 100, 100};
+    for (uint32_t partition = 0; partition < 4; ++partition) {
+      EXPECT_EQ(layout.partition_bytes(partition), 2 * elems[partition]);
+      EXPECT_EQ(layout.gradient_bytes(partition), (wide ? 4 : 2) * elems[partition]);
+    }
+    // 200 and 400 bytes in whole cache lines: of a partition, not of a group.
+    EXPECT_EQ(layout.largest_gradient_bytes(), wide ? 448U : 256U);
+    EXPECT_EQ(layout.weights_bytes(), 4 * 4096U) << "of weights alone";
+  }
+}
+
+TEST(Layout, NamesAPartitionByItsGroupAndOwner) {
+  ASSERT_OK_AND_ASSIGN(const Layout shared, Layout::Create(Small()));
+  EXPECT_EQ(shared.PartitionName(1), "b");
+  EXPECT_EQ(shared.DescribePartition(1), "group 1 (b)");
+  ASSERT_OK_AND_ASSIGN(const Layout sharded, Layout::Create(Sharded()));
+  EXPECT_EQ(sharded.PartitionName(1), "a of rank 1");
+  EXPECT_EQ(sharded.PartitionName(2), "b of rank 0");
+  EXPECT_EQ(sharded.DescribePartition(2), "group 1 (b of rank 0)");
+}
+
+TEST(Layout, GivesTheBoxesOfAPartition) {
+  ASSERT_OK_AND_ASSIGN(const Layout layout, Layout::Create(Sharded()));
+  ASSERT_EQ(layout.boxes_of(1).size(), 2U);
+  EXPECT_EQ(layout.boxes_of(1)[0].box, Sharded().partitions[1].boxes[0]);
+  EXPECT_EQ(layout.boxes_of(1)[1].partition_elem, 6U);
+  ASSERT_EQ(layout.boxes_of(3).size(), 1U);
+  EXPECT_EQ(layout.boxes_of(3)[0].box.first_elem, 100U);
+}
+
+TEST(Layout, RefusesPartitionsForAnOptimizerThatNeedsWholeParameters) {
+  for (int number = 1; number <= static_cast<int>(Optimizer::kLamb); ++number) {
+    LayoutSpec spec = Sharded();
+    spec.optimizer = static_cast<Optimizer>(number);
+    const absl::Status status = Layout::Create(spec).status();
+    if (spec.optimizer == Optimizer::kLamb) {
+      EXPECT_THAT(status, HasError(ErrorId::kUnsupported));
+    } else {
+      EXPECT_OK(status);
+    }
+    spec.partitions.clear();
+    EXPECT_OK(Layout::Create(spec));
+  }
+}
+
+TEST(Layout, NamesADifferenceInGradientsAndPartitions) {
+  LayoutSpec other = Small();
+  other.grad_dtype = DType::kFloat32;
+  EXPECT_EQ(Layout::Difference(Small(), other), "") << "left out, it is that of the weights";
+  LayoutSpec narrow = Small();
+  narrow.dtype = other.dtype = DType::kBFloat16;
+  EXPECT_THAT(Layout::Difference(narrow, other),
+              AllOf(HasSubstr("gradients"), HasSubstr("bfloat16"), HasSubstr("float32")));
+  LayoutSpec shared = Sharded();
+  shared.partitions.clear();
+  EXPECT_EQ(Layout::Difference(shared, Sharded()),
+            "attachment: the job has shared, this client wants sharded");
+  EXPECT_EQ(Layout::Difference(Sharded(), shared),
+            "attachment: the job has sharded, this client wants shared");
+  LayoutSpec swapped = Sharded();
+  swapped.partitions.pop_back();
+  EXPECT_THAT(Layout::Difference(Sharded(), swapped), HasSubstr("partitions"));
 }
 
 TEST(LayoutCodec, GivesBackWhatWasEncoded) {
@@ -178,6 +283,19 @@ TEST(LayoutCodec, CarriesPartitionsAndFrozenParameters) {
   ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(spec));
   ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(bytes));
   EXPECT_EQ(decoded, spec);
+}
+
+TEST(LayoutCodec, CarriesTheDTypeOfGradients) {
+  LayoutSpec spec = Small();
+  spec.dtype = DType::kBFloat16;
+  for (const std::optional<DType> dtype :
+       {std::optional<DType>(), std::optional(DType::kBFloat16), std::optional(DType::kFloat32)}) {
+    spec.grad_dtype = dtype;
+    ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLayout(spec));
+    ASSERT_OK_AND_ASSIGN(const LayoutSpec decoded, DecodeLayout(bytes));
+    EXPECT_EQ(decoded.grad_dtype, dtype);
+    EXPECT_EQ(decoded, spec);
+  }
 }
 
 TEST(LayoutCodec, CarriesTheSeed) {

@@ -1,5 +1,6 @@
 #include "tests/support/node_harness.h"
 
+#include <algorithm>
 #include <utility>
 #include <variant>
 
@@ -38,6 +39,64 @@ std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
                              .shape = {elems},
                              .group = group,
                              .param_group = 0});
+    }
+    spec.group_names.push_back(absl::StrCat("g", group));
+  }
+  absl::StatusOr<protocol::Layout> layout = protocol::Layout::Create(std::move(spec));
+  FOREBAY_CHECK(layout.ok());
+  return std::make_shared<const protocol::Layout>(*std::move(layout));
+}
+
+namespace {
+
+// What rank `rank` holds of a parameter; empty where nothing is left for it.
+std::optional<protocol::BoxSpec> ShardOf(uint32_t param, const ShardedParam& shape, uint64_t ranks,
+                                         uint64_t rank) {
+  const bool by_rows = shape.cut == ShardCut::kRows;
+  const uint64_t cut_elems = by_rows ? shape.rows : shape.columns;
+  const uint64_t chunk_elems = (cut_elems + ranks - 1) / ranks;
+  const uint64_t begin = std::min(rank * chunk_elems, cut_elems);
+  const uint64_t count = std::min(begin + chunk_elems, cut_elems) - begin;
+  if (count == 0) return std::nullopt;
+  if (by_rows || count == shape.columns) {
+    const uint64_t elems = by_rows ? count * shape.columns : shape.rows * count;
+    return protocol::BoxSpec{.param = param,
+                             .first_elem = begin * shape.columns,
+                             .run_elems = elems,
+                             .stride_elems = elems,
+                             .runs = 1};
+  }
+  return protocol::BoxSpec{.param = param,
+                           .first_elem = begin,
+                           .run_elems = count,
+                           .stride_elems = shape.rows == 1 ? count : shape.columns,
+                           .runs = shape.rows};
+}
+
+}  // namespace
+
+std::shared_ptr<const protocol::Layout> MakeShardedLayout(
+    const std::vector<std::vector<ShardedParam>>& groups, const ShardedLayoutOptions& options) {
+  protocol::LayoutSpec spec;
+  spec.dtype = options.dtype;
+  spec.grad_dtype = options.grad_dtype;
+  spec.format = options.format;
+  for (uint32_t group = 0; group < groups.size(); ++group) {
+    const auto first_param = static_cast<uint32_t>(spec.params.size());
+    for (const ShardedParam& param : groups[group]) {
+      spec.params.push_back({.name = absl::StrCat("p", spec.params.size()),
+                             .shape = {param.rows, param.columns},
+                             .group = group,
+                             .param_group = 0,
+                             .trainable = param.trainable});
+    }
+    for (uint32_t rank = 0; rank < options.ranks; ++rank) {
+      protocol::PartitionSpec partition{.group = group, .owner = rank, .replica = 0, .boxes = {}};
+      for (uint32_t i = 0; i < groups[group].size(); ++i) {
+        const auto box = ShardOf(first_param + i, groups[group][i], options.ranks, rank);
+        if (box) partition.boxes.push_back(*box);
+      }
+      if (!partition.boxes.empty()) spec.partitions.push_back(std::move(partition));
     }
     spec.group_names.push_back(absl::StrCat("g", group));
   }
@@ -133,7 +192,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                                     const AttachRequest& request) {
   const uint64_t session = ++last_session_;
   const uint64_t default_bytes =
-      request.reader ? protocol::kPageBytes : 4 * layout->largest_group_bytes();
+      request.reader ? protocol::kPageBytes : 4 * layout->largest_gradient_bytes();
   const uint64_t grad_bytes =
       request.grad_arena_bytes != 0 ? request.grad_arena_bytes : default_bytes;
   SessionInfo& info = sessions_[session];
@@ -159,27 +218,45 @@ uint64_t NodeHarness::AttachReader(const std::shared_ptr<const protocol::Layout>
   return Attach(layout, {.reader = true});
 }
 
-uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layout,
-                             const AttachRequest& request) {
+uint64_t NodeHarness::AttachOnly(const std::shared_ptr<const protocol::Layout>& layout,
+                                 const AttachRequest& request) {
   const uint64_t session = RequestAttach(layout, request);
   RunTasks();
   Send(SessionMapped{.session = session});
   const AnswerAttach* answer = attached(session);
   if (answer != nullptr && answer->status.ok()) SetAttempt(session, answer->attempt);
+  return session;
+}
+
+uint64_t NodeHarness::Attach(const std::shared_ptr<const protocol::Layout>& layout,
+                             const AttachRequest& request) {
+  const uint64_t session = AttachOnly(layout, request);
+  const AnswerAttach* answer = attached(session);
   if (answer == nullptr || !answer->status.ok() || !answer->writes_initial) return session;
-  for (uint32_t group = 0; group < layout->groups().size(); ++group) {
-    protocol::Command command{};
-    command.op = static_cast<uint16_t>(Op::kWriteInitial);
-    command.group = group;
-    command.length_bytes = layout->group_bytes(group);
-    Command(session, command);
+  for (uint32_t partition = 0; partition < layout->partitions().size(); ++partition) {
+    const bool writes =
+        layout->is_shared() || layout->partitions()[partition].owner == request.rank;
+    if (!writes) continue;
+    WriteInitial(session, partition);
     RunTasks();
   }
-  protocol::Command done{};
-  done.op = static_cast<uint16_t>(Op::kInitialDone);
-  Command(session, done);
+  InitialDone(session);
   RunTasks();
   return session;
+}
+
+uint64_t NodeHarness::WriteInitial(uint64_t session, uint32_t partition) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kWriteInitial);
+  command.partition = partition;
+  command.length_bytes = InfoOf(session).layout->partition_bytes(partition);
+  return Command(session, command);
+}
+
+uint64_t NodeHarness::InitialDone(uint64_t session) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kInitialDone);
+  return Command(session, command);
 }
 
 const AnswerAttach* NodeHarness::attached(uint64_t session) const {
@@ -193,10 +270,10 @@ uint64_t NodeHarness::Command(uint64_t session, protocol::Command command) {
   return command.tag;
 }
 
-uint64_t NodeHarness::Fetch(uint64_t session, uint32_t group) {
+uint64_t NodeHarness::Fetch(uint64_t session, uint32_t partition) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kFetch);
-  command.group = group;
+  command.partition = partition;
   return Command(session, command);
 }
 
@@ -240,26 +317,29 @@ void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
   info.presence.assign(info.presence.size(), 0);
 }
 
-uint64_t NodeHarness::Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite) {
-  const uint64_t elems = InfoOf(session).layout->groups()[group].elems;
-  return GradientRange(session, group, 0, elems, step, finite);
+uint64_t NodeHarness::Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite) {
+  const uint64_t elems = InfoOf(session).layout->partitions()[partition].elems;
+  return GradientRange(session, partition, 0, elems, step, finite);
 }
 
-uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t group, uint64_t begin, uint64_t end,
-                                    uint64_t step, bool finite) {
+uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t partition, uint64_t begin,
+                                    uint64_t end, uint64_t step, bool finite) {
   const SessionInfo& info = InfoOf(session);
-  const auto params = info.layout->params();
-  for (uint32_t i = info.layout->groups()[group].param_begin;
-       i < info.layout->groups()[group].param_end; ++i) {
+  const protocol::Layout& layout = *info.layout;
+  for (const protocol::BoxPlace& place : layout.boxes_of(partition)) {
     const bool wholly =
-        begin <= params[i].offset_elems && params[i].offset_elems + params[i].elems <= end;
-    if (wholly) SetPresent(session, i, true);
+        begin <= place.partition_elem && place.partition_elem + place.box.elems() <= end;
+    if (wholly && layout.params()[place.box.param].trainable) {
+      SetPresent(session, place.box.param, true);
+    }
   }
-  const uint64_t width = protocol::SizeBytes(info.layout->spec().dtype);
+  const auto kind =
+      layout.is_shared() ? protocol::GradKind::kPartial : protocol::GradKind::kReduced;
+  const uint64_t width = protocol::SizeBytes(layout.grad_dtype());
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
-  command.group = group;
+  command.kind = static_cast<uint16_t>(kind);
+  command.partition = partition;
   command.step = step;
   command.attempt = info.attempt;
   command.element_offset = begin;
@@ -268,7 +348,7 @@ uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t group, uint64_t b
   model_.PutGradient(session, command.arena_offset_bytes,
                      {.session = session,
                       .rank = info.rank,
-                      .group = group,
+                      .partition = partition,
                       .begin = begin,
                       .end = end,
                       .step = step,
@@ -311,11 +391,11 @@ uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
   return 0;
 }
 
-uint64_t NodeHarness::ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems) {
+uint64_t NodeHarness::ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kReadState);
   command.kind = 1;  // exp_avg_sq
-  command.group = group;
+  command.partition = param;
   command.element_offset = first;
   command.length_bytes = elems * 4;
   return Command(session, command);

@@ -27,6 +27,29 @@ std::shared_ptr<const protocol::Layout> MakeLayoutOfParams(
     const std::vector<std::vector<uint64_t>>& param_elems,
     protocol::DType dtype = protocol::DType::kFloat32);
 
+// What a sharded layout cuts a parameter along: rows, as torch.chunk does on dimension 0 (the last
+// shards may be shorter or empty), or columns, which gives each owner a strided box.
+enum class ShardCut { kRows, kColumns };
+
+struct ShardedParam {
+  uint64_t rows = 0;
+  uint64_t columns = 1;
+  ShardCut cut = ShardCut::kRows;
+  bool trainable = true;
+};
+
+struct ShardedLayoutOptions {
+  uint32_t ranks = 2;
+  protocol::DType dtype = protocol::DType::kFloat32;
+  std::optional<protocol::DType> grad_dtype = {};
+  protocol::Format format = protocol::Format::kFp32;
+};
+
+// Parameters by group, each cut over the ranks. A rank without an element of a group has no partition
+// of it.
+std::shared_ptr<const protocol::Layout> MakeShardedLayout(
+    const std::vector<std::vector<ShardedParam>>& groups, const ShardedLayoutOptions& options = {});
+
 // Swap paths with so many bytes for data.
 nvme::SlotMap SwapPaths(const std::vector<uint64_t>& path_bytes);
 
@@ -93,9 +116,16 @@ class NodeHarness {
   // Sends AttachRequested only.
   uint64_t RequestAttach(std::shared_ptr<const protocol::Layout> layout,
                          const AttachRequest& request);
-  // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters.
+  // Attaches, runs all tasks and maps; for a fresh job, also writes the initial parameters: of a
+  // sharded one the rank's own, and its kInitialDone waits until every rank is attached.
   uint64_t Attach(const std::shared_ptr<const protocol::Layout>& layout,
                   const AttachRequest& request);
+  // The same without the initial parameters.
+  uint64_t AttachOnly(const std::shared_ptr<const protocol::Layout>& layout,
+                      const AttachRequest& request);
+  // The whole partition, in one piece.
+  uint64_t WriteInitial(uint64_t session, uint32_t partition);
+  uint64_t InitialDone(uint64_t session);
   const daemon::AnswerAttach* attached(uint64_t session) const;
   bool is_closed(uint64_t session) const { return closed_.contains(session); }
   const absl::Status& close_reason(uint64_t session) const { return closed_.at(session); }
@@ -105,14 +135,14 @@ class NodeHarness {
 
   // Commands; each returns its tag.
   uint64_t Command(uint64_t session, protocol::Command command);
-  uint64_t Fetch(uint64_t session, uint32_t group);
+  uint64_t Fetch(uint64_t session, uint32_t partition);
   uint64_t Release(uint64_t session, uint64_t lease);
   // Of a fetch that was answered with a lease.
   void ReleaseFetched(uint64_t session, uint64_t fetch_tag);
-  // Delivers a whole group, which gives all its parameters a gradient; or a range of elements and
-  // those of its parameters that it holds wholly.
-  uint64_t Gradient(uint64_t session, uint32_t group, uint64_t step, bool finite = true);
-  uint64_t GradientRange(uint64_t session, uint32_t group, uint64_t begin, uint64_t end,
+  // Delivers a whole partition (of a shared layout: group), which gives all its trainable parameters a
+  // gradient; or a range of elements and those of its parameters of whose boxes it holds all.
+  uint64_t Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite = true);
+  uint64_t GradientRange(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
                          uint64_t step, bool finite = true);
   // What the rank's next step calls say.
   void SetPresent(uint64_t session, uint32_t param, bool present);
@@ -120,7 +150,7 @@ class NodeHarness {
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
-  uint64_t ReadState(uint64_t session, uint32_t group, uint64_t first, uint64_t elems);
+  uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
   // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);
 

@@ -389,17 +389,17 @@ void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
   jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
 }
 
-// Sums lie one group after the other, each from a cache line on.
+// Sums lie one partition after the other, each from a cache line on.
 NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                               uint64_t offset_bytes) {
   const uint64_t width = protocol::SizeBytes(sum_dtype);
-  uint32_t group = 0;
+  uint32_t partition = 0;
   while (true) {
-    const uint64_t bytes =
-        protocol::RoundUp(job.layout->groups()[group].elems * width, protocol::kCacheLineBytes);
-    if (offset_bytes < bytes) return {.group = group, .elem = offset_bytes / width};
+    const uint64_t elems = job.layout->partitions()[partition].elems;
+    const uint64_t bytes = protocol::RoundUp(elems * width, protocol::kCacheLineBytes);
+    if (offset_bytes < bytes) return {.partition = partition, .elem = offset_bytes / width};
     offset_bytes -= bytes;
-    ++group;
+    ++partition;
   }
 }
 
@@ -429,7 +429,7 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
   if (done.count > 0) return;
   for (uint64_t elem = 0; elem < a.elems; elem += protocol::kGradUnitElems) {
     const uint64_t unit = (place.elem + elem) / protocol::kGradUnitElems;
-    std::vector<GradientToken>& sum = job.accumulators[{place.group, unit}];
+    std::vector<GradientToken>& sum = job.accumulators[{place.partition, unit}];
     if (a.assign) sum.clear();
     sum.insert(sum.end(), tokens.begin(), tokens.end());
   }
@@ -440,7 +440,8 @@ void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
   const ElemPlace place =
       AccumulatorAt(jobs_[a.job], protocol::DType::kFloat32, a.accumulator_offset_bytes);
   const uint64_t unit = place.elem / protocol::kGradUnitElems;
-  done.squares.AddChunk(static_cast<double>(jobs_[a.job].accumulators[{place.group, unit}].size()));
+  const auto& sum = jobs_[a.job].accumulators[{place.partition, unit}];
+  done.squares.AddChunk(static_cast<double>(sum.size()));
 }
 
 void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
@@ -448,17 +449,36 @@ void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
       a.place.slot ? disk_[*a.place.slot] : BlockToken{.job = a.job, .block = UINT64_MAX};
 }
 
-uint32_t NodeModel::ParamAt(const JobMemory& job, uint64_t weights_offset_bytes) const {
+std::optional<NodeModel::ElemPlace> NodeModel::WeightsAt(const JobMemory& job,
+                                                         uint64_t weights_offset_bytes) {
   const uint64_t width = protocol::SizeBytes(job.layout->spec().dtype);
-  const auto params = job.layout->params();
-  for (uint32_t i = 0; i < params.size(); ++i) {
-    const uint64_t begin =
-        job.layout->groups()[params[i].group].weights_offset_bytes + params[i].offset_elems * width;
-    if (weights_offset_bytes >= begin && weights_offset_bytes < begin + params[i].elems * width) {
-      return i;
+  const auto partitions = job.layout->partitions();
+  uint64_t owner_begin = 0;
+  for (const protocol::OwnerPlace& owner : job.layout->owners()) {
+    for (uint32_t i = 0; i < partitions.size(); ++i) {
+      const uint64_t begin = owner_begin + partitions[i].weights_offset_bytes;
+      const uint64_t end = begin + partitions[i].elems * width;
+      if (partitions[i].owner != owner.owner) continue;
+      if (weights_offset_bytes < begin || weights_offset_bytes >= end) continue;
+      return ElemPlace{.partition = i, .elem = (weights_offset_bytes - begin) / width};
     }
+    owner_begin += owner.weights_bytes;
   }
-  return UINT32_MAX;
+  return std::nullopt;
+}
+
+// Weights and gradient of a segment are of the same elements, and those are its parameter's.
+void NodeModel::CheckElems(const JobMemory& job, const UpdateSegment& segment,
+                           const ElemPlace& place) {
+  if (WeightsAt(job, segment.weights_offset_bytes) != place) {
+    Fault("a segment takes the gradient of other weights");
+  }
+  const auto boxes = job.layout->boxes_of(place.partition);
+  const bool found = std::any_of(boxes.begin(), boxes.end(), [&](const auto& box_place) {
+    return box_place.box.param == segment.param && box_place.partition_elem <= place.elem &&
+           place.elem + segment.elems <= box_place.partition_elem + box_place.box.elems();
+  });
+  if (!found) Fault("a segment is not that of its parameter");
 }
 
 void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
@@ -481,14 +501,14 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
       done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
       continue;
     }
-    const uint32_t param = ParamAt(job, segment.weights_offset_bytes);
-    if (param != segment.param) Fault("a segment is not that of its parameter");
     const ElemPlace place = AccumulatorAt(job, a.sum_dtype, segment.accumulator_offset_bytes);
-    job.updated_elems[param] += segment.elems;
+    CheckElems(job, segment, place);
+    job.updated_elems[segment.param] += segment.elems;
     for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
          elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
-      const auto& tokens = job.accumulators[{place.group, elem / protocol::kGradUnitElems}];
-      const auto [used, first] = job.used.emplace(param, tokens);
+      const auto& tokens = job.accumulators[{place.partition, elem / protocol::kGradUnitElems}];
+      const auto [used, first] =
+          job.used.emplace(std::pair(segment.param, place.partition), tokens);
       if (first) continue;
       // Of the ranks that are in every unit: others had a gradient of a neighbour alone.
       std::erase_if(used->second, [&tokens](const GradientToken& token) {
@@ -532,17 +552,22 @@ void NodeModel::Committed(const StepCommitted& a) {
                          " of ", job.layout->params()[param].elems));
     }
   }
-  for (const auto& [param, tokens] : job.used) {
+  job.committed.clear();
+  for (const auto& [of, tokens] : std::exchange(job.used, {})) {
+    const auto& [param, partition] = of;
+    const protocol::PartitionPlace& place = job.layout->partitions()[partition];
     for (size_t i = 0; i < tokens.size(); ++i) {
       if (i > 0 && tokens[i].rank <= tokens[i - 1].rank) Fault("ranks were not added in order");
       if (tokens[i].step != a.step) Fault("a gradient of another step was used");
       if (tokens[i].attempt != tokens[0].attempt) Fault("gradients of two attempts were used");
-      if (tokens[i].group != job.layout->params()[param].group) {
-        Fault("a gradient of another group was used");
+      if (tokens[i].partition != partition) Fault("a gradient of another partition was used");
+      if (!job.layout->is_shared() && tokens[i].rank != place.owner) {
+        Fault("a gradient of a rank that does not own the partition was used");
       }
     }
+    auto& committed = job.committed[param];
+    committed.insert(committed.end(), tokens.begin(), tokens.end());
   }
-  job.committed = std::exchange(job.used, {});
   job.updated_elems.clear();
 }
 

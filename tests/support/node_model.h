@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -25,8 +26,8 @@ namespace forebay::testing {
 struct GradientToken {
   uint64_t session = 0;
   uint32_t rank = 0;
-  uint32_t group = 0;
-  uint64_t begin = 0;  // elements of the group
+  uint32_t partition = 0;
+  uint64_t begin = 0;  // elements of the partition
   uint64_t end = 0;
   uint64_t step = 0;
   uint64_t attempt = 0;  // raised by the client whenever it repeats a step
@@ -71,7 +72,8 @@ class NodeModel {
   void ReleaseWeightsOfJob(uint64_t job);
   void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
 
-  // What was added to the accumulators that the last committed step of a job has used, by parameter.
+  // What was added to the accumulators that the last committed step of a job has used, by parameter;
+  // of a sharded one, its partitions' in their order.
   using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
   const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
   uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
@@ -99,13 +101,14 @@ class NodeModel {
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
     std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
-    // By group and unit of kGradUnitElems.
+    // By partition and unit of kGradUnitElems.
     std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>> accumulators;
     std::map<uint64_t, nvme::Slot> written;      // by block, in this step
     std::map<uint64_t, nvme::Slot> published;    // by block
     std::map<uint64_t, BlockToken> resident;     // by offset in the state arena
     std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
-    Gradients used;                              // in this step
+    // By parameter and partition, in this step.
+    std::map<std::pair<uint32_t, uint32_t>, std::vector<GradientToken>> used;
     Gradients committed;
 
     bool HasBlockIn(const nvme::Slot& slot) const {
@@ -138,17 +141,22 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  // The group and its first element at an offset of the accumulators, which lie side by side.
   struct ElemPlace {
-    uint32_t group = 0;
+    uint32_t partition = 0;
     uint64_t elem = 0;
+
+    bool operator==(const ElemPlace&) const = default;
   };
+  // The element at an offset of the accumulators, which lie side by side.
   static ElemPlace AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                  uint64_t offset_bytes);
   // The contribution whose bytes lie at an offset of a session's arena or of the overflow.
   static GradientToken TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
                                uint64_t offset_bytes);
-  uint32_t ParamAt(const JobMemory& job, uint64_t weights_offset_bytes) const;
+  // The element at an offset of the weights, in which owners lie side by side; of no partition: none.
+  static std::optional<ElemPlace> WeightsAt(const JobMemory& job, uint64_t weights_offset_bytes);
+  void CheckElems(const JobMemory& job, const daemon::UpdateSegment& segment,
+                  const ElemPlace& place);
 
   void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);

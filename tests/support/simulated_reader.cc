@@ -44,7 +44,7 @@ void SimulatedReader::End(EndCause cause) {
 
 void SimulatedReader::Send(protocol::Command command) {
   command.tag = wires_.new_tag();
-  if (command.op == static_cast<uint16_t>(Op::kFetch)) fetching_[command.tag] = command.group;
+  if (command.op == static_cast<uint16_t>(Op::kFetch)) fetching_[command.tag] = command.partition;
   wires_.send(CommandArrived{.session = session_, .command = command});
 }
 
@@ -72,7 +72,7 @@ void SimulatedReader::Act(SimulationRandom& random, bool chaos) {
     return;
   }
   protocol::Command command{};
-  command.group = static_cast<uint32_t>(random.Below(layout_->groups().size()));
+  command.partition = static_cast<uint32_t>(random.Below(layout_->groups().size()));
   switch (random.Below(10)) {
     case 0:
       if (random.OneIn(chaos ? 20 : 50)) {
@@ -83,7 +83,7 @@ void SimulatedReader::Act(SimulationRandom& random, bool chaos) {
       if (!chaos) return;
       command.op = static_cast<uint16_t>(1 + random.Below(7));
       command.step = random.Below(4);
-      command.length_bytes = random.OneIn(2) ? layout_->group_bytes(command.group) : 0;
+      command.length_bytes = random.OneIn(2) ? layout_->partition_bytes(command.partition) : 0;
       if (command.op != static_cast<uint16_t>(Op::kRelease)) Send(command);
       return;
     case 2:

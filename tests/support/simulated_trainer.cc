@@ -21,7 +21,7 @@ SimulatedTrainer::SimulatedTrainer(std::string job, Rank rank,
       layout_(std::move(layout)),
       wires_(std::move(wires)),
       grad_arena_bytes_(2 *
-                        std::min(layout_->largest_group_bytes(), protocol::kGradPieceBytesMax)) {}
+                        std::min(layout_->largest_gradient_bytes(), protocol::kGradPieceBytesMax)) {}
 
 void SimulatedTrainer::Attach() {
   session_ = wires_.new_session();
@@ -138,7 +138,7 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(random.Below(9));
   command.kind = static_cast<uint16_t>(random.Below(4));
-  command.group = static_cast<uint32_t>(random.Below(layout_->groups().size() + 1));
+  command.partition = static_cast<uint32_t>(random.Below(layout_->groups().size() + 1));
   command.step = random.OneIn(2) ? random.Below(3) : committed_ + 2;
   const uint64_t wild[] = {0, 1, 64, 1 << 20, UINT64_MAX, UINT64_MAX - 63};
   command.arena_offset_bytes = wild[random.Below(6)];
@@ -154,10 +154,10 @@ void SimulatedTrainer::SendGarbage(SimulationRandom& random, uint64_t session) {
     if (command.op == static_cast<uint16_t>(Op::kInitialDone)) command.attempt = 1;
   } else if (command.op == static_cast<uint16_t>(Op::kGradReady) && random.OneIn(2)) {
     command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
-    command.group %= static_cast<uint32_t>(layout_->groups().size());
+    command.partition %= static_cast<uint32_t>(layout_->groups().size());
     command.step = committed_ + 1;
     command.arena_offset_bytes = 0;
-    command.length_bytes = layout_->group_bytes(command.group);
+    command.length_bytes = layout_->partition_bytes(command.partition);
     command.element_offset = 0;
     command.attempt = attempt_ + random.Below(2);
   }
@@ -170,8 +170,8 @@ void SimulatedTrainer::WriteInitial() {
   protocol::Command command{};
   if (initial_next_ < layout_->groups().size()) {
     command.op = static_cast<uint16_t>(Op::kWriteInitial);
-    command.group = initial_next_;
-    command.length_bytes = layout_->group_bytes(initial_next_);
+    command.partition = initial_next_;
+    command.length_bytes = layout_->partition_bytes(initial_next_);
     ++initial_next_;
     Send(session_, command, {.kind = Kind::kInitialWrite});
   } else if (initial_next_ == layout_->groups().size()) {
@@ -225,7 +225,7 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
   protocol::Command command{};
   if (what == 0) {
     command.op = static_cast<uint16_t>(Op::kFetch);
-    command.group = static_cast<uint32_t>(random.Below(layout_->groups().size()));
+    command.partition = static_cast<uint32_t>(random.Below(layout_->groups().size()));
     Send(session_, command, {.kind = Kind::kFetch});
   } else if (what == 1 && !leases_.empty()) {
     command.op = static_cast<uint16_t>(Op::kRelease);
@@ -234,7 +234,7 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
     Send(session_, command, {.kind = Kind::kOther});
   } else if (what == 2 && !stepping_) {
     command.op = static_cast<uint16_t>(Op::kReadState);
-    command.group = static_cast<uint32_t>(random.Below(layout_->groups().size()));
+    command.partition = static_cast<uint32_t>(random.Below(layout_->groups().size()));
     command.element_offset = random.Below(64);
     command.length_bytes = 4 * (1 + random.Below(64));
     if (in_arena_.empty()) Send(session_, command, {.kind = Kind::kOther});
@@ -279,7 +279,7 @@ bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
   wires_.model->PutGradient(session_, *offset,
                             {.session = session_,
                              .rank = rank_,
-                             .group = range.group,
+                             .partition = range.group,
                              .begin = range.begin,
                              .end = range.end,
                              .step = committed_ + 1,
@@ -288,7 +288,7 @@ bool SimulatedTrainer::SendGradient(SimulationRandom& random, bool chaos) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
   command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
-  command.group = range.group;
+  command.partition = range.group;
   command.step = committed_ + 1;
   command.attempt = attempt_;
   command.arena_offset_bytes = *offset;

@@ -1,0 +1,150 @@
+// A sharded job on a NodeHarness, and a layout with every kind of shard.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/units.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::testing {
+
+// Three groups over two ranks: p0 in uneven rows and p1 in columns, p2 of rank 0 alone, p3.
+// Partitions 0 and 1 are of group 0, partition 2 of group 1, partitions 3 and 4 of group 2.
+inline std::shared_ptr<const protocol::Layout> ThreeGroups() {
+  return MakeShardedLayout({{{.rows = 301}, {.rows = 20, .columns = 15, .cut = ShardCut::kColumns}},
+                            {{.rows = 1, .columns = 100}},
+                            {{.rows = 130}}});
+}
+
+// What the tests do with a job of `world_size` ranks; none is attached at first.
+class ShardedJob {
+ public:
+  ShardedJob(std::shared_ptr<const protocol::Layout> layout, uint32_t world_size,
+             daemon::NodeState::Options options = RoomyOptions())
+      : layout_(std::move(layout)), world_size_(world_size), node_(options, world_size) {}
+
+  // 0 bytes: as AttachRequest has it.
+  void AttachAll(uint64_t grad_arena_bytes = 0) {
+    sessions_.clear();
+    for (uint32_t rank = 0; rank < world_size_; ++rank) {
+      sessions_.push_back(
+          node_.Attach(layout_, {.rank = rank, .grad_arena_bytes = grad_arena_bytes}));
+      ASSERT_OK(StatusOf(sessions_.back()));
+    }
+    ASSERT_TRUE(View().ready);
+  }
+  // Nobody has written initial parameters.
+  void AttachWriters() {
+    sessions_.clear();
+    for (uint32_t rank = 0; rank < world_size_; ++rank) {
+      sessions_.push_back(node_.AttachOnly(layout_, {.rank = rank}));
+      ASSERT_OK(StatusOf(sessions_.back()));
+      EXPECT_TRUE(node_.attached(sessions_.back())->writes_initial);
+    }
+  }
+  std::vector<uint32_t> OwnedBy(uint32_t rank) const {
+    std::vector<uint32_t> owned;
+    for (uint32_t i = 0; i < layout_->partitions().size(); ++i) {
+      if (layout_->partitions()[i].owner == rank) owned.push_back(i);
+    }
+    return owned;
+  }
+  void WriteOwn(uint32_t rank) {
+    for (const uint32_t partition : OwnedBy(rank)) node_.WriteInitial(sessions_[rank], partition);
+    node_.RunTasks();
+  }
+  void DeliverOwn(uint32_t rank, uint64_t step) {
+    for (const uint32_t partition : OwnedBy(rank)) {
+      const uint64_t tag = node_.Gradient(sessions_[rank], partition, step);
+      node_.RunTasks();
+      EXPECT_EQ(node_.ErrorOf(tag), protocol::ErrorId::kNone);
+    }
+  }
+  // One call for each rank; the answers.
+  std::vector<protocol::ErrorId> StepAll(uint64_t step, double max_grad_norm = 0) {
+    tags_.clear();
+    for (const uint64_t session : sessions_) {
+      tags_.push_back(node_.Step(session, step, 0.1, max_grad_norm));
+    }
+    node_.RunTasks();
+    std::vector<protocol::ErrorId> errors;
+    for (const uint64_t tag : tags_) errors.push_back(node_.ErrorOf(tag));
+    return errors;
+  }
+  void TrainStep(uint64_t step) {
+    for (uint32_t rank = 0; rank < world_size_; ++rank) DeliverOwn(rank, step);
+    EXPECT_THAT(StepAll(step), ::testing::Each(protocol::ErrorId::kNone));
+    EXPECT_EQ(View().committed_step, step);
+  }
+  // Every partition is delivered by its owner; its workers report that sum of squares.
+  void DeliverSums(const std::vector<double>& sums) {
+    for (uint32_t i = 0; i < sums.size(); ++i) {
+      node_.Gradient(sessions_[layout_->partitions()[i].owner], i, 1);
+      ASSERT_EQ(node_.Running<daemon::AddGradients>().size(), 1U);
+      daemon::TaskDone done = node_.model().Finish(node_.Running<daemon::AddGradients>()[0].task);
+      done.squares = {};
+      done.squares.AddChunk(sums[i]);
+      node_.Send(done);
+    }
+  }
+
+  absl::Status StatusOf(uint64_t session) const {
+    const daemon::AnswerAttach* answer = node_.attached(session);
+    return answer == nullptr ? absl::UnavailableError("no answer yet") : answer->status;
+  }
+  std::string MessageOf(uint64_t tag) const {
+    const daemon::AnswerCommand* answer = node_.answer(tag);
+    return answer == nullptr ? "no answer yet" : std::string(answer->status.message());
+  }
+  daemon::JobView View() const { return *node_.FindJob("job"); }
+  // Of an element of a parameter, from the layout's boxes.
+  uint64_t WeightsOffset(uint32_t param, uint64_t elem) const {
+    const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+    for (const protocol::BoxPlace& place : layout_->boxes()) {
+      const protocol::BoxSpec& box = place.box;
+      for (uint64_t run = 0; run < box.runs && box.param == param; ++run) {
+        const uint64_t begin = box.first_elem + run * box.stride_elems;
+        if (elem < begin || elem >= begin + box.run_elems) continue;
+        const protocol::PartitionPlace& partition = layout_->partitions()[place.partition];
+        // Of two owners.
+        const uint64_t owner_begin = partition.owner == 0 ? 0 : layout_->owners()[0].weights_bytes;
+        return owner_begin + partition.weights_offset_bytes +
+               (place.partition_elem + run * box.run_elems + elem - begin) * width;
+      }
+    }
+    return UINT64_MAX;
+  }
+  // Partitions whose weights the update writes.
+  std::set<uint32_t> PartitionsOf(const daemon::UpdateBlock& update) {
+    std::set<uint32_t> partitions;
+    for (const daemon::UpdateSegment& segment : update.segments) {
+      const uint64_t offset = segment.accumulator_offset_bytes;
+      uint64_t end = 0;
+      for (uint32_t i = 0; i < layout_->partitions().size(); ++i) {
+        const uint64_t width = protocol::SizeBytes(update.sum_dtype);
+        end += protocol::RoundUp(layout_->partitions()[i].elems * width, protocol::kCacheLineBytes);
+        if (offset >= end) continue;
+        partitions.insert(i);
+        break;
+      }
+    }
+    return partitions;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_;
+  uint32_t world_size_;
+  NodeHarness node_;
+  std::vector<uint64_t> sessions_;
+  std::vector<uint64_t> tags_;  // of the last StepAll
+};
+
+}  // namespace forebay::testing
