@@ -103,6 +103,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   SessionParts parts{.job = options.job,
                      .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
                      .reader = options.reader,
+                     .rank = options.rank,
                      .connection = std::make_unique<Connection>(),
                      .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
                      .gauge = std::make_shared<internal::SessionGauge>(),
@@ -128,7 +129,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .layout = encoded},
                                    limits));
   parts.writes_initial = reply->getWritesInitial();
-  for (const uint32_t group : reply->getTrace()) parts.trace.push_back(group);
+  for (const uint32_t partition : reply->getTrace()) parts.trace.push_back(partition);
   parts.attempt = reply->getAttempt();
   parts.gauge->committed_step = reply->getCommittedStep();
   parts.step_region_offset = reply->getStepRegionOffset();
@@ -205,12 +206,14 @@ std::span<const std::byte> Attachment::rank0_extra_state() const {
 }
 std::span<const uint32_t> Attachment::trace() const { return state_->parts.trace; }
 const protocol::Layout& Attachment::layout() const { return *state_->parts.layout; }
-absl::Status Attachment::CheckGroup(uint32_t group) const { return state_->CheckGroup(group); }
+absl::Status Attachment::CheckPartition(uint32_t partition) const {
+  return state_->CheckPartition(partition);
+}
 std::span<const std::byte> Attachment::weights() const { return state_->parts.weights->bytes(); }
 
 std::span<const std::byte> Attachment::weights(uint32_t group) const {
   return weights().subspan(layout().groups()[group].weights_offset_bytes,
-                           layout().group_bytes(group));
+                           layout().partition_bytes(group));
 }
 
 std::shared_ptr<const void> Attachment::weights_owner() const { return state_->parts.weights; }

@@ -63,34 +63,35 @@ absl::StatusOr<StateIndex> IndexOf(const protocol::Layout& layout, const StateRa
 
 absl::Status UnknownTicket(const FetchTicket& ticket) {
   return MakeError(ErrorId::kLease,
-                   absl::StrCat("fetch ticket ", ticket.id, " of group ", ticket.group,
+                   absl::StrCat("fetch ticket ", ticket.id, " of partition ", ticket.partition,
                                 " was finished or cancelled, or is of another attachment"),
                    "finish or cancel each fetch once, in the session that started it");
 }
 
 }  // namespace
 
-absl::Status Attachment::WriteInitial(uint32_t group, std::span<const std::byte> bytes,
+absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::byte> bytes,
                                       Timeout timeout) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.CheckGroup(group));
-  const uint64_t group_bytes = s.parts.layout->group_bytes(group);
-  if (bytes.size() != group_bytes) {
-    return MakeError(ErrorId::kRange, absl::StrCat("group ", group, " has ", group_bytes,
-                                                   " bytes, not ", bytes.size()));
+  RETURN_IF_ERROR(s.CheckOwn(partition));
+  const uint64_t partition_bytes = s.parts.layout->partition_bytes(partition);
+  if (bytes.size() != partition_bytes) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(s.parts.layout->is_shared() ? "group " : "partition ", partition,
+                                  " has ", partition_bytes, " bytes, not ", bytes.size()));
   }
   const WaitLimits limits = s.Limits(timeout);
   const uint64_t piece_bytes_max = internal::PieceBytes(*s.parts.layout);
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
-  for (uint64_t begin = 0; begin < group_bytes; begin += piece_bytes_max) {
-    const uint64_t piece_bytes = std::min(piece_bytes_max, group_bytes - begin);
+  for (uint64_t begin = 0; begin < partition_bytes; begin += piece_bytes_max) {
+    const uint64_t piece_bytes = std::min(piece_bytes_max, partition_bytes - begin);
     ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(piece_bytes, limits));
     RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.subspan(begin, piece_bytes)));
-    Command command = MakeCommand(Op::kWriteInitial, group);
+    Command command = MakeCommand(Op::kWriteInitial, partition);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece_bytes;
     command.element_offset = begin / width;
@@ -107,33 +108,39 @@ absl::Status Attachment::InitialDone(Timeout timeout) {
   return s.Call(MakeCommand(Op::kInitialDone), nullptr, s.Limits(timeout)).status();
 }
 
-absl::StatusOr<Lease> Attachment::State::LeaseOf(uint32_t group, const Completion& completion) {
-  const uint64_t offset = parts.layout->groups()[group].weights_offset_bytes;
-  const uint64_t size = parts.layout->group_bytes(group);
-  if (completion.offset_bytes != offset || completion.length_bytes != size) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("group ", group, " lies at ", offset, " with ", size,
-                                  " bytes; the daemon says at ", completion.offset_bytes, " with ",
-                                  completion.length_bytes));
+absl::StatusOr<Lease> Attachment::State::LeaseOf(uint32_t partition, const Completion& completion) {
+  const protocol::Layout& layout = *parts.layout;
+  const uint64_t offset = completion.offset_bytes;
+  const uint64_t size = layout.partition_bytes(partition);
+  const uint64_t window_bytes = parts.weights->bytes().size();
+  const bool fits =
+      completion.length_bytes == size && offset <= window_bytes && size <= window_bytes - offset;
+  const bool is_there =
+      !layout.is_shared() || offset == layout.groups()[partition].weights_offset_bytes;
+  if (!fits || !is_there) {
+    return MakeError(
+        ErrorId::kProtocol,
+        absl::StrCat("partition ", partition, " has ", size, " bytes; the daemon says ",
+                     completion.length_bytes, " at ", offset, " of the window of ", window_bytes));
   }
   gauge.fetched_bytes += size;
   return Lease{.id = completion.lease_id,
-               .group = group,
+               .partition = partition,
                .bytes = parts.weights->bytes().subspan(offset, size)};
 }
 
-absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t group) {
+absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t partition) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
-  RETURN_IF_ERROR(s.CheckGroup(group));
+  RETURN_IF_ERROR(s.CheckPartition(partition));
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   ASSIGN_OR_RETURN(std::shared_ptr<internal::Answer> answer,
-                   s.Start(MakeCommand(Op::kFetch, group), s.Limits(s.parts.timeout)));
+                   s.Start(MakeCommand(Op::kFetch, partition), s.Limits(s.parts.timeout)));
   s.fetches.emplace(++s.last_ticket, std::move(answer));
-  return FetchTicket{.id = s.last_ticket, .group = group};
+  return FetchTicket{.id = s.last_ticket, .partition = partition};
 }
 
 absl::StatusOr<bool> Attachment::IsFetchDone(const FetchTicket& ticket) {
@@ -159,7 +166,7 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
   s.fetches.erase(fetch);
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   RETURN_IF_ERROR(answer->status);
-  return s.LeaseOf(ticket.group, answer->completion);
+  return s.LeaseOf(ticket.partition, answer->completion);
 }
 
 absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {
@@ -173,8 +180,8 @@ absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {
   return s.ReleaseOrphans(s.Limits(s.parts.timeout));
 }
 
-absl::StatusOr<Lease> Attachment::Fetch(uint32_t group, Timeout timeout) {
-  ASSIGN_OR_RETURN(const FetchTicket ticket, StartFetch(group));
+absl::StatusOr<Lease> Attachment::Fetch(uint32_t partition, Timeout timeout) {
+  ASSIGN_OR_RETURN(const FetchTicket ticket, StartFetch(partition));
   absl::StatusOr<Lease> lease = FinishFetch(ticket, timeout);
   const ErrorId id = protocol::IdOf(lease.status());
   // The lease of an answer that comes too late is given back.
@@ -188,7 +195,7 @@ absl::Status Attachment::Release(const Lease& lease) {
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_other);
   RETURN_IF_ERROR(s.port.Poll());
-  Command command = MakeCommand(Op::kRelease, lease.group);
+  Command command = MakeCommand(Op::kRelease, lease.partition);
   command.lease_id = lease.id;
   RETURN_IF_ERROR(s.Post(command, s.Limits(s.parts.timeout)));
   return s.KeptReleaseError();

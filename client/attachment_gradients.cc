@@ -25,25 +25,25 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t group, GradFill fill,
+absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t partition, GradFill fill,
                                                           Timeout timeout) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.CheckGroup(group));
+  RETURN_IF_ERROR(s.CheckOwn(partition));
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());
-  const auto found = s.open.find(group);
+  const auto found = s.open.find(partition);
   if (found != s.open.end()) return found->second.bytes;
   ASSIGN_OR_RETURN(State::OpenSlot slot,
-                   s.MakeSlot(s.parts.layout->group_bytes(group), s.Limits(timeout)));
+                   s.MakeSlot(s.parts.layout->gradient_bytes(partition), s.Limits(timeout)));
   if (slot.arena_offset.has_value() && fill == GradFill::kZero) {
     std::memset(slot.bytes.data(), 0, slot.bytes.size());
   }
   const std::span<std::byte> bytes = slot.bytes;
-  s.open.emplace(group, std::move(slot));
+  s.open.emplace(partition, std::move(slot));
   return bytes;
 }
 
@@ -72,43 +72,45 @@ absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint64_t
   return OpenSlot{.arena_offset = std::nullopt, .owner = std::move(own), .bytes = bytes};
 }
 
-std::shared_ptr<const void> Attachment::grad_owner(uint32_t group) {
+std::shared_ptr<const void> Attachment::grad_owner(uint32_t partition) {
   State& s = *state_;
   const CallLock lock(s);
-  const auto found = lock.status().ok() ? s.open.find(group) : s.open.end();
+  const auto found = lock.status().ok() ? s.open.find(partition) : s.open.end();
   return found == s.open.end() ? nullptr : found->second.owner;
 }
 
-absl::Status Attachment::GradReady(uint32_t group) {
+absl::Status Attachment::GradReady(uint32_t partition) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckGroup(group));
+  RETURN_IF_ERROR(s.CheckOwn(partition));
   RETURN_IF_ERROR(s.KeptErrors());
-  const auto found = s.open.find(group);
+  const auto found = s.open.find(partition);
   if (found == s.open.end()) {
-    return MakeError(ErrorId::kNotReady,
-                     absl::StrCat("group ", group, " has no open gradient slot"),
-                     "ask for the slot first, and deliver each group once a step");
+    return MakeError(
+        ErrorId::kNotReady,
+        absl::StrCat(s.parts.layout->DescribePartition(partition), " has no open gradient slot"),
+        "ask for the slot first, and deliver each once a step");
   }
   const State::OpenSlot slot = found->second;
-  const protocol::GroupPlace& place = s.parts.layout->groups()[group];
+  const protocol::Layout& layout = *s.parts.layout;
+  const uint64_t elems = layout.partitions()[partition].elems;
   s.open.erase(found);
-  for (uint32_t param = place.param_begin; param < place.param_end; ++param) {
-    if (s.parts.layout->params()[param].trainable) s.SetGradient(param);
+  for (const protocol::BoxPlace& place : layout.boxes_of(partition)) {
+    if (layout.params()[place.box.param].trainable) s.SetGradient(place.box.param);
   }
-  s.ZeroAbsent(group, 0, place.elems, slot.bytes);  // zeros in place of frozen parameters
-  return s.DeliverSlot(group, 0, place.elems, slot, s.Limits(s.parts.timeout));
+  s.ZeroAbsent(partition, 0, elems, slot.bytes);  // zeros in place of frozen parameters
+  return s.DeliverSlot(partition, 0, elems, slot, s.Limits(s.parts.timeout));
 }
 
-absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint64_t end,
+absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end,
                                             const OpenSlot& slot, const WaitLimits& limits) {
   if (slot.arena_offset.has_value()) {
     slots.Deliver(*slot.arena_offset);
-    return SendGradient(group, begin, end, BusyRange(slots, *slot.arena_offset), limits);
+    return SendGradient(partition, begin, end, BusyRange(slots, *slot.arena_offset), limits);
   }
-  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  const uint64_t width = grad_width();
   for (uint64_t at = begin; at < end; at += piece_elems) {
     const uint64_t elems = std::min(piece_elems, end - at);
     absl::StatusOr<BusyRange> range = WaitForRange(elems * width, limits);
@@ -117,7 +119,7 @@ absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint
       status = CopyToArena(range->offset_bytes(),
                            slot.bytes.subspan((at - begin) * width, elems * width));
     }
-    if (status.ok()) status = SendGradient(group, at, at + elems, *std::move(range), limits);
+    if (status.ok()) status = SendGradient(partition, at, at + elems, *std::move(range), limits);
     if (status.ok()) continue;
     if (kept_grad_error.ok()) kept_grad_error = status;  // no step may be applied without it
     return status;
@@ -125,15 +127,17 @@ absl::Status Attachment::State::DeliverSlot(uint32_t group, uint64_t begin, uint
   return absl::OkStatus();
 }
 
-absl::Status Attachment::State::SendGradient(uint32_t group, uint64_t begin, uint64_t end,
+absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
                                              BusyRange range, const WaitLimits& limits) {
-  Command command = MakeCommand(Op::kGradReady, group);
-  command.kind = static_cast<uint16_t>(protocol::GradKind::kPartial);
+  Command command = MakeCommand(Op::kGradReady, partition);
+  const protocol::GradKind kind =
+      parts.layout->is_shared() ? protocol::GradKind::kPartial : protocol::GradKind::kReduced;
+  command.kind = static_cast<uint16_t>(kind);
   command.step = committed_step() + 1;
   command.attempt = attempt;
   command.arena_offset_bytes = range.offset_bytes();
   command.element_offset = begin;
-  command.length_bytes = (end - begin) * SizeBytes(parts.layout->spec().dtype);
+  command.length_bytes = (end - begin) * grad_width();
   const absl::Status sent =
       waiter.Send(command, limits,
                   [this, offset = range.offset_bytes()](const Completion& completion,
@@ -148,7 +152,7 @@ absl::Status Attachment::State::SendGradient(uint32_t group, uint64_t begin, uin
     return sent;
   }
   range.HandOver();
-  delivered[{group, begin}] = end;
+  delivered[{partition, begin}] = end;
   ++gauge.commands;
   gauge.grad_bytes += command.length_bytes;
   return absl::OkStatus();
@@ -165,7 +169,7 @@ absl::Status Attachment::DropGradients() {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const absl::Status polled = s.port.PollAlive();
-  for (const auto& [group, slot] : s.open) {
+  for (const auto& [partition, slot] : s.open) {
     if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
   }
   s.open.clear();

@@ -18,44 +18,42 @@ namespace forebay::client {
 
 using internal::Stopwatch;
 using internal::WaitLimits;
+using protocol::BoxPlace;
 using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::MakeError;
-using protocol::ParamPlace;
 
 namespace {
 
-// Calls `visit(index, place)` for the parameters that overlap [begin, end) of a group, ascending.
+// Calls `visit(place)` for the boxes that overlap [begin, end) of a partition, ascending.
 template <typename Visit>
-void ForEachParam(const protocol::Layout& layout, uint32_t group, uint64_t begin, uint64_t end,
-                  Visit visit) {
-  const protocol::GroupPlace& place = layout.groups()[group];
-  const auto params = layout.params();
-  const auto first = params.begin() + place.param_begin;
-  const auto last = params.begin() + place.param_end;
-  auto it = std::upper_bound(first, last, begin, [](uint64_t elem, const ParamPlace& param) {
-    return elem < param.offset_elems + param.elems;
-  });
-  for (; it != last && it->offset_elems < end; ++it) {
-    visit(static_cast<uint32_t>(it - params.begin()), *it);
-  }
+void ForEachBox(const protocol::Layout& layout, uint32_t partition, uint64_t begin, uint64_t end,
+                Visit visit) {
+  const auto boxes = layout.boxes_of(partition);
+  auto it =
+      std::upper_bound(boxes.begin(), boxes.end(), begin, [](uint64_t elem, const BoxPlace& place) {
+        return elem < place.partition_elem + place.box.elems();
+      });
+  for (; it != boxes.end() && it->partition_elem < end; ++it) visit(*it);
 }
 
 }  // namespace
 
-Attachment::State::Coverage Attachment::State::CoverageOf(uint32_t group, uint64_t begin,
+Attachment::State::Coverage Attachment::State::CoverageOf(uint32_t partition, uint64_t begin,
                                                           uint64_t end) const {
   Coverage coverage;
-  ForEachParam(*parts.layout, group, begin, end, [&](uint32_t param, const ParamPlace& place) {
-    if (place.trainable) (HasGradient(param) ? coverage.any : coverage.missing) = true;
+  ForEachBox(*parts.layout, partition, begin, end, [&](const BoxPlace& place) {
+    const uint32_t param = place.box.param;
+    if (!parts.layout->params()[param].trainable) return;
+    (HasGradient(param) ? coverage.any : coverage.missing) = true;
   });
   return coverage;
 }
 
 // `bytes` hold elements [begin, end): those without a gradient become zero.
-void Attachment::State::ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end,
+void Attachment::State::ZeroAbsent(uint32_t partition, uint64_t begin, uint64_t end,
                                    std::span<std::byte> bytes) const {
-  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  const uint64_t width = grad_width();
   uint64_t done = begin;
   const auto zero_until = [&](uint64_t elem) {
     if (elem <= done) return;
@@ -63,69 +61,82 @@ void Attachment::State::ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end,
     std::fill(gap.begin(), gap.end(), std::byte{0});
     done = elem;
   };
-  ForEachParam(*parts.layout, group, begin, end, [&](uint32_t param, const ParamPlace& place) {
-    if (!HasGradient(param)) return;
-    zero_until(place.offset_elems);
-    done = std::min(end, place.offset_elems + place.elems);
+  ForEachBox(*parts.layout, partition, begin, end, [&](const BoxPlace& place) {
+    if (!HasGradient(place.box.param)) return;
+    zero_until(place.partition_elem);
+    done = std::min(end, place.partition_elem + place.box.elems());
   });
   zero_until(end);
 }
 
-// The open piece that holds the element. A new one covers its whole piece of the group, less what is
+// The open piece that holds the element. A new one covers its whole piece of the partition, less what is
 // open or delivered already.
 absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
-    uint32_t group, uint64_t elem, const WaitLimits& limits) {
-  const ElemPlace place{group, elem};
+    uint32_t partition, uint64_t elem, const WaitLimits& limits) {
+  const ElemPlace place{partition, elem};
   const auto after = pieces.upper_bound(place);
   if (after != pieces.begin()) {
     const auto piece = std::prev(after);
-    if (piece->first.group == group && elem < piece->second.end) return piece;
+    if (piece->first.partition == partition && elem < piece->second.end) return piece;
   }
   uint64_t begin = elem / piece_elems * piece_elems;
-  uint64_t end = std::min(begin + piece_elems, parts.layout->groups()[group].elems);
+  uint64_t end = std::min(begin + piece_elems, parts.layout->partitions()[partition].elems);
   const auto leave_out = [&](uint64_t other_begin, uint64_t other_end) {
     if (other_end <= elem) begin = std::max(begin, other_end);
     if (other_begin > elem) end = std::min(end, other_begin);
     return other_begin <= elem && elem < other_end;
   };
   for (const auto& [other, piece] : pieces) {
-    if (other.group == group) leave_out(other.elem, piece.end);
+    if (other.partition == partition) leave_out(other.elem, piece.end);
   }
-  for (auto it = delivered.lower_bound({group, 0});
-       it != delivered.end() && it->first.group == group; ++it) {
+  for (auto it = delivered.lower_bound({partition, 0});
+       it != delivered.end() && it->first.partition == partition; ++it) {
     if (leave_out(it->first.elem, it->second)) {
-      return MakeError(ErrorId::kGradRepeat,
-                       absl::StrCat("elements ", it->first.elem, " to ", it->second, " of group ",
-                                    group, " were delivered in this step already"));
+      return MakeError(ErrorId::kGradRepeat, absl::StrCat("elements ", it->first.elem, " to ",
+                                                          it->second, " of partition ", partition,
+                                                          " were delivered in this step already"));
     }
   }
-  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  const uint64_t width = grad_width();
   ASSIGN_OR_RETURN(OpenSlot slot, MakeSlot((end - begin) * width, limits));
-  return pieces.emplace(ElemPlace{group, begin}, OpenPiece{.end = end, .slot = std::move(slot)})
+  return pieces.emplace(ElemPlace{partition, begin}, OpenPiece{.end = end, .slot = std::move(slot)})
       .first;
 }
 
 absl::Status Attachment::State::DeliverPiece(Pieces::iterator at, const WaitLimits& limits) {
   const auto [place, piece] = *at;
   pieces.erase(at);
-  ZeroAbsent(place.group, place.elem, piece.end, piece.slot.bytes);
-  return DeliverSlot(place.group, place.elem, piece.end, piece.slot, limits);
+  ZeroAbsent(place.partition, place.elem, piece.end, piece.slot.bytes);
+  return DeliverSlot(place.partition, place.elem, piece.end, piece.slot, limits);
 }
 
 absl::Status Attachment::State::CopyToPieces(uint32_t param, std::span<const std::byte> bytes,
                                              const WaitLimits& limits) {
-  const ParamPlace& place = parts.layout->params()[param];
-  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
-  const uint64_t end = place.offset_elems + place.elems;
-  for (uint64_t at = place.offset_elems; at < end;) {
-    ASSIGN_OR_RETURN(const Pieces::iterator piece, PieceAt(place.group, at, limits));
+  for (const uint32_t index : own_boxes[param]) {
+    const BoxPlace& place = parts.layout->boxes()[index];
+    const uint64_t size_bytes = place.box.elems() * grad_width();
+    RETURN_IF_ERROR(CopyBoxToPieces(place, bytes.first(size_bytes), limits));
+    bytes = bytes.subspan(size_bytes);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
+                                                std::span<const std::byte> bytes,
+                                                const WaitLimits& limits) {
+  const uint64_t width = grad_width();
+  const uint64_t end = place.partition_elem + place.box.elems();
+  for (uint64_t at = place.partition_elem; at < end;) {
+    ASSIGN_OR_RETURN(const Pieces::iterator piece, PieceAt(place.partition, at, limits));
     const uint64_t stop = std::min(end, piece->second.end);
     const auto to =
         piece->second.slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
-    RETURN_IF_ERROR(stream->Copy(to, bytes.subspan((at - place.offset_elems) * width, to.size())));
+    RETURN_IF_ERROR(
+        stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size())));
     RETURN_IF_ERROR(stream->Synchronize());
     at = stop;
-    const bool complete = !CoverageOf(place.group, piece->first.elem, piece->second.end).missing;
+    const bool complete =
+        !CoverageOf(place.partition, piece->first.elem, piece->second.end).missing;
     if (complete) RETURN_IF_ERROR(FlushPiece(piece, limits));
   }
   return absl::OkStatus();
@@ -145,7 +156,16 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
                                   layout.params().size(), " parameters"));
   }
   const std::string& name = layout.spec().params[param].name;
-  const uint64_t want = layout.params()[param].elems * SizeBytes(layout.spec().dtype);
+  if (s.own_boxes[param].empty()) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("a gradient of parameter ", name, ", of which rank ",
+                                  s.parts.rank, " owns nothing"),
+                     "each rank delivers the reduced gradient of its own shard");
+  }
+  uint64_t want = 0;
+  for (const uint32_t index : s.own_boxes[param]) {
+    want += layout.boxes()[index].box.elems() * s.grad_width();
+  }
   if (bytes.size() != want) {
     return MakeError(ErrorId::kRange, absl::StrCat("the gradient of parameter ", name, " has ",
                                                    want, " bytes, not ", bytes.size()));
@@ -157,7 +177,10 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   }
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());
-  if (s.HasGradient(param) || s.open.contains(layout.params()[param].group)) {
+  const auto is_open = [&](uint32_t index) {
+    return s.open.contains(layout.boxes()[index].partition);
+  };
+  if (s.HasGradient(param) || std::ranges::any_of(s.own_boxes[param], is_open)) {
     return MakeError(
         ErrorId::kGradRepeat,
         absl::StrCat("a second gradient of parameter ", name, " in step ", s.committed_step() + 1),
@@ -176,8 +199,8 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
 // others to private memory, where the rest can still arrive.
 absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits& limits) {
   const auto [place, piece] = *at;
-  const uint32_t group = place.group;
-  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  const uint32_t partition = place.partition;
+  const uint64_t width = grad_width();
   pieces.erase(at);
   struct Run {
     uint64_t begin = 0;
@@ -187,7 +210,7 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
   std::vector<Run> runs;  // neighbours of equal coverage; a partly covered unit is alone
   for (uint64_t unit = place.elem; unit < piece.end; unit += kGradUnitElems) {
     const uint64_t end = std::min(unit + kGradUnitElems, piece.end);
-    const Coverage coverage = CoverageOf(group, unit, end);
+    const Coverage coverage = CoverageOf(partition, unit, end);
     const bool joins = !runs.empty() && runs.back().coverage.any == coverage.any &&
                        !(coverage.any && (coverage.missing || runs.back().coverage.missing));
     if (joins) {
@@ -208,11 +231,12 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
       rest.arena_offset = *rest.arena_offset + size_bytes;
     }
     if (status.ok() && run.coverage.any && !run.coverage.missing) {
-      ZeroAbsent(group, run.begin, run.end, slot.bytes);
-      status = DeliverSlot(group, run.begin, run.end, slot, limits);
+      ZeroAbsent(partition, run.begin, run.end, slot.bytes);
+      status = DeliverSlot(partition, run.begin, run.end, slot, limits);
       continue;
     }
-    if (status.ok() && run.coverage.any) status = KeepPart(group, run.begin, run.end, slot.bytes);
+    if (status.ok() && run.coverage.any)
+      status = KeepPart(partition, run.begin, run.end, slot.bytes);
     if (slot.arena_offset.has_value()) slots.Free(*slot.arena_offset);
   }
   if (!status.ok() && kept_grad_error.ok()) kept_grad_error = status;  // parts of it are lost
@@ -220,23 +244,24 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
 }
 
 // Keeps a piece in private memory until the rest of its parameters arrives or Step is called.
-absl::Status Attachment::State::KeepPart(uint32_t group, uint64_t begin, uint64_t end,
+absl::Status Attachment::State::KeepPart(uint32_t partition, uint64_t begin, uint64_t end,
                                          std::span<const std::byte> bytes) {
   ASSIGN_OR_RETURN(std::shared_ptr<internal::Mapping> own,
                    internal::Mapping::MapPrivate(bytes.size()));
   const OpenSlot slot{
       .arena_offset = std::nullopt, .owner = own, .bytes = own->bytes().first(bytes.size())};
   std::copy(bytes.begin(), bytes.end(), slot.bytes.begin());
-  pieces.emplace(ElemPlace{group, begin}, OpenPiece{.end = end, .slot = slot});
+  pieces.emplace(ElemPlace{partition, begin}, OpenPiece{.end = end, .slot = slot});
   return absl::OkStatus();
 }
 
-absl::Status Attachment::State::Flush(std::optional<uint32_t> group, const WaitLimits& limits) {
+absl::Status Attachment::State::Flush(std::optional<uint32_t> partition, const WaitLimits& limits) {
   std::vector<ElemPlace> places;
   for (const auto& [place, piece] : pieces) {
     const bool is_part =
         piece.end - place.elem <= kGradUnitElems && !piece.slot.arena_offset.has_value();
-    if ((!group.has_value() || place.group == *group) && !is_part) places.push_back(place);
+    if ((!partition.has_value() || place.partition == *partition) && !is_part)
+      places.push_back(place);
   }
   for (const ElemPlace& place : places) RETURN_IF_ERROR(FlushPiece(pieces.find(place), limits));
   return absl::OkStatus();
@@ -255,15 +280,15 @@ void Attachment::State::DropPieces() {
   pieces.clear();
 }
 
-absl::Status Attachment::FlushGradients(std::optional<uint32_t> group) {
+absl::Status Attachment::FlushGradients(std::optional<uint32_t> partition) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  if (group.has_value()) RETURN_IF_ERROR(s.CheckGroup(*group));
+  if (partition.has_value()) RETURN_IF_ERROR(s.CheckPartition(*partition));
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());
-  return s.Flush(group, s.Limits(s.parts.timeout));
+  return s.Flush(partition, s.Limits(s.parts.timeout));
 }
 
 }  // namespace forebay::client

@@ -53,17 +53,25 @@ struct AttachOptions {
   std::shared_ptr<gpu::Device> device = {};          // empty: gpu::HostDevice
 };
 
-// The right to read one group's weights until it is released.
+// The right to read one partition's weights until it is released.
 struct Lease {
   uint64_t id = 0;
-  uint32_t group = 0;
-  std::span<const std::byte> bytes = {};  // the group within the window
+  uint32_t partition = 0;
+  std::span<const std::byte> bytes = {};  // the partition within the window
+};
+
+// Elements of a partition from `first_elem` on, as many as `to` has room for, and where on the device
+// they go.
+struct WeightsCopy {
+  uint32_t partition = 0;
+  uint64_t first_elem = 0;
+  std::span<std::byte> to = {};
 };
 
 // A fetch in flight.
 struct FetchTicket {
   uint64_t id = 0;
-  uint32_t group = 0;
+  uint32_t partition = 0;
 };
 
 struct StepResult {
@@ -94,12 +102,19 @@ struct Counters {
   uint64_t wait_ns_grad = 0;  // AddGradient, FlushGradients, GradSlot and GradReady
   uint64_t wait_ns_step = 0;
   uint64_t wait_ns_other = 0;  // Release, WriteInitial, InitialDone, ReadState
-  uint64_t fetched_bytes = 0;
+  uint64_t fetched_bytes = 0;  // of leases
+  uint64_t copied_bytes = 0;   // of CopyWeights
   uint64_t grad_bytes = 0;
   uint64_t private_slots = 0;  // slots that had to be private memory
 };
 
-// One session. The weights window has one address for the life of the object, also after Detach and
+// One session. With shared attachment (a layout without partitions) partition g is group g, every rank
+// delivers addends of every gradient, and the weights window holds the groups where the layout says.
+// With sharded attachment rank r owns the layout's partitions of owner r: it writes their initial
+// parameters and delivers their reduced gradients; it may fetch any partition, and the lease says where
+// the bytes are.
+//
+// The weights window has one address for the life of the object, also after Detach and
 // after the daemon's death.
 //
 // Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
@@ -133,18 +148,21 @@ class Attachment {
   // Without a Detach before it the daemon counts the rank as lost.
   ~Attachment();
 
-  bool writes_initial() const;      // this session must write every group, then call InitialDone
+  bool writes_initial() const;      // this session must write its partitions, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
   std::span<const std::byte> rank0_extra_state() const;  // the same of rank 0
-  std::span<const uint32_t> trace() const;  // groups in the order of a step; empty before the first
+  // Partitions in the order of a step; empty before the first.
+  std::span<const uint32_t> trace() const;
   const protocol::Layout& layout() const;
-  absl::Status CheckGroup(uint32_t group) const;             // E_RANGE where there is none
+  absl::Status CheckPartition(uint32_t partition) const;     // E_RANGE where there is none
   std::span<const std::byte> weights() const;                // the whole window, read-only
-  std::span<const std::byte> weights(uint32_t group) const;  // one group of it
+  std::span<const std::byte> weights(uint32_t group) const;  // one group of it; shared alone
   std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
 
-  absl::Status WriteInitial(uint32_t group, std::span<const std::byte> bytes, Timeout timeout);
+  // All bytes of a partition; sharded: of one that this rank owns. InitialDone returns when the job is
+  // ready: sharded, when every rank has called it.
+  absl::Status WriteInitial(uint32_t partition, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
   // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease
@@ -153,50 +171,64 @@ class Attachment {
   // AttachOptions::timeout, only while kRingEntries commands are in flight.
   //
   // Errors  E_LEASE  the ticket is used up, or another attachment's.
-  absl::StatusOr<FetchTicket> StartFetch(uint32_t group);
+  absl::StatusOr<FetchTicket> StartFetch(uint32_t partition);
   absl::StatusOr<bool> IsFetchDone(const FetchTicket& ticket);
   absl::StatusOr<Lease> FinishFetch(const FetchTicket& ticket, Timeout timeout);
   absl::Status CancelFetch(const FetchTicket& ticket);
 
   // StartFetch and FinishFetch; cancelled where it gives up.
-  absl::StatusOr<Lease> Fetch(uint32_t group, Timeout timeout);
+  absl::StatusOr<Lease> Fetch(uint32_t partition, Timeout timeout);
+  // Leases the partitions, begins to copy on `stream`, and returns. A lease is given back when the
+  // copies from its partition have ended: by this call where they end at once, else by a later call
+  // (GiveBackCopied, CopyWeights; Step waits for the copies first).
+  //
+  // Ownership  `to` lives until the copies have ended; the stream is borrowed.
+  // Errors     E_RANGE  no such partition or elements. Nothing is copied.
+  absl::Status CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
+                           Timeout timeout);
+  // Returns how many leases still wait for their copies.
+  absl::StatusOr<size_t> GiveBackCopied();
+
   // Does not wait for its completion.
   absl::Status Release(const Lease& lease);
 
-  // Gradients travel in pieces: ranges of a group of at most kGradPieceBytesMax. Two ways to deliver,
-  // a group by one of them in a step:
+  // Gradients travel in pieces: ranges of a partition of at most kGradPieceBytesMax. Two ways to deliver,
+  // a partition by one of them in a step:
   //
   //   a parameter at a time   AddGradient copies it into the open pieces it lies in, and delivers
   //                           each piece as soon as all its parameters are there. FlushGradients
   //                           delivers what is there of the others: call it where no more gradients
-  //                           of a group will come (after the module's backward) and at the end of
+  //                           of a partition will come (after the module's backward) and at the end of
   //                           backward. What was not added by then has no gradient, unless a later
   //                           AddGradient still brings it; Step flushes too.
-  //   a group at a time       GradSlot, fill it, GradReady: every parameter of it has a gradient.
+  //   a partition at a time   GradSlot, fill it, GradReady: every parameter of it has a gradient.
   //
   // A parameter without a gradient on any rank is not updated; with one on some, the others count as
   // zero. To begin the step anew (a bad batch, an exception in backward): DropGradients.
 
-  // The whole gradient of parameter `param` of the layout, in its dtype. Waits, at most `timeout`,
+  // The whole gradient of parameter `param` of the layout, in the gradients' dtype; sharded: of what this
+  // rank owns of it, box after box. Waits, at most `timeout`,
   // for room while pieces delivered earlier hold it.
   //
-  // Errors  E_GRAD_REPEAT  the parameter has a gradient in this attempt, or its group was delivered.
+  // Errors  E_GRAD_REPEAT  the parameter has a gradient in this attempt, or its partition was delivered.
   //         E_RANGE        no such parameter, or another number of bytes.
+  //         E_RANK         sharded: the rank owns nothing of it.
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
-  absl::Status FlushGradients(std::optional<uint32_t> group = std::nullopt);  // empty: of all
+  absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
-  // The group's open slot, made and filled where there is none: room for its gradient. Waits
+  // The partition's open slot, made and filled where there is none: room for its gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it,
-  // or where the group is larger than a piece.
-  absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t group, GradFill fill, Timeout timeout);
-  std::shared_ptr<const void> grad_owner(uint32_t group);  // keeps the open slot mapped; or null
+  // or where the partition is larger than a piece.
+  absl::StatusOr<std::span<std::byte>> GradSlot(uint32_t partition, GradFill fill, Timeout timeout);
+  // Keeps the open slot mapped; or null.
+  std::shared_ptr<const void> grad_owner(uint32_t partition);
 
   // Delivers the open slot, whose bytes are the daemon's from now on. Returns at once, but for a
   // private slot, which waits for room in the arena, at most AttachOptions::timeout.
   //
-  // Errors  E_NOT_READY  the group has no open slot.
-  absl::Status GradReady(uint32_t group);
+  // Errors  E_NOT_READY  the partition has no open slot.
+  absl::Status GradReady(uint32_t partition);
 
   // Forgets open slots and pieces and the kept gradient error. Where something of this attempt was
   // delivered, this rank's next attempt at the step begins: what all ranks have delivered in older

@@ -134,14 +134,14 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
 
 forebay_lease LeaseOf(const forebay::client::Lease& lease) {
   return {.id = lease.id,
-          .group = lease.group,
+          .group = lease.partition,
           .reserved = 0,
           .bytes = lease.bytes.data(),
           .size_bytes = lease.bytes.size()};
 }
 
 FetchTicket TicketOf(const forebay_ticket& ticket) {
-  return {.id = ticket.id, .group = ticket.group};
+  return {.id = ticket.id, .partition = ticket.group};
 }
 
 }  // namespace
@@ -192,12 +192,12 @@ int32_t forebay_get_group(const forebay_session* session, uint32_t group,
     if (place == nullptr) return NullArgument("place");
     RETURN_IF_ERROR(CheckSize("place", place->struct_size, sizeof(*place)));
     const forebay::protocol::Layout& layout = attachment.layout();
-    RETURN_IF_ERROR(attachment.CheckGroup(group));
+    RETURN_IF_ERROR(attachment.CheckPartition(group));
     const forebay::protocol::GroupPlace& found = layout.groups()[group];
     *place = {.struct_size = sizeof(*place),
               .weights_offset_bytes = found.weights_offset_bytes,
               .elems = found.elems,
-              .size_bytes = layout.group_bytes(group)};
+              .size_bytes = layout.partition_bytes(group)};
     return absl::OkStatus();
   });
 }
@@ -231,7 +231,7 @@ int32_t forebay_start_fetch(forebay_session* session, uint32_t group, forebay_ti
   return With(session, [&](Attachment& attachment) -> absl::Status {
     if (ticket == nullptr) return NullArgument("ticket");
     ASSIGN_OR_RETURN(const FetchTicket started, attachment.StartFetch(group));
-    *ticket = {.id = started.id, .group = started.group, .reserved = 0};
+    *ticket = {.id = started.id, .group = started.partition, .reserved = 0};
     return absl::OkStatus();
   });
 }
@@ -269,7 +269,7 @@ int32_t forebay_cancel_fetch(forebay_session* session, const forebay_ticket* tic
 int32_t forebay_release(forebay_session* session, const forebay_lease* lease) {
   return With(session, [&](Attachment& attachment) {
     if (lease == nullptr) return NullArgument("lease");
-    return attachment.Release({.id = lease->id, .group = lease->group, .bytes = {}});
+    return attachment.Release({.id = lease->id, .partition = lease->group, .bytes = {}});
   });
 }
 

@@ -103,6 +103,7 @@ void OnSegv(int signal_number, siginfo_t* info, void* context) {
 
 std::vector<WindowPart> WindowParts(const protocol::Layout& layout) {
   std::vector<WindowPart> parts;
+  if (!layout.is_shared()) return parts;  // a cache of slots: nobody's view
   const protocol::LayoutSpec& spec = layout.spec();
   const uint64_t width = SizeBytes(spec.dtype);
   for (size_t i = 0; i < spec.params.size(); ++i) {

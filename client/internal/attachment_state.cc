@@ -23,16 +23,28 @@ using protocol::MakeError;
 using protocol::Op;
 
 uint64_t internal::PieceBytes(const protocol::Layout& layout) {
-  return std::min(layout.largest_group_bytes(), protocol::kGradPieceBytesMax);
+  return std::min(layout.largest_gradient_bytes(), protocol::kGradPieceBytesMax);
 }
 
 namespace {
 
-// A reader's arena takes pieces of states, not whole groups.
+// A reader's arena takes pieces of states, not whole partitions.
 uint64_t LargestRangeBytes(const internal::SessionParts& parts) {
   if (!parts.reader) return internal::PieceBytes(*parts.layout);
   const uint64_t bytes = std::min(parts.step_region_offset, parts.grad_bytes_max);
   return bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
+}
+
+std::vector<std::vector<uint32_t>> OwnBoxes(const internal::SessionParts& parts) {
+  const protocol::Layout& layout = *parts.layout;
+  std::vector<std::vector<uint32_t>> own(layout.params().size());
+  for (uint32_t i = 0; i < layout.boxes().size(); ++i) {
+    const protocol::BoxPlace& place = layout.boxes()[i];
+    const bool is_own =
+        layout.is_shared() || layout.partitions()[place.partition].owner == parts.rank;
+    if (is_own) own[place.box.param].push_back(i);
+  }
+  return own;
 }
 
 }  // namespace
@@ -45,7 +57,8 @@ Attachment::State::State(internal::SessionParts session_parts)
       waiter(port),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
              .largest_bytes = LargestRangeBytes(parts)}),
-      piece_elems(protocol::kGradPieceBytesMax / SizeBytes(parts.layout->spec().dtype)),
+      piece_elems(protocol::kGradPieceBytesMax / grad_width()),
+      own_boxes(OwnBoxes(parts)),
       presence(protocol::PresenceWords(parts.layout->params().size()), 0),
       attempt(parts.attempt) {}
 
@@ -56,11 +69,23 @@ WaitLimits Attachment::State::Limits(Timeout timeout) const {
           .interrupt_check = &parts.interrupt_check};
 }
 
-absl::Status Attachment::State::CheckGroup(uint32_t group) const {
-  const size_t groups = parts.layout->groups().size();
-  if (group < groups) return absl::OkStatus();
-  return MakeError(ErrorId::kRange,
-                   absl::StrCat("there is no group ", group, ": the job has ", groups, " groups"));
+absl::Status Attachment::State::CheckPartition(uint32_t partition) const {
+  const size_t partitions = parts.layout->partitions().size();
+  if (partition < partitions) return absl::OkStatus();
+  const char* const what = parts.layout->is_shared() ? "group" : "partition";
+  return MakeError(ErrorId::kRange, absl::StrCat("there is no ", what, " ", partition,
+                                                 ": the job has ", partitions, " ", what, "s"));
+}
+
+absl::Status Attachment::State::CheckOwn(uint32_t partition) const {
+  RETURN_IF_ERROR(CheckPartition(partition));
+  const uint32_t owner = parts.layout->partitions()[partition].owner;
+  if (parts.layout->is_shared() || owner == parts.rank) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kRank,
+      absl::StrCat("partition ", partition, " (", parts.layout->PartitionName(partition),
+                   ") is rank ", owner, "'s; this is rank ", parts.rank),
+      "each rank writes the parameters and gradients of its own partitions");
 }
 
 absl::Status Attachment::State::CheckHasRank() const {
@@ -155,9 +180,7 @@ absl::Status Attachment::State::Post(const Command& command, const WaitLimits& l
 
 absl::Status Attachment::State::ReleaseOrphans(const WaitLimits& limits) {
   while (!orphan_leases.empty()) {
-    Command command = internal::MakeCommand(Op::kRelease);
-    command.lease_id = orphan_leases.back();
-    RETURN_IF_ERROR(Post(command, limits));
+    RETURN_IF_ERROR(GiveBack(orphan_leases.back(), limits));
     orphan_leases.pop_back();
   }
   return absl::OkStatus();
@@ -213,6 +236,7 @@ Counters internal::SessionGauge::Snapshot() const {
           .wait_ns_step = wait_ns_step,
           .wait_ns_other = wait_ns_other,
           .fetched_bytes = fetched_bytes,
+          .copied_bytes = copied_bytes,
           .grad_bytes = grad_bytes,
           .private_slots = private_slots};
 }

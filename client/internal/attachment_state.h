@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,6 +43,7 @@ struct SessionGauge {
   std::atomic<uint64_t> wait_ns_step{0};
   std::atomic<uint64_t> wait_ns_other{0};
   std::atomic<uint64_t> fetched_bytes{0};
+  std::atomic<uint64_t> copied_bytes{0};
   std::atomic<uint64_t> grad_bytes{0};
   std::atomic<uint64_t> private_slots{0};
 
@@ -62,6 +64,7 @@ struct SessionParts {
   std::string job = {};
   std::shared_ptr<const protocol::Layout> layout = {};
   bool reader = false;
+  uint32_t rank = 0;
   bool writes_initial = false;
   std::vector<std::byte> extra_state = {};
   std::vector<std::byte> rank0_extra_state = {};
@@ -86,7 +89,7 @@ struct SessionParts {
   std::shared_ptr<gpu::Device> device;
 };
 
-// Bytes of the largest range of a group that travels at once.
+// Bytes of the largest range of a partition that travels at once.
 uint64_t PieceBytes(const protocol::Layout& layout);
 
 // The answer to a command, from the time it is sent.
@@ -112,18 +115,23 @@ struct Attachment::State {
     std::shared_ptr<internal::Mapping> owner;
     std::span<std::byte> bytes;
   };
-  // A range of a group that AddGradient fills.
+  // A range of a partition that AddGradient fills.
   struct OpenPiece {
     uint64_t end = 0;
     OpenSlot slot;
   };
   struct ElemPlace {
-    uint32_t group = 0;
+    uint32_t partition = 0;
     uint64_t elem = 0;
 
     auto operator<=>(const ElemPlace&) const = default;
   };
   using Pieces = std::map<ElemPlace, OpenPiece>;  // by first element
+  // Leases whose weights are being copied to the device.
+  struct CopiesInFlight {
+    std::vector<uint64_t> leases;
+    std::unique_ptr<gpu::Event> done;
+  };
   struct StepInFlight {
     uint64_t t = 0;
     std::vector<std::byte> request;
@@ -136,8 +144,9 @@ struct Attachment::State {
   bool InChild() const;
   uint64_t committed_step() const { return gauge.committed_step; }
   internal::WaitLimits Limits(Timeout timeout) const;
-  absl::Status CheckGroup(uint32_t group) const;
-  absl::Status CheckHasRank() const;  // E_RANK for a reader
+  absl::Status CheckPartition(uint32_t partition) const;
+  absl::Status CheckOwn(uint32_t partition) const;  // E_RANGE, E_RANK for another rank's
+  absl::Status CheckHasRank() const;                // E_RANK for a reader
 
   // The release error, once; then the gradient error, for as long as it is kept.
   absl::Status KeptErrors();
@@ -164,22 +173,32 @@ struct Attachment::State {
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
   absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
-  absl::StatusOr<Lease> LeaseOf(uint32_t group, const protocol::Completion& completion);
+  absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
+  absl::Status CheckCopies(std::span<const WeightsCopy> copies) const;
+  // One lease for each partition, in the order of `copies`; none where one fails.
+  absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(std::span<const WeightsCopy> copies,
+                                                     const internal::WaitLimits& limits);
+  absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
+  absl::Status GiveBackCopied(const internal::WaitLimits& limits);
+  // Waits for the copies of this rank.
+  absl::Status EndCopies(const internal::WaitLimits& limits);
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
-  // Delivers elements [begin, end) of a group, whose bytes are the slot's.
-  absl::Status DeliverSlot(uint32_t group, uint64_t begin, uint64_t end, const OpenSlot& slot,
+  // Delivers elements [begin, end) of a partition, whose bytes are the slot's.
+  absl::Status DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end, const OpenSlot& slot,
                            const internal::WaitLimits& limits);
-  absl::Status SendGradient(uint32_t group, uint64_t begin, uint64_t end, internal::BusyRange range,
-                            const internal::WaitLimits& limits);
+  absl::Status SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
+                            internal::BusyRange range, const internal::WaitLimits& limits);
   absl::Status CopyToPieces(uint32_t param, std::span<const std::byte> bytes,
                             const internal::WaitLimits& limits);
-  absl::StatusOr<Pieces::iterator> PieceAt(uint32_t group, uint64_t elem,
+  absl::Status CopyBoxToPieces(const protocol::BoxPlace& place, std::span<const std::byte> bytes,
+                               const internal::WaitLimits& limits);
+  absl::StatusOr<Pieces::iterator> PieceAt(uint32_t partition, uint64_t elem,
                                            const internal::WaitLimits& limits);
   absl::Status DeliverPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
   absl::Status FlushPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
-  absl::Status KeepPart(uint32_t group, uint64_t begin, uint64_t end,
+  absl::Status KeepPart(uint32_t partition, uint64_t begin, uint64_t end,
                         std::span<const std::byte> bytes);
-  absl::Status Flush(std::optional<uint32_t> group, const internal::WaitLimits& limits);
+  absl::Status Flush(std::optional<uint32_t> partition, const internal::WaitLimits& limits);
   absl::Status DeliverAllPieces(const internal::WaitLimits& limits);
   void DropPieces();
   bool HasGradient(uint32_t param) const { return protocol::IsPresent(presence, param); }
@@ -189,8 +208,10 @@ struct Attachment::State {
     bool any = false;
     bool missing = false;
   };
-  Coverage CoverageOf(uint32_t group, uint64_t begin, uint64_t end) const;
-  void ZeroAbsent(uint32_t group, uint64_t begin, uint64_t end, std::span<std::byte> bytes) const;
+  Coverage CoverageOf(uint32_t partition, uint64_t begin, uint64_t end) const;
+  void ZeroAbsent(uint32_t partition, uint64_t begin, uint64_t end,
+                  std::span<std::byte> bytes) const;
+  uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::vector<std::byte>> EncodeStep(
       uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
@@ -210,8 +231,10 @@ struct Attachment::State {
   internal::CommandPort port;
   internal::Waiter waiter;
   internal::GradSlots slots;
-  const uint64_t piece_elems;         // of a whole piece, a multiple of kGradUnitElems
-  std::map<uint32_t, OpenSlot> open;  // of whole groups
+  const uint64_t piece_elems;  // of a whole piece, a multiple of kGradUnitElems
+  // By parameter: the layout's boxes that this rank delivers gradients of; sharded, its own.
+  const std::vector<std::vector<uint32_t>> own_boxes;
+  std::map<uint32_t, OpenSlot> open;  // of whole partitions
   Pieces pieces;
   std::map<ElemPlace, uint64_t> delivered;  // of this attempt: first elements, to their ends
   std::vector<uint64_t> presence;           // of this attempt; see wire.h
@@ -219,6 +242,7 @@ struct Attachment::State {
   std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
   uint64_t last_ticket = 0;
   std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up
+  std::deque<CopiesInFlight> copies;    // oldest first
   std::optional<StepInFlight> step;
   absl::Status kept_release_error;
   absl::Status kept_grad_error;

@@ -25,10 +25,10 @@ class Stopwatch {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
-inline protocol::Command MakeCommand(protocol::Op op, uint32_t group = 0) {
+inline protocol::Command MakeCommand(protocol::Op op, uint32_t partition = 0) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(op);
-  command.group = group;
+  command.partition = partition;
   return command;
 }
 

@@ -65,7 +65,7 @@ class PiecesTest : public ::testing::Test {
         .partitions = {}};
     layout_ =
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
-    const uint64_t grad_bytes = 2 * layout_->largest_group_bytes();
+    const uint64_t grad_bytes = 2 * layout_->largest_gradient_bytes();
     weights_ = Mapping::MapPrivate(layout_->weights_bytes()).value();
     grad_ = Mapping::MapPrivate(grad_bytes + 8192).value();
     SessionParts parts{.layout = layout_,

@@ -182,7 +182,7 @@ class SessionTest : public ::testing::Test {
                               .partitions = {}};
     auto layout =
         std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
-    ASSERT_EQ(layout->largest_group_bytes(), kLargest);
+    ASSERT_EQ(layout->largest_gradient_bytes(), kLargest);
     layout_ = layout;
     weights_ = Mapping::MapPrivate(layout->weights_bytes()).value();
     grad_ = Mapping::MapPrivate(kGradBytes + kStepBytes).value();
@@ -220,9 +220,9 @@ class SessionTest : public ::testing::Test {
   protocol::Completion Obeyed(const protocol::Command& command) {
     protocol::Completion completion = ScriptedDaemon::Success(command);
     if (command.op == static_cast<uint16_t>(protocol::Op::kFetch)) {
-      completion.lease_id = 100 + command.group;
-      completion.offset_bytes = layout_->groups()[command.group].weights_offset_bytes;
-      completion.length_bytes = layout_->group_bytes(command.group);
+      completion.lease_id = 100 + command.partition;
+      completion.offset_bytes = layout_->groups()[command.partition].weights_offset_bytes;
+      completion.length_bytes = layout_->partition_bytes(command.partition);
     }
     if (command.op == static_cast<uint16_t>(protocol::Op::kStep)) {
       completion.committed_step = command.step;

@@ -36,7 +36,7 @@ TEST_F(SessionTest, FetchGivesTheGroupWithinTheWindow) {
   StartSession(Obey());
   ASSERT_OK_AND_ASSIGN(const Lease lease, session_->Fetch(2, kTimeout));
   EXPECT_EQ(lease.id, 102U);
-  EXPECT_EQ(lease.group, 2U);
+  EXPECT_EQ(lease.partition, 2U);
   EXPECT_EQ(lease.bytes.data(),
             weights_->bytes().data() + layout_->groups()[2].weights_offset_bytes);
   EXPECT_EQ(lease.bytes.size(), 512U);
@@ -206,7 +206,7 @@ TEST_F(SessionTest, SlotsBeyondTheArenaArePrivateAndTravelAllTheSame) {
   StartSession([&](const Command& command) {
     if (Is(command, Op::kGradReady)) {
       const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
-      arrived[command.group].assign(bytes.begin(), bytes.end());
+      arrived[command.partition].assign(bytes.begin(), bytes.end());
     }
     return MaybeCompletion(Obeyed(command));
   });
@@ -221,7 +221,7 @@ TEST_F(SessionTest, SlotsBeyondTheArenaArePrivateAndTravelAllTheSame) {
   daemon_.WaitForCommands(4);
   ASSERT_OK(session_->Fetch(0, kTimeout).status());
   for (const uint32_t group : {0U, 1U, 2U, 3U}) {
-    EXPECT_EQ(arrived[group], Pattern(layout_->group_bytes(group), group)) << group;
+    EXPECT_EQ(arrived[group], Pattern(layout_->partition_bytes(group), group)) << group;
   }
 }
 

@@ -28,6 +28,7 @@
 #include "client/python/src/errors.h"
 #include "client/python/src/timeout.h"
 #include "client/window_registry.h"
+#include "gpu/host_device.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
 
@@ -47,6 +48,12 @@ using Buffer = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 // Name, shape, group, parameter group, trainable.
 using ParamTuple = std::tuple<std::string, std::vector<uint64_t>, uint32_t, uint32_t, bool>;
+// Parameter, first element, elements of a run, stride, runs.
+using BoxTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+// Group, owner, boxes.
+using PartitionTuple = std::tuple<uint32_t, uint32_t, std::vector<BoxTuple>>;
+// Partition, first element, offset in bytes from where copy_weights() is to copy to, bytes.
+using CopyTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t>;
 using HyperDict = std::map<std::string, double>;
 
 nb::dlpack::dtype DlpackType(DType dtype) {
@@ -102,9 +109,11 @@ class PyAttachment {
   Attachment* operator->() { return attachment_.get(); }
 
   DType dtype() const { return attachment_->layout().spec().dtype; }
+  gpu::Stream& stream() { return *stream_; }  // of the processor: copies end at once
 
  private:
   std::unique_ptr<Attachment> attachment_;
+  std::unique_ptr<gpu::Stream> stream_ = gpu::HostDevice().MakeStream().value();
 };
 
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
@@ -112,7 +121,8 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
                     const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
                     uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
-                    bool reader) {
+                    bool reader, const std::string& grad_dtype,
+                    const std::vector<PartitionTuple>& partitions) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -139,6 +149,17 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                                      .param_group = param_group,
                                      .trainable = trainable});
   }
+  if (!grad_dtype.empty()) {
+    options.layout.grad_dtype = ValueOrThrow(protocol::WeightsDTypeFromName(grad_dtype));
+  }
+  for (const auto& [group, owner, boxes] : partitions) {
+    protocol::PartitionSpec& partition = options.layout.partitions.emplace_back();
+    partition.group = group;
+    partition.owner = owner;
+    for (const auto& [param, first_elem, run_elems, stride_elems, runs] : boxes) {
+      partition.boxes.push_back({param, first_elem, run_elems, stride_elems, runs});
+    }
+  }
   client::InstallSegvExplainer();
   return PyAttachment(
       ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
@@ -150,6 +171,15 @@ nb::list Groups(PyAttachment& self) {
     groups.append(nb::make_tuple(group.weights_offset_bytes, group.elems));
   }
   return groups;
+}
+
+// (partition, parameter, first element in the partition), in the order of the layout.
+nb::list Boxes(PyAttachment& self) {
+  nb::list boxes;
+  for (const protocol::BoxPlace& place : self->layout().boxes()) {
+    boxes.append(nb::make_tuple(place.partition, place.box.param, place.partition_elem));
+  }
+  return boxes;
 }
 
 nb::list ParamOffsets(PyAttachment& self) {
@@ -175,7 +205,7 @@ nb::list TraceGroups(PyAttachment& self) {
 }
 
 View Weights(PyAttachment& self, uint32_t group) {
-  Check(self->CheckGroup(group));
+  Check(self->CheckPartition(group));
   return MakeView(self->weights(group), self.dtype(), self->weights_owner());
 }
 
@@ -195,6 +225,36 @@ void AddGradient(PyAttachment& self, uint32_t param, const Buffer& gradient, dou
   const std::span<const std::byte> bytes(static_cast<const std::byte*>(gradient.data()),
                                          gradient.nbytes());
   Check(WithoutGil([&] { return self->AddGradient(param, bytes, TimeoutOf(timeout)); }));
+}
+
+// What one call of copy_weights() copies.
+struct CopyList {
+  std::vector<CopyTuple> copies;
+  uint64_t end_bytes = 0;  // of the memory that they are copied to
+};
+
+CopyList MakeCopyList(std::vector<CopyTuple> copies) {
+  CopyList list{.copies = std::move(copies)};
+  for (const auto& [partition, first_elem, offset, bytes] : list.copies) {
+    list.end_bytes = std::max(list.end_bytes, offset + bytes);
+  }
+  return list;
+}
+
+// `address` has room for `size_bytes`: a tensor that the caller keeps alive.
+void CopyWeights(PyAttachment& self, const CopyList& list, uintptr_t address, uint64_t size_bytes,
+                 double timeout) {
+  if (size_bytes < list.end_bytes) {
+    Raise(MakeError(ErrorId::kRange, absl::StrCat("the weights take ", list.end_bytes,
+                                                  " bytes, the tensor has ", size_bytes)));
+  }
+  auto* const to = reinterpret_cast<std::byte*>(address);
+  std::vector<client::WeightsCopy> copies;
+  copies.reserve(list.copies.size());
+  for (const auto& [partition, first_elem, offset, bytes] : list.copies) {
+    copies.push_back({partition, first_elem, {to + offset, bytes}});
+  }
+  Check(WithoutGil([&] { return self->CopyWeights(copies, self.stream(), TimeoutOf(timeout)); }));
 }
 
 void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, double timeout) {
@@ -287,6 +347,7 @@ nb::dict CountersDict(PyAttachment& self) {
   dict["wait_ns_total"] = counters.wait_ns_fetch + counters.wait_ns_grad + counters.wait_ns_step +
                           counters.wait_ns_other;
   dict["fetched_bytes"] = counters.fetched_bytes;
+  dict["copied_bytes"] = counters.copied_bytes;
   dict["grad_bytes"] = counters.grad_bytes;
   dict["private_slots"] = counters.private_slots;
   return dict;
@@ -310,6 +371,7 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
+      .def_prop_ro("boxes", &Boxes)
       .def_prop_ro("states", &States)
       .def("weights", &Weights, nb::arg("group"))
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
@@ -320,12 +382,14 @@ void BindAttachment(nb::module_& module) {
             Check(WithoutGil([&] { return self->InitialDone(TimeoutOf(timeout)); }));
           },
           nb::arg("timeout") = kTimeout)
+      .def("copy_weights", &CopyWeights, nb::arg("copies"), nb::arg("address"),
+           nb::arg("size_bytes"), nb::arg("timeout") = kTimeout)
       .def("fetch", &Fetch, nb::arg("group"), nb::arg("timeout") = kTimeout)
       .def(
           "release",
           [](PyAttachment& self, uint64_t lease) {
-            Check(
-                WithoutGil([&] { return self->Release({.id = lease, .group = 0, .bytes = {}}); }));
+            Check(WithoutGil(
+                [&] { return self->Release({.id = lease, .partition = 0, .bytes = {}}); }));
           },
           nb::arg("lease"))
       .def("grad_slot", &GradSlot, nb::arg("group"), nb::arg("timeout") = kTimeout,
@@ -370,7 +434,10 @@ NB_MODULE(_core, module) {
              nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
              nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
              nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-             nb::arg("reader") = false);
+             nb::arg("reader") = false, nb::arg("grad_dtype") = "",
+             nb::arg("partitions") = std::vector<PartitionTuple>());
+  nb::class_<CopyList>(module, "CopyList");
+  module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }
 
 }  // namespace forebay::python

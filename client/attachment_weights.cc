@@ -1,0 +1,148 @@
+// Copies of weights to the device: lease, copy, give back when the copy has ended.
+
+#include <chrono>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/attachment_state.h"
+#include "client/internal/stopwatch.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using internal::Answer;
+using internal::MakeCommand;
+using internal::Stopwatch;
+using internal::WaitLimits;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::Op;
+
+absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted) const {
+  const protocol::Layout& layout = *parts.layout;
+  const uint64_t width = SizeBytes(layout.spec().dtype);
+  for (const WeightsCopy& copy : wanted) {
+    RETURN_IF_ERROR(CheckPartition(copy.partition));
+    const uint64_t elems = layout.partitions()[copy.partition].elems;
+    const bool fits = copy.first_elem <= elems && copy.to.size() / width <= elems - copy.first_elem;
+    if (fits && copy.to.size() % width == 0) continue;
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(copy.to.size(), " bytes from element ", copy.first_elem,
+                                  " on are outside ", layout.DescribePartition(copy.partition),
+                                  ", which has ", elems, " elements of ", width, " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::map<uint32_t, Lease>> Attachment::State::LeaseAll(
+    std::span<const WeightsCopy> wanted, const WaitLimits& limits) {
+  std::map<uint32_t, std::shared_ptr<Answer>> answers;
+  std::map<uint32_t, Lease> leases;
+  absl::Status status;
+  for (const WeightsCopy& copy : wanted) {  // all are asked for before one is waited for
+    if (!status.ok() || answers.contains(copy.partition)) continue;
+    absl::StatusOr<std::shared_ptr<Answer>> answer =
+        Start(MakeCommand(Op::kFetch, copy.partition), limits);
+    status = answer.status();
+    if (status.ok()) answers.emplace(copy.partition, *std::move(answer));
+  }
+  for (const auto& [partition, answer] : answers) {
+    if (status.ok()) status = WaitFor(*answer, limits);
+    if (status.ok()) status = answer->status;
+    if (status.ok()) {
+      absl::StatusOr<Lease> lease = LeaseOf(partition, answer->completion);
+      status = lease.status();
+      if (status.ok()) leases.emplace(partition, *std::move(lease));
+    }
+    if (!status.ok()) Abandon(*answer);
+  }
+  if (status.ok()) return leases;
+  for (const auto& [partition, lease] : leases) orphan_leases.push_back(lease.id);
+  ReleaseOrphans(limits).IgnoreError();  // the first error says more
+  return status;
+}
+
+absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limits) {
+  protocol::Command command = MakeCommand(Op::kRelease);
+  command.lease_id = lease;
+  return Post(command, limits);
+}
+
+absl::Status Attachment::State::GiveBackCopied(const WaitLimits& limits) {
+  while (!copies.empty() && copies.front().done->Done()) {
+    std::vector<uint64_t>& leases = copies.front().leases;
+    for (; !leases.empty(); leases.pop_back()) RETURN_IF_ERROR(GiveBack(leases.back(), limits));
+    copies.pop_front();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::EndCopies(const WaitLimits& limits) {
+  constexpr std::chrono::microseconds kPause{20};
+  RETURN_IF_ERROR(GiveBackCopied(limits));
+  while (!copies.empty()) {
+    RETURN_IF_ERROR(port.PollAlive());
+    if (limits.deadline.Expired()) {
+      return MakeError(ErrorId::kTimeout,
+                       "the call's time ran out before the device had copied the weights",
+                       "the device's stream waits for something: call again");
+    }
+    std::this_thread::sleep_for(kPause);
+    RETURN_IF_ERROR(GiveBackCopied(limits));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
+                                     Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
+  RETURN_IF_ERROR(s.CheckCopies(copies));
+  RETURN_IF_ERROR(s.port.Poll());
+  RETURN_IF_ERROR(s.KeptReleaseError());
+  const WaitLimits limits = s.Limits(timeout);
+  using Leases = std::map<uint32_t, Lease>;
+  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(copies, limits));
+  const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
+  absl::Status status;
+  for (const WeightsCopy& copy : copies) {
+    const std::span<const std::byte> from =
+        leases.at(copy.partition).bytes.subspan(copy.first_elem * width, copy.to.size());
+    if (status.ok()) status = stream.Copy(copy.to, from);
+    s.gauge.copied_bytes += from.size();
+  }
+  // Also after an error: what was begun reads the leased bytes.
+  absl::StatusOr<std::unique_ptr<gpu::Event>> done = stream.Record();
+  if (!done.ok()) {
+    status.Update(done.status());
+    status.Update(stream.Synchronize());
+  }
+  std::vector<uint64_t> ids;
+  for (const auto& [partition, lease] : leases) ids.push_back(lease.id);
+  if (done.ok()) {
+    s.copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
+  } else {
+    s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
+  }
+  status.Update(s.GiveBackCopied(limits));
+  status.Update(s.ReleaseOrphans(limits));
+  return status;
+}
+
+absl::StatusOr<size_t> Attachment::GiveBackCopied() {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  RETURN_IF_ERROR(s.GiveBackCopied(s.Limits(s.parts.timeout)));
+  size_t waiting = 0;
+  for (const State::CopiesInFlight& copy : s.copies) waiting += copy.leases.size();
+  return waiting;
+}
+
+}  // namespace forebay::client
