@@ -1,5 +1,6 @@
 // Copies of weights to the device: lease, copy, give back when the copy has ended.
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <thread>
@@ -133,6 +134,52 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   status.Update(s.GiveBackCopied(limits));
   status.Update(s.ReleaseOrphans(limits));
   return status;
+}
+
+absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
+                                      std::span<const float> masters, Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_other);
+  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.CheckOwn(partition));
+  const protocol::Layout& layout = *s.parts.layout;
+  const uint64_t elems = layout.partitions()[partition].elems;
+  if (first_elem > elems || masters.size() > elems - first_elem) {
+    return MakeError(
+        ErrorId::kRange,
+        absl::StrCat(masters.size(), " elements from element ", first_elem, " on are outside ",
+                     layout.DescribePartition(partition), ", which has ", elems));
+  }
+  // Before anything is written.
+  const auto bad = std::ranges::find_if(
+      masters, [&](float master) { return !protocol::IsFiniteAs(layout.spec().dtype, master); });
+  if (bad != masters.end()) {
+    return MakeError(ErrorId::kNonfinite,
+                     absl::StrCat("element ", first_elem + (bad - masters.begin()), " of ",
+                                  layout.DescribePartition(partition), " is ", *bad,
+                                  ", which is no finite ", std::string(Name(layout.spec().dtype))),
+                     "check the values that are written");
+  }
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.EndCopies(limits));
+  RETURN_IF_ERROR(s.ReleaseOrphans(limits));
+  // Whole units: what is written of the initial parameters is known by units.
+  const uint64_t unit = std::min(elems, protocol::kGradUnitElems);
+  const uint64_t piece_elems = internal::PieceBytes(layout) / sizeof(float) / unit * unit;
+  for (uint64_t done = 0; done < masters.size();) {
+    const auto piece = masters.subspan(done, std::min(piece_elems, masters.size() - done));
+    ASSIGN_OR_RETURN(internal::BusyRange range, s.WaitForRange(piece.size_bytes(), limits));
+    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), std::as_bytes(piece)));
+    protocol::Command command = MakeCommand(Op::kWriteMasters, partition);
+    command.arena_offset_bytes = range.offset_bytes();
+    command.length_bytes = piece.size_bytes();
+    command.element_offset = first_elem + done;
+    RETURN_IF_ERROR(s.Call(command, &range, limits).status());
+    done += piece.size();
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<size_t> Attachment::GiveBackCopied() {

@@ -165,6 +165,16 @@ class Attachment {
   absl::Status WriteInitial(uint32_t partition, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status InitialDone(Timeout timeout);
 
+  // Sets masters of a partition from `first_elem` on, and the weights, which are the masters rounded;
+  // moments stay. As initial parameters instead of WriteInitial (then every rank writes all of its
+  // partitions so), or between steps: with shared attachment by one rank, with sharded by the owner.
+  //
+  // Errors  E_NONFINITE  one is not finite, or rounds to infinite weights: nothing is written.
+  //         E_STEP       this rank has called step.
+  //         E_LEASE      this session holds a lease on the partition.
+  absl::Status WriteMasters(uint32_t partition, uint64_t first_elem, std::span<const float> masters,
+                            Timeout timeout);
+
   // Asks for a lease and returns: IsFetchDone looks, FinishFetch waits, CancelFetch gives up (a lease
   // that arrives later is given back). A ticket is used up by a FinishFetch that returns neither
   // E_TIMEOUT nor E_INTERRUPTED, and by CancelFetch. StartFetch waits, at most

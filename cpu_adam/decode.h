@@ -1,4 +1,5 @@
-// States as float32 values, whatever a format holds them in: how they leave the daemon.
+// States as float32 values, whatever a format holds them in: how they leave the daemon, and how masters
+// come in.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +11,17 @@ namespace forebay::cpu_adam {
 // The masters of n elements: of weights and remainder together, of the plane of masters, or the
 // float32 weights themselves. The result is exact.
 //
-// The inverse (for an import): the master is stored as an update stores it, so writing the master of
-// an element writes its weight too.
-//
 // Shapes   float32[n]; n may be 0.
 // Threads  Pure.
 void DecodeMasters(StateFormat format, size_t n, const StatePlanes& state, float* out);
+
+// The inverse: stores masters as an update stores them (StateFormat in update_kernel.h), and with them
+// the weights, which are the masters rounded. Moments stay. Where `state` has neither remainder nor
+// master (a frozen parameter), the weights alone.
+//
+// Shapes   float32[n]; n may be 0.
+// Threads  Pure.
+void EncodeMasters(StateFormat format, size_t n, const float* masters, const StatePlanes& state);
 
 struct ElementRange {
   size_t first = 0;

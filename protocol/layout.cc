@@ -11,6 +11,7 @@
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
+#include "protocol/wire.h"
 
 namespace forebay::protocol {
 namespace {
@@ -186,8 +187,10 @@ void Layout::PlacePartition(const PartitionSpec& partition, OwnerPlace& owner) {
   }
   place.box_end = static_cast<uint32_t>(boxes_.size());
   owner.weights_bytes += RoundUp(place.elems * SizeBytes(spec_.dtype), kPageBytes);
+  const uint64_t unit_bytes = std::min(place.elems, kGradUnitElems) * sizeof(float);
+  const uint64_t gradient_bytes = place.elems * SizeBytes(grad_dtype());
   largest_gradient_bytes_ = std::max(
-      largest_gradient_bytes_, RoundUp(place.elems * SizeBytes(grad_dtype()), kGradAlignBytes));
+      largest_gradient_bytes_, RoundUp(std::max(gradient_bytes, unit_bytes), kGradAlignBytes));
   partitions_.push_back(place);
 }
 

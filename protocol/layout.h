@@ -143,7 +143,8 @@ class Layout {
   // What a box begins at a multiple of in the states.
   uint64_t states_align_elems() const;
   DType grad_dtype() const { return spec_.grad_dtype.value_or(spec_.dtype); }
-  // Rounded up to kGradAlignBytes: room for the gradient of any partition, and for its weights.
+  // Rounded up to kGradAlignBytes: room for the gradient of any partition, for its weights, and for a
+  // range of its masters.
   uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
   // Of a partition's weights, and of its gradient. With shared attachment partition g is group g.
   uint64_t partition_bytes(uint32_t partition) const;

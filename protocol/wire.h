@@ -35,6 +35,9 @@ enum class Op : uint16_t {
   // Decodes a state of parameter `partition` (its index) into the grad arena: float32 of consecutive
   // elements
   kReadState = 7,
+  // Grad arena (float32) -> masters of a range of `partition`, which is the rank's own, and the weights,
+  // which are the masters rounded. Before kInitialDone in ranges as below, or between steps, any elements.
+  kWriteMasters = 8,
 };
 
 enum class GradKind : uint16_t {

@@ -279,6 +279,23 @@ void DecodeMasters(StateFormat format, size_t n, const StatePlanes& state, float
   }
 }
 
+void EncodeMasters(StateFormat format, size_t n, const float* masters, const StatePlanes& state) {
+  for (size_t i = 0; i < n; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(masters[i]);
+    if (format.weights == DType::kFloat32) {
+      static_cast<float*>(state.weights)[i] = masters[i];
+    } else if (format.weights == DType::kFloat16) {
+      static_cast<uint16_t*>(state.weights)[i] = internal::RoundToFp16(bits);
+    } else {
+      static_cast<uint16_t*>(state.weights)[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+    }
+    if (state.master != nullptr) state.master[i] = masters[i];
+    if (state.remainder == nullptr) continue;
+    const uint32_t weights = static_cast<const uint16_t*>(state.weights)[i];
+    state.remainder[i] = static_cast<int16_t>(bits - (weights << 16));
+  }
+}
+
 void DecodeMoment(Optimizer optimizer, StateFormat format, size_t moment, ElementRange range,
                   const StatePlanes& state, float* out) {
   for (size_t i = 0; i < range.n; ++i) {

@@ -164,6 +164,25 @@ std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_
   return runs;
 }
 
+std::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uint64_t begin,
+                                                    uint64_t end) const {
+  std::vector<ElementRun> runs;
+  for (const protocol::BoxPlace& place : layout_->boxes_of(partition)) {
+    const uint64_t from = std::max(begin, place.partition_elem);
+    const uint64_t to = std::min(end, place.partition_elem + place.box.elems());
+    if (from >= to) continue;
+    if (layout_->params()[place.box.param].trainable) {
+      AddElements(place, from - place.partition_elem, 0, to - from, runs);
+    } else {
+      runs.push_back({.block = ElementRun::kNoBlock,
+                      .partition = partition,
+                      .partition_elem = from,
+                      .elems = to - from});
+    }
+  }
+  return runs;
+}
+
 uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
   const std::span<const Plane> planes = PlanesOf(layout);
   const uint64_t align = layout.states_align_elems();

@@ -29,7 +29,9 @@ struct BlockRun {
 
 // Consecutive elements of one parameter that are contiguous in a block and in a partition.
 struct ElementRun {
-  uint32_t block = 0;
+  static constexpr uint32_t kNoBlock = UINT32_MAX;
+
+  uint32_t block = 0;  // kNoBlock: of a frozen parameter, which has no states
   uint64_t block_elem = 0;
   uint32_t partition = 0;
   uint64_t partition_elem = 0;
@@ -62,6 +64,10 @@ class BlockMap {
 
   // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
   std::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
+
+  // Where elements [begin, end) of a partition lie, in order, frozen parameters' too. Their
+  // `param_elem` is not set.
+  std::vector<ElementRun> LocateInPartition(uint32_t partition, uint64_t begin, uint64_t end) const;
 
   // Bytes of all blocks, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);

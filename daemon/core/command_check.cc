@@ -78,6 +78,21 @@ absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandL
                    "each rank writes the parameters and gradients of its own partitions");
 }
 
+// Whole elements of the partition, within the gradients' part of the arena.
+absl::Status CheckMasters(const Command& command, const Layout& layout,
+                          const ByteRange& gradients) {
+  const uint64_t elems = command.length_bytes / sizeof(float);
+  const uint64_t partition_elems = layout.partitions()[command.partition].elems;
+  if (elems == 0 || command.length_bytes % sizeof(float) != 0 || elems > partition_elems ||
+      command.element_offset > partition_elems - elems) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat(command.length_bytes, " bytes of float32 from element ",
+                                  command.element_offset, " are outside partition ",
+                                  command.partition, ", which has ", partition_elems, " elements"));
+  }
+  return CheckWithin(command, gradients);
+}
+
 // A range of wire.h, of exactly that length, within the gradients' part of the arena.
 absl::Status CheckElemRange(const Command& command, const Layout& layout, protocol::DType dtype,
                             const ByteRange& gradients) {
@@ -170,7 +185,7 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kReadState)) {
+      command.op > static_cast<uint16_t>(Op::kWriteMasters)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
@@ -179,7 +194,7 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
                                   "; gradients and step calls alone do"));
   }
-  const bool writes = op == Op::kWriteInitial || op == Op::kGradReady;
+  const bool writes = op == Op::kWriteInitial || op == Op::kGradReady || op == Op::kWriteMasters;
   if ((writes || op == Op::kFetch) && command.partition >= layout.partitions().size()) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("there is no partition ", command.partition, ": the job has ",
@@ -190,6 +205,8 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
   switch (op) {
     case Op::kWriteInitial:
       return CheckElemRange(command, layout, layout.spec().dtype, gradients);
+    case Op::kWriteMasters:
+      return CheckMasters(command, layout, gradients);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckGradKind(command.kind, layout));
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));

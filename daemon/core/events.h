@@ -86,10 +86,10 @@ struct SegmentNorms {
 struct TaskDone {
   TaskId task = 0;
   absl::Status status;
-  // UpdateBlock: masters that overflowed. CopyInitial: 1 if not finite. AddGradients: 1 + the first
+  // UpdateBlock: masters that overflowed. CopyInitial, SetMasters: 1 if not finite. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  uint64_t checksum = 0;                 // UpdateBlock on a staging slot, EvictBlock: of the bytes
+  uint64_t checksum = 0;  // UpdateBlock and SetMasters on a staging slot, EvictBlock: of the bytes
   cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
 };
@@ -413,6 +413,29 @@ struct DecodeState {
   uint64_t grad_offset_bytes = 0;
 };
 
+// Sets masters of consecutive elements from a grad arena (float32), and the weights from them, rounded
+// as an update rounds them; the checksum of a staged block afterwards. Where one is not finite or rounds
+// to infinite weights (TaskDone::count 1), nothing is changed.
+struct SetMasters {
+  // Where their states are, unless the parameter is frozen. A staged block is verified first.
+  struct InBlock {
+    BlockPlace place;
+    BlockIdentity identity;
+    uint64_t checksum = 0;
+    uint64_t block_bytes = 0;
+    uint64_t block_elems = 0;
+    uint64_t block_elem = 0;
+  };
+
+  TaskId task = 0;
+  JobId job = 0;
+  SessionId session = 0;
+  std::optional<InBlock> in_block = {};
+  uint64_t elems = 0;
+  uint64_t weights_offset_bytes = 0;
+  uint64_t grad_offset_bytes = 0;
+};
+
 // An attach to `job` waits for DRAM.
 struct RoomAwaited {
   std::string job;  // as root writes names
@@ -445,7 +468,7 @@ using Action =
     std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
                  AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
                  CopyInitial, CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
-                 WriteBlock, EvictBlock, PromoteBlock, DecodeState, RoomAwaited, StartLeaseTimer,
-                 StepCalled, StepCommitted>;
+                 WriteBlock, EvictBlock, PromoteBlock, DecodeState, SetMasters, RoomAwaited,
+                 StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -18,6 +18,7 @@ void FetchQueue::Handle(const Session& session, const protocol::Command& command
 void FetchQueue::Serve() {
   std::erase_if(waiting_, [this](const Waiting& fetch) {
     if (!step_.MayFetch(fetch.rank, fetch.partition)) return false;
+    if (access_.Writes(fetch.partition)) return false;
     absl::StatusOr<uint64_t> lease = leases_.Acquire(fetch.command.session, fetch.partition);
     if (!lease.ok()) {
       io_.Answer(fetch.command, lease.status());

@@ -11,6 +11,7 @@
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/session.h"
+#include "daemon/core/state_access.h"
 #include "daemon/core/step.h"
 #include "protocol/wire.h"
 
@@ -18,8 +19,9 @@ namespace forebay::daemon {
 
 class FetchQueue {
  public:
-  FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, LeaseTable& leases)
-      : spec_(spec), io_(io), step_(step), leases_(leases) {}
+  FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, const StateAccess& access,
+             LeaseTable& leases)
+      : spec_(spec), io_(io), step_(step), access_(access), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
   void Serve();  // those that the step allows now
@@ -36,6 +38,7 @@ class FetchQueue {
   const JobSpec& spec_;
   JobTasks& io_;
   Step& step_;
+  const StateAccess& access_;
   LeaseTable& leases_;
   std::vector<Waiting> waiting_;
 };

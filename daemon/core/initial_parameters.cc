@@ -35,10 +35,37 @@ bool InitialParameters::Writes(uint32_t rank, uint32_t partition) const {
   return spec_.layout->is_shared() || spec_.layout->partitions()[partition].owner == rank;
 }
 
-void InitialParameters::SetWritten(const Running& range, bool written) {
-  for (uint64_t elem = range.begin; elem < range.end; elem += kGradUnitElems) {
-    written_[range.partition][elem / kGradUnitElems] = written;
+void InitialParameters::SetWritten(uint32_t partition, uint64_t begin, uint64_t end, bool written) {
+  for (uint64_t elem = begin; elem < end; elem += kGradUnitElems) {
+    written_[partition][elem / kGradUnitElems] = written;
   }
+}
+
+absl::Status InitialParameters::CheckKind(const protocol::Command& words) {
+  const bool masters = static_cast<protocol::Op>(words.op) == protocol::Op::kWriteMasters;
+  if (has_masters_.value_or(masters) != masters) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("initial ", masters ? "masters" : "weights", " after initial ",
+                                  masters ? "weights" : "masters"),
+                     "write the initial parameters of all ranks in one way");
+  }
+  const uint64_t begin = words.element_offset;
+  const uint64_t end = begin + words.length_bytes / sizeof(float);
+  const bool ends_well =
+      end % kGradUnitElems == 0 || end == spec_.layout->partitions()[words.partition].elems;
+  if (masters && (begin % kGradUnitElems != 0 || !ends_well)) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("initial masters of elements ", begin, " to ", end, " of ",
+                                  spec_.layout->DescribePartition(words.partition),
+                                  ": they begin at multiples of ", kGradUnitElems,
+                                  " and end at one or with the partition"));
+  }
+  has_masters_ = masters;
+  return absl::OkStatus();
+}
+
+void InitialParameters::SetMasters(const StateAccess::Written& range, bool written) {
+  if (!ready_) SetWritten(range.partition, range.begin, range.end, written);
 }
 
 void InitialParameters::Write(const CommandId& command, const protocol::Command& words) {
@@ -58,7 +85,7 @@ void InitialParameters::Write(const CommandId& command, const protocol::Command&
                                       words.partition, " are being written already")));
     return;
   }
-  SetWritten(range, false);
+  SetWritten(range.partition, range.begin, range.end, false);
   const TaskId task = io_.Start(
       TaskKind::kCopyInitial, command.session,
       CopyInitial{.session = command.session,
@@ -84,7 +111,7 @@ void InitialParameters::OnCopied(const TaskDone& done) {
                      " hold NaN or infinity"),
         "check the initialisation or the loaded checkpoint");
   }
-  SetWritten(copy, status.ok());
+  SetWritten(copy.partition, copy.begin, copy.end, status.ok());
   io_.Answer(copy.command, status);
   TryDone();
 }
@@ -156,6 +183,7 @@ void InitialParameters::AnswerWriter(SessionId session, const absl::Status& stat
 void InitialParameters::Reset(const absl::Status& status) {
   for (const auto& [session, writer] : writers_) AnswerWriter(session, status);
   writers_.clear();
+  has_masters_.reset();
   for (std::vector<bool>& units : written_) units.assign(units.size(), false);
 }
 

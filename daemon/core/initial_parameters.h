@@ -14,6 +14,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_spec.h"
 #include "daemon/core/job_tasks.h"
+#include "daemon/core/state_access.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -35,6 +36,15 @@ class InitialParameters {
   //         E_NONFINITE  the range counts as not written.
   void Write(const CommandId& command, const protocol::Command& words);
   void OnCopied(const TaskDone& done);
+
+  // Weights (kWriteInitial) or masters (kWriteMasters): all writers write the same.
+  //
+  // Errors  E_PROTOCOL  something of the other kind was written before.
+  //         E_RANGE     masters that are no range of wire.h: it would not be known what is written.
+  absl::Status CheckKind(const protocol::Command& words);
+  // Of a kWriteMasters that StateAccess was given (false), or has carried out.
+  void SetMasters(const StateAccess::Written& range, bool written);
+  bool has_masters() const { return has_masters_.value_or(false); }
 
   // kInitialDone of a writer. When all writers have said so and their writes are done, the job is
   // ready(); else it is answered.
@@ -67,12 +77,13 @@ class InitialParameters {
   void TryDone();
   void CheckComplete(Writer& writer);
   bool Writes(uint32_t rank, uint32_t partition) const;
-  void SetWritten(const Running& range, bool written);
+  void SetWritten(uint32_t partition, uint64_t begin, uint64_t end, bool written);
 
   const JobSpec& spec_;
   JobTasks& io_;
   std::map<SessionId, Writer> writers_;
   bool ready_ = false;
+  std::optional<bool> has_masters_;         // empty: nothing was written
   std::vector<std::vector<bool>> written_;  // by partition, by unit of kGradUnitElems
   std::map<TaskId, Running> running_;
 };

@@ -22,7 +22,7 @@ namespace {
 bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
-         op == Op::kStep;
+         op == Op::kStep || op == Op::kWriteMasters;
 }
 
 }  // namespace
@@ -35,10 +35,10 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       leases_(actions),
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
                 spec_.options.workers),
-      reads_(io_, spec_.layout, pipeline_),
+      access_(io_, spec_.layout, pipeline_, leases_),
       residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),
-      step_(spec_, io_, members_, pipeline_, reads_, leases_),
-      fetches_(spec_, io_, step_, leases_) {}
+      step_(spec_, io_, members_, pipeline_, access_, leases_),
+      fetches_(spec_, io_, step_, access_, leases_) {}
 
 void Job::Begin() {
   has_begun_ = true;
@@ -265,7 +265,7 @@ void Job::OnRankDetached(const Session& session) {
 
 void Job::AnswerWaiting(Session& session, const absl::Status& status) {
   step_.AnswerWaiting(session, status);
-  reads_.Drop(session.id, status);
+  access_.Drop(session.id, status);
   fetches_.Answer(session.id, status);
 }
 
@@ -382,7 +382,8 @@ void Job::OnCommand(SessionId id, const Command& command) {
 
 void Job::Dispatch(Session& session, const Command& command) {
   const Op op = static_cast<Op>(command.op);
-  if (op == Op::kWriteInitial || op == Op::kInitialDone) {
+  const bool writes_initial = op == Op::kWriteMasters && initial_.IsWriter(session.id);
+  if (op == Op::kWriteInitial || op == Op::kInitialDone || writes_initial) {
     HandleInitial(session, command);
     return;
   }
@@ -410,7 +411,10 @@ void Job::Dispatch(Session& session, const Command& command) {
       step_.HandleStep(session, command);
       return;
     case Op::kReadState:
-      reads_.Add(session.IdOf(command), command);
+      access_.AddRead(session.IdOf(command), command);
+      return;
+    case Op::kWriteMasters:
+      HandleWrite(session, command);
       return;
     default:
       FOREBAY_CHECK(false);  // CheckCommand lets no other through
@@ -428,9 +432,36 @@ void Job::HandleInitial(Session& session, const Command& command) {
                          "fetch"));
   } else if (static_cast<Op>(command.op) == Op::kInitialDone) {
     initial_.Done(id);
+  } else if (const absl::Status kind = initial_.CheckKind(command); !kind.ok()) {
+    io_.Answer(id, kind);
+  } else if (static_cast<Op>(command.op) == Op::kWriteMasters) {
+    initial_.SetMasters(access_.AddWrite(id, command), false);
   } else {
     initial_.Write(id, command);
   }
+}
+
+// Between two steps, by a rank that has not called the next one and reads nothing there.
+void Job::HandleWrite(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (step_.HasCalled(session)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", session.rank, " has called step ",
+                                          step_.committed_step() + 1,
+                                          ": parameters are written between steps"),
+                             "wait for the answer to step"));
+    return;
+  }
+  for (const uint32_t partition : leases_.PartitionsOf(session.id)) {
+    if (partition != command.partition) continue;
+    io_.Answer(id, MakeError(ErrorId::kLease,
+                             absl::StrCat("rank ", session.rank, " writes parameters of ",
+                                          spec_.layout->PartitionName(partition),
+                                          " while it holds a lease on them"),
+                             "release the lease first"));
+    return;
+  }
+  access_.AddWrite(id, command);
 }
 
 void Job::OnStepRequest(const StepRequestCopied& copied) {
@@ -483,8 +514,11 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kCopyExtraState:
       fatal = step_.OnExtraStateCopied(done);
       break;
-    case TaskKind::kDecodeState:
-      reads_.OnDecoded(done);
+    case TaskKind::kAccessState:
+      access_.OnAccessed(done);
+      return;
+    case TaskKind::kWriteMasters:
+      access_.OnWritten(done);
       return;
     case TaskKind::kMoveBlock:
       residency_.OnMoved(done);
@@ -502,7 +536,7 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   if (kind == TaskKind::kUpdateBlock) return pipeline_.OnUpdated(done);
   if (kind == TaskKind::kWriteBlock) return pipeline_.OnWritten(done);
   const StepPipeline::ReadOutcome outcome = pipeline_.OnRead(done);
-  reads_.OnRead(outcome);
+  access_.OnRead(outcome);
   return outcome.fatal ? outcome.status : absl::OkStatus();
 }
 
@@ -512,7 +546,7 @@ void Job::Fail(const absl::Status& first_error) {
   if (failed()) return;
   failed_ = first_error;
   step_.Fail(first_error);
-  reads_.Drop(0, first_error);
+  access_.Drop(0, first_error);
   if (!deleting_) residency_.Abandon();  // else its memory is free soon, and others wait for it
   initial_.Reset(first_error);
   for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
@@ -545,7 +579,12 @@ absl::Status Job::Delete() {
 
 void Job::Advance() {
   pipeline_.clear_waits_for_slot();
-  if (auto done = initial_.DrainDone(); !done.empty()) step_.BeginMasters(std::move(done));
+  for (const StateAccess::Written& written : access_.DrainWritten()) {
+    initial_.SetMasters(written, true);
+  }
+  if (auto done = initial_.DrainDone(); !done.empty()) {
+    step_.BeginMasters(std::move(done), initial_.has_masters());
+  }
   UseTimeBetweenSteps();
   step_.Advance();
   fetches_.Serve();
@@ -556,17 +595,17 @@ void Job::Advance() {
   FreeWhenUnused();
 }
 
-// States are read and blocks moved in turns, never at once, and none begins once all ranks have
+// States are read or written and blocks moved in turns, never at once, and none begins once all ranks have
 // called step: the decision waits for the one in progress.
 void Job::UseTimeBetweenSteps() {
   const bool open = step_.phase() == Step::Phase::kOpen;
   const auto read = [&] {
-    const bool goes_on = step_.phase() == Step::Phase::kReducing && reads_.in_progress();
-    if ((open || goes_on) && !residency_.in_progress()) reads_.Pump();
-    if (reads_.in_progress()) reads_first_ = false;
+    const bool goes_on = step_.phase() == Step::Phase::kReducing && access_.in_progress();
+    if ((open || goes_on) && !residency_.in_progress()) access_.Pump();
+    if (access_.in_progress()) reads_first_ = false;
   };
   const auto move = [&] {
-    if (open && is_ready() && !reads_.in_progress()) residency_.Pump();
+    if (open && is_ready() && !access_.in_progress()) residency_.Pump();
     if (residency_.in_progress()) reads_first_ = true;
   };
   if (reads_first_) {
@@ -651,7 +690,7 @@ void Job::CheckInvariants() const {
       continue;
     }
     // Every command that was not answered waits in exactly one place.
-    uint64_t waiting = step_.unanswered(session) + reads_.unanswered(id) + fetches_.unanswered(id);
+    uint64_t waiting = step_.unanswered(session) + access_.unanswered(id) + fetches_.unanswered(id);
     waiting += initial_.unanswered(id);
     FOREBAY_CHECK(waiting == io_.commands_of(id));
   }

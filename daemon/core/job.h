@@ -21,7 +21,7 @@
 #include "daemon/core/residency.h"
 #include "daemon/core/session.h"
 #include "daemon/core/staging.h"
-#include "daemon/core/state_reads.h"
+#include "daemon/core/state_access.h"
 #include "daemon/core/step.h"
 #include "daemon/core/step_pipeline.h"
 
@@ -129,6 +129,7 @@ class Job {
 
   void Dispatch(Session& session, const protocol::Command& command);
   void HandleInitial(Session& session, const protocol::Command& command);
+  void HandleWrite(Session& session, const protocol::Command& command);
 
   JobSpec spec_;
   JobTasks io_;
@@ -147,7 +148,7 @@ class Job {
   InitialParameters initial_;
   LeaseTable leases_;
   StepPipeline pipeline_;
-  StateReads reads_;
+  StateAccess access_;
   Residency residency_;
   bool reads_first_ = false;  // a block has moved since states were read
   Step step_;

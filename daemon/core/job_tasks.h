@@ -56,7 +56,8 @@ enum class TaskKind : uint8_t {
   kUpdateBlock,
   kWriteBlock,
   kMoveBlock,
-  kDecodeState,
+  kAccessState,
+  kWriteMasters,
 };
 
 struct Task {

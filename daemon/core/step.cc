@@ -31,12 +31,12 @@ uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
 }  // namespace
 
 Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-           const StateReads& reads, const LeaseTable& leases)
+           const StateAccess& access, const LeaseTable& leases)
     : spec_(spec),
       io_(io),
       members_(members),
       pipeline_(pipeline),
-      reads_(reads),
+      access_(access),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members),
       trace_(spec.layout->partitions().size()),
@@ -56,9 +56,9 @@ CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
           .rank = session.rank};
 }
 
-void Step::BeginMasters(std::vector<CommandId> commands) {
+void Step::BeginMasters(std::vector<CommandId> commands, bool has_masters) {
   initial_done_ = std::move(commands);
-  if (pipeline_.BeginMasters()) {
+  if (!has_masters && pipeline_.BeginMasters()) {
     phase_ = Phase::kMasters;
   } else {
     AnswerInitialDone();
@@ -332,7 +332,7 @@ void Step::BeginReducing() {
 // The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
 // cannot be read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
-  if (extra_copies_ > 0 || reads_.in_progress() || pipeline_.placement().moving()) return;
+  if (extra_copies_ > 0 || access_.in_progress() || pipeline_.placement().moving()) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
     DropFaulty();
@@ -517,7 +517,7 @@ void Step::CheckInvariants() const {
   pipeline_.CheckInvariants(committed_step_);
   const bool updating = phase_ == Phase::kUpdating || phase_ == Phase::kMasters;
   FOREBAY_CHECK(updating == pipeline_.running() || phase_ == Phase::kFailed);
-  FOREBAY_CHECK(!updating || !reads_.in_progress());
+  FOREBAY_CHECK(!updating || !access_.in_progress());
 }
 
 }  // namespace forebay::daemon

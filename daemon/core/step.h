@@ -15,7 +15,7 @@
 #include "daemon/core/lease_table.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/session.h"
-#include "daemon/core/state_reads.h"
+#include "daemon/core/state_access.h"
 #include "daemon/core/step_barrier.h"
 #include "daemon/core/step_pipeline.h"
 #include "daemon/core/trace.h"
@@ -38,11 +38,12 @@ class Step {
   };
 
   Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-       const StateReads& reads, const LeaseTable& leases);
+       const StateAccess& access, const LeaseTable& leases);
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
-  void BeginMasters(std::vector<CommandId> commands);
+  // `has_masters`: they hold them already.
+  void BeginMasters(std::vector<CommandId> commands, bool has_masters);
 
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
@@ -58,6 +59,10 @@ class Step {
 
   // Sessions of its ranks.
   bool HasContributed(const Session& session) const;
+  bool HasCalled(const Session& session) const {
+    return barrier_.has(session.rank) || session.step_being_copied.has_value() ||
+           phase_ != Phase::kOpen;
+  }
   void OnRankDetached(uint32_t rank);  // step calls of the others are refused
   // A rank was lost. A step that not all ranks have called is dropped; else it goes on.
   void OnRankFailed(const Session& lost, const absl::Status& status);
@@ -124,7 +129,7 @@ class Step {
   JobTasks& io_;
   Membership& members_;
   StepPipeline& pipeline_;
-  const StateReads& reads_;
+  const StateAccess& access_;
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;

@@ -46,7 +46,7 @@ struct PipelineCounters {
 // Before the decision, blocks are read ahead in the order of update, into free staging slots only.
 // After it, a worker updates the lowest swapped block that is ready, else the next resident one. A
 // staged block is read, updated and written, then its slot is free again. The job never updates
-// blocks while it reads states (StateReads) or moves a block (Residency).
+// blocks while it reads states (StateAccess) or moves a block (Residency).
 //
 // One event publishes a step when all its blocks are written (BlockLedger). A write that fails is
 // repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging

@@ -311,6 +311,38 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
   }
 }
 
+bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
+                   std::span<const std::byte> from) {
+  // A private copy: the client could change its bytes behind the check.
+  std::vector<float> masters(action.elems);
+  std::memcpy(masters.data(), from.data(), from.size());
+  const StateFormat format{memory.format, memory.dtype};
+  const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
+  if (!std::ranges::all_of(masters, is_finite)) return false;
+  StatePlanes state;
+  if (action.in_block) {
+    state = PlanesOf({.block_elems = action.in_block->block_elems,
+                      .block_elem = action.in_block->block_elem,
+                      .elems = action.elems,
+                      .weights_offset_bytes = action.weights_offset_bytes},
+                     memory);
+  } else {
+    state.weights =
+        WeightsOf({.elems = action.elems, .weights_offset_bytes = action.weights_offset_bytes},
+                  memory)
+            .data();
+  }
+  cpu_adam::EncodeMasters(format, masters.size(), masters.data(), state);
+  return true;
+}
+
+uint64_t BlockChecksum(const BlockIdentity& identity, uint64_t nonce,
+                       std::span<const std::byte> bytes) {
+  nvme::PageDigests digests(bytes);
+  digests.Add(0, bytes.size() / protocol::kPageBytes);
+  return digests.Checksum(MakeIdentity(identity, nonce));
+}
+
 bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {
   std::memcpy(to.data(), from.data(), from.size());
   return cpu_adam::AllFinite(ElemsOf(dtype, to), GradientOf(dtype, to));

@@ -99,6 +99,15 @@ cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> a
 // Elements of one state as float32, into the client's bytes, which may have any alignment of 4.
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);
 
+// float32 of the client -> masters and weights, where `memory.block` is empty weights alone. False, and
+// nothing is changed, where one is not finite or its weights are not.
+bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
+                   std::span<const std::byte> from);
+
+// The checksum of a whole block.
+uint64_t BlockChecksum(const BlockIdentity& identity, uint64_t nonce,
+                       std::span<const std::byte> bytes);
+
 // client's bytes -> weights. False where the copy is not finite.
 bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,
                     std::span<std::byte> to);

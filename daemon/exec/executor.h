@@ -141,6 +141,7 @@ class Executor {
   void Run(EvictBlock& action);
   void Run(PromoteBlock& action);
   void Run(DecodeState& action);
+  void Run(SetMasters& action);
   void Run(RoomAwaited& action);
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);

@@ -423,6 +423,40 @@ void Executor::Run(DecodeState& action) {
   });
 }
 
+void Executor::Run(SetMasters& action) {
+  JobMemory& job = jobs_.at(action.job);
+  const ArenaRegistry::Arena grad = session_io(action.session).grad();
+  const auto from = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
+  if (!action.in_block) {
+    const StateMemory weights{.weights = job.weights->bytes(),
+                              .block = {},
+                              .optimizer = job.layout->spec().optimizer,
+                              .format = job.layout->spec().format,
+                              .dtype = job.layout->spec().dtype};
+    PostTask(action.task, [action, grad, from, weights] {
+      return Counted(RunSetMasters(action, weights, from) ? 0 : 1);
+    });
+    return;
+  }
+  const SetMasters::InBlock& in_block = *action.in_block;
+  const StateMemory memory = StatesAt(job, in_block.place, in_block.block_bytes, swap_);
+  if (in_block.place.resident) {
+    PostTask(action.task, [action, grad, from, memory] {
+      return Counted(RunSetMasters(action, memory, from) ? 0 : 1);
+    });
+    return;
+  }
+  const auto expected = swap_->Expected(in_block.place, in_block.identity, in_block.checksum);
+  PostTask(action.task, [action, grad, from, memory, expected, nonce = swap_->nonce()] {
+    TaskDone done;
+    done.status = VerifyBlock(expected, action.in_block->identity, memory.block);
+    if (!done.status.ok()) return done;
+    done.count = RunSetMasters(action, memory, from) ? 0 : 1;
+    done.checksum = BlockChecksum(action.in_block->identity, nonce, memory.block);
+    return done;
+  });
+}
+
 void Executor::Run(EvictBlock& action) { mover_.Evict(action, jobs_.at(action.job).state); }
 
 void Executor::Run(PromoteBlock& action) { mover_.Promote(action, jobs_.at(action.job).state); }

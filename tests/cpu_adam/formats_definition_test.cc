@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu_adam/decode.h"
+#include "cpu_adam/internal/float16.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/cpu_adam/optimizers.h"
@@ -170,6 +171,53 @@ TEST_P(Decoding, OfFloat32StatesIsACopy) {
       EXPECT_TRUE(testing::SameBits(out, {moment.begin() + 1, moment.end()})) << NameOf(format);
       out.resize(kElems);
     }
+  }
+}
+
+// Random bits, ties of both roundings, zeros and denormals; all finite, and as weights too.
+std::vector<float> ManyMasters() {
+  std::vector<float> masters = CleanData(Optimizer::kAdamW).w;
+  const uint32_t special[] = {0,          0x80000000, 1,          0x80000001,
+                              0x00808000, 0x3F808000, 0xBF808000, 0x3F818000,
+                              0x3F817FFF, 0x3F801000, 0x3F803000, 0x477FEFFF,
+                              0xC77FEFFF, 0x33000000, 0x33000001, 0x387FE000};
+  for (size_t i = 0; i < std::size(special); ++i) masters[i] = std::bit_cast<float>(special[i]);
+  return masters;
+}
+
+TEST(EncodeMasters, IsTheInverseOfDecodeMastersAndRoundsTheWeights) {
+  const std::vector<float> masters = ManyMasters();
+  for (const StateFormat format :
+       {StateFormat::kFp32, StateFormat::kExact, StateFormat::kBf16, StateFormat::kInt8,
+        StateFormat::kFp32Bf16, StateFormat::kFp32Fp16}) {
+    SCOPED_TRACE(NameOf(format));
+    StateArrays state(kElems, 0);
+    state.Assign(CleanData(Optimizer::kAdamW));
+    EncodeMasters(format, kElems, masters.data(), state.Planes(format));
+    std::vector<float> decoded(kElems);
+    DecodeMasters(format, kElems, state.Planes(format), decoded.data());
+    EXPECT_TRUE(testing::SameBits(decoded, masters));
+    const void* const weights = state.Planes(format).weights;
+    for (size_t i = 0; i < kElems && format.weights == protocol::DType::kBFloat16; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(masters[i]);
+      ASSERT_EQ(static_cast<const uint16_t*>(weights)[i], (bits + 0x8000) >> 16) << i;
+    }
+    for (size_t i = 0; i < kElems && format.weights == protocol::DType::kFloat16; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(masters[i]);
+      ASSERT_EQ(static_cast<const uint16_t*>(weights)[i], internal::RoundToFp16(bits)) << i;
+    }
+    state.ExpectGuards();
+  }
+}
+
+TEST(EncodeMasters, OfAFrozenParameterSetsWeightsAlone) {
+  const std::vector<float> masters = ManyMasters();
+  std::vector<uint16_t> weights(kElems);
+  StatePlanes planes;
+  planes.weights = weights.data();
+  EncodeMasters(StateFormat::kExact, kElems, masters.data(), planes);
+  for (size_t i = 0; i < kElems; ++i) {
+    ASSERT_EQ(weights[i], (std::bit_cast<uint32_t>(masters[i]) + 0x8000) >> 16) << i;
   }
 }
 

@@ -92,6 +92,7 @@ struct Words {
   void operator()(const DecodeState& a) const {
     Put({a.task, a.session, a.identity.block, a.elems});
   }
+  void operator()(const SetMasters& a) const { Put({a.task, a.session, a.elems}); }
   void operator()(const EvictBlock& a) const {
     Put({a.task, a.identity.block, a.place.slot->path, a.place.slot->offset_bytes});
   }

@@ -391,6 +391,17 @@ uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
   return 0;
 }
 
+uint64_t NodeHarness::WriteMasters(uint64_t session, uint32_t partition, uint64_t begin,
+                                   uint64_t end) {
+  if (end == 0) end = InfoOf(session).layout->partitions()[partition].elems;
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kWriteMasters);
+  command.partition = partition;
+  command.element_offset = begin;
+  command.length_bytes = (end - begin) * sizeof(float);
+  return Command(session, command);
+}
+
 uint64_t NodeHarness::ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kReadState);

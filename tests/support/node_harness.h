@@ -150,6 +150,8 @@ class NodeHarness {
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
+  // Of elements [begin, end) of a partition; 0: to its end.
+  uint64_t WriteMasters(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);
   // The t that an update's scalars are of; 0: of none of the first steps, or another lr than 0.1.
   static uint64_t UpdateCount(const daemon::UpdateSegment& segment);

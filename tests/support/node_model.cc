@@ -202,6 +202,19 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     if (state->block_elem + state->elems > state->block_elems) {
       Fault("a read of states is outside its block");
     }
+  } else if (const auto* masters = std::get_if<SetMasters>(&action)) {
+    const uint64_t width = protocol::SizeBytes(jobs_[masters->job].layout->spec().dtype);
+    uses.push_back(
+        GradUse(masters->session, masters->grad_offset_bytes, masters->elems * 4, false));
+    uses.push_back({absl::StrCat("weights ", masters->job), masters->weights_offset_bytes,
+                    masters->elems * width, true});
+    if (masters->in_block) {
+      const SetMasters::InBlock& block = *masters->in_block;
+      uses.push_back(StateUse(masters->job, block.place, block.block_bytes, true));
+      if (block.block_elem + masters->elems > block.block_elems) {
+        Fault("a write of masters is outside its block");
+      }
+    }
   } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
     uses.push_back(StateUse(evict->job, evict->place, evict->bytes, true));
     CheckSlot(evict->job, evict->place, /*writes=*/true);
@@ -526,7 +539,22 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
     Fault("a slot was written that does not hold its block");
   }
   disk_[*a.place.slot] = staging_[a.place.staging_slot];
-  jobs_[a.job].written[a.identity.block] = *a.place.slot;
+  JobMemory& job = jobs_[a.job];
+  const bool between_steps = job.masters_set.erase(a.identity.block) > 0;
+  (between_steps ? job.published : job.written)[a.identity.block] = *a.place.slot;
+}
+
+void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
+  if (!a.in_block || a.in_block->place.resident) return;
+  const SetMasters::InBlock& block = *a.in_block;
+  BlockToken& staged = staging_[block.place.staging_slot];
+  const bool fresh = block.identity.written_step == 0 && !block.place.slot;
+  if (!fresh && !(staged == TokenOf(block.identity, block.checksum))) {
+    Fault("masters were set in a slot that does not hold its block");
+  }
+  done.checksum = ++checksums_;
+  staged = TokenOf(block.identity, done.checksum);
+  jobs_[a.job].masters_set.insert(block.identity.block);
 }
 
 void NodeModel::Apply(const DecodeState& a, TaskDone&) {

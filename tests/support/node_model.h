@@ -105,6 +105,7 @@ class NodeModel {
     std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>> accumulators;
     std::map<uint64_t, nvme::Slot> written;      // by block, in this step
     std::map<uint64_t, nvme::Slot> published;    // by block
+    std::set<uint64_t> masters_set;              // staged blocks that are to be written
     std::map<uint64_t, BlockToken> resident;     // by offset in the state arena
     std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
     // By parameter and partition, in this step.
@@ -170,6 +171,7 @@ class NodeModel {
   void Apply(const daemon::UpdateBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
+  void Apply(const daemon::SetMasters& a, daemon::TaskDone& done);
   void Apply(const daemon::EvictBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::PromoteBlock& a, daemon::TaskDone& done);
   template <typename Other>

@@ -20,8 +20,8 @@ SimulatedTrainer::SimulatedTrainer(std::string job, Rank rank,
       world_size_(rank.world_size),
       layout_(std::move(layout)),
       wires_(std::move(wires)),
-      grad_arena_bytes_(2 *
-                        std::min(layout_->largest_gradient_bytes(), protocol::kGradPieceBytesMax)) {}
+      grad_arena_bytes_(
+          2 * std::min(layout_->largest_gradient_bytes(), protocol::kGradPieceBytesMax)) {}
 
 void SimulatedTrainer::Attach() {
   session_ = wires_.new_session();

@@ -263,6 +263,14 @@ void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, doub
   Check(WithoutGil([&] { return self->WriteInitial(group, bytes, TimeoutOf(timeout)); }));
 }
 
+void WriteMasters(PyAttachment& self, uint32_t partition, uint64_t first_elem,
+                  const Buffer& masters, double timeout) {
+  const std::span<const float> values(static_cast<const float*>(masters.data()),
+                                      masters.nbytes() / sizeof(float));
+  Check(WithoutGil(
+      [&] { return self->WriteMasters(partition, first_elem, values, TimeoutOf(timeout)); }));
+}
+
 uint64_t Fetch(PyAttachment& self, uint32_t group, double timeout) {
   return ValueOrThrow(WithoutGil([&] { return self->Fetch(group, TimeoutOf(timeout)); })).id;
 }
@@ -376,6 +384,8 @@ void BindAttachment(nb::module_& module) {
       .def("weights", &Weights, nb::arg("group"))
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
+      .def("write_masters", &WriteMasters, nb::arg("partition"), nb::arg("first_elem"),
+           nb::arg("masters"), nb::arg("timeout") = kTimeout)
       .def(
           "initial_done",
           [](PyAttachment& self, double timeout) {

@@ -1,0 +1,235 @@
+#include "daemon/core/state_access.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+using State = StagedBlocks::State;
+
+void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
+  const std::vector<ElementRun> runs = pipeline_.map().Locate(words.partition, words.element_offset,
+                                                              words.length_bytes / sizeof(float));
+  queue_.push_back({.command = command,
+                    .param = words.partition,
+                    .state = words.kind,
+                    .grad_offset_bytes = words.arena_offset_bytes,
+                    .pieces = {runs.begin(), runs.end()}});
+}
+
+StateAccess::Written StateAccess::AddWrite(const CommandId& command,
+                                           const protocol::Command& words) {
+  const Written range{.partition = words.partition,
+                      .begin = words.element_offset,
+                      .end = words.element_offset + words.length_bytes / sizeof(float)};
+  const std::vector<ElementRun> runs =
+      pipeline_.map().LocateInPartition(range.partition, range.begin, range.end);
+  queue_.push_back({.command = command,
+                    .write = range,
+                    .grad_offset_bytes = words.arena_offset_bytes,
+                    .pieces = {runs.begin(), runs.end()}});
+  return range;
+}
+
+void StateAccess::Pump() {
+  if (phase_ != Phase::kIdle && phase_ != Phase::kWaitingSlot) return;
+  if (phase_ == Phase::kIdle) {
+    if (queue_.empty()) return;
+    current_ = std::move(queue_.front());
+    queue_.pop_front();
+    phase_ = Phase::kWaitingSlot;
+  }
+  if (current_.write && leases_.IsLeased(current_.write->partition)) return;
+  const uint32_t block = current_.pieces.front().block;
+  own_slot_ = false;
+  if (block == ElementRun::kNoBlock || pipeline_.is_resident(block)) {
+    StartAccess();
+    return;
+  }
+  StagedBlocks& staged = pipeline_.staged();
+  if (staged.contains(block)) {  // read ahead for the next step
+    if (staged.at(block).state == State::kReady) StartAccess();
+    return;
+  }
+  const std::optional<uint32_t> slot = staged.AllocateUrgent();
+  if (!slot) return;
+  own_slot_ = true;
+  phase_ = Phase::kReading;
+  pipeline_.StartRead(block, *slot, /*for_update=*/false);
+}
+
+void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
+  if (phase_ != Phase::kReading || current_.pieces.front().block != outcome.block) return;
+  if (!outcome.status.ok()) {
+    End(outcome.status);
+  } else if (pipeline_.staged().contains(outcome.block)) {
+    StartAccess();
+  } else {
+    End(absl::OkStatus());  // given up meanwhile, and answered
+  }
+}
+
+void StateAccess::StartAccess() {
+  const ElementRun& piece = current_.pieces.front();
+  const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
+  if (staged) pipeline_.staged().at(piece.block).state = State::kInUse;
+  phase_ = Phase::kAccessing;
+  if (current_.write) {
+    StartSet(piece);
+  } else {
+    StartDecode(piece);
+  }
+}
+
+void StateAccess::StartDecode(const ElementRun& piece) {
+  io_.Start(TaskKind::kAccessState, current_.command.session,
+            DecodeState{.session = current_.command.session,
+                        .place = pipeline_.PlaceOf(piece.block),
+                        .identity = pipeline_.IdentityOf(piece.block),
+                        .checksum = pipeline_.checksum(piece.block),
+                        .block_bytes = pipeline_.map().bytes(piece.block),
+                        .block_elems = pipeline_.map().elems(piece.block),
+                        .state = current_.state,
+                        .block_elem = piece.block_elem,
+                        .elems = piece.elems,
+                        .weights_offset_bytes = WeightsOffset(piece),
+                        .grad_offset_bytes = current_.grad_offset_bytes});
+}
+
+void StateAccess::StartSet(const ElementRun& piece) {
+  SetMasters action{.session = current_.command.session,
+                    .elems = piece.elems,
+                    .weights_offset_bytes = WeightsOffset(piece),
+                    .grad_offset_bytes = current_.grad_offset_bytes};
+  if (piece.block != ElementRun::kNoBlock) {
+    action.in_block = SetMasters::InBlock{.place = pipeline_.PlaceOf(piece.block),
+                                          .identity = pipeline_.IdentityOf(piece.block),
+                                          .checksum = pipeline_.checksum(piece.block),
+                                          .block_bytes = pipeline_.map().bytes(piece.block),
+                                          .block_elems = pipeline_.map().elems(piece.block),
+                                          .block_elem = piece.block_elem};
+  }
+  io_.Start(TaskKind::kAccessState, current_.command.session, std::move(action));
+}
+
+uint64_t StateAccess::WeightsOffset(const ElementRun& piece) const {
+  return pipeline_.placement().WherePartition(piece.partition).weights_offset_bytes +
+         piece.partition_elem * protocol::SizeBytes(layout_->spec().dtype);
+}
+
+void StateAccess::OnAccessed(const TaskDone& done) {
+  FOREBAY_CHECK(phase_ == Phase::kAccessing);
+  const ElementRun& piece = current_.pieces.front();
+  absl::Status status = done.status;
+  if (status.ok() && done.count > 0) {
+    status =
+        MakeError(ErrorId::kNonfinite,
+                  absl::StrCat("the parameters of ", layout_->DescribePartition(piece.partition),
+                               " hold NaN, infinity or what rounds to it"),
+                  "check the initialisation or the loaded checkpoint");
+  }
+  const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
+  if (staged && current_.write && status.ok()) {
+    checksum_ = done.checksum;
+    StartWrite();
+    return;
+  }
+  if (staged) {
+    pipeline_.staged().at(piece.block).state = State::kReady;
+    if (own_slot_ || !status.ok()) pipeline_.staged().Drop(piece.block);
+  }
+  EndPiece(status);
+}
+
+// The block's next version, with the same identity.
+void StateAccess::StartWrite() {
+  const uint32_t block = current_.pieces.front().block;
+  phase_ = Phase::kWriting;
+  const std::optional<BlockLedger::Target> target = pipeline_.ledger().BeginWrite(block);
+  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
+  BlockPlace place = pipeline_.PlaceOf(block);
+  place.slot = target->slot;
+  io_.Start(TaskKind::kWriteMasters, 0,
+            WriteBlock{.place = place,
+                       .bytes = pipeline_.map().bytes(block),
+                       .identity = pipeline_.IdentityOf(block),
+                       .checksum = checksum_,
+                       .pause = target->pause});
+}
+
+void StateAccess::OnWritten(const TaskDone& done) {
+  FOREBAY_CHECK(phase_ == Phase::kWriting);
+  const uint32_t block = current_.pieces.front().block;
+  BlockLedger& ledger = pipeline_.ledger();
+  if (!done.status.ok()) {
+    ledger.OnWriteFailed(block);
+    if (!abandoned_) {  // the weights are set already: it goes to another slot
+      pipeline_.AddSpareSlot();
+      StartWrite();
+      return;
+    }
+  } else {
+    ledger.EndWrite(block, checksum_, ledger.current(block).written_step);
+    ledger.PublishBlock(block);
+  }
+  pipeline_.staged().Drop(block);
+  pipeline_.OnSwapped(block);
+  if (!abandoned_) pipeline_.ReturnSurplusSlots();
+  EndPiece(done.status);
+}
+
+void StateAccess::EndPiece(const absl::Status& status) {
+  current_.grad_offset_bytes += current_.pieces.front().elems * sizeof(float);
+  current_.pieces.pop_front();
+  if (!status.ok() || current_.answered || current_.pieces.empty()) {
+    End(status);
+    return;
+  }
+  phase_ = Phase::kWaitingSlot;
+}
+
+void StateAccess::End(const absl::Status& status) {
+  phase_ = Phase::kIdle;
+  if (!current_.answered) {
+    protocol::Completion completion{};
+    if (!current_.write) completion.offset_bytes = pipeline_.updates_of(current_.param);
+    if (current_.write && status.ok()) written_.push_back(*current_.write);
+    io_.Answer(current_.command, completion, status);
+  }
+  current_ = {};
+}
+
+void StateAccess::Drop(SessionId session, const absl::Status& status) {
+  abandoned_ = abandoned_ || session == 0;
+  const auto concerns = [session](const Request& request) {
+    return session == 0 || request.command.session == session;
+  };
+  for (const Request& request : queue_) {
+    if (concerns(request)) io_.Answer(request.command, status);
+  }
+  std::erase_if(queue_, concerns);
+  if (phase_ == Phase::kIdle || current_.answered || !concerns(current_)) return;
+  io_.Answer(current_.command, status);
+  current_.answered = true;
+  if (phase_ == Phase::kWaitingSlot) {
+    End(status);
+  } else if (phase_ == Phase::kReading) {
+    pipeline_.staged().at(current_.pieces.front().block).cancelled = true;
+  }
+}
+
+uint64_t StateAccess::unanswered(SessionId session) const {
+  const auto is_of = [session](const Request& r) { return r.command.session == session; };
+  const auto queued = std::count_if(queue_.begin(), queue_.end(), is_of);
+  const bool current = in_progress() && !current_.answered && is_of(current_);
+  return static_cast<uint64_t>(queued) + (current ? 1 : 0);
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,105 @@
+// Clients' reads of optimizer states and their writes of masters, one command at a time, block by block,
+// between steps.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/block_map.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_tasks.h"
+#include "daemon/core/lease_table.h"
+#include "daemon/core/step_pipeline.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+
+// A write of masters sets the weights too. While it goes on nobody gets a lease on its partition, and it
+// waits for those that are given.
+class StateAccess {
+ public:
+  // Masters that were set.
+  struct Written {
+    uint32_t partition = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+
+  StateAccess(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline,
+              const LeaseTable& leases)
+      : io_(io), layout_(std::move(layout)), pipeline_(pipeline), leases_(leases) {}
+
+  // A checked kReadState, and a checked kWriteMasters.
+  //
+  // Errors  E_NONFINITE  a master is not finite, or rounds to infinite weights: a part of the range may
+  //                      have been written.
+  void AddRead(const CommandId& command, const protocol::Command& words);
+  Written AddWrite(const CommandId& command, const protocol::Command& words);
+
+  // Goes on with the command in progress, or begins the next; called while no step is applied. A
+  // command in progress must end before a step begins to update.
+  void Pump();
+  void OnRead(const StepPipeline::ReadOutcome& outcome);
+  void OnAccessed(const TaskDone& done);  // of DecodeState and SetMasters
+  void OnWritten(const TaskDone& done);   // of WriteBlock
+
+  // Answers the commands of a session (0: of all, because the job failed) with `status`. A task that
+  // runs is not interrupted; its result is ignored, but a block whose masters were set is written.
+  void Drop(SessionId session, const absl::Status& status);
+
+  // What was written wholly since the last call.
+  std::vector<Written> DrainWritten() { return std::exchange(written_, {}); }
+
+  bool in_progress() const { return phase_ != Phase::kIdle; }
+  // The command in progress writes to the partition.
+  bool Writes(uint32_t partition) const {
+    return in_progress() && current_.write && current_.write->partition == partition;
+  }
+  uint64_t unanswered(SessionId session) const;
+
+ private:
+  struct Request {
+    CommandId command;
+    bool answered = false;
+    uint32_t param = 0;                 // of a read
+    uint32_t state = 0;                 // of a read: index into protocol::StateNames
+    std::optional<Written> write = {};  // what it will have written
+    uint64_t grad_offset_bytes = 0;     // of the next piece
+    std::deque<ElementRun> pieces;      // the first is in progress
+  };
+  enum class Phase : uint8_t {
+    kIdle,         // no read is in progress
+    kWaitingSlot,  // for a staging slot, a read that was under way, or a lease
+    kReading,      // its own read into a slot
+    kAccessing,    // a worker reads or sets elements
+    kWriting,      // the block goes back to swap
+  };
+
+  void StartAccess();
+  void StartDecode(const ElementRun& piece);
+  void StartSet(const ElementRun& piece);
+  void StartWrite();
+  uint64_t WeightsOffset(const ElementRun& piece) const;
+  void EndPiece(const absl::Status& status);
+  void End(const absl::Status& status);
+
+  JobTasks& io_;
+  std::shared_ptr<const protocol::Layout> layout_;
+  StepPipeline& pipeline_;
+  const LeaseTable& leases_;
+  Phase phase_ = Phase::kIdle;
+  bool own_slot_ = false;  // the block was read for this alone: its slot is given back at once
+  Request current_;
+  std::deque<Request> queue_;
+  std::vector<Written> written_;
+  uint64_t checksum_ = 0;   // of the block that is being written
+  bool abandoned_ = false;  // the job failed
+};
+
+}  // namespace forebay::daemon
