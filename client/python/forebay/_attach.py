@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
-from ._guards import Guards, refuse_unsupported_modules
+from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
 from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, make_plan
@@ -21,6 +21,7 @@ from .optimizers import Optimizer
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from ._sharded import ShardMember
 
 PARAM_GROUPS_MAX = 64  # of the wire
 ROOM_UNIT_BYTES = 64 << 10  # of extra_state
@@ -94,6 +95,122 @@ def attach(
     return opt
 
 
+def mode_of(model: nn.Module, mode: str | None, fsdp: Mapping[str, Any]) -> str:
+    """"shared" or "sharded". Errors: E_OPTION where the arguments contradict each other."""
+    if mode not in (None, "shared", "sharded"):
+        raise usage_error(
+            "E_OPTION", f"mode is {mode!r}", 'mode="shared", mode="sharded", or leave it out'
+        )
+    given = [name for name, value in fsdp.items() if value is not None]
+    if is_fully_sharded(model):
+        if mode == "shared":
+            raise usage_error(
+                "E_OPTION",
+                'mode="shared" for a model that fully_shard() was called on',
+                "leave mode out, or attach the plain model",
+            )
+        if given:
+            raise usage_error(
+                "E_OPTION",
+                f"{given[0]} for a model that fully_shard() was called on already",
+                "pass it to fully_shard()",
+            )
+        return "sharded"
+    if given and mode != "sharded":
+        raise usage_error(
+            "E_OPTION", f'{given[0]} without mode="sharded"', f'mode="sharded", {given[0]}=...'
+        )
+    return mode or "shared"
+
+
+def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
+    """fully_shard() on a plain model."""
+    if not is_fully_sharded(model):
+        from . import _sharded
+
+        _sharded.world()
+        _sharded.shard(model, **fsdp)
+
+
+def attach_sharded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    job: str,
+    socket: str,
+    param_groups: Iterable[Any] | None,
+    extra_state_bytes: int | None,
+    grad_arena_bytes: int,
+    timeout: float,
+    run: str,
+    resume: bool,
+    name_prefix: str,
+) -> ForebayOptimizer:
+    """See forebay.attach, of a model that fully_shard() was called on."""
+    from . import _core, _fsdp, _sharded
+
+    _check_arguments(model, optimizer)
+    refuse_unsupported_modules(model)
+    rank, world_size = _sharded.world()
+    units = _fsdp.units_of(model, name_prefix)
+    _sharded.refuse_unusable(units, model)
+    parameters = _sharded.parameters_of(units)
+    wanted_groups = optimizer.params if param_groups is None else param_groups
+    torch_groups = _torch_groups(parameters, wanted_groups, optimizer.hyper_parameters)
+    _assign_param_groups(parameters, torch_groups)
+    plan = _sharded.make_plan(units, parameters)
+    buffers = Buffers(model)
+    extra_state_bytes = _room_bytes(buffers, extra_state_bytes)
+    defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
+    optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
+    attachment = _core.attach(
+        socket,
+        job,
+        rank,
+        world_size,
+        DTYPE_NAMES[plan.dtype],
+        optimizer.name,
+        _format(optimizer, plan),
+        optimizer.seed,
+        plan.layout.params,
+        plan.layout.group_names,
+        grad_arena_bytes,
+        extra_state_bytes + HEADER.size,
+        timeout,
+        run,
+        resume,
+        grad_dtype=DTYPE_NAMES[plan.grad_dtype],
+        partitions=plan.layout.partitions,
+    )
+    undo = _Undo(attachment)
+    try:
+        engine = _sharded.ShardedEngine(attachment, plan, rank, timeout)
+        if attachment.writes_initial:
+            _sharded.write_initial(engine, attachment, rank)
+        undo.shards = _sharded.bind(engine)
+        engine.after_step()  # what is gathered is not the job's
+        undo.guards = _sharded.ShardedGuards(model, plan, engine)
+        undo.handles = _sharded.install(engine, model)
+        buffers.load(attachment.extra_state, attachment.rank0_extra_state)
+        opt = ForebayOptimizer(
+            torch_groups,
+            defaults,
+            plan=plan,
+            engine=engine,
+            handles=undo.handles,
+            guards=undo.guards,
+            rule=optimizer,
+            buffers=buffers,
+            extra_state_bytes=extra_state_bytes,
+        )
+    except BaseException:
+        undo.run()
+        raise
+    undo.shards.clear()
+    _return_free_memory()
+    return opt
+
+
 def attach_reader(
     model: nn.Module,
     optimizer: Optimizer,
@@ -116,6 +233,16 @@ def _plan_of(
     model: nn.Module, optimizer: Optimizer, param_groups: Iterable[Any] | None
 ) -> tuple[Plan, TorchGroups]:
     """The plan with each parameter's hyper-parameters numbered. Errors: what cannot be attached."""
+    _check_arguments(model, optimizer)
+    refuse_unsupported_modules(model)
+    plan = make_plan(model)
+    wanted_groups = optimizer.params if param_groups is None else param_groups
+    torch_groups = _torch_groups(plan.named, wanted_groups, optimizer.hyper_parameters)
+    _assign_param_groups(plan.parameters, torch_groups)
+    return plan, torch_groups
+
+
+def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise usage_error(
             "E_OPTION",
@@ -128,12 +255,6 @@ def _plan_of(
             f"the optimizer is {optimizer!r}, none of Forebay's",
             "forebay.attach(model, forebay.AdamW(lr=...)), or Adam, Adagrad, Lion, SGD, Lamb",
         )
-    refuse_unsupported_modules(model)
-    plan = make_plan(model)
-    wanted_groups = optimizer.params if param_groups is None else param_groups
-    torch_groups = _torch_groups(plan, wanted_groups, optimizer.hyper_parameters)
-    _assign_param_groups(plan, torch_groups)
-    return plan, torch_groups
 
 
 def _layout(
@@ -155,6 +276,7 @@ class _Undo:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self.private: list[tuple[Parameter, torch.Tensor]] = []
+        self.shards: list[tuple[ShardMember, torch.Tensor]] = []
         self.guards: Guards | None = None
         self.handles: list[Any] = []
 
@@ -165,6 +287,8 @@ class _Undo:
             self.guards.remove()
         for parameter, values in self.private:
             parameter.tensor.data = values
+        for member, padded in self.shards:
+            member.restore(padded)
         try:
             self._attachment.detach()
         except ForebayError:
@@ -227,11 +351,11 @@ def _format(optimizer: Optimizer, plan: Plan) -> str:
 
 
 def _torch_groups(
-    plan: Plan, wanted: Iterable[Any] | None, hyper_parameters: Sequence[str]
+    named: Sequence[Parameter], wanted: Iterable[Any] | None, hyper_parameters: Sequence[str]
 ) -> TorchGroups:
     """param_groups in torch's form; a plain list of parameters is one group."""
     if wanted is None:
-        return [{"params": [p.tensor for p in plan.named]}]
+        return [{"params": [p.tensor for p in named]}]
     listed = list(wanted)
     if not listed:
         raise usage_error(
@@ -261,10 +385,12 @@ def _torch_groups(
     return groups
 
 
-def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) -> None:
+def _assign_param_groups(
+    parameters: Sequence[Parameter], torch_groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Numbers each trainable parameter's hyper-parameters."""
     numbers: dict[int, int] = {}
-    names = {id(parameter.tensor): parameter.name for parameter in plan.parameters}
+    names = {id(parameter.tensor): parameter.name for parameter in parameters}
     for number, group in enumerate(torch_groups):
         for tensor in group["params"]:
             if id(tensor) not in names:
@@ -282,7 +408,7 @@ def _assign_param_groups(plan: Plan, torch_groups: Sequence[Mapping[str, Any]]) 
                     f"and {number}",
                     "list it in one of them",
                 )
-    for parameter in plan.parameters:
+    for parameter in parameters:
         if not parameter.trainable:
             continue
         if id(parameter.tensor) not in numbers:

@@ -315,6 +315,14 @@ def refuse_unsupported_modules(model: nn.Module) -> None:
             )
 
 
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether fully_shard() was called on the model or a module in it. By name: importing FSDP takes
+    a second."""
+    return isinstance(model, nn.Module) and any(
+        kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__
+    )
+
+
 def _wrapper_name(module: nn.Module) -> str | None:
     """The name of a torch class that takes the gradients of what it wraps, where this is one. By
     name: importing FSDP takes a second."""

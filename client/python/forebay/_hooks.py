@@ -89,12 +89,28 @@ class Member:
         self.index, self.group = index, group  # index: in the order of the layout
         self.address = window.data_ptr()
         self.arrived = False
-        self.delivered = DeliveredGradient(parameter.name, parameter.tensor)
+        self.delivered: torch.Tensor = DeliveredGradient(parameter.name, parameter.tensor)
+
+    def check(self) -> None:
+        """Errors: E_UNSUPPORTED where the parameter is no view of the daemon's memory any more."""
+        if self.tensor.data_ptr() != self.address:
+            raise unsupported(
+                f"parameter {self.name} no longer uses the daemon's memory: it was moved (half(), "
+                "to(), .data = ...)",
+                "opt.detach() first; an attached parameter keeps its type, device and memory",
+            )
+
+    def make_private(self) -> None:
+        """Gives the parameter memory of its own, with the present values."""
+        self.tensor.grad = None
+        self.tensor.data = self.tensor.detach().clone()
 
 
 class Engine:
     """What the hooks share. One thread trains; autograd runs a CPU backward on the thread that
     calls it."""
+
+    mode = "shared"
 
     def __init__(self, attachment: Attachment, groups: list[Group], timeout: float) -> None:
         self.attachment: Attachment | None = attachment
@@ -115,7 +131,7 @@ class Engine:
             group = self.groups[number]
             if group.lease is None:
                 for member in group.members:
-                    check_address(member)
+                    member.check()
                 began = time.monotonic_ns()
                 with profiled("forebay.fetch", group.name):
                     group.lease = self.attachment.fetch(number, self.timeout)
@@ -126,6 +142,13 @@ class Engine:
             lease, group.lease = group.lease, None
             if self.attachment is not None:
                 self.attachment.release(lease)
+
+    def values_of(self, parameter: Parameter) -> torch.Tensor:
+        """The present values of the whole parameter, contiguous."""
+        return parameter.tensor
+
+    def after_step(self) -> None:
+        """The weights are those of another step."""
 
     def release_all(self) -> None:
         for group in self.groups:
@@ -258,16 +281,6 @@ def profiled(what: str, name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def check_address(member: Member) -> None:
-    """Errors: E_UNSUPPORTED where the parameter is no view of the daemon's memory any more."""
-    if member.tensor.data_ptr() != member.address:
-        raise unsupported(
-            f"parameter {member.name} no longer uses the daemon's memory: it was moved (half(), to(), "
-            ".data = ...)",
-            "opt.detach() first; an attached parameter keeps its type, device and memory",
-        )
-
-
 def raise_unless_step_raises(error: ForebayError) -> None:
     """torch's backward has no error for a gradient that is NaN: step() raises it, on every rank, and
     the step can then be repeated."""
@@ -292,7 +305,7 @@ class BeforeForward(InertOnCopy):
             engine.enter_backward()
         if torch.is_grad_enabled():
             after_backward = AfterBackward(self._engine, self._numbers)
-            for node in _graph_nodes((args, kwargs), set()):
+            for node in graph_nodes((args, kwargs), set()):
                 node.register_prehook(after_backward)
         # All of them first: AfterForward runs also if a fetch fails.
         for number in self._numbers:
@@ -318,7 +331,7 @@ class AfterForward(InertOnCopy):
         began = time.monotonic_ns()
         if torch.is_grad_enabled():
             before_backward = BeforeBackward(self._engine, self._numbers)
-            for node in _graph_nodes(output, set()):
+            for node in graph_nodes(output, set()):
                 node.register_prehook(before_backward)
         for number in self._numbers:
             group = engine.groups[number]
@@ -403,20 +416,20 @@ class AfterAccumulate:
         engine.clock.add("grad", member.group.name, began)
 
 
-def _graph_nodes(value: Any, seen: set[Any]) -> set[Any]:
+def graph_nodes(value: Any, seen: set[Any]) -> set[Any]:
     """The graph nodes of the tensors in a module's output."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             seen.add(value.grad_fn)
     elif isinstance(value, dict):
         for item in value.values():
-            _graph_nodes(item, seen)
+            graph_nodes(item, seen)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _graph_nodes(item, seen)
+            graph_nodes(item, seen)
     elif hasattr(value, "__dataclass_fields__"):
         for item in vars(value).values():
-            _graph_nodes(item, seen)
+            graph_nodes(item, seen)
     return seen
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, users_part
-from ._hooks import Backward, check_address, profiled
+from ._hooks import Backward, profiled
 from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
 
@@ -159,6 +159,16 @@ class ForebayOptimizer(torch.optim.Optimizer):
         self._pending_state = _as_bytes(value)
 
     @property
+    def mode(self) -> str:
+        """"shared" or "sharded": how the model is attached.
+
+        >>> opt = forebay.attach(model)
+        >>> opt.mode
+        'shared'
+        """
+        return self._engine.mode
+
+    @property
     def delivered_groups(self) -> int:
         """Groups of which the daemon has a gradient, of the step that is being gathered.
 
@@ -233,6 +243,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
             if ended:
                 self._under_way = None
                 self._engine.forget_gradients()
+                self._engine.after_step()
             for member in self._members:
                 if member.trainable:
                     torch.autograd.graph.increment_version(member.tensor)
@@ -296,7 +307,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def _check_members(self) -> None:
         self._guards.check_parameters()
         for member in self._members:
-            check_address(member)
+            member.check()
             tensor = member.tensor
             if tensor.requires_grad != member.trainable:
                 raise unsupported(
@@ -353,7 +364,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         attachment = self._live()
         for parameter in self._plan.named:
             digest.update(parameter.name.encode() + b"\0")
-            _hash(digest, parameter.tensor)
+            _hash(digest, self._engine.values_of(parameter))
             count = parameter.tensor.numel()
             for state in state_names(attachment, parameter):
                 for first in range(0, count, PIECE_ELEMS):
@@ -395,8 +406,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         """
         attachment = self._live()
         for member in self._members:
-            member.tensor.grad = None
-            member.tensor.data = member.tensor.detach().clone()
+            member.make_private()
         self._phase, self._engine.attachment = Phase.DETACHED, None
         self._finalizer()
         _attached.discard(self)

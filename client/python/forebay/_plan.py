@@ -69,7 +69,7 @@ def make_plan(model: nn.Module) -> Plan:
             "attach the module that holds the layers",
         )
     _check_tensors(named)
-    layers = list(_layers(model, ""))
+    layers = list(layers_of(model))
     keys = _group_keys(named, [name for name, _ in layers])
     order = sorted(set(keys))
     numbers = {key: number for number, key in enumerate(order)}
@@ -165,7 +165,7 @@ def _shared(one: Parameter, other: Parameter) -> UsageError:
     )
 
 
-def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the elements of the outermost nn.ModuleList and nn.Sequential."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         for name, child in module.named_children():
@@ -173,7 +173,7 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, child in module.named_children():
         child_prefix = _logical(f"{prefix}{name}.")
-        yield from _layers(child, child_prefix)
+        yield from layers_of(child, child_prefix)
 
 
 def _group_keys(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._run import run_token
@@ -35,11 +35,19 @@ def attach(
     timeout: float = 300.0,
     run: str | None = None,
     resume: bool = False,
+    mode: str | None = None,
+    mesh: Any = None,
+    mp_policy: Any = None,
+    reshard_after_forward: bool | None = None,
+    wrap: Sequence[nn.Module] | None = None,
+    name_prefix: str = "",
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
     model              Any nn.Module on the CPU whose parameters have one type: float32, bfloat16 or
-                       float16. From now on they are read-only views of memory that the daemon owns.
+                       float16. From now on they are read-only views of memory that the daemon owns;
+                       where fully_shard() (FSDP2) was called on it, its shards are fetched from that
+                       memory when FSDP2 gathers them.
     optimizer          AdamW(...) or another of forebay.optimizers; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
@@ -55,6 +63,14 @@ def attach(
                        Default: FOREBAY_RUN, else torchrun's run, else this process alone. All ranks
                        of a job need the same: set FOREBAY_RUN where torchrun does not start them.
     resume             Continues a job that another run has left.
+    mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
+                       process group. None: sharded where fully_shard() was called on the model, else
+                       shared; opt.mode says which. A plain model is sharded by fully_shard() on the
+                       elements of its outermost ModuleList or Sequential, and on the model.
+    mesh, mp_policy,   Of mode="sharded" and a plain model: arguments of fully_shard();
+    reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
+    name_prefix        Of mode="sharded": in front of the parameters' names, where ranks hold different
+                       modules (pipeline stages) with the same names.
 
     Waits until other jobs have made room, the job's memory is made, the initial parameters are
     written, a step under way is over and an older session of the rank is closed.
@@ -82,19 +98,30 @@ def attach(
     _refuse_several_nodes(world_size)
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
-    return _attach.attach(
-        model,
-        optimizer or AdamW(),
-        job=_job_name(job),
-        rank=_rank_number("rank", rank, 0),
-        world_size=world_size,
-        socket=_socket_path(socket),
-        param_groups=param_groups,
-        extra_state_bytes=extra_state_bytes,
-        grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
-        timeout=_seconds(timeout),
-        run=run or run_token(),
-        resume=resume,
+    options: dict[str, Any] = {
+        "job": _job_name(job),
+        "socket": _socket_path(socket),
+        "param_groups": param_groups,
+        "extra_state_bytes": extra_state_bytes,
+        "grad_arena_bytes": _size_bytes("grad_arena_bytes", grad_arena_bytes),
+        "timeout": _seconds(timeout),
+        "run": run or run_token(),
+        "resume": resume,
+    }
+    rank = _rank_number("rank", rank, 0)
+    fsdp = {
+        "mesh": mesh,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "wrap": wrap,
+    }
+    if _attach.mode_of(model, mode, fsdp) == "shared":
+        return _attach.attach(
+            model, optimizer or AdamW(), rank=rank, world_size=world_size, **options
+        )
+    _attach.shard(model, fsdp)
+    return _attach.attach_sharded(
+        model, optimizer or AdamW(), name_prefix=name_prefix, **options
     )
 
 

@@ -234,11 +234,12 @@ def test_fsdp(node, process_group):
         )
 
 
-def test_fully_shard(node, process_group):
-    from torch.distributed.fsdp import fully_shard
+def test_tensor_parallelism_alone(node, process_group):
+    from torch.distributed.tensor import distribute_tensor
 
     model = net()
-    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model.embedding.weight = nn.Parameter(distribute_tensor(model.embedding.weight.detach(), mesh))
     with refused(match="embedding.weight is a DTensor"):
         forebay.attach(model)
 

@@ -1,0 +1,140 @@
+"""Which elements of which parameters each rank holds: boxes, and partitions made of them. Plain
+numbers; knows neither torch nor FSDP."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+# Of a parameter: first element, elements of a run, stride between runs, runs (protocol/partition.h).
+Box = tuple[int, int, int, int]
+BOXES_OF_A_SHARD_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of one parameter, of the whole of which these are name, shape and so on."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    param_group: int
+    trainable: bool
+    boxes: tuple[Box, ...]  # ascending; none: an empty shard
+
+
+@dataclass
+class Source:
+    """Where a rank's shard lies: elements of a partition."""
+
+    partition: int
+    first: int
+    elems: int
+
+
+@dataclass
+class ShardPlan:
+    """The layout of all ranks, made from what each holds. Equal on every rank."""
+
+    group_names: list[str] = field(default_factory=list)
+    # Name, shape, group, parameter group, trainable: as _core.attach takes them.
+    params: list[tuple[str, list[int], int, int, bool]] = field(default_factory=list)
+    # Group, owner, boxes with the parameter in front.
+    partitions: list[tuple[int, int, list[tuple[int, int, int, int, int]]]] = field(
+        default_factory=list
+    )
+    index: dict[str, int] = field(default_factory=dict)  # of parameters, by name
+    # Where each box of a parameter lies.
+    places: dict[tuple[str, Box], Source] = field(default_factory=dict)
+    owner: dict[tuple[str, Box], int] = field(default_factory=dict)
+
+
+def boxes_of(shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Box, ...]:
+    """The boxes of a block of a row-major tensor, in the block's own row-major order.
+
+    ranges  [begin, end) in each dimension.
+
+    Errors  ValueError  more than BOXES_OF_A_SHARD_MAX boxes.
+
+    >>> boxes_of([4, 6], [(2, 4), (0, 6)])
+    ((12, 12, 12, 1),)
+    >>> boxes_of([4, 6], [(2, 4), (3, 6)])
+    ((15, 3, 6, 2),)
+    """
+    if any(begin >= end for begin, end in ranges):
+        return ()
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = [dim for dim, (begin, end) in enumerate(ranges) if end - begin < shape[dim]]
+    if not cut:
+        count = math.prod(shape)
+        return ((0, count, count, 1),)
+    inner = cut[-1]  # a run: this dimension's range and all behind it
+    run = (ranges[inner][1] - ranges[inner][0]) * strides[inner]
+    # Dimensions before it that are whole, and one more, make equal strides.
+    outer = inner
+    while outer > 0 and (outer == inner or outer not in cut):
+        outer -= 1
+    runs = math.prod(end - begin for begin, end in ranges[outer:inner])
+    stride = math.prod(shape[inner:]) if runs > 1 else run
+    heads = [range(*ranges[dim]) for dim in range(outer)]
+    if math.prod(map(len, heads)) > BOXES_OF_A_SHARD_MAX:
+        raise ValueError(f"a shard of {list(shape)} has more than {BOXES_OF_A_SHARD_MAX} boxes")
+    tail = sum(ranges[dim][0] * strides[dim] for dim in range(outer, inner + 1))
+    return tuple(
+        (sum(at * step for at, step in zip(head, strides)) + tail, run, stride, runs)
+        for head in itertools.product(*heads)
+    )
+
+
+def elems_of(boxes: Iterable[Box]) -> int:
+    """How many elements the boxes have."""
+    return sum(run * runs for _, run, _, runs in boxes)
+
+
+def make_shard_plan(held: Sequence[Sequence[Held]]) -> ShardPlan:
+    """The layout from what each rank holds, in the order of its own model.
+
+    A box that several ranks hold (replicas) belongs to the lowest of them; the others fetch that one.
+
+    Errors  ValueError  two ranks disagree about a parameter: its shape, group, parameter group or
+                        whether it is trained.
+    """
+    plan = ShardPlan()
+    of_name: dict[str, Held] = {}
+    members: dict[str, dict[str, None]] = {}  # of groups, in order
+    for rank, of_rank in enumerate(held):
+        for one in of_rank:
+            known = of_name.setdefault(one.name, one)
+            if _whole(known) != _whole(one):
+                raise ValueError(
+                    f"parameter {one.name} is {_whole(known)} on a lower rank and {_whole(one)} on "
+                    f"rank {rank}"
+                )
+            members.setdefault(one.group, {})[one.name] = None
+            for box in one.boxes:
+                plan.owner.setdefault((one.name, box), rank)
+    plan.group_names = list(members)
+    for group, names in enumerate(members.values()):
+        for name in names:
+            one = of_name[name]
+            plan.index[name] = len(plan.params)
+            plan.params.append((name, list(one.shape), group, one.param_group, one.trainable))
+    owned: dict[tuple[int, int], list[tuple[int, Box]]] = {}
+    for (name, box), rank in plan.owner.items():
+        param = plan.index[name]
+        owned.setdefault((plan.params[param][2], rank), []).append((param, box))
+    for group, rank in sorted(owned):
+        boxes = sorted(owned[group, rank])
+        first = 0
+        for param, box in boxes:
+            elems = elems_of([box])
+            plan.places[plan.params[param][0], box] = Source(len(plan.partitions), first, elems)
+            first += elems
+        plan.partitions.append((group, rank, [(param, *box) for param, box in boxes]))
+    return plan
+
+
+def _whole(held: Held) -> tuple[tuple[int, ...], str, int, bool]:
+    return held.shape, held.group, held.param_group, held.trainable

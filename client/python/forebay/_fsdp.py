@@ -1,0 +1,285 @@
+"""Everything private of torch's FSDP2 that Forebay uses, in one place; checked at attach. Written for
+torch 2.6 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from ._boxes import Box, boxes_of
+from .errors import unsupported, usage_error
+
+_PARAM_ATTRIBUTES = (
+    "_module_info",
+    "_orig_size",
+    "_sharded_param_data",
+    "_sharding_spec",
+    "fsdp_placement",
+    "is_dtensor",
+    "mesh_info",
+    "mp_policy",
+    "offload_to_cpu",
+    "padded_sharded_param_size",
+    "sharded_param",
+    "sharded_size",
+    "to_sharded_dtensor",
+)
+
+
+class Shard:
+    """One parameter as FSDP2 has sharded it: this rank's part."""
+
+    def __init__(self, param: Any, name: str) -> None:
+        self._param, self.name = param, name
+        missing = [key for key in _PARAM_ATTRIBUTES if not hasattr(param, key)]
+        if missing:
+            raise unsupported(
+                f"torch {torch.__version__}: its FSDP2 has no {missing[0]}",
+                "use torch 2.6 to 2.15, or a newer Forebay",
+            )
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded nn.Parameter, a DTensor."""
+        parameter: nn.Parameter = self._param.sharded_param
+        return parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of it."""
+        local: torch.Tensor = self._param.sharded_param._local_tensor
+        return local
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """The same with its padding, flat."""
+        padded: torch.Tensor = self._param._sharded_param_data
+        return padded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self._param.sharded_param.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(self._param.sharded_size)
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Of what fsdp_pre_all_gather() returns: the same on every rank of the mesh."""
+        size: torch.Size = self._param.padded_sharded_param_size
+        return size
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """In which forward and backward read it."""
+        policy = self._param.mp_policy
+        dtype: torch.dtype = policy.param_dtype or self.parameter.dtype
+        return dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        policy = self._param.mp_policy
+        dtype: torch.dtype = policy.reduce_dtype or self.param_dtype
+        return dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self._param.offload_to_cpu)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module holds FSDP2's parameters, sharded or gathered, and no other."""
+        info = self._param._module_info
+        now = info.module._parameters.get(info.param_name)
+        return now is self._param.sharded_param or now is getattr(
+            self._param, "_unsharded_param", None
+        )
+
+    def is_gathered_as(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the whole parameter, which the module holds while it is used."""
+        return tensor is getattr(self._param, "_unsharded_param", None)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """What this rank holds of the parameter. Errors: E_UNSUPPORTED names the placement."""
+        ranges = [(0, size) for size in self.shape]
+        if self._param.is_dtensor:
+            spec = self._param._unsharded_dtensor_spec
+            for dim, coordinate, placement in zip(
+                spec.mesh.shape, spec.mesh.get_coordinate(), spec.placements
+            ):
+                if placement.is_shard():
+                    _cut(ranges, placement.dim, dim, coordinate)
+                elif not placement.is_replicate():
+                    raise unsupported(
+                        f"parameter {self.name} has the placement {placement}",
+                        "Shard and Replicate can be attached",
+                    )
+        info = self._param.mesh_info
+        if hasattr(info, "shard_mesh_size"):
+            _cut(
+                ranges, self._param.fsdp_placement.dim, info.shard_mesh_size, info.shard_mesh_rank
+            )
+        try:
+            return boxes_of(self.shape, ranges)
+        except ValueError as error:
+            raise unsupported(
+                f"parameter {self.name}: {error}", "shard it on another dimension"
+            ) from None
+
+    def dtensor_of(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor with the parameter's mesh and placements."""
+        dtensor: torch.Tensor = self._param.to_sharded_dtensor(local)
+        return dtensor
+
+    def set_local(self, local: torch.Tensor, padded: torch.Tensor) -> None:
+        """Replaces this rank's part; `padded` is what FSDP2 would gather without an extension."""
+        self._param.sharded_param._local_tensor = local
+        self._param._sharded_param_data = padded
+        self._param._init_extensions()
+
+
+def _cut(ranges: list[tuple[int, int]], dim: int, parts: int, index: int) -> None:
+    """One of the parts that torch.chunk makes of a dimension; the last ones may be empty."""
+    begin, end = ranges[dim]
+    step = -(-(end - begin) // parts)
+    ranges[dim] = min(begin + index * step, end), min(begin + (index + 1) * step, end)
+
+
+class Unit:
+    """Parameters that FSDP2 gathers together."""
+
+    def __init__(self, state: Any, group: Any, name: str) -> None:
+        self._state, self._group, self.name = state, group, name
+        self.shards: list[Shard] = []
+
+    @property
+    def is_resharded_to_smaller_mesh(self) -> bool:
+        """Whether reshard_after_forward is a number."""
+        smaller = self._group.post_forward_mesh_info
+        return smaller is not None and smaller is not self._group.mesh_info
+
+    @property
+    def ranks(self) -> list[int]:
+        """The process group's ranks of its mesh."""
+        ranks: list[int] = self._group.mesh_info.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._group.device
+        return device
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward or backward is running, nor has failed."""
+        return bool(self._group._training_state == TrainingState.IDLE)
+
+    def reshard(self) -> None:
+        """Frees what is gathered: its bytes are those of an older step."""
+        if self._group.is_unsharded:
+            self._group._to_sharded()
+
+    def reset(self) -> None:
+        """Forgets gradients that are not reduced."""
+        self._state._comm_ctx.post_forward_order.clear()
+        group = self._group
+        group._training_state, group._all_gather_result = TrainingState.IDLE, None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+            if "unsharded_accumulated_grad" in vars(param):  # before torch 2.15
+                param.unsharded_accumulated_grad = None
+        self.reshard()
+
+
+def reset(units: Sequence[Unit]) -> None:
+    """After a forward or backward that did not come to its end: FSDP2 forgets what it has gathered and
+    the gradients that it has not reduced; the next forward begins anew."""
+    contexts = {id(unit._state._state_ctx): unit._state._state_ctx for unit in units}
+    for context in contexts.values():
+        for state in context.all_states:
+            if state._is_root and hasattr(state, "_reset_iter_state"):  # torch 2.15
+                state._reset_iter_state()
+            state._training_state = TrainingState.IDLE
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    for unit in units:
+        unit.reset()
+
+
+def units_of(model: nn.Module, prefix: str) -> list[Unit]:
+    """What fully_shard() has made of the model, in the order of its modules; the names of units and
+    shards are those of the plain model, behind `prefix`.
+
+    Errors  E_LAYOUT  two modules that share a parameter are sharded apart.
+    """
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    units: list[Unit] = []
+    seen: dict[str, str] = {}
+    for module_name, module in model.named_modules():
+        for state, group in _groups_of(module):
+            if any(group is unit._group for unit in units):
+                continue
+            unit = Unit(state, group, prefix + (plain_name(module_name) or "root"))
+            for param in group.fsdp_params:
+                name = names.get(id(param.sharded_param))
+                if name is None:  # gathered now: found by its place
+                    name = _name_of(model, param)
+                if name in seen:
+                    raise usage_error(
+                        "E_LAYOUT",
+                        f"parameter {name} is in the groups {seen[name]} and {unit.name}",
+                        "shard the modules that share it together: fully_shard([first, second])",
+                    )
+                seen[name] = unit.name
+                unit.shards.append(Shard(param, prefix + name))
+            units.append(unit)
+    return units
+
+
+def _groups_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(module, FSDPModule):
+        return
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    for group in groups:
+        if group is not None:
+            yield state, group
+
+
+def _name_of(model: nn.Module, param: Any) -> str:
+    info = param._module_info
+    for name, module in model.named_modules():
+        if module is info.module:
+            return plain_name(f"{name}.{info.param_name}".lstrip("."))
+    raise usage_error(
+        "E_LAYOUT",
+        f"parameter {info.param_name} of {type(info.module).__name__} is not in the model",
+        "attach the model that fully_shard() was called on",
+    )
+
+
+def plain_name(name: str) -> str:
+    """Without what wrappers put in: torch.compile, checkpoint_wrapper."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removesuffix("._orig_mod").removesuffix("._checkpoint_wrapped_module")
+
+
+def gather(held: Sequence[Any]) -> list[Any]:
+    """What every rank of the process group passes."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(held))
+    return everyone

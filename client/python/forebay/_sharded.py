@@ -1,0 +1,627 @@
+"""Sharded attachment: ZeRO-3 on torch's FSDP2. FSDP2 gathers, reduces and overlaps; Forebay holds the
+shards. A rank's weights are copied from the daemon's memory when FSDP2 is about to gather them, its
+reduced gradients go there as soon as FSDP2 has them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import _fsdp
+from ._boxes import Held, ShardPlan, elems_of, make_shard_plan
+from ._fsdp import Shard, Unit
+from ._guards import DeliveredGradient, Guards, InertOnCopy, second_gradient
+from ._hooks import (
+    Backward,
+    Engine,
+    Group,
+    Member,
+    graph_nodes,
+    profiled,
+    raise_unless_step_raises,
+)
+from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, layers_of
+from ._shard_tensor import ShardTensor
+from .errors import ForebayError, UsageError, unsupported, usage_error
+
+if TYPE_CHECKING:
+    from ._core import Attachment
+
+
+# ------------------------------------------------------------------------------------------ the plan
+
+
+def shard(
+    model: nn.Module,
+    *,
+    mesh: Any,
+    mp_policy: Any,
+    reshard_after_forward: bool | None,
+    wrap: Sequence[nn.Module] | None,
+) -> None:
+    """Calls fully_shard() on each layer (the elements of the outermost ModuleList or Sequential, or
+    what `wrap` lists) and on the model. Errors: E_OPTION, E_UNSUPPORTED."""
+    from torch.distributed.fsdp import fully_shard
+
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise _number_of_ranks()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise unsupported(
+                f"parameter {name} is a scalar, which FSDP2 cannot shard",
+                "make it a tensor of one element: torch.nn.Parameter(torch.tensor([1.0]))",
+            )
+    options: dict[str, Any] = {}
+    if mesh is not None:
+        options["mesh"] = mesh
+    if mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    if reshard_after_forward is not None:
+        options["reshard_after_forward"] = reshard_after_forward
+    layers = [module for _, module in layers_of(model)] if wrap is None else list(wrap)
+    try:
+        for layer in layers:
+            if next(layer.parameters(), None) is not None:
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
+    except (ValueError, NotImplementedError) as error:
+        raise unsupported(f"fully_shard() refuses this model: {error}", "change what it names") from (
+            error
+        )
+
+
+def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
+    """Errors: E_UNSUPPORTED where the model is sharded in a way that cannot be attached."""
+    managed = set()
+    for unit in units:
+        if unit.is_resharded_to_smaller_mesh:
+            raise _number_of_ranks()
+        if unit.device.type != "cpu":
+            raise unsupported(
+                f"group {unit.name} is on device {unit.device}; only CPU meshes (gloo) can be "
+                "attached yet",
+                'init_device_mesh("cpu", (world_size,))',
+            )
+        dtypes = {one.param_dtype for one in unit.shards}
+        if len(dtypes) > 1:
+            raise unsupported(
+                f"group {unit.name} mixes the types {', '.join(sorted(map(str, dtypes)))}",
+                "give its parameters one type, or MixedPrecisionPolicy(param_dtype=...)",
+            )
+        for one in unit.shards:
+            managed.add(id(one.parameter))
+            _refuse_shard(one)
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in managed and not _is_gathered(units, tensor):
+            raise unsupported(
+                f"parameter {name} is in no module that fully_shard() was called on",
+                "fully_shard(model) as the last call, without ignored_params",
+            )
+
+
+def _refuse_shard(one: Shard) -> None:
+    if one.is_offloaded:
+        raise unsupported(
+            f"parameter {one.name} is sharded with CPUOffloadPolicy: FSDP2 would keep and copy it",
+            "delete offload_policy=CPUOffloadPolicy(...) from fully_shard()",
+        )
+    if one.local.is_meta:
+        raise unsupported(
+            f"parameter {one.name} is on the meta device: it has no values",
+            "model.to_empty(device='cpu') and initialize the shards before forebay.attach",
+        )
+    dtype = one.parameter.dtype
+    if dtype not in FORMATS:
+        raise unsupported(
+            f"parameter {one.name} is {dtype}; float32, bfloat16 and float16 can be attached",
+            "model.float() or model.to(torch.bfloat16) before fully_shard()",
+        )
+    if one.param_dtype != dtype:
+        raise unsupported(
+            f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}: masters of "
+            "another type than the weights cannot be written yet",
+            f"model.to({one.param_dtype}) before fully_shard(): its master is kept in float32 by "
+            "the daemon",
+        )
+    if one.reduce_dtype not in (dtype, torch.float32):
+        raise unsupported(
+            f"reduce_dtype is {one.reduce_dtype} for parameter {one.name} of {dtype}",
+            "leave reduce_dtype out, or reduce_dtype=torch.float32",
+        )
+    if one.parameter.grad is not None:
+        raise unsupported(
+            f"parameter {one.name} has a gradient already",
+            "model.zero_grad(set_to_none=True) before attach",
+        )
+
+
+def _is_gathered(units: Sequence[Unit], tensor: torch.Tensor) -> bool:
+    return any(one.is_gathered_as(tensor) for unit in units for one in unit.shards)
+
+
+def _number_of_ranks() -> UsageError:
+    return unsupported(
+        "reshard_after_forward as a number of ranks: FSDP2's tensor extension does not have it",
+        "reshard_after_forward=True or False",
+    )
+
+
+class ShardedPlan(Plan):
+    """What this rank holds, and the layout of all ranks."""
+
+    def __init__(self, units: Sequence[Unit], layout: ShardPlan, parameters: list[Parameter]) -> None:
+        super().__init__(
+            dtype=units[0].shards[0].parameter.dtype,
+            parameters=sorted(parameters, key=lambda one: layout.index[one.name]),
+            named=parameters,
+            by_name={one.name: one for one in parameters},
+            group_names=layout.group_names,
+        )
+        self.units, self.layout = units, layout
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """In which gradients travel."""
+        return self.units[0].shards[0].reduce_dtype
+
+
+def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
+    """In the order of the units; a later call numbers their groups."""
+    return [
+        Parameter(one.name, one.parameter, one.parameter.requires_grad)
+        for unit in units
+        for one in unit.shards
+    ]
+
+
+def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan:
+    """Gathers what every rank holds. A collective over the default process group.
+
+    Errors  E_LAYOUT       ranks disagree about a parameter.
+            E_UNSUPPORTED  groups of different types.
+    """
+    by_name = {one.name: one for one in parameters}
+    first = units[0].shards[0]
+    for unit in units:
+        for one in unit.shards:
+            if (one.param_dtype, one.reduce_dtype) != (first.param_dtype, first.reduce_dtype):
+                raise unsupported(
+                    f"mixed types: parameter {first.name} is {first.param_dtype}, reduced in "
+                    f"{first.reduce_dtype}; parameter {one.name} is {one.param_dtype}, reduced in "
+                    f"{one.reduce_dtype}",
+                    "give the whole model one type and one MixedPrecisionPolicy",
+                )
+    held = [
+        Held(
+            name=one.name,
+            shape=one.shape,
+            group=unit.name,
+            param_group=by_name[one.name].param_group,
+            trainable=by_name[one.name].trainable,
+            boxes=one.boxes(),
+        )
+        for unit in units
+        for one in unit.shards
+    ]
+    try:
+        layout = make_shard_plan(_fsdp.gather(held))
+    except ValueError as error:
+        raise usage_error(
+            "E_LAYOUT",
+            str(error),
+            "build the same model on every rank; pipeline stages need other names: name_prefix=",
+        ) from None
+    for parameter in parameters:
+        parameter.group = layout.params[layout.index[parameter.name]][2]
+    return ShardedPlan(units, layout, parameters)
+
+
+# --------------------------------------------------------------------------------------- the weights
+
+
+class ShardGroup(Group):
+    """A unit of FSDP2: the memory that its next gather takes its shards from."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self.shard_members: list[ShardMember] = []
+        self.copies: Any = None  # a CopyList
+        self.elems = 0  # of all padded shards
+        self.paddings: list[slice] = []
+        self.buffer: torch.Tensor | None = None  # of a gather that has begun
+        self.taken: set[int] = set()  # of the members, by index
+
+    def forget_weights(self) -> None:
+        """They are those of an older step."""
+        self.buffer = None
+        self.taken.clear()
+
+
+class ShardMember(Member):
+    """One parameter within its unit. Is the Reader of its ShardTensor."""
+
+    def __init__(self, parameter: Parameter, index: int, group: ShardGroup, one: Shard) -> None:
+        self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
+        self.index, self.group, self.shard = index, group, one
+        self.shard_group = group
+        self.padded_shape = one.padded_shape
+        self.first = 0  # in the unit's buffer
+        self.elems = one.local.numel()
+        self.is_owned = False
+        self.arrived = False
+        self.delivered = one.dtensor_of(DeliveredGradient(parameter.name, one.local))
+        self.engine: weakref.ref[ShardedEngine] | None = None
+        self.copies: Any = None  # a CopyList
+
+    def check(self) -> None:
+        if self.shard.parameter is not self.tensor or not isinstance(self.shard.local, ShardTensor):
+            raise unsupported(
+                f"parameter {self.name} no longer is the daemon's: it was replaced or moved",
+                "opt.detach() first; an attached parameter keeps its type, device and memory",
+            )
+
+    def _live(self) -> ShardedEngine:
+        engine = None if self.engine is None else self.engine()
+        if engine is None or engine.attachment is None:
+            raise usage_error(
+                "E_NOT_READY",
+                f"parameter {self.name} was attached, and its optimizer is detached",
+                "attach the model again",
+            )
+        return engine
+
+    def read(self) -> torch.Tensor:
+        if type(self.shard.local) is torch.Tensor:  # detached: of a state_dict of before
+            return self.shard.local.detach().clone()
+        values = torch.empty(self.shard.local_shape, dtype=self.tensor.dtype)
+        self._live().copy(self.copies, values)
+        return values
+
+    def padded(self) -> torch.Tensor:
+        return self._live().padded(self)
+
+    def make_private(self) -> None:
+        self.tensor.grad = None
+        padded = torch.zeros(self.padded_shape, dtype=self.tensor.dtype)
+        self._part_of(padded).copy_(self.read())
+        self.restore(padded)
+
+    def restore(self, padded: torch.Tensor) -> None:
+        """FSDP2 gathers this memory again."""
+        self.shard.set_local(self._part_of(padded), padded.view(-1))
+
+    def _part_of(self, padded: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(self.shard.local_shape):
+            padded = padded.narrow(dim, 0, size)
+        return padded
+
+
+class ShardedEngine(Engine):
+    """What the hooks of one model share. Threads: one trains."""
+
+    mode = "sharded"
+
+    def __init__(
+        self, attachment: Attachment, plan: ShardedPlan, rank: int, timeout: float
+    ) -> None:
+        from . import _core
+
+        self._copy_list = _core.copy_list
+        self.plan, self._width = plan, plan.dtype.itemsize
+        of_name = {parameter.name: parameter for parameter in plan.parameters}
+        self.shard_groups = []
+        self._partition_of: dict[int, int] = {
+            group: number
+            for number, (group, owner, _) in enumerate(plan.layout.partitions)
+            if owner == rank
+        }
+        for unit in plan.units:
+            number = plan.layout.params[plan.layout.index[unit.shards[0].name]][2]
+            group = ShardGroup(number, unit.name)
+            for one in unit.shards:
+                self._add(group, of_name[one.name], one, rank)
+            group.copies = self._copies_of(group.shard_members, in_unit=True)
+            self.shard_groups.append(group)
+        super().__init__(attachment, list(self.shard_groups), timeout)
+        self._is_reset = True  # FSDP2 has nothing of a backward before the next one
+        for group in self.shard_groups:
+            for member in group.shard_members:
+                member.engine = weakref.ref(self)
+
+    def _add(self, group: ShardGroup, parameter: Parameter, one: Shard, rank: int) -> None:
+        layout = self.plan.layout
+        member = ShardMember(parameter, layout.index[one.name], group, one)
+        member.first = group.elems
+        padded_elems = one.padded_shape.numel()
+        if member.elems < padded_elems:
+            group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
+        group.elems += padded_elems
+        member.is_owned = any(layout.owner[one.name, box] == rank for box in one.boxes())
+        member.copies = self._copies_of([member], in_unit=False)
+        group.shard_members.append(member)
+        group.members.append(member)
+        group.expected += member.trainable
+
+    def _copies_of(self, members: Iterable[ShardMember], in_unit: bool) -> Any:
+        """(partition, first element, offset, bytes); what lies end to end on both sides is one."""
+        copies: list[tuple[int, int, int, int]] = []
+        for member in members:
+            at = (member.first if in_unit else 0) * self._width
+            for box in member.shard.boxes():
+                source = self.plan.layout.places[member.name, box]
+                size = source.elems * self._width
+                if copies:
+                    partition, first, offset, bytes_ = copies[-1]
+                    follows = first + bytes_ // self._width == source.first
+                    if partition == source.partition and follows and offset + bytes_ == at:
+                        copies[-1] = partition, first, offset, bytes_ + size
+                        at += size
+                        continue
+                copies.append((source.partition, source.first, at, size))
+                at += size
+        return self._copy_list(copies)
+
+    def copy(self, copies: Any, to: torch.Tensor) -> None:
+        """Copies weights into a new tensor."""
+        assert self.attachment is not None
+        size_bytes = to.numel() * to.element_size()
+        self.attachment.copy_weights(copies, to.data_ptr(), size_bytes, self.timeout)
+
+    def padded(self, member: ShardMember) -> torch.Tensor:
+        """The member's part of what its unit's gather takes; the first that asks brings all."""
+        group = member.shard_group
+        if group.buffer is None or member.index in group.taken:
+            began = time.monotonic_ns()
+            group.forget_weights()
+            with profiled("forebay.fetch", group.name):
+                buffer = torch.empty(group.elems, dtype=self.plan.dtype)
+                for padding in group.paddings:
+                    buffer[padding] = 0
+                self.copy(group.copies, buffer)
+            group.buffer = buffer
+            self.clock.add("fetch", group.name, began)
+        group.taken.add(member.index)
+        count = member.padded_shape.numel()
+        part = group.buffer.narrow(0, member.first, count).view(member.padded_shape)
+        if len(group.taken) == len(group.shard_members):
+            group.forget_weights()
+        return part
+
+    def values_of(self, parameter: Parameter) -> torch.Tensor:
+        """The whole parameter, from all owners."""
+        layout = self.plan.layout
+        whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype).view(-1)
+        for (name, box), source in layout.places.items():
+            if name != parameter.name:
+                continue
+            first, run, stride, runs = box
+            part = torch.empty(source.elems, dtype=self.plan.dtype)
+            copies = [(source.partition, source.first, 0, source.elems * self._width)]
+            self.copy(self._copy_list(copies), part)
+            whole.as_strided((runs, run), (stride, 1), first).copy_(part.view(runs, run))
+        return whole.view(parameter.tensor.shape)
+
+    # The daemon leases within copy_weights: nothing is held between hooks.
+    def fetch(self, numbers: Iterable[int]) -> None:
+        pass
+
+    def release_unused(self, group: Group) -> None:
+        pass
+
+    def after_step(self) -> None:
+        """What is gathered or on its way is of the step before."""
+        for group, unit in zip(self.shard_groups, self.plan.units):
+            group.forget_weights()
+            unit.reshard()
+
+    # ------------------------------------------------------------------------------- the gradients
+
+    def begin_attempt(self, attachment: Attachment) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else a forward has reset it
+            self.reset_unless_idle()
+        super().begin_attempt(attachment)
+
+    def enter_backward(self) -> None:
+        state = self.backward
+        if state == Backward.UNFINISHED and not self._is_reset:
+            raise usage_error(
+                "E_GRAD_PARTIAL",
+                "backward after one that did not come to its end, without a forward of the attached "
+                "model between them: FSDP2 would add their gradients",
+                "run forward and backward again, or opt.zero_grad() first",
+            )
+        super().enter_backward()
+        if state != Backward.RUNNING:
+            self._is_reset = False
+
+    def reset_unless_idle(self) -> None:
+        """After a forward or backward that did not come to its end: what FSDP2 has not reduced of it
+        would be in the next gradient."""
+        self._is_reset = True
+        if all(unit.is_idle for unit in self.plan.units):
+            return
+        _fsdp.reset(self.plan.units)
+        for group in self.groups:
+            for member in group.members:
+                if member.arrived:
+                    member.tensor.grad = member.delivered
+
+    def collect_gradient(self, member: Member) -> None:
+        """Moves the reduced gradient of this rank's shard to the daemon's memory."""
+        assert isinstance(member, ShardMember)
+        attachment = self.attachment
+        if attachment is None:
+            return
+        if member.arrived:
+            raise second_gradient(member.name)
+        gradient: Any = member.tensor.grad
+        assert gradient is not None
+        if member.is_owned:
+            local = gradient._local_tensor.to(self.plan.grad_dtype).contiguous()
+            with profiled("forebay.deliver", member.name):
+                try:
+                    attachment.add_gradient(member.index, local, self.timeout)
+                except ForebayError as error:
+                    raise_unless_step_raises(error)
+        member.tensor.grad = member.delivered
+        member.arrived = True
+        member.group.arrived += 1
+
+    def flush(self, attachment: Attachment, group: Group) -> None:
+        partition = self._partition_of.get(group.number)
+        if group.arrived == group.delivered or partition is None:
+            return
+        group.delivered = group.arrived
+        try:
+            attachment.flush_gradients(partition)
+        except ForebayError as error:
+            raise_unless_step_raises(error)
+
+
+class BeforeForward(InertOnCopy):
+    """Begins anew after a forward or backward that did not come to its end, before FSDP2 gathers."""
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        engine = self._engine()
+        if engine is None or engine.attachment is None:
+            return
+        if torch._C._current_graph_task_id() != -1:  # a recomputation within a backward
+            return
+        engine.reset_unless_idle()
+
+
+class AfterForward(InertOnCopy):
+    """Notices the backward of what the model returned from its begin: one that fails before FSDP2
+    has reduced anything leaves gradients too."""
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for node in graph_nodes(output, set()):
+                node.register_prehook(self._enter_backward)
+
+    def _enter_backward(self, _gradients: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.enter_backward()
+
+
+class AfterReduce(InertOnCopy):
+    """FSDP2 calls it for each sharded parameter whose gradient it has reduced."""
+
+    def __init__(self, engine: ShardedEngine, member: ShardMember) -> None:
+        self._engine, self._member = weakref.ref(engine), weakref.ref(member)
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        engine, member = self._engine(), self._member()
+        if engine is None or member is None:
+            return
+        began = time.monotonic_ns()
+        if torch._C._current_graph_task_id() != -1:  # else a pipeline schedule reduces
+            engine.enter_backward()
+        with torch.no_grad():
+            engine.collect_gradient(member)
+        engine.clock.add("grad", member.group.name, began)
+
+
+def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
+    """Puts every hook; returns the handles that remove them."""
+    forward: list[RemovableHandle] = [
+        model.register_forward_pre_hook(BeforeForward(engine), prepend=True),
+        model.register_forward_hook(AfterForward(engine)),
+    ]
+    return forward + [
+        member.tensor.register_post_accumulate_grad_hook(AfterReduce(engine, member))  # type: ignore[no-untyped-call]
+        for group in engine.shard_groups
+        for member in group.shard_members
+        if member.trainable
+    ]
+
+
+def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> None:
+    """The values of this process's shards become the job's."""
+    layout = engine.plan.layout
+    members = {m.index: m for group in engine.shard_groups for m in group.shard_members}
+    for number, (_, owner, boxes) in enumerate(layout.partitions):
+        if owner != rank:
+            continue
+        elems = elems_of([(first, run, stride, runs) for _, first, run, stride, runs in boxes])
+        flat = torch.empty(elems, dtype=engine.plan.dtype)
+        at = 0
+        for param in dict.fromkeys(box[0] for box in boxes):
+            member = members[param]
+            values = member.shard.local.detach().reshape(-1)
+            bad = int((~torch.isfinite(values)).sum())
+            if bad:
+                raise usage_error(
+                    "E_NONFINITE",
+                    f"parameter {member.name} has {bad} values in this rank's shard that are NaN or "
+                    "infinite at attach",
+                    "check the initialization or the loaded checkpoint",
+                )
+            flat[at : at + values.numel()].copy_(values)
+            at += values.numel()
+        assert at == elems, "a rank owns all boxes of its shard of a parameter, or none"
+        attachment.write_initial(number, flat, engine.timeout)
+    attachment.initial_done(engine.timeout)
+
+
+def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:
+    """Every shard becomes a ShardTensor; returns what they were."""
+    before = []
+    for group in engine.shard_groups:
+        for member in group.shard_members:
+            local = member.shard.local
+            before.append((member, member.shard.padded.view(member.padded_shape)))
+            wrapper = ShardTensor(member, local)
+            member.shard.set_local(wrapper, torch.empty(0, dtype=local.dtype))
+    return before
+
+
+class ShardedGuards(Guards):
+    """As Guards; a module holds a shard or, while FSDP2 uses it, the whole parameter."""
+
+    def __init__(self, model: nn.Module, plan: ShardedPlan, engine: ShardedEngine) -> None:
+        self._engine = weakref.ref(engine)
+        super().__init__(model, plan)
+
+    def check_parameters(self) -> None:
+        engine = self._engine()
+        for group in [] if engine is None else engine.shard_groups:
+            for member in group.shard_members:
+                if not member.shard.is_in_place:
+                    raise unsupported(
+                        f"parameter {member.name} was replaced or removed after attach",
+                        "put it back, or opt.detach() first and attach again as another job",
+                    )
+
+    def give_private_copies(self) -> None:
+        engine = self._engine()
+        for group in [] if engine is None else engine.shard_groups:
+            for member in group.shard_members:
+                member.make_private()
+
+
+def world() -> tuple[int, int]:
+    """Rank and size of the default process group. Errors: E_RANK where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise usage_error(
+            "E_RANK",
+            "sharded attachment needs a process group, and there is none",
+            'torch.distributed.init_process_group("gloo") first; torchrun sets what it reads',
+        )
+    return dist.get_rank(), dist.get_world_size()

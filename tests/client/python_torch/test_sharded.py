@@ -1,0 +1,99 @@
+# Goal    A model that FSDP2 shards trains attached as it does with torch's AdamW, resumes with the
+#         same bits, gives its present values to whoever reads it, and names what it refuses.
+# Method  1, 2 and 3 ranks over gloo on the real daemon, each case beside torch's FSDP2 of the same
+#         model on the same batches. All cases of a number of ranks share one launch of
+#         sharded_ranks.py; the result of each is a test here.
+
+import json
+import subprocess
+import sys
+
+import forebay
+import pytest
+import sharded_ranks
+import sharded_refusals  # noqa: F401
+import sharded_training  # noqa: F401
+import torch
+from daemon_process import Daemon, missing, on_the_daemon
+from test_processes import HERE, environment
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+DEADLINE_S = 300
+SIZES = (1, 2, 3)
+
+
+# Launches of a case each, in this order: (case, ranks, run).
+ALONE = [
+    *[("half_of_the_steps", size, "first") for size in SIZES],
+    *[("the_other_half", size, "second") for size in SIZES],
+    ("a_job_of_two_ranks", 2, "third"),
+    ("another_world_size", 1, "third"),
+    ("another_world_size", 3, "third"),
+    ("reshard_after_forward_to_two_of_four_ranks", 4, "third"),
+]
+
+
+def launches(items):
+    """The arguments of sharded_ranks.py for the tests that were collected."""
+    together, alone = {}, []
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.originalname == test_on_ranks.__name__:
+            together.setdefault(values["size"], []).append(values["case"])
+        if item.originalname == test_in_a_launch_of_its_own.__name__:
+            alone.append("alone{size}:{size}:{run}:{case}".format(**values))
+    return [
+        f"together{size}:{size}:whole:{':'.join(cases)}" for size, cases in together.items()
+    ] + alone
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, request):
+    """By launch and case, the errors of its ranks."""
+    daemon = Daemon(tmp_path_factory.mktemp("sharded"))
+    items = [item for item in request.session.items if item.path == request.path]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREBAY_SOCKET", daemon.socket)
+        command = [sys.executable, str(HERE / "sharded_ranks.py"), *launches(items)]
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for launch, case, rank, error in map(json.loads, done.stdout.splitlines()):
+        found.setdefault((launch, case), {})[rank] = error
+    yield found
+    daemon.stop()
+
+
+def assert_passed(errors, size):
+    failed = {rank: error for rank, error in errors.items() if error}
+    assert not failed, "\n".join(f"rank {rank}:\n{error}" for rank, error in failed.items())
+    assert sorted(errors) == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [(size, case) for size in SIZES for case in sharded_ranks.cases_of(size)]
+)
+def test_on_ranks(results, size, case):
+    assert_passed(results[f"together{size}", case], size)
+
+
+@pytest.mark.parametrize(("case", "size", "run"), ALONE)
+def test_in_a_launch_of_its_own(results, case, size, run):
+    assert_passed(results[f"alone{size}", case], size)
+
+
+def test_every_case_runs():
+    common = {case for size in SIZES for case in sharded_ranks.cases_of(size)}
+    assert common | {case for case, *_ in ALONE} == set(sharded_ranks.CASES)
+
+
+@on_the_daemon
+def test_without_a_process_group(node):
+    model = torch.nn.Linear(4, 2)
+    with pytest.raises(forebay.UsageError, match="process group, and there is none") as info:
+        forebay.attach(model, mode="sharded")
+    assert info.value.code == "E_RANK" and "init_process_group" in info.value.hint
+    model.half()
