@@ -91,6 +91,15 @@ class Shard:
         return dtype
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """In which its gradient travels. FSDP2 gives it in the parameter's type, whatever it reduced
+        in; what the reduction has rounded away need not travel."""
+        if self.param_dtype == torch.float32:
+            return torch.float32
+        has_more_bits = torch.float32 == self.parameter.dtype == self.reduce_dtype
+        return torch.float32 if has_more_bits else self.param_dtype
+
+    @property
     def is_offloaded(self) -> bool:
         return bool(self._param.offload_to_cpu)
 

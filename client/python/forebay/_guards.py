@@ -237,6 +237,8 @@ class Guards:
     """The guards of one attached model; remove() takes every one of them away. Keeps nothing of it
     alive."""
 
+    refuses_load = True
+
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._parameter_ids = [id(parameter.tensor) for parameter in plan.parameters]
         self._handles: list[RemovableHandle] = []
@@ -254,7 +256,8 @@ class Guards:
 
     def _guard(self, name: str, module: nn.Module) -> None:
         label = f"{type(module).__name__} {name}".rstrip()
-        self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))  # type: ignore[no-untyped-call]
+        if self.refuses_load:
+            self._handles.append(module._register_load_state_dict_pre_hook(LoadGuard(label)))  # type: ignore[no-untyped-call]
         module.__dict__["_apply"] = ApplyGuard(module, label)
         self._modules.append(weakref.ref(module))
         self._slots += [

@@ -36,6 +36,7 @@ class Parameter:
     group: int = -1
     param_group: int = 0
     offset: int = 0  # elements from the start of its group
+    weights: torch.dtype | None = None  # the type of its weights, where it may be another
 
 
 @dataclass(eq=False)

@@ -124,7 +124,7 @@ def state_names(attachment: Attachment, parameter: Parameter) -> list[str]:
     """Names of the states that are not the weights themselves."""
     if not parameter.trainable:
         return []
-    wide = parameter.tensor.dtype == torch.float32
+    wide = (parameter.weights or parameter.tensor.dtype) == torch.float32
     return [state for state in attachment.states if state != "master" or not wide]
 
 

@@ -1,6 +1,6 @@
 """A rank's part of a parameter whose bytes are the daemon's: a tensor without storage. FSDP2 gathers it
 through its tensor extension; whatever else reads it gets a copy of the present bytes, whatever writes
-it is refused by name."""
+it sends the new ones to the daemon, or is refused by name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Reader(Protocol):
 
     def read(self) -> torch.Tensor:
         """This rank's part now, in a memory of its own."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replaces it. Errors: those of Attachment.write_masters."""
 
     def padded(self) -> torch.Tensor:
         """The same for the next gather: in param_dtype, padded with zeros."""
@@ -54,7 +57,10 @@ class ShardTensor(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """The present bytes, in a memory of their own."""
-        values = self.reader.read()
+        return self.seen_in(self.reader.read())
+
+    def seen_in(self, values: torch.Tensor) -> torch.Tensor:
+        """The part of the whole shard's values that this view is."""
         for function, args, kwargs in self.views:
             values = function(values, *args, **kwargs)
         return values
@@ -116,15 +122,33 @@ class ShardTensor(torch.Tensor):
             return padding
         written = _written(function, args, options)
         if written is not None:
-            raise unsupported(
-                f"{function.__name__} would write into parameter {written.reader.name}, whose bytes "
-                "are the daemon's",
-                "change the values before forebay.attach, or opt.detach() first",
-            )
+            return _write(written, function, args, options)
         if function.is_view and isinstance(args[0], ShardTensor):
             return _view(args[0], function, args[1:], options)
         args, options = pytree.tree_map_only(ShardTensor, ShardTensor.values, (args, options))
         return function(*args, **options)
+
+
+def _write(
+    target: ShardTensor, function: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> ShardTensor:
+    """An operator in place, on a copy that then goes to the daemon."""
+    name = target.reader.name
+    if target is not args[0] or function.__name__.startswith(("set_", "resize_")):
+        raise unsupported(
+            f"{function.__name__} would write into parameter {name}, whose bytes are the daemon's",
+            "change the values with copy_() or another operator of the parameter itself",
+        )
+    values = target.reader.read()
+    part = target.seen_in(values)
+
+    def local(tensor: ShardTensor) -> torch.Tensor:
+        return part if tensor is target else tensor.values()
+
+    args, options = pytree.tree_map_only(ShardTensor, local, (args, options))
+    function(*args, **options)
+    target.reader.write(values)
+    return target
 
 
 def _view(base: ShardTensor, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -123,14 +123,12 @@ def _refuse_shard(one: Shard) -> None:
             f"parameter {one.name} is {dtype}; float32, bfloat16 and float16 can be attached",
             "model.float() or model.to(torch.bfloat16) before fully_shard()",
         )
-    if one.param_dtype != dtype:
+    if one.param_dtype not in FORMATS or (one.param_dtype != dtype and dtype != torch.float32):
         raise unsupported(
-            f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}: masters of "
-            "another type than the weights cannot be written yet",
-            f"model.to({one.param_dtype}) before fully_shard(): its master is kept in float32 by "
-            "the daemon",
+            f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}",
+            "float32 parameters take param_dtype=torch.bfloat16 or torch.float16; others their own",
         )
-    if one.reduce_dtype not in (dtype, torch.float32):
+    if one.reduce_dtype not in (dtype, one.param_dtype, torch.float32):
         raise unsupported(
             f"reduce_dtype is {one.reduce_dtype} for parameter {one.name} of {dtype}",
             "leave reduce_dtype out, or reduce_dtype=torch.float32",
@@ -158,7 +156,7 @@ class ShardedPlan(Plan):
 
     def __init__(self, units: Sequence[Unit], layout: ShardPlan, parameters: list[Parameter]) -> None:
         super().__init__(
-            dtype=units[0].shards[0].parameter.dtype,
+            dtype=units[0].shards[0].param_dtype,
             parameters=sorted(parameters, key=lambda one: layout.index[one.name]),
             named=parameters,
             by_name={one.name: one for one in parameters},
@@ -169,13 +167,13 @@ class ShardedPlan(Plan):
     @property
     def grad_dtype(self) -> torch.dtype:
         """In which gradients travel."""
-        return self.units[0].shards[0].reduce_dtype
+        return self.units[0].shards[0].grad_dtype
 
 
 def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
     """In the order of the units; a later call numbers their groups."""
     return [
-        Parameter(one.name, one.parameter, one.parameter.requires_grad)
+        Parameter(one.name, one.parameter, one.parameter.requires_grad, weights=one.param_dtype)
         for unit in units
         for one in unit.shards
     ]
@@ -191,11 +189,10 @@ def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan
     first = units[0].shards[0]
     for unit in units:
         for one in unit.shards:
-            if (one.param_dtype, one.reduce_dtype) != (first.param_dtype, first.reduce_dtype):
+            if _types_of(one) != _types_of(first):
                 raise unsupported(
-                    f"mixed types: parameter {first.name} is {first.param_dtype}, reduced in "
-                    f"{first.reduce_dtype}; parameter {one.name} is {one.param_dtype}, reduced in "
-                    f"{one.reduce_dtype}",
+                    f"mixed types: parameter {first.name} is {_types_of(first)}, parameter "
+                    f"{one.name} is {_types_of(one)}",
                     "give the whole model one type and one MixedPrecisionPolicy",
                 )
     held = [
@@ -223,14 +220,19 @@ def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan
     return ShardedPlan(units, layout, parameters)
 
 
+def _types_of(one: Shard) -> str:
+    return f"{one.parameter.dtype}, computed in {one.param_dtype}, reduced in {one.reduce_dtype}"
+
+
 # --------------------------------------------------------------------------------------- the weights
 
 
 class ShardGroup(Group):
     """A unit of FSDP2: the memory that its next gather takes its shards from."""
 
-    def __init__(self, number: int, name: str) -> None:
-        super().__init__(number, name)
+    def __init__(self, number: int, unit: Unit) -> None:
+        super().__init__(number, unit.name)
+        self.unit = unit
         self.shard_members: list[ShardMember] = []
         self.copies: Any = None  # a CopyList
         self.elems = 0  # of all padded shards
@@ -280,9 +282,10 @@ class ShardMember(Member):
     def read(self) -> torch.Tensor:
         if type(self.shard.local) is torch.Tensor:  # detached: of a state_dict of before
             return self.shard.local.detach().clone()
-        values = torch.empty(self.shard.local_shape, dtype=self.tensor.dtype)
-        self._live().copy(self.copies, values)
-        return values
+        return self._live().read(self)
+
+    def write(self, values: torch.Tensor) -> None:
+        self._live().write(self, values)
 
     def padded(self) -> torch.Tensor:
         return self._live().padded(self)
@@ -324,7 +327,7 @@ class ShardedEngine(Engine):
         }
         for unit in plan.units:
             number = plan.layout.params[plan.layout.index[unit.shards[0].name]][2]
-            group = ShardGroup(number, unit.name)
+            group = ShardGroup(number, unit)
             for one in unit.shards:
                 self._add(group, of_name[one.name], one, rank)
             group.copies = self._copies_of(group.shard_members, in_unit=True)
@@ -394,6 +397,43 @@ class ShardedEngine(Engine):
             group.forget_weights()
         return part
 
+    def read(self, member: ShardMember) -> torch.Tensor:
+        """This rank's part of a parameter, in the parameter's type: its masters, where these have more
+        bits than the weights."""
+        weights = torch.empty(member.shard.local_shape, dtype=self.plan.dtype)
+        if self.plan.dtype == member.tensor.dtype or not member.trainable:
+            self.copy(member.copies, weights)
+            return weights.to(member.tensor.dtype)
+        assert self.attachment is not None
+        masters = torch.empty(member.shard.local_shape, dtype=torch.float32)
+        flat, at = masters.view(-1), 0
+        for first, run, stride, runs in member.shard.boxes():
+            for begin in range(first, first + runs * stride, stride):
+                view, _ = self.attachment.read_state(
+                    member.name, "master", begin, run, self.timeout
+                )
+                flat[at : at + run] = torch.from_dlpack(view)  # type: ignore[attr-defined]
+                at += run
+        return masters
+
+    def write(self, member: ShardMember, values: torch.Tensor) -> None:
+        """Sets this rank's part of a parameter, masters and weights; of replicas, the owner does."""
+        if not member.is_owned:
+            return
+        assert self.attachment is not None
+        masters, at = values.detach().to(torch.float32).contiguous().view(-1), 0
+        for box in member.shard.boxes():
+            source = self.plan.layout.places[member.name, box]
+            part = masters[at : at + source.elems]
+            self.attachment.write_masters(source.partition, source.first, part, self.timeout)
+            at += source.elems
+        self.forget_weights(member.shard_group)
+
+    def forget_weights(self, group: ShardGroup) -> None:
+        """What is gathered or on its way is of before."""
+        group.forget_weights()
+        group.unit.reshard()
+
     def values_of(self, parameter: Parameter) -> torch.Tensor:
         """The whole parameter, from all owners."""
         layout = self.plan.layout
@@ -416,10 +456,8 @@ class ShardedEngine(Engine):
         pass
 
     def after_step(self) -> None:
-        """What is gathered or on its way is of the step before."""
-        for group, unit in zip(self.shard_groups, self.plan.units):
-            group.forget_weights()
-            unit.reshard()
+        for group in self.shard_groups:
+            self.forget_weights(group)
 
     # ------------------------------------------------------------------------------- the gradients
 
@@ -560,7 +598,7 @@ def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> N
         if owner != rank:
             continue
         elems = elems_of([(first, run, stride, runs) for _, first, run, stride, runs in boxes])
-        flat = torch.empty(elems, dtype=engine.plan.dtype)
+        flat = torch.empty(elems, dtype=members[boxes[0][0]].tensor.dtype)
         at = 0
         for param in dict.fromkeys(box[0] for box in boxes):
             member = members[param]
@@ -576,7 +614,10 @@ def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> N
             flat[at : at + values.numel()].copy_(values)
             at += values.numel()
         assert at == elems, "a rank owns all boxes of its shard of a parameter, or none"
-        attachment.write_initial(number, flat, engine.timeout)
+        if flat.dtype == engine.plan.dtype:
+            attachment.write_initial(number, flat, engine.timeout)
+        else:
+            attachment.write_masters(number, 0, flat, engine.timeout)
     attachment.initial_done(engine.timeout)
 
 
@@ -593,7 +634,10 @@ def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:
 
 
 class ShardedGuards(Guards):
-    """As Guards; a module holds a shard or, while FSDP2 uses it, the whole parameter."""
+    """As Guards; a module holds a shard or, while FSDP2 uses it, the whole parameter. What
+    load_state_dict() copies into a shard goes to the daemon."""
+
+    refuses_load = False
 
     def __init__(self, model: nn.Module, plan: ShardedPlan, engine: ShardedEngine) -> None:
         self._engine = weakref.ref(engine)
