@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 
 MIB = 1 << 20
+RUNS = ("plain", "forebay", "killed", "exact", "fsdp2", "sharded", "sharded_killed")
 PARAMS_LEAST = 60_000_000
 STEADY_FROM = 3  # the first step that the trace can steer
 SWAP_SHARE_LEAST = 0.60
@@ -107,6 +108,12 @@ def group_count(out):
     return len(jobs[0]["groups"]) if jobs else 0
 
 
+def gradient_count(out):
+    """Parameters that get a gradient in each step of the run there; 0 where it left nothing."""
+    rows = [row for row in read_log(out / "rank0.jsonl") if row["event"] == "start"]
+    return rows[0]["gradients"] if rows else 0
+
+
 class Ranks:
     """The logs of all ranks of one run."""
 
@@ -159,9 +166,9 @@ class Evidence:
     def __init__(self, args, runs, model):
         self.args, self.runs, self.model = args, runs, model
         self.ranks = 2
-        self.plain, self.forebay, self.killed, self.exact = (
-            Ranks(runs[name].out, self.ranks) for name in ("plain", "forebay", "killed", "exact")
-        )
+        logs = [Ranks(runs[name].out, self.ranks) for name in RUNS]
+        self.plain, self.forebay, self.killed, self.exact = logs[:4]
+        self.fsdp2, self.sharded, self.sharded_killed = logs[4:]
         samples = self.forebay.events("sample")
         self.sample = samples[-1]["text"] if samples else ""
         self.kill = runs["killed"].kill
@@ -197,15 +204,20 @@ class Evidence:
         return steady[0], steady[-1]
 
     def loss_difference(self):
-        plain, ours = self.plain.losses(), self.forebay.losses()
-        steps = [step for step in plain if step <= LOSS_STEPS]
-        if len(steps) < min(LOSS_STEPS, self.args.steps):
-            raise LookupError(f"plain has only {len(steps)} steps")
-        return max(abs(ours[step] - plain[step]) / abs(plain[step]) for step in steps)
+        return largest_difference(self.plain, self.forebay, min(LOSS_STEPS, self.args.steps))
 
     def resumed_at(self):
         """The step each rank went on from after the kill."""
         return [self.killed.event("resume", rank)["step"] for rank in range(self.ranks)]
+
+
+def largest_difference(plain, ours, count):
+    """Of the losses of the first LOSS_STEPS steps, relative; at least `count` are there."""
+    plain, ours = plain.losses(), ours.losses()
+    steps = [step for step in plain if step <= LOSS_STEPS]
+    if len(steps) < count:
+        raise LookupError(f"plain has only {len(steps)} steps")
+    return max(abs(ours[step] - plain[step]) / abs(plain[step]) for step in steps)
 
 
 def weights_width(format):
@@ -301,6 +313,7 @@ def check_all(claims, e):
     _check_results(claims, e, summary)
     _check_kill(claims, e, summary)
     _check_exact(claims, e)
+    _check_sharded(claims, e)
     _check_model(claims, e)
     return summary
 
@@ -476,6 +489,44 @@ def _check_exact(claims, e):
         )
 
     claims.attempt("bf16 exact", exact)
+
+
+def _check_sharded(claims, e):
+    """The model that FSDP2 shards."""
+
+    def losses():
+        difference = largest_difference(e.fsdp2, e.sharded, LOSS_STEPS)
+        job = e.sharded.node["status"]["jobs"][0]
+        on_swap = job["blocks"] - job["resident_blocks"]
+        return (
+            difference <= LOSS_RELATIVE,
+            f"differs by at most {difference:.1e} in the first {LOSS_STEPS} steps; {on_swap} of "
+            f"{job['blocks']} blocks of states are on swap",
+        )
+
+    claims.attempt("sharded loss as FSDP2's", losses)
+
+    def killed():
+        kill = e.runs["sharded_killed"].kill
+        row = e.sharded_killed.event("kill", kill["rank"])
+        resumed = [e.sharded_killed.event("resume", rank)["step"] for rank in range(e.ranks)]
+        return (
+            row["step"] == kill["step"]
+            and 0 < kill["gradients"] < gradient_count(e.runs["sharded"].out)
+            and all(step == kill["step"] - 1 for step in resumed),
+            f"both ranks died in step {row['step']} after {row['gradients']} gradients of rank "
+            f"{row['rank']}, and went on from committed step {resumed[0]}",
+        )
+
+    claims.attempt("sharded kill and resume", killed)
+    claims.attempt(
+        "sharded same bits after the kill",
+        lambda: (
+            e.sharded.sha is not None and e.sharded.sha == e.sharded_killed.sha,
+            f"SHA-256 of parameters and states {str(e.sharded_killed.sha)[:16]}, uninterrupted "
+            f"{str(e.sharded.sha)[:16]}",
+        ),
+    )
 
 
 def _check_model(claims, e):

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank
-killed), once more in bfloat16 beside the scalar reference, checks every claim made about it, and
-writes quickstart-report/ and model.pt.
+killed), once more in bfloat16 beside the scalar reference, and a small one that FSDP2 shards (torch
+alone; Forebay; Forebay with all ranks killed); checks every claim made about it, and writes
+quickstart-report/ and model.pt.
 
 Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the
 setup and calls this.
@@ -9,6 +10,7 @@ setup and calls this.
 
 import argparse
 import json
+import os
 import pathlib
 import random
 import secrets
@@ -33,6 +35,11 @@ BLOCK_ELEMS = 1 << 18
 SETTINGS = [f"update.block_elems={BLOCK_ELEMS}", "swap.staging=64MiB"]
 EXACT_STEPS = 5  # of the bfloat16 run, which is small
 SMALL = ["--width=256", "--layers=4", "--heads=4"]
+SHARDED_STEPS = 20
+SHARDED_DRAM_MIB = 128  # some blocks of the states are on swap
+# torchrun otherwise lets started-again ranks read the addresses of those that died, and gloo waits
+# for them (pytorch issue 135712).
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def parse_args():
@@ -80,7 +87,7 @@ class Run:
         self.status = None
         self.lines = []
 
-    def start(self, command):
+    def start(self, command, environment=None):
         """Runs to the end; every line is shown and kept."""
         print(f"== {self.name}: {' '.join(map(str, command))}", flush=True)
         began = time.monotonic()
@@ -88,6 +95,7 @@ class Run:
             process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=ROOT,
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 text=True,
                 stdout=subprocess.PIPE,
@@ -103,19 +111,19 @@ class Run:
         print(f"== {self.name}: exit status {self.status} after {self.seconds:.0f} s", flush=True)
 
 
-def torchrun(run, args, *flags):
+def torchrun(run, args, *flags, script="tools/train_gpt.py"):
     module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    script = ["--max-restarts=1", "tools/train_gpt.py", f"--steps={args.steps}"]
-    script += ["--seq=64"] if args.smoke else []
+    ranks = ["--max-restarts=1", script, f"--steps={args.steps}"]
+    ranks += ["--seq=64"] if args.smoke else []
     places = [f"--seed={args.seed}", f"--text={ROOT / 'build/kjv.txt'}", f"--out={run.out}"]
-    return [sys.executable, *module, *script, *places, *flags]
+    return [sys.executable, *module, *ranks, *places, *flags]
 
 
-def inside(run, args, work, command):
+def inside(run, args, work, command, dram=None):
     """The command beside a private daemon, and a watch of it that writes node.json."""
     swap = work / "swap"
     swap.mkdir(parents=True, exist_ok=True)
-    flags = [f"--dram={dram_mib(args)}MiB", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
+    flags = [f"--dram={dram or dram_mib(args)}MiB", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
     flags += [f"--set={setting}" for setting in SETTINGS]
     watch = [sys.executable, "tools/quickstart_watch.py", args.forebay, run.out]
     return [args.forebay, "run", *flags, "--", *watch, *command]
@@ -147,8 +155,8 @@ def draw_kill(args, out):
 
 
 def train_all(args, work):
-    runs = {name: Run(name, work) for name in ("plain", "forebay", "killed", "exact")}
-    plain, forebay, killed, exact = runs.values()
+    runs = {name: Run(name, work) for name in claims_of.RUNS}
+    plain, forebay, killed, exact = list(runs.values())[:4]
 
     plain.start(torchrun(plain, args, "--plain"))
 
@@ -167,7 +175,29 @@ def train_all(args, work):
     short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
     flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
     exact.start(inside(exact, args, work, torchrun(exact, short, *flags)))
+    train_sharded(args, work, *list(runs.values())[4:])
     return runs
+
+
+def train_sharded(args, work, fsdp, sharded, killed):
+    """The runs of the model that FSDP2 shards."""
+    short = argparse.Namespace(steps=SHARDED_STEPS, seed=args.seed, smoke=True)
+
+    def command(run, *flags):
+        return torchrun(run, short, *flags, script="tools/train_sharded.py")
+
+    def beside_daemon(run, *flags):
+        ranks = command(run, f"--sha={run.out / 'sha.json'}", *flags)
+        run.start(inside(run, args, work, ranks, SHARDED_DRAM_MIB), OWN_STORE)
+
+    fsdp.start(command(fsdp, "--plain"), OWN_STORE)
+    beside_daemon(sharded)
+    generator = random.Random(args.kill_seed)
+    rank, step = generator.randrange(RANKS), generator.randint(3, SHARDED_STEPS - 2)
+    gradients = generator.randint(1, max(1, claims_of.gradient_count(sharded.out) - 1))
+    killed.kill = {"rank": rank, "step": step, "gradients": gradients}
+    print(f"== both ranks die in step {step} after {gradients} gradients of rank {rank}", flush=True)
+    beside_daemon(killed, f"--kill={rank}:{step}:{gradients}")
 
 
 def main():

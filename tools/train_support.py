@@ -2,14 +2,14 @@
 planned kill.
 
 Log lines (OUT/rank<R>.jsonl), all with "event" and "time" (seconds since the epoch):
-  start, resume  step, params, world, args
+  start, resume  step, params, world, args; of train_sharded.py also gradients (of a step)
   heldout        step, loss
   step           step, loss, tokens, began_ns, forward_done_ns, backward_done_ns, ended_ns
                  (CLOCK_MONOTONIC), step_s, rss_anon, rss_anon_peak (bytes); with Forebay also
                  exposed_wait_s, rpc_calls, dram_used, swap_read_bytes, swap_written_bytes (the
                  daemon's totals, a few seconds old; rank 0 only)
   timeline       step, intervals: [kind, group, began_ns, ended_ns]
-  kill           step, groups
+  kill           step, rank, groups; of train_sharded.py gradients instead of groups
   reference      elements, mismatches
   sample         text
   end            rss_anon_peak, rpc_calls
@@ -247,6 +247,29 @@ def arm_kill(kill, opt, model, rank, log):
         if opt.committed_step + 1 == kill["step"] and opt.delivered_groups >= kill["groups"]:
             log.write("kill", **kill)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(die)
+
+
+def arm_kill_of_all(kill, opt, model, rank, log):
+    """SIGKILL of every rank in the middle of a backward, once the chosen rank has delivered so many
+    gradients of the step. A collective over the process group."""
+    if not kill or not hasattr(opt, "committed_step"):
+        return
+    pids = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(pids, os.getpid())
+    if kill["rank"] != rank:
+        return
+    delivered = 0
+
+    def die(_param):
+        nonlocal delivered
+        delivered += opt.committed_step + 1 == kill["step"]
+        if delivered == kill["groups"]:
+            log.write("kill", step=kill["step"], rank=rank, gradients=delivered)
+            for pid in sorted(pids, key=os.getpid().__eq__):  # itself last
+                os.kill(pid, signal.SIGKILL)
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(die)

@@ -1,15 +1,16 @@
 """Goal    What README.md and docs/ show is true: every code block runs, the diff of the two training paths is the one
         in the script, the files they name exist, and the table of actions is complete.
 Method  Code blocks are taken out of the pages by their language: `sh` runs in bash from the root of the checkout,
-        `toml` is checked by forebayd, `python` runs under a private daemon, `sh by-ci` must be a command of .ci/run,
-        `diff` is made anew from tools/train_gpt.py. `text` is a drawing, nothing else is allowed. `docs_test.py --write` puts
-        the diff into README.md.
+        `toml` is checked by forebayd, `python` runs under a private daemon as a rank that torchrun starts alone, `sh by-ci`
+        must be a command of .ci/run, `diff` is made anew from a training script. `text` is a drawing, nothing else is allowed.
+        `docs_test.py --write` puts the diffs into README.md.
 """
 
 import difflib
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -20,8 +21,9 @@ BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build" / "bin"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 ROOMS_WITH_MESSAGES = ("protocol", "pinned_mem", "nvme", "cpu_adam", "daemon", "client", "tools/forebay")
 DEADLINE_S = 120
-LINES_MAX = 5  # that a user changes
-DIFF_MARK = "<!-- diff: tools/train_gpt.py, made by tests/tools/docs_test.py -->"
+# Lines that a user changes, by script.
+LINES_MAX = {"tools/train_gpt.py": 5, "tools/train_sharded.py": 3}
+DIFF_MARK = "<!-- diff: {}, made by tests/tools/docs_test.py -->"
 
 
 def blocks():
@@ -73,8 +75,8 @@ def one_path(source, plain):
     return kept
 
 
-def path_diff():
-    source = (ROOT / "tools" / "train_gpt.py").read_text(encoding="utf-8")
+def path_diff(script):
+    source = (ROOT / script).read_text(encoding="utf-8")
     lines = difflib.unified_diff(one_path(source, True), one_path(source, False), n=1, lineterm="")
     return [line for line in lines if not line.startswith(("---", "+++"))]
 
@@ -93,8 +95,8 @@ def changed_lines(diff):
     return total
 
 
-def shown_diff():
-    return "\n".join(line for line in path_diff() if not line.startswith("@@")) + "\n"
+def shown_diff(script):
+    return "\n".join(line for line in path_diff(script) if not line.startswith("@@")) + "\n"
 
 
 def run(command, **kwargs):
@@ -113,9 +115,22 @@ def run(command, **kwargs):
     return done.stdout
 
 
-def test_the_two_training_paths_differ_by_at_most_five_lines():
-    diff = path_diff()
-    assert 0 < changed_lines(diff) <= LINES_MAX, "\n".join(diff)
+def torchruns_environment():
+    """Of the only rank of a launch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**os.environ, **launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize("script", LINES_MAX)
+def test_the_two_training_paths_differ_by_few_lines(script):
+    diff = path_diff(script)
+    assert 0 < changed_lines(diff) <= LINES_MAX[script], "\n".join(diff)
+    assert f"{DIFF_MARK.format(script)}\n```diff\n{shown_diff(script)}```" in (
+        ROOT / "README.md"
+    ).read_text(encoding="utf-8"), "run python3 tests/tools/docs_test.py --write"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +141,8 @@ def test_block_holds(page, line, language, text, tmp_path):
     if language == "text":
         assert text
     elif language == "diff":
-        assert text == shown_diff(), f"{where}: run python3 tests/tools/docs_test.py --write"
+        shown = [shown_diff(script) for script in LINES_MAX]
+        assert text in shown, f"{where}: run python3 tests/tools/docs_test.py --write"
     elif language == "sh by-ci":
         ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
         for command in re.findall(r"^(\./\S+)", text, re.M):
@@ -142,7 +158,8 @@ def test_block_holds(page, line, language, text, tmp_path):
     elif language == "python":
         script = tmp_path / "block.py"
         script.write_text(text, encoding="utf-8")
-        run([BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script])
+        command = [BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script]
+        run(command, env=torchruns_environment())
     else:
         pytest.fail(f'{where}: a block of language "{language}" is run by nothing')
 
@@ -197,11 +214,12 @@ def test_the_table_of_actions_has_all_of_them():
 def write():
     page = ROOT / "README.md"
     text = page.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(DIFF_MARK) + r"\n```diff\n.*?```", re.S)
-    assert pattern.search(text), "README.md has lost its diff"
-    page.write_text(
-        pattern.sub(lambda _: f"{DIFF_MARK}\n```diff\n{shown_diff()}```", text), encoding="utf-8"
-    )
+    for script in LINES_MAX:
+        mark, diff = DIFF_MARK.format(script), shown_diff(script)
+        pattern = re.compile(re.escape(mark) + r"\n```diff\n.*?```", re.S)
+        assert pattern.search(text), f"README.md has lost the diff of {script}"
+        text = pattern.sub(lambda _: f"{mark}\n```diff\n{diff}```", text)
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

@@ -143,7 +143,7 @@ def test_how_long_the_main_job_took_is_printed_and_no_claim(monkeypatch):
 
     run = types.SimpleNamespace(seconds=1000.0, status=0)
     evidence = types.SimpleNamespace(runs={"plain": run, "forebay": run})
-    for name in ("_size_and_memory", "_swap", "_results", "_kill", "_exact", "_model"):
+    for name in ("_size_and_memory", "_swap", "_results", "_kill", "_exact", "_sharded", "_model"):
         monkeypatch.setattr(quickstart_claims, f"_check{name}", lambda *_: None)
     claims = quickstart_claims.Claims()
     quickstart_claims.check_all(claims, evidence)
