@@ -143,6 +143,17 @@ class Shard:
                 f"parameter {self.name}: {error}", "shard it on another dimension"
             ) from None
 
+    def wait_for_replicas(self) -> None:
+        """A barrier of the ranks that hold the same boxes."""
+        if self._param.is_dtensor:
+            spec = self._param._unsharded_dtensor_spec
+            for dim, placement in enumerate(spec.placements):
+                if placement.is_replicate() and spec.mesh.size(dim) > 1:
+                    dist.barrier(spec.mesh.get_group(dim))
+        info = self._param.mesh_info
+        if getattr(info, "replicate_mesh_size", 1) > 1:
+            dist.barrier(info.replicate_process_group)
+
     def dtensor_of(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor with the parameter's mesh and placements."""
         dtensor: torch.Tensor = self._param.to_sharded_dtensor(local)

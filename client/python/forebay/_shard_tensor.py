@@ -20,13 +20,17 @@ class Reader(Protocol):
     """Where the bytes come from."""
 
     name: str  # of the parameter
+    local_shape: torch.Size
     padded_shape: torch.Size
 
     def read(self) -> torch.Tensor:
         """This rank's part now, in a memory of its own."""
 
+    def check_values(self, values: torch.Tensor) -> None:
+        """Errors: E_NONFINITE where they cannot be written."""
+
     def write(self, values: torch.Tensor) -> None:
-        """Replaces it. Errors: those of Attachment.write_masters."""
+        """Replaces it by values that are checked. Errors: those of Attachment.write_masters."""
 
     def padded(self) -> torch.Tensor:
         """The same for the next gather: in param_dtype, padded with zeros."""
@@ -72,7 +76,21 @@ class ShardTensor(torch.Tensor):
         return self.values().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.values().numpy(force=force)
+        array = self.values().numpy(force=force)
+        array.flags.writeable = False  # a write would reach the copy alone
+        return array
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        raise unsupported(
+            f"DLPack of parameter {self.reader.name}: its bytes are the daemon's",
+            "torch.from_dlpack(p.clone()), of a copy",
+        )
+
+    def share_memory_(self) -> ShardTensor:
+        raise unsupported(
+            f"share_memory_() of parameter {self.reader.name}: its bytes are the daemon's",
+            "p.clone().share_memory_(), of a copy",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = values = self.values()
@@ -120,9 +138,9 @@ class ShardTensor(torch.Tensor):
         padding = _padding(function, args)
         if padding is not None:
             return padding
-        written = _written(function, args, options)
-        if written is not None:
-            return _write(written, function, args, options)
+        targets = _written(function, args, options)
+        if targets:
+            return _write(targets, function, args, options)
         if function.is_view and isinstance(args[0], ShardTensor):
             return _view(args[0], function, args[1:], options)
         args, options = pytree.tree_map_only(ShardTensor, ShardTensor.values, (args, options))
@@ -130,33 +148,58 @@ class ShardTensor(torch.Tensor):
 
 
 def _write(
-    target: ShardTensor, function: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> ShardTensor:
-    """An operator in place, on a copy that then goes to the daemon."""
-    name = target.reader.name
-    if target is not args[0] or function.__name__.startswith(("set_", "resize_")):
-        raise unsupported(
-            f"{function.__name__} would write into parameter {name}, whose bytes are the daemon's",
-            "change the values with copy_() or another operator of the parameter itself",
-        )
-    values = target.reader.read()
-    part = target.seen_in(values)
+    targets: list[ShardTensor], function: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """An operator in place, on copies that then go to the daemon."""
+    wholes: dict[int, torch.Tensor] = {}  # by the reader's id
+    parts: dict[int, torch.Tensor] = {}  # by the target's id
+    for target in targets:
+        whole = wholes.setdefault(id(target.reader), target.reader.read())
+        parts[id(target)] = target.seen_in(whole)
+    layouts = {key: _layout_of(part) for key, part in parts.items()}
+    args, options = pytree.tree_map_only(
+        ShardTensor, lambda one: parts[id(one)] if id(one) in parts else one.values(), (args, options)
+    )
+    result = function(*args, **options)
+    for target in targets:
+        if _layout_of(parts[id(target)]) != layouts[id(target)]:
+            raise unsupported(
+                f"{function.__name__} would give parameter {target.reader.name} another shape or "
+                "memory: its bytes are the daemon's",
+                "change its values, with copy_() for example",
+            )
+    readers = {id(target.reader): target.reader for target in targets}
+    for key, reader in readers.items():
+        reader.check_values(wholes[key])
+    for key, reader in readers.items():
+        reader.write(wholes[key])
+    returned = {id(parts[id(target)]): target for target in targets}
+    return pytree.tree_map_only(torch.Tensor, lambda one: returned.get(id(one), one), result)
 
-    def local(tensor: ShardTensor) -> torch.Tensor:
-        return part if tensor is target else tensor.values()
 
-    args, options = pytree.tree_map_only(ShardTensor, local, (args, options))
-    function(*args, **options)
-    target.reader.write(values)
-    return target
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.data_ptr(), tensor.storage_offset()
 
 
 def _view(base: ShardTensor, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     like = function(_meta(base), *args, **options)
-    if not isinstance(like, torch.Tensor):  # split and its like: copies
-        return function(base.values(), *args, **options)
-    like = _Like(like, base.dtype, base.device)
-    return ShardTensor(base.reader, like, (*base.views, (function, args, options)))
+    if isinstance(like, torch.Tensor):
+        return _view_like(base, like, (function, args, options))
+    return [
+        _view_like(base, one, (_element, (function, args, options, number), {}))
+        for number, one in enumerate(like)
+    ]
+
+
+def _view_like(base: ShardTensor, like: torch.Tensor, view: View) -> ShardTensor:
+    return ShardTensor(base.reader, _Like(like, like.dtype, base.device), (*base.views, view))
+
+
+def _element(
+    values: torch.Tensor, function: Any, args: tuple[Any, ...], options: dict[str, Any], number: int
+) -> Any:
+    """One of the views that split() and its like make."""
+    return function(values, *args, **options)[number]
 
 
 class _Like:
@@ -175,46 +218,41 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _written(
     function: Any, args: Iterable[Any], options: Mapping[str, Any]
-) -> ShardTensor | None:
-    """The first of ours that the operator writes into."""
-    schema = function._schema
-    for argument, value in zip(schema.arguments, args):
-        found = _of_argument(argument, value)
-        if found is not None:
-            return found
-    for argument in schema.arguments:
-        if argument.name in options:
-            found = _of_argument(argument, options[argument.name])
-            if found is not None:
-                return found
-    return None
-
-
-def _of_argument(argument: Any, value: Any) -> ShardTensor | None:
-    if argument.alias_info is None or not argument.alias_info.is_write:
-        return None
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return next((one for one in values if isinstance(one, ShardTensor)), None)
+) -> list[ShardTensor]:
+    """Those of ours that the operator writes into."""
+    arguments = function._schema.arguments
+    given = [*zip(arguments, args)]
+    given += [(one, options[one.name]) for one in arguments if one.name in options]
+    written: dict[int, ShardTensor] = {}
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(one, ShardTensor):
+                    written[id(one)] = one
+    return list(written.values())
 
 
 class _Padded(ShardTensor):
     """The padded form that FSDP2 makes of a shard in reset_sharded_param(): new_zeros, narrow, copy_ of
-    the shard into it. Its part is the shard itself."""
+    the shard into it. What narrow makes of it is the shard itself."""
 
 
 def _padding(function: Any, args: tuple[Any, ...]) -> Any:
     """FSDP2's own calls on a shard; None: it is something else."""
     first = args[0] if args else None
-    if function is aten.new_zeros.default and isinstance(first, ShardTensor):
-        if tuple(args[1]) == tuple(first.reader.padded_shape) and not first.views:
-            shape = torch.empty(first.reader.padded_shape, device="meta")
-            return _Padded(first.reader, _Like(shape, first.dtype, first.device))
-    if not isinstance(first, _Padded):
+    if not isinstance(first, ShardTensor) or first.views:
         return None
-    if function is aten.slice.Tensor or function is aten.view.default:
-        shape = function(_meta(first), *args[1:])
-        return _Padded(first.reader, _Like(shape, first.dtype, first.device))
+    reader = first.reader
+    if function is aten.new_zeros.default and first.size() != reader.padded_shape:
+        if tuple(args[1]) == tuple(reader.padded_shape):
+            like = torch.empty(reader.padded_shape, device="meta")
+            return _Padded(reader, _Like(like, first.dtype, first.device))
     if function is aten.copy_.default and isinstance(args[1], ShardTensor):
-        if args[1].reader is first.reader:
+        source = args[1]
+        if source.reader is reader and not source.views and source.size() == first.size():
             return first
+    if isinstance(first, _Padded) and function in (aten.slice.Tensor, aten.view.default):
+        like = function(_meta(first), *args[1:])
+        kind = ShardTensor if like.size() == reader.local_shape else _Padded
+        return kind(reader, _Like(like, first.dtype, first.device))
     return None

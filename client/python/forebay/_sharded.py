@@ -253,7 +253,8 @@ class ShardMember(Member):
         self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
         self.index, self.group, self.shard = index, group, one
         self.shard_group = group
-        self.padded_shape = one.padded_shape
+        self.local_shape, self.padded_shape = torch.Size(one.local_shape), one.padded_shape
+        self._storage = parameter.tensor.untyped_storage()  # empty: that of a DTensor
         self.first = 0  # in the unit's buffer
         self.elems = one.local.numel()
         self.is_owned = False
@@ -263,10 +264,14 @@ class ShardMember(Member):
         self.copies: Any = None  # a CopyList
 
     def check(self) -> None:
-        if self.shard.parameter is not self.tensor or not isinstance(self.shard.local, ShardTensor):
+        is_ours = self.shard.parameter is self.tensor and isinstance(self.shard.local, ShardTensor)
+        # p.data = ... gives the DTensor another one, and the shard behind it nothing.
+        if not is_ours or self.tensor.untyped_storage()._cdata != self._storage._cdata:
             raise unsupported(
-                f"parameter {self.name} no longer is the daemon's: it was replaced or moved",
-                "opt.detach() first; an attached parameter keeps its type, device and memory",
+                f"parameter {self.name} no longer is the daemon's: it was replaced or moved, or "
+                "p.data was set",
+                "opt.detach() first; an attached parameter keeps its type, device and memory; "
+                "p.copy_(values) sets its values",
             )
 
     def _live(self) -> ShardedEngine:
@@ -283,6 +288,9 @@ class ShardMember(Member):
         if type(self.shard.local) is torch.Tensor:  # detached: of a state_dict of before
             return self.shard.local.detach().clone()
         return self._live().read(self)
+
+    def check_values(self, values: torch.Tensor) -> None:
+        self._live().check_values(self, values)
 
     def write(self, values: torch.Tensor) -> None:
         self._live().write(self, values)
@@ -416,18 +424,31 @@ class ShardedEngine(Engine):
                 at += run
         return masters
 
+    def check_values(self, member: ShardMember, values: torch.Tensor) -> None:
+        """Errors: E_NONFINITE where they cannot be written."""
+        bad = int((~torch.isfinite(values.detach().to(self.plan.dtype))).sum())
+        if bad:
+            raise usage_error(
+                "E_NONFINITE",
+                f"{bad} of the values written into this rank's shard of parameter {member.name} are "
+                f"NaN or infinite as {DTYPE_NAMES[self.plan.dtype]}",
+                "check the values; the parameter is as it was",
+            )
+
     def write(self, member: ShardMember, values: torch.Tensor) -> None:
-        """Sets this rank's part of a parameter, masters and weights; of replicas, the owner does."""
-        if not member.is_owned:
-            return
-        assert self.attachment is not None
+        """Sets this rank's part of a parameter, masters and weights; of replicas, the owner does, and
+        all of them have to call it."""
         masters, at = values.detach().to(torch.float32).contiguous().view(-1), 0
-        for box in member.shard.boxes():
-            source = self.plan.layout.places[member.name, box]
-            part = masters[at : at + source.elems]
-            self.attachment.write_masters(source.partition, source.first, part, self.timeout)
-            at += source.elems
-        self.forget_weights(member.shard_group)
+        assert self.attachment is not None
+        try:
+            for box in member.shard.boxes() if member.is_owned else ():
+                source = self.plan.layout.places[member.name, box]
+                part = masters[at : at + source.elems]
+                self.attachment.write_masters(source.partition, source.first, part, self.timeout)
+                at += source.elems
+        finally:
+            member.shard.wait_for_replicas()  # they read what the owner has written
+            self.forget_weights(member.shard_group)
 
     def forget_weights(self, group: ShardGroup) -> None:
         """What is gathered or on its way is of before."""
@@ -536,6 +557,9 @@ class BeforeForward(InertOnCopy):
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputation within a backward
             return
+        for group in engine.shard_groups:
+            for member in group.shard_members:
+                member.check()
         engine.reset_unless_idle()
 
 
@@ -633,6 +657,22 @@ def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:
     return before
 
 
+class AssignGuard(InertOnCopy):
+    """Refuses load_state_dict() where it would replace the parameters."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, _state: Any, _prefix: str, metadata: Any, *_args: Any) -> None:
+        replaces = metadata.get("assign_to_params_buffers", False)
+        if replaces or torch.__future__.get_swap_module_params_on_conversion():
+            raise unsupported(
+                f"load_state_dict on {self.name} with assign=True, or with parameters swapped: its "
+                "parameters are attached",
+                "leave assign out: the values are copied into the daemon's memory",
+            )
+
+
 class ShardedGuards(Guards):
     """As Guards; a module holds a shard or, while FSDP2 uses it, the whole parameter. What
     load_state_dict() copies into a shard goes to the daemon."""
@@ -642,6 +682,10 @@ class ShardedGuards(Guards):
     def __init__(self, model: nn.Module, plan: ShardedPlan, engine: ShardedEngine) -> None:
         self._engine = weakref.ref(engine)
         super().__init__(model, plan)
+
+    def _guard(self, name: str, module: nn.Module) -> None:
+        super()._guard(name, module)
+        self._handles.append(module._register_load_state_dict_pre_hook(AssignGuard(name or "the model")))  # type: ignore[no-untyped-call]
 
     def check_parameters(self) -> None:
         engine = self._engine()

@@ -44,43 +44,83 @@ def trains_on(ranks, **sharding):
 
 
 @case(2)
-def writes_into_a_parameter(ranks):
+def other_memory_for_a_shard(ranks):
     with trains_on(ranks) as twins, torch.no_grad():
         weight = twins.ours.layers[0].up.weight
-        name = "write into parameter layers.0.up.weight, whose bytes are the daemon's"
-        hint = "before forebay.attach, or opt.detach"
-        for write in (
-            lambda: weight.data.zero_(),
-            lambda: weight.zero_(),
-            lambda: weight.copy_(torch.zeros_like(weight)),
-            lambda: weight.add_(1),
-            lambda: weight.mul_(0.5),
-            lambda: weight.to_local().fill_(1),
-            lambda: weight.to_local()[:1].zero_(),
-            lambda: weight.to_local().view(-1).normal_(),
-            lambda: nn.init.normal_(weight),
-            lambda: torch._foreach_add_([weight], 1.0),
-            lambda: weight.lerp_(weight, 0.5),
+        shard = weight.to_local()
+        name = "would give parameter layers.0.up.weight another shape or memory"
+        for change in (
+            lambda: shard.set_(torch.zeros(shard.shape)),
+            lambda: shard.resize_(3, 3),
+            lambda: shard.t_(),
+            lambda: shard[0].unsqueeze_(0),
+            lambda: torch.add(torch.ones(1 + shard.numel()), 1, out=shard),
         ):
-            with refused("E_UNSUPPORTED", name, hint):
-                write()
+            with refused("E_UNSUPPORTED", name, r"copy_\(\)"):
+                change()
+        with refused("E_UNSUPPORTED", "DLPack of parameter layers.0.up.weight", "of a copy"):
+            torch.from_dlpack(weight.detach().to_local())
+        with refused("E_UNSUPPORTED", "share_memory_.* of parameter layers.0.up.weight", "of a copy"):
+            shard.share_memory_()
+        try:
+            weight.detach().to_local().numpy().fill(1)
+        except ValueError as error:  # numpy's own
+            assert "read-only" in str(error)
+        else:
+            raise AssertionError("a write into a copy")
 
 
 @case(2)
-def load_state_dict(ranks):
+def other_data_for_a_parameter(ranks):
+    """torch itself ignores it: FSDP2 has the shard."""
     with trains_on(ranks) as twins:
-        state = twins.theirs.state_dict()
-        for model, name in ((twins.ours, "FSDPNet"), (twins.ours.layers[0], "FSDPBlock layers.0")):
-            part = {k: v for k, v in state.items()} if model is twins.ours else model.state_dict()
-            with refused("E_UNSUPPORTED", f"load_state_dict on {name}", "before forebay.attach"):
-                model.load_state_dict(part)
+        parameters = list(twins.ours.parameters())
+        weight = twins.ours.layers[0].up.weight
+        kept = [parameter.data for parameter in parameters]
+        zeros = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        other = nn.Parameter(weight.detach() * 2)
+
+        def back():
+            for parameter, data in zip(parameters, kept):
+                parameter.data = data
+
+        for change, undo in (
+            (lambda: setattr(weight, "data", torch.zeros_like(weight)), back),
+            (lambda: setattr(weight, "data", weight.data.bfloat16()), back),
+            (lambda: nn.utils.vector_to_parameters(zeros, parameters), back),
+            (lambda: torch.utils.swap_tensors(weight, other),) * 2,
+        ):
+            change()
+            message = r"no longer is the daemon's: it was replaced or moved, or p.data"
+            for use in (lambda: loss_of(twins.ours, ranks.batch(77)), twins.opt.step):
+                with refused("E_UNSUPPORTED", message, r"p.copy_\(values\)"):
+                    use()
+            undo()
+
+
+@case(2)
+def load_state_dict_that_replaces(ranks):
+    with trains_on(ranks) as twins:
+        state = {key: values * 2 for key, values in twins.theirs.state_dict().items()}
+        message, hint = "load_state_dict on the model with assign=True", "leave assign out"
+        with refused("E_UNSUPPORTED", message, hint):
+            twins.ours.load_state_dict(state, assign=True)
+        with refused("E_UNSUPPORTED", "load_state_dict on layers.0 with assign", hint):
+            twins.ours.layers[0].load_state_dict(twins.theirs.layers[0].state_dict(), assign=True)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with refused("E_UNSUPPORTED", message, hint):
+                twins.ours.load_state_dict(state)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @case(2)
 def another_type_or_optimizer(ranks):
     with trains_on(ranks) as twins:
-        with refused("E_UNSUPPORTED", "half.* parameter .* is attached", "before forebay.attach"):
-            twins.ours.half()
+        for convert in (twins.ours.half, twins.ours.bfloat16, lambda: twins.ours.to(torch.float64)):
+            with refused("E_UNSUPPORTED", "half.* parameter .* is attached", "before forebay.attach"):
+                convert()
         other = torch.optim.AdamW(twins.ours.parameters(), lr=LR)
         with refused("E_UNSUPPORTED", r"AdamW.step\(\) on parameter", "forebay.attach returned"):
             other.step()
@@ -190,13 +230,17 @@ def a_model_of_which_a_part_is_sharded(ranks):
     at_attach(ranks, model, "E_UNSUPPORTED", message, hint)
 
 
-# May be supported soon: then this case goes.
 @case(2)
-def masters_of_another_type(ranks):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+def types_that_masters_cannot_have(ranks):
+    """Parameters of 16 bits computed in others; gradients reduced in a third type."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    model = ranks.shard(small_net().bfloat16(), mp_policy=policy)
+    message, hint = "is torch.bfloat16 and param_dtype is torch.float32", "float32 parameters take"
+    at_attach(ranks, model, "E_UNSUPPORTED", message, hint)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     model = ranks.shard(small_net(), mp_policy=policy)
-    message = "is torch.float32 and param_dtype is torch.bfloat16"
-    at_attach(ranks, model, "E_UNSUPPORTED", message, r"model.to\(torch.bfloat16\)")
+    message, hint = "reduce_dtype is torch.float16", "leave reduce_dtype out"
+    at_attach(ranks, model, "E_UNSUPPORTED", message, hint)
 
 
 @case(2)

@@ -8,18 +8,12 @@ import forebay
 import torch
 from forebay._shard_tensor import ShardTensor
 from models import CheckpointedNet, Net, loss_of
-from sharded_ranks import LR, STEPS, Twins, case, full, refused, small_net
+from sharded_ranks import LR, STEPS, Twins, assert_same, case, full, refused, reshard, small_net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, values in ours.items():
-        assert torch.equal(values, theirs[name]), name
 
 
 # -------------------------------------------------------------------------------------- the models
@@ -215,12 +209,6 @@ def resharded(ranks, after_forward):
     twins.opt.detach()
 
 
-def reshard(model):
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def evaluate(twins):
     tokens = twins.ranks.batch(1000)
     with torch.no_grad():
@@ -314,6 +302,113 @@ def pipeline_stages_with_a_prefix_each(ranks):
     want = twins.torch_opt.state[twins.theirs.norm.weight]["exp_avg"].full_tensor()
     torch.testing.assert_close(twins.opt.read_state(name)["exp_avg"], want, rtol=1e-5, atol=1e-8)
     twins.opt.detach()
+
+
+# ------------------------------------------------------- float32 parameters computed in 16 bits
+
+WIDE_STEPS = 6
+
+
+def wide_twins(ranks, make=small_net, loss=loss_of, dtype=torch.bfloat16, reduce=torch.float32):
+    """Both have float32 masters and compute with their roundings to 16 bits. These are the same until
+    a master that differs by some roundings of float32 rounds the other way, as about one in 2^8 does:
+    by 2^-8 of itself. A loss of some units, whose gradients are below 1, then differs by less than
+    1e-3 of itself."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+    return Twins(ranks, make, loss, loss_bound=1e-3, mp_policy=policy)
+
+
+def assert_computes_the_same(twins):
+    """Bit by bit: the values of the parameters, and what the model makes of them. No master here is a
+    tie of two bfloat16 values, which the daemon rounds away from zero and torch to even."""
+    assert_same(full(twins.ours), full(twins.theirs))
+    with torch.no_grad():
+        ours, theirs = (
+            twins.loss(model, twins.ranks.batch(500)) for model in (twins.ours, twins.theirs)
+        )
+    assert ours.isfinite() and torch.equal(ours, theirs)
+    for model in (twins.ours, twins.theirs):
+        reshard(model)
+
+
+def train_wide(twins, optimizer=None, **options):
+    """The first loss is equal to the bit. Gradients differ where weights round the other way, by
+    2^-8 of themselves, and by what the format of the moments rounds: an update, of at most 10 lr, by
+    less than 2^-6 of that."""
+    before = full(twins.ours)
+    twins.attach(optimizer, **options)
+    for parameter in twins.ours.parameters():
+        assert parameter.dtype == torch.float32
+    assert_same(full(twins.ours), before)
+    assert_computes_the_same(twins)
+    twins.train(WIDE_STEPS).assert_close(atol=WIDE_STEPS * 10 * LR * 2**-6)
+    return twins
+
+
+@case(2, 3)
+def float32_masters_of_bfloat16_weights(ranks):
+    """Reads give the masters, each in its own bits; detach() leaves them."""
+    twins = train_wide(wide_twins(ranks))
+    after = full(twins.ours)
+    owned = sum(p.to_local().numel() for p in twins.ours.parameters())
+    assert twins.opt.stats()["grad_bytes"] == 4 * WIDE_STEPS * owned, "in float32, as reduced"
+    for name, values in after.items():
+        assert torch.equal(twins.opt.read_state(name)["master"], values), name
+        assert not torch.equal(values.bfloat16().float(), values), name
+    assert len(set(ranks.everyone(twins.opt.state_sha256()))) == 1
+    twins.opt.detach()
+    assert_same(full(twins.ours), after)
+    with torch.no_grad():
+        for ours, theirs in zip(twins.ours.parameters(), twins.theirs.parameters()):
+            theirs.copy_(ours)
+    assert_computes_the_same(twins)
+
+
+@case(2)
+def every_format_of_wide_masters(ranks):
+    for format_ in ("fp32", "bf16", "int8"):
+        optimizer = forebay.AdamW(lr=LR, format=format_)
+        train_wide(wide_twins(ranks), optimizer, job=f"{ranks.job}.{format_}").opt.detach()
+
+
+@case(2)
+def float16_weights(ranks):
+    train_wide(wide_twins(ranks, dtype=torch.float16)).opt.detach()
+
+
+@case(2)
+def gradients_reduced_in_16_bits(ranks):
+    twins = train_wide(wide_twins(ranks, reduce=None))
+    owned = sum(p.to_local().numel() for p in twins.ours.parameters())
+    assert twins.opt.stats()["grad_bytes"] == 2 * WIDE_STEPS * owned
+    twins.opt.detach()
+
+
+@case(3)
+def uneven_and_empty_shards_of_wide_masters(ranks):
+    train_wide(wide_twins(ranks, Uneven, loss_of_uneven)).opt.detach()
+
+
+@case(2)
+def a_wide_job_resumes_with_the_same_bits(ranks):
+    def sharded(seed):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return ranks.shard(small_net(seed), mp_policy=policy)
+
+    model = sharded(seed=1)
+    opt = ranks.attach(model)
+    train_alone(ranks, model, opt, range(1, 4))
+    opt.detach()
+    model = sharded(seed=50 + ranks.rank)
+    opt = ranks.attach(model, resume=True)
+    train_alone(ranks, model, opt, range(4, 7))
+    whole = sharded(seed=1)
+    whole_opt = ranks.attach(whole, job=f"{ranks.job}.whole")
+    train_alone(ranks, whole, whole_opt, range(1, 7))
+    assert opt.committed_step == 6 and opt.state_sha256() == whole_opt.state_sha256()
+    assert_same(full(model), full(whole))
+    opt.detach()
+    whole_opt.detach()
 
 
 # ------------------------------------------------------------------------------- hyper-parameters

@@ -13,6 +13,7 @@ import pytest
 import sharded_ranks
 import sharded_refusals  # noqa: F401
 import sharded_training  # noqa: F401
+import sharded_writes  # noqa: F401
 import torch
 from daemon_process import Daemon, missing, on_the_daemon
 from test_processes import HERE, environment
