@@ -124,6 +124,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .world_size = options.world_size,
                                     .run = RunToken(options.run),
                                     .resume = options.resume,
+                                    .accumulate = options.accumulate,
                                     .grad_arena_bytes = parts.grad_bytes_max,
                                     .extra_state_bytes = parts.extra_state_bytes,
                                     .layout = encoded},

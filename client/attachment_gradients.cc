@@ -130,8 +130,9 @@ absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, 
 absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
                                              BusyRange range, const WaitLimits& limits) {
   Command command = MakeCommand(Op::kGradReady, partition);
-  const protocol::GradKind kind =
-      parts.layout->is_shared() ? protocol::GradKind::kPartial : protocol::GradKind::kReduced;
+  using protocol::GradKind;
+  const GradKind reduced = is_further_pass ? GradKind::kReducedFurther : GradKind::kReduced;
+  const GradKind kind = parts.layout->is_shared() ? GradKind::kPartial : reduced;
   command.kind = static_cast<uint16_t>(kind);
   command.step = committed_step() + 1;
   command.attempt = attempt;
@@ -153,6 +154,7 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
   }
   range.HandOver();
   delivered[{partition, begin}] = end;
+  has_delivered = true;
   ++gauge.commands;
   gauge.grad_bytes += command.length_bytes;
   return absl::OkStatus();
@@ -161,7 +163,41 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
 void Attachment::State::BeginAttempt(uint64_t number) {
   attempt = number;
   delivered.clear();
+  has_delivered = is_further_pass = false;
   std::fill(presence.begin(), presence.end(), 0);
+  std::fill(pass_presence.begin(), pass_presence.end(), 0);
+}
+
+absl::Status Attachment::BeginPass() {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  if (s.parts.layout->is_shared()) {
+    return MakeError(ErrorId::kUnsupported, "a further backward pass with shared attachment",
+                     "call step after each backward, or attach sharded");
+  }
+  RETURN_IF_ERROR(s.KeptErrors());
+  RETURN_IF_ERROR(s.DeliverAllPieces(s.Limits(s.parts.timeout)));
+  s.delivered.clear();
+  s.is_further_pass = true;
+  std::fill(s.pass_presence.begin(), s.pass_presence.end(), 0);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<double> Attachment::GradNorm(uint32_t param, Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.KeptErrors());
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.DeliverAllPieces(limits));
+  Command command = MakeCommand(Op::kGradNorm, param);
+  command.attempt = s.attempt;
+  ASSIGN_OR_RETURN(const Completion completion, s.Call(command, nullptr, limits));
+  return completion.norm;
 }
 
 absl::Status Attachment::DropGradients() {
@@ -175,7 +211,7 @@ absl::Status Attachment::DropGradients() {
   s.open.clear();
   s.DropPieces();
   s.kept_grad_error = absl::OkStatus();
-  s.BeginAttempt(s.delivered.empty() ? s.attempt : s.attempt + 1);
+  s.BeginAttempt(s.has_delivered ? s.attempt + 1 : s.attempt);
   return polled;
 }
 

@@ -23,7 +23,7 @@ using protocol::MakeError;
 using protocol::Op;
 
 absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
-    uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
+    const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
     std::span<const std::byte> extra_state, std::span<const uint64_t> present) const {
   if (extra_state.size() > parts.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
@@ -36,11 +36,9 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
                      absl::StrCat("step got hyper-parameters of ", hyper_params.size(),
                                   " parameter groups, not 1 to ", protocol::kParamGroupsMax));
   }
-  protocol::StepRequest header{};
-  header.step = t;
+  protocol::StepRequest header = scalars;
   header.param_groups = static_cast<uint32_t>(hyper_params.size());
   header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());
-  header.max_grad_norm = max_grad_norm;
   std::vector<std::byte> request;
   request.reserve(sizeof(header) + hyper_params.size_bytes() + present.size_bytes() +
                   extra_state.size());
@@ -64,8 +62,8 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
 absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                             std::span<const protocol::HyperParams> hyper_params,
                                             double max_grad_norm,
-                                            std::span<const std::byte> extra_state,
-                                            Timeout timeout) {
+                                            std::span<const std::byte> extra_state, Timeout timeout,
+                                            double grad_scale) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
@@ -76,8 +74,13 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   const WaitLimits limits = s.Limits(timeout);
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
+  const protocol::StepRequest scalars{.step = t,
+                                      .param_groups = 0,
+                                      .extra_state_bytes = 0,
+                                      .max_grad_norm = max_grad_norm,
+                                      .grad_scale = grad_scale};
   ASSIGN_OR_RETURN(std::vector<std::byte> request,
-                   s.EncodeStep(t, hyper_params, max_grad_norm, extra_state,
+                   s.EncodeStep(scalars, hyper_params, extra_state,
                                 s.step.has_value() ? s.step->presence : s.presence));
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
     if (!s.step->answer->arrived) {

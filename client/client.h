@@ -45,6 +45,9 @@ struct AttachOptions {
   // are several, give it or set FOREBAY_RUN.
   std::string run = {};
   bool resume = false;
+  // Sharded: gradients of several backward passes are added in a step (BeginPass). The sums are float32,
+  // 4 bytes a parameter, also where gradients have 2.
+  bool accumulate = false;
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces (at least two); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
@@ -227,6 +230,18 @@ class Attachment {
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
+  // Sharded: what is added from now on, of any parameter, belongs to a further backward pass of the step
+  // and is added to what this rank has delivered. Delivers what is there of the pass before.
+  //
+  // Errors  E_UNSUPPORTED  shared attachment. Where the sums are not float32, a later call says so.
+  absl::Status BeginPass();
+
+  // Sharded: the norm of what this rank owns of a parameter's gradient, of all passes so far; 0 where it
+  // has none. Delivers open pieces first.
+  //
+  // Errors  E_NONFINITE, E_GRAD_DROPPED  as Step. E_RANGE  no such parameter.
+  absl::StatusOr<double> GradNorm(uint32_t param, Timeout timeout);
+
   // The partition's open slot, made and filled where there is none: room for its gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it,
   // or where the partition is larger than a piece.
@@ -253,9 +268,11 @@ class Attachment {
   //         E_GRAD_DROPPED  another rank has begun the step anew. Nothing was applied.
   //                         After these two the rank is at the newest attempt: bring all gradients of
   //                         the step again, then call Step.
+  //
+  // grad_scale  multiplies the gradient, before clipping; the same on every rank.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                                   double max_grad_norm, std::span<const std::byte> extra_state,
-                                  Timeout timeout);
+                                  Timeout timeout, double grad_scale = 1.0);
 
   // Reads out.size() elements of a state as float32, whatever the format holds it in, and returns how
   // many updates the parameter has had (torch's "step"). All of one step: a reader that meets another

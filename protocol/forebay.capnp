@@ -52,6 +52,7 @@ struct AttachRequest {
   layoutBytes @5 :UInt64;       # of the encoded LayoutSpec at offset 0 of the memfd, at most 64 MiB
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
   resume @7 :Bool;              # go on with a job that another run has trained
+  accumulate @9 :Bool;          # sharded: gradients of several backward passes are added (4 bytes an element)
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 

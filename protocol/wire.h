@@ -38,6 +38,9 @@ enum class Op : uint16_t {
   // Grad arena (float32) -> masters of a range of `partition`, which is the rank's own, and the weights,
   // which are the masters rounded. Before kInitialDone in ranges as below, or between steps, any elements.
   kWriteMasters = 8,
+  // Norm of what this rank has delivered of parameter `partition` (its index) in this attempt, all passes;
+  // answered when it is summed.
+  kGradNorm = 9,
 };
 
 enum class GradKind : uint16_t {
@@ -46,12 +49,14 @@ enum class GradKind : uint16_t {
   kPartial = 1,
   // Sharded attachment: the job's gradient, as the ranks have reduced it. Its owner alone delivers it.
   kReduced = 2,
+  // The same of a further backward pass of the step: added, in float32, to what was delivered before.
+  kReducedFurther = 3,
 };
 
 // A gradient (and initial weights) travels in ranges of elements of a partition; with shared attachment
 // partition g is group g. A range begins at a multiple of kGradUnitElems, ends at one or at the
-// partition's end, and has at most kGradPieceBytesMax bytes. element_offset and length_bytes of the command name it. A rank delivers
-// an element once in an attempt; elements of parameters without a gradient are 0.
+// partition's end, and has at most kGradPieceBytesMax bytes. element_offset and length_bytes of
+// the command name it. A rank delivers an element once in a backward pass of an attempt; elements of parameters without a gradient are 0.
 //
 // Attempts: the deliveries and the call of a step carry the number of the rank's attempt at it, from
 // 0 on. A rank that begins anew adds 1. The newest attempt of any rank counts: what was delivered in
@@ -70,7 +75,7 @@ struct Command {
   // First element: of the partition for kWriteInitial and kGradReady, of the parameter for kReadState.
   uint64_t element_offset;
   uint64_t lease_id;  // kRelease
-  uint64_t attempt;   // kGradReady, kStep; else 0
+  uint64_t attempt;   // kGradReady, kGradNorm, kStep; else 0
 };
 static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 
@@ -84,8 +89,9 @@ struct Completion {
   // kFetch: into the weights arena; kReadState: how many updates the parameter has had
   uint64_t offset_bytes;
   uint64_t length_bytes;  // kFetch: of the partition
-  double norm;            // kStep: gradient norm before clipping, where max_grad_norm > 0; else 0
-  uint64_t attempt;       // the newest one at step committed_step + 1
+  // kStep: gradient norm before clipping, where max_grad_norm > 0; kGradNorm: the norm; else 0
+  double norm;
+  uint64_t attempt;  // the newest one at step committed_step + 1
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
 
@@ -103,7 +109,7 @@ struct StepRequest {
   uint32_t param_groups;       // 1 to kParamGroupsMax; covers every param_group of the layout
   uint32_t extra_state_bytes;  // 0 to what the session took at attach
   double max_grad_norm;        // 0: no clipping
-  double reserved;
+  double grad_scale;           // the gradient is multiplied by it, before clipping; 0: by 1
 };
 static_assert(sizeof(StepRequest) == 32 && std::is_trivially_copyable_v<StepRequest>);
 

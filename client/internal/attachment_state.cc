@@ -59,6 +59,7 @@ Attachment::State::State(internal::SessionParts session_parts)
              .largest_bytes = LargestRangeBytes(parts)}),
       piece_elems(protocol::kGradPieceBytesMax / grad_width()),
       own_boxes(OwnBoxes(parts)),
+      pass_presence(protocol::PresenceWords(parts.layout->params().size()), 0),
       presence(protocol::PresenceWords(parts.layout->params().size()), 0),
       attempt(parts.attempt) {}
 

@@ -201,8 +201,11 @@ struct Attachment::State {
   absl::Status Flush(std::optional<uint32_t> partition, const internal::WaitLimits& limits);
   absl::Status DeliverAllPieces(const internal::WaitLimits& limits);
   void DropPieces();
-  bool HasGradient(uint32_t param) const { return protocol::IsPresent(presence, param); }
-  void SetGradient(uint32_t param) { protocol::SetPresent(presence, param); }
+  bool HasGradient(uint32_t param) const { return protocol::IsPresent(pass_presence, param); }
+  void SetGradient(uint32_t param) {
+    protocol::SetPresent(presence, param);
+    protocol::SetPresent(pass_presence, param);
+  }
   // What of [begin, end) has a gradient, and whether a parameter in it has none.
   struct Coverage {
     bool any = false;
@@ -214,7 +217,7 @@ struct Attachment::State {
   uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::vector<std::byte>> EncodeStep(
-      uint64_t t, std::span<const protocol::HyperParams> hyper_params, double max_grad_norm,
+      const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
       std::span<const std::byte> extra_state, std::span<const uint64_t> present) const;
   absl::Status BeginStep(uint64_t t, std::vector<std::byte> request,
                          const internal::WaitLimits& limits);
@@ -236,8 +239,11 @@ struct Attachment::State {
   const std::vector<std::vector<uint32_t>> own_boxes;
   std::map<uint32_t, OpenSlot> open;  // of whole partitions
   Pieces pieces;
-  std::map<ElemPlace, uint64_t> delivered;  // of this attempt: first elements, to their ends
-  std::vector<uint64_t> presence;           // of this attempt; see wire.h
+  std::map<ElemPlace, uint64_t> delivered;  // of this pass: first elements, to their ends
+  bool has_delivered = false;               // in this attempt
+  bool is_further_pass = false;
+  std::vector<uint64_t> pass_presence;  // of this pass
+  std::vector<uint64_t> presence;       // of this attempt; see wire.h
   uint64_t attempt = 0;
   std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
   uint64_t last_ticket = 0;

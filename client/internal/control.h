@@ -34,6 +34,7 @@ struct AttachCall {
   uint32_t world_size = 0;
   std::string run;
   bool resume = false;
+  bool accumulate = false;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
   std::span<const std::byte> layout;  // encoded

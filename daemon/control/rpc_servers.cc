@@ -307,6 +307,7 @@ class NodeServer final : public schema::Node::Server {
                                                .world_size = request.getWorldSize(),
                                                .run = TextOf(request.getRun()),
                                                .resume = request.getResume(),
+                                               .accumulate = request.getAccumulate(),
                                                .grad_arena_bytes = request.getGradArenaBytes(),
                                                .extra_state_bytes = request.getExtraStateBytes(),
                                                .layout = *std::move(layout)},

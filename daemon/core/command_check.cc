@@ -1,6 +1,7 @@
 #include "daemon/core/command_check.h"
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <string>
 #include <string_view>
@@ -54,7 +55,8 @@ absl::Status CheckLength(const Command& command, uint64_t want, std::string_view
 absl::Status CheckGradKind(uint16_t kind, const Layout& layout) {
   const auto is = [kind](protocol::GradKind known) { return kind == static_cast<uint16_t>(known); };
   const bool partial = is(protocol::GradKind::kPartial);
-  if (!partial && !is(protocol::GradKind::kReduced)) {
+  const bool further = is(protocol::GradKind::kReducedFurther);
+  if (!partial && !further && !is(protocol::GradKind::kReduced)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of gradient ", kind));
   }
   if (partial == layout.is_shared()) return absl::OkStatus();
@@ -131,6 +133,18 @@ absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
                    "deliver gradients of trainable parameters alone");
 }
 
+absl::Status CheckGradNorm(const Command& command, const Layout& layout) {
+  if (command.partition >= layout.params().size()) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("there is no parameter ", command.partition, ": the job has ",
+                                  layout.params().size(), " parameters"));
+  }
+  if (!layout.is_shared()) return absl::OkStatus();
+  return MakeError(ErrorId::kUnsupported,
+                   "the norm of one parameter's gradient with shared attachment",
+                   "clip with max_grad_norm of the step");
+}
+
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   if (command.partition >= layout.params().size()) {
@@ -185,11 +199,12 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kWriteMasters)) {
+      command.op > static_cast<uint16_t>(Op::kGradNorm)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
-  if (command.attempt != 0 && op != Op::kGradReady && op != Op::kStep) {
+  const bool has_attempt = op == Op::kGradReady || op == Op::kGradNorm || op == Op::kStep;
+  if (command.attempt != 0 && !has_attempt) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
                                   "; gradients and step calls alone do"));
@@ -219,6 +234,8 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       }
       return CheckWithin(command,
                          {.offset = limits.step_region_offset, .bytes = limits.step_region_bytes});
+    case Op::kGradNorm:
+      return CheckGradNorm(command, layout);
     case Op::kReadState:
       return CheckReadState(command, layout, gradients);
     case Op::kInitialDone:
@@ -264,6 +281,10 @@ absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& c
                      " of ", request.param_groups, " parameter groups"));
   }
   RETURN_IF_ERROR(CheckPresence(copied.presence, layout));
+  if (!(request.grad_scale >= 0) || std::isinf(request.grad_scale)) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("grad_scale ", request.grad_scale, " is not finite, 0 or above"));
+  }
   if (!(request.max_grad_norm >= 0)) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat("max_grad_norm ", request.max_grad_norm, " is not 0 or above"));

@@ -41,6 +41,8 @@ struct AttachRequested {
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
+  // Sharded: several backward passes a step.
+  bool accumulate = false;
   // For gradients alone; of a reader: for reads of states.
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;  // room for extra_state
@@ -282,12 +284,13 @@ struct AddGradients {
   bool assign = false;
 };
 
-// The squares of an accumulator (float32).
+// The squares of elements of an accumulator.
 struct SumGradient {
   TaskId task = 0;
   JobId job = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t elems = 0;
+  protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
 };
 
 // The two parts of a block. Values are in checksums.

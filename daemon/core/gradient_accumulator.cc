@@ -1,6 +1,7 @@
 #include "daemon/core/gradient_accumulator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -84,9 +85,11 @@ void GradientAccumulator::SplitAt(Partition& partition, uint64_t elem) {
   if (after == partition.cells.begin()) return;
   auto& [begin, cell] = *std::prev(after);
   if (begin == elem || cell.end <= elem) return;
+  if (std::exchange(cell.summed, false)) ++unsummed_cells_;  // each part has squares of its own
+  cell.squares = {};
   Cell right = cell;
   cell.end = elem;
-  if (!right.summed) ++unsummed_cells_;
+  ++unsummed_cells_;
   partition.cells.emplace(elem, std::move(right));
 }
 
@@ -113,7 +116,17 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   step_ = step;
   const uint32_t rank = delivery.rank;
   const uint64_t elems = delivery.end - delivery.begin;
-  if (DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
+  if (delivery.further && plan_.sum_dtype != protocol::DType::kFloat32) {
+    io_.Answer(delivery.command,
+               MakeError(ErrorId::kUnsupported,
+                         absl::StrCat("a second backward pass in step ", step, ": gradients of ",
+                                      std::string(Name(plan_.sum_dtype)),
+                                      " have no room for sums in float32"),
+                         "attach with accumulate, or reduce gradients in float32"));
+    return;
+  }
+  if (!delivery.further &&
+      DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
     io_.Answer(delivery.command,
                MakeError(ErrorId::kGradRepeat,
                          absl::StrCat("rank ", rank, " has delivered gradients of elements ",
@@ -127,7 +140,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   const auto begin = cells.find(delivery.begin);
   const auto end = cells.lower_bound(delivery.end);
   const auto passed = [rank](const auto& entry) { return rank < entry.second.next_rank; };
-  if (std::any_of(begin, end, passed)) {
+  if (!delivery.further && std::any_of(begin, end, passed)) {
     io_.Answer(delivery.command,
                MakeError(ErrorId::kStep,
                          absl::StrCat("rank ", rank, " called step ", step,
@@ -138,26 +151,34 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   }
   const Id id = ++last_id_;
   contributions_.emplace(id, Contribution{.delivery = delivery, .elems_left = elems});
-  for (auto it = begin; it != end; ++it) it->second.waiting.emplace(rank, id);
+  for (auto it = begin; it != end; ++it) {
+    Cell& cell = it->second;
+    cell.waiting[rank].push_back(id);
+    if (!delivery.further) continue;
+    cell.next_rank = FirstRank(delivery.partition);
+    if (std::exchange(cell.summed, false)) ++unsummed_cells_;
+  }
   ++delivered_total_;
-  // Neighbours are merged: as many ranges as there are gaps.
-  std::map<Place, uint64_t>& ranges = delivered_[rank];
-  auto range = ranges.emplace(Place{delivery.partition, delivery.begin}, delivery.end).first;
-  const auto next = std::next(range);
-  if (next != ranges.end() && next->first == Place{delivery.partition, range->second}) {
-    range->second = next->second;
-    ranges.erase(next);
-  }
-  if (range != ranges.begin()) {
-    const auto before = std::prev(range);
-    if (before->first.partition == delivery.partition && before->second == range->first.begin) {
-      before->second = range->second;
-      ranges.erase(range);
-    }
-  }
+  AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
   TryAddRange(delivery.partition, delivery.begin, delivery.end);
   MakeRoom(rank, delivery.grad_arena_bytes);
   SpillToOverflow();
+}
+
+// Ranges that touch are merged: as many as there are gaps.
+void GradientAccumulator::AddDelivered(uint32_t rank, Place place, uint64_t end) {
+  std::map<Place, uint64_t>& ranges = delivered_[rank];
+  auto it = ranges.upper_bound(place);
+  if (it != ranges.begin()) {
+    const auto before = std::prev(it);
+    if (before->first.partition == place.partition && before->second >= place.begin) it = before;
+  }
+  while (it != ranges.end() && it->first.partition == place.partition && it->first.begin <= end) {
+    place.begin = std::min(place.begin, it->first.begin);
+    end = std::max(end, it->second);
+    it = ranges.erase(it);
+  }
+  ranges.emplace(place, end);
 }
 
 // ---------------------------------------------------------------------------------------- addition
@@ -221,9 +242,12 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
       if (!closed_[rank]) break;
       continue;
     }
-    if (contributions_.at(waiting->second).state == State::kMoving) break;
-    pass.sources.push_back(waiting->second);
-    crowded = crowded || IsCrowded(waiting->second);
+    const auto moves = [this](Id id) { return contributions_.at(id).state == State::kMoving; };
+    if (std::ranges::any_of(waiting->second, moves)) break;
+    for (const Id id : waiting->second) {
+      pass.sources.push_back(id);
+      crowded = crowded || IsCrowded(id);
+    }
   }
   pass.completes = rank == EndRank(partition);
   if (!pass.sources.empty()) {
@@ -273,7 +297,8 @@ void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
       TaskKind::kSumGradient, 0,
       SumGradient{.accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
                                               at->first * protocol::SizeBytes(plan_.sum_dtype),
-                  .elems = cell.end - at->first});
+                  .elems = cell.end - at->first,
+                  .sum_dtype = plan_.sum_dtype});
   summing_.emplace(
       task, Pass{.partition = partition, .begin = at->first, .end = cell.end, .completes = true});
 }
@@ -297,8 +322,16 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
 
 void GradientAccumulator::OnSummed(const TaskDone& done) {
   const auto node = summing_.extract(done.task);
-  FOREBAY_CHECK(!node.empty());
-  EndPass(node.mapped(), done);
+  if (!node.empty()) {
+    EndPass(node.mapped(), done);
+    return;
+  }
+  const auto norm =
+      std::ranges::find_if(norms_, [&](const Norm& one) { return one.tasks.contains(done.task); });
+  FOREBAY_CHECK(norm != norms_.end());
+  norm->tasks.erase(done.task);
+  norm->squares.Merge(done.squares);
+  TryNorms();
 }
 
 void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
@@ -310,13 +343,16 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
     return;
   }
   Partition& partition = partitions_[pass.partition];
-  if (pass.completes) partition.squares.Merge(done.squares);
   for (auto it = partition.cells.lower_bound(pass.begin);
        it != partition.cells.end() && it->first < pass.end; ++it) {
-    it->second.adding = false;
-    it->second.has_sum = true;
-    if (!pass.completes) continue;
-    it->second.summed = true;
+    Cell& cell = it->second;
+    cell.adding = false;
+    cell.has_sum = true;
+    // Of a cell that was split, and of one to which more has come, the squares are not known.
+    const bool whole = it->first == pass.begin && cell.end == pass.end;
+    if (!pass.completes || !whole || !cell.waiting.empty()) continue;
+    cell.squares = done.squares;
+    cell.summed = true;
     --unsummed_cells_;
   }
   for (const Id id : pass.sources) {
@@ -327,6 +363,83 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
   }
   TryAddRange(pass.partition, pass.begin, pass.end);
   SpillToOverflow();
+  TryNorms();
+}
+
+// ------------------------------------------------------------------------------------------- norms
+
+void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint32_t param) {
+  Norm norm{.command = command, .boxes = {}};
+  for (const protocol::BoxPlace& place : layout_->boxes()) {
+    const bool is_own = FirstRank(place.partition) == rank && place.box.param == param;
+    const uint64_t end = place.partition_elem + place.box.elems();
+    if (is_own && DeliveredElems(rank, place.partition, place.partition_elem, end) > 0) {
+      norm.boxes.push_back(place);
+    }
+  }
+  norms_.push_back(std::move(norm));
+  TryNorms();
+}
+
+bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
+  const Cells& cells = partitions_[place.partition].cells;
+  const uint64_t end = place.partition_elem + place.box.elems();
+  auto it = cells.upper_bound(place.partition_elem);
+  if (it != cells.begin()) --it;
+  for (; it != cells.end() && it->first < end; ++it) {
+    if (it->second.adding || !it->second.waiting.empty()) return false;
+  }
+  return true;
+}
+
+void GradientAccumulator::TryNorms() {
+  if (norms_.empty()) return;
+  if (!MayStart()) {
+    blocked_ = blocked_ || fault_.ok();
+    return;
+  }
+  for (Norm& norm : norms_) {
+    const auto summed = [this](const protocol::BoxPlace& place) { return IsSummed(place); };
+    if (norm.started || !std::ranges::all_of(norm.boxes, summed)) continue;
+    norm.started = true;
+    for (const protocol::BoxPlace& place : norm.boxes) {
+      norm.tasks.insert(
+          io_.Start(TaskKind::kSumGradient, 0,
+                    SumGradient{.accumulator_offset_bytes =
+                                    plan_.accumulator_offsets[place.partition] +
+                                    place.partition_elem * protocol::SizeBytes(plan_.sum_dtype),
+                                .elems = place.box.elems(),
+                                .sum_dtype = plan_.sum_dtype}));
+    }
+  }
+  std::erase_if(norms_, [this](const Norm& norm) {
+    if (!norm.started || !norm.tasks.empty()) return false;
+    protocol::Completion completion{};
+    completion.norm = std::sqrt(norm.squares.ToDouble());
+    if (!norm.answered) io_.Answer(norm.command, completion);
+    return true;
+  });
+}
+
+// OK: they were dropped without an error.
+void GradientAccumulator::AnswerNorms(const absl::Status& status) {
+  const absl::Status dropped =
+      !status.ok()   ? status
+      : !fault_.ok() ? fault_
+                     : MakeError(ErrorId::kGradDropped,
+                                 absl::StrCat("the gradients of step ", step_, " were dropped"),
+                                 "run forward and backward again");
+  for (const Norm& norm : norms_) {
+    if (!norm.answered) io_.Answer(norm.command, dropped);
+  }
+  norms_.clear();
+}
+
+void GradientAccumulator::DropNorms(SessionId session, const absl::Status& status) {
+  for (Norm& norm : norms_) {
+    if (norm.command.session != session || std::exchange(norm.answered, true)) continue;
+    io_.Answer(norm.command, status);
+  }
 }
 
 // It is wholly added: its bytes are free.
@@ -342,6 +455,7 @@ void GradientAccumulator::Pump() {
   blocked_ = false;
   TryAddAll();
   SpillToOverflow();
+  TryNorms();
 }
 
 // ------------------------------------------------------------------------------------- the overflow
@@ -458,11 +572,12 @@ void GradientAccumulator::AnswerSession(SessionId session, const absl::Status& s
 
 void GradientAccumulator::Drop(const absl::Status& status) {
   for (auto& [id, contribution] : contributions_) AnswerOnce(contribution, status);
+  AnswerNorms(status);
   Forget();
 }
 
 bool GradientAccumulator::reduced() const {
-  if (!adding_.empty() || !summing_.empty() || !moving_.empty()) return false;
+  if (!adding_.empty() || !summing_.empty() || !moving_.empty() || !norms_.empty()) return false;
   return unsummed_cells_ == 0 && std::find(closed_.begin(), closed_.end(), false) == closed_.end();
 }
 
@@ -479,7 +594,8 @@ double GradientAccumulator::SumSquares() const {
   for (uint32_t begin = 0, end = 0; begin < places.size(); begin = end) {
     cpu_adam::SquareSum group;
     for (; end < places.size() && places[end].group == places[begin].group; ++end) {
-      if (places[end].replica == 0) group.Merge(partitions_[end].squares);
+      if (places[end].replica != 0) continue;
+      for (const auto& [elem, cell] : partitions_[end].cells) group.Merge(cell.squares);
     }
     sum += group.ToDouble();
   }
@@ -491,7 +607,10 @@ uint64_t GradientAccumulator::unanswered(SessionId session) const {
       std::count_if(contributions_.begin(), contributions_.end(), [session](const auto& entry) {
         return !entry.second.answered && entry.second.delivery.command.session == session;
       });
-  return static_cast<uint64_t>(count);
+  const auto norms = std::ranges::count_if(norms_, [session](const Norm& norm) {
+    return !norm.answered && norm.command.session == session;
+  });
+  return static_cast<uint64_t>(count + norms);
 }
 
 void GradientAccumulator::CheckInvariants() const {
@@ -504,9 +623,11 @@ void GradientAccumulator::CheckInvariants() const {
       last_end = cell.end;
       if (!cell.summed) ++unsummed;
       FOREBAY_CHECK(!cell.summed || (cell.waiting.empty() && cell.next_rank == EndRank(partition)));
-      for (const auto& [rank, id] : cell.waiting) {
-        FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
-        waiting_elems[id] += cell.end - begin;
+      for (const auto& [rank, ids] : cell.waiting) {
+        for (const Id id : ids) {
+          FOREBAY_CHECK(rank >= cell.next_rank && contributions_.at(id).delivery.rank == rank);
+          waiting_elems[id] += cell.end - begin;
+        }
       }
     }
   }

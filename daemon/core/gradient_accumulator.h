@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,9 @@ namespace forebay::daemon {
 // arena has no free piece moves to one of its rank's overflow slots; with these full it waits. A rank
 // waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
 //
+// With sharded attachment a rank may deliver several backward passes of a step: they are added in its
+// order. Accumulators are float32 then.
+//
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
 // A contribution or a sum that is not finite ends the attempt: fault() says why, nothing is added any
@@ -44,6 +48,7 @@ class GradientAccumulator {
     uint64_t end = 0;
     uint64_t arena_offset_bytes = 0;
     uint64_t grad_arena_bytes = 0;  // of the session, for gradients
+    bool further = false;           // of a further pass
     CommandId command;
   };
 
@@ -52,9 +57,15 @@ class GradientAccumulator {
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
-  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range.
+  // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range, and this is no further pass.
+  //         E_UNSUPPORTED  a further pass, and the accumulators are not float32.
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
+
+  // Norm of what the rank has delivered of a parameter; answered when it is summed, or with what ends
+  // the attempt.
+  void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
+  void DropNorms(SessionId session, const absl::Status& status);
 
   // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
@@ -117,13 +128,13 @@ class GradientAccumulator {
     bool adding = false;
     bool has_sum = false;  // the accumulator holds a sum
     bool summed = false;   // of all ranks, squares included
-    std::map<uint32_t, Id> waiting = {};
+    std::map<uint32_t, std::vector<Id>> waiting = {};
+    cpu_adam::SquareSum squares = {};
   };
   using Cells = std::map<uint64_t, Cell>;  // by first element
 
   struct Partition {
     Cells cells;
-    cpu_adam::SquareSum squares;
   };
 
   // One task over a range of a partition.
@@ -133,6 +144,14 @@ class GradientAccumulator {
     uint64_t end = 0;
     std::vector<Id> sources = {};  // in the order of ranks
     bool completes = false;
+  };
+  struct Norm {
+    CommandId command;
+    std::vector<protocol::BoxPlace> boxes;
+    cpu_adam::SquareSum squares = {};
+    std::set<TaskId> tasks = {};  // that run
+    bool started = false;
+    bool answered = false;  // its session has ended
   };
   struct Place {
     uint32_t partition = 0;
@@ -145,6 +164,10 @@ class GradientAccumulator {
 
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
   void SplitAt(Partition& partition, uint64_t elem);
+  void AddDelivered(uint32_t rank, Place place, uint64_t end);
+  bool IsSummed(const protocol::BoxPlace& place) const;
+  void TryNorms();
+  void AnswerNorms(const absl::Status& status);
   bool MayStart() const;
   void TryAdd(uint32_t partition, uint64_t begin);
   void TryAddRange(uint32_t partition, uint64_t begin, uint64_t end);
@@ -184,6 +207,7 @@ class GradientAccumulator {
   Id last_id_ = 0;
   std::map<TaskId, Pass> adding_;
   std::map<TaskId, Pass> summing_;
+  std::vector<Norm> norms_;
   std::map<TaskId, Id> moving_;
   bool blocked_ = false;  // something waits for the end of stale tasks
   absl::Status fault_;

@@ -22,7 +22,7 @@ namespace {
 bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
-         op == Op::kStep || op == Op::kWriteMasters;
+         op == Op::kStep || op == Op::kWriteMasters || op == Op::kGradNorm;
 }
 
 }  // namespace
@@ -406,6 +406,9 @@ void Job::Dispatch(Session& session, const Command& command) {
       return;
     case Op::kGradReady:
       step_.HandleGradient(session, command);
+      return;
+    case Op::kGradNorm:
+      step_.HandleGradNorm(session, command);
       return;
     case Op::kStep:
       step_.HandleStep(session, command);

@@ -42,6 +42,12 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                      live_ranks(), " are attached; this client wants ", request.world_size),
         "start all ranks with one world size, or end those that are attached");
   }
+  if (request.accumulate && !room.accumulate) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("gradients of several backward passes: the first session of job ",
+                                  spec_.name, " did not ask for sums in float32"),
+                     "leave accumulate out, or delete the job and start with it");
+  }
   if (request.grad_arena_bytes > room.grad_arena_bytes) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("a gradient arena of ", request.grad_arena_bytes,

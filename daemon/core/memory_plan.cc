@@ -30,7 +30,9 @@ std::string Bytes(uint64_t bytes) {
 
 void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   const uint32_t world_size = plan.session.world_size;
-  plan.sum_dtype = GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
+  plan.sum_dtype = plan.session.accumulate
+                       ? protocol::DType::kFloat32
+                       : GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
   uint64_t at = 0;
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
     plan.accumulator_offsets.push_back(at);
@@ -194,7 +196,8 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
 SessionRequest SessionRequestOf(const AttachRequested& request) {
   return {.world_size = request.world_size,
           .grad_arena_bytes = request.grad_arena_bytes,
-          .extra_state_bytes = request.extra_state_bytes};
+          .extra_state_bytes = request.extra_state_bytes,
+          .accumulate = request.accumulate};
 }
 
 uint64_t PieceBytes(const Layout& layout) {

@@ -32,6 +32,7 @@ struct SessionRequest {
   uint32_t world_size = 1;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
+  bool accumulate = false;  // sharded: gradients of several passes are added
 };
 
 // Every arena of a job, its sizes and its offsets.

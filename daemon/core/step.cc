@@ -105,6 +105,7 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   FollowAttempt(session, command);
+  constexpr auto kFurther = static_cast<uint16_t>(protocol::GradKind::kReducedFurther);
   const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
                                     .partition = command.partition,
@@ -112,7 +113,24 @@ void Step::HandleGradient(Session& session, const Command& command) {
                                     .end = command.element_offset + command.length_bytes / width,
                                     .arena_offset_bytes = command.arena_offset_bytes,
                                     .grad_arena_bytes = session.request.grad_arena_bytes,
+                                    .further = command.kind == kFurther,
                                     .command = id});
+}
+
+void Step::HandleGradNorm(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (HasCalled(session)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", session.rank, " has called step ",
+                                          committed_step_ + 1, ": its gradients are the step's"),
+                             "ask for norms before step"));
+    return;
+  }
+  if (command.attempt < attempt_) {
+    io_.Answer(id, DroppedError(command.attempt));
+    return;
+  }
+  gradients_.AskNorm(id, session.rank, command.partition);
 }
 
 // An honest client is at most one attempt ahead: it begins a new one only after it has delivered
@@ -350,10 +368,11 @@ void Step::DecideWhenReduced() {
   const StepCall& call = barrier_.by_rank().begin()->second;
   // Reduced gradients are the mean already.
   const uint32_t addends = spec_.layout->is_shared() ? members_.world_size() : 1;
-  double scale = 1.0 / addends;
+  const double asked = call.request.grad_scale == 0 ? 1.0 : call.request.grad_scale;
+  double scale = asked / addends;
   next_ = {};
   if (call.request.max_grad_norm > 0) {
-    next_.norm = std::sqrt(gradients_.SumSquares()) / addends;
+    next_.norm = std::sqrt(gradients_.SumSquares()) * asked / addends;
     const double clip = call.request.max_grad_norm / (next_.norm + kClipEps);
     next_.clipped = clip < 1.0;
     if (next_.clipped) scale *= clip;
@@ -480,6 +499,7 @@ void Step::OnWorldChanged() {
 }
 
 void Step::AnswerWaiting(Session& session, const absl::Status& status) {
+  gradients_.DropNorms(session.id, status);
   if (session.step_being_copied) io_.Answer(session.IdOf(*session.step_being_copied), status);
   session.step_being_copied.reset();
   std::erase_if(initial_done_, [&](const CommandId& command) {

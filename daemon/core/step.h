@@ -47,6 +47,7 @@ class Step {
 
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
+  void HandleGradNorm(Session& session, const protocol::Command& command);
   void HandleStep(Session& session, const protocol::Command& command);
   void OnStepRequest(Session& session, const StepRequestCopied& copied);
 

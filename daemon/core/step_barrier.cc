@@ -26,6 +26,9 @@ std::string Difference(const StepCall& a, const StepCall& b, protocol::Optimizer
   if (!Same(a.request.max_grad_norm, b.request.max_grad_norm)) {
     return differ("max_grad_norm", a.request.max_grad_norm, b.request.max_grad_norm);
   }
+  if (!Same(a.request.grad_scale, b.request.grad_scale)) {
+    return differ("grad_scale", a.request.grad_scale, b.request.grad_scale);
+  }
   for (size_t i = 0; i < a.request.param_groups; ++i) {
     for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
       const double x = a.hyper_params[i].*info.field;

@@ -285,10 +285,10 @@ AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
   return added;
 }
 
-cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> accumulator) {
+cpu_adam::SquareSum RunSumGradient(DType sum_dtype, ElemRange range,
+                                   std::span<const std::byte> accumulator) {
   return cpu_adam::SumSquaresAndFinite(
-      range.end - range.begin,
-      GradientOf(DType::kFloat32, Part(accumulator, DType::kFloat32, 0, range)));
+      range.end - range.begin, GradientOf(sum_dtype, Part(accumulator, sum_dtype, 0, range)));
 }
 
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to) {

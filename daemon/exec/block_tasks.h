@@ -94,7 +94,8 @@ AddedGradients RunAddGradients(const AddGradients& action, ElemRange range,
                                std::span<std::byte> accumulator);
 
 // The squares of an accumulator's elements in `range`, which begins at a multiple of kSumChunkElems.
-cpu_adam::SquareSum RunSumGradient(ElemRange range, std::span<const std::byte> accumulator);
+cpu_adam::SquareSum RunSumGradient(protocol::DType sum_dtype, ElemRange range,
+                                   std::span<const std::byte> accumulator);
 
 // Elements of one state as float32, into the client's bytes, which may have any alignment of 4.
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);

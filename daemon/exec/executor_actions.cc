@@ -315,16 +315,19 @@ void Executor::Run(AddGradients& action) {
 
 void Executor::Run(SumGradient& action) {
   JobMemory& job = jobs_.at(action.job);
-  const uint64_t bytes = action.elems * sizeof(float);
+  const uint64_t bytes = action.elems * protocol::SizeBytes(action.sum_dtype);
   const std::span<const std::byte> accumulator =
       Part(job.step, action.accumulator_offset_bytes, bytes);
   PostParts<cpu_adam::SquareSum>(
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = PartitionAt(*job.layout, protocol::DType::kFloat32, action.accumulator_offset_bytes),
+       .name = PartitionAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
        .bytes = bytes},
-      action.elems, [accumulator](ElemRange range) { return RunSumGradient(range, accumulator); },
+      action.elems,
+      [accumulator, dtype = action.sum_dtype](ElemRange range) {
+        return RunSumGradient(dtype, range, accumulator);
+      },
       [](const std::vector<cpu_adam::SquareSum>& parts) {
         TaskDone done;
         for (const cpu_adam::SquareSum& part : parts) done.squares.Merge(part);

@@ -57,7 +57,7 @@ AddGradients OneRank(DType dtype, uint64_t elems) {
 using Sources = std::vector<std::span<const std::byte>>;
 
 double SquaresOf(std::span<const std::byte> sum) {
-  return RunSumGradient({0, sum.size() / sizeof(float)}, sum).ToDouble();
+  return RunSumGradient(DType::kFloat32, {0, sum.size() / sizeof(float)}, sum).ToDouble();
 }
 
 class Targets : public ::testing::TestWithParam<std::string> {
@@ -114,8 +114,9 @@ TEST_P(Targets, PartsGiveWhatTheWholeGivesAndOnePassWhatSeveralGive) {
   EXPECT_TRUE(squares == added.squares);
   EXPECT_TRUE(last.squares == added.squares);
   EXPECT_EQ(added.squares.ToDouble(), SquaresOf(BytesOf(whole)));
-  cpu_adam::SquareSum sums = RunSumGradient({0, 2 * kSumChunkElems}, BytesOf(whole));
-  sums.Merge(RunSumGradient({2 * kSumChunkElems, kElems}, BytesOf(whole)));
+  cpu_adam::SquareSum sums =
+      RunSumGradient(DType::kFloat32, {0, 2 * kSumChunkElems}, BytesOf(whole));
+  sums.Merge(RunSumGradient(DType::kFloat32, {2 * kSumChunkElems, kElems}, BytesOf(whole)));
   EXPECT_TRUE(sums == added.squares);
 }
 

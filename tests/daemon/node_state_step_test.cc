@@ -181,7 +181,7 @@ TEST_F(NodeStateStep, LambGoesOverEveryBlockTwiceAndScalesTheSecondTime) {
 
 TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const StepRequest good{
-      .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .reserved = 0};
+      .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .grad_scale = 0};
   const HyperParams hyper{
       .lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   const auto refused = [&](const StepRequest& request, const HyperParams& params) {

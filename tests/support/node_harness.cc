@@ -208,6 +208,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .world_size = request.world_size != 0 ? request.world_size : world_size_,
                        .run = request.run,
                        .resume = request.resume,
+                       .accumulate = request.accumulate,
                        .grad_arena_bytes = grad_bytes,
                        .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
                        .layout = std::move(layout)});
@@ -314,6 +315,7 @@ void NodeHarness::SetPresent(uint64_t session, uint32_t param, bool present) {
 void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
   SessionInfo& info = InfoOf(session);
   info.attempt = attempt;
+  info.is_further_pass = false;
   info.presence.assign(info.presence.size(), 0);
 }
 
@@ -333,8 +335,9 @@ uint64_t NodeHarness::GradientRange(uint64_t session, uint32_t partition, uint64
       SetPresent(session, place.box.param, true);
     }
   }
-  const auto kind =
-      layout.is_shared() ? protocol::GradKind::kPartial : protocol::GradKind::kReduced;
+  using protocol::GradKind;
+  const GradKind reduced = info.is_further_pass ? GradKind::kReducedFurther : GradKind::kReduced;
+  const GradKind kind = layout.is_shared() ? GradKind::kPartial : reduced;
   const uint64_t width = protocol::SizeBytes(layout.grad_dtype());
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kGradReady);
@@ -365,7 +368,7 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
                     .param_groups = 1,
                     .extra_state_bytes = extra_state_bytes,
                     .max_grad_norm = max_grad_norm,
-                    .reserved = 0};
+                    .grad_scale = grad_scale_};
   copied.hyper_params = {kHyper};
   copied.hyper_params[0].lr = lr;
   copied.presence = InfoOf(session).presence;
@@ -389,6 +392,14 @@ uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
     if (same) return t;
   }
   return 0;
+}
+
+uint64_t NodeHarness::GradNorm(uint64_t session, uint32_t param) {
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kGradNorm);
+  command.partition = param;
+  command.attempt = InfoOf(session).attempt;
+  return Command(session, command);
 }
 
 uint64_t NodeHarness::WriteMasters(uint64_t session, uint32_t partition, uint64_t begin,

@@ -64,6 +64,7 @@ struct AttachRequest {
   uint32_t world_size = 0;  // 0: that of the harness
   std::string run = {};
   bool resume = false;
+  bool accumulate = false;
   uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
   uint64_t extra_state_bytes = 64;
 };
@@ -144,6 +145,11 @@ class NodeHarness {
   uint64_t Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite = true);
   uint64_t GradientRange(uint64_t session, uint32_t partition, uint64_t begin, uint64_t end,
                          uint64_t step, bool finite = true);
+  // Gradients from now on are of a further backward pass.
+  void BeginPass(uint64_t session) { InfoOf(session).is_further_pass = true; }
+  uint64_t GradNorm(uint64_t session, uint32_t param);
+  // Of step calls from now on; 0: none.
+  void set_grad_scale(double scale) { grad_scale_ = scale; }
   // What the rank's next step calls say.
   void SetPresent(uint64_t session, uint32_t param, bool present);
   // The attempt of the rank's commands from now on; nothing that it had delivered is present.
@@ -171,6 +177,7 @@ class NodeHarness {
     std::map<uint64_t, uint64_t> unanswered = {};  // gradients: offset and end
     std::vector<uint64_t> presence = {};
     uint64_t attempt = 0;
+    bool is_further_pass = false;
   };
   struct SentStep {
     uint64_t session = 0;
@@ -197,6 +204,7 @@ class NodeHarness {
   std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::optional<daemon::StepRequestCopied> override_;
   bool weights_in_use_ = false;
+  double grad_scale_ = 0;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
 };

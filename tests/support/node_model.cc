@@ -167,7 +167,8 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     uses.push_back(StepUse(add->job, add->accumulator_offset_bytes,
                            add->elems * protocol::SizeBytes(add->sum_dtype), true));
   } else if (const auto* sum = std::get_if<SumGradient>(&action)) {
-    uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes, sum->elems * 4, false));
+    uses.push_back(StepUse(sum->job, sum->accumulator_offset_bytes,
+                           sum->elems * protocol::SizeBytes(sum->sum_dtype), false));
   } else if (const auto* read = std::get_if<ReadBlock>(&action)) {
     uses.push_back(StateUse(read->job, read->place, read->bytes, true));
     CheckSlot(read->job, read->place, /*writes=*/false);
@@ -445,13 +446,12 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
     std::vector<GradientToken>& sum = job.accumulators[{place.partition, unit}];
     if (a.assign) sum.clear();
     sum.insert(sum.end(), tokens.begin(), tokens.end());
+    if (elem == 0) done.squares.AddChunk(static_cast<double>(sum.size()));
   }
-  done.squares.AddChunk(static_cast<double>(tokens.size()));
 }
 
 void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
-  const ElemPlace place =
-      AccumulatorAt(jobs_[a.job], protocol::DType::kFloat32, a.accumulator_offset_bytes);
+  const ElemPlace place = AccumulatorAt(jobs_[a.job], a.sum_dtype, a.accumulator_offset_bytes);
   const uint64_t unit = place.elem / protocol::kGradUnitElems;
   const auto& sum = jobs_[a.job].accumulators[{place.partition, unit}];
   done.squares.AddChunk(static_cast<double>(sum.size()));
@@ -585,7 +585,9 @@ void NodeModel::Committed(const StepCommitted& a) {
     const auto& [param, partition] = of;
     const protocol::PartitionPlace& place = job.layout->partitions()[partition];
     for (size_t i = 0; i < tokens.size(); ++i) {
-      if (i > 0 && tokens[i].rank <= tokens[i - 1].rank) Fault("ranks were not added in order");
+      // Passes of one rank follow each other.
+      const uint32_t least = i == 0 ? 0 : tokens[i - 1].rank + (job.layout->is_shared() ? 1 : 0);
+      if (tokens[i].rank < least) Fault("ranks were not added in order");
       if (tokens[i].step != a.step) Fault("a gradient of another step was used");
       if (tokens[i].attempt != tokens[0].attempt) Fault("gradients of two attempts were used");
       if (tokens[i].partition != partition) Fault("a gradient of another partition was used");

@@ -45,7 +45,8 @@ void RunPart(const GradientTask& task, const std::vector<BenchStream>& streams,
              daemon::ElemRange range) {
   const BenchStream& sum = streams.back();
   if (task.ranks == 0) {
-    FOREBAY_CHECK(daemon::RunSumGradient(range, {sum.from, sum.bytes}).finite());
+    FOREBAY_CHECK(
+        daemon::RunSumGradient(protocol::DType::kFloat32, range, {sum.from, sum.bytes}).finite());
     return;
   }
   const daemon::AddGradients action{

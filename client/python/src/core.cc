@@ -121,7 +121,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
                     const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
                     uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
-                    bool reader, const std::string& grad_dtype,
+                    bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions) {
   client::AttachOptions options{
       .socket = socket,
@@ -131,6 +131,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .world_size = world_size,
       .run = run,
       .resume = resume,
+      .accumulate = accumulate,
       .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
@@ -319,14 +320,15 @@ nb::dict Optimizers() {
 }
 
 nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
-               double max_grad_norm, const nb::bytes& extra_state, double timeout) {
+               double max_grad_norm, const nb::bytes& extra_state, double timeout,
+               double grad_scale) {
   std::vector<protocol::HyperParams> params;
   for (const HyperDict& values : hyper) {
     params.push_back(HyperParamsOf(self->layout().spec().optimizer, params.size(), values));
   }
   const std::span<const std::byte> extra = BytesOf(extra_state);
-  const client::StepResult result = ValueOrThrow(
-      WithoutGil([&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout)); }));
+  const client::StepResult result = ValueOrThrow(WithoutGil(
+      [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), grad_scale); }));
   return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
 }
 
@@ -418,10 +420,20 @@ void BindAttachment(nb::module_& module) {
             Check(WithoutGil([&] { return self->FlushGradients(group); }));
           },
           nb::arg("group") = nb::none())
+      .def("begin_pass",
+           [](PyAttachment& self) { Check(WithoutGil([&] { return self->BeginPass(); })); })
+      .def(
+          "grad_norm",
+          [](PyAttachment& self, uint32_t param, double timeout) {
+            return ValueOrThrow(
+                WithoutGil([&] { return self->GradNorm(param, TimeoutOf(timeout)); }));
+          },
+          nb::arg("param"), nb::arg("timeout") = kTimeout)
       .def("drop_gradients",
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
-           nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout)
+           nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout,
+           nb::arg("grad_scale") = 1.0)
       .def("read_state", &ReadState, nb::arg("param"), nb::arg("state"), nb::arg("first"),
            nb::arg("elems"), nb::arg("timeout") = kTimeout)
       .def("counters", &CountersDict)
@@ -444,7 +456,7 @@ NB_MODULE(_core, module) {
              nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
              nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
              nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-             nb::arg("reader") = false, nb::arg("grad_dtype") = "",
+             nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
              nb::arg("partitions") = std::vector<PartitionTuple>());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));

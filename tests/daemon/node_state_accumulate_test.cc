@@ -1,0 +1,202 @@
+// Goal    With sharded attachment a step may take several backward passes: each is added to those before
+//         it, in float32, however the passes are cut; norms of parameters are those of the sum; a
+//         scale of the caller's applies before clipping; where sums have no room, or nobody asked,
+//         a further pass is refused.
+// Method  The harness with a sharded job; the workers report one square for each contribution that is
+//         in a sum, so that a norm says what was added.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/sharded_job.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::ShardedJob;
+using protocol::ErrorId;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;
+
+// One group; p0 and p1 in rows over two ranks.
+std::shared_ptr<const protocol::Layout> TwoParameters() {
+  return MakeShardedLayout({{{.rows = 2 * 9000}, {.rows = 2 * 100}}});
+}
+
+class NodeStateAccumulate : public ::testing::Test, public ShardedJob {
+ protected:
+  NodeStateAccumulate() : ShardedJob(TwoParameters(), 2) {}
+  void SetUp() override { AttachAll(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  void Deliver(uint32_t rank, uint64_t begin, uint64_t end) {
+    const uint64_t tag = node_.GradientRange(sessions_[rank], rank, begin, end, 1);
+    node_.RunTasks();
+    ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << MessageOf(tag);
+  }
+  double NormOf(uint32_t rank, uint32_t param) {
+    const uint64_t tag = node_.GradNorm(sessions_[rank], param);
+    node_.RunTasks();
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << MessageOf(tag);
+    return node_.answer(tag)->completion.norm;
+  }
+};
+
+TEST_F(NodeStateAccumulate, EveryPassIsInTheSum) {
+  for (uint32_t pass = 0; pass < 3; ++pass) {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      if (pass > 0) node_.BeginPass(sessions_[rank]);
+      Deliver(rank, 0, 9100);
+      EXPECT_EQ(NormOf(rank, 0), std::sqrt(pass + 1.0));
+    }
+  }
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(6.0)) << "of both ranks";
+  const std::vector<AddGradients> adds = node_.Logged<AddGradients>();
+  ASSERT_EQ(adds.size(), 6U);
+  EXPECT_TRUE(adds[0].assign && adds[1].assign);
+  for (size_t i = 2; i < adds.size(); ++i) EXPECT_FALSE(adds[i].assign) << i;
+  // The next step begins with nothing.
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    const uint64_t tag = node_.Gradient(sessions_[rank], rank, 2);
+    node_.RunTasks();
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  }
+  EXPECT_THAT(StepAll(2, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2.0));
+}
+
+TEST_F(NodeStateAccumulate, PassesMayBeCutDifferentlyAndCoverDifferentElements) {
+  Deliver(0, 0, 9100);
+  node_.BeginPass(sessions_[0]);
+  Deliver(0, 4096, 8192);  // the rest of the pass had no gradient
+  node_.BeginPass(sessions_[0]);
+  Deliver(0, 0, 8192);
+  Deliver(0, 8192, 9100);
+  Deliver(1, 0, 9100);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  // Contributions by unit of rank 0: 2, 3, 2; units of one cell are counted once.
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 3 + 2 + 1.0));
+}
+
+TEST_F(NodeStateAccumulate, APassThatArrivesWhileTheOneBeforeIsAddedWaitsForIt) {
+  const uint64_t first = node_.Gradient(sessions_[0], 0, 1);
+  node_.BeginPass(sessions_[0]);
+  const uint64_t second = node_.GradientRange(sessions_[0], 0, 0, 4096, 1);
+  const uint64_t third = node_.GradientRange(sessions_[0], 0, 4096, 9100, 1);
+  const uint64_t norm = node_.GradNorm(sessions_[0], 0);
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U);
+  EXPECT_EQ(node_.ErrorOf(norm), kUnanswered);
+  node_.RunTasks();
+  for (const uint64_t tag : {first, second, third, norm}) {
+    EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  }
+  DeliverOwn(1, 1);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 2 + 1.0));
+}
+
+TEST_F(NodeStateAccumulate, WithoutAFurtherPassASecondGradientIsRefused) {
+  Deliver(0, 0, 9100);
+  const uint64_t tag = node_.Gradient(sessions_[0], 0, 1);
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kGradRepeat);
+}
+
+TEST_F(NodeStateAccumulate, ASumThatIsNotFiniteEndsTheAttemptAndAnswersNorms) {
+  Deliver(0, 0, 9100);
+  node_.BeginPass(sessions_[0]);
+  node_.Gradient(sessions_[0], 0, 1, /*finite=*/false);
+  const uint64_t norm = node_.GradNorm(sessions_[0], 0);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(norm), ErrorId::kNonfinite);
+}
+
+TEST_F(NodeStateAccumulate, TheNormOfAParameterWithoutAGradientIsZero) {
+  EXPECT_EQ(NormOf(0, 1), 0.0);
+  const uint64_t unknown = node_.GradNorm(sessions_[0], 2);
+  EXPECT_EQ(node_.ErrorOf(unknown), ErrorId::kRange);
+}
+
+TEST_F(NodeStateAccumulate, NormsOfARankThatHasCalledStepAreRefusedAndThoseOfOneThatDiedGone) {
+  DeliverOwn(0, 1);
+  const uint64_t waits = node_.Step(sessions_[0], 1);
+  EXPECT_EQ(node_.ErrorOf(node_.GradNorm(sessions_[0], 0)), ErrorId::kStep);
+  node_.Gradient(sessions_[1], 1, 1);
+  node_.GradNorm(sessions_[1], 0);
+  node_.End(sessions_[1], EndCause::kLost);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(waits), ErrorId::kRankLost);
+}
+
+TEST_F(NodeStateAccumulate, AScaleOfTheCallersAppliesBeforeClipping) {
+  for (uint32_t rank = 0; rank < 2; ++rank) Deliver(rank, 0, 9100);
+  node_.set_grad_scale(0.25);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, 0.25 * std::sqrt(2.0));
+  for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+    for (const UpdateSegment& segment : update.segments) {
+      EXPECT_EQ(segment.scalars.grad_scale, 0.25F);
+    }
+  }
+}
+
+TEST_F(NodeStateAccumulate, ScalesThatDifferOrAreNoNumbersAreRefused) {
+  for (uint32_t rank = 0; rank < 2; ++rank) Deliver(rank, 0, 9100);
+  node_.set_grad_scale(0.5);
+  node_.Step(sessions_[0], 1);
+  node_.set_grad_scale(0.25);
+  const uint64_t other = node_.Step(sessions_[1], 1);
+  EXPECT_EQ(node_.ErrorOf(other), ErrorId::kStep);
+  EXPECT_THAT(MessageOf(other), HasSubstr("grad_scale: 0.5 and 0.25"));
+  for (const double bad : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    node_.set_grad_scale(bad);
+    EXPECT_EQ(node_.ErrorOf(node_.Step(sessions_[0], 1)), ErrorId::kOption) << bad;
+  }
+}
+
+// -------------------------------------------------------------------------------- sums in 16 bits
+
+TEST(NodeStateAccumulateNarrow, NeedsSumsInFloat32) {
+  const auto layout =
+      MakeShardedLayout({{{.rows = 2 * 9000}}}, {.dtype = protocol::DType::kBFloat16});
+  for (const bool accumulate : {false, true}) {
+    SCOPED_TRACE(accumulate ? "asked for" : "not asked for");
+    ShardedJob job(layout, 1);
+    job.layout_ =
+        MakeShardedLayout({{{.rows = 9000}}}, {.ranks = 1, .dtype = protocol::DType::kBFloat16});
+    const uint64_t session = job.node_.Attach(job.layout_, {.accumulate = accumulate});
+    ASSERT_OK(job.StatusOf(session));
+    job.node_.Gradient(session, 0, 1);
+    job.node_.RunTasks();
+    job.node_.BeginPass(session);
+    const uint64_t second = job.node_.Gradient(session, 0, 1);
+    job.node_.RunTasks();
+    EXPECT_EQ(job.node_.ErrorOf(second), accumulate ? ErrorId::kNone : ErrorId::kUnsupported);
+    const protocol::DType sum = job.node_.Logged<AddGradients>()[0].sum_dtype;
+    EXPECT_EQ(sum, accumulate ? protocol::DType::kFloat32 : protocol::DType::kBFloat16);
+    EXPECT_EQ(job.node_.fault(), "");
+  }
+}
+
+TEST(NodeStateAccumulateNarrow, IsAskedForByTheFirstSessionAndNotWithSharedAttachment) {
+  ShardedJob job(MakeShardedLayout({{{.rows = 20}}}), 2);
+  const uint64_t first = job.node_.AttachOnly(job.layout_, {.rank = 0});
+  ASSERT_OK(job.StatusOf(first));
+  const uint64_t second = job.node_.AttachOnly(job.layout_, {.rank = 1, .accumulate = true});
+  EXPECT_EQ(protocol::IdOf(job.StatusOf(second)), ErrorId::kRange);
+  const uint64_t shared =
+      job.node_.AttachOnly(MakeLayout({100}), {.job = "other", .accumulate = true});
+  EXPECT_EQ(protocol::IdOf(job.StatusOf(shared)), ErrorId::kUnsupported);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
