@@ -51,12 +51,12 @@ class NodeStateProtection : public ::testing::Test {
 };
 
 TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
-  for (const int op : {0, 8, 0xffff}) {
+  for (const int op : {0, 10, 0xffff}) {
     Command command = Gradient();
     command.op = static_cast<uint16_t>(op);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;
   }
-  for (const int kind : {0, 3, 0xffff}) {
+  for (const int kind : {0, 4, 0xffff}) {
     Command command = Gradient();
     command.kind = static_cast<uint16_t>(kind);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << kind;

@@ -282,7 +282,7 @@ TEST_F(NodeStateSharded, AGradientOfTheOtherKindIsRefused) {
             ErrorId::kUnsupported);
   EXPECT_EQ(error(of_shared, protocol::GradKind::kReduced, 256), ErrorId::kUnsupported);
   for (const uint64_t session : {sessions_[0], of_shared}) {
-    EXPECT_EQ(error(session, protocol::GradKind{3}, 256), ErrorId::kProtocol);
+    EXPECT_EQ(error(session, protocol::GradKind{4}, 256), ErrorId::kProtocol);
   }
   EXPECT_TRUE(node_.Logged<AddGradients>().empty());
 }

@@ -126,10 +126,10 @@ def mode_of(model: nn.Module, mode: str | None, fsdp: Mapping[str, Any]) -> str:
 def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
     """fully_shard() on a plain model."""
     if not is_fully_sharded(model):
-        from . import _sharded
+        from . import _shard_plan
 
-        _sharded.world()
-        _sharded.shard(model, **fsdp)
+        _shard_plan.world()
+        _shard_plan.shard(model, **fsdp)
 
 
 def attach_sharded(
@@ -145,20 +145,21 @@ def attach_sharded(
     run: str,
     resume: bool,
     name_prefix: str,
+    accumulate: bool,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _core, _fsdp, _sharded
+    from . import _core, _fsdp, _shard_plan, _sharded
 
     _check_arguments(model, optimizer)
     refuse_unsupported_modules(model)
-    rank, world_size = _sharded.world()
+    rank, world_size = _shard_plan.world()
     units = _fsdp.units_of(model, name_prefix)
-    _sharded.refuse_unusable(units, model)
-    parameters = _sharded.parameters_of(units)
+    _shard_plan.refuse_unusable(units, model)
+    parameters = _shard_plan.parameters_of(units)
     wanted_groups = optimizer.params if param_groups is None else param_groups
     torch_groups = _torch_groups(parameters, wanted_groups, optimizer.hyper_parameters)
     _assign_param_groups(parameters, torch_groups)
-    plan = _sharded.make_plan(units, parameters)
+    plan = _shard_plan.make_plan(units, parameters)
     buffers = Buffers(model)
     extra_state_bytes = _room_bytes(buffers, extra_state_bytes)
     defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
@@ -180,6 +181,7 @@ def attach_sharded(
         run,
         resume,
         grad_dtype=DTYPE_NAMES[plan.grad_dtype],
+        accumulate=accumulate,
         partitions=plan.layout.partitions,
     )
     undo = _Undo(attachment)

@@ -91,6 +91,11 @@ class Shard:
         return dtype
 
     @property
+    def computed(self) -> tuple[torch.dtype, torch.dtype]:
+        """In which it is read and reduced."""
+        return self.param_dtype, self.reduce_dtype
+
+    @property
     def grad_dtype(self) -> torch.dtype:
         """In which its gradient travels. FSDP2 gives it in the parameter's type, whatever it reduced
         in; what the reduction has rounded away need not travel."""

@@ -147,6 +147,11 @@ class Engine:
         """The present values of the whole parameter, contiguous."""
         return parameter.tensor
 
+    @property
+    def grad_scale(self) -> float:
+        """What the caller has scaled the gradient by."""
+        return 1.0
+
     def after_step(self) -> None:
         """The weights are those of another step."""
 

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _fsdp
-from ._boxes import Held, ShardPlan, elems_of, make_shard_plan
+from ._boxes import elems_of
 from ._fsdp import Shard, Unit
-from ._guards import DeliveredGradient, Guards, InertOnCopy, second_gradient
+from ._gradient import GradientProxy
+from ._guards import Guards, InertOnCopy, second_gradient
 from ._hooks import (
     Backward,
     Engine,
@@ -27,201 +27,13 @@ from ._hooks import (
     profiled,
     raise_unless_step_raises,
 )
-from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, layers_of
+from ._plan import DTYPE_NAMES, Parameter
+from ._shard_plan import ShardedPlan
 from ._shard_tensor import ShardTensor
-from .errors import ForebayError, UsageError, unsupported, usage_error
+from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
-
-
-# ------------------------------------------------------------------------------------------ the plan
-
-
-def shard(
-    model: nn.Module,
-    *,
-    mesh: Any,
-    mp_policy: Any,
-    reshard_after_forward: bool | None,
-    wrap: Sequence[nn.Module] | None,
-) -> None:
-    """Calls fully_shard() on each layer (the elements of the outermost ModuleList or Sequential, or
-    what `wrap` lists) and on the model. Errors: E_OPTION, E_UNSUPPORTED."""
-    from torch.distributed.fsdp import fully_shard
-
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise _number_of_ranks()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise unsupported(
-                f"parameter {name} is a scalar, which FSDP2 cannot shard",
-                "make it a tensor of one element: torch.nn.Parameter(torch.tensor([1.0]))",
-            )
-    options: dict[str, Any] = {}
-    if mesh is not None:
-        options["mesh"] = mesh
-    if mp_policy is not None:
-        options["mp_policy"] = mp_policy
-    if reshard_after_forward is not None:
-        options["reshard_after_forward"] = reshard_after_forward
-    layers = [module for _, module in layers_of(model)] if wrap is None else list(wrap)
-    try:
-        for layer in layers:
-            if next(layer.parameters(), None) is not None:
-                fully_shard(layer, **options)
-        fully_shard(model, **options)
-    except (ValueError, NotImplementedError) as error:
-        raise unsupported(f"fully_shard() refuses this model: {error}", "change what it names") from (
-            error
-        )
-
-
-def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
-    """Errors: E_UNSUPPORTED where the model is sharded in a way that cannot be attached."""
-    managed = set()
-    for unit in units:
-        if unit.is_resharded_to_smaller_mesh:
-            raise _number_of_ranks()
-        if unit.device.type != "cpu":
-            raise unsupported(
-                f"group {unit.name} is on device {unit.device}; only CPU meshes (gloo) can be "
-                "attached yet",
-                'init_device_mesh("cpu", (world_size,))',
-            )
-        dtypes = {one.param_dtype for one in unit.shards}
-        if len(dtypes) > 1:
-            raise unsupported(
-                f"group {unit.name} mixes the types {', '.join(sorted(map(str, dtypes)))}",
-                "give its parameters one type, or MixedPrecisionPolicy(param_dtype=...)",
-            )
-        for one in unit.shards:
-            managed.add(id(one.parameter))
-            _refuse_shard(one)
-    for name, tensor in model.named_parameters():
-        if id(tensor) not in managed and not _is_gathered(units, tensor):
-            raise unsupported(
-                f"parameter {name} is in no module that fully_shard() was called on",
-                "fully_shard(model) as the last call, without ignored_params",
-            )
-
-
-def _refuse_shard(one: Shard) -> None:
-    if one.is_offloaded:
-        raise unsupported(
-            f"parameter {one.name} is sharded with CPUOffloadPolicy: FSDP2 would keep and copy it",
-            "delete offload_policy=CPUOffloadPolicy(...) from fully_shard()",
-        )
-    if one.local.is_meta:
-        raise unsupported(
-            f"parameter {one.name} is on the meta device: it has no values",
-            "model.to_empty(device='cpu') and initialize the shards before forebay.attach",
-        )
-    dtype = one.parameter.dtype
-    if dtype not in FORMATS:
-        raise unsupported(
-            f"parameter {one.name} is {dtype}; float32, bfloat16 and float16 can be attached",
-            "model.float() or model.to(torch.bfloat16) before fully_shard()",
-        )
-    if one.param_dtype not in FORMATS or (one.param_dtype != dtype and dtype != torch.float32):
-        raise unsupported(
-            f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}",
-            "float32 parameters take param_dtype=torch.bfloat16 or torch.float16; others their own",
-        )
-    if one.reduce_dtype not in (dtype, one.param_dtype, torch.float32):
-        raise unsupported(
-            f"reduce_dtype is {one.reduce_dtype} for parameter {one.name} of {dtype}",
-            "leave reduce_dtype out, or reduce_dtype=torch.float32",
-        )
-    if one.parameter.grad is not None:
-        raise unsupported(
-            f"parameter {one.name} has a gradient already",
-            "model.zero_grad(set_to_none=True) before attach",
-        )
-
-
-def _is_gathered(units: Sequence[Unit], tensor: torch.Tensor) -> bool:
-    return any(one.is_gathered_as(tensor) for unit in units for one in unit.shards)
-
-
-def _number_of_ranks() -> UsageError:
-    return unsupported(
-        "reshard_after_forward as a number of ranks: FSDP2's tensor extension does not have it",
-        "reshard_after_forward=True or False",
-    )
-
-
-class ShardedPlan(Plan):
-    """What this rank holds, and the layout of all ranks."""
-
-    def __init__(self, units: Sequence[Unit], layout: ShardPlan, parameters: list[Parameter]) -> None:
-        super().__init__(
-            dtype=units[0].shards[0].param_dtype,
-            parameters=sorted(parameters, key=lambda one: layout.index[one.name]),
-            named=parameters,
-            by_name={one.name: one for one in parameters},
-            group_names=layout.group_names,
-        )
-        self.units, self.layout = units, layout
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """In which gradients travel."""
-        return self.units[0].shards[0].grad_dtype
-
-
-def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
-    """In the order of the units; a later call numbers their groups."""
-    return [
-        Parameter(one.name, one.parameter, one.parameter.requires_grad, weights=one.param_dtype)
-        for unit in units
-        for one in unit.shards
-    ]
-
-
-def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan:
-    """Gathers what every rank holds. A collective over the default process group.
-
-    Errors  E_LAYOUT       ranks disagree about a parameter.
-            E_UNSUPPORTED  groups of different types.
-    """
-    by_name = {one.name: one for one in parameters}
-    first = units[0].shards[0]
-    for unit in units:
-        for one in unit.shards:
-            if _types_of(one) != _types_of(first):
-                raise unsupported(
-                    f"mixed types: parameter {first.name} is {_types_of(first)}, parameter "
-                    f"{one.name} is {_types_of(one)}",
-                    "give the whole model one type and one MixedPrecisionPolicy",
-                )
-    held = [
-        Held(
-            name=one.name,
-            shape=one.shape,
-            group=unit.name,
-            param_group=by_name[one.name].param_group,
-            trainable=by_name[one.name].trainable,
-            boxes=one.boxes(),
-        )
-        for unit in units
-        for one in unit.shards
-    ]
-    try:
-        layout = make_shard_plan(_fsdp.gather(held))
-    except ValueError as error:
-        raise usage_error(
-            "E_LAYOUT",
-            str(error),
-            "build the same model on every rank; pipeline stages need other names: name_prefix=",
-        ) from None
-    for parameter in parameters:
-        parameter.group = layout.params[layout.index[parameter.name]][2]
-    return ShardedPlan(units, layout, parameters)
-
-
-def _types_of(one: Shard) -> str:
-    return f"{one.parameter.dtype}, computed in {one.param_dtype}, reduced in {one.reduce_dtype}"
 
 
 # --------------------------------------------------------------------------------------- the weights
@@ -247,7 +59,8 @@ class ShardGroup(Group):
 
 
 class ShardMember(Member):
-    """One parameter within its unit. Is the Reader of its ShardTensor."""
+    """One parameter within its unit. Is the Reader of its ShardTensor, and what its GradientProxy
+    speaks for."""
 
     def __init__(self, parameter: Parameter, index: int, group: ShardGroup, one: Shard) -> None:
         self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
@@ -259,7 +72,10 @@ class ShardMember(Member):
         self.elems = one.local.numel()
         self.is_owned = False
         self.arrived = False
-        self.delivered = one.dtensor_of(DeliveredGradient(parameter.name, one.local))
+        self.delivered = one.dtensor_of(GradientProxy(self, one.local))
+        self.backward = 0  # the last that has brought a gradient, by number
+        self.scale = 1.0  # of the gradient, by the caller
+        self.replica_norm: float | None = None  # of a gradient that another rank delivers
         self.engine: weakref.ref[ShardedEngine] | None = None
         self.copies: Any = None  # a CopyList
 
@@ -297,6 +113,17 @@ class ShardMember(Member):
 
     def padded(self) -> torch.Tensor:
         return self._live().padded(self)
+
+    # ---------------------------------------------------------------- of the gradient, delivered
+
+    def norm(self) -> float:
+        return self._live().norm_of(self) * self.scale
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self._live().deliver(self, gradient)
+
+    def multiply(self, factor: float) -> None:
+        self.scale *= factor
 
     def make_private(self) -> None:
         self.tensor.grad = None
@@ -342,6 +169,8 @@ class ShardedEngine(Engine):
             self.shard_groups.append(group)
         super().__init__(attachment, list(self.shard_groups), timeout)
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
+        self._backwards = 0  # that have begun
+        self._pass = 0  # the backward that the attachment's pass is of
         for group in self.shard_groups:
             for member in group.shard_members:
                 member.engine = weakref.ref(self)
@@ -499,6 +328,7 @@ class ShardedEngine(Engine):
         super().enter_backward()
         if state != Backward.RUNNING:
             self._is_reset = False
+            self._backwards += 1
 
     def reset_unless_idle(self) -> None:
         """After a forward or backward that did not come to its end: what FSDP2 has not reduced of it
@@ -518,20 +348,70 @@ class ShardedEngine(Engine):
         attachment = self.attachment
         if attachment is None:
             return
-        if member.arrived:
-            raise second_gradient(member.name)
         gradient: Any = member.tensor.grad
-        assert gradient is not None
-        if member.is_owned:
-            local = gradient._local_tensor.to(self.plan.grad_dtype).contiguous()
-            with profiled("forebay.deliver", member.name):
-                try:
-                    attachment.add_gradient(member.index, local, self.timeout)
-                except ForebayError as error:
-                    raise_unless_step_raises(error)
+        if gradient is member.delivered:
+            return  # FSDP2 has added to it: GradientProxy has brought it here
+        self.deliver(member, gradient._local_tensor)
         member.tensor.grad = member.delivered
         member.arrived = True
         member.group.arrived += 1
+
+    def deliver(self, member: ShardMember, gradient: torch.Tensor) -> None:
+        """Of this or a further backward of the step. Errors: E_UNSUPPORTED where there is no room for
+        sums, or the gradient was scaled before."""
+        assert self.attachment is not None
+        in_autograd = torch._C._current_graph_task_id() != -1
+        if not in_autograd:  # a pipeline schedule reduces, once a step
+            self._backwards += 1
+        if member.arrived and (member.scale != 1.0 or member.backward == self._backwards):
+            raise second_gradient(member.name)
+        if self._pass not in (0, self._backwards) and self._arrived() > 0:
+            self.attachment.begin_pass()
+        self._pass = member.backward = self._backwards
+        if not member.is_owned:
+            again = member.arrived
+            member.replica_norm = None if again else float(torch.linalg.vector_norm(gradient.float()))
+            return
+        local = gradient.to(self.plan.grad_dtype).contiguous()
+        with profiled("forebay.deliver", member.name):
+            try:
+                self.attachment.add_gradient(member.index, local, self.timeout)
+            except ForebayError as error:
+                raise_unless_step_raises(error)
+
+    def norm_of(self, member: ShardMember) -> float:
+        """Of this rank's part, of all passes."""
+        assert self.attachment is not None
+        if member.is_owned:
+            return self.attachment.grad_norm(member.index, self.timeout)
+        if member.replica_norm is None and member.elems > 0:
+            raise unsupported(
+                f"the norm of the gradient of parameter {member.name}, which another rank owns, after "
+                "several backward passes",
+                "clip with forebay.AdamW(max_grad_norm=...)",
+            )
+        return member.replica_norm or 0.0
+
+    @property
+    def grad_scale(self) -> float:
+        """What the caller has scaled the gradient by. Errors: E_UNSUPPORTED where not all alike."""
+        scaled = [m for group in self.shard_groups for m in group.shard_members if m.arrived]
+        scales = {member.scale for member in scaled}
+        if len(scales) > 1:
+            one = next(member for member in scaled if member.scale != scaled[0].scale)
+            raise unsupported(
+                f"the gradients of {scaled[0].name} and {one.name} were scaled by {scaled[0].scale} "
+                f"and {one.scale}: the daemon scales the whole gradient",
+                "clip_grad_norm_(model.parameters(), ...), all of them at once",
+            )
+        return scales.pop() if scales else 1.0
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._pass = 0
+        for group in self.shard_groups:
+            for member in group.shard_members:
+                member.scale, member.replica_norm = 1.0, None
 
     def flush(self, attachment: Attachment, group: Group) -> None:
         partition = self._partition_of.get(group.number)
@@ -622,7 +502,7 @@ def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> N
         if owner != rank:
             continue
         elems = elems_of([(first, run, stride, runs) for _, first, run, stride, runs in boxes])
-        flat = torch.empty(elems, dtype=members[boxes[0][0]].tensor.dtype)
+        flat = torch.empty(elems, dtype=engine.plan.master_dtype)
         at = 0
         for param in dict.fromkeys(box[0] for box in boxes):
             member = members[param]
@@ -702,14 +582,3 @@ class ShardedGuards(Guards):
         for group in [] if engine is None else engine.shard_groups:
             for member in group.shard_members:
                 member.make_private()
-
-
-def world() -> tuple[int, int]:
-    """Rank and size of the default process group. Errors: E_RANK where there is none."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise usage_error(
-            "E_RANK",
-            "sharded attachment needs a process group, and there is none",
-            'torch.distributed.init_process_group("gloo") first; torchrun sets what it reads',
-        )
-    return dist.get_rank(), dist.get_world_size()

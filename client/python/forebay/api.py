@@ -41,6 +41,7 @@ def attach(
     reshard_after_forward: bool | None = None,
     wrap: Sequence[nn.Module] | None = None,
     name_prefix: str = "",
+    accumulate: int = 1,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
@@ -71,6 +72,9 @@ def attach(
     reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
     name_prefix        Of mode="sharded": in front of the parameters' names, where ranks hold different
                        modules (pipeline stages) with the same names.
+    accumulate         Of mode="sharded": how many backward passes a step has, at most. Above 1 the
+                       sums of gradients take 4 bytes a parameter; where gradients are reduced in
+                       float32 they do anyway, and every number is accepted.
 
     Waits until other jobs have made room, the job's memory is made, the initial parameters are
     written, a step under way is over and an older session of the rank is closed.
@@ -121,7 +125,11 @@ def attach(
         )
     _attach.shard(model, fsdp)
     return _attach.attach_sharded(
-        model, optimizer or AdamW(), name_prefix=name_prefix, **options
+        model,
+        optimizer or AdamW(),
+        name_prefix=name_prefix,
+        accumulate=_rank_number("accumulate", accumulate, 1) > 1,
+        **options,
     )
 
 

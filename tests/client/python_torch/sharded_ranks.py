@@ -1,5 +1,5 @@
 """Starts the ranks of sharded jobs, each a process with gloo, on the daemon of FOREBAY_SOCKET, and
-runs cases in them: functions of sharded_training.py, sharded_writes.py and sharded_refusals.py. Prints
+runs cases in them: functions of the other sharded_*.py. Prints
 one JSON line per case and rank: [launch, case, rank, error], the error null where the case passed.
 
 usage: sharded_ranks.py NAME:RANKS:RUN[:CASE...]...
@@ -226,6 +226,7 @@ def run_launch(launch, size, names, folder):
 def main():
     import sharded_refusals  # noqa: F401
     import sharded_training  # noqa: F401
+    import sharded_passes  # noqa: F401
     import sharded_writes  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:

@@ -138,41 +138,6 @@ def a_parameter_that_was_replaced(ranks):
         twins.ours.norm.bias = bias
 
 
-# Support of the next two comes later: then they become cases of sharded_training.py.
-
-
-@case(2)
-def clip_grad_norm_before_step(ranks):
-    with trains_on(ranks) as twins:
-        loss_of(twins.ours, ranks.batch(77)).backward()
-        with refused("E_UNSUPPORTED", "gradient of parameter", "max_grad_norm="):
-            nn.utils.clip_grad_norm_(twins.ours.parameters(), 1.0)
-        twins.opt.zero_grad()
-
-
-@case(2)
-def a_second_backward_and_then_step(ranks):
-    """Neither of the gradients is applied, and nothing of them is in the next."""
-    with trains_on(ranks) as twins:
-        loss_of(twins.ours, ranks.batch(77)).backward()
-        with refused("E_UNSUPPORTED", r"add_\(\)|second gradient", r"opt.zero_grad\(\)"):
-            loss_of(twins.ours, ranks.batch(78)).backward()
-        with torch.no_grad():
-            loss_of(twins.ours, ranks.batch(79))
-        with refused("E_GRAD_PARTIAL", "only a part", "forward and backward again"):
-            twins.opt.step()
-
-
-@case(2)
-def a_second_backward_before_step(ranks):
-    with trains_on(ranks) as twins:
-        loss_of(twins.ours, ranks.batch(77)).backward()
-        message = r"add_\(\) on the gradient of|second gradient before step"
-        with refused("E_UNSUPPORTED", message, r"opt.zero_grad\(\)"):
-            loss_of(twins.ours, ranks.batch(78)).backward()
-        twins.opt.zero_grad()
-
-
 # -------------------------------------------------------------------------------------- at attach
 
 

@@ -10,6 +10,7 @@ import sys
 
 import forebay
 import pytest
+import sharded_passes  # noqa: F401
 import sharded_ranks
 import sharded_refusals  # noqa: F401
 import sharded_training  # noqa: F401

@@ -1,0 +1,113 @@
+"""p.grad of a sharded parameter while the daemon has the gradient: a tensor without storage that answers
+its norm, takes what a further backward adds, and remembers a scale. So torch's clip_grad_norm_ works;
+what else reads or changes it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from .errors import unsupported
+
+aten = torch.ops.aten
+_NORM = aten.linalg_vector_norm.default
+_VIEWS = (aten.detach.default, aten.alias.default, aten.view.default)
+
+
+class Delivered(Protocol):
+    """Where the gradient went."""
+
+    name: str  # of the parameter
+
+    def norm(self) -> float:
+        """Of this rank's part, of all passes, scaled."""
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """What a further backward pass has brought."""
+
+    def multiply(self, factor: float) -> None:
+        """Scales it: the step applies the product."""
+
+
+class GradientProxy(torch.Tensor):
+    """This rank's part of a gradient that the daemon has."""
+
+    delivered: Delivered
+
+    @staticmethod
+    def __new__(cls, delivered: Delivered, like: Any) -> GradientProxy:
+        tensor: GradientProxy = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        tensor.__dict__["delivered"] = delivered
+        return tensor
+
+    def __init__(self, delivered: Delivered, like: Any) -> None:
+        pass
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"<gradient of {self.delivered.name}: delivered to forebay>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        proxy = args[0] if args else None
+        if isinstance(proxy, GradientProxy):
+            if function in _VIEWS:
+                return GradientProxy(proxy.delivered, _view_of(proxy, function, args[1:]))
+            if function is _NORM and _is_euclidean(args[1:]):
+                return torch.tensor(proxy.delivered.norm(), dtype=torch.float32)
+            if function is aten.add_.Tensor and not isinstance(args[1], GradientProxy):
+                proxy.delivered.add(args[1])
+                return proxy
+            if function in (aten.mul_.Tensor, aten.mul_.Scalar):
+                proxy.delivered.multiply(float(args[1]))
+                return proxy
+        proxies = _proxies(proxy)
+        if function is aten._foreach_norm.Scalar and proxies and _is_euclidean(args[1:]):
+            return [torch.tensor(one.delivered.norm(), dtype=torch.float32) for one in proxies]
+        if function in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) and proxies:
+            for one in proxies:
+                one.delivered.multiply(float(args[1]))
+            return None
+        raise _refusal(function, args)
+
+
+def _proxies(values: Any) -> list[GradientProxy]:
+    """Those of a list that holds nothing else; else none."""
+    if not isinstance(values, (list, tuple)):
+        return []
+    return list(values) if all(isinstance(one, GradientProxy) for one in values) else []
+
+
+def _view_of(proxy: torch.Tensor, function: Any, args: tuple[Any, ...]) -> Any:
+    if function is not aten.view.default:
+        return proxy
+    meta = torch.empty_strided(proxy.size(), proxy.stride(), dtype=proxy.dtype, device="meta")
+    return function(meta, *args)
+
+
+def _is_euclidean(args: tuple[Any, ...]) -> bool:
+    """Whether it is the 2-norm of the whole: ord, dim."""
+    return (not args or float(args[0]) == 2.0) and (len(args) < 2 or args[1] is None)
+
+
+def _refusal(function: Any, args: tuple[Any, ...]) -> Exception:
+    found = next((one for one in args if isinstance(one, GradientProxy)), None)
+    for one in args if found is None else ():
+        if isinstance(one, (list, tuple)):
+            found = next((inner for inner in one if isinstance(inner, GradientProxy)), found)
+    name = "?" if found is None else found.delivered.name
+    return unsupported(
+        f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: it has "
+        "been delivered to the daemon",
+        "its 2-norm, a factor for all gradients (clip_grad_norm_) and a further backward are what it "
+        "takes; what else needs p.grad can look at it in a hook before attach",
+    )

@@ -1,0 +1,234 @@
+"""What a sharded model is, before it is attached: fully_shard() on a plain one, what cannot be attached,
+and the layout of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _fsdp
+from ._boxes import Held, ShardPlan, make_shard_plan
+from ._fsdp import Shard, Unit
+from ._plan import FORMATS, Parameter, Plan, layers_of
+from .errors import UsageError, unsupported, usage_error
+
+
+def shard(
+    model: nn.Module,
+    *,
+    mesh: Any,
+    mp_policy: Any,
+    reshard_after_forward: bool | None,
+    wrap: Sequence[nn.Module] | None,
+) -> None:
+    """Calls fully_shard() on each layer (the elements of the outermost ModuleList or Sequential, or
+    what `wrap` lists) and on the model. Errors: E_OPTION, E_UNSUPPORTED."""
+    from torch.distributed.fsdp import fully_shard
+
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise _number_of_ranks()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise unsupported(
+                f"parameter {name} is a scalar, which FSDP2 cannot shard",
+                "make it a tensor of one element: torch.nn.Parameter(torch.tensor([1.0]))",
+            )
+    options: dict[str, Any] = {}
+    if mesh is not None:
+        options["mesh"] = mesh
+    if mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    if reshard_after_forward is not None:
+        options["reshard_after_forward"] = reshard_after_forward
+    layers = [module for _, module in layers_of(model)] if wrap is None else list(wrap)
+    try:
+        for layer in layers:
+            if next(layer.parameters(), None) is not None:
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
+    except (ValueError, NotImplementedError) as error:
+        raise unsupported(f"fully_shard() refuses this model: {error}", "change what it names") from (
+            error
+        )
+
+
+def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
+    """Errors: E_UNSUPPORTED where the model is sharded in a way that cannot be attached."""
+    managed = set()
+    for unit in units:
+        if unit.is_resharded_to_smaller_mesh:
+            raise _number_of_ranks()
+        if unit.device.type != "cpu":
+            raise unsupported(
+                f"group {unit.name} is on device {unit.device}; only CPU meshes (gloo) can be "
+                "attached yet",
+                'init_device_mesh("cpu", (world_size,))',
+            )
+        dtypes = {one.param_dtype for one in unit.shards}
+        if len(dtypes) > 1:
+            raise unsupported(
+                f"group {unit.name} mixes the types {', '.join(sorted(map(str, dtypes)))}",
+                "give its parameters one type, or MixedPrecisionPolicy(param_dtype=...)",
+            )
+        for one in unit.shards:
+            managed.add(id(one.parameter))
+            _refuse_shard(one)
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in managed and not _is_gathered(units, tensor):
+            raise unsupported(
+                f"parameter {name} is in no module that fully_shard() was called on",
+                "fully_shard(model) as the last call, without ignored_params",
+            )
+
+
+def _refuse_shard(one: Shard) -> None:
+    if one.is_offloaded:
+        raise unsupported(
+            f"parameter {one.name} is sharded with CPUOffloadPolicy: FSDP2 would keep and copy it",
+            "delete offload_policy=CPUOffloadPolicy(...) from fully_shard()",
+        )
+    if one.local.is_meta:
+        raise unsupported(
+            f"parameter {one.name} is on the meta device: it has no values",
+            "model.to_empty(device='cpu') and initialize the shards before forebay.attach",
+        )
+    dtype = one.parameter.dtype
+    if dtype not in FORMATS:
+        raise unsupported(
+            f"parameter {one.name} is {dtype}; float32, bfloat16 and float16 can be attached",
+            "model.float() or model.to(torch.bfloat16) before fully_shard()",
+        )
+    if one.param_dtype not in FORMATS or (one.param_dtype != dtype and dtype != torch.float32):
+        raise unsupported(
+            f"parameter {one.name} is {dtype} and param_dtype is {one.param_dtype}",
+            "float32 parameters take param_dtype=torch.bfloat16 or torch.float16; others their own",
+        )
+    if one.param_dtype != dtype and not one.parameter.requires_grad:
+        raise unsupported(
+            f"parameter {one.name} is frozen, {dtype}, and param_dtype is {one.param_dtype}: it has "
+            "no master, and the bits that its weights do not have would be lost",
+            f"parameter.data = parameter.data.to({one.param_dtype}) before fully_shard()",
+        )
+    if one.reduce_dtype not in (dtype, one.param_dtype, torch.float32):
+        raise unsupported(
+            f"reduce_dtype is {one.reduce_dtype} for parameter {one.name} of {dtype}",
+            "leave reduce_dtype out, or reduce_dtype=torch.float32",
+        )
+    if one.parameter.grad is not None:
+        raise unsupported(
+            f"parameter {one.name} has a gradient already",
+            "model.zero_grad(set_to_none=True) before attach",
+        )
+
+
+def _is_gathered(units: Sequence[Unit], tensor: torch.Tensor) -> bool:
+    return any(one.is_gathered_as(tensor) for unit in units for one in unit.shards)
+
+
+def _number_of_ranks() -> UsageError:
+    return unsupported(
+        "reshard_after_forward as a number of ranks: FSDP2's tensor extension does not have it",
+        "reshard_after_forward=True or False",
+    )
+
+
+class ShardedPlan(Plan):
+    """What this rank holds, and the layout of all ranks."""
+
+    def __init__(self, units: Sequence[Unit], layout: ShardPlan, parameters: list[Parameter]) -> None:
+        super().__init__(
+            dtype=_typical(units).param_dtype,
+            parameters=sorted(parameters, key=lambda one: layout.index[one.name]),
+            named=parameters,
+            by_name={one.name: one for one in parameters},
+            group_names=layout.group_names,
+        )
+        self.units, self.layout = units, layout
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """In which gradients travel."""
+        return _typical(self.units).grad_dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the parameters that are trained."""
+        return _typical(self.units).parameter.dtype
+
+
+def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
+    """In the order of the units; a later call numbers their groups."""
+    return [
+        Parameter(one.name, one.parameter, one.parameter.requires_grad, weights=one.param_dtype)
+        for unit in units
+        for one in unit.shards
+    ]
+
+
+def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan:
+    """Gathers what every rank holds. A collective over the default process group.
+
+    Errors  E_LAYOUT       ranks disagree about a parameter.
+            E_UNSUPPORTED  groups of different types.
+    """
+    by_name = {one.name: one for one in parameters}
+    first = _typical(units)
+    for unit in units:
+        for one in unit.shards:
+            trained = one.parameter.requires_grad
+            if one.computed != first.computed or (
+                trained and one.parameter.dtype != first.parameter.dtype
+            ):
+                raise unsupported(
+                    f"mixed types: parameter {first.name} is {_types_of(first)}, parameter "
+                    f"{one.name} is {_types_of(one)}",
+                    "give the whole model one type and one MixedPrecisionPolicy",
+                )
+    held = [
+        Held(
+            name=one.name,
+            shape=one.shape,
+            group=unit.name,
+            param_group=by_name[one.name].param_group,
+            trainable=by_name[one.name].trainable,
+            boxes=one.boxes(),
+        )
+        for unit in units
+        for one in unit.shards
+    ]
+    try:
+        layout = make_shard_plan(_fsdp.gather(held))
+    except ValueError as error:
+        raise usage_error(
+            "E_LAYOUT",
+            str(error),
+            "build the same model on every rank; pipeline stages need other names: name_prefix=",
+        ) from None
+    for parameter in parameters:
+        parameter.group = layout.params[layout.index[parameter.name]][2]
+    return ShardedPlan(units, layout, parameters)
+
+
+def _typical(units: Sequence[Unit]) -> Shard:
+    """The first that is trained, whose types the others have; else the first."""
+    shards = [one for unit in units for one in unit.shards]
+    return next((one for one in shards if one.parameter.requires_grad), shards[0])
+
+
+def _types_of(one: Shard) -> str:
+    return f"{one.parameter.dtype}, computed in {one.param_dtype}, reduced in {one.reduce_dtype}"
+
+
+def world() -> tuple[int, int]:
+    """Rank and size of the default process group. Errors: E_RANK where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise usage_error(
+            "E_RANK",
+            "sharded attachment needs a process group, and there is none",
+            'torch.distributed.init_process_group("gloo") first; torchrun sets what it reads',
+        )
+    return dist.get_rank(), dist.get_world_size()

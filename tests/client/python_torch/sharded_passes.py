@@ -1,0 +1,119 @@
+"""Cases of sharded_ranks.py: several backward passes a step, and what torch's clip_grad_norm_ does with the
+gradients that the daemon has."""
+
+import torch
+from models import loss_of
+from sharded_ranks import Twins, case, refused, small_net
+from torch import nn
+
+PASSES = 3
+
+
+def backward_of_passes(twins, synchronize):
+    """Of both; the gradient of the step is the mean over the passes."""
+    for number in range(PASSES):
+        tokens = twins.ranks.batch(100 * twins.first + number)
+        for model in (twins.ours, twins.theirs):
+            model.set_requires_gradient_sync(synchronize or number == PASSES - 1)
+            (loss_of(model, tokens) / PASSES).backward()
+
+
+def norm_of(result):
+    return (result.full_tensor() if hasattr(result, "full_tensor") else result).item()
+
+
+def clip(twins, max_norm):
+    """Norms are of equal gradients, added in another order: 1e-5 of them covers that."""
+    ours, theirs = (
+        norm_of(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        for model in (twins.ours, twins.theirs)
+    )
+    assert abs(ours - theirs) <= 1e-5 * theirs, (ours, theirs)
+
+
+@case(1, 2, 3)
+def passes_are_added(ranks):
+    twins = Twins(ranks).attach()
+    for _ in range(4):
+        backward_of_passes(twins, synchronize=True)
+        twins.step()
+        twins.first += 1
+    twins.assert_close()
+
+
+@case(2)
+def passes_without_synchronization(ranks):
+    twins = Twins(ranks).attach()
+    for _ in range(4):
+        backward_of_passes(twins, synchronize=False)
+        twins.step()
+        twins.first += 1
+    twins.assert_close()
+
+
+@case(1, 2, 3)
+def clip_grad_norm_of_torch(ranks):
+    twins = Twins(ranks).attach()
+    for step in range(4):
+        if step % 2:
+            backward_of_passes(twins, synchronize=True)
+        else:
+            twins.backward(twins.first)
+        clip(twins, 0.05 if step < 2 else 1e6)  # scales, and leaves as it is
+        twins.step()
+        twins.first += 1
+    twins.assert_close()
+
+
+@case(2)
+def sums_of_16_bit_gradients(ranks):
+    """They are float32 where the attach asks for it; else a second pass has no room."""
+    model = ranks.shard(small_net().to(torch.bfloat16))
+    opt = ranks.attach(model, accumulate=PASSES)
+    for number in range(PASSES):
+        (loss_of(model, ranks.batch(number)) / PASSES).backward()
+    opt.step()
+    assert opt.committed_step == 1
+    opt.detach()
+    narrow = ranks.shard(small_net().to(torch.bfloat16))
+    opt = ranks.attach(narrow, job=f"{ranks.job}.narrow")
+    loss_of(narrow, ranks.batch(1)).backward()
+    with refused("E_UNSUPPORTED", "second backward pass", "accumulate"):
+        loss_of(narrow, ranks.batch(2)).backward()
+        opt.step()
+    opt.zero_grad()
+    loss_of(narrow, ranks.batch(3)).backward()
+    opt.step()
+    assert opt.committed_step == 1
+    opt.detach()
+
+
+@case(2)
+def what_a_gradient_does_not_take(ranks):
+    twins = Twins(ranks).attach()
+    twins.backward(1)
+    first = next(twins.ours.parameters())
+    for read in (lambda: first.grad.sum(), lambda: first.grad.full_tensor(), lambda: first.grad + 1):
+        with refused("E_UNSUPPORTED", "gradient of parameter", "2-norm"):
+            read()
+    with refused("E_UNSUPPORTED", "gradient of parameter", "2-norm"):
+        nn.utils.clip_grad_value_(twins.ours.parameters(), 1.0)
+    nn.utils.clip_grad_norm_([first], 1e-9)
+    with refused("E_UNSUPPORTED", "were scaled by", "all of them at once"):
+        twins.opt.step()
+    twins.opt.zero_grad()
+    twins.theirs.zero_grad()
+    twins.train(2).assert_close()
+
+
+@case(2)
+def a_backward_after_clipping(ranks):
+    """The sum would be of gradients on two scales."""
+    twins = Twins(ranks).attach()
+    twins.backward(1)
+    nn.utils.clip_grad_norm_(twins.ours.parameters(), 1e-3)
+    with refused("E_UNSUPPORTED", "second gradient", r"opt.zero_grad\(\)"):
+        loss_of(twins.ours, ranks.batch(78)).backward()
+    twins.opt.zero_grad()
+    twins.theirs.zero_grad()
+    twins.train(2).assert_close()
