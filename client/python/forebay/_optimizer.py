@@ -219,15 +219,15 @@ class ForebayOptimizer(torch.optim.Optimizer):
         scalars = (self._hyper_parameters(), self._max_grad_norm)
         self._check_members()
         self._check_backward(attachment)
-        scale = [] if self._engine.grad_scale == 1.0 else [self._engine.grad_scale]
+        scale = self._engine.grad_scale
         ended = False
         self._phase = Phase.STEPPING
         try:
             self._engine.release_all()
             self._under_way = call
             with profiled("forebay.step", ""):
-                rest = (call.frame, self._engine.timeout, *scale)
-                answer = attachment.step(call.number, *scalars, *rest)
+                timeout = self._engine.timeout
+                answer = attachment.step(call.number, *scalars, call.frame, timeout, scale)
             _, norm, _, repeated = answer
             ended = True
             if repeated and before is not None:

@@ -184,7 +184,7 @@ class Attachment:
         self.attempt = self.job.attempt
         self.present.clear()
 
-    def step(self, t, hyper, max_grad_norm, extra_state, timeout):
+    def step(self, t, hyper, max_grad_norm, extra_state, timeout, grad_scale=1.0):
         self._check("step")
         job = self.job
         if len(extra_state) > self.extra_state_bytes:
