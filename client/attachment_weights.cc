@@ -156,11 +156,12 @@ absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
   const auto bad = std::ranges::find_if(
       masters, [&](float master) { return !protocol::IsFiniteAs(layout.spec().dtype, master); });
   if (bad != masters.end()) {
-    return MakeError(ErrorId::kNonfinite,
-                     absl::StrCat("element ", first_elem + (bad - masters.begin()), " of ",
-                                  layout.DescribePartition(partition), " is ", *bad,
-                                  ", which is no finite ", std::string(Name(layout.spec().dtype))),
-                     "check the values that are written");
+    return MakeError(
+        ErrorId::kNonfinite,
+        absl::StrCat("element ", first_elem + static_cast<uint64_t>(bad - masters.begin()), " of ",
+                     layout.DescribePartition(partition), " is ", *bad, ", which is no finite ",
+                     std::string(Name(layout.spec().dtype))),
+        "check the values that are written");
   }
   const WaitLimits limits = s.Limits(timeout);
   RETURN_IF_ERROR(s.EndCopies(limits));
