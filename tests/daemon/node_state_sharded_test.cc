@@ -261,8 +261,13 @@ TEST_F(NodeStateSharded, AWriteToAnothersPartitionIsRefused) {
     EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[1], partition, 1)), ErrorId::kRank);
   }
   EXPECT_TRUE(node_.Logged<AddGradients>().empty());
-  EXPECT_EQ(node_.ErrorOf(node_.Gradient(sessions_[0], 5, 1)), ErrorId::kRange)
-      << "no such partition";
+  protocol::Command unknown{};
+  unknown.op = static_cast<uint16_t>(protocol::Op::kGradReady);
+  unknown.kind = static_cast<uint16_t>(protocol::GradKind::kReduced);
+  unknown.partition = 5;
+  unknown.step = 1;
+  unknown.length_bytes = 256;
+  EXPECT_EQ(node_.ErrorOf(node_.Command(sessions_[0], unknown)), ErrorId::kRange);
 }
 
 // Each kind of attachment takes its own kind of gradient.
