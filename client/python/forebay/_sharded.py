@@ -269,6 +269,7 @@ class ShardedEngine(Engine):
         all of them have to call it."""
         masters, at = values.detach().to(torch.float32).contiguous().view(-1), 0
         assert self.attachment is not None
+        member.shard.wait_for_replicas()  # they have read what the owner replaces
         try:
             for box in member.shard.boxes() if member.is_owned else ():
                 source = self.plan.layout.places[member.name, box]

@@ -2,6 +2,7 @@
 daemon's memory, with the bits that torch's FSDP2 has after the same."""
 
 import tempfile
+import time
 
 import torch
 from models import loss_of
@@ -129,8 +130,8 @@ def writes_into_uneven_and_empty_shards(ranks):
 
 @case(3)
 def writes_by_replicas(ranks):
-    """What is gathered on a rank that owns nothing is gathered anew too, and after the owner's
-    write."""
+    """What is gathered on a rank that owns nothing is gathered anew too, after the owner's write; the
+    owner's next write waits until such a rank, however late, comes to it too."""
     mesh = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
     ranks.mesh = mesh
     twins = equalize(Twins(ranks, reshard_after_forward=False).attach().train(1))
@@ -144,6 +145,7 @@ def writes_by_replicas(ranks):
         assert torch.equal(ours.to_local() * 1, theirs.to_local()), number
         with torch.no_grad():
             reshard(twins.theirs)
+            time.sleep(0 if ranks.rank == 0 else 0.02)  # rank 0, the owner, goes on
             losses = [loss_of(model, ranks.batch(number)) for model in (twins.ours, twins.theirs)]
         assert torch.equal(*losses), number
     reshard(twins.ours)
