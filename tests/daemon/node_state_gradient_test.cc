@@ -307,8 +307,8 @@ TEST(NodeStateGradientOrder, WaitsWithoutErrorWhereTheRanksAgree) {
   NodeHarness node(RoomyOptions());
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    sessions.push_back(
-        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
+    sessions.push_back(node.Attach(
+        layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
   }
   std::vector<uint64_t> tags;
   for (uint32_t group = 0; group < 4; ++group) {
@@ -331,8 +331,8 @@ TEST(NodeStateGradientOrder, ARankThatCallsStepIsNotWaitedFor) {
   NodeHarness node(RoomyOptions());
   std::vector<uint64_t> sessions;
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    sessions.push_back(
-        node.Attach(layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
+    sessions.push_back(node.Attach(
+        layout, {.rank = rank, .grad_arena_bytes = 2 * layout->largest_gradient_bytes()}));
   }
   std::vector<uint64_t> tags;
   for (uint32_t group = 0; group < 4; ++group) {
