@@ -14,7 +14,7 @@ from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
 from ._hooks import Engine, Group, Member, install
 from ._optimizer import ForebayOptimizer
-from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, make_plan
+from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan
 from ._reader import Reader
 from .errors import ForebayError, usage_error
 from .optimizers import Optimizer
@@ -48,19 +48,16 @@ def attach(
     from . import _core
 
     plan, torch_groups = _plan_of(model, optimizer, param_groups)
-    buffers = Buffers(model)
-    extra_state_bytes = _room_bytes(buffers, extra_state_bytes)
-    defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
-    optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
+    prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
     _print_stack_at_segv()
     attachment = _core.attach(
         socket,
         job,
         rank,
         world_size,
-        *_layout(plan, optimizer),
+        *_layout(plan, optimizer, _params_of(plan)),
         grad_arena_bytes,
-        extra_state_bytes + HEADER.size,
+        prepared.room_bytes + HEADER.size,
         timeout,
         run,
         resume,
@@ -75,18 +72,7 @@ def attach(
         _bind(plan, groups, windows, undo)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points)
-        buffers.load(attachment.extra_state, attachment.rank0_extra_state)
-        opt = ForebayOptimizer(
-            torch_groups,
-            defaults,
-            plan=plan,
-            engine=engine,
-            handles=undo.handles,
-            guards=undo.guards,
-            rule=optimizer,
-            buffers=buffers,
-            extra_state_bytes=extra_state_bytes,
-        )
+        opt = prepared.optimizer(plan, engine, attachment, undo)
     except BaseException:
         undo.run()
         raise
@@ -95,8 +81,16 @@ def attach(
     return opt
 
 
-def mode_of(model: nn.Module, mode: str | None, fsdp: Mapping[str, Any]) -> str:
-    """"shared" or "sharded". Errors: E_OPTION where the arguments contradict each other."""
+def mode_of(
+    model: nn.Module, mode: str | None, fsdp: Mapping[str, Any], sharded: Sequence[str]
+) -> str:
+    """"shared" or "sharded".
+
+    fsdp     Arguments of fully_shard(); None: not given.
+    sharded  Names of other arguments that were given and have no meaning in shared mode.
+
+    Errors  E_OPTION  the arguments contradict each other.
+    """
     if mode not in (None, "shared", "sharded"):
         raise usage_error(
             "E_OPTION", f"mode is {mode!r}", 'mode="shared", mode="sharded", or leave it out'
@@ -116,6 +110,7 @@ def mode_of(model: nn.Module, mode: str | None, fsdp: Mapping[str, Any]) -> str:
                 "pass it to fully_shard()",
             )
         return "sharded"
+    given += sharded
     if given and mode != "sharded":
         raise usage_error(
             "E_OPTION", f'{given[0]} without mode="sharded"', f'mode="sharded", {given[0]}=...'
@@ -128,7 +123,6 @@ def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
     if not is_fully_sharded(model):
         from . import _shard_plan
 
-        _shard_plan.world()
         _shard_plan.shard(model, **fsdp)
 
 
@@ -137,6 +131,8 @@ def attach_sharded(
     optimizer: Optimizer,
     *,
     job: str,
+    rank: int,
+    world_size: int,
     socket: str,
     param_groups: Iterable[Any] | None,
     extra_state_bytes: int | None,
@@ -152,31 +148,20 @@ def attach_sharded(
 
     _check_arguments(model, optimizer)
     refuse_unsupported_modules(model)
-    rank, world_size = _shard_plan.world()
     units = _fsdp.units_of(model, name_prefix)
     _shard_plan.refuse_unusable(units, model)
     parameters = _shard_plan.parameters_of(units)
-    wanted_groups = optimizer.params if param_groups is None else param_groups
-    torch_groups = _torch_groups(parameters, wanted_groups, optimizer.hyper_parameters)
-    _assign_param_groups(parameters, torch_groups)
+    torch_groups = _number_groups(parameters, optimizer, param_groups)
     plan = _shard_plan.make_plan(units, parameters)
-    buffers = Buffers(model)
-    extra_state_bytes = _room_bytes(buffers, extra_state_bytes)
-    defaults = {key: getattr(optimizer, key) for key in optimizer.hyper_parameters}
-    optimizer._rows([{**defaults, **group} for group in torch_groups])  # refused before a job is made
+    prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
     attachment = _core.attach(
         socket,
         job,
         rank,
         world_size,
-        DTYPE_NAMES[plan.dtype],
-        optimizer.name,
-        _format(optimizer, plan),
-        optimizer.seed,
-        plan.layout.params,
-        plan.layout.group_names,
+        *_layout(plan, optimizer, plan.layout.params),
         grad_arena_bytes,
-        extra_state_bytes + HEADER.size,
+        prepared.room_bytes + HEADER.size,
         timeout,
         run,
         resume,
@@ -193,18 +178,7 @@ def attach_sharded(
         engine.after_step()  # what is gathered is not the job's
         undo.guards = _sharded.ShardedGuards(model, plan, engine)
         undo.handles = _sharded.install(engine, model)
-        buffers.load(attachment.extra_state, attachment.rank0_extra_state)
-        opt = ForebayOptimizer(
-            torch_groups,
-            defaults,
-            plan=plan,
-            engine=engine,
-            handles=undo.handles,
-            guards=undo.guards,
-            rule=optimizer,
-            buffers=buffers,
-            extra_state_bytes=extra_state_bytes,
-        )
+        opt = prepared.optimizer(plan, engine, attachment, undo)
     except BaseException:
         undo.run()
         raise
@@ -226,7 +200,7 @@ def attach_reader(
     from . import _core
 
     plan, _ = _plan_of(model, optimizer, param_groups)
-    layout = _layout(plan, optimizer)
+    layout = _layout(plan, optimizer, _params_of(plan))
     attachment = _core.attach(socket, job, 0, 1, *layout, timeout=timeout, reader=True)
     return Reader(plan, attachment, timeout)
 
@@ -238,10 +212,17 @@ def _plan_of(
     _check_arguments(model, optimizer)
     refuse_unsupported_modules(model)
     plan = make_plan(model)
-    wanted_groups = optimizer.params if param_groups is None else param_groups
-    torch_groups = _torch_groups(plan.named, wanted_groups, optimizer.hyper_parameters)
-    _assign_param_groups(plan.parameters, torch_groups)
-    return plan, torch_groups
+    return plan, _number_groups(plan.named, optimizer, param_groups)
+
+
+def _number_groups(
+    parameters: Sequence[Parameter], optimizer: Optimizer, param_groups: Iterable[Any] | None
+) -> TorchGroups:
+    """The parameter groups in torch's form; each parameter gets the number of its own."""
+    wanted = optimizer.params if param_groups is None else param_groups
+    torch_groups = _torch_groups(parameters, wanted, optimizer.hyper_parameters)
+    _assign_param_groups(parameters, torch_groups)
+    return torch_groups
 
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
@@ -259,14 +240,20 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _layout(
-    plan: Plan, optimizer: Optimizer
-) -> tuple[str, str, str, int, list[tuple[str, list[int], int, int, bool]], list[str]]:
-    """What the daemon has to know of the model, in the order of _core.attach."""
-    params = [
+Params = list[tuple[str, list[int], int, int, bool]]
+
+
+def _params_of(plan: Plan) -> Params:
+    return [
         (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
         for p in plan.parameters
     ]
+
+
+def _layout(
+    plan: Plan, optimizer: Optimizer, params: Params
+) -> tuple[str, str, str, int, Params, list[str]]:
+    """What the daemon has to know of the model, in the order of _core.attach."""
     format_ = _format(optimizer, plan)
     dtype = DTYPE_NAMES[plan.dtype]
     return dtype, optimizer.name, format_, optimizer.seed, params, plan.group_names
@@ -295,6 +282,40 @@ class _Undo:
             self._attachment.detach()
         except ForebayError:
             pass  # the error of the attach says more
+
+
+class _Prepared:
+    """What an optimizer is made of, checked before there is a job."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: Optimizer,
+        torch_groups: TorchGroups,
+        extra_state_bytes: int | None,
+    ) -> None:
+        self._rule, self._torch_groups = rule, torch_groups
+        self._buffers = Buffers(model)
+        self.room_bytes = _room_bytes(self._buffers, extra_state_bytes)
+        self._defaults = {key: getattr(rule, key) for key in rule.hyper_parameters}
+        rule._rows([{**self._defaults, **group} for group in torch_groups])
+
+    def optimizer(
+        self, plan: Plan, engine: Engine, attachment: Attachment, undo: _Undo
+    ) -> ForebayOptimizer:
+        assert undo.guards is not None
+        self._buffers.load(attachment.extra_state, attachment.rank0_extra_state)
+        return ForebayOptimizer(
+            self._torch_groups,
+            self._defaults,
+            plan=plan,
+            engine=engine,
+            handles=undo.handles,
+            guards=undo.guards,
+            rule=self._rule,
+            buffers=self._buffers,
+            extra_state_bytes=self.room_bytes,
+        )
 
 
 def _room_bytes(buffers: Buffers, wanted: int | None) -> int:
@@ -445,14 +466,7 @@ def _write_initial(
             if parameter.group != group.number:
                 continue
             values = parameter.tensor.detach()
-            bad = int((~torch.isfinite(values)).sum())
-            if bad:
-                those = "value that is" if bad == 1 else "values that are"
-                raise usage_error(
-                    "E_NONFINITE",
-                    f"parameter {parameter.name} has {bad} {those} NaN or infinite at attach",
-                    "check the initialization or the loaded checkpoint",
-                )
+            check_finite(parameter.name, values)
             flat[parameter.offset : parameter.offset + values.numel()].view(values.shape).copy_(
                 values
             )

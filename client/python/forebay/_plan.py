@@ -39,6 +39,18 @@ class Parameter:
     weights: torch.dtype | None = None  # the type of its weights, where it may be another
 
 
+def check_finite(name: str, values: torch.Tensor, where: str = "") -> None:
+    """Errors: E_NONFINITE where a parameter cannot become the job's initial one."""
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        noun, verb = ("value", "is") if bad == 1 else ("values", "are")
+        raise usage_error(
+            "E_NONFINITE",
+            f"parameter {name} has {bad} {noun}{where} that {verb} NaN or infinite at attach",
+            "check the initialization or the loaded checkpoint",
+        )
+
+
 @dataclass(eq=False)
 class Plan:
     """Groups in the order of the layout: what belongs to no layer first, then the layers as the

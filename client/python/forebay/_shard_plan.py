@@ -68,12 +68,6 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
                 "attached yet",
                 'init_device_mesh("cpu", (world_size,))',
             )
-        dtypes = {one.param_dtype for one in unit.shards}
-        if len(dtypes) > 1:
-            raise unsupported(
-                f"group {unit.name} mixes the types {', '.join(sorted(map(str, dtypes)))}",
-                "give its parameters one type, or MixedPrecisionPolicy(param_dtype=...)",
-            )
         for one in unit.shards:
             managed.add(id(one.parameter))
             _refuse_shard(one)
@@ -223,12 +217,22 @@ def _types_of(one: Shard) -> str:
     return f"{one.parameter.dtype}, computed in {one.param_dtype}, reduced in {one.reduce_dtype}"
 
 
-def world() -> tuple[int, int]:
-    """Rank and size of the default process group. Errors: E_RANK where there is none."""
+def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and size of the default process group; None: the caller has not said them. Errors: E_RANK
+    where there is no group, or it is another than the caller says."""
     if not dist.is_available() or not dist.is_initialized():
         raise usage_error(
             "E_RANK",
             "sharded attachment needs a process group, and there is none",
             'torch.distributed.init_process_group("gloo") first; torchrun sets what it reads',
         )
-    return dist.get_rank(), dist.get_world_size()
+    group = dist.get_rank(), dist.get_world_size()
+    given = group[0] if rank is None else rank, group[1] if world_size is None else world_size
+    if given != group:
+        raise usage_error(
+            "E_RANK",
+            f"rank {given[0]} of {given[1]} for a process that is rank {group[0]} of {group[1]} in "
+            "the process group",
+            "leave rank and world_size out: sharded attachment takes those of the process group",
+        )
+    return group

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,9 @@ from . import _fsdp
 from ._boxes import elems_of
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
-from ._guards import Guards, InertOnCopy, second_gradient
+from ._guards import Guards, InertOnCopy
 from ._hooks import (
+    AfterAccumulate,
     Backward,
     Engine,
     Group,
@@ -27,7 +28,7 @@ from ._hooks import (
     profiled,
     raise_unless_step_raises,
 )
-from ._plan import DTYPE_NAMES, Parameter
+from ._plan import DTYPE_NAMES, Parameter, check_finite
 from ._shard_plan import ShardedPlan
 from ._shard_tensor import ShardTensor
 from .errors import ForebayError, unsupported, usage_error
@@ -62,10 +63,12 @@ class ShardMember(Member):
     """One parameter within its unit. Is the Reader of its ShardTensor, and what its GradientProxy
     speaks for."""
 
+    group: ShardGroup
+
     def __init__(self, parameter: Parameter, index: int, group: ShardGroup, one: Shard) -> None:
         self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
         self.index, self.group, self.shard = index, group, one
-        self.shard_group = group
+        self.boxes = one.boxes()
         self.local_shape, self.padded_shape = torch.Size(one.local_shape), one.padded_shape
         self._storage = parameter.tensor.untyped_storage()  # empty: that of a DTensor
         self.first = 0  # in the unit's buffer
@@ -171,9 +174,13 @@ class ShardedEngine(Engine):
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
+        for member in self.shards():
+            member.engine = weakref.ref(self)
+
+    def shards(self) -> Iterator[ShardMember]:
+        """All members, group by group."""
         for group in self.shard_groups:
-            for member in group.shard_members:
-                member.engine = weakref.ref(self)
+            yield from group.shard_members
 
     def _add(self, group: ShardGroup, parameter: Parameter, one: Shard, rank: int) -> None:
         layout = self.plan.layout
@@ -183,7 +190,7 @@ class ShardedEngine(Engine):
         if member.elems < padded_elems:
             group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
         group.elems += padded_elems
-        member.is_owned = any(layout.owner[one.name, box] == rank for box in one.boxes())
+        member.is_owned = any(layout.owner[one.name, box] == rank for box in member.boxes)
         member.copies = self._copies_of([member], in_unit=False)
         group.shard_members.append(member)
         group.members.append(member)
@@ -194,7 +201,7 @@ class ShardedEngine(Engine):
         copies: list[tuple[int, int, int, int]] = []
         for member in members:
             at = (member.first if in_unit else 0) * self._width
-            for box in member.shard.boxes():
+            for box in member.boxes:
                 source = self.plan.layout.places[member.name, box]
                 size = source.elems * self._width
                 if copies:
@@ -216,7 +223,7 @@ class ShardedEngine(Engine):
 
     def padded(self, member: ShardMember) -> torch.Tensor:
         """The member's part of what its unit's gather takes; the first that asks brings all."""
-        group = member.shard_group
+        group = member.group
         if group.buffer is None or member.index in group.taken:
             began = time.monotonic_ns()
             group.forget_weights()
@@ -244,7 +251,7 @@ class ShardedEngine(Engine):
         assert self.attachment is not None
         masters = torch.empty(member.shard.local_shape, dtype=torch.float32)
         flat, at = masters.view(-1), 0
-        for first, run, stride, runs in member.shard.boxes():
+        for first, run, stride, runs in member.boxes:
             for begin in range(first, first + runs * stride, stride):
                 view, _ = self.attachment.read_state(
                     member.name, "master", begin, run, self.timeout
@@ -271,14 +278,14 @@ class ShardedEngine(Engine):
         assert self.attachment is not None
         member.shard.wait_for_replicas()  # they have read what the owner replaces
         try:
-            for box in member.shard.boxes() if member.is_owned else ():
+            for box in member.boxes if member.is_owned else ():
                 source = self.plan.layout.places[member.name, box]
                 part = masters[at : at + source.elems]
                 self.attachment.write_masters(source.partition, source.first, part, self.timeout)
                 at += source.elems
         finally:
             member.shard.wait_for_replicas()  # they read what the owner has written
-            self.forget_weights(member.shard_group)
+            self.forget_weights(member.group)
 
     def forget_weights(self, group: ShardGroup) -> None:
         """What is gathered or on its way is of before."""
@@ -338,16 +345,16 @@ class ShardedEngine(Engine):
         if all(unit.is_idle for unit in self.plan.units):
             return
         _fsdp.reset(self.plan.units)
-        for group in self.groups:
-            for member in group.members:
-                if member.arrived:
-                    member.tensor.grad = member.delivered
+        for member in self.shards():
+            if member.arrived:
+                member.tensor.grad = member.delivered
 
     def collect_gradient(self, member: Member) -> None:
         """Moves the reduced gradient of this rank's shard to the daemon's memory."""
         assert isinstance(member, ShardMember)
-        attachment = self.attachment
-        if attachment is None:
+        if torch._C._current_graph_task_id() != -1:  # else a pipeline schedule reduces
+            self.enter_backward()
+        if self.attachment is None:
             return
         gradient: Any = member.tensor.grad
         if gradient is member.delivered:
@@ -365,7 +372,12 @@ class ShardedEngine(Engine):
         if not in_autograd:  # a pipeline schedule reduces, once a step
             self._backwards += 1
         if member.arrived and (member.scale != 1.0 or member.backward == self._backwards):
-            raise second_gradient(member.name)
+            cause = "its gradient was scaled" if member.scale != 1.0 else "one, in the same backward"
+            raise unsupported(
+                f"parameter {member.name} received a second gradient after {cause}",
+                "clip after the last backward of a step, run forward before each backward; "
+                "opt.zero_grad() leaves out what was delivered",
+            )
         if self._pass not in (0, self._backwards) and self._arrived() > 0:
             self.attachment.begin_pass()
         self._pass = member.backward = self._backwards
@@ -396,7 +408,7 @@ class ShardedEngine(Engine):
     @property
     def grad_scale(self) -> float:
         """What the caller has scaled the gradient by. Errors: E_UNSUPPORTED where not all alike."""
-        scaled = [m for group in self.shard_groups for m in group.shard_members if m.arrived]
+        scaled = [member for member in self.shards() if member.arrived]
         scales = {member.scale for member in scaled}
         if len(scales) > 1:
             one = next(member for member in scaled if member.scale != scaled[0].scale)
@@ -410,9 +422,8 @@ class ShardedEngine(Engine):
     def forget_gradients(self) -> None:
         super().forget_gradients()
         self._pass = 0
-        for group in self.shard_groups:
-            for member in group.shard_members:
-                member.scale, member.replica_norm = 1.0, None
+        for member in self.shards():
+            member.scale, member.replica_norm = 1.0, None
 
     def flush(self, attachment: Attachment, group: Group) -> None:
         partition = self._partition_of.get(group.number)
@@ -438,9 +449,8 @@ class BeforeForward(InertOnCopy):
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputation within a backward
             return
-        for group in engine.shard_groups:
-            for member in group.shard_members:
-                member.check()
+        for member in engine.shards():
+            member.check()
         engine.reset_unless_idle()
 
 
@@ -463,34 +473,16 @@ class AfterForward(InertOnCopy):
             engine.enter_backward()
 
 
-class AfterReduce(InertOnCopy):
-    """FSDP2 calls it for each sharded parameter whose gradient it has reduced."""
-
-    def __init__(self, engine: ShardedEngine, member: ShardMember) -> None:
-        self._engine, self._member = weakref.ref(engine), weakref.ref(member)
-
-    def __call__(self, _parameter: torch.Tensor) -> None:
-        engine, member = self._engine(), self._member()
-        if engine is None or member is None:
-            return
-        began = time.monotonic_ns()
-        if torch._C._current_graph_task_id() != -1:  # else a pipeline schedule reduces
-            engine.enter_backward()
-        with torch.no_grad():
-            engine.collect_gradient(member)
-        engine.clock.add("grad", member.group.name, began)
-
-
 def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
     """Puts every hook; returns the handles that remove them."""
     forward: list[RemovableHandle] = [
         model.register_forward_pre_hook(BeforeForward(engine), prepend=True),
         model.register_forward_hook(AfterForward(engine)),
     ]
+    # FSDP2 calls it for each sharded parameter whose gradient it has reduced.
     return forward + [
-        member.tensor.register_post_accumulate_grad_hook(AfterReduce(engine, member))  # type: ignore[no-untyped-call]
-        for group in engine.shard_groups
-        for member in group.shard_members
+        member.tensor.register_post_accumulate_grad_hook(AfterAccumulate(engine, member))  # type: ignore[no-untyped-call]
+        for member in engine.shards()
         if member.trainable
     ]
 
@@ -498,7 +490,7 @@ def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
 def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> None:
     """The values of this process's shards become the job's."""
     layout = engine.plan.layout
-    members = {m.index: m for group in engine.shard_groups for m in group.shard_members}
+    members = {member.index: member for member in engine.shards()}
     for number, (_, owner, boxes) in enumerate(layout.partitions):
         if owner != rank:
             continue
@@ -508,14 +500,7 @@ def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> N
         for param in dict.fromkeys(box[0] for box in boxes):
             member = members[param]
             values = member.shard.local.detach().reshape(-1)
-            bad = int((~torch.isfinite(values)).sum())
-            if bad:
-                raise usage_error(
-                    "E_NONFINITE",
-                    f"parameter {member.name} has {bad} values in this rank's shard that are NaN or "
-                    "infinite at attach",
-                    "check the initialization or the loaded checkpoint",
-                )
+            check_finite(member.name, values, " in this rank's shard")
             flat[at : at + values.numel()].copy_(values)
             at += values.numel()
         assert at == elems, "a rank owns all boxes of its shard of a parameter, or none"
@@ -529,12 +514,11 @@ def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> N
 def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:
     """Every shard becomes a ShardTensor; returns what they were."""
     before = []
-    for group in engine.shard_groups:
-        for member in group.shard_members:
-            local = member.shard.local
-            before.append((member, member.shard.padded.view(member.padded_shape)))
-            wrapper = ShardTensor(member, local)
-            member.shard.set_local(wrapper, torch.empty(0, dtype=local.dtype))
+    for member in engine.shards():
+        local = member.shard.local
+        before.append((member, member.shard.padded.view(member.padded_shape)))
+        wrapper = ShardTensor(member, local)
+        member.shard.set_local(wrapper, torch.empty(0, dtype=local.dtype))
     return before
 
 
@@ -569,17 +553,17 @@ class ShardedGuards(Guards):
         self._handles.append(module._register_load_state_dict_pre_hook(AssignGuard(name or "the model")))  # type: ignore[no-untyped-call]
 
     def check_parameters(self) -> None:
-        engine = self._engine()
-        for group in [] if engine is None else engine.shard_groups:
-            for member in group.shard_members:
-                if not member.shard.is_in_place:
-                    raise unsupported(
-                        f"parameter {member.name} was replaced or removed after attach",
-                        "put it back, or opt.detach() first and attach again as another job",
-                    )
+        for member in self._shards():
+            if not member.shard.is_in_place:
+                raise unsupported(
+                    f"parameter {member.name} was replaced or removed after attach",
+                    "put it back, or opt.detach() first and attach again as another job",
+                )
 
     def give_private_copies(self) -> None:
+        for member in self._shards():
+            member.make_private()
+
+    def _shards(self) -> Iterable[ShardMember]:
         engine = self._engine()
-        for group in [] if engine is None else engine.shard_groups:
-            for member in group.shard_members:
-                member.make_private()
+        return () if engine is None else engine.shards()

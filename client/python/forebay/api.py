@@ -98,12 +98,27 @@ def attach(
     """
     from . import _attach
 
+    fsdp = {
+        "mesh": mesh,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "wrap": wrap,
+    }
+    passes = _passes(accumulate)
+    sharded = [name for name, given in (("name_prefix", name_prefix), ("accumulate", passes > 1)) if given]
+    is_sharded = _attach.mode_of(model, mode, fsdp, sharded) == "sharded"
+    if is_sharded:
+        from . import _shard_plan
+
+        rank, world_size = _shard_plan.world(rank, world_size)
     world_size = _rank_number("world_size", world_size, 1)
     _refuse_several_nodes(world_size)
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
     options: dict[str, Any] = {
         "job": _job_name(job),
+        "rank": _rank_number("rank", rank, 0),
+        "world_size": world_size,
         "socket": _socket_path(socket),
         "param_groups": param_groups,
         "extra_state_bytes": extra_state_bytes,
@@ -112,24 +127,12 @@ def attach(
         "run": run or run_token(),
         "resume": resume,
     }
-    rank = _rank_number("rank", rank, 0)
-    fsdp = {
-        "mesh": mesh,
-        "mp_policy": mp_policy,
-        "reshard_after_forward": reshard_after_forward,
-        "wrap": wrap,
-    }
-    if _attach.mode_of(model, mode, fsdp) == "shared":
-        return _attach.attach(
-            model, optimizer or AdamW(), rank=rank, world_size=world_size, **options
-        )
+    optimizer = optimizer or AdamW()
+    if not is_sharded:
+        return _attach.attach(model, optimizer, **options)
     _attach.shard(model, fsdp)
     return _attach.attach_sharded(
-        model,
-        optimizer or AdamW(),
-        name_prefix=name_prefix,
-        accumulate=_rank_number("accumulate", accumulate, 1) > 1,
-        **options,
+        model, optimizer, name_prefix=name_prefix, accumulate=passes > 1, **options
     )
 
 
@@ -194,6 +197,17 @@ def _rank_number(name: str, value: Any, least: int) -> int:
             "E_RANK",
             f"{name} ({variable}) is {given!r}, not a whole number from {least} on",
             "torchrun sets RANK and WORLD_SIZE; alone leave them out",
+        )
+    return number
+
+
+def _passes(accumulate: Any) -> int:
+    number = _whole(accumulate)
+    if number is None or number < 1:
+        raise usage_error(
+            "E_OPTION",
+            f"accumulate is {accumulate!r}, not a number of backward passes",
+            "accumulate=8 for steps of at most 8 backward passes",
         )
     return number
 

@@ -248,6 +248,17 @@ def arguments_that_contradict_the_model(ranks):
     at_attach(ranks, model, "E_OPTION", "mode is 'zero3'", 'mode="shared"', mode="zero3")
     message, hint = 'wrap without mode="sharded"', 'mode="sharded", wrap='
     at_attach(ranks, small_net(), "E_OPTION", message, hint, wrap=[])
+    message, hint = 'name_prefix without mode="sharded"', 'mode="sharded", name_prefix='
+    at_attach(ranks, small_net(), "E_OPTION", message, hint, name_prefix="stage0.")
+    message, hint = 'accumulate without mode="sharded"', 'mode="sharded", accumulate='
+    at_attach(ranks, small_net(), "E_OPTION", message, hint, accumulate=2)
+    for wrong in (0, -1, 1.5, "many", None):
+        message = f"accumulate is {wrong!r}, not a number of backward passes"
+        at_attach(ranks, model, "E_OPTION", re.escape(message), "accumulate=8", accumulate=wrong)
+    for wrong in ({"rank": ranks.rank + 1}, {"world_size": 3}, {"rank": 0, "world_size": 1}):
+        message = f"rank {wrong.get('rank', ranks.rank)} of {wrong.get('world_size', 2)} for a process"
+        at_attach(ranks, model, "E_RANK", message, "leave rank and world_size out", **wrong)
+    ranks.attach(model, rank=ranks.rank, world_size=2).detach()
 
 
 @case(2, 3)
