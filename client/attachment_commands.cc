@@ -84,20 +84,8 @@ absl::Status Attachment::WriteInitial(uint32_t partition, std::span<const std::b
                      absl::StrCat(s.parts.layout->is_shared() ? "group " : "partition ", partition,
                                   " has ", partition_bytes, " bytes, not ", bytes.size()));
   }
-  const WaitLimits limits = s.Limits(timeout);
-  const uint64_t piece_bytes_max = internal::PieceBytes(*s.parts.layout);
-  const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
-  for (uint64_t begin = 0; begin < partition_bytes; begin += piece_bytes_max) {
-    const uint64_t piece_bytes = std::min(piece_bytes_max, partition_bytes - begin);
-    ASSIGN_OR_RETURN(BusyRange range, s.WaitForRange(piece_bytes, limits));
-    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), bytes.subspan(begin, piece_bytes)));
-    Command command = MakeCommand(Op::kWriteInitial, partition);
-    command.arena_offset_bytes = range.offset_bytes();
-    command.length_bytes = piece_bytes;
-    command.element_offset = begin / width;
-    RETURN_IF_ERROR(s.Call(command, &range, limits).status());
-  }
-  return absl::OkStatus();
+  return s.SendElements(Op::kWriteInitial, partition, 0, bytes,
+                        SizeBytes(s.parts.layout->spec().dtype), s.Limits(timeout));
 }
 
 absl::Status Attachment::InitialDone(Timeout timeout) {

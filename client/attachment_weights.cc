@@ -166,21 +166,8 @@ absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
   const WaitLimits limits = s.Limits(timeout);
   RETURN_IF_ERROR(s.EndCopies(limits));
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
-  // Whole units: what is written of the initial parameters is known by units.
-  const uint64_t unit = std::min(elems, protocol::kGradUnitElems);
-  const uint64_t piece_elems = internal::PieceBytes(layout) / sizeof(float) / unit * unit;
-  for (uint64_t done = 0; done < masters.size();) {
-    const auto piece = masters.subspan(done, std::min(piece_elems, masters.size() - done));
-    ASSIGN_OR_RETURN(internal::BusyRange range, s.WaitForRange(piece.size_bytes(), limits));
-    RETURN_IF_ERROR(s.CopyToArena(range.offset_bytes(), std::as_bytes(piece)));
-    protocol::Command command = MakeCommand(Op::kWriteMasters, partition);
-    command.arena_offset_bytes = range.offset_bytes();
-    command.length_bytes = piece.size_bytes();
-    command.element_offset = first_elem + done;
-    RETURN_IF_ERROR(s.Call(command, &range, limits).status());
-    done += piece.size();
-  }
-  return absl::OkStatus();
+  return s.SendElements(Op::kWriteMasters, partition, first_elem, std::as_bytes(masters),
+                        sizeof(float), limits);
 }
 
 absl::StatusOr<size_t> Attachment::GiveBackCopied() {

@@ -205,6 +205,25 @@ absl::Status Attachment::State::CopyToArena(uint64_t arena_offset,
   return stream->Synchronize();
 }
 
+absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition,
+                                             uint64_t first_elem, std::span<const std::byte> bytes,
+                                             uint64_t width, const WaitLimits& limits) {
+  const uint64_t unit =
+      width * std::min(parts.layout->partitions()[partition].elems, protocol::kGradUnitElems);
+  const uint64_t piece_bytes_max = internal::PieceBytes(*parts.layout) / unit * unit;
+  for (uint64_t begin = 0; begin < bytes.size(); begin += piece_bytes_max) {
+    const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
+    ASSIGN_OR_RETURN(BusyRange range, WaitForRange(piece.size(), limits));
+    RETURN_IF_ERROR(CopyToArena(range.offset_bytes(), piece));
+    protocol::Command command = MakeCommand(op, partition);
+    command.arena_offset_bytes = range.offset_bytes();
+    command.length_bytes = piece.size();
+    command.element_offset = first_elem + begin / width;
+    RETURN_IF_ERROR(Call(command, &range, limits).status());
+  }
+  return absl::OkStatus();
+}
+
 // ---------------------------------------- the lock of a call
 
 Attachment::CallLock::CallLock(State& state) : state_(state) {

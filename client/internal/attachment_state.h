@@ -173,6 +173,11 @@ struct Attachment::State {
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
   absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
+  // A partition's elements of `width` bytes from `first_elem` on, a piece a command: of whole units,
+  // in which the daemon knows what is written of the initial parameters.
+  absl::Status SendElements(protocol::Op op, uint32_t partition, uint64_t first_elem,
+                            std::span<const std::byte> bytes, uint64_t width,
+                            const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies) const;
   // One lease for each partition, in the order of `copies`; none where one fails.

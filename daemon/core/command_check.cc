@@ -80,17 +80,16 @@ absl::Status CheckOwner(uint32_t partition, const Layout& layout, const CommandL
                    "each rank writes the parameters and gradients of its own partitions");
 }
 
-// Whole elements of the partition, within the gradients' part of the arena.
-absl::Status CheckMasters(const Command& command, const Layout& layout,
-                          const ByteRange& gradients) {
-  const uint64_t elems = command.length_bytes / sizeof(float);
-  const uint64_t partition_elems = layout.partitions()[command.partition].elems;
-  if (elems == 0 || command.length_bytes % sizeof(float) != 0 || elems > partition_elems ||
-      command.element_offset > partition_elems - elems) {
+// Whole float32 elements of something that has `elems`, within the gradients' part of the arena.
+absl::Status CheckFloats(const Command& command, uint64_t elems, std::string_view what,
+                         const ByteRange& gradients) {
+  const uint64_t count = command.length_bytes / sizeof(float);
+  if (count == 0 || command.length_bytes % sizeof(float) != 0 || count > elems ||
+      command.element_offset > elems - count) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat(command.length_bytes, " bytes of float32 from element ",
-                                  command.element_offset, " are outside partition ",
-                                  command.partition, ", which has ", partition_elems, " elements"));
+                                  command.element_offset, " are outside ", std::string(what),
+                                  " of ", elems, " elements"));
   }
   return CheckWithin(command, gradients);
 }
@@ -133,12 +132,15 @@ absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
                    "deliver gradients of trainable parameters alone");
 }
 
+// Of the commands whose `partition` is a parameter.
+absl::Status CheckParam(uint32_t param, const Layout& layout) {
+  if (param < layout.params().size()) return absl::OkStatus();
+  return MakeError(ErrorId::kRange, absl::StrCat("there is no parameter ", param, ": the job has ",
+                                                 layout.params().size(), " parameters"));
+}
+
 absl::Status CheckGradNorm(const Command& command, const Layout& layout) {
-  if (command.partition >= layout.params().size()) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("there is no parameter ", command.partition, ": the job has ",
-                                  layout.params().size(), " parameters"));
-  }
+  RETURN_IF_ERROR(CheckParam(command.partition, layout));
   if (!layout.is_shared()) return absl::OkStatus();
   return MakeError(ErrorId::kUnsupported,
                    "the norm of one parameter's gradient with shared attachment",
@@ -147,11 +149,7 @@ absl::Status CheckGradNorm(const Command& command, const Layout& layout) {
 
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
-  if (command.partition >= layout.params().size()) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("there is no parameter ", command.partition, ": the job has ",
-                                  layout.params().size(), " parameters"));
-  }
+  RETURN_IF_ERROR(CheckParam(command.partition, layout));
   const protocol::ParamPlace& param = layout.params()[command.partition];
   const std::string& name = layout.spec().params[command.partition].name;
   const size_t states = protocol::StateNames(layout.spec().optimizer).size();
@@ -163,15 +161,7 @@ absl::Status CheckReadState(const Command& command, const Layout& layout,
     return MakeError(ErrorId::kRange, absl::StrCat("parameter ", name, " is frozen: no states"),
                      "its weights are all there is of it");
   }
-  const uint64_t elems = command.length_bytes / sizeof(float);
-  if (elems == 0 || command.length_bytes % sizeof(float) != 0 || elems > param.elems ||
-      command.element_offset > param.elems - elems) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat(command.length_bytes, " bytes of float32 from element ",
-                                  command.element_offset, " are outside parameter ", name, " of ",
-                                  param.elems, " elements"));
-  }
-  return CheckWithin(command, gradients);
+  return CheckFloats(command, param.elems, absl::StrCat("parameter ", name), gradients);
 }
 
 absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& layout) {
@@ -221,7 +211,8 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
     case Op::kWriteInitial:
       return CheckElemRange(command, layout, layout.spec().dtype, gradients);
     case Op::kWriteMasters:
-      return CheckMasters(command, layout, gradients);
+      return CheckFloats(command, layout.partitions()[command.partition].elems,
+                         absl::StrCat("partition ", command.partition), gradients);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckGradKind(command.kind, layout));
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));

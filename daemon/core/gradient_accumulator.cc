@@ -37,10 +37,6 @@ void GradientAccumulator::Forget() {
   fault_ = absl::OkStatus();
 }
 
-std::string GradientAccumulator::NameOf(uint32_t partition) const {
-  return layout_->DescribePartition(partition);
-}
-
 uint32_t GradientAccumulator::FirstRank(uint32_t partition) const {
   return layout_->is_shared() ? 0 : layout_->partitions()[partition].owner;
 }
@@ -131,8 +127,10 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
                MakeError(ErrorId::kGradRepeat,
                          absl::StrCat("rank ", rank, " has delivered gradients of elements ",
                                       delivery.begin, " to ", delivery.end, " of ",
-                                      NameOf(delivery.partition), " in step ", step),
-                         "gradient accumulation over several backward passes is not supported"));
+                                      layout_->DescribePartition(delivery.partition), " in step ", step),
+                         layout_->is_shared()
+                             ? "shared attachment takes one backward pass a step"
+                             : "begin a pass before its gradients are delivered"));
     return;
   }
   Cut(delivery.partition, delivery.begin, delivery.end);
@@ -145,7 +143,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
                MakeError(ErrorId::kStep,
                          absl::StrCat("rank ", rank, " called step ", step,
                                       " before it delivered elements ", delivery.begin, " to ",
-                                      delivery.end, " of ", NameOf(delivery.partition),
+                                      delivery.end, " of ", layout_->DescribePartition(delivery.partition),
                                       ": they count as zero in this step")));
     return;
   }
@@ -228,7 +226,7 @@ void GradientAccumulator::TryAddAll() {
 void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   const auto it = partitions_[partition].cells.find(begin);
   Cell& cell = it->second;
-  if (cell.adding || cell.summed) return;
+  if (cell.adding || cell.summed || ANormReads(partition, begin, cell.end)) return;
   if (!MayStart()) {
     blocked_ = true;
     return;
@@ -312,7 +310,7 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
     fault_ = MakeError(
         ErrorId::kNonfinite,
         absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
-                     NameOf(pass.partition), " in step ", step_, " holds NaN or infinity"),
+                     layout_->DescribePartition(pass.partition), " in step ", step_, " holds NaN or infinity"),
         "the step was not applied; repeat it with other gradients");
     AnswerOnce(culprit, fault_);
     return;
@@ -331,13 +329,15 @@ void GradientAccumulator::OnSummed(const TaskDone& done) {
   FOREBAY_CHECK(norm != norms_.end());
   norm->tasks.erase(done.task);
   norm->squares.Merge(done.squares);
+  const bool ends = norm->tasks.empty();
   TryNorms();
+  if (ends) TryAddAll();
 }
 
 void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
   if (!done.squares.finite()) {
     fault_ = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the sum of the ranks' gradients for ", NameOf(pass.partition),
+                       absl::StrCat("the sum of the ranks' gradients for ", layout_->DescribePartition(pass.partition),
                                     " in step ", step_, " is not finite"),
                        "the step was not applied; repeat it with other gradients");
     return;
@@ -390,6 +390,16 @@ bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
     if (it->second.adding || !it->second.waiting.empty()) return false;
   }
   return true;
+}
+
+bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const {
+  return std::ranges::any_of(norms_, [=](const Norm& norm) {
+    return !norm.tasks.empty() &&
+           std::ranges::any_of(norm.boxes, [=](const protocol::BoxPlace& place) {
+             return place.partition == partition && place.partition_elem < end &&
+                    begin < place.partition_elem + place.box.elems();
+           });
+  });
 }
 
 void GradientAccumulator::TryNorms() {
@@ -536,7 +546,7 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   AnswerOnce(contribution,
              MakeError(ErrorId::kRankLost,
                        absl::StrCat("the gradient of rank ", delivery.rank, " for ",
-                                    NameOf(delivery.partition), " in step ", step_,
+                                    layout_->DescribePartition(delivery.partition), " in step ", step_,
                                     " waits for rank ", missing_rank, ", which has detached"),
                        "attach that rank again"));
   Cells& cells = partitions_[delivery.partition].cells;

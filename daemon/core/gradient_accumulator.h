@@ -166,6 +166,8 @@ class GradientAccumulator {
   void SplitAt(Partition& partition, uint64_t elem);
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsSummed(const protocol::BoxPlace& place) const;
+  // A norm is being taken of some of the range: nothing is added to it meanwhile.
+  bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
   void AnswerNorms(const absl::Status& status);
   bool MayStart() const;
@@ -187,7 +189,6 @@ class GradientAccumulator {
   void Forget();
   uint64_t BytesOf(const Delivery& delivery) const;
   uint64_t OverflowOffset(uint32_t rank, uint32_t slot) const;
-  std::string NameOf(uint32_t partition) const;
   // Ranks that contribute to a partition: [FirstRank, EndRank).
   uint32_t FirstRank(uint32_t partition) const;
   uint32_t EndRank(uint32_t partition) const;

@@ -148,20 +148,11 @@ void StateAccess::OnAccessed(const TaskDone& done) {
   EndPiece(status);
 }
 
-// The block's next version, with the same identity.
 void StateAccess::StartWrite() {
   const uint32_t block = current_.pieces.front().block;
   phase_ = Phase::kWriting;
-  const std::optional<BlockLedger::Target> target = pipeline_.ledger().BeginWrite(block);
-  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
-  BlockPlace place = pipeline_.PlaceOf(block);
-  place.slot = target->slot;
   io_.Start(TaskKind::kWriteMasters, 0,
-            WriteBlock{.place = place,
-                       .bytes = pipeline_.map().bytes(block),
-                       .identity = pipeline_.IdentityOf(block),
-                       .checksum = checksum_,
-                       .pause = target->pause});
+            pipeline_.BeginWrite(block, pipeline_.IdentityOf(block), checksum_));
 }
 
 void StateAccess::OnWritten(const TaskDone& done) {

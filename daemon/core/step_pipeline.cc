@@ -333,18 +333,23 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   return absl::OkStatus();
 }
 
-void StepPipeline::StartWrite(uint32_t block, uint64_t checksum) {
+WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identity,
+                                    uint64_t checksum) {
   const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
   FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
   BlockPlace place = PlaceOf(block);
   place.slot = target->slot;
-  const TaskId task = io_.Start(
-      TaskKind::kWriteBlock, 0,
-      WriteBlock{.place = place,
-                 .bytes = map_.bytes(block),
-                 .identity = {.job = io_.job(), .block = block, .written_step = order_.step},
-                 .checksum = checksum,
-                 .pause = target->pause});
+  return {.place = place,
+          .bytes = map_.bytes(block),
+          .identity = identity,
+          .checksum = checksum,
+          .pause = target->pause};
+}
+
+void StepPipeline::StartWrite(uint32_t block, uint64_t checksum) {
+  const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
+  const TaskId task =
+      io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
   tasks_.emplace(task, Running{.block = block, .checksum = checksum});
 }
 

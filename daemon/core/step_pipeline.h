@@ -110,6 +110,8 @@ class StepPipeline {
   void AddSpareSlot();
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
   void ReturnSurplusSlots();
+  // The write of a staged block's next bytes to a free slot.
+  WriteBlock BeginWrite(uint32_t block, const BlockIdentity& identity, uint64_t checksum);
   // An error with the block and the first parameter that has elements in it.
   absl::Status DescribeBlock(const absl::Status& status, uint32_t block) const;
   // Whether the job can go on as soon as a staging slot is free.

@@ -26,15 +26,22 @@ std::span<std::byte> Part(const ArenaRegistry::Arena& arena, uint64_t offset_byt
 }
 
 // A block where it is, and its job's weights.
-StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t block_bytes,
-                     SwapSpace* swap) {
+// The job's weights and types, without a block.
+StateMemory WeightsOf(const JobMemory& job) {
   const protocol::LayoutSpec& spec = job.layout->spec();
   return {.weights = job.weights->bytes(),
-          .block = place.resident ? Part(job.state, place.state_offset_bytes, block_bytes)
-                                  : swap->Slot(place.staging_slot, block_bytes),
+          .block = {},
           .optimizer = spec.optimizer,
           .format = spec.format,
           .dtype = spec.dtype};
+}
+
+StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t block_bytes,
+                     SwapSpace* swap) {
+  StateMemory memory = WeightsOf(job);
+  memory.block = place.resident ? Part(job.state, place.state_offset_bytes, block_bytes)
+                                : swap->Slot(place.staging_slot, block_bytes);
+  return memory;
 }
 
 // Partition whose accumulator lies at an offset of the step arena: they lie there in order.
@@ -430,25 +437,16 @@ void Executor::Run(SetMasters& action) {
   JobMemory& job = jobs_.at(action.job);
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
   const auto from = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
-  if (!action.in_block) {
-    const StateMemory weights{.weights = job.weights->bytes(),
-                              .block = {},
-                              .optimizer = job.layout->spec().optimizer,
-                              .format = job.layout->spec().format,
-                              .dtype = job.layout->spec().dtype};
-    PostTask(action.task, [action, grad, from, weights] {
-      return Counted(RunSetMasters(action, weights, from) ? 0 : 1);
-    });
-    return;
-  }
-  const SetMasters::InBlock& in_block = *action.in_block;
-  const StateMemory memory = StatesAt(job, in_block.place, in_block.block_bytes, swap_);
-  if (in_block.place.resident) {
+  const StateMemory memory =
+      action.in_block ? StatesAt(job, action.in_block->place, action.in_block->block_bytes, swap_)
+                      : WeightsOf(job);
+  if (!action.in_block || action.in_block->place.resident) {
     PostTask(action.task, [action, grad, from, memory] {
       return Counted(RunSetMasters(action, memory, from) ? 0 : 1);
     });
     return;
   }
+  const SetMasters::InBlock& in_block = *action.in_block;
   const auto expected = swap_->Expected(in_block.place, in_block.identity, in_block.checksum);
   PostTask(action.task, [action, grad, from, memory, expected, nonce = swap_->nonce()] {
     TaskDone done;

@@ -105,6 +105,26 @@ TEST_F(NodeStateAccumulate, APassThatArrivesWhileTheOneBeforeIsAddedWaitsForIt) 
   EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 2 + 1.0));
 }
 
+TEST_F(NodeStateAccumulate, NothingIsAddedToWhatANormIsBeingTakenOf) {
+  Deliver(0, 0, 9100);
+  const uint64_t of_first = node_.GradNorm(sessions_[0], 0);
+  ASSERT_EQ(node_.Running<SumGradient>().size(), 1U);
+  node_.BeginPass(sessions_[0]);
+  const uint64_t second = node_.GradientRange(sessions_[0], 0, 0, 9100, 1);
+  EXPECT_TRUE(node_.Running<AddGradients>().empty());
+  node_.RunTasks();
+  EXPECT_EQ(node_.answer(of_first)->completion.norm, 1.0) << "of the pass before";
+  EXPECT_EQ(node_.ErrorOf(second), ErrorId::kNone);
+  EXPECT_EQ(NormOf(0, 0), std::sqrt(2.0));
+  // p1 ends the partition: what is added at its begin goes on.
+  node_.GradNorm(sessions_[0], 1);
+  node_.BeginPass(sessions_[0]);
+  const uint64_t elsewhere = node_.GradientRange(sessions_[0], 0, 0, 4096, 1);
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(elsewhere), ErrorId::kNone);
+}
+
 TEST_F(NodeStateAccumulate, WithoutAFurtherPassASecondGradientIsRefused) {
   Deliver(0, 0, 9100);
   const uint64_t tag = node_.Gradient(sessions_[0], 0, 1);
