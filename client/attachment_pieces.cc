@@ -185,8 +185,8 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
         ErrorId::kGradRepeat,
         absl::StrCat("a second gradient of parameter ", name, " in step ", s.committed_step() + 1),
         layout.is_shared() ? "shared attachment takes one backward pass a step: call step after "
-                                 "each, or drop the gradients"
-                               : "call BeginPass before the gradients of a further backward pass");
+                             "each, or drop the gradients"
+                           : "call BeginPass before the gradients of a further backward pass");
   }
   s.SetGradient(param);
   const absl::Status status = s.CopyToPieces(param, bytes, s.Limits(timeout));

@@ -215,7 +215,7 @@ absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition
     const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
     ASSIGN_OR_RETURN(BusyRange range, WaitForRange(piece.size(), limits));
     RETURN_IF_ERROR(CopyToArena(range.offset_bytes(), piece));
-    protocol::Command command = MakeCommand(op, partition);
+    protocol::Command command = internal::MakeCommand(op, partition);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece.size();
     command.element_offset = first_elem + begin / width;

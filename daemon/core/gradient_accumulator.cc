@@ -123,14 +123,14 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   }
   if (!delivery.further &&
       DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
-    io_.Answer(delivery.command,
-               MakeError(ErrorId::kGradRepeat,
-                         absl::StrCat("rank ", rank, " has delivered gradients of elements ",
-                                      delivery.begin, " to ", delivery.end, " of ",
-                                      layout_->DescribePartition(delivery.partition), " in step ", step),
-                         layout_->is_shared()
-                             ? "shared attachment takes one backward pass a step"
-                             : "begin a pass before its gradients are delivered"));
+    io_.Answer(
+        delivery.command,
+        MakeError(ErrorId::kGradRepeat,
+                  absl::StrCat("rank ", rank, " has delivered gradients of elements ",
+                               delivery.begin, " to ", delivery.end, " of ",
+                               layout_->DescribePartition(delivery.partition), " in step ", step),
+                  layout_->is_shared() ? "shared attachment takes one backward pass a step"
+                                       : "begin a pass before its gradients are delivered"));
     return;
   }
   Cut(delivery.partition, delivery.begin, delivery.end);
@@ -139,12 +139,13 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   const auto end = cells.lower_bound(delivery.end);
   const auto passed = [rank](const auto& entry) { return rank < entry.second.next_rank; };
   if (!delivery.further && std::any_of(begin, end, passed)) {
-    io_.Answer(delivery.command,
-               MakeError(ErrorId::kStep,
-                         absl::StrCat("rank ", rank, " called step ", step,
-                                      " before it delivered elements ", delivery.begin, " to ",
-                                      delivery.end, " of ", layout_->DescribePartition(delivery.partition),
-                                      ": they count as zero in this step")));
+    io_.Answer(
+        delivery.command,
+        MakeError(ErrorId::kStep,
+                  absl::StrCat("rank ", rank, " called step ", step,
+                               " before it delivered elements ", delivery.begin, " to ",
+                               delivery.end, " of ", layout_->DescribePartition(delivery.partition),
+                               ": they count as zero in this step")));
     return;
   }
   const Id id = ++last_id_;
@@ -307,11 +308,11 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
   const Pass& pass = node.mapped();
   if (done.count > 0) {
     Contribution& culprit = contributions_.at(pass.sources.at(done.count - 1));
-    fault_ = MakeError(
-        ErrorId::kNonfinite,
-        absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
-                     layout_->DescribePartition(pass.partition), " in step ", step_, " holds NaN or infinity"),
-        "the step was not applied; repeat it with other gradients");
+    fault_ = MakeError(ErrorId::kNonfinite,
+                       absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
+                                    layout_->DescribePartition(pass.partition), " in step ", step_,
+                                    " holds NaN or infinity"),
+                       "the step was not applied; repeat it with other gradients");
     AnswerOnce(culprit, fault_);
     return;
   }
@@ -337,8 +338,9 @@ void GradientAccumulator::OnSummed(const TaskDone& done) {
 void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
   if (!done.squares.finite()) {
     fault_ = MakeError(ErrorId::kNonfinite,
-                       absl::StrCat("the sum of the ranks' gradients for ", layout_->DescribePartition(pass.partition),
-                                    " in step ", step_, " is not finite"),
+                       absl::StrCat("the sum of the ranks' gradients for ",
+                                    layout_->DescribePartition(pass.partition), " in step ", step_,
+                                    " is not finite"),
                        "the step was not applied; repeat it with other gradients");
     return;
   }
@@ -543,12 +545,12 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   Contribution& contribution = contributions_.at(id);
   const Delivery delivery = contribution.delivery;
   if (contribution.elems_left < delivery.end - delivery.begin) return;
-  AnswerOnce(contribution,
-             MakeError(ErrorId::kRankLost,
-                       absl::StrCat("the gradient of rank ", delivery.rank, " for ",
-                                    layout_->DescribePartition(delivery.partition), " in step ", step_,
-                                    " waits for rank ", missing_rank, ", which has detached"),
-                       "attach that rank again"));
+  AnswerOnce(contribution, MakeError(ErrorId::kRankLost,
+                                     absl::StrCat("the gradient of rank ", delivery.rank, " for ",
+                                                  layout_->DescribePartition(delivery.partition),
+                                                  " in step ", step_, " waits for rank ",
+                                                  missing_rank, ", which has detached"),
+                                     "attach that rank again"));
   Cells& cells = partitions_[delivery.partition].cells;
   for (auto it = cells.lower_bound(delivery.begin); it != cells.end() && it->first < delivery.end;
        ++it) {

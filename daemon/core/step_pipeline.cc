@@ -348,8 +348,7 @@ WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identit
 
 void StepPipeline::StartWrite(uint32_t block, uint64_t checksum) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
-  const TaskId task =
-      io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
+  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
   tasks_.emplace(task, Running{.block = block, .checksum = checksum});
 }
 
