@@ -104,8 +104,12 @@ def parse_args(argv=None):
     parser.add_argument(
         "--plain", action="store_true", help="torch DDP and torch.optim.AdamW instead of Forebay"
     )
+    support.add_run_arguments(
+        parser,
+        kill="RANK:STEP:GROUPS",
+        kill_help="SIGKILL that rank in that step once so many groups are delivered; first start only",
+    )
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=20)
@@ -113,7 +117,6 @@ def parse_args(argv=None):
     parser.add_argument("--optimizer", choices=list(support.OPTIMIZERS), default="adamw")
     parser.add_argument("--lr", type=float, help="learning rate; default: the optimizer's own")
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
-    parser.add_argument("--seed", type=int, default=1611)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(
         "--format",
@@ -121,24 +124,11 @@ def parse_args(argv=None):
         help="state format; default: by dtype (docs/formats.md)",
     )
     parser.add_argument(
-        "--text", default="kjv.txt", help="the text; made by `bible` where the file is missing"
-    )
-    parser.add_argument(
         "--heldout", type=int, default=4, help="held-out sequences per rank, before and after"
     )
-    parser.add_argument("--out", default="train-out", help="folder of the logs")
     parser.add_argument("--save", metavar="FILE", help="rank 0 saves the plain state_dict here")
     parser.add_argument(
         "--sample", type=int, default=0, metavar="N", help="rank 0 prints N characters"
-    )
-    parser.add_argument(
-        "--sha", metavar="FILE", help="rank 0 writes the SHA-256 of parameters and states, as JSON"
-    )
-    parser.add_argument(
-        "--kill",
-        type=support.parse_kill,
-        metavar="RANK:STEP:GROUPS",
-        help="SIGKILL that rank in that step once so many groups are delivered; first start only",
     )
     parser.add_argument("--timeline", type=int, metavar="STEP", help="log every wait of this step")
     parser.add_argument(

@@ -32,27 +32,17 @@ def parse_args():
     parser.add_argument(
         "--plain", action="store_true", help="torch.optim.AdamW instead of Forebay"
     )
+    support.add_run_arguments(
+        parser,
+        kill="RANK:STEP:COUNT",
+        kill_help="SIGKILL all ranks once RANK has so many gradients in that step; first start only",
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=64, help="bytes per sequence")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=1611)
-    parser.add_argument(
-        "--text", default="kjv.txt", help="the text; made by `bible` where the file is missing"
-    )
-    parser.add_argument("--out", default="train-out", help="folder of the logs")
-    parser.add_argument(
-        "--sha", metavar="FILE", help="rank 0 writes the SHA-256 of parameters and states, as JSON"
-    )
-    parser.add_argument(
-        "--kill",
-        type=support.parse_kill,
-        metavar="RANK:STEP:COUNT",
-        help="SIGKILL all ranks once RANK has so many gradients in that step; first start only",
-    )
     return parser.parse_args()
 
 

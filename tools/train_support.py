@@ -52,6 +52,20 @@ def optimizer(args):
     return getattr(forebay, name)(lr=args.lr, format=args.format, **options)
 
 
+def add_run_arguments(parser, kill, kill_help):
+    """What every training script of the quickstart takes; `kill` names the parts of --kill."""
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step")
+    parser.add_argument("--seed", type=int, default=1611)
+    parser.add_argument(
+        "--text", default="kjv.txt", help="the text; made by `bible` where the file is missing"
+    )
+    parser.add_argument("--out", default="train-out", help="folder of the logs")
+    parser.add_argument(
+        "--sha", metavar="FILE", help="rank 0 writes the SHA-256 of parameters and states, as JSON"
+    )
+    parser.add_argument("--kill", type=parse_kill, metavar=kill, help=kill_help)
+
+
 def load_text(path):
     """The bytes of the text; the file is made by the program `bible` if it is missing, at most
     once."""

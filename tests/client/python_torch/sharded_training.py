@@ -570,14 +570,19 @@ def fail(*_args):
     raise Interrupted
 
 
+def loss_that_fails(twins):
+    """Of ours; its backward, in the midst, until the handle is removed."""
+    hidden = []
+    handle = twins.ours.layers[1].register_forward_hook(lambda _m, _i, out: hidden.append(out))
+    loss = loss_of(twins.ours, twins.ranks.batch(77))
+    handle.remove()
+    return loss, hidden[0].register_hook(fail)
+
+
 @case(1, 2)
 def an_exception_in_backward(ranks):
     twins = Twins(ranks).attach().train(1)
-    hidden = []
-    handle = twins.ours.layers[1].register_forward_hook(lambda _m, _i, out: hidden.append(out))
-    loss = loss_of(twins.ours, ranks.batch(77))
-    handle.remove()
-    hidden[0].register_hook(fail)
+    loss, _ = loss_that_fails(twins)
     interrupted(loss.backward)
     with refused("E_GRAD_PARTIAL", "only a part of the gradient", "forward and backward again"):
         twins.opt.step()
@@ -589,11 +594,7 @@ def an_exception_in_backward(ranks):
 @case(2)
 def an_exception_in_backward_and_zero_grad(ranks):
     twins = Twins(ranks).attach().train(1)
-    hidden = []
-    handle = twins.ours.layers[1].register_forward_hook(lambda _m, _i, out: hidden.append(out))
-    loss = loss_of(twins.ours, ranks.batch(77))
-    handle.remove()
-    hidden[0].register_hook(fail)
+    loss, _ = loss_that_fails(twins)
     interrupted(loss.backward)
     twins.opt.zero_grad()
     twins.train(3).assert_close()
@@ -604,11 +605,7 @@ def an_exception_in_backward_and_zero_grad(ranks):
 def a_retained_graph_after_an_exception(ranks):
     """FSDP2 still has a part of the first gradient."""
     twins = Twins(ranks).attach().train(1)
-    hidden = []
-    handle = twins.ours.layers[1].register_forward_hook(lambda _m, _i, out: hidden.append(out))
-    loss = loss_of(twins.ours, ranks.batch(77))
-    handle.remove()
-    handle = hidden[0].register_hook(fail)
+    loss, handle = loss_that_fails(twins)
     interrupted(lambda: loss.backward(retain_graph=True))
     handle.remove()
     with refused("E_GRAD_PARTIAL", "without a forward", "forward and backward again"):
