@@ -185,7 +185,7 @@ absl::Status Attachment::BeginPass() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<double> Attachment::GradNorm(uint32_t param, Timeout timeout) {
+absl::StatusOr<double> Attachment::GradNorm(std::optional<uint32_t> param, Timeout timeout) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
@@ -194,8 +194,9 @@ absl::StatusOr<double> Attachment::GradNorm(uint32_t param, Timeout timeout) {
   RETURN_IF_ERROR(s.KeptErrors());
   const WaitLimits limits = s.Limits(timeout);
   RETURN_IF_ERROR(s.DeliverAllPieces(limits));
-  Command command = MakeCommand(Op::kGradNorm, param);
+  Command command = MakeCommand(Op::kGradNorm, param.value_or(protocol::kAllParams));
   command.attempt = s.attempt;
+  s.has_delivered = s.has_delivered || s.parts.layout->is_shared();  // all that it will
   ASSIGN_OR_RETURN(const Completion completion, s.Call(command, nullptr, limits));
   return completion.norm;
 }

@@ -236,11 +236,14 @@ class Attachment {
   // Errors  E_UNSUPPORTED  shared attachment. Where the sums are not float32, a later call says so.
   absl::Status BeginPass();
 
-  // Sharded: the norm of what this rank owns of a parameter's gradient, of all passes so far; 0 where it
-  // has none. Delivers open pieces first.
+  // The norm of a parameter's gradient, or of the whole (empty); 0 where there is none. Delivers open
+  // pieces first. Sharded: of what this rank owns, of all passes so far. Shared: of the job's gradient,
+  // the mean over the ranks; waits until every other rank has asked too or called step, and ends this
+  // rank's delivery of the step.
   //
-  // Errors  E_NONFINITE, E_GRAD_DROPPED  as Step. E_RANGE  no such parameter.
-  absl::StatusOr<double> GradNorm(uint32_t param, Timeout timeout);
+  // Errors  E_NONFINITE, E_GRAD_DROPPED  as Step; Step says it again, DropGradients begins anew.
+  //         E_RANGE                      no such parameter.
+  absl::StatusOr<double> GradNorm(std::optional<uint32_t> param, Timeout timeout);
 
   // The partition's open slot, made and filled where there is none: room for its gradient. Waits
   // for room while gradients delivered earlier hold it; is private memory where open slots hold it,

@@ -38,10 +38,14 @@ enum class Op : uint16_t {
   // Grad arena (float32) -> masters of a range of `partition`, which is the rank's own, and the weights,
   // which are the masters rounded. Before kInitialDone in ranges as below, or between steps, any elements.
   kWriteMasters = 8,
-  // Norm of what this rank has delivered of parameter `partition` (its index) in this attempt, all passes;
-  // answered when it is summed.
+  // Norm of the gradient of parameter `partition` (its index; kAllParams: of the whole gradient) in this
+  // attempt. Sharded attachment: of what this rank has delivered, all passes; answered when that is
+  // summed. Shared attachment: of the job's, the mean over the ranks; answered when every rank has asked
+  // or called step; a rank that has asked delivers no more.
   kGradNorm = 9,
 };
+
+inline constexpr uint32_t kAllParams = UINT32_MAX;  // of kGradNorm
 
 enum class GradKind : uint16_t {
   // Shared attachment: this rank's addend. The job's gradient is the sum over the ranks divided by the

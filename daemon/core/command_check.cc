@@ -139,14 +139,6 @@ absl::Status CheckParam(uint32_t param, const Layout& layout) {
                                                  layout.params().size(), " parameters"));
 }
 
-absl::Status CheckGradNorm(const Command& command, const Layout& layout) {
-  RETURN_IF_ERROR(CheckParam(command.partition, layout));
-  if (!layout.is_shared()) return absl::OkStatus();
-  return MakeError(ErrorId::kUnsupported,
-                   "the norm of one parameter's gradient with shared attachment",
-                   "clip with max_grad_norm of the step");
-}
-
 absl::Status CheckReadState(const Command& command, const Layout& layout,
                             const ByteRange& gradients) {
   RETURN_IF_ERROR(CheckParam(command.partition, layout));
@@ -226,7 +218,8 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       return CheckWithin(command,
                          {.offset = limits.step_region_offset, .bytes = limits.step_region_bytes});
     case Op::kGradNorm:
-      return CheckGradNorm(command, layout);
+      return command.partition == protocol::kAllParams ? absl::OkStatus()
+                                                       : CheckParam(command.partition, layout);
     case Op::kReadState:
       return CheckReadState(command, layout, gradients);
     case Op::kInitialDone:

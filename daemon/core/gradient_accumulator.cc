@@ -26,6 +26,7 @@ GradientAccumulator::GradientAccumulator(JobTasks& io,
 void GradientAccumulator::Forget() {
   partitions_.assign(layout_->partitions().size(), Partition{});
   closed_.assign(members_.world_size(), false);
+  asked_.assign(members_.world_size(), false);
   delivered_.assign(members_.world_size(), {});
   overflow_used_.assign(members_.world_size(), {});
   delivered_total_ = 0;
@@ -238,7 +239,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   for (; rank < EndRank(partition); ++rank) {
     const auto waiting = cell.waiting.find(rank);
     if (waiting == cell.waiting.end()) {
-      if (!closed_[rank]) break;
+      if (!IsClosed(rank)) break;
       continue;
     }
     const auto moves = [this](Id id) { return contributions_.at(id).state == State::kMoving; };
@@ -370,17 +371,42 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
 
 // ------------------------------------------------------------------------------------------- norms
 
+bool GradientAccumulator::AllClosed() const {
+  for (uint32_t rank = 0; rank < closed_.size(); ++rank) {
+    if (!IsClosed(rank)) return false;
+  }
+  return true;
+}
+
 void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint32_t param) {
   Norm norm{.command = command, .boxes = {}};
   for (const protocol::BoxPlace& place : layout_->boxes()) {
-    const bool is_own = FirstRank(place.partition) == rank && place.box.param == param;
-    const uint64_t end = place.partition_elem + place.box.elems();
-    if (is_own && DeliveredElems(rank, place.partition, place.partition_elem, end) > 0) {
-      norm.boxes.push_back(place);
-    }
+    const bool is_asked = param == protocol::kAllParams || place.box.param == param;
+    const bool is_own = layout_->is_shared() || FirstRank(place.partition) == rank;
+    if (is_asked && is_own) norm.boxes.push_back(place);
   }
   norms_.push_back(std::move(norm));
+  if (layout_->is_shared() && !asked_[rank]) {
+    asked_[rank] = true;
+    TryAddAll();
+    SpillToOverflow();
+  }
   TryNorms();
+}
+
+// What of a box has a gradient of any rank.
+void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
+                                    std::vector<Range>& ranges) const {
+  const Cells& cells = partitions_[place.partition].cells;
+  const uint64_t end = place.partition_elem + place.box.elems();
+  auto it = cells.upper_bound(place.partition_elem);
+  if (it != cells.begin()) --it;
+  for (; it != cells.end() && it->first < end; ++it) {
+    const Range range{.partition = place.partition,
+                      .begin = std::max(it->first, place.partition_elem),
+                      .end = std::min(it->second.end, end)};
+    if (it->second.has_sum && range.begin < range.end) ranges.push_back(range);
+  }
 }
 
 bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
@@ -396,11 +422,9 @@ bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
 
 bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const {
   return std::ranges::any_of(norms_, [=](const Norm& norm) {
-    return !norm.tasks.empty() &&
-           std::ranges::any_of(norm.boxes, [=](const protocol::BoxPlace& place) {
-             return place.partition == partition && place.partition_elem < end &&
-                    begin < place.partition_elem + place.box.elems();
-           });
+    return !norm.tasks.empty() && std::ranges::any_of(norm.ranges, [=](const Range& range) {
+      return range.partition == partition && range.begin < end && begin < range.end;
+    });
   });
 }
 
@@ -410,25 +434,36 @@ void GradientAccumulator::TryNorms() {
     blocked_ = blocked_ || fault_.ok();
     return;
   }
+  const bool all_there = !layout_->is_shared() || AllClosed();
+  const uint64_t width = protocol::SizeBytes(plan_.sum_dtype);
   for (Norm& norm : norms_) {
     const auto summed = [this](const protocol::BoxPlace& place) { return IsSummed(place); };
-    if (norm.started || !std::ranges::all_of(norm.boxes, summed)) continue;
+    if (norm.started || !all_there || !std::ranges::all_of(norm.boxes, summed)) continue;
     norm.started = true;
-    for (const protocol::BoxPlace& place : norm.boxes) {
-      norm.tasks.insert(
-          io_.Start(TaskKind::kSumGradient, 0,
-                    SumGradient{.accumulator_offset_bytes =
-                                    plan_.accumulator_offsets[place.partition] +
-                                    place.partition_elem * protocol::SizeBytes(plan_.sum_dtype),
-                                .elems = place.box.elems(),
-                                .sum_dtype = plan_.sum_dtype}));
+    for (const protocol::BoxPlace& place : norm.boxes) AddSummed(place, norm.ranges);
+    for (const Range& range : norm.ranges) {
+      norm.tasks.insert(io_.Start(
+          TaskKind::kSumGradient, 0,
+          SumGradient{.accumulator_offset_bytes =
+                          plan_.accumulator_offsets[range.partition] + range.begin * width,
+                      .elems = range.end - range.begin,
+                      .sum_dtype = plan_.sum_dtype}));
     }
   }
-  std::erase_if(norms_, [this](const Norm& norm) {
+  const uint32_t addends = layout_->is_shared() ? members_.world_size() : 1;
+  std::erase_if(norms_, [&](const Norm& norm) {
     if (!norm.started || !norm.tasks.empty()) return false;
     protocol::Completion completion{};
-    completion.norm = std::sqrt(norm.squares.ToDouble());
+    completion.norm = std::sqrt(norm.squares.ToDouble()) / addends;
     if (!norm.answered) io_.Answer(norm.command, completion);
+    return true;
+  });
+}
+
+void GradientAccumulator::RefuseWaitingNorms(const absl::Status& status) {
+  std::erase_if(norms_, [&](const Norm& norm) {
+    if (norm.started) return false;
+    if (!norm.answered) io_.Answer(norm.command, status);
     return true;
   });
 }
@@ -479,7 +514,7 @@ uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution)
        ++it) {
     const Cell& cell = it->second;
     for (uint32_t rank = cell.next_rank; rank < delivery.rank; ++rank) {
-      if (!closed_[rank] && !cell.waiting.contains(rank)) return rank;
+      if (!IsClosed(rank) && !cell.waiting.contains(rank)) return rank;
     }
   }
   return kNobody;
@@ -496,7 +531,7 @@ void GradientAccumulator::SpillToOverflow() {
   for (auto it = contributions_.rbegin(); it != contributions_.rend(); ++it) {
     const Contribution& contribution = it->second;
     if (contribution.state != State::kArena || contribution.passes > 0) continue;
-    if (closed_[contribution.delivery.rank]) continue;
+    if (IsClosed(contribution.delivery.rank)) continue;
     newest_first.push_back(it->first);
   }
   for (const Id id : newest_first) {
@@ -572,6 +607,7 @@ void GradientAccumulator::CloseRank(uint32_t rank) {
   closed_[rank] = true;
   TryAddAll();
   SpillToOverflow();
+  TryNorms();
 }
 
 void GradientAccumulator::ReopenRanks() { closed_.assign(members_.world_size(), false); }
@@ -590,7 +626,7 @@ void GradientAccumulator::Drop(const absl::Status& status) {
 
 bool GradientAccumulator::reduced() const {
   if (!adding_.empty() || !summing_.empty() || !moving_.empty() || !norms_.empty()) return false;
-  return unsummed_cells_ == 0 && std::find(closed_.begin(), closed_.end(), false) == closed_.end();
+  return unsummed_cells_ == 0 && AllClosed();
 }
 
 bool GradientAccumulator::UsesArenaOf(SessionId session) const {

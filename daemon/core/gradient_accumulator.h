@@ -62,10 +62,12 @@ class GradientAccumulator {
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
 
-  // Norm of what the rank has delivered of a parameter; answered when it is summed, or with what ends
-  // the attempt.
+  // Norm of a parameter's gradient (kAllParams: of the whole): with sharded attachment of what the rank
+  // has delivered, with shared attachment of the job's, which ends this rank's delivery. Answered when
+  // it is summed, with shared attachment of all ranks; or with what ends the attempt.
   void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
   void DropNorms(SessionId session, const absl::Status& status);
+  void RefuseWaitingNorms(const absl::Status& status);  // those that are not being taken yet
 
   // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
@@ -95,6 +97,7 @@ class GradientAccumulator {
 
   bool empty() const { return delivered_total_ == 0; }
   bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
+  bool has_asked(uint32_t rank) const { return asked_[rank]; }
   // Elements of [begin, end) of a partition that the rank has delivered.
   uint64_t DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin, uint64_t end) const;
   // All ranks are closed and everything is summed; nothing runs.
@@ -145,9 +148,15 @@ class GradientAccumulator {
     std::vector<Id> sources = {};  // in the order of ranks
     bool completes = false;
   };
+  struct Range {
+    uint32_t partition = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
   struct Norm {
     CommandId command;
     std::vector<protocol::BoxPlace> boxes;
+    std::vector<Range> ranges = {};  // of the boxes, those that hold a sum: what the tasks read
     cpu_adam::SquareSum squares = {};
     std::set<TaskId> tasks = {};  // that run
     bool started = false;
@@ -165,7 +174,10 @@ class GradientAccumulator {
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
   void SplitAt(Partition& partition, uint64_t elem);
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
+  bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
+  bool AllClosed() const;
   bool IsSummed(const protocol::BoxPlace& place) const;
+  void AddSummed(const protocol::BoxPlace& place, std::vector<Range>& ranges) const;
   // A norm is being taken of some of the range: nothing is added to it meanwhile.
   bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
@@ -199,7 +211,8 @@ class GradientAccumulator {
   const Membership& members_;
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
-  std::vector<bool> closed_;                          // by rank
+  std::vector<bool> closed_;                          // by rank: it has called step
+  std::vector<bool> asked_;                           // by rank: for a norm of the job's gradient
   std::vector<std::map<Place, uint64_t>> delivered_;  // by rank: ranges to their ends, merged
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_cells_ = 0;

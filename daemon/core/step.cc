@@ -105,6 +105,14 @@ void Step::HandleGradient(Session& session, const Command& command) {
     return;
   }
   FollowAttempt(session, command);
+  if (gradients_.has_asked(session.rank)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", session.rank, " has asked for a norm in step ",
+                                          command.step, ": its gradient for partition ",
+                                          command.partition, " comes too late"),
+                             "deliver every gradient of a step before asking for norms"));
+    return;
+  }
   constexpr auto kFurther = static_cast<uint16_t>(protocol::GradKind::kReducedFurther);
   const uint64_t width = protocol::SizeBytes(spec_.layout->grad_dtype());
   gradients_.Deliver(command.step, {.rank = session.rank,
@@ -130,6 +138,16 @@ void Step::HandleGradNorm(Session& session, const Command& command) {
     io_.Answer(id, DroppedError(command.attempt));
     return;
   }
+  if (const absl::Status status = CheckAttempt(session, command); !status.ok()) {
+    io_.Answer(id, status);
+    return;
+  }
+  const std::optional<uint32_t> detached = members_.FirstDetached();
+  if (spec_.layout->is_shared() && detached) {
+    io_.Answer(id, DetachedError(*detached));
+    return;
+  }
+  FollowAttempt(session, command);
   gradients_.AskNorm(id, session.rank, command.partition);
 }
 
@@ -466,6 +484,7 @@ bool Step::HasContributed(const Session& session) const {
 
 void Step::OnRankDetached(uint32_t rank) {
   gradients_.OnRankDetached();
+  if (spec_.layout->is_shared()) gradients_.RefuseWaitingNorms(DetachedError(rank));
   RefuseCalls(DetachedError(rank));
 }
 

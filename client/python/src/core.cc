@@ -424,11 +424,11 @@ void BindAttachment(nb::module_& module) {
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->BeginPass(); })); })
       .def(
           "grad_norm",
-          [](PyAttachment& self, uint32_t param, double timeout) {
+          [](PyAttachment& self, std::optional<uint32_t> param, double timeout) {
             return ValueOrThrow(
                 WithoutGil([&] { return self->GradNorm(param, TimeoutOf(timeout)); }));
           },
-          nb::arg("param"), nb::arg("timeout") = kTimeout)
+          nb::arg("param").none(), nb::arg("timeout") = kTimeout)
       .def("drop_gradients",
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
