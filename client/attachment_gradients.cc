@@ -163,7 +163,7 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
 void Attachment::State::BeginAttempt(uint64_t number) {
   attempt = number;
   delivered.clear();
-  has_delivered = is_further_pass = false;
+  has_delivered = is_further_pass = has_asked_norm = false;
   std::fill(presence.begin(), presence.end(), 0);
   std::fill(pass_presence.begin(), pass_presence.end(), 0);
 }
@@ -196,7 +196,7 @@ absl::StatusOr<double> Attachment::GradNorm(std::optional<uint32_t> param, Timeo
   RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   Command command = MakeCommand(Op::kGradNorm, param.value_or(protocol::kAllParams));
   command.attempt = s.attempt;
-  s.has_delivered = s.has_delivered || s.parts.layout->is_shared();  // all that it will
+  if (s.parts.layout->is_shared()) s.has_delivered = s.has_asked_norm = true;
   ASSIGN_OR_RETURN(const Completion completion, s.Call(command, nullptr, limits));
   return completion.norm;
 }

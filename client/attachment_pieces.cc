@@ -177,6 +177,12 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   }
   RETURN_IF_ERROR(s.port.PollAlive());
   RETURN_IF_ERROR(s.KeptErrors());
+  if (s.has_asked_norm) {
+    return MakeError(ErrorId::kStep,
+                     absl::StrCat("a gradient of parameter ", name, " in step ",
+                                  s.committed_step() + 1, " after this rank has asked for a norm"),
+                     "ask for norms after the last backward of a step, or drop the gradients");
+  }
   const auto is_open = [&](uint32_t index) {
     return s.open.contains(layout.boxes()[index].partition);
   };

@@ -226,6 +226,7 @@ class Attachment {
   // Errors  E_GRAD_REPEAT  the parameter has a gradient in this attempt, or its partition was delivered.
   //         E_RANGE        no such parameter, or another number of bytes.
   //         E_RANK         sharded: the rank owns nothing of it.
+  //         E_STEP         shared: the rank has asked for a norm (GradNorm).
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all

@@ -12,7 +12,7 @@ from torch import nn
 
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
-from ._hooks import Engine, Group, Member, install
+from ._hooks import Engine, Group, WindowMember, install
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan
 from ._reader import Reader
@@ -68,8 +68,8 @@ def attach(
         if attachment.writes_initial:
             _write_initial(plan, attachment, groups, timeout)
         windows = _windows(plan, attachment, groups)
-        engine = Engine(attachment, groups, timeout)
         _bind(plan, groups, windows, undo)
+        engine = Engine(attachment, groups, timeout)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points)
         opt = prepared.optimizer(plan, engine, attachment, undo)
@@ -501,7 +501,7 @@ def _bind(
         undo.private.append((parameter, parameter.tensor.data))
         parameter.tensor.data = window
         group = groups[parameter.group]
-        group.members.append(Member(parameter, index, group, window))
+        group.members.append(WindowMember(parameter, index, group, window))
         group.expected += parameter.trainable
 
 

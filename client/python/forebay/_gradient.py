@@ -1,6 +1,6 @@
-"""p.grad of a sharded parameter while the daemon has the gradient: a tensor without storage that answers
-its norm, takes what a further backward adds, and remembers a scale. So torch's clip_grad_norm_ works;
-what else reads or changes it is refused by name."""
+"""p.grad of an attached parameter while the daemon has the gradient: a tensor without storage that
+answers its norm, takes what a further backward adds, and remembers a scale. So torch's clip_grad_norm_
+and GradScaler work; what else reads or changes it is refused by name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .errors import unsupported
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _VIEWS = (aten.detach.default, aten.alias.default, aten.view.default)
 
 
@@ -22,7 +23,10 @@ class Delivered(Protocol):
     name: str  # of the parameter
 
     def norm(self) -> float:
-        """Of this rank's part, of all passes, scaled."""
+        """Scaled; of this rank's part where it is sharded, of all passes."""
+
+    def is_finite(self) -> bool:
+        """The whole gradient, not of the parameter alone."""
 
     def add(self, gradient: torch.Tensor) -> None:
         """What a further backward pass has brought."""
@@ -77,6 +81,13 @@ class GradientProxy(torch.Tensor):
             for one in proxies:
                 one.delivered.multiply(float(args[1]))
             return None
+        if function is _UNSCALE and proxies:  # GradScaler
+            found_inf, factor = args[1], float(args[2])
+            if not proxies[0].delivered.is_finite():
+                found_inf.fill_(1.0)
+            for one in proxies:
+                one.delivered.multiply(factor)
+            return None
         raise _refusal(function, args)
 
 
@@ -108,6 +119,7 @@ def _refusal(function: Any, args: tuple[Any, ...]) -> Exception:
     return unsupported(
         f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: it has "
         "been delivered to the daemon",
-        "its 2-norm, a factor for all gradients (clip_grad_norm_) and a further backward are what it "
-        "takes; what else needs p.grad can look at it in a hook before attach",
+        "its 2-norm and a factor for all gradients are what it takes (clip_grad_norm_, GradScaler); "
+        "opt.zero_grad() leaves a batch out; what else needs p.grad can look at it in a hook: "
+        "p.register_hook before attach",
     )

@@ -5,7 +5,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ._plan import Parameter, Plan
 from .errors import UsageError, unsupported
-
-T = TypeVar("T")
 
 _owners: dict[int, str] = {}  # id of an attached parameter: its name
 _global_hooks: list[RemovableHandle] = []
@@ -39,91 +37,6 @@ def do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _make_nothing() -> Callable[..., None]:
     return do_nothing
-
-
-class DeliveredGradient(torch.Tensor):
-    """The value of p.grad while the daemon has the gradient: whatever reads or changes it is
-    refused by name.
-
-    So clip_grad_norm_, another optimizer, a gradient scaler, a second backward before step() and
-    logging of norms are errors, where a p.grad of None would make them do nothing.
-    """
-
-    parameter_name: str
-
-    @staticmethod
-    def __new__(cls, name: str, parameter: torch.Tensor) -> "DeliveredGradient":
-        tensor: DeliveredGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        tensor.__dict__["parameter_name"] = name
-        return tensor
-
-    def __init__(self, name: str, parameter: torch.Tensor) -> None:
-        pass
-
-    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
-        return f"<gradient of {self.__dict__['parameter_name']}: delivered to forebay>"
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types_: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in _HARMLESS:
-            return super().__torch_function__(  # type: ignore[no-untyped-call]
-                function, types_, args, kwargs or {}
-            )
-        raise cls._refusal(function, args)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types_: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # AccumulateGrad is the one caller that does not pass __torch_function__.
-        if "add" in str(function):
-            raise second_gradient(cls._name_in(args))
-        raise cls._refusal(function, args)
-
-    @classmethod
-    def _name_in(cls, args: Iterable[Any]) -> str:
-        found = _first(cls, args)
-        return found.__dict__["parameter_name"] if found is not None else "?"
-
-    @classmethod
-    def _refusal(cls, function: Any, args: Iterable[Any]) -> UsageError:
-        return unsupported(
-            f"{getattr(function, '__name__', function)}() on the gradient of parameter "
-            f"{cls._name_in(args)}: it has been delivered to the daemon",
-            "clip with forebay.AdamW(max_grad_norm=...), leave a batch out with opt.zero_grad(); "
-            "what else needs p.grad can look at it in a hook: p.register_hook before attach",
-        )
-
-
-_HARMLESS = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "is_sparse",
-        "requires_grad",
-        "is_leaf",
-        "ndim",
-        "is_cpu",
-    )
-}
-
-
-def _first(kind: type[T], values: Iterable[Any]) -> T | None:
-    for value in values:
-        if isinstance(value, kind):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first(kind, value)
-            if found is not None:
-                return found
-    return None
 
 
 def second_gradient(name: str) -> UsageError:

@@ -7,12 +7,14 @@ Ownership  The optimizer owns the Engine, with its groups and members. Hooks and
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import enum
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +22,9 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from ._guards import DeliveredGradient, InertOnCopy, second_gradient
-from .errors import ForebayError, unsupported
+from ._gradient import GradientProxy
+from ._guards import InertOnCopy, second_gradient
+from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
     from ._core import Attachment
@@ -74,25 +77,77 @@ class Group:
     def forget_gradients(self) -> None:
         self.arrived = self.delivered = 0
         for member in self.members:
-            member.arrived = False
-            member.tensor.grad = None
+            member.forget_gradient()
 
 
-class Member:
-    """One parameter within its group."""
+class Member(abc.ABC):
+    """One parameter within its group, and what its GradientProxy speaks for."""
+
+    engine: weakref.ref[Engine] | None = None
+
+    def __init__(self, parameter: Parameter, index: int, group: Group) -> None:
+        self.name, self.tensor = parameter.name, parameter.tensor
+        self.trainable = parameter.trainable
+        self.index, self.group = index, group  # index: in the order of the layout
+        self.arrived = False
+        self.scale = 1.0  # of the gradient, by the caller
+        self.delivered = self._proxy()
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Errors: E_UNSUPPORTED where the parameter's bytes no longer are the daemon's."""
+
+    @abc.abstractmethod
+    def make_private(self) -> None:
+        """Gives the parameter memory of its own, with the present values."""
+
+    def _proxy(self) -> torch.Tensor:
+        return GradientProxy(self, self.tensor)
+
+    @property
+    def is_proxied(self) -> bool:
+        """Whether p.grad speaks for what was delivered."""
+        return self.tensor.grad is self.delivered
+
+    def forget_gradient(self) -> None:
+        self.arrived, self.scale = False, 1.0
+        self.tensor.grad = None
+
+    def live(self) -> Engine:
+        engine = None if self.engine is None else self.engine()
+        if engine is None or engine.attachment is None:
+            raise usage_error(
+                "E_NOT_READY",
+                f"parameter {self.name} was attached, and its optimizer is detached",
+                "attach the model again",
+            )
+        return engine
+
+    # ---------------------------------------------------------------- of the gradient, delivered
+
+    def norm(self) -> float:
+        return self.live().norm_of(self) * self.scale
+
+    def is_finite(self) -> bool:
+        return self.live().gradient_is_finite()
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.live().deliver(self, gradient)
+
+    def multiply(self, factor: float) -> None:
+        self.scale *= factor
+
+
+class WindowMember(Member):
+    """A parameter that is a view of the daemon's memory."""
 
     def __init__(
         self, parameter: Parameter, index: int, group: Group, window: torch.Tensor
     ) -> None:
-        self.name, self.tensor = parameter.name, parameter.tensor
-        self.trainable = parameter.trainable
-        self.index, self.group = index, group  # index: in the order of the layout
+        super().__init__(parameter, index, group)
         self.address = window.data_ptr()
-        self.arrived = False
-        self.delivered: torch.Tensor = DeliveredGradient(parameter.name, parameter.tensor)
 
     def check(self) -> None:
-        """Errors: E_UNSUPPORTED where the parameter is no view of the daemon's memory any more."""
         if self.tensor.data_ptr() != self.address:
             raise unsupported(
                 f"parameter {self.name} no longer uses the daemon's memory: it was moved (half(), "
@@ -101,7 +156,6 @@ class Member:
             )
 
     def make_private(self) -> None:
-        """Gives the parameter memory of its own, with the present values."""
         self.tensor.grad = None
         self.tensor.data = self.tensor.detach().clone()
 
@@ -120,6 +174,13 @@ class Engine:
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.
         self._end_of_backward: Callable[[], EndOfBackward | None] = lambda: None
         self._arrived_before = 0  # gradients that were there as the backward began
+        for member in self.members():
+            member.engine = weakref.ref(self)
+
+    def members(self) -> Iterator[Member]:
+        """All of them, group by group."""
+        for group in self.groups:
+            yield from group.members
 
     # -------------------------------------------------------------------------------- the weights
 
@@ -146,11 +207,6 @@ class Engine:
     def values_of(self, parameter: Parameter) -> torch.Tensor:
         """The present values of the whole parameter, contiguous."""
         return parameter.tensor
-
-    @property
-    def grad_scale(self) -> float:
-        """What the caller has scaled the gradient by."""
-        return 1.0
 
     def after_step(self) -> None:
         """The weights are those of another step."""
@@ -194,7 +250,15 @@ class Engine:
             self.flush(attachment, group)
             group.in_backward = False
             self.release_unused(group)
+        self.show_gradients()
         self._backward = Backward.FINISHED
+
+    def show_gradients(self) -> None:
+        """Every trained parameter has a gradient that the caller can ask and scale, whatever this
+        rank has brought of it: other ranks may have brought more."""
+        for member in self.members():
+            if member.trainable and member.tensor.grad is None:
+                member.tensor.grad = member.delivered
 
     def begin_attempt(self, attachment: Attachment) -> None:
         """Drops what this attempt has: the daemon discards what it has of it on any rank. Ours
@@ -214,10 +278,9 @@ class Engine:
 
     def collect_gradient(self, member: Member) -> None:
         """Moves p.grad to the daemon's memory; the client delivers each piece that is complete."""
-        attachment, group = self.attachment, member.group
-        if attachment is None:
-            return
         tensor = member.tensor
+        if self.attachment is None or member.is_proxied:
+            return  # torch has added to it: GradientProxy has brought it here
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
         if gradient.requires_grad:
@@ -225,12 +288,19 @@ class Engine:
                 f"backward(create_graph=True) reached parameter {member.name}",
                 "use torch.autograd.grad for gradients of gradients",
             )
+        self.deliver(member, gradient)
+        tensor.grad = member.delivered
+
+    def deliver(self, member: Member, gradient: torch.Tensor) -> None:
+        """The client delivers each piece that is complete."""
+        attachment, group = self.attachment, member.group
+        assert attachment is not None
+        self.refuse_second_gradient(member)
         with profiled("forebay.deliver", member.name):
             try:
                 attachment.add_gradient(member.index, gradient.contiguous(), self.timeout)
             except ForebayError as error:
                 raise_unless_step_raises(error)
-        tensor.grad = member.delivered
         member.arrived = True
         group.arrived += 1
         if group.arrived == group.expected:
@@ -256,6 +326,47 @@ class Engine:
                 attachment.flush_gradients(group.number)
         except ForebayError as error:
             raise_unless_step_raises(error)
+
+    def norm_of(self, member: Member) -> float:
+        """Of the job's gradient, over all ranks: waits until they have asked too or called step."""
+        self._check_finished(member.name)
+        return self.norm(member.index)
+
+    def gradient_is_finite(self) -> bool:
+        """The whole of the job's, as norm_of()."""
+        self._check_finished("any parameter")
+        return math.isfinite(self.norm(None))
+
+    def norm(self, index: int | None) -> float:
+        """NaN where a gradient of any rank is not finite, as with torch: step() then raises
+        E_NONFINITE."""
+        assert self.attachment is not None
+        try:
+            return self.attachment.grad_norm(index, self.timeout)
+        except ForebayError as error:
+            raise_unless_step_raises(error)
+        return math.nan
+
+    def _check_finished(self, what: str) -> None:
+        if self.backward == Backward.RUNNING:
+            raise unsupported(
+                f"the norm of the gradient of {what} within backward: other ranks and parameters "
+                "have not brought theirs",
+                "ask for norms between backward and opt.step()",
+            )
+
+    @property
+    def grad_scale(self) -> float:
+        """What the caller has scaled the gradient by. Errors: E_UNSUPPORTED where not all alike."""
+        scaled = [member for member in self.members() if member.is_proxied]
+        for member in scaled:
+            if repr(member.scale) != repr(scaled[0].scale):  # NaN is itself here
+                raise unsupported(
+                    f"the gradients of {scaled[0].name} and {member.name} were scaled by "
+                    f"{scaled[0].scale} and {member.scale}: the daemon scales the whole gradient",
+                    "clip_grad_norm_(model.parameters(), ...), all of them at once",
+                )
+        return scaled[0].scale if scaled else 1.0
 
     def delivered_groups(self) -> int:
         """Groups of which the daemon has a gradient of this attempt."""
@@ -452,12 +563,11 @@ def install(
         handles.append(
             module.register_forward_hook(AfterForward(engine, numbers), always_call=True)
         )
-    for group in engine.groups:
-        for member in group.members:
-            if member.trainable:
-                before, after = BeforeAccumulate(engine, member), AfterAccumulate(engine, member)
-                handles.append(member.tensor.register_hook(before))  # type: ignore[no-untyped-call]
-                handles.append(
-                    member.tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-                )
+    for member in engine.members():
+        if member.trainable:
+            before, after = BeforeAccumulate(engine, member), AfterAccumulate(engine, member)
+            handles.append(member.tensor.register_hook(before))  # type: ignore[no-untyped-call]
+            handles.append(
+                member.tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            )
     return handles

@@ -66,21 +66,29 @@ class ShardMember(Member):
     group: ShardGroup
 
     def __init__(self, parameter: Parameter, index: int, group: ShardGroup, one: Shard) -> None:
-        self.name, self.tensor, self.trainable = parameter.name, parameter.tensor, parameter.trainable
-        self.index, self.group, self.shard = index, group, one
+        self.shard = one
         self.boxes = one.boxes()
         self.local_shape, self.padded_shape = torch.Size(one.local_shape), one.padded_shape
+        super().__init__(parameter, index, group)
         self._storage = parameter.tensor.untyped_storage()  # empty: that of a DTensor
         self.first = 0  # in the unit's buffer
         self.elems = one.local.numel()
         self.is_owned = False
-        self.arrived = False
-        self.delivered = one.dtensor_of(GradientProxy(self, one.local))
         self.backward = 0  # the last that has brought a gradient, by number
-        self.scale = 1.0  # of the gradient, by the caller
         self.replica_norm: float | None = None  # of a gradient that another rank delivers
-        self.engine: weakref.ref[ShardedEngine] | None = None
         self.copies: Any = None  # a CopyList
+
+    def _proxy(self) -> torch.Tensor:
+        return self.shard.dtensor_of(GradientProxy(self, self.shard.local))
+
+    def forget_gradient(self) -> None:
+        super().forget_gradient()
+        self.replica_norm = None
+
+    def _sharded_engine(self) -> ShardedEngine:
+        engine = self.live()
+        assert isinstance(engine, ShardedEngine)
+        return engine
 
     def check(self) -> None:
         is_ours = self.shard.parameter is self.tensor and isinstance(self.shard.local, ShardTensor)
@@ -93,40 +101,19 @@ class ShardMember(Member):
                 "p.copy_(values) sets its values",
             )
 
-    def _live(self) -> ShardedEngine:
-        engine = None if self.engine is None else self.engine()
-        if engine is None or engine.attachment is None:
-            raise usage_error(
-                "E_NOT_READY",
-                f"parameter {self.name} was attached, and its optimizer is detached",
-                "attach the model again",
-            )
-        return engine
-
     def read(self) -> torch.Tensor:
         if type(self.shard.local) is torch.Tensor:  # detached: of a state_dict of before
             return self.shard.local.detach().clone()
-        return self._live().read(self)
+        return self._sharded_engine().read(self)
 
     def check_values(self, values: torch.Tensor) -> None:
-        self._live().check_values(self, values)
+        self._sharded_engine().check_values(self, values)
 
     def write(self, values: torch.Tensor) -> None:
-        self._live().write(self, values)
+        self._sharded_engine().write(self, values)
 
     def padded(self) -> torch.Tensor:
-        return self._live().padded(self)
-
-    # ---------------------------------------------------------------- of the gradient, delivered
-
-    def norm(self) -> float:
-        return self._live().norm_of(self) * self.scale
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self._live().deliver(self, gradient)
-
-    def multiply(self, factor: float) -> None:
-        self.scale *= factor
+        return self._sharded_engine().padded(self)
 
     def make_private(self) -> None:
         self.tensor.grad = None
@@ -174,8 +161,6 @@ class ShardedEngine(Engine):
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
-        for member in self.shards():
-            member.engine = weakref.ref(self)
 
     def shards(self) -> Iterator[ShardMember]:
         """All members, group by group."""
@@ -356,18 +341,18 @@ class ShardedEngine(Engine):
             self.enter_backward()
         if self.attachment is None:
             return
-        gradient: Any = member.tensor.grad
-        if gradient is member.delivered:
+        if member.is_proxied:
             return  # FSDP2 has added to it: GradientProxy has brought it here
+        gradient: Any = member.tensor.grad
         self.deliver(member, gradient._local_tensor)
         member.tensor.grad = member.delivered
         member.arrived = True
         member.group.arrived += 1
 
-    def deliver(self, member: ShardMember, gradient: torch.Tensor) -> None:
+    def deliver(self, member: Member, gradient: torch.Tensor) -> None:
         """Of this or a further backward of the step. Errors: E_UNSUPPORTED where there is no room for
         sums, or the gradient was scaled before."""
-        assert self.attachment is not None
+        assert self.attachment is not None and isinstance(member, ShardMember)
         in_autograd = torch._C._current_graph_task_id() != -1
         if not in_autograd:  # a pipeline schedule reduces, once a step
             self._backwards += 1
@@ -392,11 +377,11 @@ class ShardedEngine(Engine):
             except ForebayError as error:
                 raise_unless_step_raises(error)
 
-    def norm_of(self, member: ShardMember) -> float:
+    def norm_of(self, member: Member) -> float:
         """Of this rank's part, of all passes."""
-        assert self.attachment is not None
+        assert isinstance(member, ShardMember)
         if member.is_owned:
-            return self.attachment.grad_norm(member.index, self.timeout)
+            return self.norm(member.index)
         if member.replica_norm is None and member.elems > 0:
             raise unsupported(
                 f"the norm of the gradient of parameter {member.name}, which another rank owns, after "
@@ -405,25 +390,12 @@ class ShardedEngine(Engine):
             )
         return member.replica_norm or 0.0
 
-    @property
-    def grad_scale(self) -> float:
-        """What the caller has scaled the gradient by. Errors: E_UNSUPPORTED where not all alike."""
-        scaled = [member for member in self.shards() if member.arrived]
-        scales = {member.scale for member in scaled}
-        if len(scales) > 1:
-            one = next(member for member in scaled if member.scale != scaled[0].scale)
-            raise unsupported(
-                f"the gradients of {scaled[0].name} and {one.name} were scaled by {scaled[0].scale} "
-                f"and {one.scale}: the daemon scales the whole gradient",
-                "clip_grad_norm_(model.parameters(), ...), all of them at once",
-            )
-        return scales.pop() if scales else 1.0
+    def show_gradients(self) -> None:
+        """FSDP2 has reduced a gradient on all ranks or on none."""
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
         self._pass = 0
-        for member in self.shards():
-            member.scale, member.replica_norm = 1.0, None
 
     def flush(self, attachment: Attachment, group: Group) -> None:
         partition = self._partition_of.get(group.number)

@@ -62,17 +62,20 @@ class Job:
         self.extra_state = {}
         self.changed = threading.Condition()
         self.sessions = {}
+        self.faults = {}
         self.begin_attempt(0)
 
     def begin_attempt(self, number):
         """Of the step after committed_step: discards what the ranks have brought for it."""
         self.attempt = number
+        self.faults = self.faults if number else {}  # of attempts that were not finite
         self.gradients = [{} for _ in self.params]  # of each parameter, by rank
         self.step_calls = {}
+        self.asked = set()  # ranks that have asked for a norm
         with self.changed:
             self.changed.notify_all()
 
-    def apply(self, hyper, max_grad_norm):
+    def sums(self):
         sums = []
         for contributions in self.gradients:
             total = None
@@ -80,11 +83,24 @@ class Job:
                 part = contributions[rank].float()
                 total = part.clone() if total is None else total + part
             sums.append(total)
-        norm = (
-            sum(float(s.double().pow(2).sum()) for s in sums if s is not None) ** 0.5
-            / self.world_size
-        )
-        scale = 1.0 / self.world_size
+        return sums
+
+    def norm_of(self, sums):
+        squares = sum(float(s.double().pow(2).sum()) for s in sums if s is not None)
+        return squares**0.5 / self.world_size
+
+    def bad_groups(self):
+        return [
+            self.params[param][2]
+            for param, ranks in enumerate(self.gradients)
+            for gradient in ranks.values()
+            if not gradient.isfinite().all()
+        ]
+
+    def apply(self, hyper, max_grad_norm, grad_scale):
+        sums = self.sums()
+        norm = self.norm_of(sums) * grad_scale
+        scale = grad_scale / self.world_size
         clipped = max_grad_norm > 0 and norm > max_grad_norm
         if clipped:
             scale *= max_grad_norm / (norm + 1e-6)
@@ -125,7 +141,7 @@ class Attachment:
         self.present = set()  # parameters that were delivered in this attempt
         self.next_lease = 1
         self.alive = True
-        self.calls = {"fetch": 0, "release": 0, "add_gradient": 0, "step": 0}
+        self.calls = {"fetch": 0, "release": 0, "add_gradient": 0, "grad_norm": 0, "step": 0}
 
     def _check(self, call=None):
         if not self.alive or self.job.sessions.get(self.rank) is not self:
@@ -164,6 +180,8 @@ class Attachment:
         self._check("add_gradient")
         job = self.job
         assert values.dtype == job.dtype and tuple(values.shape) == tuple(job.params[param][1])
+        if self.rank in job.asked and self.attempt == job.attempt:
+            raise refusal("E_STEP", f"rank {self.rank} has asked for a norm")
         if param in self.present:
             raise refusal("E_GRAD_REPEAT", f"a second gradient of parameter {job.params[param][0]}")
         with job.changed:
@@ -184,6 +202,43 @@ class Attachment:
         self.attempt = self.job.attempt
         self.present.clear()
 
+    def _lost(self):
+        """Why the attempt of this rank is over."""
+        fault = self.job.faults.get(self.attempt)
+        return refusal("E_NONFINITE", fault) if fault else dropped()
+
+    def _check_finite(self):
+        """Ends the attempt for all ranks where a gradient is not finite."""
+        job = self.job
+        bad = job.bad_groups()
+        if bad and self.attempt == job.attempt:
+            job.faults[job.attempt] = f"gradient for group {bad[0]} ({job.group_names[bad[0]]})"
+            job.begin_attempt(job.attempt + 1)
+
+    def grad_norm(self, param, timeout):
+        self._check("grad_norm")
+        job = self.job
+        with job.changed:
+            if self.attempt > job.attempt:
+                job.begin_attempt(self.attempt)
+            self._check_finite()
+            if self.attempt == job.attempt:
+                job.asked.add(self.rank)
+                job.changed.notify_all()
+            if not job.changed.wait_for(
+                lambda: (
+                    len(job.asked | set(job.step_calls)) == job.world_size
+                    or self.attempt < job.attempt
+                    or not self.alive
+                ),
+                timeout,
+            ):
+                raise refusal("E_TIMEOUT", "a norm")
+            if self.attempt < job.attempt:
+                raise self._lost()
+            sums = job.sums()
+            return job.norm_of(sums if param is None else [sums[param]])
+
     def step(self, t, hyper, max_grad_norm, extra_state, timeout, grad_scale=1.0):
         self._check("step")
         job = self.job
@@ -203,24 +258,15 @@ class Attachment:
                 raise refusal("E_STEP", f"step {t} after {job.committed_step}")
             if self.attempt > job.attempt:
                 job.begin_attempt(self.attempt)
+            self._check_finite()
             if self.attempt < job.attempt:
+                error = self._lost()
                 self._to_newest_attempt()
-                raise dropped()
-            bad = [
-                job.params[param][2]
-                for param, ranks in enumerate(job.gradients)
-                for gradient in ranks.values()
-                if not gradient.isfinite().all()
-            ]
-            if bad:
-                job.begin_attempt(job.attempt + 1)
-                self._to_newest_attempt()
-                raise refusal(
-                    "E_NONFINITE", f"gradient for group {bad[0]} ({job.group_names[bad[0]]})"
-                )
+                raise error
             job.step_calls[self.rank] = (hyper, max_grad_norm, extra_state)
+            job.changed.notify_all()
             if len(job.step_calls) == job.world_size:
-                job.norm = job.apply(hyper, max_grad_norm)
+                job.norm = job.apply(hyper, max_grad_norm, grad_scale)
                 job.extra_state = {rank: call[2] for rank, call in job.step_calls.items()}
                 job.committed_step = t
                 job.begin_attempt(0)
@@ -232,8 +278,9 @@ class Attachment:
             ):
                 raise refusal("E_TIMEOUT", f"step {t}")
             if job.committed_step < t and self.alive:
+                error = self._lost()
                 self._to_newest_attempt()
-                raise dropped()
+                raise error
         self._check()
         self.committed_step = t
         self.attempt = 0  # at the next step; another rank may be further by now

@@ -64,6 +64,31 @@ def clip_grad_norm_of_torch(ranks):
     twins.assert_close()
 
 
+@case(1, 2)
+def a_grad_scaler(ranks):
+    """Every rank skips the step that overflows on one, as with torch's AdamW."""
+    twins = Twins(ranks).attach()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    for step in range(4):
+        overflows = step == 1 and ranks.rank == ranks.size - 1
+        scales = []
+        for model, opt, scaler in (
+            (twins.ours, twins.opt, scalers[0]),
+            (twins.theirs, twins.torch_opt, scalers[1]),
+        ):
+            opt.zero_grad()
+            loss = loss_of(model, ranks.batch(step)) * (float("inf") if overflows else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(opt)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [128.0 if step else 256.0] * 2, step
+    assert twins.opt.committed_step == 3
+    twins.assert_close()
+
+
 @case(2)
 def sums_of_16_bit_gradients(ranks):
     """They are float32 where the attach asks for it; else a second pass has no room."""

@@ -85,16 +85,19 @@ def test_graph_kept_across_a_step_is_torchs_own_error(attached):
     opt.step()
 
 
-def test_clip_grad_norm(attached):
+def test_what_a_gradient_does_not_take(attached):
     model, opt = attached
     loss_of(model, batch(0)).backward()
-    for clip in (
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    for read in (
         lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda: model.head.weight.grad.norm(),
+        lambda: model.head.weight.grad.sum(),
+        lambda: model.head.weight.grad.norm(1),
+        lambda: model.head.weight.grad + 1,
+        lambda: model.head.weight.grad.clone(),
     ):
-        with refused(match="gradient of parameter.*max_grad_norm|max_grad_norm"):
-            clip()
+        with refused(match="gradient of parameter.*delivered to the daemon") as info:
+            read()
+        assert "its 2-norm and a factor" in info.value.hint
     assert "delivered to forebay" in repr(model.head.weight.grad)
     opt.step()
     assert model.head.weight.grad is None

@@ -1,0 +1,214 @@
+# Goal    What training loops do between backward and step works on an attached model: torch's
+#         clip_grad_norm_, a GradScaler, a look at a gradient's norm; on one rank and on two, whose
+#         norms are those of the mean.
+# Method  Beside torch's own AdamW on the same batches. Two ranks are two threads, as in
+#         test_two_ranks.py.
+
+import forebay
+import pytest
+import torch
+from models import assert_close, batch, loss_of, net, pair
+from test_two_ranks import attach_both, both
+from torch import nn
+
+# The same gradients up to rounding, squares summed in another order.
+NORM_BOUND = 1e-3
+
+
+def assert_same_norm(ours, theirs):
+    assert abs(ours.item() - theirs.item()) <= NORM_BOUND * theirs.item()
+
+
+def test_clip_grad_norm_clips_as_torch(node):
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    for step in range(6):
+        norms = []
+        for one, optimizer in ((model, opt), (plain, plain_opt)):
+            loss_of(one, batch(step)).backward()
+            # Scales, and leaves as it is.
+            norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1 if step % 2 else 1e6))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_norm(*norms)
+    assert_close(model, plain, 6)
+    assert opt.committed_step == 6
+
+
+def test_the_norm_of_a_gradient_can_be_read(node):
+    model, plain, _ = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    for one in (model, plain):
+        loss_of(one, batch(1)).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert_same_norm(ours.grad.norm(), theirs.grad.norm())
+        assert_same_norm(ours.grad.data.norm(2), theirs.grad.norm())
+        assert_same_norm(ours.grad.detach().norm(), theirs.grad.norm())
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert_same_norm(total, nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+    opt.step()
+
+
+def test_two_ranks_clip_by_the_norm_of_the_mean(node):
+    models = [net(seed=1), net(seed=1)]
+    plain = net(seed=1)
+    plain_opt = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    opts = attach_both(models)
+
+    def clipped_step(rank, step):
+        loss_of(models[rank], batch(10 * step + rank)).backward()
+        norm = nn.utils.clip_grad_norm_(models[rank].parameters(), 0.1)
+        opts[rank].step()
+        return norm
+
+    for step in range(4):
+        norms = both(lambda rank: clipped_step(rank, step))
+        sum(loss_of(plain, batch(10 * step + rank)) / 2 for rank in (0, 1)).backward()
+        assert torch.equal(*norms)
+        assert_same_norm(norms[0], nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        plain_opt.step()
+        plain_opt.zero_grad()
+    assert_close(models[0], plain, 4)
+
+
+def test_one_rank_may_look_at_norms_alone(node):
+    models = [net(seed=1), net(seed=1)]
+    opts = attach_both(models)
+
+    def step_of(rank):
+        loss_of(models[rank], batch(rank)).backward()
+        norm = models[0].head.weight.grad.norm() if rank == 0 else None
+        opts[rank].step()
+        return norm
+
+    norm, _ = both(step_of)
+    assert norm > 0
+    assert [opt.committed_step for opt in opts] == [1, 1]
+
+
+def test_a_parameter_of_which_another_rank_has_a_gradient(node):
+    """Both ranks see its norm and scale it, and it moves on both."""
+    models = [net(seed=1), net(seed=1)]
+    opts = attach_both(models)
+    before = models[0].layers[1].up.weight.detach().clone()
+
+    def step_of(rank):
+        part = models[rank].layers[1].up.weight if rank == 1 else models[rank].layers[0].up.weight
+        part.sum().backward()
+        norm = models[rank].layers[1].up.weight.grad.norm()
+        unused = models[rank].norm.weight.grad.norm()
+        nn.utils.clip_grad_norm_(models[rank].parameters(), 1e-3)
+        opts[rank].step()
+        return norm, unused
+
+    for norm, unused in both(step_of):
+        assert norm == before.numel() ** 0.5 / 2 and unused == 0
+    assert not torch.equal(models[0].layers[1].up.weight, before)
+
+
+def test_a_norm_within_backward(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    hidden = []
+    handle = model.layers[0].register_forward_hook(lambda _m, _i, out: hidden.append(out))
+    loss = loss_of(model, batch(0))
+    handle.remove()
+    hidden[0].register_hook(lambda _g: model.layers[1].up.weight.grad.norm() and None)
+    with pytest.raises(forebay.UsageError, match="within backward") as info:
+        loss.backward()
+    assert info.value.code == "E_UNSUPPORTED" and "between backward and opt.step" in info.value.hint
+    opt.zero_grad()
+    loss_of(model, batch(0)).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    opt.step()
+
+
+def test_a_backward_after_a_norm(node):
+    """Whoever has asked for a norm has delivered its gradient."""
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    model.layers[0].up.weight.sum().backward()
+    assert model.layers[0].up.weight.grad.norm() > 0
+    with pytest.raises(forebay.ForebayError) as info:
+        model.layers[1].up.weight.sum().backward()
+        opt.step()
+    assert info.value.code == "E_STEP"
+    opt.zero_grad()
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    assert opt.committed_step == 1
+
+
+def test_gradients_that_were_scaled_apart(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    loss_of(model, batch(0)).backward()
+    nn.utils.clip_grad_norm_([model.norm.weight], 1e-9)
+    with pytest.raises(forebay.UsageError, match="were scaled by") as info:
+        opt.step()
+    assert "all of them at once" in info.value.hint
+    opt.zero_grad()
+    loss_of(model, batch(0)).backward()
+    opt.step()
+
+
+def test_the_norm_of_a_gradient_that_is_not_finite(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    (loss_of(model, batch(0)) * float("inf")).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).isnan()
+    with pytest.raises(forebay.ForebayError) as info:
+        opt.step()
+    assert info.value.code == "E_NONFINITE" and opt.committed_step == 0
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    assert opt.committed_step == 1
+
+
+# -------------------------------------------------------------------------------------- GradScaler
+
+
+def scaler_of():
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+
+def scaled_step(model, opt, scaler, tokens, factor=1.0):
+    opt.zero_grad()
+    scaler.scale(loss_of(model, tokens) * factor).backward()
+    scaler.unscale_(opt)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(opt)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_a_grad_scaler_skips_the_steps_that_torch_skips(node):
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    scalers = [scaler_of(), scaler_of()]
+    for step in range(6):
+        factor = float("inf") if step == 3 else 1.0
+        scales = [
+            scaled_step(one, optimizer, scaler, batch(step), factor)
+            for one, optimizer, scaler in ((model, opt, scalers[0]), (plain, plain_opt, scalers[1]))
+        ]
+        assert scales[0] == scales[1], step
+    assert opt.committed_step == 5
+    assert_close(model, plain, 5)
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one(node):
+    models = [net(seed=1), net(seed=1)]
+    opts, scalers = attach_both(models), [scaler_of(), scaler_of()]
+
+    def step_of(rank, step):
+        opts[rank].zero_grad()
+        factor = float("inf") if (rank, step) == (1, 1) else 1.0
+        scalers[rank].scale(loss_of(models[rank], batch(rank)) * factor).backward()
+        scalers[rank].step(opts[rank])
+        scalers[rank].update()
+        return scalers[rank].get_scale()
+
+    scales = [both(lambda rank: step_of(rank, step)) for step in range(3)]
+    assert scales == [[256.0] * 2, [128.0] * 2, [128.0] * 2]
+    assert [opt.committed_step for opt in opts] == [2, 2]
