@@ -247,8 +247,8 @@ struct Attachment::State {
   std::map<ElemPlace, uint64_t> delivered;  // of this pass: first elements, to their ends
   bool has_delivered = false;               // in this attempt
   bool is_further_pass = false;
-  bool has_asked_norm =
-      false;  // in this attempt, with shared attachment: nothing is delivered any more
+  // In this attempt, with shared attachment: nothing is delivered any more.
+  bool has_asked_norm = false;
   std::vector<uint64_t> pass_presence;  // of this pass
   std::vector<uint64_t> presence;       // of this attempt; see wire.h
   uint64_t attempt = 0;

@@ -48,7 +48,7 @@ void SimulatedTrainer::Leave(EndCause cause) {
 void SimulatedTrainer::BeginAttempt(uint64_t number) {
   attempt_ = number;
   planned_ = false;
-  delivered_any_ = false;
+  delivered_any_ = asked_ = false;
   present_.clear();
   to_deliver_.clear();
 }
@@ -253,7 +253,9 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
     Send(session_, command, {.kind = Kind::kOther});
   } else if (!stepping_ && !to_deliver_.empty()) {
     SendGradient(random, chaos);
-  } else if (!stepping_) {
+  } else if (!stepping_ && !asked_ && random.OneIn(3)) {
+    SendNorm(random);
+  } else if (!stepping_ && (!WaitsForNorm() || (chaos && random.OneIn(20)))) {
     SendStep(random, chaos);
   }
 }
@@ -306,6 +308,23 @@ void SimulatedTrainer::ReleaseLeases() {
     leases_.pop_back();
     Send(session_, command, {.kind = Kind::kOther});
   }
+}
+
+void SimulatedTrainer::SendNorm(SimulationRandom& random) {
+  asked_ = true;
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kGradNorm);
+  command.partition = random.OneIn(4)
+                          ? protocol::kAllParams
+                          : static_cast<uint32_t>(random.Below(layout_->params().size()));
+  command.attempt = attempt_;
+  Send(session_, command, {.kind = Kind::kNorm});
+}
+
+bool SimulatedTrainer::WaitsForNorm() const {
+  return std::any_of(sent_.begin(), sent_.end(), [this](const auto& entry) {
+    return entry.second.kind == Kind::kNorm && entry.second.session == session_;
+  });
 }
 
 void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
@@ -369,6 +388,7 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
     case Kind::kInitialWrite:
       if (error != 0) phase_ = Phase::kLeaving;
       return;
+    case Kind::kNorm:  // step will say what is wrong
     case Kind::kFetch:
     case Kind::kOther:
       return;

@@ -73,7 +73,15 @@ class SimulatedTrainer {
 
  private:
   enum class Phase : uint8_t { kOut, kAttaching, kInitial, kTraining, kLeaving };
-  enum class Kind : uint8_t { kInitialWrite, kInitialDone, kFetch, kGradient, kStep, kOther };
+  enum class Kind : uint8_t {
+    kInitialWrite,
+    kInitialDone,
+    kFetch,
+    kGradient,
+    kNorm,
+    kStep,
+    kOther
+  };
   struct Sent {
     Kind kind = Kind::kOther;
     uint64_t session = 0;
@@ -94,6 +102,8 @@ class SimulatedTrainer {
   void Misbehave(SimulationRandom& random);
   void SendGarbage(SimulationRandom& random, uint64_t session);
   bool SendGradient(SimulationRandom& random, bool chaos);
+  void SendNorm(SimulationRandom& random);
+  bool WaitsForNorm() const;
   void SendStep(SimulationRandom& random, bool chaos);
   void ReleaseLeases();
   void Send(uint64_t session, protocol::Command command, Sent sent);
@@ -122,6 +132,7 @@ class SimulatedTrainer {
   bool delivered_any_ = false;
   std::set<uint32_t> present_;             // parameters it has a gradient of, in this attempt
   std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
+  bool asked_ = false;                     // for a norm, in this attempt
   bool stepping_ = false;
   uint32_t initial_next_ = 0;
   std::vector<uint64_t> leases_;
