@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""A training step of two ranks that FSDP2 shards: Forebay beside CPUOffloadPolicy and torch's fused
+AdamW, in alternation in one run.
+
+Both keep float32 parameters; with bf16 both compute in it. Prints, for fp32 and bf16, the seconds of
+the optimizer phase (opt.step(): from the last gradient to the next forward) and of the whole step, how
+many times as fast Forebay is, and the peak of the memory (PSS of the ranks and the daemon); writes
+OUT/sharded.jsonl. Needs an environment with torch and the forebay package: the interpreter it is
+started with. docs/benchmarks.md says what the figures mean.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import sys
+import threading
+
+import figures
+import phase
+import quiet
+
+HERE = pathlib.Path(__file__).resolve().parent
+DRAM = {"110M": "4GiB", "smoke": "256MiB"}
+GOALS = {"bf16": 1.5, "fp32": 1.3}  # times as fast, of the optimizer phase
+BYTES_OF_FSDP2 = 16  # a parameter: float32 weights, gradient and two moments
+# Of them, beside what both need; and MiB on top.
+MEMORY_GOALS = {"bf16": (0.90, 128), "fp32": (1.02, 128)}
+PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
+SAMPLE_S = 0.02
+
+
+def pss_bytes(root):
+    """Of a process and its descendants: shared pages count in parts."""
+    processes, total = quiet.parents(), 0
+    tree = {root}
+    while True:
+        grown = {pid for pid, (parent, _) in processes.items() if parent in tree} - tree
+        if not grown:
+            break
+        tree |= grown
+    for pid in tree:
+        try:
+            text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        except OSError:
+            continue  # ended meanwhile
+        total += next(1024 * int(row.split()[1]) for row in text.splitlines() if row[:4] == "Pss:")
+    return total
+
+
+class Peak:
+    """Largest PSS of a side while it has its turn."""
+
+    def __init__(self, root):
+        self.root, self.bytes = root, 0
+
+    def during(self, work):
+        done = threading.Event()
+
+        def sample():
+            while not done.wait(SAMPLE_S):
+                self.bytes = max(self.bytes, pss_bytes(self.root))
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        try:
+            return work()
+        finally:
+            done.set()
+            thread.join()
+
+
+def start_sides(args, folder):
+    worker = [sys.executable, HERE / "sharded_worker.py", "--size", args.size]
+    run = [args.build / "bin" / "forebay", "run", "--dram", DRAM[args.size], "--"]
+    sides = {}
+    for dtype in GOALS:
+        for by in ("fsdp2", "forebay"):
+            print(f"starting {by} {dtype}", flush=True)
+            command = [*(run if by == "forebay" else []), *worker, "--by", by, "--dtype", dtype]
+            log = folder / f"sharded-{by}-{dtype}.log"
+            sides[by, dtype] = phase.Side(f"{by} {dtype}", command, dict(os.environ), log)
+    return sides
+
+
+def measure(args, sides):
+    """Samples of every side in alternation; and its peak, of turns of its own: sampling disturbs."""
+    for _ in range(phase.WARM_ROUNDS):
+        for side in sides.values():
+            side.turn()
+    peaks = {}
+    for key, side in sides.items():
+        peak = Peak(side.process.pid)
+        for _ in range(2):
+            peak.during(side.turn)
+        peaks[key] = peak.bytes
+
+    def take(number, watch):
+        order = list(sides)
+        shift = number % len(order)
+        samples = {}
+        for key in [*order[shift:], *order[:shift]]:
+            quiet.pause(phase.PARK_S)
+            with watch.running([sides[key].process.pid]):
+                samples[key] = sides[key].turn()
+        return samples
+
+    rounds = quiet.Rounds(args.rounds, args.patience, args.noise, ahead=False)
+    rounds.collect(take)
+    return rounds, peaks
+
+
+def rows_of(rounds, peaks, params):
+    """A row for each side and part, each comparison and each memory figure."""
+    rows = []
+    for dtype, goal in GOALS.items():
+        for part, names in PARTS.items():
+            seconds = {
+                by: [sum(one[by, dtype][name] for name in names) for one in rounds.kept]
+                for by in ("fsdp2", "forebay")
+            }
+            case = f"sharded/format={dtype}/part={part}"
+            for by, values in seconds.items():
+                ms = figures.spread([1e3 * value for value in values])
+                rows.append({"case": f"{case}/by={by}", "unit": "ms"} | ms)
+            ratios = [theirs / own for theirs, own in zip(seconds["fsdp2"], seconds["forebay"])]
+            least = goal if part == "step" else 1.0
+            compared = {"case": f"{case}/fsdp2-over-forebay", "unit": "times", "goal": least}
+            rows.append(compared | figures.spread(ratios))
+        own = BYTES_OF_FSDP2 * params
+        both_need = peaks["fsdp2", dtype] - own  # interpreters, activations, gathered groups
+        rest = peaks["forebay", dtype] - both_need
+        share, extra = MEMORY_GOALS[dtype]
+        for by in ("fsdp2", "forebay"):
+            case = f"sharded/format={dtype}/peak/by={by}"
+            rows.append({"case": case, "unit": "MiB", "value": peaks[by, dtype] / 2**20})
+        rows.append(
+            {
+                "case": f"sharded/format={dtype}/peak/forebay-beyond-what-both-need",
+                "unit": "MiB",
+                "value": rest / 2**20,
+                "goal": share * own / 2**20 + extra,
+                "bytes_a_parameter": rest / params,
+            }
+        )
+    return rows
+
+
+def table(rows):
+    lines = ["| case | median | quartiles | samples | goal |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        spread = f"{row['q1']:.2f} to {row['q3']:.2f}" if "q1" in row else ""
+        goal = f"{row['goal']:.2f}" if "goal" in row else ""
+        value = f"{row['value']:.2f} {row['unit']}"
+        lines.append(f"| `{row['case']}` | {value} | {spread} | {row.get('samples', '')} | {goal} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", default="build", help="a build tree of ours, built")
+    parser.add_argument("--out", default="build/peers/out")
+    parser.add_argument("--rounds", type=int, default=9, help="quiet rounds")
+    parser.add_argument("--patience", type=float, default=600, help="seconds to wait for them")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=quiet.NOISE_MAX,
+        help="share of a CPU that others may use in a round",
+    )
+    parser.add_argument("--smoke", action="store_true", help="everything once, tiny")
+    args = parser.parse_args()
+    args.build, args.out = pathlib.Path(args.build).absolute(), pathlib.Path(args.out).absolute()
+    args.size = "smoke" if args.smoke else "110M"
+    if args.smoke:
+        args.rounds, args.noise = 1, float(os.cpu_count() + 1)
+    return args
+
+
+def main():
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sides = start_sides(args, args.out)
+    try:
+        rounds, peaks = measure(args, sides)
+        params = next(iter(sides.values())).facts["params"]
+        for side in sides.values():
+            side.end()
+    finally:
+        for side in sides.values():
+            side.kill()
+    if not rounds.kept:
+        sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
+    rows = rows_of(rounds, peaks, params)
+    facts = {
+        "case": "sharded/facts",
+        "date": datetime.date.today().isoformat(),
+        "params": params,
+        "rejected": rounds.rejected,
+        "noise": statistics.median(rounds.noise),
+    }
+    with open(args.out / "sharded.jsonl", "w", encoding="utf-8") as lines:
+        for row in [facts, *rows]:
+            lines.write(json.dumps({"bench": "peers"} | row) + "\n")
+    print(json.dumps(facts))
+    print(table(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

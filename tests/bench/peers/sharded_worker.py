@@ -1,0 +1,128 @@
+"""One side of the sharded bench: two ranks train the model as FSDP2 shards it, a step for each message,
+and sleep in between.
+
+Started by sharded.py; the Forebay sides under `forebay run`. This process is rank 0 and starts rank 1.
+Each message is answered with the seconds of forward, backward and step, the slower rank's of each, and
+the loss.
+"""
+
+import argparse
+import gc
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import gpt
+import ours
+
+RANKS = 2
+PARTS = ("forward", "backward", "step")
+
+
+def sharded(model, mesh, args):
+    """Parameters are float32; with bf16, forward and backward compute in it. Both sides wrap alike."""
+    options = {"mesh": mesh}
+    if args.dtype == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if args.by == "fsdp2":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def optimizer_of(model, args):
+    if args.by == "fsdp2":
+        return torch.optim.AdamW(
+            model.parameters(), lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True
+        )
+    import forebay
+
+    rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY)
+    return forebay.attach(model, rule, rank=distributed.get_rank(), world_size=RANKS)
+
+
+def one_step(model, opt, tokens):
+    distributed.barrier()
+    marks = [time.perf_counter()]
+    loss = model(tokens)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    opt.step()
+    opt.zero_grad()
+    marks.append(time.perf_counter())
+    seconds = torch.tensor([after - before for before, after in zip(marks, marks[1:])])
+    distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
+    return dict(zip(PARTS, seconds.tolist())) | {"loss": loss.item()}
+
+
+def train(rank, store, args, messages):
+    """A step for each "step" that `messages` gives rank 0, whose answers it takes."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
+    torch.set_num_threads(1)
+    size = gpt.SIZES[args.size]
+    torch.manual_seed(0)
+    model = gpt.Gpt(size)
+    params = sum(param.numel() for param in model.parameters())
+    model = sharded(model, init_device_mesh("cpu", (RANKS,)), args)
+    opt = optimizer_of(model, args)
+    gc.collect()
+    generator = torch.Generator().manual_seed(1 + rank)
+    if rank == 0:
+        messages.send({"params": params, "dtype": args.dtype, "threads": torch.get_num_threads()})
+    while True:
+        word = [messages.recv() if rank == 0 else None]
+        distributed.broadcast_object_list(word)
+        if word[0] != "step":
+            break
+        tokens = torch.randint(0, size.vocab, (1, size.length), generator=generator)
+        seconds = one_step(model, opt, tokens)
+        if rank == 0:
+            messages.send(seconds)
+    distributed.destroy_process_group()
+
+
+def end_with_rank_0():
+    """Rank 0 holds the other end of the pipe."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--by", choices=["fsdp2", "forebay"], required=True)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
+    parser.add_argument("--size", choices=gpt.SIZES, required=True)
+    parser.add_argument("--connect", required=True, help="path of the socket of sharded.py")
+    parser.add_argument("--store", help="rank 1's: where it finds rank 0")
+    args = parser.parse_args()
+    if args.store:
+        threading.Thread(target=end_with_rank_0, daemon=True).start()
+        train(1, args.store, args, None)
+        return
+    with tempfile.TemporaryDirectory(prefix="forebay-peers-") as folder:
+        store = os.path.join(folder, "store")
+        command = [sys.executable, *sys.argv, "--store", store]
+        with (
+            multiprocessing.connection.Client(args.connect, "AF_UNIX") as conductor,
+            subprocess.Popen(command, stdin=subprocess.PIPE),
+        ):
+            train(0, store, args, conductor)
+
+
+if __name__ == "__main__":
+    main()
