@@ -48,7 +48,8 @@ class ShardPlan:
     index: dict[str, int] = field(default_factory=dict)  # of parameters, by name
     # Where each box of a parameter lies.
     places: dict[tuple[str, Box], Source] = field(default_factory=dict)
-    owner: dict[tuple[str, Box], int] = field(default_factory=dict)
+    # The ranks that hold each box, ascending; the first owns it.
+    holders: dict[tuple[str, Box], list[int]] = field(default_factory=dict)
 
 
 def boxes_of(shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Box, ...]:
@@ -93,15 +94,21 @@ def elems_of(boxes: Iterable[Box]) -> int:
     return sum(run * runs for _, run, _, runs in boxes)
 
 
-def make_shard_plan(held: Sequence[Sequence[Held]]) -> ShardPlan:
+def make_shard_plan(
+    held: Sequence[Sequence[Held]], meshes: Sequence[Sequence[int]] | None = None
+) -> ShardPlan:
     """The layout from what each rank holds, in the order of its own model.
 
     A box that several ranks hold (replicas) belongs to the lowest of them; the others fetch that one.
 
+    meshes  Of each rank, the ranks of the meshes of its parameters. None: they have all ranks.
+
     Errors  ValueError  two ranks disagree about a parameter: its shape, group, parameter group or
-                        whether it is trained.
+                        whether it is trained. Or they train it apart, each in a mesh of its own.
     """
     plan = ShardPlan()
+    part_of = _parts(meshes or [range(len(held))] * len(held))
+    first_of: dict[str, int] = {}  # rank that holds a part of the parameter
     of_name: dict[str, Held] = {}
     members: dict[str, dict[str, None]] = {}  # of groups, in order
     for rank, of_rank in enumerate(held):
@@ -112,9 +119,14 @@ def make_shard_plan(held: Sequence[Sequence[Held]]) -> ShardPlan:
                     f"parameter {one.name} is {_whole(known)} on a lower rank and {_whole(one)} on "
                     f"rank {rank}"
                 )
+            first = first_of.setdefault(one.name, rank)
+            if part_of[first] != part_of[rank]:
+                raise ValueError(
+                    f"parameter {one.name} is on rank {first} and on rank {rank}, and no mesh has both"
+                )
             members.setdefault(one.group, {})[one.name] = None
             for box in one.boxes:
-                plan.owner.setdefault((one.name, box), rank)
+                plan.holders.setdefault((one.name, box), []).append(rank)
     plan.group_names = list(members)
     for group, names in enumerate(members.values()):
         for name in names:
@@ -122,9 +134,9 @@ def make_shard_plan(held: Sequence[Sequence[Held]]) -> ShardPlan:
             plan.index[name] = len(plan.params)
             plan.params.append((name, list(one.shape), group, one.param_group, one.trainable))
     owned: dict[tuple[int, int], list[tuple[int, Box]]] = {}
-    for (name, box), rank in plan.owner.items():
+    for (name, box), ranks in plan.holders.items():
         param = plan.index[name]
-        owned.setdefault((plan.params[param][2], rank), []).append((param, box))
+        owned.setdefault((plan.params[param][2], ranks[0]), []).append((param, box))
     for group, rank in sorted(owned):
         boxes = sorted(owned[group, rank])
         first = 0
@@ -134,6 +146,20 @@ def make_shard_plan(held: Sequence[Sequence[Held]]) -> ShardPlan:
             first += elems
         plan.partitions.append((group, rank, [(param, *box) for param, box in boxes]))
     return plan
+
+
+def _parts(meshes: Sequence[Sequence[int]]) -> list[int]:
+    """For each rank the lowest that a chain of meshes joins it with."""
+    lowest = list(range(len(meshes)))
+    before: list[int] = []
+    while before != lowest:
+        before = list(lowest)
+        for rank, mesh in enumerate(meshes):
+            joined = {rank, *mesh}
+            low = min(lowest[one] for one in joined)
+            for one in joined:
+                lowest[one] = low
+    return lowest
 
 
 def _whole(held: Held) -> tuple[tuple[int, ...], str, int, bool]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -49,6 +50,12 @@ class Shard:
         """The sharded nn.Parameter, a DTensor."""
         parameter: nn.Parameter = self._param.sharded_param
         return parameter
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of the sharded parameter: data parallel, with the replicas, and tensor parallel."""
+        mesh: DeviceMesh = self._param.sharded_param.device_mesh
+        return mesh
 
     @property
     def local(self) -> torch.Tensor:
@@ -147,17 +154,6 @@ class Shard:
             raise unsupported(
                 f"parameter {self.name}: {error}", "shard it on another dimension"
             ) from None
-
-    def wait_for_replicas(self) -> None:
-        """A barrier of the ranks that hold the same boxes."""
-        if self._param.is_dtensor:
-            spec = self._param._unsharded_dtensor_spec
-            for dim, placement in enumerate(spec.placements):
-                if placement.is_replicate() and spec.mesh.size(dim) > 1:
-                    dist.barrier(spec.mesh.get_group(dim))
-        info = self._param.mesh_info
-        if getattr(info, "replicate_mesh_size", 1) > 1:
-            dist.barrier(info.replicate_process_group)
 
     def dtensor_of(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor with the parameter's mesh and placements."""
@@ -303,8 +299,19 @@ def plain_name(name: str) -> str:
     return name.removesuffix("._orig_mod").removesuffix("._checkpoint_wrapped_module")
 
 
-def gather(held: Sequence[Any]) -> list[Any]:
+def process_groups_of(units: Sequence[Unit]) -> list[tuple[set[int], dist.ProcessGroup]]:
+    """Those of each dimension of the meshes that are larger than 1, with their ranks."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for mesh in dict.fromkeys(one.mesh for unit in units for one in unit.shards):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                group = mesh.get_group(dim)
+                found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [(set(ranks), group) for ranks, group in found.items()]
+
+
+def gather(held: Any) -> list[Any]:
     """What every rank of the process group passes."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(held))
+    dist.all_gather_object(everyone, held)
     return everyone

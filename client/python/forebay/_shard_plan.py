@@ -194,13 +194,16 @@ def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan
         for unit in units
         for one in unit.shards
     ]
+    mesh = {rank for unit in units for one in unit.shards for rank in one.mesh.mesh.flatten().tolist()}
+    everyone = _fsdp.gather((held, sorted(mesh)))
     try:
-        layout = make_shard_plan(_fsdp.gather(held))
+        layout = make_shard_plan(*zip(*everyone))
     except ValueError as error:
         raise usage_error(
             "E_LAYOUT",
             str(error),
-            "build the same model on every rank; pipeline stages need other names: name_prefix=",
+            "build the same model on every rank; pipeline stages need other names (name_prefix=), "
+            "replicas a mesh of (replicate, shard)",
         ) from None
     for parameter in parameters:
         parameter.group = layout.params[layout.index[parameter.name]][2]

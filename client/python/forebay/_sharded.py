@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -74,6 +75,7 @@ class ShardMember(Member):
         self.first = 0  # in the unit's buffer
         self.elems = one.local.numel()
         self.is_owned = False
+        self.replica_groups: list[dist.ProcessGroup] = []  # together: all ranks with the same boxes
         self.backward = 0  # the last that has brought a gradient, by number
         self.replica_norm: float | None = None  # of a gradient that another rank delivers
         self.copies: Any = None  # a CopyList
@@ -115,6 +117,12 @@ class ShardMember(Member):
     def padded(self) -> torch.Tensor:
         return self._sharded_engine().padded(self)
 
+    def wait_for_replicas(self) -> None:
+        """A barrier of the ranks that hold the same boxes: they are a block of their mesh, so one along
+        each of its dimensions is one of all."""
+        for group in self.replica_groups:
+            dist.barrier(group)
+
     def make_private(self) -> None:
         self.tensor.grad = None
         padded = torch.zeros(self.padded_shape, dtype=self.tensor.dtype)
@@ -144,6 +152,7 @@ class ShardedEngine(Engine):
         self._copy_list = _core.copy_list
         self.plan, self._width = plan, plan.dtype.itemsize
         of_name = {parameter.name: parameter for parameter in plan.parameters}
+        self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
         self._partition_of: dict[int, int] = {
             group: number
@@ -175,7 +184,12 @@ class ShardedEngine(Engine):
         if member.elems < padded_elems:
             group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
         group.elems += padded_elems
-        member.is_owned = any(layout.owner[one.name, box] == rank for box in member.boxes)
+        if member.boxes:  # all of them are of the same ranks
+            holders = layout.holders[one.name, member.boxes[0]]
+            member.is_owned = holders[0] == rank
+            member.replica_groups = [
+                group for ranks, group in self._process_groups if ranks <= set(holders)
+            ]
         member.copies = self._copies_of([member], in_unit=False)
         group.shard_members.append(member)
         group.members.append(member)
@@ -261,7 +275,7 @@ class ShardedEngine(Engine):
         all of them have to call it."""
         masters, at = values.detach().to(torch.float32).contiguous().view(-1), 0
         assert self.attachment is not None
-        member.shard.wait_for_replicas()  # they have read what the owner replaces
+        member.wait_for_replicas()  # they have read what the owner replaces
         try:
             for box in member.boxes if member.is_owned else ():
                 source = self.plan.layout.places[member.name, box]
@@ -269,7 +283,7 @@ class ShardedEngine(Engine):
                 self.attachment.write_masters(source.partition, source.first, part, self.timeout)
                 at += source.elems
         finally:
-            member.shard.wait_for_replicas()  # they read what the owner has written
+            member.wait_for_replicas()  # they read what the owner has written
             self.forget_weights(member.group)
 
     def forget_weights(self, group: ShardGroup) -> None:

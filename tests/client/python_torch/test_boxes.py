@@ -4,6 +4,7 @@
 #         cuts them, of replicas, of uneven and empty shards and of pipeline stages; ranks that
 #         contradict each other.
 
+import dataclasses
 import itertools
 import math
 
@@ -91,7 +92,7 @@ def assert_covers(plan):
         seen[name] += elements_of([box])
         group, owner, boxes = plan.partitions[source.partition]
         param = plan.index[name]
-        assert plan.params[param][2] == group and plan.owner[name, box] == owner
+        assert plan.params[param][2] == group and plan.holders[name, box][0] == owner
         at = boxes.index((param, *box))
         assert source.first == elems_of([box[1:] for box in boxes[:at]])
         assert source.elems == elems_of([box])
@@ -124,10 +125,11 @@ def test_a_rank_that_holds_nothing_has_no_partition():
 def test_replicas_belong_to_the_lowest_rank_that_has_them():
     replicas = make_shard_plan(sharded(UNEVEN, 2) * 2)  # ranks 2 and 3 have what 0 and 1 have
     alone = make_shard_plan(sharded(UNEVEN, 2))
-    assert replicas == alone
-    assert set(replicas.owner.values()) == {0, 1}
+    holders = {key: [rank, rank + 2] for key, (rank,) in alone.holders.items()}
+    assert replicas == dataclasses.replace(alone, holders=holders)
+    assert {rank for rank, *_ in replicas.holders.values()} == {0, 1}
     first_later = make_shard_plan([[], *sharded(UNEVEN, 2)])
-    assert set(first_later.owner.values()) == {1, 2}
+    assert {rank for rank, *_ in first_later.holders.values()} == {1, 2}
     assert_covers(first_later)
 
 
@@ -165,6 +167,32 @@ def test_pipeline_stages_are_ranks_that_hold_other_parameters():
     assert [name for name, *_ in plan.params] == ["0.w", "1.w"]
     assert [(group, owner) for group, owner, _ in plan.partitions] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert_covers(plan)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "rank"),
+    [
+        ([[0], [1]], 1),
+        ([[0, 1], [0, 1], [2, 3], [2, 3]], 2),
+        ([[0, 2], [1, 3], [0, 2], [1, 3]], 1),
+        ([[0, 1], [0, 1], [1, 2], [3]], 3),
+    ],
+    ids=str,
+)
+def test_ranks_of_two_meshes_that_hold_one_parameter_are_refused_by_its_name(meshes, rank):
+    stages = [[held("w", (4, 2), (0, 4))] for _ in meshes]
+    message = f"parameter w is on rank 0 and on rank {rank}, and no mesh has both"
+    with pytest.raises(ValueError, match=message):
+        make_shard_plan(stages, meshes)
+
+
+def test_meshes_that_share_ranks_join_all_of_them():
+    data_and_tensor = [[0, 2, 1], [1, 3, 0], [2, 0, 3], [3, 1, 2]]
+    chain = [[0], [0, 1], [1, 2], [2, 3]]
+    for meshes in (data_and_tensor, chain, chain[::-1], [[0, 1, 2, 3]] * 4):
+        plan = make_shard_plan([[held("w", (4, 2), (0, 4))] for _ in range(4)], meshes)
+        assert list(plan.holders.values()) == [[0, 1, 2, 3]]
+        assert_covers(plan)
 
 
 @pytest.mark.parametrize(
