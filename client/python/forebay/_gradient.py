@@ -74,6 +74,9 @@ class GradientProxy(torch.Tensor):
             if function in (aten.mul_.Tensor, aten.mul_.Scalar):
                 proxy.delivered.multiply(float(args[1]))
                 return proxy
+            if function in (aten.div_.Tensor, aten.div_.Scalar):
+                proxy.delivered.multiply(1 / float(args[1]))
+                return proxy
         proxies = _proxies(proxy)
         if function is aten._foreach_norm.Scalar and proxies and _is_euclidean(args[1:]):
             return [torch.tensor(one.delivered.norm(), dtype=torch.float32) for one in proxies]

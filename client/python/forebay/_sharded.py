@@ -368,8 +368,8 @@ class ShardedEngine(Engine):
         sums, or the gradient was scaled before."""
         assert self.attachment is not None and isinstance(member, ShardMember)
         in_autograd = torch._C._current_graph_task_id() != -1
-        if not in_autograd:  # a pipeline schedule reduces, once a step
-            self._backwards += 1
+        if not in_autograd and (member.backward == self._backwards or self._backwards == 0):
+            self._backwards += 1  # a pipeline schedule reduces, after the backwards of its chunks
         if member.arrived and (member.scale != 1.0 or member.backward == self._backwards):
             cause = "its gradient was scaled" if member.scale != 1.0 else "one, in the same backward"
             raise unsupported(
