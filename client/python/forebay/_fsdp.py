@@ -238,6 +238,16 @@ def reset(units: Sequence[Unit]) -> None:
         unit.reset()
 
 
+def roots_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that fully_shard() was called on: the model, or its parts (the stages of
+    a pipeline that one rank has)."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from roots_of(child)
+
+
 def units_of(model: nn.Module, prefix: str) -> list[Unit]:
     """What fully_shard() has made of the model, in the order of its modules; the names of units and
     shards are those of the plain model, behind `prefix`.

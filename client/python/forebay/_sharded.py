@@ -461,10 +461,10 @@ class AfterForward(InertOnCopy):
 
 def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
     """Puts every hook; returns the handles that remove them."""
-    forward: list[RemovableHandle] = [
-        model.register_forward_pre_hook(BeforeForward(engine), prepend=True),
-        model.register_forward_hook(AfterForward(engine)),
-    ]
+    forward: list[RemovableHandle] = []
+    for root in _fsdp.roots_of(model):
+        forward.append(root.register_forward_pre_hook(BeforeForward(engine), prepend=True))
+        forward.append(root.register_forward_hook(AfterForward(engine)))
     # FSDP2 calls it for each sharded parameter whose gradient it has reduced.
     return forward + [
         member.tensor.register_post_accumulate_grad_hook(AfterAccumulate(engine, member))  # type: ignore[no-untyped-call]
