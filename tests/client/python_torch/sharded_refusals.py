@@ -161,7 +161,7 @@ def a_number_of_ranks_for_a_plain_model(ranks):
     )
 
 
-@case()  # of four ranks: of fewer, fully_shard() takes each number for True or False
+@case(4)  # of fewer, fully_shard() takes each number for True or False
 def reshard_after_forward_to_two_of_four_ranks(ranks):
     model = ranks.shard(small_net(), reshard_after_forward=2)
     message, hint = "reshard_after_forward as a number of ranks", "True or False"

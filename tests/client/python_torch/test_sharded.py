@@ -1,8 +1,8 @@
 # Goal    A model that FSDP2 shards trains attached as it does with torch's AdamW, resumes with the
 #         same bits, gives its present values to whoever reads it, and names what it refuses.
 # Method  1, 2 and 3 ranks over gloo on the real daemon, each case beside torch's FSDP2 of the same
-#         model on the same batches. All cases of a number of ranks share one launch of
-#         sharded_ranks.py; the result of each is a test here.
+#         model on the same batches; 4 and 8 ranks beside one process. All cases of a number of ranks
+#         share one launch of sharded_ranks.py; the result of each is a test here.
 
 import json
 import subprocess
@@ -10,6 +10,7 @@ import sys
 
 import forebay
 import pytest
+import sharded_composition  # noqa: F401
 import sharded_passes  # noqa: F401
 import sharded_ranks
 import sharded_refusals  # noqa: F401
@@ -21,9 +22,9 @@ from test_processes import HERE, environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
-DEADLINE_S = 300
+DEADLINE_S = 400
 SIZES = (1, 2, 3)
-
+MESHES = (4, 8)  # ranks of two and of three dimensions
 
 # Launches of a case each, in this order: (case, ranks, run).
 ALONE = [
@@ -32,7 +33,6 @@ ALONE = [
     ("a_job_of_two_ranks", 2, "third"),
     ("another_world_size", 1, "third"),
     ("another_world_size", 3, "third"),
-    ("reshard_after_forward_to_two_of_four_ranks", 4, "third"),
 ]
 
 
@@ -76,7 +76,8 @@ def assert_passed(errors, size):
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), [(size, case) for size in SIZES for case in sharded_ranks.cases_of(size)]
+    ("size", "case"),
+    [(size, case) for size in SIZES + MESHES for case in sharded_ranks.cases_of(size)],
 )
 def test_on_ranks(results, size, case):
     assert_passed(results[f"together{size}", case], size)
@@ -88,7 +89,7 @@ def test_in_a_launch_of_its_own(results, case, size, run):
 
 
 def test_every_case_runs():
-    common = {case for size in SIZES for case in sharded_ranks.cases_of(size)}
+    common = {case for size in SIZES + MESHES for case in sharded_ranks.cases_of(size)}
     assert common | {case for case, *_ in ALONE} == set(sharded_ranks.CASES)
 
 
