@@ -3,10 +3,11 @@ process does on the same data."""
 
 import forebay
 import torch
-from models import Net, batch, loss_of
+from models import CheckpointedNet, Net, batch, loss_of
 from sharded_ranks import LR, STEPS, Twins, case, full, refused, small_net
 from sharded_refusals import at_attach
-from sharded_training import interrupted, loss_that_fails
+from sharded_training import interrupted, loss_that_fails, train_wide
+from sharded_writes import load_in_every_way
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -86,13 +87,13 @@ def assert_same_norm(opt, one):
 # ---------------------------------------------------------------------------------- tensor parallel
 
 
-def parallelized(model, mesh):
+def parallelized(model, mesh, data=("dp",), **options):
     """Up by columns, down by rows, whose bias both tensor-parallel ranks have; norms, embedding and
-    head are plain tensors, the same on both."""
+    head are plain tensors, the same on both. `data` are the dimensions that FSDP2 uses."""
     for layer in layers_of(model):
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh[data], **options)
+    return fully_shard(model, mesh=mesh[data], **options)
 
 
 def layers_of(model):
@@ -143,6 +144,37 @@ def tensor_parallel_shards(ranks):
     one.assert_close(full(model))
     one.assert_close_states(model, opt)
     opt.detach()
+
+
+@case(4)
+def checkpointing_of_tensor_parallel_shards(ranks):
+    mesh = mesh_of(dp=2, tp=2)
+    for reentrant in (True, False):
+        one = OneProcess(checkpointed(reentrant))
+        model = parallelized(checkpointed(reentrant), mesh)
+        opt = ranks.attach(model, adamw(), job=f"{ranks.job}.{reentrant}")
+        train(model, opt, one, mesh, range(1, 4))
+        one.assert_close(full(model))
+        opt.detach()
+
+
+def checkpointed(reentrant):
+    torch.manual_seed(1)
+    return CheckpointedNet(reentrant)
+
+
+@case(4)
+def loading_of_tensor_parallel_shards(ranks):
+    """And training of float32 masters computed in bfloat16, beside torch's."""
+    mesh = mesh_of(dp=2, tp=2)
+    data = mesh["dp"].get_local_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ranks.shard = lambda model: parallelized(model, mesh, mp_policy=policy)
+    ranks.batch = lambda step: batch(100 * step + data)
+    twins = train_wide(Twins(ranks, loss_bound=1e-3))
+    load_in_every_way(twins)
+    twins.train(2).assert_close(atol=2 * 10 * LR * 2**-6)
+    twins.opt.detach()
 
 
 class Matrices(nn.Module):
@@ -411,6 +443,24 @@ def a_tie_of_two_stages(ranks):
     ranks.shard(model, layers_of(model))
     message = "parameter embedding.weight is on rank 0 and on rank 1, and no mesh has both"
     at_attach(ranks, model, "E_LAYOUT", message, "name_prefix=")
+
+
+@case(8)
+def replicas_of_tensor_parallel_shards(ranks):
+    """HSDP and tensor parallelism."""
+    mesh = mesh_of(replicate=2, shard=2, tp=2)
+    one, model = OneProcess(untied()), parallelized(untied(), mesh, ("replicate", "shard"))
+    opt = ranks.attach(model, adamw())
+    for step in range(1, STEPS + 1):
+        batches = [batch(100 * step + number) for number in range(4)]
+        loss = loss_of(model, batches[ranks.rank // 2])
+        loss.backward()
+        opt.step()
+        assert_same_loss(loss.item(), one.step(batches, max_norm=MAX_NORM)[ranks.rank // 2])
+        assert_same_norm(opt, one)
+    one.assert_close(full(model))
+    one.assert_close_states(model, opt)
+    opt.detach()
 
 
 # ------------------------------------------------------------------------------------- other meshes
