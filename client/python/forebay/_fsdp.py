@@ -203,6 +203,17 @@ class Unit:
         """Whether no forward or backward is running, nor has failed."""
         return bool(self._group._training_state == TrainingState.IDLE)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it has gradients that are not reduced."""
+        if self._group._partial_reduce_output is not None:
+            return True
+        return any(
+            getattr(param, "unsharded_accumulated_grad", None) is not None  # before torch 2.15
+            or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+            for param in self._group.fsdp_params
+        )
+
     def reshard(self) -> None:
         """Frees what is gathered: its bytes are those of an older step."""
         if self._group.is_unsharded:

@@ -265,8 +265,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing after step(), which forgets the gradients, and where this rank has delivered
-        nothing. Before step() it drops the gradients of the step and begins it anew: a step() of
+        """Does nothing after step(), which forgets the gradients, and where this rank has none.
+        Before step() it drops the gradients of the step and begins it anew: a step() of
         another rank that has delivered some already raises E_GRAD_DROPPED there.
 
         Errors  E_STEP  a step() ended without an answer and has to be repeated first.

@@ -320,6 +320,8 @@ class ShardedEngine(Engine):
 
     def begin_attempt(self, attachment: Attachment) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a forward has reset it
+            if any(unit.has_gradients for unit in self.plan.units):
+                self._reset()
             self.reset_unless_idle()
         super().begin_attempt(attachment)
 
@@ -341,8 +343,10 @@ class ShardedEngine(Engine):
         """After a forward or backward that did not come to its end: what FSDP2 has not reduced of it
         would be in the next gradient."""
         self._is_reset = True
-        if all(unit.is_idle for unit in self.plan.units):
-            return
+        if not all(unit.is_idle for unit in self.plan.units):
+            self._reset()
+
+    def _reset(self) -> None:
         _fsdp.reset(self.plan.units)
         for member in self.shards():
             if member.arrived:

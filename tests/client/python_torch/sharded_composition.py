@@ -6,7 +6,7 @@ import torch
 from models import CheckpointedNet, Net, batch, loss_of
 from sharded_ranks import LR, STEPS, Twins, case, full, refused, small_net
 from sharded_refusals import at_attach
-from sharded_training import interrupted, loss_that_fails, train_wide
+from sharded_training import Interrupted, interrupted, loss_that_fails, train_wide
 from sharded_writes import load_in_every_way
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -387,6 +387,43 @@ def two_schedules_a_step(ranks):
             want = loss_of(one.model, rows(77)).item() / (2 * CHUNKS)
         if loss is not None:
             assert_same_loss(loss, want)
+    one.assert_close(full(model))
+    opt.detach()
+
+
+@case(2)
+def an_exception_in_a_pipeline(ranks):
+    """Between its chunks, of which FSDP2 has gradients that it has not reduced: zero_grad() drops them.
+    Each rank has all of the pipeline, so that none waits for one that has failed; torch's schedule keeps
+    the losses of one that has, so that a new one goes on."""
+    mesh = mesh_of(pp=1, dp=2)
+    ranks.mesh = mesh["dp"]
+    model, one = ranks.shard(untied()), OneProcess(untied())
+    opt = ranks.attach(model, adamw())
+    calls = []
+
+    def loss_that_fails_once(logits, targets):
+        calls.append(None)
+        if len(calls) == CHUNKS + 3:
+            raise Interrupted
+        return token_loss(logits, targets)
+
+    def schedule():
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
+        return Schedule1F1B(stage, CHUNKS, loss_fn=loss_that_fails_once)
+
+    present = schedule()
+    for step in range(1, STEPS + 1):
+        batches = [rows(step, data) for data in range(2)]
+        inputs, targets = batches[ranks.rank][:, :-1], batches[ranks.rank][:, 1:]
+        if step == 2:
+            interrupted(lambda: present.step(inputs, target=targets))
+            opt.zero_grad()
+            present = schedule()
+        present.step(inputs, target=targets)
+        opt.step()
+        one.step(batches, max_norm=MAX_NORM)
+        assert_same_norm(opt, one)
     one.assert_close(full(model))
     opt.detach()
 

@@ -50,6 +50,18 @@ def passes_without_synchronization(ranks):
     steps_of_passes(ranks, synchronize=False)
 
 
+@case(1, 2)
+def zero_grad_drops_what_is_not_reduced(ranks):
+    """torch's zero_grad() leaves it: FSDP2 has it, beside the parameters."""
+    twins = Twins(ranks).attach().train(1)
+    twins.ours.set_requires_gradient_sync(False)
+    loss_of(twins.ours, ranks.batch(77)).backward()
+    twins.ours.set_requires_gradient_sync(True)
+    twins.opt.zero_grad()
+    twins.train(2).assert_close()
+    twins.opt.detach()
+
+
 @case(1, 2, 3)
 def clip_grad_norm_of_torch(ranks):
     twins = Twins(ranks).attach()
