@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import nn
 from ._buffers import EXTRA_STATE_BYTES_MAX, HEADER, Buffers
 from ._guards import Guards, is_fully_sharded, refuse_unsupported_modules
 from ._hooks import Engine, Group, WindowMember, install
+from ._memory import return_free_memory
 from ._optimizer import ForebayOptimizer
 from ._plan import DTYPE_NAMES, FORMATS, Parameter, Plan, check_finite, make_plan
 from ._reader import Reader
@@ -21,6 +21,7 @@ from .optimizers import Optimizer
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from ._initial import Initial
     from ._sharded import ShardMember
 
 PARAM_GROUPS_MAX = 64  # of the wire
@@ -62,7 +63,7 @@ def attach(
         run,
         resume,
     )
-    undo = _Undo(attachment)
+    undo = _Undo(attachment=attachment)
     try:
         groups = _groups(plan, attachment)
         if attachment.writes_initial:
@@ -77,7 +78,7 @@ def attach(
         undo.run()
         raise
     undo.private.clear()  # the last reference to the private values
-    _return_free_memory()
+    return_free_memory()
     return opt
 
 
@@ -111,11 +112,17 @@ def mode_of(
             )
         return "sharded"
     given += sharded
+    if mode is None and _is_on_meta(model):
+        return "sharded"
     if given and mode != "sharded":
         raise usage_error(
             "E_OPTION", f'{given[0]} without mode="sharded"', f'mode="sharded", {given[0]}=...'
         )
     return mode or "shared"
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return isinstance(model, nn.Module) and any(one.is_meta for one in model.parameters())
 
 
 def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
@@ -142,38 +149,42 @@ def attach_sharded(
     resume: bool,
     name_prefix: str,
     accumulate: bool,
+    initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _core, _fsdp, _shard_plan, _sharded
+    from . import _core, _fsdp, _initial, _shard_plan, _sharded
 
     _check_arguments(model, optimizer)
     refuse_unsupported_modules(model)
     units = _fsdp.units_of(model, name_prefix)
     _shard_plan.refuse_unusable(units, model)
+    source = _initial.Initial(model, units, name_prefix, initial)
     parameters = _shard_plan.parameters_of(units)
     torch_groups = _number_groups(parameters, optimizer, param_groups)
     plan = _shard_plan.make_plan(units, parameters)
-    prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
-    attachment = _core.attach(
-        socket,
-        job,
-        rank,
-        world_size,
-        *_layout(plan, optimizer, plan.layout.params),
-        grad_arena_bytes,
-        prepared.room_bytes + HEADER.size,
-        timeout,
-        run,
-        resume,
-        grad_dtype=DTYPE_NAMES[plan.grad_dtype],
-        accumulate=accumulate,
-        partitions=plan.layout.partitions,
-    )
-    undo = _Undo(attachment)
+    undo = _Undo(initial=source)
     try:
+        source.make_buffers()
+        prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
+        undo.attachment = attachment = _core.attach(
+            socket,
+            job,
+            rank,
+            world_size,
+            *_layout(plan, optimizer, plan.layout.params),
+            grad_arena_bytes,
+            prepared.room_bytes + HEADER.size,
+            timeout,
+            run,
+            resume,
+            grad_dtype=DTYPE_NAMES[plan.grad_dtype],
+            accumulate=accumulate,
+            partitions=plan.layout.partitions,
+        )
+        source.prepare(attachment, plan.layout.index)
         engine = _sharded.ShardedEngine(attachment, plan, rank, timeout)
         if attachment.writes_initial:
-            _sharded.write_initial(engine, attachment, rank)
+            source.write(engine)
         undo.shards = _sharded.bind(engine)
         engine.after_step()  # what is gathered is not the job's
         undo.guards = _sharded.ShardedGuards(model, plan, engine)
@@ -183,7 +194,7 @@ def attach_sharded(
         undo.run()
         raise
     undo.shards.clear()
-    _return_free_memory()
+    return_free_memory()
     return opt
 
 
@@ -262,8 +273,10 @@ def _layout(
 class _Undo:
     """What a failed attach takes back."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+    def __init__(
+        self, attachment: Attachment | None = None, initial: Initial | None = None
+    ) -> None:
+        self.attachment, self._initial = attachment, initial
         self.private: list[tuple[Parameter, torch.Tensor]] = []
         self.shards: list[tuple[ShardMember, torch.Tensor]] = []
         self.guards: Guards | None = None
@@ -278,8 +291,11 @@ class _Undo:
             parameter.tensor.data = values
         for member, padded in self.shards:
             member.restore(padded)
+        if self._initial is not None:
+            self._initial.undo()
         try:
-            self._attachment.detach()
+            if self.attachment is not None:
+                self.attachment.detach()
         except ForebayError:
             pass  # the error of the attach says more
 
@@ -503,11 +519,3 @@ def _bind(
         group = groups[parameter.group]
         group.members.append(WindowMember(parameter, index, group, window))
         group.expected += parameter.trainable
-
-
-def _return_free_memory() -> None:
-    """The private values of the model are free now; glibc returns them to the system."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        pass  # not glibc: the allocator keeps it

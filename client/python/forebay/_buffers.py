@@ -112,6 +112,11 @@ def users_part(frame: bytes) -> bytes:
     return _split(frame)[2]
 
 
+def holds_buffers(frame: bytes) -> bool:
+    """Whether load() finds any in it."""
+    return bool(_split(frame)[0])
+
+
 def _check_readable(name: str, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise unsupported(

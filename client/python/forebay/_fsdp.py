@@ -19,6 +19,7 @@ from .errors import unsupported, usage_error
 _PARAM_ATTRIBUTES = (
     "_module_info",
     "_orig_size",
+    "_setattr_on_modules",
     "_sharded_param_data",
     "_sharding_spec",
     "fsdp_placement",
@@ -128,8 +129,9 @@ class Shard:
         """Whether this is the whole parameter, which the module holds while it is used."""
         return tensor is getattr(self._param, "_unsharded_param", None)
 
-    def boxes(self) -> tuple[Box, ...]:
-        """What this rank holds of the parameter. Errors: E_UNSUPPORTED names the placement."""
+    def ranges(self) -> list[tuple[int, int]]:
+        """What this rank holds of the parameter, [begin, end) in each dimension. Errors: E_UNSUPPORTED
+        names the placement."""
         ranges = [(0, size) for size in self.shape]
         if self._param.is_dtensor:
             spec = self._param._unsharded_dtensor_spec
@@ -148,8 +150,12 @@ class Shard:
             _cut(
                 ranges, self._param.fsdp_placement.dim, info.shard_mesh_size, info.shard_mesh_rank
             )
+        return ranges
+
+    def boxes(self) -> tuple[Box, ...]:
+        """The same in the order of memory. Errors: E_UNSUPPORTED, also where it is too many."""
         try:
-            return boxes_of(self.shape, ranges)
+            return boxes_of(self.shape, self.ranges())
         except ValueError as error:
             raise unsupported(
                 f"parameter {self.name}: {error}", "shard it on another dimension"
@@ -165,6 +171,28 @@ class Shard:
         self._param.sharded_param._local_tensor = local
         self._param._sharded_param_data = padded
         self._param._init_extensions()
+
+    def lend(self, local: torch.Tensor) -> None:
+        """This rank's part until set_local(): FSDP2 does not gather it."""
+        self._param.sharded_param._local_tensor = local
+
+    def leave_meta(self, local: torch.Tensor) -> nn.Parameter:
+        """The parameter on the meta device becomes one on the device of `local`; it stays the same
+        object. Returns what it was, for return_to_meta()."""
+        other = nn.Parameter(self.dtensor_of(local), self.parameter.requires_grad)
+        other.__dict__.update(self.parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(self.parameter, other)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise unsupported(
+                f"parameter {self.name} cannot leave the meta device: {error}",
+                "drop what refers to it, or model.to_empty(device='cpu') and initialize it first",
+            ) from None
+        return other
+
+    def return_to_meta(self, before: nn.Parameter) -> None:
+        torch.utils.swap_tensors(self.parameter, before)  # type: ignore[no-untyped-call]
+        self._param._setattr_on_modules(self.parameter)
 
 
 def _cut(ranges: list[tuple[int, int]], dim: int, parts: int, index: int) -> None:

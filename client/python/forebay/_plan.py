@@ -13,6 +13,7 @@ from .errors import UsageError, unsupported, usage_error
 # The parameters outside of any layer stay one group up to this size; above it, each child has its
 # own.
 ROOT_GROUP_BYTES = 16 << 20
+CHECKED_ELEMS = 1 << 18  # at a time: torch makes three tensors of as many
 # Formats of the optimizer's state for parameters of a type, the default first.
 FORMATS = {
     torch.float32: ("fp32",),
@@ -41,7 +42,8 @@ class Parameter:
 
 def check_finite(name: str, values: torch.Tensor, where: str = "") -> None:
     """Errors: E_NONFINITE where a parameter cannot become the job's initial one."""
-    bad = int((~torch.isfinite(values)).sum())
+    parts = torch.split(values.reshape(-1), CHECKED_ELEMS)
+    bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
     if bad:
         noun, verb = ("value", "is") if bad == 1 else ("values", "are")
         raise usage_error(
@@ -121,7 +123,11 @@ def _check_tensors(named: Sequence[Parameter]) -> None:
             raise unsupported(
                 f"parameter {parameter.name} is on device {tensor.device}; only CPU parameters "
                 "can be attached",
-                "model.cpu() before attach",
+                (
+                    'attach() without mode="shared"; model.to_empty(device="cpu") for attach_reader()'
+                    if tensor.is_meta
+                    else "model.cpu() before attach"
+                ),
             )
         if tensor.dtype not in FORMATS:
             raise unsupported(

@@ -85,11 +85,6 @@ def _refuse_shard(one: Shard) -> None:
             f"parameter {one.name} is sharded with CPUOffloadPolicy: FSDP2 would keep and copy it",
             "delete offload_policy=CPUOffloadPolicy(...) from fully_shard()",
         )
-    if one.local.is_meta:
-        raise unsupported(
-            f"parameter {one.name} is on the meta device: it has no values",
-            "model.to_empty(device='cpu') and initialize the shards before forebay.attach",
-        )
     dtype = one.parameter.dtype
     if dtype not in FORMATS:
         raise unsupported(

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _fsdp
-from ._boxes import elems_of
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
 from ._guards import Guards, InertOnCopy
@@ -29,7 +28,7 @@ from ._hooks import (
     profiled,
     raise_unless_step_raises,
 )
-from ._plan import DTYPE_NAMES, Parameter, check_finite
+from ._plan import DTYPE_NAMES, Parameter
 from ._shard_plan import ShardedPlan
 from ._shard_tensor import ShardTensor
 from .errors import ForebayError, unsupported, usage_error
@@ -154,7 +153,7 @@ class ShardedEngine(Engine):
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
-        self._partition_of: dict[int, int] = {
+        self.partition_of: dict[int, int] = {  # this rank's, by group
             group: number
             for number, (group, owner, _) in enumerate(plan.layout.partitions)
             if owner == rank
@@ -416,7 +415,7 @@ class ShardedEngine(Engine):
         self._pass = 0
 
     def flush(self, attachment: Attachment, group: Group) -> None:
-        partition = self._partition_of.get(group.number)
+        partition = self.partition_of.get(group.number)
         if group.arrived == group.delivered or partition is None:
             return
         group.delivered = group.arrived
@@ -475,30 +474,6 @@ def install(engine: ShardedEngine, model: nn.Module) -> list[RemovableHandle]:
         for member in engine.shards()
         if member.trainable
     ]
-
-
-def write_initial(engine: ShardedEngine, attachment: Attachment, rank: int) -> None:
-    """The values of this process's shards become the job's."""
-    layout = engine.plan.layout
-    members = {member.index: member for member in engine.shards()}
-    for number, (_, owner, boxes) in enumerate(layout.partitions):
-        if owner != rank:
-            continue
-        elems = elems_of([(first, run, stride, runs) for _, first, run, stride, runs in boxes])
-        flat = torch.empty(elems, dtype=engine.plan.master_dtype)
-        at = 0
-        for param in dict.fromkeys(box[0] for box in boxes):
-            member = members[param]
-            values = member.shard.local.detach().reshape(-1)
-            check_finite(member.name, values, " in this rank's shard")
-            flat[at : at + values.numel()].copy_(values)
-            at += values.numel()
-        assert at == elems, "a rank owns all boxes of its shard of a parameter, or none"
-        if flat.dtype == engine.plan.dtype:
-            attachment.write_initial(number, flat, engine.timeout)
-        else:
-            attachment.write_masters(number, 0, flat, engine.timeout)
-    attachment.initial_done(engine.timeout)
 
 
 def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._run import run_token
@@ -42,13 +42,14 @@ def attach(
     wrap: Sequence[nn.Module] | None = None,
     name_prefix: str = "",
     accumulate: int = 1,
+    initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
 
     model              Any nn.Module on the CPU whose parameters have one type: float32, bfloat16 or
                        float16. From now on they are read-only views of memory that the daemon owns;
                        where fully_shard() (FSDP2) was called on it, its shards are fetched from that
-                       memory when FSDP2 gathers them.
+                       memory when FSDP2 gathers them. On the meta device: sharded; see `initial`.
     optimizer          AdamW(...) or another of forebay.optimizers; None: AdamW().
     job, rank,         Which rank of which job this process is. Default: FOREBAY_JOB or "default",
     world_size         RANK or 0, WORLD_SIZE or 1.
@@ -65,8 +66,8 @@ def attach(
                        of a job need the same: set FOREBAY_RUN where torchrun does not start them.
     resume             Continues a job that another run has left.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
-                       process group. None: sharded where fully_shard() was called on the model, else
-                       shared; opt.mode says which. A plain model is sharded by fully_shard() on the
+                       process group. None: sharded where fully_shard() was called on the model or it
+                       is on the meta device, else shared; opt.mode says which. A plain model is sharded by fully_shard() on the
                        elements of its outermost ModuleList or Sequential, and on the model.
     mesh, mp_policy,   Of mode="sharded" and a plain model: arguments of fully_shard();
     reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
@@ -75,6 +76,17 @@ def attach(
     accumulate         Of mode="sharded": how many backward passes a step has, at most. Above 1 the
                        sums of gradients take 4 bytes a parameter; where gradients are reduced in
                        float32 they do anyway, and every number is accepted.
+    initial            Of a model on the meta device: where the values of a new job come from; of one
+                       that exists it sets no parameter. None: reset_parameters() of each module that
+                       has one. A function of a module, such as a model's _init_weights. Both are
+                       called as model.apply() does after to_empty(), and set the buffers too that the
+                       job does not have. Or the path of a safetensors file, or of a folder of them
+                       (with an index.json or without), with the names of model.state_dict(): each
+                       rank reads its shards. Their types are the parameters' or narrower ones.
+
+    On the meta device no rank ever holds a model: the shards of a group of FSDP2 have memory from the
+    first module that may set them to the last. A function may set all of them until it was called with
+    the model; reset_parameters() those of its module.
 
     Waits until other jobs have made room, the job's memory is made, the initial parameters are
     written, a step under way is over and an older session of the rank is closed.
@@ -105,7 +117,12 @@ def attach(
         "wrap": wrap,
     }
     passes = _passes(accumulate)
-    sharded = [name for name, given in (("name_prefix", name_prefix), ("accumulate", passes > 1)) if given]
+    given = {
+        "name_prefix": bool(name_prefix),
+        "accumulate": passes > 1,
+        "initial": initial is not None,
+    }
+    sharded = [name for name, is_given in given.items() if is_given]
     is_sharded = _attach.mode_of(model, mode, fsdp, sharded) == "sharded"
     if is_sharded:
         from . import _shard_plan
@@ -132,7 +149,12 @@ def attach(
         return _attach.attach(model, optimizer, **options)
     _attach.shard(model, fsdp)
     return _attach.attach_sharded(
-        model, optimizer, name_prefix=name_prefix, accumulate=passes > 1, **options
+        model,
+        optimizer,
+        name_prefix=name_prefix,
+        accumulate=passes > 1,
+        initial=initial,
+        **options,
     )
 
 

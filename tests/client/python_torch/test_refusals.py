@@ -485,7 +485,7 @@ def test_models_that_cannot_be_attached(node):
         model.layers[1].bfloat16()
         forebay.attach(model)
     with refused(match="device meta"):
-        forebay.attach(net().to("meta"))
+        forebay.attach(net().to("meta"), mode="shared")
     with refused(match="torch.float64"):
         forebay.attach(net().double())
     with refused("E_LAYOUT", match="no parameters"):

@@ -1,0 +1,12 @@
+"""Private memory of the process that is free."""
+
+import ctypes
+
+
+def return_free_memory() -> None:
+    """What was freed goes back to the system: large tensors, made and dropped in turns, leave holes in
+    glibc's heap that the next one may not fit in."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc: the allocator keeps it
