@@ -162,6 +162,7 @@ def attach_sharded(
     parameters = _shard_plan.parameters_of(units)
     torch_groups = _number_groups(parameters, optimizer, param_groups)
     plan = _shard_plan.make_plan(units, parameters)
+    source.compare_generators()
     undo = _Undo(initial=source)
     try:
         source.make_buffers()

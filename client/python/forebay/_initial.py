@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,8 +86,8 @@ class NewBuffer:
 
 
 class Initial:
-    """What attach() does with a model before its parameters are the daemon's: make_buffers(), prepare()
-    and, of a new job, write(). undo() takes it back.
+    """What attach() does with a model before its parameters are the daemon's: compare_generators(),
+    make_buffers(), prepare() and, of a new job, write(). undo() takes it back.
 
     Errors  E_OPTION       `initial` is nothing of the kind, or the model has values.
             E_UNSUPPORTED  a part of the model is on the meta device.
@@ -128,6 +129,7 @@ class Initial:
         self._moved: list[tuple[Shard, nn.Parameter]] = []
         self._buffers: list[NewBuffer] = []
         self._needed: list[NewBuffer] = []  # those of them that a module has to set
+        self._have_same_seed = False
 
     def undo(self) -> None:
         """The shards are what they were before bind()."""
@@ -136,6 +138,13 @@ class Initial:
         for buffer in self._buffers:
             buffer.module._buffers[buffer.key] = buffer.before
         self._moved, self._buffers = [], []
+
+    def compare_generators(self) -> None:
+        """Whether all ranks would get the same random numbers. Of a model on the meta device a
+        collective over the default process group."""
+        if self._is_meta:
+            states = _fsdp.gather([torch.get_rng_state().numpy().tobytes()])
+            self._have_same_seed = all(state == states[0] for state in states)
 
     def make_buffers(self) -> None:
         """Buffers on the meta device get memory, not yet their values; beside parameters with values
@@ -200,6 +209,14 @@ class Initial:
             for group in engine.shard_groups:
                 self._write_from(self._checkpoint, engine, group)
         elif self._is_meta:
+            is_cut = any(one.local_shape != one.shape for one in self._shards)
+            if self._have_same_seed and is_cut:
+                warnings.warn(
+                    "all ranks have the same seed, and on a CPU mesh torch takes the random numbers of a "
+                    "shard from its rank's generator: all shards of a parameter get the same. "
+                    "torch.manual_seed(seed + rank) before forebay.attach gives each its own",
+                    stacklevel=4,
+                )
             self._write_initialized(engine)
         else:
             for group in engine.shard_groups:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import unittest.mock
+import warnings
 
 import forebay
 import torch
@@ -170,6 +171,21 @@ def replicas_from_meta_have_the_values_of_their_owner(ranks):
     opt = alike.attach(model)
     assert_same(full(model), full(theirs))
     opt.detach()
+
+
+@case(2)
+def a_warning_where_all_ranks_have_the_same_seed(ranks):
+    for seed, count in ((7, 1), (ranks.rank, 0)):
+        model = ranks.shard(on_meta(Net, vocab=12))  # all shards of one size
+        torch.manual_seed(seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt = ranks.attach(model, job=f"{ranks.job}.{count}")
+        ours = [one for one in caught if "all ranks have the same seed" in str(one.message)]
+        assert len(ours) == count, ours
+        rows = model.layers[0].up.weight.full_tensor().chunk(2)
+        assert torch.equal(*rows) == bool(count)
+        opt.detach()
 
 
 # -------------------------------------------------------------------------------- of a job that is
