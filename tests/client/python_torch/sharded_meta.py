@@ -10,6 +10,7 @@ import tempfile
 import threading
 import unittest.mock
 import warnings
+import weakref
 
 import forebay
 import torch
@@ -17,7 +18,7 @@ from models import Net, loss_of
 from sharded_ranks import LR, Ranks, Twins, assert_same, case, full, refused, small_net
 from sharded_training import Uneven, loss_of_uneven
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from train_support import rss_anon_bytes
 
@@ -329,7 +330,8 @@ def files_of_another_model(ranks):
 def meta_stays(ranks, model, code, message, hint, is_new=True, **options):
     """Refused; the model is as it was, and the next attach finds no job that was begun. A rank may
     find that another has left."""
-    ranks.shard(model)
+    if not isinstance(model, FSDPModule):
+        ranks.shard(model)
     before = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     try:
@@ -412,7 +414,12 @@ def meta_that_nothing_initializes(ranks):
     model = on_meta(Net)
     message = "on parameter layers.1.up.weight while a module that does not hold it"
     meta_stays(ranks, model, "E_UNSUPPORTED", message, "in the modules inside", initial=reach)
-    opt = ranks.attach(ranks.shard(on_meta(Net)), initial=normal)
+    model = ranks.shard(on_meta(Net))
+    kept = weakref.ref(model.norm.bias)  # torch exchanges no tensor that has one
+    message = "parameter norm.bias cannot leave the meta device: .*weakref"
+    meta_stays(ranks, model, "E_UNSUPPORTED", message, "drop what refers to it")
+    del kept
+    opt = ranks.attach(model, initial=normal)
     opt.detach()
 
 
