@@ -191,6 +191,7 @@ def run_rank(launch, rank, size, names, store, out):
 def start_rank(*args):
     pid = os.fork()
     if pid == 0:
+        os.dup2(2, 1)  # gloo of some versions of torch prints
         try:
             run_rank(*args)
         finally:

@@ -77,12 +77,16 @@ def other_data_for_a_parameter(ranks):
         parameters = list(twins.ours.parameters())
         weight = twins.ours.layers[0].up.weight
         kept = [parameter.data for parameter in parameters]
+        is_same = kept[0].untyped_storage()._cdata == parameters[0].untyped_storage()._cdata
         zeros = torch.zeros(sum(parameter.numel() for parameter in parameters))
         other = nn.Parameter(weight.detach() * 2)
 
         def back():
             for parameter, data in zip(parameters, kept):
                 parameter.data = data
+            if not is_same:  # torch 2.8: nothing brings the old storage back
+                twins.opt.detach()
+                twins.opt = ranks.attach(twins.ours)
 
         for change, undo in (
             (lambda: setattr(weight, "data", torch.zeros_like(weight)), back),
