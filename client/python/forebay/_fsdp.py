@@ -1,22 +1,35 @@
-"""Everything private of torch's FSDP2 that Forebay uses, in one place; checked at attach. Written for
-torch 2.6 to 2.15."""
+"""Everything private of torch's FSDP2 that Forebay uses, in one place; checked at attach. For torch 2.8
+to 2.15: docs/ARCHITECTURE.md says which versions ran the tests, and what older ones lack."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ._boxes import Box, boxes_of
-from .errors import unsupported, usage_error
+from .errors import UsageError, unsupported, usage_error
+
+
+def _wrong_torch(message: str) -> UsageError:
+    return unsupported(
+        f"torch {torch.__version__}: {message}",
+        'use torch 2.8 to 2.15, or a newer Forebay; mode="shared" attaches a plain model with any torch',
+    )
+
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+except ImportError:  # before torch 2.6
+    raise _wrong_torch("it has no torch.distributed.fsdp.fully_shard") from None
 
 _PARAM_ATTRIBUTES = (
+    "_init_extensions",
     "_module_info",
     "_orig_size",
     "_setattr_on_modules",
@@ -32,6 +45,32 @@ _PARAM_ATTRIBUTES = (
     "sharded_size",
     "to_sharded_dtensor",
 )
+_GROUP_ATTRIBUTES = (
+    "_all_gather_result",
+    "_post_forward_indices",
+    "_to_sharded",
+    "_training_state",
+    "device",
+    "fsdp_params",
+    "is_unsharded",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
+_STATE_ATTRIBUTES = ("_comm_ctx", "_is_root", "_state_ctx", "_training_state")
+_CONTEXT_ATTRIBUTES = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")
+
+
+def _check(thing: Any, attributes: Iterable[str]) -> None:
+    """Errors: E_UNSUPPORTED where it has not all of them."""
+    for name in attributes:
+        if not hasattr(thing, name):
+            raise _wrong_torch(f"{type(thing).__name__} of its FSDP2 has no {name}")
+
+
+def check_runs_on(device: torch.device) -> None:
+    """Errors: E_UNSUPPORTED where FSDP2 does not run on it: torch 2.6 on CPUs."""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise _wrong_torch("its FSDP2 does not run on CPUs")
 
 
 class Shard:
@@ -39,12 +78,9 @@ class Shard:
 
     def __init__(self, param: Any, name: str) -> None:
         self._param, self.name = param, name
-        missing = [key for key in _PARAM_ATTRIBUTES if not hasattr(param, key)]
-        if missing:
-            raise unsupported(
-                f"torch {torch.__version__}: its FSDP2 has no {missing[0]}",
-                "use torch 2.6 to 2.15, or a newer Forebay",
-            )
+        _check(param, _PARAM_ATTRIBUTES)
+        if param.is_dtensor:  # already, by tensor parallelism; the second name is of older versions
+            self._spec = getattr(param, "_unsharded_dtensor_spec", None) or param._tp_spec
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -134,7 +170,7 @@ class Shard:
         names the placement."""
         ranges = [(0, size) for size in self.shape]
         if self._param.is_dtensor:
-            spec = self._param._unsharded_dtensor_spec
+            spec = self._spec
             for dim, coordinate, placement in zip(
                 spec.mesh.shape, spec.mesh.get_coordinate(), spec.placements
             ):
@@ -208,6 +244,10 @@ class Unit:
     def __init__(self, state: Any, group: Any, name: str) -> None:
         self._state, self._group, self.name = state, group, name
         self.shards: list[Shard] = []
+        _check(group, _GROUP_ATTRIBUTES)
+        _check(state, _STATE_ATTRIBUTES)
+        _check(state._state_ctx, _CONTEXT_ATTRIBUTES)
+        check_runs_on(self.device)
 
     @property
     def is_resharded_to_smaller_mesh(self) -> bool:

@@ -32,6 +32,7 @@ def shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise _number_of_ranks()
     for name, parameter in model.named_parameters():
+        _fsdp.check_runs_on(parameter.device)
         if parameter.dim() == 0:
             raise unsupported(
                 f"parameter {name} is a scalar, which FSDP2 cannot shard",

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 DEADLINE_S = 400
 SIZES = (1, 2, 3)
 MESHES = (4, 8)  # ranks of two and of three dimensions
+RUNS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")  # torch's own FSDP2 does not before 2.7
+
 
 # Launches of a case each, in this order: (case, ranks, run).
 ALONE = [
@@ -54,6 +56,8 @@ def launches(items):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """By launch and case, the errors of its ranks."""
+    if not RUNS_ON_CPUS:
+        pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPUs; attach refuses it")
     daemon = Daemon(tmp_path_factory.mktemp("sharded"))
     items = [item for item in request.session.items if item.path == request.path]
     with pytest.MonkeyPatch.context() as patch:
@@ -101,3 +105,61 @@ def test_without_a_process_group(node):
         forebay.attach(model, mode="sharded")
     assert info.value.code == "E_RANK" and "init_process_group" in info.value.hint
     model.half()
+
+
+# What a process prints that attaches, of torch as it is after `start`: shared, then sharded.
+OTHER_TORCH = """
+import sys
+import tempfile
+import torch
+{start}
+import fake_core
+import forebay
+forebay._core = fake_core
+model = torch.nn.Linear(4, 2)
+opt = forebay.attach(model)
+model(torch.ones(3, 4)).sum().backward()
+opt.step()
+assert (opt.mode, opt.committed_step) == ("shared", 1)
+opt.detach()
+assert "forebay._fsdp" not in sys.modules
+with tempfile.TemporaryDirectory() as folder:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{{folder}}/store", rank=0, world_size=1
+    )
+    for _ in range(2):
+        try:
+            forebay.attach(model, mode="sharded")
+        except forebay.UsageError as error:
+            print(error, file=sys.stderr)
+    torch.distributed.destroy_process_group()
+assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ('sys.modules["torch.distributed.fsdp"] = None', "has no torch.distributed.fsdp.fully_shard"),
+        ("vars(torch.cpu)['Stream'] = type('Stream', (), {})", "FSDP2 does not run on CPUs"),
+    ],
+)
+def test_an_older_torch_attaches_shared_and_is_refused_sharded(
+    tmp_path, monkeypatch, start, message
+):
+    monkeypatch.setenv("FOREBAY_SOCKET", str(tmp_path / "nobody"))
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_TORCH.format(start=start)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    refusals = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert len(refusals) == 2, done.stderr
+    for refusal in refusals:
+        assert refusal.startswith(f"error[E_UNSUPPORTED]: torch {torch.__version__}: "), refusal
+        assert message in refusal
+    assert done.stderr.count("hint: use torch 2.8 to 2.15") == 2
