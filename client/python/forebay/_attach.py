@@ -162,6 +162,7 @@ def attach_sharded(
     parameters = _shard_plan.parameters_of(units)
     torch_groups = _number_groups(parameters, optimizer, param_groups)
     plan = _shard_plan.make_plan(units, parameters)
+    _fsdp.ensure_means(units)
     source.compare_generators()
     undo = _Undo(initial=source)
     try:

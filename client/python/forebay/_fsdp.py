@@ -282,6 +282,21 @@ class Unit:
             for param in self._group.fsdp_params
         )
 
+    @property
+    def reduced_by(self) -> dist.ProcessGroup | None:
+        """The process group that FSDP2 asks for the mean of gradients; None: it sums, or is alone."""
+        info = self._group.mesh_info
+        sums = getattr(self._group, "force_sum_reduction_for_comms", False)
+        group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
+        return None if sums or group is None or group.size() == 1 else group
+
+    def divide_sums(self) -> None:
+        """FSDP2 asks for the sum, and divides. Errors: E_UNSUPPORTED where it cannot."""
+        name = "force_sum_reduction_for_comms"
+        if not hasattr(self._group, name):
+            raise _wrong_torch("gloo sums the gradients that FSDP2 wants the mean of")  # torch 2.7
+        setattr(self._group, name, True)
+
     def reshard(self) -> None:
         """Frees what is gathered: its bytes are those of an older step."""
         if self._group.is_unsharded:
@@ -301,6 +316,26 @@ class Unit:
             if "unsharded_accumulated_grad" in vars(param):  # before torch 2.15
                 param.unsharded_accumulated_grad = None
         self.reshard()
+
+
+def ensure_means(units: Sequence[Unit]) -> None:
+    """Gloo of torch before 2.9 sums in silence where it is asked for the mean (pytorch issue 162338):
+    gradients would be as many times too large as there are ranks. A collective.
+
+    Errors  E_UNSUPPORTED  FSDP2 cannot divide sums: torch 2.7.
+    """
+    is_mean: dict[dist.ProcessGroup, bool] = {}
+    for unit in units:
+        group = unit.reduced_by
+        if group is None:
+            continue
+        if group not in is_mean:
+            mean = torch.zeros(1, device=unit.device)
+            ones = torch.ones(group.size(), device=unit.device)
+            dist.reduce_scatter_tensor(mean, ones, op=dist.ReduceOp.AVG, group=group)
+            is_mean[group] = mean.item() == 1
+        if not is_mean[group]:
+            unit.divide_sums()
 
 
 def reset(units: Sequence[Unit]) -> None:

@@ -1,10 +1,15 @@
 """Cases of sharded_ranks.py: several backward passes a step, and what torch's clip_grad_norm_ does with the
 gradients that the daemon has."""
 
+import contextlib
+
 import torch
-from models import loss_of
+import torch.distributed as dist
+from forebay import _fsdp
+from models import batch, loss_of
 from sharded_ranks import Twins, case, refused, small_net
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 PASSES = 3
 
@@ -154,3 +159,58 @@ def a_backward_after_clipping(ranks):
     twins.opt.zero_grad()
     twins.theirs.zero_grad()
     twins.train(2).assert_close()
+
+
+@contextlib.contextmanager
+def gloo_that_sums_where_the_mean_is_asked():
+    """As that of torch 2.8 does, in silence (pytorch issue 162338)."""
+    names = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
+    before = {name: getattr(dist, name) for name in names}
+
+    def summing(function):
+        def reduce_scatter(*tensors, op, **options):
+            return function(*tensors, op=dist.ReduceOp.SUM, **options)
+
+        return reduce_scatter
+
+    for name, function in before.items():
+        setattr(dist, name, summing(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+@case(1, 2, 3)
+def gradients_are_means_over_the_ranks(ranks):
+    """Of the gradients of one process, in another order of additions: 1e-5 of their norm covers that."""
+    plain = small_net()
+    for rank in range(ranks.size):
+        (loss_of(plain, batch(100 + rank)) / ranks.size).backward()
+    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 1e6).item()
+    for number, gloo in enumerate((contextlib.nullcontext, gloo_that_sums_where_the_mean_is_asked)):
+        with gloo():
+            model = fully_shard(small_net(), mesh=ranks.mesh)
+            opt = ranks.attach(model, job=f"{ranks.job}.{number}")
+            loss_of(model, ranks.batch(1)).backward()
+            norm = norm_of(nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+            assert abs(norm - wanted) <= 1e-5 * wanted, (number, norm, wanted)
+            opt.step()
+            opt.detach()
+
+
+@case(2)
+def an_fsdp2_without_what_is_used_of_it(ranks):
+    """As that of torch 2.7, which cannot divide what gloo sums, and as others would be."""
+    for name, gloo, message in (
+        ("force_sum_reduction_for_comms", gloo_that_sums_where_the_mean_is_asked, "gloo sums the grad"),
+        ("_post_forward_indices", contextlib.nullcontext, "FSDPParamGroup of its FSDP2 has no _post_"),
+    ):
+        model = fully_shard(small_net(), mesh=ranks.mesh)
+        (unit,) = _fsdp.units_of(model, "")
+        value = vars(unit._group).pop(name)
+        with gloo(), refused("E_UNSUPPORTED", message, "use torch 2.8 to"):
+            ranks.attach(model)
+        setattr(unit._group, name, value)
+        ranks.attach(model, job=f"{ranks.job}.{name}").detach()

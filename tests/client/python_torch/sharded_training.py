@@ -8,7 +8,18 @@ import forebay
 import torch
 from forebay._shard_tensor import ShardTensor
 from models import CheckpointedNet, Net, loss_of
-from sharded_ranks import LR, STEPS, Twins, assert_same, case, full, refused, reshard, small_net
+from sharded_ranks import (
+    LR,
+    STEPS,
+    Twins,
+    assert_same,
+    case,
+    full,
+    refused,
+    reshard,
+    small_net,
+    with_means,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,7 +108,7 @@ def a_model_of_which_modules_share_a_group(ranks):
     grouped = [small_net(), small_net()]
     for model in grouped:
         fully_shard([model.layers[0], model.layers[1]], mesh=ranks.mesh)
-        fully_shard(model, mesh=ranks.mesh)
+        with_means(fully_shard(model, mesh=ranks.mesh))
     twins.ours, twins.theirs = grouped
     twins.attach().train().assert_close()
     twins.opt.detach()
