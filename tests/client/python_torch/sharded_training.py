@@ -25,6 +25,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 
 # -------------------------------------------------------------------------------------- the models
@@ -182,6 +187,29 @@ def shards_of_columns(ranks):
     read = twins.opt.read_state("layers.0.up.weight")["exp_avg"]
     torch.testing.assert_close(read, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
     assert len(set(ranks.everyone(twins.opt.state_sha256()))) == 1
+    twins.opt.detach()
+
+
+@case(2)
+def tensor_parallelism_within_a_layer(ranks):
+    """Columns of one matrix and rows of the other on each rank; both have the same batch."""
+    meshes = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("data", "tensor"))
+    ranks.mesh = meshes["data"]
+
+    def make():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8, bias=False))
+        return parallelize_module(
+            model, meshes["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+
+    def loss(model, _tokens):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(twins.first))
+        return model(x).square().mean()
+
+    twins = Twins(ranks, make, loss, layers=[]).attach()
+    assert twins.ours[0].weight.to_local().shape == (16 // ranks.size, 8)
+    twins.train().assert_close()
     twins.opt.detach()
 
 
