@@ -29,12 +29,11 @@ PARTS = ("forward", "backward", "step")
 
 
 def sharded(model, mesh, args):
-    """Parameters are float32; with bf16, forward and backward compute in it. Both sides wrap alike."""
+    """Parameters are float32; with bf16, forward and backward compute in it, and gradients are reduced
+    in it. Both sides wrap alike."""
     options = {"mesh": mesh}
     if args.dtype == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     if args.by == "fsdp2":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for layer in model.layers:
