@@ -53,18 +53,27 @@ def optimizer_of(model, args):
 
 
 def one_step(model, opt, tokens):
-    distributed.barrier()
-    marks = [time.perf_counter()]
-    loss = model(tokens)
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
-    opt.step()
-    opt.zero_grad()
-    marks.append(time.perf_counter())
-    seconds = torch.tensor([after - before for before, after in zip(marks, marks[1:])])
-    distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
-    return dict(zip(PARTS, seconds.tolist())) | {"loss": loss.item()}
+    """Each part begins when both ranks have ended the one before: opt.step() of Forebay waits for the
+    other rank's backward, and torch's does not."""
+    seconds = []
+
+    def timed(work):
+        distributed.barrier()
+        began = time.perf_counter()
+        result = work()
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+
+    loss = timed(lambda: model(tokens))
+    timed(loss.backward)
+    timed(step)
+    slower = torch.tensor(seconds)
+    distributed.all_reduce(slower, distributed.ReduceOp.MAX)
+    return dict(zip(PARTS, slower.tolist())) | {"loss": loss.item()}
 
 
 def train(rank, store, args, messages):
