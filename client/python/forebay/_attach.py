@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,49 +29,58 @@ PARAM_GROUPS_MAX = 64  # of the wire
 ROOM_UNIT_BYTES = 64 << 10  # of extra_state
 
 TorchGroups = list[dict[str, Any]]
+Params = list[tuple[str, list[int], int, int, bool]]
+Layout = tuple[str, str, str, int, Params, list[str]]
 
 
-def attach(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    job: str,
-    rank: int,
-    world_size: int,
-    socket: str,
-    param_groups: Iterable[Any] | None,
-    extra_state_bytes: int | None,
-    grad_arena_bytes: int,
-    timeout: float,
-    run: str,
-    resume: bool,
-) -> ForebayOptimizer:
+@dataclass(frozen=True)
+class Request:
+    """What forebay.attach was asked for, in either mode."""
+
+    job: str
+    rank: int
+    world_size: int
+    socket: str
+    param_groups: Iterable[Any] | None
+    extra_state_bytes: int | None
+    grad_arena_bytes: int
+    timeout: float
+    run: str
+    resume: bool
+
+    def send(self, layout: Layout, room_bytes: int, **sharded: Any) -> Attachment:
+        """room_bytes  Of extra_state. sharded: what a shared layout does not have."""
+        from . import _core
+
+        return _core.attach(
+            self.socket,
+            self.job,
+            self.rank,
+            self.world_size,
+            *layout,
+            self.grad_arena_bytes,
+            room_bytes + HEADER.size,
+            self.timeout,
+            self.run,
+            self.resume,
+            **sharded,
+        )
+
+
+def attach(model: nn.Module, optimizer: Optimizer, request: Request) -> ForebayOptimizer:
     """See forebay.attach."""
-    from . import _core
-
-    plan, torch_groups = _plan_of(model, optimizer, param_groups)
-    prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
+    plan, torch_groups = _plan_of(model, optimizer, request.param_groups)
+    prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
     _print_stack_at_segv()
-    attachment = _core.attach(
-        socket,
-        job,
-        rank,
-        world_size,
-        *_layout(plan, optimizer, _params_of(plan)),
-        grad_arena_bytes,
-        prepared.room_bytes + HEADER.size,
-        timeout,
-        run,
-        resume,
-    )
+    attachment = request.send(_layout(plan, optimizer, _params_of(plan)), prepared.room_bytes)
     undo = _Undo(attachment=attachment)
     try:
         groups = _groups(plan, attachment)
         if attachment.writes_initial:
-            _write_initial(plan, attachment, groups, timeout)
+            _write_initial(plan, attachment, groups, request.timeout)
         windows = _windows(plan, attachment, groups)
         _bind(plan, groups, windows, undo)
-        engine = Engine(attachment, groups, timeout)
+        engine = Engine(attachment, groups, request.timeout)
         undo.guards = Guards(model, plan)
         undo.handles = install(engine, plan.hook_points)
         opt = prepared.optimizer(plan, engine, attachment, undo)
@@ -136,23 +146,14 @@ def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
 def attach_sharded(
     model: nn.Module,
     optimizer: Optimizer,
+    request: Request,
     *,
-    job: str,
-    rank: int,
-    world_size: int,
-    socket: str,
-    param_groups: Iterable[Any] | None,
-    extra_state_bytes: int | None,
-    grad_arena_bytes: int,
-    timeout: float,
-    run: str,
-    resume: bool,
     name_prefix: str,
     accumulate: bool,
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _core, _fsdp, _initial, _shard_plan, _sharded
+    from . import _fsdp, _initial, _shard_plan, _sharded
 
     _check_arguments(model, optimizer)
     refuse_unsupported_modules(model)
@@ -160,31 +161,23 @@ def attach_sharded(
     _shard_plan.refuse_unusable(units, model)
     source = _initial.Initial(model, units, name_prefix, initial)
     parameters = _shard_plan.parameters_of(units)
-    torch_groups = _number_groups(parameters, optimizer, param_groups)
+    torch_groups = _number_groups(parameters, optimizer, request.param_groups)
     plan = _shard_plan.make_plan(units, parameters)
     _fsdp.ensure_means(units)
     source.compare_generators()
     undo = _Undo(initial=source)
     try:
         source.make_buffers()
-        prepared = _Prepared(model, optimizer, torch_groups, extra_state_bytes)
-        undo.attachment = attachment = _core.attach(
-            socket,
-            job,
-            rank,
-            world_size,
-            *_layout(plan, optimizer, plan.layout.params),
-            grad_arena_bytes,
-            prepared.room_bytes + HEADER.size,
-            timeout,
-            run,
-            resume,
+        prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
+        undo.attachment = attachment = request.send(
+            _layout(plan, optimizer, plan.layout.params),
+            prepared.room_bytes,
             grad_dtype=DTYPE_NAMES[plan.grad_dtype],
             accumulate=accumulate,
             partitions=plan.layout.partitions,
         )
         source.prepare(attachment, plan.layout.index)
-        engine = _sharded.ShardedEngine(attachment, plan, rank, timeout)
+        engine = _sharded.ShardedEngine(attachment, plan, request.rank, request.timeout)
         if attachment.writes_initial:
             source.write(engine)
         undo.shards = _sharded.bind(engine)
@@ -253,9 +246,6 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-Params = list[tuple[str, list[int], int, int, bool]]
-
-
 def _params_of(plan: Plan) -> Params:
     return [
         (p.name, list(p.tensor.shape), p.group, p.param_group, p.trainable)
@@ -263,9 +253,7 @@ def _params_of(plan: Plan) -> Params:
     ]
 
 
-def _layout(
-    plan: Plan, optimizer: Optimizer, params: Params
-) -> tuple[str, str, str, int, Params, list[str]]:
+def _layout(plan: Plan, optimizer: Optimizer, params: Params) -> Layout:
     """What the daemon has to know of the model, in the order of _core.attach."""
     format_ = _format(optimizer, plan)
     dtype = DTYPE_NAMES[plan.dtype]

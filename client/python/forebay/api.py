@@ -132,29 +132,29 @@ def attach(
     _refuse_several_nodes(world_size)
     if extra_state_bytes is not None:
         extra_state_bytes = _size_bytes("extra_state_bytes", extra_state_bytes)
-    options: dict[str, Any] = {
-        "job": _job_name(job),
-        "rank": _rank_number("rank", rank, 0),
-        "world_size": world_size,
-        "socket": _socket_path(socket),
-        "param_groups": param_groups,
-        "extra_state_bytes": extra_state_bytes,
-        "grad_arena_bytes": _size_bytes("grad_arena_bytes", grad_arena_bytes),
-        "timeout": _seconds(timeout),
-        "run": run or run_token(),
-        "resume": resume,
-    }
+    request = _attach.Request(
+        job=_job_name(job),
+        rank=_rank_number("rank", rank, 0),
+        world_size=world_size,
+        socket=_socket_path(socket),
+        param_groups=param_groups,
+        extra_state_bytes=extra_state_bytes,
+        grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
+        timeout=_seconds(timeout),
+        run=run or run_token(),
+        resume=resume,
+    )
     optimizer = optimizer or AdamW()
     if not is_sharded:
-        return _attach.attach(model, optimizer, **options)
+        return _attach.attach(model, optimizer, request)
     _attach.shard(model, fsdp)
     return _attach.attach_sharded(
         model,
         optimizer,
+        request,
         name_prefix=name_prefix,
         accumulate=passes > 1,
         initial=initial,
-        **options,
     )
 
 
