@@ -47,6 +47,7 @@ _PARAM_ATTRIBUTES = (
 )
 _GROUP_ATTRIBUTES = (
     "_all_gather_result",
+    "_partial_reduce_output",
     "_post_forward_indices",
     "_to_sharded",
     "_training_state",
@@ -254,12 +255,6 @@ class Unit:
         """Whether reshard_after_forward is a number."""
         smaller = self._group.post_forward_mesh_info
         return smaller is not None and smaller is not self._group.mesh_info
-
-    @property
-    def ranks(self) -> list[int]:
-        """The process group's ranks of its mesh."""
-        ranks: list[int] = self._group.mesh_info.mesh.mesh.flatten().tolist()
-        return ranks
 
     @property
     def device(self) -> torch.device:

@@ -190,9 +190,7 @@ class Initial:
             needed = [buffer for buffer in needed if id(buffer) not in found]
         self._needed = needed = [buffer for buffer in needed if buffer.before.is_meta]
         if not is_new or checkpoint is not None:  # parameters stay on meta: setting them does nothing
-            wanted = {id(buffer.made) for buffer in needed}
-            self._refuse_uncovered(wanted)
-            for module in self._visits(wanted):
+            for module in self._visits({id(buffer.made) for buffer in needed}):
                 self._call(module)
             self._refuse_unset_buffers()
         for buffer, name in in_files:
@@ -206,8 +204,9 @@ class Initial:
     def write(self, engine: ShardedEngine) -> None:
         """Writes the initial values of this rank's shards. Errors: those of prepare(), E_NONFINITE."""
         if self._checkpoint is not None:
+            names_of = self._names_in(self._checkpoint, self._aliases())
             for group in engine.shard_groups:
-                self._write_from(self._checkpoint, engine, group)
+                self._write_from(self._checkpoint, names_of, engine, group)
         elif self._is_meta:
             is_cut = any(one.local_shape != one.shape for one in self._shards)
             if self._have_same_seed and is_cut:
@@ -238,6 +237,13 @@ class Initial:
             aliases.setdefault(first.setdefault(id(tensor), full_name), []).append(full_name)
         return aliases
 
+    def _names_in(
+        self, checkpoint: Checkpoint, aliases: dict[str, list[str]]
+    ) -> dict[str, list[str]]:
+        """Of the aliases, those that the files have."""
+        names = set(checkpoint.names())
+        return {first: [one for one in known if one in names] for first, known in aliases.items()}
+
     def _check_files(
         self, checkpoint: Checkpoint, aliases: dict[str, list[str]], all_names: set[str]
     ) -> None:
@@ -246,29 +252,34 @@ class Initial:
         wanted = {name: names for name, names in aliases.items() if name not in temporary}
         # Of ranks that hold different modules one does not know the others' aliases and buffers.
         refuse_difference(checkpoint, wanted, own if all_names <= own else None)
-        names = set(checkpoint.names())
+        names_of = self._names_in(checkpoint, aliases)
         for one in self._shards:
-            for name in names.intersection(aliases[one.name]):
+            for name in names_of[one.name]:
                 checkpoint.check(name, f"parameter {one.name}", one.shape, one.parameter.dtype)
 
     def _buffers_in(
         self, checkpoint: Checkpoint, aliases: dict[str, list[str]], buffers: Iterable[NewBuffer]
     ) -> Iterator[tuple[NewBuffer, str]]:
         """Those that the files have, by what name."""
-        names = set(checkpoint.names())
+        names_of = self._names_in(checkpoint, aliases)
         for buffer in buffers:
-            for name in [name for name in aliases[buffer.name] if name in names][:1]:
+            for name in names_of[buffer.name][:1]:
                 checkpoint.check(
                     name, f"buffer {buffer.name}", buffer.made.shape, buffer.made.dtype
                 )
                 yield buffer, name
 
-    def _write_from(self, checkpoint: Checkpoint, engine: ShardedEngine, group: ShardGroup) -> None:
+    def _write_from(
+        self,
+        checkpoint: Checkpoint,
+        names_of: dict[str, list[str]],
+        engine: ShardedEngine,
+        group: ShardGroup,
+    ) -> None:
         memory = _Memory(engine, group)
         memory.lend()
-        names, aliases = set(checkpoint.names()), self._aliases()
         for member in group.shard_members:
-            found = [name for name in aliases[member.name] if name in names]
+            found = names_of[member.name]
             for name in found if member.is_owned else ():
                 part = checkpoint.part(name, member.shard.ranges())
                 if name == found[0]:
@@ -290,22 +301,24 @@ class Initial:
             self._initialize(module)
 
     def _visits(self, wanted: set[int]) -> list[nn.Module]:
-        """The modules to call, in the order of model.apply(): those that hold tensors of these ids."""
+        """The modules to call, in the order of model.apply(): those that hold tensors of these ids.
+        Errors: E_UNSUPPORTED where one of these is in none of them."""
         order: list[nn.Module] = []
         self._model.apply(order.append)
         is_default = self._initialize is reset_parameters
-        return [
-            module
-            for module in order
-            if (not is_default or _own_reset_parameters(module) is not None)
-            and not wanted.isdisjoint(map(id, _tensors_of(module)))
-        ]
+        visits, covered = [], set()
+        for module in order:
+            if not is_default or _own_reset_parameters(module) is not None:
+                held = wanted.intersection(map(id, _tensors_of(module)))
+                covered |= held
+                visits += [module] * bool(held)
+        self._refuse_uncovered(wanted - covered)
+        return visits
 
-    def _refuse_uncovered(self, wanted: set[int]) -> None:
-        covered = {id(one) for module in self._visits(wanted) for one in _tensors_of(module)}
+    def _refuse_uncovered(self, uncovered: set[int]) -> None:
         for name, module in self._model.named_modules():
             for key, tensor in {**module._parameters, **module._buffers}.items():
-                if tensor is None or id(tensor) in covered or id(tensor) not in wanted:
+                if tensor is None or id(tensor) not in uncovered:
                     continue
                 what = "parameter" if key in module._parameters else "buffer"
                 kind = type(module).__name__.removeprefix("FSDP")
@@ -318,7 +331,6 @@ class Initial:
     def _write_initialized(self, engine: ShardedEngine) -> None:
         group_of = {id(one.tensor): one.group for one in engine.shards()}
         wanted = {*group_of, *(id(buffer.made) for buffer in self._needed)}
-        self._refuse_uncovered(wanted)
         visits = self._visits(wanted)
         in_visit = [_groups_in(module, group_of) for module in visits]
         last = {group: index for index, groups in enumerate(in_visit) for group in groups}
