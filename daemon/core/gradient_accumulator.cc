@@ -394,9 +394,9 @@ void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint3
   TryNorms();
 }
 
-// What of a box has a gradient of any rank.
-void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
-                                    std::vector<Range>& ranges) const {
+// Calls `visit(range, cell)` for the parts of a box that lie in cells, ascending.
+template <typename Visit>
+void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit visit) const {
   const Cells& cells = partitions_[place.partition].cells;
   const uint64_t end = place.partition_elem + place.box.elems();
   auto it = cells.upper_bound(place.partition_elem);
@@ -405,19 +405,24 @@ void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
     const Range range{.partition = place.partition,
                       .begin = std::max(it->first, place.partition_elem),
                       .end = std::min(it->second.end, end)};
-    if (it->second.has_sum && range.begin < range.end) ranges.push_back(range);
+    if (range.begin < range.end) visit(range, it->second);
   }
 }
 
+// What of a box has a gradient of any rank.
+void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
+                                    std::vector<Range>& ranges) const {
+  ForEachCell(place, [&](const Range& range, const Cell& cell) {
+    if (cell.has_sum) ranges.push_back(range);
+  });
+}
+
 bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
-  const Cells& cells = partitions_[place.partition].cells;
-  const uint64_t end = place.partition_elem + place.box.elems();
-  auto it = cells.upper_bound(place.partition_elem);
-  if (it != cells.begin()) --it;
-  for (; it != cells.end() && it->first < end; ++it) {
-    if (it->second.adding || !it->second.waiting.empty()) return false;
-  }
-  return true;
+  bool summed = true;
+  ForEachCell(place, [&](const Range&, const Cell& cell) {
+    summed = summed && !cell.adding && cell.waiting.empty();
+  });
+  return summed;
 }
 
 bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const {

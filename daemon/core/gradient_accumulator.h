@@ -176,6 +176,8 @@ class GradientAccumulator {
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
   bool AllClosed() const;
+  template <typename Visit>
+  void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
   bool IsSummed(const protocol::BoxPlace& place) const;
   void AddSummed(const protocol::BoxPlace& place, std::vector<Range>& ranges) const;
   // A norm is being taken of some of the range: nothing is added to it meanwhile.
