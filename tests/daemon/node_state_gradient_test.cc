@@ -49,14 +49,7 @@ class NodeStateGradient : public ::testing::Test {
   }
   void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
 
-  std::vector<ErrorId> StepAll(uint64_t step) {
-    std::vector<uint64_t> tags;
-    for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, step));
-    node_.RunTasks();
-    std::vector<ErrorId> errors;
-    for (const uint64_t tag : tags) errors.push_back(node_.ErrorOf(tag));
-    return errors;
-  }
+  std::vector<ErrorId> StepAll(uint64_t step) { return node_.StepAll(sessions_, step); }
   std::vector<uint32_t> AddedRanks(uint32_t group) {
     const auto& gradients = node_.model().committed_gradients(1);
     const auto it = gradients.find(group);
@@ -207,14 +200,7 @@ class SmallestPools {
     return true;
   }
 
-  std::vector<ErrorId> StepAll(uint64_t step) {
-    std::vector<uint64_t> tags;
-    for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, step));
-    node_.RunTasks();
-    std::vector<ErrorId> errors;
-    for (const uint64_t tag : tags) errors.push_back(node_.ErrorOf(tag));
-    return errors;
-  }
+  std::vector<ErrorId> StepAll(uint64_t step) { return node_.StepAll(sessions_, step); }
 
   NodeHarness node_{RoomyOptions(), kWorld};
   std::shared_ptr<const protocol::Layout> layout_;

@@ -51,14 +51,7 @@ class NodeStateNorm : public ::testing::Test {
     EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << node_.answer(tag)->status.message();
     return node_.answer(tag)->completion.norm;
   }
-  std::vector<ErrorId> StepAll(uint64_t step) {
-    std::vector<uint64_t> tags;
-    for (const uint64_t session : sessions_) tags.push_back(node_.Step(session, step));
-    node_.RunTasks();
-    std::vector<ErrorId> errors;
-    for (const uint64_t tag : tags) errors.push_back(node_.ErrorOf(tag));
-    return errors;
-  }
+  std::vector<ErrorId> StepAll(uint64_t step) { return node_.StepAll(sessions_, step); }
 
   const std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({100, 5000});
   NodeHarness node_{RoomyOptions(), kWorld};

@@ -384,6 +384,15 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
   return Command(session, command);
 }
 
+std::vector<ErrorId> NodeHarness::StepAll(const std::vector<uint64_t>& sessions, uint64_t step) {
+  std::vector<uint64_t> tags;
+  for (const uint64_t session : sessions) tags.push_back(Step(session, step));
+  RunTasks();
+  std::vector<ErrorId> errors;
+  for (const uint64_t tag : tags) errors.push_back(ErrorOf(tag));
+  return errors;
+}
+
 uint64_t NodeHarness::UpdateCount(const UpdateSegment& segment) {
   for (uint64_t t = 1; t < 10; ++t) {
     const auto scalars = cpu_adam::MakeStepScalars(protocol::Optimizer::kAdamW, kHyper, t, 1);

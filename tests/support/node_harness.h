@@ -156,6 +156,8 @@ class NodeHarness {
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
+  // Of each session, then all tasks; the answers' errors.
+  std::vector<protocol::ErrorId> StepAll(const std::vector<uint64_t>& sessions, uint64_t step);
   // Of elements [begin, end) of a partition; 0: to its end.
   uint64_t WriteMasters(uint64_t session, uint32_t partition, uint64_t begin = 0, uint64_t end = 0);
   uint64_t ReadState(uint64_t session, uint32_t param, uint64_t first, uint64_t elems);

@@ -37,14 +37,14 @@ def parents():
     return found
 
 
-def tree_seconds(roots):
-    """CPU seconds of the processes `roots` with their descendants."""
+def tree(roots):
+    """{process: CPU seconds} of the processes `roots` with their descendants."""
     processes, mine = parents(), set()
     grown = set(roots) & set(processes)
     while grown:
         mine |= grown
         grown = {pid for pid, (parent, _) in processes.items() if parent in grown} - mine
-    return sum(processes[pid][1] for pid in mine)
+    return {pid: processes[pid][1] for pid in mine}
 
 
 class Watch:
@@ -59,7 +59,7 @@ class Watch:
         """Own is this process, and what `roots` names: processes with their descendants."""
 
         def read():
-            own = time.process_time() + (tree_seconds(roots) if roots else 0)
+            own = time.process_time() + (sum(tree(roots).values()) if roots else 0)
             busy, steal = machine_seconds()
             return own, busy + steal
 

@@ -34,14 +34,8 @@ SAMPLE_S = 0.02
 
 def pss_bytes(root):
     """Of a process and its descendants: shared pages count in parts."""
-    processes, total = quiet.parents(), 0
-    tree = {root}
-    while True:
-        grown = {pid for pid, (parent, _) in processes.items() if parent in tree} - tree
-        if not grown:
-            break
-        tree |= grown
-    for pid in tree:
+    total = 0
+    for pid in quiet.tree([root]):
         try:
             text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
         except OSError:

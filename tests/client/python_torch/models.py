@@ -82,6 +82,17 @@ def train(model, opt, steps, loss=loss_of, first=0):
     return losses
 
 
+def scaled_step(model, opt, scaler, loss, max_norm=1.0):
+    """As torch's documentation has it; returns the scale of the next step."""
+    opt.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(opt)
+    scaler.update()
+    return scaler.get_scale()
+
+
 def pair(model):
     """The model, a private copy and torch's AdamW over the copy."""
     plain = copy.deepcopy(model)

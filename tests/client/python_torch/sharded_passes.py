@@ -6,7 +6,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from forebay import _fsdp
-from models import batch, loss_of
+from models import batch, loss_of, scaled_step
 from sharded_ranks import Twins, case, refused, small_net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -88,19 +88,14 @@ def a_grad_scaler(ranks):
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
     for step in range(4):
         overflows = step == 1 and ranks.rank == ranks.size - 1
-        scales = []
-        for model, opt, scaler in (
-            (twins.ours, twins.opt, scalers[0]),
-            (twins.theirs, twins.torch_opt, scalers[1]),
-        ):
-            opt.zero_grad()
-            loss = loss_of(model, ranks.batch(step)) * (float("inf") if overflows else 1.0)
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            scaler.step(opt)
-            scaler.update()
-            scales.append(scaler.get_scale())
+        factor = float("inf") if overflows else 1.0
+        scales = [
+            scaled_step(model, opt, scaler, loss_of(model, ranks.batch(step)) * factor, max_norm=0.05)
+            for model, opt, scaler in (
+                (twins.ours, twins.opt, scalers[0]),
+                (twins.theirs, twins.torch_opt, scalers[1]),
+            )
+        ]
         assert scales == [128.0 if step else 256.0] * 2, step
     assert twins.opt.committed_step == 3
     twins.assert_close()

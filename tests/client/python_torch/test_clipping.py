@@ -7,7 +7,7 @@
 import forebay
 import pytest
 import torch
-from models import assert_close, batch, loss_of, net, pair
+from models import assert_close, batch, loss_of, net, pair, scaled_step
 from test_two_ranks import attach_both, both
 from torch import nn
 
@@ -172,16 +172,6 @@ def scaler_of():
     return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
 
 
-def scaled_step(model, opt, scaler, tokens, factor=1.0):
-    opt.zero_grad()
-    scaler.scale(loss_of(model, tokens) * factor).backward()
-    scaler.unscale_(opt)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(opt)
-    scaler.update()
-    return scaler.get_scale()
-
-
 def test_a_grad_scaler_skips_the_steps_that_torch_skips(node):
     model, plain, plain_opt = pair(net())
     opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
@@ -189,7 +179,7 @@ def test_a_grad_scaler_skips_the_steps_that_torch_skips(node):
     for step in range(6):
         factor = float("inf") if step == 3 else 1.0
         scales = [
-            scaled_step(one, optimizer, scaler, batch(step), factor)
+            scaled_step(one, optimizer, scaler, loss_of(one, batch(step)) * factor)
             for one, optimizer, scaler in ((model, opt, scalers[0]), (plain, plain_opt, scalers[1]))
         ]
         assert scales[0] == scales[1], step

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 DEADLINE_S = 400
 SIZES = (1, 2, 3)
 MESHES = (4, 8)  # ranks of two and of three dimensions
-RUNS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")  # torch's own FSDP2 does not before 2.7
 
 
 # Launches of a case each, in this order: (case, ranks, run).
@@ -56,8 +55,6 @@ def launches(items):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """By launch and case, the errors of its ranks."""
-    if not RUNS_ON_CPUS:
-        pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPUs; attach refuses it")
     daemon = Daemon(tmp_path_factory.mktemp("sharded"))
     items = [item for item in request.session.items if item.path == request.path]
     with pytest.MonkeyPatch.context() as patch:
