@@ -36,6 +36,7 @@ using protocol::MakeError;
 using protocol::UniqueFd;
 
 constexpr Timeout kExplainTimeout = std::chrono::seconds(10);
+constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
 constexpr uint64_t kPiecesInGradArena = 4;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
 
@@ -173,9 +174,17 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
 Attachment::Attachment(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Attachment::~Attachment() {
-  // In a forked child the control thread does not exist and the locks may be held: nothing is
-  // destroyed there.
-  if (state_->InChild()) state_.release();
+  // In a forked child the threads do not exist and the locks may be held: nothing is destroyed there.
+  if (state_->InChild()) {
+    state_.release();
+    return;
+  }
+  state_->copy_watch.Stop();
+  // The device reads and writes this memory until its copies have ended.
+  const WaitLimits limits{.deadline = Deadline::After(kLastCopiesTimeout)};
+  if (!state_->WaitForCopies([this] { return !state_->HasCopies(); }, limits).ok()) {
+    state_.release();  // for as long as the process lives
+  }
 }
 
 absl::Status Attachment::Detach() {
@@ -183,6 +192,7 @@ absl::Status Attachment::Detach() {
   const CallLock lock(s);
   if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
   RETURN_IF_ERROR(lock.status());
+  RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
   s.detached = true;
   s.open.clear();
   s.pieces.clear();

@@ -108,18 +108,19 @@ absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, 
                                             const OpenSlot& slot, const WaitLimits& limits) {
   if (slot.arena_offset.has_value()) {
     slots.Deliver(*slot.arena_offset);
-    return SendGradient(partition, begin, end, BusyRange(slots, *slot.arena_offset), limits);
+    return SendGradient(partition, begin, end, BusyRange(slots, *slot.arena_offset), slot.copied,
+                        limits);
   }
+  RETURN_IF_ERROR(WaitForCopies([&] { return HasEnded(slot.copied); }, limits));
   const uint64_t width = grad_width();
   for (uint64_t at = begin; at < end; at += piece_elems) {
     const uint64_t elems = std::min(piece_elems, end - at);
     absl::StatusOr<BusyRange> range = WaitForRange(elems * width, limits);
     absl::Status status = range.status();
     if (status.ok()) {
-      status = CopyToArena(range->offset_bytes(),
-                           slot.bytes.subspan((at - begin) * width, elems * width));
+      CopyToArena(range->offset_bytes(), slot.bytes.subspan((at - begin) * width, elems * width));
+      status = SendGradient(partition, at, at + elems, *std::move(range), nullptr, limits);
     }
-    if (status.ok()) status = SendGradient(partition, at, at + elems, *std::move(range), limits);
     if (status.ok()) continue;
     if (kept_grad_error.ok()) kept_grad_error = status;  // no step may be applied without it
     return status;
@@ -128,7 +129,9 @@ absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, 
 }
 
 absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
-                                             BusyRange range, const WaitLimits& limits) {
+                                             BusyRange range,
+                                             std::shared_ptr<const gpu::Event> copied,
+                                             const WaitLimits& limits) {
   Command command = MakeCommand(Op::kGradReady, partition);
   using protocol::GradKind;
   const GradKind reduced = is_further_pass ? GradKind::kReducedFurther : GradKind::kReduced;
@@ -139,25 +142,30 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
   command.arena_offset_bytes = range.offset_bytes();
   command.element_offset = begin;
   command.length_bytes = (end - begin) * grad_width();
-  const absl::Status sent =
-      waiter.Send(command, limits,
-                  [this, offset = range.offset_bytes()](const Completion& completion,
-                                                        const absl::Status& status) {
-                    UpdateCommittedStep(completion);
-                    slots.Free(offset);
-                    KeepError(completion, status);
-                  });
-  if (!sent.ok()) {
-    // The gradient is lost with its slot: no step may be applied without it.
-    if (kept_grad_error.ok()) kept_grad_error = sent;
-    return sent;
+  if (HasEnded(copied)) {
+    const absl::Status sent = waiter.Send(command, limits, OnGradientDone(range.offset_bytes()));
+    if (!sent.ok()) {
+      // The gradient is lost with its slot: no step may be applied without it.
+      if (kept_grad_error.ok()) kept_grad_error = sent;
+      return sent;
+    }
+    range.HandOver();
+    ++gauge.commands;
+  } else {
+    unsent.push_back({.command = command, .range = std::move(range), .copied = std::move(copied)});
   }
-  range.HandOver();
   delivered[{partition, begin}] = end;
   has_delivered = true;
-  ++gauge.commands;
   gauge.grad_bytes += command.length_bytes;
   return absl::OkStatus();
+}
+
+internal::CommandPort::OnDone Attachment::State::OnGradientDone(uint64_t arena_offset) {
+  return [this, arena_offset](const Completion& completion, const absl::Status& status) {
+    UpdateCommittedStep(completion);
+    slots.Free(arena_offset);
+    KeepError(completion, status);
+  };
 }
 
 void Attachment::State::BeginAttempt(uint64_t number) {
@@ -206,6 +214,9 @@ absl::Status Attachment::DropGradients() {
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const absl::Status polled = s.port.PollAlive();
+  // What the device still writes into the slots would be in gradients of the next attempt.
+  RETURN_IF_ERROR(
+      s.WaitForCopies([&] { return s.gradient_copies.empty(); }, s.Limits(s.parts.timeout)));
   for (const auto& [partition, slot] : s.open) {
     if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
   }

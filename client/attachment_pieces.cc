@@ -110,30 +110,26 @@ absl::Status Attachment::State::DeliverPiece(Pieces::iterator at, const WaitLimi
   return DeliverSlot(place.partition, place.elem, piece.end, piece.slot, limits);
 }
 
-absl::Status Attachment::State::CopyToPieces(uint32_t param, std::span<const std::byte> bytes,
-                                             const WaitLimits& limits) {
-  for (const uint32_t index : own_boxes[param]) {
-    const BoxPlace& place = parts.layout->boxes()[index];
-    const uint64_t size_bytes = place.box.elems() * grad_width();
-    RETURN_IF_ERROR(CopyBoxToPieces(place, bytes.first(size_bytes), limits));
-    bytes = bytes.subspan(size_bytes);
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
                                                 std::span<const std::byte> bytes,
+                                                const std::shared_ptr<const void>& keep,
                                                 const WaitLimits& limits) {
   const uint64_t width = grad_width();
   const uint64_t end = place.partition_elem + place.box.elems();
   for (uint64_t at = place.partition_elem; at < end;) {
     ASSIGN_OR_RETURN(const Pieces::iterator piece, PieceAt(place.partition, at, limits));
     const uint64_t stop = std::min(end, piece->second.end);
-    const auto to =
-        piece->second.slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
+    OpenSlot& slot = piece->second.slot;
+    const auto to = slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
     RETURN_IF_ERROR(
         stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size())));
-    RETURN_IF_ERROR(stream->Synchronize());
+    absl::StatusOr<std::unique_ptr<gpu::Event>> copied = stream->Record();
+    if (!copied.ok()) {
+      stream->Synchronize().IgnoreError();  // nothing else says when the copy has ended
+      return copied.status();
+    }
+    slot.copied = *std::move(copied);
+    gradient_copies.push_back({.done = slot.copied, .keep = keep});
     at = stop;
     const bool complete =
         !CoverageOf(place.partition, piece->first.elem, piece->second.end).missing;
@@ -142,29 +138,24 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
   return absl::OkStatus();
 }
 
-absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> bytes,
-                                     Timeout timeout) {
-  State& s = *state_;
-  const CallLock lock(s);
-  RETURN_IF_ERROR(lock.status());
-  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  const protocol::Layout& layout = *s.parts.layout;
+absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const std::byte> bytes) {
+  RETURN_IF_ERROR(CheckHasRank());
+  const protocol::Layout& layout = *parts.layout;
   if (param >= layout.params().size()) {
     return MakeError(ErrorId::kRange,
                      absl::StrCat("there is no parameter ", param, ": the job has ",
                                   layout.params().size(), " parameters"));
   }
   const std::string& name = layout.spec().params[param].name;
-  if (s.own_boxes[param].empty()) {
+  if (own_boxes[param].empty()) {
     return MakeError(ErrorId::kRank,
-                     absl::StrCat("a gradient of parameter ", name, ", of which rank ",
-                                  s.parts.rank, " owns nothing"),
+                     absl::StrCat("a gradient of parameter ", name, ", of which rank ", parts.rank,
+                                  " owns nothing"),
                      "each rank delivers the reduced gradient of its own shard");
   }
   uint64_t want = 0;
-  for (const uint32_t index : s.own_boxes[param]) {
-    want += layout.boxes()[index].box.elems() * s.grad_width();
+  for (const uint32_t index : own_boxes[param]) {
+    want += layout.boxes()[index].box.elems() * grad_width();
   }
   if (bytes.size() != want) {
     return MakeError(ErrorId::kRange, absl::StrCat("the gradient of parameter ", name, " has ",
@@ -175,29 +166,66 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
                      absl::StrCat("a gradient of parameter ", name, ", which is frozen"),
                      "add gradients of trainable parameters alone");
   }
-  RETURN_IF_ERROR(s.port.PollAlive());
-  RETURN_IF_ERROR(s.KeptErrors());
-  if (s.has_asked_norm) {
+  RETURN_IF_ERROR(port.PollAlive());
+  RETURN_IF_ERROR(KeptErrors());
+  if (has_asked_norm) {
     return MakeError(ErrorId::kStep,
                      absl::StrCat("a gradient of parameter ", name, " in step ",
-                                  s.committed_step() + 1, " after this rank has asked for a norm"),
+                                  committed_step() + 1, " after this rank has asked for a norm"),
                      "ask for norms after the last backward of a step, or drop the gradients");
   }
   const auto is_open = [&](uint32_t index) {
-    return s.open.contains(layout.boxes()[index].partition);
+    return open.contains(layout.boxes()[index].partition);
   };
-  if (s.HasGradient(param) || std::ranges::any_of(s.own_boxes[param], is_open)) {
+  if (HasGradient(param) || std::ranges::any_of(own_boxes[param], is_open)) {
     return MakeError(
         ErrorId::kGradRepeat,
-        absl::StrCat("a second gradient of parameter ", name, " in step ", s.committed_step() + 1),
+        absl::StrCat("a second gradient of parameter ", name, " in step ", committed_step() + 1),
         layout.is_shared() ? "shared attachment takes one backward pass a step: call step after "
                              "each, or drop the gradients"
                            : "call BeginPass before the gradients of a further backward pass");
   }
-  s.SetGradient(param);
-  const absl::Status status = s.CopyToPieces(param, bytes, s.Limits(timeout));
-  if (!status.ok() && s.kept_grad_error.ok()) s.kept_grad_error = status;
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::AddGradient(uint32_t param, std::span<const std::byte> bytes,
+                                            const std::shared_ptr<const void>& keep,
+                                            const WaitLimits& limits) {
+  SetGradient(param);
+  absl::Status status;
+  for (const uint32_t index : own_boxes[param]) {
+    const BoxPlace& place = parts.layout->boxes()[index];
+    const uint64_t size_bytes = place.box.elems() * grad_width();
+    if (status.ok()) status = CopyBoxToPieces(place, bytes.first(size_bytes), keep, limits);
+    bytes = bytes.subspan(size_bytes);
+  }
+  if (!status.ok() && kept_grad_error.ok()) kept_grad_error = status;
   return status;
+}
+
+absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> bytes,
+                                     Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckGradient(param, bytes));
+  const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
+  RETURN_IF_ERROR(s.stream->Synchronize());  // `bytes` are the caller's again
+  return status;
+}
+
+absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> bytes,
+                                     gpu::Stream& ready, std::shared_ptr<const void> keep,
+                                     Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_grad);
+  RETURN_IF_ERROR(s.CheckGradient(param, bytes));
+  ASSIGN_OR_RETURN(const std::unique_ptr<gpu::Event> computed, ready.Record());
+  RETURN_IF_ERROR(s.stream->WaitFor(*computed));
+  return s.AddGradient(param, bytes, keep, s.Limits(timeout));
 }
 
 // ------------------------------------------------------------------------------------------ flush
@@ -242,8 +270,9 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
       status = DeliverSlot(partition, run.begin, run.end, slot, limits);
       continue;
     }
-    if (status.ok() && run.coverage.any)
-      status = KeepPart(partition, run.begin, run.end, slot.bytes);
+    if (status.ok() && run.coverage.any) {
+      status = KeepPart(partition, run.begin, run.end, slot, limits);
+    }
     if (slot.arena_offset.has_value()) slots.Free(*slot.arena_offset);
   }
   if (!status.ok() && kept_grad_error.ok()) kept_grad_error = status;  // parts of it are lost
@@ -252,13 +281,14 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
 
 // Keeps a piece in private memory until the rest of its parameters arrives or Step is called.
 absl::Status Attachment::State::KeepPart(uint32_t partition, uint64_t begin, uint64_t end,
-                                         std::span<const std::byte> bytes) {
+                                         const OpenSlot& slot, const WaitLimits& limits) {
+  RETURN_IF_ERROR(WaitForCopies([&] { return HasEnded(slot.copied); }, limits));
   ASSIGN_OR_RETURN(std::shared_ptr<internal::Mapping> own,
-                   internal::Mapping::MapPrivate(bytes.size()));
-  const OpenSlot slot{
-      .arena_offset = std::nullopt, .owner = own, .bytes = own->bytes().first(bytes.size())};
-  std::copy(bytes.begin(), bytes.end(), slot.bytes.begin());
-  pieces.emplace(ElemPlace{partition, begin}, OpenPiece{.end = end, .slot = slot});
+                   internal::Mapping::MapPrivate(slot.bytes.size()));
+  const OpenSlot kept{
+      .arena_offset = std::nullopt, .owner = own, .bytes = own->bytes().first(slot.bytes.size())};
+  std::copy(slot.bytes.begin(), slot.bytes.end(), kept.bytes.begin());
+  pieces.emplace(ElemPlace{partition, begin}, OpenPiece{.end = end, .slot = kept});
   return absl::OkStatus();
 }
 
@@ -277,7 +307,8 @@ absl::Status Attachment::State::Flush(std::optional<uint32_t> partition, const W
 absl::Status Attachment::State::DeliverAllPieces(const WaitLimits& limits) {
   RETURN_IF_ERROR(Flush(std::nullopt, limits));
   while (!pieces.empty()) RETURN_IF_ERROR(DeliverPiece(pieces.begin(), limits));
-  return absl::OkStatus();
+  RETURN_IF_ERROR(WaitForCopies([&] { return unsent.empty(); }, limits));
+  return kept_grad_error;
 }
 
 void Attachment::State::DropPieces() {

@@ -103,9 +103,9 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
 absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> request,
                                           const WaitLimits& limits) {
   // A step with leases is refused.
-  RETURN_IF_ERROR(EndCopies(limits));
+  RETURN_IF_ERROR(EndWeightCopies(limits));
   RETURN_IF_ERROR(ReleaseOrphans(limits));
-  RETURN_IF_ERROR(CopyToArena(parts.step_region_offset, request));
+  CopyToArena(parts.step_region_offset, request);
   Command command = MakeCommand(Op::kStep);
   command.step = t;
   command.attempt = attempt;

@@ -1,9 +1,7 @@
 // Copies of weights to the device: lease, copy, give back when the copy has ended.
 
 #include <algorithm>
-#include <chrono>
 #include <map>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -73,31 +71,6 @@ absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limit
   return Post(command, limits);
 }
 
-absl::Status Attachment::State::GiveBackCopied(const WaitLimits& limits) {
-  while (!copies.empty() && copies.front().done->Done()) {
-    std::vector<uint64_t>& leases = copies.front().leases;
-    for (; !leases.empty(); leases.pop_back()) RETURN_IF_ERROR(GiveBack(leases.back(), limits));
-    copies.pop_front();
-  }
-  return absl::OkStatus();
-}
-
-absl::Status Attachment::State::EndCopies(const WaitLimits& limits) {
-  constexpr std::chrono::microseconds kPause{20};
-  RETURN_IF_ERROR(GiveBackCopied(limits));
-  while (!copies.empty()) {
-    RETURN_IF_ERROR(port.PollAlive());
-    if (limits.deadline.Expired()) {
-      return MakeError(ErrorId::kTimeout,
-                       "the call's time ran out before the device had copied the weights",
-                       "the device's stream waits for something: call again");
-    }
-    std::this_thread::sleep_for(kPause);
-    RETURN_IF_ERROR(GiveBackCopied(limits));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                                      Timeout timeout) {
   State& s = *state_;
@@ -131,7 +104,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   } else {
     s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
   }
-  status.Update(s.GiveBackCopied(limits));
+  s.LookAtCopies();
   status.Update(s.ReleaseOrphans(limits));
   return status;
 }
@@ -164,7 +137,7 @@ absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
         "check the values that are written");
   }
   const WaitLimits limits = s.Limits(timeout);
-  RETURN_IF_ERROR(s.EndCopies(limits));
+  RETURN_IF_ERROR(s.EndWeightCopies(limits));
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   return s.SendElements(Op::kWriteMasters, partition, first_elem, std::as_bytes(masters),
                         sizeof(float), limits);
@@ -174,7 +147,8 @@ absl::StatusOr<size_t> Attachment::GiveBackCopied() {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  RETURN_IF_ERROR(s.GiveBackCopied(s.Limits(s.parts.timeout)));
+  s.LookAtCopies();
+  RETURN_IF_ERROR(s.KeptReleaseError());
   size_t waiting = 0;
   for (const State::CopiesInFlight& copy : s.copies) waiting += copy.leases.size();
   return waiting;

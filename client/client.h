@@ -192,14 +192,14 @@ class Attachment {
   // StartFetch and FinishFetch; cancelled where it gives up.
   absl::StatusOr<Lease> Fetch(uint32_t partition, Timeout timeout);
   // Leases the partitions, begins to copy on `stream`, and returns. A lease is given back when the
-  // copies from its partition have ended: by this call where they end at once, else by a later call
-  // (GiveBackCopied, CopyWeights; Step waits for the copies first).
+  // copies from its partition have ended: by this call where they end at once, else by a thread of the
+  // session's or a later call. Step waits for the copies first.
   //
   // Ownership  `to` lives until the copies have ended; the stream is borrowed.
   // Errors     E_RANGE  no such partition or elements. Nothing is copied.
   absl::Status CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                            Timeout timeout);
-  // Returns how many leases still wait for their copies.
+  // How many leases still wait for their copies.
   absl::StatusOr<size_t> GiveBackCopied();
 
   // Does not wait for its completion.
@@ -229,6 +229,15 @@ class Attachment {
   //         E_STEP         shared: the rank has asked for a norm (GradNorm).
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
+
+  // The same of memory that work begun on `ready` so far fills. Returns when the copies have begun, on a
+  // stream of the session's own; a piece is delivered when the copies into it have ended, between two
+  // calls too.
+  //
+  // Ownership  `bytes` live until `keep` was dropped, which happens when they were copied: on any thread,
+  //            while the session is locked. The stream is borrowed.
+  absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, gpu::Stream& ready,
+                           std::shared_ptr<const void> keep, Timeout timeout);
   absl::Status FlushGradients(std::optional<uint32_t> partition = std::nullopt);  // empty: of all
 
   // Sharded: what is added from now on, of any parameter, belongs to a further backward pass of the step

@@ -54,14 +54,15 @@ Attachment::State::State(internal::SessionParts session_parts)
       parts(std::move(session_parts)),
       gauge(*parts.gauge),
       port(std::move(parts.port)),
-      waiter(port),
+      waiter(port, [this] { return LookAtCopies(); }),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
              .largest_bytes = LargestRangeBytes(parts)}),
       piece_elems(protocol::kGradPieceBytesMax / grad_width()),
       own_boxes(OwnBoxes(parts)),
       pass_presence(protocol::PresenceWords(parts.layout->params().size()), 0),
       presence(protocol::PresenceWords(parts.layout->params().size()), 0),
-      attempt(parts.attempt) {}
+      attempt(parts.attempt),
+      copy_watch(mutex, [this] { return !detached && LookAtCopies(); }) {}
 
 bool Attachment::State::InChild() const { return ::getpid() != pid; }
 
@@ -170,13 +171,16 @@ absl::StatusOr<Completion> Attachment::State::Call(const Command& command, BusyR
 }
 
 absl::Status Attachment::State::Post(const Command& command, const WaitLimits& limits) {
-  const auto on_done = [this](const Completion& completion, const absl::Status& status) {
+  RETURN_IF_ERROR(waiter.Send(command, limits, OnPosted()));
+  ++gauge.commands;
+  return absl::OkStatus();
+}
+
+internal::CommandPort::OnDone Attachment::State::OnPosted() {
+  return [this](const Completion& completion, const absl::Status& status) {
     UpdateCommittedStep(completion);
     KeepError(completion, status);
   };
-  RETURN_IF_ERROR(waiter.Send(command, limits, on_done));
-  ++gauge.commands;
-  return absl::OkStatus();
 }
 
 absl::Status Attachment::State::ReleaseOrphans(const WaitLimits& limits) {
@@ -199,10 +203,8 @@ absl::StatusOr<BusyRange> Attachment::State::WaitForRange(uint64_t size_bytes,
   return BusyRange(slots, *offset);
 }
 
-absl::Status Attachment::State::CopyToArena(uint64_t arena_offset,
-                                            std::span<const std::byte> bytes) {
-  RETURN_IF_ERROR(stream->Copy(parts.grad->bytes().subspan(arena_offset, bytes.size()), bytes));
-  return stream->Synchronize();
+void Attachment::State::CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes) {
+  std::copy(bytes.begin(), bytes.end(), parts.grad->bytes().subspan(arena_offset).begin());
 }
 
 absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition,
@@ -214,7 +216,7 @@ absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition
   for (uint64_t begin = 0; begin < bytes.size(); begin += piece_bytes_max) {
     const auto piece = bytes.subspan(begin, std::min(piece_bytes_max, bytes.size() - begin));
     ASSIGN_OR_RETURN(BusyRange range, WaitForRange(piece.size(), limits));
-    RETURN_IF_ERROR(CopyToArena(range.offset_bytes(), piece));
+    CopyToArena(range.offset_bytes(), piece);
     protocol::Command command = internal::MakeCommand(op, partition);
     command.arena_offset_bytes = range.offset_bytes();
     command.length_bytes = piece.size();
@@ -243,7 +245,9 @@ Attachment::CallLock::CallLock(State& state) : state_(state) {
 }
 
 Attachment::CallLock::~CallLock() {
-  if (!lock_.owns_lock() || state_.parts.connection == nullptr) return;
+  if (!lock_.owns_lock()) return;
+  if (state_.LookAtCopies()) state_.copy_watch.Begin();
+  if (state_.parts.connection == nullptr) return;
   state_.gauge.rpc_calls = state_.parts.connection->control->thread().calls();
 }
 

@@ -5,7 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +19,7 @@
 #include "client/client.h"
 #include "client/internal/command_port.h"
 #include "client/internal/control.h"
+#include "client/internal/copy_watch.h"
 #include "client/internal/deadline.h"
 #include "client/internal/grad_slots.h"
 #include "client/internal/mapping.h"
@@ -114,6 +115,8 @@ struct Attachment::State {
     std::optional<uint64_t> arena_offset;
     std::shared_ptr<internal::Mapping> owner;
     std::span<std::byte> bytes;
+    // After the last copy from the device into it; null where there was none.
+    std::shared_ptr<const gpu::Event> copied = {};
   };
   // A range of a partition that AddGradient fills.
   struct OpenPiece {
@@ -131,6 +134,17 @@ struct Attachment::State {
   struct CopiesInFlight {
     std::vector<uint64_t> leases;
     std::unique_ptr<gpu::Event> done;
+  };
+  // A copy of a gradient to a slot.
+  struct GradientCopy {
+    std::shared_ptr<const gpu::Event> done;
+    std::shared_ptr<const void> keep;  // what is copied from
+  };
+  // Delivered, but for copies that have not ended.
+  struct UnsentGradient {
+    protocol::Command command;
+    internal::BusyRange range;
+    std::shared_ptr<const gpu::Event> copied;
   };
   struct StepInFlight {
     uint64_t t = 0;
@@ -163,6 +177,7 @@ struct Attachment::State {
                                             const internal::WaitLimits& limits);
   // Sends a command whose error, should it fail, is kept for a later call.
   absl::Status Post(const protocol::Command& command, const internal::WaitLimits& limits);
+  internal::CommandPort::OnDone OnPosted();
   void KeepError(const protocol::Completion& completion, const absl::Status& status);
   void Abandon(internal::Answer& answer);
   absl::Status ReleaseOrphans(const internal::WaitLimits& limits);
@@ -172,7 +187,7 @@ struct Attachment::State {
 
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
                                                    const internal::WaitLimits& limits);
-  absl::Status CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
+  void CopyToArena(uint64_t arena_offset, std::span<const std::byte> bytes);
   // A partition's elements of `width` bytes from `first_elem` on, a piece a command: of whole units,
   // in which the daemon knows what is written of the initial parameters.
   absl::Status SendElements(protocol::Op op, uint32_t partition, uint64_t first_elem,
@@ -184,25 +199,40 @@ struct Attachment::State {
   absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(std::span<const WeightsCopy> copies,
                                                      const internal::WaitLimits& limits);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
-  absl::Status GiveBackCopied(const internal::WaitLimits& limits);
-  // Waits for the copies of this rank.
-  absl::Status EndCopies(const internal::WaitLimits& limits);
+  // Whether all copies into a slot have ended.
+  static bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
+    return copied == nullptr || copied->Done();
+  }
+  bool HasCopies() const { return !copies.empty() || !gradient_copies.empty() || !unsent.empty(); }
+  // Does what waited for copies that have ended: gives leases back, sends gradients, gives up what
+  // was copied from. Errors are kept. Never blocks. Returns HasCopies().
+  bool LookAtCopies();
+  // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
+  absl::Status WaitForCopies(const std::function<bool()>& ended,
+                             const internal::WaitLimits& limits);
+  absl::Status EndWeightCopies(const internal::WaitLimits& limits);
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
   // Delivers elements [begin, end) of a partition, whose bytes are the slot's.
   absl::Status DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end, const OpenSlot& slot,
                            const internal::WaitLimits& limits);
+  // Where the copies have not ended: they are waited for, and the gradient sent, by LookAtCopies.
   absl::Status SendGradient(uint32_t partition, uint64_t begin, uint64_t end,
-                            internal::BusyRange range, const internal::WaitLimits& limits);
-  absl::Status CopyToPieces(uint32_t param, std::span<const std::byte> bytes,
+                            internal::BusyRange range, std::shared_ptr<const gpu::Event> copied,
                             const internal::WaitLimits& limits);
+  internal::CommandPort::OnDone OnGradientDone(uint64_t arena_offset);
+  absl::Status CheckGradient(uint32_t param, std::span<const std::byte> bytes);
+  absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes,
+                           const std::shared_ptr<const void>& keep,
+                           const internal::WaitLimits& limits);
   absl::Status CopyBoxToPieces(const protocol::BoxPlace& place, std::span<const std::byte> bytes,
+                               const std::shared_ptr<const void>& keep,
                                const internal::WaitLimits& limits);
   absl::StatusOr<Pieces::iterator> PieceAt(uint32_t partition, uint64_t elem,
                                            const internal::WaitLimits& limits);
   absl::Status DeliverPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
   absl::Status FlushPiece(Pieces::iterator piece, const internal::WaitLimits& limits);
-  absl::Status KeepPart(uint32_t partition, uint64_t begin, uint64_t end,
-                        std::span<const std::byte> bytes);
+  absl::Status KeepPart(uint32_t partition, uint64_t begin, uint64_t end, const OpenSlot& slot,
+                        const internal::WaitLimits& limits);
   absl::Status Flush(std::optional<uint32_t> partition, const internal::WaitLimits& limits);
   absl::Status DeliverAllPieces(const internal::WaitLimits& limits);
   void DropPieces();
@@ -254,12 +284,15 @@ struct Attachment::State {
   uint64_t attempt = 0;
   std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
   uint64_t last_ticket = 0;
-  std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up
-  std::deque<CopiesInFlight> copies;    // oldest first
+  std::vector<uint64_t> orphan_leases;      // of fetches whose callers gave up
+  std::list<CopiesInFlight> copies;         // of weights
+  std::list<GradientCopy> gradient_copies;  // on `stream`
+  std::list<UnsentGradient> unsent;
   std::optional<StepInFlight> step;
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;
+  internal::CopyWatch copy_watch;  // dies first
 };
 
 // Every call on the session holds one: calls run one at a time, not in a forked child, not after a

@@ -6,11 +6,11 @@
 #include <signal.h>
 
 #include <map>
-#include <system_error>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/internal/command_port.h"
+#include "client/internal/start_thread.h"
 #include "protocol/descriptor.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
@@ -48,22 +48,6 @@ kj::AsyncIoContext MakeIo() {
   return kj::setupAsyncIo();
 }
 
-// Signals of the program must not be handled on this thread.
-class AllSignalsBlocked {
- public:
-  AllSignalsBlocked() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
-  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
-  ~AllSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_{};
-};
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ControlThread>> ControlThread::Start(protocol::UniqueFd socket) {
@@ -71,14 +55,8 @@ absl::StatusOr<std::unique_ptr<ControlThread>> ControlThread::Start(protocol::Un
   ASSIGN_OR_RETURN(protocol::UniqueFd gone_fd, protocol::MakeDoorbell());
   std::unique_ptr<ControlThread> control(
       new ControlThread(std::move(socket), std::move(wake_fd), std::move(gone_fd)));
-  const AllSignalsBlocked blocked;  // inherited by the thread
-  try {
-    control->thread_ = std::thread([raw = control.get()] { raw->Loop(); });
-  } catch (const std::system_error& error) {
-    return MakeError(ErrorId::kLimit,
-                     absl::StrCat("cannot start the control thread: ", error.what()),
-                     "raise the limit of processes (ulimit -u)");
-  }
+  ASSIGN_OR_RETURN(control->thread_,
+                   StartThread("control thread", [raw = control.get()] { raw->Loop(); }));
   return control;
 }
 

@@ -13,6 +13,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::milliseconds kLookPeriod{1};
 
 }  // namespace
 
@@ -28,6 +29,7 @@ absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& l
   }
   CommandPort::Pause pause = CommandPort::Pause::kWoken;
   while (true) {
+    const bool is_under_way = look_();  // handles completions too: before done()
     const absl::Status alive = port_.PollAlive();
     if (done()) return absl::OkStatus();
     RETURN_IF_ERROR(alive);
@@ -43,6 +45,7 @@ absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& l
     auto limit = limits.deadline.Remaining();
     const bool asks = limits.interrupt_check != nullptr && *limits.interrupt_check;
     if (asks) limit = std::min(limit, kInterruptPeriod);
+    if (is_under_way) limit = std::min(limit, kLookPeriod);
     ASSIGN_OR_RETURN(pause, port_.Sleep(limit));
   }
 }

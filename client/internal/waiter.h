@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "client/internal/command_port.h"
@@ -13,7 +14,8 @@ namespace forebay::client::internal {
 // Threads  One at a time.
 class Waiter {
  public:
-  explicit Waiter(CommandPort& port) : port_(port) {}
+  // `look` is called while a call waits; true: again within a millisecond.
+  Waiter(CommandPort& port, std::function<bool()> look) : port_(port), look_(std::move(look)) {}
 
   // Handles completions until `done()` is true. Errors are looked at only while it is not.
   //
@@ -26,6 +28,7 @@ class Waiter {
 
  private:
   CommandPort& port_;
+  const std::function<bool()> look_;
   IdleCore idle_core_;
 };
 

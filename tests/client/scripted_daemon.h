@@ -85,6 +85,10 @@ class ScriptedDaemon {
     EXPECT_GE(seen_.size(), count);
     return seen_;
   }
+  size_t SeenCount() {
+    const protocol::MutexLock lock(mutex_);
+    return seen_.size();
+  }
   std::vector<protocol::Command> Seen(protocol::Op op) {
     const protocol::MutexLock lock(mutex_);
     std::vector<protocol::Command> found;
