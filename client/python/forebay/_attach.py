@@ -22,6 +22,7 @@ from .optimizers import Optimizer
 
 if TYPE_CHECKING:
     from ._core import Attachment
+    from ._fsdp import Unit
     from ._initial import Initial
     from ._sharded import ShardMember
 
@@ -153,30 +154,44 @@ def attach_sharded(
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _fsdp, _initial, _shard_plan, _sharded
+    from . import _core, _fsdp, _initial, _ranks, _report, _shard_plan, _sharded
 
-    _check_arguments(model, optimizer)
-    refuse_unsupported_modules(model)
-    units = _fsdp.units_of(model, name_prefix)
-    _shard_plan.refuse_unusable(units, model)
-    source = _initial.Initial(model, units, name_prefix, initial)
-    parameters = _shard_plan.parameters_of(units)
-    torch_groups = _number_groups(parameters, optimizer, request.param_groups)
+    def check() -> tuple[list[Unit], _initial.Initial, list[Parameter], TorchGroups]:
+        _check_arguments(model, optimizer)
+        refuse_unsupported_modules(model)
+        units = _fsdp.units_of(model, name_prefix)
+        _shard_plan.refuse_unusable(units, model)
+        source = _initial.Initial(model, units, name_prefix, initial)
+        parameters = _shard_plan.parameters_of(units)
+        return units, source, parameters, _number_groups(parameters, optimizer, request.param_groups)
+
+    units, source, parameters, torch_groups = _ranks.together(check)
+    _ranks.refuse_other_daemons(request.socket)
     plan = _shard_plan.make_plan(units, parameters)
     _fsdp.ensure_means(units)
     source.compare_generators()
     undo = _Undo(initial=source)
     try:
         source.make_buffers()
-        prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
-        undo.attachment = attachment = request.send(
-            _layout(plan, optimizer, plan.layout.params),
-            prepared.room_bytes,
-            grad_dtype=DTYPE_NAMES[plan.grad_dtype],
-            accumulate=accumulate,
-            partitions=plan.layout.partitions,
-        )
-        source.prepare(attachment, plan.layout.index)
+
+        def prepare() -> tuple[_Prepared, Layout]:
+            prepared = _Prepared(model, optimizer, torch_groups, request.extra_state_bytes)
+            return prepared, _layout(plan, optimizer, plan.layout.params)
+
+        prepared, layout = _ranks.together(prepare)
+
+        def send() -> Attachment:
+            undo.attachment = request.send(
+                layout,
+                prepared.room_bytes,
+                grad_dtype=DTYPE_NAMES[plan.grad_dtype],
+                accumulate=accumulate,
+                partitions=plan.layout.partitions,
+            )
+            return undo.attachment
+
+        attachment = _ranks.together(send)
+        _ranks.together(lambda: source.prepare(attachment, plan.layout.index))
         engine = _sharded.ShardedEngine(attachment, plan, request.rank, request.timeout)
         if attachment.writes_initial:
             source.write(engine)
@@ -190,6 +205,10 @@ def attach_sharded(
         raise
     undo.shards.clear()
     return_free_memory()
+    if request.rank == 0:
+        status = _core.status(request.socket)
+        for line in _report.costs(plan, request.job, status, sums_are_float32=accumulate):
+            _report.say(line)
     return opt
 
 

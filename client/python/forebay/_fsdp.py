@@ -269,13 +269,22 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether it has gradients that are not reduced."""
-        if self._group._partial_reduce_output is not None:
-            return True
-        return any(
-            getattr(param, "unsharded_accumulated_grad", None) is not None  # before torch 2.15
-            or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
-            for param in self._group.fsdp_params
-        )
+        return self._group._partial_reduce_output is not None or any(True for _ in self._whole_gradients())
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Of whole gradients, which wait for a backward that reduces them."""
+        return sum(one.numel() * one.element_size() for one in self._whole_gradients())
+
+    def _whole_gradients(self) -> Iterator[torch.Tensor]:
+        for param in self._group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            for gradient in (
+                vars(param).get("unsharded_accumulated_grad"),  # before torch 2.15
+                getattr(whole, "grad", None),
+            ):
+                if gradient is not None:
+                    yield gradient
 
     @property
     def reduced_by(self) -> dist.ProcessGroup | None:
@@ -427,10 +436,3 @@ def process_groups_of(units: Sequence[Unit]) -> list[tuple[set[int], dist.Proces
                 group = mesh.get_group(dim)
                 found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return [(set(ranks), group) for ranks, group in found.items()]
-
-
-def gather(held: Any) -> list[Any]:
-    """What every rank of the process group passes."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held)
-    return everyone

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _fsdp
+from . import _fsdp, _ranks
 from ._buffers import holds_buffers
 from ._checkpoint import Checkpoint, refuse_difference
 from ._fsdp import Shard, Unit
@@ -143,7 +143,7 @@ class Initial:
         """Whether all ranks would get the same random numbers. Of a model on the meta device a
         collective over the default process group."""
         if self._is_meta:
-            states = _fsdp.gather([torch.get_rng_state().numpy().tobytes()])
+            states = _ranks.gather([torch.get_rng_state().numpy().tobytes()])
             self._have_same_seed = all(state == states[0] for state in states)
 
     def make_buffers(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _fsdp
+from . import _fsdp, _ranks
 from ._boxes import Held, ShardPlan, make_shard_plan
 from ._fsdp import Shard, Unit
 from ._plan import FORMATS, Parameter, Plan, layers_of
@@ -77,6 +77,21 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
             raise unsupported(
                 f"parameter {name} is in no module that fully_shard() was called on",
                 "fully_shard(model) as the last call, without ignored_params",
+            )
+    _refuse_mixed_types(units)
+
+
+def _refuse_mixed_types(units: Sequence[Unit]) -> None:
+    first = _typical(units)
+    for one in (one for unit in units for one in unit.shards):
+        trained = one.parameter.requires_grad
+        if one.computed != first.computed or (
+            trained and one.parameter.dtype != first.parameter.dtype
+        ):
+            raise unsupported(
+                f"mixed types: parameter {first.name} is {_types_of(first)}, parameter "
+                f"{one.name} is {_types_of(one)}",
+                "give the whole model one type and one MixedPrecisionPolicy",
             )
 
 
@@ -162,22 +177,9 @@ def parameters_of(units: Sequence[Unit]) -> list[Parameter]:
 def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan:
     """Gathers what every rank holds. A collective over the default process group.
 
-    Errors  E_LAYOUT       ranks disagree about a parameter.
-            E_UNSUPPORTED  groups of different types.
+    Errors  E_LAYOUT  ranks disagree about a parameter.
     """
     by_name = {one.name: one for one in parameters}
-    first = _typical(units)
-    for unit in units:
-        for one in unit.shards:
-            trained = one.parameter.requires_grad
-            if one.computed != first.computed or (
-                trained and one.parameter.dtype != first.parameter.dtype
-            ):
-                raise unsupported(
-                    f"mixed types: parameter {first.name} is {_types_of(first)}, parameter "
-                    f"{one.name} is {_types_of(one)}",
-                    "give the whole model one type and one MixedPrecisionPolicy",
-                )
     held = [
         Held(
             name=one.name,
@@ -191,7 +193,7 @@ def make_plan(units: Sequence[Unit], parameters: list[Parameter]) -> ShardedPlan
         for one in unit.shards
     ]
     mesh = {rank for unit in units for one in unit.shards for rank in one.mesh.mesh.flatten().tolist()}
-    everyone = _fsdp.gather((held, sorted(mesh)))
+    everyone = _ranks.gather((held, sorted(mesh)))
     try:
         layout = make_shard_plan(*zip(*everyone))
     except ValueError as error:

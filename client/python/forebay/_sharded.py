@@ -29,6 +29,7 @@ from ._hooks import (
     raise_unless_step_raises,
 )
 from ._plan import DTYPE_NAMES, Parameter
+from ._report import say, size
 from ._shard_plan import ShardedPlan
 from ._shard_tensor import ShardTensor
 from .errors import ForebayError, unsupported, usage_error
@@ -169,6 +170,7 @@ class ShardedEngine(Engine):
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
+        self._has_said = rank != 0
 
     def shards(self) -> Iterator[ShardMember]:
         """All members, group by group."""
@@ -338,6 +340,18 @@ class ShardedEngine(Engine):
             self._is_reset = False
             self._backwards += 1
 
+    def say_what_waits(self) -> None:
+        """Once, of the first pass whose gradients FSDP2 has not reduced."""
+        if self._has_said:
+            return
+        waits = sum(unit.unreduced_bytes for unit in self.plan.units)
+        if waits > 0:
+            self._has_said = True
+            say(
+                f"a backward has left {size(waits)} of gradients on each rank, which FSDP2 has not "
+                "reduced: with set_requires_gradient_sync(False) every rank keeps all of them whole"
+            )
+
     def reset_unless_idle(self) -> None:
         """After a forward or backward that did not come to its end: what FSDP2 has not reduced of it
         would be in the next gradient."""
@@ -440,6 +454,7 @@ class BeforeForward(InertOnCopy):
             return
         for member in engine.shards():
             member.check()
+        engine.say_what_waits()
         engine.reset_unless_idle()
 
 

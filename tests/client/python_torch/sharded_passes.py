@@ -2,7 +2,9 @@
 gradients that the daemon has."""
 
 import contextlib
+import io
 
+import forebay
 import torch
 import torch.distributed as dist
 from forebay import _fsdp
@@ -53,6 +55,29 @@ def passes_are_added(ranks):
 @case(2)
 def passes_without_synchronization(ranks):
     steps_of_passes(ranks, synchronize=False)
+
+
+@case(2)
+def rank_0_prints_what_the_job_takes(ranks):
+    """And once what passes without synchronization leave: whole gradients, 4 bytes an element."""
+    with contextlib.redirect_stderr(io.StringIO()) as out:
+        twins = Twins(ranks).attach(accumulate=PASSES)
+        for _ in range(2):
+            backward_of_passes(twins, synchronize=False)
+            twins.step()
+    count = sum(parameter.numel() for parameter in twins.theirs.parameters())
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("forebay: ")]
+    if ranks.rank == 0:
+        assert len(lines) == 3, lines
+        assert f"{ranks.job} is sharded over 2 ranks: {count:,} parameters, adamw, fp32" in lines[0]
+        assert "weights 4 (float32), gradients 4 to the daemon (float32) and 4 in their sums" in lines[0]
+        job = next(one for one in forebay.status()["jobs"] if one["name"] == ranks.job)
+        assert lines[0].endswith(f"states {job['state_bytes'] / count:.4g}"), lines[0]
+        assert "(on swap 0 B)" in lines[1] and "this node's DRAM: weights " in lines[1]
+        assert f"left {count * 4 / 1024:.1f} KiB of gradients" in lines[2], (lines[2], count * 4)
+    else:
+        assert not lines, lines
+    twins.opt.detach()
 
 
 @case(1, 2)

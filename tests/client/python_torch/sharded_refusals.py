@@ -3,10 +3,13 @@ each the same session trains on as torch does, or the model is as it was before 
 
 import contextlib
 import copy
+import pathlib
 import re
+import tempfile
 
 import forebay
 import torch
+from forebay import _ranks
 from forebay._shard_tensor import ShardTensor
 from models import loss_of
 from sharded_ranks import LR, Twins, case, refused, small_net
@@ -295,6 +298,47 @@ def ranks_that_disagree(ranks):
         model.norm.bias.requires_grad_(False)
     message, hint = "parameter norm.bias is .* on a lower rank and .* on rank 1", "every rank"
     at_attach(ranks, ranks.shard(model), "E_LAYOUT", message, hint)
+
+
+@case(2, 3)
+def what_one_rank_alone_meets(ranks):
+    """All ranks raise it, so that none waits for the one that has given up."""
+    is_last = ranks.rank == ranks.size - 1
+    name = "" if is_last else f"rank {ranks.size - 1}: "
+    socket = "/nobody/is/here" if is_last else None
+    model = ranks.shard(small_net())
+    at_attach(ranks, model, "E_NO_DAEMON", f"{name}no daemon answers", "forebayd", socket=socket)
+    optimizer = forebay.AdamW(lr=LR, format="int8") if is_last else None
+    at_attach(ranks, model, "E_OPTION", f"{name}format 'int8'", "take", optimizer=optimizer)
+    sizes = {"extra_state_bytes": 1 << 40} if is_last else {}
+    at_attach(ranks, model, "E_EXTRA_STATE", f"{name}extra_state_bytes is", "file", **sizes)
+    groups = 5 if is_last else None  # is no list: Python's own error
+    with contextlib.suppress(TypeError) if is_last else refused("E_RANK", f"{name}TypeError", "prints"):
+        ranks.attach(model, param_groups=groups)
+        raise AssertionError("nothing was refused")
+
+
+@case(2)
+def ranks_of_several_nodes_or_daemons(ranks):
+    model = ranks.shard(small_net())
+    before = _ranks.BOOT_ID
+    with tempfile.NamedTemporaryFile("w") as other:
+        other.write("another boot")
+        other.flush()
+        if ranks.rank == 1:
+            _ranks.BOOT_ID = pathlib.Path(other.name)
+        message = "a process group over several nodes: of its 2 ranks 1 are on this node"
+        at_attach(ranks, model, "E_UNSUPPORTED", message, "one node")
+        _ranks.BOOT_ID = before
+    status = forebay._core.status
+    if ranks.rank == 1:
+        forebay._core.status = lambda socket: {"info": {"pid": 0}}
+    message = r"the ranks reach 2 daemons: of 2 ranks 1 reach this one \(process \d+\)"
+    try:
+        with refused("E_OPTION", message, "the same socket="):
+            ranks.attach(model)
+    finally:
+        forebay._core.status = status
 
 
 @case()

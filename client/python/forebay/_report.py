@@ -1,0 +1,56 @@
+"""What rank 0 prints on stderr of a sharded job: what its parameters and its memory take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ._plan import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from ._shard_plan import ShardedPlan
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def say(line: str) -> None:
+    print(f"forebay: {line}", file=sys.stderr, flush=True)
+
+
+def size(count: int) -> str:
+    """As the command line writes bytes.
+
+    >>> size(1536), size(10)
+    ('1.5 KiB', '10 B')
+    """
+    value, unit = float(count), 0
+    while value >= 1024 and unit + 1 < len(UNITS):
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
+
+
+def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float32: bool) -> Iterator[str]:
+    """What each parameter takes, and what the job takes of this node's memory and swap."""
+    (found,) = (one for one in status["jobs"] if one["name"] == job)
+    trained = found["trainable_params"]
+    states = f"{found['state_bytes'] / trained:.4g}" if trained else "none"
+    ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
+    sums = 4 if sums_are_float32 else plan.grad_dtype.itemsize
+    yield (
+        f"job {job} is sharded over {ranks}: {found['params']:,} parameters, "
+        f"{found['optimizer']}, {found['format']}. Bytes a parameter: weights {plan.dtype.itemsize} "
+        f"({DTYPE_NAMES[plan.dtype]}), gradients {plan.grad_dtype.itemsize} to the daemon "
+        f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums, states {states}"
+    )
+    kinds: dict[str, int] = {}
+    for arena in status["memory"]["arenas"]:
+        if arena["job"] == job:
+            kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
+    resident = kinds.get("state", 0)
+    yield (
+        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(resident)} (on swap "
+        f"{size(max(0, found['state_bytes'] - resident))}), sums of gradients and extra_state "
+        f"{size(kinds.get('step', 0))}, gradients on their way {size(kinds.get('grad', 0))}; of "
+        f"{size(status['memory']['limit_bytes'])}"
+    )
