@@ -37,12 +37,16 @@ using protocol::UniqueFd;
 
 constexpr Timeout kExplainTimeout = std::chrono::seconds(10);
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
-constexpr uint64_t kPiecesInGradArena = 4;
+// A shared gradient waits for lower ranks, a sharded one for nobody: one piece fills, one travels.
+constexpr uint64_t kPiecesInSharedArena = 4;
+constexpr uint64_t kPiecesInShardedArena = 2;
 constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
 
 uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
   if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
-  return options.reader ? kReaderArenaBytes : kPiecesInGradArena * internal::PieceBytes(layout);
+  if (options.reader) return kReaderArenaBytes;
+  return internal::PieceBytes(layout) *
+         (layout.is_shared() ? kPiecesInSharedArena : kPiecesInShardedArena);
 }
 
 absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {

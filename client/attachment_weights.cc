@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -38,16 +39,16 @@ absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted)
 }
 
 absl::StatusOr<std::map<uint32_t, Lease>> Attachment::State::LeaseAll(
-    std::span<const WeightsCopy> wanted, const WaitLimits& limits) {
+    const std::set<uint32_t>& partitions, const WaitLimits& limits) {
   std::map<uint32_t, std::shared_ptr<Answer>> answers;
   std::map<uint32_t, Lease> leases;
   absl::Status status;
-  for (const WeightsCopy& copy : wanted) {  // all are asked for before one is waited for
-    if (!status.ok() || answers.contains(copy.partition)) continue;
+  for (const uint32_t partition : partitions) {  // all are asked for before one is waited for
+    if (!status.ok()) break;
     absl::StatusOr<std::shared_ptr<Answer>> answer =
-        Start(MakeCommand(Op::kFetch, copy.partition), limits);
+        Start(MakeCommand(Op::kFetch, partition), limits);
     status = answer.status();
-    if (status.ok()) answers.emplace(copy.partition, *std::move(answer));
+    if (status.ok()) answers.emplace(partition, *std::move(answer));
   }
   for (const auto& [partition, answer] : answers) {
     if (status.ok()) status = WaitFor(*answer, limits);
@@ -81,8 +82,10 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
+  std::set<uint32_t> partitions;
+  for (const WeightsCopy& copy : copies) partitions.insert(copy.partition);
   using Leases = std::map<uint32_t, Lease>;
-  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(copies, limits));
+  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(partitions, limits));
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
   absl::Status status;
   for (const WeightsCopy& copy : copies) {
@@ -107,6 +110,27 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   s.LookAtCopies();
   status.Update(s.ReleaseOrphans(limits));
   return status;
+}
+
+absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
+    std::span<const uint32_t> partitions, Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
+  RETURN_IF_ERROR(s.CheckHasRank());
+  for (const uint32_t partition : partitions) RETURN_IF_ERROR(s.CheckPartition(partition));
+  RETURN_IF_ERROR(s.port.Poll());
+  RETURN_IF_ERROR(s.KeptReleaseError());
+  const WaitLimits limits = s.Limits(timeout);
+  using Leases = std::map<uint32_t, Lease>;
+  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll({partitions.begin(), partitions.end()}, limits));
+  for (const auto& [partition, lease] : leases) s.orphan_leases.push_back(lease.id);
+  RETURN_IF_ERROR(s.ReleaseOrphans(limits));
+  std::vector<std::span<const std::byte>> places;
+  places.reserve(partitions.size());
+  for (const uint32_t partition : partitions) places.push_back(leases.at(partition).bytes);
+  return places;
 }
 
 absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,

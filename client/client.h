@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -49,7 +50,7 @@ struct AttachOptions {
   // 4 bytes a parameter, also where gradients have 2.
   bool accumulate = false;
   protocol::LayoutSpec layout;
-  uint64_t grad_arena_bytes = 0;  // 0: four pieces (at least two); of a reader: 1 MiB
+  uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
   Timeout timeout = std::chrono::seconds(60);        // of Attach and of calls without their own
   InterruptCheck interrupt_check = {};               // empty: none
@@ -199,6 +200,14 @@ class Attachment {
   // Errors     E_RANGE  no such partition or elements. Nothing is copied.
   absl::Status CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                            Timeout timeout);
+  // Where the partitions' weights of the committed step are, in the order of `partitions`, for a rank
+  // that reads them in place: until it calls Step or writes masters no step changes them, because each
+  // step needs this rank's call. No lease is held. Another rank may still write masters into them: ranks
+  // that hold one partition agree on when. Waits as Fetch; the same places as long as weights are in
+  // DRAM for the life of the job.
+  absl::StatusOr<std::vector<std::span<const std::byte>>> Locate(
+      std::span<const uint32_t> partitions, Timeout timeout);
+
   // How many leases still wait for their copies.
   absl::StatusOr<size_t> GiveBackCopied();
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -195,8 +196,8 @@ struct Attachment::State {
                             const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies) const;
-  // One lease for each partition, in the order of `copies`; none where one fails.
-  absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(std::span<const WeightsCopy> copies,
+  // One lease for each of the partitions; none where one fails.
+  absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(const std::set<uint32_t>& partitions,
                                                      const internal::WaitLimits& limits);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
   // Whether all copies into a slot have ended.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _fsdp
+from ._boxes import Source
 from ._fsdp import Shard, Unit
 from ._gradient import GradientProxy
 from ._guards import Guards, InertOnCopy
@@ -42,20 +43,22 @@ if TYPE_CHECKING:
 
 
 class ShardGroup(Group):
-    """A unit of FSDP2: the memory that its next gather takes its shards from."""
+    """A unit of FSDP2: the memory that its next gather takes its shards from. On the CPU that is the
+    daemon's, where a shard is one piece of it; the other shards are copied into a buffer."""
 
     def __init__(self, number: int, unit: Unit) -> None:
         super().__init__(number, unit.name)
         self.unit = unit
         self.shard_members: list[ShardMember] = []
+        self.copied: list[ShardMember] = []  # the members that are not read in place
         self.copies: Any = None  # a CopyList
-        self.elems = 0  # of all padded shards
+        self.elems = 0  # of all their padded shards
         self.paddings: list[slice] = []
         self.buffer: torch.Tensor | None = None  # of a gather that has begun
         self.taken: set[int] = set()  # of the members, by index
 
-    def forget_weights(self) -> None:
-        """They are those of an older step."""
+    def forget_copy(self) -> None:
+        """It is of an older step."""
         self.buffer = None
         self.taken.clear()
 
@@ -72,7 +75,9 @@ class ShardMember(Member):
         self.local_shape, self.padded_shape = torch.Size(one.local_shape), one.padded_shape
         super().__init__(parameter, index, group)
         self._storage = parameter.tensor.untyped_storage()  # empty: that of a DTensor
-        self.first = 0  # in the unit's buffer
+        self.first = 0  # in the unit's buffer, where it is copied
+        self.source: Source | None = None  # where it is read in place
+        self.in_place: torch.Tensor | None = None
         self.elems = one.local.numel()
         self.is_owned = False
         self.replica_groups: list[dist.ProcessGroup] = []  # together: all ranks with the same boxes
@@ -164,9 +169,14 @@ class ShardedEngine(Engine):
             group = ShardGroup(number, unit)
             for one in unit.shards:
                 self._add(group, of_name[one.name], one, rank)
-            group.copies = self._copies_of(group.shard_members, in_unit=True)
+            group.copies = self._copies_of(group.copied, in_unit=True)
             self.shard_groups.append(group)
         super().__init__(attachment, list(self.shard_groups), timeout)
+        self._window = torch.from_dlpack(attachment.window())  # type: ignore[attr-defined]
+        sources = (one.source for one in self.shards())
+        self._partitions = sorted({one.partition for one in sources if one is not None})
+        self._places: list[int] = []  # of the partitions, in bytes within the window
+        self._is_located = False  # since the last step or write
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
@@ -180,11 +190,16 @@ class ShardedEngine(Engine):
     def _add(self, group: ShardGroup, parameter: Parameter, one: Shard, rank: int) -> None:
         layout = self.plan.layout
         member = ShardMember(parameter, layout.index[one.name], group, one)
-        member.first = group.elems
         padded_elems = one.padded_shape.numel()
-        if member.elems < padded_elems:
-            group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
-        group.elems += padded_elems
+        is_one_piece = len(member.boxes) == 1 and member.elems == padded_elems
+        if is_one_piece and group.unit.device.type == "cpu":
+            member.source = layout.places[member.name, member.boxes[0]]
+        else:
+            member.first = group.elems
+            if member.elems < padded_elems:
+                group.paddings.append(slice(member.first + member.elems, member.first + padded_elems))
+            group.elems += padded_elems
+            group.copied.append(member)
         if member.boxes:  # all of them are of the same ranks
             holders = layout.holders[one.name, member.boxes[0]]
             member.is_owned = holders[0] == rank
@@ -224,9 +239,14 @@ class ShardedEngine(Engine):
     def padded(self, member: ShardMember) -> torch.Tensor:
         """The member's part of what its unit's gather takes; the first that asks brings all."""
         group = member.group
+        if member.source is not None:
+            if not self._is_located:
+                self._locate()
+            assert member.in_place is not None
+            return member.in_place
         if group.buffer is None or member.index in group.taken:
             began = time.monotonic_ns()
-            group.forget_weights()
+            group.forget_copy()
             with profiled("forebay.fetch", group.name):
                 buffer = torch.empty(group.elems, dtype=self.plan.dtype)
                 for padding in group.paddings:
@@ -237,9 +257,27 @@ class ShardedEngine(Engine):
         group.taken.add(member.index)
         count = member.padded_shape.numel()
         part = group.buffer.narrow(0, member.first, count).view(member.padded_shape)
-        if len(group.taken) == len(group.shard_members):
-            group.forget_weights()
+        if len(group.taken) == len(group.copied):
+            group.forget_copy()
         return part
+
+    def _locate(self) -> None:
+        """Finds the weights of the committed step. They stay as they are until this rank calls step or
+        writes: no gather in between asks the daemon again."""
+        assert self.attachment is not None
+        began = time.monotonic_ns()
+        with profiled("forebay.fetch", ""):
+            places = self.attachment.locate(self._partitions, self.timeout)
+        if places != self._places:
+            of_partition = dict(zip(self._partitions, places))
+            for member in self.shards():
+                if member.source is not None:
+                    begin = of_partition[member.source.partition] + member.source.first * self._width
+                    part = self._window[begin : begin + member.elems * self._width]
+                    member.in_place = part.view(self.plan.dtype).view(member.padded_shape)
+            self._places = places
+        self._is_located = True
+        self.clock.add("fetch", "", began)
 
     def read(self, member: ShardMember) -> torch.Tensor:
         """This rank's part of a parameter, in the parameter's type: its masters, where these have more
@@ -289,7 +327,8 @@ class ShardedEngine(Engine):
 
     def forget_weights(self, group: ShardGroup) -> None:
         """What is gathered or on its way is of before."""
-        group.forget_weights()
+        self._is_located = False
+        group.forget_copy()
         group.unit.reshard()
 
     def values_of(self, parameter: Parameter) -> torch.Tensor:
@@ -312,6 +351,10 @@ class ShardedEngine(Engine):
 
     def release_unused(self, group: Group) -> None:
         pass
+
+    def release_all(self) -> None:
+        super().release_all()
+        self._is_located = False  # step is called
 
     def after_step(self) -> None:
         for group in self.shard_groups:

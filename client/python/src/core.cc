@@ -210,6 +210,21 @@ View Weights(PyAttachment& self, uint32_t group) {
   return MakeView(self->weights(group), self.dtype(), self->weights_owner());
 }
 
+View Window(PyAttachment& self) {
+  return MakeView(self->weights(), DType::kUInt8, self->weights_owner());
+}
+
+std::vector<uint64_t> Locate(PyAttachment& self, const std::vector<uint32_t>& partitions,
+                             double timeout) {
+  const std::byte* const begin = self->weights().data();
+  std::vector<uint64_t> offsets;
+  for (const auto& bytes :
+       ValueOrThrow(WithoutGil([&] { return self->Locate(partitions, TimeoutOf(timeout)); }))) {
+    offsets.push_back(static_cast<uint64_t>(bytes.data() - begin));
+  }
+  return offsets;
+}
+
 View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
   const client::GradFill fill = zero ? client::GradFill::kZero : client::GradFill::kNone;
   const std::span<std::byte> bytes =
@@ -384,6 +399,8 @@ void BindAttachment(nb::module_& module) {
       .def_prop_ro("boxes", &Boxes)
       .def_prop_ro("states", &States)
       .def("weights", &Weights, nb::arg("group"))
+      .def("window", &Window)
+      .def("locate", &Locate, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
       .def("write_masters", &WriteMasters, nb::arg("partition"), nb::arg("first_elem"),
