@@ -33,24 +33,22 @@ def size(count: int) -> str:
 def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float32: bool) -> Iterator[str]:
     """What each parameter takes, and what the job takes of this node's memory and swap."""
     (found,) = (one for one in status["jobs"] if one["name"] == job)
-    trained = found["trainable_params"]
-    states = f"{found['state_bytes'] / trained:.4g}" if trained else "none"
+    kinds: dict[str, int] = {}
+    for arena in status["memory"]["arenas"]:
+        if arena["job"] == job:
+            kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
     ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
     sums = 4 if sums_are_float32 else plan.grad_dtype.itemsize
     yield (
         f"job {job} is sharded over {ranks}: {found['params']:,} parameters, "
         f"{found['optimizer']}, {found['format']}. Bytes a parameter: weights {plan.dtype.itemsize} "
         f"({DTYPE_NAMES[plan.dtype]}), gradients {plan.grad_dtype.itemsize} to the daemon "
-        f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums, states {states}"
+        f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
     )
-    kinds: dict[str, int] = {}
-    for arena in status["memory"]["arenas"]:
-        if arena["job"] == job:
-            kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
-    resident = kinds.get("state", 0)
+    blocks, resident = found["blocks"], found["resident_blocks"]
     yield (
-        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(resident)} (on swap "
-        f"{size(max(0, found['state_bytes'] - resident))}), sums of gradients and extra_state "
+        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(kinds.get('state', 0))} "
+        f"(blocks: {resident} of {blocks}, the others on swap), sums of gradients and extra_state "
         f"{size(kinds.get('step', 0))}, gradients on their way {size(kinds.get('grad', 0))}; of "
         f"{size(status['memory']['limit_bytes'])}"
     )

@@ -70,10 +70,15 @@ def rank_0_prints_what_the_job_takes(ranks):
     if ranks.rank == 0:
         assert len(lines) == 3, lines
         assert f"{ranks.job} is sharded over 2 ranks: {count:,} parameters, adamw, fp32" in lines[0]
-        assert "weights 4 (float32), gradients 4 to the daemon (float32) and 4 in their sums" in lines[0]
-        job = next(one for one in forebay.status()["jobs"] if one["name"] == ranks.job)
-        assert lines[0].endswith(f"states {job['state_bytes'] / count:.4g}"), lines[0]
-        assert "(on swap 0 B)" in lines[1] and "this node's DRAM: weights " in lines[1]
+        types = "weights 4 (float32), gradients 4 to the daemon (float32) and 4 in their sums"
+        assert lines[0].endswith(types), lines[0]
+        assert "(blocks: 2 of 2, the others on swap)" in lines[1], lines[1]
+        weights = sum(
+            arena["size_bytes"]
+            for arena in forebay.status()["memory"]["arenas"]
+            if (arena["job"], arena["kind"]) == (ranks.job, "weights")
+        )
+        assert f"this node's DRAM: weights {weights / 1024:.1f} KiB" in lines[1], (lines[1], weights)
         assert f"left {count * 4 / 1024:.1f} KiB of gradients" in lines[2], (lines[2], count * 4)
     else:
         assert not lines, lines
