@@ -30,32 +30,37 @@ BYTES_OF_FSDP2 = 16  # a parameter: float32 weights, gradient and two moments
 MEMORY_GOALS = {"bf16": (0.90, 128), "fp32": (1.02, 128)}
 PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
 SAMPLE_S = 0.02
+# While memory is sampled: else glibc keeps some 800 MiB of either side's, by chance more or less.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 def pss_bytes(root):
-    """Of a process and its descendants: shared pages count in parts."""
-    total = 0
+    """Of a process and its descendants, where shared pages count in parts: all, and of memfds."""
+    total = {"Pss:": 0, "Pss_Shmem:": 0}
     for pid in quiet.tree([root]):
         try:
             text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
         except OSError:
             continue  # ended meanwhile
-        total += next(1024 * int(row.split()[1]) for row in text.splitlines() if row[:4] == "Pss:")
-    return total
+        for row in text.splitlines()[1:]:
+            name, size = row.split()[:2]
+            if name in total:
+                total[name] += 1024 * int(size)
+    return total["Pss:"], total["Pss_Shmem:"]
 
 
 class Peak:
-    """Largest PSS of a side while it has its turn."""
+    """Largest PSS of a side while it has its turn, and what of it is in memfds: the daemon's arenas."""
 
     def __init__(self, root):
-        self.root, self.bytes = root, 0
+        self.root, self.bytes, self.arenas = root, 0, 0
 
     def during(self, work):
         done = threading.Event()
 
         def sample():
             while not done.wait(SAMPLE_S):
-                self.bytes = max(self.bytes, pss_bytes(self.root))
+                self.bytes, self.arenas = max((self.bytes, self.arenas), pss_bytes(self.root))
 
         thread = threading.Thread(target=sample)
         thread.start()
@@ -66,7 +71,7 @@ class Peak:
             thread.join()
 
 
-def start_sides(args, folder):
+def start_sides(args, folder, variables):
     worker = [sys.executable, HERE / "sharded_worker.py", "--size", args.size]
     run = [args.build / "bin" / "forebay", "run", "--dram", DRAM[args.size], "--"]
     sides = {}
@@ -75,21 +80,27 @@ def start_sides(args, folder):
             print(f"starting {by} {dtype}", flush=True)
             command = [*(run if by == "forebay" else []), *worker, "--by", by, "--dtype", dtype]
             log = folder / f"sharded-{by}-{dtype}.log"
-            sides[by, dtype] = phase.Side(f"{by} {dtype}", command, dict(os.environ), log)
+            sides[by, dtype] = phase.Side(f"{by} {dtype}", command, os.environ | variables, log)
     return sides
 
 
+def measure_peaks(args, sides):
+    """Of turns that are not timed: sampling disturbs, and so does FREED_AT_ONCE."""
+    peaks = {}
+    for key, side in sides.items():
+        peaks[key] = Peak(side.process.pid)
+        for _ in range(phase.WARM_ROUNDS):
+            side.turn()
+        for _ in range(2):
+            peaks[key].during(side.turn)
+    return peaks
+
+
 def measure(args, sides):
-    """Samples of every side in alternation; and its peak, of turns of its own: sampling disturbs."""
+    """Samples of every side in alternation."""
     for _ in range(phase.WARM_ROUNDS):
         for side in sides.values():
             side.turn()
-    peaks = {}
-    for key, side in sides.items():
-        peak = Peak(side.process.pid)
-        for _ in range(2):
-            peak.during(side.turn)
-        peaks[key] = peak.bytes
 
     def take(number, watch):
         order = list(sides)
@@ -103,7 +114,7 @@ def measure(args, sides):
 
     rounds = quiet.Rounds(args.rounds, args.patience, args.noise, ahead=False)
     rounds.collect(take)
-    return rounds, peaks
+    return rounds
 
 
 def rows_of(rounds, peaks, params):
@@ -124,21 +135,23 @@ def rows_of(rounds, peaks, params):
             compared = {"case": f"{case}/fsdp2-over-forebay", "unit": "times", "goal": least}
             rows.append(compared | figures.spread(ratios))
         own = BYTES_OF_FSDP2 * params
-        both_need = peaks["fsdp2", dtype] - own  # interpreters, activations, gathered groups
-        rest = peaks["forebay", dtype] - both_need
+        both_need = peaks["fsdp2", dtype].bytes - own  # interpreters, activations, gathered groups
+        rest = peaks["forebay", dtype].bytes - both_need
         share, extra = MEMORY_GOALS[dtype]
         for by in ("fsdp2", "forebay"):
             case = f"sharded/format={dtype}/peak/by={by}"
-            rows.append({"case": case, "unit": "MiB", "value": peaks[by, dtype] / 2**20})
-        rows.append(
-            {
-                "case": f"sharded/format={dtype}/peak/forebay-beyond-what-both-need",
-                "unit": "MiB",
-                "value": rest / 2**20,
-                "goal": share * own / 2**20 + extra,
-                "bytes_a_parameter": rest / params,
-            }
-        )
+            rows.append({"case": case, "unit": "MiB", "value": peaks[by, dtype].bytes / 2**20})
+        held = {"beyond-what-both-need": rest, "arenas": peaks["forebay", dtype].arenas}
+        for name, count in held.items():
+            rows.append(
+                {
+                    "case": f"sharded/format={dtype}/peak/forebay-{name}",
+                    "unit": "MiB",
+                    "value": count / 2**20,
+                    "goal": share * own / 2**20 + extra,
+                    "bytes_a_parameter": count / params,
+                }
+            )
     return rows
 
 
@@ -175,18 +188,25 @@ def parse_args():
     return args
 
 
-def main():
-    args = parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    sides = start_sides(args, args.out)
+def with_sides(args, variables, work):
+    """work(args, sides), and the parameters of the model."""
+    sides = start_sides(args, args.out, variables)
     try:
-        rounds, peaks = measure(args, sides)
+        done = work(args, sides)
         params = next(iter(sides.values())).facts["params"]
         for side in sides.values():
             side.end()
     finally:
         for side in sides.values():
             side.kill()
+    return done, params
+
+
+def main():
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rounds, params = with_sides(args, {}, measure)
+    peaks, _ = with_sides(args, FREED_AT_ONCE, measure_peaks)
     if not rounds.kept:
         sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
     rows = rows_of(rounds, peaks, params)
