@@ -45,7 +45,7 @@ struct forebay_options {
   size_t param_count;
   const char* const* group_names; /* one a group */
   size_t group_count;
-  uint64_t grad_arena_bytes;  /* 0: four pieces of at most 32 MiB, sharded two; of a reader: 1 MiB */
+  uint64_t grad_arena_bytes;  /* 0: 4 pieces of at most 32 MiB, sharded 2; of a reader 1 MiB */
   uint64_t extra_state_bytes; /* room for extra_state of one step */
   int64_t timeout_ms;         /* of attach and of calls without their own */
   uint64_t seed;              /* of the stochastic rounding of formats bf16 and int8 */

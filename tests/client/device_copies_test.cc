@@ -352,6 +352,8 @@ struct CopiesCase {
   Flush flush = Flush::kEachUnit;
 };
 
+void PrintTo(const CopiesCase& one, std::ostream* out) { *out << one.name; }
+
 class DeviceCopies : public ::testing::TestWithParam<CopiesCase> {
  protected:
   std::vector<std::string> Train(const std::shared_ptr<FakeDevice>& device) const {
