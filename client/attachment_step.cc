@@ -63,7 +63,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                             std::span<const protocol::HyperParams> hyper_params,
                                             double max_grad_norm,
                                             std::span<const std::byte> extra_state, Timeout timeout,
-                                            double grad_scale) {
+                                            const GradientEdit& edit) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
@@ -78,7 +78,9 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                       .param_groups = 0,
                                       .extra_state_bytes = 0,
                                       .max_grad_norm = max_grad_norm,
-                                      .grad_scale = grad_scale};
+                                      .grad_scale = edit.scale,
+                                      .grad_min = edit.is_bounded() ? edit.min : 0,
+                                      .grad_max = edit.is_bounded() ? edit.max : 0};
   ASSIGN_OR_RETURN(std::vector<std::byte> request,
                    s.EncodeStep(scalars, hyper_params, extra_state,
                                 s.step.has_value() ? s.step->presence : s.presence));

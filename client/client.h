@@ -2,9 +2,11 @@
 #pragma once
 
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -76,6 +78,17 @@ struct WeightsCopy {
 struct FetchTicket {
   uint64_t id = 0;
   uint32_t partition = 0;
+};
+
+// What becomes of each element of a delivered gradient, the mean over the ranks, before the update; the
+// same on every rank.
+struct GradientEdit {
+  double scale = 1.0;  // multiplies it, before clipping
+  // Brings it, scaled, into [min, max]: min < 0 < max. Not beside max_grad_norm.
+  double min = -std::numeric_limits<double>::infinity();
+  double max = std::numeric_limits<double>::infinity();
+
+  bool is_bounded() const { return std::isfinite(min) || std::isfinite(max); }
 };
 
 struct StepResult {
@@ -290,11 +303,9 @@ class Attachment {
   //         E_GRAD_DROPPED  another rank has begun the step anew. Nothing was applied.
   //                         After these two the rank is at the newest attempt: bring all gradients of
   //                         the step again, then call Step.
-  //
-  // grad_scale  multiplies the gradient, before clipping; the same on every rank.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                                   double max_grad_norm, std::span<const std::byte> extra_state,
-                                  Timeout timeout, double grad_scale = 1.0);
+                                  Timeout timeout, const GradientEdit& edit = {});
 
   // Reads out.size() elements of a state as float32, whatever the format holds it in, and returns how
   // many updates the parameter has had (torch's "step"). All of one step: a reader that meets another

@@ -30,6 +30,12 @@ void SetRoundingKey(const RoundingKey& key, StepScalars& scalars) {
   scalars.rounding_key[1] = static_cast<uint32_t>(mixed >> 32);
 }
 
+void SetGradientBounds(float min, float max, StepScalars& scalars) {
+  scalars.clamps_grad = true;
+  scalars.grad_min = min;
+  scalars.grad_max = max;
+}
+
 StepScalars MakeStepScalars(Optimizer optimizer, const HyperParams& hyper, uint64_t t,
                             float grad_scale) {
   const auto steps = static_cast<double>(t);

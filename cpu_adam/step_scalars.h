@@ -13,6 +13,9 @@ namespace forebay::cpu_adam {
 StepScalars MakeStepScalars(Optimizer optimizer, const protocol::HyperParams& hyper, uint64_t t,
                             float grad_scale);
 
+// Sets the bounds of the scaled gradient: min < 0 < max.
+void SetGradientBounds(float min, float max, StepScalars& scalars);
+
 // What stochastic rounding of one parameter in one step depends on, besides the element: the key of
 // StepScalars.
 //

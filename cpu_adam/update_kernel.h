@@ -21,6 +21,10 @@ using protocol::StateFormat;
 struct StepScalars {
   // Multiplied into the gradient first: mean over the world, clipping. 1 changes no bit.
   float grad_scale;
+  // The scaled gradient is then brought into [grad_min, grad_max], where clamps_grad says so:
+  // grad_min < 0 < grad_max.
+  bool clamps_grad;
+  float grad_min, grad_max;
   // λ of a decay that is added to the gradient.
   float l2;
   // What a weight keeps: fma(-η, λ, 1); LAMB: λ.
@@ -88,7 +92,7 @@ StatePlanes Advance(const StatePlanes& planes, StateFormat format, size_t elems)
 // Updates n elements; for each i in [0, n), in float32, in this order, fma rounded once, with the
 // names of StepScalars and a, b, c for the moments:
 //
-//   g  = g[i]·grad_scale
+//   g  = g[i]·grad_scale, clamped where clamps_grad
 //   kAdamW         a' = fma(beta1, a, one_minus_beta1·g)
 //                  b' = fma(beta2, b, (one_minus_beta2·g)·g)
 //                  w' = fma(-step_size, a' / fma(sqrt(b'), inv_sqrt_bias2, eps), decay·w)

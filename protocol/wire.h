@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -114,8 +114,12 @@ struct StepRequest {
   uint32_t extra_state_bytes;  // 0 to what the session took at attach
   double max_grad_norm;        // 0: no clipping
   double grad_scale;           // the gradient is multiplied by it, before clipping; 0: by 1
+  // Each element, scaled, is then brought into these bounds: grad_min < 0 < grad_max, without
+  // max_grad_norm. Both 0: no bounds.
+  double grad_min = 0;
+  double grad_max = 0;
 };
-static_assert(sizeof(StepRequest) == 32 && std::is_trivially_copyable_v<StepRequest>);
+static_assert(sizeof(StepRequest) == 48 && std::is_trivially_copyable_v<StepRequest>);
 
 // Which parameters this rank has delivered a gradient of, in this attempt: bit i % 64 of word i / 64
 // is parameter i of the layout; the bits after the last parameter are 0. A parameter that no rank has

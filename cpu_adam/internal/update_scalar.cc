@@ -70,7 +70,11 @@ void StepSgd(Optimizer optimizer, const StepScalars& k, float g, Element& e) {
 
 template <Optimizer kOptimizer>
 void Step(const StepScalars& k, float grad, Element& e) {
-  const float g = grad * k.grad_scale;
+  float g = grad * k.grad_scale;
+  if (k.clamps_grad) {
+    if (g < k.grad_min) g = k.grad_min;
+    if (g > k.grad_max) g = k.grad_max;
+  }
   if constexpr (kOptimizer == Optimizer::kAdagrad) {
     StepAdagrad(k, g, e);
   } else if constexpr (kOptimizer == Optimizer::kLion) {

@@ -273,6 +273,18 @@ absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& c
     return MakeError(ErrorId::kOption,
                      absl::StrCat("max_grad_norm ", request.max_grad_norm, " is not 0 or above"));
   }
+  const bool has_bounds = request.grad_min != 0 || request.grad_max != 0;
+  if (has_bounds && !(request.grad_min < 0 && request.grad_max > 0)) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("gradient bounds ", request.grad_min, " to ", request.grad_max,
+                                  " are not below and above 0"));
+  }
+  if (has_bounds && request.max_grad_norm > 0) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("gradient bounds ", request.grad_min, " to ", request.grad_max,
+                                  " beside max_grad_norm ", request.max_grad_norm),
+                     "clip gradients by value or by norm");
+  }
   for (size_t i = 0; i < request.param_groups; ++i) {
     const absl::Status checked =
         protocol::CheckHyperParams(layout.spec().optimizer, hyper_params[i]);

@@ -398,6 +398,8 @@ void Step::DecideWhenReduced() {
   phase_ = Phase::kUpdating;
   pipeline_.Begin({.step = committed_step_ + 1,
                    .grad_scale = static_cast<float>(scale),
+                   .grad_min = static_cast<float>(call.request.grad_min),
+                   .grad_max = static_cast<float>(call.request.grad_max),
                    .hyper_params = call.hyper_params,
                    .params = ParamsWithGradient()});
   ArmLeaseTimer();

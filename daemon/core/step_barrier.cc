@@ -29,6 +29,12 @@ std::string Difference(const StepCall& a, const StepCall& b, protocol::Optimizer
   if (!Same(a.request.grad_scale, b.request.grad_scale)) {
     return differ("grad_scale", a.request.grad_scale, b.request.grad_scale);
   }
+  if (!Same(a.request.grad_min, b.request.grad_min)) {
+    return differ("grad_min", a.request.grad_min, b.request.grad_min);
+  }
+  if (!Same(a.request.grad_max, b.request.grad_max)) {
+    return differ("grad_max", a.request.grad_max, b.request.grad_max);
+  }
   for (size_t i = 0; i < a.request.param_groups; ++i) {
     for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
       const double x = a.hyper_params[i].*info.field;

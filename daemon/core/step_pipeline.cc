@@ -224,6 +224,9 @@ const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint6
   if (is_new) {
     entry->second = cpu_adam::MakeStepScalars(
         layout_->spec().optimizer, order_.hyper_params[param_group], t, order_.grad_scale);
+    if (order_.grad_min < order_.grad_max) {
+      cpu_adam::SetGradientBounds(order_.grad_min, order_.grad_max, entry->second);
+    }
   }
   return entry->second;
 }

@@ -31,6 +31,9 @@ namespace forebay::daemon {
 struct StepOrder {
   uint64_t step = 0;
   float grad_scale = 1.0F;
+  // Of the scaled gradient's elements; both 0: none.
+  float grad_min = 0.0F;
+  float grad_max = 0.0F;
   std::vector<protocol::HyperParams> hyper_params;  // by parameter group
   std::vector<bool> params;                         // that have a gradient; others are left alone
 };

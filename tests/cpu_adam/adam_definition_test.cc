@@ -137,6 +137,30 @@ TEST(AdamDefinition, AGradientScaleIsTheSameAsAScaledGradient) {
   EXPECT_TRUE(SameBits(a.v, b.v));
 }
 
+TEST(AdamDefinition, BoundsAreTheSameAsAClampedGradient) {
+  constexpr float kScale = 0.25f;
+  constexpr float kMin = -1e-3f;
+  constexpr float kMax = 2e-3f;
+  AdamData a(1000, kSeed), b(1000, kSeed);
+  size_t clamped = 0;
+  for (float& g : b.grad) {
+    const float within = std::clamp(g * kScale, kMin, kMax);
+    if (within != g * kScale) ++clamped;
+    g = within;
+  }
+  EXPECT_GT(clamped, 0U);
+  EXPECT_LT(clamped, b.grad.size());
+  StepScalars bounded = MakeStepScalars(Optimizer::kAdamW, kHyper, 1, kScale);
+  SetGradientBounds(kMin, kMax, bounded);
+  Update(Optimizer::kAdamW, StateFormat::kFp32, bounded, 1000, a.Grad(DType::kFloat32),
+         PlanesOf(a));
+  Update(Optimizer::kAdamW, StateFormat::kFp32, MakeStepScalars(Optimizer::kAdamW, kHyper, 1, 1.0f),
+         1000, b.Grad(DType::kFloat32), PlanesOf(b));
+  EXPECT_TRUE(SameBits(a.w, b.w));
+  EXPECT_TRUE(SameBits(a.m, b.m));
+  EXPECT_TRUE(SameBits(a.v, b.v));
+}
+
 class ExactFormat : public ::testing::TestWithParam<std::tuple<std::string, Optimizer>> {};
 
 TEST_P(ExactFormat, HoldsTheMastersOfFp32AndServesTheirRoundingAtEveryStep) {

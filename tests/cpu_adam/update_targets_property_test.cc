@@ -55,7 +55,9 @@ StepScalars ScalarsOf(Optimizer optimizer, uint64_t t) {
                              .dampening = 0.1,
                              .lr_decay = 1e-2,
                              .initial_accumulator_value = 0.1};
-  return MakeStepScalars(optimizer, hyper, t, t == 1 ? 1.0f : 0.37f);
+  StepScalars scalars = MakeStepScalars(optimizer, hyper, t, t == 1 ? 1.0f : 0.37f);
+  if (t == 2) SetGradientBounds(-0.01f, 0.02f, scalars);
+  return scalars;
 }
 
 struct GuardedGrad {

@@ -214,6 +214,17 @@ TEST_F(NodeStateStep, HyperParametersAreChecked) {
   StepRequest request = good;
   request.max_grad_norm = -1;
   EXPECT_EQ(refused(request, hyper), ErrorId::kOption);
+  for (const auto& [min, max] : {std::pair{0.0, 1.0}, {-1.0, 0.0}, {1.0, 2.0}, {nan, 1.0}}) {
+    request = good;
+    request.grad_min = min;
+    request.grad_max = max;
+    EXPECT_EQ(refused(request, hyper), ErrorId::kOption) << min << " to " << max;
+  }
+  request = good;
+  request.grad_min = -1;
+  request.grad_max = 1;
+  request.max_grad_norm = 1;
+  EXPECT_EQ(refused(request, hyper), ErrorId::kOption) << "bounds beside a norm";
   request = good;
   request.param_groups = 0;
   EXPECT_EQ(refused(request, hyper), ErrorId::kOption);

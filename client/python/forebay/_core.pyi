@@ -64,6 +64,8 @@ class Attachment:
         extra_state: bytes = b"",
         timeout: float = 60.0,
         grad_scale: float = 1.0,
+        grad_min: float = ...,
+        grad_max: float = ...,
     ) -> tuple[int, float, bool, bool]: ...
     def read_state(
         self, param: str, state: str, first: int, elems: int, timeout: float = 60.0

@@ -1,9 +1,10 @@
 """p.grad of an attached parameter while the daemon has the gradient: a tensor without storage that
-answers its norm, takes what a further backward adds, and remembers a scale. So torch's clip_grad_norm_
-and GradScaler work; what else reads or changes it is refused by name."""
+answers its norm, takes what a further backward adds, and remembers a scale and bounds. So torch's
+clip_grad_norm_, clip_grad_value_ and GradScaler work; what else reads or changes it is refused by name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from .errors import unsupported
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+_CLAMPS = (aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default)
+_FOREACH_CLAMPS = (aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar)
 _VIEWS = (aten.detach.default, aten.alias.default, aten.view.default)
 
 
@@ -33,6 +36,9 @@ class Delivered(Protocol):
 
     def multiply(self, factor: float) -> None:
         """Scales it: the step applies the product."""
+
+    def clamp(self, low: float, high: float) -> None:
+        """Brings each element into [low, high], in the step."""
 
 
 class GradientProxy(torch.Tensor):
@@ -77,12 +83,21 @@ class GradientProxy(torch.Tensor):
             if function in (aten.div_.Tensor, aten.div_.Scalar):
                 proxy.delivered.multiply(1 / float(args[1]))
                 return proxy
+            if function in _CLAMPS:
+                low, high = _bounds_of(function, args[1:], kwargs or {})
+                proxy.delivered.clamp(low, high)
+                return proxy
         proxies = _proxies(proxy)
         if function is aten._foreach_norm.Scalar and proxies and _is_euclidean(args[1:]):
             return [torch.tensor(one.delivered.norm(), dtype=torch.float32) for one in proxies]
         if function in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) and proxies:
             for one in proxies:
                 one.delivered.multiply(float(args[1]))
+            return None
+        if function in _FOREACH_CLAMPS and proxies:
+            low, high = _bounds_of(function, args[1:], kwargs or {})
+            for one in proxies:
+                one.delivered.clamp(low, high)
             return None
         if function is _UNSCALE and proxies:  # GradScaler
             found_inf, factor = args[1], float(args[2])
@@ -108,6 +123,19 @@ def _view_of(proxy: torch.Tensor, function: Any, args: tuple[Any, ...]) -> Any:
     return function(meta, *args)
 
 
+def _bounds_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, float]:
+    low, high = -math.inf, math.inf
+    if function in (aten.clamp_max_.default, aten._foreach_clamp_max_.Scalar):
+        (high,) = args
+    elif function in (aten.clamp_min_.default, aten._foreach_clamp_min_.Scalar):
+        (low,) = args
+    else:
+        given = dict(zip(("min", "max"), args)) | dict(kwargs)
+        low = low if given.get("min") is None else given["min"]
+        high = high if given.get("max") is None else given["max"]
+    return float(low), float(high)
+
+
 def _is_euclidean(args: tuple[Any, ...]) -> bool:
     """Whether it is the 2-norm of the whole: ord, dim."""
     return (not args or float(args[0]) == 2.0) and (len(args) < 2 or args[1] is None)
@@ -122,7 +150,8 @@ def _refusal(function: Any, args: tuple[Any, ...]) -> Exception:
     return unsupported(
         f"{getattr(function, '__name__', function)}() on the gradient of parameter {name}: it has "
         "been delivered to the daemon",
-        "its 2-norm and a factor for all gradients are what it takes (clip_grad_norm_, GradScaler); "
+        "its 2-norm, a factor and bounds for all gradients are what it takes (clip_grad_norm_, "
+        "clip_grad_value_, GradScaler); "
         "opt.zero_grad() leaves a batch out; what else needs p.grad can look at it in a hook: "
         "p.register_hook before attach",
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ._plan import Parameter
 
 TIMELINE_ENTRIES = 4096
+UNBOUNDED = (-math.inf, math.inf)
 
 
 class Clock:
@@ -90,7 +91,7 @@ class Member(abc.ABC):
         self.trainable = parameter.trainable
         self.index, self.group = index, group  # index: in the order of the layout
         self.arrived = False
-        self.scale = 1.0  # of the gradient, by the caller
+        self.scale, self.bounds = 1.0, UNBOUNDED  # of the gradient, by the caller
         self.delivered = self._proxy()
 
     @abc.abstractmethod
@@ -110,7 +111,7 @@ class Member(abc.ABC):
         return self.tensor.grad is self.delivered
 
     def forget_gradient(self) -> None:
-        self.arrived, self.scale = False, 1.0
+        self.arrived, self.scale, self.bounds = False, 1.0, UNBOUNDED
         self.tensor.grad = None
 
     def live(self) -> Engine:
@@ -125,7 +126,12 @@ class Member(abc.ABC):
 
     # ---------------------------------------------------------------- of the gradient, delivered
 
+    @property
+    def is_edited(self) -> bool:
+        return self.scale != 1.0 or self.bounds != UNBOUNDED
+
     def norm(self) -> float:
+        self._refuse_clamped("the norm")
         return self.live().norm_of(self) * self.scale
 
     def is_finite(self) -> bool:
@@ -135,7 +141,25 @@ class Member(abc.ABC):
         self.live().deliver(self, gradient)
 
     def multiply(self, factor: float) -> None:
+        self._refuse_clamped("a factor")
         self.scale *= factor
+
+    def clamp(self, low: float, high: float) -> None:
+        if not (low < 0 < high):
+            raise unsupported(
+                f"clamp of the gradient of parameter {self.name} to [{low}, {high}]: the daemon takes "
+                "bounds below and above 0",
+                "torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)",
+            )
+        self.bounds = max(low, self.bounds[0]), min(high, self.bounds[1])
+
+    def _refuse_clamped(self, what: str) -> None:
+        if self.bounds != UNBOUNDED:
+            raise unsupported(
+                f"{what} of the gradient of parameter {self.name} after it was clamped to "
+                f"{list(self.bounds)}",
+                "scale and take norms before clip_grad_value_",
+            )
 
 
 class WindowMember(Member):
@@ -356,17 +380,26 @@ class Engine:
             )
 
     @property
-    def grad_scale(self) -> float:
-        """What the caller has scaled the gradient by. Errors: E_UNSUPPORTED where not all alike."""
-        scaled = [member for member in self.members() if member.is_proxied]
-        for member in scaled:
-            if repr(member.scale) != repr(scaled[0].scale):  # NaN is itself here
+    def gradient_edit(self) -> tuple[float, float, float]:
+        """By what the caller has scaled the gradient, and the bounds it was clamped to. Errors:
+        E_UNSUPPORTED where not all alike."""
+        edited = [member for member in self.members() if member.is_proxied]
+        for member in edited:
+            first = edited[0]
+            if repr(member.scale) != repr(first.scale):  # NaN is itself here
                 raise unsupported(
-                    f"the gradients of {scaled[0].name} and {member.name} were scaled by "
-                    f"{scaled[0].scale} and {member.scale}: the daemon scales the whole gradient",
+                    f"the gradients of {first.name} and {member.name} were scaled by "
+                    f"{first.scale} and {member.scale}: the daemon scales the whole gradient",
                     "clip_grad_norm_(model.parameters(), ...), all of them at once",
                 )
-        return scaled[0].scale if scaled else 1.0
+            if member.bounds != first.bounds:
+                raise unsupported(
+                    f"the gradients of {first.name} and {member.name} were clamped to "
+                    f"{list(first.bounds)} and {list(member.bounds)}: the daemon clamps the whole "
+                    "gradient",
+                    "clip_grad_value_(model.parameters(), ...), all of them at once",
+                )
+        return (edited[0].scale, *edited[0].bounds) if edited else (1.0, *UNBOUNDED)
 
     def delivered_groups(self) -> int:
         """Groups of which the daemon has a gradient of this attempt."""

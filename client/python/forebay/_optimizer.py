@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ._buffers import Buffers, users_part
-from ._hooks import Backward, profiled
+from ._hooks import UNBOUNDED, Backward, profiled
 from ._reader import parameter_named, read_elements, read_states, state_names
 from .errors import ForebayError, unsupported, usage_error
 
@@ -219,7 +219,12 @@ class ForebayOptimizer(torch.optim.Optimizer):
         scalars = (self._hyper_parameters(), self._max_grad_norm)
         self._check_members()
         self._check_backward(attachment)
-        scale = self._engine.grad_scale
+        edit = self._engine.gradient_edit
+        if self._max_grad_norm > 0 and edit[1:] != UNBOUNDED:
+            raise unsupported(
+                f"clip_grad_value_ beside max_grad_norm={self._max_grad_norm}",
+                "clip gradients by value or by norm",
+            )
         ended = False
         self._phase = Phase.STEPPING
         try:
@@ -227,7 +232,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
             self._under_way = call
             with profiled("forebay.step", ""):
                 timeout = self._engine.timeout
-                answer = attachment.step(call.number, *scalars, call.frame, timeout, scale)
+                answer = attachment.step(call.number, *scalars, call.frame, timeout, *edit)
             _, norm, _, repeated = answer
             ended = True
             if repeated and before is not None:

@@ -430,8 +430,9 @@ class ShardedEngine(Engine):
         in_autograd = torch._C._current_graph_task_id() != -1
         if not in_autograd and (member.backward == self._backwards or self._backwards == 0):
             self._backwards += 1  # a pipeline schedule reduces, after the backwards of its chunks
-        if member.arrived and (member.scale != 1.0 or member.backward == self._backwards):
-            cause = "its gradient was scaled" if member.scale != 1.0 else "one, in the same backward"
+        if member.arrived and (member.is_edited or member.backward == self._backwards):
+            changed = "its gradient was scaled or clamped"
+            cause = changed if member.is_edited else "one, in the same backward"
             raise unsupported(
                 f"parameter {member.name} received a second gradient after {cause}",
                 "clip after the last backward of a step, run forward before each backward; "

@@ -336,14 +336,15 @@ nb::dict Optimizers() {
 
 nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
                double max_grad_norm, const nb::bytes& extra_state, double timeout,
-               double grad_scale) {
+               double grad_scale, double grad_min, double grad_max) {
+  const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
   std::vector<protocol::HyperParams> params;
   for (const HyperDict& values : hyper) {
     params.push_back(HyperParamsOf(self->layout().spec().optimizer, params.size(), values));
   }
   const std::span<const std::byte> extra = BytesOf(extra_state);
   const client::StepResult result = ValueOrThrow(WithoutGil(
-      [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), grad_scale); }));
+      [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); }));
   return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
 }
 
@@ -450,7 +451,9 @@ void BindAttachment(nb::module_& module) {
            [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
            nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout,
-           nb::arg("grad_scale") = 1.0)
+           nb::arg("grad_scale") = 1.0,
+           nb::arg("grad_min") = -std::numeric_limits<double>::infinity(),
+           nb::arg("grad_max") = std::numeric_limits<double>::infinity())
       .def("read_state", &ReadState, nb::arg("param"), nb::arg("state"), nb::arg("first"),
            nb::arg("elems"), nb::arg("timeout") = kTimeout)
       .def("counters", &CountersDict)

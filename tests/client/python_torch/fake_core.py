@@ -97,7 +97,7 @@ class Job:
             if not gradient.isfinite().all()
         ]
 
-    def apply(self, hyper, max_grad_norm, grad_scale):
+    def apply(self, hyper, max_grad_norm, grad_scale, grad_min, grad_max):
         sums = self.sums()
         norm = self.norm_of(sums) * grad_scale
         scale = grad_scale / self.world_size
@@ -110,7 +110,8 @@ class Job:
             self.updates[param] += 1
             _, shape, group, param_group, _ = self.params[param]
             span = slice(self.offsets[param], self.offsets[param] + torch.Size(shape).numel())
-            self.update(group, span, total * scale, self.updates[param], hyper[param_group])
+            gradient = (total * scale).clamp(grad_min, grad_max)
+            self.update(group, span, gradient, self.updates[param], hyper[param_group])
         return norm, clipped
 
     def update(self, number, span, gradient, t, hyper):
@@ -239,7 +240,7 @@ class Attachment:
             sums = job.sums()
             return job.norm_of(sums if param is None else [sums[param]])
 
-    def step(self, t, hyper, max_grad_norm, extra_state, timeout, grad_scale=1.0):
+    def step(self, t, hyper, max_grad_norm, extra_state, timeout, *edit):
         self._check("step")
         job = self.job
         if len(extra_state) > self.extra_state_bytes:
@@ -266,7 +267,7 @@ class Attachment:
             job.step_calls[self.rank] = (hyper, max_grad_norm, extra_state)
             job.changed.notify_all()
             if len(job.step_calls) == job.world_size:
-                job.norm = job.apply(hyper, max_grad_norm, grad_scale)
+                job.norm = job.apply(hyper, max_grad_norm, *edit)
                 job.extra_state = {rank: call[2] for rank, call in job.step_calls.items()}
                 job.committed_step = t
                 job.begin_attempt(0)

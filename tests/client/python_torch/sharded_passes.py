@@ -57,6 +57,19 @@ def passes_without_synchronization(ranks):
     steps_of_passes(ranks, synchronize=False)
 
 
+@case(1, 2, 3)
+def clip_grad_value(ranks):
+    twins = Twins(ranks).attach()
+    for _ in range(4):
+        twins.backward(twins.first)
+        for model in (twins.ours, twins.theirs):
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        twins.step()
+        twins.first += 1
+    twins.assert_close()
+    twins.opt.detach()
+
+
 @case(2)
 def rank_0_prints_what_the_job_takes(ranks):
     """And once what passes without synchronization leave: whole gradients, 4 bytes an element."""

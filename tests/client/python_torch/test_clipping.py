@@ -165,6 +165,78 @@ def test_the_norm_of_a_gradient_that_is_not_finite(node):
     assert opt.committed_step == 1
 
 
+# --------------------------------------------------------------------------------- clip_grad_value_
+
+
+def test_clip_grad_value_is_torchs(node):
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    for step in range(4):
+        for one in (model, plain):
+            loss_of(one, batch(step)).backward()
+            nn.utils.clip_grad_value_(one.parameters(), 1e-3)
+        opt.step()
+        plain_opt.step()
+        plain_opt.zero_grad()
+    assert_close(model, plain, 4)
+
+
+def test_two_ranks_clamp_the_mean_over_them(node):
+    models, plain = [net(seed=1), net(seed=1)], net(seed=1)
+    opts = attach_both(models)
+
+    def step_of(rank):
+        (loss_of(models[rank], batch(rank)) * 8).backward()
+        nn.utils.clip_grad_value_(models[rank].parameters(), 1e-3)
+        opts[rank].step()
+
+    both(step_of)
+    sum(loss_of(plain, batch(rank)) * 4 for rank in (0, 1)).backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    for (name, _), theirs in zip(models[0].named_parameters(), plain.parameters()):
+        moment = opts[0].read_state(name)["exp_avg"]
+        torch.testing.assert_close(moment, 0.1 * theirs.grad, rtol=1e-5, atol=1e-9)
+
+
+def test_bounds_of_one_side_and_of_both(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    loss_of(model, batch(0)).backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    torch._foreach_clamp_min_(grads, -1e-4)
+    torch._foreach_clamp_max_(grads, 2e-4)
+    opt.step()
+    names = [name for name, _ in model.named_parameters()]
+    moments = torch.cat([opt.read_state(name)["exp_avg"].flatten() for name in names])
+    assert moments.min().item() == pytest.approx(-1e-5) and moments.max().item() == pytest.approx(2e-5)
+
+
+def test_what_bounds_do_not_go_with(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    loss_of(model, batch(0)).backward()
+    weight = model.head.weight
+    with pytest.raises(forebay.UsageError, match=r"clamp of the gradient .* to \[0.0, inf\]"):
+        weight.grad.clamp_(min=0.0)
+    nn.utils.clip_grad_value_([weight], 1e-3)
+    for use in (weight.grad.norm, lambda: weight.grad.mul_(0.5)):
+        with pytest.raises(forebay.UsageError, match="after it was clamped to") as info:
+            use()
+        assert "before clip_grad_value_" in info.value.hint
+    with pytest.raises(forebay.UsageError, match="were clamped to") as info:
+        opt.step()
+    assert "all of them at once" in info.value.hint
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    opt.step()
+    assert opt.committed_step == 1
+    opt.detach()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2, max_grad_norm=1.0), job="norm")
+    loss_of(model, batch(0)).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    with pytest.raises(forebay.UsageError, match="clip_grad_value_ beside max_grad_norm=1.0"):
+        opt.step()
+
+
 # -------------------------------------------------------------------------------------- GradScaler
 
 
