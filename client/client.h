@@ -48,8 +48,9 @@ struct AttachOptions {
   // are several, give it or set FOREBAY_RUN.
   std::string run = {};
   bool resume = false;
-  // Sharded: gradients of several backward passes are added in a step (BeginPass). The sums are float32,
-  // 4 bytes a parameter, also where gradients have 2.
+  // Sharded: gradients of several backward passes are added in a step (BeginPass), in float32. The sums
+  // take 4 bytes a parameter from attach on, also where gradients have 2. Else they are taken with the
+  // first further pass, beside those 2.
   bool accumulate = false;
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
@@ -265,7 +266,9 @@ class Attachment {
   // Sharded: what is added from now on, of any parameter, belongs to a further backward pass of the step
   // and is added to what this rank has delivered. Delivers what is there of the pass before.
   //
-  // Errors  E_UNSUPPORTED  shared attachment. Where the sums are not float32, a later call says so.
+  // Errors  E_UNSUPPORTED  shared attachment.
+  //         E_DRAM_LIMIT   of a later call, on all ranks: the node has no room for sums in float32, which
+  //                        they were not until now. The step was not applied.
   absl::Status BeginPass();
 
   // The norm of a parameter's gradient, or of the whole (empty); 0 where there is none. Delivers open

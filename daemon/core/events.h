@@ -147,6 +147,8 @@ struct CreateJobMemory {
   uint64_t block_bytes = 0;
   // Accumulators, overflow, extra_state; offsets into it are the state machine's.
   uint64_t step_bytes = 0;
+  // Of the step arena in all; what is behind step_bytes has no memory (PopulateStepArena). 0: step_bytes.
+  uint64_t step_capacity_bytes = 0;
 };
 
 // Writes zeros to the job's swap slots. Comes beside CreateJobMemory where blocks are swapped; ends
@@ -171,6 +173,14 @@ struct ReplaceStepArena {
   JobId job = 0;
   uint64_t step_bytes = 0;
   std::vector<Copy> extra_state = {};  // by rank
+};
+
+// Gives memory to a part of the job's step arena that has none. Ends with TaskDone.
+struct PopulateStepArena {
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
 };
 
 // Makes grad arena (grad_bytes in all, step region included) and ring of a session.
@@ -276,6 +286,7 @@ struct GradientSource {
 struct AddGradients {
   TaskId task = 0;
   JobId job = 0;
+  uint32_t partition = 0;
   std::vector<GradientSource> sources = {};
   uint64_t accumulator_offset_bytes = 0;
   uint64_t elems = 0;  // from a multiple of kGradUnitElems of the partition on
@@ -288,6 +299,7 @@ struct AddGradients {
 struct SumGradient {
   TaskId task = 0;
   JobId job = 0;
+  uint32_t partition = 0;
   uint64_t accumulator_offset_bytes = 0;
   uint64_t elems = 0;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
@@ -468,10 +480,10 @@ struct StepCommitted {
 };
 
 using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, CreateSessionMemory,
-                 AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest,
-                 CopyInitial, CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock,
-                 WriteBlock, EvictBlock, PromoteBlock, DecodeState, SetMasters, RoomAwaited,
-                 StartLeaseTimer, StepCalled, StepCommitted>;
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                 SumGradient, ReadBlock, UpdateBlock, WriteBlock, EvictBlock, PromoteBlock,
+                 DecodeState, SetMasters, RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -35,6 +35,7 @@ void GradientAccumulator::Forget() {
   adding_.clear();
   summing_.clear();
   moving_.clear();
+  needs_float_sums_ = false;
   fault_ = absl::OkStatus();
 }
 
@@ -113,15 +114,6 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   step_ = step;
   const uint32_t rank = delivery.rank;
   const uint64_t elems = delivery.end - delivery.begin;
-  if (delivery.further && plan_.sum_dtype != protocol::DType::kFloat32) {
-    io_.Answer(delivery.command,
-               MakeError(ErrorId::kUnsupported,
-                         absl::StrCat("a second backward pass in step ", step, ": gradients of ",
-                                      std::string(Name(plan_.sum_dtype)),
-                                      " have no room for sums in float32"),
-                         "attach with accumulate, or reduce gradients in float32"));
-    return;
-  }
   if (!delivery.further &&
       DeliveredElems(rank, delivery.partition, delivery.begin, delivery.end) > 0) {
     io_.Answer(
@@ -158,6 +150,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
     cell.next_rank = FirstRank(delivery.partition);
     if (std::exchange(cell.summed, false)) ++unsummed_cells_;
   }
+  if (delivery.further && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
   ++delivered_total_;
   AddDelivered(rank, {delivery.partition, delivery.begin}, delivery.end);
   TryAddRange(delivery.partition, delivery.begin, delivery.end);
@@ -183,7 +176,9 @@ void GradientAccumulator::AddDelivered(uint32_t rank, Place place, uint64_t end)
 
 // ---------------------------------------------------------------------------------------- addition
 
-bool GradientAccumulator::MayStart() const { return fault_.ok() && io_.stale_tasks() == 0; }
+bool GradientAccumulator::MayStart() const {
+  return fault_.ok() && io_.stale_tasks() == 0 && !needs_float_sums_;
+}
 
 uint64_t GradientAccumulator::FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const {
   uint64_t held = 0;
@@ -250,7 +245,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     }
   }
   pass.completes = rank == EndRank(partition);
-  if (!pass.sources.empty()) {
+  if (!pass.sources.empty() || cell.narrow) {
     if (!pass.completes && !crowded) return;
     cell.next_rank = rank;
     StartPass(partition, it, std::move(pass));
@@ -268,12 +263,17 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
   Cell& cell = at->second;
   cell.adding = true;
   const uint64_t width = protocol::SizeBytes(layout_->grad_dtype());
-  AddGradients action{.accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
+  pass.widens = std::exchange(cell.narrow, false);
+  AddGradients action{.partition = partition,
+                      .accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
                                                   pass.begin * protocol::SizeBytes(plan_.sum_dtype),
                       .elems = pass.end - pass.begin,
                       .dtype = layout_->grad_dtype(),
                       .sum_dtype = plan_.sum_dtype,
-                      .assign = !cell.has_sum};
+                      .assign = !cell.has_sum || pass.widens};
+  if (pass.widens) {
+    action.sources.push_back({.offset_bytes = narrow_offsets_[partition] + pass.begin * width});
+  }
   for (const Id id : pass.sources) {
     Contribution& contribution = contributions_.at(id);
     const Delivery& delivery = contribution.delivery;
@@ -295,7 +295,8 @@ void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
   cell.adding = true;
   const TaskId task = io_.Start(
       TaskKind::kSumGradient, 0,
-      SumGradient{.accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
+      SumGradient{.partition = partition,
+                  .accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
                                               at->first * protocol::SizeBytes(plan_.sum_dtype),
                   .elems = cell.end - at->first,
                   .sum_dtype = plan_.sum_dtype});
@@ -308,7 +309,9 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
   FOREBAY_CHECK(!node.empty());
   const Pass& pass = node.mapped();
   if (done.count > 0) {
-    Contribution& culprit = contributions_.at(pass.sources.at(done.count - 1));
+    const uint64_t before = pass.widens ? 2 : 1;  // a sum was found finite when it was made
+    FOREBAY_CHECK(done.count >= before);
+    Contribution& culprit = contributions_.at(pass.sources.at(done.count - before));
     fault_ = MakeError(ErrorId::kNonfinite,
                        absl::StrCat("the gradient of rank ", culprit.delivery.rank, " for ",
                                     layout_->DescribePartition(pass.partition), " in step ", step_,
@@ -367,6 +370,32 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
   TryAddRange(pass.partition, pass.begin, pass.end);
   SpillToOverflow();
   TryNorms();
+}
+
+// ---------------------------------------------------------------------------------- sums in float32
+
+bool GradientAccumulator::is_idle() const {
+  const auto runs = [](const Norm& norm) { return !norm.tasks.empty(); };
+  return adding_.empty() && summing_.empty() && io_.stale_tasks() == 0 &&
+         std::ranges::none_of(norms_, runs);
+}
+
+void GradientAccumulator::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
+  FOREBAY_CHECK(is_idle() && plan_.sum_dtype == protocol::DType::kFloat32);
+  needs_float_sums_ = false;
+  narrow_offsets_ = std::move(narrow_offsets);
+  for (Partition& partition : partitions_) {
+    for (auto& [begin, cell] : partition.cells) {
+      cell.narrow = cell.has_sum;
+      if (std::exchange(cell.summed, false)) ++unsummed_cells_;
+    }
+  }
+  blocked_ = true;
+  Pump();
+}
+
+void GradientAccumulator::RefuseFloatSums(const absl::Status& status) {
+  if (std::exchange(needs_float_sums_, false) && fault_.ok()) fault_ = status;
 }
 
 // ------------------------------------------------------------------------------------------- norms
@@ -449,7 +478,8 @@ void GradientAccumulator::TryNorms() {
     for (const Range& range : norm.ranges) {
       norm.tasks.insert(io_.Start(
           TaskKind::kSumGradient, 0,
-          SumGradient{.accumulator_offset_bytes =
+          SumGradient{.partition = range.partition,
+                      .accumulator_offset_bytes =
                           plan_.accumulator_offsets[range.partition] + range.begin * width,
                       .elems = range.end - range.begin,
                       .sum_dtype = plan_.sum_dtype}));

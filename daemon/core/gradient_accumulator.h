@@ -33,7 +33,8 @@ namespace forebay::daemon {
 // waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
 //
 // With sharded attachment a rank may deliver several backward passes of a step: they are added in its
-// order. Accumulators are float32 then.
+// order, in float32. Where accumulators have 16 bits, nothing is added from the first further pass on
+// until there is memory for float32 ones (needs_float_sums); what the old ones hold is added to the new.
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
@@ -58,7 +59,6 @@ class GradientAccumulator {
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
   // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range, and this is no further pass.
-  //         E_UNSUPPORTED  a further pass, and the accumulators are not float32.
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
 
@@ -68,6 +68,15 @@ class GradientAccumulator {
   void AskNorm(const CommandId& command, uint32_t rank, uint32_t param);
   void DropNorms(SessionId session, const absl::Status& status);
   void RefuseWaitingNorms(const absl::Status& status);  // those that are not being taken yet
+
+  // A further pass waits for sums in float32.
+  bool needs_float_sums() const { return needs_float_sums_; }
+  // No task reads or writes an accumulator.
+  bool is_idle() const;
+  // It is idle, and the plan's accumulators are float32 now; before they were at `narrow_offsets`.
+  void OnFloatSums(std::vector<uint64_t> narrow_offsets);
+  // There is no memory for them: the attempt ends with `status` if it needs them.
+  void RefuseFloatSums(const absl::Status& status);
 
   // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
@@ -130,6 +139,7 @@ class GradientAccumulator {
     uint32_t next_rank = 0;  // lower ranks are added, being added, or count as zero
     bool adding = false;
     bool has_sum = false;  // the accumulator holds a sum
+    bool narrow = false;   // not the plan's, but the one of 16 bits before it
     bool summed = false;   // of all ranks, squares included
     std::map<uint32_t, std::vector<Id>> waiting = {};
     cpu_adam::SquareSum squares = {};
@@ -145,6 +155,7 @@ class GradientAccumulator {
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
+    bool widens = false;           // the first source is the cell's narrow accumulator
     std::vector<Id> sources = {};  // in the order of ranks
     bool completes = false;
   };
@@ -225,7 +236,9 @@ class GradientAccumulator {
   std::map<TaskId, Pass> summing_;
   std::vector<Norm> norms_;
   std::map<TaskId, Id> moving_;
-  bool blocked_ = false;  // something waits for the end of stale tasks
+  std::vector<uint64_t> narrow_offsets_;  // as the plan's accumulator_offsets
+  bool needs_float_sums_ = false;
+  bool blocked_ = false;  // something waits for the end of stale tasks, or for sums in float32
   absl::Status fault_;
 };
 

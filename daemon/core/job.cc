@@ -44,11 +44,13 @@ void Job::Begin() {
   has_begun_ = true;
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
-            CreateJobMemory{.weights_bytes = spec_.plan.weights_bytes,
-                            .state_bytes = spec_.plan.placement.arena_bytes(),
-                            .resident = spec_.plan.placement.ResidentParts(),
-                            .block_bytes = spec_.plan.block_bytes,
-                            .step_bytes = spec_.plan.step_bytes});
+            CreateJobMemory{
+                .weights_bytes = spec_.plan.weights_bytes,
+                .state_bytes = spec_.plan.placement.arena_bytes(),
+                .resident = spec_.plan.placement.ResidentParts(),
+                .block_bytes = spec_.plan.block_bytes,
+                .step_bytes = spec_.plan.step_bytes,
+                .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes});
   if (spec_.plan.swap_slots == 0) return;
   ++making_tasks_;
   io_.Start(TaskKind::kJobSwap, 0, CreateJobSwap{.slots = spec_.swap_slots});
@@ -150,6 +152,38 @@ void Job::OnStepArenaMade(const TaskDone& done) {
   if (done.status.ok()) return;
   has_step_arena_ = false;
   EvictWaiting(done.status);
+}
+
+// ---------------------------------------------------------------------------------- sums in float32
+
+bool Job::WantsFloatSums() const {
+  return float_sums_ == FloatSums::kNone && step_.needs_float_sums();
+}
+
+void Job::MakeFloatSums() {
+  float_sums_ = FloatSums::kMaking;
+  spec_.plan.fixed_bytes += spec_.plan.float_sums_bytes;
+  io_.Start(TaskKind::kFloatSums, 0,
+            PopulateStepArena{.offset_bytes = spec_.plan.float_sums_offset,
+                              .bytes = spec_.plan.float_sums_bytes});
+}
+
+void Job::OnFloatSumsMade(const TaskDone& done) {
+  if (done.status.ok()) {
+    float_sums_ = FloatSums::kMade;
+    return;
+  }
+  float_sums_ = FloatSums::kNone;
+  spec_.plan.fixed_bytes -= spec_.plan.float_sums_bytes;
+  RefuseFloatSums(done.status);
+}
+
+void Job::TryUseFloatSums() {
+  if (float_sums_ != FloatSums::kMade || !step_.MayUseFloatSums()) return;
+  float_sums_ = FloatSums::kInUse;
+  std::vector<uint64_t> narrow_offsets = spec_.plan.accumulator_offsets;
+  spec_.plan.UseFloatSums(*spec_.layout);
+  step_.OnFloatSums(std::move(narrow_offsets));
 }
 
 void Job::OnSessionMemoryMade(SessionId id, const absl::Status& status) {
@@ -503,6 +537,9 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kStepArena:
       OnStepArenaMade(done);
       return;
+    case TaskKind::kFloatSums:
+      OnFloatSumsMade(done);
+      return;
     case TaskKind::kSessionMemory:
       OnSessionMemoryMade(task.sessions.at(0), done.status);
       return;
@@ -589,6 +626,7 @@ void Job::Advance() {
     step_.BeginMasters(std::move(done), initial_.has_masters());
   }
   UseTimeBetweenSteps();
+  TryUseFloatSums();
   step_.Advance();
   fetches_.Serve();
   CloseEnded();

@@ -53,6 +53,11 @@ class Job {
   void GiveRoom() { has_room_ = true; }
   // The next sessions get `reason`.
   void RefuseWorld(const absl::Status& reason);
+  // A further backward pass waits for sums in float32, which have no memory: plan().float_sums_bytes.
+  bool WantsFloatSums() const;
+  void MakeFloatSums();
+  // The attempt that waits ends with `reason`.
+  void RefuseFloatSums(const absl::Status& reason) { step_.RefuseFloatSums(reason); }
   // Adds a session that was checked; fences a live one of the same rank.
   void Attach(const AttachRequested& request);
   void OnMapped(SessionId session) { members_.OnMapped(session); }
@@ -109,6 +114,8 @@ class Job {
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
   void OnStepArenaMade(const TaskDone& done);
+  void OnFloatSumsMade(const TaskDone& done);
+  void TryUseFloatSums();
   void OnSessionMemoryMade(SessionId session, const absl::Status& status);
   absl::Status OnBlockTask(TaskKind kind, const TaskDone& done);
 
@@ -139,6 +146,8 @@ class Job {
   std::optional<MemoryPlan> next_plan_;
   bool has_room_ = false;  // for the next plan
   bool has_step_arena_ = true;
+  enum class FloatSums : uint8_t { kNone, kMaking, kMade, kInUse };
+  FloatSums float_sums_ = FloatSums::kNone;  // of a plan that has room for them
   // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
   bool deleting_ = false;
   bool freed_ = false;

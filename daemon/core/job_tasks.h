@@ -46,6 +46,7 @@ enum class TaskKind : uint8_t {
   kJobMemory,
   kJobSwap,
   kStepArena,
+  kFloatSums,
   kSessionMemory,
   kCopyInitial,  // these four are of one epoch: see NewEpoch
   kAddGradients,

@@ -28,17 +28,24 @@ std::string Bytes(uint64_t bytes) {
   return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
 }
 
+// Places them one after the other from `offset_bytes` on; returns where they end.
+uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan) {
+  plan.accumulator_offsets.clear();
+  for (const protocol::PartitionPlace& partition : layout.partitions()) {
+    plan.accumulator_offsets.push_back(offset_bytes);
+    offset_bytes +=
+        RoundUp(partition.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
+  }
+  return RoundUp(offset_bytes, kPageBytes);
+}
+
 void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   const uint32_t world_size = plan.session.world_size;
   plan.sum_dtype = plan.session.accumulate
                        ? protocol::DType::kFloat32
                        : GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
-  uint64_t at = 0;
-  for (const protocol::PartitionPlace& partition : layout.partitions()) {
-    plan.accumulator_offsets.push_back(at);
-    at += RoundUp(partition.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
-  }
-  plan.overflow_offset = at = RoundUp(at, kPageBytes);
+  uint64_t at = PlaceSums(layout, 0, plan);
+  plan.overflow_offset = at;
   plan.piece_bytes = PieceBytes(layout);
   // A reduced gradient waits for no other rank.
   plan.overflow_slots = layout.is_shared() ? kOverflowSlotsPerRank * world_size : 0;
@@ -47,6 +54,13 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.extra_state_slot_bytes = RoundUp(plan.session.extra_state_bytes, protocol::kCacheLineBytes);
   at += plan.extra_state_slot_bytes * 2 * world_size;
   plan.step_bytes = RoundUp(at, kPageBytes);
+  if (!layout.is_shared() && plan.sum_dtype != protocol::DType::kFloat32) {
+    MemoryPlan wide = plan;
+    wide.sum_dtype = protocol::DType::kFloat32;
+    plan.float_sums_offset = RoundUp(plan.step_bytes, protocol::kHugePageBytes);
+    plan.float_sums_bytes =
+        PlaceSums(layout, plan.float_sums_offset, wide) - plan.float_sums_offset;
+  }
 }
 
 void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
@@ -158,6 +172,12 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
 
 }  // namespace
 
+void MemoryPlan::UseFloatSums(const Layout& layout) {
+  sum_dtype = protocol::DType::kFloat32;
+  session.accumulate = true;
+  PlaceSums(layout, float_sums_offset, *this);
+}
+
 absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, const NodeUse& use,
                             uint64_t state_bytes_needed) {
   const uint64_t world_size = plan.session.world_size;
@@ -268,7 +288,6 @@ absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job
                                      const SessionRequest& request, const NodeOptions& options,
                                      const NodeUse& use) {
   MemoryPlan plan = job;
-  plan.accumulator_offsets.clear();
   SessionRequest wanted = request;
   wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
   RETURN_IF_ERROR(PlanArenas(layout, wanted, options, plan));

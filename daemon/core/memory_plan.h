@@ -48,6 +48,10 @@ struct MemoryPlan {
   uint64_t extra_state_offset = 0;  // two slots per rank
   uint64_t extra_state_slot_bytes = 0;
   uint64_t step_bytes = 0;
+  // Behind it, of a sharded job whose sums have 16 bits: float32 sums. They get memory with the first
+  // further backward pass of a step.
+  uint64_t float_sums_offset = 0;
+  uint64_t float_sums_bytes = 0;
 
   // Of each session: gradients, then the step region; and its ring.
   SessionRequest session;
@@ -77,6 +81,9 @@ struct MemoryPlan {
   uint64_t fixed_bytes = 0;
   // Of these, what is not free until other jobs have moved blocks to swap. Then all states are on swap.
   uint64_t missing_bytes = 0;
+
+  // The sums are float32 from now on. Their memory counts in fixed_bytes already.
+  void UseFloatSums(const protocol::Layout& layout);
 
   uint64_t extra_state_slot(uint32_t rank, uint32_t slot) const {
     return extra_state_offset + (uint64_t{rank} * 2 + slot) * extra_state_slot_bytes;

@@ -115,6 +115,7 @@ struct NodeState::Impl {
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
   absl::Status ChangeWorld(const AttachRequested& request, Job& job);
   absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
+  void GiveFloatSums(Job& job);
   void ReportWait(const Job& job, uint64_t awaited_bytes);
   void AdmitWaiting();
   void KeepBlocks();
@@ -152,6 +153,7 @@ NodeState::~NodeState() = default;
 void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
+  if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
   impl_->AdmitWaiting();
@@ -364,6 +366,24 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
     jobs.at(id)->Advance();
   }
   return absl::OkStatus();
+}
+
+void NodeState::Impl::GiveFloatSums(Job& job) {
+  const uint64_t bytes = job.plan().float_sums_bytes;
+  const uint64_t free_bytes = FreeBytes();
+  if (bytes <= free_bytes) {
+    job.MakeFloatSums();
+    return;
+  }
+  job.RefuseFloatSums(MakeError(
+      ErrorId::kDramLimit,
+      absl::StrCat("a second backward pass in one step of job ", job.name(),
+                   " needs sums in float32, ", bytes, " bytes of DRAM; of the limit of ",
+                   options.dram_limit_bytes, " bytes ", free_bytes,
+                   " are free. The step was not applied"),
+      absl::StrCat("attach with accumulate, which takes them at the start and leaves fewer states "
+                   "in DRAM, raise --dram / dram.limit by ",
+                   bytes - free_bytes, " bytes, or reduce gradients in float32")));
 }
 
 // Says what an attach waits for, where it does.

@@ -463,6 +463,16 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   return absl::OkStatus();
 }
 
+// Not once the decision may have been made on sums in the old accumulators.
+bool Step::MayUseFloatSums() const {
+  const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
+  return (phase_ == Phase::kOpen || waits) && gradients_.is_idle();
+}
+
+void Step::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
+  gradients_.OnFloatSums(std::move(narrow_offsets));
+}
+
 absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
   --extra_copies_;
   return done.status;

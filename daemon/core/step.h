@@ -84,6 +84,11 @@ class Step {
   uint64_t committed_step() const { return committed_step_; }
   uint64_t attempt() const { return attempt_; }
   bool has_gradients() const { return !gradients_.empty(); }
+  // Sums in float32: see GradientAccumulator.
+  bool needs_float_sums() const { return gradients_.needs_float_sums(); }
+  bool MayUseFloatSums() const;
+  void OnFloatSums(std::vector<uint64_t> narrow_offsets);
+  void RefuseFloatSums(const absl::Status& status) { gradients_.RefuseFloatSums(status); }
   // Whether a fetch of `rank` is answered now: not while it waits in step, until the
   // partition's own blocks are updated. A reader's (no rank) is, except from the decision to the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;

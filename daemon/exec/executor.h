@@ -124,6 +124,7 @@ class Executor {
   void Run(CreateJobMemory& action);
   void Run(CreateJobSwap& action);
   void Run(ReplaceStepArena& action);
+  void Run(PopulateStepArena& action);
   void Run(CreateSessionMemory& action);
   void Run(AnswerAttach& action);
   void Run(AnswerCommand& action);

@@ -44,19 +44,6 @@ StateMemory StatesAt(const JobMemory& job, const BlockPlace& place, uint64_t blo
   return memory;
 }
 
-// Partition whose accumulator lies at an offset of the step arena: they lie there in order.
-std::string PartitionAt(const protocol::Layout& layout, protocol::DType sum_dtype,
-                        uint64_t accumulator_offset_bytes) {
-  const uint64_t width = protocol::SizeBytes(sum_dtype);
-  uint64_t offset_bytes = 0;
-  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
-    offset_bytes +=
-        protocol::RoundUp(layout.partitions()[i].elems * width, protocol::kCacheLineBytes);
-    if (accumulator_offset_bytes < offset_bytes) return layout.PartitionName(i);
-  }
-  return "unknown";
-}
-
 TaskDone Counted(uint64_t count) {
   TaskDone done;
   done.count = count;
@@ -150,6 +137,8 @@ void Executor::Run(CreateJobMemory& action) {
 }
 
 void Executor::Run(ReplaceStepArena& action) { jobs_.Replace(action); }
+
+void Executor::Run(PopulateStepArena& action) { jobs_.Populate(action); }
 
 void Executor::Run(CreateJobSwap& action) {
   FOREBAY_CHECK(swap_ != nullptr);
@@ -302,7 +291,7 @@ void Executor::Run(AddGradients& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = PartitionAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
+       .name = job.layout->PartitionName(action.partition),
        .bytes = bytes * action.sources.size()},
       action.elems,
       [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
@@ -329,7 +318,7 @@ void Executor::Run(SumGradient& action) {
       action.task,
       {.job = action.job,
        .lane = Lane::kGradient,
-       .name = PartitionAt(*job.layout, action.sum_dtype, action.accumulator_offset_bytes),
+       .name = job.layout->PartitionName(action.partition),
        .bytes = bytes},
       action.elems,
       [accumulator, dtype = action.sum_dtype](ElemRange range) {

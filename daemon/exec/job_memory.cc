@@ -53,7 +53,10 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
     state.parts->push_back({.offset_bytes = part.offset_bytes, .size_bytes = part.bytes});
     job.making_bytes += part.bytes;
   }
-  const pinned_mem::ArenaOptions step = policy_.Shared("forebay-step-" + suffix, action.step_bytes);
+  pinned_mem::ArenaOptions step = policy_.Shared(
+      "forebay-step-" + suffix, std::max(action.step_bytes, action.step_capacity_bytes));
+  step.parts.emplace();
+  if (action.step_bytes > 0) step.parts->push_back({.size_bytes = action.step_bytes});
   runner_.Post(
       PoolId::kSetup,
       [this, action, made_bytes = job.made_bytes,
@@ -124,6 +127,17 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                    raise_(TaskDone{.task = action.task, .status = status});
                  };
                });
+}
+
+void JobMemoryTable::Populate(const PopulateStepArena& action) {
+  const JobMemory& job = at(action.job);
+  spdlog::info("job {}: {} for gradient sums in float32, since a step has several backward passes",
+               job.name.name, protocol::FormatBytes(action.bytes));
+  runner_.Post(PoolId::kSetup, [this, action, arena = job.step]() -> TaskRunner::Then {
+    const absl::Status status =
+        arena->Populate({.offset_bytes = action.offset_bytes, .size_bytes = action.bytes});
+    return [this, task = action.task, status] { raise_(TaskDone{.task = task, .status = status}); };
+  });
 }
 
 void JobMemoryTable::Free(JobId id) {

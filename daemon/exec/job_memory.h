@@ -51,6 +51,8 @@ class JobMemoryTable {
               std::shared_ptr<const protocol::Layout> layout);
   // Ends with TaskDone. No task uses the step arena.
   void Replace(const ReplaceStepArena& action);
+  // Ends with TaskDone.
+  void Populate(const PopulateStepArena& action);
   // Weights are freed when no process has them open or mapped any more; JobFreed says whether.
   void Free(JobId id);
 

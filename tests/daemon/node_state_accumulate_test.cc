@@ -1,7 +1,7 @@
 // Goal    With sharded attachment a step may take several backward passes: each is added to those before
 //         it, in float32, however the passes are cut; norms of parameters are those of the sum; a
-//         scale of the caller's applies before clipping; where sums have no room, or nobody asked,
-//         a further pass is refused.
+//         scale of the caller's applies before clipping; where sums have 16 bits, the first further
+//         pass takes memory for float32 ones, or is refused with the numbers.
 // Method  The harness with a sharded job; the workers report one square for each contribution that is
 //         in a sum, so that a norm says what was added.
 
@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/sharded_job.h"
@@ -20,6 +21,7 @@ namespace {
 
 using ::forebay::testing::MakeLayout;
 using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::RoomyOptions;
 using ::forebay::testing::ShardedJob;
 using protocol::ErrorId;
 using ::testing::Each;
@@ -185,29 +187,199 @@ TEST_F(NodeStateAccumulate, ScalesThatDifferOrAreNoNumbersAreRefused) {
 
 // -------------------------------------------------------------------------------- sums in 16 bits
 
-TEST(NodeStateAccumulateNarrow, NeedsSumsInFloat32) {
-  const auto layout =
-      MakeShardedLayout({{{.rows = 2 * 9000}}}, {.dtype = protocol::DType::kBFloat16});
-  for (const bool accumulate : {false, true}) {
-    SCOPED_TRACE(accumulate ? "asked for" : "not asked for");
-    ShardedJob job(layout, 1);
-    job.layout_ =
-        MakeShardedLayout({{{.rows = 9000}}}, {.ranks = 1, .dtype = protocol::DType::kBFloat16});
-    const uint64_t session = job.node_.Attach(job.layout_, {.accumulate = accumulate});
-    ASSERT_OK(job.StatusOf(session));
-    job.node_.Gradient(session, 0, 1);
-    job.node_.RunTasks();
-    job.node_.BeginPass(session);
-    const uint64_t second = job.node_.Gradient(session, 0, 1);
-    job.node_.RunTasks();
-    EXPECT_EQ(job.node_.ErrorOf(second), accumulate ? ErrorId::kNone : ErrorId::kUnsupported);
-    const protocol::DType sum = job.node_.Logged<AddGradients>()[0].sum_dtype;
-    EXPECT_EQ(sum, accumulate ? protocol::DType::kFloat32 : protocol::DType::kBFloat16);
-    EXPECT_EQ(job.node_.fault(), "");
-  }
+// Two ranks whose gradients, and at first their sums, have 16 bits.
+std::shared_ptr<const protocol::Layout> NarrowParameters() {
+  return MakeShardedLayout({{{.rows = 2 * 9000}, {.rows = 2 * 100}}},
+                           {.dtype = protocol::DType::kBFloat16});
 }
 
-TEST(NodeStateAccumulateNarrow, IsAskedForByTheFirstSessionAndNotWithSharedAttachment) {
+// Of two partitions of 9100 elements.
+constexpr uint64_t kFloatSumsBytes = 2 * 9 * 4096;
+
+class NodeStateAccumulateNarrow : public ::testing::Test, public ShardedJob {
+ protected:
+  explicit NodeStateAccumulateNarrow(NodeState::Options options = RoomyOptions())
+      : ShardedJob(NarrowParameters(), 2, options) {}
+  void SetUp() override { AttachAll(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  uint64_t DramUsed() { return node_.state().Node().dram_used_bytes; }
+  uint64_t GradientOfAll(uint32_t rank, uint64_t step) {
+    return node_.GradientRange(sessions_[rank], rank, 0, 9100, step);
+  }
+  std::vector<UpdateBlock> UpdatesOfSteps() {
+    std::vector<UpdateBlock> updates = node_.Logged<UpdateBlock>();
+    std::erase_if(updates, [](const auto& one) { return one.pass == UpdatePass::kMasters; });
+    return updates;
+  }
+  // The first passes of both ranks, and a further one of rank 0 that waits for its sums.
+  uint64_t DeliverFurther() {
+    DeliverOwn(0, 1);
+    DeliverOwn(1, 1);
+    node_.BeginPass(sessions_[0]);
+    const uint64_t further = GradientOfAll(0, 1);
+    EXPECT_EQ(node_.ErrorOf(further), kUnanswered);
+    return further;
+  }
+};
+
+TEST_F(NodeStateAccumulateNarrow, AskedForAtAttachSumsAreFloat32FromTheStart) {
+  ShardedJob job(NarrowParameters(), 1);
+  job.layout_ =
+      MakeShardedLayout({{{.rows = 9000}}}, {.ranks = 1, .dtype = protocol::DType::kBFloat16});
+  const uint64_t session = job.node_.Attach(job.layout_, {.accumulate = true});
+  ASSERT_OK(job.StatusOf(session));
+  job.node_.Gradient(session, 0, 1);
+  job.node_.RunTasks();
+  job.node_.BeginPass(session);
+  const uint64_t second = job.node_.Gradient(session, 0, 1);
+  job.node_.RunTasks();
+  EXPECT_EQ(job.node_.ErrorOf(second), ErrorId::kNone);
+  EXPECT_EQ(job.node_.Logged<AddGradients>()[0].sum_dtype, protocol::DType::kFloat32);
+  EXPECT_TRUE(job.node_.Logged<PopulateStepArena>().empty());
+  EXPECT_EQ(job.node_.fault(), "");
+}
+
+TEST_F(NodeStateAccumulateNarrow, TakeMemoryForFloat32SumsWithTheFirstFurtherPass) {
+  const uint64_t used_bytes = DramUsed();
+  const uint64_t further = DeliverFurther();
+  ASSERT_EQ(node_.Running<PopulateStepArena>().size(), 1U);
+  EXPECT_EQ(node_.Running<PopulateStepArena>()[0].bytes, kFloatSumsBytes);
+  EXPECT_EQ(DramUsed(), used_bytes + kFloatSumsBytes);
+  EXPECT_TRUE(node_.Running<AddGradients>().empty()) << "the old sums have no room for more";
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(further), ErrorId::kNone);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 1.0)) << "both passes";
+  for (const UpdateBlock& update : UpdatesOfSteps()) {
+    EXPECT_EQ(update.sum_dtype, protocol::DType::kFloat32);
+  }
+  // They stay: the next steps sum in them from their first pass on.
+  const size_t sums_before = node_.Logged<AddGradients>().size();
+  DeliverOwn(0, 2);
+  DeliverOwn(1, 2);
+  EXPECT_THAT(StepAll(2, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2.0));
+  EXPECT_EQ(node_.Logged<PopulateStepArena>().size(), 1U);
+  EXPECT_EQ(node_.Logged<AddGradients>()[sums_before].sum_dtype, protocol::DType::kFloat32);
+  EXPECT_EQ(DramUsed(), used_bytes + kFloatSumsBytes);
+  // A rank that attaches anew may say now that it accumulates.
+  node_.End(sessions_[1], EndCause::kDetached);
+  node_.RunTasks();
+  EXPECT_OK(StatusOf(node_.AttachOnly(layout_, {.rank = 1, .accumulate = true})));
+}
+
+TEST_F(NodeStateAccumulateNarrow, KeepNarrowSumsHoweverTheyAreCut) {
+  node_.GradientRange(sessions_[0], 0, 0, 4096, 1);
+  node_.GradientRange(sessions_[0], 0, 8192, 9100, 1);
+  const uint64_t before = node_.GradNorm(sessions_[0], 1);
+  DeliverOwn(1, 1);
+  EXPECT_EQ(node_.ErrorOf(before), ErrorId::kNone);
+  node_.BeginPass(sessions_[0]);
+  node_.GradientRange(sessions_[0], 0, 0, 8192, 1);
+  node_.GradientRange(sessions_[0], 0, 8192, 9100, 1);
+  node_.SetPresent(sessions_[0], 0, true);
+  node_.RunTasks();
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 1 + 2 + 1.0));
+}
+
+TEST_F(NodeStateAccumulateNarrow, WaitForReadersOfNarrowSums) {
+  DeliverOwn(0, 1);
+  const uint64_t norm = node_.GradNorm(sessions_[0], 0);
+  ASSERT_EQ(node_.Running<SumGradient>().size(), 1U);
+  const uint64_t other = GradientOfAll(1, 1);
+  ASSERT_EQ(node_.Running<AddGradients>().size(), 1U);
+  node_.BeginPass(sessions_[0]);
+  const uint64_t further = GradientOfAll(0, 1);
+  node_.FinishAll<PopulateStepArena>();
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U) << "that of the old sums alone";
+  node_.FinishAll<SumGradient>();
+  EXPECT_EQ(node_.Running<AddGradients>().size(), 1U);
+  node_.RunTasks();
+  EXPECT_EQ(node_.answer(norm)->completion.norm, 1.0) << "of the pass before";
+  EXPECT_EQ(node_.ErrorOf(other), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(further), ErrorId::kNone);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_EQ(node_.answer(tags_[0])->completion.norm, std::sqrt(2 + 1.0));
+}
+
+TEST_F(NodeStateAccumulateNarrow, ComeAfterAllRanksHaveCalledStep) {
+  const uint64_t further = DeliverFurther();
+  const uint64_t first = node_.Step(sessions_[0], 1, 0.1, 1.0);
+  const uint64_t second = node_.Step(sessions_[1], 1, 0.1, 1.0);
+  EXPECT_TRUE(UpdatesOfSteps().empty());
+  node_.RunTasks();
+  for (const uint64_t tag : {further, first, second}) EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  EXPECT_EQ(node_.answer(first)->completion.norm, std::sqrt(2 + 1.0));
+}
+
+TEST_F(NodeStateAccumulateNarrow, OfAnAttemptThatIsDroppedMeanwhileServeTheNext) {
+  DeliverFurther();
+  node_.SetAttempt(sessions_[0], 1);  // zero_grad on rank 0
+  GradientOfAll(0, 1);
+  node_.FinishAll<AddGradients>();
+  node_.RunTasks();
+  node_.SetAttempt(sessions_[1], 1);
+  DeliverOwn(1, 1);
+  EXPECT_EQ(node_.Logged<PopulateStepArena>().size(), 1U);
+  EXPECT_THAT(StepAll(1, 1.0), Each(ErrorId::kNone));
+  EXPECT_GE(node_.answer(tags_[0])->completion.norm, std::sqrt(2.0));
+}
+
+TEST_F(NodeStateAccumulateNarrow, ThatCannotBeMadeEndTheAttemptOfAllRanks) {
+  const uint64_t used_bytes = DramUsed();
+  DeliverFurther();
+  node_.Finish(node_.Running<PopulateStepArena>()[0].task,
+               protocol::MakeError(ErrorId::kDramLimit, "the node is full"));
+  node_.RunTasks();
+  EXPECT_EQ(DramUsed(), used_bytes);
+  EXPECT_THAT(StepAll(1), Each(ErrorId::kDramLimit));
+  EXPECT_THAT(MessageOf(tags_[1]), HasSubstr("the node is full"));
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    node_.SetAttempt(sessions_[rank], 1);
+    node_.BeginPass(sessions_[rank]);
+    GradientOfAll(rank, 1);
+  }
+  EXPECT_EQ(node_.Running<PopulateStepArena>().size(), 1U) << "it is tried again";
+  node_.RunTasks();
+  EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));
+}
+
+class NodeStateAccumulateTight : public NodeStateAccumulateNarrow {
+ protected:
+  NodeStateAccumulateTight() : NodeStateAccumulateNarrow(Tight()) {}
+
+  // What the job takes, and a page less than its float32 sums need.
+  static NodeState::Options Tight() {
+    ShardedJob roomy(NarrowParameters(), 2);
+    roomy.AttachAll();
+    NodeState::Options options = RoomyOptions();
+    options.dram_limit_bytes = roomy.node_.state().Node().dram_used_bytes + kFloatSumsBytes - 4096;
+    return options;
+  }
+};
+
+TEST_F(NodeStateAccumulateTight, AreRefusedWithTheNumbers) {
+  DeliverOwn(0, 1);
+  DeliverOwn(1, 1);
+  node_.BeginPass(sessions_[0]);
+  GradientOfAll(0, 1);
+  EXPECT_TRUE(node_.Logged<PopulateStepArena>().empty());
+  EXPECT_THAT(StepAll(1), Each(ErrorId::kDramLimit));
+  for (const uint64_t tag : tags_) {
+    EXPECT_THAT(MessageOf(tag), HasSubstr(absl::StrCat("sums in float32, ", kFloatSumsBytes)));
+    EXPECT_THAT(MessageOf(tag), HasSubstr(absl::StrCat(kFloatSumsBytes - 4096, " are free")));
+  }
+  EXPECT_EQ(View().committed_step, 0U);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    node_.SetAttempt(sessions_[rank], 1);
+    DeliverOwn(rank, 1);
+  }
+  EXPECT_THAT(StepAll(1), Each(ErrorId::kNone));
+}
+
+TEST(NodeStateAccumulateAttach, IsAskedForByTheFirstSessionAndNotWithSharedAttachment) {
   ShardedJob job(MakeShardedLayout({{{.rows = 20}}}), 2);
   const uint64_t first = job.node_.AttachOnly(job.layout_, {.rank = 0});
   ASSERT_OK(job.StatusOf(first));

@@ -65,6 +65,7 @@ struct Words {
   void operator()(const CreateJobMemory& a) const { Put({a.task, a.job, a.state_bytes}); }
   void operator()(const CreateJobSwap& a) const { Put({a.task, a.job, a.slots.size()}); }
   void operator()(const ReplaceStepArena& a) const { Put({a.task, a.job, a.step_bytes}); }
+  void operator()(const PopulateStepArena& a) const { Put({a.task, a.job, a.bytes}); }
   void operator()(const CreateSessionMemory& a) const { Put({a.task, a.session, a.grad_bytes}); }
   void operator()(const AnswerAttach& a) const { Put({a.session, Id(a.status), a.committed_step}); }
   void operator()(const AnswerCommand& a) const {

@@ -128,7 +128,11 @@ void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
 }
 
 void NodeModel::CheckBounds(const Use& use) {
-  const uint64_t size = SizeOf(use.memory);
+  uint64_t size = SizeOf(use.memory);
+  if (use.memory.starts_with("step ")) {
+    const JobMemory& job = jobs_[std::stoull(use.memory.substr(5))];
+    if (use.offset_bytes >= job.float_sums_offset) size = job.float_sums_end;
+  }
   if (use.memory.starts_with("state ")) {
     const auto& parts = jobs_[std::stoull(use.memory.substr(6))].state_parts;
     auto part = parts.upper_bound(use.offset_bytes);
@@ -390,6 +394,15 @@ void NodeModel::Apply(const ReplaceStepArena& a, TaskDone&) {
   }
 }
 
+void NodeModel::Apply(const PopulateStepArena& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  if (job.float_sums_end != 0) Fault("float32 sums are made twice");
+  if (a.offset_bytes < job.step_bytes) Fault("float32 sums lie over other parts of the step arena");
+  if (!done.status.ok()) return;
+  job.float_sums_offset = a.offset_bytes;
+  job.float_sums_end = a.offset_bytes + a.bytes;
+}
+
 void NodeModel::Apply(const CreateSessionMemory& a, TaskDone&) {
   if (sessions_[a.session].bytes != 0) Fault("a session got its arena twice");
   sessions_[a.session].bytes = a.grad_bytes;
@@ -407,6 +420,7 @@ void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
 NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                               uint64_t offset_bytes) {
   const uint64_t width = protocol::SizeBytes(sum_dtype);
+  if (offset_bytes >= job.float_sums_offset) offset_bytes -= job.float_sums_offset;
   uint32_t partition = 0;
   while (true) {
     const uint64_t elems = job.layout->partitions()[partition].elems;
@@ -415,6 +429,10 @@ NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DT
     offset_bytes -= bytes;
     ++partition;
   }
+}
+
+NodeModel::Accumulators& NodeModel::AccumulatorsAt(JobMemory& job, uint64_t offset_bytes) {
+  return offset_bytes >= job.float_sums_offset ? job.float_sums : job.accumulators;
 }
 
 // Bytes that were given back to the client may be anything. That is well where the attempt was
@@ -434,7 +452,13 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
   const ElemPlace place = AccumulatorAt(job, a.sum_dtype, a.accumulator_offset_bytes);
   if (place.elem % protocol::kGradUnitElems != 0) Fault("a pass begins within a unit");
   std::vector<GradientToken> tokens;
-  for (size_t i = 0; i < a.sources.size(); ++i) {
+  // Of a sharded job nothing is in the overflow: this is what the narrow accumulator holds.
+  const bool widens =
+      a.sources[0].session == 0 && a.accumulator_offset_bytes >= job.float_sums_offset;
+  if (widens && (AccumulatorAt(job, a.dtype, a.sources[0].offset_bytes) != place || !a.assign)) {
+    Fault("the sum of other elements is widened, or added to");
+  }
+  for (size_t i = widens ? 1 : 0; i < a.sources.size(); ++i) {
     const GradientSource& source = a.sources[i];
     const auto& from = source.session != 0 ? sessions_[source.session].gradients : job.overflow;
     tokens.push_back(TokenAt(from, width, source.offset_bytes));
@@ -443,8 +467,10 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
   if (done.count > 0) return;
   for (uint64_t elem = 0; elem < a.elems; elem += protocol::kGradUnitElems) {
     const uint64_t unit = (place.elem + elem) / protocol::kGradUnitElems;
-    std::vector<GradientToken>& sum = job.accumulators[{place.partition, unit}];
+    std::vector<GradientToken>& sum =
+        AccumulatorsAt(job, a.accumulator_offset_bytes)[{place.partition, unit}];
     if (a.assign) sum.clear();
+    if (widens) sum = job.accumulators[{place.partition, unit}];
     sum.insert(sum.end(), tokens.begin(), tokens.end());
     if (elem == 0) done.squares.AddChunk(static_cast<double>(sum.size()));
   }
@@ -453,7 +479,8 @@ void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
 void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
   const ElemPlace place = AccumulatorAt(jobs_[a.job], a.sum_dtype, a.accumulator_offset_bytes);
   const uint64_t unit = place.elem / protocol::kGradUnitElems;
-  const auto& sum = jobs_[a.job].accumulators[{place.partition, unit}];
+  const auto& sum =
+      AccumulatorsAt(jobs_[a.job], a.accumulator_offset_bytes)[{place.partition, unit}];
   done.squares.AddChunk(static_cast<double>(sum.size()));
 }
 
@@ -519,7 +546,9 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
     job.updated_elems[segment.param] += segment.elems;
     for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
          elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
-      const auto& tokens = job.accumulators[{place.partition, elem / protocol::kGradUnitElems}];
+      const auto& tokens = AccumulatorsAt(
+          job,
+          segment.accumulator_offset_bytes)[{place.partition, elem / protocol::kGradUnitElems}];
       const auto [used, first] =
           job.used.emplace(std::pair(segment.param, place.partition), tokens);
       if (first) continue;

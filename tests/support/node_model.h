@@ -92,17 +92,21 @@ class NodeModel {
     uint64_t bytes = 0;
     bool writes = false;
   };
+  // By partition and unit of kGradUnitElems.
+  using Accumulators = std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>>;
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t weights_bytes = 0;
     // Of the state arena, that have memory: offset to bytes.
     std::map<uint64_t, uint64_t> state_parts;
     uint64_t step_bytes = 0;
+    uint64_t float_sums_offset = UINT64_MAX;  // behind it, once they have memory
+    uint64_t float_sums_end = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
     std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
-    // By partition and unit of kGradUnitElems.
-    std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>> accumulators;
+    Accumulators accumulators;
+    Accumulators float_sums;                     // instead, from when they are used
     std::map<uint64_t, nvme::Slot> written;      // by block, in this step
     std::map<uint64_t, nvme::Slot> published;    // by block
     std::set<uint64_t> masters_set;              // staged blocks that are to be written
@@ -148,6 +152,8 @@ class NodeModel {
 
     bool operator==(const ElemPlace&) const = default;
   };
+  // Those that hold an offset of the step arena.
+  static Accumulators& AccumulatorsAt(JobMemory& job, uint64_t offset_bytes);
   // The element at an offset of the accumulators, which lie side by side.
   static ElemPlace AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
                                  uint64_t offset_bytes);
@@ -162,6 +168,7 @@ class NodeModel {
   void Apply(const daemon::CreateJobMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateJobSwap& a, daemon::TaskDone& done);
   void Apply(const daemon::ReplaceStepArena& a, daemon::TaskDone& done);
+  void Apply(const daemon::PopulateStepArena& a, daemon::TaskDone& done);
   void Apply(const daemon::CreateSessionMemory& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyInitial& a, daemon::TaskDone& done);
   void Apply(const daemon::CopyToStepArena& a, daemon::TaskDone& done);

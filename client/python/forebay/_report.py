@@ -38,11 +38,12 @@ def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float
         if arena["job"] == job:
             kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
     ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
-    sums = 4 if sums_are_float32 else plan.grad_dtype.itemsize
+    width = plan.grad_dtype.itemsize
+    sums = "4" if sums_are_float32 or width == 4 else f"{width} (4 more from a second backward pass on)"
     yield (
         f"job {job} is sharded over {ranks}: {found['params']:,} parameters, "
         f"{found['optimizer']}, {found['format']}. Bytes a parameter: weights {plan.dtype.itemsize} "
-        f"({DTYPE_NAMES[plan.dtype]}), gradients {plan.grad_dtype.itemsize} to the daemon "
+        f"({DTYPE_NAMES[plan.dtype]}), gradients {width} to the daemon "
         f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
     )
     blocks, resident = found["blocks"], found["resident_blocks"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from forebay import _fsdp
 from models import batch, loss_of, scaled_step
-from sharded_ranks import Twins, case, refused, small_net
+from sharded_ranks import Twins, assert_same, case, full, refused, small_net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -146,25 +146,20 @@ def a_grad_scaler(ranks):
 
 @case(2)
 def sums_of_16_bit_gradients(ranks):
-    """They are float32 where the attach asks for it; else a second pass has no room."""
-    model = ranks.shard(small_net().to(torch.bfloat16))
-    opt = ranks.attach(model, accumulate=PASSES)
-    for number in range(PASSES):
-        (loss_of(model, ranks.batch(number)) / PASSES).backward()
-    opt.step()
-    assert opt.committed_step == 1
-    opt.detach()
-    narrow = ranks.shard(small_net().to(torch.bfloat16))
-    opt = ranks.attach(narrow, job=f"{ranks.job}.narrow")
-    loss_of(narrow, ranks.batch(1)).backward()
-    with refused("E_UNSUPPORTED", "second backward pass", "accumulate"):
-        loss_of(narrow, ranks.batch(2)).backward()
-        opt.step()
-    opt.zero_grad()
-    loss_of(narrow, ranks.batch(3)).backward()
-    opt.step()
-    assert opt.committed_step == 1
-    opt.detach()
+    """They are float32 from attach on, or from the first step on that has a second pass: the same bits."""
+    values = []
+    for accumulate in (PASSES, 1):
+        model = ranks.shard(small_net().to(torch.bfloat16))
+        opt = ranks.attach(model, job=f"{ranks.job}.{accumulate}", accumulate=accumulate)
+        for step, passes in enumerate((1, PASSES, 1, 2)):
+            for number in range(passes):
+                (loss_of(model, ranks.batch(10 * step + number)) / passes).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+        assert opt.committed_step == 4
+        values.append(full(model))
+        opt.detach()
+    assert_same(*values)
 
 
 @case(2)
