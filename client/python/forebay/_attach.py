@@ -123,7 +123,7 @@ def mode_of(
             )
         return "sharded"
     given += sharded
-    if mode is None and _is_on_meta(model):
+    if mode is None and _is_elsewhere(model):
         return "sharded"
     if given and mode != "sharded":
         raise usage_error(
@@ -132,8 +132,10 @@ def mode_of(
     return mode or "shared"
 
 
-def _is_on_meta(model: nn.Module) -> bool:
-    return isinstance(model, nn.Module) and any(one.is_meta for one in model.parameters())
+def _is_elsewhere(model: nn.Module) -> bool:
+    """On the meta device or a GPU."""
+    is_module = isinstance(model, nn.Module)
+    return is_module and any(one.device.type != "cpu" for one in model.parameters())
 
 
 def shard(model: nn.Module, fsdp: Mapping[str, Any]) -> None:
@@ -151,6 +153,7 @@ def attach_sharded(
     *,
     name_prefix: str,
     accumulate: bool,
+    prefetch_bytes: int,
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
@@ -192,7 +195,9 @@ def attach_sharded(
 
         attachment = _ranks.together(send)
         _ranks.together(lambda: source.prepare(attachment, plan.layout.index))
-        engine = _sharded.ShardedEngine(attachment, plan, request.rank, request.timeout)
+        engine = _sharded.ShardedEngine(
+            attachment, plan, request.rank, request.timeout, prefetch_bytes
+        )
         if attachment.writes_initial:
             source.write(engine)
         undo.shards = _sharded.bind(engine)

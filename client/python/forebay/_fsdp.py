@@ -3,6 +3,7 @@ to 2.15: docs/ARCHITECTURE.md says which versions ran the tests, and what older 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ _GROUP_ATTRIBUTES = (
     "is_unsharded",
     "mesh_info",
     "post_forward_mesh_info",
+    "wait_for_unshard",
 )
 _STATE_ATTRIBUTES = ("_comm_ctx", "_is_root", "_state_ctx", "_training_state")
 _CONTEXT_ATTRIBUTES = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")
@@ -242,8 +244,8 @@ def _cut(ranges: list[tuple[int, int]], dim: int, parts: int, index: int) -> Non
 class Unit:
     """Parameters that FSDP2 gathers together."""
 
-    def __init__(self, state: Any, group: Any, name: str) -> None:
-        self._state, self._group, self.name = state, group, name
+    def __init__(self, module: FSDPModule, state: Any, group: Any, name: str) -> None:
+        self._module, self._state, self._group, self.name = module, state, group, name
         self.shards: list[Shard] = []
         _check(group, _GROUP_ATTRIBUTES)
         _check(state, _STATE_ATTRIBUTES)
@@ -301,8 +303,24 @@ class Unit:
             raise _wrong_torch("gloo sums the gradients that FSDP2 wants the mean of")  # torch 2.7
         setattr(self._group, name, True)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Of its whole parameters."""
+        return sum(math.prod(one.shape) * one.param_dtype.itemsize for one in self.shards)
+
+    def prefetch_in_forward(self, units: Sequence[Unit]) -> None:
+        """What is gathered as soon as this unit is, before its forward."""
+        self._module.set_modules_to_forward_prefetch([unit._module for unit in units])
+
+    def is_beside(self, other: Unit) -> bool:
+        """Whether one forward of their root uses both."""
+        return self._state._state_ctx is other._state._state_ctx
+
     def reshard(self) -> None:
-        """Frees what is gathered: its bytes are those of an older step."""
+        """Frees what is gathered, or was prefetched and not used: its bytes are those of an older
+        step."""
+        if self._group._all_gather_result is not None:
+            self._group.wait_for_unshard()
         if self._group.is_unsharded:
             self._group._to_sharded()
 
@@ -376,10 +394,10 @@ def units_of(model: nn.Module, prefix: str) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, str] = {}
     for module_name, module in model.named_modules():
-        for state, group in _groups_of(module):
+        for state, group in _groups_of(module) if isinstance(module, FSDPModule) else ():
             if any(group is unit._group for unit in units):
                 continue
-            unit = Unit(state, group, prefix + (plain_name(module_name) or "root"))
+            unit = Unit(module, state, group, prefix + (plain_name(module_name) or "root"))
             for param in group.fsdp_params:
                 name = names.get(id(param.sharded_param))
                 if name is None:  # gathered now: found by its place
@@ -396,9 +414,7 @@ def units_of(model: nn.Module, prefix: str) -> list[Unit]:
     return units
 
 
-def _groups_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(module, FSDPModule):
-        return
+def _groups_of(module: FSDPModule) -> Iterator[tuple[Any, Any]]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

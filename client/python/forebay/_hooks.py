@@ -235,6 +235,9 @@ class Engine:
     def after_step(self) -> None:
         """The weights are those of another step."""
 
+    def end(self) -> None:
+        """The model is not attached any more."""
+
     def release_all(self) -> None:
         for group in self.groups:
             group.in_backward, group.forwards = False, 0

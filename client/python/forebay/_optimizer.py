@@ -505,6 +505,7 @@ def _end(engine: Engine, handles: list[RemovableHandle], guards: Guards, process
     detach()) gives what lives of the model private parameters and ends it."""
     for handle in handles:
         handle.remove()
+    engine.end()
     if engine.attachment is not None:
         guards.give_private_copies()
     guards.remove()

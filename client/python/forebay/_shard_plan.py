@@ -32,6 +32,8 @@ def shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise _number_of_ranks()
     for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise _on_a_device(f"parameter {name}", parameter.device)
         _fsdp.check_runs_on(parameter.device)
         if parameter.dim() == 0:
             raise unsupported(
@@ -64,11 +66,7 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
         if unit.is_resharded_to_smaller_mesh:
             raise _number_of_ranks()
         if unit.device.type != "cpu":
-            raise unsupported(
-                f"group {unit.name} is on device {unit.device}; only CPU meshes (gloo) can be "
-                "attached yet",
-                'init_device_mesh("cpu", (world_size,))',
-            )
+            raise _on_a_device(f"group {unit.name}", unit.device)
         for one in unit.shards:
             managed.add(id(one.parameter))
             _refuse_shard(one)
@@ -79,6 +77,13 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
                 "fully_shard(model) as the last call, without ignored_params",
             )
     _refuse_mixed_types(units)
+
+
+def _on_a_device(what: str, device: torch.device) -> UsageError:
+    return unsupported(
+        f"{what} is on device {device}; only CPU meshes (gloo) can be attached yet",
+        'model.to("cpu") and init_device_mesh("cpu", (world_size,))',
+    )
 
 
 def _refuse_mixed_types(units: Sequence[Unit]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +150,12 @@ class ShardedEngine(Engine):
     mode = "sharded"
 
     def __init__(
-        self, attachment: Attachment, plan: ShardedPlan, rank: int, timeout: float
+        self,
+        attachment: Attachment,
+        plan: ShardedPlan,
+        rank: int,
+        timeout: float,
+        prefetch_bytes: int = 0,
     ) -> None:
         from . import _core
 
@@ -181,6 +186,8 @@ class ShardedEngine(Engine):
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
         self._has_said = rank != 0
+        self._prefetch_bytes = prefetch_bytes
+        self._order: dict[int, Unit] = {}  # by group, as forwards before the first step gather them
 
     def shards(self) -> Iterator[ShardMember]:
         """All members, group by group."""
@@ -239,6 +246,8 @@ class ShardedEngine(Engine):
     def padded(self, member: ShardMember) -> torch.Tensor:
         """The member's part of what its unit's gather takes; the first that asks brings all."""
         group = member.group
+        if self._prefetch_bytes and torch._C._current_graph_task_id() == -1:
+            self._order.setdefault(group.number, group.unit)
         if member.source is not None:
             if not self._is_located:
                 self._locate()
@@ -355,6 +364,13 @@ class ShardedEngine(Engine):
     def release_all(self) -> None:
         super().release_all()
         self._is_located = False  # step is called
+        if self._prefetch_bytes and self._order:
+            prefetch_along(list(self._order.values()), self._prefetch_bytes)
+            self._prefetch_bytes = 0
+
+    def end(self) -> None:
+        for unit in self._order.values():
+            unit.prefetch_in_forward(())
 
     def after_step(self) -> None:
         for group in self.shard_groups:
@@ -424,8 +440,8 @@ class ShardedEngine(Engine):
         member.group.arrived += 1
 
     def deliver(self, member: Member, gradient: torch.Tensor) -> None:
-        """Of this or a further backward of the step. Errors: E_UNSUPPORTED where there is no room for
-        sums, or the gradient was scaled before."""
+        """Of this or a further backward of the step. Errors: E_UNSUPPORTED where the gradient was scaled
+        before."""
         assert self.attachment is not None and isinstance(member, ShardMember)
         in_autograd = torch._C._current_graph_task_id() != -1
         if not in_autograd and (member.backward == self._backwards or self._backwards == 0):
@@ -481,6 +497,19 @@ class ShardedEngine(Engine):
             attachment.flush_gradients(partition)
         except ForebayError as error:
             raise_unless_step_raises(error)
+
+
+def prefetch_along(order: Sequence[Unit], limit_bytes: int) -> None:
+    """FSDP2 gathers the next units of a forward ahead, as many as fit into the limit. All ranks have
+    gathered in one order, or they could not have gathered at all."""
+    for index, unit in enumerate(order):
+        ahead, size_bytes = [], 0
+        for other in order[index + 1 :]:
+            size_bytes += other.gathered_bytes
+            if size_bytes > limit_bytes or not unit.is_beside(other):
+                break
+            ahead.append(other)
+        unit.prefetch_in_forward(ahead)
 
 
 class BeforeForward(InertOnCopy):

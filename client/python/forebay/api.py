@@ -42,6 +42,7 @@ def attach(
     wrap: Sequence[nn.Module] | None = None,
     name_prefix: str = "",
     accumulate: int = 1,
+    prefetch_bytes: int = 0,
     initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
@@ -67,15 +68,22 @@ def attach(
     resume             Continues a job that another run has left.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
                        process group. None: sharded where fully_shard() was called on the model or it
-                       is on the meta device, else shared; opt.mode says which. A plain model is sharded by fully_shard() on the
-                       elements of its outermost ModuleList or Sequential, and on the model.
+                       is on the meta device or a GPU, else shared; opt.mode says which. A plain
+                       model is sharded by fully_shard() on the elements of its outermost ModuleList
+                       or Sequential, and on the model.
     mesh, mp_policy,   Of mode="sharded" and a plain model: arguments of fully_shard();
     reshard_after_forward, wrap  `wrap` lists the modules to call it on, before the model.
     name_prefix        Of mode="sharded": in front of the parameters' names, where ranks hold different
                        modules (pipeline stages) with the same names.
     accumulate         Of mode="sharded": how many backward passes a step has, at most. Above 1 the
                        sums of gradients take 4 bytes a parameter; where gradients are reduced in
-                       float32 they do anyway, and every number is accepted.
+                       float32 they do anyway. Where they are reduced in 16 bits and it is 1, sums take 2,
+                       and 4 more from the first step on that has a second pass: E_DRAM_LIMIT where the
+                       node has no room for them then.
+    prefetch_bytes     Of mode="sharded": FSDP2 gathers layers ahead of the one that computes in
+                       forward, as many as fit into this, in the order that the first step's forward
+                       took (set_modules_to_forward_prefetch). 0: as FSDP2 does without it. On CPUs a
+                       gather ends before FSDP2 goes on: this costs memory and gains nothing there.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
@@ -120,6 +128,7 @@ def attach(
     given = {
         "name_prefix": bool(name_prefix),
         "accumulate": passes > 1,
+        "prefetch_bytes": prefetch_bytes != 0,
         "initial": initial is not None,
     }
     sharded = [name for name, is_given in given.items() if is_given]
@@ -154,6 +163,7 @@ def attach(
         request,
         name_prefix=name_prefix,
         accumulate=passes > 1,
+        prefetch_bytes=_size_bytes("prefetch_bytes", prefetch_bytes),
         initial=initial,
     )
 

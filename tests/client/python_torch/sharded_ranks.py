@@ -239,6 +239,7 @@ def main():
     import sharded_training  # noqa: F401
     import sharded_passes  # noqa: F401
     import sharded_meta  # noqa: F401
+    import sharded_gathers  # noqa: F401
     import sharded_writes  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:

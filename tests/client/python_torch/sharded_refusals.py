@@ -14,7 +14,7 @@ from forebay._shard_tensor import ShardTensor
 from models import loss_of
 from sharded_ranks import LR, Twins, case, refused, small_net
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def at_attach(ranks, model, code, message, hint, optimizer=None, **options):
@@ -243,6 +243,30 @@ def lamb(ranks):
     model = ranks.shard(small_net())
     with refused("E_UNSUPPORTED", "optimizer lamb with sharded", "another optimizer"):
         ranks.attach(model, forebay.Lamb(lr=LR))
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, where there is none."""
+
+    @staticmethod
+    def __new__(cls, values):
+        options = {"dtype": values.dtype, "device": "cuda:0"}
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, _types, args=(), _kwargs=None):
+        assert function is torch.ops.aten.detach.default, function
+        return cls(args[0])
+
+
+@case(2)
+def a_model_on_a_gpu(ranks):
+    """It means sharded, which does not run there yet: refused before fully_shard() was called."""
+    model = small_net()
+    model.norm.weight = nn.Parameter(OnGpu(model.norm.weight))
+    with refused("E_UNSUPPORTED", "parameter norm.weight is on device cuda:0; only CPU meshes", "cpu"):
+        ranks.attach(model)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @case(2)

@@ -11,6 +11,7 @@ import sys
 import forebay
 import pytest
 import sharded_composition  # noqa: F401
+import sharded_gathers  # noqa: F401
 import sharded_meta  # noqa: F401
 import sharded_passes  # noqa: F401
 import sharded_ranks
