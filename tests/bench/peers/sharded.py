@@ -4,8 +4,8 @@ AdamW, in alternation in one run.
 
 Both keep float32 parameters; with bf16 both compute in it. Prints, for fp32 and bf16, the seconds of
 the optimizer phase (opt.step(): from the last gradient to the next forward) and of the whole step, how
-many times as fast Forebay is, and the peak of the memory (PSS of the ranks and the daemon); writes
-OUT/sharded.jsonl. Needs an environment with torch and the forebay package: the interpreter it is
+many times as fast Forebay is, the peak of the memory (PSS of the ranks and the daemon), for bf16 also
+with all states on swap, and the bytes that Forebay copies for a step; writes OUT/sharded.jsonl. Needs an environment with torch and the forebay package: the interpreter it is
 started with. docs/benchmarks.md says what the figures mean.
 """
 
@@ -24,10 +24,15 @@ import quiet
 
 HERE = pathlib.Path(__file__).resolve().parent
 DRAM = {"110M": "4GiB", "smoke": "256MiB"}
+DRAM_WITH_SWAP = {"110M": "608MiB", "smoke": "128MiB"}  # what is not states, and few of them
 GOALS = {"bf16": 1.5, "fp32": 1.3}  # times as fast, of the optimizer phase
 BYTES_OF_FSDP2 = 16  # a parameter: float32 weights, gradient and two moments
 # Of them, beside what both need; and MiB on top.
-MEMORY_GOALS = {"bf16": (0.90, 128), "fp32": (1.02, 128)}
+MEMORY_GOALS = {
+    ("forebay", "bf16"): (0.90, 128),
+    ("forebay", "fp32"): (1.02, 128),
+    ("forebay-on-swap", "bf16"): (0.30, 256),
+}
 PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
 SAMPLE_S = 0.02
 # While memory is sampled: else glibc keeps some 800 MiB of either side's, by chance more or less.
@@ -71,16 +76,21 @@ class Peak:
             thread.join()
 
 
-def start_sides(args, folder, variables):
+def start_sides(args, keys, variables):
     worker = [sys.executable, HERE / "sharded_worker.py", "--size", args.size]
-    run = [args.build / "bin" / "forebay", "run", "--dram", DRAM[args.size], "--"]
+    run = [args.build / "bin" / "forebay", "run", "--dram"]
+    swap = ["--swap", args.out / "swap", "--swap-size", "3GiB" if args.size == "110M" else "64MiB"]
+    runs = {
+        "fsdp2": [],
+        "forebay": [*run, DRAM[args.size], "--"],
+        "forebay-on-swap": [*run, DRAM_WITH_SWAP[args.size], *swap, "--"],
+    }
     sides = {}
-    for dtype in GOALS:
-        for by in ("fsdp2", "forebay"):
-            print(f"starting {by} {dtype}", flush=True)
-            command = [*(run if by == "forebay" else []), *worker, "--by", by, "--dtype", dtype]
-            log = folder / f"sharded-{by}-{dtype}.log"
-            sides[by, dtype] = phase.Side(f"{by} {dtype}", command, os.environ | variables, log)
+    for by, dtype in keys:
+        print(f"starting {by} {dtype}", flush=True)
+        command = [*runs[by], *worker, "--by", by, "--dtype", dtype]
+        log = args.out / f"sharded-{by}-{dtype}.log"
+        sides[by, dtype] = phase.Side(f"{by} {dtype}", command, os.environ | variables, log)
     return sides
 
 
@@ -134,25 +144,37 @@ def rows_of(rounds, peaks, params):
             least = goal if part == "step" else 1.0
             compared = {"case": f"{case}/fsdp2-over-forebay", "unit": "times", "goal": least}
             rows.append(compared | figures.spread(ratios))
+    for (by, dtype), peak in peaks.items():
+        row = {"case": f"sharded/format={dtype}/peak/by={by}", "unit": "MiB"}
+        rows.append(row | {"value": peak.bytes / 2**20})
+    for (by, dtype), (share, extra) in MEMORY_GOALS.items():
         own = BYTES_OF_FSDP2 * params
         both_need = peaks["fsdp2", dtype].bytes - own  # interpreters, activations, gathered groups
-        rest = peaks["forebay", dtype].bytes - both_need
-        share, extra = MEMORY_GOALS[dtype]
-        for by in ("fsdp2", "forebay"):
-            case = f"sharded/format={dtype}/peak/by={by}"
-            rows.append({"case": case, "unit": "MiB", "value": peaks[by, dtype].bytes / 2**20})
-        held = {"beyond-what-both-need": rest, "arenas": peaks["forebay", dtype].arenas}
-        for name, count in held.items():
+        peak = peaks[by, dtype]
+        for name, count in {"rest": peak.bytes - both_need, "arenas": peak.arenas}.items():
             rows.append(
                 {
-                    "case": f"sharded/format={dtype}/peak/forebay-{name}",
+                    "case": f"sharded/format={dtype}/{name}/by={by}",
                     "unit": "MiB",
                     "value": count / 2**20,
                     "goal": share * own / 2**20 + extra,
                     "bytes_a_parameter": count / params,
                 }
             )
-    return rows
+    return rows + [row_of_bytes(key, side, params) for key, side in last_turns(rounds).items()]
+
+
+def last_turns(rounds):
+    turns = rounds.kept[-1].items()
+    return {key: turn for key, turn in turns if "copied_bytes" in turn}
+
+
+def row_of_bytes(key, turn, params):
+    """What a step copies beside what FSDP2 does, of all ranks."""
+    by, dtype = key
+    row = {"case": f"sharded/format={dtype}/copied/by={by}", "unit": "bytes a parameter"}
+    gathered, delivered = turn["copied_bytes"] / params, turn["grad_bytes"] / params
+    return row | {"value": gathered + delivered, "gathered": gathered, "delivered": delivered}
 
 
 def table(rows):
@@ -188,25 +210,28 @@ def parse_args():
     return args
 
 
-def with_sides(args, variables, work):
-    """work(args, sides), and the parameters of the model."""
-    sides = start_sides(args, args.out, variables)
+def with_sides(args, keys, variables, work):
+    """work(args, sides), and what the sides say of the model."""
+    sides = start_sides(args, keys, variables)
     try:
         done = work(args, sides)
-        params = next(iter(sides.values())).facts["params"]
+        facts = {key: side.facts for key, side in sides.items()}
         for side in sides.values():
             side.end()
     finally:
         for side in sides.values():
             side.kill()
-    return done, params
+    return done, facts
 
 
 def main():
     args = parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    rounds, params = with_sides(args, {}, measure)
-    peaks, _ = with_sides(args, FREED_AT_ONCE, measure_peaks)
+    (args.out / "swap").mkdir(parents=True, exist_ok=True)
+    timed = [(by, dtype) for dtype in GOALS for by in ("fsdp2", "forebay")]
+    rounds, facts = with_sides(args, timed, {}, measure)
+    sampled = [*timed, ("forebay-on-swap", "bf16")]
+    peaks, on_swap = with_sides(args, sampled, FREED_AT_ONCE, measure_peaks)
+    params = facts[timed[0]]["params"]
     if not rounds.kept:
         sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
     rows = rows_of(rounds, peaks, params)
@@ -214,6 +239,8 @@ def main():
         "case": "sharded/facts",
         "date": datetime.date.today().isoformat(),
         "params": params,
+        "blocks_in_dram": on_swap[sampled[-1]]["blocks_in_dram"],
+        "blocks": on_swap[sampled[-1]]["blocks"],
         "rejected": rounds.rejected,
         "noise": statistics.median(rounds.noise),
     }

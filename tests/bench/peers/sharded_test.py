@@ -38,6 +38,9 @@ def test_both_sides_train_and_are_compared(tmp_path):
             ratio = rows[f"{case}/part={part}/fsdp2-over-forebay"]["value"]
             assert own > 0 and ratio == pytest.approx(theirs / own)
         assert rows[f"{case}/peak/by=forebay"]["value"] > 0
+        copied = rows[f"{case}/copied/by=forebay"]  # gathers read in place, gradients are delivered
+        assert (copied["gathered"], copied["delivered"]) == (0, 4 if dtype == "fp32" else 2)
+    assert rows["sharded/format=bf16/arenas/by=forebay-on-swap"]["value"] > 0
 
 
 def test_the_cost_of_a_group_is_printed():

@@ -2,8 +2,8 @@
 and sleep in between.
 
 Started by sharded.py; the Forebay sides under `forebay run`. This process is rank 0 and starts rank 1.
-Each message is answered with the seconds of forward, backward and step, the slower rank's of each, and
-the loss.
+Each message is answered with the seconds of forward, backward and step, the slower rank's of each, the
+bytes that Forebay has copied, and the loss.
 """
 
 import argparse
@@ -52,6 +52,27 @@ def optimizer_of(model, args):
     return forebay.attach(model, rule, rank=distributed.get_rank(), world_size=RANKS)
 
 
+def blocks_of(args):
+    """Of the daemon, in all and in DRAM."""
+    if args.by == "fsdp2":
+        return {}
+    import forebay
+
+    (job,) = forebay.status()["jobs"]
+    return {"blocks": job["blocks"], "blocks_in_dram": job["resident_blocks"]}
+
+
+def copied_bytes(opt):
+    """By Forebay's client, of all ranks, since attach."""
+    names = ("copied_bytes", "grad_bytes")
+    if not hasattr(opt, "stats"):
+        return {}
+    stats = opt.stats()
+    total = torch.tensor([stats[name] for name in names])
+    distributed.all_reduce(total)
+    return dict(zip(names, total.tolist()))
+
+
 def one_step(model, opt, tokens):
     """Each part begins when both ranks have ended the one before: opt.step() of Forebay waits for the
     other rank's backward, and torch's does not."""
@@ -68,12 +89,14 @@ def one_step(model, opt, tokens):
         opt.step()
         opt.zero_grad()
 
+    before = copied_bytes(opt)
     loss = timed(lambda: model(tokens))
     timed(loss.backward)
     timed(step)
+    copied = {name: count - before[name] for name, count in copied_bytes(opt).items()}
     slower = torch.tensor(seconds)
     distributed.all_reduce(slower, distributed.ReduceOp.MAX)
-    return dict(zip(PARTS, slower.tolist())) | {"loss": loss.item()}
+    return dict(zip(PARTS, slower.tolist())) | copied | {"loss": loss.item()}
 
 
 def train(rank, store, args, messages):
@@ -91,7 +114,8 @@ def train(rank, store, args, messages):
     gc.collect()
     generator = torch.Generator().manual_seed(1 + rank)
     if rank == 0:
-        messages.send({"params": params, "dtype": args.dtype, "threads": torch.get_num_threads()})
+        facts = {"params": params, "dtype": args.dtype, "threads": torch.get_num_threads()}
+        messages.send(facts | blocks_of(args))
     while True:
         word = [messages.recv() if rank == 0 else None]
         distributed.broadcast_object_list(word)
@@ -112,7 +136,7 @@ def end_with_rank_0():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by", choices=["fsdp2", "forebay"], required=True)
+    parser.add_argument("--by", choices=["fsdp2", "forebay", "forebay-on-swap"], required=True)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
     parser.add_argument("--size", choices=gpt.SIZES, required=True)
     parser.add_argument("--connect", required=True, help="path of the socket of sharded.py")
