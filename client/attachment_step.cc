@@ -122,8 +122,7 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> req
 absl::StatusOr<StepResult> Attachment::State::EndStep() {
   const Answer answer = *step->answer;
   step.reset();
-  const ErrorId id = protocol::IdOf(answer.status);
-  const bool anew = id == ErrorId::kNonfinite || id == ErrorId::kGradDropped;
+  const bool anew = !answer.status.ok() && answer.completion.attempt > attempt;
   absl::Status kept = kept_grad_error;
   if (anew || protocol::IdOf(kept) == ErrorId::kNonfinite) kept_grad_error = absl::OkStatus();
   if (anew) BeginAttempt(answer.completion.attempt);

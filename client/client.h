@@ -143,7 +143,8 @@ struct Counters {
 // Errors     What fails after its call has returned is kept, the first of its kind. A release error
 //            is returned once, by the next Fetch, Release, gradient call or Step. A gradient error
 //            is returned by every gradient call and Step until DropGradients; E_NONFINITE until a
-//            Step has returned it, after which step t can be repeated.
+//            Step has returned it. After that, and after E_GRAD_DROPPED and E_DRAM_LIMIT of Step, the
+//            attempt at the step begins anew: gradients are delivered again.
 // Threads    Any. Calls are serialised: one that waits holds up the others, but for the accessors.
 // Ownership  Spans die with the object, or with what weights_owner() and grad_owner() returned.
 class Attachment {

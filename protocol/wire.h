@@ -113,7 +113,7 @@ struct StepRequest {
   uint32_t param_groups;       // 1 to kParamGroupsMax; covers every param_group of the layout
   uint32_t extra_state_bytes;  // 0 to what the session took at attach
   double max_grad_norm;        // 0: no clipping
-  double grad_scale;           // the gradient is multiplied by it, before clipping; 0: by 1
+  double grad_scale = 1;  // the gradient is multiplied by it, before clipping; finite in float32
   // Each element, scaled, is then brought into these bounds: grad_min < 0 < grad_max, without
   // max_grad_norm. Both 0: no bounds.
   double grad_min = 0;

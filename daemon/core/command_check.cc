@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -265,9 +266,11 @@ absl::Status CheckStepRequest(const Command& command, const StepRequestCopied& c
                      " of ", request.param_groups, " parameter groups"));
   }
   RETURN_IF_ERROR(CheckPresence(copied.presence, layout));
-  if (!(request.grad_scale >= 0) || std::isinf(request.grad_scale)) {
+  if (!(std::abs(request.grad_scale) <= std::numeric_limits<float>::max())) {
     return MakeError(ErrorId::kOption,
-                     absl::StrCat("grad_scale ", request.grad_scale, " is not finite, 0 or above"));
+                     absl::StrCat("grad_scale ", request.grad_scale, " is not finite in float32"),
+                     "it is what the gradients were multiplied by after backward (clip_grad_norm_, "
+                     "GradScaler, mul_); zero_grad leaves the batch out");
   }
   if (!(request.max_grad_norm >= 0)) {
     return MakeError(ErrorId::kOption,

@@ -386,11 +386,11 @@ void Step::DecideWhenReduced() {
   const StepCall& call = barrier_.by_rank().begin()->second;
   // Reduced gradients are the mean already.
   const uint32_t addends = spec_.layout->is_shared() ? members_.world_size() : 1;
-  const double asked = call.request.grad_scale == 0 ? 1.0 : call.request.grad_scale;
+  const double asked = call.request.grad_scale;
   double scale = asked / addends;
   next_ = {};
   if (call.request.max_grad_norm > 0) {
-    next_.norm = std::sqrt(gradients_.SumSquares()) * asked / addends;
+    next_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(asked) / addends;
     const double clip = call.request.max_grad_norm / (next_.norm + kClipEps);
     next_.clipped = clip < 1.0;
     if (next_.clipped) scale *= clip;

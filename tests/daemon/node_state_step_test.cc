@@ -181,7 +181,7 @@ TEST_F(NodeStateStep, LambGoesOverEveryBlockTwiceAndScalesTheSecondTime) {
 
 TEST_F(NodeStateStep, HyperParametersAreChecked) {
   const StepRequest good{
-      .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .grad_scale = 0};
+      .step = 1, .param_groups = 1, .extra_state_bytes = 0, .max_grad_norm = 0, .grad_scale = 1};
   const HyperParams hyper{
       .lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
   const auto refused = [&](const StepRequest& request, const HyperParams& params) {
@@ -302,6 +302,19 @@ TEST_F(NodeStateStep, ClipsAsTorchDoes) {
   EXPECT_EQ(node_.answer(last_)->completion.flags, protocol::kStepClipped);
   EXPECT_EQ(node_.Logged<UpdateBlock>()[0].segments[0].scalars.grad_scale,
             static_cast<float>(0.5 * (2.0 / (5.0 + 1e-6))));
+}
+
+TEST_F(NodeStateStep, TakesAnyFactorOfTheCallers) {
+  node_.set_grad_scale(0);
+  FinishSums({36.0, 64.0, 0.0});
+  ASSERT_EQ(StepBoth(1, /*max_grad_norm=*/2.0), ErrorId::kNone);
+  EXPECT_EQ(node_.answer(last_)->completion.norm, 0.0);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[0].segments[0].scalars.grad_scale, 0.0F);
+  const size_t updates = node_.Logged<UpdateBlock>().size();
+  node_.set_grad_scale(-3);
+  DeliverAll(2);
+  ASSERT_EQ(StepBoth(2), ErrorId::kNone);
+  EXPECT_EQ(node_.Logged<UpdateBlock>()[updates].segments[0].scalars.grad_scale, -1.5F);
 }
 
 TEST_F(NodeStateStep, DoesNotClipANormBelowTheMaximum) {

@@ -148,7 +148,7 @@ class NodeHarness {
   // Gradients from now on are of a further backward pass.
   void BeginPass(uint64_t session) { InfoOf(session).is_further_pass = true; }
   uint64_t GradNorm(uint64_t session, uint32_t param);
-  // Of step calls from now on; 0: none.
+  // Of step calls from now on.
   void set_grad_scale(double scale) { grad_scale_ = scale; }
   // What the rank's next step calls say.
   void SetPresent(uint64_t session, uint32_t param, bool present);
@@ -206,7 +206,7 @@ class NodeHarness {
   std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::optional<daemon::StepRequestCopied> override_;
   bool weights_in_use_ = false;
-  double grad_scale_ = 0;
+  double grad_scale_ = 1;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
 };

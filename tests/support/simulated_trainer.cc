@@ -349,7 +349,7 @@ StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
                     .param_groups = 1,
                     .extra_state_bytes = 10,
                     .max_grad_norm = 1.0,
-                    .grad_scale = 0};
+                    .grad_scale = 1};
   copied.hyper_params = {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   copied.presence.assign(copy.presence_words, 0);
