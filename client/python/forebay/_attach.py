@@ -169,6 +169,7 @@ def attach_sharded(
         return units, source, parameters, _number_groups(parameters, optimizer, request.param_groups)
 
     units, source, parameters, torch_groups = _ranks.together(check)
+    _ranks.refuse_different("prefetch_bytes", prefetch_bytes)
     _ranks.refuse_other_daemons(request.socket)
     plan = _shard_plan.make_plan(units, parameters)
     _fsdp.ensure_means(units)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 PIECE_ELEMS = 1 << 20  # states are hashed in pieces of this many
 # After these errors the step begins anew; after others the same step can be asked for again.
-GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW", "E_GRAD_DROPPED"}
+GRADIENTS_LOST = {"E_NONFINITE", "E_OVERFLOW", "E_GRAD_DROPPED", "E_DRAM_LIMIT"}
+# After these nobody knows yet whether the step was applied; after others of the same step it was not.
+OUTCOME_UNKNOWN = {"E_TIMEOUT", "E_INTERRUPTED", "E_DAEMON_GONE", "E_RANK_LOST", "E_FENCED", "E_FORKED"}
 
 _attached: weakref.WeakSet[ForebayOptimizer] = weakref.WeakSet()
 
@@ -242,7 +244,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
             ended = error.code in GRADIENTS_LOST
             if error.code == "E_OVERFLOW":  # the step is committed nevertheless
                 self._extra_state = call.extra_state or None
-            if error.code == "E_STEP":
+            if error.code not in OUTCOME_UNKNOWN:
                 self._under_way = before  # this call was refused: an older one goes on
             raise
         finally:

@@ -43,6 +43,18 @@ def together(work: Callable[[], T]) -> T:
     return done
 
 
+def refuse_different(name: str, value: Any) -> None:
+    """Errors: E_OPTION where the ranks pass different values. A collective."""
+    values = gather(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise usage_error(
+                "E_OPTION",
+                f"{name} is {values[0]!r} on rank 0 and {other!r} on rank {rank}",
+                "pass the same to attach() on every rank",
+            )
+
+
 def _report(error: Exception) -> tuple[str, str, str, str]:
     """Family, code, message and hint, for the other ranks."""
     if not isinstance(error, ForebayError):

@@ -46,10 +46,11 @@ def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float
         f"({DTYPE_NAMES[plan.dtype]}), gradients {width} to the daemon "
         f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
     )
-    blocks, resident = found["blocks"], found["resident_blocks"]
+    swapped = found["blocks"] - found["resident_blocks"]
+    where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
     yield (
-        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(kinds.get('state', 0))} "
-        f"(blocks: {resident} of {blocks}, the others on swap), sums of gradients and extra_state "
+        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(kinds.get('state', 0))}"
+        f"{where}, sums of gradients and extra_state "
         f"{size(kinds.get('step', 0))}, gradients on their way {size(kinds.get('grad', 0))}; of "
         f"{size(status['memory']['limit_bytes'])}"
     )

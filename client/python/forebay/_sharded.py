@@ -401,7 +401,7 @@ class ShardedEngine(Engine):
 
     def say_what_waits(self) -> None:
         """Once, of the first pass whose gradients FSDP2 has not reduced."""
-        if self._has_said:
+        if self._has_said or self.backward == Backward.UNFINISHED:
             return
         waits = sum(unit.unreduced_bytes for unit in self.plan.units)
         if waits > 0:
@@ -426,40 +426,44 @@ class ShardedEngine(Engine):
 
     def collect_gradient(self, member: Member) -> None:
         """Moves the reduced gradient of this rank's shard to the daemon's memory."""
-        assert isinstance(member, ShardMember)
-        if torch._C._current_graph_task_id() != -1:  # else a pipeline schedule reduces
-            self.enter_backward()
         if self.attachment is None:
             return
         if member.is_proxied:
             return  # FSDP2 has added to it: GradientProxy has brought it here
         gradient: Any = member.tensor.grad
         self.deliver(member, gradient._local_tensor)
-        member.tensor.grad = member.delivered
-        member.arrived = True
-        member.group.arrived += 1
 
     def deliver(self, member: Member, gradient: torch.Tensor) -> None:
-        """Of this or a further backward of the step. Errors: E_UNSUPPORTED where the gradient was scaled
-        before."""
-        assert self.attachment is not None and isinstance(member, ShardMember)
+        """Of this or a further backward of the step, of which it may be the first sign. Errors:
+        E_UNSUPPORTED where the gradient was scaled before."""
+        assert isinstance(member, ShardMember)
+        self._send(member, gradient)
+        if not member.arrived:
+            member.tensor.grad = member.delivered
+            member.arrived = True
+            member.group.arrived += 1
+
+    def _send(self, member: ShardMember, gradient: torch.Tensor) -> None:
+        assert self.attachment is not None
         in_autograd = torch._C._current_graph_task_id() != -1
-        if not in_autograd and (member.backward == self._backwards or self._backwards == 0):
+        if in_autograd:
+            self.enter_backward()
+        elif member.backward == self._backwards or self._backwards == 0:
             self._backwards += 1  # a pipeline schedule reduces, after the backwards of its chunks
-        if member.arrived and (member.is_edited or member.backward == self._backwards):
-            changed = "its gradient was scaled or clamped"
-            cause = changed if member.is_edited else "one, in the same backward"
+        if member.arrived and member.is_edited:
             raise unsupported(
-                f"parameter {member.name} received a second gradient after {cause}",
-                "clip after the last backward of a step, run forward before each backward; "
-                "opt.zero_grad() leaves out what was delivered",
+                f"parameter {member.name} received a second gradient after its gradient was scaled or "
+                "clamped",
+                "clip after the last backward of a step; opt.zero_grad() leaves out what was delivered",
             )
-        if self._pass not in (0, self._backwards) and self._arrived() > 0:
+        # FSDP2 reduces a layer once for each use where it has kept gradients of backwards before.
+        again = member.arrived and member.backward == self._backwards
+        if again or (self._pass not in (0, self._backwards) and self._arrived() > 0):
             self.attachment.begin_pass()
         self._pass = member.backward = self._backwards
         if not member.is_owned:
-            again = member.arrived
-            member.replica_norm = None if again else float(torch.linalg.vector_norm(gradient.float()))
+            norm = float(torch.linalg.vector_norm(gradient.float()))
+            member.replica_norm = None if member.arrived else norm
             return
         local = gradient.to(self.plan.grad_dtype).contiguous()
         with profiled("forebay.deliver", member.name):

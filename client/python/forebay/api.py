@@ -82,8 +82,9 @@ def attach(
                        node has no room for them then.
     prefetch_bytes     Of mode="sharded": FSDP2 gathers layers ahead of the one that computes in
                        forward, as many as fit into this, in the order that the first step's forward
-                       took (set_modules_to_forward_prefetch). 0: as FSDP2 does without it. On CPUs a
-                       gather ends before FSDP2 goes on: this costs memory and gains nothing there.
+                       took; the same on every rank. Replaces what set_modules_to_forward_prefetch()
+                       has set; 0 leaves it. On CPUs a gather ends before FSDP2 goes on: this costs
+                       memory and gains nothing there.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are

@@ -94,6 +94,9 @@ def less_room_than_a_layer_takes_gathers_none_ahead(ranks):
     opt.detach()
     with refused("E_OPTION", "prefetch_bytes is -1", "prefetch_bytes="):
         ranks.attach(ranks.shard(small_net()), prefetch_bytes=-1)
+    message = "prefetch_bytes is 0 on rank 0 and 1 on rank 1"
+    with refused("E_OPTION", message, "every rank"):
+        ranks.attach(ranks.shard(small_net()), prefetch_bytes=ranks.rank)
     with refused("E_OPTION", 'prefetch_bytes without mode="sharded"', 'mode="sharded"'):
         ranks.attach(small_net(), prefetch_bytes=1 << 20)
 

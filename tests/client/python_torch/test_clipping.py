@@ -7,6 +7,7 @@
 import forebay
 import pytest
 import torch
+from daemon_process import on_the_daemon
 from models import assert_close, batch, loss_of, net, pair, scaled_step
 from test_two_ranks import attach_both, both
 from torch import nn
@@ -163,6 +164,59 @@ def test_the_norm_of_a_gradient_that_is_not_finite(node):
     loss_of(model, batch(0)).backward()
     opt.step()
     assert opt.committed_step == 1
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.5])
+def test_any_finite_factor_is_taken(node, factor):
+    """0 too: torch's clip_grad_norm_ multiplies by it where the norm overflows."""
+    model, plain, plain_opt = pair(net())
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    for step in range(3):
+        for one in (model, plain):
+            loss_of(one, batch(step)).backward()
+            for parameter in one.parameters() if step == 1 else ():
+                parameter.grad.mul_(factor)
+        opt.step()
+        plain_opt.step()
+        plain_opt.zero_grad()
+    assert_close(model, plain, 3)
+
+
+@on_the_daemon
+def test_after_a_factor_that_is_refused_the_batch_can_be_left_out(node):
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-2))
+    loss_of(model, batch(0)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), float("nan"))
+    with pytest.raises(forebay.UsageError, match="E_OPTION.*not finite in float32") as info:
+        opt.step()
+    assert "zero_grad leaves the batch out" in info.value.hint
+    opt.zero_grad()
+    loss_of(model, batch(1)).backward()
+    opt.step()
+    assert opt.committed_step == 1
+
+
+@on_the_daemon
+def test_after_factors_that_differ_the_batch_can_be_left_out(node):
+    models = [net(seed=1), net(seed=1)]
+    opts = attach_both(models)
+
+    def different(rank):
+        loss_of(models[rank], batch(rank)).backward()
+        for parameter in models[rank].parameters():
+            parameter.grad.mul_(2.0 + rank)
+        with pytest.raises(forebay.UsageError, match="E_STEP.*grad_scale"):
+            opts[rank].step()
+
+    def left_out(rank):
+        opts[rank].zero_grad()
+        loss_of(models[rank], batch(rank)).backward()
+        opts[rank].step()
+
+    both(different)
+    both(left_out)
+    assert [opt.committed_step for opt in opts] == [1, 1]
 
 
 # --------------------------------------------------------------------------------- clip_grad_value_
