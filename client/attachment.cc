@@ -84,8 +84,8 @@ absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& lim
     parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
     parts.extra_state.erase(own_end, parts.extra_state.end());
   }
-  ASSIGN_OR_RETURN(parts.weights,
-                   Mapping::MapFile(weights_fd.get(), reply.getWeightsBytes(), MapAccess::kRead));
+  ASSIGN_OR_RETURN(parts.weights, Mapping::MapFile(weights_fd.get(), reply.getWeightsBytes(),
+                                                   parts.weights_access));
   ASSIGN_OR_RETURN(parts.grad, Mapping::MapFile(grad_fd.get(), reply.getGradArenaBytes(),
                                                 MapAccess::kReadWrite));
   ASSIGN_OR_RETURN(connection.ring, Mapping::MapFile(ring_fd.get(), sizeof(protocol::RingMemory),
@@ -116,6 +116,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                      .interrupt_check = options.interrupt_check,
                      .device = options.device};
   if (parts.device == nullptr) parts.device = std::make_shared<gpu::HostDevice>();
+  const bool is_writable = !parts.reader && !parts.device->registers_read_only();
+  if (is_writable) parts.weights_access = MapAccess::kReadWrite;
   parts.grad_bytes_max = GradArenaBytes(options, *parts.layout);
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
                    protocol::EncodeLayout(parts.layout->spec()));
@@ -130,6 +132,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .run = RunToken(options.run),
                                     .resume = options.resume,
                                     .accumulate = options.accumulate,
+                                    .writable_weights = is_writable,
                                     .grad_arena_bytes = parts.grad_bytes_max,
                                     .extra_state_bytes = parts.extra_state_bytes,
                                     .layout = encoded},
@@ -166,11 +169,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
   }
   auto state = std::make_unique<State>(std::move(parts));
   const SessionParts& own = state->parts;
-  ASSIGN_OR_RETURN(state->weights_registration,
-                   own.device->Register(own.weights->bytes(), gpu::HostAccess::kRead));
-  ASSIGN_OR_RETURN(state->grad_registration,
-                   own.device->Register(own.grad->bytes(), gpu::HostAccess::kReadWrite));
-  ASSIGN_OR_RETURN(state->stream, own.device->MakeStream());
+  RETURN_IF_ERROR(state->RegisterArenas());
   state->window = RegisterWindow(own.weights->bytes(), own.job, WindowParts(*own.layout));
   return std::unique_ptr<Attachment>(new Attachment(std::move(state)));
 }
@@ -201,9 +200,10 @@ absl::Status Attachment::Detach() {
   s.open.clear();
   s.pieces.clear();
   s.fetches.clear();
-  if (s.parts.connection == nullptr) return absl::OkStatus();
+  if (s.parts.connection == nullptr) return s.device_error;
   Control& control = *s.parts.connection->control;
-  const absl::Status status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
+  absl::Status status = s.device_error;
+  if (!s.is_ended) status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
   s.gauge.rpc_calls = control.thread().calls();
   s.port.Close(DaemonGoneError());
   s.parts.connection.reset();
@@ -221,6 +221,17 @@ std::span<const std::byte> Attachment::rank0_extra_state() const {
 }
 std::span<const uint32_t> Attachment::trace() const { return state_->parts.trace; }
 const protocol::Layout& Attachment::layout() const { return *state_->parts.layout; }
+std::string Attachment::device_access() const {
+  const State& s = *state_;
+  const bool was_writable = s.parts.weights_access == MapAccess::kReadWrite;
+  const char* const registered =
+      was_writable ? "in place (mapped writable once, to register them)" : "in place";
+  const size_t ring_mib = gpu::PinnedRing::kSlots * gpu::PinnedRing::kSlotBytes / protocol::kMiB;
+  return absl::StrCat(
+      std::string(s.parts.device->name()), " reads weights ",
+      s.ring == nullptr ? registered : absl::StrCat("through a ring of ", ring_mib, " MiB"),
+      s.grad_registration == nullptr ? "; it cannot reach the gradients' memory by itself" : "");
+}
 absl::Status Attachment::CheckPartition(uint32_t partition) const {
   return state_->CheckPartition(partition);
 }

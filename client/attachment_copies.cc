@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
 #include "protocol/error.h"
@@ -21,6 +22,67 @@ using protocol::Completion;
 using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
+
+absl::Status Attachment::State::RegisterArenas() {
+  gpu::Device& device = *parts.device;
+  const bool is_writable = parts.weights_access == internal::MapAccess::kReadWrite;
+  auto registered = device.Register(
+      parts.weights->bytes(), is_writable ? gpu::HostAccess::kReadWrite : gpu::HostAccess::kRead);
+  if (is_writable) parts.weights->MakeReadOnly();
+  if (registered.ok()) {
+    weights_registration = *std::move(registered);
+  } else if (protocol::IdOf(registered.status()) == ErrorId::kUnsupported) {
+    ASSIGN_OR_RETURN(ring, gpu::PinnedRing::Create(device));
+  } else {
+    return registered.status();
+  }
+  registered = device.Register(parts.grad->bytes(), gpu::HostAccess::kReadWrite);
+  if (registered.ok()) {
+    grad_registration = *std::move(registered);
+  } else if (protocol::IdOf(registered.status()) != ErrorId::kUnsupported) {
+    return registered.status();
+  }
+  ASSIGN_OR_RETURN(stream, device.MakeStream());
+  return absl::OkStatus();
+}
+
+absl::Status Attachment::State::CopyToDevice(gpu::Stream& to_stream, std::span<std::byte> to,
+                                             std::span<const std::byte> from,
+                                             const WaitLimits& limits) {
+  if (ring == nullptr) return to_stream.Copy(to, from);
+  size_t begun = 0;
+  absl::Status status;
+  const auto copy = [&] {
+    const absl::StatusOr<size_t> bytes =
+        ring->Begin(to_stream, to.subspan(begun), from.subspan(begun));
+    status.Update(bytes.status());
+    begun += bytes.value_or(0);
+    return !status.ok() || begun == from.size();
+  };
+  RETURN_IF_ERROR(WaitForCopies(copy, limits));
+  return status;
+}
+
+absl::Status Attachment::State::KeepDeviceError(absl::Status status) {
+  if (protocol::IdOf(status) == ErrorId::kDevice && device_error.ok()) device_error = status;
+  return status;
+}
+
+bool Attachment::State::HasEnded(const gpu::Event& event) {
+  const absl::StatusOr<bool> done = event.Done();
+  return !KeepDeviceError(done.status()).ok() || *done;
+}
+
+void Attachment::State::EndAfterDeviceError() {
+  constexpr std::chrono::seconds kPatience{5};  // else the daemon sees the process end
+  if (is_ended) return;
+  is_ended = true;
+  if (parts.connection != nullptr) {
+    const WaitLimits limits{.deadline = internal::Deadline::After(kPatience)};
+    parts.connection->control->Detach(limits).IgnoreError();
+  }
+  port.Close(device_error);
+}
 
 bool Attachment::State::LookAtCopies() {
   // False where the ring is full.
@@ -38,13 +100,14 @@ bool Attachment::State::LookAtCopies() {
   };
   copies.remove_if([&](CopiesInFlight& copy) {
     std::vector<uint64_t>& leases = copy.leases;
-    if (!copy.done->Done()) return false;
+    if (!HasEnded(*copy.done)) return false;
     while (!leases.empty() && give_back(leases.back()).value_or(true)) leases.pop_back();
     return leases.empty();
   });
-  gradient_copies.remove_if([](const GradientCopy& copy) { return copy.done->Done(); });
+  gradient_copies.remove_if([this](const GradientCopy& copy) { return HasEnded(*copy.done); });
   unsent.remove_if([&](UnsentGradient& gradient) {
     if (!HasEnded(gradient.copied)) return false;
+    if (!device_error.ok()) return true;  // nobody knows what was copied
     const absl::StatusOr<bool> sent =
         send(gradient.command, OnGradientDone(gradient.range.offset_bytes()), kept_grad_error);
     if (sent.value_or(false)) gradient.range.HandOver();

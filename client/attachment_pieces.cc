@@ -121,12 +121,12 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
     const uint64_t stop = std::min(end, piece->second.end);
     OpenSlot& slot = piece->second.slot;
     const auto to = slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
-    RETURN_IF_ERROR(
-        stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size())));
+    RETURN_IF_ERROR(KeepDeviceError(
+        stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size()))));
     absl::StatusOr<std::unique_ptr<gpu::Event>> copied = stream->Record();
     if (!copied.ok()) {
       stream->Synchronize().IgnoreError();  // nothing else says when the copy has ended
-      return copied.status();
+      return KeepDeviceError(copied.status());
     }
     slot.copied = *std::move(copied);
     gradient_copies.push_back({.done = slot.copied, .keep = keep});
@@ -211,7 +211,8 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
   const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
-  RETURN_IF_ERROR(s.stream->Synchronize());  // `bytes` are the caller's again
+  // `bytes` are the caller's again
+  RETURN_IF_ERROR(s.KeepDeviceError(s.stream->Synchronize()));
   return status;
 }
 
@@ -223,8 +224,9 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
-  ASSIGN_OR_RETURN(const std::unique_ptr<gpu::Event> computed, ready.Record());
-  RETURN_IF_ERROR(s.stream->WaitFor(*computed));
+  const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
+  RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
+  RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
   return s.AddGradient(param, bytes, keep, s.Limits(timeout));
 }
 

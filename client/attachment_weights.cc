@@ -91,7 +91,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   for (const WeightsCopy& copy : copies) {
     const std::span<const std::byte> from =
         leases.at(copy.partition).bytes.subspan(copy.first_elem * width, copy.to.size());
-    if (status.ok()) status = stream.Copy(copy.to, from);
+    if (status.ok()) status = s.CopyToDevice(stream, copy.to, from, limits);
     s.gauge.copied_bytes += from.size();
   }
   // Also after an error: what was begun reads the leased bytes.
@@ -109,7 +109,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   }
   s.LookAtCopies();
   status.Update(s.ReleaseOrphans(limits));
-  return status;
+  return s.KeepDeviceError(std::move(status));
 }
 
 absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(

@@ -140,7 +140,9 @@ struct Counters {
 // arguments), E_INTERRUPTED when the interrupt check says so. In a forked child every call returns
 // E_FORKED and the destructor touches nothing.
 //
-// Errors     What fails after its call has returned is kept, the first of its kind. A release error
+// Errors     E_DEVICE where a call of the device's failed, now or in the background: the session has ended
+//            then, as if the process had, and every later call says so.
+//            What fails after its call has returned is kept, the first of its kind. A release error
 //            is returned once, by the next Fetch, Release, gradient call or Step. A gradient error
 //            is returned by every gradient call and Step until DropGradients; E_NONFINITE until a
 //            Step has returned it. After that, and after E_GRAD_DROPPED and E_DRAM_LIMIT of Step, the
@@ -174,6 +176,7 @@ class Attachment {
   // Partitions in the order of a step; empty before the first.
   std::span<const uint32_t> trace() const;
   const protocol::Layout& layout() const;
+  std::string device_access() const;  // how the device reaches the arenas, for people
   absl::Status CheckPartition(uint32_t partition) const;     // E_RANGE where there is none
   std::span<const std::byte> weights() const;                // the whole window, read-only
   std::span<const std::byte> weights(uint32_t group) const;  // one group of it; shared alone

@@ -1,4 +1,5 @@
-// What computes: streams of ordered work, events between them, and host memory a device may reach.
+// What computes: streams of ordered work, events between them, memory of its own, and host memory that it
+// may reach.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +13,12 @@
 
 namespace forebay::gpu {
 
+// How the process has mapped memory.
 enum class HostAccess : uint8_t { kRead, kReadWrite };
 
 // Host memory that the device reaches by itself; its destructor gives it back.
 //
-// Ownership  The bytes outlive the registration.
+// Ownership  The bytes outlive the registration, which outlives the copies from and to them.
 class HostRegistration {
  public:
   HostRegistration() = default;
@@ -25,7 +27,20 @@ class HostRegistration {
   virtual ~HostRegistration() = default;
 };
 
-// A point in a stream's work. Outlives the stream that recorded it, not the device.
+// Memory of the device, for the work of one stream. Its destructor frees it behind the work that the
+// stream has been given; other streams' work with it has ended or been waited for by then.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  virtual ~DeviceMemory() = default;
+
+  // An address of the device's: the processor reads it only where the device is the host.
+  virtual std::span<std::byte> bytes() const = 0;
+};
+
+// A point in a stream's work. Outlives the stream that recorded it.
 class Event {
  public:
   Event() = default;
@@ -33,28 +48,37 @@ class Event {
   Event& operator=(const Event&) = delete;
   virtual ~Event() = default;
 
-  virtual bool Done() const = 0;  // all work before it has ended; never blocks
+  // Whether all work before it has ended; never blocks.
+  //
+  // Errors  E_DEVICE  the device has failed: what the work has done is unknown, and it does nothing more.
+  virtual absl::StatusOr<bool> Done() const = 0;
 };
 
 // Work that runs in order; streams run beside each other.
 //
+// Errors   E_DEVICE  of any call: the device has failed, in this call or in work begun earlier.
 // Threads  One at a time.
 class Stream {
  public:
   Stream() = default;
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  virtual ~Stream() = default;  // ends what was begun first
+  virtual ~Stream() = default;  // ends what was begun first, where the stream is not borrowed
 
-  // Begins to copy. Both spans are of one length, do not overlap and live until the copy is done.
+  // Begins to copy, between memory of the device and of the host either way. Both spans are of one
+  // length, do not overlap and live until the copy is done. Where the host's is not registered, the call
+  // may wait for the stream's earlier work.
   virtual absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) = 0;
 
   virtual absl::StatusOr<std::unique_ptr<Event>> Record() = 0;
 
-  // Work begun from now on starts after the event. The event must be done or its stream alive.
+  // Work begun from now on starts after the event.
   virtual absl::Status WaitFor(const Event& event) = 0;
 
   virtual absl::Status Synchronize() = 0;  // blocks until all work begun so far has ended
+
+  // Of any content; for work begun from now on.
+  virtual absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) = 0;
 };
 
 // Threads  Any.
@@ -65,13 +89,21 @@ class Device {
   Device& operator=(const Device&) = delete;
   virtual ~Device() = default;
 
-  virtual std::string_view name() const = 0;
+  virtual std::string_view name() const = 0;  // "host", "cuda:0"
 
   virtual absl::StatusOr<std::unique_ptr<Stream>> MakeStream() = 0;
 
-  // Makes mapped memory known to the device. `access` says how the process has mapped it.
+  // A stream of another library's, by its handle (CUDA: a CUstream; 0 is the default stream). The caller
+  // keeps it alive; the destructor of what is returned waits for nothing.
+  virtual absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) = 0;
+
+  // Whether it takes memory that the process has mapped read-only.
+  virtual bool registers_read_only() const = 0;
+
+  // Makes mapped memory, from a page's begin on, known to the device. Memory that was mapped writable may
+  // be made read-only (mprotect) afterwards.
   //
-  // Errors  E_UNSUPPORTED  the device cannot reach memory that is mapped so.
+  // Errors  E_UNSUPPORTED  the device cannot reach this memory, or memory that is mapped so.
   virtual absl::StatusOr<std::unique_ptr<HostRegistration>> Register(
       std::span<const std::byte> bytes, HostAccess access) = 0;
 };

@@ -1,6 +1,7 @@
 #include "gpu/host_device.h"
 
 #include <cstring>
+#include <vector>
 
 #include "protocol/os/check.h"
 
@@ -9,7 +10,16 @@ namespace {
 
 class HostEvent final : public Event {
  public:
-  bool Done() const override { return true; }
+  absl::StatusOr<bool> Done() const override { return true; }
+};
+
+class HostBytes final : public DeviceMemory {
+ public:
+  explicit HostBytes(size_t size_bytes) : memory_(size_bytes) {}
+  std::span<std::byte> bytes() const override { return memory_; }
+
+ private:
+  mutable std::vector<std::byte> memory_;
 };
 
 class HostStream final : public Stream {
@@ -24,11 +34,14 @@ class HostStream final : public Stream {
 
   absl::Status WaitFor(const Event& event) override {
     // Work of this device has ended when the call that began it returns
-    FOREBAY_CHECK(event.Done());
-    return absl::OkStatus();
+    return event.Done().status();
   }
 
   absl::Status Synchronize() override { return absl::OkStatus(); }
+
+  absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
+    return std::make_unique<HostBytes>(size_bytes);
+  }
 };
 
 // Every mapping of the process is within the processor's reach.
@@ -37,6 +50,10 @@ class HostMemory final : public HostRegistration {};
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Stream>> HostDevice::MakeStream() {
+  return std::make_unique<HostStream>();
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> HostDevice::BorrowStream(uintptr_t) {
   return std::make_unique<HostStream>();
 }
 

@@ -13,6 +13,8 @@ class HostDevice final : public Device {
  public:
   std::string_view name() const override { return "host"; }
   absl::StatusOr<std::unique_ptr<Stream>> MakeStream() override;
+  absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) override;
+  bool registers_read_only() const override { return true; }
   absl::StatusOr<std::unique_ptr<HostRegistration>> Register(std::span<const std::byte> bytes,
                                                              HostAccess access) override;
 };

@@ -240,6 +240,11 @@ absl::StatusOr<protocol::UniqueFd> PinnedArena::ClientFd() const {
                    absl::StrCat("arena ", name(), " is private: no client may open it"));
 }
 
+absl::StatusOr<protocol::UniqueFd> PinnedArena::WritableClientFd() const {
+  FOREBAY_CHECK(state_->options.access == Access::kServed);
+  return internal::ReopenWritable(state_->fd);
+}
+
 bool PinnedArena::FreeIfUnused() {
   FOREBAY_CHECK(state_->options.access == Access::kServed);
   const internal::UseCheck check(state_->reader.get());

@@ -159,6 +159,12 @@ class PinnedArena {
   //         E_RANGE  the arena is kPrivate.
   absl::StatusOr<protocol::UniqueFd> ClientFd() const;
 
+  // kServed: one for reading and writing, for a client that has to map it writable once. From one
+  // thread: the file's mode lets its owner write for a moment.
+  //
+  // Errors  E_LIMIT  no descriptor is left.
+  absl::StatusOr<protocol::UniqueFd> WritableClientFd() const;
+
   // kServed: frees all pages if no descriptor of ClientFd() is open or mapped anywhere, and returns
   // true; else does nothing and returns false. To be called when ClientFd() no longer is. Where the
   // kernel cannot answer (no leases on memfds), that counts as "nobody".

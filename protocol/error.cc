@@ -92,6 +92,10 @@ constexpr std::array kErrors = {
               "deliver every element of a parameter that has a gradient"},
     ErrorInfo{ErrorId::kGradDropped, "E_GRAD_DROPPED", StatusCode::kUnavailable,
               "run forward and backward of this step again, then call step"},
+    ErrorInfo{
+        ErrorId::kDevice, "E_DEVICE", StatusCode::kUnavailable,
+        "see `dmesg` for the GPU's own error (Xid); start the process again: the job is as it "
+        "was"},
 };
 
 std::string PayloadOf(const absl::Status& status, const char* key) {

@@ -51,6 +51,7 @@ enum class ErrorId : uint16_t {
   kJobExists = 36,    // E_JOB_EXISTS: another run has trained this job; its step and the ways out
   kGradPartial = 37,  // E_GRAD_PARTIAL: a step with a parameter that was delivered in part
   kGradDropped = 38,  // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
+  kDevice = 39,       // E_DEVICE: a call of CUDA or NCCL failed; its name and cause
 };
 
 // One row per id.

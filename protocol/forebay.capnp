@@ -53,6 +53,8 @@ struct AttachRequest {
   run @6 :Text;                 # token of the run this process belongs to, at most 200 bytes
   resume @7 :Bool;              # go on with a job that another run has trained
   accumulate @9 :Bool;          # sharded: gradients of several backward passes are added (4 bytes an element)
+  writableWeights @10 :Bool;    # not of a reader: the weights' descriptor is for writing too, for a device
+                                # that takes no memory that is mapped read-only
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
@@ -113,7 +115,7 @@ interface Session {
   # The arenas and doorbells of the session, one a call.
 
   enum Kind {
-    weights @0;             # read-only
+    weights @0;             # read-only, but for AttachRequest.writableWeights
     gradArena @1;         # read and write; map it, then call mapped()
     ring @2;              # RingMemory, read and write
     commandDoorbell @3;     # eventfd the client writes

@@ -97,10 +97,12 @@ absl::Status Attachment::State::CheckHasRank() const {
 }
 
 absl::Status Attachment::State::KeptReleaseError() {
+  RETURN_IF_ERROR(device_error);
   return std::exchange(kept_release_error, absl::OkStatus());
 }
 
 absl::Status Attachment::State::KeptErrors() {
+  RETURN_IF_ERROR(device_error);
   RETURN_IF_ERROR(port.Poll());
   RETURN_IF_ERROR(KeptReleaseError());
   return kept_grad_error;
@@ -247,6 +249,7 @@ Attachment::CallLock::CallLock(State& state) : state_(state) {
 Attachment::CallLock::~CallLock() {
   if (!lock_.owns_lock()) return;
   if (state_.LookAtCopies()) state_.copy_watch.Begin();
+  if (!state_.device_error.ok()) state_.EndAfterDeviceError();
   if (state_.parts.connection == nullptr) return;
   state_.gauge.rpc_calls = state_.parts.connection->control->thread().calls();
 }

@@ -27,6 +27,7 @@
 #include "client/internal/waiter.h"
 #include "client/window_registry.h"
 #include "gpu/device.h"
+#include "gpu/pinned_ring.h"
 #include "protocol/layout.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/unique_fd.h"
@@ -76,6 +77,8 @@ struct SessionParts {
   std::unique_ptr<Connection> connection = {};
   CommandPort::Options port = {};
   std::shared_ptr<Mapping> weights = {};
+  // Writable until the device knows them.
+  MapAccess weights_access = MapAccess::kRead;
   // Gradients, then the step region.
   std::shared_ptr<Mapping> grad = {};
   uint64_t step_region_offset = 0;
@@ -200,9 +203,20 @@ struct Attachment::State {
   absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(const std::set<uint32_t>& partitions,
                                                      const internal::WaitLimits& limits);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
+  // Makes the arenas known to the device; where it cannot reach the weights, through a ring.
+  absl::Status RegisterArenas();
+  // Begins to copy on the device's stream; waits while the ring is full.
+  absl::Status CopyToDevice(gpu::Stream& to_stream, std::span<std::byte> to,
+                            std::span<const std::byte> from, const internal::WaitLimits& limits);
+  // Keeps an E_DEVICE, with which every later call fails. Returns the status.
+  absl::Status KeepDeviceError(absl::Status status);
+  // Ends the session, so that the daemon and the other ranks go on without it.
+  void EndAfterDeviceError();
+  // Whether the device does nothing more of what is before the event: it is done, or the device failed.
+  bool HasEnded(const gpu::Event& event);
   // Whether all copies into a slot have ended.
-  static bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
-    return copied == nullptr || copied->Done();
+  bool HasEnded(const std::shared_ptr<const gpu::Event>& copied) {
+    return copied == nullptr || HasEnded(*copied);
   }
   bool HasCopies() const { return !copies.empty() || !gradient_copies.empty() || !unsent.empty(); }
   // Does what waited for copies that have ended: gives leases back, sends gradients, gives up what
@@ -266,7 +280,10 @@ struct Attachment::State {
   std::unique_ptr<WindowRegistration> window;
   std::unique_ptr<gpu::HostRegistration> weights_registration;
   std::unique_ptr<gpu::HostRegistration> grad_registration;
+  std::unique_ptr<gpu::PinnedRing> ring;  // null: the device reads the weights by itself
   std::unique_ptr<gpu::Stream> stream;
+  absl::Status device_error;
+  bool is_ended = false;  // because of it
   internal::CommandPort port;
   internal::Waiter waiter;
   internal::GradSlots slots;

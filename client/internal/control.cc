@@ -133,6 +133,7 @@ absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLi
         request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
         request.setResume(call.resume);
         request.setAccumulate(call.accumulate);
+        request.setWritableWeights(call.writable_weights);
         rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
         return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachReply> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::client::internal {
@@ -74,6 +75,8 @@ absl::StatusOr<std::shared_ptr<Mapping>> Mapping::MapPrivate(uint64_t size_bytes
   if (mapped == MAP_FAILED) return NoAddressSpace(size_bytes, errno);
   return std::make_shared<Mapping>(static_cast<std::byte*>(mapped), size_bytes);
 }
+
+void Mapping::MakeReadOnly() { FOREBAY_CHECK(::mprotect(address_, size_bytes_, PROT_READ) == 0); }
 
 Mapping::~Mapping() { ::munmap(address_, size_bytes_); }
 

@@ -31,6 +31,9 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
+  // From now on this process only reads it: a write ends in SIGSEGV.
+  void MakeReadOnly();
+
   // Written only where it was mapped so.
   std::span<std::byte> bytes() const { return {address_, size_bytes_}; }
 

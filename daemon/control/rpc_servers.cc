@@ -308,6 +308,7 @@ class NodeServer final : public schema::Node::Server {
                                                .run = TextOf(request.getRun()),
                                                .resume = request.getResume(),
                                                .accumulate = request.getAccumulate(),
+                                               .writable_weights = request.getWritableWeights(),
                                                .grad_arena_bytes = request.getGradArenaBytes(),
                                                .extra_state_bytes = request.getExtraStateBytes(),
                                                .layout = *std::move(layout)},

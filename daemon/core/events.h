@@ -43,6 +43,8 @@ struct AttachRequested {
   bool resume = false;
   // Sharded: several backward passes a step.
   bool accumulate = false;
+  // Not of a reader: its descriptor of the weights is for writing too.
+  bool writable_weights = false;
   // For gradients alone; of a reader: for reads of states.
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;  // room for extra_state

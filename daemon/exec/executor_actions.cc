@@ -176,7 +176,9 @@ void Executor::Run(CreateSessionMemory& action) {
 absl::StatusOr<SessionFds> Executor::FdsFor(Session& session, const AnswerAttach& answer) {
   ASSIGN_OR_RETURN(SessionFds fds, session.io->MakeClientFds());
   JobMemory& job = jobs_.at(answer.job);
-  ASSIGN_OR_RETURN(fds.weights, job.weights->ClientFd());
+  const bool is_writable = session.request.writable_weights && !session.request.reader;
+  ASSIGN_OR_RETURN(fds.weights,
+                   is_writable ? job.weights->WritableClientFd() : job.weights->ClientFd());
   const uint64_t saved_bytes = answer.extra_state_bytes + answer.rank0_extra_state_bytes;
   if (saved_bytes == 0) return fds;
   const auto own = Part(job.step, answer.extra_state_offset, answer.extra_state_bytes);

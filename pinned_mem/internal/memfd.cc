@@ -65,6 +65,19 @@ absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flag
   return again;
 }
 
+absl::StatusOr<protocol::UniqueFd> ReopenWritable(const protocol::UniqueFd& fd) {
+  constexpr mode_t kForOwner = 0600;
+  constexpr mode_t kForReaders = 0400;
+  if (fchmod(fd.get(), kForOwner) != 0) {
+    return MakeError(ErrorId::kInternal, ErrnoText("fchmod of an arena", errno));
+  }
+  absl::StatusOr<protocol::UniqueFd> again = Reopen(fd, O_RDWR);
+  if (fchmod(fd.get(), kForReaders) != 0) {
+    return MakeError(ErrorId::kInternal, ErrnoText("fchmod of an arena", errno));
+  }
+  return again;
+}
+
 bool FreePages(int fd, const ArenaPart& part) {
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
   int result = 0;

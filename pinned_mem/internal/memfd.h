@@ -27,6 +27,10 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
 // Errors  as MakeMemfd.
 absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags);
 
+// The same with O_RDWR, of a memfd whose mode is 0400. For that moment its owner may open it for
+// writing: nobody who has only one of the clients' descriptors is the owner.
+absl::StatusOr<protocol::UniqueFd> ReopenWritable(const protocol::UniqueFd& fd);
+
 // Frees a part's pages. Mappings stay valid and read as zeros. False if the kernel refuses.
 bool FreePages(int fd, const ArenaPart& part);
 

@@ -19,11 +19,12 @@
 #include <vector>
 
 #include "gmock/gmock.h"
+#include "gpu/cuda_device.h"
 #include "gtest/gtest.h"
 #include "protocol/error.h"
 #include "protocol/wire.h"
 #include "tests/client/scripted_daemon.h"
-#include "tests/support/fake_device.h"
+#include "tests/support/fake_cuda.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::client::internal {
@@ -34,7 +35,7 @@ using protocol::Completion;
 using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::Op;
-using testing::FakeDevice;
+using testing::FakeCuda;
 
 constexpr uint32_t kUnits = 3;
 constexpr uint32_t kParamsOfUnit = 2;
@@ -56,12 +57,17 @@ float GradientOf(uint64_t step, uint32_t param, uint64_t elem) {
 // Parameter 3 has a gradient in odd steps alone.
 bool HasGradient(uint64_t step, uint32_t param) { return param != 3 || step % 2 == 1; }
 
+std::shared_ptr<gpu::Device> StartDevice(const FakeCuda::Options& options = {}) {
+  FakeCuda::Start(options);
+  return gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value();
+}
+
 enum class Flush : uint8_t { kEachUnit, kAtTheEnd };
 
 // A rank that trains, and the daemon's end of its ring.
 class Training {
  public:
-  Training(std::shared_ptr<FakeDevice> device, uint64_t grad_bytes, Flush flush)
+  Training(std::shared_ptr<gpu::Device> device, uint64_t grad_bytes, Flush flush)
       : device_(std::move(device)), flush_(flush) {
     protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
                               .optimizer = protocol::Optimizer::kAdamW,
@@ -108,7 +114,7 @@ class Training {
                        .timeout = kTimeout,
                        .interrupt_check = {},
                        .device = device_};
-    device_->set_before_work([this] { WaitForDaemon(); });
+    FakeCuda::set_before_work([this] { WaitForDaemon(); });
     daemon_.Start([this](const Command& command) { return std::optional(Serve(command)); });
     session_ = Attachment::Assemble(std::move(parts)).value();
     for (std::unique_ptr<gpu::Stream>* stream : {&copy_in_, &gather_, &compute_, &reduce_}) {
@@ -117,8 +123,12 @@ class Training {
   }
   ~Training() {
     session_.reset();
+    FakeCuda::set_counts_waits(false);
+    for (std::unique_ptr<gpu::Stream>* stream : {&copy_in_, &gather_, &compute_, &reduce_}) {
+      stream->reset();
+    }
+    FakeCuda::set_before_work({});
     daemon_.Stop();
-    device_->set_before_work({});
   }
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
@@ -129,7 +139,7 @@ class Training {
       Forward();
       Backward(step);
       // FSDP2 may prefetch what it does not use.
-      const FakeDevice::Memory dropped = step == 1 ? Prefetch(0) : nullptr;
+      const FakeCuda::Memory dropped = step == 1 ? Prefetch(0) : nullptr;
       const std::array<protocol::HyperParams, 1> hyper{};
       Note(session_->Step(step, hyper, 0, {}, kTimeout).status(), "Step");
       CheckGradients(step);
@@ -145,46 +155,45 @@ class Training {
 
   Attachment& session() { return *session_; }
   ScriptedDaemon& daemon() { return daemon_; }
-  FakeDevice& device() { return *device_; }
   gpu::Stream& copy_in() { return *copy_in_; }
   std::shared_ptr<Mapping> grad() { return grad_; }
 
   // Delivers a gradient whose reduction is under way; `step` gives its values.
   void Gradient(uint32_t param, uint64_t step) {
-    const FakeDevice::Memory values = Kept(kElemsOfParam * sizeof(float));
+    const FakeCuda::Memory values = Kept(kElemsOfParam * sizeof(float));
     for (uint64_t i = 0; i < kElemsOfParam; ++i) {
       const float value = GradientOf(step, param, i);
       std::memcpy(values->data() + i * sizeof(float), &value, sizeof(value));
     }
-    const FakeDevice::Memory own = Kept(kElemsOfParam * sizeof(float));
+    const FakeCuda::Memory own = Kept(kElemsOfParam * sizeof(float));
     Note(compute_->Copy(*own, *values), "compute");
     Follow(*compute_, *reduce_);
-    const FakeDevice::Memory reduced = device_->Allocate(kElemsOfParam * sizeof(float));
+    const FakeCuda::Memory reduced = FakeCuda::Allocate(kElemsOfParam * sizeof(float));
     Note(reduce_->Copy(*reduced, *own), "reduce");
     Note(session_->AddGradient(param, *reduced, *reduce_, reduced, kTimeout), "AddGradient");
   }
 
  private:
-  static void Poison(std::span<std::byte> bytes) { std::ranges::fill(bytes, FakeDevice::kPoison); }
+  static void Poison(std::span<std::byte> bytes) { std::ranges::fill(bytes, FakeCuda::kPoison); }
   void Note(const absl::Status& status, const std::string& what) {
     if (!status.ok()) wrong_.push_back(what + ": " + std::string(status.message()));
   }
   // FSDP2's own events and waits are not left out.
   void Follow(gpu::Stream& before, gpu::Stream& after) {
-    device_->set_counts_waits(false);
+    FakeCuda::set_counts_waits(false);
     const auto event = before.Record().value();
     EXPECT_OK(after.WaitFor(*event));
-    device_->set_counts_waits(true);
+    FakeCuda::set_counts_waits(true);
   }
   // Until the caller's streams have been synchronised.
-  FakeDevice::Memory Kept(size_t size_bytes) {
-    return kept_.emplace_back(device_->Allocate(size_bytes));
+  FakeCuda::Memory Kept(size_t size_bytes) {
+    return kept_.emplace_back(FakeCuda::Allocate(size_bytes));
   }
   void EndOfPass(uint64_t step) {
-    device_->set_counts_waits(false);
+    FakeCuda::set_counts_waits(false);
     Note(compute_->Synchronize(), "compute");
     Note(reduce_->Synchronize(), "reduce");
-    device_->set_counts_waits(true);
+    FakeCuda::set_counts_waits(true);
     kept_.clear();
     for (const auto& [unit, used] : used_) CheckWeights(step, unit, *used, "compute");
     used_.clear();
@@ -200,8 +209,8 @@ class Training {
   }
 
   // FSDP2's unshard: the copy in, the gather, compute behind it.
-  FakeDevice::Memory Prefetch(uint32_t unit) {
-    const FakeDevice::Memory shard = Kept(kUnitBytes);
+  FakeCuda::Memory Prefetch(uint32_t unit) {
+    const FakeCuda::Memory shard = Kept(kUnitBytes);
     const std::array<WeightsCopy, 2> copies{
         WeightsCopy{.partition = unit, .first_elem = 0, .to = shard->first(kUnitBytes / 2)},
         WeightsCopy{.partition = unit,
@@ -211,12 +220,12 @@ class Training {
     return shard;
   }
   void Gather(uint32_t unit) {
-    const FakeDevice::Memory shard = Prefetch(unit);
+    const FakeCuda::Memory shard = Prefetch(unit);
     Follow(*copy_in_, *gather_);
-    const FakeDevice::Memory whole = Kept(kUnitBytes);
+    const FakeCuda::Memory whole = Kept(kUnitBytes);
     Note(gather_->Copy(*whole, *shard), "gather");
     Follow(*gather_, *compute_);
-    used_.emplace_back(unit, device_->Allocate(kUnitBytes));
+    used_.emplace_back(unit, FakeCuda::Allocate(kUnitBytes));
     Note(compute_->Copy(*used_.back().second, *whole), "compute");
   }
   void Forward() {
@@ -322,7 +331,7 @@ class Training {
     if (elems < least) wrong_.emplace_back("a gradient did not arrive");
   }
 
-  std::shared_ptr<FakeDevice> device_;
+  std::shared_ptr<gpu::Device> device_;
   const Flush flush_;
   std::shared_ptr<Mapping> weights_;
   std::shared_ptr<Mapping> grad_;
@@ -333,8 +342,8 @@ class Training {
   std::unique_ptr<gpu::Stream> gather_;
   std::unique_ptr<gpu::Stream> compute_;
   std::unique_ptr<gpu::Stream> reduce_;
-  std::vector<FakeDevice::Memory> kept_;
-  std::vector<std::pair<uint32_t, FakeDevice::Memory>> used_;  // by unit
+  std::vector<FakeCuda::Memory> kept_;
+  std::vector<std::pair<uint32_t, FakeCuda::Memory>> used_;  // by unit
   std::vector<std::string> wrong_;
   // Of the daemon's thread until Step has returned.
   std::map<uint32_t, uint32_t> leases_;  // slots, to their partitions
@@ -356,28 +365,36 @@ void PrintTo(const CopiesCase& one, std::ostream* out) { *out << one.name; }
 
 class DeviceCopies : public ::testing::TestWithParam<CopiesCase> {
  protected:
-  std::vector<std::string> Train(const std::shared_ptr<FakeDevice>& device) const {
+  std::vector<std::string> Train(const std::shared_ptr<gpu::Device>& device) const {
     return Training(device, GetParam().pieces * kUnitBytes, GetParam().flush).Run();
   }
 };
 
 TEST_P(DeviceCopies, AreOfTheRightBytesHoweverLateTheyEnd) {
-  const auto device = std::make_shared<FakeDevice>();
-  device->is_late_with_pageable = true;
+  const auto device = StartDevice({.is_late_with_pageable = true});
   EXPECT_THAT(Train(device), ::testing::IsEmpty());
+  EXPECT_THAT(FakeCuda::mistakes(), ::testing::IsEmpty());
+}
+
+TEST_P(DeviceCopies, AreOfTheRightBytesInAnyOrderThatStreamsAllow) {
+  constexpr uint64_t kSeeds = 20;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    const auto device = StartDevice({.is_late_with_pageable = seed % 2 == 0, .seed = seed});
+    EXPECT_THAT(Train(device), ::testing::IsEmpty()) << "seed " << seed;
+    EXPECT_THAT(FakeCuda::mistakes(), ::testing::IsEmpty()) << "seed " << seed;
+  }
 }
 
 // A slot that is private memory needs none: the device is done with it when the copy has begun.
 class CopiesToTheArena : public DeviceCopies {};
 
 TEST_P(CopiesToTheArena, NeedEachEventAndEachWait) {
-  const auto whole = std::make_shared<FakeDevice>();
-  ASSERT_THAT(Train(whole), ::testing::IsEmpty());
-  const size_t waits = whole->waits();
+  ASSERT_THAT(Train(StartDevice()), ::testing::IsEmpty());
+  const size_t waits = FakeCuda::waits();
   EXPECT_GT(waits, 30U);
   for (size_t wait = 0; wait < waits; ++wait) {
-    const auto device = std::make_shared<FakeDevice>();
-    device->LeaveOut(wait);
+    const auto device = StartDevice();
+    FakeCuda::LeaveOut(wait);
     EXPECT_THAT(Train(device), ::testing::Not(::testing::IsEmpty()))
         << "without wait " << wait << " of " << waits;
   }
@@ -396,9 +413,8 @@ INSTANTIATE_TEST_SUITE_P(Arenas, CopiesToTheArena,
 
 // What the arena holds where the first piece lies, after a gradient that was dropped.
 float ElementAfterADrop(std::optional<size_t> left_out) {
-  const auto device = std::make_shared<FakeDevice>();
-  Training training(device, 2 * kUnitBytes, Flush::kEachUnit);
-  if (left_out.has_value()) device->LeaveOut(*left_out);
+  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  if (left_out.has_value()) FakeCuda::LeaveOut(*left_out);
   training.Gradient(1, 1);
   EXPECT_OK(training.session().DropGradients());
   float element = 0;
@@ -414,18 +430,15 @@ TEST(DroppedGradients, AreNoLongerOnTheirWayIntoSlotsThatAreFree) {
 }
 
 TEST(DeviceCopiesInACall, EndWhileItWaitsForRoomOfTheirs) {
-  const auto device = std::make_shared<FakeDevice>();
-  device->set_looks_until_done(100);
-  Training training(device, 2 * kUnitBytes, Flush::kEachUnit);
+  Training training(StartDevice({.looks_until_done = 100}), 2 * kUnitBytes, Flush::kEachUnit);
   for (uint32_t param = 0; param < kUnits * kParamsOfUnit; ++param) training.Gradient(param, 1);
   EXPECT_EQ(training.session().counters().private_slots, 0U);
   training.daemon().WaitForCommands(kUnits);
 }
 
 TEST(DeviceCopiesInACall, EndBeforeTheStepIsSent) {
-  const auto device = std::make_shared<FakeDevice>();
-  Training training(device, 2 * kUnitBytes, Flush::kEachUnit);
-  device->set_looks_until_done(100);
+  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  FakeCuda::set_looks_until_done(100);
   training.Gradient(0, 1);
   training.Gradient(1, 1);
   const std::array<protocol::HyperParams, 1> hyper{};
@@ -436,8 +449,8 @@ TEST(DeviceCopiesInACall, EndBeforeTheStepIsSent) {
 }
 
 TEST(DeviceCopiesBetweenCalls, EndWithoutAFurtherCall) {
-  Training training(std::make_shared<FakeDevice>(), 2 * kUnitBytes, Flush::kEachUnit);
-  const auto weights = training.device().Allocate(kUnitBytes);
+  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  const auto weights = FakeCuda::Allocate(kUnitBytes);
   const std::array<WeightsCopy, 1> copies{
       WeightsCopy{.partition = 0, .first_elem = 0, .to = *weights}};
   ASSERT_OK(training.session().CopyWeights(copies, training.copy_in(), kTimeout));

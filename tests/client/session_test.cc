@@ -15,7 +15,6 @@
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/client/scripted_daemon.h"
-#include "tests/support/fake_device.h"
 #include "tests/support/pattern.h"
 
 namespace forebay::client::internal {
@@ -403,17 +402,6 @@ TEST_F(SessionTest, ARangeOfAReadThatTimedOutComesBackWithItsAnswer) {
     ASSERT_OK(session_->GradSlot(group, GradFill::kZero, kTimeout).status());
     ASSERT_OK(session_->GradReady(group));
   }
-}
-
-TEST_F(SessionTest, TheDeviceKnowsBothWindows) {
-  auto device = std::make_shared<testing::FakeDevice>();
-  StartSession(Obey(), [&](SessionParts& options) { options.device = device; });
-  ASSERT_EQ(device->registrations.size(), 2U);
-  EXPECT_EQ(device->registrations[0].begin, weights_->bytes().data());
-  EXPECT_EQ(device->registrations[0].access, gpu::HostAccess::kRead);
-  EXPECT_EQ(device->registrations[1].access, gpu::HostAccess::kReadWrite);
-  session_.reset();
-  EXPECT_EQ(*device->live_registrations, 0);
 }
 
 }  // namespace

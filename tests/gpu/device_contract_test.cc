@@ -1,16 +1,21 @@
 // Goal    Every device keeps the contract of gpu/device.h, so that what stands above it can be
 //         tested on any.
-// Method  One set of cases, run on the host and on the fake, which does nothing before it must.
+// Method  One set of cases, run on the host, on CUDA over a driver that does nothing before it must,
+//         over one that works in random legal orders, and on a GPU where there is one.
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "gpu/cuda_device.h"
 #include "gpu/device.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
-#include "tests/support/fake_device.h"
+#include "tests/support/fake_cuda.h"
+#include "tests/support/host_pages.h"
 #include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
 
@@ -18,80 +23,227 @@ namespace forebay::gpu {
 namespace {
 
 using ::forebay::testing::Bytes;
+using ::forebay::testing::FakeCuda;
+using ::forebay::testing::HostPages;
 using ::forebay::testing::Pattern;
 
 struct DeviceCase {
   std::string name;
-  std::function<std::unique_ptr<Device>()> make;
+  std::function<std::shared_ptr<Device>()> make;
+};
+
+void PrintTo(const DeviceCase& one, std::ostream* out) { *out << one.name; }
+
+std::shared_ptr<Device> OnFake(const FakeCuda::Options& options, uint64_t piece_bytes) {
+  FakeCuda::Start(options);
+  return CudaDevice::Create({.library = FakeCuda::Library(), .piece_bytes = piece_bytes}).value();
+}
+
+std::vector<DeviceCase> Devices() {
+  std::vector<DeviceCase> all{
+      {"Host", [] { return std::make_shared<HostDevice>(); }},
+      {"LateCuda", [] { return OnFake({}, uint64_t{1} << 30); }},
+      {"CudaInPieces", [] { return OnFake({.registers_read_only = false}, 8192); }}};
+  constexpr uint64_t kSeeds = 5;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    all.push_back({"RandomCuda" + std::to_string(seed),
+                   [seed] { return OnFake({.seed = seed}, uint64_t{1} << 20); }});
+  }
+  if (CudaDevice::Create({}).ok()) {
+    all.push_back({"Cuda", [] { return CudaDevice::Create({}).value(); }});
+  }
+  return all;
+}
+
+// Memory that the device knows.
+class Pinned {
+ public:
+  Pinned(Device& device, size_t size_bytes)
+      : pages_(size_bytes),
+        registration_(device.Register(pages_.bytes(), HostAccess::kReadWrite).value()) {}
+  Pinned(Device& device, const Bytes& content) : Pinned(device, content.size()) {
+    std::ranges::copy(content, pages_.bytes().begin());
+  }
+
+  std::span<std::byte> bytes() const { return pages_.bytes(); }
+  Bytes content() const { return {pages_.bytes().begin(), pages_.bytes().end()}; }
+
+ private:
+  HostPages pages_;
+  std::unique_ptr<HostRegistration> registration_;
 };
 
 class DeviceContract : public ::testing::TestWithParam<DeviceCase> {
  protected:
-  std::unique_ptr<Device> device_ = GetParam().make();
+  void TearDown() override {
+    stream_.reset();
+    device_.reset();
+    EXPECT_EQ(FakeCuda::leftovers(), FakeCuda::Leftovers());
+    EXPECT_EQ(FakeCuda::mistakes(), std::vector<std::string>());
+  }
+
+  std::shared_ptr<Device> device_ = GetParam().make();
+  std::unique_ptr<Stream> stream_ = device_->MakeStream().value();
 };
 
-TEST_P(DeviceContract, CopiesAreThereAfterSynchronize) {
-  for (const size_t size : std::array<size_t, 4>{0, 1, 63, 4097}) {
-    const Bytes from = Pattern(size, 1);
-    Bytes to(size);
-    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> stream, device_->MakeStream());
-    ASSERT_OK(stream->Copy(to, from));
-    ASSERT_OK(stream->Synchronize());
-    EXPECT_EQ(to, from) << size << " bytes";
+TEST_P(DeviceContract, WhatIsCopiedThereAndBackIsTheSame) {
+  for (const size_t size : std::array<size_t, 5>{0, 1, 63, 4097, 3000000}) {
+    const Pinned from(*device_, Pattern(size, 1));
+    const Pinned to(*device_, size);
+    ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(size));
+    ASSERT_EQ(memory->bytes().size(), size);
+    ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+    ASSERT_OK(stream_->Synchronize());
+    EXPECT_EQ(to.content(), from.content()) << size << " bytes";
   }
 }
 
-TEST_P(DeviceContract, WorkOfOneStreamRunsInOrder) {
-  const Bytes first = Pattern(1000, 1);
-  const Bytes second = Pattern(1000, 2);
-  Bytes middle(1000);
-  Bytes end(1000);
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> stream, device_->MakeStream());
-  ASSERT_OK(stream->Copy(middle, first));
-  ASSERT_OK(stream->Copy(end, middle));
-  ASSERT_OK(stream->Copy(middle, second));
-  ASSERT_OK(stream->Synchronize());
-  EXPECT_EQ(end, first);
-  EXPECT_EQ(middle, second);
-}
-
-TEST_P(DeviceContract, AnEventIsDoneOnceTheWorkBeforeItIs) {
-  const Bytes from = Pattern(100, 1);
-  Bytes to(100);
-  ASSERT_OK_AND_ASSIGN(std::unique_ptr<Stream> stream, device_->MakeStream());
-  ASSERT_OK(stream->Copy(to, from));
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> event, stream->Record());
-  if (event->Done()) {
-    EXPECT_EQ(to, from);
-  }
-  ASSERT_OK(stream->Synchronize());
-  EXPECT_TRUE(event->Done());
-  ASSERT_OK(stream->WaitFor(*event));
-  stream.reset();
-  EXPECT_TRUE(event->Done());
-}
-
-TEST_P(DeviceContract, AStreamEndsItsWorkBeforeItDies) {
-  const Bytes from = Pattern(100, 1);
-  Bytes to(100);
-  {
-    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> stream, device_->MakeStream());
-    ASSERT_OK(stream->Copy(to, from));
-  }
+TEST_P(DeviceContract, MemoryThatIsNotRegisteredIsCopiedToo) {
+  const Bytes from = Pattern(10001, 1);
+  Bytes to(from.size());
+  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(from.size()));
+  ASSERT_OK(stream_->Copy(memory->bytes(), from));
+  ASSERT_OK(stream_->Copy(to, memory->bytes()));
+  ASSERT_OK(stream_->Synchronize());
   EXPECT_EQ(to, from);
 }
 
-TEST_P(DeviceContract, MemoryOfBothKindsCanBeRegistered) {
-  const Bytes bytes = Pattern(4096, 1);
-  EXPECT_OK(device_->Register(bytes, HostAccess::kRead));
-  EXPECT_OK(device_->Register(bytes, HostAccess::kReadWrite));
+TEST_P(DeviceContract, WorkOfOneStreamRunsInOrder) {
+  const Pinned first(*device_, Pattern(1000, 1));
+  const Pinned second(*device_, Pattern(1000, 2));
+  const Pinned end(*device_, 1000);
+  const Pinned last(*device_, 1000);
+  ASSERT_OK_AND_ASSIGN(const auto middle, stream_->Allocate(1000));
+  ASSERT_OK(stream_->Copy(middle->bytes(), first.bytes()));
+  ASSERT_OK(stream_->Copy(end.bytes(), middle->bytes()));
+  ASSERT_OK(stream_->Copy(middle->bytes(), second.bytes()));
+  ASSERT_OK(stream_->Copy(last.bytes(), middle->bytes()));
+  ASSERT_OK(stream_->Synchronize());
+  EXPECT_EQ(end.content(), first.content());
+  EXPECT_EQ(last.content(), second.content());
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Devices, DeviceContract,
-    ::testing::Values(DeviceCase{"Host", [] { return std::make_unique<HostDevice>(); }},
-                      DeviceCase{"Fake", [] { return std::make_unique<testing::FakeDevice>(); }}),
-    [](const auto& parameter) { return parameter.param.name; });
+TEST_P(DeviceContract, AnEventIsDoneOnceTheWorkBeforeItIs) {
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> event, stream_->Record());
+  ASSERT_OK_AND_ASSIGN(const bool is_done, event->Done());
+  if (is_done) {
+    EXPECT_EQ(to.content(), from.content());
+  }
+  ASSERT_OK(stream_->Synchronize());
+  EXPECT_EQ(event->Done(), absl::StatusOr<bool>(true));
+  EXPECT_EQ(to.content(), from.content());
+  ASSERT_OK(stream_->WaitFor(*event));
+  stream_.reset();
+  EXPECT_EQ(event->Done(), absl::StatusOr<bool>(true));
+}
+
+TEST_P(DeviceContract, AnEventThatIsLookedAtIsDoneSomeTime) {
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> event, stream_->Record());
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  bool is_done = false;
+  while (!is_done && std::chrono::steady_clock::now() < deadline) {
+    ASSERT_OK_AND_ASSIGN(is_done, event->Done());
+  }
+  EXPECT_EQ(to.content(), from.content());
+}
+
+TEST_P(DeviceContract, AStreamThatWaitsForAnEventRunsBehindIt) {
+  const Pinned from(*device_, Pattern(5000, 1));
+  const Pinned to(*device_, 5000);
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> second, device_->MakeStream());
+  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(5000));
+  ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> copied, stream_->Record());
+  ASSERT_OK(second->WaitFor(*copied));
+  ASSERT_OK(second->Copy(to.bytes(), memory->bytes()));
+  ASSERT_OK(second->Synchronize());
+  EXPECT_EQ(to.content(), from.content());
+}
+
+TEST_P(DeviceContract, AStreamEndsItsWorkBeforeItDies) {
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
+  stream_.reset();
+  EXPECT_EQ(to.content(), from.content());
+}
+
+TEST_P(DeviceContract, MemoryIsFreedBehindTheWorkThatUsesIt) {
+  const Pinned from(*device_, Pattern(3000, 1));
+  const Pinned to(*device_, 3000);
+  {
+    ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(3000));
+    ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+  }
+  ASSERT_OK(stream_->Synchronize());
+  EXPECT_EQ(to.content(), from.content());
+}
+
+TEST_P(DeviceContract, MemoryMayOutliveItsStream) {
+  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(100));
+  stream_.reset();
+}
+
+TEST_P(DeviceContract, AStreamOfAnotherLibrarysIsUsedAndLeftAlone) {
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  for (int use = 0; use < 2; ++use) {
+    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> borrowed, device_->BorrowStream(0));
+    ASSERT_OK(borrowed->Copy(to.bytes(), from.bytes()));
+    ASSERT_OK(borrowed->Synchronize());
+    EXPECT_EQ(to.content(), from.content());
+  }
+}
+
+TEST_P(DeviceContract, MemoryThatWasMappedWritableMayBeMadeReadOnly) {
+  HostPages pages(20000);
+  std::ranges::copy(Pattern(20000, 1), pages.bytes().begin());
+  ASSERT_OK_AND_ASSIGN(const auto registration,
+                       device_->Register(pages.bytes(), HostAccess::kReadWrite));
+  pages.Protect(PROT_READ);
+  const Pinned to(*device_, 20000);
+  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(20000));
+  ASSERT_OK(stream_->Copy(memory->bytes(), pages.bytes()));
+  ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+  ASSERT_OK(stream_->Synchronize());
+  EXPECT_EQ(to.content(), Pattern(20000, 1));
+}
+
+TEST_P(DeviceContract, ReadOnlyMemoryIsRegisteredWhereTheDeviceSaysSo) {
+  HostPages pages(20000);
+  std::ranges::copy(Pattern(20000, 1), pages.bytes().begin());
+  pages.Protect(PROT_READ);
+  const auto registration = device_->Register(pages.bytes(), HostAccess::kRead);
+  if (!device_->registers_read_only()) {
+    EXPECT_THAT(registration, testing::HasError(protocol::ErrorId::kUnsupported));
+    return;
+  }
+  ASSERT_OK(registration);
+  const Pinned to(*device_, 20000);
+  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(20000));
+  ASSERT_OK(stream_->Copy(memory->bytes(), pages.bytes()));
+  ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+  ASSERT_OK(stream_->Synchronize());
+  EXPECT_EQ(to.content(), Pattern(20000, 1));
+}
+
+TEST_P(DeviceContract, MemoryThatIsNoLongerRegisteredCanBeAgain) {
+  const HostPages pages(50000);
+  for (int use = 0; use < 2; ++use) {
+    EXPECT_OK(device_->Register(pages.bytes(), HostAccess::kReadWrite));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceContract, ::testing::ValuesIn(Devices()),
+                         [](const auto& parameter) { return parameter.param.name; });
 
 }  // namespace
 }  // namespace forebay::gpu

@@ -310,6 +310,44 @@ TEST_F(PinnedArenaSeals, AServedArenaIsReadOnlyForClients) {
   EXPECT_EQ(info.st_mode & 07777, 0400u);
 }
 
+TEST_F(PinnedArenaSeals, AServedArenaCanBeMappedWritableByWhomItsOwnerLets) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  auto fd = arena->WritableClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  EXPECT_EQ(fcntl(fd->get(), F_GETFL) & O_ACCMODE, O_RDWR);
+  void* const map = mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd->get(), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  static_cast<char*>(map)[5] = 42;
+  EXPECT_EQ(arena->bytes()[5], std::byte{42});
+  EXPECT_EQ(Attack::Shrink(fd->get()), EPERM);
+  EXPECT_EQ(Attack::Grow(fd->get()), EPERM);
+  EXPECT_EQ(Attack::AddSeal(fd->get()), EPERM);
+  // As before for all others.
+  struct stat info = {};
+  ASSERT_EQ(fstat(fd->get(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0400u);
+  const auto reader = arena->ClientFd();
+  ASSERT_TRUE(reader.ok());
+  EXPECT_EQ(Attack::MapWritable(reader->get()), EACCES);
+  munmap(map, 4 * kPage);
+}
+
+TEST_F(PinnedArenaTest, PagesThatAClientHasMappedWritableAreInUse) {
+  const auto arena = MakeArena(OptionsFor(4 * kPage, Access::kServed));
+  ASSERT_NE(arena, nullptr);
+  auto fd = arena->WritableClientFd();
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  void* const map = mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd->get(), 0);
+  ASSERT_NE(map, MAP_FAILED);
+  ASSERT_EQ(mprotect(map, 4 * kPage, PROT_READ), 0);
+  EXPECT_FALSE(arena->FreeIfUnused());
+  fd->Reset();
+  EXPECT_FALSE(arena->FreeIfUnused());
+  munmap(map, 4 * kPage);
+  EXPECT_TRUE(arena->FreeIfUnused());
+}
+
 TEST_F(PinnedArenaTest, APrivateArenaHasNoDescriptorForClients) {
   const auto arena = MakeArena(OptionsFor(kPage, Access::kPrivate));
   ASSERT_NE(arena, nullptr);

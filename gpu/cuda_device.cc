@@ -1,0 +1,373 @@
+#include "gpu/cuda_device.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <limits>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gpu/internal/cuda_driver.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+
+namespace forebay::gpu {
+namespace {
+
+using cuda::CUcontext;
+using cuda::CUdeviceptr;
+using cuda::CUevent;
+using cuda::CUresult;
+using cuda::CUstream;
+using cuda::Driver;
+using protocol::ErrorId;
+using protocol::MakeError;
+
+CUdeviceptr Address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------------- Context
+
+class CudaDevice::Context {
+ public:
+  // Makes the device's context the calling thread's until it dies.
+  class Current {
+   public:
+    explicit Current(const Context& context) : context_(context) {
+      const CUresult pushed = context.driver->cuCtxPushCurrent_v2(context.context_);
+      status_ = context.Check(pushed, "cuCtxPushCurrent");
+    }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    ~Current() {
+      CUcontext popped = nullptr;
+      if (status_.ok()) context_.driver->cuCtxPopCurrent_v2(&popped);
+    }
+    const absl::Status& status() const { return status_; }
+
+   private:
+    const Context& context_;
+    absl::Status status_;
+  };
+
+  static absl::StatusOr<std::shared_ptr<Context>> Create(const Options& options) {
+    auto context = std::make_shared<Context>();
+    ASSIGN_OR_RETURN(context->driver, Driver::Load(options.library));
+    const Driver& driver = *context->driver;
+    if (options.ordinal < 0 || options.ordinal >= driver.device_count()) {
+      return MakeError(ErrorId::kUnsupported,
+                       absl::StrCat("there is no device cuda:", options.ordinal,
+                                    "; the driver shows ", driver.device_count()),
+                       "look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`");
+    }
+    context->name = absl::StrCat("cuda:", options.ordinal);
+    context->piece_bytes = options.piece_bytes;
+    RETURN_IF_ERROR(
+        context->Check(driver.cuDeviceGet(&context->device_, options.ordinal), "cuDeviceGet"));
+    RETURN_IF_ERROR(context->Describe());
+    CUcontext retained = nullptr;
+    RETURN_IF_ERROR(context->Check(driver.cuDevicePrimaryCtxRetain(&retained, context->device_),
+                                   "cuDevicePrimaryCtxRetain"));
+    context->context_ = retained;
+    return context;
+  }
+  Context() = default;
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+  ~Context() {
+    if (context_ != nullptr) driver->cuDevicePrimaryCtxRelease_v2(device_);
+  }
+
+  absl::Status Check(CUresult result, std::string_view call) const {
+    if (result == cuda::kSuccess) return absl::OkStatus();
+    return driver->Check(result, absl::StrCat(name, ": ", std::string(call)));
+  }
+
+  // How many bytes from `at` on are registered by one call, or lie before the next that are.
+  size_t BytesAlike(const std::byte* at) const {
+    const protocol::MutexLock lock(mutex_);
+    const auto after = registered_.upper_bound(at);
+    if (after != registered_.begin()) {
+      const auto& [begin, size_bytes] = *std::prev(after);
+      const auto offset = static_cast<size_t>(at - begin);
+      if (offset < size_bytes) return size_bytes - offset;
+    }
+    if (after == registered_.end()) return std::numeric_limits<size_t>::max();
+    return static_cast<size_t>(after->first - at);
+  }
+  void Add(const std::byte* begin, size_t size_bytes) {
+    const protocol::MutexLock lock(mutex_);
+    registered_[begin] = size_bytes;
+  }
+  void Remove(const std::byte* begin) {
+    const protocol::MutexLock lock(mutex_);
+    registered_.erase(begin);
+  }
+
+  std::shared_ptr<const Driver> driver;
+  std::string name;
+  std::string model;
+  uint64_t memory_bytes = 0;
+  uint64_t piece_bytes = 0;
+  bool has_read_only_flag = false;
+  bool uses_host_page_tables = false;
+
+ private:
+  absl::Status Describe() {
+    constexpr int kModelBytesMax = 256;
+    std::array<char, kModelBytesMax> text{};
+    RETURN_IF_ERROR(Check(driver->cuDeviceGetName(text.data(), kModelBytesMax - 1, device_),
+                          "cuDeviceGetName"));
+    model = text.data();
+    size_t bytes = 0;
+    RETURN_IF_ERROR(Check(driver->cuDeviceTotalMem_v2(&bytes, device_), "cuDeviceTotalMem"));
+    memory_bytes = bytes;
+    ASSIGN_OR_RETURN(has_read_only_flag, Has(cuda::kReadOnlyHostRegisterSupported));
+    ASSIGN_OR_RETURN(uses_host_page_tables, Has(cuda::kPageableUsesHostPageTables));
+    ASSIGN_OR_RETURN(const bool has_pools, Has(cuda::kMemoryPoolsSupported));
+    if (has_pools) return absl::OkStatus();
+    return MakeError(ErrorId::kUnsupported,
+                     absl::StrCat(name, " (", model, ") has no memory pools"),
+                     "use a GPU and a driver with stream-ordered allocation");
+  }
+  absl::StatusOr<bool> Has(cuda::CUdevice_attribute attribute) const {
+    int value = 0;
+    RETURN_IF_ERROR(
+        Check(driver->cuDeviceGetAttribute(&value, attribute, device_), "cuDeviceGetAttribute"));
+    return value != 0;
+  }
+
+  cuda::CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  mutable protocol::Mutex mutex_;
+  std::map<const std::byte*, size_t, std::less<>> registered_ ABSL_GUARDED_BY(mutex_);
+};
+
+// ------------------------------------------------------------------------------------------ Events
+
+class CudaDevice::CudaEvent final : public Event {
+ public:
+  CudaEvent(std::shared_ptr<const Context> context, CUevent event)
+      : context_(std::move(context)), event_(event) {}
+  ~CudaEvent() override {
+    const Context::Current current(*context_);
+    if (current.status().ok()) context_->driver->cuEventDestroy_v2(event_);
+  }
+
+  absl::StatusOr<bool> Done() const override {
+    const Context::Current current(*context_);
+    RETURN_IF_ERROR(current.status());
+    const CUresult result = context_->driver->cuEventQuery(event_);
+    if (result == cuda::kNotReady) return false;
+    RETURN_IF_ERROR(context_->Check(result, "cuEventQuery"));
+    return true;
+  }
+  CUevent event() const { return event_; }
+
+ private:
+  std::shared_ptr<const Context> context_;
+  CUevent event_;
+};
+
+// ------------------------------------------------------------------------------- Streams and memory
+
+// Destroyed where it is ours, once memory that was allocated on it is free.
+class CudaDevice::StreamHandle {
+ public:
+  enum class Kind : uint8_t { kOwned, kBorrowed };
+
+  StreamHandle(std::shared_ptr<const Context> context, CUstream stream, Kind kind)
+      : context_(std::move(context)), stream_(stream), kind_(kind) {}
+  StreamHandle(const StreamHandle&) = delete;
+  StreamHandle& operator=(const StreamHandle&) = delete;
+  ~StreamHandle() {
+    if (!is_owned()) return;
+    const Context::Current current(*context_);
+    if (current.status().ok()) context_->driver->cuStreamDestroy_v2(stream_);
+  }
+
+  const Context& context() const { return *context_; }
+  const std::shared_ptr<const Context>& shared_context() const { return context_; }
+  CUstream stream() const { return stream_; }
+  bool is_owned() const { return kind_ == Kind::kOwned; }
+
+ private:
+  std::shared_ptr<const Context> context_;
+  CUstream stream_;
+  const Kind kind_;
+};
+
+class CudaDevice::CudaMemory final : public DeviceMemory {
+ public:
+  CudaMemory(std::shared_ptr<const StreamHandle> stream, std::span<std::byte> bytes)
+      : stream_(std::move(stream)), bytes_(bytes) {}
+  ~CudaMemory() override {
+    const Context& context = stream_->context();
+    const Context::Current current(context);
+    if (!current.status().ok()) return;
+    context.driver->cuMemFreeAsync(Address(bytes_.data()), stream_->stream());
+  }
+  std::span<std::byte> bytes() const override { return bytes_; }
+
+ private:
+  std::shared_ptr<const StreamHandle> stream_;
+  std::span<std::byte> bytes_;
+};
+
+class CudaDevice::CudaStream final : public Stream {
+ public:
+  explicit CudaStream(std::shared_ptr<const StreamHandle> handle)
+      : handle_(std::move(handle)), context_(handle_->context()), driver_(*context_.driver) {}
+  ~CudaStream() override {
+    if (handle_->is_owned()) Synchronize().IgnoreError();
+  }
+
+  absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) override {
+    FOREBAY_CHECK(to.size() == from.size());
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    // CUDA refuses a copy from or to memory that was registered by two calls.
+    while (!from.empty()) {
+      const size_t bytes =
+          std::min({from.size(), context_.BytesAlike(to.data()), context_.BytesAlike(from.data())});
+      RETURN_IF_ERROR(context_.Check(
+          driver_.cuMemcpyAsync(Address(to.data()), Address(from.data()), bytes, handle_->stream()),
+          "cuMemcpyAsync"));
+      to = to.subspan(bytes);
+      from = from.subspan(bytes);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<Event>> Record() override {
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    CUevent made = nullptr;
+    RETURN_IF_ERROR(
+        context_.Check(driver_.cuEventCreate(&made, cuda::kEventDisableTiming), "cuEventCreate"));
+    auto event = std::make_unique<CudaEvent>(handle_->shared_context(), made);
+    RETURN_IF_ERROR(
+        context_.Check(driver_.cuEventRecord(made, handle_->stream()), "cuEventRecord"));
+    return event;
+  }
+
+  absl::Status WaitFor(const Event& event) override {
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    const CUevent other = dynamic_cast<const CudaEvent&>(event).event();
+    return context_.Check(driver_.cuStreamWaitEvent(handle_->stream(), other, 0),
+                          "cuStreamWaitEvent");
+  }
+
+  absl::Status Synchronize() override {
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    return context_.Check(driver_.cuStreamSynchronize(handle_->stream()), "cuStreamSynchronize");
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    CUdeviceptr made = 0;
+    const size_t bytes = std::max<size_t>(size_bytes, 1);
+    RETURN_IF_ERROR(context_.Check(driver_.cuMemAllocAsync(&made, bytes, handle_->stream()),
+                                   absl::StrCat("cuMemAllocAsync of ", bytes, " bytes")));
+    auto* const begin = reinterpret_cast<std::byte*>(static_cast<uintptr_t>(made));
+    return std::make_unique<CudaMemory>(handle_, std::span(begin, size_bytes));
+  }
+
+ private:
+  std::shared_ptr<const StreamHandle> handle_;
+  const Context& context_;
+  const Driver& driver_;
+};
+
+// ------------------------------------------------------------------------------------ Registrations
+
+class CudaDevice::CudaRegistration final : public HostRegistration {
+ public:
+  explicit CudaRegistration(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+  ~CudaRegistration() override {
+    const Context::Current current(*context_);
+    for (std::byte* const begin : pieces_) {
+      context_->Remove(begin);
+      if (current.status().ok()) context_->driver->cuMemHostUnregister(begin);
+    }
+  }
+
+  absl::Status Add(std::byte* begin, size_t size_bytes, unsigned flags) {
+    const Context::Current current(*context_);
+    RETURN_IF_ERROR(current.status());
+    RETURN_IF_ERROR(
+        context_->Check(context_->driver->cuMemHostRegister_v2(begin, size_bytes, flags),
+                        absl::StrCat("cuMemHostRegister of ", size_bytes, " bytes")));
+    context_->Add(begin, size_bytes);
+    pieces_.push_back(begin);
+    return absl::OkStatus();
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+  std::vector<std::byte*> pieces_;
+};
+
+// ------------------------------------------------------------------------------------------- Device
+
+absl::StatusOr<std::shared_ptr<CudaDevice>> CudaDevice::Create(const Options& options) {
+  FOREBAY_CHECK(options.piece_bytes > 0 && options.piece_bytes % protocol::kPageBytes == 0);
+  ASSIGN_OR_RETURN(std::shared_ptr<Context> context, Context::Create(options));
+  return std::shared_ptr<CudaDevice>(new CudaDevice(std::move(context)));
+}
+
+std::string_view CudaDevice::name() const { return context_->name; }
+std::string_view CudaDevice::model() const { return context_->model; }
+uint64_t CudaDevice::memory_bytes() const { return context_->memory_bytes; }
+int CudaDevice::driver_version() const { return context_->driver->version(); }
+
+bool CudaDevice::registers_read_only() const {
+  return context_->has_read_only_flag || context_->uses_host_page_tables;
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> CudaDevice::MakeStream() {
+  const Context::Current current(*context_);
+  RETURN_IF_ERROR(current.status());
+  CUstream made = nullptr;
+  RETURN_IF_ERROR(context_->Check(context_->driver->cuStreamCreate(&made, cuda::kStreamNonBlocking),
+                                  "cuStreamCreate"));
+  return std::make_unique<CudaStream>(
+      std::make_shared<StreamHandle>(context_, made, StreamHandle::Kind::kOwned));
+}
+
+absl::StatusOr<std::unique_ptr<Stream>> CudaDevice::BorrowStream(uintptr_t handle) {
+  return std::make_unique<CudaStream>(std::make_shared<StreamHandle>(
+      context_, reinterpret_cast<CUstream>(handle), StreamHandle::Kind::kBorrowed));
+}
+
+absl::StatusOr<std::unique_ptr<HostRegistration>> CudaDevice::Register(
+    std::span<const std::byte> bytes, HostAccess access) {
+  FOREBAY_CHECK(Address(bytes.data()) % protocol::kPageBytes == 0);
+  const bool is_read_only = access == HostAccess::kRead && context_->has_read_only_flag;
+  const unsigned flags = cuda::kRegisterPortable | (is_read_only ? cuda::kRegisterReadOnly : 0U);
+  auto* const begin = const_cast<std::byte*>(bytes.data());  // CUDA's signature
+  const uint64_t size_bytes = protocol::RoundUp(bytes.size(), protocol::kPageBytes);
+  auto registration = std::make_unique<CudaRegistration>(context_);
+  for (uint64_t at = 0; at < size_bytes; at += context_->piece_bytes) {
+    const uint64_t piece_bytes = std::min(context_->piece_bytes, size_bytes - at);
+    const absl::Status added = registration->Add(begin + at, piece_bytes, flags);
+    if (added.ok()) continue;
+    return MakeError(
+        ErrorId::kUnsupported,
+        absl::StrCat(context_->name, " cannot reach ", bytes.size(), " bytes of memory mapped ",
+                     access == HostAccess::kRead ? "read-only" : "writable", ", at byte ", at, ": ",
+                     std::string(added.message())));
+  }
+  return registration;
+}
+
+}  // namespace forebay::gpu

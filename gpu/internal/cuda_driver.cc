@@ -1,0 +1,88 @@
+#include "gpu/internal/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::gpu::cuda {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+absl::Status NoCuda(std::string_view cause) {
+  return MakeError(ErrorId::kUnsupported,
+                   absl::StrCat("no CUDA on this machine: ", std::string(cause)),
+                   "install NVIDIA's driver (`nvidia-smi` shows it), or train on the CPU");
+}
+
+// dlsym(3) gives functions as `void*`, which POSIX lets a program convert.
+template <typename Function>
+bool Find(void* library, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(::dlsym(library, name));
+  return function != nullptr;
+}
+
+std::string VersionText(int version) {
+  return absl::StrCat(version / 1000, ".", version % 1000 / 10);
+}
+
+}  // namespace
+
+absl::Status Driver::Open(const std::string& library) {
+  void* const opened = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (opened == nullptr) {
+    const char* const cause = ::dlerror();
+    return NoCuda(cause == nullptr ? library : cause);
+  }
+  // Never closed: contexts and threads of the driver live as long as the process.
+  library_ = std::shared_ptr<void>(opened, [](void*) {});
+  if (!Find(opened, "cuDriverGetVersion", cuDriverGetVersion) ||
+      cuDriverGetVersion(&version_) != kSuccess) {
+    return NoCuda(absl::StrCat(library, " is no CUDA driver"));
+  }
+  std::string_view missing;
+#define FOREBAY_CUDA_FUNCTION(name, parameters) \
+  if (!Find(opened, #name, name)) missing = #name;
+#include "gpu/internal/cuda_functions.inc"
+#undef FOREBAY_CUDA_FUNCTION
+  if (version_ >= kDriverVersionMin && missing.empty()) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kUnsupported,
+      absl::StrCat("the driver supports CUDA ", VersionText(version_),
+                   missing.empty() ? "" : absl::StrCat(" and has no ", std::string(missing)),
+                   "; CUDA ", VersionText(kDriverVersionMin), " is the least"),
+      "install a newer driver of NVIDIA's");
+}
+
+absl::Status Driver::Start() {
+  const CUresult started = cuInit(0);
+  if (started == kNoDevice) return NoCuda("the driver finds no GPU");
+  RETURN_IF_ERROR(Check(started, "cuInit"));
+  RETURN_IF_ERROR(Check(cuDeviceGetCount(&device_count_), "cuDeviceGetCount"));
+  return device_count_ > 0 ? absl::OkStatus() : NoCuda("the driver finds no GPU");
+}
+
+absl::StatusOr<std::shared_ptr<const Driver>> Driver::Load(const std::string& library) {
+  auto driver = std::make_shared<Driver>();
+  RETURN_IF_ERROR(driver->Open(library));
+  RETURN_IF_ERROR(driver->Start());
+  return driver;
+}
+
+absl::Status Driver::Check(CUresult result, std::string_view call) const {
+  if (result == kSuccess) return absl::OkStatus();
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (cuGetErrorName(result, &name) != kSuccess || name == nullptr) name = "unknown error";
+  if (cuGetErrorString(result, &text) != kSuccess || text == nullptr) text = "no text";
+  return MakeError(ErrorId::kDevice,
+                   absl::StrCat(std::string(call), ": ", name, " (", result, "): ", text),
+                   result == kOutOfMemory ? "free memory of the GPU, or use smaller batches" : "");
+}
+
+}  // namespace forebay::gpu::cuda

@@ -1,0 +1,48 @@
+// Copies to a device from memory that it cannot reach by itself, through a small buffer that it can.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu/device.h"
+
+namespace forebay::gpu {
+
+// CUDA's own copy from such memory waits for the stream's earlier work, and so for what it should run
+// beside; this one waits for room alone.
+//
+// Threads  One at a time.
+class PinnedRing {
+ public:
+  static constexpr size_t kSlotBytes = size_t{2} << 20;
+  static constexpr size_t kSlots = 8;
+
+  // Errors  E_UNSUPPORTED  the device reaches no memory of the host's.
+  //         E_LIMIT        no memory.
+  static absl::StatusOr<std::unique_ptr<PinnedRing>> Create(Device& device);
+
+  PinnedRing(const PinnedRing&) = delete;
+  PinnedRing& operator=(const PinnedRing&) = delete;
+  ~PinnedRing();  // its copies have ended, or the device has failed
+
+  // Begins to copy as many of the first bytes as there is room for, and returns their number: 0 where
+  // all of the ring is under way. What was begun does not read `from` any more.
+  //
+  // Errors  E_DEVICE
+  absl::StatusOr<size_t> Begin(Stream& stream, std::span<std::byte> to,
+                               std::span<const std::byte> from);
+
+ private:
+  explicit PinnedRing(std::span<std::byte> bytes) : bytes_(bytes) {}
+
+  std::span<std::byte> bytes_;
+  std::unique_ptr<HostRegistration> registration_;
+  std::array<std::unique_ptr<Event>, kSlots> copied_;  // of each slot; null: it is free
+  size_t next_ = 0;
+};
+
+}  // namespace forebay::gpu

@@ -1,0 +1,83 @@
+// A CUDA driver without a GPU: a shared object with the real symbols. Nothing happens before it must: work
+// runs when its stream is synchronised, when an event behind it has been looked at a few times, or, with a
+// seed, in any order that streams and events allow. Memory of the device is the host's, full of poison
+// until it is written and again once it is freed. It is stricter than the hardware: what CUDA leaves
+// undefined is an error or a mistake that mistakes() names. Every call can fail.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace forebay::testing {
+
+// The driver of this process. Threads: any.
+class FakeCuda {
+ public:
+  static constexpr std::byte kPoison{0xA5};
+
+  struct Options {
+    int devices = 1;
+    int version = 12040;
+    bool registers_read_only = true;
+    bool has_memory_pools = true;
+    int looks_until_done = 10;           // at an event
+    bool is_late_with_pageable = false;  // memory that it does not know; CUDA copies it at once
+    bool is_default_stream_late = true;
+    std::optional<uint64_t> seed = {};     // of the order of work; none: as late as possible
+    size_t register_bytes_max = SIZE_MAX;  // that one call registers
+  };
+
+  static std::string Library();  // for dlopen(3)
+
+  // Forgets everything: what is left of before belongs to nobody.
+  static void Start(const Options& options);
+  static void Start() { Start(Options()); }
+
+  // Of the device. Once the last reference is gone it is another's, as memory of a caching allocator is:
+  // copies from it bring poison, copies to it nothing.
+  using Memory = std::shared_ptr<const std::span<std::byte>>;
+  static Memory Allocate(size_t size_bytes);
+
+  // Events recorded, waits for one and synchronisations that wait for something are counted. The one of
+  // this number does nothing: the event is done at once, the stream does not wait.
+  static void LeaveOut(size_t wait);
+  static size_t waits();
+  static void set_counts_waits(bool counts);
+  static void set_looks_until_done(int looks);
+  // Called before work of a stream runs because somebody has waited for it.
+  static void set_before_work(std::function<void()> before_work);
+
+  // The call of this number, counted over all functions but those that name errors, fails with
+  // CUDA_ERROR_UNKNOWN and does nothing.
+  static void FailCall(size_t call);
+  static size_t calls();
+  // From this copy on, counted as they run, the device is broken: each call says CUDA_ERROR_ILLEGAL_ADDRESS.
+  static void FailCopy(size_t copy);
+
+  struct Registration {
+    const std::byte* begin;
+    size_t size_bytes;
+    bool is_read_only;
+  };
+  static std::vector<Registration> registrations();  // that are alive, by address
+
+  struct Leftovers {
+    size_t streams = 0;
+    size_t events = 0;
+    size_t allocations = 0;  // of cuMemAllocAsync
+    size_t registrations = 0;
+    int contexts = 0;  // times that a primary context is retained
+
+    bool operator==(const Leftovers&) const = default;
+  };
+  static Leftovers leftovers();
+  static std::vector<std::string> mistakes();  // what a caller did that CUDA does not define
+};
+
+}  // namespace forebay::testing
