@@ -191,6 +191,7 @@ def attach_sharded(
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
                 accumulate=accumulate,
                 partitions=plan.layout.partitions,
+                **plan.device.options(),
             )
             return undo.attachment
 
@@ -212,6 +213,8 @@ def attach_sharded(
     undo.shards.clear()
     return_free_memory()
     if request.rank == 0:
+        if not plan.device.is_host:
+            _report.say(attachment.device_access)
         status = _core.status(request.socket)
         for line in _report.costs(plan, request.job, status, sums_are_float32=accumulate):
             _report.say(line)

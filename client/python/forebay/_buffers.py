@@ -95,7 +95,7 @@ class Buffers:
         with torch.no_grad():
             for _, tensor in self.named():
                 end = begin + _size_bytes(tensor)
-                committed = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                committed = torch.empty(tensor.shape, dtype=tensor.dtype)
                 ctypes.memmove(committed.data_ptr(), values[begin:end], end - begin)
                 tensor.copy_(committed)
                 begin = end
@@ -118,17 +118,17 @@ def holds_buffers(frame: bytes) -> bool:
 
 
 def _check_readable(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         raise unsupported(
-            f"buffer {name} is {tensor.layout} on device {tensor.device}; only dense CPU buffers "
-            "are committed",
+            f"buffer {name} is {tensor.layout} on device {tensor.device}; only dense buffers on CPUs "
+            "and GPUs are committed",
             "model.cpu() before attach, or register_buffer(..., persistent=False)",
         )
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements in the order of the indices."""
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().cpu().contiguous()
     return ctypes.string_at(whole.data_ptr(), _size_bytes(whole)) if whole.numel() else b""
 
 

@@ -73,7 +73,7 @@ class GradientProxy(torch.Tensor):
             if function in _VIEWS:
                 return GradientProxy(proxy.delivered, _view_of(proxy, function, args[1:]))
             if function is _NORM and _is_euclidean(args[1:]):
-                return torch.tensor(proxy.delivered.norm(), dtype=torch.float32)
+                return _norm_of(proxy)
             if function is aten.add_.Tensor and not isinstance(args[1], GradientProxy):
                 proxy.delivered.add(args[1])
                 return proxy
@@ -89,7 +89,7 @@ class GradientProxy(torch.Tensor):
                 return proxy
         proxies = _proxies(proxy)
         if function is aten._foreach_norm.Scalar and proxies and _is_euclidean(args[1:]):
-            return [torch.tensor(one.delivered.norm(), dtype=torch.float32) for one in proxies]
+            return [_norm_of(one) for one in proxies]
         if function in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) and proxies:
             for one in proxies:
                 one.delivered.multiply(float(args[1]))
@@ -107,6 +107,10 @@ class GradientProxy(torch.Tensor):
                 one.delivered.multiply(factor)
             return None
         raise _refusal(function, args)
+
+
+def _norm_of(proxy: GradientProxy) -> torch.Tensor:
+    return torch.tensor(proxy.delivered.norm(), dtype=torch.float32, device=proxy.device)
 
 
 def _proxies(values: Any) -> list[GradientProxy]:

@@ -107,12 +107,12 @@ class ApplyGuard:
 
 def _keeps(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
     """Whether the function gives each tensor back as it was: its type, kind of memory and values."""
-    values = torch.rand(64).to(tensor.dtype)
+    values = torch.rand(64).to(tensor.device, tensor.dtype)
     probe = values.clone()
     wanted = function(probe)
     return (
         wanted.dtype == values.dtype
-        and wanted.device.type == "cpu"
+        and wanted.device == values.device
         and not _is_shared(probe)
         and not wanted.is_pinned()
         and torch.equal(probe, values)

@@ -37,14 +37,14 @@ class Unset(torch.Tensor):
     """A shard without memory: whatever uses it is refused by name."""
 
     @staticmethod
-    def __new__(cls, name: str, like: torch.Tensor) -> Unset:
+    def __new__(cls, name: str, like: torch.Tensor, device: torch.device) -> Unset:
         tensor: Unset = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
         tensor.__dict__["name"] = name
         return tensor
 
-    def __init__(self, name: str, like: torch.Tensor) -> None:
+    def __init__(self, name: str, like: torch.Tensor, device: torch.device) -> None:
         pass
 
     @classmethod
@@ -52,7 +52,7 @@ class Unset(torch.Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten.detach.default:
-            return cls(args[0].__dict__["name"], args[0])
+            return cls(args[0].__dict__["name"], args[0], args[0].device)
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
         name = next(one.__dict__["name"] for one in flat if isinstance(one, Unset))
         raise unsupported(
@@ -110,6 +110,7 @@ class Initial:
                 "a function of a module, or the path of a safetensors file or of a folder of them",
             )
         self._shards = [one for unit in units for one in unit.shards]
+        self._device = units[0].device
         self._is_meta = any(one.local.is_meta for one in self._shards)
         real = next((one for one in self._shards if not one.local.is_meta), None)
         if initial is not None and real is not None:
@@ -140,9 +141,9 @@ class Initial:
         self._moved, self._buffers = [], []
 
     def compare_generators(self) -> None:
-        """Whether all ranks would get the same random numbers. Of a model on the meta device a
-        collective over the default process group."""
-        if self._is_meta:
+        """Whether all ranks would get the same random numbers: on a GPU torch gives each shard its own.
+        Of a model on the meta device and a mesh of CPUs a collective over the default process group."""
+        if self._is_meta and self._device.type == "cpu":
             states = _ranks.gather([torch.get_rng_state().numpy().tobytes()])
             self._have_same_seed = all(state == states[0] for state in states)
 
@@ -159,7 +160,8 @@ class Initial:
                 if id(before) not in made:
                     name = self._prefix + _fsdp.plain_name(f"{prefix}.{key}".lstrip("."))
                     is_meta = before.is_meta
-                    new = _nothing(before.shape, before.dtype) if is_meta else before.clone()
+                    nothing = _nothing(before.shape, before.dtype, self._device)
+                    new = nothing if is_meta else before.clone()
                     made[id(before)] = name, new
                 name, new = made[id(before)]
                 self._buffers.append(NewBuffer(name, module, key, before, new, new._version))
@@ -167,7 +169,7 @@ class Initial:
             buffer.module._buffers[buffer.key] = buffer.made
 
     def prepare(self, attachment: Attachment, all_names: Iterable[str]) -> None:
-        """Behind it every parameter is on the CPU, and so are the buffers that the job does not have:
+        """Behind it every parameter is on its device, and so are the buffers that the job does not have:
         with their values, where write() does not set them.
 
         all_names  Of the parameters of all ranks.
@@ -199,7 +201,8 @@ class Initial:
             buffer.module._buffers[buffer.key] = buffer.made
         if self._is_meta:
             for one in self._shards:
-                self._moved.append((one, one.leave_meta(Unset(one.name, one.local))))
+                unset = Unset(one.name, one.local, self._device)
+                self._moved.append((one, one.leave_meta(unset)))
 
     def write(self, engine: ShardedEngine) -> None:
         """Writes the initial values of this rank's shards. Errors: those of prepare(), E_NONFINITE."""
@@ -398,10 +401,10 @@ def _groups_in(module: nn.Module, group_of: dict[int, ShardGroup]) -> list[Shard
     return list(dict.fromkeys(group_of[id(one)] for one in module.parameters()))
 
 
-def _nothing(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+def _nothing(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """NaN, where the type has it: what nobody has set is found."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full(tuple(shape), value, dtype=dtype)
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
 # -------------------------------------------------------------------------------- memory of one unit
@@ -414,7 +417,8 @@ class _Memory:
     def __init__(self, engine: ShardedEngine, group: ShardGroup) -> None:
         self._engine, self._group = engine, group
         elems = sum(member.elems for member in group.shard_members if member.is_owned)
-        self._flat = _nothing([elems], engine.plan.master_dtype)
+        self._device = engine.device.torch_device
+        self._flat = _nothing([elems], engine.plan.master_dtype, self._device)
 
     def lend(self) -> None:
         """The shards are there."""
@@ -422,7 +426,8 @@ class _Memory:
             if member.is_owned and self._flat.dtype == member.tensor.dtype:
                 member.shard.lend(self._part_of(member))
             else:
-                member.shard.lend(_nothing(member.local_shape, member.tensor.dtype))
+                nothing = _nothing(member.local_shape, member.tensor.dtype, self._device)
+                member.shard.lend(nothing)
 
     def write(self) -> None:
         """The values of the shards, wherever they are, become the job's."""
@@ -438,15 +443,16 @@ class _Memory:
         if number is None:
             return
         assert engine.attachment is not None
-        if self._flat.dtype == engine.plan.dtype:
-            engine.attachment.write_initial(number, self._flat, engine.timeout)
+        flat = self._flat.cpu()
+        if flat.dtype == engine.plan.dtype:
+            engine.attachment.write_initial(number, flat, engine.timeout)
         else:
-            engine.attachment.write_masters(number, 0, self._flat, engine.timeout)
+            engine.attachment.write_masters(number, 0, flat, engine.timeout)
 
     def take_back(self) -> None:
         """The shards have no memory."""
         for member in self._group.shard_members:
-            member.shard.lend(Unset(member.name, member.shard.local))
+            member.shard.lend(Unset(member.name, member.shard.local, self._device))
         self._flat = self._flat.new_empty(0)
         return_free_memory()
 

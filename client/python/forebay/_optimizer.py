@@ -382,7 +382,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     _hash(digest, read_elements(attachment, parameter, state, piece, timeout)[0])
         for name, buffer in self._buffers.named():
             digest.update(name.encode() + b"\0")
-            _hash(digest, buffer.detach().contiguous())
+            _hash(digest, buffer.detach().cpu().contiguous())
         return digest.hexdigest()
 
     def stats(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _fsdp, _ranks
+from . import _device, _fsdp, _ranks
 from ._boxes import Held, ShardPlan, make_shard_plan
 from ._fsdp import Shard, Unit
 from ._plan import FORMATS, Parameter, Plan, layers_of
@@ -32,8 +32,8 @@ def shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise _number_of_ranks()
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise _on_a_device(f"parameter {name}", parameter.device)
+        if not parameter.is_meta:
+            _device.refuse_other_kinds(f"parameter {name}", parameter.device)
         _fsdp.check_runs_on(parameter.device)
         if parameter.dim() == 0:
             raise unsupported(
@@ -65,8 +65,6 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
     for unit in units:
         if unit.is_resharded_to_smaller_mesh:
             raise _number_of_ranks()
-        if unit.device.type != "cpu":
-            raise _on_a_device(f"group {unit.name}", unit.device)
         for one in unit.shards:
             managed.add(id(one.parameter))
             _refuse_shard(one)
@@ -76,14 +74,8 @@ def refuse_unusable(units: Sequence[Unit], model: nn.Module) -> None:
                 f"parameter {name} is in no module that fully_shard() was called on",
                 "fully_shard(model) as the last call, without ignored_params",
             )
+    _device.of_units(units)
     _refuse_mixed_types(units)
-
-
-def _on_a_device(what: str, device: torch.device) -> UsageError:
-    return unsupported(
-        f"{what} is on device {device}; only CPU meshes (gloo) can be attached yet",
-        'model.to("cpu") and init_device_mesh("cpu", (world_size,))',
-    )
 
 
 def _refuse_mixed_types(units: Sequence[Unit]) -> None:
@@ -158,6 +150,7 @@ class ShardedPlan(Plan):
             group_names=layout.group_names,
         )
         self.units, self.layout = units, layout
+        self.device = _device.of_units(units)
 
     @property
     def grad_dtype(self) -> torch.dtype:

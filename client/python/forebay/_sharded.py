@@ -1,6 +1,6 @@
 """Sharded attachment: ZeRO-3 on torch's FSDP2. FSDP2 gathers, reduces and overlaps; Forebay holds the
-shards. A rank's weights are copied from the daemon's memory when FSDP2 is about to gather them, its
-reduced gradients go there as soon as FSDP2 has them."""
+shards. A rank's weights are copied from the daemon's memory when FSDP2 is about to gather them, on the
+stream it gathers on; its reduced gradients go there as soon as FSDP2 has them."""
 
 from __future__ import annotations
 
@@ -130,8 +130,9 @@ class ShardMember(Member):
 
     def make_private(self) -> None:
         self.tensor.grad = None
-        padded = torch.zeros(self.padded_shape, dtype=self.tensor.dtype)
-        self._part_of(padded).copy_(self.read())
+        values = self.read()
+        padded = torch.zeros(self.padded_shape, dtype=values.dtype, device=values.device)
+        self._part_of(padded).copy_(values)
         self.restore(padded)
 
     def restore(self, padded: torch.Tensor) -> None:
@@ -160,7 +161,7 @@ class ShardedEngine(Engine):
         from . import _core
 
         self._copy_list = _core.copy_list
-        self.plan, self._width = plan, plan.dtype.itemsize
+        self.plan, self._width, self.device = plan, plan.dtype.itemsize, plan.device
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
@@ -199,7 +200,7 @@ class ShardedEngine(Engine):
         member = ShardMember(parameter, layout.index[one.name], group, one)
         padded_elems = one.padded_shape.numel()
         is_one_piece = len(member.boxes) == 1 and member.elems == padded_elems
-        if is_one_piece and group.unit.device.type == "cpu":
+        if is_one_piece and self.device.is_host:
             member.source = layout.places[member.name, member.boxes[0]]
         else:
             member.first = group.elems
@@ -238,10 +239,15 @@ class ShardedEngine(Engine):
         return self._copy_list(copies)
 
     def copy(self, copies: Any, to: torch.Tensor) -> None:
-        """Copies weights into a new tensor."""
+        """Copies weights into a new tensor of the device's, on the stream that torch works on now."""
         assert self.attachment is not None
         size_bytes = to.numel() * to.element_size()
-        self.attachment.copy_weights(copies, to.data_ptr(), size_bytes, self.timeout)
+        stream = self.device.stream()
+        self.attachment.copy_weights(copies, to.data_ptr(), size_bytes, self.timeout, stream)
+
+    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Room for weights, on the device."""
+        return torch.empty(shape, dtype=self.plan.dtype, device=self.device.torch_device)
 
     def padded(self, member: ShardMember) -> torch.Tensor:
         """The member's part of what its unit's gather takes; the first that asks brings all."""
@@ -257,7 +263,7 @@ class ShardedEngine(Engine):
             began = time.monotonic_ns()
             group.forget_copy()
             with profiled("forebay.fetch", group.name):
-                buffer = torch.empty(group.elems, dtype=self.plan.dtype)
+                buffer = self._empty([group.elems])
                 for padding in group.paddings:
                     buffer[padding] = 0
                 self.copy(group.copies, buffer)
@@ -291,7 +297,7 @@ class ShardedEngine(Engine):
     def read(self, member: ShardMember) -> torch.Tensor:
         """This rank's part of a parameter, in the parameter's type: its masters, where these have more
         bits than the weights."""
-        weights = torch.empty(member.shard.local_shape, dtype=self.plan.dtype)
+        weights = self._empty(member.shard.local_shape)
         if self.plan.dtype == member.tensor.dtype or not member.trainable:
             self.copy(member.copies, weights)
             return weights.to(member.tensor.dtype)
@@ -305,7 +311,7 @@ class ShardedEngine(Engine):
                 )
                 flat[at : at + run] = torch.from_dlpack(view)  # type: ignore[attr-defined]
                 at += run
-        return masters
+        return masters.to(self.device.torch_device)
 
     def check_values(self, member: ShardMember, values: torch.Tensor) -> None:
         """Errors: E_NONFINITE where they cannot be written."""
@@ -321,7 +327,7 @@ class ShardedEngine(Engine):
     def write(self, member: ShardMember, values: torch.Tensor) -> None:
         """Sets this rank's part of a parameter, masters and weights; of replicas, the owner does, and
         all of them have to call it."""
-        masters, at = values.detach().to(torch.float32).contiguous().view(-1), 0
+        masters, at = values.detach().to("cpu", torch.float32).contiguous().view(-1), 0
         assert self.attachment is not None
         member.wait_for_replicas()  # they have read what the owner replaces
         try:
@@ -341,14 +347,14 @@ class ShardedEngine(Engine):
         group.unit.reshard()
 
     def values_of(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, from all owners."""
+        """The whole parameter, from all owners, on the CPU."""
         layout = self.plan.layout
         whole = torch.empty(parameter.tensor.shape, dtype=self.plan.dtype).view(-1)
         for (name, box), source in layout.places.items():
             if name != parameter.name:
                 continue
             first, run, stride, runs = box
-            part = torch.empty(source.elems, dtype=self.plan.dtype)
+            part = self._empty([source.elems])
             copies = [(source.partition, source.first, 0, source.elems * self._width)]
             self.copy(self._copy_list(copies), part)
             whole.as_strided((runs, run), (stride, 1), first).copy_(part.view(runs, run))
@@ -468,9 +474,21 @@ class ShardedEngine(Engine):
         local = gradient.to(self.plan.grad_dtype).contiguous()
         with profiled("forebay.deliver", member.name):
             try:
-                self.attachment.add_gradient(member.index, local, self.timeout)
+                self._add_gradient(member.index, local)
             except ForebayError as error:
                 raise_unless_step_raises(error)
+
+    def _add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """On a GPU it is read when what torch has begun on its stream has ended."""
+        assert self.attachment is not None
+        if self.device.is_host:
+            self.attachment.add_gradient(index, gradient, self.timeout)
+            return
+        size_bytes = gradient.numel() * gradient.element_size()
+        stream = self.device.stream()
+        self.attachment.add_device_gradient(
+            index, gradient.data_ptr(), size_bytes, stream, gradient, self.timeout
+        )
 
     def norm_of(self, member: Member) -> float:
         """Of this rank's part, of all passes."""
@@ -575,7 +593,7 @@ def bind(engine: ShardedEngine) -> list[tuple[ShardMember, torch.Tensor]]:
         local = member.shard.local
         before.append((member, member.shard.padded.view(member.padded_shape)))
         wrapper = ShardTensor(member, local)
-        member.shard.set_local(wrapper, torch.empty(0, dtype=local.dtype))
+        member.shard.set_local(wrapper, torch.empty(0, dtype=local.dtype, device=local.device))
     return before
 
 

@@ -28,9 +28,12 @@
 #include "client/python/src/errors.h"
 #include "client/python/src/timeout.h"
 #include "client/window_registry.h"
+#include "gpu/cuda_device.h"
+#include "gpu/device.h"
 #include "gpu/host_device.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
+#include "protocol/os/mutex.h"
 
 namespace forebay::python {
 namespace nb = nanobind;
@@ -100,20 +103,65 @@ bool PythonInterrupted() {
   return PyErr_CheckSignals() != 0;
 }
 
+// Python objects that copies on a device have read from. The thread that sees a copy end has no GIL: it
+// puts them here, a later call of Python's gives them up.
+//
+// Threads  Any.
+class EndedObjects {
+ public:
+  static std::shared_ptr<const void> Keep(const std::shared_ptr<EndedObjects>& ended,
+                                          nb::object object) {
+    return {object.release().ptr(), [ended](const void* kept) {
+              const protocol::MutexLock lock(ended->mutex_);
+              ended->objects_.push_back(static_cast<PyObject*>(const_cast<void*>(kept)));
+            }};
+  }
+
+  void GiveUp() {  // with the GIL
+    std::vector<PyObject*> objects;
+    {
+      const protocol::MutexLock lock(mutex_);
+      objects.swap(objects_);
+    }
+    for (PyObject* const object : objects) Py_DECREF(object);
+  }
+
+ private:
+  protocol::Mutex mutex_;
+  std::vector<PyObject*> objects_ ABSL_GUARDED_BY(mutex_);
+};
+
 class PyAttachment {
  public:
-  explicit PyAttachment(std::unique_ptr<Attachment> attachment)
-      : attachment_(std::move(attachment)) {}
+  PyAttachment(std::unique_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device)
+      : device_(std::move(device)), attachment_(std::move(attachment)) {}
+  PyAttachment(PyAttachment&&) = default;
+  PyAttachment& operator=(PyAttachment&&) = default;
+  PyAttachment(const PyAttachment&) = delete;
+  PyAttachment& operator=(const PyAttachment&) = delete;
+  ~PyAttachment() {
+    attachment_.reset();
+    if (ended_ != nullptr) ended_->GiveUp();
+  }
 
   Attachment& operator*() { return *attachment_; }
   Attachment* operator->() { return attachment_.get(); }
 
   DType dtype() const { return attachment_->layout().spec().dtype; }
-  gpu::Stream& stream() { return *stream_; }  // of the processor: copies end at once
+  // A stream of torch's, by its handle; of the processor, where copies end at once, it is ignored.
+  std::unique_ptr<gpu::Stream> StreamOf(uintptr_t handle) {
+    return ValueOrThrow(device_->BorrowStream(handle));
+  }
+  std::shared_ptr<const void> Keep(nb::object object) {
+    ended_->GiveUp();
+    return EndedObjects::Keep(ended_, std::move(object));
+  }
+  void GiveUpEnded() { ended_->GiveUp(); }
 
  private:
+  std::shared_ptr<gpu::Device> device_;
+  std::shared_ptr<EndedObjects> ended_ = std::make_shared<EndedObjects>();
   std::unique_ptr<Attachment> attachment_;
-  std::unique_ptr<gpu::Stream> stream_ = gpu::HostDevice().MakeStream().value();
 };
 
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
@@ -122,7 +170,8 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     const std::vector<std::string>& group_names, uint64_t grad_arena_bytes,
                     uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
                     bool reader, const std::string& grad_dtype, bool accumulate,
-                    const std::vector<PartitionTuple>& partitions) {
+                    const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
+                    const std::string& cuda_driver) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -142,7 +191,12 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .grad_arena_bytes = grad_arena_bytes,
       .extra_state_bytes = extra_state_bytes,
       .timeout = TimeoutOf(timeout),
-      .interrupt_check = PythonInterrupted};
+      .interrupt_check = PythonInterrupted,
+      .device = std::make_shared<gpu::HostDevice>()};
+  if (cuda_device.has_value()) {
+    const gpu::CudaDevice::Options cuda{.ordinal = *cuda_device, .library = cuda_driver};
+    options.device = ValueOrThrow(WithoutGil([&] { return gpu::CudaDevice::Create(cuda); }));
+  }
   for (const auto& [name, shape, group, param_group, trainable] : params) {
     options.layout.params.push_back({.name = name,
                                      .shape = shape,
@@ -162,8 +216,9 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
     }
   }
   client::InstallSegvExplainer();
-  return PyAttachment(
-      ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })));
+  std::shared_ptr<gpu::Device> device = options.device;
+  return {ValueOrThrow(WithoutGil([&] { return Attachment::Attach(std::move(options)); })),
+          std::move(device)};
 }
 
 nb::list Groups(PyAttachment& self) {
@@ -243,6 +298,18 @@ void AddGradient(PyAttachment& self, uint32_t param, const Buffer& gradient, dou
   Check(WithoutGil([&] { return self->AddGradient(param, bytes, TimeoutOf(timeout)); }));
 }
 
+// `address` is of `size_bytes` of the device's, which work of `stream` so far fills; `keep` lives until they
+// were copied.
+void AddDeviceGradient(PyAttachment& self, uint32_t param, uintptr_t address, uint64_t size_bytes,
+                       uintptr_t stream, nb::object keep, double timeout) {
+  const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(address), size_bytes);
+  std::shared_ptr<const void> kept = self.Keep(std::move(keep));
+  Check(WithoutGil([&] {
+    const std::unique_ptr<gpu::Stream> ready = self.StreamOf(stream);
+    return self->AddGradient(param, bytes, *ready, std::move(kept), TimeoutOf(timeout));
+  }));
+}
+
 // What one call of copy_weights() copies.
 struct CopyList {
   std::vector<CopyTuple> copies;
@@ -257,9 +324,10 @@ CopyList MakeCopyList(std::vector<CopyTuple> copies) {
   return list;
 }
 
-// `address` has room for `size_bytes`: a tensor that the caller keeps alive.
+// `address` has room for `size_bytes` of the device's memory: a tensor that the caller keeps alive until
+// work of `stream` behind the copies has begun.
 void CopyWeights(PyAttachment& self, const CopyList& list, uintptr_t address, uint64_t size_bytes,
-                 double timeout) {
+                 double timeout, uintptr_t stream) {
   if (size_bytes < list.end_bytes) {
     Raise(MakeError(ErrorId::kRange, absl::StrCat("the weights take ", list.end_bytes,
                                                   " bytes, the tensor has ", size_bytes)));
@@ -270,7 +338,8 @@ void CopyWeights(PyAttachment& self, const CopyList& list, uintptr_t address, ui
   for (const auto& [partition, first_elem, offset, bytes] : list.copies) {
     copies.push_back({partition, first_elem, {to + offset, bytes}});
   }
-  Check(WithoutGil([&] { return self->CopyWeights(copies, self.stream(), TimeoutOf(timeout)); }));
+  Check(WithoutGil(
+      [&] { return self->CopyWeights(copies, *self.StreamOf(stream), TimeoutOf(timeout)); }));
 }
 
 void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, double timeout) {
@@ -343,8 +412,10 @@ nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyp
     params.push_back(HyperParamsOf(self->layout().spec().optimizer, params.size(), values));
   }
   const std::span<const std::byte> extra = BytesOf(extra_state);
-  const client::StepResult result = ValueOrThrow(WithoutGil(
-      [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); }));
+  absl::StatusOr<client::StepResult> stepped = WithoutGil(
+      [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); });
+  self.GiveUpEnded();
+  const client::StepResult result = ValueOrThrow(std::move(stepped));
   return nb::make_tuple(result.committed_step, result.norm, result.clipped, result.repeated);
 }
 
@@ -394,6 +465,7 @@ void BindAttachment(nb::module_& module) {
                      const auto bytes = self->rank0_extra_state();
                      return nb::bytes(bytes.data(), bytes.size());
                    })
+      .def_prop_ro("device_access", [](PyAttachment& self) { return self->device_access(); })
       .def_prop_ro("trace", &TraceGroups)
       .def_prop_ro("groups", &Groups)
       .def_prop_ro("param_offsets", &ParamOffsets)
@@ -413,7 +485,7 @@ void BindAttachment(nb::module_& module) {
           },
           nb::arg("timeout") = kTimeout)
       .def("copy_weights", &CopyWeights, nb::arg("copies"), nb::arg("address"),
-           nb::arg("size_bytes"), nb::arg("timeout") = kTimeout)
+           nb::arg("size_bytes"), nb::arg("timeout") = kTimeout, nb::arg("stream") = 0)
       .def("fetch", &Fetch, nb::arg("group"), nb::arg("timeout") = kTimeout)
       .def(
           "release",
@@ -432,6 +504,8 @@ void BindAttachment(nb::module_& module) {
           nb::arg("group"))
       .def("add_gradient", &AddGradient, nb::arg("param"), nb::arg("gradient"),
            nb::arg("timeout") = kTimeout)
+      .def("add_device_gradient", &AddDeviceGradient, nb::arg("param"), nb::arg("address"),
+           nb::arg("size_bytes"), nb::arg("stream"), nb::arg("keep"), nb::arg("timeout") = kTimeout)
       .def(
           "flush_gradients",
           [](PyAttachment& self, std::optional<uint32_t> group) {
@@ -448,7 +522,11 @@ void BindAttachment(nb::module_& module) {
           },
           nb::arg("param").none(), nb::arg("timeout") = kTimeout)
       .def("drop_gradients",
-           [](PyAttachment& self) { Check(WithoutGil([&] { return self->DropGradients(); })); })
+           [](PyAttachment& self) {
+             const absl::Status dropped = WithoutGil([&] { return self->DropGradients(); });
+             self.GiveUpEnded();
+             Check(dropped);
+           })
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
            nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout,
            nb::arg("grad_scale") = 1.0,
@@ -477,7 +555,8 @@ NB_MODULE(_core, module) {
              nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
              nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
              nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
-             nb::arg("partitions") = std::vector<PartitionTuple>());
+             nb::arg("partitions") = std::vector<PartitionTuple>(),
+             nb::arg("cuda_device") = nb::none(), nb::arg("cuda_driver") = "libcuda.so.1");
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

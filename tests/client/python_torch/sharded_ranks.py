@@ -6,7 +6,7 @@ usage: sharded_ranks.py NAME:RANKS:RUN[:CASE...]...
 
 Each argument is a launch, all of whose cases the same processes run, one after the other, and then
 end without detach(). No CASE: all that need no launch of their own. RUN is what FOREBAY_RUN is set
-to. Where a case fails the processes end, and new ones go on with the next case.
+to. The ranks of a launch whose NAME begins with "device" are on a GPU that late_device.py makes. Where a case fails the processes end, and new ones go on with the next case.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from forebay import _attach, _fsdp, _sharded  # noqa: E402, F401
 from models import batch, loss_of, net  # noqa: E402
@@ -184,10 +185,14 @@ def run_rank(launch, rank, size, names, store, out):
         timeout=datetime.timedelta(seconds=DEADLINE_S),
     )
     mesh = init_device_mesh("cpu", (size,))
+    is_late = launch.startswith("device")
+    if is_late:
+        late_device.install(registers_read_only=rank % 2 == 0)  # the ranks' memory is mapped both ways
     for name in names:
         error = None
         try:
             CASES[name][0](Ranks(launch, name, mesh))
+            assert not is_late or late_device.mistakes() == 0
             dist.barrier()
         except BaseException:
             error = traceback.format_exc()
@@ -239,6 +244,7 @@ def main():
     import sharded_training  # noqa: F401
     import sharded_passes  # noqa: F401
     import sharded_meta  # noqa: F401
+    import sharded_devices  # noqa: F401
     import sharded_gathers  # noqa: F401
     import sharded_writes  # noqa: F401
 

@@ -245,12 +245,12 @@ def lamb(ranks):
         ranks.attach(model, forebay.Lamb(lr=LR))
 
 
-class OnGpu(torch.Tensor):
-    """Says that it is on a GPU, where there is none."""
+class OnOtherGpu(torch.Tensor):
+    """Says that it is on a GPU of another maker's, where there is none."""
 
     @staticmethod
     def __new__(cls, values):
-        options = {"dtype": values.dtype, "device": "cuda:0"}
+        options = {"dtype": values.dtype, "device": "xpu:0"}
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, **options)
 
     @classmethod
@@ -260,11 +260,11 @@ class OnGpu(torch.Tensor):
 
 
 @case(2)
-def a_model_on_a_gpu(ranks):
-    """It means sharded, which does not run there yet: refused before fully_shard() was called."""
+def a_model_on_another_kind_of_gpu(ranks):
+    """It means sharded, which does not run there: refused before fully_shard() was called."""
     model = small_net()
-    model.norm.weight = nn.Parameter(OnGpu(model.norm.weight))
-    with refused("E_UNSUPPORTED", "parameter norm.weight is on device cuda:0; only CPU meshes", "cpu"):
+    model.norm.weight = nn.Parameter(OnOtherGpu(model.norm.weight))
+    with refused("E_UNSUPPORTED", "parameter norm.weight is on device xpu:0; models on CPUs", "cpu"):
         ranks.attach(model)
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 

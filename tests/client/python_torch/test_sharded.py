@@ -11,6 +11,7 @@ import sys
 import forebay
 import pytest
 import sharded_composition  # noqa: F401
+import sharded_devices  # noqa: F401
 import sharded_gathers  # noqa: F401
 import sharded_meta  # noqa: F401
 import sharded_passes  # noqa: F401
@@ -39,17 +40,58 @@ ALONE = [
 ]
 
 
+# On a GPU that is late: each way of the bytes, by ranks whose memory it takes in two ways.
+ON_A_DEVICE = [
+    (1, "uneven_and_empty_shards"),
+    (1, "clip_grad_norm_of_torch"),
+    *[
+        (2, case)
+        for case in (
+            "weights_and_gradients_are_copied",
+            "a_machine_without_a_gpu",
+            "two_devices_of_one_rank",
+            "uneven_and_empty_shards",
+            "tied_embedding",
+            "a_group_that_some_steps_skip",
+            "checkpointing_that_is_not_reentrant",
+            "evaluation_between_steps",
+            "float32_masters_of_bfloat16_weights",
+            "bfloat16_parameters_with_exact_masters",
+            "replicas_of_shards",
+            "every_read_gives_the_present_values",
+            "zero_grad_leaves_a_batch_out",
+            "an_exception_in_backward",
+            "detach_leaves_a_plain_fsdp2_model",
+            "passes_are_added",
+            "a_grad_scaler",
+            "what_was_gathered_in_vain_is_not_used_when_it_is_old",
+            "writes_into_wide_masters",
+            "meta_with_wide_masters",
+            "meta_from_files",
+            "a_job_goes_on_from_meta",
+            "two_schedules_a_step",
+            "a_gpu_that_fails",  # the last: its processes cannot go on
+        )
+    ],
+]
+
+
 def launches(items):
     """The arguments of sharded_ranks.py for the tests that were collected."""
-    together, alone = {}, []
+    together, alone, on_a_device = {}, [], {}
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         if item.originalname == test_on_ranks.__name__:
             together.setdefault(values["size"], []).append(values["case"])
+        if item.originalname == test_on_a_device.__name__:
+            on_a_device.setdefault(values["size"], []).append(values["case"])
         if item.originalname == test_in_a_launch_of_its_own.__name__:
             alone.append("alone{size}:{size}:{run}:{case}".format(**values))
+    whole = {"together": together, "device": on_a_device}
     return [
-        f"together{size}:{size}:whole:{':'.join(cases)}" for size, cases in together.items()
+        f"{name}{size}:{size}:whole:{':'.join(cases)}"
+        for name, by_size in whole.items()
+        for size, cases in by_size.items()
     ] + alone
 
 
@@ -86,6 +128,11 @@ def test_on_ranks(results, size, case):
     assert_passed(results[f"together{size}", case], size)
 
 
+@pytest.mark.parametrize(("size", "case"), ON_A_DEVICE)
+def test_on_a_device(results, size, case):
+    assert_passed(results[f"device{size}", case], size)
+
+
 @pytest.mark.parametrize(("case", "size", "run"), ALONE)
 def test_in_a_launch_of_its_own(results, case, size, run):
     assert_passed(results[f"alone{size}", case], size)
@@ -93,7 +140,8 @@ def test_in_a_launch_of_its_own(results, case, size, run):
 
 def test_every_case_runs():
     common = {case for size in SIZES + MESHES for case in sharded_ranks.cases_of(size)}
-    assert common | {case for case, *_ in ALONE} == set(sharded_ranks.CASES)
+    on_a_device = {case for _, case in ON_A_DEVICE}
+    assert common | {case for case, *_ in ALONE} | on_a_device == set(sharded_ranks.CASES)
 
 
 @on_the_daemon

@@ -1,0 +1,77 @@
+"""The device that a sharded model is on: the processor, or a GPU of CUDA's. torch says on which of its
+streams it works; the core copies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import UsageError, unsupported
+
+if TYPE_CHECKING:
+    from ._fsdp import Unit
+
+DRIVER = "libcuda.so.1"  # as dlopen(3) takes it
+KINDS = ("cpu", "cuda")
+
+
+class HostDevice:
+    """The processor: copies end at once."""
+
+    is_host = True
+    kind = "cpu"
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def options(self) -> dict[str, Any]:
+        """What attach needs to reach it."""
+        return {}
+
+    def stream(self) -> int:
+        """The handle of the stream that torch works on now."""
+        return 0
+
+
+class CudaDevice(HostDevice):
+    """One GPU."""
+
+    is_host = False
+    kind = "cuda"
+
+    def options(self) -> dict[str, Any]:
+        index = self.torch_device.index
+        ordinal = torch.cuda.current_device() if index is None else index
+        return {"cuda_device": ordinal, "cuda_driver": DRIVER}
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+
+def of_units(units: Sequence[Unit]) -> HostDevice:
+    """Errors: E_UNSUPPORTED where they are on several devices, or on one of another kind."""
+    first = units[0]
+    for unit in units:
+        refuse_other_kinds(f"group {unit.name}", unit.device)
+        if unit.device != first.device:
+            raise unsupported(
+                f"group {first.name} is on device {first.device}, group {unit.name} on {unit.device}",
+                "one device for each rank: call fully_shard() with one mesh",
+            )
+    return (HostDevice if first.device.type == "cpu" else CudaDevice)(first.device)
+
+
+def refuse_other_kinds(what: str, device: torch.device) -> None:
+    """Errors: E_UNSUPPORTED where the device is neither a CPU nor a GPU of CUDA's."""
+    if device.type not in KINDS:
+        raise _other_kind(what, device)
+
+
+def _other_kind(what: str, device: torch.device) -> UsageError:
+    return unsupported(
+        f"{what} is on device {device}; models on CPUs (gloo) and on NVIDIA's GPUs (NCCL) can be "
+        "attached",
+        'init_device_mesh("cuda", (world_size,)), or "cpu"',
+    )

@@ -1,0 +1,89 @@
+"""Cases of sharded_ranks.py for launches on a GPU that late_device.py makes."""
+
+import forebay
+import late_device
+import torch
+from forebay import _device
+from models import loss_of
+from sharded_ranks import Twins, assert_same, case, full, refused, small_net
+
+
+@case()
+def weights_and_gradients_are_copied(ranks):
+    """As many bytes as FSDP2 gathers and reduces; the bits are those of a job on CPUs."""
+    on_device = small_net()
+    ranks.shard(on_device)
+    opt = ranks.attach(on_device)
+    held = sum(4 * one._local_tensor.numel() for one in on_device.parameters())
+    for step in range(1, 4):
+        before = opt.stats()
+        loss_of(on_device, ranks.batch(step)).backward()
+        opt.step()
+        after = opt.stats()
+        assert after["grad_bytes"] - before["grad_bytes"] >= held
+        # Each layer for forward and for backward; the root stays gathered.
+        assert held < after["copied_bytes"] - before["copied_bytes"] <= 2 * held + 64 * 1024
+    of_device = full(on_device)
+    opt.detach()
+    before = _device.of_units
+    _device.of_units = lambda units: _device.HostDevice(units[0].device)
+    try:
+        on_host = ranks.shard(small_net())
+        opt = ranks.attach(on_host, job=f"{ranks.job}.host")
+        for step in range(1, 4):
+            loss_of(on_host, ranks.batch(step)).backward()
+            opt.step()
+        assert_same(of_device, full(on_host))
+        opt.detach()
+    finally:
+        _device.of_units = before
+
+
+@case()
+def a_machine_without_a_gpu(ranks):
+    """Says so, and the model is as it was."""
+    before = late_device.LIBRARY
+    late_device.LIBRARY = "libcuda-that-is-nowhere.so.1"
+    try:
+        model = ranks.shard(small_net())
+        with refused("E_UNSUPPORTED", "no CUDA on this machine.*libcuda-that-is-nowhere", "nvidia-smi"):
+            ranks.attach(model)
+    finally:
+        late_device.LIBRARY = before
+    ranks.attach(model).detach()
+
+
+@case()
+def two_devices_of_one_rank(ranks):
+    """Each rank has one."""
+    model = ranks.shard(small_net())
+    opt = ranks.attach(model)
+    units = opt._plan.units
+    devices = iter([torch.device("cpu"), torch.device("cuda:1")])
+
+    class Elsewhere:
+        def __init__(self, unit):
+            self.name, self.device = unit.name, next(devices)
+
+    with refused("E_UNSUPPORTED", "is on device cpu, group .* on cuda:1", "one mesh"):
+        late_device.OF_UNITS([Elsewhere(unit) for unit in units[:2]])
+    opt.detach()
+
+
+@case()
+def a_gpu_that_fails(ranks):
+    """Its rank says so from then on; the others hear of it; the job is as it was. The last case of a launch:
+    a process cannot go on with such a GPU."""
+    twins = Twins(ranks).attach().train(2)
+    loss_of(twins.ours, ranks.batch(3)).backward()
+    if ranks.rank == 1:
+        late_device.driver().fake_cuda_fail_copy(0)
+        with refused("E_DEVICE", "CUDA_ERROR_ILLEGAL_ADDRESS", "Xid"):
+            next(twins.ours.parameters()).to_local().clone()
+        with refused("E_DEVICE", "CUDA_ERROR_ILLEGAL_ADDRESS", "Xid"):
+            twins.opt.step()
+    else:
+        with refused("E_RANK_LOST", "rank 1", "attach again"):
+            twins.opt.step()
+    (job,) = (one for one in forebay.status()["jobs"] if one["name"] == ranks.job)
+    assert job["committed_step"] == 2, job
