@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
+#include "protocol/float16.h"
 
 namespace forebay::cpu_adam::internal {
 namespace {
@@ -16,7 +16,7 @@ float Widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); 
 float LoadGrad(Gradient g, size_t i) {
   if (g.type == DType::kFloat32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
-  return g.type == DType::kFloat16 ? WidenFp16(bits) : Widen(bits);
+  return g.type == DType::kFloat16 ? protocol::WidenFp16(bits) : Widen(bits);
 }
 
 double SumChunkInFloat(size_t begin, size_t end, Gradient g) {

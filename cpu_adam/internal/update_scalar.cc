@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "cpu_adam/decode.h"
-#include "cpu_adam/internal/float16.h"
 #include "cpu_adam/internal/kernel_table.h"
+#include "protocol/float16.h"
 
 namespace forebay::cpu_adam::internal {
 namespace {
@@ -18,7 +18,7 @@ float FloatOf(uint32_t bits) { return std::bit_cast<float>(bits); }
 float LoadGrad(Gradient g, size_t i) {
   if (g.type == DType::kFloat32) return static_cast<const float*>(g.data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(g.data)[i];
-  if (g.type == DType::kFloat16) return WidenFp16(bits);
+  if (g.type == DType::kFloat16) return protocol::WidenFp16(bits);
   return FloatOf(uint32_t{bits} << 16);
 }
 
@@ -107,7 +107,7 @@ uint64_t StoreMaster(const StatePlanes& to, size_t i, uint32_t bits) {
   }
   if (kHasMaster<kFormat>) to.master[i] = FloatOf(bits);
   if (kFormat.weights == DType::kFloat16) {
-    static_cast<uint16_t*>(to.weights)[i] = RoundToFp16(bits);
+    static_cast<uint16_t*>(to.weights)[i] = protocol::RoundToFp16(bits);
     return magnitude >= kFp16NonFiniteBits ? 1 : 0;
   }
   const auto weights = static_cast<uint16_t>((bits + 0x8000) >> 16);
@@ -289,7 +289,7 @@ void EncodeMasters(StateFormat format, size_t n, const float* masters, const Sta
     if (format.weights == DType::kFloat32) {
       static_cast<float*>(state.weights)[i] = masters[i];
     } else if (format.weights == DType::kFloat16) {
-      static_cast<uint16_t*>(state.weights)[i] = internal::RoundToFp16(bits);
+      static_cast<uint16_t*>(state.weights)[i] = protocol::RoundToFp16(bits);
     } else {
       static_cast<uint16_t*>(state.weights)[i] = static_cast<uint16_t>((bits + 0x8000) >> 16);
     }

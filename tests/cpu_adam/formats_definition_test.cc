@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "cpu_adam/decode.h"
-#include "cpu_adam/internal/float16.h"
 #include "cpu_adam/update_kernel.h"
 #include "gtest/gtest.h"
+#include "protocol/float16.h"
 #include "tests/cpu_adam/optimizers.h"
 #include "tests/cpu_adam/planes.h"
 #include "tests/cpu_adam/state_arrays.h"
@@ -204,7 +204,7 @@ TEST(EncodeMasters, IsTheInverseOfDecodeMastersAndRoundsTheWeights) {
     }
     for (size_t i = 0; i < kElems && format.weights == protocol::DType::kFloat16; ++i) {
       const uint32_t bits = std::bit_cast<uint32_t>(masters[i]);
-      ASSERT_EQ(static_cast<const uint16_t*>(weights)[i], internal::RoundToFp16(bits)) << i;
+      ASSERT_EQ(static_cast<const uint16_t*>(weights)[i], protocol::RoundToFp16(bits)) << i;
     }
     state.ExpectGuards();
   }

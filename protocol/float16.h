@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace forebay::cpu_adam::internal {
+namespace forebay::protocol {
 
 float WidenFp16(uint16_t bits);             // exact, denormals included; a NaN stays one
 uint16_t RoundToFp16(uint32_t float_bits);  // to nearest, ties to even; a NaN stays one
 
-}  // namespace forebay::cpu_adam::internal
+}  // namespace forebay::protocol

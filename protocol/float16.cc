@@ -1,8 +1,8 @@
-#include "cpu_adam/internal/float16.h"
+#include "protocol/float16.h"
 
 #include <bit>
 
-namespace forebay::cpu_adam::internal {
+namespace forebay::protocol {
 
 // A binary16 whose bits are moved up by 13 has its exponent read with a bias of 127 for 15:
 // multiplied by 2^112 it is right, denormals too; infinity and NaN get the largest exponent.
@@ -30,4 +30,4 @@ uint16_t RoundToFp16(uint32_t float_bits) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-}  // namespace forebay::cpu_adam::internal
+}  // namespace forebay::protocol
