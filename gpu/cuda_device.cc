@@ -271,6 +271,8 @@ class CudaDevice::CudaStream final : public Stream {
     return context_.Check(driver_.cuStreamSynchronize(handle_->stream()), "cuStreamSynchronize");
   }
 
+  uintptr_t handle() const override { return reinterpret_cast<uintptr_t>(handle_->stream()); }
+
   absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
@@ -329,6 +331,12 @@ std::string_view CudaDevice::name() const { return context_->name; }
 std::string_view CudaDevice::model() const { return context_->model; }
 uint64_t CudaDevice::memory_bytes() const { return context_->memory_bytes; }
 int CudaDevice::driver_version() const { return context_->driver->version(); }
+
+absl::Status CudaDevice::WithContext(absl::FunctionRef<absl::Status()> call) const {
+  const Context::Current current(*context_);
+  RETURN_IF_ERROR(current.status());
+  return call();
+}
 
 bool CudaDevice::registers_read_only() const {
   return context_->has_read_only_flag || context_->uses_host_page_tables;

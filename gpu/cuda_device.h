@@ -8,6 +8,9 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "gpu/device.h"
 
 namespace forebay::gpu {
@@ -34,6 +37,9 @@ class CudaDevice final : public Device {
   // Source  cuMemHostRegister of the CUDA driver API; CU_MEMHOSTREGISTER_READ_ONLY.
   absl::StatusOr<std::unique_ptr<HostRegistration>> Register(std::span<const std::byte> bytes,
                                                              HostAccess access) override;
+
+  // Calls `call` with the device as the thread's current one.
+  absl::Status WithContext(absl::FunctionRef<absl::Status()> call) const;
 
   std::string_view model() const;  // "NVIDIA H200"
   uint64_t memory_bytes() const;   // all of it

@@ -77,6 +77,9 @@ class Stream {
 
   virtual absl::Status Synchronize() = 0;  // blocks until all work begun so far has ended
 
+  // For libraries of the device's: a CUstream of CUDA; 0 of the host.
+  virtual uintptr_t handle() const = 0;
+
   // Of any content; for work begun from now on.
   virtual absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) = 0;
 };

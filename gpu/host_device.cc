@@ -39,6 +39,8 @@ class HostStream final : public Stream {
 
   absl::Status Synchronize() override { return absl::OkStatus(); }
 
+  uintptr_t handle() const override { return 0; }
+
   absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
     return std::make_unique<HostBytes>(size_bytes);
   }

@@ -1,10 +1,9 @@
 #include "gpu/internal/cuda_driver.h"
 
-#include <dlfcn.h>
-
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "gpu/internal/shared_library.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -14,17 +13,9 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::Status NoCuda(std::string_view cause) {
-  return MakeError(ErrorId::kUnsupported,
-                   absl::StrCat("no CUDA on this machine: ", std::string(cause)),
+absl::Status NoCuda(const std::string& cause) {
+  return MakeError(ErrorId::kUnsupported, absl::StrCat("no CUDA on this machine: ", cause),
                    "install NVIDIA's driver (`nvidia-smi` shows it), or train on the CPU");
-}
-
-// dlsym(3) gives functions as `void*`, which POSIX lets a program convert.
-template <typename Function>
-bool Find(void* library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(::dlsym(library, name));
-  return function != nullptr;
 }
 
 std::string VersionText(int version) {
@@ -34,29 +25,23 @@ std::string VersionText(int version) {
 }  // namespace
 
 absl::Status Driver::Open(const std::string& library) {
-  void* const opened = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (opened == nullptr) {
-    const char* const cause = ::dlerror();
-    return NoCuda(cause == nullptr ? library : cause);
-  }
-  // Never closed: contexts and threads of the driver live as long as the process.
-  library_ = std::shared_ptr<void>(opened, [](void*) {});
-  if (!Find(opened, "cuDriverGetVersion", cuDriverGetVersion) ||
+  const auto opened = internal::SharedLibrary::Open(library);
+  if (!opened.ok()) return NoCuda(std::string(opened.status().message()));
+  if (!opened->Find("cuDriverGetVersion", cuDriverGetVersion) ||
       cuDriverGetVersion(&version_) != kSuccess) {
     return NoCuda(absl::StrCat(library, " is no CUDA driver"));
   }
-  std::string_view missing;
+  std::string missing;
 #define FOREBAY_CUDA_FUNCTION(name, parameters) \
-  if (!Find(opened, #name, name)) missing = #name;
+  if (!opened->Find(#name, name)) missing = #name;
 #include "gpu/internal/cuda_functions.inc"
 #undef FOREBAY_CUDA_FUNCTION
   if (version_ >= kDriverVersionMin && missing.empty()) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kUnsupported,
-      absl::StrCat("the driver supports CUDA ", VersionText(version_),
-                   missing.empty() ? "" : absl::StrCat(" and has no ", std::string(missing)),
-                   "; CUDA ", VersionText(kDriverVersionMin), " is the least"),
-      "install a newer driver of NVIDIA's");
+  return MakeError(ErrorId::kUnsupported,
+                   absl::StrCat("the driver supports CUDA ", VersionText(version_),
+                                missing.empty() ? "" : absl::StrCat(" and has no ", missing),
+                                "; CUDA ", VersionText(kDriverVersionMin), " is the least"),
+                   "install a newer driver of NVIDIA's");
 }
 
 absl::Status Driver::Start() {

@@ -37,7 +37,6 @@ class Driver {
   absl::Status Open(const std::string& library);
   absl::Status Start();
 
-  std::shared_ptr<void> library_;
   int version_ = 0;
   int device_count_ = 0;
 };

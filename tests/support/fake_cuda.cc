@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <deque>
@@ -51,11 +52,15 @@ struct Work {
   std::shared_ptr<Mark> record = {};
   std::shared_ptr<Mark> wait = {};
   const std::byte* freed = nullptr;
+  std::shared_ptr<FakeCuda::Collective> collective = {};
+  size_t rank = 0;  // in the collective
 };
 
 // The work of a stream.
 struct Queue {
   std::deque<Work> work;
+  bool is_running = false;  // its front is looked at
+  bool is_late = false;     // runs only where somebody waits for it
 };
 
 namespace {
@@ -102,12 +107,15 @@ struct State {
   size_t waits = 0;
   size_t calls = 0;
   size_t copies = 0;  // that have run
+  unsigned streams_made = 0;
   std::optional<size_t> left_out;
   std::optional<size_t> failing_call;
   std::optional<size_t> failing_copy;
   std::function<void()> before_work;
   std::vector<std::string> mistakes;
+  std::condition_variable_any changed;  // for who waits for other ranks
 
+  // Whether the wait that is counted now is left out.
   bool IsLeftOut() { return counts_waits && waits++ == left_out; }
 
   bool IsFreed(const std::byte* at) {
@@ -115,10 +123,44 @@ struct State {
     return found != allocations.end() && found->second.is_freed;
   }
 
-  void RunFirst(Queue& queue) {
+  // Whether the collective at the front of a queue has run, or its rank has left: runs what is before it on
+  // the other ranks' streams.
+  bool RunCollective(const Work& work) {
+    FakeCuda::Collective& collective = *work.collective;
+    if (collective.is_done || collective.has_left[work.rank]) return true;
+    for (size_t rank = 0; rank < collective.ranks; ++rank) {
+      const auto found = collective.queues.find(rank);
+      if (found == collective.queues.end()) return false;
+      const auto other = std::static_pointer_cast<Queue>(found->second.lock());
+      if (other == nullptr || collective.has_left[rank]) return false;
+      while (other->work.front().collective != work.collective) {
+        if (!RunFirst(*other)) return false;
+        if (collective.is_done) return true;
+      }
+    }
+    collective.is_done = true;
+    if (!is_broken) collective.run();
+    return true;
+  }
+
+  // False where it cannot run yet.
+  bool RunFirst(Queue& queue) {
+    if (queue.is_running) return false;  // ranks wait for each other in a circle
+    queue.is_running = true;
+    const bool can_run = CanRunFirst(queue);
+    queue.is_running = false;
+    if (!can_run) return false;
     const Work work = std::move(queue.work.front());
     queue.work.pop_front();
-    if (work.wait != nullptr) RunUntil(work.wait);
+    Finish(work);
+    return true;
+  }
+  bool CanRunFirst(Queue& queue) {
+    const Work work = queue.work.front();
+    if (work.wait != nullptr) return RunUntil(work.wait);
+    return work.collective == nullptr || RunCollective(work);
+  }
+  void Finish(const Work& work) {
     if (work.record != nullptr) work.record->is_done = true;
     if (work.freed != nullptr) allocations.at(work.freed).is_freed = true;
     if (work.from.empty()) return;
@@ -130,30 +172,47 @@ struct State {
       std::memcpy(work.to.data(), work.from.data(), work.from.size());
     }
   }
-  void RunUntil(const std::shared_ptr<Mark>& mark) {
+  bool RunUntil(const std::shared_ptr<Mark>& mark) {
     const std::shared_ptr<Queue> queue = mark->queue.lock();
-    while (!mark->is_done && queue != nullptr && !queue->work.empty()) RunFirst(*queue);
+    while (!mark->is_done && queue != nullptr && !queue->work.empty()) {
+      if (!RunFirst(*queue)) return false;
+    }
+    return true;
   }
-  void RunAll(Queue& queue) {
-    while (!queue.work.empty()) RunFirst(queue);
+  bool RunAll(Queue& queue) {
+    while (!queue.work.empty()) {
+      if (!RunFirst(queue)) return false;
+    }
+    return true;
   }
 
-  // A few operations that may run now, in an order that streams and events allow.
+  // A few operations, in an order that streams and events allow.
   void RunSome() {
     constexpr uint64_t kOperationsMax = 4;
     for (uint64_t left = random() % kOperationsMax; left > 0; --left) {
       std::vector<Queue*> ready;
-      const auto look = [&](const CUstream_st& stream) {
-        Queue& queue = *stream.queue;
+      ForEachQueue([&](Queue& queue) {
         if (queue.work.empty()) return;
         const std::shared_ptr<Mark>& wait = queue.work.front().wait;
         if (wait == nullptr || wait->is_done) ready.push_back(&queue);
-      };
-      look(default_stream);
-      for (const auto& [handle, stream] : streams) look(*stream);
+      });
       if (ready.empty()) return;
-      RunFirst(*ready[random() % ready.size()]);
+      (void)RunFirst(*ready[random() % ready.size()]);
     }
+  }
+  // All work of the early streams, and what it waits for of the late ones.
+  void RunEarly() {
+    for (bool has_run = true; has_run;) {
+      has_run = false;
+      ForEachQueue([&](Queue& queue) {
+        if (!queue.is_late && !queue.work.empty()) has_run = RunFirst(queue) || has_run;
+      });
+    }
+  }
+  template <typename Visit>
+  void ForEachQueue(const Visit& visit) {
+    visit(*default_stream.queue);
+    for (const auto& [handle, stream] : streams) visit(*stream->queue);
   }
 
   Queue* Find(CUstream handle) {
@@ -213,6 +272,7 @@ class Call {
     }
     if (result_ != kSuccess || needs != Needs::kContext) return;
     if (state_->options.seed.has_value()) Run(lock, [this] { state_->RunSome(); });
+    if (state_->options.late_streams.has_value()) Run(lock, [this] { state_->RunEarly(); });
     if (state_->is_broken) result_ = kIllegalAddress;
   }
 
@@ -221,10 +281,23 @@ class Call {
   State& operator*() { return *state_; }
   const std::shared_ptr<State>& shared() const { return state_; }
 
-  // What somebody has waited for. Without the lock held by the caller.
-  CUresult Run(const std::function<void()>& run) {
+  // What somebody looks at; not ready where it waits for other ranks. Without the lock held by the caller.
+  CUresult Look(const std::function<bool()>& run) {
     std::unique_lock<protocol::Mutex> lock(state_->mutex);
-    Run(lock, run);
+    bool has_run = false;
+    Run(lock, [&] { has_run = run(); });
+    if (state_->is_broken) return kIllegalAddress;
+    return has_run ? kSuccess : kNotReady;
+  }
+  // What somebody waits for.
+  CUresult Wait(const std::function<bool()>& run) {
+    std::unique_lock<protocol::Mutex> lock(state_->mutex);
+    bool has_run = false;
+    Run(lock, [&] { has_run = run(); });
+    while (!has_run && !state_->is_broken) {
+      state_->changed.wait(lock);
+      has_run = run();
+    }
     return state_->is_broken ? kIllegalAddress : kSuccess;
   }
 
@@ -366,6 +439,24 @@ void FakeCuda::set_looks_until_done(int looks) {
 void FakeCuda::set_before_work(std::function<void()> before_work) {
   Locked([&](State& state) { state.before_work = std::move(before_work); });
 }
+void FakeCuda::Enqueue(void* stream, std::shared_ptr<Collective> collective, size_t rank,
+                       const std::function<void()>& update) {
+  Locked([&](State& state) {
+    update();
+    auto* const handle = static_cast<CUstream>(stream);
+    collective->queues[rank] = state.Share(handle);
+    state.Find(handle)->work.push_back({.collective = std::move(collective), .rank = rank});
+    state.changed.notify_all();
+  });
+}
+void FakeCuda::Change(const std::function<void()>& act) {
+  Locked([&](State& state) {
+    act();
+    state.changed.notify_all();
+  });
+}
+bool FakeCuda::IsFreed(const std::byte* at) { return Now()->IsFreed(at); }
+void FakeCuda::NoteMistake(const std::string& mistake) { Now()->Note(mistake); }
 void FakeCuda::FailCall(size_t call) {
   Locked([&](State& state) { state.failing_call = call; });
 }
@@ -521,6 +612,8 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) {
   FAKE_CALL(call, "cuStreamCreate", Needs::kContext);
   const MutexLock lock(call->mutex);
   auto made = std::make_unique<CUstream_st>(CUstream_st{std::make_shared<Queue>()});
+  const uint64_t late = call->options.late_streams.value_or(0);
+  made->queue->is_late = ((late >> call->streams_made++) & 1) != 0;
   *stream = made.get();
   call->streams[*stream] = std::move(made);
   return kSuccess;
@@ -538,11 +631,11 @@ CUresult cuStreamSynchronize(CUstream stream) {
   FAKE_CALL(call, "cuStreamSynchronize", Needs::kContext);
   {
     const MutexLock lock(call->mutex);
-    const Queue* const queue = call->Find(stream);
+    Queue* const queue = call->Find(stream);
     if (queue == nullptr) return kInvalidHandle;
     if (queue->work.empty() || call->IsLeftOut()) return kSuccess;
   }
-  return call.Run([&] { call->RunAll(*call->Find(stream)); });
+  return call.Wait([&] { return call->RunAll(*call->Find(stream)); });
 }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
@@ -551,7 +644,8 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   Queue* const queue = call->Find(stream);
   if (queue == nullptr || !call->events.contains(event)) return kInvalidHandle;
   const std::shared_ptr<Mark>& mark = event->mark;
-  if (mark == nullptr || call->IsLeftOut() || mark->is_left_out) return kSuccess;
+  if (mark == nullptr || mark->is_left_out) return kSuccess;
+  if (call->IsLeftOut()) return kSuccess;
   queue->work.push_back({.wait = mark});
   return kSuccess;
 }
@@ -595,7 +689,7 @@ CUresult cuEventQuery(CUevent event) {
     if (mark == nullptr || mark->is_done || mark->is_left_out) return kSuccess;
     if (++mark->looks < call->options.looks_until_done) return kNotReady;
   }
-  return call.Run([&] { call->RunUntil(mark); });
+  return call.Look([&] { return call->RunUntil(mark); });
 }
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size_bytes, CUstream stream) {
@@ -613,7 +707,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size_bytes, CUst
     const bool is_late = is_known || call->options.is_late_with_pageable;
     if (is_late && (stream != nullptr || call->options.is_default_stream_late)) return kSuccess;
   }
-  return call.Run([&] { call->RunAll(*call->Find(stream)); });
+  return call.Wait([&] { return call->RunAll(*call->Find(stream)); });
 }
 
 CUresult cuMemAllocAsync(CUdeviceptr* address, size_t size_bytes, CUstream stream) {

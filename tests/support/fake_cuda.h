@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -29,7 +30,10 @@ class FakeCuda {
     int looks_until_done = 10;           // at an event
     bool is_late_with_pageable = false;  // memory that it does not know; CUDA copies it at once
     bool is_default_stream_late = true;
-    std::optional<uint64_t> seed = {};     // of the order of work; none: as late as possible
+    std::optional<uint64_t> seed = {};  // of the order of work; none: as late as possible
+    // As early as possible instead, but for the streams of these bits, in the order of their making: they
+    // run as far as others wait for them.
+    std::optional<uint64_t> late_streams = {};
     size_t register_bytes_max = SIZE_MAX;  // that one call registers
   };
 
@@ -59,6 +63,22 @@ class FakeCuda {
   static size_t calls();
   // From this copy on, counted as they run, the device is broken: each call says CUDA_ERROR_ILLEGAL_ADDRESS.
   static void FailCopy(size_t copy);
+
+  // What all ranks' streams have to reach before it runs, as a kernel of NCCL's does. Under the driver's lock.
+  struct Collective {
+    size_t ranks = 0;
+    std::function<void()> run;
+    bool is_done = false;
+    std::map<size_t, std::weak_ptr<void>> queues;  // by rank: the streams that it is on
+    std::vector<bool> has_left;                    // by rank: it waits for the others no longer
+  };
+  // Puts it on a stream, as rank `rank`'s part; `update` is called first, under the lock.
+  static void Enqueue(void* stream, std::shared_ptr<Collective> collective, size_t rank,
+                      const std::function<void()>& update);
+  // Calls `act` under the lock; whoever waits looks again.
+  static void Change(const std::function<void()>& act);
+  static bool IsFreed(const std::byte* at);             // under the lock
+  static void NoteMistake(const std::string& mistake);  // under the lock
 
   struct Registration {
     const std::byte* begin;

@@ -1,0 +1,75 @@
+// Collectives of CPU ranks of one node, over memory that they share.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "gpu/communicator.h"
+
+namespace forebay::gpu {
+
+// Sums are taken in float32 in the order of ranks and rounded once, to nearest, ties to even: the same bits
+// on every rank and in every run. A call returns when its collective has ended, whatever the stream.
+//
+// Source  futex(2), memfd_create(2); the memory is opened through /proc/PID/fd, by ranks of one user that
+//         see each other's processes.
+class HostCommunicator final : public Communicator {
+ public:
+  static constexpr uint32_t kRanksMax = 64;
+  static constexpr size_t kSlotBytes = size_t{1} << 20;  // of a rank; there are two
+
+  struct Options {
+    uint32_t rank = 0;
+    uint32_t size = 1;
+    std::chrono::milliseconds time_limit = std::chrono::minutes(10);  // of each collective
+  };
+
+  // A call of all ranks.
+  //
+  // Errors  E_LIMIT        more ranks than kRanksMax, no memory, no descriptor.
+  //         E_UNSUPPORTED  a rank cannot open another's memory.
+  //         Those of `exchange`.
+  static absl::StatusOr<std::unique_ptr<HostCommunicator>> Create(const Options& options,
+                                                                  const Exchange& exchange);
+  ~HostCommunicator() override;
+
+  std::string_view name() const override { return "host"; }
+  uint32_t rank() const override { return options_.rank; }
+  uint32_t size() const override { return options_.size; }
+  absl::Status AllGather(Stream& stream, std::span<std::byte> to,
+                         std::span<const std::byte> from) override;
+  absl::Status ReduceScatter(Stream& stream, std::span<std::byte> to,
+                             std::span<const std::byte> from, protocol::DType dtype,
+                             Reduction reduction) override;
+  absl::Status AllReduce(Stream& stream, std::span<std::byte> bytes, protocol::DType dtype,
+                         Reduction reduction) override;
+  absl::Status Group(const std::function<absl::Status()>& calls) override { return calls(); }
+  absl::Status Check() override;
+  void Abort() override;
+
+ private:
+  struct Shared;
+  enum class Operation : uint64_t { kAllGather = 1, kReduceScatter, kAllReduce };
+
+  HostCommunicator(const Options& options, Shared* shared, uint64_t mapped_bytes)
+      : options_(options), shared_(shared), mapped_bytes_(mapped_bytes) {}
+
+  // The slot that a rank fills for the next barrier.
+  std::span<std::byte> Slot(uint32_t rank) const;
+  // Waits for all ranks, which have to be at the same piece of the same operation. What a rank has read
+  // before it comes here may be written over.
+  absl::Status Barrier(Operation operation, uint64_t bytes);
+  absl::Status CheckOthers(Operation operation, uint64_t bytes);
+  absl::Status Fail(absl::Status status);
+
+  const Options options_;
+  Shared* shared_;
+  const uint64_t mapped_bytes_;
+  uint64_t barriers_ = 0;
+  absl::Status failed_;
+};
+
+}  // namespace forebay::gpu

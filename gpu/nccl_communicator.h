@@ -1,0 +1,62 @@
+// Collectives of ranks on NVIDIA GPUs, through the NCCL that is found at run time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "gpu/communicator.h"
+#include "gpu/cuda_device.h"
+
+namespace forebay::gpu {
+
+// A thread looks at collectives that are under way: where one has not ended within the time limit, or NCCL
+// says that something failed, all of them are aborted. What waits for their streams goes on then, with
+// whatever bytes: Check() says so.
+//
+// Streams are of the device that is given.
+class NcclCommunicator final : public Communicator {
+ public:
+  struct Options {
+    uint32_t rank = 0;
+    uint32_t size = 1;
+    // Of the start, and of each collective.
+    std::chrono::milliseconds time_limit = std::chrono::minutes(10);
+    std::string library = "libnccl.so.2";  // as dlopen(3) takes it
+  };
+
+  // A call of all ranks: rank 0's id of the communicator travels through `exchange`.
+  //
+  // Errors  E_UNSUPPORTED  no NCCL, or an older one than 2.14.
+  //         E_RANK_LOST    a rank did not come within the time limit.
+  //         E_DEVICE       NCCL's own. Those of `exchange`.
+  static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Create(
+      const Options& options, std::shared_ptr<CudaDevice> device, const Exchange& exchange);
+  ~NcclCommunicator() override;
+
+  std::string_view name() const override { return "nccl"; }
+  uint32_t rank() const override;
+  uint32_t size() const override;
+  absl::Status AllGather(Stream& stream, std::span<std::byte> to,
+                         std::span<const std::byte> from) override;
+  absl::Status ReduceScatter(Stream& stream, std::span<std::byte> to,
+                             std::span<const std::byte> from, protocol::DType dtype,
+                             Reduction reduction) override;
+  absl::Status AllReduce(Stream& stream, std::span<std::byte> bytes, protocol::DType dtype,
+                         Reduction reduction) override;
+  absl::Status Group(const std::function<absl::Status()>& calls) override;
+  absl::Status Check() override;
+  void Abort() override;
+
+ private:
+  class State;
+  explicit NcclCommunicator(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace forebay::gpu
