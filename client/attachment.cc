@@ -10,6 +10,7 @@
 #include "client/internal/control.h"
 #include "client/internal/deadline.h"
 #include "client/internal/mapping.h"
+#include "client/internal/stopwatch.h"
 #include "client/window_registry.h"
 #include "gpu/host_device.h"
 #include "protocol/channel.h"
@@ -30,6 +31,7 @@ using internal::Deadline;
 using internal::MapAccess;
 using internal::Mapping;
 using internal::SessionParts;
+using internal::Stopwatch;
 using internal::WaitLimits;
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -211,6 +213,20 @@ absl::Status Attachment::Detach() {
   s.grad_registration.reset();
   s.parts.grad.reset();
   return status;
+}
+
+absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string& bytes,
+                                                              Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_other);
+  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.device_error);
+  if (s.parts.connection == nullptr) {
+    return MakeError(ErrorId::kUnsupported, "an exchange without a daemon");
+  }
+  return s.parts.connection->control->Exchange(bytes, s.Limits(timeout));
 }
 
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }

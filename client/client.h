@@ -324,6 +324,13 @@ class Attachment {
   // The same E_RANGE, before memory is taken for the elements.
   absl::Status CheckStateRange(const StateRange& range, uint64_t elems) const;
 
+  // Gives every rank the bytes of all, by rank: at most 4 KiB each, for what ranks need before they can talk
+  // to each other. Waits until every rank of the job has called it; all call it equally often.
+  //
+  // Errors  E_RANK_LOST  a rank ended before: attach again.
+  //         E_RANGE      more bytes.
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, Timeout timeout);
+
   absl::Status Detach();  // ends the session in good order; views stay readable
 
   Counters counters() const;

@@ -129,6 +129,9 @@ interface Session {
   explain @2 (tag :UInt64) -> (outcome :Outcome);
   # The text behind a Completion whose `error` is not 0. The daemon keeps the newest 64 of a session.
 
+  exchange @4 (bytes :Data) -> (outcome :Outcome, all :List(Data));
+  # The bytes of every rank, once all have called it: at most 4 KiB each. E_RANK_LOST where a rank ends before.
+
   detach @3 () -> (outcome :Outcome);
   # Ends the session in good order: leases released, no other rank is fenced.
 }

@@ -172,6 +172,22 @@ absl::Status Control::Detach(const WaitLimits& limits) {
                         [](Peer& peer) { return SessionOf(peer).detachRequest(); });
 }
 
+absl::StatusOr<std::vector<std::string>> Control::Exchange(const std::string& bytes,
+                                                           const WaitLimits& limits) {
+  using All = std::vector<std::string>;
+  return thread_->Call<All>(
+      "exchange", limits, [bytes](Peer& peer) -> kj::Promise<absl::StatusOr<All>> {
+        auto request = SessionOf(peer).exchangeRequest();
+        request.setBytes({reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()});
+        return request.send().then([](auto&& response) -> absl::StatusOr<All> {
+          RETURN_IF_ERROR(StatusOf(response.getOutcome()));
+          All all;
+          for (const auto one : response.getAll()) all.emplace_back(one.begin(), one.end());
+          return all;
+        });
+      });
+}
+
 absl::Status Control::Explain(const protocol::Completion& completion, const WaitLimits& limits) {
   const ErrorId id = protocol::Info(static_cast<ErrorId>(completion.error)).id;
   const absl::Status answer = CallForOutcome("explain", limits, [tag = completion.tag](Peer& peer) {

@@ -64,6 +64,8 @@ class Control {
                                                 const WaitLimits& limits);
   absl::Status Mapped(const WaitLimits& limits);
   absl::Status Detach(const WaitLimits& limits);
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes,
+                                                    const WaitLimits& limits);
 
   // The error behind a completion; of its id alone where the daemon has forgotten it. Of tag 0: why
   // the session is over.

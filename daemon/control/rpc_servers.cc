@@ -153,6 +153,35 @@ class SessionServer final : public schema::Session::Server {
             Executor& executor, auto answer) mutable { answer(executor.Explain(id, tag)); });
   }
 
+  kj::Promise<void> exchange(ExchangeContext context) override {
+    context.allowCancellation();
+    Count();
+    using Bytes = absl::StatusOr<std::vector<std::string>>;
+    const auto given = context.getParams().getBytes();
+    const uint64_t call = ++exchanges_;
+    return AskLoop<Bytes>(
+               handle_->context, Bytes(Overloaded()),
+               [id = handle_->id(), call, bytes = std::string(given.begin(), given.end())](
+                   Executor& executor, auto answer) mutable {
+                 executor.Exchange(id, call, std::move(bytes), std::move(answer));
+               })
+        .then([context](kj::Own<Bytes> all) mutable {
+          auto results = context.getResults();
+          SetOutcome(all->status(), results.initOutcome());
+          if (!all->ok()) return;
+          auto list = results.initAll(static_cast<unsigned>((*all)->size()));
+          for (unsigned i = 0; i < list.size(); ++i) {
+            const std::string& one = (**all)[i];
+            list.set(i, {reinterpret_cast<const kj::byte*>(one.data()), one.size()});
+          }
+        })
+        .attach(kj::defer([handle = handle_, call] {  // the client may have given up
+          (void)handle->context.inbox.PushBelow(
+              kCallsWaitingMax,
+              [id = handle->id(), call](Executor& executor) { executor.CancelExchange(id, call); });
+        }));
+  }
+
   kj::Promise<void> detach(DetachContext context) override {
     context.allowCancellation();
     Count();
@@ -176,6 +205,7 @@ class SessionServer final : public schema::Session::Server {
   void Count() { ++handle_->context.rpc_calls[handle_->job]; }
 
   std::shared_ptr<SessionHandle> handle_;
+  uint64_t exchanges_ = 0;
   kj::ForkedPromise<void> closed_ = nullptr;
 };
 

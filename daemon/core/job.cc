@@ -680,6 +680,7 @@ JobView Job::View() const {
                .layout = spec_.layout,
                .sessions = {},
                .generation = members_.generation(),
+               .detached_rank = members_.FirstDetached(),
                .committed_step = step_.committed_step(),
                .world_size = spec_.plan.session.world_size,
                .params = layout.total_elems(),

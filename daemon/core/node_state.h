@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,7 @@ struct JobView {
   std::shared_ptr<const protocol::Layout> layout;  // dtype, optimizer, format, groups
   std::vector<SessionView> sessions;               // that have not been closed, by rank
   uint64_t generation = 0;
+  std::optional<uint32_t> detached_rank;  // the first that has detached in good order since
   uint64_t committed_step = 0;
   uint32_t world_size = 0;
   uint64_t params = 0;            // elements

@@ -109,7 +109,70 @@ absl::Status Executor::Mapped(SessionId id) {
 }
 
 void Executor::End(SessionId id, EndCause cause) {
-  if (sessions_.contains(id)) Raise(SessionEnded{.session = id, .cause = cause});
+  if (!sessions_.contains(id)) return;
+  LeaveExchange(id);
+  Raise(SessionEnded{.session = id, .cause = cause});
+}
+
+std::optional<RankExchange::Member> Executor::CurrentRank(SessionId id) const {
+  for (const JobView& job : state_.Jobs()) {
+    for (const SessionView& session : job.sessions) {
+      if (session.id != id || session.reader || session.fenced || !session.attached) continue;
+      return RankExchange::Member{.session = id,
+                                  .call = 0,
+                                  .job = job.id,
+                                  .rank = session.rank,
+                                  .world_size = job.world_size};
+    }
+  }
+  return std::nullopt;
+}
+
+absl::Status Executor::CheckExchange(const RankExchange::Member& member) const {
+  for (const JobView& job : state_.Jobs()) {
+    if (job.id != member.job || !job.detached_rank.has_value()) continue;
+    return MakeError(ErrorId::kRankLost,
+                     absl::StrCat("rank ", *job.detached_rank, " has detached"));
+  }
+  return absl::OkStatus();
+}
+
+void Executor::FailExchangeOfFenced() {
+  if (exchange_.empty()) return;
+  exchange_.Fail([this](const auto& member) { return !CurrentRank(member.session).has_value(); },
+                 MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
+}
+
+void Executor::LeaveExchange(SessionId id) {
+  if (exchange_.empty()) return;
+  const auto gone = CurrentRank(id);
+  if (!gone.has_value()) return FailExchangeOfFenced();
+  exchange_.Fail([&](const auto& member) { return member.job == gone->job; },
+                 MakeError(ErrorId::kRankLost, absl::StrCat("rank ", gone->rank, " has ended")));
+}
+
+void Executor::CancelExchange(SessionId id, uint64_t call) {
+  exchange_.Fail([&](const auto& member) { return member.session == id && member.call == call; },
+                 MakeError(ErrorId::kInterrupted, "the client has given the exchange up"));
+}
+
+void Executor::Exchange(SessionId id, uint64_t call, std::string bytes,
+                        RankExchange::Answer answer) {
+  FailExchangeOfFenced();
+  const auto found = sessions_.find(id);
+  if (found != sessions_.end() && found->second.request.reader) {
+    return answer(MakeError(ErrorId::kRank, "this session is a reader: it has no rank"));
+  }
+  auto member = CurrentRank(id);
+  if (!member.has_value()) {
+    return answer(found == sessions_.end()
+                      ? SessionOver()
+                      : MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
+  }
+  const absl::Status possible = CheckExchange(*member);
+  if (!possible.ok()) return answer(possible);
+  member->call = call;
+  exchange_.Add(*member, std::move(bytes), std::move(answer));
 }
 
 absl::Status Executor::Explain(SessionId id, uint64_t tag) const {
@@ -192,6 +255,7 @@ uint64_t Executor::FireTimers() {
 void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {
   if (session.broken) return;
   session.broken = true;
+  LeaveExchange(id);
   poller_.Remove(id);
   spdlog::warn("session {}, {}: {}", id, WhoIs(session.request), Text(reason));
   session.callbacks.closed(reason);

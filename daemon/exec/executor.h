@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,6 +24,7 @@
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
+#include "daemon/exec/rank_exchange.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/session_poller.h"
 #include "daemon/exec/swap_space.h"
@@ -73,6 +75,11 @@ class Executor {
   void End(SessionId session, EndCause cause);  // unknown ones are ignored
   // Of a session that was ended without its client's asking: why.
   absl::Status Explain(SessionId session, uint64_t tag) const;
+  // Answers once every rank of the session's job has called it: with the bytes of all, or with E_RANK_LOST
+  // where one of them ends before. E_RANK for a reader, E_FENCED where the session is over. `call` is a
+  // number of the session's, for CancelExchange.
+  void Exchange(SessionId session, uint64_t call, std::string bytes, RankExchange::Answer answer);
+  void CancelExchange(SessionId session, uint64_t call);
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot(
@@ -176,6 +183,13 @@ class Executor {
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
   SessionIo& session_io(SessionId id);
+  // The rank that a session is now; nothing where it has none, or is fenced or over.
+  std::optional<RankExchange::Member> CurrentRank(SessionId id) const;
+  // Of a rank's session: why no exchange of its job can end. OK: it may.
+  absl::Status CheckExchange(const RankExchange::Member& member) const;
+  // A session ends: the ranks that wait for its bytes wait no longer. Before the state machine hears of it.
+  void LeaveExchange(SessionId id);
+  void FailExchangeOfFenced();
 
   const ExecutorOptions options_;
   nvme::IoEngine& engine_;
@@ -189,6 +203,7 @@ class Executor {
   BlockMover mover_;
   std::map<SessionId, Session> sessions_;
   SessionPoller poller_;
+  RankExchange exchange_;
   std::deque<std::pair<SessionId, absl::Status>> evicted_;  // newest last, at most kEvictedKeptMax
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
   uint64_t next_delete_ = 1;

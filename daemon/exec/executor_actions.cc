@@ -239,6 +239,7 @@ void Executor::Run(CloseSession& action) {
     Retire(std::move(session.io));
   }
   if (session.extra_state != nullptr) Retire(std::move(session.extra_state));
+  FailExchangeOfFenced();
   if (closed) closed(action.reason);
 }
 

@@ -1,0 +1,48 @@
+#include "daemon/exec/rank_exchange.h"
+
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+
+namespace forebay::daemon {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
+  if (bytes.size() > kBytesMax) {
+    answer(MakeError(ErrorId::kRange, absl::StrCat("an exchange of ", bytes.size(),
+                                                   " bytes a rank; at most ", kBytesMax)));
+    return;
+  }
+  std::map<uint32_t, Waiting>& ranks = waiting_[member.job];
+  // A call whose client has given up stands no longer.
+  auto older = ranks.extract(member.rank);
+  ranks[member.rank] = {.member = member, .bytes = std::move(bytes), .answer = std::move(answer)};
+  if (!older.empty()) {
+    older.mapped().answer(MakeError(
+        ErrorId::kLimit, absl::StrCat("rank ", member.rank, " has begun another exchange")));
+  }
+  if (ranks.size() < member.world_size) return;
+  const auto complete = waiting_.extract(member.job);
+  std::vector<std::string> all;
+  for (auto& [rank, waiting] : complete.mapped()) all.push_back(std::move(waiting.bytes));
+  for (auto& [rank, waiting] : complete.mapped()) waiting.answer(all);
+}
+
+void RankExchange::Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason) {
+  std::vector<Answer> failed;
+  for (auto job = waiting_.begin(); job != waiting_.end();) {
+    for (auto rank = job->second.begin(); rank != job->second.end();) {
+      const bool is_failed = which(rank->second.member);
+      if (is_failed) failed.push_back(std::move(rank->second.answer));
+      rank = is_failed ? job->second.erase(rank) : std::next(rank);
+    }
+    job = job->second.empty() ? waiting_.erase(job) : std::next(job);
+  }
+  for (Answer& answer : failed) answer(reason);
+}
+
+}  // namespace forebay::daemon

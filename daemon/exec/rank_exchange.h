@@ -1,0 +1,53 @@
+// Ranks of a job that wait for each other's bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/core/events.h"
+
+namespace forebay::daemon {
+
+// Threads  The loop thread.
+class RankExchange {
+ public:
+  static constexpr size_t kBytesMax = 4096;  // of one rank
+
+  struct Member {
+    SessionId session = 0;
+    uint64_t call = 0;  // of the session
+    JobId job = 0;
+    uint32_t rank = 0;
+    uint32_t world_size = 0;
+  };
+  // Of every rank, in the order of ranks.
+  using Answer = absl::AnyInvocable<void(absl::StatusOr<std::vector<std::string>>)>;
+
+  // Answers all of a job's ranks once each of them is here. A rank's newer call replaces an older one, which
+  // gets E_LIMIT.
+  //
+  // Errors  E_RANGE  more than kBytesMax.
+  void Add(const Member& member, std::string bytes, Answer answer);
+
+  // Those of which `which` is true get `reason` and wait no longer.
+  void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
+
+  bool empty() const { return waiting_.empty(); }
+
+ private:
+  struct Waiting {
+    Member member;
+    std::string bytes;
+    Answer answer;
+  };
+  std::map<JobId, std::map<uint32_t, Waiting>> waiting_;  // by rank
+};
+
+}  // namespace forebay::daemon
