@@ -23,7 +23,7 @@
 #include "gtest/gtest.h"
 #include "protocol/error.h"
 #include "protocol/wire.h"
-#include "tests/client/scripted_daemon.h"
+#include "tests/client/poisoning_daemon.h"
 #include "tests/support/fake_cuda.h"
 #include "tests/support/status_test.h"
 
@@ -31,8 +31,6 @@ namespace forebay::client::internal {
 namespace {
 
 using protocol::Command;
-using protocol::Completion;
-using protocol::ErrorId;
 using protocol::kGradUnitElems;
 using protocol::Op;
 using testing::FakeCuda;
@@ -42,17 +40,7 @@ constexpr uint32_t kParamsOfUnit = 2;
 constexpr uint64_t kElemsOfParam = kGradUnitElems + 128;  // units of cache lines: nothing is padded
 constexpr uint64_t kElemsOfUnit = kParamsOfUnit * kElemsOfParam;
 constexpr uint64_t kUnitBytes = kElemsOfUnit * sizeof(float);
-constexpr uint32_t kSlots = 2 * kUnits;  // leases at once
-constexpr uint64_t kStepBytes = 8192;
 constexpr Timeout kTimeout = kTestDeadline;
-
-// One value for each purpose: an element that is another one's, of another step or poison is seen.
-float WeightOf(uint64_t step, uint32_t partition, uint64_t elem) {
-  return static_cast<float>(step * 1000003 + partition * 100003 + elem);
-}
-float GradientOf(uint64_t step, uint32_t param, uint64_t elem) {
-  return -static_cast<float>(step * 1000003 + param * 100003 + elem);
-}
 
 // Parameter 3 has a gradient in odd steps alone.
 bool HasGradient(uint64_t step, uint32_t param) { return param != 3 || step % 2 == 1; }
@@ -64,71 +52,46 @@ std::shared_ptr<gpu::Device> StartDevice(const FakeCuda::Options& options = {}) 
 
 enum class Flush : uint8_t { kEachUnit, kAtTheEnd };
 
-// A rank that trains, and the daemon's end of its ring.
+protocol::LayoutSpec Spec() {
+  protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
+                            .optimizer = protocol::Optimizer::kAdamW,
+                            .format = protocol::Format::kFp32,
+                            .params = {},
+                            .group_names = {},
+                            .partitions = {}};
+  for (uint32_t unit = 0; unit < kUnits; ++unit) {
+    spec.group_names.push_back("g" + std::to_string(unit));
+    protocol::PartitionSpec partition{.group = unit, .boxes = {}};
+    for (uint32_t i = 0; i < kParamsOfUnit; ++i) {
+      const auto param = static_cast<uint32_t>(spec.params.size());
+      spec.params.push_back(
+          {.name = "p" + std::to_string(param), .shape = {kElemsOfParam}, .group = unit});
+      partition.boxes.push_back({.param = param,
+                                 .first_elem = 0,
+                                 .run_elems = kElemsOfParam,
+                                 .stride_elems = kElemsOfParam});
+    }
+    spec.partitions.push_back(partition);
+  }
+  return spec;
+}
+
+// A rank that trains.
 class Training {
  public:
-  Training(std::shared_ptr<gpu::Device> device, uint64_t grad_bytes, Flush flush)
-      : device_(std::move(device)), flush_(flush) {
-    protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
-                              .optimizer = protocol::Optimizer::kAdamW,
-                              .format = protocol::Format::kFp32,
-                              .params = {},
-                              .group_names = {},
-                              .partitions = {}};
-    for (uint32_t unit = 0; unit < kUnits; ++unit) {
-      spec.group_names.push_back("g" + std::to_string(unit));
-      protocol::PartitionSpec partition{.group = unit, .boxes = {}};
-      for (uint32_t i = 0; i < kParamsOfUnit; ++i) {
-        const auto param = static_cast<uint32_t>(spec.params.size());
-        spec.params.push_back(
-            {.name = "p" + std::to_string(param), .shape = {kElemsOfParam}, .group = unit});
-        partition.boxes.push_back({.param = param,
-                                   .first_elem = 0,
-                                   .run_elems = kElemsOfParam,
-                                   .stride_elems = kElemsOfParam});
-      }
-      spec.partitions.push_back(partition);
-    }
-    const auto layout =
-        std::make_shared<const protocol::Layout>(protocol::Layout::Create(std::move(spec)).value());
-    weights_ = Mapping::MapPrivate(std::max(layout->weights_bytes(), kSlots * kUnitBytes)).value();
-    Poison(weights_->bytes());
-    grad_ = Mapping::MapPrivate(grad_bytes + kStepBytes).value();
-    Poison(grad_->bytes());
-    gauge_ = std::make_shared<SessionGauge>();
-    SessionParts parts{.layout = layout,
-                       .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(),
-                                .daemon_pidfd = -1,
-                                .gone_fd = daemon_.gone_fd(),
-                                .explain =
-                                    [](const Completion& completion) {
-                                      return protocol::MakeError(
-                                          static_cast<ErrorId>(completion.error),
-                                          "as the script says");
-                                    }},
-                       .weights = weights_,
-                       .grad = grad_,
-                       .step_region_offset = grad_bytes,
-                       .step_region_bytes = kStepBytes,
-                       .gauge = gauge_,
-                       .timeout = kTimeout,
-                       .interrupt_check = {},
-                       .device = device_};
-    FakeCuda::set_before_work([this] { WaitForDaemon(); });
-    daemon_.Start([this](const Command& command) { return std::optional(Serve(command)); });
-    session_ = Attachment::Assemble(std::move(parts)).value();
+  // `gradients` units fit into the grad arena at once.
+  Training(const std::shared_ptr<gpu::Device>& device, uint64_t gradients, Flush flush)
+      : flush_(flush), daemon_(Spec(), gradients, device), session_(daemon_.session().get()) {
     for (std::unique_ptr<gpu::Stream>* stream : {&copy_in_, &gather_, &compute_, &reduce_}) {
-      *stream = device_->MakeStream().value();
+      *stream = device->MakeStream().value();
     }
   }
   ~Training() {
-    session_.reset();
+    EndSession();
     FakeCuda::set_counts_waits(false);
     for (std::unique_ptr<gpu::Stream>* stream : {&copy_in_, &gather_, &compute_, &reduce_}) {
       stream->reset();
     }
-    FakeCuda::set_before_work({});
-    daemon_.Stop();
   }
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
@@ -142,7 +105,9 @@ class Training {
       const FakeCuda::Memory dropped = step == 1 ? Prefetch(0) : nullptr;
       const std::array<protocol::HyperParams, 1> hyper{};
       Note(session_->Step(step, hyper, 0, {}, kTimeout).status(), "Step");
-      CheckGradients(step);
+      const auto wrong =
+          daemon_.CheckGradients(step, [&](uint32_t param) { return HasGradient(step, param); });
+      wrong_.insert(wrong_.end(), wrong.begin(), wrong.end());
       if (dropped != nullptr) CheckWeights(step - 1, 0, *dropped, "a prefetch that was dropped");
       EndOfPass(step - 1);
     }
@@ -154,9 +119,9 @@ class Training {
   }
 
   Attachment& session() { return *session_; }
-  ScriptedDaemon& daemon() { return daemon_; }
+  ScriptedDaemon& daemon() { return daemon_.script(); }
   gpu::Stream& copy_in() { return *copy_in_; }
-  std::shared_ptr<Mapping> grad() { return grad_; }
+  std::span<std::byte> grad() const { return daemon_.grad(); }
 
   // Delivers a gradient whose reduction is under way; `step` gives its values.
   void Gradient(uint32_t param, uint64_t step) {
@@ -174,7 +139,7 @@ class Training {
   }
 
  private:
-  static void Poison(std::span<std::byte> bytes) { std::ranges::fill(bytes, FakeCuda::kPoison); }
+  void EndSession() { daemon_.EndSession(); }
   void Note(const absl::Status& status, const std::string& what) {
     if (!status.ok()) wrong_.push_back(what + ": " + std::string(status.message()));
   }
@@ -200,11 +165,8 @@ class Training {
   }
   void CheckWeights(uint64_t step, uint32_t unit, std::span<const std::byte> bytes,
                     const std::string& what) {
-    const std::span<const float> values(reinterpret_cast<const float*>(bytes.data()), kElemsOfUnit);
-    for (uint64_t i = 0; i < values.size(); ++i) {
-      if (values[i] == WeightOf(step, unit, i)) continue;
+    if (!daemon_.AreWeights(step, unit, bytes)) {
       wrong_.push_back(what + " has other weights of unit " + std::to_string(unit));
-      return;
     }
   }
 
@@ -243,101 +205,9 @@ class Training {
     Note(session_->FlushGradients(), "FlushGradients");
   }
 
-  // ------------------------------------------------------------------ the daemon, on its own thread
-
-  Completion Serve(const Command& command) {
-    Completion completion = ScriptedDaemon::Success(command);
-    const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
-    switch (static_cast<Op>(command.op)) {
-      case Op::kFetch: {
-        if (leases_.size() == kSlots) return ScriptedDaemon::Failure(command, ErrorId::kLimit);
-        // A slot that was given back is not the next one's: its poison is seen.
-        uint32_t slot = last_slot_;
-        do {
-          slot = (slot + 1) % kSlots;
-        } while (leases_.contains(slot));
-        last_slot_ = slot;
-        leases_[slot] = command.partition;
-        const auto to = SlotBytes(slot);
-        for (uint64_t i = 0; i < kElemsOfUnit; ++i) {
-          const float value = WeightOf(step_, command.partition, i);
-          std::memcpy(to.data() + i * sizeof(float), &value, sizeof(value));
-        }
-        completion.lease_id = slot;
-        completion.offset_bytes = slot * kUnitBytes;
-        completion.length_bytes = kUnitBytes;
-        return completion;
-      }
-      case Op::kRelease:
-        leases_.erase(static_cast<uint32_t>(command.lease_id));
-        Poison(SlotBytes(static_cast<uint32_t>(command.lease_id)));
-        return completion;
-      case Op::kGradReady: {
-        std::vector<float> values(bytes.size() / sizeof(float));
-        std::memcpy(values.data(), bytes.data(), bytes.size());
-        if (command.attempt >= attempt_) {
-          if (command.attempt > attempt_) delivered_.clear();
-          attempt_ = command.attempt;
-          delivered_[{command.partition, command.element_offset}] = std::move(values);
-        }
-        Poison(bytes);
-        return completion;
-      }
-      case Op::kStep:
-        if (!leases_.empty()) return ScriptedDaemon::Failure(command, ErrorId::kLease);
-        completion.committed_step = step_ = command.step;
-        attempt_ = 0;
-        committed_.swap(delivered_);
-        delivered_.clear();
-        return completion;
-      case Op::kWriteMasters:
-        for (const auto& [slot, partition] : leases_) {
-          if (partition == command.partition) {
-            return ScriptedDaemon::Failure(command, ErrorId::kLease);
-          }
-        }
-        return completion;
-      default:
-        return completion;
-    }
-  }
-  std::span<std::byte> SlotBytes(uint32_t slot) {
-    return weights_->bytes().subspan(slot * kUnitBytes, kUnitBytes);
-  }
-  // What was sent is what the daemon has looked at: nothing that happens later excuses it.
-  void WaitForDaemon() {
-    const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
-    while (daemon_.SeenCount() < gauge_->commands && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::yield();
-    }
-  }
-  void CheckGradients(uint64_t step) {
-    uint64_t elems = 0;
-    for (const auto& [place, values] : committed_) {
-      elems += values.size();
-      for (uint64_t i = 0; i < values.size(); ++i) {
-        const uint64_t elem = place.second + i;
-        const auto param =
-            static_cast<uint32_t>(place.first * kParamsOfUnit + elem / kElemsOfParam);
-        const float want =
-            HasGradient(step, param) ? GradientOf(step, param, elem % kElemsOfParam) : 0.0F;
-        if (values[i] == want) continue;
-        wrong_.push_back("another gradient of parameter " + std::to_string(param));
-        break;
-      }
-    }
-    // Of parameter 3 whole units are not delivered where it has none.
-    const uint64_t least = kUnits * kElemsOfUnit - (HasGradient(step, 3) ? 0 : kElemsOfParam);
-    if (elems < least) wrong_.emplace_back("a gradient did not arrive");
-  }
-
-  std::shared_ptr<gpu::Device> device_;
   const Flush flush_;
-  std::shared_ptr<Mapping> weights_;
-  std::shared_ptr<Mapping> grad_;
-  std::shared_ptr<SessionGauge> gauge_;
-  ScriptedDaemon daemon_;
-  std::unique_ptr<Attachment> session_;
+  PoisoningDaemon daemon_;
+  Attachment* session_;
   std::unique_ptr<gpu::Stream> copy_in_;
   std::unique_ptr<gpu::Stream> gather_;
   std::unique_ptr<gpu::Stream> compute_;
@@ -345,14 +215,6 @@ class Training {
   std::vector<FakeCuda::Memory> kept_;
   std::vector<std::pair<uint32_t, FakeCuda::Memory>> used_;  // by unit
   std::vector<std::string> wrong_;
-  // Of the daemon's thread until Step has returned.
-  std::map<uint32_t, uint32_t> leases_;  // slots, to their partitions
-  uint32_t last_slot_ = 0;
-  uint64_t step_ = 0;
-  uint64_t attempt_ = 0;
-  using Delivered = std::map<std::pair<uint32_t, uint64_t>, std::vector<float>>;
-  Delivered delivered_;
-  Delivered committed_;
 };
 
 struct CopiesCase {
@@ -366,7 +228,7 @@ void PrintTo(const CopiesCase& one, std::ostream* out) { *out << one.name; }
 class DeviceCopies : public ::testing::TestWithParam<CopiesCase> {
  protected:
   std::vector<std::string> Train(const std::shared_ptr<gpu::Device>& device) const {
-    return Training(device, GetParam().pieces * kUnitBytes, GetParam().flush).Run();
+    return Training(device, GetParam().pieces, GetParam().flush).Run();
   }
 };
 
@@ -413,13 +275,12 @@ INSTANTIATE_TEST_SUITE_P(Arenas, CopiesToTheArena,
 
 // What the arena holds where the first piece lies, after a gradient that was dropped.
 float ElementAfterADrop(std::optional<size_t> left_out) {
-  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  Training training(StartDevice(), 2, Flush::kEachUnit);
   if (left_out.has_value()) FakeCuda::LeaveOut(*left_out);
   training.Gradient(1, 1);
   EXPECT_OK(training.session().DropGradients());
   float element = 0;
-  std::memcpy(&element, training.grad()->bytes().data() + kElemsOfParam * sizeof(float),
-              sizeof(element));
+  std::memcpy(&element, training.grad().data() + kElemsOfParam * sizeof(float), sizeof(element));
   return element;
 }
 
@@ -430,14 +291,14 @@ TEST(DroppedGradients, AreNoLongerOnTheirWayIntoSlotsThatAreFree) {
 }
 
 TEST(DeviceCopiesInACall, EndWhileItWaitsForRoomOfTheirs) {
-  Training training(StartDevice({.looks_until_done = 100}), 2 * kUnitBytes, Flush::kEachUnit);
+  Training training(StartDevice({.looks_until_done = 100}), 2, Flush::kEachUnit);
   for (uint32_t param = 0; param < kUnits * kParamsOfUnit; ++param) training.Gradient(param, 1);
   EXPECT_EQ(training.session().counters().private_slots, 0U);
   training.daemon().WaitForCommands(kUnits);
 }
 
 TEST(DeviceCopiesInACall, EndBeforeTheStepIsSent) {
-  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  Training training(StartDevice(), 2, Flush::kEachUnit);
   FakeCuda::set_looks_until_done(100);
   training.Gradient(0, 1);
   training.Gradient(1, 1);
@@ -449,7 +310,7 @@ TEST(DeviceCopiesInACall, EndBeforeTheStepIsSent) {
 }
 
 TEST(DeviceCopiesBetweenCalls, EndWithoutAFurtherCall) {
-  Training training(StartDevice(), 2 * kUnitBytes, Flush::kEachUnit);
+  Training training(StartDevice(), 2, Flush::kEachUnit);
   const auto weights = FakeCuda::Allocate(kUnitBytes);
   const std::array<WeightsCopy, 1> copies{
       WeightsCopy{.partition = 0, .first_elem = 0, .to = *weights}};

@@ -1,0 +1,20 @@
+// Groups cut into equal parts, one a rank: what a loop without FSDP2 attaches with.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/layout.h"
+
+namespace forebay::client {
+
+// Of each rank's part of a group, in elements: parts are whole cache lines of any type. The last ranks hold
+// fewer, or nothing.
+uint64_t FlatShardElems(uint64_t group_elems, uint32_t world_size);
+
+// The spec of a sharded job: rank r holds elements [r * n, (r + 1) * n) of each group, whose parameters lie
+// end to end, with n = FlatShardElems().
+//
+// Errors  none: Layout::Create checks the result.
+protocol::LayoutSpec ShardFlat(protocol::LayoutSpec spec, uint32_t world_size);
+
+}  // namespace forebay::client

@@ -1,0 +1,375 @@
+#include "client/pipeline.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/flat_shards.h"
+#include "client/internal/deadline.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using gpu::Event;
+using gpu::Stream;
+using internal::Deadline;
+using protocol::BoxPlace;
+using protocol::ErrorId;
+using protocol::Layout;
+using protocol::MakeError;
+
+class Pipeline::CountedMemory {
+ public:
+  CountedMemory(std::unique_ptr<gpu::DeviceMemory> memory,
+                std::shared_ptr<std::atomic<uint64_t>> total_bytes)
+      : memory_(std::move(memory)), total_bytes_(std::move(total_bytes)) {}
+  CountedMemory(const CountedMemory&) = delete;
+  CountedMemory& operator=(const CountedMemory&) = delete;
+  ~CountedMemory() { *total_bytes_ -= bytes().size(); }
+
+  std::span<std::byte> bytes() const { return memory_->bytes(); }
+
+ private:
+  std::unique_ptr<gpu::DeviceMemory> memory_;
+  std::shared_ptr<std::atomic<uint64_t>> total_bytes_;
+};
+
+namespace {
+
+absl::Status NotFlat(const Layout& layout, uint32_t group, uint32_t ranks) {
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("group ", layout.spec().group_names[group],
+                                " is not cut into equal parts for ", ranks, " ranks"),
+                   "attach with ShardFlat(spec, ranks)");
+}
+
+}  // namespace
+
+Pipeline::Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
+                   std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options)
+    : attachment_(std::move(attachment)),
+      device_(std::move(device)),
+      communicator_(std::move(communicator)),
+      options_(options) {}
+
+Pipeline::~Pipeline() {
+  // What is under way reads and writes its memory.
+  if (collect_ != nullptr) WaitForCollectives().IgnoreError();
+  FreeAll().IgnoreError();
+}
+
+absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
+    std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
+    std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options) {
+  const Layout& layout = attachment->layout();
+  const uint32_t ranks = communicator->size();
+  std::unique_ptr<Pipeline> made(
+      new Pipeline(std::move(attachment), std::move(device), std::move(communicator), options));
+  const bool is_flat = layout.spec().partitions == ShardFlat(layout.spec(), ranks).partitions;
+  const uint32_t own = made->communicator_->rank();
+  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
+    if (!is_flat) return NotFlat(layout, group, ranks);
+    made->groups_.emplace_back().shard_elems = FlatShardElems(layout.groups()[group].elems, ranks);
+  }
+  for (uint32_t partition = 0; partition < layout.partitions().size(); ++partition) {
+    const protocol::PartitionPlace& place = layout.partitions()[partition];
+    if (place.owner != own) continue;
+    Group& group = made->groups_[place.group];
+    group.partition = partition;
+    group.own_elems = place.elems;
+    for (uint32_t box = place.box_begin; box < place.box_end; ++box) group.own_boxes.push_back(box);
+  }
+  ASSIGN_OR_RETURN(made->copy_, made->device_->MakeStream());
+  ASSIGN_OR_RETURN(made->collect_, made->device_->MakeStream());
+  return made;
+}
+
+uint64_t Pipeline::weights_bytes(const Group& group) const {
+  return group.shard_elems * communicator_->size() * SizeBytes(attachment_->layout().spec().dtype);
+}
+
+uint64_t Pipeline::gradient_bytes(const Group& group) const {
+  return group.shard_elems * communicator_->size() * SizeBytes(attachment_->layout().grad_dtype());
+}
+
+absl::Status Pipeline::CheckGroup(uint32_t group) {
+  RETURN_IF_ERROR(failed_);
+  if (group < groups_.size()) return absl::OkStatus();
+  return MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
+                                                 groups_.size(), " groups"));
+}
+
+absl::Status Pipeline::Fail(absl::Status status) {
+  if (failed_.ok()) failed_ = std::move(status);
+  communicator_->Abort();
+  return failed_;
+}
+
+absl::StatusOr<std::shared_ptr<Pipeline::CountedMemory>> Pipeline::Allocate(Stream& stream,
+                                                                            uint64_t size_bytes) {
+  ASSIGN_OR_RETURN(auto memory, stream.Allocate(size_bytes));
+  *device_bytes_ += size_bytes;
+  device_bytes_max_ = std::max(device_bytes_max_, device_bytes());
+  return std::make_shared<CountedMemory>(std::move(memory), device_bytes_);
+}
+
+absl::Status Pipeline::WriteInitial(uint32_t number, std::span<const std::byte> whole) {
+  RETURN_IF_ERROR(CheckGroup(number));
+  const Group& group = groups_[number];
+  const Layout& layout = attachment_->layout();
+  const uint64_t width = SizeBytes(layout.spec().dtype);
+  const uint64_t elems = layout.groups()[number].elems;
+  if (whole.size() != elems * width) {
+    return MakeError(ErrorId::kRange, absl::StrCat("group ", number, " has ", elems * width,
+                                                   " bytes, ", whole.size(), " are given"));
+  }
+  if (!group.partition.has_value()) return absl::OkStatus();
+  const uint64_t first = communicator_->rank() * group.shard_elems;
+  return attachment_->WriteInitial(
+      *group.partition, whole.subspan(first * width, group.own_elems * width), options_.timeout);
+}
+
+// ---------------------------------------------------------------------------------------- the weights
+
+absl::Status Pipeline::StartGather(Group& group) {
+  const uint64_t width = SizeBytes(attachment_->layout().spec().dtype);
+  ASSIGN_OR_RETURN(group.weights, Allocate(*copy_, weights_bytes(group)));
+  const uint64_t shard_bytes = group.shard_elems * width;
+  const std::span<std::byte> part =
+      group.weights->bytes().subspan(communicator_->rank() * shard_bytes, shard_bytes);
+  if (group.partition.has_value()) {
+    const std::array<WeightsCopy, 1> copies{WeightsCopy{
+        .partition = *group.partition, .first_elem = 0, .to = part.first(group.own_elems * width)}};
+    RETURN_IF_ERROR(attachment_->CopyWeights(copies, *copy_, options_.timeout));
+  }
+  ASSIGN_OR_RETURN(const auto copied, copy_->Record());
+  RETURN_IF_ERROR(collect_->WaitFor(*copied));
+  RETURN_IF_ERROR(communicator_->AllGather(*collect_, group.weights->bytes(), part));
+  ASSIGN_OR_RETURN(group.gathered, collect_->Record());
+  return absl::OkStatus();
+}
+
+// Gathers what the step before used next, as much of it as may be ahead.
+absl::Status Pipeline::GatherAhead() {
+  const size_t at = order_.size() - 1;
+  if (at >= expected_.size() || expected_[at] != order_[at]) return absl::OkStatus();
+  uint64_t ahead_bytes = 0;
+  for (size_t next = at + 1; next < expected_.size(); ++next) {
+    Group& group = groups_[expected_[next]];
+    if (group.in_use || StaysGathered(group)) continue;
+    ahead_bytes += weights_bytes(group);
+    if (ahead_bytes > options_.prefetch_bytes) break;
+    if (group.weights == nullptr) RETURN_IF_ERROR(StartGather(group));
+  }
+  return absl::OkStatus();
+}
+
+bool Pipeline::StaysGathered(const Group& group) const {
+  return options_.stage != ZeroStage::kWeights || weights_bytes(group) <= options_.resident_bytes;
+}
+
+absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Stream& compute) {
+  RETURN_IF_ERROR(CheckGroup(number));
+  Group& group = groups_[number];
+  if (group.in_use) {
+    return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use already"),
+                     "Release it between two uses");
+  }
+  order_.push_back(number);
+  absl::Status status;
+  if (group.weights == nullptr) status = StartGather(group);
+  // The stream that has used them since has waited.
+  if (status.ok() && group.user != &compute) status = compute.WaitFor(*group.gathered);
+  group.in_use = true;
+  if (status.ok()) status = GatherAhead();
+  if (!status.ok()) return Fail(std::move(status));
+  const uint64_t width = SizeBytes(attachment_->layout().spec().dtype);
+  return group.weights->bytes().first(attachment_->layout().groups()[number].elems * width);
+}
+
+absl::Status Pipeline::Release(uint32_t number, Stream& compute) {
+  RETURN_IF_ERROR(CheckGroup(number));
+  Group& group = groups_[number];
+  if (!group.in_use) {
+    return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is not in use"),
+                     "Gather it first");
+  }
+  group.user = &compute;
+  group.in_use = false;
+  // Also kept where it is the next that is used: the last of forward, the first of backward.
+  const bool is_next = order_.size() < expected_.size() && expected_[order_.size()] == number;
+  if (is_next || StaysGathered(group)) return absl::OkStatus();
+  const absl::Status freed = FreeWeights(group);
+  return freed.ok() ? freed : Fail(freed);
+}
+
+absl::Status Pipeline::FreeWeights(Group& group) {
+  if (group.weights == nullptr) return absl::OkStatus();
+  if (group.user != nullptr) {
+    ASSIGN_OR_RETURN(const auto used, group.user->Record());
+    RETURN_IF_ERROR(copy_->WaitFor(*used));
+  } else if (group.gathered != nullptr) {
+    RETURN_IF_ERROR(copy_->WaitFor(*group.gathered));
+  } else {  // its gather failed on the way
+    collect_->Synchronize().IgnoreError();
+  }
+  group.weights.reset();
+  group.gathered.reset();
+  group.user = nullptr;
+  return absl::OkStatus();
+}
+
+// Behind collectives that have ended.
+absl::Status Pipeline::FreeAll() {
+  std::set<Stream*> users;
+  for (const Group& group : groups_) {
+    if (group.user != nullptr) users.insert(group.user);
+  }
+  for (Stream* const user : users) {
+    ASSIGN_OR_RETURN(const auto used, user->Record());
+    RETURN_IF_ERROR(copy_->WaitFor(*used));
+  }
+  for (Group& group : groups_) {
+    group.weights.reset();
+    group.gathered.reset();
+    group.gradient.reset();
+    group.user = nullptr;
+  }
+  return absl::OkStatus();
+}
+
+// -------------------------------------------------------------------------------------- the gradients
+
+// Frees whole gradients whose reductions have ended; behind the first of too many, compute waits.
+absl::Status Pipeline::FreeReduced(Stream& compute) {
+  uint64_t waiting_bytes = 0;
+  uint64_t largest_bytes = 0;
+  for (const Reduction& one : reductions_) waiting_bytes += one.gradient->bytes().size();
+  for (const Group& group : groups_) largest_bytes = std::max(largest_bytes, gradient_bytes(group));
+  while (!reductions_.empty()) {
+    Reduction& first = reductions_.front();
+    ASSIGN_OR_RETURN(const bool has_ended, first.reduced->Done());
+    if (!has_ended) {
+      if (waiting_bytes <= largest_bytes) break;
+      RETURN_IF_ERROR(compute.WaitFor(*first.reduced));
+    }
+    waiting_bytes -= first.gradient->bytes().size();
+    reductions_.pop_front();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::span<std::byte>> Pipeline::Gradient(uint32_t number, Stream& compute) {
+  RETURN_IF_ERROR(CheckGroup(number));
+  Group& group = groups_[number];
+  absl::Status status;
+  if (options_.stage != ZeroStage::kStates) status = FreeReduced(compute);
+  if (status.ok() && group.gradient == nullptr) {
+    auto memory = Allocate(compute, gradient_bytes(group));
+    status = memory.status();
+    if (status.ok()) group.gradient = *std::move(memory);
+  }
+  if (!status.ok()) return Fail(std::move(status));
+  const uint64_t width = SizeBytes(attachment_->layout().grad_dtype());
+  return group.gradient->bytes().first(attachment_->layout().groups()[number].elems * width);
+}
+
+absl::Status Pipeline::Deliver(const Group& group, const std::shared_ptr<CountedMemory>& memory,
+                               std::span<const std::byte> part) {
+  const Layout& layout = attachment_->layout();
+  const uint64_t width = SizeBytes(layout.grad_dtype());
+  for (const uint32_t index : group.own_boxes) {
+    const BoxPlace& place = layout.boxes()[index];
+    if (!layout.params()[place.box.param].trainable) continue;
+    RETURN_IF_ERROR(attachment_->AddGradient(
+        place.box.param, part.subspan(place.partition_elem * width, place.box.elems() * width),
+        *collect_, memory, options_.timeout));
+  }
+  if (group.partition.has_value()) return attachment_->FlushGradients(*group.partition);
+  return absl::OkStatus();
+}
+
+absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
+  RETURN_IF_ERROR(CheckGroup(number));
+  Group& group = groups_[number];
+  if (group.gradient == nullptr) {
+    return MakeError(ErrorId::kNotReady, absl::StrCat("group ", number, " has no gradient"),
+                     "fill what Gradient() gives first");
+  }
+  const protocol::DType dtype = attachment_->layout().grad_dtype();
+  const uint64_t shard_bytes = group.shard_elems * SizeBytes(dtype);
+  const auto reduce = [&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const auto filled, compute.Record());
+    RETURN_IF_ERROR(collect_->WaitFor(*filled));
+    std::shared_ptr<CountedMemory> memory = group.gradient;
+    std::span<const std::byte> part =
+        memory->bytes().subspan(communicator_->rank() * shard_bytes, shard_bytes);
+    if (options_.stage == ZeroStage::kStates) {
+      RETURN_IF_ERROR(
+          communicator_->AllReduce(*collect_, memory->bytes(), dtype, gpu::Reduction::kMean));
+    } else {
+      ASSIGN_OR_RETURN(memory, Allocate(*collect_, shard_bytes));
+      part = memory->bytes();
+      RETURN_IF_ERROR(communicator_->ReduceScatter(
+          *collect_, memory->bytes(), group.gradient->bytes(), dtype, gpu::Reduction::kMean));
+    }
+    if (options_.stage != ZeroStage::kStates) {
+      ASSIGN_OR_RETURN(std::shared_ptr<Event> reduced, collect_->Record());
+      reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
+    }
+    return Deliver(group, memory, part);
+  };
+  absl::Status status = reduce();
+  return status.ok() ? status : Fail(std::move(status));
+}
+
+absl::Status Pipeline::WaitForCollectives() {
+  constexpr std::chrono::microseconds kPause{20};
+  const Deadline deadline = Deadline::After(options_.timeout);
+  ASSIGN_OR_RETURN(const auto last, collect_->Record());
+  while (true) {
+    ASSIGN_OR_RETURN(const bool has_ended, last->Done());
+    if (has_ended) break;
+    RETURN_IF_ERROR(communicator_->Check());
+    if (deadline.Expired()) {
+      return MakeError(ErrorId::kTimeout, "the time ran out before the collectives ended",
+                       "the device's stream waits for something");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  reductions_.clear();
+  // What was reduced is right only where nothing was aborted meanwhile.
+  return communicator_->Check();
+}
+
+// ------------------------------------------------------------------------------------------- the step
+
+absl::StatusOr<StepResult> Pipeline::Step(uint64_t t,
+                                          std::span<const protocol::HyperParams> hyper_params,
+                                          double max_grad_norm,
+                                          std::span<const std::byte> extra_state,
+                                          const GradientEdit& edit) {
+  RETURN_IF_ERROR(failed_);
+  for (uint32_t number = 0; number < groups_.size(); ++number) {
+    if (!groups_[number].in_use) continue;
+    return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use"),
+                     "Release it before the step");
+  }
+  const absl::Status reduced = WaitForCollectives();
+  if (!reduced.ok()) return Fail(reduced);
+  absl::StatusOr<StepResult> result =
+      attachment_->Step(t, hyper_params, max_grad_norm, extra_state, options_.timeout, edit);
+  // Of a step that was not applied too: the attempt at it begins anew.
+  const absl::Status freed = FreeAll();
+  if (!freed.ok()) return Fail(freed);
+  expected_ = std::move(order_);
+  order_.clear();
+  return result;
+}
+
+}  // namespace forebay::client

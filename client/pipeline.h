@@ -1,0 +1,145 @@
+// ZeRO for a training loop of its own: groups of weights that are gathered ahead of compute, gradients that
+// are reduced and delivered behind it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/client.h"
+#include "gpu/communicator.h"
+#include "gpu/device.h"
+
+namespace forebay::client {
+
+// What of the model a rank's device holds a part of alone. The states are the daemon's in every stage.
+//
+// Source  Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+//         SC 2020, section 5.
+enum class ZeroStage : uint8_t {
+  kStates = 1,     // whole weights and gradients stay on each device for the step
+  kGradients = 2,  // whole weights stay; a gradient is reduced to this rank's part at once
+  kWeights = 3,    // weights are gathered for their use, then freed
+};
+
+struct PipelineOptions {
+  ZeroStage stage = ZeroStage::kWeights;
+  // Of groups that are gathered ahead, along the order of the step before. The same on every rank.
+  uint64_t prefetch_bytes = 0;
+  // Groups of at most so many bytes stay gathered until the step. The same on every rank.
+  uint64_t resident_bytes = 0;
+  Timeout timeout = std::chrono::seconds(60);  // of each call
+};
+
+// One rank's, of a job whose layout ShardFlat() made for as many ranks as the communicator has. All ranks
+// make the same calls in the same order. In a step each group is gathered and released, by as many uses as
+// forward and backward have; its gradient is made and reduced once; then Step.
+//
+// Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
+// Where more than two of the largest gradients wait for their reduction, compute waits for the first.
+//
+// Errors     E_DEVICE, E_RANK_LOST, and those of Attachment's calls. After one of a collective, which the
+//            others end with too, every later call says the same; nothing of the step is applied.
+// Threads    One at a time.
+// Ownership  Spans are valid until Release (weights) or Reduce (gradients).
+class Pipeline {
+ public:
+  // Errors  E_RANGE  the layout is of another number of ranks, or was not made by ShardFlat().
+  static absl::StatusOr<std::unique_ptr<Pipeline>> Create(
+      std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
+      std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
+
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+  ~Pipeline();
+
+  // The parameters of a new job, a whole group of host memory at a time: this rank's part is written.
+  // Attachment::InitialDone behind the last.
+  absl::Status WriteInitial(uint32_t group, std::span<const std::byte> whole);
+
+  // The whole group, its parameters end to end, for work of `compute` that is begun from now on.
+  //
+  // Errors  E_LEASE  the group is in use already.
+  absl::StatusOr<std::span<const std::byte>> Gather(uint32_t group, gpu::Stream& compute);
+  // Work of `compute`, which lives as long as the pipeline, begun so far is the last of this use.
+  //
+  // Errors  E_LEASE  the group is not in use.
+  absl::Status Release(uint32_t group, gpu::Stream& compute);
+
+  // Memory for the whole gradient of a group, in the layout's grad_dtype, of any content, for work of
+  // `compute`, which lives as long as the pipeline. Frozen parameters have room, which is ignored.
+  absl::StatusOr<std::span<std::byte>> Gradient(uint32_t group, gpu::Stream& compute);
+  // Work of `compute` begun so far has filled it: its mean over the ranks goes to the daemon.
+  //
+  // Errors  E_NOT_READY  the group has no gradient.
+  absl::Status Reduce(uint32_t group, gpu::Stream& compute);
+
+  // As Attachment::Step, once all collectives have ended well. Groups in use are E_LEASE.
+  absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
+                                  double max_grad_norm, std::span<const std::byte> extra_state,
+                                  const GradientEdit& edit = {});
+
+  uint64_t device_bytes() const { return *device_bytes_; }  // that it has allocated
+  uint64_t device_bytes_max() const { return device_bytes_max_; }
+
+ private:
+  class CountedMemory;
+  struct Group {
+    uint64_t shard_elems = 0;
+    uint64_t own_elems = 0;  // of this rank's part; the rest is padding
+    std::optional<uint32_t> partition;
+    std::vector<uint32_t> own_boxes;  // in the layout's
+    std::shared_ptr<CountedMemory> weights;
+    std::shared_ptr<gpu::Event> gathered;
+    gpu::Stream* user = nullptr;  // the last that used them; null: none since they were gathered
+    bool in_use = false;
+    std::shared_ptr<CountedMemory> gradient;  // that compute fills; kStates: until the step
+  };
+  // A whole gradient that is being reduced.
+  struct Reduction {
+    std::shared_ptr<CountedMemory> gradient;
+    std::shared_ptr<gpu::Event> reduced;
+  };
+
+  Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
+           std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
+
+  absl::Status CheckGroup(uint32_t group);
+  absl::Status Fail(absl::Status status);
+  absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
+  absl::Status StartGather(Group& group);
+  absl::Status GatherAhead();
+  absl::Status FreeWeights(Group& group);
+  absl::Status FreeAll();
+  bool StaysGathered(const Group& group) const;
+  absl::Status Deliver(const Group& group, const std::shared_ptr<CountedMemory>& memory,
+                       std::span<const std::byte> part);
+  absl::Status FreeReduced(gpu::Stream& compute);
+  absl::Status WaitForCollectives();
+  uint64_t weights_bytes(const Group& group) const;   // of the whole group, with padding
+  uint64_t gradient_bytes(const Group& group) const;  // the same of its gradient
+
+  const std::shared_ptr<Attachment> attachment_;
+  const std::shared_ptr<gpu::Device> device_;
+  const std::shared_ptr<gpu::Communicator> communicator_;
+  const PipelineOptions options_;
+  // Memory may be freed by the session's thread.
+  std::shared_ptr<std::atomic<uint64_t>> device_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
+  uint64_t device_bytes_max_ = 0;
+  std::unique_ptr<gpu::Stream> copy_;     // weights come on it, and are freed behind it
+  std::unique_ptr<gpu::Stream> collect_;  // collectives
+  std::vector<Group> groups_;
+  std::vector<uint32_t> order_;     // of this step's gathers
+  std::vector<uint32_t> expected_;  // of the step before
+  std::deque<Reduction> reductions_;
+  absl::Status failed_;
+};
+
+}  // namespace forebay::client

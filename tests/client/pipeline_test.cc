@@ -1,0 +1,389 @@
+// Goal    A loop that gathers, computes and reduces through the pipeline trains to the reference's bits in
+//         every stage of ZeRO, with every communicator and however late the device is; its memory is what the
+//         stage promises; a rank that is gone is an error.
+// Method  Ranks as threads, the daemon in the same process. Compute is copies on the caller's stream: of the
+//         weights it was given, and of known gradients. NCCL and CUDA are drivers that do nothing before they
+//         must, or work in random orders.
+
+#include "client/pipeline.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/flat_shards.h"
+#include "daemon/daemon.h"
+#include "gmock/gmock.h"
+#include "gpu/cuda_device.h"
+#include "gpu/host_communicator.h"
+#include "gpu/host_device.h"
+#include "gpu/nccl_communicator.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/fake_cuda.h"
+#include "tests/support/fake_nccl.h"
+#include "tests/support/rank_threads.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+
+namespace forebay::client {
+namespace {
+
+using protocol::ErrorId;
+using testing::FakeCuda;
+using testing::FakeNccl;
+using testing::HasError;
+using ::testing::IsEmpty;
+using testing::OnRanks;
+
+using Bytes = std::vector<std::byte>;
+
+constexpr Timeout kTimeout = std::chrono::seconds(30);
+constexpr uint64_t kSeed = 3;
+constexpr uint64_t kGroupElems = 10'000;
+constexpr uint32_t kGroups = 3;
+constexpr uint64_t kGroupBytes = kGroupElems * sizeof(float);
+
+enum class Kind : uint8_t { kHost, kCuda };
+
+struct LoopOptions {
+  Kind kind = Kind::kHost;
+  uint32_t ranks = 2;
+  uint64_t steps = 3;
+  PipelineOptions pipeline = {};
+  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
+  // Whether a rank leaves before it reduces in this step; 0: none does.
+  uint64_t leaves_in_step = 0;
+};
+
+// One rank.
+class Loop {
+ public:
+  static absl::StatusOr<std::unique_ptr<Loop>> Create(const std::string& socket, uint32_t rank,
+                                                      const LoopOptions& options) {
+    auto loop = std::make_unique<Loop>(rank, options);
+    std::shared_ptr<gpu::CudaDevice> cuda;
+    if (options.kind == Kind::kCuda) {
+      ASSIGN_OR_RETURN(cuda, gpu::CudaDevice::Create({.library = FakeCuda::Library()}));
+      loop->device_ = cuda;
+    } else {
+      loop->device_ = std::make_shared<gpu::HostDevice>();
+    }
+    ASSIGN_OR_RETURN(loop->attachment_,
+                     Attachment::Attach({.socket = socket,
+                                         .job = "job",
+                                         .rank = rank,
+                                         .world_size = options.ranks,
+                                         .run = "run",
+                                         .layout = ShardFlat(Spec(), options.ranks),
+                                         .timeout = kTimeout,
+                                         .device = loop->device_}));
+    const gpu::Exchange exchange = [&](const std::string& bytes) {
+      return loop->attachment_->Exchange(bytes, kTimeout);
+    };
+    std::unique_ptr<gpu::Communicator> made;
+    if (options.kind == Kind::kCuda) {
+      ASSIGN_OR_RETURN(made, gpu::NcclCommunicator::Create({.rank = rank,
+                                                            .size = options.ranks,
+                                                            .time_limit = options.time_limit,
+                                                            .library = FakeNccl::Library()},
+                                                           cuda, exchange));
+    } else {
+      ASSIGN_OR_RETURN(
+          made,
+          gpu::HostCommunicator::Create(
+              {.rank = rank, .size = options.ranks, .time_limit = options.time_limit}, exchange));
+    }
+    loop->communicator_ = std::move(made);
+    ASSIGN_OR_RETURN(loop->compute_, loop->device_->MakeStream());
+    ASSIGN_OR_RETURN(loop->pipeline_, Pipeline::Create(loop->attachment_, loop->device_,
+                                                       loop->communicator_, options.pipeline));
+    if (loop->attachment_->writes_initial()) {
+      for (uint32_t group = 0; group < kGroups; ++group) {
+        RETURN_IF_ERROR(
+            loop->pipeline_->WriteInitial(group, testing::MakeValues(Whole(), group, kSeed)));
+      }
+      RETURN_IF_ERROR(loop->attachment_->InitialDone(kTimeout));
+    }
+    return loop;
+  }
+  Loop(uint32_t rank, const LoopOptions& options) : rank_(rank), options_(options) {}
+  ~Loop() {
+    pipeline_.reset();
+    attachment_.reset();
+    communicator_.reset();
+    gradients_.clear();
+    used_.clear();
+    compute_.reset();
+  }
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
+
+  // Of a job that one owner holds: what the reference computes with.
+  static protocol::LayoutSpec Spec() {
+    return testing::MakeLayoutSpec({.groups = kGroups, .group_elems = kGroupElems});
+  }
+  static const protocol::Layout& Whole() {
+    static const protocol::Layout layout = protocol::Layout::Create(Spec()).value();
+    return layout;
+  }
+
+  // Trains, and compares what was gathered with the reference.
+  absl::Status Run() {
+    testing::ReferenceTrainer reference(Whole(), options_.ranks, kSeed);
+    std::vector<uint32_t> all;
+    for (uint32_t group = 0; group < kGroups; ++group) all.push_back(group);
+    for (uint64_t t = 1; t <= options_.steps; ++t) {
+      RETURN_IF_ERROR(MakeGradients(t));
+      for (const uint32_t group : all) RETURN_IF_ERROR(Use(group));
+      for (uint32_t group = kGroups; group-- > 0;) {
+        RETURN_IF_ERROR(Use(group));
+        if (options_.leaves_in_step == t && rank_ == 1) return absl::CancelledError("left");
+        RETURN_IF_ERROR(Backward(group));
+      }
+      RETURN_IF_ERROR(pipeline_->Step(t, testing::MakeHyperParams(), 0, {}).status());
+      RETURN_IF_ERROR(CompareUsed(reference, t));
+      reference.Step(t, testing::MakeHyperParams(), 0, all);
+    }
+    RETURN_IF_ERROR(Use(0));
+    return CompareUsed(reference, options_.steps + 1);
+  }
+
+  Pipeline& pipeline() { return *pipeline_; }
+  gpu::Stream& compute() { return *compute_; }
+  Attachment& attachment() { return *attachment_; }
+
+ private:
+  // Compute with a group's weights: it keeps what it saw.
+  absl::Status Use(uint32_t group) {
+    ASSIGN_OR_RETURN(const auto weights, pipeline_->Gather(group, *compute_));
+    ASSIGN_OR_RETURN(auto saw, compute_->Allocate(weights.size()));
+    RETURN_IF_ERROR(compute_->Copy(saw->bytes(), weights));
+    used_.emplace_back(group, std::move(saw));
+    return pipeline_->Release(group, *compute_);
+  }
+  absl::Status Backward(uint32_t group) {
+    ASSIGN_OR_RETURN(const auto to, pipeline_->Gradient(group, *compute_));
+    RETURN_IF_ERROR(compute_->Copy(to, gradients_[group]->bytes()));
+    return pipeline_->Reduce(group, *compute_);
+  }
+  // On the device, before the step.
+  absl::Status MakeGradients(uint64_t t) {
+    gradients_.clear();
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      const Bytes values = testing::MakeGradient(Whole(), group, rank_, t);
+      ASSIGN_OR_RETURN(auto memory, compute_->Allocate(values.size()));
+      RETURN_IF_ERROR(compute_->Copy(memory->bytes(), values));
+      gradients_.push_back(std::move(memory));
+    }
+    const absl::Status status = compute_->Synchronize();
+    return status;
+  }
+  absl::Status CompareUsed(const testing::ReferenceTrainer& reference, uint64_t t) {
+    for (const auto& [group, saw] : used_) {
+      Bytes bytes(saw->bytes().size());
+      RETURN_IF_ERROR(compute_->Copy(bytes, saw->bytes()));
+      RETURN_IF_ERROR(compute_->Synchronize());
+      if (!std::ranges::equal(bytes, reference.Weights(group))) {
+        return absl::DataLossError("other weights of group " + std::to_string(group) + " in step " +
+                                   std::to_string(t));
+      }
+    }
+    used_.clear();
+    return absl::OkStatus();
+  }
+
+  const uint32_t rank_;
+  const LoopOptions options_;
+  std::shared_ptr<gpu::Device> device_;
+  std::shared_ptr<Attachment> attachment_;
+  std::shared_ptr<gpu::Communicator> communicator_;
+  std::unique_ptr<gpu::Stream> compute_;
+  std::vector<std::unique_ptr<gpu::DeviceMemory>> gradients_;
+  std::vector<std::pair<uint32_t, std::unique_ptr<gpu::DeviceMemory>>> used_;  // by group
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+class PipelineTest : public ::testing::Test {
+ protected:
+  PipelineTest() { StartDrivers({}); }
+
+  static void StartDrivers(const FakeCuda::Options& options) {
+    FakeCuda::Start(options);
+    FakeNccl::Start();
+  }
+  void StartDaemon() {
+    daemon_.reset();
+    daemon::Config config;
+    config.socket_path = dir_.path() + "/s";
+    config.dram_limit_bytes = 512 << 20;
+    config.workers = 1;
+    config.lock = pinned_mem::LockPolicy::kBestEffort;
+    ASSERT_OK_AND_ASSIGN(daemon_, daemon::Daemon::Start(config));
+  }
+  // `act` with each rank's loop, on threads.
+  std::vector<absl::Status> OnLoops(const LoopOptions& options,
+                                    const std::function<absl::Status(Loop&)>& act) {
+    StartDaemon();
+    return OnRanks(options.ranks, [&](uint32_t rank) -> absl::Status {
+      ASSIGN_OR_RETURN(const auto loop, Loop::Create(socket(), rank, options));
+      return act(*loop);
+    });
+  }
+  std::vector<absl::Status> Train(const LoopOptions& options) {
+    return OnLoops(options, [](Loop& loop) { return loop.Run(); });
+  }
+  void ExpectTrains(const LoopOptions& options) {
+    for (const absl::Status& status : Train(options)) EXPECT_OK(status);
+    EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+    EXPECT_EQ(FakeCuda::leftovers(), FakeCuda::Leftovers());
+    EXPECT_EQ(FakeNccl::communicators(), 0U);
+  }
+  std::string socket() const { return dir_.path() + "/s"; }
+
+  testing::TempDir dir_;
+  std::unique_ptr<daemon::Daemon> daemon_;
+};
+
+struct StageCase {
+  std::string name;
+  PipelineOptions options;
+};
+
+void PrintTo(const StageCase& one, std::ostream* out) { *out << one.name; }
+
+class PipelineStages : public PipelineTest, public ::testing::WithParamInterface<StageCase> {};
+
+TEST_P(PipelineStages, TrainToTheReferencesBits) {
+  for (const uint32_t ranks : {1U, 2U}) {
+    for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
+      StartDrivers({});
+      ExpectTrains({.kind = kind, .ranks = ranks, .pipeline = GetParam().options});
+    }
+  }
+}
+
+TEST_P(PipelineStages, TrainToTheReferencesBitsInAnyOrderThatStreamsAllow) {
+  constexpr uint64_t kSeeds = 6;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    StartDrivers({.seed = seed});
+    ExpectTrains({.kind = Kind::kCuda, .pipeline = GetParam().options});
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Stages, PipelineStages,
+    ::testing::Values(StageCase{"States", {.stage = ZeroStage::kStates}},
+                      StageCase{"Gradients", {.stage = ZeroStage::kGradients}},
+                      StageCase{"Weights", {.stage = ZeroStage::kWeights}},
+                      StageCase{"WeightsAhead",
+                                {.stage = ZeroStage::kWeights, .prefetch_bytes = 2 * kGroupBytes}},
+                      StageCase{"WeightsThatStay",
+                                {.stage = ZeroStage::kWeights, .resident_bytes = 2 * kGroupBytes}}),
+    [](const auto& parameter) { return parameter.param.name; });
+
+TEST_F(PipelineTest, TakesTheMemoryThatItsStagePromises) {
+  // P bytes of weights and as many of gradients on each device: 2 P in the first stage; P, and a whole
+  // gradient and two that are being reduced with their parts, in the second; in the third two groups (one in
+  // use, one being freed) instead of all.
+  constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  constexpr uint64_t kModel = kGroups * kPadded;
+  const auto max_of = [&](ZeroStage stage) {
+    uint64_t most = 0;
+    const LoopOptions options{.kind = Kind::kHost, .pipeline = {.stage = stage}};
+    for (const absl::Status& status : OnLoops(options, [&](Loop& loop) {
+           const absl::Status done = loop.Run();
+           if (loop.attachment().layout().partitions().size() == 6) {
+             most = std::max(most, loop.pipeline().device_bytes_max());
+           }
+           return done;
+         })) {
+      EXPECT_OK(status);
+    }
+    return most;
+  };
+  EXPECT_EQ(max_of(ZeroStage::kStates), 2 * kModel);
+  EXPECT_LE(max_of(ZeroStage::kGradients), kModel + 2 * kPadded + kPadded);
+  EXPECT_LE(max_of(ZeroStage::kWeights), kPadded + 2 * kPadded + kPadded);
+}
+
+TEST_F(PipelineTest, GathersAheadAlongTheStepBefore) {
+  constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  const LoopOptions options{.kind = Kind::kHost, .pipeline = {.prefetch_bytes = kPadded}};
+  for (const absl::Status& status : OnLoops(options, [&](Loop& loop) -> absl::Status {
+         RETURN_IF_ERROR(loop.Run());
+         // In the order of the last gathers, which began with group 0.
+         RETURN_IF_ERROR(loop.pipeline().Step(4, testing::MakeHyperParams(), 0, {}).status());
+         RETURN_IF_ERROR(loop.pipeline().Gather(0, loop.compute()).status());
+         EXPECT_EQ(loop.pipeline().device_bytes(), kPadded);
+         return loop.pipeline().Release(0, loop.compute());
+       })) {
+    EXPECT_OK(status);
+  }
+}
+
+TEST_F(PipelineTest, WrongCallsAreRefusedAndTheNextWork) {
+  for (const absl::Status& status : OnLoops({.kind = Kind::kCuda}, [](Loop& loop) -> absl::Status {
+         Pipeline& pipeline = loop.pipeline();
+         gpu::Stream& compute = loop.compute();
+         EXPECT_THAT(pipeline.Gather(kGroups, compute), HasError(ErrorId::kRange));
+         EXPECT_THAT(pipeline.Release(0, compute), HasError(ErrorId::kLease));
+         EXPECT_THAT(pipeline.Reduce(0, compute), HasError(ErrorId::kNotReady));
+         EXPECT_THAT(pipeline.WriteInitial(0, Bytes(12)), HasError(ErrorId::kRange));
+         RETURN_IF_ERROR(pipeline.Gather(0, compute).status());
+         EXPECT_THAT(pipeline.Gather(0, compute), HasError(ErrorId::kLease));
+         EXPECT_THAT(pipeline.Step(1, testing::MakeHyperParams(), 0, {}),
+                     HasError(ErrorId::kLease));
+         RETURN_IF_ERROR(pipeline.Release(0, compute));
+         return loop.Run();
+       })) {
+    EXPECT_OK(status);
+  }
+}
+
+TEST_F(PipelineTest, AnotherLayoutIsRefused) {
+  StartDaemon();
+  protocol::LayoutSpec spec = ShardFlat(Loop::Spec(), 2);
+  // Of one rank.
+  std::erase_if(spec.partitions, [](const auto& one) { return one.owner == 1; });
+  for (auto& partition : spec.partitions)
+    partition = ShardFlat(Loop::Spec(), 1).partitions[partition.group];
+  ASSERT_OK_AND_ASSIGN(auto made, Attachment::Attach({.socket = socket(),
+                                                      .job = "job",
+                                                      .rank = 0,
+                                                      .world_size = 2,
+                                                      .run = "run",
+                                                      .layout = spec,
+                                                      .timeout = kTimeout}));
+  const std::shared_ptr<Attachment> attachment = std::move(made);
+  testing::ThreadExchange exchange(2);
+  const auto results = OnRanks(2, [&](uint32_t rank) -> absl::Status {
+    ASSIGN_OR_RETURN(std::shared_ptr<gpu::Communicator> ranks,
+                     gpu::HostCommunicator::Create({.rank = rank, .size = 2}, exchange.Of(rank)));
+    if (rank == 1) return absl::OkStatus();
+    return Pipeline::Create(attachment, std::make_shared<gpu::HostDevice>(), ranks, {}).status();
+  });
+  EXPECT_THAT(results[0], HasError(ErrorId::kRange));
+}
+
+TEST_F(PipelineTest, ARankThatIsGoneIsAnErrorOfTheOthersAndNothingIsApplied) {
+  for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
+    StartDrivers({});
+    const auto results =
+        Train({.kind = kind, .time_limit = std::chrono::milliseconds(500), .leaves_in_step = 2});
+    EXPECT_THAT(results[0], HasError(ErrorId::kRankLost));
+    EXPECT_EQ(results[1].code(), absl::StatusCode::kCancelled);
+    const auto loop = OnRanks(2, [&](uint32_t rank) -> absl::Status {
+      ASSIGN_OR_RETURN(const auto again, Loop::Create(socket(), rank, {.kind = kind}));
+      EXPECT_EQ(again->attachment().committed_step(), 1U);
+      return absl::OkStatus();
+    });
+    for (const absl::Status& status : loop) EXPECT_OK(status);
+  }
+}
+
+}  // namespace
+}  // namespace forebay::client

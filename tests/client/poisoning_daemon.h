@@ -1,0 +1,233 @@
+// A daemon that serves weights from slots which are poison as soon as they are given back, and poisons
+// gradients when it has taken them: whatever a device reads or writes too early or too late is seen.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "protocol/error.h"
+#include "protocol/layout.h"
+#include "protocol/wire.h"
+#include "tests/client/scripted_daemon.h"
+#include "tests/support/fake_cuda.h"
+
+namespace forebay::client::internal {
+
+// One value for each purpose: an element that is another one's, of another step or poison is seen.
+inline float WeightOf(uint64_t step, uint32_t partition, uint64_t elem) {
+  return static_cast<float>(step * 1000003 + partition * 100003 + elem);
+}
+inline float GradientOf(uint64_t step, uint32_t param, uint64_t elem) {
+  return -static_cast<float>(step * 1000003 + param * 100003 + elem);
+}
+
+// Of a job of one rank: partitions of one size, in float32, with one size of parameters.
+//
+// Threads  The script runs on the daemon's; gradients may be looked at when Step has returned.
+class PoisoningDaemon {
+ public:
+  static constexpr std::chrono::milliseconds kTimeout = kTestDeadline;
+
+  // `gradients` partitions fit into the grad arena at once.
+  PoisoningDaemon(protocol::LayoutSpec spec, uint64_t gradients,
+                  std::shared_ptr<gpu::Device> device)
+      : layout_(std::make_shared<const protocol::Layout>(
+            protocol::Layout::Create(std::move(spec)).value())),
+        elems_(layout_->partitions()[0].elems),
+        slots_(6 * static_cast<uint32_t>(layout_->partitions().size())) {
+    constexpr uint64_t kStepBytes = 8192;
+    const uint64_t grad_bytes = gradients * slot_bytes();
+    weights_ =
+        Mapping::MapPrivate(std::max(layout_->weights_bytes(), slots_ * slot_bytes())).value();
+    Poison(weights_->bytes());
+    grad_ = Mapping::MapPrivate(grad_bytes + kStepBytes).value();
+    Poison(grad_->bytes());
+    gauge_ = std::make_shared<SessionGauge>();
+    SessionParts parts{.layout = layout_,
+                       .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(),
+                                .daemon_pidfd = -1,
+                                .gone_fd = daemon_.gone_fd(),
+                                .explain =
+                                    [](const protocol::Completion& completion) {
+                                      return protocol::MakeError(
+                                          static_cast<protocol::ErrorId>(completion.error),
+                                          "as the script says");
+                                    }},
+                       .weights = weights_,
+                       .grad = grad_,
+                       .step_region_offset = grad_bytes,
+                       .step_region_bytes = kStepBytes,
+                       .gauge = gauge_,
+                       .timeout = kTimeout,
+                       .interrupt_check = {},
+                       .device = std::move(device)};
+    testing::FakeCuda::set_before_work([this] { WaitForDaemon(); });
+    daemon_.Start(
+        [this](const protocol::Command& command) { return std::optional(Serve(command)); });
+    session_ = Attachment::Assemble(std::move(parts)).value();
+  }
+  ~PoisoningDaemon() {
+    session_.reset();
+    testing::FakeCuda::set_before_work({});
+    daemon_.Stop();
+  }
+  PoisoningDaemon(const PoisoningDaemon&) = delete;
+  PoisoningDaemon& operator=(const PoisoningDaemon&) = delete;
+
+  // Of which no other reference is left.
+  void EndSession() { session_.reset(); }
+
+  const std::shared_ptr<Attachment>& session() { return session_; }
+  ScriptedDaemon& script() { return daemon_; }
+  const protocol::Layout& layout() const { return *layout_; }
+  std::span<std::byte> grad() const { return grad_->bytes(); }
+
+  // Whether these are the partition's weights of the step.
+  bool AreWeights(uint64_t step, uint32_t partition, std::span<const std::byte> bytes) const {
+    const std::span<const float> values(reinterpret_cast<const float*>(bytes.data()), elems_);
+    for (uint64_t i = 0; i < values.size(); ++i) {
+      if (values[i] != WeightOf(step, partition, i)) return false;
+    }
+    return true;
+  }
+
+  // What is wrong with the gradients that the last step was applied with; of absent parameters units may
+  // be missing.
+  template <typename HasGradient>
+  std::vector<std::string> CheckGradients(uint64_t step, HasGradient has_gradient) const {
+    std::vector<std::string> wrong;
+    uint64_t elems = 0;
+    for (const auto& [place, values] : committed_) {
+      elems += values.size();
+      for (uint64_t i = 0; i < values.size(); ++i) {
+        const auto [param, elem] = PlaceOf(place.first, place.second + i);
+        const float want = has_gradient(param) ? GradientOf(step, param, elem) : 0.0F;
+        if (values[i] == want) continue;
+        wrong.push_back("another gradient of parameter " + std::to_string(param));
+        break;
+      }
+    }
+    uint64_t least = layout_->partitions().size() * elems_;
+    for (uint32_t param = 0; param < layout_->params().size(); ++param) {
+      if (!has_gradient(param)) least -= layout_->params()[param].elems;
+    }
+    if (elems < least) wrong.emplace_back("a gradient did not arrive");
+    return wrong;
+  }
+
+ private:
+  static void Poison(std::span<std::byte> bytes) {
+    std::ranges::fill(bytes, testing::FakeCuda::kPoison);
+  }
+  uint64_t slot_bytes() const { return elems_ * sizeof(float); }
+  std::span<std::byte> SlotBytes(uint32_t slot) const {
+    return weights_->bytes().subspan(slot * slot_bytes(), slot_bytes());
+  }
+  // The parameter and its element at an element of a partition.
+  std::pair<uint32_t, uint64_t> PlaceOf(uint32_t partition, uint64_t elem) const {
+    for (const protocol::BoxPlace& place : layout_->boxes_of(partition)) {
+      if (elem < place.partition_elem + place.box.elems()) {
+        return {place.box.param, place.box.first_elem + elem - place.partition_elem};
+      }
+    }
+    return {0, 0};
+  }
+
+  protocol::Completion Serve(const protocol::Command& command) {
+    using protocol::Op;
+    protocol::Completion completion = ScriptedDaemon::Success(command);
+    const auto bytes = grad_->bytes().subspan(command.arena_offset_bytes, command.length_bytes);
+    switch (static_cast<Op>(command.op)) {
+      case Op::kFetch: {
+        if (leases_.size() == slots_) {
+          return ScriptedDaemon::Failure(command, protocol::ErrorId::kLimit);
+        }
+        // A slot that was given back is not the next one's: its poison is seen.
+        uint32_t slot = last_slot_;
+        do {
+          slot = (slot + 1) % slots_;
+        } while (leases_.contains(slot));
+        last_slot_ = slot;
+        leases_[slot] = command.partition;
+        const auto to = SlotBytes(slot);
+        for (uint64_t i = 0; i < elems_; ++i) {
+          const float value = WeightOf(step_, command.partition, i);
+          std::memcpy(to.data() + i * sizeof(float), &value, sizeof(value));
+        }
+        completion.lease_id = slot;
+        completion.offset_bytes = slot * slot_bytes();
+        completion.length_bytes = slot_bytes();
+        return completion;
+      }
+      case Op::kRelease:
+        leases_.erase(static_cast<uint32_t>(command.lease_id));
+        Poison(SlotBytes(static_cast<uint32_t>(command.lease_id)));
+        return completion;
+      case Op::kGradReady: {
+        std::vector<float> values(bytes.size() / sizeof(float));
+        std::memcpy(values.data(), bytes.data(), bytes.size());
+        if (command.attempt >= attempt_) {
+          if (command.attempt > attempt_) delivered_.clear();
+          attempt_ = command.attempt;
+          delivered_[{command.partition, command.element_offset}] = std::move(values);
+        }
+        Poison(bytes);
+        return completion;
+      }
+      case Op::kStep:
+        if (!leases_.empty()) {
+          return ScriptedDaemon::Failure(command, protocol::ErrorId::kLease);
+        }
+        completion.committed_step = step_ = command.step;
+        attempt_ = 0;
+        committed_.swap(delivered_);
+        delivered_.clear();
+        return completion;
+      case Op::kWriteMasters:
+        for (const auto& [slot, partition] : leases_) {
+          if (partition == command.partition) {
+            return ScriptedDaemon::Failure(command, protocol::ErrorId::kLease);
+          }
+        }
+        return completion;
+      default:
+        return completion;
+    }
+  }
+
+  // What was sent is what the daemon has looked at: nothing that happens later excuses it.
+  void WaitForDaemon() {
+    const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
+    while (daemon_.SeenCount() < gauge_->commands && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::yield();
+    }
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_;
+  const uint64_t elems_;  // of a partition
+  const uint32_t slots_;  // leases at once
+  std::shared_ptr<Mapping> weights_;
+  std::shared_ptr<Mapping> grad_;
+  std::shared_ptr<SessionGauge> gauge_;
+  ScriptedDaemon daemon_;
+  std::shared_ptr<Attachment> session_;
+  // Of the daemon's thread until Step has returned.
+  std::map<uint32_t, uint32_t> leases_;  // slots, to their partitions
+  uint32_t last_slot_ = 0;
+  uint64_t step_ = 0;
+  uint64_t attempt_ = 0;
+  using Delivered = std::map<std::pair<uint32_t, uint64_t>, std::vector<float>>;
+  Delivered delivered_;
+  Delivered committed_;
+};
+
+}  // namespace forebay::client::internal
