@@ -130,6 +130,7 @@ class AttachmentDeviceTest : public ::testing::Test {
     }
   }
 
+  const protocol::Layout layout_ = protocol::Layout::Create(testing::MakeLayoutSpec({})).value();
   testing::TempDir dir_;
   std::unique_ptr<daemon::Daemon> daemon_;
 };
@@ -145,7 +146,7 @@ TEST_P(AttachmentOnDevices, TrainsToTheReferencesBits) {
   EXPECT_EQ(FakeCuda::registrations().size(), 4U);
   EXPECT_THAT(rank0.session->device_access(),
               HasSubstr(takes_read_only ? "in place" : "mapped writable once"));
-  testing::ReferenceTrainer reference(rank0.session->layout(), 2, kSeed);
+  testing::ReferenceTrainer reference(layout_, 2, kSeed);
   Train(rank0, rank1, 1, kSteps, reference);
   ASSERT_OK(rank0.session->Detach());
   ASSERT_OK(rank1.session->Detach());
@@ -158,7 +159,7 @@ TEST_F(AttachmentDeviceTest, WhenADeviceFailsTheOtherRanksSayRankLostAndTheJobGo
   const auto host = std::make_shared<gpu::HostDevice>();
   ASSERT_OK_AND_ASSIGN(Rank rank0, Attach(0, host));
   ASSERT_OK_AND_ASSIGN(Rank rank1, Attach(1, StartDevice({})));
-  testing::ReferenceTrainer reference(rank0.session->layout(), 2, kSeed);
+  testing::ReferenceTrainer reference(layout_, 2, kSeed);
   Train(rank0, rank1, 1, 2, reference);
 
   FakeCuda::FailCopy(0);

@@ -88,7 +88,7 @@ std::vector<CommunicatorCase> Communicators() {
   };
   std::vector<CommunicatorCase> all{{"Host", start({}), MakeHost},
                                     {"LateNccl", start({}), MakeNccl}};
-  constexpr uint64_t kSeeds = 3;
+  constexpr uint64_t kSeeds = 2;
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     all.push_back({"RandomNccl" + std::to_string(seed), start({.seed = seed}), MakeNccl});
   }
@@ -173,7 +173,7 @@ class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
 TEST_P(CommunicatorContract, AllGatherBringsEachRanksPart) {
   for (const uint32_t size : {1U, 2U, 3U}) {
     ExpectOk(size, [&](Rank& rank) -> absl::Status {
-      for (const size_t bytes : {size_t{0}, size_t{1}, size_t{4096}, size_t{3000001}}) {
+      for (const size_t bytes : {size_t{0}, size_t{1}, size_t{4096}, size_t{1100001}}) {
         ASSIGN_OR_RETURN(const auto own,
                          ToDevice(rank, OwnBytes(rank.communicator->rank(), bytes)));
         ASSIGN_OR_RETURN(const auto all, rank.stream->Allocate(bytes * size));
