@@ -39,17 +39,6 @@ class Pipeline::CountedMemory {
   std::shared_ptr<std::atomic<uint64_t>> total_bytes_;
 };
 
-namespace {
-
-absl::Status NotFlat(const Layout& layout, uint32_t group, uint32_t ranks) {
-  return MakeError(ErrorId::kRange,
-                   absl::StrCat("group ", layout.spec().group_names[group],
-                                " is not cut into equal parts for ", ranks, " ranks"),
-                   "attach with ShardFlat(spec, ranks)");
-}
-
-}  // namespace
-
 Pipeline::Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
                    std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options)
     : attachment_(std::move(attachment)),
@@ -68,13 +57,19 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
     std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options) {
   const Layout& layout = attachment->layout();
   const uint32_t ranks = communicator->size();
+  if (layout.spec().partitions != ShardFlat(layout.spec(), ranks).partitions) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("the layout is not cut into equal parts for ", ranks, " ranks"),
+                     "attach with ShardFlat(spec, ranks)");
+  }
   std::unique_ptr<Pipeline> made(
       new Pipeline(std::move(attachment), std::move(device), std::move(communicator), options));
-  const bool is_flat = layout.spec().partitions == ShardFlat(layout.spec(), ranks).partitions;
   const uint32_t own = made->communicator_->rank();
-  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
-    if (!is_flat) return NotFlat(layout, group, ranks);
-    made->groups_.emplace_back().shard_elems = FlatShardElems(layout.groups()[group].elems, ranks);
+  for (const protocol::GroupPlace& place : layout.groups()) {
+    Group& group = made->groups_.emplace_back();
+    group.shard_elems = FlatShardElems(place.elems, ranks);
+    made->largest_gradient_bytes_ =
+        std::max(made->largest_gradient_bytes_, made->gradient_bytes(group));
   }
   for (uint32_t partition = 0; partition < layout.partitions().size(); ++partition) {
     const protocol::PartitionPlace& place = layout.partitions()[partition];
@@ -204,24 +199,22 @@ absl::Status Pipeline::Release(uint32_t number, Stream& compute) {
   // Also kept where it is the next that is used: the last of forward, the first of backward.
   const bool is_next = order_.size() < expected_.size() && expected_[order_.size()] == number;
   if (is_next || StaysGathered(group)) return absl::OkStatus();
-  const absl::Status freed = FreeWeights(group);
-  return freed.ok() ? freed : Fail(freed);
+  const absl::Status waits = FreeBehind(compute);
+  if (!waits.ok()) return Fail(waits);
+  ForgetWeights(group);
+  return absl::OkStatus();
 }
 
-absl::Status Pipeline::FreeWeights(Group& group) {
-  if (group.weights == nullptr) return absl::OkStatus();
-  if (group.user != nullptr) {
-    ASSIGN_OR_RETURN(const auto used, group.user->Record());
-    RETURN_IF_ERROR(copy_->WaitFor(*used));
-  } else if (group.gathered != nullptr) {
-    RETURN_IF_ERROR(copy_->WaitFor(*group.gathered));
-  } else {  // its gather failed on the way
-    collect_->Synchronize().IgnoreError();
-  }
+// What is freed from now on is, for work that `compute` has been given.
+absl::Status Pipeline::FreeBehind(Stream& compute) {
+  ASSIGN_OR_RETURN(const auto used, compute.Record());
+  return copy_->WaitFor(*used);
+}
+
+void Pipeline::ForgetWeights(Group& group) {
   group.weights.reset();
   group.gathered.reset();
   group.user = nullptr;
-  return absl::OkStatus();
 }
 
 // Behind collectives that have ended.
@@ -230,15 +223,10 @@ absl::Status Pipeline::FreeAll() {
   for (const Group& group : groups_) {
     if (group.user != nullptr) users.insert(group.user);
   }
-  for (Stream* const user : users) {
-    ASSIGN_OR_RETURN(const auto used, user->Record());
-    RETURN_IF_ERROR(copy_->WaitFor(*used));
-  }
+  for (Stream* const user : users) RETURN_IF_ERROR(FreeBehind(*user));
   for (Group& group : groups_) {
-    group.weights.reset();
-    group.gathered.reset();
+    ForgetWeights(group);
     group.gradient.reset();
-    group.user = nullptr;
   }
   return absl::OkStatus();
 }
@@ -248,14 +236,12 @@ absl::Status Pipeline::FreeAll() {
 // Frees whole gradients whose reductions have ended; behind the first of too many, compute waits.
 absl::Status Pipeline::FreeReduced(Stream& compute) {
   uint64_t waiting_bytes = 0;
-  uint64_t largest_bytes = 0;
   for (const Reduction& one : reductions_) waiting_bytes += one.gradient->bytes().size();
-  for (const Group& group : groups_) largest_bytes = std::max(largest_bytes, gradient_bytes(group));
   while (!reductions_.empty()) {
     Reduction& first = reductions_.front();
     ASSIGN_OR_RETURN(const bool has_ended, first.reduced->Done());
     if (!has_ended) {
-      if (waiting_bytes <= largest_bytes) break;
+      if (waiting_bytes <= largest_gradient_bytes_) break;
       RETURN_IF_ERROR(compute.WaitFor(*first.reduced));
     }
     waiting_bytes -= first.gradient->bytes().size();
@@ -317,8 +303,6 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
       part = memory->bytes();
       RETURN_IF_ERROR(communicator_->ReduceScatter(
           *collect_, memory->bytes(), group.gradient->bytes(), dtype, gpu::Reduction::kMean));
-    }
-    if (options_.stage != ZeroStage::kStates) {
       ASSIGN_OR_RETURN(std::shared_ptr<Event> reduced, collect_->Record());
       reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
     }

@@ -116,7 +116,8 @@ class Pipeline {
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
   absl::Status StartGather(Group& group);
   absl::Status GatherAhead();
-  absl::Status FreeWeights(Group& group);
+  absl::Status FreeBehind(gpu::Stream& compute);
+  static void ForgetWeights(Group& group);
   absl::Status FreeAll();
   bool StaysGathered(const Group& group) const;
   absl::Status Deliver(const Group& group, const std::shared_ptr<CountedMemory>& memory,
@@ -136,6 +137,7 @@ class Pipeline {
   std::unique_ptr<gpu::Stream> copy_;     // weights come on it, and are freed behind it
   std::unique_ptr<gpu::Stream> collect_;  // collectives
   std::vector<Group> groups_;
+  uint64_t largest_gradient_bytes_ = 0;
   std::vector<uint32_t> order_;     // of this step's gathers
   std::vector<uint32_t> expected_;  // of the step before
   std::deque<Reduction> reductions_;

@@ -58,7 +58,7 @@ class CudaDevice::Context {
 
   static absl::StatusOr<std::shared_ptr<Context>> Create(const Options& options) {
     auto context = std::make_shared<Context>();
-    ASSIGN_OR_RETURN(context->driver, Driver::Load(options.library));
+    ASSIGN_OR_RETURN(context->driver, Driver::Load(options.soname));
     const Driver& driver = *context->driver;
     if (options.ordinal < 0 || options.ordinal >= driver.device_count()) {
       return MakeError(ErrorId::kUnsupported,

@@ -22,7 +22,7 @@ class CudaDevice final : public Device {
  public:
   struct Options {
     int ordinal = 0;                           // among those that CUDA_VISIBLE_DEVICES leaves
-    std::string library = "libcuda.so.1";      // as dlopen(3) takes it
+    std::string soname = "libcuda.so.1";       // as dlopen(3) takes it
     uint64_t piece_bytes = uint64_t{1} << 30;  // that are registered by one call; whole pages
   };
 

@@ -36,8 +36,7 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr uint64_t kMagic = 0x466F7265436F6D6D;  // "ForeComm"
-constexpr std::chrono::milliseconds kLook{50};   // for an abort
+constexpr std::chrono::milliseconds kLook{50};  // for an abort
 
 // What a rank says of a barrier that it has come to.
 struct Arrival {
@@ -106,7 +105,6 @@ void Reduce(std::span<std::byte> to, std::span<const std::byte* const> from, DTy
 }  // namespace
 
 struct HostCommunicator::Shared {
-  uint64_t magic = kMagic;
   std::atomic<uint32_t> aborted{0};
   alignas(64) std::atomic<uint32_t> arrivals{0};  // a futex: changes with each
   std::array<RankState, kRanksMax> ranks;

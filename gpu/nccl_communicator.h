@@ -26,7 +26,7 @@ class NcclCommunicator final : public Communicator {
     uint32_t size = 1;
     // Of the start, and of each collective.
     std::chrono::milliseconds time_limit = std::chrono::minutes(10);
-    std::string library = "libnccl.so.2";  // as dlopen(3) takes it
+    std::string soname = "libnccl.so.2";  // as dlopen(3) takes it
   };
 
   // A call of all ranks: rank 0's id of the communicator travels through `exchange`.

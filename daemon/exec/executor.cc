@@ -114,41 +114,41 @@ void Executor::End(SessionId id, EndCause cause) {
   Raise(SessionEnded{.session = id, .cause = cause});
 }
 
-std::optional<RankExchange::Member> Executor::CurrentRank(SessionId id) const {
+// What an exchange knows of a session that is a rank now.
+struct Executor::CurrentRank {
+  RankExchange::Member member;
+  std::optional<uint32_t> detached_rank;  // of its job
+};
+
+std::map<SessionId, Executor::CurrentRank> Executor::CurrentRanks() const {
+  std::map<SessionId, CurrentRank> ranks;
   for (const JobView& job : state_.Jobs()) {
     for (const SessionView& session : job.sessions) {
-      if (session.id != id || session.reader || session.fenced || !session.attached) continue;
-      return RankExchange::Member{.session = id,
-                                  .call = 0,
-                                  .job = job.id,
-                                  .rank = session.rank,
-                                  .world_size = job.world_size};
+      if (session.reader || session.fenced || !session.attached) continue;
+      ranks[session.id] = {.member = {.session = session.id,
+                                      .call = 0,
+                                      .job = job.id,
+                                      .rank = session.rank,
+                                      .world_size = job.world_size},
+                           .detached_rank = job.detached_rank};
     }
   }
-  return std::nullopt;
+  return ranks;
 }
 
-absl::Status Executor::CheckExchange(const RankExchange::Member& member) const {
-  for (const JobView& job : state_.Jobs()) {
-    if (job.id != member.job || !job.detached_rank.has_value()) continue;
-    return MakeError(ErrorId::kRankLost,
-                     absl::StrCat("rank ", *job.detached_rank, " has detached"));
-  }
-  return absl::OkStatus();
-}
-
-void Executor::FailExchangeOfFenced() {
-  if (exchange_.empty()) return;
-  exchange_.Fail([this](const auto& member) { return !CurrentRank(member.session).has_value(); },
+void Executor::FailExchangeOfFenced(const std::map<SessionId, CurrentRank>& ranks) {
+  exchange_.Fail([&](const auto& member) { return !ranks.contains(member.session); },
                  MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
 }
 
 void Executor::LeaveExchange(SessionId id) {
   if (exchange_.empty()) return;
-  const auto gone = CurrentRank(id);
-  if (!gone.has_value()) return FailExchangeOfFenced();
-  exchange_.Fail([&](const auto& member) { return member.job == gone->job; },
-                 MakeError(ErrorId::kRankLost, absl::StrCat("rank ", gone->rank, " has ended")));
+  const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
+  const auto gone = ranks.find(id);
+  if (gone == ranks.end()) return FailExchangeOfFenced(ranks);
+  const RankExchange::Member& member = gone->second.member;
+  exchange_.Fail([&](const auto& other) { return other.job == member.job; },
+                 MakeError(ErrorId::kRankLost, absl::StrCat("rank ", member.rank, " has ended")));
 }
 
 void Executor::CancelExchange(SessionId id, uint64_t call) {
@@ -158,21 +158,23 @@ void Executor::CancelExchange(SessionId id, uint64_t call) {
 
 void Executor::Exchange(SessionId id, uint64_t call, std::string bytes,
                         RankExchange::Answer answer) {
-  FailExchangeOfFenced();
-  const auto found = sessions_.find(id);
-  if (found != sessions_.end() && found->second.request.reader) {
+  const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
+  FailExchangeOfFenced(ranks);
+  const auto session = sessions_.find(id);
+  if (session == sessions_.end()) return answer(SessionOver());
+  if (session->second.request.reader) {
     return answer(MakeError(ErrorId::kRank, "this session is a reader: it has no rank"));
   }
-  auto member = CurrentRank(id);
-  if (!member.has_value()) {
-    return answer(found == sessions_.end()
-                      ? SessionOver()
-                      : MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
+  const auto current = ranks.find(id);
+  if (current == ranks.end()) {
+    return answer(MakeError(ErrorId::kRankLost, "a rank of the job ended, or was replaced"));
   }
-  const absl::Status possible = CheckExchange(*member);
-  if (!possible.ok()) return answer(possible);
-  member->call = call;
-  exchange_.Add(*member, std::move(bytes), std::move(answer));
+  if (const auto detached = current->second.detached_rank; detached.has_value()) {
+    return answer(MakeError(ErrorId::kRankLost, absl::StrCat("rank ", *detached, " has detached")));
+  }
+  RankExchange::Member member = current->second.member;
+  member.call = call;
+  exchange_.Add(member, std::move(bytes), std::move(answer));
 }
 
 absl::Status Executor::Explain(SessionId id, uint64_t tag) const {

@@ -183,13 +183,12 @@ class Executor {
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
   SessionIo& session_io(SessionId id);
-  // The rank that a session is now; nothing where it has none, or is fenced or over.
-  std::optional<RankExchange::Member> CurrentRank(SessionId id) const;
-  // Of a rank's session: why no exchange of its job can end. OK: it may.
-  absl::Status CheckExchange(const RankExchange::Member& member) const;
+  struct CurrentRank;
+  // Of all jobs: the sessions that have a rank, and are neither fenced nor over.
+  std::map<SessionId, CurrentRank> CurrentRanks() const;
   // A session ends: the ranks that wait for its bytes wait no longer. Before the state machine hears of it.
   void LeaveExchange(SessionId id);
-  void FailExchangeOfFenced();
+  void FailExchangeOfFenced(const std::map<SessionId, CurrentRank>& ranks);
 
   const ExecutorOptions options_;
   nvme::IoEngine& engine_;

@@ -239,7 +239,7 @@ void Executor::Run(CloseSession& action) {
     Retire(std::move(session.io));
   }
   if (session.extra_state != nullptr) Retire(std::move(session.extra_state));
-  FailExchangeOfFenced();
+  LeaveExchange(action.session);
   if (closed) closed(action.reason);
 }
 

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "client/client.h"
-#include "daemon/daemon.h"
 #include "gmock/gmock.h"
 #include "gpu/cuda_device.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/daemon_thread.h"
 #include "tests/support/fake_cuda.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
@@ -39,7 +39,7 @@ const std::vector<uint32_t> kAllGroups{0, 1, 2};
 
 std::shared_ptr<gpu::Device> StartDevice(const FakeCuda::Options& options) {
   FakeCuda::Start(options);
-  return gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value();
+  return gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value();
 }
 
 // A rank, and the stream that it computes on.
@@ -52,12 +52,7 @@ struct Rank {
 class AttachmentDeviceTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    daemon::Config config;
-    config.socket_path = dir_.path() + "/s";
-    config.dram_limit_bytes = 512 << 20;
-    config.workers = 1;
-    config.lock = pinned_mem::LockPolicy::kBestEffort;
-    ASSERT_OK_AND_ASSIGN(daemon_, daemon::Daemon::Start(config));
+    ASSERT_OK_AND_ASSIGN(daemon_, testing::StartDaemonThread(dir_.path() + "/s"));
   }
 
   absl::StatusOr<Rank> Attach(uint32_t number, const std::shared_ptr<gpu::Device>& device) {

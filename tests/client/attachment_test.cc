@@ -13,10 +13,10 @@
 #include "client/admin.h"
 #include "client/client.h"
 #include "client/internal/control.h"
-#include "daemon/daemon.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/daemon_thread.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
@@ -41,14 +41,7 @@ int OpenFds() {
 
 class AttachmentTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    daemon::Config config;
-    config.socket_path = socket_;
-    config.dram_limit_bytes = 512 << 20;
-    config.workers = 1;
-    config.lock = pinned_mem::LockPolicy::kBestEffort;
-    ASSERT_OK_AND_ASSIGN(daemon_, daemon::Daemon::Start(config));
-  }
+  void SetUp() override { ASSERT_OK_AND_ASSIGN(daemon_, testing::StartDaemonThread(socket_)); }
 
   AttachOptions Options(uint32_t rank, uint32_t world_size = 1) const {
     return {.socket = socket_,

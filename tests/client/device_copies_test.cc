@@ -47,41 +47,19 @@ bool HasGradient(uint64_t step, uint32_t param) { return param != 3 || step % 2 
 
 std::shared_ptr<gpu::Device> StartDevice(const FakeCuda::Options& options = {}) {
   FakeCuda::Start(options);
-  return gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value();
+  return gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value();
 }
 
 enum class Flush : uint8_t { kEachUnit, kAtTheEnd };
-
-protocol::LayoutSpec Spec() {
-  protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
-                            .optimizer = protocol::Optimizer::kAdamW,
-                            .format = protocol::Format::kFp32,
-                            .params = {},
-                            .group_names = {},
-                            .partitions = {}};
-  for (uint32_t unit = 0; unit < kUnits; ++unit) {
-    spec.group_names.push_back("g" + std::to_string(unit));
-    protocol::PartitionSpec partition{.group = unit, .boxes = {}};
-    for (uint32_t i = 0; i < kParamsOfUnit; ++i) {
-      const auto param = static_cast<uint32_t>(spec.params.size());
-      spec.params.push_back(
-          {.name = "p" + std::to_string(param), .shape = {kElemsOfParam}, .group = unit});
-      partition.boxes.push_back({.param = param,
-                                 .first_elem = 0,
-                                 .run_elems = kElemsOfParam,
-                                 .stride_elems = kElemsOfParam});
-    }
-    spec.partitions.push_back(partition);
-  }
-  return spec;
-}
 
 // A rank that trains.
 class Training {
  public:
   // `gradients` units fit into the grad arena at once.
   Training(const std::shared_ptr<gpu::Device>& device, uint64_t gradients, Flush flush)
-      : flush_(flush), daemon_(Spec(), gradients, device), session_(daemon_.session().get()) {
+      : flush_(flush),
+        daemon_(UnitsSpec(kUnits, kParamsOfUnit, kElemsOfParam), gradients, device),
+        session_(daemon_.session().get()) {
     for (std::unique_ptr<gpu::Stream>* stream : {&copy_in_, &gather_, &compute_, &reduce_}) {
       *stream = device->MakeStream().value();
     }

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "client/client.h"
-#include "daemon/daemon.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/daemon_thread.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
@@ -30,12 +30,7 @@ class ExchangeTest : public ::testing::Test {
   using All = absl::StatusOr<std::vector<std::string>>;
 
   void SetUp() override {
-    daemon::Config config;
-    config.socket_path = dir_.path() + "/s";
-    config.dram_limit_bytes = 512 << 20;
-    config.workers = 1;
-    config.lock = pinned_mem::LockPolicy::kBestEffort;
-    ASSERT_OK_AND_ASSIGN(daemon_, daemon::Daemon::Start(config));
+    ASSERT_OK_AND_ASSIGN(daemon_, testing::StartDaemonThread(dir_.path() + "/s"));
     AttachAll();
   }
 

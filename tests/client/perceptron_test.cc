@@ -17,14 +17,15 @@
 
 #include "client/flat_shards.h"
 #include "client/pipeline.h"
-#include "daemon/daemon.h"
 #include "gmock/gmock.h"
 #include "gpu/cuda_device.h"
 #include "gpu/host_communicator.h"
 #include "gpu/host_device.h"
 #include "gpu/nccl_communicator.h"
 #include "gtest/gtest.h"
+#include "tests/client/pipeline_rank.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/daemon_thread.h"
 #include "tests/support/fake_cuda.h"
 #include "tests/support/fake_nccl.h"
 #include "tests/support/rank_threads.h"
@@ -144,75 +145,41 @@ struct Trained {
   std::vector<float> weights;
 };
 
-enum class Kind : uint8_t { kHost, kCuda };
-
 class Loop {
  public:
-  static absl::StatusOr<std::unique_ptr<Loop>> Create(const std::string& socket,
-                                                      const std::string& job, uint32_t rank,
-                                                      uint32_t ranks, Kind kind,
-                                                      const PipelineOptions& options) {
+  static absl::StatusOr<std::unique_ptr<Loop>> Create(RankOptions options) {
+    options.spec = Spec();
     auto loop = std::make_unique<Loop>();
-    std::shared_ptr<gpu::CudaDevice> cuda;
-    std::shared_ptr<gpu::Device> device = std::make_shared<gpu::HostDevice>();
-    if (kind == Kind::kCuda) {
-      ASSIGN_OR_RETURN(cuda, gpu::CudaDevice::Create({.library = FakeCuda::Library()}));
-      device = cuda;
-    }
-    ASSIGN_OR_RETURN(std::shared_ptr<Attachment> attachment,
-                     Attachment::Attach({.socket = socket,
-                                         .job = job,
-                                         .rank = rank,
-                                         .world_size = ranks,
-                                         .run = "run",
-                                         .layout = ShardFlat(Spec(), ranks),
-                                         .timeout = kTimeout,
-                                         .device = device}));
-    const gpu::Exchange exchange = [&](const std::string& bytes) {
-      return attachment->Exchange(bytes, kTimeout);
-    };
-    std::shared_ptr<gpu::Communicator> communicator;
-    if (kind == Kind::kCuda) {
-      ASSIGN_OR_RETURN(
-          communicator,
-          gpu::NcclCommunicator::Create(
-              {.rank = rank, .size = ranks, .library = FakeNccl::Library()}, cuda, exchange));
-    } else {
-      ASSIGN_OR_RETURN(communicator,
-                       gpu::HostCommunicator::Create({.rank = rank, .size = ranks}, exchange));
-    }
-    ASSIGN_OR_RETURN(loop->compute, device->MakeStream());
-    ASSIGN_OR_RETURN(loop->pipeline, Pipeline::Create(attachment, device, communicator, options));
+    ASSIGN_OR_RETURN(loop->own, PipelineRank::Create(options));
     for (uint32_t group = 0; group < 2; ++group) {
       const std::vector<float> values = Initial(group);
-      RETURN_IF_ERROR(loop->pipeline->WriteInitial(group, std::as_bytes(std::span(values))));
+      RETURN_IF_ERROR(loop->own.pipeline->WriteInitial(group, std::as_bytes(std::span(values))));
     }
-    RETURN_IF_ERROR(attachment->InitialDone(kTimeout));
+    RETURN_IF_ERROR(loop->own.attachment->InitialDone(kTimeout));
     return loop;
   }
 
   // A group's weights now, as compute sees them.
   absl::StatusOr<std::vector<float>> Weights(uint32_t group) {
-    ASSIGN_OR_RETURN(const auto bytes, pipeline->Gather(group, *compute));
-    RETURN_IF_ERROR(compute->Synchronize());
+    ASSIGN_OR_RETURN(const auto bytes, own.pipeline->Gather(group, *own.compute));
+    RETURN_IF_ERROR(own.compute->Synchronize());
     std::vector<float> weights(bytes.size() / sizeof(float));
     std::memcpy(weights.data(), bytes.data(), bytes.size());
-    RETURN_IF_ERROR(pipeline->Release(group, *compute));
+    RETURN_IF_ERROR(own.pipeline->Release(group, *own.compute));
     return weights;
   }
   absl::Status Reduce(uint32_t group, const std::vector<float>& gradient) {
-    ASSIGN_OR_RETURN(const auto to, pipeline->Gradient(group, *compute));
-    RETURN_IF_ERROR(compute->Copy(to, std::as_bytes(std::span(gradient))));
-    return pipeline->Reduce(group, *compute);
+    ASSIGN_OR_RETURN(const auto to, own.pipeline->Gradient(group, *own.compute));
+    RETURN_IF_ERROR(own.compute->Copy(to, std::as_bytes(std::span(gradient))));
+    return own.pipeline->Reduce(group, *own.compute);
   }
   absl::Status Step(uint64_t t) {
     const std::array<protocol::HyperParams, 1> hyper{protocol::HyperParams{
         .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01}};
-    return pipeline->Step(t, hyper, 0, {}).status();
+    return own.pipeline->Step(t, hyper, 0, {}).status();
   }
 
-  std::unique_ptr<gpu::Stream> compute;
-  std::unique_ptr<Pipeline> pipeline;
+  PipelineRank own;
 };
 
 class Perceptron : public ::testing::Test {
@@ -220,21 +187,15 @@ class Perceptron : public ::testing::Test {
   void SetUp() override {
     FakeCuda::Start();
     FakeNccl::Start();
-    daemon::Config config;
-    config.socket_path = dir_.path() + "/s";
-    config.dram_limit_bytes = 512 << 20;
-    config.workers = 1;
-    config.lock = pinned_mem::LockPolicy::kBestEffort;
-    ASSERT_OK_AND_ASSIGN(daemon_, daemon::Daemon::Start(config));
-    if (text_.empty())
-      GTEST_SKIP() << "no text: the program `bible` (package bible-kjv) is missing";
+    ASSERT_OK_AND_ASSIGN(daemon_, testing::StartDaemonThread(dir_.path() + "/s"));
+    ASSERT_FALSE(text_.empty()) << "the program `bible` (package bible-kjv) is missing";
     ASSERT_GT(text_.size(), 2 * kBatch * (kSteps + 1));
   }
 
   // One process with the whole batch.
   absl::StatusOr<Trained> TrainAlone() {
     ASSIGN_OR_RETURN(const auto loop,
-                     Loop::Create(dir_.path() + "/s", "alone", 0, 1, Kind::kHost, {}));
+                     Loop::Create({.socket = dir_.path() + "/s", .job = "alone", .spec = {}}));
     Trained trained;
     for (uint64_t t = 1; t <= kSteps; ++t) {
       ASSIGN_OR_RETURN(const auto first, loop->Weights(0));
@@ -263,8 +224,13 @@ class Perceptron : public ::testing::Test {
                                        const PipelineOptions& options) {
     std::array<Trained, 2> of_rank;
     const auto results = OnRanks(2, [&](uint32_t rank) -> absl::Status {
-      ASSIGN_OR_RETURN(const auto loop,
-                       Loop::Create(dir_.path() + "/s", job, rank, 2, kind, options));
+      ASSIGN_OR_RETURN(const auto loop, Loop::Create({.socket = dir_.path() + "/s",
+                                                      .job = job,
+                                                      .rank = rank,
+                                                      .ranks = 2,
+                                                      .kind = kind,
+                                                      .spec = {},
+                                                      .pipeline = options}));
       for (uint64_t t = 1; t <= kSteps; ++t) {
         ASSIGN_OR_RETURN(const auto first, loop->Weights(0));
         ASSIGN_OR_RETURN(const auto second, loop->Weights(1));

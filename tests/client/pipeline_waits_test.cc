@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "client/flat_shards.h"
 #include "client/pipeline.h"
 #include "gmock/gmock.h"
 #include "gpu/communicator.h"
@@ -61,25 +60,11 @@ class Alone final : public gpu::Communicator {
   void Abort() override {}
 };
 
-protocol::LayoutSpec Spec() {
-  protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
-                            .optimizer = protocol::Optimizer::kAdamW,
-                            .format = protocol::Format::kFp32,
-                            .params = {},
-                            .group_names = {},
-                            .partitions = {}};
-  for (uint32_t group = 0; group < kGroups; ++group) {
-    spec.group_names.push_back("g" + std::to_string(group));
-    spec.params.push_back({.name = "p" + std::to_string(group), .shape = {kElems}, .group = group});
-  }
-  return ShardFlat(std::move(spec), 1);
-}
-
 class Loop {
  public:
   explicit Loop(const PipelineOptions& options)
-      : device_(gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value()),
-        daemon_(Spec(), kGroups, device_) {
+      : device_(gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value()),
+        daemon_(UnitsSpec(kGroups, 1, kElems), kGroups, device_) {
     compute_ = device_->MakeStream().value();
     pipeline_ =
         Pipeline::Create(daemon_.session(), device_, std::make_shared<Alone>(), options).value();

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "client/flat_shards.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
@@ -28,6 +29,26 @@ inline float WeightOf(uint64_t step, uint32_t partition, uint64_t elem) {
 }
 inline float GradientOf(uint64_t step, uint32_t param, uint64_t elem) {
   return -static_cast<float>(step * 1000003 + param * 100003 + elem);
+}
+
+// Units of equal size, each of parameters of equal size, of one owner.
+inline protocol::LayoutSpec UnitsSpec(uint32_t units, uint32_t params_of_unit,
+                                      uint64_t elems_of_param) {
+  protocol::LayoutSpec spec{.dtype = protocol::DType::kFloat32,
+                            .optimizer = protocol::Optimizer::kAdamW,
+                            .format = protocol::Format::kFp32,
+                            .params = {},
+                            .group_names = {},
+                            .partitions = {}};
+  for (uint32_t unit = 0; unit < units; ++unit) {
+    spec.group_names.push_back("g" + std::to_string(unit));
+    for (uint32_t i = 0; i < params_of_unit; ++i) {
+      spec.params.push_back({.name = "p" + std::to_string(spec.params.size()),
+                             .shape = {elems_of_param},
+                             .group = unit});
+    }
+  }
+  return ShardFlat(std::move(spec), 1);
 }
 
 // Of a job of one rank: partitions of one size, in float32, with one size of parameters.

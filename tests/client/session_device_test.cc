@@ -40,7 +40,7 @@ class SessionDeviceTest : public SessionTest {
 
   void StartOn(const FakeCuda::Options& options, Weights weights) {
     FakeCuda::Start(options);
-    device_ = gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value();
+    device_ = gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value();
     StartSession(Obey(), [&](SessionParts& parts) {
       parts.device = device_;
       std::ranges::copy(Pattern(weights_->bytes().size(), 7), weights_->bytes().begin());
@@ -134,7 +134,7 @@ TEST_F(SessionDeviceTest, CopiesThroughARingWhatTheDeviceCannotReach) {
 
 TEST_F(SessionDeviceTest, ThatReachesNoMemoryOfTheHostsIsRefused) {
   FakeCuda::Start({.registers_read_only = false, .register_bytes_max = 0});
-  device_ = gpu::CudaDevice::Create({.library = FakeCuda::Library()}).value();
+  device_ = gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value();
   StartSession(Obey());
   SessionParts parts{.layout = layout_,
                      .port = {},

@@ -68,13 +68,13 @@ absl::StatusOr<Rank> MakeHost(const Options& options, const Exchange& exchange) 
 }
 
 absl::StatusOr<Rank> MakeNccl(const Options& options, const Exchange& exchange) {
-  ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.library = FakeCuda::Library()}));
+  ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.soname = FakeCuda::Library()}));
   Rank rank{.device = device, .stream = {}, .communicator = {}};
   ASSIGN_OR_RETURN(rank.stream, device->MakeStream());
   ASSIGN_OR_RETURN(rank.communicator, NcclCommunicator::Create({.rank = options.rank,
                                                                 .size = options.size,
                                                                 .time_limit = options.time_limit,
-                                                                .library = FakeNccl::Library()},
+                                                                .soname = FakeNccl::Library()},
                                                                device, exchange));
   return rank;
 }

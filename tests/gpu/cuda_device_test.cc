@@ -35,20 +35,20 @@ constexpr uint64_t kPieceBytes = 8192;
 
 absl::StatusOr<std::shared_ptr<CudaDevice>> Create(int ordinal = 0) {
   return CudaDevice::Create(
-      {.ordinal = ordinal, .library = FakeCuda::Library(), .piece_bytes = kPieceBytes});
+      {.ordinal = ordinal, .soname = FakeCuda::Library(), .piece_bytes = kPieceBytes});
 }
 
 std::string MessageOf(const absl::Status& status) { return std::string(status.message()); }
 
 TEST(CudaDeviceTest, WithoutADriverSaysSo) {
-  const auto device = CudaDevice::Create({.library = "libcuda-that-is-nowhere.so.1"});
+  const auto device = CudaDevice::Create({.soname = "libcuda-that-is-nowhere.so.1"});
   ASSERT_THAT(device, HasError(ErrorId::kUnsupported));
   EXPECT_THAT(MessageOf(device.status()), HasSubstr("no CUDA on this machine"));
   EXPECT_THAT(MessageOf(device.status()), HasSubstr("libcuda-that-is-nowhere.so.1"));
 }
 
 TEST(CudaDeviceTest, ALibraryThatIsNoDriverIsRefused) {
-  const auto device = CudaDevice::Create({.library = "libc.so.6"});
+  const auto device = CudaDevice::Create({.soname = "libc.so.6"});
   ASSERT_THAT(device, HasError(ErrorId::kUnsupported));
   EXPECT_THAT(MessageOf(device.status()), HasSubstr("is no CUDA driver"));
 }

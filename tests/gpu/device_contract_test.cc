@@ -36,7 +36,7 @@ void PrintTo(const DeviceCase& one, std::ostream* out) { *out << one.name; }
 
 std::shared_ptr<Device> OnFake(const FakeCuda::Options& options, uint64_t piece_bytes) {
   FakeCuda::Start(options);
-  return CudaDevice::Create({.library = FakeCuda::Library(), .piece_bytes = piece_bytes}).value();
+  return CudaDevice::Create({.soname = FakeCuda::Library(), .piece_bytes = piece_bytes}).value();
 }
 
 std::vector<DeviceCase> Devices() {
@@ -80,6 +80,15 @@ class DeviceContract : public ::testing::TestWithParam<DeviceCase> {
     device_.reset();
     EXPECT_EQ(FakeCuda::leftovers(), FakeCuda::Leftovers());
     EXPECT_EQ(FakeCuda::mistakes(), std::vector<std::string>());
+  }
+
+  void ExpectCopied(std::span<const std::byte> from, const Bytes& want) {
+    const Pinned to(*device_, from.size());
+    ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(from.size()));
+    ASSERT_OK(stream_->Copy(memory->bytes(), from));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+    ASSERT_OK(stream_->Synchronize());
+    EXPECT_EQ(to.content(), want);
   }
 
   std::shared_ptr<Device> device_ = GetParam().make();
@@ -209,12 +218,7 @@ TEST_P(DeviceContract, MemoryThatWasMappedWritableMayBeMadeReadOnly) {
   ASSERT_OK_AND_ASSIGN(const auto registration,
                        device_->Register(pages.bytes(), HostAccess::kReadWrite));
   pages.Protect(PROT_READ);
-  const Pinned to(*device_, 20000);
-  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(20000));
-  ASSERT_OK(stream_->Copy(memory->bytes(), pages.bytes()));
-  ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
-  ASSERT_OK(stream_->Synchronize());
-  EXPECT_EQ(to.content(), Pattern(20000, 1));
+  ExpectCopied(pages.bytes(), Pattern(20000, 1));
 }
 
 TEST_P(DeviceContract, ReadOnlyMemoryIsRegisteredWhereTheDeviceSaysSo) {
@@ -227,12 +231,7 @@ TEST_P(DeviceContract, ReadOnlyMemoryIsRegisteredWhereTheDeviceSaysSo) {
     return;
   }
   ASSERT_OK(registration);
-  const Pinned to(*device_, 20000);
-  ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(20000));
-  ASSERT_OK(stream_->Copy(memory->bytes(), pages.bytes()));
-  ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
-  ASSERT_OK(stream_->Synchronize());
-  EXPECT_EQ(to.content(), Pattern(20000, 1));
+  ExpectCopied(pages.bytes(), Pattern(20000, 1));
 }
 
 TEST_P(DeviceContract, MemoryThatIsNoLongerRegisteredCanBeAgain) {

@@ -40,16 +40,16 @@ class NcclCommunicatorTest : public ::testing::Test {
   static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Create(
       uint32_t rank, uint32_t size, const Exchange& exchange,
       const std::string& library = FakeNccl::Library()) {
-    ASSIGN_OR_RETURN(auto device, CudaDevice::Create({.library = FakeCuda::Library()}));
+    ASSIGN_OR_RETURN(auto device, CudaDevice::Create({.soname = FakeCuda::Library()}));
     return NcclCommunicator::Create({.rank = rank,
                                      .size = size,
                                      .time_limit = std::chrono::milliseconds(500),
-                                     .library = library},
+                                     .soname = library},
                                     std::move(device), exchange);
   }
   // Collectives of one rank alone; the first error.
   static absl::Status UseAll() {
-    ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.library = FakeCuda::Library()}));
+    ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.soname = FakeCuda::Library()}));
     ASSIGN_OR_RETURN(const auto stream, device->MakeStream());
     const auto alone = [](const std::string& bytes) {
       return absl::StatusOr<std::vector<std::string>>({bytes});
@@ -123,7 +123,7 @@ TEST_F(NcclCommunicatorTest, EveryCallThatFailsIsAnErrorWithItsName) {
 TEST_F(NcclCommunicatorTest, AFailureOnTheDeviceIsAnErrorAndEndsIt) {
   FakeCuda::FailCopy(0);
   const absl::Status status = [] {
-    const auto device = CudaDevice::Create({.library = FakeCuda::Library()}).value();
+    const auto device = CudaDevice::Create({.soname = FakeCuda::Library()}).value();
     const auto stream = device->MakeStream().value();
     ThreadExchange exchange(1);
     const auto ranks = Create(0, 1, exchange.Of(0)).value();

@@ -29,7 +29,7 @@ class PinnedRingTest : public ::testing::Test {
  protected:
   PinnedRingTest() {
     FakeCuda::Start();
-    device_ = CudaDevice::Create({.library = FakeCuda::Library()}).value();
+    device_ = CudaDevice::Create({.soname = FakeCuda::Library()}).value();
     stream_ = device_->MakeStream().value();
     ring_ = PinnedRing::Create(*device_).value();
   }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import UsageError, unsupported
+from .errors import unsupported
 
 if TYPE_CHECKING:
     from ._fsdp import Unit
@@ -21,7 +21,6 @@ class HostDevice:
     """The processor: copies end at once."""
 
     is_host = True
-    kind = "cpu"
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -39,7 +38,6 @@ class CudaDevice(HostDevice):
     """One GPU."""
 
     is_host = False
-    kind = "cuda"
 
     def options(self) -> dict[str, Any]:
         index = self.torch_device.index
@@ -66,12 +64,8 @@ def of_units(units: Sequence[Unit]) -> HostDevice:
 def refuse_other_kinds(what: str, device: torch.device) -> None:
     """Errors: E_UNSUPPORTED where the device is neither a CPU nor a GPU of CUDA's."""
     if device.type not in KINDS:
-        raise _other_kind(what, device)
-
-
-def _other_kind(what: str, device: torch.device) -> UsageError:
-    return unsupported(
-        f"{what} is on device {device}; models on CPUs (gloo) and on NVIDIA's GPUs (NCCL) can be "
-        "attached",
-        'init_device_mesh("cuda", (world_size,)), or "cpu"',
-    )
+        raise unsupported(
+            f"{what} is on device {device}; models on CPUs (gloo) and on NVIDIA's GPUs (NCCL) can be "
+            "attached",
+            'init_device_mesh("cuda", (world_size,)), or "cpu"',
+        )

@@ -194,7 +194,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .interrupt_check = PythonInterrupted,
       .device = std::make_shared<gpu::HostDevice>()};
   if (cuda_device.has_value()) {
-    const gpu::CudaDevice::Options cuda{.ordinal = *cuda_device, .library = cuda_driver};
+    const gpu::CudaDevice::Options cuda{.ordinal = *cuda_device, .soname = cuda_driver};
     options.device = ValueOrThrow(WithoutGil([&] { return gpu::CudaDevice::Create(cuda); }));
   }
   for (const auto& [name, shape, group, param_group, trainable] : params) {
@@ -304,8 +304,8 @@ void AddDeviceGradient(PyAttachment& self, uint32_t param, uintptr_t address, ui
                        uintptr_t stream, nb::object keep, double timeout) {
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(address), size_bytes);
   std::shared_ptr<const void> kept = self.Keep(std::move(keep));
+  const std::unique_ptr<gpu::Stream> ready = self.StreamOf(stream);
   Check(WithoutGil([&] {
-    const std::unique_ptr<gpu::Stream> ready = self.StreamOf(stream);
     return self->AddGradient(param, bytes, *ready, std::move(kept), TimeoutOf(timeout));
   }));
 }
@@ -338,8 +338,8 @@ void CopyWeights(PyAttachment& self, const CopyList& list, uintptr_t address, ui
   for (const auto& [partition, first_elem, offset, bytes] : list.copies) {
     copies.push_back({partition, first_elem, {to + offset, bytes}});
   }
-  Check(WithoutGil(
-      [&] { return self->CopyWeights(copies, *self.StreamOf(stream), TimeoutOf(timeout)); }));
+  const std::unique_ptr<gpu::Stream> copies_on = self.StreamOf(stream);
+  Check(WithoutGil([&] { return self->CopyWeights(copies, *copies_on, TimeoutOf(timeout)); }));
 }
 
 void WriteInitial(PyAttachment& self, uint32_t group, const Buffer& buffer, double timeout) {

@@ -13,7 +13,6 @@ LIBRARY = FOREBAYD.parents[1] / "tests" / "libfake_cuda.so"
 
 class LateDevice(_device.HostDevice):
     is_host = False
-    kind = "cuda"
 
     def options(self):
         return {"cuda_device": 0, "cuda_driver": str(LIBRARY)}

@@ -1,0 +1,87 @@
+// A rank with a pipeline, on the host or on the drivers of the tests.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "client/flat_shards.h"
+#include "client/pipeline.h"
+#include "gpu/cuda_device.h"
+#include "gpu/host_communicator.h"
+#include "gpu/host_device.h"
+#include "gpu/nccl_communicator.h"
+#include "protocol/os/status_macros.h"
+#include "tests/support/fake_cuda.h"
+#include "tests/support/fake_nccl.h"
+
+namespace forebay::client {
+
+enum class Kind : uint8_t { kHost, kCuda };
+
+struct RankOptions {
+  std::string socket;
+  std::string job = "job";
+  uint32_t rank = 0;
+  uint32_t ranks = 1;
+  Kind kind = Kind::kHost;
+  protocol::LayoutSpec spec;  // of one owner
+  PipelineOptions pipeline = {};
+  std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
+};
+
+// Members die in reverse order.
+struct PipelineRank {
+  std::shared_ptr<gpu::Device> device;
+  std::unique_ptr<gpu::Stream> compute;
+  std::shared_ptr<gpu::Communicator> communicator;
+  std::shared_ptr<Attachment> attachment;
+  std::unique_ptr<Pipeline> pipeline;
+
+  static absl::StatusOr<PipelineRank> Create(const RankOptions& options) {
+    constexpr Timeout kTimeout = std::chrono::seconds(30);
+    PipelineRank made;
+    std::shared_ptr<gpu::CudaDevice> cuda;
+    if (options.kind == Kind::kCuda) {
+      ASSIGN_OR_RETURN(cuda, gpu::CudaDevice::Create({.soname = testing::FakeCuda::Library()}));
+      made.device = cuda;
+    } else {
+      made.device = std::make_shared<gpu::HostDevice>();
+    }
+    ASSIGN_OR_RETURN(made.compute, made.device->MakeStream());
+    ASSIGN_OR_RETURN(made.attachment,
+                     Attachment::Attach({.socket = options.socket,
+                                         .job = options.job,
+                                         .rank = options.rank,
+                                         .world_size = options.ranks,
+                                         .run = "run",
+                                         .layout = ShardFlat(options.spec, options.ranks),
+                                         .timeout = kTimeout,
+                                         .device = made.device}));
+    const gpu::Exchange exchange = [&](const std::string& bytes) {
+      return made.attachment->Exchange(bytes, kTimeout);
+    };
+    if (options.kind == Kind::kCuda) {
+      ASSIGN_OR_RETURN(made.communicator,
+                       gpu::NcclCommunicator::Create({.rank = options.rank,
+                                                      .size = options.ranks,
+                                                      .time_limit = options.time_limit,
+                                                      .soname = testing::FakeNccl::Library()},
+                                                     cuda, exchange));
+    } else {
+      ASSIGN_OR_RETURN(
+          made.communicator,
+          gpu::HostCommunicator::Create(
+              {.rank = options.rank, .size = options.ranks, .time_limit = options.time_limit},
+              exchange));
+    }
+    ASSIGN_OR_RETURN(made.pipeline, Pipeline::Create(made.attachment, made.device,
+                                                     made.communicator, options.pipeline));
+    return made;
+  }
+};
+
+}  // namespace forebay::client
