@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
 #include "protocol/error.h"
@@ -44,6 +45,14 @@ absl::Status Attachment::State::RegisterArenas() {
   }
   ASSIGN_OR_RETURN(stream, device.MakeStream());
   return absl::OkStatus();
+}
+
+absl::Status Attachment::State::CheckReach(std::span<const std::byte> bytes, uint64_t width) {
+  if (reinterpret_cast<uintptr_t>(bytes.data()) % width != 0) {
+    return MakeError(ErrorId::kRange, absl::StrCat("an address that is no multiple of the ", width,
+                                                   " bytes that an element has"));
+  }
+  return KeepDeviceError(parts.device->CheckReach(bytes));
 }
 
 absl::Status Attachment::State::CopyToDevice(gpu::Stream& to_stream, std::span<std::byte> to,

@@ -224,6 +224,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
+  RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
   const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));

@@ -22,14 +22,17 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted) const {
+absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted) {
   const protocol::Layout& layout = *parts.layout;
   const uint64_t width = SizeBytes(layout.spec().dtype);
   for (const WeightsCopy& copy : wanted) {
     RETURN_IF_ERROR(CheckPartition(copy.partition));
     const uint64_t elems = layout.partitions()[copy.partition].elems;
     const bool fits = copy.first_elem <= elems && copy.to.size() / width <= elems - copy.first_elem;
-    if (fits && copy.to.size() % width == 0) continue;
+    if (fits && copy.to.size() % width == 0) {
+      RETURN_IF_ERROR(CheckReach(copy.to, width));
+      continue;
+    }
     return MakeError(ErrorId::kRange,
                      absl::StrCat(copy.to.size(), " bytes from element ", copy.first_elem,
                                   " on are outside ", layout.DescribePartition(copy.partition),

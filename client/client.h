@@ -215,7 +215,8 @@ class Attachment {
   // session's or a later call. Step waits for the copies first.
   //
   // Ownership  `to` lives until the copies have ended; the stream is borrowed.
-  // Errors     E_RANGE  no such partition or elements. Nothing is copied.
+  // Errors     E_RANGE  no such partition or elements, memory of another device, or a misaligned address.
+  //                     Nothing is copied.
   absl::Status CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                            Timeout timeout);
   // Where the partitions' weights of the committed step are, in the order of `partitions`, for a rank
@@ -257,7 +258,8 @@ class Attachment {
   //         After other errors the attempt is lost: DropGradients.
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes, Timeout timeout);
 
-  // The same of memory that work begun on `ready` so far fills. Returns when the copies have begun, on a
+  // The same of memory of the device that work begun on `ready` so far fills; E_RANGE where it is another
+  // device's, or its address misaligned. Returns when the copies have begun, on a
   // stream of the session's own; a piece is delivered when the copies into it have ended, between two
   // calls too.
   //

@@ -79,9 +79,49 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
     group.own_elems = place.elems;
     for (uint32_t box = place.box_begin; box < place.box_end; ++box) group.own_boxes.push_back(box);
   }
+  const absl::Status fits = made->CheckDeviceMemory();
+  if (!fits.ok()) return made->Fail(fits);
   ASSIGN_OR_RETURN(made->copy_, made->device_->MakeStream());
   ASSIGN_OR_RETURN(made->collect_, made->device_->MakeStream());
   return made;
+}
+
+uint64_t Pipeline::weights_bytes_max() const {
+  uint64_t staying_bytes = 0;
+  uint64_t passing_bytes = 0;
+  uint64_t largest_bytes = 0;  // of those that pass
+  for (const Group& group : groups_) {
+    const uint64_t bytes = weights_bytes(group);
+    (StaysGathered(group) ? staying_bytes : passing_bytes) += bytes;
+    if (!StaysGathered(group)) largest_bytes = std::max(largest_bytes, bytes);
+  }
+  const uint64_t ahead_bytes = std::min(options_.prefetch_bytes, passing_bytes - largest_bytes);
+  return staying_bytes + largest_bytes + ahead_bytes;
+}
+
+uint64_t Pipeline::gradient_bytes_max() const {
+  uint64_t all_bytes = 0;
+  for (const Group& group : groups_) all_bytes += gradient_bytes(group);
+  if (options_.stage == ZeroStage::kStates) return all_bytes;
+  // One that compute fills and one that is reduced; this rank's parts of them.
+  const uint64_t whole_bytes = std::min(2 * largest_gradient_bytes_, all_bytes);
+  return whole_bytes + whole_bytes / communicator_->size();
+}
+
+absl::Status Pipeline::CheckDeviceMemory() const {
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> free_bytes, device_->FreeBytes());
+  const uint64_t weights = weights_bytes_max();
+  const uint64_t gradients = gradient_bytes_max();
+  if (!free_bytes.has_value() || weights + gradients <= *free_bytes) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kDeviceMemory,
+      absl::StrCat(std::string(device_->name()), " has ", *free_bytes, " bytes free; ",
+                   weights + gradients, " are needed: weights ", weights, ", gradients ", gradients,
+                   ", at ZeRO stage ", static_cast<int>(options_.stage), " with ",
+                   options_.prefetch_bytes, " bytes of prefetch"),
+      options_.stage != ZeroStage::kWeights
+          ? "use stage 3 (ZeroStage::kWeights)"
+          : "lower prefetch_bytes or resident_bytes, or cut the model into smaller groups");
 }
 
 uint64_t Pipeline::weights_bytes(const Group& group) const {

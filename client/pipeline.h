@@ -51,7 +51,9 @@ struct PipelineOptions {
 // Ownership  Spans are valid until Release (weights) or Reduce (gradients).
 class Pipeline {
  public:
-  // Errors  E_RANGE  the layout is of another number of ranks, or was not made by ShardFlat().
+  // Errors  E_RANGE          the layout is of another number of ranks, or was not made by ShardFlat().
+  //         E_DEVICE_MEMORY  the device has less memory free than weights and gradients take at once. The
+  //                          other ranks' collectives end with E_RANK_LOST.
   static absl::StatusOr<std::unique_ptr<Pipeline>> Create(
       std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
       std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
@@ -111,6 +113,7 @@ class Pipeline {
   Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
            std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
 
+  absl::Status CheckDeviceMemory() const;
   absl::Status CheckGroup(uint32_t group);
   absl::Status Fail(absl::Status status);
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
@@ -124,6 +127,8 @@ class Pipeline {
                        std::span<const std::byte> part);
   absl::Status FreeReduced(gpu::Stream& compute);
   absl::Status WaitForCollectives();
+  uint64_t weights_bytes_max() const;                 // of all groups, at one time
+  uint64_t gradient_bytes_max() const;                // the same of their gradients
   uint64_t weights_bytes(const Group& group) const;   // of the whole group, with padding
   uint64_t gradient_bytes(const Group& group) const;  // the same of its gradient
 

@@ -67,6 +67,7 @@ class CudaDevice::Context {
                        "look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`");
     }
     context->name = absl::StrCat("cuda:", options.ordinal);
+    context->ordinal = options.ordinal;
     context->piece_bytes = options.piece_bytes;
     RETURN_IF_ERROR(
         context->Check(driver.cuDeviceGet(&context->device_, options.ordinal), "cuDeviceGet"));
@@ -87,6 +88,20 @@ class CudaDevice::Context {
   absl::Status Check(CUresult result, std::string_view call) const {
     if (result == cuda::kSuccess) return absl::OkStatus();
     return driver->Check(result, absl::StrCat(name, ": ", std::string(call)));
+  }
+
+  // Of the device, by whoever uses it. In the context.
+  absl::StatusOr<uint64_t> FreeBytes() const {
+    size_t free_bytes = 0;
+    size_t all_bytes = 0;
+    RETURN_IF_ERROR(Check(driver->cuMemGetInfo_v2(&free_bytes, &all_bytes), "cuMemGetInfo"));
+    return free_bytes;
+  }
+  absl::Status TooLittleMemory(uint64_t needed_bytes) const {
+    ASSIGN_OR_RETURN(const uint64_t free_bytes, FreeBytes());
+    return MakeError(ErrorId::kDeviceMemory,
+                     absl::StrCat(name, " (", model, ") has ", free_bytes, " of its ", memory_bytes,
+                                  " bytes free; ", needed_bytes, " are needed"));
   }
 
   // How many bytes from `at` on are registered by one call, or lie before the next that are.
@@ -113,6 +128,7 @@ class CudaDevice::Context {
   std::shared_ptr<const Driver> driver;
   std::string name;
   std::string model;
+  int ordinal = 0;
   uint64_t memory_bytes = 0;
   uint64_t piece_bytes = 0;
   bool has_read_only_flag = false;
@@ -278,8 +294,9 @@ class CudaDevice::CudaStream final : public Stream {
     RETURN_IF_ERROR(current.status());
     CUdeviceptr made = 0;
     const size_t bytes = std::max<size_t>(size_bytes, 1);
-    RETURN_IF_ERROR(context_.Check(driver_.cuMemAllocAsync(&made, bytes, handle_->stream()),
-                                   absl::StrCat("cuMemAllocAsync of ", bytes, " bytes")));
+    const CUresult result = driver_.cuMemAllocAsync(&made, bytes, handle_->stream());
+    if (result == cuda::kOutOfMemory) return context_.TooLittleMemory(bytes);
+    RETURN_IF_ERROR(context_.Check(result, absl::StrCat("cuMemAllocAsync of ", bytes, " bytes")));
     auto* const begin = reinterpret_cast<std::byte*>(static_cast<uintptr_t>(made));
     return std::make_unique<CudaMemory>(handle_, std::span(begin, size_bytes));
   }
@@ -340,6 +357,33 @@ absl::Status CudaDevice::WithContext(absl::FunctionRef<absl::Status()> call) con
 
 bool CudaDevice::registers_read_only() const {
   return context_->has_read_only_flag || context_->uses_host_page_tables;
+}
+
+absl::StatusOr<std::optional<uint64_t>> CudaDevice::FreeBytes() {
+  const Context::Current current(*context_);
+  RETURN_IF_ERROR(current.status());
+  return context_->FreeBytes();
+}
+
+absl::Status CudaDevice::CheckReach(std::span<const std::byte> bytes) const {
+  if (bytes.empty()) return absl::OkStatus();
+  const Context::Current current(*context_);
+  RETURN_IF_ERROR(current.status());
+  const Driver& driver = *context_->driver;
+  unsigned type = 0;
+  CUresult result =
+      driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, Address(bytes.data()));
+  if (result == cuda::kInvalidValue) return absl::OkStatus();  // the host's, not registered
+  RETURN_IF_ERROR(context_->Check(result, "cuPointerGetAttribute"));
+  if (type != cuda::kMemoryTypeDevice) return absl::OkStatus();
+  int ordinal = 0;
+  result =
+      driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, Address(bytes.data()));
+  RETURN_IF_ERROR(context_->Check(result, "cuPointerGetAttribute"));
+  if (ordinal == context_->ordinal) return absl::OkStatus();
+  return MakeError(ErrorId::kRange,
+                   absl::StrCat("memory of cuda:", ordinal, " in a session of ", context_->name),
+                   "pass memory of the device that the session was attached with");
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> CudaDevice::MakeStream() {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -33,6 +34,8 @@ class CudaDevice final : public Device {
   std::string_view name() const override;
   absl::StatusOr<std::unique_ptr<Stream>> MakeStream() override;
   absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) override;
+  absl::StatusOr<std::optional<uint64_t>> FreeBytes() override;
+  absl::Status CheckReach(std::span<const std::byte> bytes) const override;
   bool registers_read_only() const override;
   // Source  cuMemHostRegister of the CUDA driver API; CU_MEMHOSTREGISTER_READ_ONLY.
   absl::StatusOr<std::unique_ptr<HostRegistration>> Register(std::span<const std::byte> bytes,

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -81,6 +82,8 @@ class Stream {
   virtual uintptr_t handle() const = 0;
 
   // Of any content; for work begun from now on.
+  //
+  // Errors  E_DEVICE_MEMORY  the device has too little left.
   virtual absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) = 0;
 };
 
@@ -99,6 +102,14 @@ class Device {
   // A stream of another library's, by its handle (CUDA: a CUstream; 0 is the default stream). The caller
   // keeps it alive; the destructor of what is returned waits for nothing.
   virtual absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) = 0;
+
+  // That new memory can have; nothing where the device has no limit of its own.
+  virtual absl::StatusOr<std::optional<uint64_t>> FreeBytes() = 0;
+
+  // Whether its streams may copy from or to the bytes: memory of its own, or of the host.
+  //
+  // Errors  E_RANGE  memory of another device.
+  virtual absl::Status CheckReach(std::span<const std::byte> bytes) const = 0;
 
   // Whether it takes memory that the process has mapped read-only.
   virtual bool registers_read_only() const = 0;

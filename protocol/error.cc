@@ -96,6 +96,8 @@ constexpr std::array kErrors = {
         ErrorId::kDevice, "E_DEVICE", StatusCode::kUnavailable,
         "see `dmesg` for the GPU's own error (Xid); start the process again: the job is as it "
         "was"},
+    ErrorInfo{ErrorId::kDeviceMemory, "E_DEVICE_MEMORY", StatusCode::kResourceExhausted,
+              "use smaller groups or batches, or end what else uses the device"},
 };
 
 std::string PayloadOf(const absl::Status& status, const char* key) {

@@ -44,14 +44,15 @@ enum class ErrorId : uint16_t {
   kForked = 30,     // E_FORKED: the attachment belongs to the parent process
   // E_UNSUPPORTED: gradient accumulation, sparse gradients and the like; by name
   kUnsupported = 31,
-  kExtraState = 32,   // E_EXTRA_STATE: larger than the room taken at attach
-  kInterrupted = 33,  // E_INTERRUPTED: a signal handler asked the call to return
-  kNotReady = 34,     // E_NOT_READY: used before its parameters were written
-  kLimit = 35,        // E_LIMIT: a named maximum (sessions, groups, leases) is reached
-  kJobExists = 36,    // E_JOB_EXISTS: another run has trained this job; its step and the ways out
-  kGradPartial = 37,  // E_GRAD_PARTIAL: a step with a parameter that was delivered in part
-  kGradDropped = 38,  // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
-  kDevice = 39,       // E_DEVICE: a call of CUDA or NCCL failed; its name and cause
+  kExtraState = 32,    // E_EXTRA_STATE: larger than the room taken at attach
+  kInterrupted = 33,   // E_INTERRUPTED: a signal handler asked the call to return
+  kNotReady = 34,      // E_NOT_READY: used before its parameters were written
+  kLimit = 35,         // E_LIMIT: a named maximum (sessions, groups, leases) is reached
+  kJobExists = 36,     // E_JOB_EXISTS: another run has trained this job; its step and the ways out
+  kGradPartial = 37,   // E_GRAD_PARTIAL: a step with a parameter that was delivered in part
+  kGradDropped = 38,   // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
+  kDevice = 39,        // E_DEVICE: a call of CUDA or NCCL failed; its name and cause
+  kDeviceMemory = 40,  // E_DEVICE_MEMORY: needed and free bytes of the device
 };
 
 // One row per id.

@@ -198,13 +198,15 @@ struct Attachment::State {
                             std::span<const std::byte> bytes, uint64_t width,
                             const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
-  absl::Status CheckCopies(std::span<const WeightsCopy> copies) const;
+  absl::Status CheckCopies(std::span<const WeightsCopy> copies);
   // One lease for each of the partitions; none where one fails.
   absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(const std::set<uint32_t>& partitions,
                                                      const internal::WaitLimits& limits);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
   // Makes the arenas known to the device; where it cannot reach the weights, through a ring.
   absl::Status RegisterArenas();
+  // Whether the device's streams may copy from or to elements of `width` bytes that are there.
+  absl::Status CheckReach(std::span<const std::byte> bytes, uint64_t width);
   // Begins to copy on the device's stream; waits while the ring is full.
   absl::Status CopyToDevice(gpu::Stream& to_stream, std::span<std::byte> to,
                             std::span<const std::byte> from, const internal::WaitLimits& limits);

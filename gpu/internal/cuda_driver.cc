@@ -66,8 +66,7 @@ absl::Status Driver::Check(CUresult result, std::string_view call) const {
   if (cuGetErrorName(result, &name) != kSuccess || name == nullptr) name = "unknown error";
   if (cuGetErrorString(result, &text) != kSuccess || text == nullptr) text = "no text";
   return MakeError(ErrorId::kDevice,
-                   absl::StrCat(std::string(call), ": ", name, " (", result, "): ", text),
-                   result == kOutOfMemory ? "free memory of the GPU, or use smaller batches" : "");
+                   absl::StrCat(std::string(call), ": ", name, " (", result, "): ", text));
 }
 
 }  // namespace forebay::gpu::cuda

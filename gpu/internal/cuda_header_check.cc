@@ -15,6 +15,7 @@ namespace ours = forebay::gpu::cuda;
 
 static_assert(sizeof(ours::CUresult) == sizeof(CUresult));
 static_assert(sizeof(ours::CUdevice_attribute) == sizeof(CUdevice_attribute));
+static_assert(sizeof(ours::CUpointer_attribute) == sizeof(CUpointer_attribute));
 static_assert(std::is_same_v<ours::CUdevice, CUdevice>);
 static_assert(std::is_same_v<ours::CUdeviceptr, CUdeviceptr>);
 static_assert(std::is_same_v<ours::CUcontext, CUcontext>);
@@ -41,6 +42,10 @@ static_assert(ours::kPageableUsesHostPageTables ==
 static_assert(ours::kReadOnlyHostRegisterSupported ==
               CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED);
 static_assert(ours::kMemoryPoolsSupported == CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
+static_assert(ours::kPointerMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+static_assert(ours::kPointerDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(sizeof(ours::kMemoryTypeDevice) == sizeof(CUmemorytype));
+static_assert(ours::kMemoryTypeDevice == CU_MEMORYTYPE_DEVICE);
 static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(ours::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);

@@ -12,6 +12,7 @@ namespace forebay::gpu::cuda {
 using CUresult = int;
 using CUdevice = int;
 using CUdevice_attribute = int;
+using CUpointer_attribute = int;
 using CUdeviceptr = unsigned long long;  // NOLINT(google-runtime-int): as cuda.h
 using CUcontext = ::CUctx_st*;
 using CUevent = ::CUevent_st*;
@@ -35,6 +36,10 @@ inline constexpr CUresult kUnknown = 999;
 inline constexpr CUdevice_attribute kPageableUsesHostPageTables = 100;
 inline constexpr CUdevice_attribute kReadOnlyHostRegisterSupported = 113;
 inline constexpr CUdevice_attribute kMemoryPoolsSupported = 115;
+
+inline constexpr CUpointer_attribute kPointerMemoryType = 2;
+inline constexpr CUpointer_attribute kPointerDeviceOrdinal = 9;
+inline constexpr unsigned kMemoryTypeDevice = 2;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;

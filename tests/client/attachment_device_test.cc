@@ -150,6 +150,24 @@ TEST_P(AttachmentOnDevices, TrainsToTheReferencesBits) {
 
 INSTANTIATE_TEST_SUITE_P(ReadOnlyMemory, AttachmentOnDevices, ::testing::Bool());
 
+TEST_F(AttachmentDeviceTest, MemoryOfAnotherDeviceOrMisalignedIsRefusedAndTheJobGoesOn) {
+  const auto device = StartDevice({.devices = 2});
+  ASSERT_OK_AND_ASSIGN(Rank rank0, Attach(0, device));
+  ASSERT_OK_AND_ASSIGN(Rank rank1, Attach(1, device));
+  const uint64_t size_bytes = layout_.params()[0].elems * sizeof(float);
+  const FakeCuda::Memory other = FakeCuda::Allocate(size_bytes, 1);
+  const FakeCuda::Memory own = FakeCuda::Allocate(size_bytes + 1);
+  for (const std::span<std::byte> bytes : {*other, own->subspan(1)}) {
+    EXPECT_THAT(rank0.session->AddGradient(0, bytes, *rank0.stream, nullptr, kTimeout),
+                HasError(ErrorId::kRange));
+    const std::vector<WeightsCopy> copies{{.partition = 0, .first_elem = 0, .to = bytes}};
+    EXPECT_THAT(rank0.session->CopyWeights(copies, *rank0.stream, kTimeout),
+                HasError(ErrorId::kRange));
+  }
+  testing::ReferenceTrainer reference(layout_, 2, kSeed);
+  Train(rank0, rank1, 1, 2, reference);
+}
+
 TEST_F(AttachmentDeviceTest, WhenADeviceFailsTheOtherRanksSayRankLostAndTheJobGoesOn) {
   const auto host = std::make_shared<gpu::HostDevice>();
   ASSERT_OK_AND_ASSIGN(Rank rank0, Attach(0, host));

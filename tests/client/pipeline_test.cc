@@ -35,9 +35,11 @@ namespace forebay::client {
 namespace {
 
 using protocol::ErrorId;
+using ::testing::AllOf;
 using testing::FakeCuda;
 using testing::FakeNccl;
 using testing::HasError;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::OnRanks;
 
@@ -260,6 +262,38 @@ TEST_F(PipelineTest, TakesTheMemoryThatItsStagePromises) {
   EXPECT_EQ(max_of(ZeroStage::kStates), 2 * kModel);
   EXPECT_LE(max_of(ZeroStage::kGradients), kModel + 2 * kPadded + kPadded);
   EXPECT_LE(max_of(ZeroStage::kWeights), kPadded + 2 * kPadded + kPadded);
+}
+
+TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
+  // Each rank's, of parts that end on 64 elements: a gradient that is filled and one that is reduced, with
+  // their parts; all weights, or the group in use and the one ahead.
+  constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  struct Case {
+    PipelineOptions options;
+    uint64_t needed_bytes;
+    std::string hint;
+  };
+  const std::vector<Case> cases{
+      {{.stage = ZeroStage::kStates}, 2 * kGroups * kPadded, "stage 3"},
+      {{.stage = ZeroStage::kGradients}, (kGroups + 3) * kPadded, "stage 3"},
+      {{.prefetch_bytes = kPadded}, 5 * kPadded, "lower prefetch_bytes"},
+      {{.prefetch_bytes = 100 * kPadded}, (kGroups + 3) * kPadded, "lower prefetch_bytes"},
+      {{.resident_bytes = kPadded}, (kGroups + 3) * kPadded, "resident_bytes"}};
+  for (const Case& one : cases) {
+    StartDrivers({.memory_bytes = one.needed_bytes - 1});
+    for (const absl::Status& status : Train({.kind = Kind::kCuda, .pipeline = one.options})) {
+      EXPECT_THAT(status, HasError(ErrorId::kDeviceMemory));
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr(std::to_string(one.needed_bytes - 1) + " bytes free"),
+                        HasSubstr(std::to_string(one.needed_bytes) + " are needed")));
+      EXPECT_THAT(protocol::HintOf(status), HasSubstr(one.hint));
+    }
+    StartDrivers({.memory_bytes = one.needed_bytes});
+    for (const absl::Status& status : OnLoops({.kind = Kind::kCuda, .pipeline = one.options},
+                                              [](Loop& /*loop*/) { return absl::OkStatus(); })) {
+      EXPECT_OK(status);
+    }
+  }
 }
 
 TEST_F(PipelineTest, GathersAheadAlongTheStepBefore) {

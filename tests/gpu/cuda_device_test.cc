@@ -91,6 +91,32 @@ TEST(CudaDeviceTest, SaysWhatItIs) {
   EXPECT_EQ(device->driver_version(), 13020);
 }
 
+TEST(CudaDeviceTest, MemoryThatIsNotThereIsRefusedWithBothNumbers) {
+  FakeCuda::Start({.memory_bytes = 1000});
+  ASSERT_OK_AND_ASSIGN(const auto device, Create());
+  ASSERT_OK_AND_ASSIGN(const auto stream, device->MakeStream());
+  ASSERT_OK_AND_ASSIGN(auto first, stream->Allocate(600));
+  ASSERT_OK_AND_ASSIGN(const auto free_bytes, device->FreeBytes());
+  EXPECT_EQ(free_bytes, 400U);
+  const auto second = stream->Allocate(401);
+  ASSERT_THAT(second, HasError(ErrorId::kDeviceMemory));
+  EXPECT_THAT(MessageOf(second.status()), HasSubstr("400 of its 1000 bytes free; 401 are needed"));
+  first.reset();
+  ASSERT_OK(stream->Synchronize());
+  EXPECT_OK(stream->Allocate(1000)) << "the refusal broke nothing";
+}
+
+TEST(CudaDeviceTest, ReachesItsOwnMemoryAndTheHosts) {
+  FakeCuda::Start({.devices = 2});
+  ASSERT_OK_AND_ASSIGN(const auto device, Create(1));
+  EXPECT_OK(device->CheckReach(*FakeCuda::Allocate(8, 1)));
+  EXPECT_OK(device->CheckReach(Bytes(8)));
+  EXPECT_OK(device->CheckReach({}));
+  const absl::Status other = device->CheckReach(*FakeCuda::Allocate(8, 0));
+  ASSERT_THAT(other, HasError(ErrorId::kRange));
+  EXPECT_THAT(MessageOf(other), HasSubstr("memory of cuda:0 in a session of cuda:1"));
+}
+
 TEST(CudaDeviceTest, LeavesTheThreadsCurrentContextAsItWas) {
   FakeCuda::Start();
   void* const library = ::dlopen(FakeCuda::Library().c_str(), RTLD_NOW);

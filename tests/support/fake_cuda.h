@@ -25,6 +25,7 @@ class FakeCuda {
   struct Options {
     int devices = 1;
     int version = 12040;
+    size_t memory_bytes = size_t{1} << 30;  // of a device
     bool registers_read_only = true;
     bool has_memory_pools = true;
     int looks_until_done = 10;           // at an event
@@ -46,7 +47,7 @@ class FakeCuda {
   // Of the device. Once the last reference is gone it is another's, as memory of a caching allocator is:
   // copies from it bring poison, copies to it nothing.
   using Memory = std::shared_ptr<const std::span<std::byte>>;
-  static Memory Allocate(size_t size_bytes);
+  static Memory Allocate(size_t size_bytes, int device = 0);
 
   // Events recorded, waits for one and synchronisations that wait for something are counted. The one of
   // this number does nothing: the event is done at once, the stream does not wait.
