@@ -226,7 +226,9 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
   if (s.parts.connection == nullptr) {
     return MakeError(ErrorId::kUnsupported, "an exchange without a daemon");
   }
-  return s.parts.connection->control->Exchange(bytes, s.Limits(timeout));
+  auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, s.Limits(timeout));
+  if (all.ok()) ++s.exchanges;
+  return all;
 }
 
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }

@@ -129,8 +129,10 @@ interface Session {
   explain @2 (tag :UInt64) -> (outcome :Outcome);
   # The text behind a Completion whose `error` is not 0. The daemon keeps the newest 64 of a session.
 
-  exchange @4 (bytes :Data) -> (outcome :Outcome, all :List(Data));
+  exchange @4 (bytes :Data, number :UInt64) -> (outcome :Outcome, all :List(Data));
   # The bytes of every rank, once all have called it: at most 4 KiB each. E_RANK_LOST where a rank ends before.
+  # `number`: of exchanges that this session has had the answer of. Where a call gave up, and the others had
+  # their answer, the next one, of the same number, gets that answer.
 
   detach @3 () -> (outcome :Outcome);
   # Ends the session in good order: leases released, no other rank is fenced.

@@ -302,6 +302,7 @@ struct Attachment::State {
   std::vector<uint64_t> pass_presence;  // of this pass
   std::vector<uint64_t> presence;       // of this attempt; see wire.h
   uint64_t attempt = 0;
+  uint64_t exchanges = 0;                                         // that have ended well
   std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
   uint64_t last_ticket = 0;
   std::vector<uint64_t> orphan_leases;      // of fetches whose callers gave up

@@ -173,12 +173,14 @@ absl::Status Control::Detach(const WaitLimits& limits) {
 }
 
 absl::StatusOr<std::vector<std::string>> Control::Exchange(const std::string& bytes,
+                                                           uint64_t number,
                                                            const WaitLimits& limits) {
   using All = std::vector<std::string>;
   return thread_->Call<All>(
-      "exchange", limits, [bytes](Peer& peer) -> kj::Promise<absl::StatusOr<All>> {
+      "exchange", limits, [bytes, number](Peer& peer) -> kj::Promise<absl::StatusOr<All>> {
         auto request = SessionOf(peer).exchangeRequest();
         request.setBytes({reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()});
+        request.setNumber(number);
         return request.send().then([](auto&& response) -> absl::StatusOr<All> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));
           All all;

@@ -64,7 +64,7 @@ class Control {
                                                 const WaitLimits& limits);
   absl::Status Mapped(const WaitLimits& limits);
   absl::Status Detach(const WaitLimits& limits);
-  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes,
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, uint64_t number,
                                                     const WaitLimits& limits);
 
   // The error behind a completion; of its id alone where the daemon has forgotten it. Of tag 0: why

@@ -159,12 +159,13 @@ class SessionServer final : public schema::Session::Server {
     using Bytes = absl::StatusOr<std::vector<std::string>>;
     const auto given = context.getParams().getBytes();
     const uint64_t call = ++exchanges_;
-    return AskLoop<Bytes>(
-               handle_->context, Bytes(Overloaded()),
-               [id = handle_->id(), call, bytes = std::string(given.begin(), given.end())](
-                   Executor& executor, auto answer) mutable {
-                 executor.Exchange(id, call, std::move(bytes), std::move(answer));
-               })
+    return AskLoop<Bytes>(handle_->context, Bytes(Overloaded()),
+                          [id = handle_->id(), call, number = context.getParams().getNumber(),
+                           bytes = std::string(given.begin(), given.end())](Executor& executor,
+                                                                            auto answer) mutable {
+                            executor.Exchange(id, call, number, std::move(bytes),
+                                              std::move(answer));
+                          })
         .then([context](kj::Own<Bytes> all) mutable {
           auto results = context.getResults();
           SetOutcome(all->status(), results.initOutcome());

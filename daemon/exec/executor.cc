@@ -142,6 +142,7 @@ void Executor::FailExchangeOfFenced(const std::map<SessionId, CurrentRank>& rank
 }
 
 void Executor::LeaveExchange(SessionId id) {
+  exchange_.Forget(id);
   if (exchange_.empty()) return;
   const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
   const auto gone = ranks.find(id);
@@ -156,7 +157,7 @@ void Executor::CancelExchange(SessionId id, uint64_t call) {
                  MakeError(ErrorId::kInterrupted, "the client has given the exchange up"));
 }
 
-void Executor::Exchange(SessionId id, uint64_t call, std::string bytes,
+void Executor::Exchange(SessionId id, uint64_t call, uint64_t number, std::string bytes,
                         RankExchange::Answer answer) {
   const std::map<SessionId, CurrentRank> ranks = CurrentRanks();
   FailExchangeOfFenced(ranks);
@@ -174,6 +175,7 @@ void Executor::Exchange(SessionId id, uint64_t call, std::string bytes,
   }
   RankExchange::Member member = current->second.member;
   member.call = call;
+  member.number = number;
   exchange_.Add(member, std::move(bytes), std::move(answer));
 }
 

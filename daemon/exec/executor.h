@@ -77,8 +77,9 @@ class Executor {
   absl::Status Explain(SessionId session, uint64_t tag) const;
   // Answers once every rank of the session's job has called it: with the bytes of all, or with E_RANK_LOST
   // where one of them ends before. E_RANK for a reader, E_FENCED where the session is over. `call` is a
-  // number of the session's, for CancelExchange.
-  void Exchange(SessionId session, uint64_t call, std::string bytes, RankExchange::Answer answer);
+  // number of the session's, for CancelExchange; `number` as RankExchange has it.
+  void Exchange(SessionId session, uint64_t call, uint64_t number, std::string bytes,
+                RankExchange::Answer answer);
   void CancelExchange(SessionId session, uint64_t call);
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {

@@ -17,6 +17,12 @@ void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
                                                    " bytes a rank; at most ", kBytesMax)));
     return;
   }
+  if (const auto made = made_.find(member.job); made != made_.end()) {
+    const auto number = made->second.numbers.find(member.session);
+    const bool is_repeated =
+        number != made->second.numbers.end() && number->second == member.number;
+    if (is_repeated) return answer(made->second.all);
+  }
   std::map<uint32_t, Waiting>& ranks = waiting_[member.job];
   // A call whose client has given up stands no longer.
   auto older = ranks.extract(member.rank);
@@ -27,9 +33,17 @@ void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
   }
   if (ranks.size() < member.world_size) return;
   const auto complete = waiting_.extract(member.job);
-  std::vector<std::string> all;
-  for (auto& [rank, waiting] : complete.mapped()) all.push_back(std::move(waiting.bytes));
-  for (auto& [rank, waiting] : complete.mapped()) waiting.answer(all);
+  Made& made = made_[member.job] = {};
+  for (auto& [rank, waiting] : complete.mapped()) {
+    made.numbers[waiting.member.session] = waiting.member.number;
+    made.all.push_back(std::move(waiting.bytes));
+  }
+  for (auto& [rank, waiting] : complete.mapped()) waiting.answer(made.all);
+}
+
+void RankExchange::Forget(SessionId session) {
+  for (auto& [job, made] : made_) made.numbers.erase(session);
+  std::erase_if(made_, [](const auto& job) { return job.second.numbers.empty(); });
 }
 
 void RankExchange::Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason) {

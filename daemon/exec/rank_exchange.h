@@ -22,7 +22,8 @@ class RankExchange {
 
   struct Member {
     SessionId session = 0;
-    uint64_t call = 0;  // of the session
+    uint64_t call = 0;    // of the session
+    uint64_t number = 0;  // of exchanges that the session has had the answer of
     JobId job = 0;
     uint32_t rank = 0;
     uint32_t world_size = 0;
@@ -31,13 +32,16 @@ class RankExchange {
   using Answer = absl::AnyInvocable<void(absl::StatusOr<std::vector<std::string>>)>;
 
   // Answers all of a job's ranks once each of them is here. A rank's newer call replaces an older one, which
-  // gets E_LIMIT.
+  // gets E_LIMIT. A call that gave up after the others had their answer, and comes again with its number,
+  // gets that answer.
   //
   // Errors  E_RANGE  more than kBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
 
   // Those of which `which` is true get `reason` and wait no longer.
   void Fail(absl::FunctionRef<bool(const Member&)> which, const absl::Status& reason);
+
+  void Forget(SessionId session);  // that is over
 
   bool empty() const { return waiting_.empty(); }
 
@@ -47,7 +51,13 @@ class RankExchange {
     std::string bytes;
     Answer answer;
   };
+  // The newest that a job's ranks have made.
+  struct Made {
+    std::map<SessionId, uint64_t> numbers;  // of those that are not over
+    std::vector<std::string> all;
+  };
   std::map<JobId, std::map<uint32_t, Waiting>> waiting_;  // by rank
+  std::map<JobId, Made> made_;
 };
 
 }  // namespace forebay::daemon

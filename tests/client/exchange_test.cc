@@ -19,7 +19,9 @@ namespace forebay::client {
 namespace {
 
 using protocol::ErrorId;
+using ::testing::AnyOf;
 using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
 using testing::HasError;
 
 constexpr Timeout kTimeout = std::chrono::seconds(60);
@@ -109,9 +111,14 @@ TEST_F(ExchangeTest, ARankThatEndsIsAnErrorOfTheOthers) {
 TEST_F(ExchangeTest, ACallThatGivesUpCanBeRepeated) {
   EXPECT_THAT(ranks_[0]->Exchange("old", std::chrono::milliseconds(50)),
               HasError(ErrorId::kTimeout));
-  All own = absl::UnknownError("not answered");
-  const auto all = WaitingFor([&] { own = ranks_[2]->Exchange("of 2", kTimeout); });
-  EXPECT_THAT(*own, ElementsAre("of 0", "of 1", "of 2"));
+  for (int round = 0; round < 2; ++round) {
+    All own = absl::UnknownError("not answered");
+    const auto all = WaitingFor([&] { own = ranks_[2]->Exchange("of 2", kTimeout); });
+    // In the first round the daemon may hear of the others before it hears that the call has given up.
+    ASSERT_OK(own);
+    EXPECT_THAT((*own)[0], AnyOf("of 0", round == 0 ? "old" : "of 0"));
+    for (const All& one : all) EXPECT_THAT(*one, ElementsAreArray(*own));
+  }
 }
 
 TEST_F(ExchangeTest, WhoHasNoRankAndTooManyBytesAreRefused) {

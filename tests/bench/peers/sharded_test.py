@@ -17,7 +17,7 @@ pytest.importorskip("forebay")
 
 HERE = pathlib.Path(__file__).resolve().parent
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", HERE.parents[2] / "build" / "bin"))
-DEADLINE_S = 300
+DEADLINE_S = 600
 
 
 def run(*command):
