@@ -59,6 +59,16 @@ absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_byte
                                                     " bytes of extra_state"));
 }
 
+// Whether the daemon has left room for it behind the rest of the arena.
+bool HasRoomForTrace(const SessionParts& parts) {
+  if (parts.trace_bytes == 0) return true;
+  const uint64_t before_bytes =
+      parts.step_region_offset + parts.step_region_bytes + parts.activation_bytes;
+  return parts.trace_bytes >= sizeof(protocol::TraceMemory) &&
+         parts.trace_bytes % protocol::kPageBytes == 0 &&
+         parts.trace_bytes <= parts.grad->bytes().size() - before_bytes;
+}
+
 // What the daemon granted: descriptors mapped, the ring opened.
 absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& limits,
                         SessionParts& parts) {
@@ -113,6 +123,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                      .rank = options.rank,
                      .connection = std::make_unique<Connection>(),
                      .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
+                     .activation_bytes = options.reader ? 0 : options.activation_bytes,
                      .gauge = std::make_shared<internal::SessionGauge>(),
                      .timeout = options.timeout,
                      .interrupt_check = options.interrupt_check,
@@ -137,6 +148,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .writable_weights = is_writable,
                                     .grad_arena_bytes = parts.grad_bytes_max,
                                     .extra_state_bytes = parts.extra_state_bytes,
+                                    .activation_bytes = parts.activation_bytes,
+                                    .trace = options.trace && !options.reader,
                                     .layout = encoded},
                                    limits));
   parts.writes_initial = reply->getWritesInitial();
@@ -145,6 +158,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   parts.gauge->committed_step = reply->getCommittedStep();
   parts.step_region_offset = reply->getStepRegionOffset();
   parts.step_region_bytes = reply->getStepRegionBytes();
+  parts.trace_bytes = reply->getTraceBytes();
   RETURN_IF_ERROR(MapAndOpen(*reply, limits, parts));
   if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
   parts.gauge->rpc_calls = control->thread().calls();
@@ -163,20 +177,41 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
   const uint64_t grad_bytes = parts.grad->bytes().size();
   if (weights_bytes < parts.layout->weights_bytes() || parts.step_region_offset < grad_bytes_min ||
       parts.step_region_offset > grad_bytes ||
-      parts.step_region_bytes > grad_bytes - parts.step_region_offset) {
+      parts.step_region_bytes > grad_bytes - parts.step_region_offset ||
+      parts.activation_bytes > grad_bytes - parts.step_region_offset - parts.step_region_bytes ||
+      !HasRoomForTrace(parts)) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("the daemon's arenas do not fit the layout: weights ",
                                   weights_bytes, " bytes, gradients ", parts.step_region_offset,
-                                  " of ", grad_bytes, ", step region ", parts.step_region_bytes));
+                                  " of ", grad_bytes, ", step region ", parts.step_region_bytes,
+                                  ", activations ", parts.activation_bytes));
   }
   auto state = std::make_unique<State>(std::move(parts));
   const SessionParts& own = state->parts;
+  if (own.trace_bytes > 0) {
+    auto* const memory = own.grad->bytes().last(own.trace_bytes).data();
+    state->trace.emplace(*reinterpret_cast<protocol::TraceMemory*>(memory));
+  }
   RETURN_IF_ERROR(state->RegisterArenas());
   state->window = RegisterWindow(own.weights->bytes(), own.job, WindowParts(*own.layout));
   return std::unique_ptr<Attachment>(new Attachment(std::move(state)));
 }
 
 Attachment::Attachment(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+std::span<std::byte> Attachment::activation_room() const {
+  const SessionParts& parts = state_->parts;
+  if (parts.grad == nullptr) return {};
+  return parts.grad->bytes().subspan(parts.step_region_offset + parts.step_region_bytes,
+                                     parts.activation_bytes);
+}
+std::shared_ptr<const void> Attachment::activation_owner() const {
+  struct Owner {
+    std::shared_ptr<Mapping> mapping;
+    std::shared_ptr<gpu::HostRegistration> registration;  // dies first
+  };
+  return std::make_shared<Owner>(Owner{state_->parts.grad, state_->grad_registration});
+}
 
 Attachment::~Attachment() {
   // In a forked child the threads do not exist and the locks may be held: nothing is destroyed there.
@@ -208,6 +243,7 @@ absl::Status Attachment::Detach() {
   if (!s.is_ended) status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
   s.gauge.rpc_calls = control.thread().calls();
   s.port.Close(DaemonGoneError());
+  s.trace.reset();
   s.parts.connection.reset();
   s.stream.reset();
   s.grad_registration.reset();

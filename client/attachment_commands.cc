@@ -154,7 +154,12 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
   s.fetches.erase(fetch);
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   RETURN_IF_ERROR(answer->status);
-  return s.LeaseOf(ticket.partition, answer->completion);
+  ASSIGN_OR_RETURN(Lease lease, s.LeaseOf(ticket.partition, answer->completion));
+  s.Note({.lane = protocol::ClientLane::kFetch,
+          .name = s.GroupName(ticket.partition),
+          .start_ns = stopwatch.begin_ns(),
+          .bytes = lease.bytes.size()});
+  return lease;
 }
 
 absl::Status Attachment::CancelFetch(const FetchTicket& ticket) {

@@ -110,10 +110,16 @@ bool Attachment::State::LookAtCopies() {
   copies.remove_if([&](CopiesInFlight& copy) {
     std::vector<uint64_t>& leases = copy.leases;
     if (!HasEnded(*copy.done)) return false;
+    if (copy.event.end_ns == 0) Note(copy.event);
+    copy.event.end_ns = 1;  // noted, though leases may wait for room in the ring
     while (!leases.empty() && give_back(leases.back()).value_or(true)) leases.pop_back();
     return leases.empty();
   });
-  gradient_copies.remove_if([this](const GradientCopy& copy) { return HasEnded(*copy.done); });
+  gradient_copies.remove_if([this](const GradientCopy& copy) {
+    if (!HasEnded(*copy.done)) return false;
+    Note(copy.event);
+    return true;
+  });
   unsent.remove_if([&](UnsentGradient& gradient) {
     if (!HasEnded(gradient.copied)) return false;
     if (!device_error.ok()) return true;  // nobody knows what was copied

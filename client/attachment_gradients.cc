@@ -101,7 +101,13 @@ absl::Status Attachment::GradReady(uint32_t partition) {
     if (layout.params()[place.box.param].trainable) s.SetGradient(place.box.param);
   }
   s.ZeroAbsent(partition, 0, elems, slot.bytes);  // zeros in place of frozen parameters
-  return s.DeliverSlot(partition, 0, elems, slot, s.Limits(s.parts.timeout));
+  const absl::Status delivered =
+      s.DeliverSlot(partition, 0, elems, slot, s.Limits(s.parts.timeout));
+  s.Note({.lane = protocol::ClientLane::kGradient,
+          .name = s.GroupName(partition),
+          .start_ns = stopwatch.begin_ns(),
+          .bytes = slot.bytes.size()});
+  return delivered;
 }
 
 absl::Status Attachment::State::DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end,

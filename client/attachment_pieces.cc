@@ -121,6 +121,7 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
     const uint64_t stop = std::min(end, piece->second.end);
     OpenSlot& slot = piece->second.slot;
     const auto to = slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
+    const uint64_t begun_ns = internal::NowNs();
     RETURN_IF_ERROR(KeepDeviceError(
         stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size()))));
     absl::StatusOr<std::unique_ptr<gpu::Event>> copied = stream->Record();
@@ -129,7 +130,12 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
       return KeepDeviceError(copied.status());
     }
     slot.copied = *std::move(copied);
-    gradient_copies.push_back({.done = slot.copied, .keep = keep});
+    gradient_copies.push_back({.done = slot.copied,
+                               .keep = keep,
+                               .event = {.lane = protocol::ClientLane::kGradientsFromDevice,
+                                         .name = ParamName(place.box.param),
+                                         .start_ns = begun_ns,
+                                         .bytes = to.size()}});
     at = stop;
     const bool complete =
         !CoverageOf(place.partition, piece->first.elem, piece->second.end).missing;
@@ -211,6 +217,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
   const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
+  s.NoteGradient(param, bytes, stopwatch);
   // `bytes` are the caller's again
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->Synchronize()));
   return status;
@@ -228,7 +235,17 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
-  return s.AddGradient(param, bytes, keep, s.Limits(timeout));
+  const absl::Status status = s.AddGradient(param, bytes, keep, s.Limits(timeout));
+  s.NoteGradient(param, bytes, stopwatch);
+  return status;
+}
+
+void Attachment::State::NoteGradient(uint32_t param, std::span<const std::byte> bytes,
+                                     const Stopwatch& stopwatch) {
+  Note({.lane = protocol::ClientLane::kGradient,
+        .name = ParamName(param),
+        .start_ns = stopwatch.begin_ns(),
+        .bytes = bytes.size()});
 }
 
 // ------------------------------------------------------------------------------------------ flush

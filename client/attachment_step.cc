@@ -99,7 +99,13 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const absl::Status waited = s.waiter.Wait([&] { return s.step->answer->arrived; }, limits);
   s.gauge.sleeps = s.port.sleeps();
   RETURN_IF_ERROR(waited);
-  return s.EndStep();
+  absl::StatusOr<StepResult> result = s.EndStep();
+  if (!result.ok() || !s.trace.has_value()) return result;
+  s.Note({.lane = protocol::ClientLane::kStep,
+          .name = absl::StrCat("step ", t),
+          .start_ns = stopwatch.begin_ns()});
+  s.trace->Committed(t);
+  return result;
 }
 
 absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> request,

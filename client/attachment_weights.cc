@@ -82,6 +82,8 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckCopies(copies));
+  const std::string_view first_group =
+      copies.empty() ? std::string_view() : s.GroupName(copies[0].partition);
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
@@ -90,6 +92,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   using Leases = std::map<uint32_t, Lease>;
   ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(partitions, limits));
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
+  const uint64_t begun_ns = internal::NowNs();
   absl::Status status;
   for (const WeightsCopy& copy : copies) {
     const std::span<const std::byte> from =
@@ -106,7 +109,14 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   std::vector<uint64_t> ids;
   for (const auto& [partition, lease] : leases) ids.push_back(lease.id);
   if (done.ok()) {
-    s.copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
+    uint64_t bytes = 0;
+    for (const WeightsCopy& copy : copies) bytes += copy.to.size();
+    s.copies.push_back({.leases = std::move(ids),
+                        .done = *std::move(done),
+                        .event = {.lane = protocol::ClientLane::kWeightsToDevice,
+                                  .name = first_group,
+                                  .start_ns = begun_ns,
+                                  .bytes = bytes}});
   } else {
     s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
   }

@@ -55,9 +55,15 @@ struct AttachOptions {
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
-  Timeout timeout = std::chrono::seconds(60);        // of Attach and of calls without their own
-  InterruptCheck interrupt_check = {};               // empty: none
-  std::shared_ptr<gpu::Device> device = {};          // empty: gpu::HostDevice
+  // Room for what a forward pass keeps for its backward (ActivationStore), in each rank's arena; not of a
+  // reader.
+  uint64_t activation_bytes = 0;
+  // Not of a reader: keeps what this rank did in the newest step, for `forebay trace`; 68 KiB. For all ranks
+  // what the job's first session says.
+  bool trace = true;
+  Timeout timeout = std::chrono::seconds(60);  // of Attach and of calls without their own
+  InterruptCheck interrupt_check = {};         // empty: none
+  std::shared_ptr<gpu::Device> device = {};    // empty: gpu::HostDevice
 };
 
 // The right to read one partition's weights until it is released.
@@ -181,6 +187,9 @@ class Attachment {
   std::span<const std::byte> weights() const;                // the whole window, read-only
   std::span<const std::byte> weights(uint32_t group) const;  // one group of it; shared alone
   std::shared_ptr<const void> weights_owner() const;         // keeps the window mapped
+  // AttachOptions::activation_bytes; none once detached.
+  std::span<std::byte> activation_room() const;
+  std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered
 
   // All bytes of a partition; sharded: of one that this rank owns. InitialDone returns when the job is
   // ready: sharded, when every rank has called it.

@@ -55,6 +55,8 @@ struct AttachRequest {
   accumulate @9 :Bool;          # sharded: gradients of several backward passes are added (4 bytes an element)
   writableWeights @10 :Bool;    # not of a reader: the weights' descriptor is for writing too, for a device
                                 # that takes no memory that is mapped read-only
+  activationBytes @11 :UInt64;  # not of a reader: room for what a forward pass keeps, behind the step region
+  trace @12 :Bool;              # not of a reader: TraceMemory (wire.h) at the end of the arena
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
@@ -99,13 +101,14 @@ struct AttachReply {
   committedStep @2 :UInt64;
   writesInitial @3 :Bool;    # this session must write initial parameters (Op.kWriteInitial, kInitialDone)
   weightsBytes @4 :UInt64;
-  gradArenaBytes @5 :UInt64;    # of the whole arena: gradients, then the step region
+  gradArenaBytes @5 :UInt64;    # of the whole arena: gradients, the step region, activations, then the trace
   stepRegionOffset @6 :UInt64;  # where the StepRequest and the extra_state go
   stepRegionBytes @7 :UInt64;
   extraStateBytes @8 :UInt64;   # of the extra_state committed with committedStep; 0 for none
   trace @9 :List(UInt32);       # partitions (sharded: this rank's own) in the order in which a step touches them
   rank0ExtraStateBytes @10 :UInt64;  # of rank 0's, for the other ranks: it follows their own in the same memfd
   attempt @11 :UInt64;          # the newest one at the next step (wire.h): where this session begins
+  traceBytes @12 :UInt64;       # at the end of the arena; 0: the job's first session did not ask for it
 }
 
 interface Session {
@@ -141,7 +144,7 @@ interface Session {
 interface Admin {
   status @0 () -> (status :NodeStatus);
   trace @1 (job :Text) -> (outcome :Outcome, events :List(TraceEvent));
-  # Timed events of the newest completed step of a job.
+  # Timed events of the newest completed step of a job: the daemon's, and those of ranks that are attached.
   deleteJob @2 (job :Text) -> (outcome :Outcome);
   # Frees a job's memory and swap. Refused while it has ranks, and to others than its owner or root;
   # readers are ended.
@@ -233,9 +236,11 @@ struct JobStatus {
 }
 
 struct TraceEvent {
-  lane @0 :Text;       # "gradient", "swap read", "update", "swap write", "step"
+  lane @0 :Text;       # of the daemon: "gradient", "swap read", "update", "swap write", "step"; of a rank:
+                       # Name(ClientLane) of trace.h
   name @1 :Text;       # what: group or block
   startNs @2 :UInt64;  # CLOCK_MONOTONIC
   endNs @3 :UInt64;
   bytes @4 :UInt64;
+  process @5 :Text;    # "forebayd", "rank 0"
 }

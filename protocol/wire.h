@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 4;
+inline constexpr uint32_t kProtocolVersion = 5;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -159,6 +159,35 @@ struct alignas(kCacheLineBytes) RingHeader {
   uint64_t reserved[6];
 };
 static_assert(sizeof(RingHeader) == kCacheLineBytes);
+
+// What a client did in a step (protocol/trace.h): at the end of its arena, where it has asked for it, from a
+// page on. Written by the client alone.
+inline constexpr size_t kTraceNameBytes = 38;
+inline constexpr uint64_t kTraceRecords = 511;  // of a step
+
+struct TraceRecord {
+  uint64_t start_ns;  // CLOCK_MONOTONIC
+  uint64_t end_ns;
+  uint64_t bytes;
+  uint16_t lane;               // ClientLane
+  char name[kTraceNameBytes];  // padded with zeros
+};
+static_assert(sizeof(TraceRecord) == 64 && std::is_trivially_copyable_v<TraceRecord>);
+
+struct alignas(kCacheLineBytes) TraceHalf {
+  uint64_t step;
+  uint64_t records_used;
+  uint64_t reserved[6];
+  TraceRecord records[kTraceRecords];
+};
+static_assert(sizeof(TraceHalf) == 64 * (1 + kTraceRecords));
+
+struct alignas(kCacheLineBytes) TraceMemory {
+  // So far: half (commits - 1) % 2 is the newest step's, the other is being filled.
+  uint64_t commits;
+  uint64_t reserved[7];
+  TraceHalf halves[2];
+};
 
 // The ring arena: header, four lines, two arrays. The daemon makes and zeroes it and writes the
 // header.

@@ -49,6 +49,12 @@ std::vector<std::vector<uint32_t>> OwnBoxes(const internal::SessionParts& parts)
 
 }  // namespace
 
+void Attachment::State::Note(protocol::ClientEvent event) {
+  if (!trace.has_value()) return;
+  event.end_ns = internal::NowNs();
+  trace->Add(event);
+}
+
 Attachment::State::State(internal::SessionParts session_parts)
     : pid(::getpid()),
       parts(std::move(session_parts)),

@@ -13,6 +13,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -24,6 +25,7 @@
 #include "client/internal/deadline.h"
 #include "client/internal/grad_slots.h"
 #include "client/internal/mapping.h"
+#include "client/internal/stopwatch.h"
 #include "client/internal/waiter.h"
 #include "client/window_registry.h"
 #include "gpu/device.h"
@@ -31,6 +33,7 @@
 #include "protocol/layout.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/trace.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
@@ -79,13 +82,15 @@ struct SessionParts {
   std::shared_ptr<Mapping> weights = {};
   // Writable until the device knows them.
   MapAccess weights_access = MapAccess::kRead;
-  // Gradients, then the step region.
+  // Gradients, the step region, activations, the trace.
   std::shared_ptr<Mapping> grad = {};
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
   // What was asked for; the region may be larger.
   uint64_t grad_bytes_max = UINT64_MAX;
   uint64_t extra_state_bytes = 0;
+  uint64_t activation_bytes = 0;
+  uint64_t trace_bytes = 0;
   // Its committed_step is set.
   std::shared_ptr<SessionGauge> gauge = {};
   // Of calls without a time limit of their own.
@@ -138,11 +143,13 @@ struct Attachment::State {
   struct CopiesInFlight {
     std::vector<uint64_t> leases;
     std::unique_ptr<gpu::Event> done;
+    protocol::ClientEvent event = {};
   };
   // A copy of a gradient to a slot.
   struct GradientCopy {
     std::shared_ptr<const gpu::Event> done;
     std::shared_ptr<const void> keep;  // what is copied from
+    protocol::ClientEvent event = {};
   };
   // Delivered, but for copies that have not ended.
   struct UnsentGradient {
@@ -266,6 +273,16 @@ struct Attachment::State {
   Coverage CoverageOf(uint32_t partition, uint64_t begin, uint64_t end) const;
   void ZeroAbsent(uint32_t partition, uint64_t begin, uint64_t end,
                   std::span<std::byte> bytes) const;
+  // An event that has ended now, for who asks for the newest step's.
+  void Note(protocol::ClientEvent event);
+  std::string_view GroupName(uint32_t partition) const {
+    return parts.layout->spec().group_names[parts.layout->partitions()[partition].group];
+  }
+  std::string_view ParamName(uint32_t param) const {
+    return parts.layout->spec().params[param].name;
+  }
+  void NoteGradient(uint32_t param, std::span<const std::byte> bytes,
+                    const internal::Stopwatch& stopwatch);
   uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::vector<std::byte>> EncodeStep(
@@ -281,7 +298,7 @@ struct Attachment::State {
   protocol::Mutex mutex;
   std::unique_ptr<WindowRegistration> window;
   std::unique_ptr<gpu::HostRegistration> weights_registration;
-  std::unique_ptr<gpu::HostRegistration> grad_registration;
+  std::shared_ptr<gpu::HostRegistration> grad_registration;
   std::unique_ptr<gpu::PinnedRing> ring;  // null: the device reads the weights by itself
   std::unique_ptr<gpu::Stream> stream;
   absl::Status device_error;
@@ -310,6 +327,7 @@ struct Attachment::State {
   std::list<GradientCopy> gradient_copies;  // on `stream`
   std::list<UnsentGradient> unsent;
   std::optional<StepInFlight> step;
+  std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;

@@ -129,6 +129,8 @@ absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLi
         request.setWorldSize(call.world_size);
         request.setGradArenaBytes(call.grad_arena_bytes);
         request.setExtraStateBytes(call.extra_state_bytes);
+        request.setActivationBytes(call.activation_bytes);
+        request.setTrace(call.trace);
         request.setLayoutBytes(call.layout.size());
         request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
         request.setResume(call.resume);

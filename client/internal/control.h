@@ -38,6 +38,8 @@ struct AttachCall {
   bool writable_weights = false;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
+  uint64_t activation_bytes = 0;
+  bool trace = false;
   std::span<const std::byte> layout;  // encoded
 };
 

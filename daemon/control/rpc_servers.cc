@@ -112,6 +112,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setExtraStateBytes(answer.extra_state_bytes);
   reply.setRank0ExtraStateBytes(answer.rank0_extra_state_bytes);
   reply.setAttempt(answer.attempt);
+  reply.setTraceBytes(answer.trace_bytes);
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }
@@ -232,7 +233,7 @@ class AdminServer final : public schema::Admin::Server {
     context.allowCancellation();
     auto job = ParseJobName(TextOf(context.getParams().getJob()), connection_->viewer.uid,
                             connection_->viewer.others);
-    using Events = absl::StatusOr<std::vector<TimedEvent>>;
+    using Events = absl::StatusOr<std::vector<ShownEvent>>;
     return AskLoop<Events>(*connection_->context, Events(Overloaded()),
                            [job = std::move(job)](Executor& executor, auto answer) mutable {
                              answer(job.ok() ? executor.Trace(*job) : Events(job.status()));
@@ -342,6 +343,8 @@ class NodeServer final : public schema::Node::Server {
                                                .writable_weights = request.getWritableWeights(),
                                                .grad_arena_bytes = request.getGradArenaBytes(),
                                                .extra_state_bytes = request.getExtraStateBytes(),
+                                               .activation_bytes = request.getActivationBytes(),
+                                               .trace = request.getTrace(),
                                                .layout = *std::move(layout)},
                      answer = std::move(answered.answer),
                      close = std::move(closed.answer)](Executor& executor) mutable {

@@ -139,10 +139,11 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::s
   status.setSocketPath(socket_path.c_str());
 }
 
-void FillTrace(const std::vector<TimedEvent>& events,
+void FillTrace(const std::vector<ShownEvent>& events,
                capnp::List<schema::TraceEvent>::Builder out) {
   for (unsigned i = 0; i < out.size(); ++i) {
-    out[i].setLane(Name(events[i].lane));
+    out[i].setProcess(events[i].process.c_str());
+    out[i].setLane(events[i].lane.c_str());
     out[i].setName(events[i].name.substr(0, kEventNameBytesMax).c_str());
     out[i].setStartNs(events[i].start_ns);
     out[i].setEndNs(events[i].end_ns);

@@ -26,6 +26,6 @@ struct Viewer {
 void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::string& socket_path,
                 const std::map<JobId, uint64_t>& rpc_calls, schema::NodeStatus::Builder status);
 
-void FillTrace(const std::vector<TimedEvent>& events, capnp::List<schema::TraceEvent>::Builder out);
+void FillTrace(const std::vector<ShownEvent>& events, capnp::List<schema::TraceEvent>::Builder out);
 
 }  // namespace forebay::daemon

@@ -48,6 +48,8 @@ struct AttachRequested {
   // For gradients alone; of a reader: for reads of states.
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;  // room for extra_state
+  uint64_t activation_bytes = 0;   // not of a reader: room for what a forward pass keeps
+  bool trace = false;              // not of a reader: room for what it did in a step
   std::shared_ptr<const protocol::Layout> layout;
 };
 
@@ -209,6 +211,7 @@ struct AnswerAttach {
   // The same of rank 0; 0 bytes for rank 0 itself.
   uint64_t rank0_extra_state_bytes = 0;
   uint64_t rank0_extra_state_offset = 0;
+  uint64_t trace_bytes = 0;     // at the end of the grad arena
   std::vector<uint32_t> trace;  // partitions; of a rank that is attached sharded: its own
   uint64_t attempt = 0;         // the newest one at the next step
 };

@@ -351,6 +351,7 @@ void Job::AnswerAttachOk(Session& session) {
                    .extra_state_offset = step_.extra_state_offset(session.rank),
                    .rank0_extra_state_bytes = session.rank == 0 ? 0 : step_.extra_state_bytes(0),
                    .rank0_extra_state_offset = step_.extra_state_offset(0),
+                   .trace_bytes = spec_.plan.trace_bytes,
                    .trace = TraceOf(session.rank),
                    .attempt = step_.attempt()});
 }

@@ -55,6 +55,13 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                                   room.grad_arena_bytes, " for each rank"),
                      "ask for no more, or delete the job and start with more");
   }
+  if (request.activation_bytes > room.activation_bytes) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("room for ", request.activation_bytes,
+                                  " bytes of activations; the job's first session asked for ",
+                                  room.activation_bytes, " for each rank"),
+                     "ask for no more, or delete the job and start with more");
+  }
   if (request.extra_state_bytes > room.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
                      absl::StrCat("room for ", request.extra_state_bytes,

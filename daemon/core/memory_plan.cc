@@ -66,7 +66,9 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
 void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
   plan.step_region_offset = RoundUp(plan.session.grad_arena_bytes, kPageBytes);
   plan.step_region_bytes = StepRegionBytes(layout, plan.session.extra_state_bytes);
-  plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes;
+  plan.trace_bytes = plan.session.trace ? RoundUp(sizeof(protocol::TraceMemory), kPageBytes) : 0;
+  plan.session_arena_bytes = plan.step_region_offset + plan.step_region_bytes +
+                             RoundUp(plan.session.activation_bytes, kPageBytes) + plan.trace_bytes;
   plan.ring_bytes = RoundUp(sizeof(protocol::RingMemory), kPageBytes);
   plan.extra_state_copy_bytes =
       RoundUp(plan.session.extra_state_bytes * std::min(plan.session.world_size, 2U), kPageBytes);
@@ -108,13 +110,17 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
   RETURN_IF_ERROR(CheckSessionRequest(layout, request));
-  if (request.grad_arena_bytes > kGradArenaBytesMax) {  // before any sum that could overflow
+  const auto check_size = [&](std::string_view what, uint64_t bytes) -> absl::Status {
+    if (bytes <= kGradArenaBytesMax) return absl::OkStatus();
     return MakeError(ErrorId::kDramLimit,
-                     absl::StrCat("a gradient arena of ", Bytes(request.grad_arena_bytes),
-                                  " (at most ", Bytes(kGradArenaBytesMax), "); the limit is ",
+                     absl::StrCat(std::string(what), " of ", Bytes(bytes), " (at most ",
+                                  Bytes(kGradArenaBytesMax), "); the limit is ",
                                   Bytes(options.dram_limit_bytes)),
-                     "ask for a smaller gradient arena");
-  }
+                     "ask for less");
+  };
+  // Before any sum that could overflow.
+  RETURN_IF_ERROR(check_size("a gradient arena", request.grad_arena_bytes));
+  RETURN_IF_ERROR(check_size("room for activations", request.activation_bytes));
   plan.session = request;
   plan.weights_bytes = layout.weights_bytes();
   plan.table_bytes = TableBytes(layout.spec(), request.world_size);
@@ -189,9 +195,12 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
       Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
       Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
-  absl::StrAppend(&message, " x (gradient arena ", Bytes(plan.session_arena_bytes), " + ring ",
-                  Bytes(plan.ring_bytes), " + extra_state ", Bytes(plan.extra_state_copy_bytes),
-                  ") + tables ", Bytes(plan.table_bytes));
+  const uint64_t activation_bytes = RoundUp(plan.session.activation_bytes, kPageBytes);
+  absl::StrAppend(&message, " x (gradient arena ",
+                  Bytes(plan.session_arena_bytes - activation_bytes),
+                  activation_bytes == 0 ? "" : " + activations " + Bytes(activation_bytes),
+                  " + ring ", Bytes(plan.ring_bytes), " + extra_state ",
+                  Bytes(plan.extra_state_copy_bytes), ") + tables ", Bytes(plan.table_bytes));
   if (state_bytes_needed > 0) {
     absl::StrAppend(&message, " + states in DRAM ", Bytes(state_bytes_needed),
                     options.swap.capacity_bytes() > 0 ? "" : " (there is no swap)");
@@ -217,6 +226,8 @@ SessionRequest SessionRequestOf(const AttachRequested& request) {
   return {.world_size = request.world_size,
           .grad_arena_bytes = request.grad_arena_bytes,
           .extra_state_bytes = request.extra_state_bytes,
+          .activation_bytes = request.activation_bytes,
+          .trace = request.trace,
           .accumulate = request.accumulate};
 }
 

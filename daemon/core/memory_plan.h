@@ -32,6 +32,8 @@ struct SessionRequest {
   uint32_t world_size = 1;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;
+  uint64_t activation_bytes = 0;
+  bool trace = false;
   bool accumulate = false;  // sharded: gradients of several passes are added
 };
 
@@ -53,10 +55,11 @@ struct MemoryPlan {
   uint64_t float_sums_offset = 0;
   uint64_t float_sums_bytes = 0;
 
-  // Of each session: gradients, then the step region; and its ring.
+  // Of each session: gradients, the step region, activations, the trace; and its ring.
   SessionRequest session;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
+  uint64_t trace_bytes = 0;
   uint64_t session_arena_bytes = 0;
   uint64_t ring_bytes = 0;
   // The rank's extra_state and rank 0's as they were at attach, for the client to read.

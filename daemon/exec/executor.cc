@@ -1,6 +1,8 @@
 #include "daemon/exec/executor.h"
 
 #include <algorithm>
+#include <cstring>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,6 +10,7 @@
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/trace.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
@@ -196,12 +199,40 @@ void Executor::DeleteJob(std::string name, uint32_t uid,
   Raise(DeleteJobRequested{.request = request, .uid = uid, .job = std::move(name)});
 }
 
-absl::StatusOr<std::vector<TimedEvent>> Executor::Trace(const JobName& name) const {
-  for (const auto& [id, job] : jobs_.all()) {
-    if (job.name == name) return job.timeline.newest();
+absl::StatusOr<std::vector<ShownEvent>> Executor::Trace(const JobName& name) const {
+  const auto found =
+      std::ranges::find_if(jobs_.all(), [&](const auto& job) { return job.second.name == name; });
+  if (found == jobs_.all().end()) {
+    return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", name.name),
+                     "forebay jobs lists them");
   }
-  return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", name.name),
-                   "forebay jobs lists them");
+  const Timeline& timeline = found->second.timeline;
+  std::vector<ShownEvent> events;
+  for (const TimedEvent& event : timeline.newest()) {
+    events.push_back({.process = "forebayd",
+                      .lane = Name(event.lane),
+                      .name = event.name,
+                      .start_ns = event.start_ns,
+                      .end_ns = event.end_ns,
+                      .bytes = event.bytes});
+  }
+  for (const auto& [id, session] : sessions_) {
+    if (session.job != name || session.trace_bytes == 0 || session.io == nullptr) continue;
+    const std::span<const std::byte> memory = session.io->grad()->bytes().last(session.trace_bytes);
+    for (const protocol::TraceRecord& record :
+         protocol::ReadTrace(*reinterpret_cast<const protocol::TraceMemory*>(memory.data()),
+                             timeline.newest_step())) {
+      if (events.size() == kTraceEventsMax) return events;
+      events.push_back(
+          {.process = absl::StrCat("rank ", session.request.rank),
+           .lane = std::string(Name(static_cast<protocol::ClientLane>(record.lane))),
+           .name = std::string(record.name, ::strnlen(record.name, protocol::kTraceNameBytes)),
+           .start_ns = record.start_ns,
+           .end_ns = record.end_ns,
+           .bytes = record.bytes});
+    }
+  }
+  return events;
 }
 
 // ------------------------------------------------------------------------------ the reactor's news

@@ -58,6 +58,7 @@ struct ExecutorOptions {
 class Executor {
  public:
   static constexpr size_t kEvictedKeptMax = 64;  // reasons of sessions that end
+  static constexpr size_t kTraceEventsMax = 32768;
 
   // `swap` may be null. All outlive the executor.
   Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskRunner& runner,
@@ -86,8 +87,9 @@ class Executor {
     return MakeSnapshot(
         {start_ns_, state_, registry_, jobs_, swap_, runner_, engine_, options_.io_engine_reason});
   }
-  // Errors: E_JOB_NAME.
-  absl::StatusOr<std::vector<TimedEvent>> Trace(const JobName& name) const;
+  // Of the newest step: the daemon's events, then those of ranks that are attached and have seen it
+  // committed, as many as a message has room for. Errors: E_JOB_NAME.
+  absl::StatusOr<std::vector<ShownEvent>> Trace(const JobName& name) const;
 
   // ----------------------------------------------------------------------- what the reactor brings
 
@@ -113,7 +115,8 @@ class Executor {
     std::unique_ptr<SessionIo> io;  // from the end of CreateSessionMemory on
     // What the rank's extra_state was at attach.
     ArenaRegistry::Arena extra_state;
-    bool broken = false;  // its ring lied: nothing is read from it or written to it any more
+    uint64_t trace_bytes = 0;  // at the end of its arena
+    bool broken = false;       // its ring lied: nothing is read from it or written to it any more
   };
 
   static int32_t RankOf(const AttachRequested& request) {  // -1: a reader

@@ -198,6 +198,7 @@ void Executor::Run(AnswerAttach& action) {
   Session& session = sessions_.at(action.session);
   AttachResult result{.answer = std::move(action), .fds = {}};
   if (result.answer.status.ok()) {
+    session.trace_bytes = result.answer.trace_bytes;
     auto fds = FdsFor(session, result.answer);
     if (fds.ok()) {
       result.fds = *std::move(fds);

@@ -34,6 +34,7 @@ void Timeline::Committed(uint64_t step, uint64_t now_ns) {
                       .start_ns = start_ns,
                       .end_ns = now_ns});
   newest_ = std::exchange(current_, {});
+  newest_step_ = step;
   step_called_ns_ = 0;
 }
 

@@ -20,6 +20,16 @@ struct TimedEvent {
   uint64_t bytes = 0;
 };
 
+// The same as people see it, or an event of a rank's.
+struct ShownEvent {
+  std::string process;  // "forebayd", "rank 0"
+  std::string lane;
+  std::string name;
+  uint64_t start_ns = 0;
+  uint64_t end_ns = 0;
+  uint64_t bytes = 0;
+};
+
 // Threads  The loop thread.
 // Limits   kEventsMax events a step; later ones are not kept.
 class Timeline {
@@ -35,12 +45,14 @@ class Timeline {
   void Committed(uint64_t step, uint64_t now_ns);
 
   const std::vector<TimedEvent>& newest() const { return newest_; }
+  uint64_t newest_step() const { return newest_step_; }      // 0: none
   double newest_seconds() const { return newest_seconds_; }  // last rank's call to commit
 
  private:
   std::vector<TimedEvent> current_;
   std::vector<TimedEvent> newest_;
   uint64_t step_called_ns_ = 0;
+  uint64_t newest_step_ = 0;
   double newest_seconds_ = 0;
 };
 

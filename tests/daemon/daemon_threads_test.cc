@@ -144,7 +144,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   const testing::TempDir dir;
   Config config;
   config.socket_path = dir.path() + "/s";
-  config.dram_limit_bytes = uint64_t{8824} << 10;
+  config.dram_limit_bytes = uint64_t{9096} << 10;
   config.swap_paths = {dir.Make("swap")};
   config.swap_capacity_bytes = {uint64_t{32} << 20};
   config.block_elems = 2048;

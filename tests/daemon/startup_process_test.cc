@@ -58,7 +58,7 @@ struct BadStart {
 void PrintTo(const BadStart& one, std::ostream* out) { *out << one.name; }
 
 const std::vector<std::string> kGoodSwap = {"swap.paths=<DIR>/swap", "swap.capacity=16MiB",
-                                            "update.block_elems=4096", "dram.limit=6424KiB"};
+                                            "update.block_elems=4096", "dram.limit=6492KiB"};
 
 class Startup : public ::testing::Test {
  protected:

@@ -103,7 +103,7 @@ TEST(SwapFault, MoreStagingSlotsThanSwapRequestsAreNoError) {
   ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
                                         socket, {"swap.paths=" + swap, "swap.capacity=64MiB",
                                                  "update.block_elems=64", "swap.staging=16MiB",
-                                                 "dram.limit=23680KiB"}));
+                                                 "dram.limit=23748KiB"}));
   ASSERT_OK_AND_ASSIGN(
       auto session, Attachment::Attach({.socket = socket,
                                         .job = "job",

@@ -280,14 +280,17 @@ CUresult cuStreamSynchronize(CUstream stream) {
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   FAKE_CALL(call, "cuStreamWaitEvent", Needs::kContext);
-  const MutexLock lock(call->mutex);
-  Queue* const queue = call->Find(stream);
-  if (queue == nullptr || !call->events.contains(event)) return kInvalidHandle;
-  const std::shared_ptr<Mark>& mark = event->mark;
-  if (mark == nullptr || mark->is_left_out) return kSuccess;
-  if (call->IsLeftOut()) return kSuccess;
-  queue->work.push_back({.wait = mark});
-  return kSuccess;
+  {
+    const MutexLock lock(call->mutex);
+    Queue* const queue = call->Find(stream);
+    if (queue == nullptr || !call->events.contains(event)) return kInvalidHandle;
+    const std::shared_ptr<Mark>& mark = event->mark;
+    if (mark == nullptr || mark->is_left_out) return kSuccess;
+    if (call->IsLeftOut()) return kSuccess;
+    queue->work.push_back({.wait = mark});
+    if (stream != nullptr || call->options.is_default_stream_late) return kSuccess;
+  }
+  return call.Wait([&] { return call->RunAll(*call->Find(stream)); });
 }
 
 CUresult cuEventCreate(CUevent* event, unsigned) {

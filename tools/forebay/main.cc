@@ -35,6 +35,7 @@ constexpr int kNotPermitted = 4;
 
 struct Arguments {
   bool json = false;
+  bool perfetto = false;
   std::string socket;
   std::string job;
   std::optional<std::string> delete_job;
@@ -117,6 +118,10 @@ int ShowJobs(const Arguments& arguments) {
 int ShowTrace(const Arguments& arguments) {
   return WithDaemon(arguments, [&](client::AdminClient& admin) -> absl::Status {
     ASSIGN_OR_RETURN(const client::Trace trace, admin.Trace(arguments.job));
+    if (arguments.perfetto) {
+      Print(TraceForPerfetto(trace->getEvents()).dump() + "\n");
+      return absl::OkStatus();
+    }
     Show(arguments.json, JsonOf(trace->getEvents()), TraceText(trace->getEvents()));
     return absl::OkStatus();
   });
@@ -202,6 +207,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   jobs->add_option("--delete", arguments.delete_job, "free the memory and swap of this job");
   CLI::App* trace = AddView(app, "trace", "timed events of a job's newest step", arguments);
   trace->add_option("JOB", arguments.job)->required();
+  trace->add_flag("--perfetto", arguments.perfetto, "as JSON for https://ui.perfetto.dev");
   for (CLI::App* view : {status, memory, swap, jobs, trace}) {
     view->add_option("--socket", arguments.socket,
                      "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");

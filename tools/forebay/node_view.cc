@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -131,13 +134,52 @@ std::string TraceText(capnp::List<schema::TraceEvent>::Reader events) {
   if (events.size() == 0) return "no events yet: no step has been committed\n";
   uint64_t first = UINT64_MAX;
   for (const auto event : events) first = std::min(first, event.getStartNs());
-  Table table({"START ms", "TOOK ms", "LANE", "WHAT", "BYTES"});
+  Table table({"START ms", "TOOK ms", "PROCESS", "LANE", "WHAT", "BYTES"});
   for (const auto event : events) {
     table.Add({Milliseconds(event.getStartNs() - first),
-               Milliseconds(event.getEndNs() - event.getStartNs()), event.getLane(),
-               event.getName(), FormatBytes(event.getBytes())});
+               Milliseconds(event.getEndNs() - event.getStartNs()), event.getProcess(),
+               event.getLane(), event.getName(), FormatBytes(event.getBytes())});
   }
   return table.Text();
+}
+
+nlohmann::json TraceForPerfetto(capnp::List<schema::TraceEvent>::Reader events) {
+  constexpr double kNsPerUs = 1000;
+  std::vector<schema::TraceEvent::Reader> by_start;
+  for (const auto event : events) by_start.push_back(event);
+  std::ranges::stable_sort(by_start, {}, [](const auto& event) { return event.getStartNs(); });
+  nlohmann::json out = nlohmann::json::array();
+  std::map<std::string, int> processes;
+  // By process and lane: when each of its tracks is free, and the track's number.
+  std::map<std::pair<std::string, std::string>, std::vector<std::pair<uint64_t, int>>> lanes;
+  int tracks = 0;
+  const auto name = [&](const char* what, int pid, int tid, const std::string& text) {
+    out.push_back(
+        {{"ph", "M"}, {"name", what}, {"pid", pid}, {"tid", tid}, {"args", {{"name", text}}}});
+  };
+  for (const schema::TraceEvent::Reader& event : by_start) {
+    const std::string process = event.getProcess();
+    const auto [found, is_new] = processes.emplace(process, static_cast<int>(processes.size()) + 1);
+    const int pid = found->second;
+    if (is_new) name("process_name", pid, 0, process);
+    auto& of_lane = lanes[{process, event.getLane()}];
+    auto track = std::ranges::find_if(
+        of_lane, [&](const auto& one) { return one.first <= event.getStartNs(); });
+    if (track == of_lane.end()) {
+      name("thread_name", pid, ++tracks, event.getLane());
+      track = of_lane.insert(of_lane.end(), {0, tracks});
+    }
+    track->first = event.getEndNs();
+    out.push_back({{"ph", "X"},
+                   {"name", event.getName().cStr()},
+                   {"cat", event.getLane().cStr()},
+                   {"pid", pid},
+                   {"tid", track->second},
+                   {"ts", static_cast<double>(event.getStartNs()) / kNsPerUs},
+                   {"dur", static_cast<double>(event.getEndNs() - event.getStartNs()) / kNsPerUs},
+                   {"args", {{"bytes", event.getBytes()}}}});
+  }
+  return {{"displayTimeUnit", "ms"}, {"traceEvents", out}};
 }
 
 std::string StatusText(schema::NodeStatus::Reader status) {

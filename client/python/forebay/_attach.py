@@ -154,10 +154,11 @@ def attach_sharded(
     name_prefix: str,
     accumulate: bool,
     prefetch_bytes: int,
+    activation_bytes: int,
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
-    from . import _core, _fsdp, _initial, _ranks, _report, _shard_plan, _sharded
+    from . import _activations, _core, _fsdp, _initial, _ranks, _report, _shard_plan, _sharded
 
     def check() -> tuple[list[Unit], _initial.Initial, list[Parameter], TorchGroups]:
         _check_arguments(model, optimizer)
@@ -191,6 +192,7 @@ def attach_sharded(
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
                 accumulate=accumulate,
                 partitions=plan.layout.partitions,
+                activation_bytes=activation_bytes,
                 **plan.device.options(),
             )
             return undo.attachment
@@ -200,6 +202,8 @@ def attach_sharded(
         engine = _sharded.ShardedEngine(
             attachment, plan, request.rank, request.timeout, prefetch_bytes
         )
+        if activation_bytes > 0:
+            engine.activations = _activations.Activations(attachment, plan.device)
         if attachment.writes_initial:
             source.write(engine)
         undo.shards = _sharded.bind(engine)
@@ -216,7 +220,9 @@ def attach_sharded(
         if not plan.device.is_host:
             _report.say(attachment.device_access)
         status = _core.status(request.socket)
-        for line in _report.costs(plan, request.job, status, sums_are_float32=accumulate):
+        for line in _report.costs(
+            plan, request.job, status, accumulate, activation_bytes * request.world_size
+        ):
             _report.say(line)
     return opt
 

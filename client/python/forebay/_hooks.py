@@ -27,6 +27,7 @@ from ._guards import InertOnCopy, second_gradient
 from .errors import ForebayError, unsupported, usage_error
 
 if TYPE_CHECKING:
+    from ._activations import Activations
     from ._core import Attachment
     from ._plan import Parameter
 
@@ -193,6 +194,7 @@ class Engine:
     def __init__(self, attachment: Attachment, groups: list[Group], timeout: float) -> None:
         self.attachment: Attachment | None = attachment
         self.groups, self.timeout = groups, timeout
+        self.activations: Activations | None = None  # where attach was given room for them
         self.clock = Clock()
         self._backward = Backward.NONE
         # Autograd owns the callback at the end of a backward: it dies with a backward that fails.

@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -399,7 +400,42 @@ class ForebayOptimizer(torch.optim.Optimizer):
         exposed_ns, clock.exposed_ns = clock.exposed_ns, 0
         timeline = list(clock.timeline)
         clock.timeline.clear()
-        return {**self._live().counters(), "exposed_wait_s": exposed_ns / 1e9, "timeline": timeline}
+        counters = self._live().counters()
+        if (activations := self._engine.activations) is not None:
+            counters["activation_bytes"] = activations.store.used_bytes
+            counters["activation_bytes_max"] = activations.store.used_bytes_max
+            counters["activation_bytes_stayed"] = activations.stayed_bytes
+        return {**counters, "exposed_wait_s": exposed_ns / 1e9, "timeline": timeline}
+
+    def offload_activations(self) -> AbstractContextManager[Any]:
+        """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most
+        activation_bytes of attach, and comes back to the device for the backward: the same bits. What
+        does not fit, parameters, and tensors below 64 KiB stay. With torch.utils.checkpoint, what each
+        checkpoint keeps goes there.
+
+        stats() has activation_bytes (there now), activation_bytes_max, and activation_bytes_stayed of
+        what did not fit.
+
+        Errors  E_OPTION       attach was given no activation_bytes.
+                E_UNSUPPORTED  of a backward: a tensor that it needs was changed in place.
+
+        >>> ranks = torch.distributed
+        >>> ranks.init_process_group("gloo", store=ranks.HashStore(), rank=0, world_size=1)
+        >>> opt = forebay.attach(model, mode="sharded", activation_bytes=1 << 20)
+        >>> with opt.offload_activations():
+        ...     loss = model(inputs).square().mean()
+        >>> loss.backward()
+        >>> opt.step()
+        >>> ranks.destroy_process_group()
+        """
+        self._live()
+        if self._engine.activations is None:
+            raise usage_error(
+                "E_OPTION",
+                "offload_activations() of an attachment without room for them",
+                "forebay.attach(..., activation_bytes=2 << 30)",
+            )
+        return self._engine.activations.offload()
 
     # ----------------------------------------------------------------------------------- the end
 

@@ -30,7 +30,13 @@ def size(count: int) -> str:
     return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
 
 
-def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float32: bool) -> Iterator[str]:
+def costs(
+    plan: ShardedPlan,
+    job: str,
+    status: Mapping[str, Any],
+    sums_are_float32: bool,
+    activation_bytes: int,
+) -> Iterator[str]:
     """What each parameter takes, and what the job takes of this node's memory and swap."""
     (found,) = (one for one in status["jobs"] if one["name"] == job)
     kinds: dict[str, int] = {}
@@ -47,10 +53,12 @@ def costs(plan: ShardedPlan, job: str, status: Mapping[str, Any], sums_are_float
         f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
     )
     swapped = found["blocks"] - found["resident_blocks"]
+    activations = f", activations {size(activation_bytes)}" if activation_bytes else ""
     where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
     yield (
         f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(kinds.get('state', 0))}"
         f"{where}, sums of gradients and extra_state "
-        f"{size(kinds.get('step', 0))}, gradients on their way {size(kinds.get('grad', 0))}; of "
+        f"{size(kinds.get('step', 0))}, gradients on their way "
+        f"{size(kinds.get('grad', 0) - activation_bytes)}{activations}; of "
         f"{size(status['memory']['limit_bytes'])}"
     )

@@ -43,6 +43,7 @@ def attach(
     name_prefix: str = "",
     accumulate: int = 1,
     prefetch_bytes: int = 0,
+    activation_bytes: int = 0,
     initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
@@ -85,6 +86,8 @@ def attach(
                        took; the same on every rank. Replaces what set_modules_to_forward_prefetch()
                        has set; 0 leaves it. On CPUs a gather ends before FSDP2 goes on: this costs
                        memory and gains nothing there.
+    activation_bytes   Of mode="sharded": room in the daemon's memory for what each rank's forwards keep for
+                       their backwards; see opt.offload_activations().
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
@@ -130,6 +133,7 @@ def attach(
         "name_prefix": bool(name_prefix),
         "accumulate": passes > 1,
         "prefetch_bytes": prefetch_bytes != 0,
+        "activation_bytes": activation_bytes != 0,
         "initial": initial is not None,
     }
     sharded = [name for name, is_given in given.items() if is_given]
@@ -165,6 +169,7 @@ def attach(
         name_prefix=name_prefix,
         accumulate=passes > 1,
         prefetch_bytes=_size_bytes("prefetch_bytes", prefetch_bytes),
+        activation_bytes=_size_bytes("activation_bytes", activation_bytes),
         initial=initial,
     )
 
@@ -301,8 +306,9 @@ def status(socket: str | None = None) -> dict[str, Any]:
 
 
 def trace(job: str | None = None, socket: str | None = None) -> list[dict[str, Any]]:
-    """The timed events of the job's newest step, as `forebay trace` shows them: dicts with lane,
-    name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes.
+    """The timed events of the job's newest step, as `forebay trace` shows them: dicts with process
+    ("forebayd", "rank 0"), lane, name, start_ns, end_ns (CLOCK_MONOTONIC) and bytes. Of the ranks that
+    are attached. `forebay trace JOB --perfetto` writes them for https://ui.perfetto.dev.
 
     job     Default: FOREBAY_JOB or "default".
     socket  The daemon's. Default: FOREBAY_SOCKET, else /run/forebay/forebay.sock.

@@ -23,6 +23,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/activation_store.h"
 #include "client/client.h"
 #include "client/python/src/admin.h"
 #include "client/python/src/errors.h"
@@ -147,6 +148,7 @@ class PyAttachment {
   Attachment& operator*() { return *attachment_; }
   Attachment* operator->() { return attachment_.get(); }
 
+  const std::shared_ptr<gpu::Device>& device() const { return device_; }
   DType dtype() const { return attachment_->layout().spec().dtype; }
   // A stream of torch's, by its handle; of the processor, where copies end at once, it is ignored.
   std::unique_ptr<gpu::Stream> StreamOf(uintptr_t handle) {
@@ -164,6 +166,34 @@ class PyAttachment {
   std::unique_ptr<Attachment> attachment_;
 };
 
+// Tensors by address; a stream is torch's, by its handle.
+class PyActivationStore {
+ public:
+  explicit PyActivationStore(PyAttachment& attachment)
+      : device_(attachment.device()),
+        store_(ValueOrThrow(client::ActivationStore::Create(*attachment, device_))) {}
+
+  client::ActivationStore* operator->() { return store_.get(); }
+  std::unique_ptr<gpu::Stream> StreamOf(uintptr_t handle) {
+    return ValueOrThrow(device_->BorrowStream(handle));
+  }
+
+  std::optional<uint64_t> Save(uintptr_t address, uint64_t size_bytes, uintptr_t stream) {
+    const std::unique_ptr<gpu::Stream> compute = StreamOf(stream);
+    const std::span bytes(reinterpret_cast<const std::byte*>(address), size_bytes);
+    return ValueOrThrow(WithoutGil([&] { return store_->Save(bytes, *compute); }));
+  }
+  void Load(uint64_t number, uintptr_t address, uint64_t size_bytes, uintptr_t stream) {
+    const std::unique_ptr<gpu::Stream> compute = StreamOf(stream);
+    const std::span bytes(reinterpret_cast<std::byte*>(address), size_bytes);
+    Check(WithoutGil([&] { return store_->Load(number, bytes, *compute); }));
+  }
+
+ private:
+  std::shared_ptr<gpu::Device> device_;
+  std::unique_ptr<client::ActivationStore> store_;
+};
+
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
                     uint32_t world_size, const std::string& dtype, const std::string& optimizer,
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
@@ -171,7 +201,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
                     bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
-                    const std::string& cuda_driver) {
+                    const std::string& cuda_driver, uint64_t activation_bytes) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -190,6 +220,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                  .partitions = {}},
       .grad_arena_bytes = grad_arena_bytes,
       .extra_state_bytes = extra_state_bytes,
+      .activation_bytes = activation_bytes,
       .timeout = TimeoutOf(timeout),
       .interrupt_check = PythonInterrupted,
       .device = std::make_shared<gpu::HostDevice>()};
@@ -538,6 +569,40 @@ void BindAttachment(nb::module_& module) {
       .def("detach", [](PyAttachment& self) { Check(WithoutGil([&] { return self->Detach(); })); });
 }
 
+void BindActivationStore(nb::module_& module) {
+  nb::class_<PyActivationStore>(module, "ActivationStore")
+      .def(nb::init<PyAttachment&>(), nb::arg("attachment"))
+      .def("save", &PyActivationStore::Save, nb::arg("address"), nb::arg("size_bytes"),
+           nb::arg("stream"))
+      .def(
+          "has_left",
+          [](PyActivationStore& self, uint64_t number) {
+            return ValueOrThrow(self->HasLeft(number));
+          },
+          nb::arg("number"))
+      .def(
+          "leave_behind",
+          [](PyActivationStore& self, uint64_t number, uintptr_t stream) {
+            Check(self->LeaveBehind(number, *self.StreamOf(stream)));
+          },
+          nb::arg("number"), nb::arg("stream"))
+      .def("load", &PyActivationStore::Load, nb::arg("number"), nb::arg("address"),
+           nb::arg("size_bytes"), nb::arg("stream"))
+      .def(
+          "loaded_for",
+          [](PyActivationStore& self, uint64_t number, uintptr_t stream) {
+            Check(self->LoadedFor(number, *self.StreamOf(stream)));
+          },
+          nb::arg("number"), nb::arg("stream"))
+      .def(
+          "drop", [](PyActivationStore& self, uint64_t number) { Check(self->Drop(number)); },
+          nb::arg("number"))
+      .def_prop_ro("room_bytes", [](PyActivationStore& self) { return self->room_bytes(); })
+      .def_prop_ro("used_bytes", [](PyActivationStore& self) { return self->used_bytes(); })
+      .def_prop_ro("used_bytes_max",
+                   [](PyActivationStore& self) { return self->used_bytes_max(); });
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
@@ -546,17 +611,18 @@ NB_MODULE(_core, module) {
   BindErrors(module);
   BindAdmin(module);
   BindAttachment(module);
+  BindActivationStore(module);
   module.attr("OPTIMIZERS") = Optimizers();
   module.def("check_hyper_parameters", &CheckHyper, nb::arg("optimizer"), nb::arg("group"),
              nb::arg("values"));
-  module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
-             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
-             nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
-             nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
-             nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-             nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
-             nb::arg("partitions") = std::vector<PartitionTuple>(),
-             nb::arg("cuda_device") = nb::none(), nb::arg("cuda_driver") = "libcuda.so.1");
+  module.def(
+      "attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"), nb::arg("world_size"),
+      nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"), nb::arg("params"),
+      nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
+      nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
+      nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
+      nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
+      nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0);
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

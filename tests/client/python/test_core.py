@@ -3,7 +3,9 @@
 Method  The built extension on a real daemon; what ends a process runs in one of its own.
 """
 
+import concurrent.futures
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import warnings
 import pytest
 import torch
 from core_daemon import PARAMS, CORE, HYPER, ROOT, attach, core, initial, write_all
+from daemon_process import FOREBAYD
 
 DTYPES = [("float32", "fp32", torch.float32), ("bfloat16", "exact", torch.bfloat16)]
 
@@ -183,12 +186,44 @@ def test_status_trace_and_delete(core_node, job):
     mine = next(entry for entry in status["jobs"] if entry["name"] == job)
     assert mine["committed_step"] == 1 and mine["groups"] == ["embed", "head"]
     assert status["memory"]["used_bytes"] <= status["memory"]["limit_bytes"] == 1 << 30
-    assert {event["lane"] for event in core.trace(core_node, job)} >= {"update", "step"}
+    events = core.trace(core_node, job)
+    seen = {(event["process"], event["lane"]) for event in events}
+    assert seen >= {("forebayd", "update"), ("forebayd", "step"), ("rank 0", "gradient call"), ("rank 0", "step call")}
+    assert {event["name"] for event in events if event["lane"] == "step call"} == {"step 1"}
     with pytest.raises(core.ForebayError):
         core.delete_job(core_node, job)
     session.detach()
     core.delete_job(core_node, job)
     assert all(entry["name"] != job for entry in core.status(core_node)["jobs"])
+
+
+def test_trace_for_perfetto(core_node, job):
+    """A process of each, tracks with names, whose events follow on each other."""
+    first = attach(core_node, job, 0, 2)
+    write_all(first, torch.float32)
+    sessions = [first, attach(core_node, job, 1, 2)]
+    for session in sessions:
+        torch.from_dlpack(session.grad_slot(0)).fill_(1)
+        session.grad_ready(0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda session: session.step(1, HYPER), sessions))
+    command = [FOREBAYD.with_name("forebay"), "trace", job, "--perfetto", "--socket", core_node]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    events = json.loads(done.stdout)["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    processes = {name for (_, track), name in names.items() if track == 0}
+    assert processes == {"forebayd", "rank 0", "rank 1"}
+    assert {"update", "step", "gradient call", "step call"} <= set(names.values())
+    ends = {}
+    for event in events:
+        if event["ph"] == "X":
+            track = event["pid"], event["tid"]
+            assert names[track] == event["cat"] and event["dur"] >= 0
+            assert event["ts"] >= ends.get(track, 0)
+            ends[track] = event["ts"] + event["dur"]
+    assert len(ends) >= 6
+    for session in sessions:
+        session.detach()
 
 
 def test_ctrl_c_ends_a_wait_and_the_step_can_be_waited_for_again(core_node, job):

@@ -10,6 +10,7 @@ import sys
 
 import forebay
 import pytest
+import sharded_activations  # noqa: F401
 import sharded_composition  # noqa: F401
 import sharded_devices  # noqa: F401
 import sharded_gathers  # noqa: F401
@@ -70,6 +71,11 @@ ON_A_DEVICE = [
             "meta_from_files",
             "a_job_goes_on_from_meta",
             "two_schedules_a_step",
+            "offloaded_activations",
+            "offloaded_checkpoints",
+            "offloaded_activations_leave_the_device",
+            "a_second_backward_of_offloaded_activations",
+            "a_tensor_that_changes_while_it_is_copied",
             "a_gpu_that_fails",  # the last: its processes cannot go on
         )
     ],

@@ -1,0 +1,184 @@
+#include "client/activation_store.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::client {
+
+using gpu::Event;
+using gpu::Stream;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::MutexLock;
+
+namespace {
+
+// Of a range in the room: no two share a cache line.
+uint64_t RangeBytes(uint64_t size_bytes) {
+  return protocol::RoundUp(std::max<uint64_t>(size_bytes, 1), protocol::kCacheLineBytes);
+}
+
+}  // namespace
+
+ActivationStore::ActivationStore(std::span<std::byte> room, std::shared_ptr<const void> owner,
+                                 std::shared_ptr<gpu::Device> device)
+    : room_(room), owner_(std::move(owner)), device_(std::move(device)) {
+  const MutexLock lock(mutex_);
+  const uint64_t whole_lines = room_.size() / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
+  if (whole_lines > 0) free_[0] = whole_lines;
+}
+
+ActivationStore::~ActivationStore() {
+  const MutexLock lock(mutex_);
+  // The room may be unmapped from now on.
+  if (out_ != nullptr) out_->Synchronize().IgnoreError();
+  if (in_ != nullptr) in_->Synchronize().IgnoreError();
+}
+
+absl::StatusOr<std::unique_ptr<ActivationStore>> ActivationStore::Create(
+    const Attachment& attachment, std::shared_ptr<gpu::Device> device) {
+  std::unique_ptr<ActivationStore> made(new ActivationStore(
+      attachment.activation_room(), attachment.activation_owner(), std::move(device)));
+  const MutexLock lock(made->mutex_);
+  ASSIGN_OR_RETURN(made->out_, made->device_->MakeStream());
+  ASSIGN_OR_RETURN(made->in_, made->device_->MakeStream());
+  return made;
+}
+
+// The lowest range that is large enough.
+std::optional<uint64_t> ActivationStore::Take(uint64_t size_bytes) {
+  const auto found =
+      std::ranges::find_if(free_, [&](const auto& range) { return range.second >= size_bytes; });
+  if (found == free_.end()) return std::nullopt;
+  const auto [offset, bytes] = *found;
+  free_.erase(found);
+  if (bytes > size_bytes) free_[offset + size_bytes] = bytes - size_bytes;
+  used_bytes_ += size_bytes;
+  used_bytes_max_ = std::max(used_bytes_max_, used_bytes_);
+  return offset;
+}
+
+void ActivationStore::GiveBack(uint64_t offset, uint64_t size_bytes) {
+  used_bytes_ -= size_bytes;
+  auto at = free_.emplace(offset, size_bytes).first;
+  const auto next = std::next(at);
+  if (next != free_.end() && offset + size_bytes == next->first) {
+    at->second += next->second;
+    free_.erase(next);
+  }
+  if (at == free_.begin()) return;
+  const auto before = std::prev(at);
+  if (before->first + before->second != offset) return;
+  before->second += at->second;
+  free_.erase(at);
+}
+
+absl::StatusOr<ActivationStore::Saved*> ActivationStore::Find(uint64_t number) {
+  const auto found = saved_.find(number);
+  if (found != saved_.end()) return &found->second;
+  return MakeError(ErrorId::kRange, absl::StrCat("nothing is saved under number ", number));
+}
+
+absl::StatusOr<std::unique_ptr<Event>> ActivationStore::BeginSave(std::span<const std::byte> bytes,
+                                                                  uint64_t offset,
+                                                                  Stream& compute) {
+  ASSIGN_OR_RETURN(const auto filled, compute.Record());
+  RETURN_IF_ERROR(out_->WaitFor(*filled));
+  if (freed_behind_ != nullptr) RETURN_IF_ERROR(out_->WaitFor(*freed_behind_));
+  freed_behind_.reset();
+  RETURN_IF_ERROR(out_->Copy(room_.subspan(offset, bytes.size()), bytes));
+  return out_->Record();
+}
+
+absl::StatusOr<std::optional<uint64_t>> ActivationStore::Save(std::span<const std::byte> bytes,
+                                                              Stream& compute) {
+  RETURN_IF_ERROR(device_->CheckReach(bytes));
+  const MutexLock lock(mutex_);
+  const uint64_t range_bytes = RangeBytes(bytes.size());
+  const std::optional<uint64_t> offset = Take(range_bytes);
+  if (!offset.has_value()) return std::nullopt;
+  absl::StatusOr<std::unique_ptr<Event>> left = BeginSave(bytes, *offset, compute);
+  if (!left.ok()) {
+    out_->Synchronize().IgnoreError();  // `bytes` are the caller's again
+    GiveBack(*offset, range_bytes);
+    return left.status();
+  }
+  saved_[next_number_] = {
+      .offset = *offset, .size_bytes = bytes.size(), .left = *std::move(left), .loaded = {}};
+  return next_number_++;
+}
+
+absl::StatusOr<bool> ActivationStore::HasLeft(uint64_t number) {
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(const Saved* const saved, Find(number));
+  ASSIGN_OR_RETURN(const bool has_left, saved->left->Done());
+  if (has_left) left_number_ = std::max(left_number_, number);
+  return has_left;
+}
+
+absl::Status ActivationStore::LeaveBehind(uint64_t number, Stream& compute) {
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(const Saved* const saved, Find(number));
+  return compute.WaitFor(*saved->left);
+}
+
+absl::Status ActivationStore::Load(uint64_t number, std::span<std::byte> to, Stream& compute) {
+  RETURN_IF_ERROR(device_->CheckReach(to));
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(Saved* const saved, Find(number));
+  if (to.size() != saved->size_bytes) {
+    return MakeError(ErrorId::kRange, absl::StrCat("number ", number, " has ", saved->size_bytes,
+                                                   " bytes, there is room for ", to.size()));
+  }
+  ASSIGN_OR_RETURN(const auto free, compute.Record());
+  RETURN_IF_ERROR(in_->WaitFor(*free));
+  if (number > left_number_) {
+    RETURN_IF_ERROR(in_->WaitFor(*saved->left));
+    left_number_ = number;
+  }
+  RETURN_IF_ERROR(in_->Copy(to, room_.subspan(saved->offset, saved->size_bytes)));
+  ASSIGN_OR_RETURN(saved->loaded, in_->Record());
+  saved->load = ++loads_;
+  return absl::OkStatus();
+}
+
+absl::Status ActivationStore::LoadedFor(uint64_t number, Stream& compute) {
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(const Saved* const saved, Find(number));
+  if (saved->loaded == nullptr) {
+    return MakeError(ErrorId::kNotReady, absl::StrCat("number ", number, " is not being loaded"),
+                     "Load it first");
+  }
+  return compute.WaitFor(*saved->loaded);
+}
+
+absl::Status ActivationStore::Drop(uint64_t number) {
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(Saved* const saved, Find(number));
+  if (saved->loaded != nullptr && saved->load > freed_load_) {
+    freed_load_ = saved->load;
+    freed_behind_ = std::move(saved->loaded);
+  }
+  GiveBack(saved->offset, RangeBytes(saved->size_bytes));
+  saved_.erase(number);
+  return absl::OkStatus();
+}
+
+uint64_t ActivationStore::used_bytes() const {
+  const MutexLock lock(mutex_);
+  return used_bytes_;
+}
+
+uint64_t ActivationStore::used_bytes_max() const {
+  const MutexLock lock(mutex_);
+  return used_bytes_max_;
+}
+
+}  // namespace forebay::client

@@ -1,0 +1,199 @@
+"""Cases of sharded_ranks.py: what forwards keep for their backwards, in the daemon's memory."""
+
+import contextlib
+import functools
+
+import torch
+from forebay import _activations
+from models import CheckpointedNet, loss_of
+from sharded_ranks import case, full, refused, small_net
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+ROOM = 4 << 20
+STEPS = 4
+
+
+@contextlib.contextmanager
+def tensors_of_any_size():
+    """The models of these tests are small."""
+    before, _activations.LEAST_BYTES = _activations.LEAST_BYTES, 1
+    try:
+        yield
+    finally:
+        _activations.LEAST_BYTES = before
+
+
+def trained(ranks, make, name, offloads, **options):
+    """Losses, weights and the counters of a job."""
+    model = ranks.shard(make())
+    opt = ranks.attach(model, job=f"{ranks.job}.{name}", **options)
+    losses = []
+    for step in range(1, STEPS + 1):
+        with opt.offload_activations() if offloads else contextlib.nullcontext():
+            loss = loss_of(model, ranks.batch(step))
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+        del loss
+    result = losses, full(model), opt.stats()
+    opt.detach()
+    return result
+
+
+def assert_same_training(ranks, make):
+    """With room for all, for some and for nothing: the bits are those of a job that keeps everything."""
+    losses, weights, _ = trained(ranks, make, "kept", False)
+    used = []
+    for name, room in (("all", ROOM), ("some", 2048), ("none", 64)):
+        own, values, stats = trained(ranks, make, name, True, activation_bytes=room)
+        assert own == losses, (name, own, losses)
+        assert all(torch.equal(values[one], weights[one]) for one in weights), name
+        assert stats["activation_bytes"] == 0, stats
+        assert stats["activation_bytes_max"] <= room, stats
+        assert (stats["activation_bytes_stayed"] > 0) == (name != "all"), stats
+        used.append(stats["activation_bytes_max"])
+    assert used[0] > used[1] > 0, used
+
+
+@case(1, 2)
+def offloaded_activations(ranks):
+    with tensors_of_any_size():
+        assert_same_training(ranks, small_net)
+
+
+@case(2)
+def offloaded_checkpoints(ranks):
+    """What torch.utils.checkpoint keeps of each layer, and what a layer's backward computes again."""
+    with tensors_of_any_size():
+        for reentrant in (False, True):
+            ranks.job = f"{ranks.job}.{reentrant}"
+            torch.manual_seed(1)
+            assert_same_training(ranks, functools.partial(seeded, reentrant))
+
+
+def seeded(reentrant):
+    torch.manual_seed(1)
+    return CheckpointedNet(reentrant)
+
+
+@case(1, 2)
+def offloaded_activations_leave_the_device(ranks):
+    """Behind the forward nothing holds what the layers have computed, and each of several users of a
+    tensor finds the one copy of it."""
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.first = nn.Linear(8, 64)
+            self.branches = nn.ModuleList(nn.Linear(64, 8) for _ in range(3))
+            self.seen = []
+
+        def forward(self, x):
+            x = self.first(x).exp()
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
+            return sum(branch(x) for branch in self.branches)
+
+    with tensors_of_any_size():
+        model = ranks.shard(Fork(), layers=())
+        opt = ranks.attach(model, activation_bytes=ROOM)
+        x = torch.randn(16, 8)
+        with opt.offload_activations():
+            loss = model(x).sum()
+        (seen,) = model.seen
+        if opt._engine.device.is_host:  # of a device once it was copied
+            assert seen.expired()
+        # The input (16 x 8), and what exp() gave (16 x 64) once: for its own backward and three branches.
+        kept = opt.stats()["activation_bytes"]
+        assert kept == 4 * 16 * (8 + 64), kept
+        loss.backward(retain_graph=True)
+        first = [p.grad for p in model.parameters()]
+        assert all(one is not None for one in first)
+        assert opt.stats()["activation_bytes"] == kept
+        del loss
+        assert opt.stats()["activation_bytes"] == 0
+        opt.step()
+        opt.detach()
+
+
+@case(1, 2)
+def a_second_backward_of_offloaded_activations(ranks):
+    """torch.autograd.grad through a graph that is kept: twice the same."""
+    with tensors_of_any_size():
+        model = ranks.shard(small_net())
+        opt = ranks.attach(model, activation_bytes=ROOM)
+        x = torch.randn(3, 4, 8, requires_grad=True)
+        weight = torch.randn(8, 8, requires_grad=True)
+        with opt.offload_activations():
+            y = ((x @ weight).sin().transpose(1, 2) * 2).exp()
+        plain = ((x @ weight).sin().transpose(1, 2) * 2).exp()
+        want = torch.autograd.grad(plain.sum(), (x, weight))
+        for _ in range(2):
+            got = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+            assert all(map(torch.equal, got, want))
+        opt.detach()
+
+
+@case(1)
+def memory_of_odd_shapes_is_offloaded_as_it_is(ranks):
+    """Transposed, sliced, expanded, empty, of other types: the same values and strides."""
+    with tensors_of_any_size():
+        model = ranks.shard(small_net())
+        opt = ranks.attach(model, activation_bytes=ROOM)
+        room = opt._engine.activations
+        base = torch.randn(6, 5, 4)
+        tensors = [
+            base,
+            base.transpose(0, 2),
+            base.permute(1, 2, 0),
+            base[:, ::2],
+            base[2:4],
+            base[0, 0, :1].expand(7, 1),
+            base.to(torch.float64),
+            base.to(torch.bfloat16).t() if base.dim() == 2 else base.to(torch.bfloat16),
+            base > 0,
+            torch.arange(9),
+            torch.empty(0, 3),
+            torch.tensor(3.0),
+            torch.randn(4, 4).to(torch.complex64),
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        ]
+        packed = [room._pack(tensor) for tensor in tensors]
+        assert sum(isinstance(one, _activations.Saved) for one in packed) >= 10
+        for tensor, one in zip(tensors, packed):
+            back = room._unpack(one)
+            assert torch.equal(back, tensor), tensor
+            assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        opt.detach()
+
+
+@case(1, 2)
+def room_for_activations_is_refused(ranks):
+    """Where there is none: by the sum, or by name; the model is as it was."""
+    model = ranks.shard(small_net())
+    with refused("E_DRAM_LIMIT", r"activations 1\.0 TiB", "dram.limit"):
+        ranks.attach(model, activation_bytes=1 << 40)
+    with refused("E_OPTION", "activation_bytes is -1", "activation_bytes="):
+        ranks.attach(model, activation_bytes=-1)
+    with refused("E_OPTION", "activation_bytes without mode", 'mode="sharded"'):
+        ranks.attach(small_net(), activation_bytes=1 << 20)
+    opt = ranks.attach(model)
+    with refused("E_OPTION", r"offload_activations\(\) of an attachment without room", "activation_bytes="):
+        opt.offload_activations()
+    opt.detach()
+
+
+@case()
+def a_tensor_that_changes_while_it_is_copied(ranks):
+    """Of a device: its backward says so, as torch does of a tensor that it kept itself."""
+    with tensors_of_any_size():
+        model = ranks.shard(small_net())
+        opt = ranks.attach(model, activation_bytes=ROOM)
+        x = torch.randn(8, requires_grad=True)
+        with opt.offload_activations():
+            y = (x * 1).exp()
+        y.detach().add_(1)
+        with refused("E_UNSUPPORTED", r"shape \[8\] .* changed in place", "out of place"):
+            y.sum().backward()
+        opt.detach()
