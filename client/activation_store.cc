@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -99,6 +100,7 @@ absl::StatusOr<std::unique_ptr<Event>> ActivationStore::BeginSave(std::span<cons
 
 absl::StatusOr<std::optional<uint64_t>> ActivationStore::Save(std::span<const std::byte> bytes,
                                                               Stream& compute) {
+  const gpu::NvtxRange nvtx_range("forebay.save_activation");
   RETURN_IF_ERROR(device_->CheckReach(bytes));
   const MutexLock lock(mutex_);
   const uint64_t range_bytes = RangeBytes(bytes.size());
@@ -130,6 +132,7 @@ absl::Status ActivationStore::LeaveBehind(uint64_t number, Stream& compute) {
 }
 
 absl::Status ActivationStore::Load(uint64_t number, std::span<std::byte> to, Stream& compute) {
+  const gpu::NvtxRange nvtx_range("forebay.load_activation");
   RETURN_IF_ERROR(device_->CheckReach(to));
   const MutexLock lock(mutex_);
   ASSIGN_OR_RETURN(Saved* const saved, Find(number));

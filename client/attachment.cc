@@ -13,6 +13,7 @@
 #include "client/internal/stopwatch.h"
 #include "client/window_registry.h"
 #include "gpu/host_device.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/channel.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
@@ -114,6 +115,7 @@ absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& lim
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions options) {
+  gpu::AttachNvtxTool(NvtxTool());
   const WaitLimits limits{.deadline = Deadline::After(options.timeout),
                           .interrupt_check = &options.interrupt_check};
   ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -216,6 +217,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
+  const gpu::NvtxRange range("forebay.gradient", s.ParamName(param));
   const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
   s.NoteGradient(param, bytes, stopwatch);
   // `bytes` are the caller's again
@@ -232,6 +234,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
   RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
+  const gpu::NvtxRange range("forebay.gradient", s.ParamName(param));
   const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -68,6 +69,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
+  const gpu::NvtxRange range("forebay.step");
   RETURN_IF_ERROR(s.CheckHasRank());
   const absl::Status kept = s.KeptErrors();
   // The daemon knows of non-finite gradients too; its answer lets every rank repeat the step.

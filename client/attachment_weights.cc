@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/stopwatch.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -84,6 +85,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   RETURN_IF_ERROR(s.CheckCopies(copies));
   const std::string_view first_group =
       copies.empty() ? std::string_view() : s.GroupName(copies[0].partition);
+  const gpu::NvtxRange range("forebay.copy_weights", first_group);
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);

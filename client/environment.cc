@@ -11,19 +11,29 @@
 
 namespace forebay::client {
 
+namespace {
+
+// Empty where it is not set.
+std::string Variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
 std::string SocketPath(std::string_view request) {
   if (!request.empty()) return std::string(request);
-  const char* from_environment = std::getenv("FOREBAY_SOCKET");
-  if (from_environment != nullptr && *from_environment != '\0') return from_environment;
-  return kDefaultSocket;
+  const std::string from_environment = Variable("FOREBAY_SOCKET");
+  return from_environment.empty() ? kDefaultSocket : from_environment;
 }
 
 std::string RunToken(std::string_view request) {
   if (!request.empty()) return std::string(request);
-  const char* from_environment = std::getenv("FOREBAY_RUN");
-  if (from_environment != nullptr && *from_environment != '\0') return from_environment;
-  return ProcessToken();
+  const std::string from_environment = Variable("FOREBAY_RUN");
+  return from_environment.empty() ? ProcessToken() : from_environment;
 }
+
+std::string NvtxTool() { return Variable("NVTX_INJECTION64_PATH"); }
 
 std::string ProcessToken() {
   constexpr int kFieldsAfterName = 20;  // up to and with the start time

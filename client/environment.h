@@ -14,6 +14,9 @@ std::string SocketPath(std::string_view request);
 // `request`, else FOREBAY_RUN, else a token of this process alone.
 std::string RunToken(std::string_view request);
 
+// NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.
+std::string NvtxTool();
+
 // "pid-PID-START", START in clock ticks since boot: no two processes of one boot have the same.
 //
 // Source  proc_pid_stat(5), field 22.

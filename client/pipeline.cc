@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
 #include "client/internal/deadline.h"
+#include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -210,6 +211,7 @@ bool Pipeline::StaysGathered(const Group& group) const {
 
 absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Stream& compute) {
   RETURN_IF_ERROR(CheckGroup(number));
+  const gpu::NvtxRange range("forebay.gather", GroupName(number));
   Group& group = groups_[number];
   if (group.in_use) {
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use already"),
@@ -327,6 +329,7 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
     return MakeError(ErrorId::kNotReady, absl::StrCat("group ", number, " has no gradient"),
                      "fill what Gradient() gives first");
   }
+  const gpu::NvtxRange range("forebay.reduce", GroupName(number));
   const protocol::DType dtype = attachment_->layout().grad_dtype();
   const uint64_t shard_bytes = group.shard_elems * SizeBytes(dtype);
   const auto reduce = [&]() -> absl::Status {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -114,6 +115,9 @@ class Pipeline {
            std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
 
   absl::Status CheckDeviceMemory() const;
+  std::string_view GroupName(uint32_t group) const {
+    return attachment_->layout().spec().group_names[group];
+  }
   absl::Status CheckGroup(uint32_t group);
   absl::Status Fail(absl::Status status);
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(sysconfig.get_path("purelib")) / "nvidia"
 TOOLKITS = (pathlib.Path("/usr/local/cuda/include"), pathlib.Path("/usr/include"))
 ROOM = "gpu/internal"
-CHECKS = {"cuda": "cuda.h", "nccl": "nccl.h"}  # by the prefix of the files
+CHECKS = {"cuda": "cuda.h", "nccl": "nccl.h", "nvtx": "nvtx3/nvToolsExt.h"}  # by the prefix of the files
 
 
 def folder_of(header):
@@ -53,6 +53,8 @@ def test_the_declarations_are_nvidias(kind):
             ("cuda", "functions.inc", "(CUevent*, unsigned int)", "(CUevent*, int)", "cuEventCreate"),
             ("nccl", "types.h", "kBFloat16 = 9", "kBFloat16 = 8", "kBFloat16"),
             ("nccl", "types.h", "unsigned version;", "size_t version;", "blocking"),
+            ("nvtx", "types.h", "kRangePop = 11", "kRangePop = 10", "kRangePop"),
+            ("nvtx", "types.h", "uint32_t reserved;", "uint64_t reserved;", "set_tool_version"),
             ("nccl", "functions.inc", "(ncclUniqueId*)", "(ncclUniqueId)", "ncclGetUniqueId"),
         )
     ],

@@ -1,0 +1,34 @@
+// Named stretches of a thread's time, for NVIDIA's tools.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace forebay::gpu {
+
+// Lets a tool attach, by the library that it names in NVTX_INJECTION64_PATH; empty: there is none. One
+// that cannot be opened, or takes no part, is left out in silence, as NVIDIA's header does. The first call
+// of the process counts.
+//
+// Threads  Any.
+// Source   NVTX 3, nvtxInit.h.
+void AttachNvtxTool(const std::string& library);
+
+// From construction to destruction; ranges of a thread nest. Nothing where no tool has attached.
+//
+// Threads  Any.
+class NvtxRange {
+ public:
+  // "what" or "what name".
+  explicit NvtxRange(std::string_view what, std::string_view name = {});
+  NvtxRange(const NvtxRange&) = delete;
+  NvtxRange& operator=(const NvtxRange&) = delete;
+  ~NvtxRange();
+
+  struct Tool;
+
+ private:
+  const Tool* const tool_;
+};
+
+}  // namespace forebay::gpu
