@@ -1,10 +1,10 @@
 #include "client/activation_store.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/internal/grad_slots.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -31,9 +31,10 @@ uint64_t RangeBytes(uint64_t size_bytes) {
 ActivationStore::ActivationStore(std::span<std::byte> room, std::shared_ptr<const void> owner,
                                  std::shared_ptr<gpu::Device> device)
     : room_(room), owner_(std::move(owner)), device_(std::move(device)) {
-  const MutexLock lock(mutex_);
   const uint64_t whole_lines = room_.size() / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
-  if (whole_lines > 0) free_[0] = whole_lines;
+  const MutexLock lock(mutex_);
+  ranges_ = std::make_unique<internal::GradSlots>(
+      internal::GradSlots::Options{.capacity_bytes = whole_lines, .largest_bytes = whole_lines});
 }
 
 ActivationStore::~ActivationStore() {
@@ -53,14 +54,10 @@ absl::StatusOr<std::unique_ptr<ActivationStore>> ActivationStore::Create(
   return made;
 }
 
-// The lowest range that is large enough.
 std::optional<uint64_t> ActivationStore::Take(uint64_t size_bytes) {
-  const auto found =
-      std::ranges::find_if(free_, [&](const auto& range) { return range.second >= size_bytes; });
-  if (found == free_.end()) return std::nullopt;
-  const auto [offset, bytes] = *found;
-  free_.erase(found);
-  if (bytes > size_bytes) free_[offset + size_bytes] = bytes - size_bytes;
+  if (size_bytes > ranges_->largest_bytes()) return std::nullopt;
+  const std::optional<uint64_t> offset = ranges_->AllocateBusy(size_bytes);
+  if (!offset.has_value()) return std::nullopt;
   used_bytes_ += size_bytes;
   used_bytes_max_ = std::max(used_bytes_max_, used_bytes_);
   return offset;
@@ -68,17 +65,7 @@ std::optional<uint64_t> ActivationStore::Take(uint64_t size_bytes) {
 
 void ActivationStore::GiveBack(uint64_t offset, uint64_t size_bytes) {
   used_bytes_ -= size_bytes;
-  auto at = free_.emplace(offset, size_bytes).first;
-  const auto next = std::next(at);
-  if (next != free_.end() && offset + size_bytes == next->first) {
-    at->second += next->second;
-    free_.erase(next);
-  }
-  if (at == free_.begin()) return;
-  const auto before = std::prev(at);
-  if (before->first + before->second != offset) return;
-  before->second += at->second;
-  free_.erase(at);
+  ranges_->Free(offset);
 }
 
 absl::StatusOr<ActivationStore::Saved*> ActivationStore::Find(uint64_t number) {

@@ -17,6 +17,10 @@
 
 namespace forebay::client {
 
+namespace internal {
+class GradSlots;
+}  // namespace internal
+
 // Bytes are copied out behind the work that made them, on a stream of the store's, and back ahead of the work
 // that needs them, on another: compute goes on beside both. They are the same to the bit.
 //
@@ -80,8 +84,8 @@ class ActivationStore {
   mutable protocol::Mutex mutex_;
   std::unique_ptr<gpu::Stream> out_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<gpu::Stream> in_ ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, Saved> saved_ ABSL_GUARDED_BY(mutex_);    // by number
-  std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // bytes by offset; no two touch
+  std::map<uint64_t, Saved> saved_ ABSL_GUARDED_BY(mutex_);              // by number
+  std::unique_ptr<internal::GradSlots> ranges_ ABSL_GUARDED_BY(mutex_);  // of the room; all busy
   uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
   // Copied before what `in_` does next; so are lower ones.
   uint64_t left_number_ ABSL_GUARDED_BY(mutex_) = 0;

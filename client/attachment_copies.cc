@@ -110,8 +110,8 @@ bool Attachment::State::LookAtCopies() {
   copies.remove_if([&](CopiesInFlight& copy) {
     std::vector<uint64_t>& leases = copy.leases;
     if (!HasEnded(*copy.done)) return false;
-    if (copy.event.end_ns == 0) Note(copy.event);
-    copy.event.end_ns = 1;  // noted, though leases may wait for room in the ring
+    if (copy.event.has_value()) Note(*copy.event);
+    copy.event.reset();  // the leases may still wait for room in the ring
     while (!leases.empty() && give_back(leases.back()).value_or(true)) leases.pop_back();
     return leases.empty();
   });

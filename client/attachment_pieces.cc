@@ -198,6 +198,11 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
 absl::Status Attachment::State::AddGradient(uint32_t param, std::span<const std::byte> bytes,
                                             const std::shared_ptr<const void>& keep,
                                             const WaitLimits& limits) {
+  const gpu::NvtxRange range("forebay.gradient", ParamName(param));
+  const protocol::ClientEvent event{.lane = protocol::ClientLane::kGradient,
+                                    .name = ParamName(param),
+                                    .start_ns = internal::NowNs(),
+                                    .bytes = bytes.size()};
   SetGradient(param);
   absl::Status status;
   for (const uint32_t index : own_boxes[param]) {
@@ -206,6 +211,7 @@ absl::Status Attachment::State::AddGradient(uint32_t param, std::span<const std:
     if (status.ok()) status = CopyBoxToPieces(place, bytes.first(size_bytes), keep, limits);
     bytes = bytes.subspan(size_bytes);
   }
+  Note(event);
   if (!status.ok() && kept_grad_error.ok()) kept_grad_error = status;
   return status;
 }
@@ -217,9 +223,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
-  const gpu::NvtxRange range("forebay.gradient", s.ParamName(param));
   const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
-  s.NoteGradient(param, bytes, stopwatch);
   // `bytes` are the caller's again
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->Synchronize()));
   return status;
@@ -234,21 +238,10 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
   RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
-  const gpu::NvtxRange range("forebay.gradient", s.ParamName(param));
   const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
-  const absl::Status status = s.AddGradient(param, bytes, keep, s.Limits(timeout));
-  s.NoteGradient(param, bytes, stopwatch);
-  return status;
-}
-
-void Attachment::State::NoteGradient(uint32_t param, std::span<const std::byte> bytes,
-                                     const Stopwatch& stopwatch) {
-  Note({.lane = protocol::ClientLane::kGradient,
-        .name = ParamName(param),
-        .start_ns = stopwatch.begin_ns(),
-        .bytes = bytes.size()});
+  return s.AddGradient(param, bytes, keep, s.Limits(timeout));
 }
 
 // ------------------------------------------------------------------------------------------ flush

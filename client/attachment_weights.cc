@@ -95,13 +95,15 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(partitions, limits));
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
   const uint64_t begun_ns = internal::NowNs();
+  uint64_t bytes = 0;
   absl::Status status;
   for (const WeightsCopy& copy : copies) {
     const std::span<const std::byte> from =
         leases.at(copy.partition).bytes.subspan(copy.first_elem * width, copy.to.size());
     if (status.ok()) status = s.CopyToDevice(stream, copy.to, from, limits);
-    s.gauge.copied_bytes += from.size();
+    bytes += from.size();
   }
+  s.gauge.copied_bytes += bytes;
   // Also after an error: what was begun reads the leased bytes.
   absl::StatusOr<std::unique_ptr<gpu::Event>> done = stream.Record();
   if (!done.ok()) {
@@ -111,14 +113,13 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   std::vector<uint64_t> ids;
   for (const auto& [partition, lease] : leases) ids.push_back(lease.id);
   if (done.ok()) {
-    uint64_t bytes = 0;
-    for (const WeightsCopy& copy : copies) bytes += copy.to.size();
-    s.copies.push_back({.leases = std::move(ids),
-                        .done = *std::move(done),
-                        .event = {.lane = protocol::ClientLane::kWeightsToDevice,
-                                  .name = first_group,
-                                  .start_ns = begun_ns,
-                                  .bytes = bytes}});
+    s.copies.push_back(
+        {.leases = std::move(ids),
+         .done = *std::move(done),
+         .event = protocol::ClientEvent{.lane = protocol::ClientLane::kWeightsToDevice,
+                                        .name = first_group,
+                                        .start_ns = begun_ns,
+                                        .bytes = bytes}});
   } else {
     s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
   }

@@ -143,7 +143,7 @@ struct Attachment::State {
   struct CopiesInFlight {
     std::vector<uint64_t> leases;
     std::unique_ptr<gpu::Event> done;
-    protocol::ClientEvent event = {};
+    std::optional<protocol::ClientEvent> event = {};  // until it is noted
   };
   // A copy of a gradient to a slot.
   struct GradientCopy {
@@ -281,8 +281,6 @@ struct Attachment::State {
   std::string_view ParamName(uint32_t param) const {
     return parts.layout->spec().params[param].name;
   }
-  void NoteGradient(uint32_t param, std::span<const std::byte> bytes,
-                    const internal::Stopwatch& stopwatch);
   uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
   absl::StatusOr<std::vector<std::byte>> EncodeStep(

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::daemon {
 
@@ -48,28 +49,19 @@ absl::Status Membership::CheckAttach(const AttachRequested& request,
                                   spec_.name, " did not ask for sums in float32"),
                      "leave accumulate out, or delete the job and start with it");
   }
-  if (request.grad_arena_bytes > room.grad_arena_bytes) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("a gradient arena of ", request.grad_arena_bytes,
-                                  " bytes; the job's first session asked for ",
-                                  room.grad_arena_bytes, " for each rank"),
-                     "ask for no more, or delete the job and start with more");
-  }
-  if (request.activation_bytes > room.activation_bytes) {
-    return MakeError(ErrorId::kRange,
-                     absl::StrCat("room for ", request.activation_bytes,
-                                  " bytes of activations; the job's first session asked for ",
-                                  room.activation_bytes, " for each rank"),
-                     "ask for no more, or delete the job and start with more");
-  }
-  if (request.extra_state_bytes > room.extra_state_bytes) {
-    return MakeError(ErrorId::kExtraState,
-                     absl::StrCat("room for ", request.extra_state_bytes,
-                                  " bytes of extra_state; the job's first session asked for ",
-                                  room.extra_state_bytes, " for each rank"),
-                     "ask for no more, or delete the job and start with more");
-  }
-  return absl::OkStatus();
+  const auto check = [](ErrorId id, uint64_t wanted, uint64_t had, const std::string& what) {
+    if (wanted <= had) return absl::OkStatus();
+    return MakeError(
+        id, absl::StrCat(what, "; the job's first session asked for ", had, " for each rank"),
+        "ask for no more, or delete the job and start with more");
+  };
+  RETURN_IF_ERROR(check(ErrorId::kRange, request.grad_arena_bytes, room.grad_arena_bytes,
+                        absl::StrCat("a gradient arena of ", request.grad_arena_bytes, " bytes")));
+  RETURN_IF_ERROR(
+      check(ErrorId::kRange, request.activation_bytes, room.activation_bytes,
+            absl::StrCat("room for ", request.activation_bytes, " bytes of activations")));
+  return check(ErrorId::kExtraState, request.extra_state_bytes, room.extra_state_bytes,
+               absl::StrCat("room for ", request.extra_state_bytes, " bytes of extra_state"));
 }
 
 absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t committed_step,
