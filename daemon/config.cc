@@ -63,6 +63,8 @@ constexpr std::array kKeys = {
     ConfigKey{"log.level", "debug | info | warning | error", "what is logged to stderr"},
     ConfigKey{"memlock", "required | best_effort",
               "whether memory that cannot be locked is refused"},
+    ConfigKey{"pidfd", "required | best_effort",
+              "whether a kernel is refused that does not tell when a client's process ends"},
 };
 
 // Where a value stands, for messages.
@@ -288,6 +290,11 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
                                                          {"info", LogLevel::kInfo},
                                                          {"warning", LogLevel::kWarning},
                                                          {"error", LogLevel::kError}}));
+  } else if (key == "pidfd") {
+    ASSIGN_OR_RETURN(config.pidfd,
+                     WordOf<PidfdPolicy>(node, place,
+                                         {{"required", PidfdPolicy::kRequired},
+                                          {"best_effort", PidfdPolicy::kBestEffort}}));
   } else {
     ASSIGN_OR_RETURN(config.lock, WordOf<pinned_mem::LockPolicy>(
                                       node, place,

@@ -18,6 +18,12 @@ namespace forebay::daemon {
 
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 
+// What a daemon does on a kernel without pidfd_open(2).
+enum class PidfdPolicy : uint8_t {
+  kRequired,    // does not start
+  kBestEffort,  // as ControlPlaneOptions::serves_without_pidfds
+};
+
 struct Config {
   std::string socket_path = "/run/forebay/forebay.sock";
   uint32_t socket_mode = 0660;
@@ -39,6 +45,7 @@ struct Config {
   std::chrono::milliseconds reader_lease_max = std::chrono::seconds(10);
   LogLevel log_level = LogLevel::kInfo;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;
+  PidfdPolicy pidfd = PidfdPolicy::kRequired;
 };
 
 // One key, for help and for the search of the nearest one.

@@ -28,6 +28,7 @@
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "spdlog/spdlog.h"
@@ -189,8 +190,21 @@ absl::Status CheckNodeBytes(const NodeOptions& node, uint64_t private_bytes) {
                       : "raise dram.limit, or lower swap.staging or update.block_elems");
 }
 
+absl::Status CheckPidfds(PidfdPolicy policy) {
+  if (protocol::OpenPidfd(::getpid()).valid() || errno != ENOSYS) return absl::OkStatus();
+  const std::string what = protocol::ErrnoText("pidfd_open", ENOSYS);
+  if (policy == PidfdPolicy::kBestEffort) {
+    spdlog::warn("{}: a client that ends is noticed when its socket is closed", what);
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kUnsupported,
+                   absl::StrCat("this kernel does not tell when a client's process ends: ", what),
+                   "use Linux 5.3 or newer without a filter of system calls");
+}
+
 absl::StatusOr<Prepared> Prepare(const Config& config) {
   RETURN_IF_ERROR(CheckConfig(config));
+  RETURN_IF_ERROR(CheckPidfds(config.pidfd));
   RETURN_IF_ERROR(cpu_adam::ForceTarget(config.update_target));
   Prepared prepared;
   prepared.connections_per_uid_max = ConnectionsPerUidMax(RaiseLimits());
@@ -285,12 +299,14 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     spdlog::critical("{}", protocol::FormatError(status));
     protocol::RingDoorbell(made.failure.get());
   });
-  ASSIGN_OR_RETURN(made.control, ControlPlane::Create(
-                                     {.listener = std::move(made.socket->fd()),
-                                      .socket_path = config.socket_path,
-                                      .operators = prepared.operators,
-                                      .connections_per_uid_max = prepared.connections_per_uid_max},
-                                     *made.inbox, *made.replies));
+  ASSIGN_OR_RETURN(
+      made.control,
+      ControlPlane::Create({.listener = std::move(made.socket->fd()),
+                            .socket_path = config.socket_path,
+                            .operators = prepared.operators,
+                            .connections_per_uid_max = prepared.connections_per_uid_max,
+                            .serves_without_pidfds = config.pidfd == PidfdPolicy::kBestEffort},
+                           *made.inbox, *made.replies));
   return daemon;
 }
 

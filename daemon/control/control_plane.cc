@@ -152,6 +152,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
         listener_{.fd = std::move(options.listener)},
         operators_(options.operators),
         connections_per_uid_max_(options.connections_per_uid_max),
+        serves_without_pidfds_(options.serves_without_pidfds),
         log_(timer_),
         refused_(timer_, log_),
         closings_(*this),
@@ -200,7 +201,9 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
     socklen_t length = sizeof(peer);
     ::getsockopt(client.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length);
     protocol::UniqueFd pidfd = protocol::PeerPidfd(client.get(), peer.pid);
-    if (!pidfd.valid() && peer.pid != 0) {  // 0: of another pid namespace
+    const bool is_unwatched = serves_without_pidfds_ && errno == ENOSYS;
+    // pid 0: of another pid namespace.
+    if (!pidfd.valid() && peer.pid != 0 && !is_unwatched) {
       const bool at_limit = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
       // It has ended: ESRCH, or EINVAL where the kernel has no pidfd for a reaped process.
       if (!at_limit) return refused_.Close(peer.uid, std::move(client));
@@ -284,6 +287,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   Listener listener_;
   const std::optional<gid_t> operators_;
   const uint32_t connections_per_uid_max_;
+  const bool serves_without_pidfds_;
   ClientLog log_;
   RefusedClients refused_;
   kj::TaskSet closings_;  // sessions whose end the loop has still to confirm

@@ -46,6 +46,9 @@ struct ControlPlaneOptions {
   // Group that sees the jobs of all users.
   std::optional<gid_t> operators;
   uint32_t connections_per_uid_max = kConnectionsPerUidMax;
+  // A kernel without pidfd_open(2): whether it is served all the same. A session then lasts until its
+  // socket is closed, which a fork of the client's keeps open.
+  bool serves_without_pidfds = false;
 };
 
 // kConnectionsPerUidMax, or fewer where the daemon may have only `descriptors_max`: the connections of

@@ -34,6 +34,7 @@ TEST(Config, ReadsEveryKeyOfAFile) {
   Config config;
   ASSERT_OK(LoadConfigFile(dir.Write("c.toml", R"(
 memlock = "best_effort"
+pidfd = "best_effort"
 [socket]
 path = "/tmp/f.sock"
 mode = "0600"
@@ -56,6 +57,7 @@ block_elems = 4096
 level = "debug"
 )"),
                            config));
+  EXPECT_EQ(config.pidfd, PidfdPolicy::kBestEffort);
   EXPECT_EQ(config.socket_path, "/tmp/f.sock");
   EXPECT_EQ(config.socket_mode, 0600U);
   EXPECT_EQ(config.dram_limit_bytes, uint64_t{2} << 30);
@@ -166,8 +168,8 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   for (const char* setting :
        {"nothing", "=1", "dram.limit=much", "dram.limit=-1", "update.workers=many",
         "update.workers=100000", "update.block_elems=100", "update.block_elems=0", "io.engine=aio",
-        "log.level=loud", "memlock=maybe", "socket.mode=0999", "swap.capacity=0", "swap.life=short",
-        "update=1", "dram.limit=[1]"}) {
+        "log.level=loud", "memlock=maybe", "pidfd=no", "socket.mode=0999", "swap.capacity=0",
+        "swap.life=short", "update=1", "dram.limit=[1]"}) {
     Config config;
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }

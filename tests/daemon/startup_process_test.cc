@@ -34,6 +34,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/healthy_job.h"
+#include "tests/support/old_kernel.h"
 #include "tests/support/refused_call.h"
 #include "tests/support/status_test.h"
 #include "tests/support/test_cgroup.h"
@@ -215,6 +216,38 @@ TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
           .status(),
       ErrorId::kMemlock, {"cannot lock arena", "RLIMIT_MEMLOCK is 4.0 MiB"});
   EXPECT_TRUE(daemon->IsAlive());
+  EXPECT_OK(healthy->TrainOneMoreStep());
+}
+
+// ------------------------------------------------------------------------------------ old kernels
+
+void OnAnOldKernel() {
+  if (!testing::ActAsOldKernel()) ::_exit(1);
+}
+
+TEST_F(Startup, OnAKernelThatDoesNotWatchProcessesIsRefused) {
+  const auto refused = DaemonProcess::Start(socket_, {}, OnAnOldKernel);
+  const std::string said(refused.status().message());
+  for (const char* word : {"forebayd ended with 1: error[E_UNSUPPORTED]", "pidfd_open",
+                           "Function not implemented", "hint: use Linux 5.3"}) {
+    EXPECT_THAT(said, HasSubstr(word));
+  }
+}
+
+TEST_F(Startup, OnAnOldKernelTrainsWhereThatIsAskedFor) {
+  dir_.Make("swap");
+  std::vector<std::string> settings = Here(kGoodSwap);
+  settings.push_back("pidfd=best_effort");
+  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(socket_, settings, OnAnOldKernel));
+  {
+    ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
+    EXPECT_OK(healthy->TrainOneMoreStep());
+    ASSERT_OK_AND_ASSIGN(const auto admin, client::AdminClient::Connect({.socket = socket_}));
+    ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+    EXPECT_STREQ(status->getIoEngine().cStr(), "threads");
+  }
+  // The session that was left is noticed by its socket.
+  ASSERT_OK_AND_ASSIGN(const auto healthy, HealthyJob::Attach({.socket = socket_}));
   EXPECT_OK(healthy->TrainOneMoreStep());
 }
 
