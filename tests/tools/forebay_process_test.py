@@ -323,7 +323,7 @@ def test_an_unknown_key_is_named_with_file_and_line(folders, tmp_path):
 def test_doctor_judges_everything_once():
     findings = json.loads(forebay("doctor", "--json", ROOT / "build").stdout)
     whats = [finding["what"].split(" /")[0] for finding in findings]
-    assert whats == ["memlock", "io_uring", "huge pages", "CPU target", "O_DIRECT", "disk"]
+    assert whats == ["memlock", "io_uring", "pidfd", "huge pages", "CPU target", "O_DIRECT", "disk"]
     assert all(finding["result"] in ("PASS", "WARN", "FAIL") for finding in findings)
     assert all(finding["fix"] for finding in findings if finding["result"] != "PASS")
     assert forebay("doctor", "/does/not/exist").returncode == 1
@@ -422,6 +422,32 @@ def test_each_bench_prints_one_line_a_case(folders, flags, cases):
         assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
 
 
+def test_bench_copies_measures_each_way_and_direction_on_a_driver():
+    driver = FOREBAY.parents[1] / "tests" / "libfake_cuda.so"
+    done = forebay(
+        *("bench", "copies", "--driver", driver, "--params", 1 << 20, "--samples", 1, "--json")
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == [
+        f"copies/{what}/pages={pages}"
+        for pages in ("4KiB", "2MiB")
+        for what in (
+            *("register/way=read_only", "register/way=made_read_only"),
+            *("dir=to_device", "dir=from_device", "dir=both"),
+        )
+    ]
+    for line in lines:
+        assert line["value"] > 0 and line["limit"] > 0
+        assert line["case"].endswith("2MiB") or line["huge_page_share"] == 0
+
+
+def test_bench_copies_without_a_driver_says_so():
+    done = forebay("bench", "copies", "--driver", "libcuda-that-is-nowhere.so.1")
+    assert done.returncode == 1 and "error[E_UNSUPPORTED]: no CUDA on this machine" in done.stderr
+    assert forebay("bench", "fetch", "--driver", "libcuda.so.1").returncode == 1
+
+
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, fetch, update" in done.stderr
+    assert done.returncode == 1 and "adam, copies, fetch, update" in done.stderr

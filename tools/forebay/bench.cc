@@ -20,8 +20,8 @@ struct Entry {
   absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"adam", BenchAdam}, Entry{"fetch", BenchFetch},
-                                 Entry{"update", BenchUpdate}};
+constexpr std::array kBenches = {Entry{"adam", BenchAdam}, Entry{"copies", BenchCopies},
+                                 Entry{"fetch", BenchFetch}, Entry{"update", BenchUpdate}};
 
 }  // namespace
 
@@ -40,6 +40,11 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
       return protocol::MakeError(protocol::ErrorId::kOption,
                                  absl::StrCat("bench ", options.what, " has no list of cases"),
                                  "leave out --case and --list: they belong to adam");
+    }
+    if (entry.run != BenchCopies && !options.driver.empty()) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("bench ", options.what, " needs no driver"),
+                                 "leave out --driver: it belongs to copies");
     }
     std::vector<BenchResult> results;
     RETURN_IF_ERROR(entry.run(options, [&](const BenchResult& result) {

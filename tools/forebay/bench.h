@@ -14,11 +14,12 @@ struct BenchOptions {
   uint64_t params = 0;            // of the synthetic job; 0: the bench's own number
   std::string swap_folder = ".";  // for the cases on swap
   std::string runtime_folder;     // of the private daemon
+  std::string driver;             // copies: as dlopen(3) takes it; empty: NVIDIA's
   std::string only;               // adam: the cases whose name contains this
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };
 
-std::string BenchNames();  // "adam, fetch, update"
+std::string BenchNames();  // "adam, copies, fetch, update"
 
 // Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
 // JSON as each comes, or a table at the end.

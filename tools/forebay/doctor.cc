@@ -18,6 +18,7 @@
 #include "nvme/io/engine_factory.h"
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
+#include "protocol/os/pidfd.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/table.h"
@@ -74,6 +75,14 @@ Finding ExamineUring() {
   return {"io_uring", CheckResult::kWarn,
           absl::StrCat(std::string(probe.message()), "; threads are used instead"),
           "sysctl -w kernel.io_uring_disabled=0, or allow io_uring in the container's profile"};
+}
+
+Finding ExaminePidfd() {
+  if (protocol::OpenPidfd(::getpid()).valid()) {
+    return {"pidfd", CheckResult::kPass, "the kernel tells when a client's process ends", ""};
+  }
+  return {"pidfd", CheckResult::kFail, ErrnoText("pidfd_open", errno),
+          "use Linux 5.3 or newer, or allow pidfd_open in the container's profile"};
 }
 
 Finding ExamineDirect(const std::string& folder) {
@@ -138,8 +147,8 @@ Finding ExamineCpu() {
 absl::Status ForceCpuTarget(const std::string& name) { return cpu_adam::ForceTarget(name); }
 
 std::vector<Finding> Examine(const std::vector<std::string>& folders) {
-  std::vector<Finding> findings = {ExamineMemlock(), ExamineUring(), ExamineHugePages(),
-                                   ExamineCpu()};
+  std::vector<Finding> findings = {ExamineMemlock(), ExamineUring(), ExaminePidfd(),
+                                   ExamineHugePages(), ExamineCpu()};
   for (const std::string& folder : folders) {
     findings.push_back(ExamineDirect(folder));
     findings.push_back(ExamineDisk(folder));

@@ -220,6 +220,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
       ->add_option("WHAT", arguments.bench.what,
                    absl::StrCat("one of: ", BenchNames(),
                                 "; adam: the fused passes of the optimizers, without a daemon; "
+                                "copies: a GPU's, from and to the daemon's memory; "
                                 "fetch: from the request to the lease of a group in DRAM; "
                                 "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
@@ -227,6 +228,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   bench->add_option("--params", arguments.bench.params, "of the synthetic job; adam: 100000000")
       ->check(CLI::Range(1024, 1 << 30));
   bench->add_option("--swap", arguments.bench.swap_folder, "a directory for the cases on swap");
+  bench->add_option("--driver", arguments.bench.driver,
+                    "copies: a driver in the place of libcuda.so.1");
   bench->add_option("--case", arguments.bench.only, "adam: only cases whose name contains this");
   bench->add_flag_callback(
       "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
