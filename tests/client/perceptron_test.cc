@@ -3,7 +3,8 @@
 // Method  A perceptron of two layers that predicts the next character of a text. Each rank has half of the
 //         batch; the one process takes both halves and the mean of their gradients, which is what two ranks
 //         reduce to in any order. The device is the host, or CUDA and NCCL over drivers that are late or work
-//         in random orders, as if each operation were delayed before and after.
+//         in random orders, as if each operation were delayed before and after; one rank is also on a GPU
+//         where there is one.
 
 #include <algorithm>
 #include <array>
@@ -193,9 +194,10 @@ class Perceptron : public ::testing::Test {
   }
 
   // One process with the whole batch.
-  absl::StatusOr<Trained> TrainAlone() {
-    ASSIGN_OR_RETURN(const auto loop,
-                     Loop::Create({.socket = dir_.path() + "/s", .job = "alone", .spec = {}}));
+  absl::StatusOr<Trained> TrainAlone(const std::string& job = "alone", Kind kind = Kind::kHost) {
+    ASSIGN_OR_RETURN(
+        const auto loop,
+        Loop::Create({.socket = dir_.path() + "/s", .job = job, .kind = kind, .spec = {}}));
     Trained trained;
     for (uint64_t t = 1; t <= kSteps; ++t) {
       ASSIGN_OR_RETURN(const auto first, loop->Weights(0));
@@ -255,6 +257,18 @@ class Perceptron : public ::testing::Test {
   testing::TempDir dir_;
   std::unique_ptr<daemon::Daemon> daemon_;
 };
+
+TEST_F(Perceptron, ComputesTheSameOnEveryDevice) {
+  ASSERT_OK_AND_ASSIGN(const Trained alone, TrainAlone());
+  std::vector<Kind> kinds{Kind::kCuda};
+  if (gpu::CudaDevice::Create({}).ok()) kinds.push_back(Kind::kGpu);
+  for (const Kind kind : kinds) {
+    const std::string job = kind == Kind::kGpu ? "gpu" : "fake";
+    ASSERT_OK_AND_ASSIGN(const Trained trained, TrainAlone(job, kind));
+    EXPECT_EQ(trained.losses, alone.losses) << job;
+    EXPECT_EQ(trained.weights, alone.weights) << job;
+  }
+}
 
 TEST_F(Perceptron, ComputesTheSameOnTwoRanksInEveryStage) {
   ASSERT_OK_AND_ASSIGN(const Trained alone, TrainAlone());

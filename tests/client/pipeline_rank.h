@@ -1,4 +1,4 @@
-// A rank with a pipeline, on the host or on the drivers of the tests.
+// A rank with a pipeline, on the host, on the drivers of the tests or on a GPU.
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,11 @@
 
 namespace forebay::client {
 
-enum class Kind : uint8_t { kHost, kCuda };
+enum class Kind : uint8_t {
+  kHost,
+  kCuda,  // over the drivers of the tests
+  kGpu,
+};
 
 struct RankOptions {
   std::string socket;
@@ -45,8 +49,12 @@ struct PipelineRank {
     constexpr Timeout kTimeout = std::chrono::seconds(30);
     PipelineRank made;
     std::shared_ptr<gpu::CudaDevice> cuda;
-    if (options.kind == Kind::kCuda) {
-      ASSIGN_OR_RETURN(cuda, gpu::CudaDevice::Create({.soname = testing::FakeCuda::Library()}));
+    if (options.kind != Kind::kHost) {
+      gpu::CudaDevice::Options device{.ordinal = static_cast<int>(options.rank)};
+      if (options.kind == Kind::kCuda) {
+        device = {.ordinal = 0, .soname = testing::FakeCuda::Library()};
+      }
+      ASSIGN_OR_RETURN(cuda, gpu::CudaDevice::Create(device));
       made.device = cuda;
     } else {
       made.device = std::make_shared<gpu::HostDevice>();
@@ -64,13 +72,11 @@ struct PipelineRank {
     const gpu::Exchange exchange = [&](const std::string& bytes) {
       return made.attachment->Exchange(bytes, kTimeout);
     };
-    if (options.kind == Kind::kCuda) {
-      ASSIGN_OR_RETURN(made.communicator,
-                       gpu::NcclCommunicator::Create({.rank = options.rank,
-                                                      .size = options.ranks,
-                                                      .time_limit = options.time_limit,
-                                                      .soname = testing::FakeNccl::Library()},
-                                                     cuda, exchange));
+    if (cuda != nullptr) {
+      gpu::NcclCommunicator::Options nccl{
+          .rank = options.rank, .size = options.ranks, .time_limit = options.time_limit};
+      if (options.kind == Kind::kCuda) nccl.soname = testing::FakeNccl::Library();
+      ASSIGN_OR_RETURN(made.communicator, gpu::NcclCommunicator::Create(nccl, cuda, exchange));
     } else {
       ASSIGN_OR_RETURN(
           made.communicator,

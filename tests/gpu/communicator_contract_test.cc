@@ -1,7 +1,8 @@
 // Goal    Every communicator keeps the contract of gpu/communicator.h: the right bytes in the right order,
 //         errors on all ranks instead of waiting.
-// Method  Ranks as threads; NCCL over drivers that do nothing before they must, or in random orders. Elements are small whole numbers, of which every sum is exact in every type and
-//         order; so results are compared bit by bit.
+// Method  Ranks as threads; NCCL over drivers that do nothing before they must, or in random orders, and
+//         itself where there are GPUs, with as many ranks. Elements are small whole numbers, of which every
+//         sum is exact in every type and order; so results are compared bit by bit.
 
 #include <algorithm>
 #include <cstring>
@@ -53,6 +54,7 @@ struct CommunicatorCase {
   std::string name;
   std::function<void()> start;  // before the ranks of a test
   std::function<absl::StatusOr<Rank>(const Options&, const Exchange&)> make;
+  uint32_t ranks_max = UINT32_MAX;
 };
 
 void PrintTo(const CommunicatorCase& one, std::ostream* out) { *out << one.name; }
@@ -67,16 +69,33 @@ absl::StatusOr<Rank> MakeHost(const Options& options, const Exchange& exchange) 
   return rank;
 }
 
-absl::StatusOr<Rank> MakeNccl(const Options& options, const Exchange& exchange) {
-  ASSIGN_OR_RETURN(const auto device, CudaDevice::Create({.soname = FakeCuda::Library()}));
+absl::StatusOr<Rank> MakeNccl(const Options& options, const Exchange& exchange,
+                              const CudaDevice::Options& device_options,
+                              const std::string& soname) {
+  ASSIGN_OR_RETURN(const auto device, CudaDevice::Create(device_options));
   Rank rank{.device = device, .stream = {}, .communicator = {}};
   ASSIGN_OR_RETURN(rank.stream, device->MakeStream());
   ASSIGN_OR_RETURN(rank.communicator, NcclCommunicator::Create({.rank = options.rank,
                                                                 .size = options.size,
                                                                 .time_limit = options.time_limit,
-                                                                .soname = FakeNccl::Library()},
+                                                                .soname = soname},
                                                                device, exchange));
   return rank;
+}
+
+absl::StatusOr<Rank> MakeFakeNccl(const Options& options, const Exchange& exchange) {
+  return MakeNccl(options, exchange, {.soname = FakeCuda::Library()}, FakeNccl::Library());
+}
+
+// NCCL wants a GPU for each rank.
+absl::StatusOr<Rank> MakeNcclOnGpus(const Options& options, const Exchange& exchange) {
+  return MakeNccl(options, exchange, {.ordinal = static_cast<int>(options.rank)}, "libnccl.so.2");
+}
+
+uint32_t GpuCount() {
+  uint32_t count = 0;
+  while (CudaDevice::Create({.ordinal = static_cast<int>(count)}).ok()) ++count;
+  return count;
 }
 
 std::vector<CommunicatorCase> Communicators() {
@@ -87,11 +106,13 @@ std::vector<CommunicatorCase> Communicators() {
     };
   };
   std::vector<CommunicatorCase> all{{"Host", start({}), MakeHost},
-                                    {"LateNccl", start({}), MakeNccl}};
+                                    {"LateNccl", start({}), MakeFakeNccl}};
   constexpr uint64_t kSeeds = 2;
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
-    all.push_back({"RandomNccl" + std::to_string(seed), start({.seed = seed}), MakeNccl});
+    all.push_back({"RandomNccl" + std::to_string(seed), start({.seed = seed}), MakeFakeNccl});
   }
+  const uint32_t gpus = GpuCount();
+  if (gpus > 0) all.push_back({"Nccl", start({}), MakeNcclOnGpus, gpus});
   return all;
 }
 
@@ -132,6 +153,7 @@ class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
     });
   }
   void ExpectOk(uint32_t size, const Run& run) {
+    if (size > GetParam().ranks_max) return;
     for (const absl::Status& status : RunRanks(size, run)) EXPECT_OK(status);
   }
 
@@ -280,6 +302,7 @@ TEST_P(CommunicatorContract, WrongLengthsAndTypesAreRefusedAndTheNextCallWorks) 
 }
 
 TEST_P(CommunicatorContract, ARankThatDoesNotComeIsAnErrorOfTheOthers) {
+  if (GetParam().ranks_max < 3) GTEST_SKIP() << "fewer than three GPUs";
   constexpr std::chrono::milliseconds kLimit{300};
   const auto results = RunRanks(
       3,
@@ -301,6 +324,7 @@ TEST_P(CommunicatorContract, ARankThatDoesNotComeIsAnErrorOfTheOthers) {
 }
 
 TEST_P(CommunicatorContract, AnAbortEndsTheOthersToo) {
+  if (GetParam().ranks_max < 2) GTEST_SKIP() << "one GPU";
   const auto results = RunRanks(
       2,
       [&](Rank& rank) -> absl::Status {
