@@ -3,12 +3,16 @@ host's. Every copy between the daemon's memory and torch's takes the way that it
 works on the default stream, which is not late; the streams of the core are as late as they may be."""
 
 import ctypes
+import os
+import pathlib
 
-from daemon_process import FOREBAYD
 from forebay import _device
 
 OF_UNITS = _device.of_units  # as it is on machines with GPUs
-LIBRARY = FOREBAYD.parents[1] / "tests" / "libfake_cuda.so"
+PROGRAMS = pathlib.Path(
+    os.environ.get("FOREBAY_BIN_DIR", pathlib.Path(__file__).parents[3] / "build" / "bin")
+)
+LIBRARY = PROGRAMS.resolve().parent / "tests" / "libfake_cuda.so"
 
 
 class LateDevice(_device.HostDevice):

@@ -60,8 +60,9 @@ def net(seed=1, **options):
 
 
 def batch(seed, vocab=11):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab, (2, 6), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tokens = torch.randint(vocab, (2, 6), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
 
 
 def loss_of(model, tokens):

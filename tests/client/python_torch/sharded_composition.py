@@ -4,7 +4,7 @@ process does on the same data."""
 import forebay
 import torch
 from models import CheckpointedNet, Net, batch, loss_of
-from sharded_ranks import LR, STEPS, Twins, case, full, refused, small_net
+from sharded_ranks import LR, STEPS, Twins, case, computes_on, full, refused, small_net
 from sharded_refusals import at_attach
 from sharded_training import Interrupted, interrupted, loss_that_fails, train_wide
 from sharded_writes import load_in_every_way
@@ -102,7 +102,7 @@ def layers_of(model):
 
 
 def mesh_of(**dims):
-    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    return init_device_mesh(computes_on(), tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def untied(seed=1, layers=2):
@@ -279,7 +279,7 @@ class Pipeline:
 
     def __init__(self, mesh, kind, model, **options):
         self.number = mesh["pp"].get_local_rank()
-        group, device = mesh["pp"].get_group(), torch.device("cpu")
+        group, device = mesh["pp"].get_group(), torch.device(computes_on())
         parts = model if isinstance(model, nn.ModuleDict) else {self.number: model}
         stages = [
             PipelineStage(part, int(number), 2 * len(parts), device, group=group)
@@ -420,7 +420,7 @@ def an_exception_in_a_pipeline(ranks):
         return token_loss(logits, targets)
 
     def schedule():
-        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
+        stage = PipelineStage(model, 0, 1, torch.device(computes_on()), group=mesh["pp"].get_group())
         return Schedule1F1B(stage, CHUNKS, loss_fn=loss_that_fails_once)
 
     present = schedule()
@@ -526,7 +526,7 @@ def autocast(ranks):
     """Operations in bfloat16, of float32 weights; see wide_twins for the bounds."""
 
     def loss(model, tokens):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(computes_on(), dtype=torch.bfloat16):
             return loss_of(model, tokens)
 
     twins = Twins(ranks, loss=loss, loss_bound=1e-3).attach().train()

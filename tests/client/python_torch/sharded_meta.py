@@ -15,7 +15,7 @@ import weakref
 import forebay
 import torch
 from models import Net, loss_of
-from sharded_ranks import LR, Ranks, Twins, assert_same, case, full, refused, small_net
+from sharded_ranks import LR, Ranks, Twins, assert_same, case, computes_on, full, refused, small_net
 from sharded_training import Uneven, loss_of_uneven
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -83,7 +83,7 @@ def normal(module):
 
 def materialize(model, initialize, seed):
     """What a user of torch's FSDP2 does. to_empty() forgets which parameters are tied."""
-    model.to_empty(device="cpu")
+    model.to_empty(device=computes_on())
     if hasattr(model, "head"):
         model.head.weight = model.embedding.weight
     torch.manual_seed(seed)
@@ -99,7 +99,7 @@ def twins_of(ranks, kind, loss=loss_of, initial=None, before=lambda model: model
     parameters = list(twins.ours.parameters())
     twins.attach(initial=initial, param_groups=parameters)
     assert all(a is b for a, b in zip(parameters, twins.ours.parameters(), strict=True))
-    assert {p.device.type for p in parameters} == {"cpu"}
+    assert {p.device.type for p in parameters} == {computes_on()}
     for (name, ours), (_, theirs) in zip(
         twins.ours.named_buffers(), twins.theirs.named_buffers(), strict=True
     ):
@@ -163,7 +163,7 @@ def a_plain_model_on_meta_is_sharded(ranks):
 @case(2)
 def replicas_from_meta_have_the_values_of_their_owner(ranks):
     mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 1), mesh_dim_names=("replicate", "shard")
+        computes_on(), (2, 1), mesh_dim_names=("replicate", "shard")
     )
     alike = Ranks("", ranks.job, mesh)
     model, theirs = alike.shard(on_meta(Net)), alike.shard(on_meta(Net))

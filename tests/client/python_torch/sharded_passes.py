@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from forebay import _fsdp
 from models import batch, loss_of, scaled_step
-from sharded_ranks import Twins, assert_same, case, full, refused, small_net
+from sharded_ranks import Twins, assert_same, case, computes_on, full, refused, small_net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -168,7 +168,7 @@ def clip_grad_norm_of_torch(ranks):
 def a_grad_scaler(ranks):
     """Every rank skips the step that overflows on one, as with torch's AdamW."""
     twins = Twins(ranks).attach()
-    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(computes_on(), init_scale=256.0) for _ in range(2)]
     for step in range(4):
         overflows = step == 1 and ranks.rank == ranks.size - 1
         factor = float("inf") if overflows else 1.0

@@ -6,7 +6,9 @@ usage: sharded_ranks.py NAME:RANKS:RUN[:CASE...]...
 
 Each argument is a launch, all of whose cases the same processes run, one after the other, and then
 end without detach(). No CASE: all that need no launch of their own. RUN is what FOREBAY_RUN is set
-to. The ranks of a launch whose NAME begins with "device" are on a GPU that late_device.py makes. Where a case fails the processes end, and new ones go on with the next case.
+to. The ranks of a launch whose NAME begins with "device" are on a GPU that late_device.py makes, those of
+one that begins with "cuda" each on one of this machine's. Where a case fails the processes end, and new ones
+go on with the next case.
 """
 
 import contextlib
@@ -37,6 +39,11 @@ DEADLINE_S = 60
 LR = 1e-3
 STEPS = 5
 CASES = {}  # by name: (function, numbers of ranks that run it)
+
+
+def computes_on():
+    """What the ranks compute on: "cpu" or "cuda"."""
+    return torch.get_default_device().type
 
 
 def case(*sizes):
@@ -177,14 +184,17 @@ def refused(code, message, hint):
 
 def run_rank(launch, rank, size, names, store, out):
     """Runs the cases until one fails."""
+    if launch.startswith("cuda"):
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(
-        "gloo",
+        "gloo" if computes_on() == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=DEADLINE_S),
     )
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(computes_on(), (size,))
     is_late = launch.startswith("device")
     if is_late:
         late_device.install(registers_read_only=rank % 2 == 0)  # the ranks' memory is mapped both ways

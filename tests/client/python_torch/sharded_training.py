@@ -14,6 +14,7 @@ from sharded_ranks import (
     Twins,
     assert_same,
     case,
+    computes_on,
     full,
     refused,
     reshard,
@@ -193,7 +194,7 @@ def shards_of_columns(ranks):
 @case(2)
 def tensor_parallelism_within_a_layer(ranks):
     """Columns of one matrix and rows of the other on each rank; both have the same batch."""
-    meshes = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("data", "tensor"))
+    meshes = init_device_mesh(computes_on(), (1, ranks.size), mesh_dim_names=("data", "tensor"))
     ranks.mesh = meshes["data"]
 
     def make():
@@ -323,7 +324,7 @@ def bfloat16_parameters_with_exact_masters(ranks):
 def replicas_of_shards(ranks):
     """A mesh of two dimensions (HSDP): of each shard all replicas train, one of them owns it."""
     shape = (ranks.size, 1) if ranks.size % 2 else (2, ranks.size // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(computes_on(), shape, mesh_dim_names=("replicate", "shard"))
     ranks.mesh = mesh
     twins = Twins(ranks).attach().train()
     twins.assert_close()
@@ -333,7 +334,7 @@ def replicas_of_shards(ranks):
 @case(2)
 def pipeline_stages_with_a_prefix_each(ranks):
     """Each rank trains a model of its own within one job."""
-    meshes = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("stage", "data"))
+    meshes = init_device_mesh(computes_on(), (ranks.size, 1), mesh_dim_names=("stage", "data"))
     ranks.mesh = meshes["data"]
     twins = Twins(ranks).attach(name_prefix=f"stage{ranks.rank}.")
     twins.train().assert_close()

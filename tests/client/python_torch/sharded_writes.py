@@ -5,7 +5,7 @@ import tempfile
 
 import torch
 from models import loss_of
-from sharded_ranks import LR, Twins, assert_same, case, full, refused, reshard, small_net
+from sharded_ranks import LR, Twins, assert_same, case, computes_on, full, refused, reshard, small_net
 from sharded_training import Uneven, assert_computes_the_same, loss_of_uneven, wide_twins
 from torch import nn
 from torch.distributed import checkpoint
@@ -131,7 +131,7 @@ def writes_into_uneven_and_empty_shards(ranks):
 def writes_by_replicas(ranks):
     """What is gathered on a rank that owns nothing is gathered anew too, after the owner's write; the
     owner's next write waits until such a rank, however late, comes to it too."""
-    mesh = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(computes_on(), (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
     ranks.mesh = mesh
     twins = equalize(Twins(ranks, reshard_after_forward=False).attach().train(1))
     weights = [(up(model), model.norm.bias) for model in (twins.ours, twins.theirs)]

@@ -1,0 +1,397 @@
+#!/usr/bin/env python3
+"""Runs on a GPU all of Forebay that needs one, and says what it saw: a table, and JSON with --json.
+
+It needs a Python with torch, NVIDIA's driver and nothing else: what it runs is in the archive that
+it comes in (docs/gpu.md). It ends within --minutes; what then has not run says so. Exit status 0:
+nothing failed. --rehearse runs every item without a GPU: over the driver of the tests, and small
+models on the processor.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+BIN, PYTHON, TESTS = HERE / "bin", HERE / "python", HERE / "tests"
+GIB = 1 << 30
+# Layers, width, heads, hidden, vocabulary: LLaMA (Touvron et al., table 2), the largest first.
+SHAPES = {
+    "30B": (60, 6656, 52, 17920, 32000),
+    "13B": (40, 5120, 40, 13824, 32000),
+    "7B": (32, 4096, 32, 11008, 32000),
+    "3B": (26, 3200, 32, 8640, 32000),
+    "1B": (22, 2048, 32, 5632, 32000),
+    "small": (2, 64, 4, 128, 256),
+}
+# What a parameter takes of the node's memory: weights, states (docs/formats.md), sums of gradients of
+# 16 bits, all rounded up.
+BYTES_PER_PARAM = {"exact": 14.2, "bf16": 10.2, "int8": 8.3}
+OFFLOAD_BYTES_PER_PARAM = 16  # float32 parameters, gradients and two moments
+SHARE_OF_MEMORY = 0.85  # that a run may take of what is available
+EXPOSED_MOST = {16384: 0.10, 4096: 0.25}  # tokens of a step: goal G9
+PEER_FACTOR_LEAST = 2.0
+COPY_SHARE_LEAST = 0.95
+
+
+@dataclasses.dataclass
+class Item:
+    """What one check saw. result: PASS, FAIL, INFO (nothing was asked) or SKIP."""
+
+    name: str
+    result: str
+    seen: str
+    figures: object = None
+
+
+class Failure(Exception):
+    """A command that failed; its text is the end of what it printed."""
+
+
+def params_of(shape):
+    layers, width, _, hidden, vocab = shape
+    return layers * (4 * width**2 + 3 * width * hidden + 2 * width) + 2 * vocab * width + width
+
+
+def millions(figures):
+    return f"{figures['params'] / 1e6:,.4g} M parameters"
+
+
+def available_bytes():
+    text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
+    return int(re.search(r"^MemAvailable: +(\d+) kB", text, re.M)[1]) * 1024
+
+
+def largest_shape(bytes_per_param, room_bytes):
+    """The name of the largest model that fits; the smallest where none does."""
+    fitting = [name for name, s in SHAPES.items() if params_of(s) * bytes_per_param <= room_bytes]
+    return fitting[0] if fitting else "small"
+
+
+class Checks:
+    """All items, in order. Each `check_` method yields the items it has seen."""
+
+    def __init__(self, args):
+        self.args = args
+        self.end = time.monotonic() + 60 * args.minutes
+        self.items = []
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [PYTHON, backend(), TESTS])),
+            "FOREBAY_BIN_DIR": str(BIN),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # For dlopen(3) of NCCL, which torch brings. The archive's libraries are found without.
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, nccl_folders())),
+        }
+
+    # ------------------------------------------------------------------------------------- commands
+
+    def left_s(self):
+        return self.end - time.monotonic()
+
+    def run(self, command, *, ok=(0,), limit_s=600, **environment):
+        """Its standard output."""
+        limit_s = min(limit_s, self.left_s())
+        if limit_s < 1:
+            raise TimeoutError
+        command = [str(word) for word in command]
+        try:
+            done = subprocess.run(
+                command,
+                env={**self.environment, **environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise TimeoutError(f"not done after {limit_s:.0f} s") from late
+        except OSError as error:
+            raise Failure(f"{command[0]}: {error}") from error
+        if done.returncode not in ok:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            tail = " | ".join(lines[-12:])
+            raise Failure(f"exit status {done.returncode}: {tail[-1500:]}")
+        return done.stdout
+
+    def with_daemon(self, dram_bytes, *command, **options):
+        flags = [f"--dram={dram_bytes}", "--set=pidfd=best_effort"]
+        return self.run([BIN / "forebay", "run", *flags, "--", *command], **options)
+
+    # ----------------------------------------------------------------------------------------- items
+
+    def check_machine(self):
+        import torch
+
+        gpu = "none"
+        if torch.cuda.is_available():
+            gpu = f"{torch.cuda.get_device_name(0)}, {torch.cuda.mem_get_info(0)[1] / GIB:.0f} GiB"
+        figures = {
+            "gpu": gpu,
+            "gpus": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cpus": os.cpu_count(),
+            "available_gib": round(available_bytes() / GIB, 1),
+        }
+        seen = ", ".join(f"{key} {value}" for key, value in figures.items())
+        yield Item("machine", "INFO", seen, figures)
+        if not torch.cuda.is_available() and not self.args.rehearse:
+            yield Item("gpu", "FAIL", "torch sees no GPU: --rehearse runs the items without one")
+
+    def check_kernel(self):
+        """What the kernel gives: none of it is needed here, the service wants it."""
+        findings = json.loads(self.run([BIN / "forebay", "doctor", "--json", "."], ok=(0, 1)))
+        for finding in findings:
+            fix = f" ({finding['fix']})" if finding["fix"] else ""
+            yield Item(f"kernel: {finding['what']}", "INFO", finding["seen"] + fix, finding)
+
+    def check_binding(self):
+        program = "import forebay, forebay._core as core; print(core.__file__)"
+        path = pathlib.Path(self.run([sys.executable, "-c", program]).strip())
+        seen = f"{path.name} with {backend().name} of nanobind's run time"
+        yield Item("binding", "PASS", seen)
+
+    def check_contracts(self):
+        """The contract tests of the repository, of the real device alone where there is one."""
+        where = "*" if self.args.rehearse else "*/Cuda:*/Nccl:*EveryDevice"
+        for program, what in (
+            ("gpu_device_contract_test", "device contract"),
+            ("gpu_communicator_contract_test", "collectives' contract"),
+            ("client_perceptron_test", "C++ loop"),
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                out = pathlib.Path(folder) / "out.json"
+                flags = [f"--gtest_filter={where}", f"--gtest_output=json:{out}"]
+                text = self.run([BIN / program, *flags], ok=(0, 1))
+                if not out.exists():
+                    raise Failure(f"{program}: {text[-300:]}")
+                result = json.loads(out.read_text(encoding="utf-8"))
+            cases = [case for suite in result["testsuites"] for case in suite["testsuite"]]
+            bad = [case["name"] for case in cases if case.get("failures")]
+            skipped = sum(case["result"] == "SKIPPED" for case in cases)
+            seen = f"{len(cases) - len(bad) - skipped} passed, {skipped} skipped"
+            if bad:
+                text = " | ".join(line for line in text.splitlines() if "Failure" in line)
+                seen += f", failed: {', '.join(bad)}: {text[:600]}"
+            if not cases:
+                seen = "no case ran: the driver was not found"
+            yield Item(what, "PASS" if cases and not bad else "FAIL", seen, len(cases))
+
+    def check_copies(self):
+        """Registration and copies, beside memory of the process's own."""
+        flags = ["--driver", TESTS / "libfake_cuda.so"] if self.args.rehearse else []
+        flags += ["--params", (1 << 20) if self.args.rehearse else 1 << 29]
+        text = self.run([BIN / "forebay", "bench", "copies", "--json", *flags])
+        for line in map(json.loads, text.splitlines()):
+            seen = (
+                f"{line['value']:.3g} {line['unit']}, {line['limit_what']}: {line['limit']:.3g}"
+                f" (share {line['share']:.2f}, spread {line['spread']:.0%},"
+                f" huge pages {line['huge_page_share']:.0%})"
+            )
+            asked = "dir=" in line["case"] and not self.args.rehearse
+            holds = line["share"] >= COPY_SHARE_LEAST
+            result = ("PASS" if holds else "FAIL") if asked else "INFO"
+            yield Item(line["case"], result, seen, line)
+
+    def check_python_cases(self):
+        """The cases of the repository's test of sharded attachment, with one rank on the GPU."""
+        launch = "device1" if self.args.rehearse else "cuda1"
+        program = [sys.executable, TESTS / "sharded_ranks.py", f"{launch}:1:run"]
+        text = self.with_daemon(2 * GIB, *program, limit_s=240)
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("[")]
+        bad = {name: error for _, name, _, error in lines if error}
+        seen = f"{len(lines) - len(bad)} cases passed"
+        if bad:
+            seen += f", failed: {', '.join(bad)}"
+        yield Item("sharded cases", "PASS" if lines and not bad else "FAIL", seen, bad)
+
+    def train(self, who, shape, *, tokens, steps, format="exact", initial=None):
+        """Figures of train.py."""
+        seq = min(2048, tokens)
+        flags = [f"--who={who}", f"--shape={','.join(map(str, SHAPES[shape]))}", f"--seq={seq}"]
+        flags += [f"--sequences={tokens // seq}", f"--steps={steps}", f"--format={format}"]
+        flags += ["--device=cpu"] if self.args.rehearse else []
+        flags += [f"--initial={initial}"] if initial else []
+        program = [sys.executable, HERE / "train.py", *flags]
+        if who == "forebay":
+            dram_bytes = 2 * GIB
+            if shape != "small":
+                dram_bytes += int(params_of(SHAPES[shape]) * BYTES_PER_PARAM[format])
+            text = self.with_daemon(dram_bytes, *program)
+        else:
+            text = self.run(program)
+        return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
+
+    def check_losses(self):
+        """A small model: the losses of FSDP2's offload, whose parameters are float32 and which
+        rounds them to bfloat16 for compute."""
+        with tempfile.TemporaryDirectory() as folder:
+            theirs, ours = (
+                self.train(who, "small", tokens=256, steps=20, initial=f"{folder}/initial.safetensors")
+                for who in ("offload", "forebay")
+            )
+        pairs = list(zip(ours["losses"], theirs["losses"]))
+        apart = max(abs(a - b) / b for a, b in pairs)
+        # Weights and activations are bfloat16, whose neighbours are 2^-8 apart: what a rounding more or
+        # less does to a loss is of that size.
+        holds = apart <= 2**-7 and ours["losses"][-1] < ours["losses"][0]
+        seen = f"{ours['losses'][0]:.3f} to {ours['losses'][-1]:.3f}, at most {apart:.1e} from FSDP2's"
+        yield Item("losses as FSDP2's", "PASS" if holds else "FAIL", seen, pairs)
+
+    def sizes(self):
+        """(model, tokens) of the items about speed."""
+        room_bytes = available_bytes() * SHARE_OF_MEMORY
+        if self.args.rehearse:
+            return "small", "small", (256,)
+        ours = largest_shape(BYTES_PER_PARAM["exact"], min(room_bytes, 105 * GIB))
+        theirs = largest_shape(OFFLOAD_BYTES_PER_PARAM, room_bytes)
+        return min(ours, "7B", key=lambda name: params_of(SHAPES[name])), theirs, (16384, 4096)
+
+    def check_exposed(self):
+        """Goal G9: a step's time above that of forward and backward with all on the device."""
+        shape, _, sizes = self.sizes()
+        for tokens in sizes:
+            bare = self.train("compute", shape, tokens=tokens, steps=4)
+            ours = self.train("forebay", shape, tokens=tokens, steps=4)
+            exposed = 1 - bare["median_s"] / ours["median_s"]
+            most = EXPOSED_MOST.get(tokens)
+            holds = most is None or exposed <= most
+            seen = (
+                f"{exposed:.0%} of a step of {ours['median_s']:.2f} s (compute alone "
+                f"{bare['median_s']:.2f} s), {millions(ours)}, "
+                f"{ours['tokens_per_s']:.0f} tokens/s"
+            )
+            result = "INFO" if self.args.rehearse else ("PASS" if holds else "FAIL")
+            yield Item(f"exposed time, {tokens} tokens", result, seen, [bare, ours])
+
+    def check_peer(self):
+        """Tokens a second beside FSDP2 with CPUOffloadPolicy, at the largest size that it holds."""
+        _, shape, sizes = self.sizes()
+        for tokens in sizes[:1]:
+            ours, theirs = (
+                self.train(who, shape, tokens=tokens, steps=4) for who in ("forebay", "offload")
+            )
+            factor = ours["tokens_per_s"] / theirs["tokens_per_s"]
+            seen = (
+                f"{factor:.2f} times its tokens/s: {ours['tokens_per_s']:.0f} and "
+                f"{theirs['tokens_per_s']:.0f}, {millions(ours)}"
+            )
+            result = "PASS" if factor >= PEER_FACTOR_LEAST else "FAIL"
+            result = "INFO" if self.args.rehearse else result
+            yield Item(f"beside FSDP2's offload, {tokens} tokens", result, seen, [ours, theirs])
+        yield Item("beside DeepSpeed", "SKIP", "nothing here runs it yet")
+
+    def check_largest(self):
+        """The largest model that trains a step without swap, the format with the fewest bytes."""
+        room_bytes = available_bytes() * SHARE_OF_MEMORY
+        shape = largest_shape(BYTES_PER_PARAM["int8"], room_bytes)
+        if self.args.rehearse:
+            shape = "small"
+        figures = self.train("forebay", shape, tokens=256, steps=1, format="int8")
+        seen = f"{millions(figures)}, int8 moments, of {room_bytes / GIB:.0f} GiB"
+        yield Item("largest model", "INFO", seen, figures)
+
+    # -------------------------------------------------------------------------------------- the whole
+
+    CHECKS = (
+        check_machine,
+        check_kernel,
+        check_binding,
+        check_contracts,
+        check_copies,
+        check_losses,
+        check_python_cases,
+        check_exposed,
+        check_peer,
+        check_largest,
+    )
+
+    def add(self, item):
+        self.items.append(item)
+        print(f"{item.result:4}  {item.name}: {item.seen}", flush=True)
+
+    def all(self):
+        for check in self.CHECKS:
+            name = check.__name__.removeprefix("check_")
+            if self.args.only and name not in self.args.only:
+                continue
+            began = time.monotonic()
+            try:
+                for item in check(self):
+                    self.add(item)
+            except TimeoutError as late:
+                self.add(Item(name, "SKIP", f"no time left: {late}"))
+            except Failure as failure:
+                self.add(Item(name, "FAIL", str(failure)))
+            except (LookupError, ValueError) as error:  # of what a command printed
+                self.add(Item(name, "FAIL", f"{type(error).__name__}: {error}"))
+            print(f"      {name}: {time.monotonic() - began:.0f} s", flush=True)
+            if any(item.name == "gpu" for item in self.items):
+                break
+
+
+def nccl_folders():
+    """Where torch's packages have NCCL."""
+    import torch
+
+    return sorted(pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/lib"))
+
+
+def backend():
+    """The folder of nanobind's run time for this interpreter."""
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    folder = PYTHON / "backends" / version
+    if folder.is_dir():
+        return folder
+    have = ", ".join(sorted(path.name for path in (PYTHON / "backends").iterdir()))
+    sys.exit(f"error[E_UNSUPPORTED]: no binding for {version} in this archive\nhint: one of {have}")
+
+
+def parse_args():
+    names = [check.__name__.removeprefix("check_") for check in Checks.CHECKS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE", help="every item with its figures")
+    parser.add_argument("--minutes", type=float, default=8.5, help="for everything")
+    parser.add_argument("--only", metavar="ITEM", nargs="+", choices=names, help=", ".join(names))
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"error[E_SETUP]: {error}\nhint: start it with a Python that has torch")
+    checks = Checks(args)
+    checks.all()
+    counts = {result: 0 for result in ("PASS", "FAIL", "INFO", "SKIP")}
+    for item in checks.items:
+        counts[item.result] += 1
+    if args.json:
+        document = {
+            "rehearsed": args.rehearse,
+            "counts": counts,
+            "items": [dataclasses.asdict(item) for item in checks.items],
+        }
+        pathlib.Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return 1 if counts["FAIL"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
