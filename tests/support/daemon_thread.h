@@ -16,6 +16,7 @@ inline absl::StatusOr<std::unique_ptr<daemon::Daemon>> StartDaemonThread(
   config.dram_limit_bytes = 512 << 20;
   config.workers = 1;
   config.lock = pinned_mem::LockPolicy::kBestEffort;
+  config.pidfd = daemon::PidfdPolicy::kBestEffort;  // its clients are this process
   return daemon::Daemon::Start(config);
 }
 

@@ -39,6 +39,7 @@ SHARE_OF_MEMORY = 0.85  # that a run may take of what is available
 EXPOSED_MOST = {16384: 0.10, 4096: 0.25}  # tokens of a step: goal G9
 PEER_FACTOR_LEAST = 2.0
 COPY_SHARE_LEAST = 0.95
+DAEMON_START_S, DAEMON_END_S = 60, 60
 
 
 @dataclasses.dataclass
@@ -124,8 +125,36 @@ class Checks:
         return done.stdout
 
     def with_daemon(self, dram_bytes, *command, **options):
-        flags = [f"--dram={dram_bytes}", "--set=pidfd=best_effort"]
-        return self.run([BIN / "forebay", "run", *flags, "--", *command], **options)
+        """As run(), beside a forebayd of its own. `forebay run` is not used: it needs pidfds."""
+        with tempfile.TemporaryDirectory() as folder:
+            socket, log = pathlib.Path(folder) / "s", pathlib.Path(folder) / "log"
+            settings = {
+                "socket.path": socket,
+                "socket.mode": '"0600"',
+                "dram.limit": dram_bytes,
+                "memlock": "best_effort",
+                "pidfd": "best_effort",
+            }
+            flags = [f"--set={key}={value}" for key, value in settings.items()]
+            with log.open("wb") as errors:
+                daemon = subprocess.Popen([BIN / "forebayd", *flags], stderr=errors)
+            try:
+                self.await_ready(daemon, log)
+                return self.run(command, FOREBAY_SOCKET=str(socket), FOREBAY_RUN=folder, **options)
+            finally:
+                daemon.terminate()
+                try:
+                    daemon.wait(DAEMON_END_S)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
+                    daemon.wait()
+
+    def await_ready(self, daemon, log):
+        end = time.monotonic() + min(DAEMON_START_S, self.left_s())
+        while b"forebayd ready" not in log.read_bytes():
+            if daemon.poll() is not None or time.monotonic() > end:
+                raise Failure(f"forebayd: {log.read_text(encoding='utf-8', errors='replace')}")
+            time.sleep(0.02)
 
     # ----------------------------------------------------------------------------------------- items
 

@@ -147,15 +147,15 @@ def prepare(args, shape):
 
 
 def fill(model, args):
-    """Sets the shards of a single rank, which are whole parameters; the device draws them: the
+    """Sets the shards of a single rank, which are whole parameters; the device makes them: the
     processor would take minutes."""
     values = {name: parameter.detach().to_local() for name, parameter in model.named_parameters()}
     for value in values.values():
         if value.dim() == 1:
             value.fill_(1)
         else:
-            drawn = torch.empty(value.shape, device=args.device).normal_(std=INITIAL_STD)
-            value.copy_(drawn)
+            random = torch.empty(value.shape, device=args.device).normal_(std=INITIAL_STD)
+            value.copy_(random)
     if args.initial:
         from safetensors.torch import save_file
 
