@@ -399,6 +399,10 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
     [
         (["fetch", "--samples", 1], ["fetch/place=dram/ranks=1"]),
         (
+            ["pipeline", "--samples", 1],
+            ["pipeline/device=host/dir=forward", "pipeline/device=host/dir=backward"],
+        ),
+        (
             ["update", "--samples", 1, "--params", 8 << 20],
             [
                 "update/opt=adamw/format=exact/place=dram",
@@ -450,4 +454,4 @@ def test_bench_copies_without_a_driver_says_so():
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, copies, fetch, update" in done.stderr
+    assert done.returncode == 1 and "adam, copies, fetch, pipeline, update" in done.stderr

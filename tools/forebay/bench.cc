@@ -21,7 +21,8 @@ struct Entry {
 };
 
 constexpr std::array kBenches = {Entry{"adam", BenchAdam}, Entry{"copies", BenchCopies},
-                                 Entry{"fetch", BenchFetch}, Entry{"update", BenchUpdate}};
+                                 Entry{"fetch", BenchFetch}, Entry{"pipeline", BenchPipeline},
+                                 Entry{"update", BenchUpdate}};
 
 }  // namespace
 

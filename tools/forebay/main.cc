@@ -222,6 +222,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
                                 "; adam: the fused passes of the optimizers, without a daemon; "
                                 "copies: a GPU's, from and to the daemon's memory; "
                                 "fetch: from the request to the lease of a group in DRAM; "
+                                "pipeline: a group's cost in a loop in C++, each way; "
                                 "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
