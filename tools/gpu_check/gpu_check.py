@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ SHAPES = {
 # What a parameter takes of the node's memory: weights, states (docs/formats.md), sums of gradients of
 # 16 bits, all rounded up.
 BYTES_PER_PARAM = {"exact": 14.2, "bf16": 10.2, "int8": 8.3}
-OFFLOAD_BYTES_PER_PARAM = 16  # float32 parameters, gradients and two moments
+# float32 parameters, gradients and two moments; torch rounds pinned memory up to powers of two.
+OFFLOAD_BYTES_PER_PARAM = 24
 SHARE_OF_MEMORY = 0.85  # that a run may take of what is available
 EXPOSED_MOST = {16384: 0.10, 4096: 0.25}  # tokens of a step: goal G9
 PEER_FACTOR_LEAST = 2.0
@@ -349,7 +351,23 @@ class Checks:
 
     def add(self, item):
         self.items.append(item)
+        self.save()  # what is there stays where this is killed
         print(f"{item.result:4}  {item.name}: {item.seen}", flush=True)
+
+    def counts(self):
+        results = [item.result for item in self.items]
+        return {result: results.count(result) for result in ("PASS", "FAIL", "INFO", "SKIP")}
+
+    def save(self):
+        if not self.args.json:
+            return
+        document = {
+            "rehearsed": self.args.rehearse,
+            "counts": self.counts(),
+            "items": [dataclasses.asdict(item) for item in self.items],
+        }
+        text = json.dumps(document, indent=1) + "\n"
+        pathlib.Path(self.args.json).write_text(text, encoding="utf-8")
 
     def all(self):
         for check in self.CHECKS:
@@ -406,18 +424,14 @@ def main():
         import torch  # noqa: F401
     except ImportError as error:
         sys.exit(f"error[E_SETUP]: {error}\nhint: start it with a Python that has torch")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the daemon of an item
     checks = Checks(args)
+    try:
+        checks.save()
+    except OSError as error:
+        sys.exit(f"error[E_OPTION]: --json: {error}\nhint: name a file in a folder that exists")
     checks.all()
-    counts = {result: 0 for result in ("PASS", "FAIL", "INFO", "SKIP")}
-    for item in checks.items:
-        counts[item.result] += 1
-    if args.json:
-        document = {
-            "rehearsed": args.rehearse,
-            "counts": counts,
-            "items": [dataclasses.asdict(item) for item in checks.items],
-        }
-        pathlib.Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    counts = checks.counts()
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return 1 if counts["FAIL"] else 0
 
