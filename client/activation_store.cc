@@ -74,9 +74,8 @@ absl::StatusOr<ActivationStore::Saved*> ActivationStore::Find(uint64_t number) {
   return MakeError(ErrorId::kRange, absl::StrCat("nothing is saved under number ", number));
 }
 
-absl::StatusOr<std::unique_ptr<Event>> ActivationStore::BeginSave(std::span<const std::byte> bytes,
-                                                                  uint64_t offset,
-                                                                  Stream& compute) {
+absl::StatusOr<std::shared_ptr<const Event>> ActivationStore::BeginSave(
+    std::span<const std::byte> bytes, uint64_t offset, Stream& compute) {
   ASSIGN_OR_RETURN(const auto filled, compute.Record());
   RETURN_IF_ERROR(out_->WaitFor(*filled));
   if (freed_behind_ != nullptr) RETURN_IF_ERROR(out_->WaitFor(*freed_behind_));
@@ -93,7 +92,7 @@ absl::StatusOr<std::optional<uint64_t>> ActivationStore::Save(std::span<const st
   const uint64_t range_bytes = RangeBytes(bytes.size());
   const std::optional<uint64_t> offset = Take(range_bytes);
   if (!offset.has_value()) return std::nullopt;
-  absl::StatusOr<std::unique_ptr<Event>> left = BeginSave(bytes, *offset, compute);
+  absl::StatusOr<std::shared_ptr<const Event>> left = BeginSave(bytes, *offset, compute);
   if (!left.ok()) {
     out_->Synchronize().IgnoreError();  // `bytes` are the caller's again
     GiveBack(*offset, range_bytes);

@@ -63,16 +63,16 @@ class ActivationStore {
   struct Saved {
     uint64_t offset = 0;
     uint64_t size_bytes = 0;
-    std::unique_ptr<gpu::Event> left;
-    std::unique_ptr<gpu::Event> loaded;
+    std::shared_ptr<const gpu::Event> left;
+    std::shared_ptr<const gpu::Event> loaded;
     uint64_t load = 0;  // of all loads
   };
 
   ActivationStore(std::span<std::byte> room, std::shared_ptr<const void> owner,
                   std::shared_ptr<gpu::Device> device);
 
-  absl::StatusOr<std::unique_ptr<gpu::Event>> BeginSave(std::span<const std::byte> bytes,
-                                                        uint64_t offset, gpu::Stream& compute)
+  absl::StatusOr<std::shared_ptr<const gpu::Event>> BeginSave(std::span<const std::byte> bytes,
+                                                              uint64_t offset, gpu::Stream& compute)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<Saved*> Find(uint64_t number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<uint64_t> Take(uint64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -91,7 +91,7 @@ class ActivationStore {
   uint64_t left_number_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t loads_ ABSL_GUARDED_BY(mutex_) = 0;
   // Of ranges that were given back since `out_` has waited: the newest load.
-  std::unique_ptr<gpu::Event> freed_behind_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const gpu::Event> freed_behind_ ABSL_GUARDED_BY(mutex_);
   uint64_t freed_load_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t used_bytes_max_ ABSL_GUARDED_BY(mutex_) = 0;

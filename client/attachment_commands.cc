@@ -125,7 +125,7 @@ absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t partition) {
   RETURN_IF_ERROR(s.CheckPartition(partition));
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
-  ASSIGN_OR_RETURN(std::shared_ptr<internal::Answer> answer,
+  ASSIGN_OR_RETURN(std::shared_ptr<State::Answer> answer,
                    s.Start(MakeCommand(Op::kFetch, partition), s.Limits(s.parts.timeout)));
   s.fetches.emplace(++s.last_ticket, std::move(answer));
   return FetchTicket{.id = s.last_ticket, .partition = partition};
@@ -148,7 +148,7 @@ absl::StatusOr<Lease> Attachment::FinishFetch(const FetchTicket& ticket, Timeout
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
-  const std::shared_ptr<internal::Answer> answer = fetch->second;
+  const std::shared_ptr<State::Answer> answer = fetch->second;
   const WaitLimits limits = s.Limits(timeout);
   RETURN_IF_ERROR(s.WaitFor(*answer, limits));
   s.fetches.erase(fetch);

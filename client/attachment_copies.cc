@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -95,7 +94,7 @@ void Attachment::State::EndAfterDeviceError() {
 
 bool Attachment::State::LookAtCopies() {
   // False where the ring is full.
-  const auto send = [this](const Command& command, const internal::CommandPort::OnDone& on_done,
+  const auto send = [this](const Command& command, internal::CommandPort::OnDone on_done,
                            absl::Status& kept) {
     const absl::StatusOr<bool> sent = port.TrySend(command, on_done);
     if (!sent.ok() && kept.ok()) kept = sent.status();
@@ -108,7 +107,7 @@ bool Attachment::State::LookAtCopies() {
     return send(command, OnPosted(), kept_release_error);
   };
   copies.remove_if([&](CopiesInFlight& copy) {
-    std::vector<uint64_t>& leases = copy.leases;
+    std::pmr::vector<uint64_t>& leases = copy.leases;
     if (!HasEnded(*copy.done)) return false;
     if (copy.event.has_value()) Note(*copy.event);
     copy.event.reset();  // the leases may still wait for room in the ring
@@ -131,7 +130,7 @@ bool Attachment::State::LookAtCopies() {
   return HasCopies();
 }
 
-absl::Status Attachment::State::WaitForCopies(const std::function<bool()>& ended,
+absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
                                               const WaitLimits& limits) {
   constexpr std::chrono::microseconds kPause{20};
   constexpr int kLooks = internal::kInterruptPeriod / kPause;

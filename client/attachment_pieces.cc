@@ -125,7 +125,7 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
     const uint64_t begun_ns = internal::NowNs();
     RETURN_IF_ERROR(KeepDeviceError(
         stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size()))));
-    absl::StatusOr<std::unique_ptr<gpu::Event>> copied = stream->Record();
+    absl::StatusOr<std::shared_ptr<const gpu::Event>> copied = stream->Record();
     if (!copied.ok()) {
       stream->Synchronize().IgnoreError();  // nothing else says when the copy has ended
       return KeepDeviceError(copied.status());
@@ -238,7 +238,7 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckGradient(param, bytes));
   RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
-  const absl::StatusOr<std::unique_ptr<gpu::Event>> computed = ready.Record();
+  const absl::StatusOr<std::shared_ptr<const gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
   return s.AddGradient(param, bytes, keep, s.Limits(timeout));
@@ -258,7 +258,8 @@ absl::Status Attachment::State::FlushPiece(Pieces::iterator at, const WaitLimits
     uint64_t end = 0;
     Coverage coverage;
   };
-  std::vector<Run> runs;  // neighbours of equal coverage; a partly covered unit is alone
+  // Neighbours of equal coverage; a partly covered unit is alone.
+  std::pmr::vector<Run> runs(&memory);
   for (uint64_t unit = place.elem; unit < piece.end; unit += kGradUnitElems) {
     const uint64_t end = std::min(unit + kGradUnitElems, piece.end);
     const Coverage coverage = CoverageOf(partition, unit, end);
@@ -309,7 +310,7 @@ absl::Status Attachment::State::KeepPart(uint32_t partition, uint64_t begin, uin
 }
 
 absl::Status Attachment::State::Flush(std::optional<uint32_t> partition, const WaitLimits& limits) {
-  std::vector<ElemPlace> places;
+  std::pmr::vector<ElemPlace> places(&memory);
   for (const auto& [place, piece] : pieces) {
     const bool is_part =
         piece.end - place.elem <= kGradUnitElems && !piece.slot.arena_offset.has_value();

@@ -14,7 +14,6 @@
 
 namespace forebay::client {
 
-using internal::Answer;
 using internal::MakeCommand;
 using internal::Stopwatch;
 using internal::WaitLimits;
@@ -23,9 +22,9 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::Op;
 
-absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
+absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
     const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
-    std::span<const std::byte> extra_state, std::span<const uint64_t> present) const {
+    std::span<const std::byte> extra_state, std::span<const uint64_t> present) {
   if (extra_state.size() > parts.extra_state_bytes) {
     return MakeError(ErrorId::kExtraState,
                      absl::StrCat("extra_state has ", extra_state.size(), " bytes; ",
@@ -40,7 +39,7 @@ absl::StatusOr<std::vector<std::byte>> Attachment::State::EncodeStep(
   protocol::StepRequest header = scalars;
   header.param_groups = static_cast<uint32_t>(hyper_params.size());
   header.extra_state_bytes = static_cast<uint32_t>(extra_state.size());
-  std::vector<std::byte> request;
+  std::pmr::vector<std::byte> request(&memory);
   request.reserve(sizeof(header) + hyper_params.size_bytes() + present.size_bytes() +
                   extra_state.size());
   const auto append = [&request](std::span<const std::byte> bytes) {
@@ -83,9 +82,10 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                       .grad_scale = edit.scale,
                                       .grad_min = edit.is_bounded() ? edit.min : 0,
                                       .grad_max = edit.is_bounded() ? edit.max : 0};
-  ASSIGN_OR_RETURN(std::vector<std::byte> request,
+  ASSIGN_OR_RETURN(std::pmr::vector<std::byte> request,
                    s.EncodeStep(scalars, hyper_params, extra_state,
-                                s.step.has_value() ? s.step->presence : s.presence));
+                                s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
+                                                   : std::span<const uint64_t>(s.presence)));
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {
     if (!s.step->answer->arrived) {
       return MakeError(ErrorId::kStep,
@@ -110,7 +110,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   return result;
 }
 
-absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> request,
+absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                                           const WaitLimits& limits) {
   // A step with leases is refused.
   RETURN_IF_ERROR(EndWeightCopies(limits));
@@ -122,8 +122,10 @@ absl::Status Attachment::State::BeginStep(uint64_t t, std::vector<std::byte> req
   command.arena_offset_bytes = parts.step_region_offset;
   command.length_bytes = request.size();
   ASSIGN_OR_RETURN(std::shared_ptr<Answer> answer, Start(command, limits));
-  step = StepInFlight{
-      .t = t, .request = std::move(request), .presence = presence, .answer = std::move(answer)};
+  step = StepInFlight{.t = t,
+                      .request = std::move(request),
+                      .presence = {presence.begin(), presence.end(), &memory},
+                      .answer = std::move(answer)};
   return absl::OkStatus();
 }
 

@@ -1,8 +1,6 @@
 // Copies of weights to the device: lease, copy, give back when the copy has ended.
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -15,7 +13,6 @@
 
 namespace forebay::client {
 
-using internal::Answer;
 using internal::MakeCommand;
 using internal::Stopwatch;
 using internal::WaitLimits;
@@ -42,32 +39,40 @@ absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted)
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::map<uint32_t, Lease>> Attachment::State::LeaseAll(
-    const std::set<uint32_t>& partitions, const WaitLimits& limits) {
-  std::map<uint32_t, std::shared_ptr<Answer>> answers;
-  std::map<uint32_t, Lease> leases;
+absl::StatusOr<Attachment::State::Leases> Attachment::State::LeaseAll(
+    std::pmr::vector<uint32_t> partitions, const WaitLimits& limits) {
+  std::ranges::sort(partitions);
+  const auto repeated = std::ranges::unique(partitions);
+  partitions.erase(repeated.begin(), repeated.end());
+  std::pmr::vector<std::shared_ptr<Answer>> answers(&memory);
+  Leases leases(&memory);
   absl::Status status;
   for (const uint32_t partition : partitions) {  // all are asked for before one is waited for
     if (!status.ok()) break;
     absl::StatusOr<std::shared_ptr<Answer>> answer =
         Start(MakeCommand(Op::kFetch, partition), limits);
     status = answer.status();
-    if (status.ok()) answers.emplace(partition, *std::move(answer));
+    if (status.ok()) answers.push_back(*std::move(answer));
   }
-  for (const auto& [partition, answer] : answers) {
-    if (status.ok()) status = WaitFor(*answer, limits);
-    if (status.ok()) status = answer->status;
+  for (size_t i = 0; i < answers.size(); ++i) {
+    Answer& answer = *answers[i];
+    if (status.ok()) status = WaitFor(answer, limits);
+    if (status.ok()) status = answer.status;
     if (status.ok()) {
-      absl::StatusOr<Lease> lease = LeaseOf(partition, answer->completion);
+      const absl::StatusOr<Lease> lease = LeaseOf(partitions[i], answer.completion);
       status = lease.status();
-      if (status.ok()) leases.emplace(partition, *std::move(lease));
+      if (status.ok()) leases.push_back(*lease);
     }
-    if (!status.ok()) Abandon(*answer);
+    if (!status.ok()) Abandon(answer);
   }
   if (status.ok()) return leases;
-  for (const auto& [partition, lease] : leases) orphan_leases.push_back(lease.id);
+  for (const Lease& lease : leases) orphan_leases.push_back(lease.id);
   ReleaseOrphans(limits).IgnoreError();  // the first error says more
   return status;
+}
+
+const Lease& Attachment::State::LeaseIn(const Leases& leases, uint32_t partition) {
+  return *std::ranges::lower_bound(leases, partition, {}, &Lease::partition);
 }
 
 absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limits) {
@@ -89,29 +94,29 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
-  std::set<uint32_t> partitions;
-  for (const WeightsCopy& copy : copies) partitions.insert(copy.partition);
-  using Leases = std::map<uint32_t, Lease>;
-  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll(partitions, limits));
+  std::pmr::vector<uint32_t> partitions(&s.memory);
+  for (const WeightsCopy& copy : copies) partitions.push_back(copy.partition);
+  ASSIGN_OR_RETURN(const State::Leases leases, s.LeaseAll(std::move(partitions), limits));
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
   const uint64_t begun_ns = internal::NowNs();
   uint64_t bytes = 0;
   absl::Status status;
   for (const WeightsCopy& copy : copies) {
     const std::span<const std::byte> from =
-        leases.at(copy.partition).bytes.subspan(copy.first_elem * width, copy.to.size());
+        State::LeaseIn(leases, copy.partition)
+            .bytes.subspan(copy.first_elem * width, copy.to.size());
     if (status.ok()) status = s.CopyToDevice(stream, copy.to, from, limits);
     bytes += from.size();
   }
   s.gauge.copied_bytes += bytes;
   // Also after an error: what was begun reads the leased bytes.
-  absl::StatusOr<std::unique_ptr<gpu::Event>> done = stream.Record();
+  absl::StatusOr<std::shared_ptr<const gpu::Event>> done = stream.Record();
   if (!done.ok()) {
     status.Update(done.status());
     status.Update(stream.Synchronize());
   }
-  std::vector<uint64_t> ids;
-  for (const auto& [partition, lease] : leases) ids.push_back(lease.id);
+  std::pmr::vector<uint64_t> ids(&s.memory);
+  for (const Lease& lease : leases) ids.push_back(lease.id);
   if (done.ok()) {
     s.copies.push_back(
         {.leases = std::move(ids),
@@ -139,13 +144,14 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
-  using Leases = std::map<uint32_t, Lease>;
-  ASSIGN_OR_RETURN(const Leases leases, s.LeaseAll({partitions.begin(), partitions.end()}, limits));
-  for (const auto& [partition, lease] : leases) s.orphan_leases.push_back(lease.id);
+  ASSIGN_OR_RETURN(const State::Leases leases,
+                   s.LeaseAll({partitions.begin(), partitions.end(), &s.memory}, limits));
+  for (const Lease& lease : leases) s.orphan_leases.push_back(lease.id);
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   std::vector<std::span<const std::byte>> places;
   places.reserve(partitions.size());
-  for (const uint32_t partition : partitions) places.push_back(leases.at(partition).bytes);
+  for (const uint32_t partition : partitions)
+    places.push_back(State::LeaseIn(leases, partition).bytes);
   return places;
 }
 

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <set>
 #include <thread>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
 #include "client/internal/deadline.h"
+#include "client/internal/pool_allocator.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -26,17 +27,16 @@ using protocol::MakeError;
 
 class Pipeline::CountedMemory {
  public:
-  CountedMemory(std::unique_ptr<gpu::DeviceMemory> memory,
-                std::shared_ptr<std::atomic<uint64_t>> total_bytes)
+  CountedMemory(gpu::DeviceMemory memory, std::shared_ptr<std::atomic<uint64_t>> total_bytes)
       : memory_(std::move(memory)), total_bytes_(std::move(total_bytes)) {}
   CountedMemory(const CountedMemory&) = delete;
   CountedMemory& operator=(const CountedMemory&) = delete;
   ~CountedMemory() { *total_bytes_ -= bytes().size(); }
 
-  std::span<std::byte> bytes() const { return memory_->bytes(); }
+  std::span<std::byte> bytes() const { return memory_.bytes(); }
 
  private:
-  std::unique_ptr<gpu::DeviceMemory> memory_;
+  gpu::DeviceMemory memory_;
   std::shared_ptr<std::atomic<uint64_t>> total_bytes_;
 };
 
@@ -148,10 +148,11 @@ absl::Status Pipeline::Fail(absl::Status status) {
 
 absl::StatusOr<std::shared_ptr<Pipeline::CountedMemory>> Pipeline::Allocate(Stream& stream,
                                                                             uint64_t size_bytes) {
-  ASSIGN_OR_RETURN(auto memory, stream.Allocate(size_bytes));
+  ASSIGN_OR_RETURN(gpu::DeviceMemory memory, stream.Allocate(size_bytes));
   *device_bytes_ += size_bytes;
   device_bytes_max_ = std::max(device_bytes_max_, device_bytes());
-  return std::make_shared<CountedMemory>(std::move(memory), device_bytes_);
+  return std::allocate_shared<CountedMemory>(internal::PoolAllocator<CountedMemory>(pool_),
+                                             std::move(memory), device_bytes_);
 }
 
 absl::Status Pipeline::WriteInitial(uint32_t number, std::span<const std::byte> whole) {
@@ -261,9 +262,11 @@ void Pipeline::ForgetWeights(Group& group) {
 
 // Behind collectives that have ended.
 absl::Status Pipeline::FreeAll() {
-  std::set<Stream*> users;
+  absl::InlinedVector<Stream*, 4> users;
   for (const Group& group : groups_) {
-    if (group.user != nullptr) users.insert(group.user);
+    if (group.user != nullptr && std::ranges::find(users, group.user) == users.end()) {
+      users.push_back(group.user);
+    }
   }
   for (Stream* const user : users) RETURN_IF_ERROR(FreeBehind(*user));
   for (Group& group : groups_) {
@@ -279,16 +282,16 @@ absl::Status Pipeline::FreeAll() {
 absl::Status Pipeline::FreeReduced(Stream& compute) {
   uint64_t waiting_bytes = 0;
   for (const Reduction& one : reductions_) waiting_bytes += one.gradient->bytes().size();
-  while (!reductions_.empty()) {
-    Reduction& first = reductions_.front();
-    ASSIGN_OR_RETURN(const bool has_ended, first.reduced->Done());
+  auto first = reductions_.begin();
+  for (; first != reductions_.end(); ++first) {
+    ASSIGN_OR_RETURN(const bool has_ended, first->reduced->Done());
     if (!has_ended) {
       if (waiting_bytes <= largest_gradient_bytes_) break;
-      RETURN_IF_ERROR(compute.WaitFor(*first.reduced));
+      RETURN_IF_ERROR(compute.WaitFor(*first->reduced));
     }
-    waiting_bytes -= first.gradient->bytes().size();
-    reductions_.pop_front();
+    waiting_bytes -= first->gradient->bytes().size();
   }
+  reductions_.erase(reductions_.begin(), first);
   return absl::OkStatus();
 }
 
@@ -346,7 +349,7 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
       part = memory->bytes();
       RETURN_IF_ERROR(communicator_->ReduceScatter(
           *collect_, memory->bytes(), group.gradient->bytes(), dtype, gpu::Reduction::kMean));
-      ASSIGN_OR_RETURN(std::shared_ptr<Event> reduced, collect_->Record());
+      ASSIGN_OR_RETURN(std::shared_ptr<const Event> reduced, collect_->Record());
       reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
     }
     return Deliver(group, memory, part);
@@ -394,7 +397,7 @@ absl::StatusOr<StepResult> Pipeline::Step(uint64_t t,
   // Of a step that was not applied too: the attempt at it begins anew.
   const absl::Status freed = FreeAll();
   if (!freed.ok()) return Fail(freed);
-  expected_ = std::move(order_);
+  std::swap(expected_, order_);
   order_.clear();
   return result;
 }

@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -100,7 +100,7 @@ class Pipeline {
     std::optional<uint32_t> partition;
     std::vector<uint32_t> own_boxes;  // in the layout's
     std::shared_ptr<CountedMemory> weights;
-    std::shared_ptr<gpu::Event> gathered;
+    std::shared_ptr<const gpu::Event> gathered;
     gpu::Stream* user = nullptr;  // the last that used them; null: none since they were gathered
     bool in_use = false;
     std::shared_ptr<CountedMemory> gradient;  // that compute fills; kStates: until the step
@@ -108,7 +108,7 @@ class Pipeline {
   // A whole gradient that is being reduced.
   struct Reduction {
     std::shared_ptr<CountedMemory> gradient;
-    std::shared_ptr<gpu::Event> reduced;
+    std::shared_ptr<const gpu::Event> reduced;
   };
 
   Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
@@ -140,16 +140,18 @@ class Pipeline {
   const std::shared_ptr<gpu::Device> device_;
   const std::shared_ptr<gpu::Communicator> communicator_;
   const PipelineOptions options_;
-  // Memory may be freed by the session's thread.
+  // Device memory may be freed by the session's thread.
+  std::shared_ptr<std::pmr::memory_resource> pool_ =
+      std::make_shared<std::pmr::synchronized_pool_resource>();
   std::shared_ptr<std::atomic<uint64_t>> device_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   uint64_t device_bytes_max_ = 0;
   std::unique_ptr<gpu::Stream> copy_;     // weights come on it, and are freed behind it
   std::unique_ptr<gpu::Stream> collect_;  // collectives
   std::vector<Group> groups_;
   uint64_t largest_gradient_bytes_ = 0;
-  std::vector<uint32_t> order_;     // of this step's gathers
-  std::vector<uint32_t> expected_;  // of the step before
-  std::deque<Reduction> reductions_;
+  std::vector<uint32_t> order_;        // of this step's gathers
+  std::vector<uint32_t> expected_;     // of the step before
+  std::vector<Reduction> reductions_;  // in their order
   absl::Status failed_;
 };
 

@@ -194,18 +194,21 @@ class CudaDevice::CudaEvent final : public Event {
 // ------------------------------------------------------------------------------- Streams and memory
 
 // Destroyed where it is ours, once memory that was allocated on it is free.
-class CudaDevice::StreamHandle {
+class CudaDevice::StreamHandle final : public MemorySource {
  public:
   enum class Kind : uint8_t { kOwned, kBorrowed };
 
   StreamHandle(std::shared_ptr<const Context> context, CUstream stream, Kind kind)
       : context_(std::move(context)), stream_(stream), kind_(kind) {}
-  StreamHandle(const StreamHandle&) = delete;
-  StreamHandle& operator=(const StreamHandle&) = delete;
-  ~StreamHandle() {
+  ~StreamHandle() override {
     if (!is_owned()) return;
     const Context::Current current(*context_);
     if (current.status().ok()) context_->driver->cuStreamDestroy_v2(stream_);
+  }
+
+  void Free(std::span<std::byte> bytes) const override {
+    const Context::Current current(*context_);
+    if (current.status().ok()) context_->driver->cuMemFreeAsync(Address(bytes.data()), stream_);
   }
 
   const Context& context() const { return *context_; }
@@ -217,23 +220,6 @@ class CudaDevice::StreamHandle {
   std::shared_ptr<const Context> context_;
   CUstream stream_;
   const Kind kind_;
-};
-
-class CudaDevice::CudaMemory final : public DeviceMemory {
- public:
-  CudaMemory(std::shared_ptr<const StreamHandle> stream, std::span<std::byte> bytes)
-      : stream_(std::move(stream)), bytes_(bytes) {}
-  ~CudaMemory() override {
-    const Context& context = stream_->context();
-    const Context::Current current(context);
-    if (!current.status().ok()) return;
-    context.driver->cuMemFreeAsync(Address(bytes_.data()), stream_->stream());
-  }
-  std::span<std::byte> bytes() const override { return bytes_; }
-
- private:
-  std::shared_ptr<const StreamHandle> stream_;
-  std::span<std::byte> bytes_;
 };
 
 class CudaDevice::CudaStream final : public Stream {
@@ -261,15 +247,12 @@ class CudaDevice::CudaStream final : public Stream {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::unique_ptr<Event>> Record() override {
+  absl::StatusOr<std::shared_ptr<const Event>> Record() override {
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
-    CUevent made = nullptr;
+    ASSIGN_OR_RETURN(const std::shared_ptr<CudaEvent> event, FreeEvent());
     RETURN_IF_ERROR(
-        context_.Check(driver_.cuEventCreate(&made, cuda::kEventDisableTiming), "cuEventCreate"));
-    auto event = std::make_unique<CudaEvent>(handle_->shared_context(), made);
-    RETURN_IF_ERROR(
-        context_.Check(driver_.cuEventRecord(made, handle_->stream()), "cuEventRecord"));
+        context_.Check(driver_.cuEventRecord(event->event(), handle_->stream()), "cuEventRecord"));
     return event;
   }
 
@@ -289,22 +272,39 @@ class CudaDevice::CudaStream final : public Stream {
 
   uintptr_t handle() const override { return reinterpret_cast<uintptr_t>(handle_->stream()); }
 
-  absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
+  absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) override {
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
     CUdeviceptr made = 0;
     const size_t bytes = std::max<size_t>(size_bytes, 1);
     const CUresult result = driver_.cuMemAllocAsync(&made, bytes, handle_->stream());
     if (result == cuda::kOutOfMemory) return context_.TooLittleMemory(bytes);
-    RETURN_IF_ERROR(context_.Check(result, absl::StrCat("cuMemAllocAsync of ", bytes, " bytes")));
+    if (result != cuda::kSuccess) {
+      return context_.Check(result, absl::StrCat("cuMemAllocAsync of ", bytes, " bytes"));
+    }
     auto* const begin = reinterpret_cast<std::byte*>(static_cast<uintptr_t>(made));
-    return std::make_unique<CudaMemory>(handle_, std::span(begin, size_bytes));
+    return DeviceMemory(handle_, std::span(begin, size_bytes));
   }
 
  private:
+  // One that nobody holds any more, from the oldest on, or a new one. In the context. What waits for an
+  // earlier record of it goes on to wait for that.
+  absl::StatusOr<std::shared_ptr<CudaEvent>> FreeEvent() {
+    for (size_t looked = 0; looked < events_.size(); ++looked) {
+      next_event_ = (next_event_ + 1) % events_.size();
+      if (events_[next_event_].use_count() == 1) return events_[next_event_];
+    }
+    CUevent made = nullptr;
+    RETURN_IF_ERROR(
+        context_.Check(driver_.cuEventCreate(&made, cuda::kEventDisableTiming), "cuEventCreate"));
+    return events_.emplace_back(std::make_shared<CudaEvent>(handle_->shared_context(), made));
+  }
+
   std::shared_ptr<const StreamHandle> handle_;
   const Context& context_;
   const Driver& driver_;
+  std::vector<std::shared_ptr<CudaEvent>> events_;
+  size_t next_event_ = 0;
 };
 
 // ------------------------------------------------------------------------------------ Registrations

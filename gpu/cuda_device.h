@@ -51,7 +51,6 @@ class CudaDevice final : public Device {
  private:
   class Context;
   class CudaEvent;
-  class CudaMemory;
   class CudaStream;
   class CudaRegistration;
   class StreamHandle;

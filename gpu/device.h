@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -28,20 +29,46 @@ class HostRegistration {
   virtual ~HostRegistration() = default;
 };
 
-// Memory of the device, for the work of one stream. Its destructor frees it behind the work that the
-// stream has been given; other streams' work with it has ended or been waited for by then.
+// Where memory of a device comes from.
+//
+// Threads  Any.
+class MemorySource {
+ public:
+  MemorySource() = default;
+  MemorySource(const MemorySource&) = delete;
+  MemorySource& operator=(const MemorySource&) = delete;
+  virtual ~MemorySource() = default;
+
+  virtual void Free(std::span<std::byte> bytes) const = 0;  // that it has given
+};
+
+// Memory of the device, for the work of one stream; empty: none. Its destructor frees it behind the work
+// that the stream has been given; other streams' work with it has ended or been waited for by then.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  virtual ~DeviceMemory() = default;
+  DeviceMemory(std::shared_ptr<const MemorySource> source, std::span<std::byte> bytes)
+      : source_(std::move(source)), bytes_(bytes) {}
+  DeviceMemory(DeviceMemory&& other) noexcept
+      : source_(std::move(other.source_)), bytes_(std::exchange(other.bytes_, {})) {}
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
+    std::swap(source_, other.source_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~DeviceMemory() {
+    if (source_ != nullptr) source_->Free(bytes_);
+  }
 
   // An address of the device's: the processor reads it only where the device is the host.
-  virtual std::span<std::byte> bytes() const = 0;
+  std::span<std::byte> bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<const MemorySource> source_;
+  std::span<std::byte> bytes_;
 };
 
-// A point in a stream's work. Outlives the stream that recorded it.
+// A point in a stream's work, for whoever holds it. Outlives the stream that recorded it.
 class Event {
  public:
   Event() = default;
@@ -55,7 +82,8 @@ class Event {
   virtual absl::StatusOr<bool> Done() const = 0;
 };
 
-// Work that runs in order; streams run beside each other.
+// Work that runs in order; streams run beside each other. Work that is like earlier work, whose events and
+// memory were given up, takes no memory of the process's.
 //
 // Errors   E_DEVICE  of any call: the device has failed, in this call or in work begun earlier.
 // Threads  One at a time.
@@ -71,7 +99,7 @@ class Stream {
   // may wait for the stream's earlier work.
   virtual absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) = 0;
 
-  virtual absl::StatusOr<std::unique_ptr<Event>> Record() = 0;
+  virtual absl::StatusOr<std::shared_ptr<const Event>> Record() = 0;
 
   // Work begun from now on starts after the event.
   virtual absl::Status WaitFor(const Event& event) = 0;
@@ -84,7 +112,7 @@ class Stream {
   // Of any content; for work begun from now on.
   //
   // Errors  E_DEVICE_MEMORY  the device has too little left.
-  virtual absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) = 0;
+  virtual absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) = 0;
 };
 
 // Threads  Any.

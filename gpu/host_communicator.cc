@@ -297,11 +297,11 @@ absl::Status HostCommunicator::ReduceScatter(Stream&, std::span<std::byte> to,
                         Slot(options_.rank).begin() + static_cast<ptrdiff_t>(rank * part_bytes));
     }
     RETURN_IF_ERROR(Barrier(Operation::kReduceScatter, from.size()));
-    std::vector<const std::byte*> parts;
+    std::array<const std::byte*, kRanksMax> parts{};
     for (uint32_t rank = 0; rank < options_.size; ++rank) {
-      parts.push_back(Slot(rank).data() + options_.rank * part_bytes);
+      parts[rank] = Slot(rank).data() + options_.rank * part_bytes;
     }
-    Reduce(to.subspan(at, bytes), parts, dtype, reduction);
+    Reduce(to.subspan(at, bytes), std::span(parts).first(options_.size), dtype, reduction);
     ++barriers_;
   }
   return Check();
@@ -314,9 +314,9 @@ absl::Status HostCommunicator::AllReduce(Stream&, std::span<std::byte> bytes, DT
     const std::span<std::byte> piece = bytes.subspan(at, std::min(kSlotBytes, bytes.size() - at));
     std::ranges::copy(piece, Slot(options_.rank).begin());
     RETURN_IF_ERROR(Barrier(Operation::kAllReduce, bytes.size()));
-    std::vector<const std::byte*> parts;
-    for (uint32_t rank = 0; rank < options_.size; ++rank) parts.push_back(Slot(rank).data());
-    Reduce(piece, parts, dtype, reduction);
+    std::array<const std::byte*, kRanksMax> parts{};
+    for (uint32_t rank = 0; rank < options_.size; ++rank) parts[rank] = Slot(rank).data();
+    Reduce(piece, std::span(parts).first(options_.size), dtype, reduction);
     ++barriers_;
   }
   return Check();

@@ -1,9 +1,12 @@
 #include "gpu/host_device.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "protocol/os/check.h"
+#include "protocol/os/mutex.h"
 
 namespace forebay::gpu {
 namespace {
@@ -13,24 +16,77 @@ class HostEvent final : public Event {
   absl::StatusOr<bool> Done() const override { return true; }
 };
 
-class HostBytes final : public DeviceMemory {
+}  // namespace
+
+// Memory that was given up is given again; together with what is in use it is never more than was in use at
+// once, or than is needed.
+class HostDevice::Memory final : public MemorySource {
  public:
-  explicit HostBytes(size_t size_bytes) : memory_(size_bytes) {}
-  std::span<std::byte> bytes() const override { return memory_; }
+  std::span<std::byte> Take(size_t size_bytes) {
+    const protocol::MutexLock lock(mutex_);
+    // The smallest that holds it without much waste.
+    const auto fits = [&](const Block& block) {
+      return block.size() >= size_bytes && block.size() / 2 <= size_bytes;
+    };
+    size_t best = free_.size();
+    for (size_t i = 0; i < free_.size(); ++i) {
+      if (fits(free_[i]) && (best == free_.size() || free_[i].size() < free_[best].size()))
+        best = i;
+    }
+    if (best < free_.size()) {
+      std::swap(free_[best], free_.back());
+      used_.push_back(std::move(free_.back()));
+      free_.pop_back();
+      free_bytes_ -= used_.back().size();
+    } else {
+      used_.emplace_back(std::max<size_t>(size_bytes, 1));
+    }
+    used_bytes_ += used_.back().size();
+    used_bytes_max_ = std::max(used_bytes_max_, used_bytes_);
+    while (free_bytes_ > used_bytes_max_ - used_bytes_) {
+      free_bytes_ -= free_.back().size();
+      free_.pop_back();
+    }
+    return std::span(used_.back()).first(size_bytes);
+  }
+
+  void Free(std::span<std::byte> bytes) const override {
+    const protocol::MutexLock lock(mutex_);
+    const auto block =
+        std::ranges::find(used_, bytes.data(), [](Block& one) { return one.data(); });
+    FOREBAY_CHECK(block != used_.end());
+    used_bytes_ -= block->size();
+    free_bytes_ += block->size();
+    std::swap(*block, used_.back());
+    free_.push_back(std::move(used_.back()));
+    used_.pop_back();
+  }
 
  private:
-  mutable std::vector<std::byte> memory_;
+  using Block = std::vector<std::byte>;
+
+  mutable protocol::Mutex mutex_;
+  mutable std::vector<Block> used_ ABSL_GUARDED_BY(mutex_);
+  mutable std::vector<Block> free_ ABSL_GUARDED_BY(mutex_);
+  mutable uint64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  mutable uint64_t free_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t used_bytes_max_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-class HostStream final : public Stream {
+class HostDevice::HostStream final : public Stream {
  public:
+  explicit HostStream(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {}
+
   absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) override {
     FOREBAY_CHECK(to.size() == from.size());
     if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::unique_ptr<Event>> Record() override { return std::make_unique<HostEvent>(); }
+  absl::StatusOr<std::shared_ptr<const Event>> Record() override {
+    static const auto ended = std::make_shared<const HostEvent>();
+    return ended;
+  }
 
   absl::Status WaitFor(const Event& event) override {
     // Work of this device has ended when the call that began it returns
@@ -41,10 +97,17 @@ class HostStream final : public Stream {
 
   uintptr_t handle() const override { return 0; }
 
-  absl::StatusOr<std::unique_ptr<DeviceMemory>> Allocate(size_t size_bytes) override {
-    return std::make_unique<HostBytes>(size_bytes);
+  absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) override {
+    return DeviceMemory(memory_, memory_->Take(size_bytes));
   }
+
+ private:
+  const std::shared_ptr<Memory> memory_;
 };
+
+HostDevice::HostDevice() : memory_(std::make_shared<Memory>()) {}
+
+namespace {
 
 // Every mapping of the process is within the processor's reach.
 class HostMemory final : public HostRegistration {};
@@ -52,11 +115,11 @@ class HostMemory final : public HostRegistration {};
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Stream>> HostDevice::MakeStream() {
-  return std::make_unique<HostStream>();
+  return std::make_unique<HostStream>(memory_);
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> HostDevice::BorrowStream(uintptr_t) {
-  return std::make_unique<HostStream>();
+  return std::make_unique<HostStream>(memory_);
 }
 
 absl::StatusOr<std::unique_ptr<HostRegistration>> HostDevice::Register(std::span<const std::byte>,

@@ -14,6 +14,8 @@ namespace forebay::gpu {
 
 class HostDevice final : public Device {
  public:
+  HostDevice();
+
   std::string_view name() const override { return "host"; }
   absl::StatusOr<std::unique_ptr<Stream>> MakeStream() override;
   absl::StatusOr<std::unique_ptr<Stream>> BorrowStream(uintptr_t handle) override;
@@ -24,6 +26,12 @@ class HostDevice final : public Device {
   bool registers_read_only() const override { return true; }
   absl::StatusOr<std::unique_ptr<HostRegistration>> Register(std::span<const std::byte> bytes,
                                                              HostAccess access) override;
+
+ private:
+  class HostStream;
+  class Memory;
+
+  std::shared_ptr<Memory> memory_;
 };
 
 }  // namespace forebay::gpu

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <memory_resource>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -138,7 +139,7 @@ class NcclCommunicator::State {
 
  private:
   struct UnderWay {
-    std::unique_ptr<Event> ended;
+    std::shared_ptr<const Event> ended;
     Clock::time_point deadline;
   };
 
@@ -152,11 +153,12 @@ class NcclCommunicator::State {
     });
   }
 
-  absl::Status TooLate(const std::string& what) const {
-    return MakeError(ErrorId::kRankLost,
-                     absl::StrCat(what, " has not ended within ", options_.time_limit.count(),
-                                  " ms: a rank of ", options_.size, " is gone or hangs"),
-                     "see what the other ranks printed; start the job again");
+  absl::Status TooLate(std::string_view what) const {
+    return MakeError(
+        ErrorId::kRankLost,
+        absl::StrCat(std::string(what), " has not ended within ", options_.time_limit.count(),
+                     " ms: a rank of ", options_.size, " is gone or hangs"),
+        "see what the other ranks printed; start the job again");
   }
 
   // Whether NCCL goes on with a call; no other may begin then.
@@ -168,7 +170,7 @@ class NcclCommunicator::State {
     RETURN_IF_ERROR(library_->Check(state, "NCCL in the background", comm_));
     return true;
   }
-  absl::Status WaitUntilReadyLocked(const std::string& what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  absl::Status WaitUntilReadyLocked(std::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const Clock::time_point deadline = Clock::now() + options_.time_limit;
     while (true) {
       ASSIGN_OR_RETURN(const bool is_ready, IsReadyLocked());
@@ -239,7 +241,8 @@ class NcclCommunicator::State {
   protocol::Mutex mutex_;
   std::condition_variable_any changed_;
   ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::deque<UnderWay> under_way_ ABSL_GUARDED_BY(mutex_);
+  std::pmr::unsynchronized_pool_resource memory_ ABSL_GUARDED_BY(mutex_);
+  std::pmr::deque<UnderWay> under_way_ ABSL_GUARDED_BY(mutex_){&memory_};
   bool is_grouping_ ABSL_GUARDED_BY(mutex_) = false;
   Stream* grouped_ ABSL_GUARDED_BY(mutex_) = nullptr;  // the last stream of the group's
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);

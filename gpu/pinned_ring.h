@@ -41,7 +41,7 @@ class PinnedRing {
 
   std::span<std::byte> bytes_;
   std::unique_ptr<HostRegistration> registration_;
-  std::array<std::unique_ptr<Event>, kSlots> copied_;  // of each slot; null: it is free
+  std::array<std::shared_ptr<const Event>, kSlots> copied_;  // of each slot; null: it is free
   size_t next_ = 0;
 };
 

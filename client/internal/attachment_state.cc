@@ -13,7 +13,6 @@
 
 namespace forebay::client {
 
-using internal::Answer;
 using internal::BusyRange;
 using internal::WaitLimits;
 using protocol::Command;
@@ -59,10 +58,11 @@ Attachment::State::State(internal::SessionParts session_parts)
     : pid(::getpid()),
       parts(std::move(session_parts)),
       gauge(*parts.gauge),
-      port(std::move(parts.port)),
+      port(std::move(parts.port), &memory),
       waiter(port, [this] { return LookAtCopies(); }),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
-             .largest_bytes = LargestRangeBytes(parts)}),
+             .largest_bytes = LargestRangeBytes(parts)},
+            &memory),
       piece_elems(protocol::kGradPieceBytesMax / grad_width()),
       own_boxes(OwnBoxes(parts)),
       pass_presence(protocol::PresenceWords(parts.layout->params().size()), 0),
@@ -147,13 +147,15 @@ void Attachment::State::KeepError(const Completion& completion, const absl::Stat
   if (kept.ok()) kept = status;
 }
 
-absl::StatusOr<std::shared_ptr<Answer>> Attachment::State::Start(const Command& command,
-                                                                 const WaitLimits& limits) {
-  auto answer = std::make_shared<Answer>();
-  const auto on_done = [this, answer](const Completion& completion, const absl::Status& status) {
-    OnAnswer(completion, status, *answer);
+absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::Start(
+    const Command& command, const WaitLimits& limits) {
+  const auto answer =
+      std::allocate_shared<Answer>(std::pmr::polymorphic_allocator<Answer>(&memory), this);
+  // One pointer more would be memory of its own.
+  auto on_done = [answer](const Completion& completion, const absl::Status& status) {
+    answer->session->OnAnswer(completion, status, *answer);
   };
-  RETURN_IF_ERROR(waiter.Send(command, limits, on_done));
+  RETURN_IF_ERROR(waiter.Send(command, limits, std::move(on_done)));
   ++gauge.commands;
   return answer;
 }

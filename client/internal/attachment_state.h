@@ -8,14 +8,15 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/client.h"
@@ -102,23 +103,25 @@ struct SessionParts {
 // Bytes of the largest range of a partition that travels at once.
 uint64_t PieceBytes(const protocol::Layout& layout);
 
-// The answer to a command, from the time it is sent.
-struct Answer {
-  bool arrived = false;
-  // Its caller gave up.
-  bool abandoned = false;
-  // Of the arena; free once an abandoned answer has arrived.
-  std::optional<uint64_t> range;
-  protocol::Completion completion{};
-  absl::Status status;
-};
-
 }  // namespace forebay::client::internal
 
 namespace forebay::client {
 
 // Threads  One at a time, under `mutex`; `gauge` and what is const from Assemble on: any.
 struct Attachment::State {
+  // The answer to a command, from the time it is sent.
+  struct Answer {
+    explicit Answer(State* of) : session(of) {}
+
+    State* const session;
+    bool arrived = false;
+    // Its caller gave up.
+    bool abandoned = false;
+    // Of the arena; free once an abandoned answer has arrived.
+    std::optional<uint64_t> range;
+    protocol::Completion completion{};
+    absl::Status status;
+  };
   struct OpenSlot {
     // Else private memory.
     std::optional<uint64_t> arena_offset;
@@ -138,11 +141,11 @@ struct Attachment::State {
 
     auto operator<=>(const ElemPlace&) const = default;
   };
-  using Pieces = std::map<ElemPlace, OpenPiece>;  // by first element
+  using Pieces = std::pmr::map<ElemPlace, OpenPiece>;  // by first element
   // Leases whose weights are being copied to the device.
   struct CopiesInFlight {
-    std::vector<uint64_t> leases;
-    std::unique_ptr<gpu::Event> done;
+    std::pmr::vector<uint64_t> leases;
+    std::shared_ptr<const gpu::Event> done;
     std::optional<protocol::ClientEvent> event = {};  // until it is noted
   };
   // A copy of a gradient to a slot.
@@ -159,9 +162,9 @@ struct Attachment::State {
   };
   struct StepInFlight {
     uint64_t t = 0;
-    std::vector<std::byte> request;
-    std::vector<uint64_t> presence;
-    std::shared_ptr<internal::Answer> answer;
+    std::pmr::vector<std::byte> request;
+    std::pmr::vector<uint64_t> presence;
+    std::shared_ptr<Answer> answer;
   };
 
   explicit State(internal::SessionParts session_parts);
@@ -178,9 +181,9 @@ struct Attachment::State {
   absl::Status KeptReleaseError();
 
   // Sends a command whose answer the caller looks at later.
-  absl::StatusOr<std::shared_ptr<internal::Answer>> Start(const protocol::Command& command,
-                                                          const internal::WaitLimits& limits);
-  absl::Status WaitFor(const internal::Answer& answer, const internal::WaitLimits& limits);
+  absl::StatusOr<std::shared_ptr<Answer>> Start(const protocol::Command& command,
+                                                const internal::WaitLimits& limits);
+  absl::Status WaitFor(const Answer& answer, const internal::WaitLimits& limits);
   // Start, then WaitFor. A caller that gives up leaves the answer to arrive later, and `range`,
   // where there is one, to be freed then.
   absl::StatusOr<protocol::Completion> Call(const protocol::Command& command,
@@ -190,10 +193,9 @@ struct Attachment::State {
   absl::Status Post(const protocol::Command& command, const internal::WaitLimits& limits);
   internal::CommandPort::OnDone OnPosted();
   void KeepError(const protocol::Completion& completion, const absl::Status& status);
-  void Abandon(internal::Answer& answer);
+  void Abandon(Answer& answer);
   absl::Status ReleaseOrphans(const internal::WaitLimits& limits);
-  void OnAnswer(const protocol::Completion& completion, const absl::Status& status,
-                internal::Answer& answer);
+  void OnAnswer(const protocol::Completion& completion, const absl::Status& status, Answer& answer);
   void UpdateCommittedStep(const protocol::Completion& completion);
 
   absl::StatusOr<internal::BusyRange> WaitForRange(uint64_t size_bytes,
@@ -206,9 +208,11 @@ struct Attachment::State {
                             const internal::WaitLimits& limits);
   absl::StatusOr<Lease> LeaseOf(uint32_t partition, const protocol::Completion& completion);
   absl::Status CheckCopies(std::span<const WeightsCopy> copies);
-  // One lease for each of the partitions; none where one fails.
-  absl::StatusOr<std::map<uint32_t, Lease>> LeaseAll(const std::set<uint32_t>& partitions,
-                                                     const internal::WaitLimits& limits);
+  using Leases = std::pmr::vector<Lease>;  // by ascending partition
+  // One lease for each of the partitions, of which some may be the same; none where one fails.
+  absl::StatusOr<Leases> LeaseAll(std::pmr::vector<uint32_t> partitions,
+                                  const internal::WaitLimits& limits);
+  static const Lease& LeaseIn(const Leases& leases, uint32_t partition);
   absl::Status GiveBack(uint64_t lease, const internal::WaitLimits& limits);
   // Makes the arenas known to the device; where it cannot reach the weights, through a ring.
   absl::Status RegisterArenas();
@@ -232,8 +236,7 @@ struct Attachment::State {
   // was copied from. Errors are kept. Never blocks. Returns HasCopies().
   bool LookAtCopies();
   // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
-  absl::Status WaitForCopies(const std::function<bool()>& ended,
-                             const internal::WaitLimits& limits);
+  absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
   absl::Status EndWeightCopies(const internal::WaitLimits& limits);
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
   // Delivers elements [begin, end) of a partition, whose bytes are the slot's.
@@ -283,14 +286,16 @@ struct Attachment::State {
   }
   uint64_t grad_width() const { return SizeBytes(parts.layout->grad_dtype()); }
   void BeginAttempt(uint64_t number);
-  absl::StatusOr<std::vector<std::byte>> EncodeStep(
+  absl::StatusOr<std::pmr::vector<std::byte>> EncodeStep(
       const protocol::StepRequest& scalars, std::span<const protocol::HyperParams> hyper_params,
-      std::span<const std::byte> extra_state, std::span<const uint64_t> present) const;
-  absl::Status BeginStep(uint64_t t, std::vector<std::byte> request,
+      std::span<const std::byte> extra_state, std::span<const uint64_t> present);
+  absl::Status BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                          const internal::WaitLimits& limits);
   absl::StatusOr<StepResult> EndStep();
 
   const pid_t pid;
+  // What calls note of what is under way: a steady step takes no memory of the process's.
+  std::pmr::unsynchronized_pool_resource memory;
   internal::SessionParts parts;
   internal::SessionGauge& gauge;
   protocol::Mutex mutex;
@@ -307,23 +312,24 @@ struct Attachment::State {
   const uint64_t piece_elems;  // of a whole piece, a multiple of kGradUnitElems
   // By parameter: the layout's boxes that this rank delivers gradients of; sharded, its own.
   const std::vector<std::vector<uint32_t>> own_boxes;
-  std::map<uint32_t, OpenSlot> open;  // of whole partitions
-  Pieces pieces;
-  std::map<ElemPlace, uint64_t> delivered;  // of this pass: first elements, to their ends
-  bool has_delivered = false;               // in this attempt
+  std::pmr::map<uint32_t, OpenSlot> open{&memory};  // of whole partitions
+  Pieces pieces{&memory};
+  std::pmr::map<ElemPlace, uint64_t> delivered{
+      &memory};                // of this pass: first elements, to their ends
+  bool has_delivered = false;  // in this attempt
   bool is_further_pass = false;
   // In this attempt, with shared attachment: nothing is delivered any more.
   bool has_asked_norm = false;
   std::vector<uint64_t> pass_presence;  // of this pass
   std::vector<uint64_t> presence;       // of this attempt; see wire.h
   uint64_t attempt = 0;
-  uint64_t exchanges = 0;                                         // that have ended well
-  std::map<uint64_t, std::shared_ptr<internal::Answer>> fetches;  // by FetchTicket::id
+  uint64_t exchanges = 0;                                             // that have ended well
+  std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // by FetchTicket::id
   uint64_t last_ticket = 0;
-  std::vector<uint64_t> orphan_leases;      // of fetches whose callers gave up
-  std::list<CopiesInFlight> copies;         // of weights
-  std::list<GradientCopy> gradient_copies;  // on `stream`
-  std::list<UnsentGradient> unsent;
+  std::vector<uint64_t> orphan_leases;                    // of fetches whose callers gave up
+  std::pmr::list<CopiesInFlight> copies{&memory};         // of weights
+  std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
+  std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   absl::Status kept_release_error;

@@ -29,9 +29,10 @@ absl::Status DaemonGoneError() {
   return MakeError(ErrorId::kDaemonGone, "the daemon died or closed the connection");
 }
 
-CommandPort::CommandPort(Options options) : options_(std::move(options)) {}
+CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
+    : options_(std::move(options)), pending_(memory) {}
 
-absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, const OnDone& on_done) {
+absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, OnDone& on_done) {
   RETURN_IF_ERROR(PollAlive());
   command.tag = next_tag_;
   const absl::StatusOr<bool> sent = options_.channel->Send(command);
@@ -40,7 +41,7 @@ absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, const OnDon
     return broken_;
   }
   if (!*sent) return false;
-  pending_.emplace(next_tag_, on_done);
+  pending_.emplace(next_tag_, std::move(on_done));
   ++next_tag_;
   ++commands_;
   return true;

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <memory_resource>
 #include <unordered_map>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "protocol/channel.h"
@@ -29,20 +31,21 @@ class CommandPort {
   };
 
   // The completion, and its error as a status.
-  using OnDone = std::function<void(const protocol::Completion&, const absl::Status&)>;
+  using OnDone = absl::AnyInvocable<void(const protocol::Completion&, const absl::Status&)>;
 
   enum class Pause : uint8_t {
     kWoken,        // something arrived, or there was no need to sleep
     kUndisturbed,  // the time was up, or a signal arrived
   };
 
-  explicit CommandPort(Options options);
+  // What it notes of commands is in `memory`, which outlives it.
+  CommandPort(Options options, std::pmr::memory_resource* memory);
 
-  // Writes the command under a tag of its own; false, and nothing done, while kRingEntries are in
-  // flight. `on_done` is called once, unless the session ends first.
+  // Writes the command under a tag of its own, and takes `on_done`; false, and nothing done, while
+  // kRingEntries are in flight. `on_done` is called once, unless the session ends first.
   //
   // Errors  E_DAEMON_GONE, E_RING, E_FENCED or another reason why the session has ended: permanently.
-  absl::StatusOr<bool> TrySend(protocol::Command command, const OnDone& on_done);
+  absl::StatusOr<bool> TrySend(protocol::Command command, OnDone& on_done);
 
   // Handles the completions that have arrived. Errors as TrySend.
   absl::Status Poll();
@@ -65,7 +68,7 @@ class CommandPort {
   bool DaemonGone() const;
 
   Options options_;
-  std::unordered_map<uint64_t, OnDone> pending_;  // at most kRingEntries
+  std::pmr::unordered_map<uint64_t, OnDone> pending_;  // at most kRingEntries
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;
   uint64_t sleeps_ = 0;

@@ -8,30 +8,28 @@
 #include "protocol/units.h"
 
 namespace forebay::client::internal {
-namespace {
 
-// Calls `visit(begin, end)` for each free run until it returns true.
-template <typename Ranges, typename Visit>
-void ForEachGap(const Ranges& ranges, uint64_t capacity_bytes, Visit visit) {
+// Calls `visit(begin, end)` for each run between those ranges until it returns true.
+template <typename Visit>
+void GradSlots::ForEachGap(Among among, Visit visit) const {
   uint64_t begin = 0;
-  for (const auto& [offset, range] : ranges) {
+  for (const auto& [offset, range] : ranges_) {
+    if (among == Among::kOpen && range.use != Use::kOpen) continue;
     if (offset > begin && visit(begin, offset)) return;
     begin = offset + range.size_bytes;
   }
-  if (capacity_bytes > begin) visit(begin, capacity_bytes);
+  if (options_.capacity_bytes > begin) visit(begin, options_.capacity_bytes);
 }
-
-}  // namespace
 
 std::optional<uint64_t> GradSlots::AllocateOpen(uint64_t size_bytes) {
   size_bytes = protocol::RoundUp(size_bytes, protocol::kGradAlignBytes);
-  const std::optional<uint64_t> offset = FindOpen(ranges_, size_bytes);
+  const std::optional<uint64_t> offset = FindOpen(Among::kAll, size_bytes);
   if (offset.has_value()) ranges_[*offset] = {.size_bytes = size_bytes, .use = Use::kOpen};
   return offset;
 }
 
 bool GradSlots::FitsWithoutBusy(uint64_t size_bytes) const {
-  return FindOpen(OpenRanges(), protocol::RoundUp(size_bytes, protocol::kGradAlignBytes))
+  return FindOpen(Among::kOpen, protocol::RoundUp(size_bytes, protocol::kGradAlignBytes))
       .has_value();
 }
 
@@ -39,7 +37,7 @@ std::optional<uint64_t> GradSlots::AllocateBusy(uint64_t size_bytes) {
   size_bytes = protocol::RoundUp(size_bytes, protocol::kGradAlignBytes);
   FOREBAY_CHECK(size_bytes > 0 && size_bytes <= options_.largest_bytes);
   std::optional<uint64_t> found;
-  ForEachGap(ranges_, options_.capacity_bytes, [&](uint64_t begin, uint64_t end) {
+  ForEachGap(Among::kAll, [&](uint64_t begin, uint64_t end) {
     if (end - begin >= size_bytes) found = begin;
     return found.has_value();
   });
@@ -64,10 +62,10 @@ void GradSlots::Split(uint64_t offset_bytes, uint64_t size_bytes) {
 
 void GradSlots::Free(uint64_t offset_bytes) { FOREBAY_CHECK(ranges_.erase(offset_bytes) == 1); }
 
-std::optional<uint64_t> GradSlots::FindOpen(const Ranges& ranges, uint64_t size_bytes) const {
+std::optional<uint64_t> GradSlots::FindOpen(Among among, uint64_t size_bytes) const {
   FOREBAY_CHECK(size_bytes > 0 && size_bytes <= options_.largest_bytes);
   std::optional<uint64_t> found;
-  ForEachGap(ranges, options_.capacity_bytes, [&](uint64_t begin, uint64_t end) {
+  ForEachGap(among, [&](uint64_t begin, uint64_t end) {
     if (end - begin < size_bytes) return false;
     for (const uint64_t offset : std::array{begin, end - size_bytes}) {
       if (!found.has_value() && LeavesRoom(offset, size_bytes)) found = offset;
@@ -77,23 +75,19 @@ std::optional<uint64_t> GradSlots::FindOpen(const Ranges& ranges, uint64_t size_
   return found;
 }
 
+// With one more open range, which is in a run between the open ones.
 bool GradSlots::LeavesRoom(uint64_t offset_bytes, uint64_t size_bytes) const {
-  Ranges open = OpenRanges();
-  open[offset_bytes] = {.size_bytes = size_bytes, .use = Use::kOpen};
+  const uint64_t end_bytes = offset_bytes + size_bytes;
   bool leaves_room = false;
-  ForEachGap(open, options_.capacity_bytes, [&](uint64_t begin, uint64_t end) {
-    leaves_room = end - begin >= options_.largest_bytes;
+  ForEachGap(Among::kOpen, [&](uint64_t begin, uint64_t end) {
+    uint64_t longest = end - begin;
+    if (begin <= offset_bytes && end_bytes <= end) {
+      longest = std::max(offset_bytes - begin, end - end_bytes);
+    }
+    leaves_room = longest >= options_.largest_bytes;
     return leaves_room;
   });
   return leaves_room;
-}
-
-GradSlots::Ranges GradSlots::OpenRanges() const {
-  Ranges open;
-  for (const auto& [offset, range] : ranges_) {
-    if (range.use == Use::kOpen) open.emplace(offset, range);
-  }
-  return open;
 }
 
 }  // namespace forebay::client::internal

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <utility>
 
@@ -21,7 +22,10 @@ class GradSlots {
     uint64_t largest_bytes = 0;
   };
 
-  explicit GradSlots(const Options& options) : options_(options) {}
+  // What it notes of the ranges is in `memory`, which outlives it.
+  explicit GradSlots(const Options& options,
+                     std::pmr::memory_resource* memory = std::pmr::get_default_resource())
+      : options_(options), ranges_(memory) {}
 
   // An open range, or nothing: then waiting for busy ranges helps only where FitsWithoutBusy().
   std::optional<uint64_t> AllocateOpen(uint64_t size_bytes);
@@ -43,14 +47,15 @@ class GradSlots {
     uint64_t size_bytes = 0;
     Use use = Use::kOpen;
   };
-  using Ranges = std::map<uint64_t, Range>;  // by offset
+  enum class Among : uint8_t { kAll, kOpen };
 
-  std::optional<uint64_t> FindOpen(const Ranges& ranges, uint64_t size_bytes) const;
+  template <typename Visit>
+  void ForEachGap(Among among, Visit visit) const;
+  std::optional<uint64_t> FindOpen(Among among, uint64_t size_bytes) const;
   bool LeavesRoom(uint64_t offset_bytes, uint64_t size_bytes) const;
-  Ranges OpenRanges() const;
 
   Options options_;
-  Ranges ranges_;
+  std::pmr::map<uint64_t, Range> ranges_;  // by offset
 };
 
 // A busy range that is given back, unless HandOver() leaves that to a later Free().

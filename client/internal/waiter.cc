@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds kLookPeriod{1};
 
 }  // namespace
 
-absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& limits) {
+absl::Status Waiter::Wait(absl::FunctionRef<bool()> done, const WaitLimits& limits) {
   RETURN_IF_ERROR(port_.Poll());
   if (done()) return absl::OkStatus();
   if (idle_core_.Any()) {
@@ -51,7 +51,7 @@ absl::Status Waiter::Wait(const std::function<bool()>& done, const WaitLimits& l
 }
 
 absl::Status Waiter::Send(const protocol::Command& command, const WaitLimits& limits,
-                          const CommandPort::OnDone& on_done) {
+                          CommandPort::OnDone on_done) {
   absl::StatusOr<bool> sent = port_.TrySend(command, on_done);
   if (sent.ok() && !*sent) {
     const auto try_again = [&] {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "client/internal/command_port.h"
 #include "client/internal/deadline.h"
@@ -20,11 +21,11 @@ class Waiter {
   // Handles completions until `done()` is true. Errors are looked at only while it is not.
   //
   // Errors  Those of CommandPort::Poll; E_TIMEOUT; E_INTERRUPTED.
-  absl::Status Wait(const std::function<bool()>& done, const WaitLimits& limits);
+  absl::Status Wait(absl::FunctionRef<bool()> done, const WaitLimits& limits);
 
   // CommandPort::TrySend, waiting while the ring is full. Errors as Wait.
   absl::Status Send(const protocol::Command& command, const WaitLimits& limits,
-                    const CommandPort::OnDone& on_done);
+                    CommandPort::OnDone on_done);
 
  private:
   CommandPort& port_;

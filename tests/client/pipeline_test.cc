@@ -126,13 +126,13 @@ class Loop {
   absl::Status Use(uint32_t group) {
     ASSIGN_OR_RETURN(const auto weights, own_.pipeline->Gather(group, *own_.compute));
     ASSIGN_OR_RETURN(auto saw, own_.compute->Allocate(weights.size()));
-    RETURN_IF_ERROR(own_.compute->Copy(saw->bytes(), weights));
+    RETURN_IF_ERROR(own_.compute->Copy(saw.bytes(), weights));
     used_.emplace_back(group, std::move(saw));
     return own_.pipeline->Release(group, *own_.compute);
   }
   absl::Status Backward(uint32_t group) {
     ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, *own_.compute));
-    RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group]->bytes()));
+    RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group].bytes()));
     return own_.pipeline->Reduce(group, *own_.compute);
   }
   // On the device, before the step.
@@ -141,7 +141,7 @@ class Loop {
     for (uint32_t group = 0; group < kGroups; ++group) {
       const Bytes values = testing::MakeGradient(Whole(), group, rank_, t);
       ASSIGN_OR_RETURN(auto memory, own_.compute->Allocate(values.size()));
-      RETURN_IF_ERROR(own_.compute->Copy(memory->bytes(), values));
+      RETURN_IF_ERROR(own_.compute->Copy(memory.bytes(), values));
       gradients_.push_back(std::move(memory));
     }
     const absl::Status status = own_.compute->Synchronize();
@@ -149,8 +149,8 @@ class Loop {
   }
   absl::Status CompareUsed(const testing::ReferenceTrainer& reference, uint64_t t) {
     for (const auto& [group, saw] : used_) {
-      Bytes bytes(saw->bytes().size());
-      RETURN_IF_ERROR(own_.compute->Copy(bytes, saw->bytes()));
+      Bytes bytes(saw.bytes().size());
+      RETURN_IF_ERROR(own_.compute->Copy(bytes, saw.bytes()));
       RETURN_IF_ERROR(own_.compute->Synchronize());
       if (!std::ranges::equal(bytes, reference.Weights(group))) {
         return absl::DataLossError("other weights of group " + std::to_string(group) + " in step " +
@@ -164,8 +164,8 @@ class Loop {
   const uint32_t rank_;
   const LoopOptions options_;
   PipelineRank own_;
-  std::vector<std::unique_ptr<gpu::DeviceMemory>> gradients_;
-  std::vector<std::pair<uint32_t, std::unique_ptr<gpu::DeviceMemory>>> used_;  // by group
+  std::vector<gpu::DeviceMemory> gradients_;
+  std::vector<std::pair<uint32_t, gpu::DeviceMemory>> used_;  // by group
 };
 
 class PipelineTest : public ::testing::Test {

@@ -52,8 +52,8 @@ class Alone final : public gpu::Communicator {
   absl::Status AllReduce(gpu::Stream& stream, std::span<std::byte> bytes, protocol::DType,
                          gpu::Reduction) override {
     ASSIGN_OR_RETURN(const auto sum, stream.Allocate(bytes.size()));
-    RETURN_IF_ERROR(stream.Copy(sum->bytes(), bytes));
-    return stream.Copy(bytes, sum->bytes());
+    RETURN_IF_ERROR(stream.Copy(sum.bytes(), bytes));
+    return stream.Copy(bytes, sum.bytes());
   }
   absl::Status Group(const std::function<absl::Status()>& calls) override { return calls(); }
   absl::Status Check() override { return absl::OkStatus(); }

@@ -158,9 +158,9 @@ class CommunicatorContract : public ::testing::TestWithParam<CommunicatorCase> {
   }
 
   // Of the device's.
-  static absl::StatusOr<std::unique_ptr<DeviceMemory>> ToDevice(Rank& rank, const Bytes& bytes) {
+  static absl::StatusOr<DeviceMemory> ToDevice(Rank& rank, const Bytes& bytes) {
     ASSIGN_OR_RETURN(auto memory, rank.stream->Allocate(bytes.size()));
-    RETURN_IF_ERROR(rank.stream->Copy(memory->bytes(), bytes));
+    RETURN_IF_ERROR(rank.stream->Copy(memory.bytes(), bytes));
     return memory;
   }
   static absl::StatusOr<Bytes> FromDevice(Rank& rank, std::span<const std::byte> memory) {
@@ -199,8 +199,8 @@ TEST_P(CommunicatorContract, AllGatherBringsEachRanksPart) {
         ASSIGN_OR_RETURN(const auto own,
                          ToDevice(rank, OwnBytes(rank.communicator->rank(), bytes)));
         ASSIGN_OR_RETURN(const auto all, rank.stream->Allocate(bytes * size));
-        RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all->bytes(), own->bytes()));
-        ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all->bytes()));
+        RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all.bytes(), own.bytes()));
+        ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all.bytes()));
         for (uint32_t other = 0; other < size; ++other) {
           const Bytes want = OwnBytes(other, bytes);
           const auto part = std::span(got).subspan(other * bytes, bytes);
@@ -217,10 +217,10 @@ TEST_P(CommunicatorContract, AllGatherTakesARanksOwnPartInPlace) {
   ExpectOk(2, [&](Rank& rank) -> absl::Status {
     const uint32_t own = rank.communicator->rank();
     ASSIGN_OR_RETURN(const auto all, rank.stream->Allocate(2 * kBytes));
-    const auto part = all->bytes().subspan(own * kBytes, kBytes);
+    const auto part = all.bytes().subspan(own * kBytes, kBytes);
     RETURN_IF_ERROR(rank.stream->Copy(part, OwnBytes(own, kBytes)));
-    RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all->bytes(), part));
-    ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all->bytes()));
+    RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all.bytes(), part));
+    ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all.bytes()));
     for (uint32_t other = 0; other < 2; ++other) {
       EXPECT_TRUE(std::ranges::equal(std::span(got).subspan(other * kBytes, kBytes),
                                      OwnBytes(other, kBytes)));
@@ -239,14 +239,14 @@ TEST_P(CommunicatorContract, ReductionsAreExactInEveryType) {
             const Bytes input = Encode(dtype, Own(own, elems * size));
             ASSIGN_OR_RETURN(const auto from, ToDevice(rank, input));
             ASSIGN_OR_RETURN(const auto to, rank.stream->Allocate(elems * SizeBytes(dtype)));
-            RETURN_IF_ERROR(rank.communicator->ReduceScatter(*rank.stream, to->bytes(),
-                                                             from->bytes(), dtype, reduction));
-            ASSIGN_OR_RETURN(const Bytes part, FromDevice(rank, to->bytes()));
+            RETURN_IF_ERROR(rank.communicator->ReduceScatter(*rank.stream, to.bytes(), from.bytes(),
+                                                             dtype, reduction));
+            ASSIGN_OR_RETURN(const Bytes part, FromDevice(rank, to.bytes()));
             EXPECT_EQ(part, Encode(dtype, Sum(size, own * elems, elems, reduction)))
                 << Name(dtype) << " " << elems;
             RETURN_IF_ERROR(
-                rank.communicator->AllReduce(*rank.stream, from->bytes(), dtype, reduction));
-            ASSIGN_OR_RETURN(const Bytes whole, FromDevice(rank, from->bytes()));
+                rank.communicator->AllReduce(*rank.stream, from.bytes(), dtype, reduction));
+            ASSIGN_OR_RETURN(const Bytes whole, FromDevice(rank, from.bytes()));
             EXPECT_EQ(whole, Encode(dtype, Sum(size, 0, elems * size, reduction)));
           }
         }
@@ -267,14 +267,14 @@ TEST_P(CommunicatorContract, ManyCollectivesOfAllKindsFollowEachOther) {
       ASSIGN_OR_RETURN(const auto all, rank.stream->Allocate(3 * elems * 4));
       RETURN_IF_ERROR(rank.communicator->Group([&] {
         absl::Status status = rank.communicator->ReduceScatter(
-            *rank.stream, part->bytes(), values->bytes(), DType::kFloat32, Reduction::kSum);
+            *rank.stream, part.bytes(), values.bytes(), DType::kFloat32, Reduction::kSum);
         if (round % 2 == 0) return status;
-        status.Update(rank.communicator->AllReduce(*rank.stream, values->bytes(), DType::kFloat32,
+        status.Update(rank.communicator->AllReduce(*rank.stream, values.bytes(), DType::kFloat32,
                                                    Reduction::kSum));
         return status;
       }));
-      RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all->bytes(), part->bytes()));
-      ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all->bytes()));
+      RETURN_IF_ERROR(rank.communicator->AllGather(*rank.stream, all.bytes(), part.bytes()));
+      ASSIGN_OR_RETURN(const Bytes got, FromDevice(rank, all.bytes()));
       EXPECT_EQ(got, Encode(DType::kFloat32, Sum(3, 0, 3 * elems, Reduction::kSum)));
     }
     return absl::OkStatus();
@@ -285,7 +285,7 @@ TEST_P(CommunicatorContract, WrongLengthsAndTypesAreRefusedAndTheNextCallWorks) 
   ExpectOk(2, [&](Rank& rank) -> absl::Status {
     Communicator& communicator = *rank.communicator;
     ASSIGN_OR_RETURN(const auto memory, rank.stream->Allocate(64));
-    const std::span<std::byte> bytes = memory->bytes();
+    const std::span<std::byte> bytes = memory.bytes();
     EXPECT_THAT(communicator.AllGather(*rank.stream, bytes.first(15), bytes.first(8)),
                 HasError(ErrorId::kRange));
     EXPECT_THAT(communicator.ReduceScatter(*rank.stream, bytes.first(8), bytes.first(8),
@@ -309,12 +309,12 @@ TEST_P(CommunicatorContract, ARankThatDoesNotComeIsAnErrorOfTheOthers) {
       [&](Rank& rank) -> absl::Status {
         if (rank.communicator->rank() == 1) return absl::OkStatus();  // it dies
         ASSIGN_OR_RETURN(const auto memory, ToDevice(rank, Bytes(96)));
-        RETURN_IF_ERROR(rank.communicator->AllReduce(*rank.stream, memory->bytes(), DType::kFloat32,
+        RETURN_IF_ERROR(rank.communicator->AllReduce(*rank.stream, memory.bytes(), DType::kFloat32,
                                                      Reduction::kSum));
-        const absl::Status first = FromDevice(rank, memory->bytes()).status();
+        const absl::Status first = FromDevice(rank, memory.bytes()).status();
         EXPECT_THAT(first, HasError(ErrorId::kRankLost));
         EXPECT_EQ(rank.communicator->Check(), first);
-        return rank.communicator->AllReduce(*rank.stream, memory->bytes(), DType::kFloat32,
+        return rank.communicator->AllReduce(*rank.stream, memory.bytes(), DType::kFloat32,
                                             Reduction::kSum);
       },
       kLimit);
@@ -333,9 +333,9 @@ TEST_P(CommunicatorContract, AnAbortEndsTheOthersToo) {
           return rank.communicator->Check();
         }
         ASSIGN_OR_RETURN(const auto memory, ToDevice(rank, Bytes(96)));
-        RETURN_IF_ERROR(rank.communicator->AllReduce(*rank.stream, memory->bytes(), DType::kFloat32,
+        RETURN_IF_ERROR(rank.communicator->AllReduce(*rank.stream, memory.bytes(), DType::kFloat32,
                                                      Reduction::kSum));
-        return FromDevice(rank, memory->bytes()).status();
+        return FromDevice(rank, memory.bytes()).status();
       },
       std::chrono::milliseconds(1000));
   EXPECT_THAT(results[0], HasError(ErrorId::kRankLost));

@@ -101,7 +101,7 @@ TEST(CudaDeviceTest, MemoryThatIsNotThereIsRefusedWithBothNumbers) {
   const auto second = stream->Allocate(401);
   ASSERT_THAT(second, HasError(ErrorId::kDeviceMemory));
   EXPECT_THAT(MessageOf(second.status()), HasSubstr("400 of its 1000 bytes free; 401 are needed"));
-  first.reset();
+  first = DeviceMemory();
   ASSERT_OK(stream->Synchronize());
   EXPECT_OK(stream->Allocate(1000)) << "the refusal broke nothing";
 }
@@ -183,10 +183,10 @@ absl::Status UseAll(Bytes& result) {
   ASSIGN_OR_RETURN(const auto borrowed, device->BorrowStream(0));
   ASSIGN_OR_RETURN(const auto stream, device->MakeStream());
   ASSIGN_OR_RETURN(const auto memory, stream->Allocate(from.bytes().size()));
-  RETURN_IF_ERROR(stream->Copy(memory->bytes(), from.bytes()));
+  RETURN_IF_ERROR(stream->Copy(memory.bytes(), from.bytes()));
   ASSIGN_OR_RETURN(const auto copied, stream->Record());
   RETURN_IF_ERROR(borrowed->WaitFor(*copied));
-  absl::Status status = borrowed->Copy(to.bytes(), memory->bytes());
+  absl::Status status = borrowed->Copy(to.bytes(), memory.bytes());
   const auto done = copied->Done();
   status.Update(done.status());
   // Memory goes once its copies have ended, as a session's does.

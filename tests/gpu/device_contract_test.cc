@@ -85,8 +85,8 @@ class DeviceContract : public ::testing::TestWithParam<DeviceCase> {
   void ExpectCopied(std::span<const std::byte> from, const Bytes& want) {
     const Pinned to(*device_, from.size());
     ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(from.size()));
-    ASSERT_OK(stream_->Copy(memory->bytes(), from));
-    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+    ASSERT_OK(stream_->Copy(memory.bytes(), from));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory.bytes()));
     ASSERT_OK(stream_->Synchronize());
     EXPECT_EQ(to.content(), want);
   }
@@ -100,9 +100,9 @@ TEST_P(DeviceContract, WhatIsCopiedThereAndBackIsTheSame) {
     const Pinned from(*device_, Pattern(size, 1));
     const Pinned to(*device_, size);
     ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(size));
-    ASSERT_EQ(memory->bytes().size(), size);
-    ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
-    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+    ASSERT_EQ(memory.bytes().size(), size);
+    ASSERT_OK(stream_->Copy(memory.bytes(), from.bytes()));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory.bytes()));
     ASSERT_OK(stream_->Synchronize());
     EXPECT_EQ(to.content(), from.content()) << size << " bytes";
   }
@@ -112,8 +112,8 @@ TEST_P(DeviceContract, MemoryThatIsNotRegisteredIsCopiedToo) {
   const Bytes from = Pattern(10001, 1);
   Bytes to(from.size());
   ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(from.size()));
-  ASSERT_OK(stream_->Copy(memory->bytes(), from));
-  ASSERT_OK(stream_->Copy(to, memory->bytes()));
+  ASSERT_OK(stream_->Copy(memory.bytes(), from));
+  ASSERT_OK(stream_->Copy(to, memory.bytes()));
   ASSERT_OK(stream_->Synchronize());
   EXPECT_EQ(to, from);
 }
@@ -124,10 +124,10 @@ TEST_P(DeviceContract, WorkOfOneStreamRunsInOrder) {
   const Pinned end(*device_, 1000);
   const Pinned last(*device_, 1000);
   ASSERT_OK_AND_ASSIGN(const auto middle, stream_->Allocate(1000));
-  ASSERT_OK(stream_->Copy(middle->bytes(), first.bytes()));
-  ASSERT_OK(stream_->Copy(end.bytes(), middle->bytes()));
-  ASSERT_OK(stream_->Copy(middle->bytes(), second.bytes()));
-  ASSERT_OK(stream_->Copy(last.bytes(), middle->bytes()));
+  ASSERT_OK(stream_->Copy(middle.bytes(), first.bytes()));
+  ASSERT_OK(stream_->Copy(end.bytes(), middle.bytes()));
+  ASSERT_OK(stream_->Copy(middle.bytes(), second.bytes()));
+  ASSERT_OK(stream_->Copy(last.bytes(), middle.bytes()));
   ASSERT_OK(stream_->Synchronize());
   EXPECT_EQ(end.content(), first.content());
   EXPECT_EQ(last.content(), second.content());
@@ -137,7 +137,7 @@ TEST_P(DeviceContract, AnEventIsDoneOnceTheWorkBeforeItIs) {
   const Pinned from(*device_, Pattern(100, 1));
   const Pinned to(*device_, 100);
   ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> event, stream_->Record());
+  ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const Event> event, stream_->Record());
   ASSERT_OK_AND_ASSIGN(const bool is_done, event->Done());
   if (is_done) {
     EXPECT_EQ(to.content(), from.content());
@@ -154,7 +154,7 @@ TEST_P(DeviceContract, AnEventThatIsLookedAtIsDoneSomeTime) {
   const Pinned from(*device_, Pattern(100, 1));
   const Pinned to(*device_, 100);
   ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> event, stream_->Record());
+  ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const Event> event, stream_->Record());
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   bool is_done = false;
   while (!is_done && std::chrono::steady_clock::now() < deadline) {
@@ -168,10 +168,10 @@ TEST_P(DeviceContract, AStreamThatWaitsForAnEventRunsBehindIt) {
   const Pinned to(*device_, 5000);
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Stream> second, device_->MakeStream());
   ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(5000));
-  ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Event> copied, stream_->Record());
+  ASSERT_OK(stream_->Copy(memory.bytes(), from.bytes()));
+  ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const Event> copied, stream_->Record());
   ASSERT_OK(second->WaitFor(*copied));
-  ASSERT_OK(second->Copy(to.bytes(), memory->bytes()));
+  ASSERT_OK(second->Copy(to.bytes(), memory.bytes()));
   ASSERT_OK(second->Synchronize());
   EXPECT_EQ(to.content(), from.content());
 }
@@ -189,8 +189,8 @@ TEST_P(DeviceContract, MemoryIsFreedBehindTheWorkThatUsesIt) {
   const Pinned to(*device_, 3000);
   {
     ASSERT_OK_AND_ASSIGN(const auto memory, stream_->Allocate(3000));
-    ASSERT_OK(stream_->Copy(memory->bytes(), from.bytes()));
-    ASSERT_OK(stream_->Copy(to.bytes(), memory->bytes()));
+    ASSERT_OK(stream_->Copy(memory.bytes(), from.bytes()));
+    ASSERT_OK(stream_->Copy(to.bytes(), memory.bytes()));
   }
   ASSERT_OK(stream_->Synchronize());
   EXPECT_EQ(to.content(), from.content());

@@ -57,13 +57,13 @@ class NcclCommunicatorTest : public ::testing::Test {
     ASSIGN_OR_RETURN(const auto ranks, Create(0, 1, alone));
     ASSIGN_OR_RETURN(const auto memory, stream->Allocate(64));
     ASSIGN_OR_RETURN(const auto other, stream->Allocate(64));
-    RETURN_IF_ERROR(ranks->AllGather(*stream, other->bytes(), memory->bytes()));
+    RETURN_IF_ERROR(ranks->AllGather(*stream, other.bytes(), memory.bytes()));
     RETURN_IF_ERROR(ranks->Group([&] {
-      return ranks->ReduceScatter(*stream, other->bytes(), memory->bytes(),
-                                  protocol::DType::kFloat32, Reduction::kMean);
+      return ranks->ReduceScatter(*stream, other.bytes(), memory.bytes(), protocol::DType::kFloat32,
+                                  Reduction::kMean);
     }));
     RETURN_IF_ERROR(
-        ranks->AllReduce(*stream, other->bytes(), protocol::DType::kBFloat16, Reduction::kSum));
+        ranks->AllReduce(*stream, other.bytes(), protocol::DType::kBFloat16, Reduction::kSum));
     RETURN_IF_ERROR(stream->Synchronize());
     return ranks->Check();
   }
@@ -129,8 +129,8 @@ TEST_F(NcclCommunicatorTest, AFailureOnTheDeviceIsAnErrorAndEndsIt) {
     const auto ranks = Create(0, 1, exchange.Of(0)).value();
     const auto memory = stream->Allocate(64).value();
     const std::vector<std::byte> bytes(64);
-    stream->Copy(memory->bytes(), bytes).IgnoreError();
-    return ranks->AllReduce(*stream, memory->bytes(), protocol::DType::kFloat32, Reduction::kSum);
+    stream->Copy(memory.bytes(), bytes).IgnoreError();
+    return ranks->AllReduce(*stream, memory.bytes(), protocol::DType::kFloat32, Reduction::kSum);
   }();
   EXPECT_THAT(status, HasError(ErrorId::kDevice));
   EXPECT_THAT(std::string(status.message()), HasSubstr("CUDA_ERROR_ILLEGAL_ADDRESS"));

@@ -166,12 +166,12 @@ class Copies {
     for (uint64_t at = 0; at < weights.size(); at += kCopyBytes) {
       const uint64_t bytes = std::min(kCopyBytes, weights.size() - at);
       if (direction != Direction::kFromDevice) {
-        RETURN_IF_ERROR(up_->Copy(to_->bytes().subspan(at, bytes), weights.subspan(at, bytes)));
+        RETURN_IF_ERROR(up_->Copy(to_.bytes().subspan(at, bytes), weights.subspan(at, bytes)));
         copied_bytes += bytes;
       }
       if (direction != Direction::kToDevice) {
         RETURN_IF_ERROR(
-            down_->Copy(gradients.subspan(at, bytes), from_->bytes().subspan(at, bytes)));
+            down_->Copy(gradients.subspan(at, bytes), from_.bytes().subspan(at, bytes)));
         copied_bytes += bytes;
       }
     }
@@ -182,9 +182,9 @@ class Copies {
 
   // Whether the bytes come through the device as they are.
   absl::Status Check(std::span<const std::byte> weights, std::span<std::byte> gradients) {
-    RETURN_IF_ERROR(up_->Copy(from_->bytes(), weights));
+    RETURN_IF_ERROR(up_->Copy(from_.bytes(), weights));
     RETURN_IF_ERROR(up_->Synchronize());
-    RETURN_IF_ERROR(down_->Copy(gradients, from_->bytes()));
+    RETURN_IF_ERROR(down_->Copy(gradients, from_.bytes()));
     RETURN_IF_ERROR(down_->Synchronize());
     if (std::ranges::equal(weights, gradients)) return absl::OkStatus();
     return MakeError(ErrorId::kInternal, "what came back from the device differs");
@@ -193,8 +193,8 @@ class Copies {
  private:
   std::unique_ptr<gpu::Stream> up_;
   std::unique_ptr<gpu::Stream> down_;
-  std::unique_ptr<gpu::DeviceMemory> to_;
-  std::unique_ptr<gpu::DeviceMemory> from_;
+  gpu::DeviceMemory to_;
+  gpu::DeviceMemory from_;
 };
 
 // What the process has by itself: the limit.
