@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/internal/device_trace.h"
 #include "client/internal/grad_slots.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
@@ -28,9 +29,11 @@ uint64_t RangeBytes(uint64_t size_bytes) {
 
 }  // namespace
 
-ActivationStore::ActivationStore(std::span<std::byte> room, std::shared_ptr<const void> owner,
-                                 std::shared_ptr<gpu::Device> device)
-    : room_(room), owner_(std::move(owner)), device_(std::move(device)) {
+ActivationStore::ActivationStore(const Attachment& attachment, std::shared_ptr<gpu::Device> device)
+    : room_(attachment.activation_room()),
+      owner_(attachment.activation_owner()),
+      device_(std::move(device)),
+      trace_(attachment.device_trace()) {
   const uint64_t whole_lines = room_.size() / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
   const MutexLock lock(mutex_);
   ranges_ = std::make_unique<internal::GradSlots>(
@@ -46,8 +49,7 @@ ActivationStore::~ActivationStore() {
 
 absl::StatusOr<std::unique_ptr<ActivationStore>> ActivationStore::Create(
     const Attachment& attachment, std::shared_ptr<gpu::Device> device) {
-  std::unique_ptr<ActivationStore> made(new ActivationStore(
-      attachment.activation_room(), attachment.activation_owner(), std::move(device)));
+  std::unique_ptr<ActivationStore> made(new ActivationStore(attachment, std::move(device)));
   const MutexLock lock(made->mutex_);
   ASSIGN_OR_RETURN(made->out_, made->device_->MakeStream());
   ASSIGN_OR_RETURN(made->in_, made->device_->MakeStream());
@@ -80,7 +82,11 @@ absl::StatusOr<std::shared_ptr<const Event>> ActivationStore::BeginSave(
   RETURN_IF_ERROR(out_->WaitFor(*filled));
   if (freed_behind_ != nullptr) RETURN_IF_ERROR(out_->WaitFor(*freed_behind_));
   freed_behind_.reset();
+  auto begun = trace_->Begin(*out_);
   RETURN_IF_ERROR(out_->Copy(room_.subspan(offset, bytes.size()), bytes));
+  trace_->End(
+      *out_, std::move(begun),
+      {.lane = protocol::ClientLane::kActivationsFromDevice, .name = {}, .bytes = bytes.size()});
   return out_->Record();
 }
 
@@ -132,7 +138,10 @@ absl::Status ActivationStore::Load(uint64_t number, std::span<std::byte> to, Str
     RETURN_IF_ERROR(in_->WaitFor(*saved->left));
     left_number_ = number;
   }
+  auto begun = trace_->Begin(*in_);
   RETURN_IF_ERROR(in_->Copy(to, room_.subspan(saved->offset, saved->size_bytes)));
+  trace_->End(*in_, std::move(begun),
+              {.lane = protocol::ClientLane::kActivationsToDevice, .name = {}, .bytes = to.size()});
   ASSIGN_OR_RETURN(saved->loaded, in_->Record());
   saved->load = ++loads_;
   return absl::OkStatus();

@@ -68,8 +68,7 @@ class ActivationStore {
     uint64_t load = 0;  // of all loads
   };
 
-  ActivationStore(std::span<std::byte> room, std::shared_ptr<const void> owner,
-                  std::shared_ptr<gpu::Device> device);
+  ActivationStore(const Attachment& attachment, std::shared_ptr<gpu::Device> device);
 
   absl::StatusOr<std::shared_ptr<const gpu::Event>> BeginSave(std::span<const std::byte> bytes,
                                                               uint64_t offset, gpu::Stream& compute)
@@ -81,6 +80,7 @@ class ActivationStore {
   const std::span<std::byte> room_;
   const std::shared_ptr<const void> owner_;  // of the room
   const std::shared_ptr<gpu::Device> device_;
+  const std::shared_ptr<internal::DeviceTrace> trace_;
   mutable protocol::Mutex mutex_;
   std::unique_ptr<gpu::Stream> out_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<gpu::Stream> in_ ABSL_GUARDED_BY(mutex_);

@@ -193,6 +193,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
   if (own.trace_bytes > 0) {
     auto* const memory = own.grad->bytes().last(own.trace_bytes).data();
     state->trace.emplace(*reinterpret_cast<protocol::TraceMemory*>(memory));
+    state->device_trace->Enable();
   }
   RETURN_IF_ERROR(state->RegisterArenas());
   state->window = RegisterWindow(own.weights->bytes(), own.job, WindowParts(*own.layout));
@@ -213,6 +214,10 @@ std::shared_ptr<const void> Attachment::activation_owner() const {
     std::shared_ptr<gpu::HostRegistration> registration;  // dies first
   };
   return std::make_shared<Owner>(Owner{state_->parts.grad, state_->grad_registration});
+}
+
+std::shared_ptr<internal::DeviceTrace> Attachment::device_trace() const {
+  return state_->device_trace;
 }
 
 Attachment::~Attachment() {
@@ -246,6 +251,7 @@ absl::Status Attachment::Detach() {
   s.gauge.rpc_calls = control.thread().calls();
   s.port.Close(DaemonGoneError());
   s.trace.reset();
+  s.device_trace->Disable();
   s.parts.connection.reset();
   s.stream.reset();
   s.grad_registration.reset();

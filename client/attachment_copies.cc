@@ -109,16 +109,10 @@ bool Attachment::State::LookAtCopies() {
   copies.remove_if([&](CopiesInFlight& copy) {
     std::pmr::vector<uint64_t>& leases = copy.leases;
     if (!HasEnded(*copy.done)) return false;
-    if (copy.event.has_value()) Note(*copy.event);
-    copy.event.reset();  // the leases may still wait for room in the ring
     while (!leases.empty() && give_back(leases.back()).value_or(true)) leases.pop_back();
     return leases.empty();
   });
-  gradient_copies.remove_if([this](const GradientCopy& copy) {
-    if (!HasEnded(*copy.done)) return false;
-    Note(copy.event);
-    return true;
-  });
+  gradient_copies.remove_if([this](const GradientCopy& copy) { return HasEnded(*copy.done); });
   unsent.remove_if([&](UnsentGradient& gradient) {
     if (!HasEnded(gradient.copied)) return false;
     if (!device_error.ok()) return true;  // nobody knows what was copied

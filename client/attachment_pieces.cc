@@ -122,21 +122,20 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
     const uint64_t stop = std::min(end, piece->second.end);
     OpenSlot& slot = piece->second.slot;
     const auto to = slot.bytes.subspan((at - piece->first.elem) * width, (stop - at) * width);
-    const uint64_t begun_ns = internal::NowNs();
+    auto begun = device_trace->Begin(*stream);
     RETURN_IF_ERROR(KeepDeviceError(
         stream->Copy(to, bytes.subspan((at - place.partition_elem) * width, to.size()))));
+    device_trace->End(*stream, std::move(begun),
+                      {.lane = protocol::ClientLane::kGradientsFromDevice,
+                       .name = ParamName(place.box.param),
+                       .bytes = to.size()});
     absl::StatusOr<std::shared_ptr<const gpu::Event>> copied = stream->Record();
     if (!copied.ok()) {
       stream->Synchronize().IgnoreError();  // nothing else says when the copy has ended
       return KeepDeviceError(copied.status());
     }
     slot.copied = *std::move(copied);
-    gradient_copies.push_back({.done = slot.copied,
-                               .keep = keep,
-                               .event = {.lane = protocol::ClientLane::kGradientsFromDevice,
-                                         .name = ParamName(place.box.param),
-                                         .start_ns = begun_ns,
-                                         .bytes = to.size()}});
+    gradient_copies.push_back({.done = slot.copied, .keep = keep});
     at = stop;
     const bool complete =
         !CoverageOf(place.partition, piece->first.elem, piece->second.end).missing;

@@ -106,6 +106,7 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   s.Note({.lane = protocol::ClientLane::kStep,
           .name = absl::StrCat("step ", t),
           .start_ns = stopwatch.begin_ns()});
+  s.device_trace->Take([&](const protocol::ClientEvent& event) { s.trace->Add(event); });
   s.trace->Committed(t);
   return result;
 }

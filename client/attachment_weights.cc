@@ -98,7 +98,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   for (const WeightsCopy& copy : copies) partitions.push_back(copy.partition);
   ASSIGN_OR_RETURN(const State::Leases leases, s.LeaseAll(std::move(partitions), limits));
   const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
-  const uint64_t begun_ns = internal::NowNs();
+  auto begun = s.device_trace->Begin(stream);
   uint64_t bytes = 0;
   absl::Status status;
   for (const WeightsCopy& copy : copies) {
@@ -108,6 +108,9 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
     if (status.ok()) status = s.CopyToDevice(stream, copy.to, from, limits);
     bytes += from.size();
   }
+  s.device_trace->End(
+      stream, std::move(begun),
+      {.lane = protocol::ClientLane::kWeightsToDevice, .name = first_group, .bytes = bytes});
   s.gauge.copied_bytes += bytes;
   // Also after an error: what was begun reads the leased bytes.
   absl::StatusOr<std::shared_ptr<const gpu::Event>> done = stream.Record();
@@ -118,13 +121,7 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   std::pmr::vector<uint64_t> ids(&s.memory);
   for (const Lease& lease : leases) ids.push_back(lease.id);
   if (done.ok()) {
-    s.copies.push_back(
-        {.leases = std::move(ids),
-         .done = *std::move(done),
-         .event = protocol::ClientEvent{.lane = protocol::ClientLane::kWeightsToDevice,
-                                        .name = first_group,
-                                        .start_ns = begun_ns,
-                                        .bytes = bytes}});
+    s.copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
   } else {
     s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
   }

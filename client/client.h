@@ -23,8 +23,9 @@
 namespace forebay::client {
 
 namespace internal {
+class DeviceTrace;
 struct SessionParts;
-}
+}  // namespace internal
 
 using Timeout = std::chrono::milliseconds;
 
@@ -190,6 +191,8 @@ class Attachment {
   // AttachOptions::activation_bytes; none once detached.
   std::span<std::byte> activation_room() const;
   std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered
+  // What streams beside the session's own do, for `forebay trace`.
+  std::shared_ptr<internal::DeviceTrace> device_trace() const;
 
   // All bytes of a partition; sharded: of one that this rank owns. InitialDone returns when the job is
   // ready: sharded, when every rank has called it.

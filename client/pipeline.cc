@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
 #include "client/internal/deadline.h"
+#include "client/internal/device_trace.h"
 #include "client/internal/pool_allocator.h"
 #include "gpu/nvtx_range.h"
 #include "protocol/error.h"
@@ -45,6 +46,7 @@ Pipeline::Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::
     : attachment_(std::move(attachment)),
       device_(std::move(device)),
       communicator_(std::move(communicator)),
+      trace_(attachment_->device_trace()),
       options_(options) {}
 
 Pipeline::~Pipeline() {
@@ -186,7 +188,12 @@ absl::Status Pipeline::StartGather(Group& group) {
   }
   ASSIGN_OR_RETURN(const auto copied, copy_->Record());
   RETURN_IF_ERROR(collect_->WaitFor(*copied));
+  auto begun = trace_->Begin(*collect_);
   RETURN_IF_ERROR(communicator_->AllGather(*collect_, group.weights->bytes(), part));
+  trace_->End(*collect_, std::move(begun),
+              {.lane = protocol::ClientLane::kAllGather,
+               .name = GroupName(NumberOf(group)),
+               .bytes = group.weights->bytes().size()});
   ASSIGN_OR_RETURN(group.gathered, collect_->Record());
   return absl::OkStatus();
 }
@@ -338,6 +345,7 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
   const auto reduce = [&]() -> absl::Status {
     ASSIGN_OR_RETURN(const auto filled, compute.Record());
     RETURN_IF_ERROR(collect_->WaitFor(*filled));
+    auto begun = trace_->Begin(*collect_);
     std::shared_ptr<CountedMemory> memory = group.gradient;
     std::span<const std::byte> part =
         memory->bytes().subspan(communicator_->rank() * shard_bytes, shard_bytes);
@@ -352,6 +360,10 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
       ASSIGN_OR_RETURN(std::shared_ptr<const Event> reduced, collect_->Record());
       reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
     }
+    trace_->End(*collect_, std::move(begun),
+                {.lane = protocol::ClientLane::kReduce,
+                 .name = GroupName(number),
+                 .bytes = shard_bytes * communicator_->size()});
     return Deliver(group, memory, part);
   };
   absl::Status status = reduce();

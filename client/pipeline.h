@@ -118,6 +118,9 @@ class Pipeline {
   std::string_view GroupName(uint32_t group) const {
     return attachment_->layout().spec().group_names[group];
   }
+  uint32_t NumberOf(const Group& group) const {
+    return static_cast<uint32_t>(&group - groups_.data());
+  }
   absl::Status CheckGroup(uint32_t group);
   absl::Status Fail(absl::Status status);
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
@@ -139,6 +142,7 @@ class Pipeline {
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<gpu::Device> device_;
   const std::shared_ptr<gpu::Communicator> communicator_;
+  const std::shared_ptr<internal::DeviceTrace> trace_;
   const PipelineOptions options_;
   // Device memory may be freed by the session's thread.
   std::shared_ptr<std::pmr::memory_resource> pool_ =

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <map>
@@ -10,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpu/internal/cuda_driver.h"
+#include "gpu/internal/free_events.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/mutex.h"
@@ -81,14 +83,27 @@ class CudaDevice::Context {
   Context() = default;
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
-  ~Context() {
-    if (context_ != nullptr) driver->cuDevicePrimaryCtxRelease_v2(device_);
-  }
+  ~Context();
 
   absl::Status Check(CUresult result, std::string_view call) const {
     if (result == cuda::kSuccess) return absl::OkStatus();
     return driver->Check(result, absl::StrCat(name, ": ", std::string(call)));
   }
+
+  absl::StatusOr<bool> HasEnded(CUevent event) const {
+    const Current current(*this);
+    RETURN_IF_ERROR(current.status());
+    const CUresult result = driver->cuEventQuery(event);
+    if (result == cuda::kNotReady) return false;
+    RETURN_IF_ERROR(Check(result, "cuEventQuery"));
+    return true;
+  }
+  void Destroy(CUevent event) const {
+    const Current current(*this);
+    if (current.status().ok()) driver->cuEventDestroy_v2(event);
+  }
+  // For what is recorded now. In the context.
+  absl::StatusOr<std::shared_ptr<const Clock>> CurrentClock() const;
 
   // Of the device, by whoever uses it. In the context.
   absl::StatusOr<uint64_t> FreeBytes() const {
@@ -163,32 +178,134 @@ class CudaDevice::Context {
   CUcontext context_ = nullptr;
   mutable protocol::Mutex mutex_;
   std::map<const std::byte*, size_t, std::less<>> registered_ ABSL_GUARDED_BY(mutex_);
+  mutable CUstream clock_stream_ ABSL_GUARDED_BY(mutex_) = nullptr;  // has no other work
+  mutable std::shared_ptr<const Clock> clock_ ABSL_GUARDED_BY(mutex_);
+  mutable uint64_t next_clock_ns_ ABSL_GUARDED_BY(mutex_) = 0;
 };
+
+// An event, and when it ended. CUDA tells times as milliseconds between two events, in a float: so there is
+// a new one every second.
+class CudaDevice::Clock {
+ public:
+  static absl::StatusOr<std::shared_ptr<const Clock>> Start(const Context& context,
+                                                            CUstream stream) {
+    const Driver& driver = *context.driver;
+    CUevent made = nullptr;
+    RETURN_IF_ERROR(context.Check(driver.cuEventCreate(&made, 0), "cuEventCreate"));
+    auto clock = std::make_shared<Clock>(context, made);
+    const uint64_t before_ns = NowNs();
+    RETURN_IF_ERROR(context.Check(driver.cuEventRecord(made, stream), "cuEventRecord"));
+    while (true) {
+      ASSIGN_OR_RETURN(const bool has_ended, context.HasEnded(made));
+      const uint64_t now_ns = NowNs();
+      clock->started_ns_ = before_ns + (now_ns - before_ns) / 2;
+      if (has_ended) return clock;
+      if (now_ns - before_ns > kPatienceNs)
+        return absl::DeadlineExceededError("the device is slow");
+    }
+  }
+  Clock(const Context& context, CUevent started) : context_(context), started_(started) {}
+  Clock(const Clock&) = delete;
+  Clock& operator=(const Clock&) = delete;
+  ~Clock() { context_.Destroy(started_); }
+
+  // Of an event that was recorded later, and has ended.
+  absl::StatusOr<std::optional<uint64_t>> EndedNs(CUevent event) const {
+    constexpr double kNsOfMs = 1e6;
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    float ms = 0;
+    RETURN_IF_ERROR(context_.Check(context_.driver->cuEventElapsedTime(&ms, started_, event),
+                                   "cuEventElapsedTime"));
+    return started_ns_ + static_cast<uint64_t>(std::max(0.0, double{ms} * kNsOfMs));
+  }
+
+  static constexpr uint64_t kPeriodNs = 1'000'000'000;
+  static uint64_t NowNs() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+  }
+
+ private:
+  static constexpr uint64_t kPatienceNs = 1'000'000;  // an event of an idle stream takes 10,000
+
+  const Context& context_;  // outlives it: whoever has a clock has a reference
+  CUevent started_;
+  uint64_t started_ns_ = 0;
+};
+
+CudaDevice::Context::~Context() {
+  if (context_ == nullptr) return;
+  {
+    const Current current(*this);
+    const protocol::MutexLock lock(mutex_);
+    clock_.reset();
+    if (clock_stream_ != nullptr && current.status().ok()) {
+      driver->cuStreamDestroy_v2(clock_stream_);
+    }
+  }
+  driver->cuDevicePrimaryCtxRelease_v2(device_);
+}
+
+absl::StatusOr<std::shared_ptr<const CudaDevice::Clock>> CudaDevice::Context::CurrentClock() const {
+  const protocol::MutexLock lock(mutex_);
+  if (clock_stream_ == nullptr) {
+    RETURN_IF_ERROR(
+        Check(driver->cuStreamCreate(&clock_stream_, cuda::kStreamNonBlocking), "cuStreamCreate"));
+  }
+  const uint64_t now_ns = Clock::NowNs();
+  if (now_ns >= next_clock_ns_) {
+    next_clock_ns_ = now_ns + Clock::kPeriodNs;
+    auto clock = Clock::Start(*this, clock_stream_);
+    if (clock.ok()) clock_ = *std::move(clock);
+  }
+  if (clock_ != nullptr) return clock_;
+  return MakeError(ErrorId::kTimeout, absl::StrCat(name, " does not tell the time"));
+}
 
 // ------------------------------------------------------------------------------------------ Events
 
 class CudaDevice::CudaEvent final : public Event {
  public:
+  static constexpr unsigned kFlags = cuda::kEventDisableTiming;
+
   CudaEvent(std::shared_ptr<const Context> context, CUevent event)
       : context_(std::move(context)), event_(event) {}
-  ~CudaEvent() override {
-    const Context::Current current(*context_);
-    if (current.status().ok()) context_->driver->cuEventDestroy_v2(event_);
-  }
+  ~CudaEvent() override { context_->Destroy(event_); }
 
-  absl::StatusOr<bool> Done() const override {
-    const Context::Current current(*context_);
-    RETURN_IF_ERROR(current.status());
-    const CUresult result = context_->driver->cuEventQuery(event_);
-    if (result == cuda::kNotReady) return false;
-    RETURN_IF_ERROR(context_->Check(result, "cuEventQuery"));
-    return true;
-  }
+  absl::StatusOr<bool> Done() const override { return context_->HasEnded(event_); }
   CUevent event() const { return event_; }
 
  private:
   std::shared_ptr<const Context> context_;
   CUevent event_;
+};
+
+class CudaDevice::CudaTimedEvent final : public TimedEvent {
+ public:
+  static constexpr unsigned kFlags = 0;
+
+  CudaTimedEvent(std::shared_ptr<const Context> context, CUevent event)
+      : context_(std::move(context)), event_(event) {}
+  ~CudaTimedEvent() override { context_->Destroy(event_); }
+
+  absl::StatusOr<std::optional<uint64_t>> EndedNs() const override {
+    ASSIGN_OR_RETURN(const bool has_ended, context_->HasEnded(event_));
+    if (!has_ended) return std::nullopt;
+    const protocol::MutexLock lock(mutex_);
+    return clock_->EndedNs(event_);
+  }
+  CUevent event() const { return event_; }
+  void set_clock(std::shared_ptr<const Clock> clock) {
+    const protocol::MutexLock lock(mutex_);
+    clock_ = std::move(clock);
+  }
+
+ private:
+  std::shared_ptr<const Context> context_;
+  CUevent event_;
+  mutable protocol::Mutex mutex_;  // whoever held it before may have read it on another thread
+  std::shared_ptr<const Clock> clock_ ABSL_GUARDED_BY(mutex_);
 };
 
 // ------------------------------------------------------------------------------- Streams and memory
@@ -250,7 +367,18 @@ class CudaDevice::CudaStream final : public Stream {
   absl::StatusOr<std::shared_ptr<const Event>> Record() override {
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
-    ASSIGN_OR_RETURN(const std::shared_ptr<CudaEvent> event, FreeEvent());
+    ASSIGN_OR_RETURN(const std::shared_ptr<CudaEvent> event, FreeOf(events_));
+    RETURN_IF_ERROR(
+        context_.Check(driver_.cuEventRecord(event->event(), handle_->stream()), "cuEventRecord"));
+    return event;
+  }
+
+  absl::StatusOr<std::shared_ptr<const TimedEvent>> RecordTimed() override {
+    const Context::Current current(context_);
+    RETURN_IF_ERROR(current.status());
+    ASSIGN_OR_RETURN(const std::shared_ptr<CudaTimedEvent> event, FreeOf(timed_));
+    ASSIGN_OR_RETURN(std::shared_ptr<const Clock> clock, context_.CurrentClock());
+    event->set_clock(std::move(clock));
     RETURN_IF_ERROR(
         context_.Check(driver_.cuEventRecord(event->event(), handle_->stream()), "cuEventRecord"));
     return event;
@@ -287,24 +415,22 @@ class CudaDevice::CudaStream final : public Stream {
   }
 
  private:
-  // One that nobody holds any more, from the oldest on, or a new one. In the context. What waits for an
-  // earlier record of it goes on to wait for that.
-  absl::StatusOr<std::shared_ptr<CudaEvent>> FreeEvent() {
-    for (size_t looked = 0; looked < events_.size(); ++looked) {
-      next_event_ = (next_event_ + 1) % events_.size();
-      if (events_[next_event_].use_count() == 1) return events_[next_event_];
-    }
+  // One that nobody holds, or a new one. In the context.
+  template <typename Event>
+  absl::StatusOr<std::shared_ptr<Event>> FreeOf(internal::FreeEvents<Event>& events) {
+    std::shared_ptr<Event> event = events.Find();
+    if (event != nullptr) return event;
     CUevent made = nullptr;
-    RETURN_IF_ERROR(
-        context_.Check(driver_.cuEventCreate(&made, cuda::kEventDisableTiming), "cuEventCreate"));
-    return events_.emplace_back(std::make_shared<CudaEvent>(handle_->shared_context(), made));
+    RETURN_IF_ERROR(context_.Check(driver_.cuEventCreate(&made, Event::kFlags), "cuEventCreate"));
+    events.Add(event = std::make_shared<Event>(handle_->shared_context(), made));
+    return event;
   }
 
   std::shared_ptr<const StreamHandle> handle_;
   const Context& context_;
   const Driver& driver_;
-  std::vector<std::shared_ptr<CudaEvent>> events_;
-  size_t next_event_ = 0;
+  internal::FreeEvents<CudaEvent> events_;
+  internal::FreeEvents<CudaTimedEvent> timed_;
 };
 
 // ------------------------------------------------------------------------------------ Registrations

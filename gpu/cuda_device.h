@@ -50,8 +50,10 @@ class CudaDevice final : public Device {
 
  private:
   class Context;
+  class Clock;
   class CudaEvent;
   class CudaStream;
+  class CudaTimedEvent;
   class CudaRegistration;
   class StreamHandle;
 

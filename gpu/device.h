@@ -82,6 +82,20 @@ class Event {
   virtual absl::StatusOr<bool> Done() const = 0;
 };
 
+// The same, to know when that was.
+class TimedEvent {
+ public:
+  TimedEvent() = default;
+  TimedEvent(const TimedEvent&) = delete;
+  TimedEvent& operator=(const TimedEvent&) = delete;
+  virtual ~TimedEvent() = default;
+
+  // When the work before it ended, by CLOCK_MONOTONIC; nothing: it has not. Never blocks.
+  //
+  // Errors  E_DEVICE  the device has failed.
+  virtual absl::StatusOr<std::optional<uint64_t>> EndedNs() const = 0;
+};
+
 // Work that runs in order; streams run beside each other. Work that is like earlier work, whose events and
 // memory were given up, takes no memory of the process's.
 //
@@ -100,6 +114,7 @@ class Stream {
   virtual absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) = 0;
 
   virtual absl::StatusOr<std::shared_ptr<const Event>> Record() = 0;
+  virtual absl::StatusOr<std::shared_ptr<const TimedEvent>> RecordTimed() = 0;
 
   // Work begun from now on starts after the event.
   virtual absl::Status WaitFor(const Event& event) = 0;

@@ -1,10 +1,13 @@
 #include "gpu/host_device.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <utility>
 #include <vector>
 
+#include "gpu/internal/free_events.h"
 #include "protocol/os/check.h"
 #include "protocol/os/mutex.h"
 
@@ -14,6 +17,19 @@ namespace {
 class HostEvent final : public Event {
  public:
   absl::StatusOr<bool> Done() const override { return true; }
+};
+
+class HostTimedEvent final : public TimedEvent {
+ public:
+  absl::StatusOr<std::optional<uint64_t>> EndedNs() const override { return ended_ns_; }
+
+  void End() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    ended_ns_ = static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+  }
+
+ private:
+  std::atomic<uint64_t> ended_ns_ = 0;
 };
 
 }  // namespace
@@ -88,6 +104,13 @@ class HostDevice::HostStream final : public Stream {
     return ended;
   }
 
+  absl::StatusOr<std::shared_ptr<const TimedEvent>> RecordTimed() override {
+    std::shared_ptr<HostTimedEvent> event = timed_.Find();
+    if (event == nullptr) timed_.Add(event = std::make_shared<HostTimedEvent>());
+    event->End();
+    return event;
+  }
+
   absl::Status WaitFor(const Event& event) override {
     // Work of this device has ended when the call that began it returns
     return event.Done().status();
@@ -103,6 +126,7 @@ class HostDevice::HostStream final : public Stream {
 
  private:
   const std::shared_ptr<Memory> memory_;
+  internal::FreeEvents<HostTimedEvent> timed_;
 };
 
 HostDevice::HostDevice() : memory_(std::make_shared<Memory>()) {}

@@ -18,8 +18,15 @@ using internal::StoreWord;
 }  // namespace
 
 std::string_view Name(ClientLane lane) {
-  static constexpr std::array<std::string_view, kClientLanes> kNames = {
-      "fetch", "gradient call", "step call", "weights to device", "gradients from device"};
+  static constexpr std::array<std::string_view, kClientLanes> kNames = {"fetch",
+                                                                        "gradient call",
+                                                                        "step call",
+                                                                        "weights to device",
+                                                                        "gradients from device",
+                                                                        "all-gather",
+                                                                        "reduce",
+                                                                        "activations from device",
+                                                                        "activations to device"};
   return kNames.at(static_cast<size_t>(lane));
 }
 

@@ -9,15 +9,19 @@
 
 namespace forebay::protocol {
 
-// What a client did: its calls, and what it had begun on a device.
+// What a client did: its calls, and the work that they began on a device.
 enum class ClientLane : uint16_t {
   kFetch,            // waited for weights
   kGradient,         // handed gradients over
   kStep,             // waited for a step
-  kWeightsToDevice,  // copies of a device, from their begin until they were seen to have ended
+  kWeightsToDevice,  // of the device: when its streams began and ended
   kGradientsFromDevice,
+  kAllGather,
+  kReduce,
+  kActivationsFromDevice,
+  kActivationsToDevice,
 };
-inline constexpr uint16_t kClientLanes = 5;
+inline constexpr uint16_t kClientLanes = 9;
 
 std::string_view Name(ClientLane lane);  // "fetch", "weights to device"
 

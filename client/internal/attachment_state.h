@@ -24,6 +24,7 @@
 #include "client/internal/control.h"
 #include "client/internal/copy_watch.h"
 #include "client/internal/deadline.h"
+#include "client/internal/device_trace.h"
 #include "client/internal/grad_slots.h"
 #include "client/internal/mapping.h"
 #include "client/internal/stopwatch.h"
@@ -146,13 +147,11 @@ struct Attachment::State {
   struct CopiesInFlight {
     std::pmr::vector<uint64_t> leases;
     std::shared_ptr<const gpu::Event> done;
-    std::optional<protocol::ClientEvent> event = {};  // until it is noted
   };
   // A copy of a gradient to a slot.
   struct GradientCopy {
     std::shared_ptr<const gpu::Event> done;
     std::shared_ptr<const void> keep;  // what is copied from
-    protocol::ClientEvent event = {};
   };
   // Delivered, but for copies that have not ended.
   struct UnsentGradient {
@@ -332,6 +331,8 @@ struct Attachment::State {
   std::pmr::list<UnsentGradient> unsent{&memory};
   std::optional<StepInFlight> step;
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
+  const std::shared_ptr<internal::DeviceTrace> device_trace =
+      std::make_shared<internal::DeviceTrace>();
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;

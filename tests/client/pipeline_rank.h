@@ -34,6 +34,7 @@ struct RankOptions {
   Kind kind = Kind::kHost;
   protocol::LayoutSpec spec;  // of one owner
   PipelineOptions pipeline = {};
+  uint64_t activation_bytes = 0;
   std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives
 };
 
@@ -67,6 +68,7 @@ struct PipelineRank {
                                          .world_size = options.ranks,
                                          .run = "run",
                                          .layout = ShardFlat(options.spec, options.ranks),
+                                         .activation_bytes = options.activation_bytes,
                                          .timeout = kTimeout,
                                          .device = made.device}));
     const gpu::Exchange exchange = [&](const std::string& bytes) {

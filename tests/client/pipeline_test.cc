@@ -9,12 +9,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "client/activation_store.h"
+#include "client/admin.h"
 #include "client/flat_shards.h"
 #include "gmock/gmock.h"
 #include "gpu/cuda_device.h"
@@ -42,6 +46,7 @@ using testing::HasError;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::OnRanks;
+using ::testing::UnorderedElementsAre;
 
 using Bytes = std::vector<std::byte>;
 
@@ -73,6 +78,7 @@ class Loop {
                                                        .kind = options.kind,
                                                        .spec = Spec(),
                                                        .pipeline = options.pipeline,
+                                                       .activation_bytes = kGroupBytes,
                                                        .time_limit = options.time_limit}));
     if (loop->own_.attachment->writes_initial()) {
       for (uint32_t group = 0; group < kGroups; ++group) {
@@ -120,6 +126,23 @@ class Loop {
   Pipeline& pipeline() { return *own_.pipeline; }
   gpu::Stream& compute() { return *own_.compute; }
   Attachment& attachment() { return *own_.attachment; }
+  uint32_t rank() const { return rank_; }
+
+  absl::Status Backward(uint32_t group) {
+    ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, *own_.compute));
+    RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group].bytes()));
+    return own_.pipeline->Reduce(group, *own_.compute);
+  }
+  // A gradient's bytes leave the device and come back.
+  absl::Status OffloadActivations() {
+    ASSIGN_OR_RETURN(const auto store, ActivationStore::Create(*own_.attachment, own_.device));
+    const std::span<std::byte> bytes = gradients_[0].bytes();
+    ASSIGN_OR_RETURN(const std::optional<uint64_t> number, store->Save(bytes, *own_.compute));
+    RETURN_IF_ERROR(store->Load(number.value(), bytes, *own_.compute));
+    RETURN_IF_ERROR(store->LoadedFor(*number, *own_.compute));
+    RETURN_IF_ERROR(own_.compute->Synchronize());
+    return store->Drop(*number);
+  }
 
  private:
   // Compute with a group's weights: it keeps what it saw.
@@ -129,11 +152,6 @@ class Loop {
     RETURN_IF_ERROR(own_.compute->Copy(saw.bytes(), weights));
     used_.emplace_back(group, std::move(saw));
     return own_.pipeline->Release(group, *own_.compute);
-  }
-  absl::Status Backward(uint32_t group) {
-    ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, *own_.compute));
-    RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group].bytes()));
-    return own_.pipeline->Reduce(group, *own_.compute);
   }
   // On the device, before the step.
   absl::Status MakeGradients(uint64_t t) {
@@ -293,6 +311,40 @@ TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
                                               [](Loop& /*loop*/) { return absl::OkStatus(); })) {
       EXPECT_OK(status);
     }
+  }
+}
+
+TEST_F(PipelineTest, ATraceShowsWhatTheDevicesStreamsDid) {
+  const auto now_ns = [] {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+  };
+  for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
+    StartDrivers({});
+    const uint64_t begun_ns = now_ns();
+    std::set<std::string> lanes;
+    const auto act = [&](Loop& loop) -> absl::Status {
+      RETURN_IF_ERROR(loop.Run());  // gathers a group for a fourth step
+      RETURN_IF_ERROR(loop.Backward(1));
+      RETURN_IF_ERROR(loop.OffloadActivations());
+      RETURN_IF_ERROR(loop.pipeline().Step(4, testing::MakeHyperParams(), 0, {}).status());
+      if (loop.rank() != 0) return absl::OkStatus();
+      ASSIGN_OR_RETURN(const auto admin, AdminClient::Connect({.socket = socket()}));
+      ASSIGN_OR_RETURN(const Trace trace, admin->Trace("job"));
+      for (const auto& event : trace->getEvents()) {
+        if (event.getProcess() != "rank 0") continue;
+        lanes.insert(event.getLane().cStr());
+        EXPECT_LE(begun_ns, event.getStartNs());
+        EXPECT_LE(event.getStartNs(), event.getEndNs());
+        EXPECT_LE(event.getEndNs(), now_ns());
+      }
+      return absl::OkStatus();
+    };
+    for (const absl::Status& status : OnLoops({.kind = kind}, act)) EXPECT_OK(status);
+    EXPECT_THAT(lanes,
+                UnorderedElementsAre("weights to device", "all-gather", "reduce", "gradient call",
+                                     "gradients from device", "activations from device",
+                                     "activations to device", "step call"));
   }
 }
 

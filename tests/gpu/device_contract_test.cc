@@ -163,6 +163,51 @@ TEST_P(DeviceContract, AnEventThatIsLookedAtIsDoneSomeTime) {
   EXPECT_EQ(to.content(), from.content());
 }
 
+TEST_P(DeviceContract, ATimedEventKnowsWhenTheWorkBeforeItEnded) {
+  // What a GPU's clock and the call that compares it with the host's may be apart.
+  constexpr uint64_t kSlackNs = 200'000;
+  const auto now_ns = [] {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+  };
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  ASSERT_OK(stream_->RecordTimed());  // which finds out what time the device has
+  for (int round = 0; round < 3; ++round) {
+    const uint64_t before_ns = now_ns();
+    ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const TimedEvent> begun, stream_->RecordTimed());
+    ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
+    ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const TimedEvent> ended, stream_->RecordTimed());
+    ASSERT_OK_AND_ASSIGN(const std::optional<uint64_t> early, ended->EndedNs());
+    if (early.has_value()) {
+      EXPECT_EQ(to.content(), from.content());
+    }
+    ASSERT_OK(stream_->Synchronize());
+    const uint64_t after_ns = now_ns();
+    ASSERT_OK_AND_ASSIGN(const std::optional<uint64_t> begun_ns, begun->EndedNs());
+    ASSERT_OK_AND_ASSIGN(const std::optional<uint64_t> ended_ns, ended->EndedNs());
+    ASSERT_TRUE(begun_ns.has_value() && ended_ns.has_value());
+    EXPECT_LE(before_ns, *begun_ns + kSlackNs);
+    EXPECT_LE(*begun_ns, *ended_ns);
+    EXPECT_LE(*ended_ns, after_ns + kSlackNs);
+  }
+}
+
+TEST_P(DeviceContract, AnEventIsNotRecordedAgainWhileSomebodyHoldsIt) {
+  const Pinned from(*device_, Pattern(100, 1));
+  const Pinned to(*device_, 100);
+  std::vector<std::shared_ptr<const Event>> held;
+  for (int round = 0; round < 20; ++round) {
+    ASSERT_OK_AND_ASSIGN(std::shared_ptr<const Event> event, stream_->Record());
+    ASSERT_OK(stream_->Synchronize());
+    if (round % 2 == 0) held.push_back(std::move(event));
+  }
+  ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
+  EXPECT_OK(stream_->Record());
+  for (const auto& event : held) EXPECT_EQ(event->Done(), absl::StatusOr<bool>(true));
+  ASSERT_OK(stream_->Synchronize());
+}
+
 TEST_P(DeviceContract, AStreamThatWaitsForAnEventRunsBehindIt) {
   const Pinned from(*device_, Pattern(5000, 1));
   const Pinned to(*device_, 5000);

@@ -293,10 +293,10 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   return call.Wait([&] { return call->RunAll(*call->Find(stream)); });
 }
 
-CUresult cuEventCreate(CUevent* event, unsigned) {
+CUresult cuEventCreate(CUevent* event, unsigned flags) {
   FAKE_CALL(call, "cuEventCreate", Needs::kContext);
   const MutexLock lock(call->mutex);
-  auto made = std::make_unique<CUevent_st>();
+  auto made = std::make_unique<CUevent_st>(flags != kEventDisableTiming);
   *event = made.get();
   call->events[*event] = std::move(made);
   return kSuccess;
@@ -317,7 +317,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (queue == nullptr || !call->events.contains(event)) return kInvalidHandle;
   event->mark = std::make_shared<Mark>();
   event->mark->queue = call->Share(stream);
-  event->mark->is_left_out = call->IsLeftOut();
+  event->mark->is_left_out = !event->is_timed && call->IsLeftOut();
   if (!event->mark->is_left_out) queue->work.push_back({.record = event->mark});
   return kSuccess;
 }
@@ -333,6 +333,18 @@ CUresult cuEventQuery(CUevent event) {
     if (++mark->looks < call->options.looks_until_done) return kNotReady;
   }
   return call.Look([&] { return call->RunUntil(mark); });
+}
+
+CUresult cuEventElapsedTime(float* ms, CUevent start, CUevent end) {
+  FAKE_CALL(call, "cuEventElapsedTime", Needs::kContext);
+  const MutexLock lock(call->mutex);
+  for (const CUevent event : {start, end}) {
+    if (!call->events.contains(event) || !event->is_timed) return kInvalidHandle;
+    if (event->mark == nullptr) return kInvalidHandle;
+    if (!event->mark->is_done) return kNotReady;
+  }
+  *ms = std::chrono::duration<float, std::milli>(end->mark->done - start->mark->done).count();
+  return kSuccess;
 }
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size_bytes, CUstream stream) {

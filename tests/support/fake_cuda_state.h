@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -27,7 +28,8 @@ struct Queue;
 }  // namespace forebay::testing
 
 struct CUevent_st {
-  std::shared_ptr<forebay::testing::Mark> mark;  // of the last record
+  bool is_timed = false;
+  std::shared_ptr<forebay::testing::Mark> mark = {};  // of the last record
 };
 struct CUstream_st {
   std::shared_ptr<forebay::testing::Queue> queue;
@@ -46,6 +48,7 @@ struct Mark {
   bool is_done = false;
   bool is_left_out = false;
   int looks = 0;
+  std::chrono::steady_clock::time_point done = {};
 };
 
 struct Work {
@@ -162,7 +165,10 @@ struct State {
     return work.collective == nullptr || RunCollective(work);
   }
   void Finish(const Work& work) {
-    if (work.record != nullptr) work.record->is_done = true;
+    if (work.record != nullptr) {
+      work.record->done = std::chrono::steady_clock::now();
+      work.record->is_done = true;
+    }
     if (work.freed != nullptr) allocations.at(work.freed).is_freed = true;
     if (work.from.empty()) return;
     if (failing_copy.has_value() && copies++ >= *failing_copy) is_broken = true;

@@ -1,0 +1,49 @@
+// What the streams of a device did in a step, by the device's own clock.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "gpu/device.h"
+#include "protocol/os/mutex.h"
+#include "protocol/trace.h"
+
+namespace forebay::client::internal {
+
+// Nobody waits for what it records. Work whose device has failed is left out.
+//
+// Threads  Any.
+class DeviceTrace {
+ public:
+  // Keeps nothing until Enable.
+  DeviceTrace() = default;
+  DeviceTrace(const DeviceTrace&) = delete;
+  DeviceTrace& operator=(const DeviceTrace&) = delete;
+
+  void Enable();
+  void Disable();  // and forgets
+
+  // A point before work of the stream; null: this work is not kept.
+  std::shared_ptr<const gpu::TimedEvent> Begin(gpu::Stream& stream);
+  // The same stream's work since then is `event`, whose times are ignored and whose name lives until Take.
+  void End(gpu::Stream& stream, std::shared_ptr<const gpu::TimedEvent> begun,
+           const protocol::ClientEvent& event);
+
+  // Hands over, with their times, the events of work that has ended, and forgets them.
+  void Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take);
+
+ private:
+  struct Work {
+    std::shared_ptr<const gpu::TimedEvent> begun;
+    std::shared_ptr<const gpu::TimedEvent> ended;
+    protocol::ClientEvent event;
+  };
+
+  protocol::Mutex mutex_;
+  bool is_enabled_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Work> works_ ABSL_GUARDED_BY(mutex_);  // at most kTraceRecords
+};
+
+}  // namespace forebay::client::internal
