@@ -94,6 +94,13 @@ def test_the_items_about_speed_print_both_sides(unpacked):
     assert bare["params"] == ours["params"] and bare["tokens"] == ours["tokens"] == 256
     ours, theirs = items["beside FSDP2's offload, 256 tokens"]["figures"]
     assert theirs["who"] == "offload" and ours["tokens_per_s"] > 0
+    deepspeed = items["beside DeepSpeed, 256 tokens"]
+    if importlib.util.find_spec("deepspeed") is None:
+        assert (deepspeed["result"], deepspeed["seen"]) == ("SKIP", "it is not installed")
+    else:
+        _, theirs = deepspeed["figures"]
+        assert theirs["who"] == "deepspeed" and theirs["params"] == ours["params"]
+        assert theirs["losses"][-1] < theirs["losses"][0]
     assert items["largest model"]["figures"]["format"] == "int8"
 
 

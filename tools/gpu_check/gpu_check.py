@@ -9,6 +9,7 @@ models on the processor.
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -322,7 +323,21 @@ class Checks:
             result = "PASS" if factor >= PEER_FACTOR_LEAST else "FAIL"
             result = "INFO" if self.args.rehearse else result
             yield Item(f"beside FSDP2's offload, {tokens} tokens", result, seen, [ours, theirs])
-        yield Item("beside DeepSpeed", "SKIP", "nothing here runs it yet")
+            yield self.beside_deepspeed(shape, tokens, ours)
+
+    def beside_deepspeed(self, shape, tokens, ours):
+        """Its optimizer on the CPU, where it is installed and can be built."""
+        name = f"beside DeepSpeed, {tokens} tokens"
+        if importlib.util.find_spec("deepspeed") is None:
+            return Item(name, "SKIP", "it is not installed")
+        try:
+            theirs = self.train("deepspeed", shape, tokens=tokens, steps=4)
+        except Failure as failure:  # it compiles its optimizer, and not every machine can
+            return Item(name, "SKIP", f"it does not run here: {failure}")
+        factor = ours["tokens_per_s"] / theirs["tokens_per_s"]
+        seen = f"{factor:.2f} times its tokens/s: {theirs['tokens_per_s']:.0f}, {millions(theirs)}"
+        result = "PASS" if factor >= PEER_FACTOR_LEAST else "FAIL"
+        return Item(name, "INFO" if self.args.rehearse else result, seen, [ours, theirs])
 
     def check_largest(self):
         """The largest model that trains a step without swap, the format with the fewest bytes."""

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """One rank of gpu_check: trains a Llama-shaped model on one device and prints a JSON line of figures.
 
---who  compute  forward and backward alone, weights and gradients on the device: what nothing can beat
-       forebay  FSDP2 with Forebay: states in the daemon of FOREBAY_SOCKET
-       offload  FSDP2 with CPUOffloadPolicy and torch's fused AdamW: the peer
+--who  compute    forward and backward alone, weights and gradients on the device: what nothing can beat
+       forebay    FSDP2 with Forebay: states in the daemon of FOREBAY_SOCKET
+       offload    FSDP2 with CPUOffloadPolicy and torch's fused AdamW
+       deepspeed  ZeRO-3 with DeepSpeed's CPU Adam; weights and gradients stay on the device
 
-The parameters are float32 and compute is in bfloat16, as with torch's FSDP2; with Forebay the served
-weights and their gradients are bfloat16.
+The parameters are float32 and compute is in bfloat16, as with torch's FSDP2; with Forebay and DeepSpeed
+the weights that compute sees and their gradients are bfloat16.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--who", choices=("compute", "forebay", "offload"), required=True)
+    parser.add_argument("--who", choices=("compute", "forebay", "offload", "deepspeed"), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", required=True, help="LAYERS,WIDTH,HEADS,HIDDEN,VOCAB")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
@@ -110,6 +111,41 @@ def parse_args():
     return parser.parse_args()
 
 
+class DeepSpeed:
+    """An engine with the calls of an optimizer."""
+
+    def __init__(self, shape, args):
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": args.sequences,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+            "steps_per_print": 10**9,
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "offload_optimizer": {"device": "cpu", "pin_memory": args.device == "cuda"},
+            },
+        }
+        deepspeed.init_distributed(dist_backend="nccl" if args.device == "cuda" else "gloo")
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Llama(*shape)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+
+    def backward(self, loss):
+        self.engine.backward(loss)
+
+    def step(self):
+        self.engine.step()
+
+    def zero_grad(self):
+        """The engine's step has done it."""
+
+
 def prepare(args, shape):
     """The model, and what steps it: None for compute alone."""
     torch.manual_seed(1)
@@ -119,6 +155,9 @@ def prepare(args, shape):
             model = Llama(*shape)
             torch.set_default_dtype(torch.float32)
         return model, None
+    if args.who == "deepspeed":
+        opt = DeepSpeed(shape, args)
+        return opt.engine, opt
     sharding = {
         "mesh": init_device_mesh(args.device, (1,)),
         "mp_policy": MixedPrecisionPolicy(
@@ -162,6 +201,11 @@ def fill(model, args):
         save_file(values, args.initial)
 
 
+def params_of(model):
+    """Also where a parameter's storage is DeepSpeed's."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
 def train(args):
     shape = [int(part) for part in args.shape.split(",")]
     model, opt = prepare(args, shape)
@@ -173,7 +217,10 @@ def train(args):
     for _ in range(args.steps):
         began = time.monotonic()
         loss = loss_of(model, tokens)
-        loss.backward()
+        if args.who == "deepspeed":
+            opt.backward(loss)
+        else:
+            loss.backward()
         if opt is None:
             model.zero_grad(set_to_none=True)
         else:
@@ -187,7 +234,7 @@ def train(args):
     figures = {
         "who": args.who,
         "format": args.format if args.who == "forebay" else None,
-        "params": sum(p.numel() for p in model.parameters()),
+        "params": params_of(model),
         "tokens": args.sequences * args.seq,
         "losses": losses,
         "step_s": step_s,
