@@ -1,17 +1,21 @@
 """Goal    gpu_check runs all of its items without a GPU when it is asked to rehearse, also on a kernel that
         lacks what the service wants, and says in a line each what is missing there; where there is no
-        GPU it says so.
+        GPU it says so. It leaves nothing behind when it is ended, and finds what its caller finds.
 Method  The folders of its archive, made of links to what the checkout has built, under a filter of system
         calls that answers as an old kernel does.
 """
 
+import argparse
+import importlib.machinery
 import importlib.util
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -119,3 +123,112 @@ def test_a_python_without_a_binding_in_the_archive_reads_which_it_has(unpacked, 
     done, _ = gpu_check(tmp_path, "--rehearse")
     assert done.returncode == 1
     assert "error[E_UNSUPPORTED]: no binding for cp" in done.stderr and "one of cp27" in done.stderr
+
+
+def loaded(folder):
+    """The script as a module."""
+    loader = importlib.machinery.SourceFileLoader("gpu_check", str(folder / "gpu_check"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_libraries_and_modules_of_the_caller_are_found_behind_its_own(
+    unpacked, tmp_path, monkeypatch
+):
+    (tmp_path / "libcuda.so.1").symlink_to(BUILT_TESTS / "libfake_cuda.so")
+    (tmp_path / "only_there.py").touch()
+    (tmp_path / "forebay.py").write_text("raise ImportError('not the archive')", encoding="utf-8")
+    for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
+        monkeypatch.setenv(name, f"{tmp_path}:{os.environ.get(name, '')}")
+    checks = loaded(unpacked).Checks(argparse.Namespace(minutes=DEADLINE_S / 60))
+    program = "import ctypes, only_there, forebay; ctypes.CDLL('libcuda.so.1'); print(forebay.__file__)"
+    file = checks.run([sys.executable, "-c", program]).strip()
+    assert pathlib.Path(file).is_relative_to(unpacked / "python")
+    assert "" not in checks.environment["LD_LIBRARY_PATH"].split(":")  # it would be the working folder
+    for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PATH"):
+        monkeypatch.delenv(name)
+    environment = loaded(unpacked).Checks(argparse.Namespace(minutes=1)).environment
+    assert environment["PATH"] == str(unpacked / "bin")
+    assert not environment["PYTHONPATH"].endswith(":")
+
+
+def started_in(folder):
+    """Command lines of the processes that name the folder."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:  # it has ended
+            continue
+        if os.fsencode(folder) in line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_neither_daemon_nor_folder(unpacked, tmp_path, number):
+    command = [sys.executable, unpacked / "gpu_check", "--rehearse", "--only", "python_cases"]
+    check = subprocess.Popen(
+        list(map(str, command)),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    end = time.monotonic() + DEADLINE_S
+    while not any(b"forebayd ready" in log.read_bytes() for log in tmp_path.glob("*/log")):
+        assert check.poll() is None and time.monotonic() < end, check.communicate()
+        time.sleep(0.02)  # house: allow sleep: a poll with a deadline
+    assert started_in(tmp_path)
+    for _ in range(2):  # as a shell and the kernel do when a terminal closes
+        check.send_signal(number)
+    _, errors = check.communicate(timeout=DEADLINE_S)
+    assert (check.returncode, errors) == (1, "")
+    assert not started_in(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(unpacked):
+    """As nohup starts it."""
+    command = [sys.executable, unpacked / "gpu_check", "--rehearse", "--only", "kernel", "binding"]
+    check = subprocess.Popen(
+        list(map(str, command)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert check.stdout.readline().startswith("INFO  kernel: ")
+    check.send_signal(signal.SIGHUP)
+    output, _ = check.communicate(timeout=DEADLINE_S)
+    assert check.returncode == 0 and "PASS  binding: " in output
+
+
+def test_output_that_nobody_reads_is_no_traceback(unpacked):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for flags in (["--rehearse", "--only", "binding"], ["--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, str(unpacked / "gpu_check"), *flags],
+            env=buffered,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (1, ""), flags
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-inf", "-1"])
+def test_a_time_that_is_no_number_of_minutes_is_refused(unpacked, minutes):
+    done, _ = gpu_check(unpacked, f"--minutes={minutes}", "--rehearse", "--only", "kernel")
+    assert done.returncode == 1
+    wanted = f"error[E_OPTION]: --minutes is {minutes}\nhint: a finite number from 0 on\n"
+    assert (done.stdout, done.stderr) == ("", wanted)

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import platform
@@ -43,6 +44,7 @@ EXPOSED_MOST = {16384: 0.10, 4096: 0.25}  # tokens of a step: goal G9
 PEER_FACTOR_LEAST = 2.0
 COPY_SHARE_LEAST = 0.95
 DAEMON_START_S, DAEMON_END_S = 60, 60
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # that end an item's daemon and remove its folder
 
 
 @dataclasses.dataclass
@@ -88,12 +90,12 @@ class Checks:
         self.items = []
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, [PYTHON, backend(), TESTS])),
+            "PYTHONPATH": before_others("PYTHONPATH", PYTHON, backend(), TESTS),
             "FOREBAY_BIN_DIR": str(BIN),
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PATH": before_others("PATH", BIN),
             "PYTHONDONTWRITEBYTECODE": "1",
             # For dlopen(3) of NCCL, which torch brings. The archive's libraries are found without.
-            "LD_LIBRARY_PATH": os.pathsep.join(map(str, nccl_folders())),
+            "LD_LIBRARY_PATH": before_others("LD_LIBRARY_PATH", *nccl_folders()),
         }
 
     # ------------------------------------------------------------------------------------- commands
@@ -404,6 +406,12 @@ class Checks:
                 break
 
 
+def before_others(variable, *folders):
+    """The folders, and behind them those that the variable has: torch or the driver may be there."""
+    others = os.environ.get(variable, "").split(os.pathsep)
+    return os.pathsep.join([*map(str, folders), *filter(None, others)])
+
+
 def nccl_folders():
     """Where torch's packages have NCCL."""
     import torch
@@ -430,16 +438,39 @@ def parse_args():
     parser.add_argument("--minutes", type=float, default=8.5, help="for everything")
     parser.add_argument("--only", metavar="ITEM", nargs="+", choices=names, help=", ".join(names))
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (math.isfinite(args.minutes) and args.minutes >= 0):
+        sys.exit(f"error[E_OPTION]: --minutes is {args.minutes:g}\nhint: a finite number from 0 on")
+    return args
+
+
+def exit_once(*_):
+    """On a signal: once, so that a second one does not stop the end of an item's daemon."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def main():
+    try:
+        try:
+            return check_all()
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:  # nobody reads what this prints, and Python would print once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def check_all():
     args = parse_args()
     try:
         import torch  # noqa: F401
     except ImportError as error:
         sys.exit(f"error[E_SETUP]: {error}\nhint: start it with a Python that has torch")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the daemon of an item
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+            signal.signal(number, exit_once)
     checks = Checks(args)
     try:
         checks.save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10  # smaller tensors stay: their copies would cost more than they free
 PENDING_BYTES = 256 << 20  # that wait on the device for their copies before compute waits for them
 
+# What is saved, by forward, storage, version and place. Of one entry of offload_activations(), and of one
+# forward of the model: memory that is written where torch does not see it (numpy's, x.data) keeps its
+# version, and would be taken for what an earlier graph keeps that still lives.
+Known = dict[Any, "tuple[StorageWeakRef, weakref.ref[Saved]]"]
+
 
 class Activations:
     """The room of one attachment. Tensors come back with the bits, shape and strides that they had.
@@ -34,19 +40,30 @@ class Activations:
         self.stayed_bytes = 0  # of what the room was too small for
         self._pending: deque[tuple[weakref.ref[Saved], int]] = deque()  # and bytes
         self._pending_bytes = 0
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
+        self._forward = 0
         self._last: weakref.ref[Saved] | None = None
+        with torch.inference_mode(False):
+            self._plain_keys = _keys_of(torch.empty(0, device=device.torch_device))
 
-    def offload(self) -> AbstractContextManager[Any]:
+    def offload(self) -> AbstractContextManager[None]:
+        return Offload(self)
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Autograd's, for one entry: what another entry has saved is not found."""
+        known: Known = {}
         hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, self._unpack
+            functools.partial(self._pack, known), self._unpack
         )
         return hooks
 
+    def begin_forward(self) -> None:
+        """Of the model: what forwards before it have saved is not found."""
+        self._forward += 1
+
     def forget(self, saved: Saved) -> None:
-        found = self._known.get(saved.key)
+        found = saved.known.get(saved.key)
         if found is not None and found[1]() in (None, saved):
-            del self._known[saved.key]
+            del saved.known[saved.key]
         try:
             self.store.drop(saved.number)
         except ForebayError:
@@ -54,29 +71,29 @@ class Activations:
 
     # ---------------------------------------------------------------------------- autograd's hooks
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, known: Known, tensor: torch.Tensor) -> Any:
         stream = self.device.stream()
         self._let_go(stream)
         if not self._takes(tensor):
             return tensor
         storage = tensor.untyped_storage()
         place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-        key = storage._cdata, tensor._version, place
-        found = self._known.get(key)
-        if found is not None and not _is_freed(found[0]) and (known := found[1]()) is not None:
-            return known
+        key = self._forward, storage._cdata, tensor._version, place
+        found = known.get(key)
+        if found is not None and not _is_freed(found[0]) and (saved := found[1]()) is not None:
+            return saved
         size_bytes = tensor.numel() * tensor.element_size()
         number = self.store.save(tensor.data_ptr(), size_bytes, stream)
         if number is None:
             self.stayed_bytes += size_bytes
             return tensor
-        saved = Saved(self, number, key, tensor, self._last)
+        saved = Saved(self, number, known, key, tensor, self._last)
         self._last = weakref.ref(saved)
         if not self.device.is_host:  # its copy is under way
             saved.keep(tensor, stream)
             self._pending.append((self._last, size_bytes))
             self._pending_bytes += size_bytes
-        self._known[key] = StorageWeakRef(storage), self._last  # type: ignore[no-untyped-call]
+        known[key] = StorageWeakRef(storage), self._last  # type: ignore[no-untyped-call]
         return saved
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -87,14 +104,17 @@ class Activations:
         return packed.tensor()
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Parameters are the daemon's already; what lies elsewhere frees nothing of the device."""
+        """Parameters are the daemon's already; what lies elsewhere frees nothing of the device. A tensor
+        with other keys is more than its bytes: conjugated or negated when it is read, quantized, sparse,
+        nested, without memory, wrapped by a transform."""
         return (
             type(tensor) is torch.Tensor
+            and _keys_of(tensor) == self._plain_keys
             and not isinstance(tensor._base, nn.Parameter)
-            and tensor.layout is torch.strided
             and tensor.device == self.device.torch_device
             and tensor.numel() * tensor.element_size() >= LEAST_BYTES
             and _is_dense(tensor)
+            and _has_memory(tensor)
         )
 
     def _let_go(self, stream: int) -> None:
@@ -110,6 +130,23 @@ class Activations:
                 first.leave()
 
 
+class Offload(AbstractContextManager[None]):
+    """What offload_activations() returns. It can be entered again, also within itself or by another
+    thread."""
+
+    def __init__(self, room: Activations) -> None:
+        self._room = room
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        hooks = self._room.hooks()
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)  # takes away the newest hooks of this thread
+
+
 class Saved:
     """One tensor, until autograd gives it up."""
 
@@ -117,11 +154,12 @@ class Saved:
         self,
         room: Activations,
         number: int,
+        known: Known,
         key: Any,
         tensor: torch.Tensor,
         before: weakref.ref[Saved] | None,
     ) -> None:
-        self.number, self.key = number, key
+        self.number, self.known, self.key = number, known, key
         self.size_bytes = tensor.numel() * tensor.element_size()
         self._original: torch.Tensor | None = None  # until it was copied
         self._stream = 0  # that it was made on
@@ -201,6 +239,17 @@ class Saved:
 def _is_freed(storage: StorageWeakRef) -> bool:
     freed: bool = storage.expired()  # type: ignore[no-untyped-call]
     return freed
+
+
+def _keys_of(tensor: torch.Tensor) -> int:
+    """The dispatch keys, by which torch finds what an operation on it does, as bits."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its storage has all its elements: it can be freed, and filled again before backward."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= end
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -61,6 +61,29 @@ def of_units(units: Sequence[Unit]) -> HostDevice:
     return (HostDevice if first.device.type == "cpu" else CudaDevice)(first.device)
 
 
+def refuse_mesh(mesh: Any) -> None:
+    """Errors: E_UNSUPPORTED where fully_shard() would not find the devices of the mesh."""
+    kind = getattr(mesh, "device_type", None)
+    if not isinstance(kind, str):
+        return  # fully_shard() says what it takes
+    refuse_other_kinds("the mesh", torch.device(kind))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise unsupported(
+            f'the mesh is on "cuda", and torch sees no GPU: {_why_no_gpu()}',
+            "install NVIDIA's driver (`nvidia-smi` shows it) and a torch that is built for CUDA, or "
+            'init_device_mesh("cpu", (world_size,))',
+        )
+
+
+def _why_no_gpu() -> str:
+    """torch's first sentence about it."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return "torch.cuda.is_available() is False"
+
+
 def refuse_other_kinds(what: str, device: torch.device) -> None:
     """Errors: E_UNSUPPORTED where the device is neither a CPU nor a GPU of CUDA's."""
     if device.type not in KINDS:

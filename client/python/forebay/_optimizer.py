@@ -410,8 +410,13 @@ class ForebayOptimizer(torch.optim.Optimizer):
     def offload_activations(self) -> AbstractContextManager[Any]:
         """While it is entered, what a forward keeps for its backward goes to the daemon's memory, at most
         activation_bytes of attach, and comes back to the device for the backward: the same bits. What
-        does not fit, parameters, and tensors below 64 KiB stay. With torch.utils.checkpoint, what each
-        checkpoint keeps goes there.
+        does not fit, parameters, tensors below 64 KiB, and those that are no plain memory (conjugated,
+        quantized, nested, subclasses) stay. With torch.utils.checkpoint, what each checkpoint keeps goes
+        there.
+
+        What several layers of a forward keep is copied once. Memory that is filled again where torch does
+        not see it (through numpy, or x.data) while an older graph lives has to be used by a new forward
+        of the model, or after this was entered again.
 
         stats() has activation_bytes (there now), activation_bytes_max, and activation_bytes_stayed of
         what did not fit.

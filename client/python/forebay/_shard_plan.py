@@ -31,6 +31,7 @@ def shard(
 
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise _number_of_ranks()
+    _device.refuse_mesh(mesh)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             _device.refuse_other_kinds(f"parameter {name}", parameter.device)

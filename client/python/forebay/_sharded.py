@@ -549,6 +549,8 @@ class BeforeForward(InertOnCopy):
             return
         for member in engine.shards():
             member.check()
+        if engine.activations is not None:
+            engine.activations.begin_forward()
         engine.say_what_waits()
         engine.reset_unless_idle()
 

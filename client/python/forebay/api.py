@@ -158,6 +158,8 @@ def attach(
         run=run or run_token(),
         resume=resume,
     )
+    prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
+    activation_bytes = _size_bytes("activation_bytes", activation_bytes)
     optimizer = optimizer or AdamW()
     if not is_sharded:
         return _attach.attach(model, optimizer, request)
@@ -168,8 +170,8 @@ def attach(
         request,
         name_prefix=name_prefix,
         accumulate=passes > 1,
-        prefetch_bytes=_size_bytes("prefetch_bytes", prefetch_bytes),
-        activation_bytes=_size_bytes("activation_bytes", activation_bytes),
+        prefetch_bytes=prefetch_bytes,
+        activation_bytes=activation_bytes,
         initial=initial,
     )
 
@@ -260,7 +262,9 @@ def _size_bytes(name: str, value: Any) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """None for what is no whole number, 1.5 among it; a string as of an environment variable."""
+    """None for what is no whole number, 1.5 and True among it; a string as of an environment variable."""
+    if isinstance(value, bool):
+        return None
     try:
         return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import threading
 
 import torch
 from forebay import _activations
 from models import CheckpointedNet, loss_of
 from sharded_ranks import case, full, refused, small_net
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ROOM = 4 << 20
@@ -157,14 +160,170 @@ def memory_of_odd_shapes_is_offloaded_as_it_is(ranks):
             torch.empty(0, 3),
             torch.tensor(3.0),
             torch.randn(4, 4).to(torch.complex64),
+            torch.randn(4, 4, dtype=torch.complex64).conj().resolve_conj(),
+            torch.view_as_real(torch.randn(4, 4, dtype=torch.complex64)),
+            torch.randn(4, 4, dtype=torch.complex64).imag,
             torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         ]
-        packed = [room._pack(tensor) for tensor in tensors]
+        packed = [room._pack({}, tensor) for tensor in tensors]
         assert sum(isinstance(one, _activations.Saved) for one in packed) >= 10
         for tensor, one in zip(tensors, packed):
             back = room._unpack(one)
             assert torch.equal(back, tensor), tensor
             assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        opt.detach()
+
+
+class Tagged(torch.Tensor):
+    """A subclass: its values alone are not all of it."""
+
+
+@case(1)
+def tensors_that_are_more_than_their_bytes_stay(ranks):
+    """Conjugated or negated when they are read, quantized, without memory, wrapped: the tensor itself."""
+    with tensors_of_any_size():
+        opt = ranks.attach(ranks.shard(small_net()), activation_bytes=ROOM)
+        room = opt._engine.activations
+        real, other = torch.randn(4, 5), torch.randn(4, 5, dtype=torch.complex64)
+        freed = torch.randn(4, 5)
+        freed.untyped_storage().resize_(0)
+        with torch.inference_mode():
+            inference = torch.randn(4, 5)
+        with FakeTensorMode():
+            fake = torch.randn(4, 5)
+        tensors = {
+            "conjugated": other.conj(),
+            "transposed and conjugated": other.mH,
+            "negated": torch._neg_view(real),
+            "imaginary part of conjugated": other[:, :1].conj().imag,
+            "zeros without memory": torch._efficientzerotensor(4, 5),
+            "freed": freed,
+            "quantized": torch.quantize_per_tensor(real, 0.1, 0, torch.qint8),
+            "sparse": real.to_sparse(),
+            "sparse rows": real.to_sparse_csr(),
+            "nested": torch.nested.nested_tensor([real, real[:2]]),
+            "functional": torch._to_functional_tensor(real),
+            "subclass": real.as_subclass(Tagged),
+            "of inference": inference,
+            "fake": fake,
+            "meta": real.to("meta"),
+        }
+        for name, tensor in tensors.items():
+            assert room._pack({}, tensor) is tensor, name
+        seen = []
+        torch.func.vmap(lambda one: seen.append(room._pack({}, one) is one) or one)(real)
+        torch.func.grad(lambda one: seen.append(room._pack({}, one) is one) or one.sum())(real)
+        assert seen == [True, True]
+        assert isinstance(room._pack({}, real), _activations.Saved)
+        opt.detach()
+
+
+@case(1)
+def gradients_through_conjugated_and_negated_tensors(ranks):
+    """Those of a graph that keeps everything itself."""
+    with tensors_of_any_size():
+        opt = ranks.attach(ranks.shard(small_net()), activation_bytes=ROOM)
+        inputs = [torch.randn(8, 8, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
+        for compute in (
+            lambda a, b: (a.conj() * b).abs().pow(2),
+            lambda a, b: (a.mH @ b).abs().pow(2),
+            lambda a, b: (torch._neg_view(a.real) * b.imag).sin(),
+            lambda a, b: (torch.fft.rfft(a.real) * torch.fft.rfft(b.real).conj()).abs(),
+        ):
+            want = torch.autograd.grad(compute(*inputs).sum(), inputs)
+            with opt.offload_activations():
+                result = compute(*inputs).sum()
+            assert all(map(torch.equal, torch.autograd.grad(result, inputs), want))
+        opt.detach()
+
+
+class Product(nn.Module):
+    """Its output's gradient with respect to `factor` is what the input held in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.factor = [torch.ones(8, requires_grad=True)]
+
+    def forward(self, x):
+        return x * self.factor[0]
+
+
+@case(1, 2)
+def a_buffer_that_is_filled_again(ranks):
+    """Where torch does not see it, while the graph of an earlier forward lives: each forward's values, in
+    another entry, in one within it, in another thread and in another forward of the model."""
+
+    def by_numpy(buffer, value):
+        buffer.numpy()[:] = value
+
+    def by_data(buffer, value):
+        buffer.data.copy_(torch.full_like(buffer, value))
+
+    with tensors_of_any_size():
+        model = ranks.shard(Product(), layers=())
+        opt = ranks.attach(model, activation_bytes=ROOM)
+        factor = model.factor[0]
+
+        def entered_again(one, two):
+            context = opt.offload_activations()
+            with context:
+                first = one()
+            with context:
+                return first, two()
+
+        def nested(one, two):
+            with opt.offload_activations():
+                first = one()
+                with opt.offload_activations():
+                    return first, two()
+
+        def behind_a_nested_one(one, two):
+            with opt.offload_activations():
+                with opt.offload_activations():
+                    first = one()
+                return first, two()
+
+        def of_two_threads(one, two):
+            results = []
+
+            def work(forward):
+                with opt.offload_activations():
+                    results.append(forward())
+
+            for forward in (one, two):
+                thread = threading.Thread(target=work, args=(forward,))
+                thread.start()
+                thread.join()
+            return results
+
+        def of_one_entry(one, two):
+            with opt.offload_activations():
+                return one(), two()
+
+        plain = functools.partial(torch.mul, factor)
+        for fill in (by_numpy, by_data):
+            for forward, order in (
+                (plain, entered_again),
+                (plain, nested),
+                (plain, behind_a_nested_one),
+                (plain, of_two_threads),
+                (model, of_one_entry),
+            ):
+                buffer = torch.zeros(8)
+
+                def filled(value):
+                    fill(buffer, value)
+                    return forward(buffer)
+
+                kept, result = order(functools.partial(filled, 1.0), functools.partial(filled, 2.0))
+                (gradient,) = torch.autograd.grad(result.sum(), factor)
+                assert torch.equal(gradient, torch.full((8,), 2.0)), (fill, order, gradient)
+                if opt._engine.device.is_host:  # the copy is of the time of the forward
+                    (gradient,) = torch.autograd.grad(kept.sum(), factor)
+                    assert torch.equal(gradient, torch.ones(8)), (fill, order, gradient)
+                del kept, result
+        assert opt.stats()["activation_bytes"] == 0
         opt.detach()
 
 
@@ -174,8 +333,14 @@ def room_for_activations_is_refused(ranks):
     model = ranks.shard(small_net())
     with refused("E_DRAM_LIMIT", r"activations 1\.0 TiB", "dram.limit"):
         ranks.attach(model, activation_bytes=1 << 40)
-    with refused("E_OPTION", "activation_bytes is -1", "activation_bytes="):
-        ranks.attach(model, activation_bytes=-1)
+    for wrong in (-1, True, False, 1.5, "1MB", None):
+        message = f"activation_bytes is {wrong!r}, not a whole number of bytes"
+        with refused("E_OPTION", message, "activation_bytes="):
+            ranks.attach(model, activation_bytes=wrong)
+    plain = small_net()
+    with refused("E_OPTION", "activation_bytes is True", "activation_bytes="):
+        ranks.attach(plain, activation_bytes=True, mode="sharded", mesh=ranks.mesh)
+    assert not any(isinstance(module, FSDPModule) for module in plain.modules())
     with refused("E_OPTION", "activation_bytes without mode", 'mode="sharded"'):
         ranks.attach(small_net(), activation_bytes=1 << 20)
     opt = ranks.attach(model)

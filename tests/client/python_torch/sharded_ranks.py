@@ -25,6 +25,8 @@ import traceback
 import torch
 
 torch.set_num_threads(1)
+# train_support.py; the archive of gpu_check has it beside this.
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "tools"))
 
 import forebay  # noqa: E402
 import late_device  # noqa: E402

@@ -6,6 +6,7 @@ import copy
 import pathlib
 import re
 import tempfile
+import types
 
 import forebay
 import torch
@@ -14,6 +15,7 @@ from forebay._shard_tensor import ShardTensor
 from models import loss_of
 from sharded_ranks import LR, Twins, case, refused, small_net
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
@@ -267,6 +269,23 @@ def a_model_on_another_kind_of_gpu(ranks):
     with refused("E_UNSUPPORTED", "parameter norm.weight is on device xpu:0; models on CPUs", "cpu"):
         ranks.attach(model)
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@case(1, 2)
+def a_mesh_of_devices_that_torch_does_not_see(ranks):
+    """Refused before fully_shard() was called."""
+    mesh = init_device_mesh("cuda", (ranks.size,))
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        for model in (small_net(), small_net().to("meta")):
+            with refused("E_UNSUPPORTED", 'the mesh is on "cuda", and torch sees no GPU: .', "nvidia-smi"):
+                ranks.attach(model, mode="sharded", mesh=mesh)
+            assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    finally:
+        torch.cuda.is_available = is_available
+    other = types.SimpleNamespace(device_type="xpu")
+    with refused("E_UNSUPPORTED", "the mesh is on device xpu; models on CPUs", '"cpu"'):
+        ranks.attach(small_net(), mode="sharded", mesh=other)
 
 
 @case(2)

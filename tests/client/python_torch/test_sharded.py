@@ -22,7 +22,7 @@ import sharded_training  # noqa: F401
 import sharded_writes  # noqa: F401
 import torch
 from daemon_process import Daemon, missing, on_the_daemon
-from test_processes import HERE, environment
+from test_processes import HERE, ROOT, environment
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
@@ -76,6 +76,8 @@ ON_A_DEVICE = [
             "offloaded_activations_leave_the_device",
             "a_second_backward_of_offloaded_activations",
             "a_tensor_that_changes_while_it_is_copied",
+            "a_buffer_that_is_filled_again",
+            "gradients_through_conjugated_and_negated_tensors",
             "a_gpu_that_fails",  # the last: its processes cannot go on
         )
     ],
@@ -148,6 +150,22 @@ def test_every_case_runs():
     common = {case for size in SIZES + MESHES for case in sharded_ranks.cases_of(size)}
     on_a_device = {case for _, case in ON_A_DEVICE}
     assert common | {case for case, *_ in ALONE} | on_a_device == set(sharded_ranks.CASES)
+
+
+def test_the_command_of_the_documentation_finds_what_it_imports(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_SOCKET", str(tmp_path / "nobody"))
+    package = environment()["PYTHONPATH"].split(":")[0]
+    command = [sys.executable, "tests/client/python_torch/sharded_ranks.py"]  # docs/gpu.md; no launch
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment(), "PYTHONPATH": package},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @on_the_daemon
