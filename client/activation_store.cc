@@ -22,6 +22,8 @@ using protocol::MutexLock;
 
 namespace {
 
+constexpr uint64_t kMark = 0x466F7265626179;  // any but zero
+
 // Of a range in the room: no two share a cache line.
 uint64_t RangeBytes(uint64_t size_bytes) {
   return protocol::RoundUp(std::max<uint64_t>(size_bytes, 1), protocol::kCacheLineBytes);
@@ -33,7 +35,9 @@ ActivationStore::ActivationStore(const Attachment& attachment, std::shared_ptr<g
     : room_(attachment.activation_room()),
       owner_(attachment.activation_owner()),
       device_(std::move(device)),
+      mark_(attachment.activation_mark()),
       trace_(attachment.device_trace()) {
+  if (mark_ != nullptr) *mark_ = kMark;
   const uint64_t whole_lines = room_.size() / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
   const MutexLock lock(mutex_);
   ranges_ = std::make_unique<internal::GradSlots>(
@@ -49,11 +53,27 @@ ActivationStore::~ActivationStore() {
 
 absl::StatusOr<std::unique_ptr<ActivationStore>> ActivationStore::Create(
     const Attachment& attachment, std::shared_ptr<gpu::Device> device) {
+  if (device == nullptr || device->name() != attachment.device_name()) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("the session is attached with device ",
+                                  std::string(attachment.device_name()), ", activations are on ",
+                                  device == nullptr ? "none" : std::string(device->name())),
+                     "pass one device to both");
+  }
   std::unique_ptr<ActivationStore> made(new ActivationStore(attachment, std::move(device)));
   const MutexLock lock(made->mutex_);
   ASSIGN_OR_RETURN(made->out_, made->device_->MakeStream());
   ASSIGN_OR_RETURN(made->in_, made->device_->MakeStream());
   return made;
+}
+
+// A hole is punched from the arena's begin on: where a byte behind the mark is lost, so is the mark.
+absl::Status ActivationStore::CheckKept() const {
+  if (mark_ == nullptr || *mark_ == kMark) return absl::OkStatus();
+  return MakeError(ErrorId::kFenced,
+                   "the session that kept these activations has ended, and the daemon has taken "
+                   "their memory back",
+                   "run forward and backward in one session; attach again and repeat the step");
 }
 
 std::optional<uint64_t> ActivationStore::Take(uint64_t size_bytes) {
@@ -140,6 +160,7 @@ absl::Status ActivationStore::Load(uint64_t number, std::span<std::byte> to, Str
   }
   auto begun = trace_->Begin(*in_);
   RETURN_IF_ERROR(in_->Copy(to, room_.subspan(saved->offset, saved->size_bytes)));
+  RETURN_IF_ERROR(CheckKept());  // a copy by the processor is done by now
   trace_->End(*in_, std::move(begun),
               {.lane = protocol::ClientLane::kActivationsToDevice, .name = {}, .bytes = to.size()});
   ASSIGN_OR_RETURN(saved->loaded, in_->Record());
@@ -154,6 +175,7 @@ absl::Status ActivationStore::LoadedFor(uint64_t number, Stream& compute) {
     return MakeError(ErrorId::kNotReady, absl::StrCat("number ", number, " is not being loaded"),
                      "Load it first");
   }
+  RETURN_IF_ERROR(CheckKept());
   return compute.WaitFor(*saved->loaded);
 }
 

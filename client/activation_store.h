@@ -1,6 +1,7 @@
 // What a forward pass keeps for its backward, in host memory of the session's instead of the device's.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -24,7 +25,8 @@ class GradSlots;
 // Bytes are copied out behind the work that made them, on a stream of the store's, and back ahead of the work
 // that needs them, on another: compute goes on beside both. They are the same to the bit.
 //
-// The room is AttachOptions::activation_bytes; what does not fit stays where it is.
+// The room is AttachOptions::activation_bytes; what does not fit stays where it is. The daemon takes the
+// bytes back when the session has ended.
 //
 // Errors     E_DEVICE  of any call: the device has failed.
 // Threads    Any; calls are serialised, and none waits for the device.
@@ -32,6 +34,8 @@ class GradSlots;
 class ActivationStore {
  public:
   // Of an attachment, and the device that it was attached with.
+  //
+  // Errors  E_OPTION  another device.
   static absl::StatusOr<std::unique_ptr<ActivationStore>> Create(
       const Attachment& attachment, std::shared_ptr<gpu::Device> device);
   ActivationStore(const ActivationStore&) = delete;
@@ -49,6 +53,8 @@ class ActivationStore {
 
   // Begins to copy them to memory of as many bytes that work of `compute` begun from now on may write; it is
   // not freed before LoadedFor.
+  //
+  // Errors  E_FENCED  the session has ended, and the bytes with it; of LoadedFor too.
   absl::Status Load(uint64_t number, std::span<std::byte> to, gpu::Stream& compute);
   // Work of `compute` begun from now on finds them there, and may free it.
   absl::Status LoadedFor(uint64_t number, gpu::Stream& compute);
@@ -73,6 +79,7 @@ class ActivationStore {
   absl::StatusOr<std::shared_ptr<const gpu::Event>> BeginSave(std::span<const std::byte> bytes,
                                                               uint64_t offset, gpu::Stream& compute)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckKept() const;
   absl::StatusOr<Saved*> Find(uint64_t number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<uint64_t> Take(uint64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(uint64_t offset, uint64_t size_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -80,6 +87,8 @@ class ActivationStore {
   const std::span<std::byte> room_;
   const std::shared_ptr<const void> owner_;  // of the room
   const std::shared_ptr<gpu::Device> device_;
+  // Says whether the room's bytes are still there; null: there is no room.
+  std::atomic<uint64_t>* const mark_;
   const std::shared_ptr<internal::DeviceTrace> trace_;
   mutable protocol::Mutex mutex_;
   std::unique_ptr<gpu::Stream> out_ ABSL_GUARDED_BY(mutex_);

@@ -216,6 +216,13 @@ std::shared_ptr<const void> Attachment::activation_owner() const {
   return std::make_shared<Owner>(Owner{state_->parts.grad, state_->grad_registration});
 }
 
+std::atomic<uint64_t>* Attachment::activation_mark() const {
+  const SessionParts& parts = state_->parts;
+  if (parts.grad == nullptr || parts.activation_bytes == 0) return nullptr;
+  const uint64_t end = parts.step_region_offset + parts.step_region_bytes;
+  std::byte* const mark = parts.grad->bytes().subspan(end - protocol::kSessionMarkBytes).data();
+  return reinterpret_cast<std::atomic<uint64_t>*>(mark);
+}
 std::shared_ptr<internal::DeviceTrace> Attachment::device_trace() const {
   return state_->device_trace;
 }
@@ -270,11 +277,31 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
   if (s.parts.connection == nullptr) {
     return MakeError(ErrorId::kUnsupported, "an exchange without a daemon");
   }
+  if (bytes.size() > protocol::kExchangeBytesMax) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("an exchange of ", bytes.size(), " bytes a rank; at most ",
+                                  protocol::kExchangeBytesMax));
+  }
   auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, s.Limits(timeout));
   if (all.ok()) ++s.exchanges;
   return all;
 }
 
+absl::Status Attachment::CheckSession(Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s, CallLock::Busy::kGiveUp);
+  RETURN_IF_ERROR(lock.status());
+  if (lock.gave_up()) return absl::OkStatus();  // the call that runs finds out by itself
+  const Stopwatch stopwatch(s.gauge.wait_ns_other);
+  RETURN_IF_ERROR(s.device_error);
+  return s.Call(internal::MakeCommand(protocol::Op::kCheck), nullptr, s.Limits(timeout)).status();
+}
+
+uint32_t Attachment::rank() const { return state_->parts.rank; }
+std::string_view Attachment::device_name() const { return state_->parts.device->name(); }
+uint64_t Attachment::gradient_room_bytes() const {
+  return std::min(state_->parts.step_region_offset, state_->parts.grad_bytes_max);
+}
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
 uint64_t Attachment::committed_step() const { return state_->committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }

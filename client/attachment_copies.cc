@@ -124,13 +124,31 @@ bool Attachment::State::LookAtCopies() {
   return HasCopies();
 }
 
+void Attachment::State::AskWhetherItGoesOn() {
+  const auto now = std::chrono::steady_clock::now();
+  if (has_asked || now < next_question) return;
+  next_question = now + kQuestionPeriod;
+  internal::CommandPort::OnDone on_answer = [this](const Completion& completion,
+                                                   const absl::Status& status) {
+    UpdateCommittedStep(completion);
+    has_asked = false;
+    over = status;
+  };
+  const absl::StatusOr<bool> sent = port.TrySend(MakeCommand(Op::kCheck), on_answer);
+  if (!sent.ok()) return;  // the port says so to every call
+  has_asked = *sent;
+  if (*sent) ++gauge.commands;
+}
+
 absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
                                               const WaitLimits& limits) {
   constexpr std::chrono::microseconds kPause{20};
   constexpr int kLooks = internal::kInterruptPeriod / kPause;
   for (int looks = 1;; ++looks) {
+    AskWhetherItGoesOn();
     LookAtCopies();
     if (ended()) return absl::OkStatus();
+    RETURN_IF_ERROR(over);
     if (looks % kLooks == 0 && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
     }

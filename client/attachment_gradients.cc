@@ -55,9 +55,10 @@ absl::StatusOr<Attachment::State::OpenSlot> Attachment::State::MakeSlot(uint64_t
     if (!offset.has_value() && slots.FitsWithoutBusy(size_bytes)) {
       const auto allocate = [&] {
         if (!offset.has_value()) offset = slots.AllocateOpen(size_bytes);
-        return offset.has_value();
+        return offset.has_value() || !over.ok();
       };
       RETURN_IF_ERROR(waiter.Wait(allocate, limits));
+      if (!offset.has_value()) return over;
       gauge.sleeps = port.sleeps();
     }
   }

@@ -49,12 +49,12 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
   append(std::as_bytes(hyper_params));
   append(std::as_bytes(present));
   append(extra_state);
-  if (request.size() > parts.step_region_bytes) {
-    return MakeError(
-        ErrorId::kRange,
-        absl::StrCat("hyper-parameters and extra_state of the step take ", request.size(),
-                     " bytes; there is room for ", parts.step_region_bytes),
-        "attach with a larger extra_state_bytes");
+  const uint64_t room_bytes = parts.step_region_bytes - protocol::kSessionMarkBytes;
+  if (request.size() > room_bytes) {
+    return MakeError(ErrorId::kRange,
+                     absl::StrCat("hyper-parameters and extra_state of the step take ",
+                                  request.size(), " bytes; there is room for ", room_bytes),
+                     "attach with a larger extra_state_bytes");
   }
   return request;
 }
@@ -103,10 +103,10 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   RETURN_IF_ERROR(waited);
   absl::StatusOr<StepResult> result = s.EndStep();
   if (!result.ok() || !s.trace.has_value()) return result;
+  s.device_trace->Take([&](const protocol::ClientEvent& event) { s.trace->Add(event); });
   s.Note({.lane = protocol::ClientLane::kStep,
           .name = absl::StrCat("step ", t),
           .start_ns = stopwatch.begin_ns()});
-  s.device_trace->Take([&](const protocol::ClientEvent& event) { s.trace->Add(event); });
   s.trace->Committed(t);
   return result;
 }

@@ -41,9 +41,8 @@ absl::Status Attachment::State::CheckCopies(std::span<const WeightsCopy> wanted)
 
 absl::StatusOr<Attachment::State::Leases> Attachment::State::LeaseAll(
     std::pmr::vector<uint32_t> partitions, const WaitLimits& limits) {
-  std::ranges::sort(partitions);
-  const auto repeated = std::ranges::unique(partitions);
-  partitions.erase(repeated.begin(), repeated.end());
+  std::sort(partitions.begin(), partitions.end());
+  partitions.erase(std::unique(partitions.begin(), partitions.end()), partitions.end());
   std::pmr::vector<std::shared_ptr<Answer>> answers(&memory);
   Leases leases(&memory);
   absl::Status status;
@@ -72,7 +71,8 @@ absl::StatusOr<Attachment::State::Leases> Attachment::State::LeaseAll(
 }
 
 const Lease& Attachment::State::LeaseIn(const Leases& leases, uint32_t partition) {
-  return *std::ranges::lower_bound(leases, partition, {}, &Lease::partition);
+  return *std::find_if(leases.begin(), leases.end(),
+                       [&](const Lease& lease) { return lease.partition == partition; });
 }
 
 absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limits) {

@@ -1,6 +1,7 @@
 // A process's connection to the node: one rank of a job, or a reader of it.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
@@ -176,6 +177,9 @@ class Attachment {
   // Without a Detach before it the daemon counts the rank as lost.
   ~Attachment();
 
+  uint32_t rank() const;
+  std::string_view device_name() const;  // of AttachOptions::device
+  uint64_t gradient_room_bytes() const;  // of the gradients that can be on their way at once
   bool writes_initial() const;      // this session must write its partitions, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
@@ -191,8 +195,17 @@ class Attachment {
   // AttachOptions::activation_bytes; none once detached.
   std::span<std::byte> activation_room() const;
   std::shared_ptr<const void> activation_owner() const;  // keeps it mapped and registered
+  // Of whoever uses the room: what is written there is lost when bytes of the room are. Null where there is
+  // no room.
+  std::atomic<uint64_t>* activation_mark() const;
   // What streams beside the session's own do, for `forebay trace`.
   std::shared_ptr<internal::DeviceTrace> device_trace() const;
+
+  // Asks the daemon whether the session goes on. OK while a call runs on another thread: that call ends with
+  // the error.
+  //
+  // Errors  E_RANK_LOST  another rank was lost. E_FENCED, E_DAEMON_GONE, E_TIMEOUT.
+  absl::Status CheckSession(Timeout timeout);
 
   // All bytes of a partition; sharded: of one that this rank owns. InitialDone returns when the job is
   // ready: sharded, when every rank has called it.

@@ -11,6 +11,7 @@ namespace forebay::client {
 
 uint64_t FlatShardElems(uint64_t group_elems, uint32_t world_size) {
   constexpr uint64_t kAlignElems = 64;
+  if (world_size == 0) return 0;
   const uint64_t elems = (group_elems + world_size - 1) / world_size;
   return protocol::RoundUp(elems, kAlignElems);
 }
@@ -29,7 +30,8 @@ protocol::LayoutSpec ShardFlat(protocol::LayoutSpec spec, uint32_t world_size) {
       group_elems += elems_of(spec.params[last]);
     }
     const uint64_t shard = FlatShardElems(group_elems, world_size);
-    for (uint32_t rank = 0; rank < world_size; ++rank) {
+    // Ranks behind the group's end have nothing of it.
+    for (uint32_t rank = 0; rank < world_size && rank * shard < group_elems; ++rank) {
       const uint64_t shard_begin = rank * shard;
       const uint64_t shard_end = shard_begin + shard;
       protocol::PartitionSpec partition{.group = group, .owner = rank, .replica = 0, .boxes = {}};

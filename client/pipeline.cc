@@ -1,12 +1,13 @@
 #include "client/pipeline.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
 #include "client/internal/deadline.h"
@@ -25,6 +26,12 @@ using protocol::BoxPlace;
 using protocol::ErrorId;
 using protocol::Layout;
 using protocol::MakeError;
+
+namespace {
+
+constexpr Timeout kLastCollectives = std::chrono::seconds(5);  // of a pipeline that ends
+
+}  // namespace
 
 class Pipeline::CountedMemory {
  public:
@@ -47,17 +54,26 @@ Pipeline::Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::
       device_(std::move(device)),
       communicator_(std::move(communicator)),
       trace_(attachment_->device_trace()),
-      options_(options) {}
+      options_(options),
+      pid_(::getpid()) {}
 
 Pipeline::~Pipeline() {
-  // What is under way reads and writes its memory.
-  if (collect_ != nullptr) WaitForCollectives().IgnoreError();
+  if (!CheckProcess().ok()) return;  // what it would end is the parent's
+  communicator_->WatchWith({});
+  // What is under way reads and writes its memory. Where the others have not come the step is lost.
+  if (collect_ != nullptr && !WaitForCollectives(kLastCollectives).ok()) {
+    communicator_->Abort();
+    collect_->Synchronize().IgnoreError();
+  }
   FreeAll().IgnoreError();
 }
 
 absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
     std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
     std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options) {
+  if (attachment == nullptr || device == nullptr || communicator == nullptr) {
+    return MakeError(ErrorId::kOption, "a pipeline without a session, a device or collectives");
+  }
   const Layout& layout = attachment->layout();
   const uint32_t ranks = communicator->size();
   if (layout.spec().partitions != ShardFlat(layout.spec(), ranks).partitions) {
@@ -67,6 +83,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
   }
   std::unique_ptr<Pipeline> made(
       new Pipeline(std::move(attachment), std::move(device), std::move(communicator), options));
+  RETURN_IF_ERROR(made->CheckOtherRanks(made->CheckParts()));
   const uint32_t own = made->communicator_->rank();
   for (const protocol::GroupPlace& place : layout.groups()) {
     Group& group = made->groups_.emplace_back();
@@ -86,7 +103,56 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(
   if (!fits.ok()) return made->Fail(fits);
   ASSIGN_OR_RETURN(made->copy_, made->device_->MakeStream());
   ASSIGN_OR_RETURN(made->collect_, made->device_->MakeStream());
+  made->communicator_->WatchWith([session = made->attachment_]() -> absl::Status {
+    constexpr Timeout kPatience = std::chrono::seconds(5);
+    const absl::Status status = session->CheckSession(kPatience);
+    const bool is_late = protocol::IdOf(status) == ErrorId::kTimeout;  // says nothing of the ranks
+    return is_late ? absl::OkStatus() : status;
+  });
   return made;
+}
+
+absl::Status Pipeline::CheckParts() const {
+  if (options_.stage < ZeroStage::kStates || options_.stage > ZeroStage::kWeights) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("there is no ZeRO stage ", static_cast<int>(options_.stage)),
+                     "use kStates, kGradients or kWeights");
+  }
+  if (communicator_->rank() != attachment_->rank()) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("rank ", attachment_->rank(), " of the job is rank ",
+                                  communicator_->rank(), " of the collectives"),
+                     "make the communicator with the rank that was attached");
+  }
+  const std::string session(attachment_->device_name());
+  const std::string device(device_->name());
+  const std::string collectives(communicator_->device());
+  if (session == device && device == collectives) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kOption,
+      absl::StrCat("the session is attached with device ", session, ", the pipeline is on ", device,
+                   ", its collectives on ", collectives),
+      "pass one device to attach, communicator and pipeline");
+}
+
+// Whether all ranks have the same options; they hear of this rank's error.
+absl::Status Pipeline::CheckOtherRanks(const absl::Status& own) {
+  const std::string options =
+      absl::StrCat("stage ", static_cast<int>(options_.stage), ", prefetch_bytes ",
+                   options_.prefetch_bytes, ", resident_bytes ", options_.resident_bytes);
+  const auto all = attachment_->Exchange(
+      own.ok() ? options : absl::StrCat("error: ", std::string(own.message())), options_.timeout);
+  RETURN_IF_ERROR(own);
+  if (protocol::IdOf(all.status()) == ErrorId::kUnsupported) return absl::OkStatus();  // in tests
+  RETURN_IF_ERROR(all.status());
+  for (size_t rank = 0; rank < all->size(); ++rank) {
+    if ((*all)[rank] == options) continue;
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat("rank ", rank, " has ", (*all)[rank], "; rank ",
+                                  attachment_->rank(), " has ", options),
+                     "make the pipeline with the same options on every rank");
+  }
+  return absl::OkStatus();
 }
 
 uint64_t Pipeline::weights_bytes_max() const {
@@ -106,9 +172,13 @@ uint64_t Pipeline::gradient_bytes_max() const {
   uint64_t all_bytes = 0;
   for (const Group& group : groups_) all_bytes += gradient_bytes(group);
   if (options_.stage == ZeroStage::kStates) return all_bytes;
-  // One that compute fills and one that is reduced; this rank's parts of them.
+  // One that compute fills and one that is reduced; this rank's parts, of which as many wait for their
+  // copy as there is room for, and one more for a place there.
   const uint64_t whole_bytes = std::min(2 * largest_gradient_bytes_, all_bytes);
-  return whole_bytes + whole_bytes / communicator_->size();
+  const uint64_t ranks = communicator_->size();
+  const uint64_t parts_bytes = std::min(
+      attachment_->gradient_room_bytes() + largest_gradient_bytes_ / ranks, all_bytes / ranks);
+  return whole_bytes + parts_bytes;
 }
 
 absl::Status Pipeline::CheckDeviceMemory() const {
@@ -135,7 +205,14 @@ uint64_t Pipeline::gradient_bytes(const Group& group) const {
   return group.shard_elems * communicator_->size() * SizeBytes(attachment_->layout().grad_dtype());
 }
 
+absl::Status Pipeline::CheckProcess() const {
+  if (::getpid() == pid_) return absl::OkStatus();
+  return MakeError(ErrorId::kForked, absl::StrCat("this pipeline belongs to process ", pid_),
+                   "train in the process that attached");
+}
+
 absl::Status Pipeline::CheckGroup(uint32_t group) {
+  RETURN_IF_ERROR(CheckProcess());
   RETURN_IF_ERROR(failed_);
   if (group < groups_.size()) return absl::OkStatus();
   return MakeError(ErrorId::kRange, absl::StrCat("there is no group ", group, ": the job has ",
@@ -198,6 +275,18 @@ absl::Status Pipeline::StartGather(Group& group) {
   return absl::OkStatus();
 }
 
+// Frees what was gathered, or kept, for a use that has not come: `next` came instead.
+absl::Status Pipeline::DropAhead(const Group& next) {
+  for (Group& group : groups_) {
+    if (&group == &next || group.weights == nullptr || group.in_use || StaysGathered(group))
+      continue;
+    RETURN_IF_ERROR(copy_->WaitFor(*group.gathered));
+    RETURN_IF_ERROR(FreeBehind(group.users));
+    ForgetWeights(group);
+  }
+  return absl::OkStatus();
+}
+
 // Gathers what the step before used next, as much of it as may be ahead.
 absl::Status Pipeline::GatherAhead() {
   const size_t at = order_.size() - 1;
@@ -225,11 +314,15 @@ absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Str
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use already"),
                      "Release it between two uses");
   }
+  const size_t at = order_.size();
   order_.push_back(number);
+  const bool is_expected = at < expected_.size() && expected_[at] == number;
   absl::Status status;
-  if (group.weights == nullptr) status = StartGather(group);
-  // The stream that has used them since has waited.
-  if (status.ok() && group.user != &compute) status = compute.WaitFor(*group.gathered);
+  if (!is_expected) status = DropAhead(group);
+  if (status.ok() && group.weights == nullptr) status = StartGather(group);
+  // A stream that has used them since has waited.
+  const bool has_waited = std::ranges::find(group.users, &compute) != group.users.end();
+  if (status.ok() && !has_waited) status = compute.WaitFor(*group.gathered);
   group.in_use = true;
   if (status.ok()) status = GatherAhead();
   if (!status.ok()) return Fail(std::move(status));
@@ -244,41 +337,46 @@ absl::Status Pipeline::Release(uint32_t number, Stream& compute) {
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is not in use"),
                      "Gather it first");
   }
-  group.user = &compute;
+  if (std::ranges::find(group.users, &compute) == group.users.end())
+    group.users.push_back(&compute);
   group.in_use = false;
   // Also kept where it is the next that is used: the last of forward, the first of backward.
   const bool is_next = order_.size() < expected_.size() && expected_[order_.size()] == number;
   if (is_next || StaysGathered(group)) return absl::OkStatus();
-  const absl::Status waits = FreeBehind(compute);
+  const absl::Status waits = FreeBehind(group.users);
   if (!waits.ok()) return Fail(waits);
   ForgetWeights(group);
   return absl::OkStatus();
 }
 
-// What is freed from now on is, for work that `compute` has been given.
-absl::Status Pipeline::FreeBehind(Stream& compute) {
-  ASSIGN_OR_RETURN(const auto used, compute.Record());
-  return copy_->WaitFor(*used);
+// Weights that are freed from now on are, for work that the streams have been given.
+absl::Status Pipeline::FreeBehind(const Users& users) {
+  for (Stream* const user : users) {
+    ASSIGN_OR_RETURN(const auto used, user->Record());
+    RETURN_IF_ERROR(copy_->WaitFor(*used));
+  }
+  return absl::OkStatus();
 }
 
 void Pipeline::ForgetWeights(Group& group) {
   group.weights.reset();
   group.gathered.reset();
-  group.user = nullptr;
+  group.users.clear();
 }
 
 // Behind collectives that have ended.
 absl::Status Pipeline::FreeAll() {
-  absl::InlinedVector<Stream*, 4> users;
+  Users users;
   for (const Group& group : groups_) {
-    if (group.user != nullptr && std::ranges::find(users, group.user) == users.end()) {
-      users.push_back(group.user);
+    for (Stream* const user : group.users) {
+      if (std::ranges::find(users, user) == users.end()) users.push_back(user);
     }
   }
-  for (Stream* const user : users) RETURN_IF_ERROR(FreeBehind(*user));
+  RETURN_IF_ERROR(FreeBehind(users));
   for (Group& group : groups_) {
     ForgetWeights(group);
     group.gradient.reset();
+    group.pass = Group::Pass::kOpen;
   }
   return absl::OkStatus();
 }
@@ -295,6 +393,7 @@ absl::Status Pipeline::FreeReduced(Stream& compute) {
     if (!has_ended) {
       if (waiting_bytes <= largest_gradient_bytes_) break;
       RETURN_IF_ERROR(compute.WaitFor(*first->reduced));
+      if (first->stream != &compute) RETURN_IF_ERROR(first->stream->WaitFor(*first->reduced));
     }
     waiting_bytes -= first->gradient->bytes().size();
   }
@@ -305,14 +404,21 @@ absl::Status Pipeline::FreeReduced(Stream& compute) {
 absl::StatusOr<std::span<std::byte>> Pipeline::Gradient(uint32_t number, Stream& compute) {
   RETURN_IF_ERROR(CheckGroup(number));
   Group& group = groups_[number];
+  if (group.pass == Group::Pass::kReduced) {
+    return MakeError(ErrorId::kGradRepeat,
+                     absl::StrCat("the gradient of group ", number, " was reduced already"),
+                     "reduce it once a step, or call BeginPass before those of a further pass");
+  }
   absl::Status status;
   if (options_.stage != ZeroStage::kStates) status = FreeReduced(compute);
   if (status.ok() && group.gradient == nullptr) {
     auto memory = Allocate(compute, gradient_bytes(group));
     status = memory.status();
     if (status.ok()) group.gradient = *std::move(memory);
+    group.gradient_stream = &compute;
   }
   if (!status.ok()) return Fail(std::move(status));
+  group.pass = Group::Pass::kFilling;
   const uint64_t width = SizeBytes(attachment_->layout().grad_dtype());
   return group.gradient->bytes().first(attachment_->layout().groups()[number].elems * width);
 }
@@ -335,10 +441,11 @@ absl::Status Pipeline::Deliver(const Group& group, const std::shared_ptr<Counted
 absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
   RETURN_IF_ERROR(CheckGroup(number));
   Group& group = groups_[number];
-  if (group.gradient == nullptr) {
+  if (group.pass != Group::Pass::kFilling) {
     return MakeError(ErrorId::kNotReady, absl::StrCat("group ", number, " has no gradient"),
                      "fill what Gradient() gives first");
   }
+  group.pass = Group::Pass::kReduced;
   const gpu::NvtxRange range("forebay.reduce", GroupName(number));
   const protocol::DType dtype = attachment_->layout().grad_dtype();
   const uint64_t shard_bytes = group.shard_elems * SizeBytes(dtype);
@@ -358,7 +465,9 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
       RETURN_IF_ERROR(communicator_->ReduceScatter(
           *collect_, memory->bytes(), group.gradient->bytes(), dtype, gpu::Reduction::kMean));
       ASSIGN_OR_RETURN(std::shared_ptr<const Event> reduced, collect_->Record());
-      reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
+      reductions_.push_back({.gradient = std::move(group.gradient),
+                             .stream = group.gradient_stream,
+                             .reduced = std::move(reduced)});
     }
     trace_->End(*collect_, std::move(begun),
                 {.lane = protocol::ClientLane::kReduce,
@@ -370,18 +479,38 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
   return status.ok() ? status : Fail(std::move(status));
 }
 
-absl::Status Pipeline::WaitForCollectives() {
+absl::Status Pipeline::BeginPass() {
+  RETURN_IF_ERROR(CheckProcess());
+  RETURN_IF_ERROR(failed_);
+  RETURN_IF_ERROR(CheckReduced());
+  RETURN_IF_ERROR(attachment_->BeginPass());
+  for (Group& group : groups_) {
+    group.gradient.reset();  // until it has been copied others hold it
+    group.pass = Group::Pass::kOpen;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Pipeline::CheckReduced() const {
+  for (uint32_t number = 0; number < groups_.size(); ++number) {
+    if (groups_[number].pass != Group::Pass::kFilling) continue;
+    return MakeError(ErrorId::kNotReady,
+                     absl::StrCat("the gradient of group ", number, " was not reduced"),
+                     "call Reduce for each gradient that was asked for");
+  }
+  return absl::OkStatus();
+}
+
+// Their time limit is the communicator's.
+absl::Status Pipeline::WaitForCollectives(Timeout patience) {
   constexpr std::chrono::microseconds kPause{20};
-  const Deadline deadline = Deadline::After(options_.timeout);
+  const Deadline deadline = Deadline::After(patience);
   ASSIGN_OR_RETURN(const auto last, collect_->Record());
   while (true) {
     ASSIGN_OR_RETURN(const bool has_ended, last->Done());
     if (has_ended) break;
     RETURN_IF_ERROR(communicator_->Check());
-    if (deadline.Expired()) {
-      return MakeError(ErrorId::kTimeout, "the time ran out before the collectives ended",
-                       "the device's stream waits for something");
-    }
+    if (deadline.Expired()) return MakeError(ErrorId::kTimeout, "collectives are still under way");
     std::this_thread::sleep_for(kPause);
   }
   reductions_.clear();
@@ -396,20 +525,23 @@ absl::StatusOr<StepResult> Pipeline::Step(uint64_t t,
                                           double max_grad_norm,
                                           std::span<const std::byte> extra_state,
                                           const GradientEdit& edit) {
+  RETURN_IF_ERROR(CheckProcess());
   RETURN_IF_ERROR(failed_);
+  RETURN_IF_ERROR(CheckReduced());
   for (uint32_t number = 0; number < groups_.size(); ++number) {
     if (!groups_[number].in_use) continue;
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use"),
                      "Release it before the step");
   }
-  const absl::Status reduced = WaitForCollectives();
+  const absl::Status reduced = WaitForCollectives(kNoTimeout);
   if (!reduced.ok()) return Fail(reduced);
   absl::StatusOr<StepResult> result =
       attachment_->Step(t, hyper_params, max_grad_norm, extra_state, options_.timeout, edit);
   // Of a step that was not applied too: the attempt at it begins anew.
   const absl::Status freed = FreeAll();
   if (!freed.ok()) return Fail(freed);
-  std::swap(expected_, order_);
+  // Empty where this rank alone repeats the call: the others' order is that of the step.
+  if (!order_.empty()) std::swap(expected_, order_);
   order_.clear();
   return result;
 }

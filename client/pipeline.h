@@ -2,6 +2,8 @@
 // are reduced and delivered behind it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/client.h"
@@ -36,7 +39,8 @@ struct PipelineOptions {
   uint64_t prefetch_bytes = 0;
   // Groups of at most so many bytes stay gathered until the step. The same on every rank.
   uint64_t resident_bytes = 0;
-  Timeout timeout = std::chrono::seconds(60);  // of each call
+  // Of each of the session's calls; collectives have a limit of their own.
+  Timeout timeout = std::chrono::seconds(60);
 };
 
 // One rank's, of a job whose layout ShardFlat() made for as many ranks as the communicator has. All ranks
@@ -45,14 +49,19 @@ struct PipelineOptions {
 //
 // Work runs on streams of its own, in the order that events give: the CPU waits for none of it but in Step.
 // Where more than two of the largest gradients wait for their reduction, compute waits for the first.
+// While a collective waits, the daemon is asked whether another rank was lost.
 //
 // Errors     E_DEVICE, E_RANK_LOST, and those of Attachment's calls. After one of a collective, which the
 //            others end with too, every later call says the same; nothing of the step is applied.
+//            E_FORKED in a child of the process: nothing has happened.
 // Threads    One at a time.
 // Ownership  Spans are valid until Release (weights) or Reduce (gradients).
 class Pipeline {
  public:
-  // Errors  E_RANGE          the layout is of another number of ranks, or was not made by ShardFlat().
+  // Errors  E_OPTION         something is missing; session, device and collectives are of different devices;
+  //                          there is no such stage; the options are not those of the other ranks.
+  //         E_RANK           the communicator's rank is not the session's.
+  //         E_RANGE          the layout is of another number of ranks, or was not made by ShardFlat().
   //         E_DEVICE_MEMORY  the device has less memory free than weights and gradients take at once. The
   //                          other ranks' collectives end with E_RANK_LOST.
   static absl::StatusOr<std::unique_ptr<Pipeline>> Create(
@@ -78,13 +87,21 @@ class Pipeline {
 
   // Memory for the whole gradient of a group, in the layout's grad_dtype, of any content, for work of
   // `compute`, which lives as long as the pipeline. Frozen parameters have room, which is ignored.
+  //
+  // Errors  E_GRAD_REPEAT  it was reduced in this pass already.
   absl::StatusOr<std::span<std::byte>> Gradient(uint32_t group, gpu::Stream& compute);
   // Work of `compute` begun so far has filled it: its mean over the ranks goes to the daemon.
   //
   // Errors  E_NOT_READY  the group has no gradient.
   absl::Status Reduce(uint32_t group, gpu::Stream& compute);
 
-  // As Attachment::Step, once all collectives have ended well. Groups in use are E_LEASE.
+  // As Attachment::BeginPass: gradients from now on are added to those of the passes before.
+  absl::Status BeginPass();
+
+  // As Attachment::Step, once all collectives have ended well.
+  //
+  // Errors  E_LEASE      a group is in use.
+  //         E_NOT_READY  a gradient was not reduced.
   absl::StatusOr<StepResult> Step(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
                                   double max_grad_norm, std::span<const std::byte> extra_state,
                                   const GradientEdit& edit = {});
@@ -94,6 +111,7 @@ class Pipeline {
 
  private:
   class CountedMemory;
+  using Users = absl::InlinedVector<gpu::Stream*, 2>;  // each once
   struct Group {
     uint64_t shard_elems = 0;
     uint64_t own_elems = 0;  // of this rank's part; the rest is padding
@@ -101,20 +119,26 @@ class Pipeline {
     std::vector<uint32_t> own_boxes;  // in the layout's
     std::shared_ptr<CountedMemory> weights;
     std::shared_ptr<const gpu::Event> gathered;
-    gpu::Stream* user = nullptr;  // the last that used them; null: none since they were gathered
+    Users users;  // since they were gathered
     bool in_use = false;
     std::shared_ptr<CountedMemory> gradient;  // that compute fills; kStates: until the step
+    gpu::Stream* gradient_stream = nullptr;   // that its memory is of
+    enum class Pass : uint8_t { kOpen, kFilling, kReduced } pass = Pass::kOpen;
   };
   // A whole gradient that is being reduced.
   struct Reduction {
     std::shared_ptr<CountedMemory> gradient;
+    gpu::Stream* stream = nullptr;  // that its memory is of
     std::shared_ptr<const gpu::Event> reduced;
   };
 
   Pipeline(std::shared_ptr<Attachment> attachment, std::shared_ptr<gpu::Device> device,
            std::shared_ptr<gpu::Communicator> communicator, const PipelineOptions& options);
 
+  absl::Status CheckParts() const;
+  absl::Status CheckOtherRanks(const absl::Status& own);
   absl::Status CheckDeviceMemory() const;
+  absl::Status CheckProcess() const;
   std::string_view GroupName(uint32_t group) const {
     return attachment_->layout().spec().group_names[group];
   }
@@ -126,14 +150,16 @@ class Pipeline {
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
   absl::Status StartGather(Group& group);
   absl::Status GatherAhead();
-  absl::Status FreeBehind(gpu::Stream& compute);
+  absl::Status DropAhead(const Group& next);
+  absl::Status FreeBehind(const Users& users);
   static void ForgetWeights(Group& group);
   absl::Status FreeAll();
   bool StaysGathered(const Group& group) const;
   absl::Status Deliver(const Group& group, const std::shared_ptr<CountedMemory>& memory,
                        std::span<const std::byte> part);
   absl::Status FreeReduced(gpu::Stream& compute);
-  absl::Status WaitForCollectives();
+  absl::Status CheckReduced() const;
+  absl::Status WaitForCollectives(Timeout patience);
   uint64_t weights_bytes_max() const;                 // of all groups, at one time
   uint64_t gradient_bytes_max() const;                // the same of their gradients
   uint64_t weights_bytes(const Group& group) const;   // of the whole group, with padding
@@ -144,6 +170,7 @@ class Pipeline {
   const std::shared_ptr<gpu::Communicator> communicator_;
   const std::shared_ptr<internal::DeviceTrace> trace_;
   const PipelineOptions options_;
+  const pid_t pid_;
   // Device memory may be freed by the session's thread.
   std::shared_ptr<std::pmr::memory_resource> pool_ =
       std::make_shared<std::pmr::synchronized_pool_resource>();

@@ -1,6 +1,7 @@
 // Collectives between the ranks of a job, each with a device of its own.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -27,8 +28,9 @@ using Exchange = std::function<absl::StatusOr<std::vector<std::string>>(const st
 //
 // Errors   E_DEVICE     the library or the device failed.
 //          E_RANK_LOST  a rank did not come within the time limit, or has aborted.
-//          E_RANGE      spans of the wrong lengths, or other ones than another rank's.
-//          After one, every later call says the same.
+//          E_RANGE      spans of the wrong lengths: nothing has begun, and the next call works; the others
+//                       wait until then, or until Abort. Or another rank is at another collective.
+//          After one of those, but for spans, every later call says the same.
 // Threads  One at a time; Abort any.
 class Communicator {
  public:
@@ -37,7 +39,8 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
   virtual ~Communicator() = default;
 
-  virtual std::string_view name() const = 0;  // "host", "nccl"
+  virtual std::string_view name() const = 0;    // "host", "nccl"
+  virtual std::string_view device() const = 0;  // name of the one whose streams and memory it takes
   virtual uint32_t rank() const = 0;
   virtual uint32_t size() const = 0;  // ranks
 
@@ -63,7 +66,17 @@ class Communicator {
 
   // Ends what is under way, on this rank at once, on the others within the time limit.
   virtual void Abort() = 0;
+
+  // While a collective waits, `check` is asked every second whether the other ranks still live; what it
+  // answers ends the collective as Abort does. On any thread, one call at a time, and not after this
+  // communicator's end or another WatchWith.
+  virtual void WatchWith(std::function<absl::Status()> check) = 0;
 };
+
+inline constexpr std::chrono::seconds kWatchPeriod{1};
+
+// The end of a time limit that begins now; one beyond a year counts as a year, one below 0 as 0.
+std::chrono::steady_clock::time_point EndOf(std::chrono::milliseconds time_limit);
 
 // Errors  E_RANGE  names what does not fit: a length, or the type's width.
 absl::Status CheckAllGather(uint32_t size, size_t to_bytes, size_t from_bytes);

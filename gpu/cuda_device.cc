@@ -348,7 +348,7 @@ class CudaDevice::CudaStream final : public Stream {
   }
 
   absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) override {
-    FOREBAY_CHECK(to.size() == from.size());
+    RETURN_IF_ERROR(CheckCopy(to, from));
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
     // CUDA refuses a copy from or to memory that was registered by two calls.
@@ -387,8 +387,14 @@ class CudaDevice::CudaStream final : public Stream {
   absl::Status WaitFor(const Event& event) override {
     const Context::Current current(context_);
     RETURN_IF_ERROR(current.status());
-    const CUevent other = dynamic_cast<const CudaEvent&>(event).event();
-    return context_.Check(driver_.cuStreamWaitEvent(handle_->stream(), other, 0),
+    const auto* const other = dynamic_cast<const CudaEvent*>(&event);
+    if (other == nullptr) {
+      return MakeError(ErrorId::kOption,
+                       absl::StrCat("a stream of ", context_.name,
+                                    " is to wait for an event of another kind of device"),
+                       "use one device for the session and all that works with it");
+    }
+    return context_.Check(driver_.cuStreamWaitEvent(handle_->stream(), other->event(), 0),
                           "cuStreamWaitEvent");
   }
 
@@ -465,7 +471,10 @@ class CudaDevice::CudaRegistration final : public HostRegistration {
 // ------------------------------------------------------------------------------------------- Device
 
 absl::StatusOr<std::shared_ptr<CudaDevice>> CudaDevice::Create(const Options& options) {
-  FOREBAY_CHECK(options.piece_bytes > 0 && options.piece_bytes % protocol::kPageBytes == 0);
+  if (options.piece_bytes == 0 || options.piece_bytes % protocol::kPageBytes != 0) {
+    return MakeError(ErrorId::kOption, absl::StrCat("pieces of ", options.piece_bytes,
+                                                    " bytes; whole pages are registered"));
+  }
   ASSIGN_OR_RETURN(std::shared_ptr<Context> context, Context::Create(options));
   return std::shared_ptr<CudaDevice>(new CudaDevice(std::move(context)));
 }
@@ -529,7 +538,9 @@ absl::StatusOr<std::unique_ptr<Stream>> CudaDevice::BorrowStream(uintptr_t handl
 
 absl::StatusOr<std::unique_ptr<HostRegistration>> CudaDevice::Register(
     std::span<const std::byte> bytes, HostAccess access) {
-  FOREBAY_CHECK(Address(bytes.data()) % protocol::kPageBytes == 0);
+  if (Address(bytes.data()) % protocol::kPageBytes != 0) {
+    return MakeError(ErrorId::kRange, "memory that begins within a page cannot be registered");
+  }
   const bool is_read_only = access == HostAccess::kRead && context_->has_read_only_flag;
   const unsigned flags = cuda::kRegisterPortable | (is_read_only ? cuda::kRegisterReadOnly : 0U);
   auto* const begin = const_cast<std::byte*>(bytes.data());  // CUDA's signature

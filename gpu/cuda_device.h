@@ -27,7 +27,8 @@ class CudaDevice final : public Device {
     uint64_t piece_bytes = uint64_t{1} << 30;  // that are registered by one call; whole pages
   };
 
-  // Errors  E_UNSUPPORTED  no driver, an older one than CUDA 12.0's, or no such device.
+  // Errors  E_OPTION       piece_bytes.
+  //         E_UNSUPPORTED  no driver, an older one than CUDA 12.0's, or no such device.
   //         E_DEVICE       the device does not start.
   static absl::StatusOr<std::shared_ptr<CudaDevice>> Create(const Options& options);
 

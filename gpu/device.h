@@ -111,12 +111,16 @@ class Stream {
   // Begins to copy, between memory of the device and of the host either way. Both spans are of one
   // length, do not overlap and live until the copy is done. Where the host's is not registered, the call
   // may wait for the stream's earlier work.
+  //
+  // Errors  E_RANGE  the spans are not of one length.
   virtual absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) = 0;
 
   virtual absl::StatusOr<std::shared_ptr<const Event>> Record() = 0;
   virtual absl::StatusOr<std::shared_ptr<const TimedEvent>> RecordTimed() = 0;
 
   // Work begun from now on starts after the event.
+  //
+  // Errors  E_OPTION  an event of another device.
   virtual absl::Status WaitFor(const Event& event) = 0;
 
   virtual absl::Status Synchronize() = 0;  // blocks until all work begun so far has ended
@@ -129,6 +133,9 @@ class Stream {
   // Errors  E_DEVICE_MEMORY  the device has too little left.
   virtual absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) = 0;
 };
+
+// Of Stream::Copy.
+absl::Status CheckCopy(std::span<std::byte> to, std::span<const std::byte> from);
 
 // Threads  Any.
 class Device {

@@ -38,9 +38,11 @@ using protocol::UniqueFd;
 
 constexpr std::chrono::milliseconds kLook{50};  // for an abort
 
+enum class Kind : uint8_t { kAllGather = 1, kReduceScatter, kAllReduce };
+
 // What a rank says of a barrier that it has come to.
 struct Arrival {
-  std::atomic<uint64_t> operation{0};
+  std::atomic<uint64_t> what{0};  // Operation::what()
   std::atomic<uint64_t> bytes{0};
 };
 
@@ -104,6 +106,28 @@ void Reduce(std::span<std::byte> to, std::span<const std::byte* const> from, DTy
 
 }  // namespace
 
+// A collective as all ranks have to call it.
+struct HostCommunicator::Operation {
+  Kind kind = Kind::kAllGather;
+  uint64_t bytes = 0;
+  DType dtype = DType::kInt8;
+  Reduction reduction = Reduction::kSum;
+
+  uint64_t what() const {
+    return static_cast<uint64_t>(kind) | static_cast<uint64_t>(dtype) << 8 |
+           static_cast<uint64_t>(reduction) << 16;
+  }
+  static std::string Describe(uint64_t what, uint64_t bytes) {
+    const auto kind = static_cast<Kind>(what & 0xFF);
+    const std::string size = absl::StrCat(bytes, " bytes");
+    if (kind == Kind::kAllGather) return "an all-gather of " + size;
+    const auto reduction = static_cast<Reduction>(what >> 16 & 0xFF);
+    return absl::StrCat(kind == Kind::kAllReduce ? "an all-reduce" : "a reduce-scatter", " (",
+                        reduction == Reduction::kSum ? "sum" : "mean", ") of ", size, " of type ",
+                        what >> 8 & 0xFF);
+  }
+};
+
 struct HostCommunicator::Shared {
   std::atomic<uint32_t> aborted{0};
   alignas(64) std::atomic<uint32_t> arrivals{0};  // a futex: changes with each
@@ -149,9 +173,15 @@ absl::StatusOr<UniqueFd> OpenMemory(const std::string& path, uint64_t size_bytes
 absl::StatusOr<std::unique_ptr<HostCommunicator>> HostCommunicator::Create(
     const Options& options, const Exchange& exchange) {
   static_assert(sizeof(Shared) <= kHeaderBytes);
-  if (options.size == 0 || options.size > kRanksMax || options.rank >= options.size) {
-    return MakeError(ErrorId::kLimit, absl::StrCat("rank ", options.rank, " of ", options.size,
-                                                   " ranks; at most ", kRanksMax));
+  if (options.size == 0 || options.rank >= options.size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("rank ", options.rank, " of ", options.size, " ranks"));
+  }
+  if (options.size > kRanksMax) {
+    return MakeError(
+        ErrorId::kLimit,
+        absl::StrCat(options.size, " ranks; collectives of the host are for at most ", kRanksMax),
+        "use fewer ranks on the processor");
   }
   const uint64_t size_bytes = kHeaderBytes + uint64_t{2} * options.size * kSlotBytes;
   // Whatever a rank meets, all hear of it, and none waits.
@@ -225,48 +255,59 @@ absl::Status HostCommunicator::Check() {
   return failed_;
 }
 
-absl::Status HostCommunicator::CheckOthers(Operation operation, uint64_t bytes) {
+absl::Status HostCommunicator::CheckOthers(const Operation& operation) {
   for (uint32_t rank = 0; rank < options_.size; ++rank) {
     const Arrival& other = shared_->ranks[rank].arrivals[barriers_ % 2];
-    const auto theirs = other.operation.load(std::memory_order_relaxed);
+    const auto theirs = other.what.load(std::memory_order_relaxed);
     const auto their_bytes = other.bytes.load(std::memory_order_relaxed);
-    if (theirs == static_cast<uint64_t>(operation) && their_bytes == bytes) continue;
-    return Fail(MakeError(ErrorId::kRange,
-                          absl::StrCat("rank ", rank, " is at collective ", theirs, " of ",
-                                       their_bytes, " bytes, rank ", options_.rank, " at ",
-                                       static_cast<uint64_t>(operation), " of ", bytes),
-                          "call the same collectives, with as many bytes, on every rank"));
+    if (theirs == operation.what() && their_bytes == operation.bytes) continue;
+    return Fail(MakeError(
+        ErrorId::kRange,
+        absl::StrCat("rank ", rank, " is at ", Operation::Describe(theirs, their_bytes), ", rank ",
+                     options_.rank, " at ", Operation::Describe(operation.what(), operation.bytes)),
+        "call the same collectives, with as many bytes, on every rank"));
   }
   return absl::OkStatus();
 }
 
-absl::Status HostCommunicator::Barrier(Operation operation, uint64_t bytes) {
+// Until the rank has come to so many barriers.
+absl::Status HostCommunicator::WaitFor(uint32_t rank, uint64_t barriers) {
+  const auto deadline = EndOf(options_.time_limit);
+  auto next_check = EndOf(kWatchPeriod);
+  while (true) {
+    const uint32_t seen = shared_->arrivals;
+    // Later ones are from a rank that has read what is here, and waits for this rank's next.
+    if (shared_->ranks[rank].barriers.load(std::memory_order_acquire) >= barriers) break;
+    RETURN_IF_ERROR(Check());
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline) {
+      return Fail(MakeError(ErrorId::kRankLost,
+                            absl::StrCat("rank ", rank, " has not come to a collective within ",
+                                         options_.time_limit.count(), " ms"),
+                            "see what that rank printed; start the job again"));
+    }
+    if (check_ && now >= next_check) {
+      const absl::Status checked = check_();
+      if (!checked.ok()) return Fail(checked);
+      next_check = EndOf(kWatchPeriod);
+    }
+    Sleep(shared_->arrivals, seen);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HostCommunicator::Barrier(const Operation& operation) {
   RETURN_IF_ERROR(Check());
   RankState& own = shared_->ranks[options_.rank];
   Arrival& arrival = own.arrivals[barriers_ % 2];
-  arrival.operation.store(static_cast<uint64_t>(operation), std::memory_order_relaxed);
-  arrival.bytes.store(bytes, std::memory_order_relaxed);
+  arrival.what.store(operation.what(), std::memory_order_relaxed);
+  arrival.bytes.store(operation.bytes, std::memory_order_relaxed);
   const uint64_t number = barriers_ + 1;
   own.barriers.store(number, std::memory_order_release);
   ++shared_->arrivals;
   Wake(shared_->arrivals);
-  const auto deadline = std::chrono::steady_clock::now() + options_.time_limit;
-  for (uint32_t rank = 0; rank < options_.size; ++rank) {
-    while (true) {
-      const uint32_t seen = shared_->arrivals;
-      // Later ones are from a rank that has read what is here, and waits for this rank's next.
-      if (shared_->ranks[rank].barriers.load(std::memory_order_acquire) >= number) break;
-      RETURN_IF_ERROR(Check());
-      if (std::chrono::steady_clock::now() >= deadline) {
-        return Fail(MakeError(ErrorId::kRankLost,
-                              absl::StrCat("rank ", rank, " has not come to a collective within ",
-                                           options_.time_limit.count(), " ms"),
-                              "see what that rank printed; start the job again"));
-      }
-      Sleep(shared_->arrivals, seen);
-    }
-  }
-  return CheckOthers(operation, bytes);
+  for (uint32_t rank = 0; rank < options_.size; ++rank) RETURN_IF_ERROR(WaitFor(rank, number));
+  return CheckOthers(operation);
 }
 
 absl::Status HostCommunicator::AllGather(Stream&, std::span<std::byte> to,
@@ -275,7 +316,7 @@ absl::Status HostCommunicator::AllGather(Stream&, std::span<std::byte> to,
   for (size_t at = 0; at < from.size(); at += kSlotBytes) {
     const size_t bytes = std::min(kSlotBytes, from.size() - at);
     std::ranges::copy(from.subspan(at, bytes), Slot(options_.rank).begin());
-    RETURN_IF_ERROR(Barrier(Operation::kAllGather, from.size()));
+    RETURN_IF_ERROR(Barrier({.kind = Kind::kAllGather, .bytes = from.size()}));
     for (uint32_t rank = 0; rank < options_.size; ++rank) {
       std::ranges::copy(Slot(rank).first(bytes),
                         to.begin() + static_cast<ptrdiff_t>(rank * from.size() + at));
@@ -296,7 +337,10 @@ absl::Status HostCommunicator::ReduceScatter(Stream&, std::span<std::byte> to,
       std::ranges::copy(from.subspan(rank * to.size() + at, bytes),
                         Slot(options_.rank).begin() + static_cast<ptrdiff_t>(rank * part_bytes));
     }
-    RETURN_IF_ERROR(Barrier(Operation::kReduceScatter, from.size()));
+    RETURN_IF_ERROR(Barrier({.kind = Kind::kReduceScatter,
+                             .bytes = from.size(),
+                             .dtype = dtype,
+                             .reduction = reduction}));
     std::array<const std::byte*, kRanksMax> parts{};
     for (uint32_t rank = 0; rank < options_.size; ++rank) {
       parts[rank] = Slot(rank).data() + options_.rank * part_bytes;
@@ -313,7 +357,8 @@ absl::Status HostCommunicator::AllReduce(Stream&, std::span<std::byte> bytes, DT
   for (size_t at = 0; at < bytes.size(); at += kSlotBytes) {
     const std::span<std::byte> piece = bytes.subspan(at, std::min(kSlotBytes, bytes.size() - at));
     std::ranges::copy(piece, Slot(options_.rank).begin());
-    RETURN_IF_ERROR(Barrier(Operation::kAllReduce, bytes.size()));
+    RETURN_IF_ERROR(Barrier(
+        {.kind = Kind::kAllReduce, .bytes = bytes.size(), .dtype = dtype, .reduction = reduction}));
     std::array<const std::byte*, kRanksMax> parts{};
     for (uint32_t rank = 0; rank < options_.size; ++rank) parts[rank] = Slot(rank).data();
     Reduce(piece, std::span(parts).first(options_.size), dtype, reduction);

@@ -3,9 +3,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "gpu/communicator.h"
 
@@ -29,7 +31,8 @@ class HostCommunicator final : public Communicator {
 
   // A call of all ranks.
   //
-  // Errors  E_LIMIT        more ranks than kRanksMax, no memory, no descriptor.
+  // Errors  E_RANK         the rank is not below the size.
+  //         E_LIMIT        more ranks than kRanksMax, no memory, no descriptor.
   //         E_UNSUPPORTED  a rank cannot open another's memory.
   //         Those of `exchange`.
   static absl::StatusOr<std::unique_ptr<HostCommunicator>> Create(const Options& options,
@@ -37,6 +40,7 @@ class HostCommunicator final : public Communicator {
   ~HostCommunicator() override;
 
   std::string_view name() const override { return "host"; }
+  std::string_view device() const override { return "host"; }
   uint32_t rank() const override { return options_.rank; }
   uint32_t size() const override { return options_.size; }
   absl::Status AllGather(Stream& stream, std::span<std::byte> to,
@@ -49,10 +53,11 @@ class HostCommunicator final : public Communicator {
   absl::Status Group(const std::function<absl::Status()>& calls) override { return calls(); }
   absl::Status Check() override;
   void Abort() override;
+  void WatchWith(std::function<absl::Status()> check) override { check_ = std::move(check); }
 
  private:
   struct Shared;
-  enum class Operation : uint64_t { kAllGather = 1, kReduceScatter, kAllReduce };
+  struct Operation;
 
   HostCommunicator(const Options& options, Shared* shared, uint64_t mapped_bytes)
       : options_(options), shared_(shared), mapped_bytes_(mapped_bytes) {}
@@ -61,14 +66,16 @@ class HostCommunicator final : public Communicator {
   std::span<std::byte> Slot(uint32_t rank) const;
   // Waits for all ranks, which have to be at the same piece of the same operation. What a rank has read
   // before it comes here may be written over.
-  absl::Status Barrier(Operation operation, uint64_t bytes);
-  absl::Status CheckOthers(Operation operation, uint64_t bytes);
+  absl::Status Barrier(const Operation& operation);
+  absl::Status CheckOthers(const Operation& operation);
+  absl::Status WaitFor(uint32_t rank, uint64_t barriers);
   absl::Status Fail(absl::Status status);
 
   const Options options_;
   Shared* shared_;
   const uint64_t mapped_bytes_;
   uint64_t barriers_ = 0;
+  std::function<absl::Status()> check_;
   absl::Status failed_;
 };
 

@@ -4,12 +4,16 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gpu/internal/free_events.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/mutex.h"
+#include "protocol/os/status_macros.h"
 
 namespace forebay::gpu {
 namespace {
@@ -94,7 +98,7 @@ class HostDevice::HostStream final : public Stream {
   explicit HostStream(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {}
 
   absl::Status Copy(std::span<std::byte> to, std::span<const std::byte> from) override {
-    FOREBAY_CHECK(to.size() == from.size());
+    RETURN_IF_ERROR(CheckCopy(to, from));
     if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
     return absl::OkStatus();
   }
@@ -121,7 +125,12 @@ class HostDevice::HostStream final : public Stream {
   uintptr_t handle() const override { return 0; }
 
   absl::StatusOr<DeviceMemory> Allocate(size_t size_bytes) override {
-    return DeviceMemory(memory_, memory_->Take(size_bytes));
+    try {
+      return DeviceMemory(memory_, memory_->Take(size_bytes));
+    } catch (const std::exception&) {  // std::bad_alloc, std::length_error
+      return protocol::MakeError(protocol::ErrorId::kDeviceMemory,
+                                 absl::StrCat("the host has no ", size_bytes, " bytes"));
+    }
   }
 
  private:
@@ -137,6 +146,13 @@ namespace {
 class HostMemory final : public HostRegistration {};
 
 }  // namespace
+
+absl::Status CheckCopy(std::span<std::byte> to, std::span<const std::byte> from) {
+  if (to.size() == from.size()) return absl::OkStatus();
+  return protocol::MakeError(
+      protocol::ErrorId::kRange,
+      absl::StrCat("a copy of ", from.size(), " bytes to a place of ", to.size()));
+}
 
 absl::StatusOr<std::unique_ptr<Stream>> HostDevice::MakeStream() {
   return std::make_unique<HostStream>(memory_);

@@ -135,7 +135,14 @@ class NcclCommunicator::State {
     }
   }
 
+  // None is under way when it returns.
+  void WatchWith(std::function<absl::Status()> check) {
+    const protocol::MutexLock asking(ask_mutex_);
+    check_ = std::move(check);
+  }
+
   const Options& options() const { return options_; }
+  const CudaDevice& device() const { return *device_; }
 
  private:
   struct UnderWay {
@@ -171,7 +178,7 @@ class NcclCommunicator::State {
     return true;
   }
   absl::Status WaitUntilReadyLocked(std::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const Clock::time_point deadline = Clock::now() + options_.time_limit;
+    const Clock::time_point deadline = EndOf(options_.time_limit);
     while (true) {
       ASSIGN_OR_RETURN(const bool is_ready, IsReadyLocked());
       if (is_ready) return absl::OkStatus();
@@ -187,8 +194,7 @@ class NcclCommunicator::State {
     if (!ready.ok()) return FailLocked(ready);
     auto ended = stream.Record();
     if (!ended.ok()) return FailLocked(ended.status());
-    under_way_.push_back(
-        {.ended = *std::move(ended), .deadline = Clock::now() + options_.time_limit});
+    under_way_.push_back({.ended = *std::move(ended), .deadline = EndOf(options_.time_limit)});
     changed_.notify_all();
     return absl::OkStatus();
   }
@@ -223,19 +229,42 @@ class NcclCommunicator::State {
     return absl::OkStatus();
   }
 
-  void Watch() {
+  // False: the end.
+  bool WaitAndLook() {
     const protocol::MutexLock lock(mutex_);
-    while (!stopped_ && failed_.ok()) {
-      if (under_way_.empty()) {
-        changed_.wait(mutex_);
-      } else {
-        changed_.wait_for(mutex_, kLook);
-        LookLocked().IgnoreError();
-      }
+    if (stopped_ || !failed_.ok()) return false;
+    if (under_way_.empty()) {
+      changed_.wait(mutex_);
+    } else {
+      changed_.wait_for(mutex_, kLook);
+      LookLocked().IgnoreError();
+    }
+    return true;
+  }
+  bool IsWaiting() {
+    const protocol::MutexLock lock(mutex_);
+    return !under_way_.empty();
+  }
+  absl::Status AskCheck() {
+    const protocol::MutexLock asking(ask_mutex_);
+    return check_ ? check_() : absl::OkStatus();
+  }
+  void Watch() {
+    auto next_check = EndOf(kWatchPeriod);
+    while (WaitAndLook()) {
+      if (!IsWaiting()) next_check = EndOf(kWatchPeriod);
+      if (Clock::now() < next_check) continue;
+      const absl::Status checked = AskCheck();
+      next_check = EndOf(kWatchPeriod);
+      if (checked.ok()) continue;
+      const protocol::MutexLock lock(mutex_);
+      FailLocked(checked).IgnoreError();
     }
   }
 
   const Options options_;
+  protocol::Mutex ask_mutex_;  // before mutex_
+  std::function<absl::Status()> check_ ABSL_GUARDED_BY(ask_mutex_);
   const std::shared_ptr<CudaDevice> device_;
   const std::shared_ptr<const Library> library_;
   protocol::Mutex mutex_;
@@ -252,7 +281,11 @@ class NcclCommunicator::State {
 
 absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Create(
     const Options& options, std::shared_ptr<CudaDevice> device, const Exchange& exchange) {
-  FOREBAY_CHECK(options.size > 0 && options.rank < options.size);
+  if (options.rank >= options.size || device == nullptr) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("rank ", options.rank, " of ", options.size, " ranks",
+                                  device == nullptr ? ", without a device" : ""));
+  }
   const auto library = Library::Load(options.soname);
   nccl::ncclUniqueId id{};
   absl::Status status = library.status();
@@ -326,5 +359,9 @@ absl::Status NcclCommunicator::Group(const std::function<absl::Status()>& calls)
 
 absl::Status NcclCommunicator::Check() { return state_->Check(); }
 void NcclCommunicator::Abort() { state_->Abort(); }
+std::string_view NcclCommunicator::device() const { return state_->device().name(); }
+void NcclCommunicator::WatchWith(std::function<absl::Status()> check) {
+  state_->WatchWith(std::move(check));
+}
 
 }  // namespace forebay::gpu

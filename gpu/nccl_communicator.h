@@ -31,7 +31,8 @@ class NcclCommunicator final : public Communicator {
 
   // A call of all ranks: rank 0's id of the communicator travels through `exchange`.
   //
-  // Errors  E_UNSUPPORTED  no NCCL, or an older one than 2.14.
+  // Errors  E_RANK         the rank is not below the size, or there is no device.
+  //         E_UNSUPPORTED  no NCCL, or an older one than 2.14.
   //         E_RANK_LOST    a rank did not come within the time limit.
   //         E_DEVICE       NCCL's own. Those of `exchange`.
   static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Create(
@@ -39,6 +40,7 @@ class NcclCommunicator final : public Communicator {
   ~NcclCommunicator() override;
 
   std::string_view name() const override { return "nccl"; }
+  std::string_view device() const override;
   uint32_t rank() const override;
   uint32_t size() const override;
   absl::Status AllGather(Stream& stream, std::span<std::byte> to,
@@ -51,6 +53,7 @@ class NcclCommunicator final : public Communicator {
   absl::Status Group(const std::function<absl::Status()>& calls) override;
   absl::Status Check() override;
   void Abort() override;
+  void WatchWith(std::function<absl::Status()> check) override;
 
  private:
   class State;

@@ -4,7 +4,9 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <string>
 
+#include "absl/strings/str_cat.h"
 #include "protocol/ring.h"
 
 namespace forebay::protocol {
@@ -31,13 +33,22 @@ std::string_view Name(ClientLane lane) {
 }
 
 void TraceWriter::Add(const ClientEvent& event) {
-  if (records_ == kTraceRecords) return;
+  const bool is_step = event.lane == ClientLane::kStep;
+  if (records_ >= (is_step ? kTraceRecords : kTraceRecords - 1)) {  // the last is the step's
+    ++left_out_;
+    return;
+  }
   TraceRecord record{.start_ns = event.start_ns,
                      .end_ns = event.end_ns,
                      .bytes = event.bytes,
                      .lane = static_cast<uint16_t>(event.lane),
                      .name = {}};
-  std::ranges::copy(event.name.substr(0, kTraceNameBytes), record.name);
+  std::string_view name = event.name;
+  std::string longer;
+  if (is_step && left_out_ > 0) {
+    name = longer = absl::StrCat(std::string(name), " (", left_out_, " left out)");
+  }
+  std::ranges::copy(name.substr(0, kTraceNameBytes), record.name);
   StoreEntry(memory_.halves[commits_ % 2].records[records_++], record);
 }
 
@@ -48,7 +59,7 @@ void TraceWriter::Committed(uint64_t step) {
   StoreWord(memory_.commits, ++commits_, std::memory_order_release);
   // Before what is written over the other half.
   std::atomic_thread_fence(std::memory_order_release);
-  records_ = 0;
+  records_ = left_out_ = 0;
 }
 
 std::vector<TraceRecord> ReadTrace(const TraceMemory& memory, uint64_t step) {

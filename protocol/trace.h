@@ -34,7 +34,7 @@ struct ClientEvent {
 };
 
 // The client's end. What is added since the last commit is the next step's; of more than
-// kTraceRecords the last are left out.
+// kTraceRecords the last are left out, but for the step's own, whose name tells how many.
 //
 // Threads  One at a time.
 class TraceWriter {
@@ -50,6 +50,7 @@ class TraceWriter {
   TraceMemory& memory_;
   uint64_t commits_ = 0;
   uint64_t records_ = 0;
+  uint64_t left_out_ = 0;
 };
 
 // The daemon's end: what a client, which may lie, says of its newest step. Names have printable ASCII

@@ -43,6 +43,9 @@ enum class Op : uint16_t {
   // summed. Shared attachment: of the job's, the mean over the ranks; answered when every rank has asked
   // or called step; a rank that has asked delivers no more.
   kGradNorm = 9,
+  // Does nothing: answered at once, or with why the session has ended. For who waits for other ranks
+  // beside the daemon.
+  kCheck = 10,
 };
 
 inline constexpr uint32_t kAllParams = UINT32_MAX;  // of kGradNorm
@@ -135,6 +138,11 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
   presence[param / 64] |= uint64_t{1} << (param % 64);
 }
 
+// At the end of a session's step region: the client's. Zeros once the daemon has taken the arena's
+// memory back, which it does from the arena's begin on.
+inline constexpr uint64_t kSessionMarkBytes = 64;
+
+inline constexpr size_t kExchangeBytesMax = 4096;  // of one rank
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{16} << 20;
 
 // ------------------------------------------------------------------------------------- ring memory

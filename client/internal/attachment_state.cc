@@ -59,7 +59,11 @@ Attachment::State::State(internal::SessionParts session_parts)
       parts(std::move(session_parts)),
       gauge(*parts.gauge),
       port(std::move(parts.port), &memory),
-      waiter(port, [this] { return LookAtCopies(); }),
+      waiter(port,
+             [this] {
+               AskWhetherItGoesOn();
+               return LookAtCopies();
+             }),
       slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
              .largest_bytes = LargestRangeBytes(parts)},
             &memory),
@@ -206,9 +210,10 @@ absl::StatusOr<BusyRange> Attachment::State::WaitForRange(uint64_t size_bytes,
   std::optional<uint64_t> offset;
   const auto allocate = [&] {
     if (!offset.has_value()) offset = slots.AllocateBusy(size_bytes);
-    return offset.has_value();
+    return offset.has_value() || !over.ok();
   };
   RETURN_IF_ERROR(waiter.Wait(allocate, limits));
+  if (!offset.has_value()) return over;
   gauge.sleeps = port.sleeps();
   return BusyRange(slots, *offset);
 }
@@ -238,7 +243,7 @@ absl::Status Attachment::State::SendElements(protocol::Op op, uint32_t partition
 
 // ---------------------------------------- the lock of a call
 
-Attachment::CallLock::CallLock(State& state) : state_(state) {
+Attachment::CallLock::CallLock(State& state, Busy busy) : state_(state) {
   const std::string& job = state.parts.job;
   if (state.InChild()) {
     status_ =
@@ -247,7 +252,13 @@ Attachment::CallLock::CallLock(State& state) : state_(state) {
                   "attach in the process that trains; a forked child may only read the weights");
     return;
   }
-  lock_ = std::unique_lock<protocol::Mutex>(state.mutex);
+  if (busy == Busy::kGiveUp) {
+    lock_ = std::unique_lock<protocol::Mutex>(state.mutex, std::try_to_lock);
+    if (!lock_.owns_lock()) return;
+  } else {
+    lock_ = std::unique_lock<protocol::Mutex>(state.mutex);
+  }
+  state.next_question = std::chrono::steady_clock::now() + State::kQuestionPeriod;
   if (state.detached) {
     status_ = MakeError(ErrorId::kFenced, absl::StrCat("job ", job, ": this session was detached"),
                         "attach again");

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -237,6 +238,8 @@ struct Attachment::State {
   // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
   absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
   absl::Status EndWeightCopies(const internal::WaitLimits& limits);
+  // While a call waits for no answer of the daemon's: asks every second whether the session goes on.
+  void AskWhetherItGoesOn();
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
   // Delivers elements [begin, end) of a partition, whose bytes are the slot's.
   absl::Status DeliverSlot(uint32_t partition, uint64_t begin, uint64_t end, const OpenSlot& slot,
@@ -333,6 +336,10 @@ struct Attachment::State {
   std::optional<protocol::TraceWriter> trace;  // none in tests that play the daemon themselves
   const std::shared_ptr<internal::DeviceTrace> device_trace =
       std::make_shared<internal::DeviceTrace>();
+  static constexpr std::chrono::seconds kQuestionPeriod{1};
+  std::chrono::steady_clock::time_point next_question{};
+  bool has_asked = false;  // and has no answer
+  absl::Status over;       // what the answer was; OK: it goes on
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;
@@ -343,12 +350,15 @@ struct Attachment::State {
 // Detach.
 class [[nodiscard]] Attachment::CallLock {
  public:
-  explicit CallLock(State& state);
+  enum class Busy : uint8_t { kWait, kGiveUp };  // while another call runs
+
+  explicit CallLock(State& state, Busy busy = Busy::kWait);
   ~CallLock();
   CallLock(const CallLock&) = delete;
   CallLock& operator=(const CallLock&) = delete;
 
   const absl::Status& status() const { return status_; }
+  bool gave_up() const { return status_.ok() && !lock_.owns_lock(); }
 
  private:
   State& state_;

@@ -33,7 +33,8 @@ namespace {
 
 constexpr unsigned kFdsPerMessageMax = 1;
 constexpr uint64_t kMessageWordsMax = 64 << 10;  // 512 KiB; a client of ours stays below half of it
-constexpr size_t kCallWordsMax = 4096;           // of calls not yet answered, then no more are read
+constexpr uint64_t kAnswerWordsMax = uint64_t{8} << 20;  // 64 MiB: what a client of ours reads
+constexpr size_t kCallWordsMax = 4096;   // of calls not yet answered, then no more are read
 constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
 constexpr int kAcceptsPerTurn = 64;
 constexpr size_t kGroupsMax = 1024;  // of a peer; who has more is no operator
@@ -51,6 +52,7 @@ class AnswersFirst final : public capnp::MessageStream {
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(
       kj::ArrayPtr<kj::AutoCloseFd> fds, capnp::ReaderOptions options,
       kj::ArrayPtr<capnp::word> scratch) override {
+    options.traversalLimitInWords = kMessageWordsMax;
     if (writes_ == 0) return stream_.tryReadMessage(fds, options, scratch);
     auto written = kj::newPromiseAndFulfiller<void>();
     written_ = kj::mv(written.fulfiller);
@@ -110,9 +112,10 @@ struct LiveConnection {
     }
   }
 
+  // The library takes the limit of what is read for what is sent too.
   static capnp::ReaderOptions Limits() {
     capnp::ReaderOptions options;
-    options.traversalLimitInWords = kMessageWordsMax;
+    options.traversalLimitInWords = kAnswerWordsMax;
     return options;
   }
 

@@ -422,6 +422,10 @@ void Job::Dispatch(Session& session, const Command& command) {
     HandleInitial(session, command);
     return;
   }
+  if (op == Op::kCheck) {
+    io_.Answer(session.IdOf(command), absl::OkStatus());
+    return;
+  }
   if (!is_ready()) {
     io_.Answer(
         session.IdOf(command),

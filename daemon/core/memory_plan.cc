@@ -238,7 +238,8 @@ uint64_t PieceBytes(const Layout& layout) {
 uint64_t StepRegionBytes(const Layout& layout, uint64_t extra_state_bytes) {
   return RoundUp(sizeof(protocol::StepRequest) +
                      protocol::kParamGroupsMax * sizeof(protocol::HyperParams) +
-                     protocol::PresenceBytes(layout.params().size()) + extra_state_bytes,
+                     protocol::PresenceBytes(layout.params().size()) + extra_state_bytes +
+                     protocol::kSessionMarkBytes,
                  kPageBytes);
 }
 

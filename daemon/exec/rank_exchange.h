@@ -18,7 +18,7 @@ namespace forebay::daemon {
 // Threads  The loop thread.
 class RankExchange {
  public:
-  static constexpr size_t kBytesMax = 4096;  // of one rank
+  static constexpr size_t kBytesMax = protocol::kExchangeBytesMax;  // of one rank
 
   struct Member {
     SessionId session = 0;

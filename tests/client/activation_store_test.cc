@@ -327,6 +327,38 @@ TEST_F(ActivationStoreTest, HoldsRandomSizesWithinItsRoom) {
   EXPECT_EQ(store->used_bytes_max(), kRoomBytes);
 }
 
+TEST_F(ActivationStoreTest, BytesThatTheDaemonTookBackAreAnErrorAndNotZeros) {
+  const auto device = std::make_shared<gpu::HostDevice>();
+  ASSERT_OK_AND_ASSIGN(const auto attachment, Attach(device));
+  ASSERT_OK_AND_ASSIGN(const auto store, ActivationStore::Create(*attachment, device));
+  ASSERT_OK_AND_ASSIGN(const auto compute, device->MakeStream());
+  const Bytes bytes(1000, std::byte{7});
+  ASSERT_OK_AND_ASSIGN(const auto number, store->Save(bytes, *compute));
+  Bytes got(bytes.size());
+  ASSERT_OK(store->Load(number.value(), got, *compute));
+  ASSERT_OK(attachment->Detach());
+  // The daemon gives the memory back some time after the session's end; until then the bytes are there.
+  EXPECT_TRUE(testing::Eventually([&] {
+    const absl::Status loaded = store->Load(*number, got, *compute);
+    EXPECT_TRUE(!loaded.ok() || got == bytes);
+    if (!loaded.ok()) {
+      EXPECT_THAT(loaded, HasError(ErrorId::kFenced));
+    }
+    return !loaded.ok();
+  }));
+  EXPECT_THAT(store->LoadedFor(*number, *compute), HasError(ErrorId::kFenced));
+}
+
+TEST_F(ActivationStoreTest, AnotherDeviceThanTheSessionsIsRefused) {
+  const auto device = std::make_shared<gpu::HostDevice>();
+  ASSERT_OK_AND_ASSIGN(const auto attachment, Attach(device));
+  FakeCuda::Start();
+  const std::shared_ptr<gpu::Device> other =
+      gpu::CudaDevice::Create({.soname = FakeCuda::Library()}).value();
+  EXPECT_THAT(ActivationStore::Create(*attachment, other), HasError(ErrorId::kOption));
+  EXPECT_THAT(ActivationStore::Create(*attachment, nullptr), HasError(ErrorId::kOption));
+}
+
 TEST_F(ActivationStoreTest, WrongCallsAreRefusedAndTheNextWork) {
   const auto device = std::make_shared<gpu::HostDevice>();
   ASSERT_OK_AND_ASSIGN(const auto attachment, Attach(device));

@@ -27,12 +27,12 @@ enum class Kind : uint8_t {
 };
 
 struct RankOptions {
-  std::string socket;
+  std::string socket = {};
   std::string job = "job";
   uint32_t rank = 0;
   uint32_t ranks = 1;
   Kind kind = Kind::kHost;
-  protocol::LayoutSpec spec;  // of one owner
+  protocol::LayoutSpec spec = {};  // of one owner
   PipelineOptions pipeline = {};
   uint64_t activation_bytes = 0;
   std::chrono::milliseconds time_limit = std::chrono::seconds(30);  // of collectives

@@ -7,6 +7,9 @@
 
 #include "client/pipeline.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -104,7 +107,8 @@ class Loop {
 
   // Trains, and compares what was gathered with the reference.
   absl::Status Run() {
-    testing::ReferenceTrainer reference(Whole(), options_.ranks, kSeed);
+    reference_ = std::make_unique<testing::ReferenceTrainer>(Whole(), options_.ranks, kSeed);
+    testing::ReferenceTrainer& reference = *reference_;
     std::vector<uint32_t> all;
     for (uint32_t group = 0; group < kGroups; ++group) all.push_back(group);
     for (uint64_t t = 1; t <= options_.steps; ++t) {
@@ -132,6 +136,33 @@ class Loop {
     ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, *own_.compute));
     RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group].bytes()));
     return own_.pipeline->Reduce(group, *own_.compute);
+  }
+  // After Run, and steps without gradients, which change nothing.
+  absl::Status Forward() {
+    for (uint32_t group = 0; group < kGroups; ++group) RETURN_IF_ERROR(Use(group));
+    return CompareUsed(*reference_, options_.steps + 1);
+  }
+  // Each group on two streams of which the first is late; then the step frees them.
+  absl::Status UseOnTwoStreams(uint64_t t) {
+    ASSIGN_OR_RETURN(const auto second, own_.device->MakeStream());
+    std::vector<std::pair<Bytes, Bytes>> seen(kGroups);
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      auto& [first_saw, second_saw] = seen[group];
+      for (const auto& [stream, saw] :
+           {std::pair{own_.compute.get(), &first_saw}, std::pair{second.get(), &second_saw}}) {
+        ASSIGN_OR_RETURN(const auto weights, own_.pipeline->Gather(group, *stream));
+        saw->resize(weights.size());
+        RETURN_IF_ERROR(stream->Copy(*saw, weights));
+        RETURN_IF_ERROR(own_.pipeline->Release(group, *stream));
+      }
+    }
+    RETURN_IF_ERROR(own_.pipeline->Step(t, testing::MakeHyperParams(), 0, {}).status());
+    RETURN_IF_ERROR(own_.compute->Synchronize());
+    RETURN_IF_ERROR(second->Synchronize());
+    for (const auto& [first_saw, second_saw] : seen) {
+      if (first_saw != second_saw) return absl::DataLossError("freed while a stream used them");
+    }
+    return absl::OkStatus();
   }
   // A gradient's bytes leave the device and come back.
   absl::Status OffloadActivations() {
@@ -182,6 +213,7 @@ class Loop {
   const uint32_t rank_;
   const LoopOptions options_;
   PipelineRank own_;
+  std::unique_ptr<testing::ReferenceTrainer> reference_;
   std::vector<gpu::DeviceMemory> gradients_;
   std::vector<std::pair<uint32_t, gpu::DeviceMemory>> used_;  // by group
 };
@@ -286,6 +318,8 @@ TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
   // Each rank's, of parts that end on 64 elements: a gradient that is filled and one that is reduced, with
   // their parts; all weights, or the group in use and the one ahead.
   constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  // Two whole ones, and this rank's parts of all: the session's arena has room for them.
+  constexpr uint64_t kGradients = 2 * kPadded + kGroups * kPadded / 2;
   struct Case {
     PipelineOptions options;
     uint64_t needed_bytes;
@@ -293,10 +327,10 @@ TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
   };
   const std::vector<Case> cases{
       {{.stage = ZeroStage::kStates}, 2 * kGroups * kPadded, "stage 3"},
-      {{.stage = ZeroStage::kGradients}, (kGroups + 3) * kPadded, "stage 3"},
-      {{.prefetch_bytes = kPadded}, 5 * kPadded, "lower prefetch_bytes"},
-      {{.prefetch_bytes = 100 * kPadded}, (kGroups + 3) * kPadded, "lower prefetch_bytes"},
-      {{.resident_bytes = kPadded}, (kGroups + 3) * kPadded, "resident_bytes"}};
+      {{.stage = ZeroStage::kGradients}, kGroups * kPadded + kGradients, "stage 3"},
+      {{.prefetch_bytes = kPadded}, 2 * kPadded + kGradients, "lower prefetch_bytes"},
+      {{.prefetch_bytes = 100 * kPadded}, kGroups * kPadded + kGradients, "lower prefetch_bytes"},
+      {{.resident_bytes = kPadded}, kGroups * kPadded + kGradients, "resident_bytes"}};
   for (const Case& one : cases) {
     StartDrivers({.memory_bytes = one.needed_bytes - 1});
     for (const absl::Status& status : Train({.kind = Kind::kCuda, .pipeline = one.options})) {
@@ -376,6 +410,172 @@ TEST_F(PipelineTest, WrongCallsAreRefusedAndTheNextWork) {
          EXPECT_THAT(pipeline.Step(1, testing::MakeHyperParams(), 0, {}),
                      HasError(ErrorId::kLease));
          RETURN_IF_ERROR(pipeline.Release(0, compute));
+         return loop.Run();
+       })) {
+    EXPECT_OK(status);
+  }
+}
+
+TEST_F(PipelineTest, AGradientIsReducedOnceAPassAndNoneIsForgotten) {
+  for (const ZeroStage stage : {ZeroStage::kStates, ZeroStage::kWeights}) {
+    const LoopOptions options{.kind = Kind::kCuda, .pipeline = {.stage = stage}};
+    StartDrivers({});
+    for (const absl::Status& status : OnLoops(options, [](Loop& loop) -> absl::Status {
+           Pipeline& pipeline = loop.pipeline();
+           gpu::Stream& compute = loop.compute();
+           RETURN_IF_ERROR(loop.Run());
+           RETURN_IF_ERROR(loop.Backward(0));
+           EXPECT_THAT(pipeline.Gradient(0, compute), HasError(ErrorId::kGradRepeat));
+           EXPECT_THAT(pipeline.Reduce(0, compute), HasError(ErrorId::kNotReady));
+           RETURN_IF_ERROR(pipeline.Gradient(1, compute).status());
+           EXPECT_THAT(pipeline.Step(4, testing::MakeHyperParams(), 0, {}),
+                       HasError(ErrorId::kNotReady));
+           EXPECT_THAT(pipeline.BeginPass(), HasError(ErrorId::kNotReady));
+           RETURN_IF_ERROR(loop.Backward(1));
+           RETURN_IF_ERROR(pipeline.BeginPass());
+           RETURN_IF_ERROR(loop.Backward(0));
+           return pipeline.Step(4, testing::MakeHyperParams(), 0, {}).status();
+         })) {
+      EXPECT_OK(status);
+    }
+    EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+  }
+}
+
+TEST_F(PipelineTest, AStepThatOneRankRepeatsLeavesTheOrderOfItsGroups) {
+  constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  const LoopOptions options{.kind = Kind::kHost, .pipeline = {.prefetch_bytes = kPadded}};
+  for (const absl::Status& status : OnLoops(options, [](Loop& loop) -> absl::Status {
+         RETURN_IF_ERROR(loop.Run());
+         RETURN_IF_ERROR(loop.Forward());
+         const Bytes too_much(loop.rank() == 0 ? protocol::kExtraStateBytesMax + 1 : 0);
+         const auto step = [&](std::span<const std::byte> extra_state) {
+           return loop.pipeline().Step(4, testing::MakeHyperParams(), 0, extra_state).status();
+         };
+         if (loop.rank() == 0) {
+           EXPECT_THAT(step(too_much), HasError(ErrorId::kExtraState));
+         }
+         RETURN_IF_ERROR(step({}));
+         return loop.Forward();  // gathered ahead alike, and the same bytes
+       })) {
+    EXPECT_OK(status);
+  }
+}
+
+TEST_F(PipelineTest, GathersThatDifferFromTheStepBeforeTakeNoMoreMemory) {
+  constexpr uint64_t kPadded = 2 * protocol::RoundUp(kGroupElems / 2, 64) * sizeof(float);
+  const LoopOptions options{.kind = Kind::kCuda, .pipeline = {.prefetch_bytes = kPadded}};
+  for (const absl::Status& status : OnLoops(options, [](Loop& loop) -> absl::Status {
+         RETURN_IF_ERROR(loop.Run());
+         for (const uint32_t group : {2U, 0U, 1U, 0U, 2U, 1U, 0U}) {
+           RETURN_IF_ERROR(loop.pipeline().Gather(group, loop.compute()).status());
+           EXPECT_LE(loop.pipeline().device_bytes(), 2 * kPadded);
+           RETURN_IF_ERROR(loop.pipeline().Release(group, loop.compute()));
+         }
+         return absl::OkStatus();
+       })) {
+    EXPECT_OK(status);
+  }
+  EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+}
+
+TEST_F(PipelineTest, WeightsLiveUntilEveryStreamThatUsedThemIsDone) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    StartDrivers({.seed = seed});
+    const LoopOptions options{.kind = Kind::kCuda, .pipeline = {.resident_bytes = 2 * kGroupBytes}};
+    for (const absl::Status& status : OnLoops(options, [](Loop& loop) -> absl::Status {
+           RETURN_IF_ERROR(loop.Run());
+           return loop.UseOnTwoStreams(4);
+         })) {
+      EXPECT_OK(status);
+    }
+    EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+  }
+}
+
+TEST_F(PipelineTest, PartsThatDoNotBelongTogetherAreRefusedOnEveryRank) {
+  StartDaemon();
+  const auto create = [&](const RankOptions& wanted, const auto& change) {
+    StartDaemon();
+    return OnRanks(2, [&](uint32_t rank) -> absl::Status {
+      RankOptions options = wanted;
+      options.socket = socket();
+      options.rank = rank;
+      options.ranks = 2;
+      options.spec = Loop::Spec();
+      ASSIGN_OR_RETURN(PipelineRank own, PipelineRank::Create(options));
+      own.pipeline.reset();
+      PipelineOptions pipeline;
+      change(own, rank, pipeline);
+      return Pipeline::Create(own.attachment, own.device, own.communicator, pipeline).status();
+    });
+  };
+  const auto expect = [](const std::vector<absl::Status>& results, ErrorId id) {
+    for (const absl::Status& status : results) EXPECT_THAT(status, HasError(id));
+  };
+  expect(create({}, [](PipelineRank&, uint32_t rank,
+                       PipelineOptions& options) { options.prefetch_bytes = rank; }),
+         ErrorId::kOption);
+  expect(create({}, [](PipelineRank&, uint32_t,
+                       PipelineOptions& options) { options.stage = static_cast<ZeroStage>(7); }),
+         ErrorId::kOption);
+  expect(create({.kind = Kind::kCuda},
+                [](PipelineRank& own, uint32_t, PipelineOptions&) {
+                  own.device = std::make_shared<gpu::HostDevice>();
+                }),
+         ErrorId::kOption);
+  expect(create({}, [](PipelineRank& own, uint32_t, PipelineOptions&) { own.device = nullptr; }),
+         ErrorId::kOption);
+  // The ranks of the collectives the other way round.
+  expect(
+      create({},
+             [](PipelineRank& own, uint32_t rank, PipelineOptions&) {
+               const auto exchange =
+                   [&](const std::string& bytes) -> absl::StatusOr<std::vector<std::string>> {
+                 ASSIGN_OR_RETURN(auto all, own.attachment->Exchange(bytes, kTimeout));
+                 std::ranges::reverse(all);
+                 return all;
+               };
+               own.communicator =
+                   gpu::HostCommunicator::Create({.rank = 1 - rank, .size = 2}, exchange).value();
+             }),
+      ErrorId::kRank);
+}
+
+TEST_F(PipelineTest, AChildOfTheProcessIsRefusedAndTheParentTrainsOn) {
+  for (const absl::Status& status : OnLoops({.ranks = 1}, [](Loop& loop) -> absl::Status {
+         const pid_t child = ::fork();
+         if (child == 0) {
+           const bool is_refused =
+               protocol::IdOf(loop.pipeline().Gather(0, loop.compute()).status()) ==
+               ErrorId::kForked;
+           ::_exit(is_refused ? 0 : 1);
+         }
+         int ended = 0;
+         EXPECT_EQ(::waitpid(child, &ended, 0), child);
+         EXPECT_EQ(ended, 0);
+         return loop.Run();
+       })) {
+    EXPECT_OK(status);
+  }
+}
+
+TEST_F(PipelineTest, ARankThatIsLostEndsTheOthersWaitAtOnce) {
+  for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
+    StartDrivers({});
+    const auto began = std::chrono::steady_clock::now();
+    const LoopOptions options{
+        .kind = kind, .time_limit = std::chrono::minutes(5), .leaves_in_step = 2};
+    const std::vector<absl::Status> results = Train(options);
+    EXPECT_THAT(results[0], HasError(ErrorId::kRankLost));
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::minutes(1));
+  }
+}
+
+TEST_F(PipelineTest, AnExchangeOfTooManyBytesIsRefusedAndTheSessionGoesOn) {
+  for (const absl::Status& status : OnLoops({.ranks = 1}, [](Loop& loop) -> absl::Status {
+         const std::string large(size_t{1} << 20, 'x');
+         EXPECT_THAT(loop.attachment().Exchange(large, kTimeout), HasError(ErrorId::kRange));
          return loop.Run();
        })) {
     EXPECT_OK(status);

@@ -37,6 +37,7 @@ constexpr uint64_t kGroupBytes = kElems * sizeof(float);
 class Alone final : public gpu::Communicator {
  public:
   std::string_view name() const override { return "alone"; }
+  std::string_view device() const override { return "cuda:0"; }
   uint32_t rank() const override { return 0; }
   uint32_t size() const override { return 1; }
   absl::Status AllGather(gpu::Stream&, std::span<std::byte> to,
@@ -58,6 +59,7 @@ class Alone final : public gpu::Communicator {
   absl::Status Group(const std::function<absl::Status()>& calls) override { return calls(); }
   absl::Status Check() override { return absl::OkStatus(); }
   void Abort() override {}
+  void WatchWith(std::function<absl::Status()> /*check*/) override {}
 };
 
 class Loop {

@@ -323,6 +323,32 @@ TEST_P(CommunicatorContract, ARankThatDoesNotComeIsAnErrorOfTheOthers) {
   EXPECT_THAT(results[2], HasError(ErrorId::kRankLost));
 }
 
+TEST_P(CommunicatorContract, WhatItIsWatchedWithEndsACollectiveThatWaits) {
+  if (GetParam().ranks_max < 2) GTEST_SKIP() << "one GPU";
+  const auto began = std::chrono::steady_clock::now();
+  const auto results = RunRanks(
+      2,
+      [&](Rank& rank) -> absl::Status {
+        if (rank.communicator->rank() == 1) return absl::OkStatus();  // it dies
+        std::atomic<int> asked = 0;
+        rank.communicator->WatchWith([&asked] {
+          return ++asked < 2 ? absl::OkStatus()
+                             : protocol::MakeError(ErrorId::kRankLost, "the watch knows");
+        });
+        ASSIGN_OR_RETURN(const auto memory, ToDevice(rank, Bytes(96)));
+        absl::Status status = rank.communicator->AllReduce(*rank.stream, memory.bytes(),
+                                                           DType::kFloat32, Reduction::kSum);
+        if (status.ok()) status = FromDevice(rank, memory.bytes()).status();
+        rank.communicator->WatchWith({});
+        EXPECT_EQ(asked, 2);
+        return status;
+      },
+      std::chrono::minutes(5));
+  EXPECT_THAT(results[0], HasError(ErrorId::kRankLost));
+  EXPECT_THAT(std::string(results[0].message()), ::testing::HasSubstr("the watch knows"));
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::minutes(1));
+}
+
 TEST_P(CommunicatorContract, AnAbortEndsTheOthersToo) {
   if (GetParam().ranks_max < 2) GTEST_SKIP() << "one GPU";
   const auto results = RunRanks(
@@ -386,7 +412,9 @@ TEST(HostCommunicatorTest, TooManyRanksAndAFailingExchangeAreRefused) {
     return absl::StatusOr<std::vector<std::string>>({bytes});
   };
   EXPECT_THAT(HostCommunicator::Create({.rank = 0, .size = 65}, alone), HasError(ErrorId::kLimit));
-  EXPECT_THAT(HostCommunicator::Create({.rank = 2, .size = 2}, alone), HasError(ErrorId::kLimit));
+  EXPECT_THAT(HostCommunicator::Create({.rank = 2, .size = 2}, alone), HasError(ErrorId::kRank));
+  EXPECT_THAT(NcclCommunicator::Create({.rank = 0, .size = 1}, nullptr, alone),
+              HasError(ErrorId::kRank));
   EXPECT_OK(HostCommunicator::Create({.rank = 0, .size = 1}, alone));
   const auto fails = [](const std::string&) -> absl::StatusOr<std::vector<std::string>> {
     return protocol::MakeError(ErrorId::kRankLost, "rank 1 has ended");

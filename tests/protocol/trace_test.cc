@@ -58,11 +58,18 @@ TEST_F(TraceTest, GivesBackTheNewestStep) {
 TEST_F(TraceTest, LeavesOutWhatIsTooMuchAndCutsNames) {
   const std::string name(2 * kTraceNameBytes, 'n');
   for (uint64_t i = 0; i < kTraceRecords + 10; ++i) writer_.Add({.name = name, .bytes = i});
+  writer_.Add({.lane = ClientLane::kStep, .name = "step 7"});
   writer_.Committed(7);
-  const std::vector<TraceRecord> records = ReadTrace(*memory_, 7);
+  std::vector<TraceRecord> records = ReadTrace(*memory_, 7);
   ASSERT_THAT(records, SizeIs(kTraceRecords));
-  EXPECT_EQ(records.back().bytes, kTraceRecords - 1);
+  EXPECT_EQ(NameOf(records.back()), "step 7 (11 left out)");
+  EXPECT_EQ(records[kTraceRecords - 2].bytes, kTraceRecords - 2);
   EXPECT_EQ(NameOf(records[0]), name.substr(0, kTraceNameBytes));
+  writer_.Add({.lane = ClientLane::kStep, .name = "step 8"});
+  writer_.Committed(8);
+  records = ReadTrace(*memory_, 8);
+  ASSERT_THAT(records, SizeIs(1));
+  EXPECT_EQ(NameOf(records[0]), "step 8");
 }
 
 TEST_F(TraceTest, WhatNoClientOfOursWritesIsTextOrNothing) {
