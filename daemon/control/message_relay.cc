@@ -30,7 +30,8 @@ using protocol::UniqueFd;
 
 constexpr size_t kWordBytes = 8;
 constexpr uint32_t kSegmentsMax = 512;
-constexpr uint64_t kMessageBytesMax = 512 << 10;
+constexpr uint64_t kMessageBytesMax = 512 << 10;  // of a client's
+constexpr uint64_t kAnswerBytesMax = 64 << 20;
 constexpr size_t kFdsMax = 253;  // SCM_MAX_FD: what one message of the kernel's carries at most
 
 enum class Sender { kClient, kDaemon };
@@ -99,7 +100,7 @@ class Direction {
     }
     part_ = Part::kBody;
     for (uint32_t i = 0; i <= segments; ++i) wanted_ += HeaderNumber(i + 1) * kWordBytes;
-    return wanted_ <= kMessageBytesMax;
+    return wanted_ <= (sender_ == Sender::kClient ? kMessageBytesMax : kAnswerBytesMax);
   }
 
   uint32_t HeaderNumber(size_t index) const {

@@ -17,6 +17,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/daemon_thread.h"
+#include "tests/support/rank_threads.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 #include "tests/support/training_client.h"
@@ -345,6 +346,32 @@ TEST_F(AttachmentTest, AnotherProtocolVersionIsRefusedNamingBoth) {
               ::testing::AllOf(HasSubstr(std::to_string(protocol::kProtocolVersion + 41)),
                                HasSubstr(std::to_string(protocol::kProtocolVersion))));
   EXPECT_OK(AdminClient::Connect({.socket = socket_}).status());
+}
+
+TEST_F(AttachmentTest, AnAnswerMayBeLargerThanAnyRequest) {
+  constexpr uint32_t kRanks = 16;
+  constexpr size_t kRequestBytesMax = 512 << 10;
+  constexpr size_t kEventBytes = 96;  // at least, with names
+  std::vector<std::unique_ptr<Attachment>> ranks;
+  ranks.push_back(AttachFirst(kRanks));
+  ASSERT_NE(ranks[0], nullptr);
+  for (uint32_t rank = 1; rank < kRanks; ++rank) {
+    ASSERT_OK_AND_ASSIGN(auto session, Attachment::Attach(Options(rank, kRanks)));
+    ranks.push_back(std::move(session));
+  }
+  const auto train = [&](uint32_t rank) -> absl::Status {
+    for (uint64_t i = 0; i < protocol::kTraceRecords; ++i) {
+      ASSIGN_OR_RETURN(const Lease lease, ranks[rank]->Fetch(0, kTimeout));
+      RETURN_IF_ERROR(ranks[rank]->Release(lease));
+    }
+    return DeliverAndStep(*ranks[rank], rank, 1).status();
+  };
+  for (const absl::Status& status : testing::OnRanks(kRanks, train)) EXPECT_OK(status);
+  ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket_}));
+  ASSERT_OK_AND_ASSIGN(const Trace trace, admin->Trace("job"));
+  EXPECT_GT(trace->getEvents().size() * kEventBytes, kRequestBytesMax);
+  EXPECT_GE(trace->getEvents().size(), kRanks * protocol::kTraceRecords);
+  for (const auto& session : ranks) EXPECT_OK(session->Detach());
 }
 
 TEST_F(AttachmentTest, AStoppedDaemonEndsABlockedCall) {
