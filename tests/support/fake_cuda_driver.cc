@@ -296,7 +296,8 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
 CUresult cuEventCreate(CUevent* event, unsigned flags) {
   FAKE_CALL(call, "cuEventCreate", Needs::kContext);
   const MutexLock lock(call->mutex);
-  auto made = std::make_unique<CUevent_st>(flags != kEventDisableTiming);
+  auto made = std::make_unique<CUevent_st>();
+  made->is_timed = flags != kEventDisableTiming;
   *event = made.get();
   call->events[*event] = std::move(made);
   return kSuccess;
