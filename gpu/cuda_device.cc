@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <limits>
@@ -179,7 +180,8 @@ class CudaDevice::Context {
   mutable protocol::Mutex mutex_;
   std::map<const std::byte*, size_t, std::less<>> registered_ ABSL_GUARDED_BY(mutex_);
   mutable CUstream clock_stream_ ABSL_GUARDED_BY(mutex_) = nullptr;  // has no other work
-  mutable std::shared_ptr<const Clock> clock_ ABSL_GUARDED_BY(mutex_);
+  mutable internal::FreeEvents<Clock> clocks_ ABSL_GUARDED_BY(mutex_);
+  mutable std::shared_ptr<const Clock> clock_ ABSL_GUARDED_BY(mutex_);  // the newest
   mutable uint64_t next_clock_ns_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
@@ -187,21 +189,17 @@ class CudaDevice::Context {
 // a new one every second.
 class CudaDevice::Clock {
  public:
-  static absl::StatusOr<std::shared_ptr<const Clock>> Start(const Context& context,
-                                                            CUstream stream) {
-    const Driver& driver = *context.driver;
-    CUevent made = nullptr;
-    RETURN_IF_ERROR(context.Check(driver.cuEventCreate(&made, 0), "cuEventCreate"));
-    auto clock = std::make_shared<Clock>(context, made);
+  // Nobody else has it. In the context.
+  absl::Status Start(CUstream stream) {
     const uint64_t before_ns = NowNs();
-    RETURN_IF_ERROR(context.Check(driver.cuEventRecord(made, stream), "cuEventRecord"));
+    RETURN_IF_ERROR(
+        context_.Check(context_.driver->cuEventRecord(started_, stream), "cuEventRecord"));
     while (true) {
-      ASSIGN_OR_RETURN(const bool has_ended, context.HasEnded(made));
+      ASSIGN_OR_RETURN(const bool has_ended, context_.HasEnded(started_));
       const uint64_t now_ns = NowNs();
-      clock->started_ns_ = before_ns + (now_ns - before_ns) / 2;
-      if (has_ended) return clock;
-      if (now_ns - before_ns > kPatienceNs)
-        return absl::DeadlineExceededError("the device is slow");
+      started_ns_ = before_ns + (now_ns - before_ns) / 2;
+      if (has_ended) return absl::OkStatus();
+      if (now_ns - before_ns > kPatienceNs) return absl::DeadlineExceededError("a slow device");
     }
   }
   Clock(const Context& context, CUevent started) : context_(context), started_(started) {}
@@ -227,11 +225,11 @@ class CudaDevice::Clock {
   }
 
  private:
-  static constexpr uint64_t kPatienceNs = 1'000'000;  // an event of an idle stream takes 10,000
+  static constexpr uint64_t kPatienceNs = 5'000'000;  // an event of an idle stream takes 10,000
 
   const Context& context_;  // outlives it: whoever has a clock has a reference
   CUevent started_;
-  uint64_t started_ns_ = 0;
+  std::atomic<uint64_t> started_ns_ = 0;
 };
 
 CudaDevice::Context::~Context() {
@@ -240,6 +238,7 @@ CudaDevice::Context::~Context() {
     const Current current(*this);
     const protocol::MutexLock lock(mutex_);
     clock_.reset();
+    clocks_ = {};
     if (clock_stream_ != nullptr && current.status().ok()) {
       driver->cuStreamDestroy_v2(clock_stream_);
     }
@@ -256,8 +255,13 @@ absl::StatusOr<std::shared_ptr<const CudaDevice::Clock>> CudaDevice::Context::Cu
   const uint64_t now_ns = Clock::NowNs();
   if (now_ns >= next_clock_ns_) {
     next_clock_ns_ = now_ns + Clock::kPeriodNs;
-    auto clock = Clock::Start(*this, clock_stream_);
-    if (clock.ok()) clock_ = *std::move(clock);
+    std::shared_ptr<Clock> clock = clocks_.Find();
+    if (clock == nullptr) {
+      CUevent made = nullptr;
+      RETURN_IF_ERROR(Check(driver->cuEventCreate(&made, 0), "cuEventCreate"));
+      clocks_.Add(clock = std::make_shared<Clock>(*this, made));
+    }
+    if (clock->Start(clock_stream_).ok()) clock_ = std::move(clock);
   }
   if (clock_ != nullptr) return clock_;
   return MakeError(ErrorId::kTimeout, absl::StrCat(name, " does not tell the time"));

@@ -33,7 +33,7 @@ std::atomic<bool> counts = false;
 std::atomic<uint64_t> allocations = 0;
 
 bool IsOfADriver() {
-  std::array<void*, 24> frames{};
+  std::array<void*, 64> frames{};
   const int depth = ::backtrace(frames.data(), frames.size());
   return std::any_of(frames.begin(), frames.begin() + depth, [](void* frame) {
     Dl_info info{};
@@ -71,7 +71,7 @@ constexpr Timeout kTimeout = std::chrono::seconds(30);
 constexpr uint32_t kRanks = 2;
 constexpr uint32_t kGroups = 6;
 constexpr uint64_t kGroupElems = 10'000;
-constexpr uint64_t kSteps = 150;
+constexpr uint64_t kSteps = 80;
 constexpr uint64_t kStepsAlike = 20;
 
 class SteadyStepTest : public ::testing::TestWithParam<std::tuple<Kind, ZeroStage>> {
