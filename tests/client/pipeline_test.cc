@@ -132,10 +132,26 @@ class Loop {
   Attachment& attachment() { return *own_.attachment; }
   uint32_t rank() const { return rank_; }
 
-  absl::Status Backward(uint32_t group) {
-    ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, *own_.compute));
-    RETURN_IF_ERROR(own_.compute->Copy(to, gradients_[group].bytes()));
-    return own_.pipeline->Reduce(group, *own_.compute);
+  absl::Status Backward(uint32_t group) { return Backward(group, *own_.compute); }
+  absl::Status Backward(uint32_t group, gpu::Stream& stream) {
+    ASSIGN_OR_RETURN(const auto to, own_.pipeline->Gradient(group, stream));
+    RETURN_IF_ERROR(stream.Copy(to, gradients_[group].bytes()));
+    return own_.pipeline->Reduce(group, stream);
+  }
+  // After Run: a step whose gradients are made on two streams, which wait for no weights.
+  absl::Status StepOnTwoStreams(uint64_t t) {
+    ASSIGN_OR_RETURN(second_, own_.device->MakeStream());
+    RETURN_IF_ERROR(MakeGradients(t));
+    FakeCuda::set_looks_until_done(1 << 30);  // whoever looks lets nothing end
+    for (uint32_t group = 0; group + 1 < kGroups; ++group) {
+      RETURN_IF_ERROR(Backward(group, *second_));
+    }
+    RETURN_IF_ERROR(own_.pipeline->Gradient(kGroups - 1, *own_.compute).status());
+    FakeCuda::set_looks_until_done(FakeCuda::Options().looks_until_done);
+    RETURN_IF_ERROR(Backward(kGroups - 1));
+    RETURN_IF_ERROR(own_.pipeline->Step(t, testing::MakeHyperParams(), 0, {}).status());
+    reference_->Step(t, testing::MakeHyperParams(), 0, std::vector<uint32_t>{0, 1, 2});
+    return Forward();
   }
   // After Run, and steps without gradients, which change nothing.
   absl::Status Forward() {
@@ -212,6 +228,7 @@ class Loop {
 
   const uint32_t rank_;
   const LoopOptions options_;
+  std::unique_ptr<gpu::Stream> second_;  // lives as long as the pipeline
   PipelineRank own_;
   std::unique_ptr<testing::ReferenceTrainer> reference_;
   std::vector<gpu::DeviceMemory> gradients_;
@@ -477,6 +494,20 @@ TEST_F(PipelineTest, GathersThatDifferFromTheStepBeforeTakeNoMoreMemory) {
     EXPECT_OK(status);
   }
   EXPECT_THAT(FakeCuda::mistakes(), IsEmpty());
+}
+
+TEST_F(PipelineTest, GradientsLiveUntilTheyAreReducedWhicheverStreamMadeThem) {
+  constexpr uint64_t kStreams = 6;  // of a device: any of them may be late
+  for (uint64_t late = 0; late < uint64_t{1} << kStreams; ++late) {
+    StartDrivers({.late_streams = late});
+    const LoopOptions options{.kind = Kind::kCuda, .ranks = 1, .steps = 1};
+    for (const absl::Status& status : OnLoops(options, [](Loop& loop) -> absl::Status {
+           RETURN_IF_ERROR(loop.Run());
+           return loop.StepOnTwoStreams(2);
+         })) {
+      EXPECT_OK(status) << late;
+    }
+  }
 }
 
 TEST_F(PipelineTest, WeightsLiveUntilEveryStreamThatUsedThemIsDone) {
