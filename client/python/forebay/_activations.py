@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10  # smaller tensors stay: their copies would cost more than they free
 PENDING_BYTES = 256 << 20  # that wait on the device for their copies before compute waits for them
 
-# What is saved, by forward, storage, version and place. Of one entry of offload_activations(), and of one
-# forward of the model: memory that is written where torch does not see it (numpy's, x.data) keeps its
-# version, and would be taken for what an earlier graph keeps that still lives.
-Known = dict[Any, "tuple[StorageWeakRef, weakref.ref[Saved]]"]
-
 
 class Activations:
     """The room of one attachment. Tensors come back with the bits, shape and strides that they had.
@@ -40,30 +34,26 @@ class Activations:
         self.stayed_bytes = 0  # of what the room was too small for
         self._pending: deque[tuple[weakref.ref[Saved], int]] = deque()  # and bytes
         self._pending_bytes = 0
-        self._forward = 0
+        # What is saved, by generation, storage, version and place.
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
+        self._generation = 0
         self._last: weakref.ref[Saved] | None = None
         with torch.inference_mode(False):
             self._plain_keys = _keys_of(torch.empty(0, device=device.torch_device))
 
-    def offload(self) -> AbstractContextManager[None]:
+    def offload(self) -> AbstractContextManager[Any]:
         return Offload(self)
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Autograd's, for one entry: what another entry has saved is not found."""
-        known: Known = {}
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
-            functools.partial(self._pack, known), self._unpack
-        )
-        return hooks
-
-    def begin_forward(self) -> None:
-        """Of the model: what forwards before it have saved is not found."""
-        self._forward += 1
+    def begin(self) -> None:
+        """A forward of the model, or what is within or behind an entry of offload_activations(): what was
+        saved before is found no more. Memory that is written where torch does not see it (numpy's,
+        x.data) keeps its version, and would be taken for what an earlier graph keeps that still lives."""
+        self._generation += 1
 
     def forget(self, saved: Saved) -> None:
-        found = saved.known.get(saved.key)
+        found = self._known.get(saved.key)
         if found is not None and found[1]() in (None, saved):
-            del saved.known[saved.key]
+            del self._known[saved.key]
         try:
             self.store.drop(saved.number)
         except ForebayError:
@@ -71,32 +61,32 @@ class Activations:
 
     # ---------------------------------------------------------------------------- autograd's hooks
 
-    def _pack(self, known: Known, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
         stream = self.device.stream()
         self._let_go(stream)
         if not self._takes(tensor):
             return tensor
         storage = tensor.untyped_storage()
         place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-        key = self._forward, storage._cdata, tensor._version, place
-        found = known.get(key)
-        if found is not None and not _is_freed(found[0]) and (saved := found[1]()) is not None:
-            return saved
+        key = self._generation, storage._cdata, tensor._version, place
+        found = self._known.get(key)
+        if found is not None and not _is_freed(found[0]) and (known := found[1]()) is not None:
+            return known
         size_bytes = tensor.numel() * tensor.element_size()
         number = self.store.save(tensor.data_ptr(), size_bytes, stream)
         if number is None:
             self.stayed_bytes += size_bytes
             return tensor
-        saved = Saved(self, number, known, key, tensor, self._last)
+        saved = Saved(self, number, key, tensor, self._last)
         self._last = weakref.ref(saved)
         if not self.device.is_host:  # its copy is under way
             saved.keep(tensor, stream)
             self._pending.append((self._last, size_bytes))
             self._pending_bytes += size_bytes
-        known[key] = StorageWeakRef(storage), self._last  # type: ignore[no-untyped-call]
+        self._known[key] = StorageWeakRef(storage), self._last  # type: ignore[no-untyped-call]
         return saved
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Saved):
             assert isinstance(packed, torch.Tensor)
             return packed
@@ -130,21 +120,21 @@ class Activations:
                 first.leave()
 
 
-class Offload(AbstractContextManager[None]):
+class Offload(torch.autograd.graph.saved_tensors_hooks):
     """What offload_activations() returns. It can be entered again, also within itself or by another
-    thread."""
+    thread: autograd keeps the entries, by thread."""
 
     def __init__(self, room: Activations) -> None:
+        super().__init__(room.pack, room.unpack)
         self._room = room
-        self._entered: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        hooks = self._room.hooks()
-        hooks.__enter__()
-        self._entered.append(hooks)
+        self._room.begin()
+        super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)  # takes away the newest hooks of this thread
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._room.begin()
 
 
 class Saved:
@@ -154,12 +144,11 @@ class Saved:
         self,
         room: Activations,
         number: int,
-        known: Known,
         key: Any,
         tensor: torch.Tensor,
         before: weakref.ref[Saved] | None,
     ) -> None:
-        self.number, self.known, self.key = number, known, key
+        self.number, self.key = number, key
         self.size_bytes = tensor.numel() * tensor.element_size()
         self._original: torch.Tensor | None = None  # until it was copied
         self._stream = 0  # that it was made on

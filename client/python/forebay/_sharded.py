@@ -550,7 +550,7 @@ class BeforeForward(InertOnCopy):
         for member in engine.shards():
             member.check()
         if engine.activations is not None:
-            engine.activations.begin_forward()
+            engine.activations.begin()
         engine.say_what_waits()
         engine.reset_unless_idle()
 

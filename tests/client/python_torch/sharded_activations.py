@@ -165,10 +165,10 @@ def memory_of_odd_shapes_is_offloaded_as_it_is(ranks):
             torch.randn(4, 4, dtype=torch.complex64).imag,
             torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         ]
-        packed = [room._pack({}, tensor) for tensor in tensors]
+        packed = [room.pack(tensor) for tensor in tensors]
         assert sum(isinstance(one, _activations.Saved) for one in packed) >= 10
         for tensor, one in zip(tensors, packed):
-            back = room._unpack(one)
+            back = room.unpack(one)
             assert torch.equal(back, tensor), tensor
             assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         opt.detach()
@@ -209,12 +209,12 @@ def tensors_that_are_more_than_their_bytes_stay(ranks):
             "meta": real.to("meta"),
         }
         for name, tensor in tensors.items():
-            assert room._pack({}, tensor) is tensor, name
+            assert room.pack(tensor) is tensor, name
         seen = []
-        torch.func.vmap(lambda one: seen.append(room._pack({}, one) is one) or one)(real)
-        torch.func.grad(lambda one: seen.append(room._pack({}, one) is one) or one.sum())(real)
+        torch.func.vmap(lambda one: seen.append(room.pack(one) is one) or one)(real)
+        torch.func.grad(lambda one: seen.append(room.pack(one) is one) or one.sum())(real)
         assert seen == [True, True]
-        assert isinstance(room._pack({}, real), _activations.Saved)
+        assert isinstance(room.pack(real), _activations.Saved)
         opt.detach()
 
 
