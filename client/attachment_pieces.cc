@@ -200,7 +200,7 @@ absl::Status Attachment::State::AddGradient(uint32_t param, std::span<const std:
   const gpu::NvtxRange range("forebay.gradient", ParamName(param));
   const protocol::ClientEvent event{.lane = protocol::ClientLane::kGradient,
                                     .name = ParamName(param),
-                                    .start_ns = internal::NowNs(),
+                                    .start_ns = protocol::MonotonicNs(),
                                     .bytes = bytes.size()};
   SetGradient(param);
   absl::Status status;

@@ -1,7 +1,5 @@
 #include "gpu/communicator.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -11,12 +9,6 @@ namespace forebay::gpu {
 using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
-
-std::chrono::steady_clock::time_point EndOf(std::chrono::milliseconds time_limit) {
-  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
-  return std::chrono::steady_clock::now() +
-         std::clamp(time_limit, std::chrono::milliseconds(0), kLongest);
-}
 
 absl::Status CheckAllGather(uint32_t size, size_t to_bytes, size_t from_bytes) {
   if (to_bytes == from_bytes * size) return absl::OkStatus();

@@ -75,9 +75,6 @@ class Communicator {
 
 inline constexpr std::chrono::seconds kWatchPeriod{1};
 
-// The end of a time limit that begins now; one beyond a year counts as a year, one below 0 as 0.
-std::chrono::steady_clock::time_point EndOf(std::chrono::milliseconds time_limit);
-
 // Errors  E_RANGE  names what does not fit: a length, or the type's width.
 absl::Status CheckAllGather(uint32_t size, size_t to_bytes, size_t from_bytes);
 absl::Status CheckReduceScatter(uint32_t size, size_t to_bytes, size_t from_bytes,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <limits>
 #include <map>
@@ -14,7 +13,7 @@
 #include "gpu/internal/cuda_driver.h"
 #include "gpu/internal/free_events.h"
 #include "protocol/error.h"
-#include "protocol/os/check.h"
+#include "protocol/os/clock.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -30,6 +29,7 @@ using cuda::CUstream;
 using cuda::Driver;
 using protocol::ErrorId;
 using protocol::MakeError;
+using protocol::MonotonicNs;
 
 CUdeviceptr Address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
@@ -191,12 +191,12 @@ class CudaDevice::Clock {
  public:
   // Nobody else has it. In the context.
   absl::Status Start(CUstream stream) {
-    const uint64_t before_ns = NowNs();
+    const uint64_t before_ns = MonotonicNs();
     RETURN_IF_ERROR(
         context_.Check(context_.driver->cuEventRecord(started_, stream), "cuEventRecord"));
     while (true) {
       ASSIGN_OR_RETURN(const bool has_ended, context_.HasEnded(started_));
-      const uint64_t now_ns = NowNs();
+      const uint64_t now_ns = MonotonicNs();
       started_ns_ = before_ns + (now_ns - before_ns) / 2;
       if (has_ended) return absl::OkStatus();
       if (now_ns - before_ns > kPatienceNs) return absl::DeadlineExceededError("a slow device");
@@ -219,10 +219,6 @@ class CudaDevice::Clock {
   }
 
   static constexpr uint64_t kPeriodNs = 1'000'000'000;
-  static uint64_t NowNs() {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
-  }
 
  private:
   static constexpr uint64_t kPatienceNs = 5'000'000;  // an event of an idle stream takes 10,000
@@ -252,7 +248,7 @@ absl::StatusOr<std::shared_ptr<const CudaDevice::Clock>> CudaDevice::Context::Cu
     RETURN_IF_ERROR(
         Check(driver->cuStreamCreate(&clock_stream_, cuda::kStreamNonBlocking), "cuStreamCreate"));
   }
-  const uint64_t now_ns = Clock::NowNs();
+  const uint64_t now_ns = MonotonicNs();
   if (now_ns >= next_clock_ns_) {
     next_clock_ns_ = now_ns + Clock::kPeriodNs;
     std::shared_ptr<Clock> clock = clocks_.Find();

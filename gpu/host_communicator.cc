@@ -30,6 +30,7 @@
 namespace forebay::gpu {
 namespace {
 
+using protocol::Deadline;
 using protocol::DType;
 using protocol::ErrnoText;
 using protocol::ErrorId;
@@ -271,25 +272,23 @@ absl::Status HostCommunicator::CheckOthers(const Operation& operation) {
 }
 
 // Until the rank has come to so many barriers.
-absl::Status HostCommunicator::WaitFor(uint32_t rank, uint64_t barriers) {
-  const auto deadline = EndOf(options_.time_limit);
-  auto next_check = EndOf(kWatchPeriod);
+absl::Status HostCommunicator::WaitFor(uint32_t rank, uint64_t barriers, const Deadline& deadline) {
+  Deadline next_check = Deadline::After(kWatchPeriod);
   while (true) {
     const uint32_t seen = shared_->arrivals;
     // Later ones are from a rank that has read what is here, and waits for this rank's next.
     if (shared_->ranks[rank].barriers.load(std::memory_order_acquire) >= barriers) break;
     RETURN_IF_ERROR(Check());
-    const auto now = std::chrono::steady_clock::now();
-    if (now >= deadline) {
+    if (deadline.Expired()) {
       return Fail(MakeError(ErrorId::kRankLost,
                             absl::StrCat("rank ", rank, " has not come to a collective within ",
                                          options_.time_limit.count(), " ms"),
                             "see what that rank printed; start the job again"));
     }
-    if (check_ && now >= next_check) {
+    if (check_ && next_check.Expired()) {
       const absl::Status checked = check_();
       if (!checked.ok()) return Fail(checked);
-      next_check = EndOf(kWatchPeriod);
+      next_check = Deadline::After(kWatchPeriod);
     }
     Sleep(shared_->arrivals, seen);
   }
@@ -306,7 +305,10 @@ absl::Status HostCommunicator::Barrier(const Operation& operation) {
   own.barriers.store(number, std::memory_order_release);
   ++shared_->arrivals;
   Wake(shared_->arrivals);
-  for (uint32_t rank = 0; rank < options_.size; ++rank) RETURN_IF_ERROR(WaitFor(rank, number));
+  const Deadline deadline = Deadline::After(options_.time_limit);
+  for (uint32_t rank = 0; rank < options_.size; ++rank) {
+    RETURN_IF_ERROR(WaitFor(rank, number, deadline));
+  }
   return CheckOthers(operation);
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "gpu/communicator.h"
+#include "protocol/os/clock.h"
 
 namespace forebay::gpu {
 
@@ -68,7 +69,7 @@ class HostCommunicator final : public Communicator {
   // before it comes here may be written over.
   absl::Status Barrier(const Operation& operation);
   absl::Status CheckOthers(const Operation& operation);
-  absl::Status WaitFor(uint32_t rank, uint64_t barriers);
+  absl::Status WaitFor(uint32_t rank, uint64_t barriers, const protocol::Deadline& deadline);
   absl::Status Fail(absl::Status status);
 
   const Options options_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "gpu/internal/free_events.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/clock.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
 
@@ -27,10 +27,7 @@ class HostTimedEvent final : public TimedEvent {
  public:
   absl::StatusOr<std::optional<uint64_t>> EndedNs() const override { return ended_ns_; }
 
-  void End() {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    ended_ns_ = static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
-  }
+  void End() { ended_ns_ = protocol::MonotonicNs(); }
 
  private:
   std::atomic<uint64_t> ended_ns_ = 0;

@@ -12,17 +12,17 @@
 #include "absl/strings/str_cat.h"
 #include "gpu/internal/nccl_library.h"
 #include "protocol/error.h"
-#include "protocol/os/check.h"
+#include "protocol/os/clock.h"
 #include "protocol/os/mutex.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::gpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using nccl::Library;
 using nccl::ncclComm_t;
 using nccl::ncclResult_t;
+using protocol::Deadline;
 using protocol::DType;
 using protocol::ErrorId;
 using protocol::MakeError;
@@ -147,7 +147,7 @@ class NcclCommunicator::State {
  private:
   struct UnderWay {
     std::shared_ptr<const Event> ended;
-    Clock::time_point deadline;
+    Deadline deadline;
   };
 
   template <typename Call>
@@ -178,11 +178,11 @@ class NcclCommunicator::State {
     return true;
   }
   absl::Status WaitUntilReadyLocked(std::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const Clock::time_point deadline = EndOf(options_.time_limit);
+    const Deadline deadline = Deadline::After(options_.time_limit);
     while (true) {
       ASSIGN_OR_RETURN(const bool is_ready, IsReadyLocked());
       if (is_ready) return absl::OkStatus();
-      if (Clock::now() >= deadline) return TooLate(what);
+      if (deadline.Expired()) return TooLate(what);
       changed_.wait_for(mutex_, kPause);
       RETURN_IF_ERROR(failed_);  // aborted meanwhile
     }
@@ -194,7 +194,8 @@ class NcclCommunicator::State {
     if (!ready.ok()) return FailLocked(ready);
     auto ended = stream.Record();
     if (!ended.ok()) return FailLocked(ended.status());
-    under_way_.push_back({.ended = *std::move(ended), .deadline = EndOf(options_.time_limit)});
+    under_way_.push_back(
+        {.ended = *std::move(ended), .deadline = Deadline::After(options_.time_limit)});
     changed_.notify_all();
     return absl::OkStatus();
   }
@@ -220,7 +221,7 @@ class NcclCommunicator::State {
     while (!under_way_.empty()) {
       const absl::StatusOr<bool> has_ended = under_way_.front().ended->Done();
       if (!has_ended.ok()) return FailLocked(has_ended.status());
-      if (!*has_ended && Clock::now() >= under_way_.front().deadline) {
+      if (!*has_ended && under_way_.front().deadline.Expired()) {
         return FailLocked(TooLate("a collective"));
       }
       if (!*has_ended) break;
@@ -250,12 +251,12 @@ class NcclCommunicator::State {
     return check_ ? check_() : absl::OkStatus();
   }
   void Watch() {
-    auto next_check = EndOf(kWatchPeriod);
+    Deadline next_check = Deadline::After(kWatchPeriod);
     while (WaitAndLook()) {
-      if (!IsWaiting()) next_check = EndOf(kWatchPeriod);
-      if (Clock::now() < next_check) continue;
+      if (!IsWaiting()) next_check = Deadline::After(kWatchPeriod);
+      if (!next_check.Expired()) continue;
       const absl::Status checked = AskCheck();
-      next_check = EndOf(kWatchPeriod);
+      next_check = Deadline::After(kWatchPeriod);
       if (checked.ok()) continue;
       const protocol::MutexLock lock(mutex_);
       FailLocked(checked).IgnoreError();

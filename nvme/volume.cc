@@ -1,7 +1,6 @@
 #include "nvme/volume.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "nvme/internal/volume_state.h"
 #include "protocol/error.h"
+#include "protocol/os/clock.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
@@ -54,12 +54,6 @@ absl::Status CheckOptions(const VolumeOptions& options) {
                                      options.paths[i].path));
   }
   return absl::OkStatus();
-}
-
-uint64_t MonotonicNs() {
-  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                   std::chrono::steady_clock::now().time_since_epoch())
-                                   .count());
 }
 
 // A path whose label has another format. An older format held nothing durable: the volume is made
@@ -120,7 +114,7 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
 
   auto state = std::make_unique<State>(engine, geometry);
   state->protections = protections;
-  state->now_ns = options.now_ns ? options.now_ns : MonotonicNs;
+  state->now_ns = options.now_ns ? options.now_ns : protocol::MonotonicNs;
   const auto check = [mode = options.mode](std::string_view name, std::span<const std::byte> page) {
     return CheckVersion(mode, name, page);
   };

@@ -50,7 +50,7 @@ std::vector<std::vector<uint32_t>> OwnBoxes(const internal::SessionParts& parts)
 
 void Attachment::State::Note(protocol::ClientEvent event) {
   if (!trace.has_value()) return;
-  event.end_ns = internal::NowNs();
+  event.end_ns = protocol::MonotonicNs();
   trace->Add(event);
 }
 

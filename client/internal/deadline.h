@@ -1,37 +1,14 @@
-// When a call gives up, on the monotonic clock.
+// When a call gives up, and who may stop it.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <functional>
 
+#include "protocol/os/clock.h"
+
 namespace forebay::client::internal {
 
-class Deadline {
- public:
-  using Clock = std::chrono::steady_clock;
-
-  // A timeout below zero is zero; one beyond a year counts as a year.
-  static Deadline After(std::chrono::milliseconds timeout) {
-    constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
-    const auto bounded = std::clamp(timeout, std::chrono::milliseconds(0), kLongest);
-    return Deadline(Clock::now() + bounded);
-  }
-
-  bool Expired() const { return Clock::now() >= at_; }
-
-  // Rounded up, so that who sleeps this long finds the deadline expired.
-  std::chrono::milliseconds Remaining() const {
-    const auto left = at_ - Clock::now();
-    return std::max(std::chrono::milliseconds(0),
-                    std::chrono::ceil<std::chrono::milliseconds>(left));
-  }
-
- private:
-  explicit Deadline(Clock::time_point at) : at_(at) {}
-
-  Clock::time_point at_;
-};
+using protocol::Deadline;
 
 // How long a call waits, and who may stop it.
 struct WaitLimits {

@@ -5,14 +5,10 @@
 #include <chrono>
 #include <cstdint>
 
+#include "protocol/os/clock.h"
 #include "protocol/wire.h"
 
 namespace forebay::client::internal {
-
-inline uint64_t Nanoseconds(std::chrono::steady_clock::time_point time) {  // CLOCK_MONOTONIC
-  return static_cast<uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
-}
-inline uint64_t NowNs() { return Nanoseconds(std::chrono::steady_clock::now()); }
 
 // Adds the time from construction to destruction.
 class Stopwatch {
@@ -25,7 +21,7 @@ class Stopwatch {
     total_ns_ += static_cast<uint64_t>(std::chrono::nanoseconds(spent).count());
   }
 
-  uint64_t begin_ns() const { return Nanoseconds(begin_); }
+  uint64_t begin_ns() const { return protocol::Nanoseconds(begin_); }
 
  private:
   std::atomic<uint64_t>& total_ns_;

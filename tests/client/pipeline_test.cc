@@ -29,6 +29,7 @@
 #include "gpu/host_device.h"
 #include "gpu/nccl_communicator.h"
 #include "gtest/gtest.h"
+#include "protocol/os/clock.h"
 #include "tests/client/pipeline_rank.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/daemon_thread.h"
@@ -370,13 +371,9 @@ TEST_F(PipelineTest, TooLittleMemoryIsRefusedBeforeAnythingIsGathered) {
 }
 
 TEST_F(PipelineTest, ATraceShowsWhatTheDevicesStreamsDid) {
-  const auto now_ns = [] {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
-  };
   for (const Kind kind : {Kind::kHost, Kind::kCuda}) {
     StartDrivers({});
-    const uint64_t begun_ns = now_ns();
+    const uint64_t begun_ns = protocol::MonotonicNs();
     std::set<std::string> lanes;
     const auto act = [&](Loop& loop) -> absl::Status {
       RETURN_IF_ERROR(loop.Run());  // gathers a group for a fourth step
@@ -391,7 +388,7 @@ TEST_F(PipelineTest, ATraceShowsWhatTheDevicesStreamsDid) {
         lanes.insert(event.getLane().cStr());
         EXPECT_LE(begun_ns, event.getStartNs());
         EXPECT_LE(event.getStartNs(), event.getEndNs());
-        EXPECT_LE(event.getEndNs(), now_ns());
+        EXPECT_LE(event.getEndNs(), protocol::MonotonicNs());
       }
       return absl::OkStatus();
     };

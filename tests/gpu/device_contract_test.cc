@@ -14,6 +14,7 @@
 #include "gpu/device.h"
 #include "gpu/host_device.h"
 #include "gtest/gtest.h"
+#include "protocol/os/clock.h"
 #include "tests/support/fake_cuda.h"
 #include "tests/support/host_pages.h"
 #include "tests/support/pattern.h"
@@ -167,17 +168,13 @@ TEST_P(DeviceContract, ATimedEventKnowsWhenTheWorkBeforeItEnded) {
   // What a GPU's clock and the call that compares it with the host's may be apart, where other processes
   // take the processor between the two.
   constexpr uint64_t kSlackNs = 100'000'000;
-  const auto now_ns = [] {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
-  };
   const Pinned from(*device_, Pattern(100, 1));
   const Pinned to(*device_, 100);
   // The first that finds out what time the device has.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (!stream_->RecordTimed().ok()) ASSERT_LT(std::chrono::steady_clock::now(), deadline);
   for (int round = 0; round < 3; ++round) {
-    const uint64_t before_ns = now_ns();
+    const uint64_t before_ns = protocol::MonotonicNs();
     ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const TimedEvent> begun, stream_->RecordTimed());
     ASSERT_OK(stream_->Copy(to.bytes(), from.bytes()));
     ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const TimedEvent> ended, stream_->RecordTimed());
@@ -186,7 +183,7 @@ TEST_P(DeviceContract, ATimedEventKnowsWhenTheWorkBeforeItEnded) {
       EXPECT_EQ(to.content(), from.content());
     }
     ASSERT_OK(stream_->Synchronize());
-    const uint64_t after_ns = now_ns();
+    const uint64_t after_ns = protocol::MonotonicNs();
     ASSERT_OK_AND_ASSIGN(const std::optional<uint64_t> begun_ns, begun->EndedNs());
     ASSERT_OK_AND_ASSIGN(const std::optional<uint64_t> ended_ns, ended->EndedNs());
     ASSERT_TRUE(begun_ns.has_value() && ended_ns.has_value());
