@@ -143,6 +143,10 @@ constexpr void SetPresent(std::span<uint64_t> presence, uint32_t param) {
 inline constexpr uint64_t kSessionMarkBytes = 64;
 
 inline constexpr size_t kExchangeBytesMax = 4096;  // of one rank
+// Of a message on the control socket. A client of ours stays below half of the first; the second holds
+// a status of the largest node: 1024 jobs with all their groups and arenas.
+inline constexpr uint64_t kRequestBytesMax = uint64_t{512} << 10;
+inline constexpr uint64_t kAnswerBytesMax = uint64_t{64} << 20;
 inline constexpr uint64_t kExtraStateBytesMax = uint64_t{16} << 20;
 
 // ------------------------------------------------------------------------------------- ring memory

@@ -15,6 +15,7 @@
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
 
 namespace forebay::client::internal {
 namespace {
@@ -22,8 +23,6 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// A status of the largest node: 1024 jobs with all their groups and arenas.
-constexpr uint64_t kMessageWordsMax = uint64_t{8} << 20;
 constexpr uint32_t kDescriptorsPerMessageMax = 1;
 
 // kj ignores SIGPIPE for the whole process when its loop is made. The thread blocks every signal,
@@ -155,7 +154,7 @@ void ControlThread::Serve() {
       socket_.Release(),
       kj::LowLevelAsyncIoProvider::TAKE_OWNERSHIP | kj::LowLevelAsyncIoProvider::ALREADY_CLOEXEC);
   capnp::ReaderOptions reader_options;
-  reader_options.traversalLimitInWords = kMessageWordsMax;
+  reader_options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
   capnp::TwoPartyVatNetwork network(*stream, kDescriptorsPerMessageMax,
                                     capnp::rpc::twoparty::Side::CLIENT, reader_options);
   auto rpc = capnp::makeRpcClient(network);

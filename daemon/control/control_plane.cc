@@ -26,14 +26,13 @@
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/pidfd.h"
+#include "protocol/wire.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
 namespace {
 
 constexpr unsigned kFdsPerMessageMax = 1;
-constexpr uint64_t kMessageWordsMax = 64 << 10;  // 512 KiB; a client of ours stays below half of it
-constexpr uint64_t kAnswerWordsMax = uint64_t{8} << 20;  // 64 MiB: what a client of ours reads
 constexpr size_t kCallWordsMax = 4096;   // of calls not yet answered, then no more are read
 constexpr uint32_t kEventsPerTurn = 64;  // of kj, then the sockets are looked at: nobody starves
 constexpr int kAcceptsPerTurn = 64;
@@ -52,7 +51,7 @@ class AnswersFirst final : public capnp::MessageStream {
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(
       kj::ArrayPtr<kj::AutoCloseFd> fds, capnp::ReaderOptions options,
       kj::ArrayPtr<capnp::word> scratch) override {
-    options.traversalLimitInWords = kMessageWordsMax;
+    options.traversalLimitInWords = protocol::kRequestBytesMax / sizeof(capnp::word);
     if (writes_ == 0) return stream_.tryReadMessage(fds, options, scratch);
     auto written = kj::newPromiseAndFulfiller<void>();
     written_ = kj::mv(written.fulfiller);
@@ -115,7 +114,7 @@ struct LiveConnection {
   // The library takes the limit of what is read for what is sent too.
   static capnp::ReaderOptions Limits() {
     capnp::ReaderOptions options;
-    options.traversalLimitInWords = kAnswerWordsMax;
+    options.traversalLimitInWords = protocol::kAnswerBytesMax / sizeof(capnp::word);
     return options;
   }
 

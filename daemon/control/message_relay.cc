@@ -22,6 +22,7 @@
 #include "protocol/layout.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/memfd.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 namespace {
@@ -30,8 +31,6 @@ using protocol::UniqueFd;
 
 constexpr size_t kWordBytes = 8;
 constexpr uint32_t kSegmentsMax = 512;
-constexpr uint64_t kMessageBytesMax = 512 << 10;  // of a client's
-constexpr uint64_t kAnswerBytesMax = 64 << 20;
 constexpr size_t kFdsMax = 253;  // SCM_MAX_FD: what one message of the kernel's carries at most
 
 enum class Sender { kClient, kDaemon };
@@ -100,7 +99,8 @@ class Direction {
     }
     part_ = Part::kBody;
     for (uint32_t i = 0; i <= segments; ++i) wanted_ += HeaderNumber(i + 1) * kWordBytes;
-    return wanted_ <= (sender_ == Sender::kClient ? kMessageBytesMax : kAnswerBytesMax);
+    return wanted_ <=
+           (sender_ == Sender::kClient ? protocol::kRequestBytesMax : protocol::kAnswerBytesMax);
   }
 
   uint32_t HeaderNumber(size_t index) const {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/wire.h"
 
 namespace forebay::daemon {
 
@@ -12,9 +13,10 @@ using protocol::ErrorId;
 using protocol::MakeError;
 
 void RankExchange::Add(const Member& member, std::string bytes, Answer answer) {
-  if (bytes.size() > kBytesMax) {
-    answer(MakeError(ErrorId::kRange, absl::StrCat("an exchange of ", bytes.size(),
-                                                   " bytes a rank; at most ", kBytesMax)));
+  if (bytes.size() > protocol::kExchangeBytesMax) {
+    answer(MakeError(ErrorId::kRange,
+                     absl::StrCat("an exchange of ", bytes.size(), " bytes a rank; at most ",
+                                  protocol::kExchangeBytesMax)));
     return;
   }
   if (const auto made = made_.find(member.job); made != made_.end()) {

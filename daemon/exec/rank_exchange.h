@@ -18,8 +18,6 @@ namespace forebay::daemon {
 // Threads  The loop thread.
 class RankExchange {
  public:
-  static constexpr size_t kBytesMax = protocol::kExchangeBytesMax;  // of one rank
-
   struct Member {
     SessionId session = 0;
     uint64_t call = 0;    // of the session
@@ -35,7 +33,7 @@ class RankExchange {
   // gets E_LIMIT. A call that gave up after the others had their answer, and comes again with its number,
   // gets that answer.
   //
-  // Errors  E_RANGE  more than kBytesMax.
+  // Errors  E_RANGE  more than kExchangeBytesMax.
   void Add(const Member& member, std::string bytes, Answer answer);
 
   // Those of which `which` is true get `reason` and wait no longer.

@@ -11,6 +11,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/wire.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::daemon {
@@ -103,10 +104,10 @@ TEST_F(RankExchangeTest, ARepeatedCallGetsWhatTheOthersHad) {
 }
 
 TEST_F(RankExchangeTest, TooManyBytesAreRefusedAndNobodyElseNotices) {
-  Call(1, 0, std::string(RankExchange::kBytesMax + 1, 'x'), 2);
+  Call(1, 0, std::string(protocol::kExchangeBytesMax + 1, 'x'), 2);
   EXPECT_THAT(Error(100), HasError(ErrorId::kRange));
   Call(1, 1, "b", 2);
-  Call(1, 0, std::string(RankExchange::kBytesMax, 'x'), 2);
+  Call(1, 0, std::string(protocol::kExchangeBytesMax, 'x'), 2);
   EXPECT_OK(Error(100));
 }
 
