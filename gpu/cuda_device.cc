@@ -323,7 +323,7 @@ class CudaDevice::StreamHandle final : public MemorySource {
     if (current.status().ok()) context_->driver->cuStreamDestroy_v2(stream_);
   }
 
-  void Free(std::span<std::byte> bytes) const override {
+  void Free(std::span<std::byte> bytes) override {
     const Context::Current current(*context_);
     if (current.status().ok()) context_->driver->cuMemFreeAsync(Address(bytes.data()), stream_);
   }
@@ -341,7 +341,7 @@ class CudaDevice::StreamHandle final : public MemorySource {
 
 class CudaDevice::CudaStream final : public Stream {
  public:
-  explicit CudaStream(std::shared_ptr<const StreamHandle> handle)
+  explicit CudaStream(std::shared_ptr<StreamHandle> handle)
       : handle_(std::move(handle)), context_(handle_->context()), driver_(*context_.driver) {}
   ~CudaStream() override {
     if (handle_->is_owned()) Synchronize().IgnoreError();
@@ -432,7 +432,7 @@ class CudaDevice::CudaStream final : public Stream {
     return event;
   }
 
-  std::shared_ptr<const StreamHandle> handle_;
+  std::shared_ptr<StreamHandle> handle_;
   const Context& context_;
   const Driver& driver_;
   internal::FreeEvents<CudaEvent> events_;

@@ -39,7 +39,7 @@ class MemorySource {
   MemorySource& operator=(const MemorySource&) = delete;
   virtual ~MemorySource() = default;
 
-  virtual void Free(std::span<std::byte> bytes) const = 0;  // that it has given
+  virtual void Free(std::span<std::byte> bytes) = 0;  // that it has given
 };
 
 // Memory of the device, for the work of one stream; empty: none. Its destructor frees it behind the work
@@ -47,7 +47,7 @@ class MemorySource {
 class DeviceMemory {
  public:
   DeviceMemory() = default;
-  DeviceMemory(std::shared_ptr<const MemorySource> source, std::span<std::byte> bytes)
+  DeviceMemory(std::shared_ptr<MemorySource> source, std::span<std::byte> bytes)
       : source_(std::move(source)), bytes_(bytes) {}
   DeviceMemory(DeviceMemory&& other) noexcept
       : source_(std::move(other.source_)), bytes_(std::exchange(other.bytes_, {})) {}
@@ -64,7 +64,7 @@ class DeviceMemory {
   std::span<std::byte> bytes() const { return bytes_; }
 
  private:
-  std::shared_ptr<const MemorySource> source_;
+  std::shared_ptr<MemorySource> source_;
   std::span<std::byte> bytes_;
 };
 

@@ -67,7 +67,7 @@ class HostDevice::Memory final : public MemorySource {
     return std::span(used_.back()).first(size_bytes);
   }
 
-  void Free(std::span<std::byte> bytes) const override {
+  void Free(std::span<std::byte> bytes) override {
     const protocol::MutexLock lock(mutex_);
     const auto block =
         std::ranges::find(used_, bytes.data(), [](Block& one) { return one.data(); });
@@ -82,11 +82,11 @@ class HostDevice::Memory final : public MemorySource {
  private:
   using Block = std::vector<std::byte>;
 
-  mutable protocol::Mutex mutex_;
-  mutable std::vector<Block> used_ ABSL_GUARDED_BY(mutex_);
-  mutable std::vector<Block> free_ ABSL_GUARDED_BY(mutex_);
-  mutable uint64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  mutable uint64_t free_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  protocol::Mutex mutex_;
+  std::vector<Block> used_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Block> free_ ABSL_GUARDED_BY(mutex_);
+  uint64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t free_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t used_bytes_max_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
