@@ -103,7 +103,8 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   RETURN_IF_ERROR(waited);
   absl::StatusOr<StepResult> result = s.EndStep();
   if (!result.ok() || !s.trace.has_value()) return result;
-  s.device_trace->Take([&](const protocol::ClientEvent& event) { s.trace->Add(event); });
+  s.trace->LeaveOut(
+      s.device_trace->Take([&](const protocol::ClientEvent& event) { s.trace->Add(event); }));
   s.Note({.lane = protocol::ClientLane::kStep,
           .name = absl::StrCat("step ", t),
           .start_ns = stopwatch.begin_ns()});

@@ -44,6 +44,7 @@ class TraceWriter {
   TraceWriter& operator=(const TraceWriter&) = delete;
 
   void Add(const ClientEvent& event);
+  void LeaveOut(uint64_t events) { left_out_ += events; }  // that were never made
   void Committed(uint64_t step);
 
  private:

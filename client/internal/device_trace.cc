@@ -22,7 +22,11 @@ void DeviceTrace::Disable() {
 std::shared_ptr<const gpu::TimedEvent> DeviceTrace::Begin(gpu::Stream& stream) {
   {
     const protocol::MutexLock lock(mutex_);
-    if (!is_enabled_ || works_.size() >= protocol::kTraceRecords) return nullptr;
+    if (!is_enabled_) return nullptr;
+    if (works_.size() >= protocol::kTraceRecords) {
+      ++left_out_;
+      return nullptr;
+    }
   }
   auto begun = stream.RecordTimed();
   return begun.ok() ? *std::move(begun) : nullptr;
@@ -38,7 +42,7 @@ void DeviceTrace::End(gpu::Stream& stream, std::shared_ptr<const gpu::TimedEvent
   works_.push_back({.begun = std::move(begun), .ended = *std::move(ended), .event = event});
 }
 
-void DeviceTrace::Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take) {
+uint64_t DeviceTrace::Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take) {
   const protocol::MutexLock lock(mutex_);
   std::erase_if(works_, [&](const Work& work) {
     const absl::StatusOr<std::optional<uint64_t>> end_ns = work.ended->EndedNs();
@@ -52,6 +56,7 @@ void DeviceTrace::Take(absl::FunctionRef<void(const protocol::ClientEvent&)> tak
     take(event);
     return true;
   });
+  return std::exchange(left_out_, 0);
 }
 
 }  // namespace forebay::client::internal

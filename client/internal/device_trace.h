@@ -32,7 +32,8 @@ class DeviceTrace {
            const protocol::ClientEvent& event);
 
   // Hands over, with their times, the events of work that has ended, and forgets them.
-  void Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take);
+  // Returns  How much work was not kept since the last call because there was too much.
+  uint64_t Take(absl::FunctionRef<void(const protocol::ClientEvent&)> take);
 
  private:
   struct Work {
@@ -44,6 +45,7 @@ class DeviceTrace {
   protocol::Mutex mutex_;
   bool is_enabled_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Work> works_ ABSL_GUARDED_BY(mutex_);  // at most kTraceRecords
+  uint64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace forebay::client::internal
