@@ -35,15 +35,18 @@ constexpr Timeout kLastCollectives = std::chrono::seconds(5);  // of a pipeline 
 
 class Pipeline::CountedMemory {
  public:
-  CountedMemory(gpu::DeviceMemory memory, std::shared_ptr<std::atomic<uint64_t>> total_bytes)
-      : memory_(std::move(memory)), total_bytes_(std::move(total_bytes)) {}
+  CountedMemory(Stream& stream, gpu::DeviceMemory memory,
+                std::shared_ptr<std::atomic<uint64_t>> total_bytes)
+      : stream_(stream), memory_(std::move(memory)), total_bytes_(std::move(total_bytes)) {}
   CountedMemory(const CountedMemory&) = delete;
   CountedMemory& operator=(const CountedMemory&) = delete;
   ~CountedMemory() { *total_bytes_ -= bytes().size(); }
 
   std::span<std::byte> bytes() const { return memory_.bytes(); }
+  Stream& stream() const { return stream_; }  // that it is of
 
  private:
+  Stream& stream_;
   gpu::DeviceMemory memory_;
   std::shared_ptr<std::atomic<uint64_t>> total_bytes_;
 };
@@ -230,7 +233,7 @@ absl::StatusOr<std::shared_ptr<Pipeline::CountedMemory>> Pipeline::Allocate(Stre
   ASSIGN_OR_RETURN(gpu::DeviceMemory memory, stream.Allocate(size_bytes));
   *device_bytes_ += size_bytes;
   device_bytes_max_ = std::max(device_bytes_max_, device_bytes());
-  return std::allocate_shared<CountedMemory>(internal::PoolAllocator<CountedMemory>(pool_),
+  return std::allocate_shared<CountedMemory>(internal::PoolAllocator<CountedMemory>(pool_), stream,
                                              std::move(memory), device_bytes_);
 }
 
@@ -287,12 +290,14 @@ absl::Status Pipeline::DropAhead(const Group& next) {
   return absl::OkStatus();
 }
 
+bool Pipeline::IsNext(uint32_t group) const {
+  return order_.size() < expected_.size() && expected_[order_.size()] == group;
+}
+
 // Gathers what the step before used next, as much of it as may be ahead.
 absl::Status Pipeline::GatherAhead() {
-  const size_t at = order_.size() - 1;
-  if (at >= expected_.size() || expected_[at] != order_[at]) return absl::OkStatus();
   uint64_t ahead_bytes = 0;
-  for (size_t next = at + 1; next < expected_.size(); ++next) {
+  for (size_t next = order_.size(); next < expected_.size(); ++next) {
     Group& group = groups_[expected_[next]];
     if (group.in_use || StaysGathered(group)) continue;
     ahead_bytes += weights_bytes(group);
@@ -314,9 +319,8 @@ absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Str
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is in use already"),
                      "Release it between two uses");
   }
-  const size_t at = order_.size();
+  const bool is_expected = IsNext(number);
   order_.push_back(number);
-  const bool is_expected = at < expected_.size() && expected_[at] == number;
   absl::Status status;
   if (!is_expected) status = DropAhead(group);
   if (status.ok() && group.weights == nullptr) status = StartGather(group);
@@ -324,7 +328,7 @@ absl::StatusOr<std::span<const std::byte>> Pipeline::Gather(uint32_t number, Str
   const bool has_waited = std::ranges::find(group.users, &compute) != group.users.end();
   if (status.ok() && !has_waited) status = compute.WaitFor(*group.gathered);
   group.in_use = true;
-  if (status.ok()) status = GatherAhead();
+  if (status.ok() && is_expected) status = GatherAhead();
   if (!status.ok()) return Fail(std::move(status));
   const uint64_t width = SizeBytes(attachment_->layout().spec().dtype);
   return group.weights->bytes().first(attachment_->layout().groups()[number].elems * width);
@@ -337,16 +341,18 @@ absl::Status Pipeline::Release(uint32_t number, Stream& compute) {
     return MakeError(ErrorId::kLease, absl::StrCat("group ", number, " is not in use"),
                      "Gather it first");
   }
-  if (std::ranges::find(group.users, &compute) == group.users.end())
-    group.users.push_back(&compute);
+  AddUser(group.users, compute);
   group.in_use = false;
   // Also kept where it is the next that is used: the last of forward, the first of backward.
-  const bool is_next = order_.size() < expected_.size() && expected_[order_.size()] == number;
-  if (is_next || StaysGathered(group)) return absl::OkStatus();
+  if (IsNext(number) || StaysGathered(group)) return absl::OkStatus();
   const absl::Status waits = FreeBehind(group.users);
   if (!waits.ok()) return Fail(waits);
   ForgetWeights(group);
   return absl::OkStatus();
+}
+
+void Pipeline::AddUser(Users& users, Stream& stream) {
+  if (std::ranges::find(users, &stream) == users.end()) users.push_back(&stream);
 }
 
 // Weights that are freed from now on are, for work that the streams have been given.
@@ -368,9 +374,7 @@ void Pipeline::ForgetWeights(Group& group) {
 absl::Status Pipeline::FreeAll() {
   Users users;
   for (const Group& group : groups_) {
-    for (Stream* const user : group.users) {
-      if (std::ranges::find(users, user) == users.end()) users.push_back(user);
-    }
+    for (Stream* const user : group.users) AddUser(users, *user);
   }
   RETURN_IF_ERROR(FreeBehind(users));
   for (Group& group : groups_) {
@@ -393,7 +397,8 @@ absl::Status Pipeline::FreeReduced(Stream& compute) {
     if (!has_ended) {
       if (waiting_bytes <= largest_gradient_bytes_) break;
       RETURN_IF_ERROR(compute.WaitFor(*first->reduced));
-      if (first->stream != &compute) RETURN_IF_ERROR(first->stream->WaitFor(*first->reduced));
+      Stream& own = first->gradient->stream();
+      if (&own != &compute) RETURN_IF_ERROR(own.WaitFor(*first->reduced));
     }
     waiting_bytes -= first->gradient->bytes().size();
   }
@@ -415,7 +420,6 @@ absl::StatusOr<std::span<std::byte>> Pipeline::Gradient(uint32_t number, Stream&
     auto memory = Allocate(compute, gradient_bytes(group));
     status = memory.status();
     if (status.ok()) group.gradient = *std::move(memory);
-    group.gradient_stream = &compute;
   }
   if (!status.ok()) return Fail(std::move(status));
   group.pass = Group::Pass::kFilling;
@@ -465,9 +469,7 @@ absl::Status Pipeline::Reduce(uint32_t number, Stream& compute) {
       RETURN_IF_ERROR(communicator_->ReduceScatter(
           *collect_, memory->bytes(), group.gradient->bytes(), dtype, gpu::Reduction::kMean));
       ASSIGN_OR_RETURN(std::shared_ptr<const Event> reduced, collect_->Record());
-      reductions_.push_back({.gradient = std::move(group.gradient),
-                             .stream = group.gradient_stream,
-                             .reduced = std::move(reduced)});
+      reductions_.push_back({.gradient = std::move(group.gradient), .reduced = std::move(reduced)});
     }
     trace_->End(*collect_, std::move(begun),
                 {.lane = protocol::ClientLane::kReduce,

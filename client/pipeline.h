@@ -112,6 +112,7 @@ class Pipeline {
  private:
   class CountedMemory;
   using Users = absl::InlinedVector<gpu::Stream*, 2>;  // each once
+  static void AddUser(Users& users, gpu::Stream& stream);
   struct Group {
     uint64_t shard_elems = 0;
     uint64_t own_elems = 0;  // of this rank's part; the rest is padding
@@ -122,13 +123,11 @@ class Pipeline {
     Users users;  // since they were gathered
     bool in_use = false;
     std::shared_ptr<CountedMemory> gradient;  // that compute fills; kStates: until the step
-    gpu::Stream* gradient_stream = nullptr;   // that its memory is of
     enum class Pass : uint8_t { kOpen, kFilling, kReduced } pass = Pass::kOpen;
   };
   // A whole gradient that is being reduced.
   struct Reduction {
     std::shared_ptr<CountedMemory> gradient;
-    gpu::Stream* stream = nullptr;  // that its memory is of
     std::shared_ptr<const gpu::Event> reduced;
   };
 
@@ -149,6 +148,7 @@ class Pipeline {
   absl::Status Fail(absl::Status status);
   absl::StatusOr<std::shared_ptr<CountedMemory>> Allocate(gpu::Stream& stream, uint64_t size_bytes);
   absl::Status StartGather(Group& group);
+  bool IsNext(uint32_t group) const;  // that is gathered, as in the step before
   absl::Status GatherAhead();
   absl::Status DropAhead(const Group& next);
   absl::Status FreeBehind(const Users& users);
