@@ -299,9 +299,7 @@ absl::Status Attachment::CheckSession(Timeout timeout) {
 
 uint32_t Attachment::rank() const { return state_->parts.rank; }
 std::string_view Attachment::device_name() const { return state_->parts.device->name(); }
-uint64_t Attachment::gradient_room_bytes() const {
-  return std::min(state_->parts.step_region_offset, state_->parts.grad_bytes_max);
-}
+uint64_t Attachment::gradient_room_bytes() const { return state_->slots.capacity_bytes(); }
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
 uint64_t Attachment::committed_step() const { return state_->committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }

@@ -27,11 +27,13 @@ uint64_t internal::PieceBytes(const protocol::Layout& layout) {
 
 namespace {
 
-// A reader's arena takes pieces of states, not whole partitions.
-uint64_t LargestRangeBytes(const internal::SessionParts& parts) {
-  if (!parts.reader) return internal::PieceBytes(*parts.layout);
+internal::GradSlots::Options SlotOptions(const internal::SessionParts& parts) {
   const uint64_t bytes = std::min(parts.step_region_offset, parts.grad_bytes_max);
-  return bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes;
+  // A reader's arena takes pieces of states, not whole partitions.
+  const uint64_t largest_bytes = parts.reader
+                                     ? bytes / protocol::kCacheLineBytes * protocol::kCacheLineBytes
+                                     : internal::PieceBytes(*parts.layout);
+  return {.capacity_bytes = bytes, .largest_bytes = largest_bytes};
 }
 
 std::vector<std::vector<uint32_t>> OwnBoxes(const internal::SessionParts& parts) {
@@ -64,9 +66,7 @@ Attachment::State::State(internal::SessionParts session_parts)
                AskWhetherItGoesOn();
                return LookAtCopies();
              }),
-      slots({.capacity_bytes = std::min(parts.step_region_offset, parts.grad_bytes_max),
-             .largest_bytes = LargestRangeBytes(parts)},
-            &memory),
+      slots(SlotOptions(parts), &memory),
       piece_elems(protocol::kGradPieceBytesMax / grad_width()),
       own_boxes(OwnBoxes(parts)),
       pass_presence(protocol::PresenceWords(parts.layout->params().size()), 0),

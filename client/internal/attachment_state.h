@@ -316,8 +316,8 @@ struct Attachment::State {
   const std::vector<std::vector<uint32_t>> own_boxes;
   std::pmr::map<uint32_t, OpenSlot> open{&memory};  // of whole partitions
   Pieces pieces{&memory};
-  std::pmr::map<ElemPlace, uint64_t> delivered{
-      &memory};                // of this pass: first elements, to their ends
+  // Of this pass: first elements, to their ends.
+  std::pmr::map<ElemPlace, uint64_t> delivered{&memory};
   bool has_delivered = false;  // in this attempt
   bool is_further_pass = false;
   // In this attempt, with shared attachment: nothing is delivered any more.

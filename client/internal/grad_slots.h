@@ -39,6 +39,7 @@ class GradSlots {
   void Split(uint64_t offset_bytes, uint64_t size_bytes);
   void Free(uint64_t offset_bytes);
 
+  uint64_t capacity_bytes() const { return options_.capacity_bytes; }
   uint64_t largest_bytes() const { return options_.largest_bytes; }
 
  private:
