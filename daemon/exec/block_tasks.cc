@@ -98,10 +98,10 @@ std::span<std::byte> WeightsOf(const StateRange& range, const StateMemory& memor
 StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   const auto planes = protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype);
   const auto at = [&](size_t plane) {
-    const uint64_t begin = PlaneOffsetBytes(planes, plane, range.block_elems) +
-                           protocol::PlaneBytes(planes[plane], range.block_elem);
-    FOREBAY_CHECK(begin + protocol::PlaneBytes(planes[plane], range.elems) <= memory.block.size());
-    return memory.block.data() + begin;
+    const uint64_t begin = PlaneOffsetBytes(planes, plane, range.block_elems);
+    const uint64_t end = protocol::PlaneBytes(planes[plane], range.block_elem + range.elems);
+    FOREBAY_CHECK(begin + end <= memory.block.size());
+    return memory.block.data() + begin + protocol::PlaneBytes(planes[plane], range.block_elem);
   };
   StatePlanes state;
   state.weights = WeightsOf(range, memory).data();
