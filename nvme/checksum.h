@@ -37,6 +37,8 @@ class PageDigests {
   uint64_t Checksum(const Identity& identity) const;
 
   size_t pages() const { return digests_.size(); }
+  // Of each page, 0 where it has not been added.
+  std::span<const uint64_t> digests() const { return digests_; }
 
  private:
   std::span<const std::byte> bytes_;

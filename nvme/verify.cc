@@ -1,5 +1,6 @@
 #include "nvme/verify.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,11 +9,28 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_format.h"
 #include "protocol/error.h"
+#include "protocol/units.h"
 
 namespace forebay::nvme {
 
 using protocol::ErrorId;
 using protocol::MakeError;
+
+absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> bytes) {
+  PageDigests found(bytes);
+  found.Add(0, found.pages());
+  const auto [wrong, digest] = std::ranges::mismatch(expected.digests, found.digests());
+  if (wrong == expected.digests.end() && digest == found.digests().end()) return absl::OkStatus();
+  const auto page = static_cast<uint64_t>(wrong - expected.digests.begin());
+  return MakeError(
+      ErrorId::kCorrupt,
+      absl::StrFormat("swap path %d (%s): the page at offset %d of the slot at offset %d does not "
+                      "hold what was written to it",
+                      expected.slot.path, expected.path,
+                      expected.offset_bytes + page * protocol::kPageBytes,
+                      expected.slot.offset_bytes),
+      "the device lost or changed data: restore the job from a checkpoint");
+}
 
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
   const uint64_t found = Checksum(expected.identity, bytes);

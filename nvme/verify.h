@@ -21,6 +21,17 @@ struct ExpectedContent {
   uint64_t checksum = 0;
 };
 
+// Whole pages of a slot, by what each of them was when it was written.
+struct ExpectedPages {
+  Slot slot = {};
+  std::string_view path;
+  uint64_t offset_bytes = 0;  // of the first, from the start of the slot
+  std::span<const uint64_t> digests;
+};
+
+// OK where `bytes` are the expected pages. As Verify below.
+absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> bytes);
+
 // OK where `bytes` are the expected ones.
 //
 // Threads  Pure; call it on a worker, after the read and before the first use.

@@ -160,7 +160,7 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
   if (slots.empty()) return absl::InvalidArgumentError("zero: no slots are named");
   for (const Slot& slot : slots) {
     // The first page alone is checked: a slot may be smaller than `zeros`.
-    RETURN_IF_ERROR(state_->CheckSlot(slot, zeros.first(std::min(zeros.size(), kIoAlignment))));
+    RETURN_IF_ERROR(state_->CheckSlot(slot, 0, zeros.first(std::min(zeros.size(), kIoAlignment))));
     const auto known = state_->slots.find({slot.path, slot.offset_bytes});
     if (known == state_->slots.end()) continue;
     const SlotState& is = known->second;
@@ -194,8 +194,9 @@ uint64_t Volume::zeroed_bytes(uint64_t token) const {
   return 0;
 }
 
-absl::Status Volume::Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token) {
-  RETURN_IF_ERROR(state_->CheckSlot(slot, bytes));
+absl::Status Volume::Read(const Slot& slot, uint64_t offset_bytes, std::span<std::byte> bytes,
+                          uint64_t token) {
+  RETURN_IF_ERROR(state_->CheckSlot(slot, offset_bytes, bytes));
   const auto known = state_->slots.find({slot.path, slot.offset_bytes});
   if (known != state_->slots.end() && known->second.writing) {
     return Refuse("read", slot, "it is being written");
@@ -209,7 +210,8 @@ absl::Status Volume::Read(const Slot& slot, std::span<std::byte> bytes, uint64_t
   Request& request = state_->requests[index];
   request.io = IoKind::kRead;
   request.path = slot.path;
-  request.offset_bytes = slot.offset_bytes;
+  request.offset_bytes = slot.offset_bytes + offset_bytes;
+  request.slot_offset_bytes = slot.offset_bytes;
   request.data = bytes.data();
   request.size_bytes = bytes.size();
   const absl::Status status = state_->Start(index);
@@ -222,7 +224,7 @@ absl::Status Volume::Read(const Slot& slot, std::span<std::byte> bytes, uint64_t
 }
 
 absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, uint64_t token) {
-  RETURN_IF_ERROR(state_->CheckSlot(slot, bytes));
+  RETURN_IF_ERROR(state_->CheckSlot(slot, 0, bytes));
   const auto known = state_->slots.find({slot.path, slot.offset_bytes});
   if (known != state_->slots.end()) {
     const SlotState& is = known->second;
@@ -235,7 +237,7 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
   request.path = slot.path;
-  request.offset_bytes = slot.offset_bytes;
+  request.offset_bytes = request.slot_offset_bytes = slot.offset_bytes;
   request.data = const_cast<std::byte*>(bytes.data());  // read through it alone
   request.size_bytes = bytes.size();
   const absl::Status status = state_->Start(index);

@@ -150,10 +150,15 @@ class Volume {
   // Bytes that the Zero() of this token has written so far; 0 where it has ended.
   uint64_t zeroed_bytes(uint64_t token) const;
 
-  // Starts reading the first `bytes.size()` bytes of the slot. Verify them (nvme/verify.h) before use.
+  // Starts reading `bytes.size()` bytes of the slot from `offset_bytes` on, whole pages. Verify them
+  // (nvme/verify.h) before use.
   //
   // Errors  kFailedPrecondition  the slot is being written. kResourceExhausted: kRequestsMax.
-  absl::Status Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token);
+  absl::Status Read(const Slot& slot, uint64_t offset_bytes, std::span<std::byte> bytes,
+                    uint64_t token);
+  absl::Status Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token) {
+    return Read(slot, 0, bytes, token);
+  }
 
   // Starts writing `bytes` to the start of the slot.
   //

@@ -34,7 +34,7 @@ absl::Status Volume::State::CheckNamed(std::span<const Slot> named_slots) const 
   for (size_t i = 0; i < sorted.size(); ++i) {
     const Slot& slot = sorted[i];
     const std::byte* no_bytes = nullptr;
-    RETURN_IF_ERROR(CheckSlot(slot, {no_bytes, kIoAlignment}));
+    RETURN_IF_ERROR(CheckSlot(slot, 0, {no_bytes, kIoAlignment}));
     if (i > 0 && sorted[i - 1].path == slot.path &&
         sorted[i - 1].offset_bytes + sorted[i - 1].size_bytes > slot.offset_bytes) {
       return absl::InvalidArgumentError(absl::StrFormat("commit: slots overlap at offset %d of %s",

@@ -89,6 +89,7 @@ struct Request {
   uint64_t token = 0;
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
+  uint64_t slot_offset_bytes = 0;  // of a slot's read or write: where the slot begins
   std::byte* data = nullptr;
   size_t size_bytes = 0;
   size_t done_bytes = 0;
@@ -145,7 +146,8 @@ struct Volume::State {
   // volume_transfers.cc
   internal::SlotState& SlotAt(const Slot& slot);
   void ForgetIfDefault(const Slot& slot);
-  absl::Status CheckSlot(const Slot& slot, std::span<const std::byte> bytes) const;
+  absl::Status CheckSlot(const Slot& slot, uint64_t offset_bytes,
+                         std::span<const std::byte> bytes) const;
   absl::StatusOr<uint32_t> AllocateTransfer(internal::RequestKind kind, uint64_t token);
   void Release(uint32_t index);
   absl::Status Start(uint32_t index);

@@ -71,7 +71,8 @@ void Volume::State::ForgetIfDefault(const Slot& slot) {
   if (known != slots.end() && known->second.is_default()) slots.erase(known);
 }
 
-absl::Status Volume::State::CheckSlot(const Slot& slot, std::span<const std::byte> bytes) const {
+absl::Status Volume::State::CheckSlot(const Slot& slot, uint64_t offset_bytes,
+                                      std::span<const std::byte> bytes) const {
   const auto multiple = [](uint64_t value) { return value % kIoAlignment == 0; };
   if (slot.path >= paths.size() || slot.size_bytes == 0 || !multiple(slot.size_bytes) ||
       !multiple(slot.offset_bytes) || slot.offset_bytes < paths[slot.path].space.begin_bytes ||
@@ -81,11 +82,12 @@ absl::Status Volume::State::CheckSlot(const Slot& slot, std::span<const std::byt
         absl::StrFormat("%d bytes at offset %d of swap path %d are no slot", slot.size_bytes,
                         slot.offset_bytes, slot.path));
   }
-  if (bytes.empty() || !multiple(bytes.size()) || bytes.size() > slot.size_bytes ||
+  if (bytes.empty() || !multiple(bytes.size()) || !multiple(offset_bytes) ||
+      offset_bytes > slot.size_bytes || bytes.size() > slot.size_bytes - offset_bytes ||
       !multiple(reinterpret_cast<uintptr_t>(bytes.data()))) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%d bytes at %p do not fit a slot of %d bytes, or are not whole pages",
-                        bytes.size(), bytes.data(), slot.size_bytes));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%d bytes at %p do not fit a slot of %d bytes from %d on, or are not whole pages",
+        bytes.size(), bytes.data(), slot.size_bytes, offset_bytes));
   }
   return absl::OkStatus();
 }
@@ -248,7 +250,7 @@ void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Fi
   Release(index);
   if (ended.kind == RequestKind::kCommitPart) return EndPart(ended, status, finished);
   if (ended.kind == RequestKind::kZero) return EndZero(ended, status, finished);
-  const Slot slot = {.path = ended.path, .offset_bytes = ended.offset_bytes};
+  const Slot slot = {.path = ended.path, .offset_bytes = ended.slot_offset_bytes};
   SlotState& is = slots.at({slot.path, slot.offset_bytes});
   if (ended.kind == RequestKind::kRead) {
     --is.readers;

@@ -35,5 +35,24 @@ TEST(Verify, NamesPathOffsetAndIdentity) {
   EXPECT_THAT(status.message(), HasSubstr("acabababab"));
 }
 
+TEST(Verify, NamesThePageThatIsNotTheExpectedOne) {
+  std::vector<std::byte> bytes(3 * 4096, std::byte{7});
+  bytes[4096] = std::byte{8};
+  PageDigests digests(bytes);
+  digests.Add(0, 3);
+  const ExpectedPages expected{.slot = {.path = 1, .offset_bytes = 40960, .size_bytes = 65536},
+                               .path = "/mnt/b/forebay.swap",
+                               .offset_bytes = 16384,
+                               .digests = digests.digests()};
+  EXPECT_OK(Verify(expected, bytes));
+  bytes[2 * 4096 - 1] = std::byte{9};
+  const absl::Status status = Verify(expected, bytes);
+  EXPECT_THAT(status, HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(status.message(), HasSubstr("swap path 1 (/mnt/b/forebay.swap): the page at offset "
+                                          "20480 of the slot at offset 40960 "));
+  EXPECT_THAT(Verify(expected, std::span(bytes).first(4096)), HasError(ErrorId::kCorrupt))
+      << "too few pages";
+}
+
 }  // namespace
 }  // namespace forebay::nvme

@@ -144,6 +144,30 @@ TEST_F(VolumeTest, ASlotIsReadOrWrittenButNotBoth) {
   EXPECT_EQ(volume_->requests_in_flight(), 0u);
 }
 
+TEST_F(VolumeTest, ReadsPagesOfASlotWhichCannotBeWrittenMeanwhile) {
+  Open(Options(1));
+  const std::vector<Slot> slots = SomeSlots(2);  // the second is behind the first
+  const Bytes content = ContentOf(0, 1);
+  ASSERT_OK(WriteNow(*volume_, disk_, slots[0], content));
+  ASSERT_OK(WriteNow(*volume_, disk_, slots[1], ContentOf(1, 1)));
+  Bytes bytes(kBlockBytes);
+  const std::span<std::byte> span(bytes);
+  ASSERT_OK(volume_->Read(slots[0], 4096, span.first(8192), 50));
+  ASSERT_OK(volume_->Read(slots[0], 8192, span.last(4096), 51));
+  EXPECT_THAT(volume_->Write(slots[0], content, 52),
+              HasCode(absl::StatusCode::kFailedPrecondition));
+  ASSERT_OK(FinishOne(*volume_, disk_, 51));
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.begin() + 8192, content.begin() + 4096));
+  EXPECT_TRUE(std::equal(bytes.begin() + 8192, bytes.end(), content.begin() + 8192));
+  ASSERT_OK(WriteNow(*volume_, disk_, slots[0], content));
+  const auto invalid = HasCode(absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(volume_->Read(slots[0], 4096, span, 53), invalid) << "behind the slot";
+  EXPECT_THAT(volume_->Read(slots[0], kBlockBytes, span.first(4096), 53), invalid);
+  EXPECT_THAT(volume_->Read(slots[0], ~uint64_t{0} - 4095, span.first(8192), 53), invalid);
+  EXPECT_THAT(volume_->Read(slots[0], 512, span.first(4096), 53), invalid) << "no whole page";
+  EXPECT_EQ(volume_->requests_in_flight(), 0u);
+}
+
 TEST_F(VolumeTest, ZeroesEverySlotWithDeepQueuesOnAllPaths) {
   Open(Options(2));
   const auto data = [this](uint32_t path) {
