@@ -109,6 +109,7 @@ struct AttachReply {
   rank0ExtraStateBytes @10 :UInt64;  # of rank 0's, for the other ranks: it follows their own in the same memfd
   attempt @11 :UInt64;          # the newest one at the next step (wire.h): where this session begins
   traceBytes @12 :UInt64;       # at the end of the arena; 0: the job's first session did not ask for it
+  weightsOnSwap @13 :Bool;      # of some partitions: the arena is a cache, and a lease alone says where they are
 }
 
 interface Session {
@@ -233,6 +234,11 @@ struct JobStatus {
   evictedBlocks @28 :UInt64;   # moved from DRAM to swap between steps, to make room for other jobs
   promotedBlocks @29 :UInt64;  # moved back
   failedMoves @30 :UInt64;     # of either, whose write or read has failed: no bytes were lost
+  weightsOnSwapBytes @31 :UInt64;   # of partitions whose weights are on swap; 0: all are in DRAM
+  weightsCacheBytes @32 :UInt64;    # DRAM for copies of them
+  weightFetches @33 :UInt64;        # of such partitions, answered so far
+  weightFetchesAhead @34 :UInt64;   # of these, whose weights were in DRAM or on their way when they were asked for
+  weightReadBytes @35 :UInt64;      # swap bytes read for them
 }
 
 struct TraceEvent {

@@ -113,6 +113,7 @@ void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachRepl
   reply.setRank0ExtraStateBytes(answer.rank0_extra_state_bytes);
   reply.setAttempt(answer.attempt);
   reply.setTraceBytes(answer.trace_bytes);
+  reply.setWeightsOnSwap(answer.weights_on_swap);
   auto trace = reply.initTrace(static_cast<unsigned>(answer.trace.size()));
   for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, answer.trace[i]);
 }

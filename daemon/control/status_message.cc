@@ -98,6 +98,11 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setEvictedBlocks(view.moves.evicted);
   job.setPromotedBlocks(view.moves.promoted);
   job.setFailedMoves(view.moves.failed);
+  job.setWeightsOnSwapBytes(view.weights_on_swap_bytes);
+  job.setWeightsCacheBytes(view.weights_cache_bytes);
+  job.setWeightFetches(view.weights.fetches);
+  job.setWeightFetchesAhead(view.weights.fetches_ahead);
+  job.setWeightReadBytes(view.weights.read_bytes);
   if (!view.failed.ok()) job.setFailed(protocol::FormatError(view.failed).c_str());
 }
 

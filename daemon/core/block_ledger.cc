@@ -82,12 +82,15 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   return Target{.slot = *of.writing, .pause = paths_[of.writing->path].failing};
 }
 
-void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step) {
+void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
+                           WeightsDigests weights_digests) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing.has_value());
   paths_[of.writing->path].failing = false;
-  of.pending = Version{
-      .slot = std::exchange(of.writing, std::nullopt), .checksum = checksum, .written_step = step};
+  of.pending = Version{.slot = std::exchange(of.writing, std::nullopt),
+                       .checksum = checksum,
+                       .written_step = step,
+                       .weights_digests = std::move(weights_digests)};
 }
 
 void BlockLedger::OnWriteFailed(uint32_t block) {

@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "daemon/core/events.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {
@@ -27,6 +28,7 @@ class BlockLedger {
     uint64_t checksum = 0;
     // 0: as before the first step.
     uint64_t written_step = 0;
+    WeightsDigests weights_digests = {};  // of a block with a plane of weights
   };
 
   // Where a block is written. `pause`: a write to its path failed a moment ago.
@@ -46,7 +48,8 @@ class BlockLedger {
   //
   // Errors  nothing  no slot is left.
   std::optional<Target> BeginWrite(uint32_t block);
-  void EndWrite(uint32_t block, uint64_t checksum, uint64_t step);
+  void EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
+                WeightsDigests weights_digests = {});
   void OnWriteFailed(uint32_t block);
 
   // A block in DRAM was updated in place.

@@ -29,10 +29,12 @@ uint64_t BlockBytes(std::span<const Plane> planes, uint64_t elems) {
 
 }  // namespace
 
-BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems)
+BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
+                   std::vector<bool> on_swap)
     : layout_(std::move(layout)),
       planes_(PlanesOf(*layout_)),
       block_elems_(block_elems),
+      on_swap_(std::move(on_swap)),
       owner_blocks_(layout_->owners().size()),
       owner_boxes_(layout_->owners().size()),
       param_boxes_(layout_->params().size()) {
@@ -62,6 +64,12 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems)
       cut_one = true;
     }
   }
+  has_weights_.assign(cuts_.size(), false);
+  for (uint32_t block = 0; block < cuts_.size() && !on_swap_.empty(); ++block) {
+    for (const BlockRun& run : Runs(block)) {
+      if (on_swap_[run.partition]) has_weights_[block] = true;
+    }
+  }
 }
 
 uint64_t BlockMap::elems(uint32_t block) const {
@@ -69,7 +77,18 @@ uint64_t BlockMap::elems(uint32_t block) const {
   return std::min(block_elems_, layout_->owners()[cut.owner].states_elems - cut.states_elem);
 }
 
-uint64_t BlockMap::bytes(uint32_t block) const { return BytesOf(elems(block)); }
+uint64_t BlockMap::bytes(uint32_t block) const {
+  return BytesOf(elems(block)) + (has_weights_[block] ? WeightsBytes(elems(block)) : 0);
+}
+
+uint64_t BlockMap::full_block_bytes() const {
+  return BytesOf(block_elems_) + (on_swap_.empty() ? 0 : WeightsBytes(block_elems_));
+}
+
+uint64_t BlockMap::WeightsBytes(uint64_t elems) const {
+  return protocol::RoundUp(elems * protocol::SizeBytes(layout_->spec().dtype),
+                           protocol::kPageBytes);
+}
 
 uint64_t BlockMap::BytesOf(uint64_t elems) const { return BlockBytes(planes_, elems); }
 
@@ -183,13 +202,17 @@ std::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uint64_t
   return runs;
 }
 
-uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes) {
+uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes, bool has_weights) {
   const std::span<const Plane> planes = PlanesOf(layout);
   const uint64_t align = layout.states_align_elems();
-  uint64_t align_bytes = 0;
+  const uint64_t width = has_weights ? protocol::SizeBytes(layout.spec().dtype) : 0;
+  uint64_t align_bytes = align * width;
   for (const Plane& plane : planes) align_bytes += protocol::PlaneBytes(plane, align);
+  const auto block_bytes = [&](uint64_t elems) {
+    return BlockBytes(planes, elems) + protocol::RoundUp(elems * width, protocol::kPageBytes);
+  };
   uint64_t elems = bytes / align_bytes * align;
-  while (elems > 0 && BlockBytes(planes, elems) > bytes) elems -= align;
+  while (elems > 0 && block_bytes(elems) > bytes) elems -= align;
   return elems;
 }
 

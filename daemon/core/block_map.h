@@ -42,18 +42,25 @@ struct ElementRun {
 };
 
 // The blocks of a job. Each owner's states, end to end as the layout has them, are cut into blocks of
-// `block_elems`; the last one of an owner may be short. Blocks are numbered in the order in which
+// `block_elems`; the last one of an owner may be short. Behind the planes of states a block has a plane of
+// weights, element by element as the states have them, where any of its partitions' weights are on swap. Blocks are numbered in the order in which
 // they are placed and updated: the first block of each owner, then the second of each, ... (first
 // layers first).
 class BlockMap {
  public:
   // `block_elems` is a multiple of the layout's states_align_elems().
-  BlockMap(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems);
+  // `on_swap`: whose weights, by partition; empty: of none.
+  BlockMap(std::shared_ptr<const protocol::Layout> layout, uint64_t block_elems,
+           std::vector<bool> on_swap = {});
 
   uint32_t blocks() const { return static_cast<uint32_t>(cuts_.size()); }
   uint64_t elems(uint32_t block) const;  // padding included
   uint64_t bytes(uint32_t block) const;  // all planes, each on whole pages
-  uint64_t full_block_bytes() const { return BytesOf(block_elems_); }
+  uint64_t full_block_bytes() const;     // of the largest
+  bool has_weights(uint32_t block) const { return has_weights_[block]; }
+  uint64_t weights_plane_offset(uint32_t block) const { return BytesOf(elems(block)); }
+  bool has_weights_on_swap() const { return !on_swap_.empty(); }
+  bool is_on_swap(uint32_t partition) const { return !on_swap_.empty() && on_swap_[partition]; }
 
   // Runs of a block in ascending order: one for each box in it, cut at the borders of runs where the
   // format rounds each element by its place in the parameter.
@@ -69,12 +76,12 @@ class BlockMap {
   // `param_elem` is not set.
   std::vector<ElementRun> LocateInPartition(uint32_t partition, uint64_t begin, uint64_t end) const;
 
-  // Bytes of all blocks, computed without a map: admission needs them before it accepts the layout.
+  // Bytes of all blocks' states, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
 
   // The largest number of elements, a multiple of states_align_elems(), that fits into a block of
-  // `bytes`; 0: none does.
-  static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes);
+  // `bytes`; 0: none does. `has_weights`: with a plane of weights.
+  static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes, bool has_weights);
 
  private:
   struct Cut {
@@ -82,7 +89,8 @@ class BlockMap {
     uint64_t states_elem = 0;  // of its first element
   };
 
-  uint64_t BytesOf(uint64_t elems) const;
+  uint64_t BytesOf(uint64_t elems) const;  // of their states
+  uint64_t WeightsBytes(uint64_t elems) const;
   void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_begin,
                std::vector<BlockRun>& runs) const;
   void AddElements(const protocol::BoxPlace& place, uint64_t box_elem, uint64_t param_elem,
@@ -91,6 +99,8 @@ class BlockMap {
   std::shared_ptr<const protocol::Layout> layout_;
   std::span<const protocol::Plane> planes_;
   uint64_t block_elems_;
+  std::vector<bool> on_swap_;                        // by partition
+  std::vector<bool> has_weights_;                    // by block
   std::vector<Cut> cuts_;                            // by block
   std::vector<std::vector<uint32_t>> owner_blocks_;  // by owner
   std::vector<std::vector<uint32_t>> owner_boxes_;   // with states, by owner, ascending

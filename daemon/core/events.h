@@ -88,6 +88,9 @@ struct SegmentNorms {
   double update_squares = 0;
 };
 
+// XXH3-64 of each page of a block's plane of weights, in order: a fetch reads and verifies single pages.
+using WeightsDigests = std::shared_ptr<const std::vector<uint64_t>>;
+
 // The outcome of any action that carries a TaskId.
 struct TaskDone {
   TaskId task = 0;
@@ -98,6 +101,7 @@ struct TaskDone {
   uint64_t checksum = 0;  // UpdateBlock and SetMasters on a staging slot, EvictBlock: of the bytes
   cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
+  WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
 };
 
 // The timer of StartLeaseTimer has run out.
@@ -201,8 +205,9 @@ struct AnswerAttach {
   absl::Status status;
   JobId job = 0;
   uint64_t committed_step = 0;
-  bool writes_initial = false;  // shared: every group; sharded: its own partitions
-  uint64_t weights_bytes = 0;
+  bool writes_initial = false;   // shared: every group; sharded: its own partitions
+  uint64_t weights_bytes = 0;    // of the arena
+  bool weights_on_swap = false;  // of some partitions: the arena is not the size of the weights
   uint64_t grad_arena_bytes = 0;
   uint64_t step_region_offset = 0;
   uint64_t step_region_bytes = 0;
@@ -341,9 +346,16 @@ struct ReadBlock {
   uint64_t bytes = 0;
 };
 
+// Where weights are that change with the states of a block.
+struct WeightsPlace {
+  // In the plane behind the block's states, at the elements' place in the block; else in the weights arena.
+  bool in_block = false;
+  uint64_t offset_bytes = 0;  // in the arena
+};
+
 // One run of elements of one parameter.
 struct UpdateSegment {
-  uint64_t weights_offset_bytes = 0;
+  WeightsPlace weights = {};
   uint64_t accumulator_offset_bytes = 0;
   uint64_t block_elem = 0;  // first element within the block's planes
   uint64_t elems = 0;
@@ -421,19 +433,19 @@ struct DecodeState {
   TaskId task = 0;
   JobId job = 0;
   SessionId session = 0;
-  BlockPlace place;
-  BlockIdentity identity;
+  BlockPlace place = {};
+  BlockIdentity identity = {};
   uint64_t checksum = 0;
   uint64_t block_bytes = 0;
   uint64_t block_elems = 0;
   uint32_t state = 0;  // index into protocol::StateNames
   uint64_t block_elem = 0;
   uint64_t elems = 0;
-  uint64_t weights_offset_bytes = 0;
+  WeightsPlace weights = {};
   uint64_t grad_offset_bytes = 0;
 };
 
-// Sets masters of consecutive elements from a grad arena (float32), and the weights from them, rounded
+// Sets masters of consecutive elements from a grad arena (`dtype`), and the weights from them, rounded
 // as an update rounds them; the checksum of a staged block afterwards. Where one is not finite or rounds
 // to infinite weights (TaskDone::count 1), nothing is changed.
 struct SetMasters {
@@ -451,9 +463,32 @@ struct SetMasters {
   JobId job = 0;
   SessionId session = 0;
   std::optional<InBlock> in_block = {};
+  protocol::DType dtype = protocol::DType::kFloat32;
   uint64_t elems = 0;
-  uint64_t weights_offset_bytes = 0;
+  WeightsPlace weights = {};
   uint64_t grad_offset_bytes = 0;
+};
+
+// Reads whole pages of a swapped block's plane of weights into the staging slot, verifies them, then
+// copies elements from there to the weights arena.
+struct LoadWeights {
+  struct Copy {
+    uint64_t from_bytes = 0;  // in what was read
+    uint64_t to_bytes = 0;    // in the arena
+    uint64_t bytes = 0;
+  };
+
+  TaskId task = 0;
+  JobId job = 0;
+  uint32_t partition = 0;
+  uint64_t block = 0;
+  uint32_t staging_slot = 0;
+  nvme::Slot slot;
+  uint64_t slot_offset_bytes = 0;  // of the first page, from the start of the slot
+  uint64_t bytes = 0;
+  WeightsDigests digests;
+  uint64_t first_page = 0;  // in `digests`
+  std::vector<Copy> copies = {};
 };
 
 // An attach to `job` waits for DRAM.
@@ -484,11 +519,11 @@ struct StepCommitted {
   uint64_t step = 0;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                 SumGradient, ReadBlock, UpdateBlock, WriteBlock, EvictBlock, PromoteBlock,
-                 DecodeState, SetMasters, RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted>;
+using Action = std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                            CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                            AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
+                            AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock,
+                            EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights,
+                            RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted>;
 
 }  // namespace forebay::daemon

@@ -3,35 +3,61 @@
 #include <algorithm>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "daemon/core/placement.h"
+#include "protocol/error.h"
 
 namespace forebay::daemon {
 
 void FetchQueue::Handle(const Session& session, const protocol::Command& command) {
   if (!session.reader) step_.RecordFetch(command.partition);
-  waiting_.push_back({.command = session.IdOf(command),
-                      .rank = session.reader ? std::nullopt : std::optional(session.rank),
-                      .partition = command.partition});
+  const auto rank = session.reader ? std::nullopt : std::optional(session.rank);
+  if (weights_.Holds(command.partition)) {
+    weights_.OnFetch(rank, command.partition, step_.FetchStep(rank));
+  }
+  waiting_.push_back(
+      {.command = session.IdOf(command), .rank = rank, .partition = command.partition});
   Serve();
 }
 
+std::optional<absl::StatusOr<uint64_t>> FetchQueue::OffsetOf(const Waiting& fetch) {
+  if (!step_.MayFetch(fetch.rank, fetch.partition)) return std::nullopt;
+  if (access_.Writes(fetch.partition)) return std::nullopt;
+  if (!weights_.Holds(fetch.partition)) {
+    return spec_.plan.placement.WherePartition(fetch.partition).weights_offset_bytes;
+  }
+  const absl::StatusOr<std::optional<uint64_t>> offset = weights_.Find(fetch.partition);
+  if (!offset.ok()) return offset.status();
+  if (offset->has_value()) return **offset;
+  const std::vector<uint32_t> held = leases_.PartitionsOf(fetch.command.session);
+  if (weights_.HasRoomBeside(held, fetch.partition)) return std::nullopt;
+  return protocol::MakeError(
+      protocol::ErrorId::kLimit,
+      absl::StrCat("this session holds leases on weights of ", held.size(),
+                   " partitions that are on swap: the cache of ", spec_.plan.weights_cache_bytes,
+                   " bytes has no room for ", spec_.layout->DescribePartition(fetch.partition),
+                   " beside them"),
+      "release leases as soon as the bytes are copied, or raise dram.limit");
+}
+
 void FetchQueue::Serve() {
+  weights_.BeginRound();
   std::erase_if(waiting_, [this](const Waiting& fetch) {
-    if (!step_.MayFetch(fetch.rank, fetch.partition)) return false;
-    if (access_.Writes(fetch.partition)) return false;
-    absl::StatusOr<uint64_t> lease = leases_.Acquire(fetch.command.session, fetch.partition);
-    if (!lease.ok()) {
-      io_.Answer(fetch.command, lease.status());
-      return true;
-    }
+    const std::optional<absl::StatusOr<uint64_t>> offset = OffsetOf(fetch);
+    if (!offset) return false;
+    const absl::StatusOr<uint64_t> lease =
+        offset->ok() ? leases_.Acquire(fetch.command.session, fetch.partition) : offset->status();
     protocol::Completion completion{};
-    completion.lease_id = *lease;
-    const PartitionLocation weights = spec_.plan.placement.WherePartition(fetch.partition);
-    completion.offset_bytes = weights.weights_offset_bytes;
-    completion.length_bytes = weights.bytes;
-    io_.Answer(fetch.command, completion);
+    if (lease.ok()) {
+      completion.lease_id = *lease;
+      completion.offset_bytes = **offset;
+      completion.length_bytes = spec_.plan.placement.WherePartition(fetch.partition).bytes;
+    }
+    io_.Answer(fetch.command, completion, lease.status());
     return true;
   });
+  // What a decision or a write of masters waits for only ends.
+  weights_.EndRound(/*begins=*/step_.phase() != Step::Phase::kReducing && !access_.is_writing());
 }
 
 void FetchQueue::Answer(SessionId session, const absl::Status& status) {

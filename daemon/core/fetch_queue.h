@@ -13,6 +13,7 @@
 #include "daemon/core/session.h"
 #include "daemon/core/state_access.h"
 #include "daemon/core/step.h"
+#include "daemon/core/weights_cache.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -20,8 +21,8 @@ namespace forebay::daemon {
 class FetchQueue {
  public:
   FetchQueue(const JobSpec& spec, JobTasks& io, Step& step, const StateAccess& access,
-             LeaseTable& leases)
-      : spec_(spec), io_(io), step_(step), access_(access), leases_(leases) {}
+             WeightsCache& weights, LeaseTable& leases)
+      : spec_(spec), io_(io), step_(step), access_(access), weights_(weights), leases_(leases) {}
 
   void Handle(const Session& session, const protocol::Command& command);
   void Serve();  // those that the step allows now
@@ -39,7 +40,11 @@ class FetchQueue {
   JobTasks& io_;
   Step& step_;
   const StateAccess& access_;
+  WeightsCache& weights_;
   LeaseTable& leases_;
+  // The answer, when its weights may be read and are in DRAM.
+  std::optional<absl::StatusOr<uint64_t>> OffsetOf(const Waiting& fetch);
+
   std::vector<Waiting> waiting_;
 };
 

@@ -35,10 +35,11 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       leases_(actions),
       pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
                 spec_.options.workers),
-      access_(io_, spec_.layout, pipeline_, leases_),
+      weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
+      access_(io_, spec_.layout, pipeline_, weights_, leases_),
       residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),
-      step_(spec_, io_, members_, pipeline_, access_, leases_),
-      fetches_(spec_, io_, step_, access_, leases_) {}
+      step_(spec_, io_, members_, pipeline_, access_, weights_, leases_),
+      fetches_(spec_, io_, step_, access_, weights_, leases_) {}
 
 void Job::Begin() {
   has_begun_ = true;
@@ -330,6 +331,7 @@ void Job::AnswerAttachOk(Session& session) {
                                     .job = spec_.id,
                                     .committed_step = step_.committed_step(),
                                     .weights_bytes = spec_.plan.weights_bytes,
+                                    .weights_on_swap = spec_.plan.has_weights_on_swap(),
                                     .grad_arena_bytes = arena_bytes,
                                     .step_region_offset = arena_bytes,
                                     .trace = step_.trace()});
@@ -344,6 +346,7 @@ void Job::AnswerAttachOk(Session& session) {
                    .committed_step = step_.committed_step(),
                    .writes_initial = writes_initial,
                    .weights_bytes = spec_.plan.weights_bytes,
+                   .weights_on_swap = spec_.plan.has_weights_on_swap(),
                    .grad_arena_bytes = spec_.plan.session_arena_bytes,
                    .step_region_offset = spec_.plan.step_region_offset,
                    .step_region_bytes = spec_.plan.step_region_bytes,
@@ -476,7 +479,8 @@ void Job::HandleInitial(Session& session, const Command& command) {
     initial_.Done(id);
   } else if (const absl::Status kind = initial_.CheckKind(command); !kind.ok()) {
     io_.Answer(id, kind);
-  } else if (static_cast<Op>(command.op) == Op::kWriteMasters) {
+  } else if (static_cast<Op>(command.op) == Op::kWriteMasters ||
+             weights_.Holds(command.partition)) {
     initial_.SetMasters(access_.AddWrite(id, command), false);
   } else {
     initial_.Write(id, command);
@@ -565,6 +569,9 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kWriteMasters:
       access_.OnWritten(done);
       return;
+    case TaskKind::kLoadWeights:
+      weights_.OnLoaded(done);
+      return;
     case TaskKind::kMoveBlock:
       residency_.OnMoved(done);
       return;
@@ -632,6 +639,7 @@ void Job::Advance() {
   }
   UseTimeBetweenSteps();
   TryUseFloatSums();
+  fetches_.Serve();  // before blocks of the step take the staging slots that are free
   step_.Advance();
   fetches_.Serve();
   CloseEnded();
@@ -666,6 +674,7 @@ void Job::UseTimeBetweenSteps() {
 void Job::Prefetch() {
   const Step::Phase phase = step_.phase();
   const bool decided = phase != Step::Phase::kOpen && phase != Step::Phase::kReducing;
+  if (phase == Step::Phase::kOpen && !access_.is_writing()) weights_.Prefetch();
   if (!decided && step_.has_gradients()) pipeline_.Prefetch();
 }
 
@@ -696,6 +705,9 @@ JobView Job::View() const {
                .blocks = pipeline_.map().blocks(),
                .resident_blocks = placement().resident_blocks(),
                .resident_bytes = has_begun_ ? placement().state_bytes() : 0,
+               .weights_on_swap_bytes = spec_.plan.weights_on_swap_bytes,
+               .weights_cache_bytes = spec_.plan.weights_cache_bytes,
+               .weights = weights_.counters(),
                .moves = residency_.counters(),
                .leases = leases_.count(),
                .update_reads = pipeline_.counters().update_reads,
@@ -742,6 +754,7 @@ void Job::CheckInvariants() const {
     FOREBAY_CHECK(waiting == io_.commands_of(id));
   }
   FOREBAY_CHECK(leases == leases_.count());
+  weights_.CheckInvariants();
 }
 
 }  // namespace forebay::daemon

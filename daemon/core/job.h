@@ -24,6 +24,7 @@
 #include "daemon/core/state_access.h"
 #include "daemon/core/step.h"
 #include "daemon/core/step_pipeline.h"
+#include "daemon/core/weights_cache.h"
 
 namespace forebay::daemon {
 
@@ -98,7 +99,7 @@ class Job {
   // What it takes from the limit now, and when all its marked blocks have moved.
   uint64_t dram_bytes() const;
   uint64_t granted_bytes() const;
-  uint32_t staged_blocks() const { return pipeline_.staged_count(); }
+  uint32_t staging_slots() const { return pipeline_.staged_count() + weights_.staging_slots(); }
   JobView View() const;
   void CheckInvariants() const;
 
@@ -157,6 +158,7 @@ class Job {
   InitialParameters initial_;
   LeaseTable leases_;
   StepPipeline pipeline_;
+  WeightsCache weights_;
   StateAccess access_;
   Residency residency_;
   bool reads_first_ = false;  // a block has moved since states were read

@@ -59,6 +59,7 @@ enum class TaskKind : uint8_t {
   kMoveBlock,
   kAccessState,
   kWriteMasters,
+  kLoadWeights,
 };
 
 struct Task {

@@ -24,6 +24,13 @@ inline constexpr uint32_t kOverflowSlotsPerRank = 2;
 // so that no worker waits for the loop.
 inline constexpr uint32_t kUpdatesPerWorker = 2;
 
+// Of the largest partition whose weights are on swap, for each of its owners: one is used while the next is
+// read.
+inline constexpr uint32_t kCachedPartitionsPerOwner = 2;
+
+// Of a job with weights on swap, before a step is decided: slots that states which are read ahead leave free.
+inline constexpr uint32_t kStagingSlotsForWeights = 2;
+
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 

@@ -1,7 +1,9 @@
 #include "daemon/core/memory_plan.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -75,9 +77,10 @@ void PlanSessionArena(const Layout& layout, MemoryPlan& plan) {
 }
 
 // Slots have room for the planes of AdamW; an optimizer that has more gets smaller blocks.
-uint64_t BlockElems(const Layout& layout, const NodeOptions& options) {
+uint64_t BlockElems(const Layout& layout, const NodeOptions& options, const MemoryPlan& plan) {
   const uint64_t elems = RoundUp(options.block_elems, layout.states_align_elems());
-  const uint64_t within = BlockMap::ElemsWithin(layout, options.staging_slot_bytes);
+  const uint64_t within =
+      BlockMap::ElemsWithin(layout, options.staging_slot_bytes, plan.has_weights_on_swap());
   return within == 0 ? elems : std::min(elems, within);
 }
 
@@ -106,6 +109,12 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
   return RoundUp(bytes, kPageBytes);
 }
 
+// Digests of the pages of weights on swap, of the current and of the next version.
+uint64_t DigestBytes(const Layout& layout, const MemoryPlan& plan) {
+  const uint64_t pages = layout.weights_bytes() / kPageBytes;
+  return plan.has_weights_on_swap() ? RoundUp(2 * sizeof(uint64_t) * pages, kPageBytes) : 0;
+}
+
 // All arenas but that of states, and the tables.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
@@ -122,8 +131,8 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   RETURN_IF_ERROR(check_size("a gradient arena", request.grad_arena_bytes));
   RETURN_IF_ERROR(check_size("room for activations", request.activation_bytes));
   plan.session = request;
-  plan.weights_bytes = layout.weights_bytes();
-  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
+  if (!plan.has_weights_on_swap()) plan.weights_bytes = layout.weights_bytes();
+  plan.table_bytes = TableBytes(layout.spec(), request.world_size) + DigestBytes(layout, plan);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +
@@ -138,12 +147,71 @@ uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
   return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
 }
 
+// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others. A partition
+// with frozen parameters, which have no block, stays.
+void PutWeightsOnSwap(const Layout& layout, uint64_t room, MemoryPlan& plan) {
+  const auto partitions = layout.partitions();
+  plan.weights_on_swap.assign(partitions.size(), true);
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (!layout.params()[place.box.param].trainable) plan.weights_on_swap[place.partition] = false;
+  }
+  uint64_t pinned_bytes = 0;
+  uint64_t cache_bytes = 0;
+  std::map<uint32_t, std::multiset<uint64_t>> on_swap;  // sizes, by owner
+  std::vector<std::vector<uint32_t>> by_group(layout.groups().size());
+  const auto bytes_of = [&](uint32_t partition) {
+    return RoundUp(layout.partition_bytes(partition), kPageBytes);
+  };
+  const auto largest = [&](uint32_t owner) {
+    return on_swap[owner].empty() ? 0 : *on_swap[owner].rbegin();
+  };
+  const auto move = [&](uint32_t partition, bool to_swap) {
+    const uint32_t owner = partitions[partition].owner;
+    const uint64_t before = largest(owner);
+    std::multiset<uint64_t>& sizes = on_swap[owner];
+    if (to_swap) {
+      sizes.insert(bytes_of(partition));
+    } else {
+      sizes.erase(sizes.find(bytes_of(partition)));
+    }
+    cache_bytes += kCachedPartitionsPerOwner * (largest(owner) - before);
+  };
+  for (uint32_t i = 0; i < partitions.size(); ++i) {
+    if (plan.weights_on_swap[i]) {
+      by_group[partitions[i].group].push_back(i);
+      move(i, true);
+    } else {
+      pinned_bytes += bytes_of(i);
+    }
+  }
+  for (const std::vector<uint32_t>& group : by_group) {
+    uint64_t group_bytes = 0;
+    for (const uint32_t partition : group) {
+      move(partition, false);
+      group_bytes += bytes_of(partition);
+    }
+    const bool fits = pinned_bytes + group_bytes + cache_bytes <= room;
+    if (fits) pinned_bytes += group_bytes;
+    for (const uint32_t partition : group) {
+      plan.weights_on_swap[partition] = !fits;
+      if (!fits) move(partition, true);
+    }
+  }
+  plan.weights_on_swap_bytes = 0;
+  for (uint32_t i = 0; i < partitions.size(); ++i) {
+    if (plan.weights_on_swap[i]) plan.weights_on_swap_bytes += layout.partition_bytes(i);
+  }
+  plan.weights_cache_offset = pinned_bytes;
+  plan.weights_cache_bytes = cache_bytes;
+  plan.weights_bytes = pinned_bytes + cache_bytes;
+}
+
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
                  MemoryPlan& plan) {
   // It does not outlive this call.
   const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
-  const BlockMap map(borrowed, plan.block_elems);
+  const BlockMap map(borrowed, plan.block_elems, plan.weights_on_swap);
   plan.placement = Placement(layout, map, room);
   plan.block_bytes = map.full_block_bytes();
   plan.swap_slots = kSwapSlotsPerBlock * plan.placement.swapped_blocks();
@@ -193,8 +261,10 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + state_bytes_needed;
   std::string message = absl::StrCat(
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
-      Bytes(plan.weights_bytes), " + gradient sums ", Bytes(accumulator_bytes), " + overflow ",
-      Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
+      Bytes(plan.weights_bytes),
+      plan.has_weights_on_swap() ? " (two partitions of each rank; the others are on swap)" : "",
+      " + gradient sums ", Bytes(accumulator_bytes), " + overflow ", Bytes(overflow_bytes),
+      " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
   const uint64_t activation_bytes = RoundUp(plan.session.activation_bytes, kPageBytes);
   absl::StrAppend(&message, " x (gradient arena ",
                   Bytes(plan.session_arena_bytes - activation_bytes),
@@ -279,7 +349,17 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   MemoryPlan plan;
   RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   const bool has_swap = options.swap.capacity_bytes() > 0;
-  plan.block_elems = BlockElems(layout, options);
+  const uint64_t others = TakenBytes(options, use) + plan.fixed_bytes - plan.weights_bytes;
+  const bool weights_fit =
+      others + plan.weights_bytes <= options.dram_limit_bytes + use.movable_bytes;
+  if (has_swap && !layout.is_shared() && !weights_fit) {
+    plan.weights_on_swap.assign(layout.partitions().size(), true);
+    const uint64_t beside = others + DigestBytes(layout, plan);
+    const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
+    PutWeightsOnSwap(layout, room, plan);
+    RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
+  }
+  plan.block_elems = BlockElems(layout, options, plan);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes;
   const uint64_t room = options.dram_limit_bytes - std::min(needed, options.dram_limit_bytes);
@@ -291,7 +371,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
     return DramLimitError(plan, options, use, state_bytes);
   }
   // The layout is affordable now, so a map of its blocks is too.
-  PlaceBlocks(layout, options, room, plan);
+  PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room, plan);
   RETURN_IF_ERROR(CheckSwap(plan, options, *use.swap));
   return plan;
 }

@@ -39,7 +39,14 @@ struct SessionRequest {
 
 // Every arena of a job, its sizes and its offsets.
 struct MemoryPlan {
-  uint64_t weights_bytes = 0;
+  uint64_t weights_bytes = 0;  // of the arena
+  // Partitions whose weights are on swap, and the part of the arena that has copies of some of them: behind the
+  // others, which lie there end to end. Empty: all are in DRAM, as the layout has them.
+  std::vector<bool> weights_on_swap;
+  uint64_t weights_cache_offset = 0;
+  uint64_t weights_cache_bytes = 0;
+  uint64_t weights_on_swap_bytes = 0;
+  bool has_weights_on_swap() const { return !weights_on_swap.empty(); }
 
   // Step arena: accumulators, overflow, extra_state.
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
@@ -115,7 +122,9 @@ absl::Status CheckReaderRequest(uint64_t grad_arena_bytes);
 //         E_EXTRA_STATE  above kExtraStateBytesMax.
 absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRequest& request);
 
-// Where the limit leaves too little, the plan says how much is missing: others may make room.
+// Where the limit leaves too little, the plan says how much is missing: others may make room. Where that is
+// not enough for the weights of a job that is attached sharded, they are on swap but for those that fit:
+// groups in their order. So are all its states then.
 //
 // Errors  E_DRAM_LIMIT  no job can make so much room, or there is no swap; see DramLimitError.
 //         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.

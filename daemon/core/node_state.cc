@@ -552,7 +552,7 @@ void NodeState::CheckInvariants() const {
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
     for (const nvme::Slot& slot : job->swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    staged += job->staged_blocks();
+    staged += job->staging_slots();
     FOREBAY_CHECK(!job->is_freed() &&
                   impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);
   }

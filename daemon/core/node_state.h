@@ -35,6 +35,14 @@ struct ResidencyCounters {
   uint64_t failed = 0;
 };
 
+// Fetches of weights that are on swap.
+struct WeightsCounters {
+  uint64_t fetches = 0;  // that were answered
+  // Of these, with weights that were in DRAM or on their way when they came.
+  uint64_t fetches_ahead = 0;
+  uint64_t read_bytes = 0;
+};
+
 // What statistics may know of one job; the names are those of JobStatus in protocol/forebay.capnp.
 struct JobView {
   std::string name;
@@ -51,7 +59,10 @@ struct JobView {
   uint64_t state_bytes = 0;       // weights and states of the parameters, padding left out
   uint32_t blocks = 0;
   uint32_t resident_blocks = 0;
-  uint64_t resident_bytes = 0;  // DRAM of states, of blocks that move too
+  uint64_t resident_bytes = 0;         // DRAM of states, of blocks that move too
+  uint64_t weights_on_swap_bytes = 0;  // of partitions that are there; 0: all are in DRAM
+  uint64_t weights_cache_bytes = 0;    // DRAM for copies of them
+  WeightsCounters weights;
   ResidencyCounters moves;
   uint64_t leases = 0;
   uint64_t update_reads = 0;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "protocol/os/check.h"
+#include "protocol/units.h"
 
 namespace forebay::daemon {
 
@@ -27,10 +28,16 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64
   }
   for (uint32_t index = 0; index < layout.partitions().size(); ++index) {
     const protocol::PartitionPlace& partition = layout.partitions()[index];
-    partitions_.push_back(
-        {.tier = Tier::kDram,
-         .weights_offset_bytes = owner_begins.at(partition.owner) + partition.weights_offset_bytes,
-         .bytes = layout.partition_bytes(index)});
+    PartitionLocation& location = partitions_.emplace_back();
+    location.bytes = layout.partition_bytes(index);
+    if (map.is_on_swap(index)) {
+      location.tier = Tier::kNvme;
+      continue;
+    }
+    location.weights_offset_bytes = map.has_weights_on_swap() ? weights_bytes_
+                                                              : owner_begins.at(partition.owner) +
+                                                                    partition.weights_offset_bytes;
+    weights_bytes_ += protocol::RoundUp(location.bytes, protocol::kPageBytes);
   }
 }
 

@@ -1,4 +1,4 @@
-// Where a job's bytes are: each block of states in DRAM or on swap, each partition's weights in DRAM.
+// Where a job's bytes are: each block of states, and each partition's weights, in DRAM or on swap.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct BlockLocation {
 };
 
 struct PartitionLocation {
-  Tier tier = Tier::kDram;
-  uint64_t weights_offset_bytes = 0;
+  Tier tier = Tier::kDram;            // kNvme: in the planes of its blocks; WeightsCache has copies
+  uint64_t weights_offset_bytes = 0;  // in the weights arena
   uint64_t bytes = 0;
 };
 
@@ -36,11 +36,15 @@ struct PartitionLocation {
 class Placement {
  public:
   Placement() = default;
-  // The lowest blocks that fit into `dram_bytes` are in DRAM, the others on swap.
+  // The lowest blocks that fit into `dram_bytes` are in DRAM, the others on swap. Weights are where `map` has
+  // them: all of them in DRAM as the layout places them, or those that are, end to end.
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes);
 
   const BlockLocation& WhereBlock(uint32_t block) const { return blocks_.at(block); }
   PartitionLocation WherePartition(uint32_t partition) const { return partitions_.at(partition); }
+  uint64_t weights_bytes() const {
+    return weights_bytes_;
+  }  // of those in DRAM, each on whole pages
 
   uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
@@ -80,6 +84,7 @@ class Placement {
   std::set<uint32_t> promotions_;
   std::optional<uint32_t> moving_;
   uint32_t resident_blocks_ = 0;
+  uint64_t weights_bytes_ = 0;
   uint64_t state_bytes_ = 0;
   uint64_t leaving_bytes_ = 0;
 };

@@ -59,6 +59,7 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
   const BlockLocation& location = pipeline_.placement().WhereBlock(block);
   if (location.move != BlockMove::kNone || slot_bytes_ == 0) return;
   if (location.tier == Tier::kNvme) {
+    if (pipeline_.map().has_weights(block)) return;  // weights come before states
     if (location.state.bytes <= free_bytes) pipeline_.placement().Mark(block);
     return;
   }

@@ -11,8 +11,8 @@ StagingPool::StagingPool(uint32_t slots) : slots_(slots) {
   for (uint32_t slot = 0; slot < slots; ++slot) free_.insert(slot);
 }
 
-std::optional<uint32_t> StagingPool::AllocateFree() {
-  if (free_.empty()) return std::nullopt;
+std::optional<uint32_t> StagingPool::AllocateFree(uint32_t kept) {
+  if (free_.size() <= kept) return std::nullopt;
   return free_.extract(free_.begin()).value();
 }
 

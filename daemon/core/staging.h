@@ -18,8 +18,8 @@ class StagingPool {
  public:
   explicit StagingPool(uint32_t slots);
 
-  // The lowest free slot.
-  std::optional<uint32_t> AllocateFree();
+  // The lowest free slot, where more than `kept` are free.
+  std::optional<uint32_t> AllocateFree(uint32_t kept = 0);
 
   // A free slot; else that of a block that its job can do without now (StagedBlocks::Reclaim): of the
   // asking job, else of another one.
@@ -72,9 +72,10 @@ class StagedBlocks {
   void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
   void Drop(uint32_t block);  // gives the slot back
 
-  // A slot for a read ahead: a free one. For a read that is waited for: see StagingPool.
-  std::optional<uint32_t> AllocateFree() { return Waited(pool_.AllocateFree()); }
+  // A slot for a read ahead: a free one that leaves `kept`. For a read that is waited for: see StagingPool.
+  std::optional<uint32_t> AllocateFree(uint32_t kept) { return Waited(pool_.AllocateFree(kept)); }
   std::optional<uint32_t> AllocateUrgent() { return Waited(pool_.AllocateUrgent(*this)); }
+  void Release(uint32_t slot) { pool_.Release(slot); }  // that holds no block of this table
 
   // An allocation failed, or a block was reclaimed for another job, since the flag was cleared: the
   // job must try again when anything changes.

@@ -26,13 +26,16 @@ void StateAccess::AddRead(const CommandId& command, const protocol::Command& wor
 
 StateAccess::Written StateAccess::AddWrite(const CommandId& command,
                                            const protocol::Command& words) {
+  const bool is_weights = static_cast<protocol::Op>(words.op) == protocol::Op::kWriteInitial;
+  const protocol::DType dtype = is_weights ? layout_->spec().dtype : protocol::DType::kFloat32;
   const Written range{.partition = words.partition,
                       .begin = words.element_offset,
-                      .end = words.element_offset + words.length_bytes / sizeof(float)};
+                      .end = words.element_offset + words.length_bytes / SizeBytes(dtype)};
   const std::vector<ElementRun> runs =
       pipeline_.map().LocateInPartition(range.partition, range.begin, range.end);
   queue_.push_back({.command = command,
                     .write = range,
+                    .dtype = dtype,
                     .grad_offset_bytes = words.arena_offset_bytes,
                     .pieces = {runs.begin(), runs.end()}});
   return range;
@@ -46,7 +49,10 @@ void StateAccess::Pump() {
     queue_.pop_front();
     phase_ = Phase::kWaitingSlot;
   }
-  if (current_.write && leases_.IsLeased(current_.write->partition)) return;
+  // What is read from swap meanwhile is in the block's old slot.
+  if (current_.write && (leases_.IsLeased(current_.write->partition) || weights_.is_loading())) {
+    return;
+  }
   const uint32_t block = current_.pieces.front().block;
   own_slot_ = false;
   if (block == ElementRun::kNoBlock || pipeline_.is_resident(block)) {
@@ -99,14 +105,15 @@ void StateAccess::StartDecode(const ElementRun& piece) {
                         .state = current_.state,
                         .block_elem = piece.block_elem,
                         .elems = piece.elems,
-                        .weights_offset_bytes = WeightsOffset(piece),
+                        .weights = WeightsOf(piece),
                         .grad_offset_bytes = current_.grad_offset_bytes});
 }
 
 void StateAccess::StartSet(const ElementRun& piece) {
   SetMasters action{.session = current_.command.session,
+                    .dtype = current_.dtype,
                     .elems = piece.elems,
-                    .weights_offset_bytes = WeightsOffset(piece),
+                    .weights = WeightsOf(piece),
                     .grad_offset_bytes = current_.grad_offset_bytes};
   if (piece.block != ElementRun::kNoBlock) {
     action.in_block = SetMasters::InBlock{.place = pipeline_.PlaceOf(piece.block),
@@ -119,9 +126,8 @@ void StateAccess::StartSet(const ElementRun& piece) {
   io_.Start(TaskKind::kAccessState, current_.command.session, std::move(action));
 }
 
-uint64_t StateAccess::WeightsOffset(const ElementRun& piece) const {
-  return pipeline_.placement().WherePartition(piece.partition).weights_offset_bytes +
-         piece.partition_elem * protocol::SizeBytes(layout_->spec().dtype);
+WeightsPlace StateAccess::WeightsOf(const ElementRun& piece) const {
+  return pipeline_.PlaceOfWeights(piece.partition, piece.partition_elem);
 }
 
 void StateAccess::OnAccessed(const TaskDone& done) {
@@ -138,6 +144,7 @@ void StateAccess::OnAccessed(const TaskDone& done) {
   const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
   if (staged && current_.write && status.ok()) {
     checksum_ = done.checksum;
+    weights_digests_ = done.weights_digests;
     StartWrite();
     return;
   }
@@ -167,8 +174,9 @@ void StateAccess::OnWritten(const TaskDone& done) {
       return;
     }
   } else {
-    ledger.EndWrite(block, checksum_, ledger.current(block).written_step);
+    ledger.EndWrite(block, checksum_, ledger.current(block).written_step, weights_digests_);
     ledger.PublishBlock(block);
+    weights_.ForgetBlock(block);
   }
   pipeline_.staged().Drop(block);
   pipeline_.OnSwapped(block);
@@ -177,7 +185,7 @@ void StateAccess::OnWritten(const TaskDone& done) {
 }
 
 void StateAccess::EndPiece(const absl::Status& status) {
-  current_.grad_offset_bytes += current_.pieces.front().elems * sizeof(float);
+  current_.grad_offset_bytes += current_.pieces.front().elems * SizeBytes(current_.dtype);
   current_.pieces.pop_front();
   if (!status.ok() || current_.answered || current_.pieces.empty()) {
     End(status);

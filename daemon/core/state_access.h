@@ -15,6 +15,7 @@
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
 #include "daemon/core/step_pipeline.h"
+#include "daemon/core/weights_cache.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
@@ -32,15 +33,23 @@ class StateAccess {
   };
 
   StateAccess(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, StepPipeline& pipeline,
-              const LeaseTable& leases)
-      : io_(io), layout_(std::move(layout)), pipeline_(pipeline), leases_(leases) {}
+              WeightsCache& weights, const LeaseTable& leases)
+      : io_(io),
+        layout_(std::move(layout)),
+        pipeline_(pipeline),
+        weights_(weights),
+        leases_(leases) {}
 
-  // A checked kReadState, and a checked kWriteMasters.
+  // A checked kReadState, and a checked kWriteMasters or kWriteInitial.
   //
   // Errors  E_NONFINITE  a master is not finite, or rounds to infinite weights: a part of the range may
   //                      have been written.
   void AddRead(const CommandId& command, const protocol::Command& words);
   Written AddWrite(const CommandId& command, const protocol::Command& words);
+  // A write changes blocks, or will as soon as nothing reads them: it waits for no lease any more.
+  bool is_writing() const {
+    return in_progress() && current_.write && !leases_.IsLeased(current_.write->partition);
+  }
 
   // Goes on with the command in progress, or begins the next; called while no step is applied. A
   // command in progress must end before a step begins to update.
@@ -70,8 +79,9 @@ class StateAccess {
     uint32_t param = 0;                 // of a read
     uint32_t state = 0;                 // of a read: index into protocol::StateNames
     std::optional<Written> write = {};  // what it will have written
-    uint64_t grad_offset_bytes = 0;     // of the next piece
-    std::deque<ElementRun> pieces;      // the first is in progress
+    protocol::DType dtype = protocol::DType::kFloat32;  // of the client's bytes
+    uint64_t grad_offset_bytes = 0;                     // of the next piece
+    std::deque<ElementRun> pieces;                      // the first is in progress
   };
   enum class Phase : uint8_t {
     kIdle,         // no read is in progress
@@ -85,20 +95,23 @@ class StateAccess {
   void StartDecode(const ElementRun& piece);
   void StartSet(const ElementRun& piece);
   void StartWrite();
-  uint64_t WeightsOffset(const ElementRun& piece) const;
+  WeightsPlace WeightsOf(const ElementRun& piece) const;
   void EndPiece(const absl::Status& status);
   void End(const absl::Status& status);
 
   JobTasks& io_;
   std::shared_ptr<const protocol::Layout> layout_;
   StepPipeline& pipeline_;
+  WeightsCache& weights_;
   const LeaseTable& leases_;
   Phase phase_ = Phase::kIdle;
   bool own_slot_ = false;  // the block was read for this alone: its slot is given back at once
   Request current_;
   std::deque<Request> queue_;
   std::vector<Written> written_;
-  uint64_t checksum_ = 0;   // of the block that is being written
+  // Of the block that is being written.
+  uint64_t checksum_ = 0;
+  WeightsDigests weights_digests_;
   bool abandoned_ = false;  // the job failed
 };
 

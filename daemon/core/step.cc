@@ -31,12 +31,13 @@ uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
 }  // namespace
 
 Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-           const StateAccess& access, const LeaseTable& leases)
+           const StateAccess& access, WeightsCache& weights, const LeaseTable& leases)
     : spec_(spec),
       io_(io),
       members_(members),
       pipeline_(pipeline),
       access_(access),
+      weights_(weights),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members),
       trace_(spec.layout->partitions().size()),
@@ -369,6 +370,7 @@ void Step::BeginReducing() {
 // cannot be read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
   if (extra_copies_ > 0 || access_.in_progress() || pipeline_.placement().moving()) return;
+  if (weights_.is_loading()) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
     DropFaulty();
@@ -402,6 +404,7 @@ void Step::DecideWhenReduced() {
                    .grad_max = static_cast<float>(call.request.grad_max),
                    .hyper_params = call.hyper_params,
                    .params = ParamsWithGradient()});
+  weights_.ForgetUpdated();
   ArmLeaseTimer();
 }
 
@@ -545,6 +548,11 @@ void Step::Fail(const absl::Status& first_error) {
   io_.NewEpoch();
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
   gradients_.Drop(first_error);
+}
+
+uint64_t Step::FetchStep(std::optional<uint32_t> rank) const {
+  const bool has_called = rank && (phase_ != Phase::kOpen || barrier_.has(*rank));
+  return committed_step_ + (has_called ? 1 : 0);
 }
 
 bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {

@@ -19,6 +19,7 @@
 #include "daemon/core/step_barrier.h"
 #include "daemon/core/step_pipeline.h"
 #include "daemon/core/trace.h"
+#include "daemon/core/weights_cache.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -38,7 +39,7 @@ class Step {
   };
 
   Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-       const StateAccess& access, const LeaseTable& leases);
+       const StateAccess& access, WeightsCache& weights, const LeaseTable& leases);
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
@@ -92,6 +93,8 @@ class Step {
   // Whether a fetch of `rank` is answered now: not while it waits in step, until the
   // partition's own blocks are updated. A reader's (no rank) is, except from the decision to the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;
+  // The step whose weights a fetch asks for, by those that are committed before it.
+  uint64_t FetchStep(std::optional<uint32_t> rank) const;
   void RecordFetch(uint32_t partition) { trace_.Record(partition, phase_ != Phase::kOpen); }
   const std::vector<uint32_t>& trace() const { return trace_.committed(); }
   uint64_t extra_state_bytes(uint32_t rank) const { return extra_bytes_[rank]; }
@@ -136,6 +139,7 @@ class Step {
   Membership& members_;
   StepPipeline& pipeline_;
   const StateAccess& access_;
+  WeightsCache& weights_;
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;

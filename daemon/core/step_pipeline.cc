@@ -21,7 +21,7 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
                            uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
-      map_(layout_, plan.block_elems),
+      map_(layout_, plan.block_elems, plan.weights_on_swap),
       plan_(plan),
       leases_(leases),
       workers_(workers),
@@ -48,6 +48,13 @@ BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
           .slot = ledger_.newest(block).slot};
 }
 
+WeightsPlace StepPipeline::PlaceOfWeights(uint32_t partition, uint64_t partition_elem) const {
+  const PartitionLocation location = placement_.WherePartition(partition);
+  if (location.tier == Tier::kNvme) return {.in_block = true};
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  return {.offset_bytes = location.weights_offset_bytes + partition_elem * width};
+}
+
 BlockIdentity StepPipeline::IdentityOf(uint32_t block) const {
   return {.job = io_.job(), .block = block, .written_step = ledger_.newest(block).written_step};
 }
@@ -71,12 +78,14 @@ void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
 void StepPipeline::Prefetch() {
   if (running_ || abandoned_) return;
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
+  // Backward fetches weights through the same slots; what is read ahead would be dropped for them.
+  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = prefetch_next_;
     const BlockLocation& location = placement_.WhereBlock(block);
     if (location.tier == Tier::kDram || location.move == BlockMove::kPromote) continue;
     if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
-    const std::optional<uint32_t> slot = staged_.AllocateFree();
+    const std::optional<uint32_t> slot = staged_.AllocateFree(kept);
     if (!slot) return;
     StartRead(block, *slot, /*for_update=*/true);
     staged_.at(block).prefetched = true;
@@ -238,22 +247,19 @@ bool StepPipeline::IsNeeded(uint32_t block) const {
 }
 
 std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
-  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
   std::vector<UpdateSegment> segments;
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
-    segments.push_back(
-        {.weights_offset_bytes = placement_.WherePartition(run.partition).weights_offset_bytes +
-                                 run.partition_elem * width,
-         .accumulator_offset_bytes =
-             plan_.accumulator_offsets[run.partition] + run.partition_elem * sum_width,
-         .block_elem = run.block_elem,
-         .elems = run.elems,
-         .param_elem = run.param_elem,
-         .param = run.param,
-         .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
+    segments.push_back({.weights = PlaceOfWeights(run.partition, run.partition_elem),
+                        .accumulator_offset_bytes = plan_.accumulator_offsets[run.partition] +
+                                                    run.partition_elem * sum_width,
+                        .block_elem = run.block_elem,
+                        .elems = run.elems,
+                        .param_elem = run.param_elem,
+                        .param = run.param,
+                        .trust = pass_ == UpdatePass::kWeights ? trust_[run.param] : 1.0F});
     if (pass_ == UpdatePass::kMasters) continue;
     const uint64_t t = param_updates_[run.param] + 1;
     segments.back().scalars = ScalarsOf(param.param_group, t);
@@ -323,16 +329,14 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     norms_[update.block] = done.norms;
   } else {
     overflowed_masters_ += done.count;
-    for (const uint32_t partition : block_partitions_[update.block]) {
-      --partition_blocks_left_[partition];
-    }
+    if (!map_.has_weights(update.block)) FinishPartitionsOf(update.block);
   }
   if (resident) {
     ledger_.SetInPlace(update.block, order_.step);
     --blocks_left_;
     return absl::OkStatus();
   }
-  StartWrite(update.block, done.checksum);
+  StartWrite(update.block, done.checksum, done.weights_digests);
   return absl::OkStatus();
 }
 
@@ -349,10 +353,16 @@ WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identit
           .pause = target->pause};
 }
 
-void StepPipeline::StartWrite(uint32_t block, uint64_t checksum) {
+void StepPipeline::FinishPartitionsOf(uint32_t block) {
+  for (const uint32_t partition : block_partitions_[block]) --partition_blocks_left_[partition];
+}
+
+void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
   const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
-  tasks_.emplace(task, Running{.block = block, .checksum = checksum});
+  tasks_.emplace(
+      task,
+      Running{.block = block, .checksum = checksum, .weights_digests = std::move(weights_digests)});
 }
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
@@ -366,10 +376,13 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     unwritten_.insert(write.block);
     swap_wait_ = DescribeBlock(done.status, write.block);
     AddSpareSlot();
-    StartWrite(write.block, write.checksum);
+    StartWrite(write.block, write.checksum, write.weights_digests);
     return absl::OkStatus();
   }
-  ledger_.EndWrite(write.block, write.checksum, order_.step);
+  ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
+  if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
+    FinishPartitionsOf(write.block);
+  }
   staged_.Drop(write.block);
   unwritten_.erase(write.block);
   if (unwritten_.empty()) swap_wait_ = absl::OkStatus();

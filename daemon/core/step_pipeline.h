@@ -82,7 +82,7 @@ class StepPipeline {
   uint64_t Finish();
   // Whether the running step updates the partition.
   bool Updates(uint32_t partition) const { return running_ && partition_has_gradient_[partition]; }
-  // No update of the running step touches the partition any more.
+  // No update of the running step touches the partition any more; of one on swap, it is written.
   bool IsPartitionDone(uint32_t partition) const {
     return !running_ || partition_blocks_left_[partition] == 0;
   }
@@ -125,6 +125,8 @@ class StepPipeline {
     return placement_.WhereBlock(block).tier == Tier::kDram;
   }
   BlockPlace PlaceOf(uint32_t block) const;
+  // Of an element of a partition, where states are updated or read.
+  WeightsPlace PlaceOfWeights(uint32_t partition, uint64_t partition_elem) const;
   BlockIdentity IdentityOf(uint32_t block) const;
   uint64_t checksum(uint32_t block) const { return ledger_.newest(block).checksum; }
   // Updates that a parameter has had.
@@ -145,7 +147,9 @@ class StepPipeline {
   struct Running {
     uint32_t block = 0;
     bool for_update = false;  // of reads
-    uint64_t checksum = 0;    // of writes
+    // Of writes.
+    uint64_t checksum = 0;
+    WeightsDigests weights_digests = {};
   };
 
   Running FinishTask(TaskId task);
@@ -153,7 +157,8 @@ class StepPipeline {
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
-  void StartWrite(uint32_t block, uint64_t checksum);
+  void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
+  void FinishPartitionsOf(uint32_t block);
   void StartReads();
   bool UpdatesHaveOtherWork() const;
   // The update of the block waits for a lease, and no lease is given on its weights before the update.

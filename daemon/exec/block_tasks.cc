@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,7 @@
 #include "cpu_adam/update_kernel.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
 namespace forebay::daemon {
@@ -85,13 +87,23 @@ struct StateRange {
   uint64_t block_elems = 0;  // of the block that has them
   uint64_t block_elem = 0;
   uint64_t elems = 0;
-  uint64_t weights_offset_bytes = 0;
+  WeightsPlace weights;  // of block_elem
 };
 
+// Where a block's plane of weights begins.
+uint64_t WeightsPlane(uint64_t block_elems, const StateMemory& memory) {
+  return BlockBytes(protocol::StatePlanes(memory.optimizer, memory.format, memory.dtype),
+                    block_elems);
+}
+
 std::span<std::byte> WeightsOf(const StateRange& range, const StateMemory& memory) {
-  const uint64_t bytes = range.elems * protocol::SizeBytes(memory.dtype);
-  FOREBAY_CHECK(range.weights_offset_bytes + bytes <= memory.weights.size());
-  return memory.weights.subspan(range.weights_offset_bytes, bytes);
+  const uint64_t width = protocol::SizeBytes(memory.dtype);
+  const std::span<std::byte> in = range.weights.in_block ? memory.block : memory.weights;
+  const uint64_t offset = range.weights.in_block
+                              ? WeightsPlane(range.block_elems, memory) + range.block_elem * width
+                              : range.weights.offset_bytes;
+  FOREBAY_CHECK(offset + range.elems * width <= in.size());
+  return in.subspan(offset, range.elems * width);
 }
 
 // In the order of protocol::StatePlanes: remainder or master, moments, scales.
@@ -123,12 +135,13 @@ StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
 StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
                      const StateMemory& memory) {
   const uint64_t width = protocol::SizeBytes(memory.dtype);
-  StatePlanes state =
-      PlanesOf({.block_elems = action.block_elems,
-                .block_elem = part.segment.block_elem + part.skipped,
-                .elems = part.elems,
-                .weights_offset_bytes = part.segment.weights_offset_bytes + part.skipped * width},
-               memory);
+  StatePlanes state = PlanesOf(
+      {.block_elems = action.block_elems,
+       .block_elem = part.segment.block_elem + part.skipped,
+       .elems = part.elems,
+       .weights = {.in_block = part.segment.weights.in_block,
+                   .offset_bytes = part.segment.weights.offset_bytes + part.skipped * width}},
+      memory);
   state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
   return state;
 }
@@ -206,6 +219,23 @@ void AddPages(ElemRange range, const UpdateBlock& action, const StateMemory& mem
         protocol::kPageBytes;
     digests.Add(first + begin, first + end);
   }
+  const uint64_t first = WeightsPlane(action.block_elems, memory) / protocol::kPageBytes;
+  if (first == digests.pages()) return;
+  const uint64_t width = protocol::SizeBytes(memory.dtype);
+  const bool is_last = range.end == action.block_elems;
+  digests.Add(first + range.begin * width / protocol::kPageBytes,
+              is_last ? digests.pages() : first + range.end * width / protocol::kPageBytes);
+}
+
+// What a block on a staging slot is known by once it is written.
+void SetDigests(const nvme::PageDigests& digests, const nvme::Identity& identity,
+                uint64_t block_elems, const StateMemory& memory, TaskDone& done) {
+  done.checksum = digests.Checksum(identity);
+  const auto of_weights =
+      digests.digests().subspan(WeightsPlane(block_elems, memory) / protocol::kPageBytes);
+  if (of_weights.empty()) return;
+  done.weights_digests =
+      std::make_shared<const std::vector<uint64_t>>(of_weights.begin(), of_weights.end());
 }
 
 }  // namespace
@@ -220,7 +250,8 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
     AddPages(range, action, memory.states, digests);
   }
   TaskDone done = JoinUpdate(found);
-  done.checksum = digests.Checksum(MakeIdentity(action.identity_after, nonce));
+  SetDigests(digests, MakeIdentity(action.identity_after, nonce), action.block_elems, memory.states,
+             done);
   return done;
 }
 
@@ -300,7 +331,7 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
   const StatePlanes planes = PlanesOf({.block_elems = action.block_elems,
                                        .block_elem = action.block_elem - first,
                                        .elems = action.elems,
-                                       .weights_offset_bytes = action.weights_offset_bytes},
+                                       .weights = action.weights},
                                       memory);
   float* const out = Elems<float>(to, 0, 0, action.elems);
   if (of_moment) {
@@ -314,8 +345,10 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
 bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
                    std::span<const std::byte> from) {
   // A private copy: the client could change its bytes behind the check.
+  std::vector<std::byte> copied(from.begin(), from.end());
   std::vector<float> masters(action.elems);
-  std::memcpy(masters.data(), from.data(), from.size());
+  cpu_adam::AddGradient(action.elems, GradientOf(action.dtype, copied), cpu_adam::AddMode::kSet,
+                        masters.data());
   const StateFormat format{memory.format, memory.dtype};
   const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
   if (!std::ranges::all_of(masters, is_finite)) return false;
@@ -324,23 +357,40 @@ bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
     state = PlanesOf({.block_elems = action.in_block->block_elems,
                       .block_elem = action.in_block->block_elem,
                       .elems = action.elems,
-                      .weights_offset_bytes = action.weights_offset_bytes},
+                      .weights = action.weights},
                      memory);
   } else {
-    state.weights =
-        WeightsOf({.elems = action.elems, .weights_offset_bytes = action.weights_offset_bytes},
-                  memory)
-            .data();
+    state.weights = WeightsOf({.elems = action.elems, .weights = action.weights}, memory).data();
   }
   cpu_adam::EncodeMasters(format, masters.size(), masters.data(), state);
   return true;
 }
 
-uint64_t BlockChecksum(const BlockIdentity& identity, uint64_t nonce,
-                       std::span<const std::byte> bytes) {
-  nvme::PageDigests digests(bytes);
-  digests.Add(0, bytes.size() / protocol::kPageBytes);
-  return digests.Checksum(MakeIdentity(identity, nonce));
+TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t block_elems,
+                     const StateMemory& memory) {
+  nvme::PageDigests digests(memory.block);
+  digests.Add(0, digests.pages());
+  TaskDone done;
+  SetDigests(digests, MakeIdentity(identity, nonce), block_elems, memory, done);
+  return done;
+}
+
+absl::Status RunLoadWeights(const LoadWeights& action, std::string_view path,
+                            std::span<const std::byte> from, std::span<std::byte> weights) {
+  const uint64_t pages = action.bytes / protocol::kPageBytes;
+  FOREBAY_CHECK(action.first_page + pages <= action.digests->size());
+  RETURN_IF_ERROR(nvme::Verify(
+      nvme::ExpectedPages{.slot = action.slot,
+                          .path = path,
+                          .offset_bytes = action.slot_offset_bytes,
+                          .digests = std::span(*action.digests).subspan(action.first_page, pages)},
+      from));
+  for (const LoadWeights::Copy& copy : action.copies) {
+    FOREBAY_CHECK(copy.from_bytes + copy.bytes <= from.size() &&
+                  copy.to_bytes + copy.bytes <= weights.size());
+    std::memcpy(weights.data() + copy.to_bytes, from.data() + copy.from_bytes, copy.bytes);
+  }
+  return absl::OkStatus();
 }
 
 bool RunCopyInitial(DType dtype, std::span<const std::byte> from, std::span<std::byte> to) {

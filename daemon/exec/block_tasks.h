@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "cpu_adam/lamb.h"
@@ -29,7 +30,7 @@ uint64_t BlockBytes(std::span<const protocol::Plane> planes, uint64_t block_elem
 // Where a job's weights and the planes of one of its blocks are, and what they hold.
 struct StateMemory {
   std::span<std::byte> weights;  // weights arena
-  std::span<std::byte> block;    // all planes of the block
+  std::span<std::byte> block;    // all planes of the block, that of weights behind the others
   protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
   protocol::Format format = protocol::Format::kFp32;
   protocol::DType dtype = protocol::DType::kFloat32;  // of the weights
@@ -100,14 +101,20 @@ cpu_adam::SquareSum RunSumGradient(protocol::DType sum_dtype, ElemRange range,
 // Elements of one state as float32, into the client's bytes, which may have any alignment of 4.
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);
 
-// float32 of the client -> masters and weights, where `memory.block` is empty weights alone. False, and
+// Bytes of the client, of `action.dtype` -> masters and weights, where `memory.block` is empty weights alone. False, and
 // nothing is changed, where one is not finite or its weights are not.
 bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
                    std::span<const std::byte> from);
 
-// The checksum of a whole block.
-uint64_t BlockChecksum(const BlockIdentity& identity, uint64_t nonce,
-                       std::span<const std::byte> bytes);
+// The checksum of a whole block, and the digests of its plane of weights if it has one.
+TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t block_elems,
+                     const StateMemory& memory);
+
+// Verified pages of a plane of weights -> weights arena.
+//
+// Errors  E_CORRUPT  names path and offset.
+absl::Status RunLoadWeights(const LoadWeights& action, std::string_view path,
+                            std::span<const std::byte> from, std::span<std::byte> weights);
 
 // client's bytes -> weights. False where the copy is not finite.
 bool RunCopyInitial(protocol::DType dtype, std::span<const std::byte> from,

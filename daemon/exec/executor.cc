@@ -251,9 +251,12 @@ void Executor::OnCompletion(const nvme::Completion& completion) {
 void Executor::EndTransfers(std::vector<SwapDone>& done) {
   for (SwapDone& one : done) {
     if (one.kind != SwapDone::Kind::kZeroed) {
-      jobs_.at(one.job).timeline.Add(
+      const auto load = loads_.find(one.task);
+      JobMemory& job = jobs_.at(one.job);
+      job.timeline.Add(
           {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
-           .name = absl::StrCat("block ", one.block),
+           .name = load == loads_.end() ? absl::StrCat("block ", one.block)
+                                        : job.layout->PartitionName(load->second.partition),
            .start_ns = one.start_ns,
            .end_ns = MonotonicNs(),
            .bytes = one.bytes});
@@ -263,7 +266,8 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       spdlog::error("{}", Text(one.status));
       if (is_retried) next_write_error_ns_ = MonotonicNs() + kWriteErrorLogNs;
     }
-    if (!mover_.OnTransferred(one)) Done(one.task, std::move(one.status));
+    if (mover_.OnTransferred(one) || CopyLoaded(one)) continue;
+    Done(one.task, std::move(one.status));
   }
 }
 

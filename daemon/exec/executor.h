@@ -128,6 +128,8 @@ class Executor {
 
   void Raise(Event event);
   void EndTransfers(std::vector<SwapDone>& done);
+  // What comes after the read of a LoadWeights; false: it was none, or it failed.
+  bool CopyLoaded(const SwapDone& read);
   void Done(TaskId task, absl::Status status) {
     Raise(TaskDone{.task = task, .status = std::move(status)});
   }
@@ -154,6 +156,7 @@ class Executor {
   void Run(PromoteBlock& action);
   void Run(DecodeState& action);
   void Run(SetMasters& action);
+  void Run(LoadWeights& action);
   void Run(RoomAwaited& action);
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
@@ -204,6 +207,7 @@ class Executor {
   ArenaRegistry registry_;
   JobMemoryTable jobs_;
   BlockMover mover_;
+  std::map<TaskId, LoadWeights> loads_;  // being read
   std::map<SessionId, Session> sessions_;
   SessionPoller poller_;
   RankExchange exchange_;

@@ -429,7 +429,8 @@ void Executor::Run(DecodeState& action) {
 void Executor::Run(SetMasters& action) {
   JobMemory& job = jobs_.at(action.job);
   const ArenaRegistry::Arena grad = session_io(action.session).grad();
-  const auto from = Part(grad, action.grad_offset_bytes, action.elems * sizeof(float));
+  const auto from =
+      Part(grad, action.grad_offset_bytes, action.elems * protocol::SizeBytes(action.dtype));
   const StateMemory memory =
       action.in_block ? StatesAt(job, action.in_block->place, action.in_block->block_bytes, swap_)
                       : WeightsOf(job);
@@ -445,10 +446,41 @@ void Executor::Run(SetMasters& action) {
     TaskDone done;
     done.status = VerifyBlock(expected, action.in_block->identity, memory.block);
     if (!done.status.ok()) return done;
-    done.count = RunSetMasters(action, memory, from) ? 0 : 1;
-    done.checksum = BlockChecksum(action.in_block->identity, nonce, memory.block);
+    const bool was_set = RunSetMasters(action, memory, from);
+    done = DigestBlock(action.in_block->identity, nonce, action.in_block->block_elems, memory);
+    done.count = was_set ? 0 : 1;
     return done;
   });
+}
+
+void Executor::Run(LoadWeights& action) {
+  FOREBAY_CHECK(swap_ != nullptr);
+  const auto staged = swap_->Slot(action.staging_slot, action.bytes);
+  const SwapTransfer transfer{.task = action.task,
+                              .job = action.job,
+                              .block = action.block,
+                              .slot = action.slot,
+                              .bytes = staged,
+                              .slot_offset_bytes = action.slot_offset_bytes};
+  loads_.emplace(action.task, std::move(action));
+  std::vector<SwapDone> done;
+  swap_->StartRead(transfer, done);
+  EndTransfers(done);
+}
+
+bool Executor::CopyLoaded(const SwapDone& read) {
+  auto node = loads_.extract(read.task);
+  if (node.empty() || !read.status.ok()) return false;
+  LoadWeights& action = node.mapped();
+  const auto staged = swap_->Slot(action.staging_slot, action.bytes);
+  const auto weights = jobs_.at(action.job).weights->bytes();
+  const std::string_view path = swap_->path_name(action.slot.path);
+  PostTask(read.task, [action = std::move(action), path, staged, weights] {
+    TaskDone done;
+    done.status = RunLoadWeights(action, path, staged, weights);
+    return done;
+  });
+  return true;
 }
 
 void Executor::Run(EvictBlock& action) { mover_.Evict(action, jobs_.at(action.job).state); }

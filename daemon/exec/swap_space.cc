@@ -92,8 +92,10 @@ void SwapSpace::StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& d
          .job = transfer.job,
          .block = transfer.block,
          .bytes = transfer.bytes.size()},
-        /*pause_ns=*/0,
-        [this, transfer] { return volume_->Read(transfer.slot, transfer.bytes, transfer.task); });
+        /*pause_ns=*/0, [this, transfer] {
+          return volume_->Read(transfer.slot, transfer.slot_offset_bytes, transfer.bytes,
+                               transfer.task);
+        });
   StartWaiting(done);
 }
 

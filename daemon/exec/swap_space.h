@@ -39,6 +39,7 @@ struct SwapTransfer {
   uint64_t block = 0;
   nvme::Slot slot;
   std::span<std::byte> bytes;
+  uint64_t slot_offset_bytes = 0;  // of a read: where it begins
 };
 
 // A transfer that has ended.
@@ -106,6 +107,8 @@ class SwapSpace {
 
   // Of this opening, part of every identity.
   uint64_t nonce() const { return nonce_; }
+
+  std::string_view path_name(uint32_t path) const { return volume_->path_name(path); }
 
   // For completions that Volume::Owns.
   void OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done);

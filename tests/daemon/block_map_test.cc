@@ -207,13 +207,13 @@ TEST(BlockMap, HasTheMostElementsThatFitIntoSoManyBytes) {
     spec.optimizer = optimizer;
     const auto layout = std::make_shared<const Layout>(*Layout::Create(spec));
     for (const uint64_t bytes : {uint64_t{3 * 4096}, uint64_t{40'000}, uint64_t{163'840}}) {
-      const uint64_t elems = BlockMap::ElemsWithin(*layout, bytes);
+      const uint64_t elems = BlockMap::ElemsWithin(*layout, bytes, false);
       ASSERT_GT(elems, 0U);
       EXPECT_LE(BlockMap(layout, elems).full_block_bytes(), bytes);
       EXPECT_GT(BlockMap(layout, elems + protocol::kStatesAlignElems).full_block_bytes(), bytes);
     }
   }
-  EXPECT_EQ(BlockMap::ElemsWithin(*Make({{{{64}, 0}}}), 8191), 0U);
+  EXPECT_EQ(BlockMap::ElemsWithin(*Make({{{{64}, 0}}}), 8191, false), 0U);
 }
 
 TEST(BlockMap, NumbersTheFirstBlockOfEachOwnerFirst) {

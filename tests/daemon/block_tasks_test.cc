@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <set>
 #include <string>
@@ -20,6 +22,8 @@
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/targets.h"
 #include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/units.h"
 
 namespace forebay::daemon {
 namespace {
@@ -166,7 +170,7 @@ struct ExactBlock {
     action.sum_dtype = sum_dtype;
     for (const ElemRange range : {ElemRange{0, 1001}, {1001, kElems}}) {
       action.segments.push_back(
-          {.weights_offset_bytes = range.begin * 2,
+          {.weights = {.offset_bytes = range.begin * 2},
            .accumulator_offset_bytes = range.begin * width,
            .block_elem = range.begin,
            .elems = range.end - range.begin,
@@ -236,7 +240,7 @@ struct SwappedBlock {
       const uint64_t left = elems - begin;
       const uint64_t size = std::min<uint64_t>(left, param % 3 == 0 ? 3 * kTileElems + 128 : 1024);
       action.segments.push_back(
-          {.weights_offset_bytes = begin * 2,
+          {.weights = {.offset_bytes = begin * 2},
            .accumulator_offset_bytes = begin * 2,
            .block_elem = begin,
            .elems = size,
@@ -311,6 +315,117 @@ TEST(UpdateForSwap, SumsWhatLambNeedsAsPartsDo) {
     ASSERT_EQ(warm.planes, parts.planes);
     EXPECT_EQ(done.checksum, nvme::Checksum(MakeIdentity(warm.action.identity_after, 10),
                                             std::span<const std::byte>(parts.planes)));
+  }
+}
+
+// The weights of a swapped block, moved from the arena to the plane behind its states.
+void MoveWeightsIntoBlock(SwappedBlock& block) {
+  const std::vector<std::byte> states = block.planes;
+  const uint64_t bytes = block.weights.size() * sizeof(uint16_t);
+  block.planes.resize(states.size() + protocol::RoundUp(bytes, protocol::kPageBytes));
+  std::memcpy(block.planes.data() + states.size(), block.weights.data(), bytes);
+  block.weights.clear();
+  block.action.bytes = block.planes.size();
+  block.memory.states.block = block.planes;
+  block.memory.states.weights = {};
+  for (UpdateSegment& segment : block.action.segments) segment.weights = {.in_block = true};
+}
+
+TEST(WeightsOnSwap, AnUpdateInTheBlockHasTheBitsOfOneInTheArena) {
+  using protocol::Format;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    for (const uint64_t elems : {2 * kTileElems, 9 * kTileElems + 5 * 128, uint64_t{128}}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << " of " << elems);
+      SwappedBlock in_arena(protocol::Optimizer::kAdamW, format, elems);
+      SwappedBlock in_block(protocol::Optimizer::kAdamW, format, elems);
+      MoveWeightsIntoBlock(in_block);
+      const size_t states_bytes = in_arena.planes.size();
+      for (int step = 0; step < 2; ++step) {
+        EXPECT_EQ(RunUpdateForSwap(in_arena.action, in_arena.memory, /*nonce=*/10).weights_digests,
+                  nullptr);
+        const TaskDone done = RunUpdateForSwap(in_block.action, in_block.memory, /*nonce=*/10);
+        const std::span<const std::byte> planes(in_block.planes);
+        EXPECT_TRUE(std::ranges::equal(planes.first(states_bytes), in_arena.planes));
+        EXPECT_EQ(std::memcmp(planes.data() + states_bytes, in_arena.weights.data(), elems * 2), 0);
+        EXPECT_EQ(done.checksum,
+                  nvme::Checksum(MakeIdentity(in_block.action.identity_after, 10), planes));
+        ASSERT_NE(done.weights_digests, nullptr);
+        nvme::PageDigests expected(planes.subspan(states_bytes));
+        expected.Add(0, expected.pages());
+        EXPECT_TRUE(std::ranges::equal(*done.weights_digests, expected.digests()));
+        EXPECT_EQ(*DigestBlock(in_block.action.identity_after, 10, elems, in_block.memory.states)
+                       .weights_digests,
+                  *done.weights_digests);
+      }
+    }
+  }
+}
+
+TEST(WeightsOnSwap, ALoadCopiesWhatIsVerifiedAndNothingElse) {
+  constexpr uint64_t kPages = 5;
+  std::vector<std::byte> plane(kPages * protocol::kPageBytes);
+  for (size_t i = 0; i < plane.size(); ++i) plane[i] = static_cast<std::byte>(i * 7 + i / 4096);
+  nvme::PageDigests digests(plane);
+  digests.Add(0, kPages);
+  LoadWeights load{.slot = {.path = 1, .offset_bytes = 8 << 20, .size_bytes = 1 << 20},
+                   .slot_offset_bytes = 81920,
+                   .bytes = 2 * protocol::kPageBytes,
+                   .digests = std::make_shared<const std::vector<uint64_t>>(
+                       digests.digests().begin(), digests.digests().end()),
+                   .first_page = 2,
+                   .copies = {{.from_bytes = 100, .to_bytes = 0, .bytes = 3000},
+                              {.from_bytes = 3228, .to_bytes = 3000, .bytes = 4000}}};
+  std::vector<std::byte> read(plane.begin() + 2 * 4096, plane.begin() + 4 * 4096);
+  std::vector<std::byte> weights(8192, std::byte{0xEE});
+  ASSERT_TRUE(RunLoadWeights(load, "/swap", read, weights).ok());
+  EXPECT_EQ(std::memcmp(weights.data(), read.data() + 100, 3000), 0);
+  EXPECT_EQ(std::memcmp(weights.data() + 3000, read.data() + 3228, 4000), 0);
+  EXPECT_TRUE(std::all_of(weights.begin() + 7000, weights.end(),
+                          [](std::byte byte) { return byte == std::byte{0xEE}; }));
+  // One bit, in either page: an error with path and offset, and the arena is as it was.
+  for (const size_t bit : {size_t{5}, size_t{4096 * 8 + 77}}) {
+    std::vector<std::byte> wrong = read;
+    wrong[bit / 8] ^= static_cast<std::byte>(1 << (bit % 8));
+    std::vector<std::byte> untouched(8192, std::byte{0xEE});
+    const absl::Status status = RunLoadWeights(load, "/swap", wrong, untouched);
+    EXPECT_EQ(protocol::IdOf(status), protocol::ErrorId::kCorrupt);
+    const uint64_t page = bit / 8 / 4096;
+    EXPECT_NE(
+        std::string(status.message())
+            .find("swap path 1 (/swap): the page at offset " + std::to_string(81920 + page * 4096)),
+        std::string::npos)
+        << status;
+    EXPECT_EQ(untouched, std::vector<std::byte>(8192, std::byte{0xEE}));
+  }
+  // Pages of the same plane in each other's place.
+  std::swap_ranges(read.begin(), read.begin() + 4096, read.begin() + 4096);
+  EXPECT_FALSE(RunLoadWeights(load, "/swap", read, weights).ok());
+}
+
+// A block that its planes fill to the last page: no slack hides what is read behind them.
+TEST(DecodeStates, ReadsTheLastElementsOfAFullBlockFromAnyElementOn) {
+  using protocol::Format;
+  constexpr uint64_t kElems = 4096 / sizeof(float) * protocol::kScaleElems;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    SwappedBlock block(protocol::Optimizer::kAdamW, format, kElems);
+    RunUpdateForSwap(block.action, block.memory, /*nonce=*/10);
+    for (uint32_t state = 0; state < 3; ++state) {
+      std::vector<float> all(kElems);
+      RunDecodeState({.block_elems = kElems, .state = state, .elems = kElems}, block.memory.states,
+                     BytesOf(all));
+      for (const uint64_t count : {uint64_t{1}, uint64_t{10}, uint64_t{130}}) {
+        std::vector<float> last(count);
+        const uint64_t first = kElems - count;
+        RunDecodeState({.block_elems = kElems,
+                        .state = state,
+                        .block_elem = first,
+                        .elems = count,
+                        .weights = {.offset_bytes = first * 2}},
+                       block.memory.states, BytesOf(last));
+        EXPECT_TRUE(std::equal(last.begin(), last.end(), all.end() - static_cast<int64_t>(count)))
+            << static_cast<int>(format) << " state " << state << ", the last " << count;
+      }
+    }
   }
 }
 

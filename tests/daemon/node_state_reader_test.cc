@@ -72,7 +72,7 @@ class NodeStateReader : public ::testing::Test {
   std::set<uint64_t> UpdatedOffsets() const {
     std::set<uint64_t> offsets;
     for (const auto& update : node_.Logged<UpdateBlock>()) {
-      for (const auto& segment : update.segments) offsets.insert(segment.weights_offset_bytes);
+      for (const auto& segment : update.segments) offsets.insert(segment.weights.offset_bytes);
     }
     return offsets;
   }

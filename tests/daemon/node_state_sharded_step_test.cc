@@ -340,7 +340,7 @@ TEST_F(NodeStateShardedStep, StatesAreReadAcrossOwners) {
     uint64_t read = 0;
     for (size_t i = before; i < all.size(); ++i) {
       EXPECT_EQ(all[i].grad_offset_bytes, read * 4) << "pieces lie side by side";
-      EXPECT_EQ(all[i].weights_offset_bytes, WeightsOffset(test.param, test.first + read));
+      EXPECT_EQ(all[i].weights.offset_bytes, WeightsOffset(test.param, test.first + read));
       EXPECT_EQ(all[i].identity.written_step, 1U);
       read += all[i].elems;
     }

@@ -251,8 +251,8 @@ TEST_F(NodeStateStep, AGroupThatNobodyDeliveredIsLeftAlone) {
     const bool first_step = update.identity_after.written_step == 1;
     for (const UpdateSegment& segment : update.segments) {
       const bool in_group_1 =
-          segment.weights_offset_bytes >= layout_->groups()[1].weights_offset_bytes &&
-          segment.weights_offset_bytes < layout_->groups()[2].weights_offset_bytes;
+          segment.weights.offset_bytes >= layout_->groups()[1].weights_offset_bytes &&
+          segment.weights.offset_bytes < layout_->groups()[2].weights_offset_bytes;
       EXPECT_TRUE(in_group_1 || !first_step);
       // The optimizer's own count of steps goes on for groups that were updated.
       EXPECT_EQ(node_.UpdateCount(segment), in_group_1 && !first_step ? 2U : 1U);

@@ -201,7 +201,7 @@ TEST_F(NodeStateWrite, OfAFrozenParameterSetsWeightsAlone) {
   ASSERT_FALSE(all.empty());
   EXPECT_FALSE(all.back().in_block.has_value());
   EXPECT_EQ(all.back().elems, 45U);
-  EXPECT_EQ(all.back().weights_offset_bytes, job.WeightsOffset(1, 0));
+  EXPECT_EQ(all.back().weights.offset_bytes, job.WeightsOffset(1, 0));
   EXPECT_EQ(job.node_.fault(), "");
 }
 

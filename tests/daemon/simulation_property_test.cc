@@ -94,6 +94,7 @@ struct Words {
     Put({a.task, a.session, a.identity.block, a.elems});
   }
   void operator()(const SetMasters& a) const { Put({a.task, a.session, a.elems}); }
+  void operator()(const LoadWeights& a) const { Put({a.task, a.partition, a.block, a.bytes}); }
   void operator()(const EvictBlock& a) const {
     Put({a.task, a.identity.block, a.place.slot->path, a.place.slot->offset_bytes});
   }

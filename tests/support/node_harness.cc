@@ -164,6 +164,10 @@ void NodeHarness::Observe(const Action& action) {
     FOREBAY_CHECK(answers_.emplace(answer->completion.tag, *answer).second);  // exactly once
     FOREBAY_CHECK(answer->completion.error ==
                   static_cast<uint32_t>(protocol::IdOf(answer->status)));
+    const auto fetch = fetches_.find(answer->completion.tag);
+    if (fetch != fetches_.end() && answer->status.ok()) {
+      model_.CheckFetched(answer->session, fetch->second, answer->completion);
+    }
     const auto gradient = gradients_.find(answer->completion.tag);
     const auto step = step_requests_.find(answer->completion.tag);
     if (step != step_requests_.end()) {
@@ -275,6 +279,7 @@ uint64_t NodeHarness::Fetch(uint64_t session, uint32_t partition) {
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kFetch);
   command.partition = partition;
+  fetches_[last_tag_ + 1] = partition;
   return Command(session, command);
 }
 

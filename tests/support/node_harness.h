@@ -202,6 +202,7 @@ class NodeHarness {
   std::map<uint64_t, daemon::AnswerAttach> attached_;
   std::map<uint64_t, absl::Status> closed_;
   std::map<uint64_t, daemon::AnswerCommand> answers_;  // by tag
+  std::map<uint64_t, uint32_t> fetches_;               // by tag: partitions
   std::map<uint64_t, SentGradient> gradients_;         // by tag
   std::map<uint64_t, SentStep> step_requests_;         // by tag
   std::optional<daemon::StepRequestCopied> override_;

@@ -29,6 +29,10 @@ BlockToken TokenOf(const BlockIdentity& identity, uint64_t checksum) {
           .checksum = checksum};
 }
 
+WeightsDigests DigestsOf(uint64_t checksum, uint64_t bytes) {
+  return std::make_shared<const std::vector<uint64_t>>(bytes / protocol::kPageBytes, checksum);
+}
+
 }  // namespace
 
 void NodeModel::Fault(const std::string& what) {
@@ -70,14 +74,41 @@ void NodeModel::ReleaseWeightsOfJob(uint64_t job) {
 void NodeModel::CheckHeld(const UpdateBlock& update) {
   if (update.pass == UpdatePass::kMoments || update.pass == UpdatePass::kMasters) return;
   const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
+  for (const UpdateSegment& segment : update.segments) {
+    if (segment.weights.in_block) continue;
+    CheckHeld(update.job, segment.weights.offset_bytes, segment.elems * width);
+  }
+}
+
+void NodeModel::CheckHeld(uint64_t job, uint64_t weights_offset_bytes, uint64_t bytes) {
   for (const auto& [lease, held] : held_) {
-    if (held.job != update.job) continue;
-    for (const UpdateSegment& segment : update.segments) {
-      if (segment.weights_offset_bytes < held.offset_bytes + held.bytes &&
-          held.offset_bytes < segment.weights_offset_bytes + segment.elems * width) {
-        Fault(absl::StrCat("an update writes weights under lease ", lease));
-      }
+    if (held.job == job && weights_offset_bytes < held.offset_bytes + held.bytes &&
+        held.offset_bytes < weights_offset_bytes + bytes) {
+      Fault(absl::StrCat("weights under lease ", lease, " are written"));
     }
+  }
+}
+
+void NodeModel::CheckFetched(uint64_t session, uint32_t partition,
+                             const protocol::Completion& fetched) {
+  JobMemory& job = jobs_[sessions_[session].job];
+  if (!job.loaded_partitions.contains(partition)) return;
+  uint64_t at = fetched.offset_bytes;
+  while (at < fetched.offset_bytes + fetched.length_bytes) {
+    const auto range = job.loaded.find(at);
+    if (range == job.loaded.end() || range->second.partition != partition) {
+      Fault(absl::StrCat("a fetch of partition ", partition, " was given other bytes"));
+      return;
+    }
+    const BlockToken& block = range->second.block;
+    const auto written = job.written.find(block.block);
+    const auto& newest =
+        written != job.written.end() ? written->second : job.published[block.block];
+    if (!(disk_[newest] == block)) {
+      Fault(absl::StrCat("a fetch of partition ", partition, " was given old bytes of block ",
+                         block.block));
+    }
+    at += range->second.bytes;
   }
 }
 
@@ -186,8 +217,10 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t sum_width = protocol::SizeBytes(update->sum_dtype);
     for (const UpdateSegment& segment : update->segments) {
       const bool masters = update->pass == UpdatePass::kMasters;
-      uses.push_back({absl::StrCat("weights ", update->job), segment.weights_offset_bytes,
-                      segment.elems * width, !masters});
+      if (!segment.weights.in_block) {
+        uses.push_back({absl::StrCat("weights ", update->job), segment.weights.offset_bytes,
+                        segment.elems * width, !masters});
+      }
       if (!masters) {
         uses.push_back(StepUse(update->job, segment.accumulator_offset_bytes,
                                segment.elems * sum_width, false));
@@ -209,16 +242,34 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     }
   } else if (const auto* masters = std::get_if<SetMasters>(&action)) {
     const uint64_t width = protocol::SizeBytes(jobs_[masters->job].layout->spec().dtype);
-    uses.push_back(
-        GradUse(masters->session, masters->grad_offset_bytes, masters->elems * 4, false));
-    uses.push_back({absl::StrCat("weights ", masters->job), masters->weights_offset_bytes,
-                    masters->elems * width, true});
+    uses.push_back(GradUse(masters->session, masters->grad_offset_bytes,
+                           masters->elems * protocol::SizeBytes(masters->dtype), false));
+    if (!masters->weights.in_block) {
+      uses.push_back({absl::StrCat("weights ", masters->job), masters->weights.offset_bytes,
+                      masters->elems * width, true});
+    }
     if (masters->in_block) {
       const SetMasters::InBlock& block = *masters->in_block;
       uses.push_back(StateUse(masters->job, block.place, block.block_bytes, true));
       if (block.block_elem + masters->elems > block.block_elems) {
         Fault("a write of masters is outside its block");
       }
+    }
+  } else if (const auto* load = std::get_if<LoadWeights>(&action)) {
+    const BlockPlace place{
+        .resident = false, .staging_slot = load->staging_slot, .slot = load->slot};
+    uses.push_back(StateUse(load->job, place, load->bytes, true));
+    CheckSlot(load->job, place, /*writes=*/false);
+    uses.push_back({absl::StrCat("disk ", load->slot.path),
+                    load->slot.offset_bytes + load->slot_offset_bytes, load->bytes, false});
+    if (load->slot_offset_bytes + load->bytes > load->slot.size_bytes) {
+      Fault("weights are read behind their slot");
+    }
+    for (const LoadWeights::Copy& part : load->copies) {
+      uses.push_back({absl::StrCat("weights ", load->job), part.to_bytes, part.bytes, true});
+      CheckHeld(load->job, part.to_bytes, part.bytes);
+      if (part.from_bytes + part.bytes > load->bytes)
+        Fault("weights are copied that were not read");
     }
   } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
     uses.push_back(StateUse(evict->job, evict->place, evict->bytes, true));
@@ -510,7 +561,10 @@ std::optional<NodeModel::ElemPlace> NodeModel::WeightsAt(const JobMemory& job,
 // Weights and gradient of a segment are of the same elements, and those are its parameter's.
 void NodeModel::CheckElems(const JobMemory& job, const UpdateSegment& segment,
                            const ElemPlace& place) {
-  if (WeightsAt(job, segment.weights_offset_bytes) != place) {
+  // Where only some partitions are in the arena, they lie there in another way.
+  const bool in_arena =
+      !segment.weights.in_block && job.weights_bytes >= job.layout->weights_bytes();
+  if (in_arena && WeightsAt(job, segment.weights.offset_bytes) != place) {
     Fault("a segment takes the gradient of other weights");
   }
   const auto boxes = job.layout->boxes_of(place.partition);
@@ -533,6 +587,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   }
   done.count = std::exchange(masters_overflow_, 0);
   done.checksum = a.place.resident ? 0 : ++checksums_;
+  done.weights_digests = DigestsOf(done.checksum, a.bytes);
   block = TokenOf(a.identity_after, done.checksum);
   for (const UpdateSegment& segment : a.segments) {
     if (a.pass == UpdatePass::kMasters) continue;
@@ -582,8 +637,27 @@ void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
     Fault("masters were set in a slot that does not hold its block");
   }
   done.checksum = ++checksums_;
+  done.weights_digests = DigestsOf(done.checksum, block.block_bytes);
   staged = TokenOf(block.identity, done.checksum);
   jobs_[a.job].masters_set.insert(block.identity.block);
+}
+
+// In this model the digests of a version's pages are its checksum.
+void NodeModel::Apply(const LoadWeights& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  const BlockToken& block = disk_[a.slot];
+  const bool is_it = block.job == a.job && block.block == a.block &&
+                     a.first_page < a.digests->size() &&
+                     (*a.digests)[a.first_page] == block.checksum;
+  if (!is_it) Fault("weights were loaded from a slot that does not hold their block");
+  for (const LoadWeights::Copy& copy : a.copies) {
+    std::erase_if(job.loaded, [&copy](const auto& entry) {
+      return entry.first < copy.to_bytes + copy.bytes &&
+             copy.to_bytes < entry.first + entry.second.bytes;
+    });
+    job.loaded[copy.to_bytes] = {.bytes = copy.bytes, .partition = a.partition, .block = block};
+  }
+  job.loaded_partitions.insert(a.partition);
 }
 
 void NodeModel::Apply(const DecodeState& a, TaskDone&) {

@@ -70,6 +70,9 @@ class NodeModel {
   void ReleaseWeights(uint64_t session, uint64_t lease);
   void ReleaseWeights(uint64_t session);
   void ReleaseWeightsOfJob(uint64_t job);
+  // What a fetch of a partition was answered with: weights that are copied from swap are those of its blocks'
+  // newest versions.
+  void CheckFetched(uint64_t session, uint32_t partition, const protocol::Completion& fetched);
   void set_masters_overflow(uint64_t count) { masters_overflow_ = count; }
 
   // What was added to the accumulators that the last committed step of a job has used, by parameter;
@@ -94,6 +97,12 @@ class NodeModel {
   };
   // By partition and unit of kGradUnitElems.
   using Accumulators = std::map<std::pair<uint32_t, uint64_t>, std::vector<GradientToken>>;
+  // Bytes that a LoadWeights has copied to the weights arena.
+  struct LoadedRange {
+    uint64_t bytes = 0;
+    uint32_t partition = 0;
+    BlockToken block;
+  };
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t weights_bytes = 0;
@@ -109,6 +118,8 @@ class NodeModel {
     Accumulators float_sums;                     // instead, from when they are used
     std::map<uint64_t, nvme::Slot> written;      // by block, in this step
     std::map<uint64_t, nvme::Slot> published;    // by block
+    std::map<uint64_t, LoadedRange> loaded;      // by offset in the weights arena
+    std::set<uint32_t> loaded_partitions;        // ever
     std::set<uint64_t> masters_set;              // staged blocks that are to be written
     std::map<uint64_t, BlockToken> resident;     // by offset in the state arena
     std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
@@ -139,6 +150,7 @@ class NodeModel {
   void FreeStateMemory(uint64_t job, uint64_t offset_bytes, uint64_t bytes);
   void CheckResident(const BlockToken& block, const daemon::BlockIdentity& identity);
   void CheckHeld(const daemon::UpdateBlock& update);
+  void CheckHeld(uint64_t job, uint64_t weights_offset_bytes, uint64_t bytes);
   void CheckBounds(const Use& use);
   uint64_t SizeOf(const std::string& memory);
   void CheckSlot(uint64_t job, const daemon::BlockPlace& place, bool writes);
@@ -179,6 +191,7 @@ class NodeModel {
   void Apply(const daemon::WriteBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
   void Apply(const daemon::SetMasters& a, daemon::TaskDone& done);
+  void Apply(const daemon::LoadWeights& a, daemon::TaskDone& done);
   void Apply(const daemon::EvictBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::PromoteBlock& a, daemon::TaskDone& done);
   template <typename Other>

@@ -131,7 +131,7 @@ void AdamBlocks::AddSegments(uint64_t block_begin, daemon::UpdateBlock& action) 
     const uint64_t end = std::min(block_end, param * stride + size);
     if (param * stride >= block_end) break;
     if (begin >= end) continue;
-    action.segments.push_back({.weights_offset_bytes = begin * width,
+    action.segments.push_back({.weights = {.offset_bytes = begin * width},
                                .accumulator_offset_bytes = begin * width,
                                .block_elem = begin - block_begin,
                                .elems = end - begin,

@@ -1,0 +1,435 @@
+// Goal    Weights that do not fit in DRAM are on swap: every fetch gets those of the newest step, whatever is
+//         read ahead, dropped, late or broken, and a job trains with the smallest cache that it is admitted with.
+// Method  The harness with sharded layouts and small limits. Its model faults where a fetch is answered with
+//         bytes of another partition or of an older version, where a copy is written under a lease or read from
+//         a slot that is being written, and where a block's weights are not the ones its digests are of.
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/units.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::HasError;
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::ShardedJob;
+using ::forebay::testing::ShardedParam;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr uint32_t kRanks = 2;
+// Beside the smallest limit: the small groups, and what is left for a reader's arena and ring.
+constexpr uint64_t kReaderBytes = uint64_t{24} * protocol::kPageBytes;
+
+using Groups = std::vector<std::vector<ShardedParam>>;
+
+// Six groups of sixteen pages a shard, uneven ones, columns, and tiny ones of which several share a block.
+Groups AwkwardGroups() {
+  Groups groups;
+  for (int i = 0; i < 6; ++i) groups.push_back({{.rows = 16000, .columns = 4}});
+  groups.push_back(
+      {{.rows = 301}, {.rows = 20, .columns = 15, .cut = testing::ShardCut::kColumns}});
+  for (int i = 0; i < 5; ++i) groups.push_back({{.rows = 30, .columns = 3}});
+  groups.push_back({{.rows = 36001, .columns = 2}});
+  return groups;
+}
+
+std::shared_ptr<const protocol::Layout> LayoutOf(const Groups& groups) {
+  return MakeShardedLayout(
+      groups,
+      {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+}
+
+NodeState::Options SwapOptions(uint64_t dram_bytes) {
+  return {.dram_limit_bytes = dram_bytes,
+          .node_bytes = 4096,
+          .staging_slots = 3,
+          .staging_slot_bytes = 65536,
+          .swap = SwapPaths({16 << 20, 16 << 20}),
+          .block_elems = 3072,
+          .workers = 2};
+}
+
+// The smallest limit, in pages, that the job is admitted with.
+uint64_t LeastDram(const std::shared_ptr<const protocol::Layout>& layout) {
+  uint64_t refused = 0;
+  uint64_t admitted = uint64_t{64} << 20;
+  while (admitted - refused > protocol::kPageBytes) {
+    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
+    NodeHarness node(SwapOptions(dram), kRanks);
+    const uint64_t session = node.AttachOnly(layout, {});
+    (node.attached(session)->status.ok() ? admitted : refused) = dram;
+  }
+  return admitted;
+}
+
+class WeightsJob : public ShardedJob {
+ public:
+  WeightsJob(std::shared_ptr<const protocol::Layout> layout, uint64_t dram_bytes)
+      : ShardedJob(std::move(layout), kRanks, SwapOptions(dram_bytes)) {}
+
+  // Fetches and gives back; the model looks at what is fetched.
+  void Use(uint32_t rank, uint32_t partition) {
+    const uint64_t tag = node_.Fetch(sessions_[rank], partition);
+    node_.RunTasks();
+    ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << partition;
+    node_.ReleaseFetched(sessions_[rank], tag);
+    node_.RunTasks();
+  }
+  // Forward, backward and step of all ranks.
+  void TrainAndFetch(uint64_t step) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      const std::vector<uint32_t> own = OwnedBy(rank);
+      for (const uint32_t partition : own) Use(rank, partition);
+      for (auto partition = own.rbegin(); partition != own.rend(); ++partition) {
+        Use(rank, *partition);
+      }
+    }
+    TrainStep(step);
+  }
+};
+
+class NodeStateWeights : public ::testing::Test, protected WeightsJob {
+ protected:
+  NodeStateWeights()
+      : WeightsJob(LayoutOf(AwkwardGroups()), LeastDram(LayoutOf(AwkwardGroups()))) {}
+  void SetUp() override { AttachAll(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+};
+
+TEST_F(NodeStateWeights, AJobTrainsWithTheSmallestCacheThatItIsAdmittedWith) {
+  const uint64_t largest = 18001 * 2 * 2;  // rows, columns, bytes: of the last group
+  EXPECT_EQ(View().weights_cache_bytes,
+            2 * kRanks * protocol::RoundUp(largest, protocol::kPageBytes));
+  EXPECT_EQ(View().weights_on_swap_bytes, layout_->total_elems() * 2) << "all of them";
+  EXPECT_EQ(View().resident_blocks, 0U) << "weights come before states";
+  for (uint64_t step = 1; step <= 4; ++step) TrainAndFetch(step);
+  EXPECT_EQ(View().committed_step, 4U);
+  EXPECT_EQ(View().weights.fetches, 4 * 2 * layout_->partitions().size());
+}
+
+TEST_F(NodeStateWeights, AFetchReadsThePagesOfItsPartitionAlone) {
+  node_.RunTasks();
+  const size_t before = node_.Logged<LoadWeights>().size();
+  Use(0, OwnedBy(0)[0]);
+  uint64_t read = 0;
+  uint64_t copied = 0;
+  const std::vector<LoadWeights> loads = node_.Logged<LoadWeights>();
+  for (size_t i = before; i < loads.size(); ++i) {
+    read += loads[i].bytes;
+    for (const LoadWeights::Copy& copy : loads[i].copies) copied += copy.bytes;
+  }
+  EXPECT_EQ(copied, layout_->partition_bytes(OwnedBy(0)[0]));
+  EXPECT_LE(read, copied + 2 * protocol::kPageBytes * (loads.size() - before));
+}
+
+TEST_F(NodeStateWeights, WhatIsFetchedAgainInTheSameOrderIsReadAhead) {
+  TrainAndFetch(1);
+  const WeightsCounters first = View().weights;
+  TrainAndFetch(2);
+  const WeightsCounters second = View().weights;
+  const uint64_t fetches = second.fetches - first.fetches;
+  const uint64_t ahead = second.fetches_ahead - first.fetches_ahead;
+  EXPECT_GE(ahead + 2 * kRanks, fetches) << "but for the first of each rank, on two sides";
+  std::map<std::pair<uint32_t, uint64_t>, int> loads;  // by partition and block, of both steps
+  for (const LoadWeights& load : node_.Logged<LoadWeights>()) ++loads[{load.partition, load.block}];
+  for (const auto& [what, count] : loads) EXPECT_LE(count, 4) << what.first << ": none in vain";
+}
+
+TEST_F(NodeStateWeights, AnotherOrderEveryStepIsCorrectAndReadsNothingInVain) {
+  std::mt19937 random(7);
+  for (uint64_t step = 1; step <= 4; ++step) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      std::vector<uint32_t> own = OwnedBy(rank);
+      std::shuffle(own.begin(), own.end(), random);
+      for (const uint32_t partition : own) Use(rank, partition);
+    }
+    TrainStep(step);
+  }
+  EXPECT_LE(View().weights.read_bytes, 4 * layout_->total_elems() * 2 * 2);
+}
+
+TEST_F(NodeStateWeights, WhatIsFetchedAfterAWriteOfMastersIsWhatWasWritten) {
+  TrainAndFetch(1);
+  const uint32_t partition = OwnedBy(1)[2];
+  Use(1, partition);
+  const size_t loads = node_.Logged<LoadWeights>().size();
+  const uint64_t tag = node_.WriteMasters(sessions_[1], partition);
+  node_.RunTasks();
+  ASSERT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  Use(1, partition);  // the model knows the version
+  EXPECT_GT(node_.Logged<LoadWeights>().size(), loads) << "the copy was of before";
+}
+
+TEST_F(NodeStateWeights, AWriteOfMastersWaitsForWeightsThatAreOnTheirWay) {
+  const uint64_t fetch = node_.Fetch(sessions_[0], OwnedBy(0)[0]);
+  ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+  const uint64_t write = node_.WriteMasters(sessions_[1], OwnedBy(1)[0]);
+  EXPECT_THAT(node_.Running<SetMasters>(), IsEmpty());
+  EXPECT_THAT(node_.Running<ReadBlock>(), IsEmpty());
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(write), ErrorId::kNone);
+}
+
+TEST_F(NodeStateWeights, AFetchOfTheNextStepIsAnsweredWhenItsBlocksAreWritten) {
+  for (uint32_t rank = 0; rank < kRanks; ++rank) DeliverOwn(rank, 1);
+  const uint64_t call = node_.Step(sessions_[0], 1);
+  const uint32_t partition = OwnedBy(0)[0];
+  const uint64_t fetch = node_.Fetch(sessions_[0], partition);
+  node_.Step(sessions_[1], 1);
+  while (node_.ErrorOf(fetch) == kUnanswered && !node_.model().running().empty()) {
+    node_.Finish(node_.model().running().begin()->first);
+  }
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(call), kUnanswered) << "the step goes on";
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+  node_.ReleaseFetched(sessions_[0], fetch);
+}
+
+TEST_F(NodeStateWeights, AReadThatFailsIsTheFetchersAndTheNextTriesAgain) {
+  const uint32_t partition = OwnedBy(0)[1];
+  const uint64_t fetch = node_.Fetch(sessions_[0], partition);
+  ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+  node_.Finish(node_.Running<LoadWeights>()[0].task,
+               protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kSwapIo);
+  Use(0, partition);
+  TrainStep(1);
+}
+
+TEST_F(NodeStateWeights, ASessionThatEndsLeavesNothingBehind) {
+  for (const uint32_t partition : OwnedBy(0)) node_.Fetch(sessions_[0], partition);
+  node_.FinishAll<LoadWeights>();  // some are leased, some are read, some wait for room
+  for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
+  node_.RunTasks();
+  AttachAll();
+  TrainAndFetch(1);
+}
+
+TEST_F(NodeStateWeights, WhoHoldsTooManyLeasesHearsSo) {
+  const std::vector<uint32_t> own = OwnedBy(0);
+  std::vector<uint64_t> held;
+  uint64_t tag = 0;
+  for (const uint32_t partition : own) {
+    tag = node_.Fetch(sessions_[0], partition);
+    node_.RunTasks();
+    ASSERT_NE(node_.ErrorOf(tag), kUnanswered) << "it would wait for itself";
+    if (node_.ErrorOf(tag) != ErrorId::kNone) break;
+    held.push_back(tag);
+  }
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kLimit);
+  EXPECT_GE(held.size(), 2U) << "two of the largest fit";
+  EXPECT_THAT(MessageOf(tag), HasSubstr("holds leases on weights of"));
+  for (const uint64_t one : held) node_.ReleaseFetched(sessions_[0], one);
+  for (const uint32_t partition : own) Use(0, partition);
+}
+
+TEST_F(NodeStateWeights, AWriteThatWaitsForALeaseKeepsNobodyFromFetching) {
+  const uint64_t held = node_.Fetch(sessions_[0], OwnedBy(1)[0]);
+  node_.RunTasks();
+  const uint64_t write = node_.WriteMasters(sessions_[1], OwnedBy(1)[0]);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(write), kUnanswered);
+  const uint64_t fetch = node_.Fetch(sessions_[0], OwnedBy(0)[1]);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  node_.ReleaseFetched(sessions_[0], held);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(write), ErrorId::kNone);
+  node_.ReleaseFetched(sessions_[0], fetch);
+}
+
+TEST_F(NodeStateWeights, StatesOfWhatIsOnSwapCanBeRead) {
+  TrainAndFetch(1);
+  const uint64_t tag = node_.ReadState(sessions_[0], 0, 0, 512);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone);
+  Use(0, OwnedBy(0)[0]);
+}
+
+TEST_F(NodeStateWeights, ABlockWhoseWeightsAreOnSwapDoesNotMoveToDram) {
+  node_.Send(BlockMoveRequested{.job = 1, .block = 0});
+  node_.RunTasks();
+  EXPECT_THAT(node_.Logged<PromoteBlock>(), IsEmpty());
+}
+
+class NodeStateWeightsReader : public ::testing::Test, protected WeightsJob {
+ protected:
+  NodeStateWeightsReader()
+      : WeightsJob(LayoutOf(AwkwardGroups()), LeastDram(LayoutOf(AwkwardGroups())) + kReaderBytes) {
+  }
+  void SetUp() override { AttachAll(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+};
+
+TEST_F(NodeStateWeightsReader, ADecisionWaitsForWeightsThatAreOnTheirWay) {
+  const uint64_t reader = node_.AttachReader(layout_);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) DeliverOwn(rank, 1);
+  const uint64_t fetch = node_.Fetch(reader, OwnedBy(0)[0]);
+  ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+  std::vector<uint64_t> calls;
+  for (const uint64_t session : sessions_) calls.push_back(node_.Step(session, 1));
+  EXPECT_THAT(node_.Running<UpdateBlock>(), IsEmpty());
+  const uint64_t late = node_.Fetch(reader, OwnedBy(1)[0]);  // begins none
+  while (node_.ErrorOf(fetch) == kUnanswered) {
+    EXPECT_THAT(node_.Running<UpdateBlock>(), IsEmpty());
+    ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+    node_.FinishAll<LoadWeights>();
+  }
+  EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(late), kUnanswered);
+  node_.ReleaseFetched(reader, fetch);
+  node_.RunTasks();
+  for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+  EXPECT_EQ(node_.ErrorOf(late), ErrorId::kNone) << "of the step that was committed";
+  node_.ReleaseFetched(reader, late);
+}
+
+// ------------------------------------------------------------------------------------------ the plan
+
+TEST(NodeStateWeightsPlan, GroupsThatFitStayInDramAndMoreRoomIsUsed) {
+  const auto layout = LayoutOf(AwkwardGroups());
+  const uint64_t least = LeastDram(layout);
+  uint64_t before = UINT64_MAX;
+  for (uint64_t more = 0; more <= 200 * protocol::kPageBytes; more += 20 * protocol::kPageBytes) {
+    WeightsJob job(layout, least + more);
+    job.AttachAll();
+    EXPECT_LE(job.View().weights_on_swap_bytes, before);
+    before = job.View().weights_on_swap_bytes;
+    EXPECT_LE(job.node_.state().Node().dram_used_bytes, least + more);
+    for (uint64_t step = 1; step <= 2; ++step) job.TrainAndFetch(step);
+    EXPECT_EQ(job.node_.fault(), "") << more;
+  }
+  EXPECT_EQ(before, 0U) << "with room for all weights none is on swap";
+}
+
+TEST(NodeStateWeightsPlan, WhatDoesNotFitEvenSoIsRefusedWithTheSum) {
+  const auto layout = LayoutOf(AwkwardGroups());
+  NodeHarness node(SwapOptions(LeastDram(layout) - protocol::kPageBytes), kRanks);
+  const uint64_t session = node.AttachOnly(layout, {});
+  EXPECT_THAT(node.attached(session)->status, HasError(ErrorId::kDramLimit));
+  EXPECT_THAT(std::string(node.attached(session)->status.message()),
+              HasSubstr("two partitions of each rank; the others are on swap"));
+}
+
+TEST(NodeStateWeightsPlan, PartitionsWithFrozenParametersStayInDram) {
+  Groups groups = AwkwardGroups();
+  groups[1].push_back({.rows = 1000, .columns = 3, .trainable = false});
+  groups[2][0].trainable = false;
+  const auto layout = LayoutOf(groups);
+  WeightsJob job(layout, LeastDram(layout));
+  job.AttachAll();
+  EXPECT_EQ(job.View().weights_on_swap_bytes, (layout->total_elems() - 2 * 64000 - 3000) * 2);
+  for (uint64_t step = 1; step <= 2; ++step) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      for (const uint32_t partition : job.OwnedBy(rank)) job.Use(rank, partition);
+      for (const uint32_t partition : job.OwnedBy(rank)) {
+        if (partition / kRanks == 2) continue;  // nothing in it is trained
+        job.node_.Gradient(job.sessions_[rank], partition, step);
+        job.node_.RunTasks();
+      }
+    }
+    EXPECT_THAT(job.StepAll(step), Each(ErrorId::kNone));
+  }
+  EXPECT_EQ(job.node_.fault(), "");
+}
+
+// --------------------------------------------------------------------------------------------- chaos
+
+// Ranks that fetch, hold and give back in any order, tasks that end in any order, reads that fail; the
+// model compares every answer with the newest version.
+TEST(NodeStateWeightsChaos, EveryFetchGetsTheNewestVersion) {
+  const auto layout = LayoutOf(AwkwardGroups());
+  const uint64_t least = LeastDram(layout);
+  for (uint32_t seed = 0; seed < 8; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&random](size_t bound) { return random() % bound; };
+    WeightsJob job(layout, least + kReaderBytes + seed % 3 * 32 * protocol::kPageBytes);
+    job.AttachAll();
+    const uint64_t reader = job.node_.AttachReader(layout);
+    ASSERT_OK(job.StatusOf(reader));
+    std::vector<std::pair<uint64_t, uint64_t>> fetched;  // session and tag
+    uint64_t answered = 0;
+    const auto finish_one = [&] {
+      auto task = job.node_.model().running().begin();
+      std::advance(task, static_cast<int64_t>(below(job.node_.model().running().size())));
+      const bool fails = std::holds_alternative<LoadWeights>(task->second) && below(30) == 0;
+      job.node_.Finish(task->first, fails ? protocol::MakeError(ErrorId::kSwapIo, "simulated")
+                                          : absl::OkStatus());
+    };
+    const auto release_some = [&](size_t kept) {
+      while (fetched.size() > kept) {
+        const auto is_answered = [&](const auto& fetch) {
+          return job.node_.ErrorOf(fetch.second) != kUnanswered;
+        };
+        const auto found = std::ranges::find_if(fetched, is_answered);
+        if (found == fetched.end()) {
+          ASSERT_FALSE(job.node_.model().running().empty()) << "fetches wait for nothing";
+          finish_one();
+          continue;
+        }
+        const auto [session, tag] = *found;
+        fetched.erase(found);
+        if (job.node_.ErrorOf(tag) != ErrorId::kNone) continue;
+        ++answered;
+        job.node_.ReleaseFetched(session, tag);
+      }
+    };
+    for (uint64_t step = 1; step <= 6; ++step) {
+      for (uint32_t i = 0; i < 60; ++i) {
+        const bool reads = below(5) == 0;
+        const auto rank = static_cast<uint32_t>(below(kRanks));
+        const uint64_t session = reads ? reader : job.sessions_[rank];
+        const auto partition = static_cast<uint32_t>(below(layout->partitions().size()));
+        fetched.emplace_back(session, job.node_.Fetch(session, partition));
+        if (below(8) == 0) {
+          // Not what this rank reads itself.
+          release_some(0);
+          const std::vector<uint32_t> own = job.OwnedBy(rank);
+          job.node_.WriteMasters(job.sessions_[rank], own[below(own.size())]);
+        }
+        while (!job.node_.model().running().empty() && below(3) != 0) finish_one();
+        release_some(below(3));
+      }
+      release_some(0);
+      for (uint32_t rank = 0; rank < kRanks; ++rank) job.DeliverOwn(rank, step);
+      std::vector<uint64_t> calls;
+      for (const uint64_t session : job.sessions_) {
+        calls.push_back(job.node_.Step(session, step));
+        fetched.emplace_back(session, job.node_.Fetch(session, static_cast<uint32_t>(below(4))));
+      }
+      while (!job.node_.model().running().empty()) finish_one();
+      release_some(0);
+      for (const uint64_t call : calls) EXPECT_EQ(job.node_.ErrorOf(call), ErrorId::kNone);
+    }
+    EXPECT_EQ(job.node_.fault(), "");
+    EXPECT_GT(answered, 300U);
+    if (HasFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace forebay::daemon
