@@ -155,6 +155,7 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                                     .layout = encoded},
                                    limits));
   parts.writes_initial = reply->getWritesInitial();
+  parts.weights_on_swap = reply->getWeightsOnSwap();
   for (const uint32_t partition : reply->getTrace()) parts.trace.push_back(partition);
   parts.attempt = reply->getAttempt();
   parts.gauge->committed_step = reply->getCommittedStep();
@@ -177,7 +178,8 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Assemble(SessionParts pa
       parts.reader ? protocol::kPageBytes : internal::PieceBytes(*parts.layout);
   const uint64_t weights_bytes = parts.weights->bytes().size();
   const uint64_t grad_bytes = parts.grad->bytes().size();
-  if (weights_bytes < parts.layout->weights_bytes() || parts.step_region_offset < grad_bytes_min ||
+  const uint64_t weights_bytes_min = parts.weights_on_swap ? 0 : parts.layout->weights_bytes();
+  if (weights_bytes < weights_bytes_min || parts.step_region_offset < grad_bytes_min ||
       parts.step_region_offset > grad_bytes ||
       parts.step_region_bytes > grad_bytes - parts.step_region_offset ||
       parts.activation_bytes > grad_bytes - parts.step_region_offset - parts.step_region_bytes ||
@@ -300,6 +302,7 @@ absl::Status Attachment::CheckSession(Timeout timeout) {
 uint32_t Attachment::rank() const { return state_->parts.rank; }
 std::string_view Attachment::device_name() const { return state_->parts.device->name(); }
 uint64_t Attachment::gradient_room_bytes() const { return state_->slots.capacity_bytes(); }
+bool Attachment::weights_on_swap() const { return state_->parts.weights_on_swap; }
 bool Attachment::writes_initial() const { return state_->parts.writes_initial; }
 uint64_t Attachment::committed_step() const { return state_->committed_step(); }
 std::span<const std::byte> Attachment::extra_state() const { return state_->parts.extra_state; }

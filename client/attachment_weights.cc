@@ -81,6 +81,46 @@ absl::Status Attachment::State::GiveBack(uint64_t lease, const WaitLimits& limit
   return Post(command, limits);
 }
 
+// Leases all partitions of the copies, and begins to copy.
+absl::Status Attachment::State::LeaseAndCopy(std::span<const WeightsCopy> wanted,
+                                             gpu::Stream& behind, const WaitLimits& limits) {
+  std::pmr::vector<uint32_t> partitions(&memory);
+  for (const WeightsCopy& copy : wanted) partitions.push_back(copy.partition);
+  ASSIGN_OR_RETURN(const Leases leases, LeaseAll(std::move(partitions), limits));
+  const uint64_t width = SizeBytes(parts.layout->spec().dtype);
+  auto begun = device_trace->Begin(behind);
+  uint64_t bytes = 0;
+  absl::Status status;
+  for (const WeightsCopy& copy : wanted) {
+    const std::span<const std::byte> from =
+        LeaseIn(leases, copy.partition).bytes.subspan(copy.first_elem * width, copy.to.size());
+    if (status.ok()) status = CopyToDevice(behind, copy.to, from, limits);
+    bytes += from.size();
+  }
+  const std::string_view first_group =
+      wanted.empty() ? std::string_view() : GroupName(wanted[0].partition);
+  device_trace->End(
+      behind, std::move(begun),
+      {.lane = protocol::ClientLane::kWeightsToDevice, .name = first_group, .bytes = bytes});
+  gauge.copied_bytes += bytes;
+  // Also after an error: what was begun reads the leased bytes.
+  absl::StatusOr<std::shared_ptr<const gpu::Event>> done = behind.Record();
+  if (!done.ok()) {
+    status.Update(done.status());
+    status.Update(behind.Synchronize());
+  }
+  std::pmr::vector<uint64_t> ids(&memory);
+  for (const Lease& lease : leases) ids.push_back(lease.id);
+  if (done.ok()) {
+    copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
+  } else {
+    orphan_leases.insert(orphan_leases.end(), ids.begin(), ids.end());
+  }
+  LookAtCopies();
+  status.Update(ReleaseOrphans(limits));
+  return KeepDeviceError(std::move(status));
+}
+
 absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::Stream& stream,
                                      Timeout timeout) {
   State& s = *state_;
@@ -94,40 +134,22 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
-  std::pmr::vector<uint32_t> partitions(&s.memory);
-  for (const WeightsCopy& copy : copies) partitions.push_back(copy.partition);
-  ASSIGN_OR_RETURN(const State::Leases leases, s.LeaseAll(std::move(partitions), limits));
-  const uint64_t width = SizeBytes(s.parts.layout->spec().dtype);
-  auto begun = s.device_trace->Begin(stream);
-  uint64_t bytes = 0;
-  absl::Status status;
-  for (const WeightsCopy& copy : copies) {
-    const std::span<const std::byte> from =
-        State::LeaseIn(leases, copy.partition)
-            .bytes.subspan(copy.first_elem * width, copy.to.size());
-    if (status.ok()) status = s.CopyToDevice(stream, copy.to, from, limits);
-    bytes += from.size();
+  if (!s.parts.weights_on_swap) return s.LeaseAndCopy(copies, stream, limits);
+  // The daemon's cache need not hold two partitions of a rank at once.
+  for (auto rest = copies; !rest.empty();) {
+    const auto other = std::ranges::find_if(
+        rest, [&](const WeightsCopy& copy) { return copy.partition != rest.front().partition; });
+    const auto count = static_cast<size_t>(other - rest.begin());
+    absl::Status status = s.LeaseAndCopy(rest.first(count), stream, limits);
+    if (protocol::IdOf(status) == ErrorId::kLimit) {  // nor beside those of copies that go on
+      RETURN_IF_ERROR(s.EndWeightCopies(limits));
+      RETURN_IF_ERROR(s.ReleaseOrphans(limits));
+      status = s.LeaseAndCopy(rest.first(count), stream, limits);
+    }
+    RETURN_IF_ERROR(status);
+    rest = rest.subspan(count);
   }
-  s.device_trace->End(
-      stream, std::move(begun),
-      {.lane = protocol::ClientLane::kWeightsToDevice, .name = first_group, .bytes = bytes});
-  s.gauge.copied_bytes += bytes;
-  // Also after an error: what was begun reads the leased bytes.
-  absl::StatusOr<std::shared_ptr<const gpu::Event>> done = stream.Record();
-  if (!done.ok()) {
-    status.Update(done.status());
-    status.Update(stream.Synchronize());
-  }
-  std::pmr::vector<uint64_t> ids(&s.memory);
-  for (const Lease& lease : leases) ids.push_back(lease.id);
-  if (done.ok()) {
-    s.copies.push_back({.leases = std::move(ids), .done = *std::move(done)});
-  } else {
-    s.orphan_leases.insert(s.orphan_leases.end(), ids.begin(), ids.end());
-  }
-  s.LookAtCopies();
-  status.Update(s.ReleaseOrphans(limits));
-  return s.KeepDeviceError(std::move(status));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
@@ -137,6 +159,11 @@ absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckHasRank());
+  if (s.parts.weights_on_swap) {
+    return MakeError(ErrorId::kUnsupported,
+                     "weights of this job are on swap: in DRAM they have no place that lasts",
+                     "copy them with CopyWeights, or lease them with Fetch");
+  }
   for (const uint32_t partition : partitions) RETURN_IF_ERROR(s.CheckPartition(partition));
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());

@@ -180,6 +180,8 @@ class Attachment {
   uint32_t rank() const;
   std::string_view device_name() const;  // of AttachOptions::device
   uint64_t gradient_room_bytes() const;  // of the gradients that can be on their way at once
+  // Of some partitions: the weights arena is a cache, and only a lease says where a partition's weights are.
+  bool weights_on_swap() const;
   bool writes_initial() const;      // this session must write its partitions, then call InitialDone
   uint64_t committed_step() const;  // the newest step this session knows of
   std::span<const std::byte> extra_state() const;  // of this rank and the step found at attach
@@ -235,7 +237,8 @@ class Attachment {
 
   // StartFetch and FinishFetch; cancelled where it gives up.
   absl::StatusOr<Lease> Fetch(uint32_t partition, Timeout timeout);
-  // Leases the partitions, begins to copy on `stream`, and returns. A lease is given back when the
+  // Leases the partitions (one after the other where weights are on swap, else at once), begins to copy on
+  // `stream`, and returns. A lease is given back when the
   // copies from its partition have ended: by this call where they end at once, else by a thread of the
   // session's or a later call. Step waits for the copies first.
   //
@@ -247,8 +250,9 @@ class Attachment {
   // Where the partitions' weights of the committed step are, in the order of `partitions`, for a rank
   // that reads them in place: until it calls Step or writes masters no step changes them, because each
   // step needs this rank's call. No lease is held. Another rank may still write masters into them: ranks
-  // that hold one partition agree on when. Waits as Fetch; the same places as long as weights are in
-  // DRAM for the life of the job.
+  // that hold one partition agree on when. Waits as Fetch; the same places for the life of the job.
+  //
+  // Errors  E_UNSUPPORTED  weights_on_swap().
   absl::StatusOr<std::vector<std::span<const std::byte>>> Locate(
       std::span<const uint32_t> partitions, Timeout timeout);
 

@@ -83,6 +83,8 @@ struct SessionParts {
   std::unique_ptr<Connection> connection = {};
   CommandPort::Options port = {};
   std::shared_ptr<Mapping> weights = {};
+  // Of some partitions: then the arena is a cache.
+  bool weights_on_swap = false;
   // Writable until the device knows them.
   MapAccess weights_access = MapAccess::kRead;
   // Gradients, the step region, activations, the trace.
@@ -210,6 +212,8 @@ struct Attachment::State {
   absl::Status CheckCopies(std::span<const WeightsCopy> copies);
   using Leases = std::pmr::vector<Lease>;  // by ascending partition
   // One lease for each of the partitions, of which some may be the same; none where one fails.
+  absl::Status LeaseAndCopy(std::span<const WeightsCopy> wanted, gpu::Stream& behind,
+                            const internal::WaitLimits& limits);
   absl::StatusOr<Leases> LeaseAll(std::pmr::vector<uint32_t> partitions,
                                   const internal::WaitLimits& limits);
   static const Lease& LeaseIn(const Leases& leases, uint32_t partition);

@@ -54,10 +54,12 @@ def costs(
     )
     swapped = found["blocks"] - found["resident_blocks"]
     activations = f", activations {size(activation_bytes)}" if activation_bytes else ""
+    weights_swapped = found["weights_on_swap_bytes"]
+    weights = f" (a cache for {size(weights_swapped)} on swap)" if weights_swapped else ""
     where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
     yield (
-        f"this node's DRAM: weights {size(kinds.get('weights', 0))}, states {size(kinds.get('state', 0))}"
-        f"{where}, sums of gradients and extra_state "
+        f"this node's DRAM: weights {size(kinds.get('weights', 0))}{weights}, "
+        f"states {size(kinds.get('state', 0))}{where}, sums of gradients and extra_state "
         f"{size(kinds.get('step', 0))}, gradients on their way "
         f"{size(kinds.get('grad', 0) - activation_bytes)}{activations}; of "
         f"{size(status['memory']['limit_bytes'])}"

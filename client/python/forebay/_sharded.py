@@ -162,6 +162,7 @@ class ShardedEngine(Engine):
 
         self._copy_list = _core.copy_list
         self.plan, self._width, self.device = plan, plan.dtype.itemsize, plan.device
+        self._reads_in_place = plan.device.is_host and not attachment.weights_on_swap
         of_name = {parameter.name: parameter for parameter in plan.parameters}
         self._process_groups = _fsdp.process_groups_of(plan.units)
         self.shard_groups = []
@@ -200,7 +201,7 @@ class ShardedEngine(Engine):
         member = ShardMember(parameter, layout.index[one.name], group, one)
         padded_elems = one.padded_shape.numel()
         is_one_piece = len(member.boxes) == 1 and member.elems == padded_elems
-        if is_one_piece and self.device.is_host:
+        if is_one_piece and self._reads_in_place:
             member.source = layout.places[member.name, member.boxes[0]]
         else:
             member.first = group.elems

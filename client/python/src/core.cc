@@ -485,6 +485,7 @@ void BindAttachment(nb::module_& module) {
   constexpr double kTimeout = 60.0;
   nb::class_<PyAttachment>(module, "Attachment")
       .def_prop_ro("writes_initial", [](PyAttachment& self) { return self->writes_initial(); })
+      .def_prop_ro("weights_on_swap", [](PyAttachment& self) { return self->weights_on_swap(); })
       .def_prop_ro("committed_step", [](PyAttachment& self) { return self->committed_step(); })
       .def_prop_ro("extra_state",
                    [](PyAttachment& self) {

@@ -1,0 +1,93 @@
+# Goal    A sharded model whose weights do not fit in DRAM trains with the bits that it has where they do, in the
+#         smallest limit that the daemon names, and survives its trainers.
+# Method  Ranks over gloo on the real daemon, in a small limit and in a large one: losses, gradients' norms, SHA-256
+#         of weights and states. The limit is taken from the error's hint; the daemon's memory is what the kernel
+#         counts.
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from daemon_process import Daemon, missing
+from test_processes import HERE, environment
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+DEADLINE_S = 200
+STEPS = 4
+
+
+@functools.cache
+def run(dram_bytes, ranks, format, dtype, *more):
+    """Of a daemon with such a limit: (what the script prints, or None; what it writes to stderr)."""
+    place = os.environ.get("TMPDIR", "/var/tmp")
+    with tempfile.TemporaryDirectory(prefix="fb", dir=place) as folder:
+        daemon = Daemon(
+            folder,
+            f"dram.limit={dram_bytes}",
+            f"swap.paths={folder}",
+            "swap.capacity=256MiB",
+            "swap.staging=6MiB",
+            "update.block_elems=131072",
+        )
+        command = [sys.executable, str(HERE / "weights_on_swap.py"), str(ranks), str(STEPS)]
+        try:
+            done = subprocess.run(
+                [*command, format, dtype, *more],
+                env={**environment(), "FOREBAY_SOCKET": daemon.socket},
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+        finally:
+            daemon.stop()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    return (json.loads(lines[-1]) if done.returncode == 0 else None), done.stderr
+
+
+def smallest_limit(*arguments):
+    result, error = run(12 << 20, *arguments)
+    assert result is None
+    found = re.search(r"E_DRAM_LIMIT.*two partitions of each rank; the others are on swap", error)
+    assert found, error
+    [needed] = set(re.findall(r"raise --dram / dram.limit to at least (\d+) bytes", error))
+    return int(needed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "format", "dtype"),
+    [(1, "fp32", "float32"), (2, "exact", "bfloat16"), (3, "int8", "bfloat16")],
+)
+def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format, dtype):
+    large, error = run(1 << 30, ranks, format, dtype)
+    assert large is not None, error
+    digest, losses, job, _ = large
+    assert job["weights_on_swap_bytes"] == 0
+
+    needed = smallest_limit(ranks, format, dtype)
+    small, error = run(needed, ranks, format, dtype)
+    assert small is not None, error
+    small_digest, small_losses, job, used_bytes = small
+    width = 4 if dtype == "float32" else 2
+    assert job["weights_on_swap_bytes"] == job["params"] * width, "all of them"
+    assert job["resident_blocks"] == 0
+    assert used_bytes <= needed
+    assert (small_digest, small_losses) == (digest, losses)
+    # Two groups of parameters a layer and rank, forward and backward; what follows the trace is read ahead.
+    assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
+
+
+def test_a_rank_that_is_killed_loses_nothing(tmp_path):
+    large, error = run(1 << 30, 2, "exact", "bfloat16")
+    assert large is not None, error
+    needed = smallest_limit(2, "exact", "bfloat16")
+    killed, error = run(needed, 2, "exact", "bfloat16", "2")
+    assert killed is not None, error
+    assert killed[0] == large[0], "the same bits"
+    assert killed[2]["committed_step"] == STEPS

@@ -1,0 +1,104 @@
+"""Trains a sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, and prints a JSON
+line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node uses.
+
+usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [KILLED_STEP]
+
+At KILLED_STEP the last rank is killed in its forward; then all start again and attach to the job.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+
+import torch
+
+torch.set_num_threads(1)
+
+import forebay  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as processes  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+WIDTH = 256
+LAYERS = 12
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(1001, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1001, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train(rank, ranks, steps, format, dtype, killed_step, folder):
+    os.environ["FOREBAY_RUN"] = "one"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
+    model = Model().to(dtype)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = forebay.attach(model, forebay.AdamW(lr=1e-3, format=format), job="large", mode="sharded")
+    losses = []
+    for step in range(opt.committed_step, steps):
+        if step == killed_step and rank == ranks - 1:
+            model.layers[5].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 1001, (4, 33), generator=generator)
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        if step % 2 == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+        if step == 0:  # written in place between two steps
+            with torch.no_grad():
+                model.layers[3].up.weight.mul_(0.5)
+    digest = opt.state_sha256()
+    if rank == 0:
+        status = forebay.status()
+        [job] = status["jobs"]
+        print(json.dumps([digest, losses, job, status["memory"]["used_bytes"]]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(*arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(train, (*arguments, folder), nprocs=arguments[0])
+
+
+if __name__ == "__main__":
+    ranks, steps, format = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dtype = getattr(torch, sys.argv[4])
+    if len(sys.argv) > 5:
+        try:
+            launch(ranks, steps, format, dtype, int(sys.argv[5]))
+        except Exception as error:  # of the rank that was killed, or of one that lost it
+            print(error, file=sys.stderr)
+        else:
+            sys.exit("no rank was killed")
+    launch(ranks, steps, format, dtype, None)
+    os._exit(0)
