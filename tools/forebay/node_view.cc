@@ -114,18 +114,25 @@ std::string SwapText(schema::NodeStatus::Reader status) {
                       reason.empty() ? "" : absl::StrCat(" (", reason, ")"), "\n\n", paths.Text());
 }
 
+// "60 %" of the states; "100 %, weights 7.0 MiB".
+std::string OnSwap(schema::JobStatus::Reader job) {
+  const std::string states = Percent(Share(SwappedBlocks(job), job.getBlocks()));
+  if (job.getWeightsOnSwapBytes() == 0) return states;
+  return absl::StrCat(states, ", weights ", FormatBytes(job.getWeightsOnSwapBytes()));
+}
+
 std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
   Table table({"JOB", "UID", "RANKS", "STEP", "PARAMS", "FORMAT", "WEIGHTS+STATES", "ON SWAP",
                "STEP TIME", "HEALTH"});
   for (const auto job : jobs) {
-    table.Add(
-        {job.getName(), absl::StrCat(job.getUid()),
-         absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
-         absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
-         FormatBytes(job.getStateBytes()), Percent(Share(SwappedBlocks(job), job.getBlocks())),
-         absl::StrFormat("%.3f s", job.getLastStepSeconds()), HealthOf(job, status.getSwap())});
+    table.Add({job.getName(), absl::StrCat(job.getUid()),
+               absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
+               absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
+               FormatBytes(job.getStateBytes()), OnSwap(job),
+               absl::StrFormat("%.3f s", job.getLastStepSeconds()),
+               HealthOf(job, status.getSwap())});
   }
   return table.Text();
 }
