@@ -149,6 +149,32 @@ interface Admin {
   deleteJob @2 (job :Text) -> (outcome :Outcome);
   # Frees a job's memory and swap. Refused while it has ranks, and to others than its owner or root;
   # readers are ended.
+  plan @3 (request :AttachRequest, layout :Descriptor, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
+  # What an attach would make, by the daemon's own sum; nothing is made. With limitBytes 0: on this node as it is
+  # now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
+}
+
+struct JobPlan {
+  # Sizes in bytes; the first seven are the job's DRAM.
+  weights @0 :UInt64;       # of partitions whose weights stay in DRAM
+  weightsCache @1 :UInt64;  # for copies of the others
+  states @2 :UInt64;        # of blocks that are in DRAM
+  sums @3 :UInt64;          # of gradients, and more pieces for overflow
+  extraState @4 :UInt64;
+  sessions @5 :UInt64;      # of all ranks: gradients on their way, activations, rings
+  tables @6 :UInt64;
+  node @7 :UInt64;          # the daemon itself: its private memory, and staging for swap
+  others @8 :UInt64;        # other jobs
+  limit @9 :UInt64;
+  missing @10 :UInt64;      # of the limit, until other jobs have moved states to swap
+  weightsOnSwap @11 :UInt64;
+  blocks @12 :UInt32;
+  residentBlocks @13 :UInt32;
+  swap @14 :UInt64;         # taken there: two slots for each block that is not in DRAM
+  stepRead @15 :UInt64;     # from swap in a step in which every parameter has a gradient: states and weights of the
+                            # update, and weights twice, in forward and backward
+  stepWritten @16 :UInt64;
+  allInDram @17 :UInt64;    # the limit with which nothing would be on swap
 }
 
 struct NodeStatus {

@@ -100,6 +100,46 @@ int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
   return -1;
 }
 
+AttachRequested RequestOf(schema::AttachRequest::Reader request, SessionId session, uint32_t uid,
+                          std::shared_ptr<const protocol::Layout> layout) {
+  return {.session = session,
+          .uid = uid,
+          .job = TextOf(request.getJob()),
+          .reader = request.getReader(),
+          .rank = request.getRank(),
+          .world_size = request.getWorldSize(),
+          .run = TextOf(request.getRun()),
+          .resume = request.getResume(),
+          .accumulate = request.getAccumulate(),
+          .writable_weights = request.getWritableWeights(),
+          .grad_arena_bytes = request.getGradArenaBytes(),
+          .extra_state_bytes = request.getExtraStateBytes(),
+          .activation_bytes = request.getActivationBytes(),
+          .trace = request.getTrace(),
+          .layout = std::move(layout)};
+}
+
+void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
+  reply.setWeights(plan.weights);
+  reply.setWeightsCache(plan.weights_cache);
+  reply.setStates(plan.states);
+  reply.setSums(plan.sums);
+  reply.setExtraState(plan.extra_state);
+  reply.setSessions(plan.sessions);
+  reply.setTables(plan.tables);
+  reply.setNode(plan.node);
+  reply.setOthers(plan.others);
+  reply.setLimit(plan.limit);
+  reply.setMissing(plan.missing);
+  reply.setWeightsOnSwap(plan.weights_on_swap);
+  reply.setBlocks(plan.blocks);
+  reply.setResidentBlocks(plan.resident_blocks);
+  reply.setSwap(plan.swap);
+  reply.setStepRead(plan.step_read);
+  reply.setStepWritten(plan.step_written);
+  reply.setAllInDram(plan.all_in_dram);
+}
+
 void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {
   reply.setJobId(answer.job);
   reply.setSessionId(session);
@@ -247,6 +287,19 @@ class AdminServer final : public schema::Admin::Server {
         });
   }
 
+  kj::Promise<void> plan(PlanContext context) override {
+    context.allowCancellation();
+    auto layout = context.getParams().getLayout();
+    return layout.getFd().then([this, context, layout](kj::Maybe<int> fd) mutable {
+      KJ_IF_MAYBE (layout_fd, fd) {
+        return PlanWith(context, *layout_fd);
+      }
+      SetOutcome(MakeError(ErrorId::kProtocol, "plan came without the layout, a sealed memfd"),
+                 context.getResults().initOutcome());
+      return kj::Promise<void>(kj::READY_NOW);
+    });
+  }
+
   kj::Promise<void> deleteJob(DeleteJobContext context) override {
     context.allowCancellation();
     return AskForOutcome(*connection_->context, context,
@@ -257,6 +310,31 @@ class AdminServer final : public schema::Admin::Server {
   }
 
  private:
+  kj::Promise<void> PlanWith(PlanContext context, int layout_fd) {
+    const auto params = context.getParams();
+    auto layout = ReadLayout(layout_fd, params.getRequest().getLayoutBytes());
+    if (!layout.ok()) {
+      SetOutcome(layout.status(), context.getResults().initOutcome());
+      return kj::READY_NOW;
+    }
+    std::optional<NodeState::Limits> limits;
+    if (params.getLimitBytes() > 0) {
+      limits = {.dram_bytes = params.getLimitBytes(), .swap_bytes = params.getSwapBytes()};
+    }
+    using Plan = absl::StatusOr<JobPlan>;
+    return AskLoop<Plan>(*connection_->context, Plan(Overloaded()),
+                         [request = RequestOf(params.getRequest(), 0, connection_->viewer.uid,
+                                              *std::move(layout)),
+                          limits](Executor& executor, auto answer) mutable {
+                           answer(executor.Plan(request, limits));
+                         })
+        .then([context](kj::Own<Plan> plan) mutable {
+          auto results = context.getResults();
+          SetOutcome(plan->status(), results.initOutcome());
+          if (plan->ok()) FillPlan(**plan, results.initPlan());
+        });
+  }
+
   std::shared_ptr<Connection> connection_;
 };
 
@@ -332,26 +410,13 @@ class NodeServer final : public schema::Node::Server {
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
-    LoopCall call = [request = AttachRequested{.session = handle->id(),
-                                               .uid = connection_->viewer.uid,
-                                               .job = TextOf(request.getJob()),
-                                               .reader = request.getReader(),
-                                               .rank = request.getRank(),
-                                               .world_size = request.getWorldSize(),
-                                               .run = TextOf(request.getRun()),
-                                               .resume = request.getResume(),
-                                               .accumulate = request.getAccumulate(),
-                                               .writable_weights = request.getWritableWeights(),
-                                               .grad_arena_bytes = request.getGradArenaBytes(),
-                                               .extra_state_bytes = request.getExtraStateBytes(),
-                                               .activation_bytes = request.getActivationBytes(),
-                                               .trace = request.getTrace(),
-                                               .layout = *std::move(layout)},
-                     answer = std::move(answered.answer),
-                     close = std::move(closed.answer)](Executor& executor) mutable {
-      executor.Attach(std::move(request),
-                      {.answered = std::move(answer), .closed = std::move(close)});
-    };
+    LoopCall call =
+        [request = RequestOf(request, handle->id(), connection_->viewer.uid, *std::move(layout)),
+         answer = std::move(answered.answer),
+         close = std::move(closed.answer)](Executor& executor) mutable {
+          executor.Attach(std::move(request),
+                          {.answered = std::move(answer), .closed = std::move(close)});
+        };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();
       control.waiters.erase(answered.waiter);

@@ -1,6 +1,7 @@
 #include "daemon/core/node_state.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <set>
@@ -159,6 +160,54 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
   impl_->actions.Bind(nullptr);
+}
+
+absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
+                                        const std::optional<Limits>& limits) const {
+  RETURN_IF_ERROR(CheckRequest(request));
+  Options options = impl_->options;
+  NodeUse use = impl_->Use();
+  nvme::SlotMap empty;
+  if (limits) {
+    const std::array<nvme::PathSpace, 1> paths{
+        {{.begin_bytes = 0, .end_bytes = limits->swap_bytes}}};
+    empty = nvme::SlotMap(paths);
+    options.dram_limit_bytes = limits->dram_bytes;
+    options.swap = empty;
+    use = {.swap = &empty};
+  }
+  const protocol::Layout& layout = *request.layout;
+  const SessionRequest session = SessionRequestOf(request);
+  ASSIGN_OR_RETURN(const MemoryPlan plan, PlanJob(layout, session, options, use));
+  const uint64_t taken = use.jobs_dram_bytes + use.deleted_weights_bytes;
+  JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
+               .weights_cache = plan.weights_cache_bytes,
+               .states = plan.placement.state_bytes(),
+               .sums = plan.extra_state_offset,
+               .extra_state = plan.step_bytes - plan.extra_state_offset,
+               .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
+                                                 plan.extra_state_copy_bytes),
+               .tables = plan.table_bytes,
+               .node = options.node_bytes,
+               .others = taken,
+               .limit = options.dram_limit_bytes,
+               .missing = plan.missing_bytes,
+               .weights_on_swap = plan.weights_on_swap_bytes,
+               .blocks = plan.placement.blocks(),
+               .resident_blocks = plan.placement.resident_blocks(),
+               .swap = plan.swap_slots * plan.swap_slot_bytes,
+               .step_read = 2 * plan.weights_on_swap_bytes};
+  const uint64_t passes = protocol::Info(layout.spec().optimizer).passes;
+  for (uint32_t block = 0; block < plan.placement.blocks(); ++block) {
+    const BlockLocation& location = plan.placement.WhereBlock(block);
+    if (location.tier == Tier::kDram) continue;
+    view.step_read += passes * location.state.bytes;
+    view.step_written += passes * location.state.bytes;
+  }
+  options.dram_limit_bytes = UINT64_MAX / 2;
+  ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
+  view.all_in_dram = options.node_bytes + taken + all.fixed_bytes + all.placement.state_bytes();
+  return view;
 }
 
 Job* NodeState::Impl::On(const AttachRequested& request) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "protocol/layout.h"
@@ -81,6 +82,28 @@ struct JobView {
   std::vector<uint32_t> trace;
 };
 
+// What making a job takes, in bytes; the names are those of JobPlan in protocol/forebay.capnp.
+struct JobPlan {
+  uint64_t weights = 0;
+  uint64_t weights_cache = 0;
+  uint64_t states = 0;
+  uint64_t sums = 0;
+  uint64_t extra_state = 0;
+  uint64_t sessions = 0;
+  uint64_t tables = 0;
+  uint64_t node = 0;
+  uint64_t others = 0;
+  uint64_t limit = 0;
+  uint64_t missing = 0;
+  uint64_t weights_on_swap = 0;
+  uint32_t blocks = 0;
+  uint32_t resident_blocks = 0;
+  uint64_t swap = 0;
+  uint64_t step_read = 0;
+  uint64_t step_written = 0;
+  uint64_t all_in_dram = 0;
+};
+
 // Bytes the state machine has promised; the kernel's own count must agree.
 struct NodeView {
   uint64_t dram_limit_bytes = 0;
@@ -112,6 +135,17 @@ class NodeState {
 
   // Takes one event and appends what is to be done, in order.
   void Handle(const Event& event, std::vector<Action>& actions);
+
+  // What an attach that makes a job would make; nothing changes. `limits`: on an empty node with so much
+  // DRAM and swap; else on this one as it is.
+  //
+  // Errors  as the attach's.
+  struct Limits {
+    uint64_t dram_bytes = 0;
+    uint64_t swap_bytes = 0;
+  };
+  absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
+                               const std::optional<Limits>& limits) const;
 
   std::vector<JobView> Jobs() const;  // by id
   NodeView Node() const;

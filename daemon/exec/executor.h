@@ -90,6 +90,11 @@ class Executor {
   // Of the newest step: the daemon's events, then those of ranks that are attached and have seen it
   // committed, as many as a message has room for. Errors: E_JOB_NAME.
   absl::StatusOr<std::vector<ShownEvent>> Trace(const JobName& name) const;
+  // NodeState::Plan.
+  absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
+                               const std::optional<NodeState::Limits>& limits) const {
+    return state_.Plan(request, limits);
+  }
 
   // ----------------------------------------------------------------------- what the reactor brings
 

@@ -334,6 +334,69 @@ TEST(NodeStateWeightsPlan, WhatDoesNotFitEvenSoIsRefusedWithTheSum) {
               HasSubstr("two partitions of each rank; the others are on swap"));
 }
 
+uint64_t DramOf(const JobPlan& plan) {
+  return plan.weights + plan.weights_cache + plan.states + plan.sums + plan.extra_state +
+         plan.sessions + plan.tables + plan.node + plan.others;
+}
+
+AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout) {
+  return {.uid = 1000,
+          .job = "job",
+          .world_size = kRanks,
+          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
+          .extra_state_bytes = 64,
+          .layout = layout};
+}
+
+TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
+  const auto layout = LayoutOf(AwkwardGroups());
+  const uint64_t least = LeastDram(layout);
+  uint64_t all_in_dram = 0;
+  for (const uint64_t dram : {least, least + (256 << 10), least + (1 << 20), least + (4 << 20)}) {
+    SCOPED_TRACE(dram);
+    WeightsJob job(layout, dram);
+    ASSERT_OK_AND_ASSIGN(const JobPlan plan,
+                         job.node_.state().Plan(RequestOf(layout), std::nullopt));
+    EXPECT_EQ(plan.limit, dram);
+    all_in_dram = plan.all_in_dram;
+    job.AttachAll();
+    const NodeView node = job.node_.state().Node();
+    EXPECT_EQ(DramOf(plan), node.dram_used_bytes);
+    EXPECT_EQ(plan.swap, node.swap_used_bytes);
+    EXPECT_EQ(plan.weights_on_swap, job.View().weights_on_swap_bytes);
+    EXPECT_EQ(plan.blocks, job.View().blocks);
+    EXPECT_EQ(plan.resident_blocks, job.View().resident_blocks);
+    job.TrainAndFetch(1);
+    const JobView before = job.View();
+    job.TrainAndFetch(2);
+    const JobView after = job.View();
+    EXPECT_EQ(after.state_written_bytes - before.state_written_bytes, plan.step_written);
+    const uint64_t weights_read = after.weights.read_bytes - before.weights.read_bytes;
+    const uint64_t states_read = after.state_read_bytes - before.state_read_bytes;
+    EXPECT_GE(states_read, plan.step_read - 2 * plan.weights_on_swap);
+    // Whole pages at both ends of each block's part; what is still there is not read again.
+    EXPECT_LE(weights_read, 2 * plan.weights_on_swap * 4 / 3);
+    EXPECT_GE(weights_read, plan.weights_on_swap * 4 / 3);
+  }
+  // An empty node with so much, whatever is on this one.
+  WeightsJob job(layout, least);
+  job.AttachAll();
+  ASSERT_OK_AND_ASSIGN(
+      const JobPlan roomy,
+      job.node_.state().Plan(RequestOf(layout),
+                             NodeState::Limits{.dram_bytes = all_in_dram, .swap_bytes = 0}));
+  EXPECT_EQ(roomy.resident_blocks, roomy.blocks);
+  EXPECT_EQ(roomy.weights_on_swap + roomy.swap + roomy.step_read + roomy.step_written, 0U);
+  EXPECT_EQ(DramOf(roomy), all_in_dram);
+  EXPECT_THAT(job.node_.state()
+                  .Plan(RequestOf(layout), NodeState::Limits{.dram_bytes = all_in_dram - 1})
+                  .status(),
+              HasError(ErrorId::kDramLimit));
+  EXPECT_THAT(job.node_.state().Plan(RequestOf(layout), std::nullopt).status(),
+              HasError(ErrorId::kDramLimit))
+      << "beside the job that is there";
+}
+
 TEST(NodeStateWeightsPlan, PartitionsWithFrozenParametersStayInDram) {
   Groups groups = AwkwardGroups();
   groups[1].push_back({.rows = 1000, .columns = 3, .trainable = false});
