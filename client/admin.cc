@@ -3,10 +3,13 @@
 #include <kj/debug.h>
 
 #include <utility>
+#include <vector>
 
 #include "client/environment.h"
+#include "client/internal/attach_call.h"
 #include "client/internal/control.h"
 #include "protocol/descriptor.h"
+#include "protocol/layout_codec.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::client {
@@ -71,6 +74,30 @@ absl::StatusOr<Trace> AdminClient::Trace(const std::string& job) {
         return request.send().then([](auto&& response) -> absl::StatusOr<Events> {
           RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
           return internal::Clone<schema::Admin::TraceResults::Reader>(response);
+        });
+      });
+}
+
+absl::StatusOr<JobPlan> AdminClient::Plan(const AttachOptions& options,
+                                          const std::optional<NodeSize>& node) {
+  ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(options.layout));
+  ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout.spec()));
+  const internal::AttachCall call = internal::MakeAttachCall(options, layout, encoded);
+  ASSIGN_OR_RETURN(protocol::UniqueFd fd, internal::Control::MakeLayoutFd(encoded));
+  auto shared_fd = std::make_shared<protocol::UniqueFd>(std::move(fd));
+  return impl_->control().thread().Call<JobPlan>(
+      "plan", impl_->Limits(),
+      [call, shared_fd, node](Peer& peer) -> kj::Promise<absl::StatusOr<JobPlan>> {
+        auto request = AdminOf(peer).planRequest();
+        internal::Control::Fill(call, request.initRequest());
+        if (node) {
+          request.setLimitBytes(node->dram_bytes);
+          request.setSwapBytes(node->swap_bytes);
+        }
+        request.setLayout(protocol::MakeDescriptor(std::move(*shared_fd)));
+        return request.send().then([](auto&& response) -> absl::StatusOr<JobPlan> {
+          RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
+          return internal::Clone(response.getPlan());
         });
       });
 }

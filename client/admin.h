@@ -1,12 +1,14 @@
-// Reading a node's state and deleting jobs: what tools show.
+// Reading a node's state, deleting jobs, planning them: what tools show.
 #pragma once
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/client.h"
 #include "protocol/forebay.capnp.h"
 
 namespace forebay::client {
@@ -15,6 +17,7 @@ namespace forebay::client {
 // read from one lives as long as it.
 using NodeStatus = std::shared_ptr<const schema::NodeStatus::Reader>;
 using Trace = std::shared_ptr<const schema::Admin::TraceResults::Reader>;
+using JobPlan = std::shared_ptr<const schema::JobPlan::Reader>;
 
 struct AdminOptions {
   std::string socket;  // empty: FOREBAY_SOCKET, else /run/forebay/forebay.sock
@@ -36,6 +39,15 @@ class AdminClient {
   absl::StatusOr<NodeStatus> Status();
   absl::StatusOr<client::Trace> Trace(const std::string& job);  // E_JOB_NAME: no such job
   absl::Status DeleteJob(const std::string& job);
+  // What an attach with these options would make, on the node as it is, or on an empty one with so much DRAM
+  // and swap; nothing is made. Connection and job of the options are ignored.
+  //
+  // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
+  struct NodeSize {
+    uint64_t dram_bytes = 0;
+    uint64_t swap_bytes = 0;
+  };
+  absl::StatusOr<JobPlan> Plan(const AttachOptions& options, const std::optional<NodeSize>& node);
 
  private:
   class Impl;

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "client/environment.h"
+#include "client/internal/attach_call.h"
 #include "client/internal/attachment_state.h"
 #include "client/internal/control.h"
 #include "client/internal/deadline.h"
@@ -40,17 +41,6 @@ using protocol::UniqueFd;
 
 constexpr Timeout kExplainTimeout = std::chrono::seconds(10);
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
-// A shared gradient waits for lower ranks, a sharded one for nobody: one piece fills, one travels.
-constexpr uint64_t kPiecesInSharedArena = 4;
-constexpr uint64_t kPiecesInShardedArena = 2;
-constexpr uint64_t kReaderArenaBytes = protocol::kMiB;  // states are read in pieces of this
-
-uint64_t GradArenaBytes(const AttachOptions& options, const protocol::Layout& layout) {
-  if (options.grad_arena_bytes != 0) return options.grad_arena_bytes;
-  if (options.reader) return kReaderArenaBytes;
-  return internal::PieceBytes(layout) *
-         (layout.is_shared() ? kPiecesInSharedArena : kPiecesInShardedArena);
-}
 
 absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {
   std::vector<std::byte> bytes(size_bytes);
@@ -124,8 +114,6 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
                      .reader = options.reader,
                      .rank = options.rank,
                      .connection = std::make_unique<Connection>(),
-                     .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
-                     .activation_bytes = options.reader ? 0 : options.activation_bytes,
                      .gauge = std::make_shared<internal::SessionGauge>(),
                      .timeout = options.timeout,
                      .interrupt_check = options.interrupt_check,
@@ -133,27 +121,17 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   if (parts.device == nullptr) parts.device = std::make_shared<gpu::HostDevice>();
   const bool is_writable = !parts.reader && !parts.device->registers_read_only();
   if (is_writable) parts.weights_access = MapAccess::kReadWrite;
-  parts.grad_bytes_max = GradArenaBytes(options, *parts.layout);
   ASSIGN_OR_RETURN(const std::vector<std::byte> encoded,
                    protocol::EncodeLayout(parts.layout->spec()));
+  internal::AttachCall call = internal::MakeAttachCall(options, *parts.layout, encoded);
+  call.writable_weights = is_writable;
+  parts.grad_bytes_max = call.grad_arena_bytes;
+  parts.extra_state_bytes = call.extra_state_bytes;
+  parts.activation_bytes = call.activation_bytes;
   ASSIGN_OR_RETURN(parts.connection->control,
                    Control::Connect({.socket = SocketPath(options.socket)}, limits));
   Control* const control = parts.connection->control.get();
-  ASSIGN_OR_RETURN(const internal::AttachReply reply,
-                   control->Attach({.job = options.job,
-                                    .reader = options.reader,
-                                    .rank = options.rank,
-                                    .world_size = options.world_size,
-                                    .run = RunToken(options.run),
-                                    .resume = options.resume,
-                                    .accumulate = options.accumulate,
-                                    .writable_weights = is_writable,
-                                    .grad_arena_bytes = parts.grad_bytes_max,
-                                    .extra_state_bytes = parts.extra_state_bytes,
-                                    .activation_bytes = parts.activation_bytes,
-                                    .trace = options.trace && !options.reader,
-                                    .layout = encoded},
-                                   limits));
+  ASSIGN_OR_RETURN(const internal::AttachReply reply, control->Attach(call, limits));
   parts.writes_initial = reply->getWritesInitial();
   parts.weights_on_swap = reply->getWeightsOnSwap();
   for (const uint32_t partition : reply->getTrace()) parts.trace.push_back(partition);

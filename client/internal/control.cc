@@ -112,30 +112,36 @@ absl::StatusOr<std::unique_ptr<Control>> Control::Connect(const ConnectOptions& 
   return control;
 }
 
+void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder request) {
+  request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
+  request.setReader(call.reader);
+  request.setRank(call.rank);
+  request.setWorldSize(call.world_size);
+  request.setGradArenaBytes(call.grad_arena_bytes);
+  request.setExtraStateBytes(call.extra_state_bytes);
+  request.setActivationBytes(call.activation_bytes);
+  request.setTrace(call.trace);
+  request.setLayoutBytes(call.layout.size());
+  request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
+  request.setResume(call.resume);
+  request.setAccumulate(call.accumulate);
+  request.setWritableWeights(call.writable_weights);
+}
+
+absl::StatusOr<UniqueFd> Control::MakeLayoutFd(std::span<const std::byte> encoded) {
+  UniqueFd layout = protocol::MakeSealedMemfd("forebay-layout", encoded);
+  if (layout.valid()) return layout;
+  return MakeError(ErrorId::kLimit, ErrnoText("make a memfd for the layout", errno));
+}
+
 absl::StatusOr<AttachReply> Control::Attach(const AttachCall& call, const WaitLimits& limits) {
-  UniqueFd layout = protocol::MakeSealedMemfd("forebay-layout", call.layout);
-  if (!layout.valid()) {
-    return MakeError(ErrorId::kLimit, ErrnoText("make a memfd for the layout", errno));
-  }
+  ASSIGN_OR_RETURN(UniqueFd layout, MakeLayoutFd(call.layout));
   auto shared_layout = std::make_shared<UniqueFd>(std::move(layout));
   return thread_->Call<AttachReply>(
       "attach", limits,
       [call, shared_layout](Peer& peer) -> kj::Promise<absl::StatusOr<AttachReply>> {
         auto rpc = peer.node.attachRequest();
-        auto request = rpc.initRequest();
-        request.setJob(kj::StringPtr(call.job.c_str(), call.job.size()));
-        request.setReader(call.reader);
-        request.setRank(call.rank);
-        request.setWorldSize(call.world_size);
-        request.setGradArenaBytes(call.grad_arena_bytes);
-        request.setExtraStateBytes(call.extra_state_bytes);
-        request.setActivationBytes(call.activation_bytes);
-        request.setTrace(call.trace);
-        request.setLayoutBytes(call.layout.size());
-        request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
-        request.setResume(call.resume);
-        request.setAccumulate(call.accumulate);
-        request.setWritableWeights(call.writable_weights);
+        Fill(call, rpc.initRequest());
         rpc.setLayout(protocol::MakeDescriptor(std::move(*shared_layout)));
         return rpc.send().then([&peer](auto&& response) -> absl::StatusOr<AttachReply> {
           RETURN_IF_ERROR(StatusOf(response.getOutcome()));

@@ -60,6 +60,9 @@ class Control {
                                                           const WaitLimits& limits);
 
   absl::StatusOr<AttachReply> Attach(const AttachCall& call, const WaitLimits& limits);
+  static void Fill(const AttachCall& call, schema::AttachRequest::Builder request);
+  // Errors  E_LIMIT.
+  static absl::StatusOr<protocol::UniqueFd> MakeLayoutFd(std::span<const std::byte> encoded);
 
   // The calls below are those of the attached session.
   absl::StatusOr<protocol::UniqueFd> Descriptor(schema::Session::Kind kind,
