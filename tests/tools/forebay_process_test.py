@@ -149,6 +149,112 @@ def test_a_limit_below_the_models_minimum_names_the_terms_and_one_that_is_enough
     trains(environment, "--dram", enough[1], *one_worker)
 
 
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32},
+    **{"vocab_size": 128256, "tie_word_embeddings": False},
+}
+QWEN2 = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064}
+QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936}
+# As their authors publish them: config, parameters.
+MODELS = [
+    ({**LLAMA}, 8_030_261_248),
+    ({**LLAMA, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
+    ({**LLAMA, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8}, 46_702_792_704),
+    (
+        {**QWEN2, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28},
+        7_615_616_512,
+    ),
+    (
+        {
+            **{**QWEN3, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+            **{"num_hidden_layers": 28, "tie_word_embeddings": True},
+        },
+        596_049_920,
+    ),
+    (
+        {
+            **{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024},
+            **{"vocab_size": 50257, "n_inner": None},
+        },
+        124_439_808,
+    ),
+]
+
+
+def plan(folders, *words):
+    environment, _, swap = folders
+    own = SWAP.format(swap=swap).split()
+    return forebay("run", "--dram", "512MiB", *own, "--", FOREBAY, "plan", *words, env=environment)
+
+
+@pytest.mark.parametrize(("config", "params"), MODELS, ids=[one["model_type"] for one, _ in MODELS])
+def test_plan_knows_published_models(folders, tmp_path, config, params):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("--hf", tmp_path / "config.json", "--ranks", 8)
+    done = plan(folders, *model, "--dram", "4TiB", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # exact: 2 bytes of weights and 10 of states a parameter; shards begin on pages, boxes on 64 elements.
+    assert 2 * params <= found["weights"] <= 2.01 * params
+    assert 10 * params <= found["states"] <= 10.01 * params
+    assert found["swap"] == found["step_read"] == found["weights_on_swap"] == 0
+    job = ("weights", "weights_cache", "states", "sums", "extra_state", "sessions", "tables", "node")
+    assert sum(found[part] for part in job) == found["all_in_dram"]
+    text = plan(folders, *model, "--dram", "4TiB").stdout
+    assert text.startswith(f"{config['model_type']}: {params} parameters in ")
+
+
+def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
+    model = ("--params", 10**9, "--ranks", 4)
+    swapped = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1TiB", "--json")
+    assert swapped.returncode == 0, swapped.stderr
+    found = json.loads(swapped.stdout)
+    assert found["weights_on_swap"] > 0 and found["resident_blocks"] == 0
+    assert found["step_read"] == found["step_written"] + 2 * found["weights_on_swap"]
+    rates = ("--read-rate", 10, "--write-rate", 5)
+    text = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1TiB", *rates).stdout
+    seconds = found["step_read"] / 10e9 + found["step_written"] / 5e9
+    assert f"the disk works {seconds:.2f} s a step, at 10 GB/s read and 5 written" in text
+    small = plan(folders, *model, "--dram", "2GiB", "--swap-size", "1TiB")
+    assert small.returncode == 1 and "error[E_DRAM_LIMIT]: the job needs" in small.stderr
+    enough = re.search(r"hint: raise --dram / dram.limit to at least (\d+) bytes", small.stderr)
+    assert plan(folders, *model, "--dram", enough[1], "--swap-size", "1TiB").returncode == 0
+    less = plan(folders, *model, "--dram", int(enough[1]) - 4096, "--swap-size", "1TiB")
+    assert "error[E_DRAM_LIMIT]" in less.stderr
+    little = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1GiB")
+    assert "error[E_SWAP_NOSPC]: the job needs" in little.stderr
+
+
+def test_plan_refuses_what_it_cannot_know(folders, tmp_path):
+    config = tmp_path / "config.json"
+    for text, message in (
+        ("no json", "cannot be read as JSON"),
+        ("[]", "the config has no model_type"),
+        ('{"model_type": "bert"}', "models of type bert are not known here"),
+        ('{"model_type": "llama"}', "the config has no number hidden_size"),
+        (json.dumps({**LLAMA, "vocab_size": -1}), "the config has no number vocab_size"),
+        (json.dumps({**LLAMA, "vocab_size": 0}), "the config has no number vocab_size"),
+        (json.dumps({**LLAMA, "hidden_size": 2**40}), "the config has no number hidden_size"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 10**6}), "no number num_hidden_layers"),
+        (json.dumps({**LLAMA, "hidden_size": 2**31, "vocab_size": 2**31}), "error[E_LAYOUT]"),
+        (
+            json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 10**6}),
+            "no number num_local_experts",
+        ),
+    ):
+        config.write_text(text)
+        done = plan(folders, "--hf", config)
+        assert done.returncode == 1 and message in done.stderr, text
+    assert "plan needs one model" in plan(folders).stderr
+    assert "plan needs one model" in plan(folders, "--params", 10, "--hf", config).stderr
+    assert "no size" in plan(folders, "--params", 100000, "--dram", "much").stderr
+    assert "error[E_OPTION]" in plan(folders, "--params", 100000, "--dtype", "int3").stderr
+    environment, runtime, _ = folders
+    alone = forebay("plan", "--params", 10, "--socket", runtime / "none.sock", env=environment)
+    assert alone.returncode == 3
+
+
 def test_usage_errors_exit_2_and_help_and_version_exit_0():
     assert forebay().returncode == 2
     wrong = forebay("status", "--nonsense")

@@ -20,6 +20,7 @@
 #include "tools/forebay/bench.h"
 #include "tools/forebay/doctor.h"
 #include "tools/forebay/node_view.h"
+#include "tools/forebay/plan.h"
 #include "tools/forebay/run.h"
 
 namespace forebay::tools {
@@ -41,6 +42,7 @@ struct Arguments {
   std::optional<std::string> delete_job;
   std::vector<std::string> folders = {"."};
   RunOptions run;
+  PlanOptions plan;
   BenchOptions bench;
 };
 
@@ -141,10 +143,44 @@ int ShowBench(const Arguments& arguments) {
   return ExitCodeOf(status);
 }
 
+int ShowPlan(const Arguments& arguments) {
+  PlanOptions options = arguments.plan;
+  options.socket = arguments.socket;
+  options.as_json = arguments.json;
+  const absl::Status status = Plan(options);
+  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  return ExitCodeOf(status);
+}
+
 CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
   CLI::App* view = app.add_subcommand(name, help);
   view->add_flag("--json", arguments.json, "JSON instead of a table");
   return view;
+}
+
+CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
+  PlanOptions& plan = arguments.plan;
+  CLI::App* command = AddView(app, "plan", "what a job would take of DRAM and swap", arguments);
+  command->add_option("--hf", plan.hugging_face, "the model: a config.json of Hugging Face's");
+  command->add_option("--params", plan.params, "the model: so many parameters in equal layers")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 44));
+  command->add_option("--layers", plan.layers, "of --params and --width")
+      ->check(CLI::Range(1, 10000));
+  command->add_option("--width", plan.width, "the model: a decoder of this width")
+      ->check(CLI::Range(1, 1 << 20));
+  command->add_option("--vocab", plan.vocab, "of --width")->check(CLI::Range(1, 1 << 24));
+  command->add_option("--ranks", plan.ranks, "on this node")->check(CLI::Range(1, 1024));
+  command->add_flag("--shared", plan.is_shared, "one copy of the weights, without FSDP2");
+  command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
+  command->add_option("--dtype", plan.dtype, "of the weights");
+  command->add_option("--format", plan.format, "of the states (exact for bfloat16, else fp32)");
+  command->add_option("--optimizer", plan.optimizer, "adamw, ...");
+  CLI::Option* dram = command->add_option(
+      "--dram", plan.dram, "on an empty node with this limit; else on this one, as it is");
+  command->add_option("--swap-size", plan.swap_size, "and so much swap")->needs(dram);
+  command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown");
+  command->add_option("--write-rate", plan.write_rate, "the same");
+  return command;
 }
 
 void AddDaemonOptions(CLI::App* app, PrivateDaemonOptions& daemon) {
@@ -208,7 +244,8 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   CLI::App* trace = AddView(app, "trace", "timed events of a job's newest step", arguments);
   trace->add_option("JOB", arguments.job)->required();
   trace->add_flag("--perfetto", arguments.perfetto, "as JSON for https://ui.perfetto.dev");
-  for (CLI::App* view : {status, memory, swap, jobs, trace}) {
+  CLI::App* plan = AddPlan(app, arguments);
+  for (CLI::App* view : {status, memory, swap, jobs, trace, plan}) {
     view->add_option("--socket", arguments.socket,
                      "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");
   }
@@ -260,6 +297,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   if (swap->parsed()) return ShowSwap(arguments);
   if (jobs->parsed()) return ShowJobs(arguments);
   if (trace->parsed()) return ShowTrace(arguments);
+  if (plan->parsed()) return ShowPlan(arguments);
   if (doctor->parsed()) return ShowDoctor(arguments);
   return ShowBench(arguments);
 }

@@ -1,0 +1,56 @@
+// Models as lists of shapes: what `forebay plan` reckons with.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "nlohmann/json.hpp"
+#include "protocol/layout.h"
+
+namespace forebay::tools {
+
+// Parameters that are gathered together: of a decoder, those of a layer; first those outside the layers.
+struct ShapeGroup {
+  struct Param {
+    std::string name;
+    std::vector<uint64_t> shape;
+  };
+
+  std::string name;
+  std::vector<Param> params;
+};
+
+struct ModelShape {
+  std::string what;  // "llama"
+  std::vector<ShapeGroup> groups;
+
+  uint64_t elems() const;
+};
+
+// `layers` groups, at most `params`, of one parameter each; together `params` elements.
+ModelShape EvenShape(uint64_t params, uint32_t layers);
+
+// A GPT: attention of 4 width^2, feed-forward of 8 width^2, two norms a layer; an embedding of `vocab` rows and
+// a head of its own.
+ModelShape DecoderShape(uint32_t layers, uint64_t width, uint64_t vocab);
+
+// Of a config.json as Hugging Face's transformers writes it: model_type gpt2, llama, mistral, mixtral, qwen2 or
+// qwen3.
+//
+// Errors  E_OPTION  another model_type, or a key is missing: names it.
+absl::StatusOr<ModelShape> HuggingFaceShape(const nlohmann::json& config);
+
+// The layout of such a model. Sharded: as FSDP2 cuts it, each parameter along its rows into as many chunks as
+// there are ranks; the last may be short or empty.
+struct LayoutChoice {
+  protocol::DType dtype = protocol::DType::kBFloat16;
+  protocol::Format format = protocol::Format::kExact;
+  protocol::Optimizer optimizer = protocol::Optimizer::kAdamW;
+  uint32_t ranks = 1;
+  bool is_shared = false;
+};
+protocol::LayoutSpec LayoutOf(const ModelShape& model, const LayoutChoice& choice);
+
+}  // namespace forebay::tools

@@ -1,0 +1,138 @@
+#include "tools/forebay/plan.h"
+
+#include <cstdio>
+#include <fstream>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/admin.h"
+#include "nlohmann/json.hpp"
+#include "protocol/error.h"
+#include "protocol/json.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "tools/forebay/model_shape.h"
+#include "tools/forebay/table.h"
+
+namespace forebay::tools {
+namespace {
+
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::MakeError;
+
+constexpr double kGb = 1e9;
+
+absl::StatusOr<ModelShape> ShapeOf(const PlanOptions& options) {
+  const int given = (options.hugging_face.empty() ? 0 : 1) + (options.params > 0 ? 1 : 0) +
+                    (options.width > 0 ? 1 : 0);
+  if (given != 1) {
+    return MakeError(ErrorId::kOption, "plan needs one model",
+                     "give --hf config.json, or --params, or --layers and --width");
+  }
+  if (options.params > 0) return EvenShape(options.params, options.layers);
+  if (options.width > 0) return DecoderShape(options.layers, options.width, options.vocab);
+  std::ifstream file(options.hugging_face);
+  const nlohmann::json config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!file || config.is_discarded()) {
+    return MakeError(ErrorId::kOption,
+                     absl::StrCat(options.hugging_face, " cannot be read as JSON"),
+                     "give the model's config.json");
+  }
+  return HuggingFaceShape(config);
+}
+
+absl::StatusOr<LayoutChoice> ChoiceOf(const PlanOptions& options) {
+  LayoutChoice choice{.ranks = options.ranks, .is_shared = options.is_shared};
+  ASSIGN_OR_RETURN(choice.dtype, protocol::WeightsDTypeFromName(options.dtype));
+  ASSIGN_OR_RETURN(choice.optimizer, protocol::OptimizerFromName(options.optimizer));
+  const bool is_bf16 = choice.dtype == protocol::DType::kBFloat16;
+  const std::string usual = is_bf16 ? "exact" : "fp32";
+  ASSIGN_OR_RETURN(choice.format,
+                   protocol::FormatFromName(options.format.empty() ? usual : options.format));
+  return choice;
+}
+
+absl::StatusOr<std::optional<client::AdminClient::NodeSize>> NodeOf(const PlanOptions& options) {
+  if (options.dram.empty()) return std::nullopt;
+  client::AdminClient::NodeSize node;
+  for (const auto& [text, bytes] :
+       {std::pair(&options.dram, &node.dram_bytes), {&options.swap_size, &node.swap_bytes}}) {
+    if (text->empty()) continue;
+    const absl::StatusOr<uint64_t> parsed = protocol::ParseBytes(*text);
+    if (!parsed.ok() || *parsed == 0) {
+      return MakeError(ErrorId::kOption, absl::StrCat(*text, " is no size"),
+                       "write 64GiB, or 2TiB");
+    }
+    *bytes = *parsed;
+  }
+  return node;
+}
+
+std::string Text(const PlanOptions& options, const ModelShape& model,
+                 schema::JobPlan::Reader plan) {
+  const uint64_t elems = model.elems();
+  Table table({"DRAM", "BYTES", "PER PARAMETER"});
+  const auto add = [&](std::string what, uint64_t bytes) {
+    const double share = static_cast<double>(bytes) / static_cast<double>(elems);
+    table.Add({std::move(what), FormatBytes(bytes), absl::StrFormat("%.3f", share)});
+  };
+  add("weights", plan.getWeights());
+  if (plan.getWeightsOnSwap() > 0) {
+    add(absl::StrCat("cache of weights on swap (", FormatBytes(plan.getWeightsOnSwap()), ")"),
+        plan.getWeightsCache());
+  }
+  add(absl::StrCat("states, ", plan.getResidentBlocks(), " of ", plan.getBlocks(), " blocks"),
+      plan.getStates());
+  add("sums of gradients", plan.getSums());
+  add("extra_state", plan.getExtraState());
+  add(absl::StrCat("gradients on their way, of ", options.ranks, " ranks"), plan.getSessions());
+  add("tables", plan.getTables());
+  const uint64_t job = plan.getWeights() + plan.getWeightsCache() + plan.getStates() +
+                       plan.getSums() + plan.getExtraState() + plan.getSessions() +
+                       plan.getTables();
+  add("the job", job);
+  add("the daemon", plan.getNode());
+  if (plan.getOthers() > 0) add("other jobs", plan.getOthers());
+  std::string text =
+      absl::StrCat(model.what, ": ", elems, " parameters in ", model.groups.size(), " groups, ",
+                   options.ranks, options.ranks == 1 ? " rank\n\n" : " ranks\n\n", table.Text(),
+                   "\nof a limit of ", FormatBytes(plan.getLimit()), "; with ",
+                   FormatBytes(plan.getAllInDram()), " nothing would be on swap\n");
+  if (plan.getMissing() > 0) {
+    absl::StrAppend(&text, "other jobs move ", FormatBytes(plan.getMissing()), " to swap first\n");
+  }
+  if (plan.getSwap() == 0) return text;
+  absl::StrAppend(&text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step reads ",
+                  FormatBytes(plan.getStepRead()), " and writes ",
+                  FormatBytes(plan.getStepWritten()), "\n");
+  if (options.read_rate > 0 && options.write_rate > 0) {
+    const double seconds = static_cast<double>(plan.getStepRead()) / kGb / options.read_rate +
+                           static_cast<double>(plan.getStepWritten()) / kGb / options.write_rate;
+    absl::StrAppendFormat(&text, "the disk works %.2f s a step, at %g GB/s read and %g written\n",
+                          seconds, options.read_rate, options.write_rate);
+  }
+  return text;
+}
+
+}  // namespace
+
+absl::Status Plan(const PlanOptions& options) {
+  ASSIGN_OR_RETURN(const ModelShape model, ShapeOf(options));
+  ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
+  ASSIGN_OR_RETURN(const auto node, NodeOf(options));
+  client::AttachOptions attach;
+  attach.world_size = options.ranks;
+  attach.accumulate = options.accumulate;
+  attach.layout = LayoutOf(model, choice);
+  ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
+  ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
+  const std::string text =
+      options.as_json ? protocol::JsonOf(*plan) + "\n" : Text(options, model, *plan);
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::tools

@@ -1,0 +1,41 @@
+// `forebay plan`: what a job would take, before there is one.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace forebay::tools {
+
+struct PlanOptions {
+  std::string socket;
+  // One of these.
+  std::string hugging_face;  // a config.json
+  uint64_t params = 0;       // in `layers` layers of one size
+  uint64_t width = 0;        // of a decoder of `layers` layers
+  uint32_t layers = 32;
+  uint64_t vocab = 50257;
+
+  uint32_t ranks = 1;
+  bool is_shared = false;
+  bool accumulate = false;
+  std::string dtype = "bfloat16";
+  std::string format = {};  // empty: exact for bfloat16, else fp32
+  std::string optimizer = "adamw";
+  // Of another node, with this daemon's settings; empty: this node as it is.
+  std::string dram;
+  std::string swap_size;
+  // Of the node's swap, GB/s; 0: no time is shown.
+  double read_rate = 0;
+  double write_rate = 0;
+  bool as_json = false;
+};
+
+// Prints the plan.
+//
+// Errors  E_OPTION; those of AdminClient::Plan, with the sum where it does not fit.
+absl::Status Plan(const PlanOptions& options);
+
+}  // namespace forebay::tools
