@@ -79,11 +79,19 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     assert job["resident_blocks"] == 0
     assert used_bytes <= needed
     assert (small_digest, small_losses) == (digest, losses)
-    # Two groups of parameters a layer and rank, forward and backward; what follows the trace is read ahead.
+    # What follows the order of the step before is read ahead; each rank has its own.
     assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
 
 
-def test_a_rank_that_is_killed_loses_nothing(tmp_path):
+def test_on_a_device_that_copies_late_it_has_them_too():
+    large, error = run(1 << 30, 2, "exact", "bfloat16")
+    assert large is not None, error
+    late, error = run(smallest_limit(2, "exact", "bfloat16"), 2, "exact", "bfloat16", "late")
+    assert late is not None, error
+    assert late[:2] == large[:2]
+
+
+def test_a_rank_that_is_killed_loses_nothing():
     large, error = run(1 << 30, 2, "exact", "bfloat16")
     assert large is not None, error
     needed = smallest_limit(2, "exact", "bfloat16")

@@ -1,9 +1,10 @@
 """Trains a sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, and prints a JSON
 line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node uses.
 
-usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [KILLED_STEP]
+usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | KILLED_STEP]
 
-At KILLED_STEP the last rank is killed in its forward; then all start again and attach to the job.
+late: on the GPU of late_device.py. At KILLED_STEP the last rank is killed in its forward; then all start again and
+attach to the job.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 torch.set_num_threads(1)
 
 import forebay  # noqa: E402
+import late_device  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as processes  # noqa: E402
 from torch import nn  # noqa: E402
@@ -51,14 +53,24 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(rank, ranks, steps, format, dtype, killed_step, folder):
+def read(shard):
+    shard.to_local().clone()
+
+
+def train(rank, ranks, steps, format, dtype, killed_step, on_device, folder):
     os.environ["FOREBAY_RUN"] = "one"
+    if on_device:
+        late_device.install(registers_read_only=rank % 2 == 0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
     model = Model().to(dtype)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     opt = forebay.attach(model, forebay.AdamW(lr=1e-3, format=format), job="large", mode="sharded")
+    if rank > 0:  # ranks that fetch in orders of their own, each the same in every step
+        for number, layer in enumerate(model.layers):
+            other = model.layers[(5 * number + rank) % LAYERS].down.weight
+            layer.register_forward_pre_hook(lambda *_, shard=other: read(shard))
     losses = []
     for step in range(opt.committed_step, steps):
         if step == killed_step and rank == ranks - 1:
@@ -81,6 +93,7 @@ def train(rank, ranks, steps, format, dtype, killed_step, folder):
         status = forebay.status()
         [job] = status["jobs"]
         print(json.dumps([digest, losses, job, status["memory"]["used_bytes"]]), flush=True)
+    assert not on_device or late_device.mistakes() == 0
     dist.barrier()
     dist.destroy_process_group()
 
@@ -93,12 +106,13 @@ def launch(*arguments):
 if __name__ == "__main__":
     ranks, steps, format = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dtype = getattr(torch, sys.argv[4])
-    if len(sys.argv) > 5:
+    on_device = sys.argv[5:] == ["late"]
+    if len(sys.argv) > 5 and not on_device:
         try:
-            launch(ranks, steps, format, dtype, int(sys.argv[5]))
+            launch(ranks, steps, format, dtype, int(sys.argv[5]), False)
         except Exception as error:  # of the rank that was killed, or of one that lost it
             print(error, file=sys.stderr)
         else:
             sys.exit("no rank was killed")
-    launch(ranks, steps, format, dtype, None)
+    launch(ranks, steps, format, dtype, None, on_device)
     os._exit(0)
