@@ -503,7 +503,10 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
 @pytest.mark.parametrize(
     "flags, cases",
     [
-        (["fetch", "--samples", 1], ["fetch/place=dram/ranks=1"]),
+        (
+            ["fetch", "--samples", 1, "--params", 2**22],
+            ["fetch/place=dram/ranks=1", "fetch/place=nvme/ranks=1"],
+        ),
         (
             ["pipeline", "--samples", 1],
             ["pipeline/device=host/dir=forward", "pipeline/device=host/dir=backward"],

@@ -1,5 +1,5 @@
 // Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round
-// trip.
+// trip; groups on swap, one after the other, beside a bare loop of reads.
 
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -11,11 +11,16 @@
 #include <csignal>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "daemon/daemon.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
+#include "protocol/units.h"
 #include "tools/forebay/bench.h"
+#include "tools/forebay/bench_disk.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 
@@ -30,6 +35,12 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kSamples = 15;
 constexpr uint32_t kTripsPerSample = 500;
 constexpr uint64_t kParams = uint64_t{1} << 20;
+constexpr uint32_t kSwapSamples = 7;
+constexpr uint64_t kSwappedParams = uint64_t{1} << 27;
+constexpr uint64_t kSwappedGroupElems = uint64_t{1} << 22;
+constexpr uint64_t kBlockBytesPerElem = 13;  // of exact with its weights, and rounding
+constexpr uint64_t kStagingBytes = 96 * protocol::kMiB;
+constexpr double kGiga = 1e9;
 constexpr client::Timeout kLimit = std::chrono::seconds(30);
 
 double Microseconds(Clock::duration time) {
@@ -95,6 +106,67 @@ absl::StatusOr<Sample> TimeFetches(BenchJob& job) {
   return Sample{.value = Microseconds(time) / kTripsPerSample};
 }
 
+// A forward over all groups, each leased and given back, in the order of the step before. Then, not timed,
+// a step.
+absl::StatusOr<Sample> TimeForward(BenchJob& job) {
+  uint64_t bytes = 0;
+  const auto began = Clock::now();
+  for (uint32_t group = 0; group < job.groups(); ++group) {
+    ASSIGN_OR_RETURN(const client::Lease lease, job.attachment().Fetch(group, kLimit));
+    bytes += lease.bytes.size();
+    RETURN_IF_ERROR(job.attachment().Release(lease));
+  }
+  const std::chrono::duration<double> took = Clock::now() - began;
+  RETURN_IF_ERROR(job.DeliverGradients());
+  RETURN_IF_ERROR(job.TimedStep().status());
+  return Sample{.value = static_cast<double>(bytes) / took.count() / kGiga, .bytes_read = bytes};
+}
+
+// The job in the smallest limit that has room for it.
+absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options, uint64_t params) {
+  BenchJobOptions job_options{.format = protocol::Format::kExact,
+                              .params = params,
+                              .group_elems = std::min(kSwappedGroupElems, (params + 7) / 8),
+                              .is_sharded = true};
+  job_options.daemon.runtime_folder = options.runtime_folder;
+  uint64_t dram_bytes = protocol::kGiB + 24 * params;
+  {
+    job_options.daemon.dram = absl::StrCat(dram_bytes);
+    ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> in_dram, BenchJob::Create(job_options));
+    ASSIGN_OR_RETURN(const client::NodeStatus status, in_dram->Status());
+    ASSIGN_OR_RETURN(const client::JobPlan plan, in_dram->Plan(dram_bytes));
+    const uint64_t digest_bytes = plan->getWeights() / protocol::kPageBytes * 2 * sizeof(uint64_t);
+    const uint64_t cache_bytes = 2 * sizeof(uint16_t) * job_options.group_elems;
+    dram_bytes = daemon::PrivateBytes(status->getWorkers()) + kStagingBytes + plan->getSums() +
+                 plan->getExtraState() + plan->getSessions() + plan->getTables() + digest_bytes +
+                 cache_bytes + 64 * protocol::kKiB;
+  }
+  job_options.daemon.dram = absl::StrCat(dram_bytes);
+  job_options.daemon.swap = {options.swap_folder};
+  job_options.daemon.swap_size = absl::StrCat(
+      protocol::RoundUp(2 * params * kBlockBytesPerElem, protocol::kMiB) + 256 * protocol::kMiB);
+  job_options.daemon.settings = {absl::StrCat("swap.staging=", kStagingBytes)};
+  ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+  if (status->getJobs()[0].getWeightsOnSwapBytes() > 0) return job;
+  return MakeError(ErrorId::kInternal, "no weights of the bench's job are on swap");
+}
+
+absl::StatusOr<BenchResult> OnSwap(const BenchOptions& options) {
+  const uint64_t params = options.params == 0 ? kSwappedParams : options.params;
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, JobOnSwap(options, params));
+  ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
+                   DiskLimit::Create(options.swap_folder, params * sizeof(uint16_t)));
+  return MeasureCase(
+      {.bench = "fetch",
+       .name = "fetch/place=nvme/ranks=1",
+       .unit = "GB/s",
+       .limit_what = "bare loop of reads of 1 MiB",
+       .measure = Measure::kRate},
+      options.samples == 0 ? kSwapSamples : options.samples, [&] { return TimeForward(*job); },
+      [&] { return limit->RunReads(); });
+}
+
 absl::StatusOr<Sample> TimeEchoes(EventFdEcho& echo) {
   const auto began = Clock::now();
   for (uint32_t i = 0; i < kTripsPerSample; ++i) {
@@ -122,6 +194,8 @@ absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
                        options.samples == 0 ? kSamples : options.samples,
                        [&] { return TimeFetches(*job); }, [&] { return TimeEchoes(*echo); }));
   report(result);
+  ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(options));
+  report(on_swap);
   return absl::OkStatus();
 }
 

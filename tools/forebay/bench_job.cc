@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/flat_shards.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/os/status_macros.h"
@@ -51,7 +52,7 @@ protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
                              .group = group});
     layout.group_names.push_back(name);
   }
-  return layout;
+  return options.is_sharded ? client::ShardFlat(std::move(layout), 1) : layout;
 }
 
 absl::Status WriteParameters(Attachment& attachment) {
@@ -109,6 +110,12 @@ absl::StatusOr<double> BenchJob::TimedStep() {
   if (result.repeated)
     return protocol::MakeError(protocol::ErrorId::kInternal, "a step was repeated");
   return took.count();
+}
+
+absl::StatusOr<client::JobPlan> BenchJob::Plan(uint64_t dram_bytes) {
+  client::AttachOptions attach;
+  attach.layout = attachment_->layout().spec();
+  return admin_->Plan(attach, client::AdminClient::NodeSize{.dram_bytes = dram_bytes});
 }
 
 absl::StatusOr<client::NodeStatus> BenchJob::Status() {

@@ -19,6 +19,7 @@ struct BenchJobOptions {
   protocol::Format format = protocol::Format::kFp32;  // kExact: bfloat16 parameters and gradients
   uint64_t params = 0;                                // > 0
   uint64_t group_elems = 0;                           // > 0; the last group may be smaller
+  bool is_sharded = false;
 };
 
 // Ownership  The destructor detaches and stops the daemon.
@@ -40,6 +41,8 @@ class BenchJob {
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
+  // The same job's plan on an empty node with so much DRAM and no swap.
+  absl::StatusOr<client::JobPlan> Plan(uint64_t dram_bytes);
 
  private:
   explicit BenchJob(std::unique_ptr<PrivateDaemon> daemon);

@@ -1,15 +1,8 @@
 // Bench update: a whole step of AdamW, all in DRAM beside the memory limit and all on swap beside
 // the disk limit.
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <chrono>
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -17,39 +10,30 @@
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/worker_pool.h"
 #include "daemon/daemon.h"
-#include "nvme/io/engine_factory.h"
-#include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
-#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/bench_adam_limits.h"
 #include "tools/forebay/bench_adam_pass.h"
+#include "tools/forebay/bench_disk.h"
 #include "tools/forebay/bench_harness.h"
 #include "tools/forebay/bench_job.h"
 
 namespace forebay::tools {
 namespace {
 
-using pinned_mem::PinnedArena;
 using protocol::ErrorId;
 using protocol::Format;
 using protocol::kMiB;
 using protocol::MakeError;
 using protocol::RoundUp;
-using protocol::UniqueFd;
-using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
 constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
 constexpr double kGiga = 1e9;
-
-double SecondsSince(Clock::time_point began) {
-  return std::chrono::duration<double>(Clock::now() - began).count();
-}
 
 AdamPass PassOf(Format format) {
   return {.format = {format, format == Format::kFp32 ? protocol::DType::kFloat32
@@ -82,101 +66,6 @@ struct MemoryLimit {
                              limit.small->Allocate(arrays));
     return limit;
   }
-};
-
-// The limit of the disk: reads of one half of a file and writes of the other, piece by piece, as
-// many each.
-class DiskLimit {
- public:
-  static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
-                                                           uint64_t bytes) {
-    auto limit = std::make_unique<DiskLimit>();
-    limit->pieces_ = std::max<uint64_t>(1, bytes / kPieceBytes);
-    std::string path = (std::filesystem::path(folder) / "forebay-bench-XXXXXX").string();
-    limit->file_.Reset(::mkostemp(path.data(), O_DIRECT | O_CLOEXEC));
-    const int error = errno;
-    ::unlink(path.c_str());
-    if (!limit->file_.valid()) {
-      return MakeError(ErrorId::kSwapPath, protocol::ErrnoText(absl::StrCat("make ", path), error));
-    }
-    if (::posix_fallocate(limit->file_.get(), 0,
-                          static_cast<off_t>(2 * limit->pieces_ * kPieceBytes)) != 0) {
-      return MakeError(
-          ErrorId::kSwapNospc,
-          absl::StrCat("no room for ", protocol::FormatBytes(2 * limit->pieces_ * kPieceBytes),
-                       " in ", folder));
-    }
-    ASSIGN_OR_RETURN(limit->buffer_,
-                     PinnedArena::Create({.name = "bench-disk",
-                                          .capacity_bytes = kDepth * kPieceBytes,
-                                          .lock = pinned_mem::LockPolicy::kBestEffort}));
-    ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({}));
-    limit->engine_ = std::move(chosen.engine);
-    limit->engine_->RegisterBuffer(limit->buffer_->bytes());
-    ASSIGN_OR_RETURN(limit->index_, limit->engine_->RegisterFile(limit->file_.get()));
-    RETURN_IF_ERROR(limit->Run().status());  // gives every piece its place on the disk
-    std::swap(limit->read_half_, limit->write_half_);
-    RETURN_IF_ERROR(limit->Run().status());
-    return limit;
-  }
-
-  DiskLimit() = default;
-  DiskLimit(const DiskLimit&) = delete;
-  DiskLimit& operator=(const DiskLimit&) = delete;
-
-  // Each of kDepth slots reads a piece, then writes it to the other half, then takes the next.
-  absl::StatusOr<Sample> Run() {
-    std::array<nvme::Completion, kDepth> done;
-    const auto began = Clock::now();
-    uint64_t next = 0;
-    uint64_t written = 0;
-    std::array<uint64_t, kDepth> piece_of{};
-    for (uint32_t slot = 0; slot < kDepth && next < pieces_; ++slot) {
-      RETURN_IF_ERROR(Submit(nvme::IoKind::kRead, slot, piece_of[slot] = next++));
-    }
-    while (written < pieces_) {
-      ASSIGN_OR_RETURN(const size_t count, engine_->Wait(nvme::IoEngine::kForever, done));
-      for (size_t i = 0; i < count; ++i) {
-        if (done[i].result != static_cast<int64_t>(kPieceBytes)) {
-          return MakeError(ErrorId::kSwapIo, absl::StrCat("the bare disk loop got ", done[i].result,
-                                                          " of ", kPieceBytes, " bytes"));
-        }
-        const auto slot = static_cast<uint32_t>(done[i].token);
-        if (done[i].kind == nvme::IoKind::kRead) {
-          RETURN_IF_ERROR(Submit(nvme::IoKind::kWrite, slot, piece_of[slot]));
-        } else {
-          ++written;
-          if (next < pieces_)
-            RETURN_IF_ERROR(Submit(nvme::IoKind::kRead, slot, piece_of[slot] = next++));
-        }
-      }
-    }
-    const double bytes = 2.0 * static_cast<double>(pieces_ * kPieceBytes);
-    return Sample{.value = bytes / SecondsSince(began) / kGiga};
-  }
-
- private:
-  static constexpr uint64_t kPieceBytes = kMiB;
-  static constexpr uint32_t kDepth = 16;
-
-  // Between the slot's memory and a piece of the half that is read or written.
-  absl::Status Submit(nvme::IoKind kind, uint32_t slot, uint64_t piece) {
-    const uint64_t half = kind == nvme::IoKind::kRead ? read_half_ : write_half_;
-    return engine_->Submit({.kind = kind,
-                            .file = index_,
-                            .offset_bytes = (half * pieces_ + piece) * kPieceBytes,
-                            .data = buffer_->bytes().data() + slot * kPieceBytes,
-                            .size_bytes = kPieceBytes,
-                            .token = slot});
-  }
-
-  UniqueFd file_;
-  std::unique_ptr<PinnedArena> buffer_;
-  std::unique_ptr<nvme::IoEngine> engine_;
-  nvme::FileIndex index_{};
-  uint64_t pieces_ = 1;
-  uint64_t read_half_ = 0;
-  uint64_t write_half_ = 1;
 };
 
 // Swap traffic of the job's updates so far.
@@ -281,7 +170,7 @@ absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_s
        .unit = "GB/s",
        .limit_what = "bare loop of reads and writes, as many each",
        .measure = Measure::kRate},
-      options.samples, [&] { return TimeStep(*job, 0, last); }, [&] { return limit->Run(); });
+      options.samples, [&] { return TimeStep(*job, 0, last); }, [&] { return limit->RunCopies(); });
 }
 
 }  // namespace

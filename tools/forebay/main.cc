@@ -254,13 +254,14 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   CLI::App* bench =
       AddView(app, "bench", "measure against this machine's limits, in the same run", arguments);
   bench
-      ->add_option("WHAT", arguments.bench.what,
-                   absl::StrCat("one of: ", BenchNames(),
-                                "; adam: the fused passes of the optimizers, without a daemon; "
-                                "copies: a GPU's, from and to the daemon's memory; "
-                                "fetch: from the request to the lease of a group in DRAM; "
-                                "pipeline: a group's cost in a loop in C++, each way; "
-                                "update: a whole step of AdamW, in DRAM and on swap"))
+      ->add_option(
+          "WHAT", arguments.bench.what,
+          absl::StrCat("one of: ", BenchNames(),
+                       "; adam: the fused passes of the optimizers, without a daemon; "
+                       "copies: a GPU's, from and to the daemon's memory; "
+                       "fetch: from the request to the lease of a group, in DRAM and on swap; "
+                       "pipeline: a group's cost in a loop in C++, each way; "
+                       "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
   bench->add_option("--params", arguments.bench.params, "of the synthetic job; adam: 100000000")

@@ -1,0 +1,51 @@
+// The limit of a disk: a bare loop of direct transfers, beside which the daemon's are measured.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "nvme/io/io_engine.h"
+#include "pinned_mem/pinned_arena.h"
+#include "protocol/os/unique_fd.h"
+#include "tools/forebay/bench_harness.h"
+
+namespace forebay::tools {
+
+// A file of two halves of `bytes` each, in pieces of 1 MiB, of which 16 are in flight.
+//
+// Threads  One.
+class DiskLimit {
+ public:
+  // Errors  E_SWAP_PATH, E_SWAP_NOSPC; those of the engine.
+  static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
+                                                           uint64_t bytes);
+
+  DiskLimit() = default;
+  DiskLimit(const DiskLimit&) = delete;
+  DiskLimit& operator=(const DiskLimit&) = delete;
+
+  // Reads one half; copies one to the other, a write for each read. GB/s of what is read and written.
+  absl::StatusOr<Sample> RunReads() { return Run(Writes::kNone); }
+  absl::StatusOr<Sample> RunCopies() { return Run(Writes::kEach); }
+
+ private:
+  static constexpr uint32_t kDepth = 16;
+  enum class Writes : uint8_t { kNone, kEach };
+
+  absl::StatusOr<Sample> Run(Writes writes);
+  absl::Status Submit(nvme::IoKind kind, uint32_t slot, uint64_t piece);
+
+  protocol::UniqueFd file_;
+  std::unique_ptr<pinned_mem::PinnedArena> buffer_;
+  std::unique_ptr<nvme::IoEngine> engine_;
+  nvme::FileIndex index_{};
+  uint64_t pieces_ = 1;
+  uint64_t read_half_ = 0;
+  uint64_t write_half_ = 1;
+};
+
+}  // namespace forebay::tools
