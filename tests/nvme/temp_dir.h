@@ -1,8 +1,6 @@
 // A directory below the working directory of the test (the build tree, where O_DIRECT works).
 #pragma once
 
-#include <dirent.h>
-
 #include <cstddef>
 #include <cstdlib>
 #include <filesystem>
@@ -41,12 +39,15 @@ class TempDir {
   std::string path_;
 };
 
-// How many descriptors this process has open.
+// How many descriptors this process has open, without those of /proc and /sys: threads that begin read their
+// limits there, at any time.
 inline size_t OpenDescriptors() {
   size_t count = 0;
-  DIR* directory = opendir("/proc/self/fd");
-  while (readdir(directory) != nullptr) ++count;
-  closedir(directory);
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // closed since it was listed
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (!gone && !target.starts_with("/proc/") && !target.starts_with("/sys/")) ++count;
+  }
   return count;
 }
 
