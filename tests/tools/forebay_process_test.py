@@ -237,7 +237,16 @@ def test_plan_refuses_what_it_cannot_know(folders, tmp_path):
         (json.dumps({**LLAMA, "vocab_size": 0}), "the config has no number vocab_size"),
         (json.dumps({**LLAMA, "hidden_size": 2**40}), "the config has no number hidden_size"),
         (json.dumps({**LLAMA, "num_hidden_layers": 10**6}), "no number num_hidden_layers"),
-        (json.dumps({**LLAMA, "hidden_size": 2**31, "vocab_size": 2**31}), "error[E_LAYOUT]"),
+        ('{"model_type": 5}', "the config has no model_type"),
+        ('{"model_type": "a\\u001bz"}', "models of type a\\x1bz are not known"),
+        (json.dumps({**LLAMA, "num_attention_heads": 8192}), "no number num_attention_heads"),
+        (json.dumps({**LLAMA, "hidden_size": 2**24, "vocab_size": 2**24}), "error[E_LAYOUT]"),
+        (
+            json.dumps(
+                {**LLAMA, "model_type": "mixtral", "num_local_experts": 1024, "num_hidden_layers": 4096}
+            ),
+            "no number num_local_experts",
+        ),
         (
             json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 10**6}),
             "no number num_local_experts",
@@ -246,6 +255,9 @@ def test_plan_refuses_what_it_cannot_know(folders, tmp_path):
         config.write_text(text)
         done = plan(folders, "--hf", config)
         assert done.returncode == 1 and message in done.stderr, text
+    assert "cannot be read as JSON" in plan(folders, "--hf", tmp_path).stderr
+    assert "nan is no rate" in plan(folders, "--params", 100000, "--read-rate", "nan").stderr
+    assert plan(folders, "--params", 100000, "--read-rate", "-1").returncode == 2
     assert "plan needs one model" in plan(folders).stderr
     assert "plan needs one model" in plan(folders, "--params", 10, "--hf", config).stderr
     assert "no size" in plan(folders, "--params", 100000, "--dram", "much").stderr

@@ -178,8 +178,9 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   CLI::Option* dram = command->add_option(
       "--dram", plan.dram, "on an empty node with this limit; else on this one, as it is");
   command->add_option("--swap-size", plan.swap_size, "and so much swap")->needs(dram);
-  command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown");
-  command->add_option("--write-rate", plan.write_rate, "the same");
+  command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown")
+      ->check(CLI::Range(1e-3, 1e6));
+  command->add_option("--write-rate", plan.write_rate, "the same")->check(CLI::Range(1e-3, 1e6));
   return command;
 }
 

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -15,9 +16,10 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Of a config, so that its parameters can be listed.
+// Of a config, so that its parameters can be listed: of layers and experts, and of both.
 constexpr uint64_t kLayersMax = 4096;
 constexpr uint64_t kExpertsMax = 1024;
+constexpr uint64_t kExpertsInAllMax = uint64_t{1} << 17;
 
 uint64_t ElemsOf(const std::vector<uint64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), uint64_t{1}, std::multiplies<>());
@@ -29,7 +31,7 @@ class Numbers {
   explicit Numbers(const nlohmann::json& config) : config_(config) {}
 
   // 1 to `max`.
-  uint64_t Get(const char* key, uint64_t max = uint64_t{1} << 32) {
+  uint64_t Get(const char* key, uint64_t max = uint64_t{1} << 24) {
     const auto found = config_.find(key);
     if (found != config_.end() && found->is_number_unsigned()) {
       const auto number = found->get<uint64_t>();
@@ -106,7 +108,7 @@ struct LlamaKind {
 ModelShape Llama(Numbers& numbers, const LlamaKind& kind) {
   const uint64_t width = numbers.Get("hidden_size");
   const uint64_t inner = numbers.Get("intermediate_size");
-  const uint64_t heads = numbers.Get("num_attention_heads");
+  const uint64_t heads = numbers.Get("num_attention_heads", width);
   const uint64_t head = numbers.GetOr("head_dim", width / heads);
   const uint64_t kv = numbers.GetOr("num_key_value_heads", heads) * head;
   const uint64_t vocab = numbers.Get("vocab_size");
@@ -176,7 +178,9 @@ ModelShape DecoderShape(uint32_t layers, uint64_t width, uint64_t vocab) {
 }
 
 absl::StatusOr<ModelShape> HuggingFaceShape(const nlohmann::json& config) {
-  const std::string type = config.is_object() ? config.value("model_type", "") : "";
+  const auto named = config.find("model_type");  // of what is no object: the end
+  const bool is_named = named != config.end() && named->is_string();
+  const std::string type = is_named ? named->get<std::string>() : "";
   Numbers numbers(config);
   ModelShape model;
   if (type == "gpt2") {
@@ -189,12 +193,17 @@ absl::StatusOr<ModelShape> HuggingFaceShape(const nlohmann::json& config) {
   } else if (type == "qwen3") {
     model = Llama(numbers, {.has_qk_norm = true});
   } else if (type == "mixtral") {
-    model = Llama(numbers, {.experts = numbers.Get("num_local_experts", kExpertsMax)});
+    const uint64_t layers = numbers.Get("num_hidden_layers", kLayersMax);
+    const uint64_t experts_max = std::min(kExpertsMax, kExpertsInAllMax / layers);
+    const uint64_t experts = numbers.Get("num_local_experts", experts_max);
+    RETURN_IF_ERROR(numbers.status());
+    model = Llama(numbers, {.experts = experts});
   } else {
     return MakeError(
         ErrorId::kOption,
-        type.empty() ? "the config has no model_type"
-                     : absl::StrCat("models of type ", type, " are not known here"),
+        type.empty()
+            ? "the config has no model_type"
+            : absl::StrCat("models of type ", absl::CHexEscape(type), " are not known here"),
         "known are gpt2, llama, mistral, mixtral, qwen2 and qwen3; else give --params, or "
         "--layers and --width");
   }

@@ -1,7 +1,11 @@
 #include "tools/forebay/plan.h"
 
+#include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -34,9 +38,14 @@ absl::StatusOr<ModelShape> ShapeOf(const PlanOptions& options) {
   }
   if (options.params > 0) return EvenShape(options.params, options.layers);
   if (options.width > 0) return DecoderShape(options.layers, options.width, options.vocab);
-  std::ifstream file(options.hugging_face);
-  const nlohmann::json config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!file || config.is_discarded()) {
+  std::string text;
+  std::error_code error;
+  if (std::filesystem::is_regular_file(options.hugging_face, error)) {
+    std::ifstream file(options.hugging_face);
+    text.assign(std::istreambuf_iterator<char>(file), {});
+  }
+  const nlohmann::json config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (config.is_discarded()) {
     return MakeError(ErrorId::kOption,
                      absl::StrCat(options.hugging_face, " cannot be read as JSON"),
                      "give the model's config.json");
@@ -105,7 +114,7 @@ std::string Text(const PlanOptions& options, const ModelShape& model,
     absl::StrAppend(&text, "other jobs move ", FormatBytes(plan.getMissing()), " to swap first\n");
   }
   if (plan.getSwap() == 0) return text;
-  absl::StrAppend(&text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step reads ",
+  absl::StrAppend(&text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step of one pass reads ",
                   FormatBytes(plan.getStepRead()), " and writes ",
                   FormatBytes(plan.getStepWritten()), "\n");
   if (options.read_rate > 0 && options.write_rate > 0) {
@@ -120,6 +129,9 @@ std::string Text(const PlanOptions& options, const ModelShape& model,
 }  // namespace
 
 absl::Status Plan(const PlanOptions& options) {
+  if (std::isnan(options.read_rate) || std::isnan(options.write_rate)) {
+    return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
+  }
   ASSIGN_OR_RETURN(const ModelShape model, ShapeOf(options));
   ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
   ASSIGN_OR_RETURN(const auto node, NodeOf(options));
