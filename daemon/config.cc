@@ -43,6 +43,8 @@ constexpr std::array kKeys = {
               "memory for everything; by default half of the control group or machine"},
     ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
     ConfigKey{"swap.capacity", "size or list of sizes", "reserved on each path"},
+    ConfigKey{"swap.endurance", "size or list of sizes",
+              "that may still be written to each path's drive; then its days left are shown"},
     ConfigKey{"swap.staging", "size", "memory between swap and the update"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
@@ -167,12 +169,14 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
       return absl::OkStatus();
     });
   }
-  if (place.key == "swap.capacity") {
-    config.swap_capacity_bytes.clear();
+  if (place.key == "swap.capacity" || place.key == "swap.endurance") {
+    std::vector<uint64_t>& sizes =
+        place.key == "swap.capacity" ? config.swap_capacity_bytes : config.swap_endurance_bytes;
+    sizes.clear();
     return ForEach(node, [&](const toml::node& element) -> absl::Status {
       ASSIGN_OR_RETURN(const uint64_t bytes, SizeOf(element, place));
       if (bytes == 0) return Bad(place, "is 0");
-      config.swap_capacity_bytes.push_back(bytes);
+      sizes.push_back(bytes);
       return absl::OkStatus();
     });
   }
@@ -385,11 +389,12 @@ absl::Status CheckConfig(const Config& config) {
     return MakeError(ErrorId::kConfig, "swap.paths is set, swap.capacity is not",
                      "give the size to reserve on each path, as 256GiB");
   }
-  if (capacities != 1 && capacities != paths) {
-    return MakeError(
-        ErrorId::kConfig,
-        absl::StrCat("sizes in swap.capacity: ", capacities, "; paths in swap.paths: ", paths),
-        "give one size for all paths, or one per path");
+  for (const auto& [key, sizes] : {std::pair("swap.capacity", capacities),
+                                   {"swap.endurance", config.swap_endurance_bytes.size()}}) {
+    if (sizes <= 1 || sizes == paths) continue;
+    return MakeError(ErrorId::kConfig,
+                     absl::StrCat("sizes in ", key, ": ", sizes, "; paths in swap.paths: ", paths),
+                     "give one size for all paths, or one per path");
   }
   return absl::OkStatus();
 }

@@ -32,8 +32,9 @@ struct Config {
   // 0: half of what the control group or the machine has.
   uint64_t dram_limit_bytes = 0;
   std::vector<std::string> swap_paths;
-  std::vector<uint64_t> swap_capacity_bytes;  // one for all paths, or one per path
-  uint64_t swap_staging_bytes = 0;            // 0: two slots per worker and four more
+  std::vector<uint64_t> swap_capacity_bytes;   // one for all paths, or one per path
+  std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
+  uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
   nvme::FileLife swap_life = nvme::FileLife::kKept;
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
   uint32_t workers = 0;          // 0: one per physical core

@@ -130,6 +130,10 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
     const auto& sizes = config.swap_capacity_bytes;
     const uint64_t bytes = sizes.size() == 1 ? sizes.front() : sizes[i];
     options.paths.push_back({.path = config.swap_paths[i], .capacity_bytes = bytes});
+    const auto& endurance = config.swap_endurance_bytes;
+    if (!endurance.empty()) {
+      options.endurance_bytes.push_back(endurance.size() == 1 ? endurance.front() : endurance[i]);
+    }
     capacity_bytes += bytes;
   }
   // The smallest blocks have a quarter of a slot's bytes.

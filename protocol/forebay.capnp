@@ -226,6 +226,9 @@ struct SwapPathStatus {
   lateNow @11 :UInt32;   # of these, in flight: the device does not answer
   lateSeconds @12 :Float64;  # how long the longest of these waits
   readErrors @13 :UInt64;    # of `errors`, the reads: blocks that could not be read back
+  writtenDay @14 :UInt64;    # of the last 24 hours; zeros over slots that jobs take are written too
+  enduranceBytes @15 :UInt64;  # that may still be written to the drive, as configured at start less writtenBytes; 0: not known
+  daysLeft @16 :Float64;     # of that, at the rate of the last day; 0: not known, or nothing was written
 }
 
 struct JobStatus {
@@ -265,6 +268,8 @@ struct JobStatus {
   weightFetches @33 :UInt64;        # of such partitions, answered so far
   weightFetchesAhead @34 :UInt64;   # of these, whose weights were in DRAM or on their way when they were asked for
   weightReadBytes @35 :UInt64;      # swap bytes read for them
+  lastStepReadBytes @36 :UInt64;    # of the newest step: for updates
+  lastStepWrittenBytes @37 :UInt64;
 }
 
 struct TraceEvent {

@@ -50,7 +50,8 @@ void FillMemory(const NodeSnapshot& snapshot, const Viewer& viewer,
   }
 }
 
-void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder swap) {
+void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
+              schema::SwapPathStatus::Builder swap) {
   swap.setPath(snapshot.path.c_str());
   swap.setCapacityBytes(snapshot.stats.capacity_bytes);
   swap.setUsedBytes(snapshot.used_bytes);
@@ -64,6 +65,15 @@ void FillSwap(const SwapPathSnapshot& snapshot, schema::SwapPathStatus::Builder 
   swap.setLate(snapshot.stats.late);
   swap.setLateNow(snapshot.late_requests);
   swap.setLateSeconds(snapshot.late_seconds);
+  swap.setWrittenDay(snapshot.written_in_a_day);
+  const uint64_t worn = std::min(snapshot.endurance_bytes, snapshot.stats.written_bytes);
+  swap.setEnduranceBytes(snapshot.endurance_bytes - worn);
+  if (snapshot.endurance_bytes > 0 && snapshot.written_in_a_day > 0) {
+    constexpr double kDaySeconds = 86400;
+    const double days = std::min(uptime_seconds, kDaySeconds) / kDaySeconds;
+    swap.setDaysLeft(static_cast<double>(snapshot.endurance_bytes - worn) * days /
+                     static_cast<double>(snapshot.written_in_a_day));
+  }
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }
 
@@ -91,6 +101,8 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setStateWrittenBytes(view.state_written_bytes);
   job.setLastStepReads(view.last_step_reads);
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
+  job.setLastStepReadBytes(view.last_step_read_bytes);
+  job.setLastStepWrittenBytes(view.last_step_written_bytes);
   job.setLastStepSeconds(snapshot.last_step_seconds);
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
   job.setMadeBytes(snapshot.made_bytes);
@@ -120,7 +132,9 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::s
   status.setUptimeSeconds(snapshot.uptime_seconds);
   FillMemory(snapshot, viewer, status.initMemory());
   auto swap = status.initSwap(static_cast<unsigned>(snapshot.swap.size()));
-  for (unsigned i = 0; i < swap.size(); ++i) FillSwap(snapshot.swap[i], swap[i]);
+  for (unsigned i = 0; i < swap.size(); ++i) {
+    FillSwap(snapshot.swap[i], snapshot.uptime_seconds, swap[i]);
+  }
   std::vector<const JobSnapshot*> shown;
   for (const JobSnapshot& job : snapshot.jobs) {
     if (viewer.MaySee(job.view.uid)) shown.push_back(&job);

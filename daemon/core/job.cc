@@ -716,6 +716,8 @@ JobView Job::View() const {
                .state_written_bytes = pipeline_.counters().written_bytes,
                .last_step_reads = pipeline_.last_step().update_reads,
                .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
+               .last_step_read_bytes = pipeline_.last_step().read_bytes,
+               .last_step_written_bytes = pipeline_.last_step().written_bytes,
                .ready = is_ready(),
                .failed = failed_,
                .dram_bytes = dram_bytes(),

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "cpu_adam/targets.h"
 #include "daemon/exec/clock.h"
@@ -16,11 +17,15 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
   snapshot.arenas = from.registry.Lines();
   if (from.swap != nullptr) {
     const nvme::VolumeStats stats = from.swap->stats();
+    const std::vector<uint64_t> written = from.swap->written_in_a_day();
+    const std::vector<uint64_t>& endurance = from.swap->endurance_bytes();
     for (size_t i = 0; i < stats.paths.size(); ++i) {
       const LatePath& late = from.swap->late()[i];
       snapshot.swap.push_back({.path = from.swap->paths()[i].path,
                                .stats = stats.paths[i],
                                .used_bytes = snapshot.node.swap_path_used_bytes[i],
+                               .written_in_a_day = written[i],
+                               .endurance_bytes = endurance.empty() ? 0 : endurance[i],
                                .late_requests = late.requests,
                                .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});
     }

@@ -20,6 +20,8 @@ struct SwapPathSnapshot {
   std::string path;
   nvme::PathStats stats;
   uint64_t used_bytes = 0;
+  uint64_t written_in_a_day = 0;
+  uint64_t endurance_bytes = 0;  // 0: not known
   // That the device has not answered in time, and how long the longest waits.
   uint32_t late_requests = 0;
   double late_seconds = 0;

@@ -33,6 +33,7 @@ SwapSpace::SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine)
     : options_(options),
       engine_(engine),
       late_(options.paths.size()),
+      written_(options.paths.size(), DayCounter(MonotonicNs())),
       next_warning_ns_(options.paths.size(), 0) {}
 
 SwapSpace::~SwapSpace() {
@@ -158,6 +159,7 @@ void SwapSpace::OnCompletion(const nvme::Completion& completion, std::vector<Swa
 
 uint64_t SwapSpace::next_tick_ns() const {
   uint64_t next = next_check_ns_;
+  for (const DayCounter& counter : written_) next = std::min(next, counter.next_ns());
   for (const Waiting& waiting : waiting_) {
     if (waiting.due_ns > 0) next = std::min(next, waiting.due_ns);
   }
@@ -167,6 +169,10 @@ uint64_t SwapSpace::next_tick_ns() const {
 void SwapSpace::Tick(std::vector<SwapDone>& done) {
   const uint64_t now = MonotonicNs();
   if (now < next_tick_ns()) return;
+  const nvme::VolumeStats counted = stats();
+  for (size_t path = 0; path < written_.size(); ++path) {
+    written_[path].Advance(now, counted.paths[path].written_bytes);
+  }
   StartWaiting(done);
   for (Waiting& waiting : waiting_) {
     if (waiting.due_ns <= now) waiting.due_ns = 0;  // waits for room alone
@@ -197,6 +203,15 @@ void SwapSpace::CheckDeadlines(uint64_t now_ns) {
     }
   }
   late_ = std::move(late);
+}
+
+std::vector<uint64_t> SwapSpace::written_in_a_day() const {
+  const nvme::VolumeStats counted = stats();
+  std::vector<uint64_t> bytes;
+  for (size_t path = 0; path < written_.size(); ++path) {
+    bytes.push_back(written_[path].InLastDay(counted.paths[path].written_bytes));
+  }
+  return bytes;
 }
 
 std::optional<ZeroingProgress> SwapSpace::Zeroing(JobId job) const {

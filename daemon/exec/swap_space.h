@@ -16,6 +16,7 @@
 #include "daemon/core/events.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
+#include "daemon/exec/day_counter.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/verify.h"
 #include "nvme/volume.h"
@@ -24,6 +25,8 @@ namespace forebay::daemon {
 
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
+  // By path: what may still be written to its drive; empty: not known.
+  std::vector<uint64_t> endurance_bytes = {};
   nvme::FileLife life = nvme::FileLife::kKept;
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // >= 3.
@@ -122,6 +125,10 @@ class SwapSpace {
   // In flight at the volume; what waits or pauses here is not counted.
   uint32_t in_flight() const { return volume_->requests_in_flight(); }
   nvme::VolumeStats stats() const { return volume_->stats(); }
+  // By path; of the last 24 hours.
+  std::vector<uint64_t> written_in_a_day() const;
+  // Empty: not known.
+  const std::vector<uint64_t>& endurance_bytes() const { return options_.endurance_bytes; }
   // Of the job's slots, while they are zero-written.
   std::optional<ZeroingProgress> Zeroing(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }
@@ -152,6 +159,7 @@ class SwapSpace {
   std::map<TaskId, SwapDone> pending_;
   std::deque<Waiting> waiting_;
   std::vector<LatePath> late_;
+  std::vector<DayCounter> written_;  // by path
   uint64_t next_check_ns_ = UINT64_MAX;
   uint64_t next_progress_ns_ = 0;
   // When a path's late requests are logged again.

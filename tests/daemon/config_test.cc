@@ -180,6 +180,13 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_OK(CheckConfig(config));
   EXPECT_OK(ApplySetting("swap.capacity=[4096, 4096]", config));
   EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.capacity: 2; paths in swap.paths: 3");
+  EXPECT_OK(ApplySetting("swap.capacity=4096", config));
+  EXPECT_OK(ApplySetting("swap.endurance=1TiB", config));
+  EXPECT_OK(CheckConfig(config));
+  EXPECT_OK(ApplySetting("swap.endurance=[4096, 4096]", config));
+  EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.endurance: 2; paths in swap.paths: 3");
+  EXPECT_OK(ApplySetting("swap.endurance=[]", config));
+  EXPECT_OK(CheckConfig(config));
   EXPECT_OK(ApplySetting("swap.capacity=[]", config));
   EXPECT_EQ(CheckConfig(config).message(), "swap.paths is set, swap.capacity is not");
 }

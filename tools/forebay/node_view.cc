@@ -99,15 +99,22 @@ std::string MemoryText(schema::MemoryStatus::Reader memory) {
   return absl::StrCat(MemoryLine(memory), arenas.empty() ? "" : "\n" + arenas.Text());
 }
 
+// "212 days", at the rate of the last day.
+std::string LifeOf(schema::SwapPathStatus::Reader path) {
+  if (path.getDaysLeft() <= 0) return "-";
+  return absl::StrFormat("%.0f days", path.getDaysLeft());
+}
+
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
-  Table paths(
-      {"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
+  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "LIFE", "ERRORS",
+               "RETRIES", "O_DIRECT", "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
-               FormatBytes(path.getWrittenBytes()), absl::StrCat(path.getErrors()),
-               absl::StrCat(path.getRetries()), path.getDirect() ? "yes" : "no", HealthOf(path)});
+               FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()), LifeOf(path),
+               absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
+               path.getDirect() ? "yes" : "no", HealthOf(path)});
   }
   const std::string reason = status.getIoEngineReason();
   return absl::StrCat("engine  ", status.getIoEngine().cStr(),

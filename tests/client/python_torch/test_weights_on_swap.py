@@ -32,6 +32,7 @@ def run(dram_bytes, ranks, format, dtype, *more):
             f"dram.limit={dram_bytes}",
             f"swap.paths={folder}",
             "swap.capacity=256MiB",
+            "swap.endurance=1TiB",
             "swap.staging=6MiB",
             "update.block_elems=131072",
         )
@@ -67,18 +68,23 @@ def smallest_limit(*arguments):
 def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format, dtype):
     large, error = run(1 << 30, ranks, format, dtype)
     assert large is not None, error
-    digest, losses, job, _ = large
-    assert job["weights_on_swap_bytes"] == 0
+    digest, losses, job, _, path = large
+    assert job["weights_on_swap_bytes"] == path["written_day"] == path["days_left"] == 0
 
     needed = smallest_limit(ranks, format, dtype)
     small, error = run(needed, ranks, format, dtype)
     assert small is not None, error
-    small_digest, small_losses, job, used_bytes = small
+    small_digest, small_losses, job, used_bytes, path = small
     width = 4 if dtype == "float32" else 2
     assert job["weights_on_swap_bytes"] == job["params"] * width, "all of them"
     assert job["resident_blocks"] == 0
     assert used_bytes <= needed
     assert (small_digest, small_losses) == (digest, losses)
+    # Zeros over its slots, then each step the same; nothing is older than a day.
+    assert job["state_written_bytes"] == STEPS * job["last_step_written_bytes"] > 0
+    assert path["written_day"] == path["written_bytes"] > job["state_written_bytes"]
+    assert path["endurance_bytes"] == (1 << 40) - path["written_bytes"]
+    assert 0 < path["days_left"] < 1000
     # What follows the order of the step before is read ahead; each rank has its own.
     assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
 

@@ -1,5 +1,6 @@
 """Trains a sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, and prints a JSON
-line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node uses.
+line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node
+uses, those of its swap path.
 
 usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | KILLED_STEP]
 
@@ -92,7 +93,8 @@ def train(rank, ranks, steps, format, dtype, killed_step, on_device, folder):
     if rank == 0:
         status = forebay.status()
         [job] = status["jobs"]
-        print(json.dumps([digest, losses, job, status["memory"]["used_bytes"]]), flush=True)
+        used = status["memory"]["used_bytes"]
+        print(json.dumps([digest, losses, job, used, status["swap"][0]]), flush=True)
     assert not on_device or late_device.mistakes() == 0
     dist.barrier()
     dist.destroy_process_group()
