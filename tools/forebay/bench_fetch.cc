@@ -106,17 +106,23 @@ absl::StatusOr<Sample> TimeFetches(BenchJob& job) {
   return Sample{.value = Microseconds(time) / kTripsPerSample};
 }
 
-// A forward over all groups, each leased and given back, in the order of the step before. Then, not timed,
-// a step.
+absl::StatusOr<uint64_t> WeightsRead(BenchJob& job) {
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job.Status());
+  return status->getJobs()[0].getWeightReadBytes();
+}
+
+// A forward over all groups, each leased and given back, in the order of the step before: what it reads from
+// swap per second. Then, not timed, a step.
 absl::StatusOr<Sample> TimeForward(BenchJob& job) {
-  uint64_t bytes = 0;
+  ASSIGN_OR_RETURN(const uint64_t before, WeightsRead(job));
   const auto began = Clock::now();
   for (uint32_t group = 0; group < job.groups(); ++group) {
     ASSIGN_OR_RETURN(const client::Lease lease, job.attachment().Fetch(group, kLimit));
-    bytes += lease.bytes.size();
     RETURN_IF_ERROR(job.attachment().Release(lease));
   }
   const std::chrono::duration<double> took = Clock::now() - began;
+  ASSIGN_OR_RETURN(const uint64_t after, WeightsRead(job));
+  const uint64_t bytes = after - before;
   RETURN_IF_ERROR(job.DeliverGradients());
   RETURN_IF_ERROR(job.TimedStep().status());
   return Sample{.value = static_cast<double>(bytes) / took.count() / kGiga, .bytes_read = bytes};
