@@ -197,7 +197,7 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
                .resident_blocks = plan.placement.resident_blocks(),
                .swap = plan.swap_slots * plan.swap_slot_bytes,
                .step_read = 2 * plan.weights_on_swap_bytes};
-  const uint64_t passes = protocol::Info(layout.spec().optimizer).passes;
+  const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
   for (uint32_t block = 0; block < plan.placement.blocks(); ++block) {
     const BlockLocation& location = plan.placement.WhereBlock(block);
     if (location.tier == Tier::kDram) continue;
