@@ -22,6 +22,12 @@ DEADLINE_S = 200
 STEPS = 4
 
 
+def environment_on(daemon):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREBAY_SOCKET", daemon.socket)
+        return environment()
+
+
 @functools.cache
 def run(dram_bytes, ranks, format, dtype, *more):
     """Of a daemon with such a limit: (what the script prints, or None; what it writes to stderr)."""
@@ -40,7 +46,7 @@ def run(dram_bytes, ranks, format, dtype, *more):
         try:
             done = subprocess.run(
                 [*command, format, dtype, *more],
-                env={**environment(), "FOREBAY_SOCKET": daemon.socket},
+                env=environment_on(daemon),
                 capture_output=True,
                 text=True,
                 timeout=DEADLINE_S,
@@ -69,7 +75,8 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     large, error = run(1 << 30, ranks, format, dtype)
     assert large is not None, error
     digest, losses, job, _, path = large
-    assert job["weights_on_swap_bytes"] == path["written_day"] == path["days_left"] == 0
+    assert job["weights_on_swap_bytes"] == job["state_written_bytes"] == 0
+    assert path["written_day"] == path["written_bytes"], "the labels of its file"
 
     needed = smallest_limit(ranks, format, dtype)
     small, error = run(needed, ranks, format, dtype)
