@@ -37,7 +37,7 @@ void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uin
 absl::StatusOr<std::optional<uint64_t>> WeightsCache::Find(uint32_t partition) {
   if (const auto failed = failed_.extract(partition); !failed.empty()) return failed.mapped();
   const auto copy = copies_.find(partition);
-  if (copy != copies_.end() && copy->second.state == State::kReady && !copy->second.is_old) {
+  if (copy != copies_.end() && copy->second.loads_left == 0 && !copy->second.is_old) {
     copy->second.last_use = ++uses_;
     ++counters_.fetches;
     return plan_.weights_cache_offset + copy->second.offset_bytes;
@@ -100,8 +100,7 @@ std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   std::optional<uint32_t> victim;
   uint64_t victim_use = 0;
   for (const auto& [partition, copy] : copies_) {
-    if (copy.state == State::kLoading || leases_.IsLeased(partition) || IsWanted(partition))
-      continue;
+    if (copy.loads_left > 0 || leases_.IsLeased(partition) || IsWanted(partition)) continue;
     const uint64_t use = NextUse(partition);
     if (use < needed_in) continue;
     const bool later = !victim || use > victim_use ||
@@ -160,7 +159,7 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
                              .bytes = run->elems * width});
     }
     ++copies_.at(partition).loads_left;
-    pieces_.push_back({.partition = partition, .load = std::move(load)});
+    pieces_.push_back(std::move(load));
   }
 }
 
@@ -168,12 +167,11 @@ void WeightsCache::StartPieces() {
   while (!pieces_.empty()) {
     const std::optional<uint32_t> slot = pipeline_.staged().AllocateUrgent();
     if (!slot) return;
-    Piece piece = std::move(pieces_.front());
+    LoadWeights piece = std::move(pieces_.front());
     pieces_.pop_front();
-    piece.load.staging_slot = *slot;
-    const uint64_t bytes = piece.load.bytes;
-    const TaskId task = io_.Start(TaskKind::kLoadWeights, 0, std::move(piece.load));
-    loads_.emplace(task, Load{.partition = piece.partition, .staging_slot = *slot, .bytes = bytes});
+    piece.staging_slot = *slot;
+    const Load load{.partition = piece.partition, .staging_slot = *slot, .bytes = piece.bytes};
+    loads_.emplace(io_.Start(TaskKind::kLoadWeights, 0, std::move(piece)), load);
   }
 }
 
@@ -186,10 +184,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   Copy& copy = copies_.at(load.partition);
   copy.status.Update(done.status);
   if (--copy.loads_left > 0) return;
-  if (copy.status.ok()) {
-    copy.state = State::kReady;
-    return;
-  }
+  if (copy.status.ok()) return;
   if (IsWanted(load.partition)) failed_[load.partition] = copy.status;
   copies_.erase(load.partition);
 }
@@ -249,19 +244,12 @@ void WeightsCache::DropOld() {
   });
 }
 
-uint64_t WeightsCache::used_bytes() const {
-  uint64_t bytes = 0;
-  for (const auto& [partition, copy] : copies_) bytes += copy.bytes;
-  return bytes;
-}
-
 void WeightsCache::CheckInvariants() const {
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   uint64_t loads_left = 0;
   for (const auto& [partition, copy] : copies_) {
     FOREBAY_CHECK(Holds(partition));
     ranges.emplace_back(copy.offset_bytes, copy.offset_bytes + copy.bytes);
-    FOREBAY_CHECK((copy.state == State::kLoading) == (copy.loads_left > 0));
     loads_left += copy.loads_left;
   }
   FOREBAY_CHECK(loads_left == loads_.size() + pieces_.size());

@@ -61,24 +61,16 @@ class WeightsCache {
 
   uint32_t staging_slots() const { return static_cast<uint32_t>(loads_.size()); }
   const WeightsCounters& counters() const { return counters_; }
-  uint64_t used_bytes() const;
   void CheckInvariants() const;
 
  private:
-  enum class State : uint8_t { kLoading, kReady };
   struct Copy {
     uint64_t offset_bytes = 0;  // in the cache
     uint64_t bytes = 0;         // on whole pages
-    State state = State::kLoading;
-    bool is_old = false;  // forgotten when its leases have ended
-    uint64_t loads_left = 0;
-    absl::Status status = {};  // of its reads
+    bool is_old = false;        // forgotten when its leases have ended
+    uint64_t loads_left = 0;    // 0: it may be leased
+    absl::Status status = {};   // of its reads
     uint64_t last_use = 0;
-  };
-  // A load that has no staging slot yet.
-  struct Piece {
-    uint32_t partition = 0;
-    LoadWeights load;
   };
   struct Load {
     uint32_t partition = 0;
@@ -113,7 +105,7 @@ class WeightsCache {
   std::map<uint32_t, Copy> copies_;          // by partition
   std::map<uint32_t, absl::Status> failed_;  // reads of wanted ones
   std::vector<uint32_t> wanted_;             // in the order of asking
-  std::deque<Piece> pieces_;
+  std::deque<LoadWeights> pieces_;           // that have no staging slot yet
   std::map<TaskId, Load> loads_;
   std::map<uint32_t, Order> orders_;  // by rank
   uint64_t uses_ = 0;
