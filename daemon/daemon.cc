@@ -126,13 +126,14 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
                            .staging_slot_bytes = StagingSlotBytes(config.block_elems),
                            .arenas = arenas};
   uint64_t capacity_bytes = 0;
+  const auto of_path = [](const std::vector<uint64_t>& sizes, size_t path) {
+    return sizes.size() == 1 ? sizes.front() : sizes[path];
+  };
   for (size_t i = 0; i < config.swap_paths.size(); ++i) {
-    const auto& sizes = config.swap_capacity_bytes;
-    const uint64_t bytes = sizes.size() == 1 ? sizes.front() : sizes[i];
+    const uint64_t bytes = of_path(config.swap_capacity_bytes, i);
     options.paths.push_back({.path = config.swap_paths[i], .capacity_bytes = bytes});
-    const auto& endurance = config.swap_endurance_bytes;
-    if (!endurance.empty()) {
-      options.endurance_bytes.push_back(endurance.size() == 1 ? endurance.front() : endurance[i]);
+    if (!config.swap_endurance_bytes.empty()) {
+      options.endurance_bytes.push_back(of_path(config.swap_endurance_bytes, i));
     }
     capacity_bytes += bytes;
   }

@@ -639,7 +639,8 @@ void Job::Advance() {
   }
   UseTimeBetweenSteps();
   TryUseFloatSums();
-  fetches_.Serve();  // before blocks of the step take the staging slots that are free
+  // Before blocks of the step take the staging slots that are free.
+  if (spec_.plan.has_weights_on_swap()) fetches_.Serve();
   step_.Advance();
   fetches_.Serve();
   CloseEnded();

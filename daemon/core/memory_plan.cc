@@ -110,9 +110,8 @@ uint64_t TableBytes(const protocol::LayoutSpec& spec, uint32_t world_size) {
 }
 
 // Digests of the pages of weights on swap, of the current and of the next version.
-uint64_t DigestBytes(const Layout& layout, const MemoryPlan& plan) {
-  const uint64_t pages = layout.weights_bytes() / kPageBytes;
-  return plan.has_weights_on_swap() ? RoundUp(2 * sizeof(uint64_t) * pages, kPageBytes) : 0;
+uint64_t DigestBytes(const Layout& layout) {
+  return RoundUp(2 * sizeof(uint64_t) * (layout.weights_bytes() / kPageBytes), kPageBytes);
 }
 
 // All arenas but that of states, and the tables.
@@ -132,7 +131,8 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   RETURN_IF_ERROR(check_size("room for activations", request.activation_bytes));
   plan.session = request;
   if (!plan.has_weights_on_swap()) plan.weights_bytes = layout.weights_bytes();
-  plan.table_bytes = TableBytes(layout.spec(), request.world_size) + DigestBytes(layout, plan);
+  plan.table_bytes = TableBytes(layout.spec(), request.world_size);
+  if (plan.has_weights_on_swap()) plan.table_bytes += DigestBytes(layout);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +
@@ -353,8 +353,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const bool weights_fit =
       others + plan.weights_bytes <= options.dram_limit_bytes + use.movable_bytes;
   if (has_swap && !layout.is_shared() && !weights_fit) {
-    plan.weights_on_swap.assign(layout.partitions().size(), true);
-    const uint64_t beside = others + DigestBytes(layout, plan);
+    const uint64_t beside = others + DigestBytes(layout);
     const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
     PutWeightsOnSwap(layout, room, plan);
     RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));

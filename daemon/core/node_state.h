@@ -138,14 +138,14 @@ class NodeState {
   // Takes one event and appends what is to be done, in order.
   void Handle(const Event& event, std::vector<Action>& actions);
 
-  // What an attach that makes a job would make; nothing changes. `limits`: on an empty node with so much
-  // DRAM and swap; else on this one as it is.
-  //
-  // Errors  as the attach's.
   struct Limits {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
+  // What an attach that makes a job would make; nothing changes. `limits`: on an empty node with so much
+  // DRAM and swap; else on this one as it is.
+  //
+  // Errors  as the attach's.
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
                                const std::optional<Limits>& limits) const;
 
