@@ -39,14 +39,14 @@ class AdminClient {
   absl::StatusOr<NodeStatus> Status();
   absl::StatusOr<client::Trace> Trace(const std::string& job);  // E_JOB_NAME: no such job
   absl::Status DeleteJob(const std::string& job);
-  // What an attach with these options would make, on the node as it is, or on an empty one with so much DRAM
-  // and swap; nothing is made. Connection and job of the options are ignored.
-  //
-  // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
   struct NodeSize {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;
   };
+  // What an attach with these options would make, on the node as it is, or on an empty one with so much DRAM
+  // and swap; nothing is made. Connection and job of the options are ignored.
+  //
+  // Errors  those of Attachment::Attach: E_DRAM_LIMIT and E_SWAP_NOSPC with the sum, E_LAYOUT, E_OPTION.
   absl::StatusOr<JobPlan> Plan(const AttachOptions& options, const std::optional<NodeSize>& node);
 
  private:
