@@ -60,6 +60,12 @@ int ExitCodeOf(const absl::Status& status) {
   }
 }
 
+// Prints the error, if there is one.
+int Exit(const absl::Status& status) {
+  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
+  return ExitCodeOf(status);
+}
+
 void Print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
 void Show(bool as_json, const std::string& json, const std::string& text) {
@@ -70,10 +76,7 @@ using View = std::function<absl::Status(client::AdminClient&)>;
 
 int WithDaemon(const Arguments& arguments, const View& view) {
   const auto admin = client::AdminClient::Connect({.socket = arguments.socket});
-  const absl::Status status = admin.ok() ? view(**admin) : admin.status();
-  if (status.ok()) return kGood;
-  std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
-  return ExitCodeOf(status);
+  return Exit(admin.ok() ? view(**admin) : admin.status());
 }
 
 // Status() shown by a function of it.
@@ -137,19 +140,13 @@ int ShowDoctor(const Arguments& arguments) {
   return failed ? kError : kGood;
 }
 
-int ShowBench(const Arguments& arguments) {
-  const absl::Status status = Bench(arguments.bench, arguments.json);
-  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
-  return ExitCodeOf(status);
-}
+int ShowBench(const Arguments& arguments) { return Exit(Bench(arguments.bench, arguments.json)); }
 
 int ShowPlan(const Arguments& arguments) {
   PlanOptions options = arguments.plan;
   options.socket = arguments.socket;
   options.as_json = arguments.json;
-  const absl::Status status = Plan(options);
-  if (!status.ok()) std::fprintf(stderr, "%s\n", protocol::FormatError(status).c_str());
-  return ExitCodeOf(status);
+  return Exit(Plan(options));
 }
 
 CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
@@ -282,8 +279,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
     return app.exit(error) == 0 ? kGood : kUsage;
   }
   if (const absl::Status forced = ForceCpuTarget(environment.cpu_target); !forced.ok()) {
-    std::fprintf(stderr, "%s\n", protocol::FormatError(forced).c_str());
-    return ExitCodeOf(forced);
+    return Exit(forced);
   }
   if (run->parsed()) {
     if (arguments.run.command.empty()) {
