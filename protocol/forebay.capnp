@@ -255,7 +255,7 @@ struct JobStatus {
   groups @20 :List(Text);
   lastStepReads @21 :UInt64;         # updateReads of the newest step
   lastStepReadsPrefetched @22 :UInt64;
-  lastStepSeconds @23 :Float64;      # from the last rank's step to the commit
+  lastStepSeconds @23 :Float64;      # of the newest published step: from the last rank's call to its publication
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
   madeBytes @26 :UInt64;             # while its arenas and swap slots are made: so much of them
@@ -270,6 +270,8 @@ struct JobStatus {
   weightReadBytes @35 :UInt64;      # swap bytes read for them
   lastStepReadBytes @36 :UInt64;    # of the newest step: for updates
   lastStepWrittenBytes @37 :UInt64;
+  publishedStep @38 :UInt64;        # all blocks of it are updated and written: committedStep, or the one before
+  lastDecisionSeconds @39 :Float64;  # of the newest published step: from the last rank's call to the decision
 }
 
 struct TraceEvent {

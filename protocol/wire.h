@@ -72,9 +72,11 @@ inline constexpr uint64_t kGradUnitElems = 4096;
 inline constexpr uint64_t kGradPieceBytesMax = uint64_t{32} << 20;
 
 struct Command {
-  uint64_t tag;        // chosen by the client, unique among its commands in flight
-  uint16_t op;         // Op
-  uint16_t kind;       // GradKind for kGradReady, index into StateNames() for kReadState, else 0
+  uint64_t tag;  // chosen by the client, unique among its commands in flight
+  uint16_t op;   // Op
+  // GradKind for kGradReady, index into StateNames() for kReadState, FetchKind for kFetch, StepAnswer for
+  // kStep, else 0
+  uint16_t kind;
   uint32_t partition;  // kReadState: the parameter
   uint64_t step;       // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
@@ -92,7 +94,7 @@ struct Completion {
   uint16_t flags;           // CompletionFlags
   uint32_t error;           // ErrorId; 0 is success. Text and hint: Session.explain(tag)
   uint64_t committed_step;  // of the job, when the answer was written
-  uint64_t lease_id;        // kFetch
+  uint64_t lease_id;        // kFetch; 0 where no lease was asked for
   // kFetch: into the weights arena; kReadState: how many updates the parameter has had
   uint64_t offset_bytes;
   uint64_t length_bytes;  // kFetch: of the partition
@@ -101,6 +103,23 @@ struct Completion {
   uint64_t attempt;  // the newest one at step committed_step + 1
 };
 static_assert(sizeof(Completion) == 64 && std::is_trivially_copyable_v<Completion>);
+
+enum class FetchKind : uint16_t {
+  kLease = 0,
+  // Only says where the bytes are, when they are those of the committed step. Of a rank, whose next step call
+  // they wait for to change; not of weights on swap, which have no place that lasts.
+  kPlace = 1,
+};
+
+// When a step call is answered. Bytes that a session leases are those of the committed step either way; who
+// reads weights without a lease waits for kPublished.
+enum class StepAnswer : uint16_t {
+  kPublished = 0,  // all blocks are updated and written
+  // Decided: norm and clipping are known, no client's crash undoes it. Its blocks are updated in the order
+  // in which the step before fetched partitions; a fetch is answered when its own blocks are. A master that
+  // becomes infinite is what the next step call says.
+  kCommitted = 1,
+};
 
 enum CompletionFlags : uint16_t {
   kStepRepeated = 1,  // the step had been committed before: nothing was applied

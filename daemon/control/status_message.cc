@@ -86,6 +86,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setWorldSize(view.world_size);
   job.setSessions(static_cast<uint32_t>(view.sessions.size()));
   job.setCommittedStep(view.committed_step);
+  job.setPublishedStep(view.published_step);
   job.setParams(view.params);
   job.setTrainableParams(view.trainable_params);
   job.setDtype(Text(protocol::Name(spec.dtype)).c_str());
@@ -104,6 +105,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReadBytes(view.last_step_read_bytes);
   job.setLastStepWrittenBytes(view.last_step_written_bytes);
   job.setLastStepSeconds(snapshot.last_step_seconds);
+  job.setLastDecisionSeconds(snapshot.last_decision_seconds);
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());
   job.setMadeBytes(snapshot.made_bytes);
   job.setMakingBytes(snapshot.making_bytes);

@@ -211,6 +211,10 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
       return CheckElemRange(command, layout, layout.grad_dtype(), gradients);
     case Op::kStep:
+      if (command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
+        return MakeError(ErrorId::kProtocol,
+                         absl::StrCat("unknown kind of step call ", command.kind));
+      }
       if (command.length_bytes < sizeof(protocol::StepRequest)) {
         return MakeError(ErrorId::kRange,
                          absl::StrCat("a step request of ", command.length_bytes,
@@ -223,8 +227,12 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
                                                        : CheckParam(command.partition, layout);
     case Op::kReadState:
       return CheckReadState(command, layout, gradients);
-    case Op::kInitialDone:
     case Op::kFetch:
+      if (command.kind > static_cast<uint16_t>(protocol::FetchKind::kPlace)) {
+        return MakeError(ErrorId::kProtocol, absl::StrCat("unknown kind of fetch ", command.kind));
+      }
+      return absl::OkStatus();
+    case Op::kInitialDone:
     case Op::kRelease:
     case Op::kCheck:
       return absl::OkStatus();

@@ -505,16 +505,23 @@ struct StartLeaseTimer {
   uint64_t step = 0;
 };
 
-// All ranks have called `step`: the clock of JobStatus.lastStepSeconds starts. StepCommitted ends
-// it; a step that is refused after this (E_NONFINITE, E_JOB_FAILED) has no StepCommitted.
+// All ranks have called `step`: the clocks of JobStatus.lastStepSeconds and lastDecisionSeconds start.
+// StepCommitted ends the second, StepPublished the first; a step that is refused after this (E_NONFINITE)
+// has neither.
 struct StepCalled {
   JobId job = 0;
   uint64_t step = 0;
 };
 
-// The newest step of a job is committed: memory peaks and the step's timeline are taken now. Step 0:
-// the blocks of UpdatePass::kMasters are published.
+// The step is decided; its update begins. Where it fails (E_JOB_FAILED) no StepPublished follows.
 struct StepCommitted {
+  JobId job = 0;
+  uint64_t step = 0;
+};
+
+// All blocks of the committed step are updated and written: memory peaks and the step's timeline are taken
+// now. Step 0: those of UpdatePass::kMasters.
+struct StepPublished {
   JobId job = 0;
   uint64_t step = 0;
 };
@@ -524,6 +531,6 @@ using Action = std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, Po
                             AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
                             AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock,
                             EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights,
-                            RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted>;
+                            RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, StepPublished>;
 
 }  // namespace forebay::daemon

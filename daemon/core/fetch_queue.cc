@@ -10,13 +10,25 @@
 namespace forebay::daemon {
 
 void FetchQueue::Handle(const Session& session, const protocol::Command& command) {
+  const bool leases = command.kind == static_cast<uint16_t>(protocol::FetchKind::kLease);
+  if (!leases && (session.reader || weights_.Holds(command.partition))) {
+    io_.Answer(
+        session.IdOf(command),
+        protocol::MakeError(protocol::ErrorId::kUnsupported,
+                            session.reader ? "a reader asks where weights are without a lease"
+                                           : "weights on swap have no place that lasts",
+                            "fetch them with a lease"));
+    return;
+  }
   if (!session.reader) step_.RecordFetch(command.partition);
   const auto rank = session.reader ? std::nullopt : std::optional(session.rank);
   if (weights_.Holds(command.partition)) {
     weights_.OnFetch(rank, command.partition, step_.FetchStep(rank));
   }
-  waiting_.push_back(
-      {.command = session.IdOf(command), .rank = rank, .partition = command.partition});
+  waiting_.push_back({.command = session.IdOf(command),
+                      .rank = rank,
+                      .partition = command.partition,
+                      .leases = leases});
   Serve();
 }
 
@@ -45,8 +57,12 @@ void FetchQueue::Serve() {
   std::erase_if(waiting_, [this](const Waiting& fetch) {
     const std::optional<absl::StatusOr<uint64_t>> offset = OffsetOf(fetch);
     if (!offset) return false;
-    const absl::StatusOr<uint64_t> lease =
-        offset->ok() ? leases_.Acquire(fetch.command.session, fetch.partition) : offset->status();
+    absl::StatusOr<uint64_t> lease = 0;
+    if (!offset->ok()) {
+      lease = offset->status();
+    } else if (fetch.leases) {
+      lease = leases_.Acquire(fetch.command.session, fetch.partition);
+    }
     protocol::Completion completion{};
     if (lease.ok()) {
       completion.lease_id = *lease;

@@ -34,6 +34,7 @@ class FetchQueue {
     CommandId command;
     std::optional<uint32_t> rank;  // none: a reader's
     uint32_t partition = 0;
+    bool leases = true;
   };
 
   const JobSpec& spec_;

@@ -18,8 +18,9 @@ using protocol::MakeError;
 
 GradientAccumulator::GradientAccumulator(JobTasks& io,
                                          std::shared_ptr<const protocol::Layout> layout,
-                                         const MemoryPlan& plan, const Membership& members)
-    : io_(io), layout_(std::move(layout)), plan_(plan), members_(members) {
+                                         const MemoryPlan& plan, const Membership& members,
+                                         const StepPipeline& pipeline)
+    : io_(io), layout_(std::move(layout)), plan_(plan), members_(members), pipeline_(pipeline) {
   Forget();
 }
 
@@ -35,6 +36,7 @@ void GradientAccumulator::Forget() {
   adding_.clear();
   summing_.clear();
   moving_.clear();
+  not_updated_.clear();
   needs_float_sums_ = false;
   fault_ = absl::OkStatus();
 }
@@ -226,6 +228,10 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   if (cell.adding || cell.summed || ANormReads(partition, begin, cell.end)) return;
   if (!MayStart()) {
     blocked_ = true;
+    return;
+  }
+  if (!pipeline_.IsPartitionDone(partition)) {
+    not_updated_.insert(partition);
     return;
   }
   Pass pass{.partition = partition, .begin = begin, .end = cell.end};
@@ -533,6 +539,15 @@ void GradientAccumulator::Release(Id id) {
 }
 
 void GradientAccumulator::Pump() {
+  for (auto it = not_updated_.begin(); it != not_updated_.end();) {
+    if (!pipeline_.IsPartitionDone(*it)) {
+      ++it;
+      continue;
+    }
+    const uint32_t partition = *it;
+    it = not_updated_.erase(it);
+    TryAddRange(partition, 0, UINT64_MAX);
+  }
   if (!blocked_ || !MayStart()) return;
   blocked_ = false;
   TryAddAll();

@@ -18,6 +18,7 @@
 #include "daemon/core/limits.h"
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/step_pipeline.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -35,6 +36,8 @@ namespace forebay::daemon {
 // With sharded attachment a rank may deliver several backward passes of a step: they are added in its
 // order, in float32. Where accumulators have 16 bits, nothing is added from the first further pass on
 // until there is memory for float32 ones (needs_float_sums); what the old ones hold is added to the new.
+//
+// While blocks of the step before are updated from a partition's accumulator, its contributions wait.
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
@@ -54,7 +57,8 @@ class GradientAccumulator {
   };
 
   GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
-                      const MemoryPlan& plan, const Membership& members);
+                      const MemoryPlan& plan, const Membership& members,
+                      const StepPipeline& pipeline);
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
@@ -83,7 +87,7 @@ class GradientAccumulator {
   void OnMoved(const TaskDone& done);
   void OnSummed(const TaskDone& done);
 
-  // Starts what waited for the end of stale tasks.
+  // Starts what waited for the end of stale tasks, or for the update of the step before.
   void Pump();
 
   // `rank` has called step: what it has not delivered counts as zero.
@@ -222,6 +226,7 @@ class GradientAccumulator {
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   const Membership& members_;
+  const StepPipeline& pipeline_;
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
   std::vector<bool> closed_;                          // by rank: it has called step
@@ -238,6 +243,7 @@ class GradientAccumulator {
   std::map<TaskId, Id> moving_;
   std::vector<uint64_t> narrow_offsets_;  // as the plan's accumulator_offsets
   bool needs_float_sums_ = false;
+  std::set<uint32_t> not_updated_;  // partitions whose accumulators hold sums of the step before
   bool blocked_ = false;  // something waits for the end of stale tasks, or for sums in float32
   absl::Status fault_;
 };

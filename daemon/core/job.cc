@@ -129,7 +129,8 @@ void Job::EvictWaiting(const absl::Status& reason) {
 void Job::TryChangeWorld() {
   if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // who waited for room is gone
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
-  if (step_.phase() != Step::Phase::kOpen || !members_.has_only_waiting()) return;
+  if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
+  if (!members_.has_only_waiting()) return;
   step_.DropForNewWorld();
   if (io_.stale_tasks() > 0) return;
   const MemoryPlan before = std::exchange(spec_.plan, *std::exchange(next_plan_, std::nullopt));
@@ -306,7 +307,8 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
 
 bool Job::MayAnswerAttach(const Session& session) const {
   if (session.reader) return is_ready();
-  if (step_.phase() != Step::Phase::kOpen || io_.stale_tasks() > 0) return false;
+  if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return false;
+  if (io_.stale_tasks() > 0) return false;
   return initial_.ready() || initial_.WaitsForWriter(session.rank);
 }
 
@@ -515,7 +517,7 @@ void Job::OnStepRequest(const StepRequestCopied& copied) {
 }
 
 void Job::OnLeaseTimeExpired(uint64_t step) {
-  if (step_.phase() != Step::Phase::kUpdating || step != step_.committed_step() + 1) return;
+  if (!pipeline_.running() || step != step_.committed_step()) return;
   for (const auto& [id, session] : members_.all()) {
     std::vector<std::string> names;
     for (const uint32_t partition : leases_.PartitionsOf(id)) {
@@ -606,7 +608,7 @@ void Job::Fail(const absl::Status& first_error) {
 
 absl::Status Job::FailedStatus() const {
   return MakeError(ErrorId::kJobFailed,
-                   absl::StrCat("job ", spec_.name, " failed after step ", step_.committed_step(),
+                   absl::StrCat("job ", spec_.name, " failed after step ", step_.published_step(),
                                 ": ", std::string(failed_.message())),
                    "delete the job and start it again from a checkpoint");
 }
@@ -637,10 +639,12 @@ void Job::Advance() {
   if (auto done = initial_.DrainDone(); !done.empty()) {
     step_.BeginMasters(std::move(done), initial_.has_masters());
   }
-  UseTimeBetweenSteps();
-  TryUseFloatSums();
   // Before blocks of the step take the staging slots that are free.
   if (spec_.plan.has_weights_on_swap()) fetches_.Serve();
+  const bool was_updating = pipeline_.running();
+  step_.AdvanceUpdate();
+  UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
+  TryUseFloatSums();
   step_.Advance();
   fetches_.Serve();
   CloseEnded();
@@ -651,11 +655,14 @@ void Job::Advance() {
 }
 
 // States are read or written and blocks moved in turns, never at once, and none begins once all ranks have
-// called step: the decision waits for the one in progress.
-void Job::UseTimeBetweenSteps() {
-  const bool open = step_.phase() == Step::Phase::kOpen;
+// called step: the decision waits for the one in progress. Where they have called it before the step before
+// was published there was no time for any: then one `is_due`.
+void Job::UseTimeBetweenSteps(bool is_due) {
+  const bool called = step_.phase() == Step::Phase::kReducing;
+  const bool open =
+      !pipeline_.running() && (step_.phase() == Step::Phase::kOpen || (called && is_due));
   const auto read = [&] {
-    const bool goes_on = step_.phase() == Step::Phase::kReducing && access_.in_progress();
+    const bool goes_on = called && access_.in_progress();
     if ((open || goes_on) && !residency_.in_progress()) access_.Pump();
     if (access_.in_progress()) reads_first_ = false;
   };
@@ -673,10 +680,10 @@ void Job::UseTimeBetweenSteps() {
 }
 
 void Job::Prefetch() {
-  const Step::Phase phase = step_.phase();
-  const bool decided = phase != Step::Phase::kOpen && phase != Step::Phase::kReducing;
-  if (phase == Step::Phase::kOpen && !access_.is_writing()) weights_.Prefetch();
-  if (!decided && step_.has_gradients()) pipeline_.Prefetch();
+  const bool open = step_.phase() == Step::Phase::kOpen;
+  if (open && !access_.is_writing()) weights_.Prefetch();
+  const bool gathers = open || step_.phase() == Step::Phase::kReducing;
+  if (gathers && step_.has_gradients()) pipeline_.Prefetch();
 }
 
 void Job::FreeWhenUnused() {
@@ -697,6 +704,7 @@ JobView Job::View() const {
                .generation = members_.generation(),
                .detached_rank = members_.FirstDetached(),
                .committed_step = step_.committed_step(),
+               .published_step = step_.published_step(),
                .world_size = spec_.plan.session.world_size,
                .params = layout.total_elems(),
                .trainable_params = layout.trainable_elems(),

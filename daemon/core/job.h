@@ -110,7 +110,7 @@ class Job {
   absl::Status FailedStatus() const;
   void Fail(const absl::Status& first_error);
   bool MayMove() const { return is_ready() && !failed() && !deleting_; }
-  void UseTimeBetweenSteps();
+  void UseTimeBetweenSteps(bool is_due);
   void OnMemoryMade(const TaskDone& done);
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();

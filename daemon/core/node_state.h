@@ -54,6 +54,7 @@ struct JobView {
   uint64_t generation = 0;
   std::optional<uint32_t> detached_rank;  // the first that has detached in good order since
   uint64_t committed_step = 0;
+  uint64_t published_step = 0;  // the same, or the one before
   uint32_t world_size = 0;
   uint64_t params = 0;            // elements
   uint64_t trainable_params = 0;  // of these, those that are not frozen

@@ -40,21 +40,23 @@ StagedBlocks::~StagedBlocks() {
 void StagedBlocks::Drop(uint32_t block) {
   pool_.Release(blocks_.at(block).slot);
   blocks_.erase(block);
-  lowest_dropped_ = std::min(lowest_dropped_, block);
+  first_dropped_ = std::min(first_dropped_, position_(block));
 }
 
 std::optional<uint32_t> StagedBlocks::Reclaim() {
-  for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it) {
+  auto last = blocks_.end();
+  for (auto it = blocks_.begin(); it != blocks_.end(); ++it) {
     if (it->second.state != State::kReady || !may_reclaim_(it->first)) continue;
-    const uint32_t slot = it->second.slot;
-    waits_for_slot_ = true;
-    lowest_dropped_ = std::min(lowest_dropped_, it->first);
-    blocks_.erase(std::next(it).base());
-    return slot;
+    if (last == blocks_.end() || position_(it->first) > position_(last->first)) last = it;
   }
-  return std::nullopt;
+  if (last == blocks_.end()) return std::nullopt;
+  const uint32_t slot = last->second.slot;
+  waits_for_slot_ = true;
+  first_dropped_ = std::min(first_dropped_, position_(last->first));
+  blocks_.erase(last);
+  return slot;
 }
 
-uint32_t StagedBlocks::DrainLowestDropped() { return std::exchange(lowest_dropped_, UINT32_MAX); }
+uint32_t StagedBlocks::DrainFirstDropped() { return std::exchange(first_dropped_, UINT32_MAX); }
 
 }  // namespace forebay::daemon

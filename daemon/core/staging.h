@@ -57,9 +57,11 @@ class StagedBlocks {
     bool prefetched = false;  // its read was asked for before an update waited for it
   };
 
-  // `may_reclaim` says whether the job can do without a block that is kReady.
-  StagedBlocks(StagingPool& pool, std::function<bool(uint32_t block)> may_reclaim)
-      : pool_(pool), may_reclaim_(std::move(may_reclaim)) {
+  // `may_reclaim` says whether the job can do without a block that is kReady, `position` the block's place
+  // in the order of update.
+  StagedBlocks(StagingPool& pool, std::function<bool(uint32_t block)> may_reclaim,
+               std::function<uint32_t(uint32_t block)> position)
+      : pool_(pool), may_reclaim_(std::move(may_reclaim)), position_(std::move(position)) {
     pool_.Join(*this);
   }
   StagedBlocks(const StagedBlocks&) = delete;
@@ -86,8 +88,8 @@ class StagedBlocks {
   // returns its slot, nothing if there is no such block.
   std::optional<uint32_t> Reclaim();
 
-  // The lowest block that may have been dropped since this was last asked; UINT32_MAX: none.
-  uint32_t DrainLowestDropped();
+  // The first place of a block that was dropped since this was last asked; UINT32_MAX: none was.
+  uint32_t DrainFirstDropped();
 
  private:
   std::optional<uint32_t> Waited(std::optional<uint32_t> slot) {
@@ -97,9 +99,10 @@ class StagedBlocks {
 
   StagingPool& pool_;
   std::function<bool(uint32_t)> may_reclaim_;
+  std::function<uint32_t(uint32_t)> position_;
   std::map<uint32_t, Staged> blocks_;
   bool waits_for_slot_ = false;
-  uint32_t lowest_dropped_ = UINT32_MAX;
+  uint32_t first_dropped_ = UINT32_MAX;
 };
 
 }  // namespace forebay::daemon

@@ -19,6 +19,11 @@ namespace {
 using protocol::Command;
 using protocol::ErrorId;
 using protocol::MakeError;
+using protocol::StepAnswer;
+
+StepAnswer AnsweredWhen(const Command& step_call) {
+  return static_cast<StepAnswer>(step_call.kind);
+}
 
 constexpr double kClipEps = 1e-6;  // as torch.nn.utils.clip_grad_norm_ has it
 
@@ -39,7 +44,7 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       access_(access),
       weights_(weights),
       leases_(leases),
-      gradients_(io, spec.layout, spec.plan, members),
+      gradients_(io, spec.layout, spec.plan, members, pipeline),
       trace_(spec.layout->partitions().size()),
       extra_bytes_(spec.world_size(), 0) {}
 
@@ -75,7 +80,7 @@ void Step::AnswerInitialDone() {
 void Step::EndMasters() {
   pipeline_.Finish();
   phase_ = Phase::kOpen;
-  io_.actions().Emit(StepCommitted{.job = spec_.id, .step = 0});
+  io_.actions().Emit(StepPublished{.job = spec_.id, .step = 0});
   AnswerInitialDone();
 }
 
@@ -198,11 +203,11 @@ absl::Status Step::DroppedError(uint64_t attempt) const {
 void Step::HandleStep(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (command.step != 0 && command.step == committed_step_) {
-    protocol::Completion completion{};
-    completion.flags = protocol::kStepRepeated;
-    if (last_.clipped) completion.flags |= protocol::kStepClipped;
-    completion.norm = last_.norm;
-    io_.Answer(id, completion, last_.status);
+    if (AnsweredWhen(command) == StepAnswer::kPublished && published_step_ < committed_step_) {
+      unpublished_.push_back({.command = id, .repeated = true});
+    } else {
+      Answer(id, /*repeated=*/true);
+    }
     return;
   }
   if (command.step != committed_step_ + 1) {
@@ -320,6 +325,7 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
   }
   const auto hyper_end = copied.hyper_params.begin() + copied.request.param_groups;
   AddCall(session, {.command = session.IdOf(command),
+                    .answered_when = AnsweredWhen(command),
                     .request = copied.request,
                     .hyper_params = {copied.hyper_params.begin(), hyper_end},
                     .presence = copied.presence,
@@ -377,7 +383,7 @@ void Step::DecideWhenReduced() {
     trace_.OnRefused();
     return;
   }
-  if (!gradients_.reduced()) return;
+  if (!gradients_.reduced() || pipeline_.running()) return;
   if (const absl::Status error = pipeline_.prefetch_error(); !error.ok()) {
     phase_ = Phase::kOpen;
     pipeline_.ForgetPrefetchErrors();
@@ -390,14 +396,15 @@ void Step::DecideWhenReduced() {
   const uint32_t addends = spec_.layout->is_shared() ? members_.world_size() : 1;
   const double asked = call.request.grad_scale;
   double scale = asked / addends;
-  next_ = {};
+  last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
   if (call.request.max_grad_norm > 0) {
-    next_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(asked) / addends;
-    const double clip = call.request.max_grad_norm / (next_.norm + kClipEps);
-    next_.clipped = clip < 1.0;
-    if (next_.clipped) scale *= clip;
+    last_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(asked) / addends;
+    const double clip = call.request.max_grad_norm / (last_.norm + kClipEps);
+    last_.clipped = clip < 1.0;
+    if (last_.clipped) scale *= clip;
   }
-  phase_ = Phase::kUpdating;
+  trace_.OnCommitted();
+  pipeline_.FollowTrace(trace_.committed());
   pipeline_.Begin({.step = committed_step_ + 1,
                    .grad_scale = static_cast<float>(scale),
                    .grad_min = static_cast<float>(call.request.grad_min),
@@ -406,6 +413,7 @@ void Step::DecideWhenReduced() {
                    .params = ParamsWithGradient()});
   weights_.ForgetUpdated();
   ArmLeaseTimer();
+  Commit();
 }
 
 // Ranks have none now, so that whoever holds up the update is a reader.
@@ -429,33 +437,53 @@ absl::Status Step::LeasesHeldError(const Session& session, uint64_t step) const 
                    "release every lease before step: the weights change in it");
 }
 
+// The next step may be gathered: the sums of this one stay in the accumulators until their blocks are
+// updated.
 void Step::Commit() {
-  const uint64_t overflowed = pipeline_.Finish();
-  last_ = std::exchange(next_, {});
   ++committed_step_;
   io_.set_committed_step(committed_step_);
   phase_ = Phase::kOpen;
   extra_slot_ = 1 - extra_slot_;
-  trace_.OnCommitted();
-  if (overflowed > 0) {
-    last_.status = MakeError(
-        ErrorId::kOverflow,
-        absl::StrCat(overflowed, " parameters of job ", spec_.name, " became non-finite in step ",
-                     committed_step_, ", which is committed"),
-        "go back to a checkpoint, or lower the learning rate");
-  }
   gradients_.Drop(absl::OkStatus());
   attempt_ = 0;
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
+  has_answered_early_ = false;
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
   for (const auto& [rank, call] : barrier_.Drain()) {
     extra_bytes_[rank] = call.request.extra_state_bytes;
-    protocol::Completion completion{};
-    completion.norm = last_.norm;
-    if (last_.clipped) completion.flags = protocol::kStepClipped;
-    io_.Answer(call.command, completion, last_.status);
+    if (call.answered_when == StepAnswer::kPublished) {
+      unpublished_.push_back({.command = call.command});
+      continue;
+    }
+    has_answered_early_ = true;
+    Answer(call.command, /*repeated=*/false);
   }
+}
+
+void Step::Publish() {
+  const uint64_t overflowed = pipeline_.Finish();
+  published_step_ = committed_step_;
+  io_.actions().Emit(StepPublished{.job = spec_.id, .step = published_step_});
+  if (overflowed > 0) {
+    last_.status = MakeError(
+        ErrorId::kOverflow,
+        absl::StrCat(overflowed, " parameters of job ", spec_.name, " became non-finite in step ",
+                     published_step_, ", which is committed"),
+        "go back to a checkpoint, or lower the learning rate");
+    if (has_answered_early_) unsaid_ = last_.status;
+  }
+  for (const auto& [command, repeated] : std::exchange(unpublished_, {})) {
+    Answer(command, repeated);
+  }
+}
+
+void Step::Answer(const CommandId& command, bool repeated) const {
+  protocol::Completion completion{};
+  completion.norm = last_.norm;
+  if (repeated) completion.flags |= protocol::kStepRepeated;
+  if (last_.clipped) completion.flags |= protocol::kStepClipped;
+  io_.Answer(command, completion, last_.status);
 }
 
 absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
@@ -466,8 +494,9 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
   return absl::OkStatus();
 }
 
-// Not once the decision may have been made on sums in the old accumulators.
+// Not while blocks are updated from sums in the old accumulators.
 bool Step::MayUseFloatSums() const {
+  if (pipeline_.running()) return false;
   const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
   return (phase_ == Phase::kOpen || waits) && gradients_.is_idle();
 }
@@ -486,9 +515,17 @@ void Step::Advance() {
   if (phase_ == Phase::kOpen) DropFaulty();
   if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
-  if (phase_ == Phase::kUpdating || phase_ == Phase::kMasters) {
-    pipeline_.Pump();
-    if (pipeline_.done()) phase_ == Phase::kMasters ? EndMasters() : Commit();
+  AdvanceUpdate();
+}
+
+void Step::AdvanceUpdate() {
+  if (phase_ == Phase::kFailed) return;
+  pipeline_.Pump();
+  if (!pipeline_.done()) return;
+  if (phase_ == Phase::kMasters) {
+    EndMasters();
+  } else {
+    Publish();
   }
 }
 
@@ -547,6 +584,7 @@ void Step::Fail(const absl::Status& first_error) {
   phase_ = Phase::kFailed;
   io_.NewEpoch();
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, first_error);
+  for (const Waiting& call : std::exchange(unpublished_, {})) io_.Answer(call.command, first_error);
   gradients_.Drop(first_error);
 }
 
@@ -556,10 +594,10 @@ uint64_t Step::FetchStep(std::optional<uint32_t> rank) const {
 }
 
 bool Step::MayFetch(std::optional<uint32_t> rank, uint32_t partition) const {
-  if (!rank) return phase_ != Phase::kUpdating;
-  if (phase_ == Phase::kReducing) return false;
-  if (phase_ == Phase::kOpen) return !barrier_.has(*rank);
-  return phase_ != Phase::kUpdating || pipeline_.IsPartitionDone(partition);
+  if (phase_ == Phase::kMasters) return true;
+  if (!rank) return published_step_ == committed_step_;
+  if (phase_ == Phase::kReducing || barrier_.has(*rank)) return false;
+  return pipeline_.IsPartitionDone(partition);
 }
 
 uint64_t Step::unanswered(const Session& session) const {
@@ -568,15 +606,17 @@ uint64_t Step::unanswered(const Session& session) const {
   for (const auto& [rank, call] : barrier_.by_rank()) {
     count += call.command.session == session.id ? 1 : 0;
   }
+  for (const Waiting& call : unpublished_) count += call.command.session == session.id ? 1 : 0;
   return count + gradients_.unanswered(session.id);
 }
 
 void Step::CheckInvariants() const {
   gradients_.CheckInvariants();
   pipeline_.CheckInvariants(committed_step_);
-  const bool updating = phase_ == Phase::kUpdating || phase_ == Phase::kMasters;
+  const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
   FOREBAY_CHECK(updating == pipeline_.running() || phase_ == Phase::kFailed);
   FOREBAY_CHECK(!updating || !access_.in_progress());
+  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (updating || unpublished_.empty()));
 }
 
 }  // namespace forebay::daemon

@@ -24,6 +24,10 @@
 
 namespace forebay::daemon {
 
+// From the decision on a step is committed: the next one is gathered while the blocks of this one are
+// updated. One step at a time is: the decision of the next waits until this one is published. What belongs
+// to a partition waits for its own blocks alone: a fetch of its weights, and the addition of its gradients.
+//
 // Deliveries and step calls carry the number of their rank's attempt (wire.h). What is not finite
 // ends an attempt for all ranks, a rank that begins a newer one ends the older ones.
 //
@@ -34,7 +38,6 @@ class Step {
     kOpen,      // gathers gradients (or initial parameters)
     kMasters,   // the initial parameters are written: masters are set from them
     kReducing,  // all ranks have called step: the last gradients are added
-    kUpdating,  // decided: blocks are updated
     kFailed,
   };
 
@@ -56,6 +59,8 @@ class Step {
   absl::Status OnGradientTask(TaskKind kind, const TaskDone& done);
   absl::Status OnExtraStateCopied(const TaskDone& done);
 
+  // Goes on with the update, and publishes the step when it ends.
+  void AdvanceUpdate();
   // Does all that has become possible.
   void Advance();
 
@@ -83,6 +88,7 @@ class Step {
 
   Phase phase() const { return phase_; }
   uint64_t committed_step() const { return committed_step_; }
+  uint64_t published_step() const { return published_step_; }
   uint64_t attempt() const { return attempt_; }
   bool has_gradients() const { return !gradients_.empty(); }
   // Sums in float32: see GradientAccumulator.
@@ -90,7 +96,7 @@ class Step {
   bool MayUseFloatSums() const;
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
   void RefuseFloatSums(const absl::Status& status) { gradients_.RefuseFloatSums(status); }
-  // Whether a fetch of `rank` is answered now: not while it waits in step, until the
+  // Whether a fetch of `rank` is answered now: not from its step call to the decision, nor before the
   // partition's own blocks are updated. A reader's (no rank) is, except from the decision to the publication.
   bool MayFetch(std::optional<uint32_t> rank, uint32_t partition) const;
   // The step whose weights a fetch asks for, by those that are committed before it.
@@ -133,6 +139,8 @@ class Step {
   void ArmLeaseTimer();
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
+  void Publish();
+  void Answer(const CommandId& command, bool repeated) const;
 
   const JobSpec& spec_;
   JobTasks& io_;
@@ -143,6 +151,7 @@ class Step {
   const LeaseTable& leases_;
   Phase phase_ = Phase::kOpen;
   uint64_t committed_step_ = 0;
+  uint64_t published_step_ = 0;  // the same, or one less
   // The newest attempt at the next step: the only one whose gradients are kept.
   uint64_t attempt_ = 0;
   uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
@@ -156,7 +165,14 @@ class Step {
   std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step
   uint32_t extra_copies_ = 0;          // running
   Result last_;
-  Result next_;  // from the decision to the commit
+  // Calls of the committed step that are answered when it is published.
+  struct Waiting {
+    CommandId command;
+    bool repeated = false;
+  };
+  std::vector<Waiting> unpublished_;
+  bool has_answered_early_ = false;  // other calls of it
+  absl::Status unsaid_;              // what those were not answered, of the published step
 };
 
 // What a session's commands are checked against.

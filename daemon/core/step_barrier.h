@@ -14,6 +14,7 @@ namespace forebay::daemon {
 // One rank's call, checked by itself.
 struct StepCall {
   CommandId command;
+  protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
   protocol::StepRequest request{};
   std::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
   std::vector<uint64_t> presence = {};              // see wire.h

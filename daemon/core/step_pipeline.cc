@@ -25,7 +25,9 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       plan_(plan),
       leases_(leases),
       workers_(workers),
-      staged_(pool, [this](uint32_t block) { return !running_ || IsLeased(block); }),
+      staged_(
+          pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
+          [this](uint32_t block) { return position_[block]; }),
       ledger_(map_.blocks(), swap_slots),
       placement_(plan.placement),
       swap_(swap),
@@ -34,6 +36,39 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       partition_blocks_left_(layout_->partitions().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     block_partitions_.push_back(map_.Partitions(block));
+    in_order_.push_back(block);
+  }
+  position_.resize(map_.blocks());
+  Sort();
+}
+
+void StepPipeline::FollowTrace(const std::vector<uint32_t>& trace) {
+  FOREBAY_CHECK(!running_);
+  if (trace == trace_) return;
+  trace_ = trace;
+  Sort();
+  prefetch_next_ = 0;
+}
+
+void StepPipeline::Sort() {
+  const auto partitions = static_cast<uint32_t>(layout_->partitions().size());
+  std::vector<uint32_t> first_use(partitions);
+  for (uint32_t partition = 0; partition < partitions; ++partition) {
+    first_use[partition] = static_cast<uint32_t>(trace_.size()) + partition;
+  }
+  for (uint32_t i = 0; i < trace_.size(); ++i) first_use[trace_[i]] = i;
+  std::vector<std::pair<uint32_t, uint32_t>> keys;  // first use, block
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    uint32_t first = UINT32_MAX;
+    for (const uint32_t partition : block_partitions_[block]) {
+      first = std::min(first, first_use[partition]);
+    }
+    keys.emplace_back(first, block);
+  }
+  std::ranges::sort(keys);
+  for (uint32_t i = 0; i < keys.size(); ++i) {
+    in_order_[i] = keys[i].second;
+    position_[keys[i].second] = i;
   }
 }
 
@@ -77,11 +112,11 @@ void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
 
 void StepPipeline::Prefetch() {
   if (running_ || abandoned_) return;
-  prefetch_next_ = std::min(prefetch_next_, staged_.DrainLowestDropped());
+  prefetch_next_ = std::min(prefetch_next_, staged_.DrainFirstDropped());
   // Backward fetches weights through the same slots; what is read ahead would be dropped for them.
   const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
-    const uint32_t block = prefetch_next_;
+    const uint32_t block = in_order_[prefetch_next_];
     const BlockLocation& location = placement_.WhereBlock(block);
     if (location.tier == Tier::kDram || location.move == BlockMove::kPromote) continue;
     if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
@@ -131,7 +166,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   swapped_.clear();
   blocks_left_ = 0;
   std::fill(partition_blocks_left_.begin(), partition_blocks_left_.end(), 0);
-  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+  for (const uint32_t block : in_order_) {
     const bool needed = IsNeeded(block);
     if (needed) {
       for (const uint32_t partition : block_partitions_[block]) {
@@ -146,7 +181,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
     if (is_resident(block)) {
       resident_.push_back(block);
     } else {
-      swapped_.insert(block);
+      swapped_.insert(position_[block]);
     }
   }
 }
@@ -174,14 +209,15 @@ void StepPipeline::EndMomentsPass() {
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (!resident_.empty()) return true;
   return std::any_of(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
-    return swapped_.contains(entry.first) && !IsLeased(entry.first);
+    return swapped_.contains(position_[entry.first]) && !IsLeased(entry.first);
   });
 }
 
 void StepPipeline::StartReads() {
   // While a write finds no slot, more blocks would only keep staging slots from other jobs.
   if (!unwritten_.empty()) return;
-  for (const uint32_t block : swapped_) {
+  for (const uint32_t position : swapped_) {
+    const uint32_t block = in_order_[position];
     if (staged_.contains(block) || IsLeased(block)) continue;
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
@@ -206,17 +242,22 @@ bool StepPipeline::IsLeased(uint32_t block) const {
   });
 }
 
+std::optional<uint32_t> StepPipeline::FirstReady() const {
+  std::optional<uint32_t> first;
+  for (const auto& [block, staged] : staged_.all()) {
+    if (staged.state != State::kReady || IsLeased(block)) continue;
+    if (!first || position_[block] < position_[*first]) first = block;
+  }
+  return first;
+}
+
 void StepPipeline::Pump() {
   if (!running_ || abandoned_) return;
   if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
   StartReads();
   while (updating_ < UpdatesMax()) {
-    const auto ready =
-        std::find_if(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
-          return entry.second.state == State::kReady && !IsLeased(entry.first);
-        });
-    if (ready != staged_.all().end()) {
-      StartUpdate(ready->first);
+    if (const std::optional<uint32_t> block = FirstReady()) {
+      StartUpdate(*block);
       continue;
     }
     const auto next = std::find_if(resident_.begin(), resident_.end(),
@@ -274,7 +315,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
   if (!is_resident(block)) {
     StagedBlocks::Staged& staged = staged_.at(block);
     staged.state = State::kInUse;
-    swapped_.erase(block);
+    swapped_.erase(position_[block]);
     if (!sets_masters()) {
       ++counters_.update_reads;
       if (staged.prefetched) ++counters_.update_reads_prefetched;
@@ -459,7 +500,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
     FOREBAY_CHECK(current.written_step <= committed_step);
     // One place alone.
     FOREBAY_CHECK(!is_resident(block) || !current.slot);
-    FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step + (running_ ? 1 : 0));
+    FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step);
   }
   FOREBAY_CHECK(!running_ || !placement_.moving());
   FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.slotted_blocks());

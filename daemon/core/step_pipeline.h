@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -46,10 +47,11 @@ struct PipelineCounters {
   uint64_t written_bytes = 0;
 };
 
-// Before the decision, blocks are read ahead in the order of update, into free staging slots only.
-// After it, a worker updates the lowest swapped block that is ready, else the next resident one. A
-// staged block is read, updated and written, then its slot is free again. The job never updates
-// blocks while it reads states (StateAccess) or moves a block (Residency).
+// Blocks are updated in the order in which the step before fetched their partitions, so that the next
+// forward, which may begin before the end, waits least. Before the decision, they are read ahead in that
+// order, into free staging slots only. After it, a worker updates the first swapped block that is ready,
+// else the next resident one. A staged block is read, updated and written, then its slot is free again. The
+// job never updates blocks while it reads states (StateAccess) or moves a block (Residency).
 //
 // One event publishes a step when all its blocks are written (BlockLedger). A write that fails is
 // repeated in another slot; while no slot takes it, the step waits and its blocks keep their staging
@@ -70,6 +72,9 @@ class StepPipeline {
   // Reads ahead while no step is applied.
   void Prefetch();
 
+  // The order of update from now on: by the first of a block's partitions in `trace`; those that are not
+  // in it come last. Not while a step is applied.
+  void FollowTrace(const std::vector<uint32_t>& trace);
   void Begin(StepOrder order);
   // Sets the masters that are a plane of their own from the weights, as step 0; false where there
   // are none.
@@ -108,7 +113,7 @@ class StepPipeline {
   Placement& placement() { return placement_; }
   const Placement& placement() const { return placement_; }
   // The block is on swap now, or is to stay there: it may be read ahead.
-  void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, block); }
+  void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
   // Where every path of the job's slots fails: one slot more, on another path.
   void AddSpareSlot();
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
@@ -159,7 +164,9 @@ class StepPipeline {
   void StartUpdate(uint32_t block);
   void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
   void FinishPartitionsOf(uint32_t block);
+  void Sort();
   void StartReads();
+  std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
   bool UpdatesHaveOtherWork() const;
   // The update of the block waits for a lease, and no lease is given on its weights before the update.
   bool IsLeased(uint32_t block) const;
@@ -181,10 +188,13 @@ class StepPipeline {
   // Of the node: where a write goes while every path of the job's own slots fails.
   nvme::SlotMap& swap_;
   std::vector<std::vector<uint32_t>> block_partitions_;  // by block
+  std::vector<uint32_t> trace_;                          // that the order follows
+  std::vector<uint32_t> in_order_;                       // blocks, as they are updated
+  std::vector<uint32_t> position_;                       // in that order, by block
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
-  uint32_t prefetch_next_;  // swapped blocks below are staged, or have failed
+  uint32_t prefetch_next_;  // a position: swapped blocks before it are staged, or have failed
   // Not tried again before the decision.
   std::set<uint32_t> prefetch_failed_;
   absl::Status prefetch_error_;
@@ -201,7 +211,7 @@ class StepPipeline {
   std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
   std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
   std::deque<uint32_t> resident_;                        // whose update has not begun, in order
-  std::set<uint32_t> swapped_;                           // the same; some are staged
+  std::set<uint32_t> swapped_;                           // the same, positions; some are staged
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                     // not updated and written yet
   std::vector<uint32_t> partition_blocks_left_;  // not updated yet

@@ -14,10 +14,10 @@ class Trace {
     next_ = current_;
   }
 
-  // The first fetch of a partition counts. `applying`: the running step is decided, so that the fetch
+  // The first fetch of a partition counts. `deciding`: all ranks have called the step, so that the fetch
   // belongs to the next one.
-  void Record(uint32_t partition, bool applying) {
-    Order& order = applying ? next_ : current_;
+  void Record(uint32_t partition, bool deciding) {
+    Order& order = deciding ? next_ : current_;
     if (order.seen[partition]) return;
     order.seen[partition] = true;
     order.partitions.push_back(partition);

@@ -212,6 +212,7 @@ void WeightsCache::Prefetch() {
     for (size_t next = order.now.size(); next < order.before.size(); ++next) {
       const uint32_t partition = order.before[next];
       if (copies_.contains(partition)) continue;
+      if (!pipeline_.IsPartitionDone(partition)) break;
       // Only what is needed later makes room.
       if (!Make(partition, next - order.now.size() + 1)) break;
     }

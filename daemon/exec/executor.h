@@ -166,6 +166,7 @@ class Executor {
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
   void Run(StepCommitted& action);
+  void Run(StepPublished& action);
 
   // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it
   // too.

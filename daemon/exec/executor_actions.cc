@@ -502,7 +502,11 @@ void Executor::Run(StartLeaseTimer& action) {
 void Executor::Run(StepCalled& action) { jobs_.at(action.job).timeline.StepCalled(MonotonicNs()); }
 
 void Executor::Run(StepCommitted& action) {
-  jobs_.at(action.job).timeline.Committed(action.step, MonotonicNs());
+  jobs_.at(action.job).timeline.StepCommitted(MonotonicNs());
+}
+
+void Executor::Run(StepPublished& action) {
+  jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
   (void)registry_.Totals();  // the peak
 }
 

@@ -35,6 +35,7 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
     JobSnapshot& job = snapshot.jobs.emplace_back(JobSnapshot{.view = std::move(view)});
     if (memory == nullptr) continue;
     job.last_step_seconds = memory->timeline.newest_seconds();
+    job.last_decision_seconds = memory->timeline.newest_decision_seconds();
     const auto zeroing = from.swap == nullptr ? std::nullopt : from.swap->Zeroing(job.view.id);
     if (!memory->is_making && !zeroing) continue;
     const ZeroingProgress swap = zeroing.value_or(ZeroingProgress{});

@@ -26,16 +26,22 @@ void Timeline::Add(TimedEvent event) {
   if (current_.size() < kEventsMax) current_.push_back(std::move(event));
 }
 
-void Timeline::Committed(uint64_t step, uint64_t now_ns) {
-  const uint64_t start_ns = step_called_ns_ == 0 ? now_ns : step_called_ns_;
+void Timeline::StepCommitted(uint64_t now_ns) {
+  committed_step_called_ns_ = std::exchange(step_called_ns_, 0);
+  decision_seconds_ = static_cast<double>(now_ns - committed_step_called_ns_) * 1e-9;
+}
+
+void Timeline::StepPublished(uint64_t step, uint64_t now_ns) {
+  const uint64_t called_ns = std::exchange(committed_step_called_ns_, 0);
+  const uint64_t start_ns = called_ns == 0 ? now_ns : called_ns;  // masters that are set
   newest_seconds_ = static_cast<double>(now_ns - start_ns) * 1e-9;
+  newest_decision_seconds_ = std::exchange(decision_seconds_, 0);
   current_.push_back({.lane = Lane::kStep,
                       .name = absl::StrCat("step ", step),
                       .start_ns = start_ns,
                       .end_ns = now_ns});
   newest_ = std::exchange(current_, {});
   newest_step_ = step;
-  step_called_ns_ = 0;
 }
 
 }  // namespace forebay::daemon

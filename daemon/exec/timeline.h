@@ -1,4 +1,4 @@
-// What happened when in the newest completed step of a job.
+// What happened when in the newest published step of a job.
 #pragma once
 
 #include <cstddef>
@@ -38,22 +38,28 @@ class Timeline {
 
   void Add(TimedEvent event);
 
-  // A rank has called step: the newest such call before a commit is the last rank's.
+  // All ranks have called step: the newest such call before a commit is that of the committed one.
   void StepCalled(uint64_t now_ns) { step_called_ns_ = now_ns; }
-
-  // What was added since the last commit becomes newest().
-  void Committed(uint64_t step, uint64_t now_ns);
+  // The next step may be called before this one is published.
+  void StepCommitted(uint64_t now_ns);
+  // What was added since the last publication becomes newest().
+  void StepPublished(uint64_t step, uint64_t now_ns);
 
   const std::vector<TimedEvent>& newest() const { return newest_; }
-  uint64_t newest_step() const { return newest_step_; }      // 0: none
-  double newest_seconds() const { return newest_seconds_; }  // last rank's call to commit
+  uint64_t newest_step() const { return newest_step_; }  // 0: none
+  // From the last rank's call on: to its publication, and to the decision.
+  double newest_seconds() const { return newest_seconds_; }
+  double newest_decision_seconds() const { return newest_decision_seconds_; }
 
  private:
   std::vector<TimedEvent> current_;
   std::vector<TimedEvent> newest_;
   uint64_t step_called_ns_ = 0;
+  uint64_t committed_step_called_ns_ = 0;  // 0: none is committed and not published
+  double decision_seconds_ = 0;            // of that one
   uint64_t newest_step_ = 0;
   double newest_seconds_ = 0;
+  double newest_decision_seconds_ = 0;
 };
 
 }  // namespace forebay::daemon

@@ -89,6 +89,7 @@ TEST_F(NodeStateStep, IsABarrierThatIsAppliedOnce) {
     EXPECT_EQ(node_.answer(tag)->completion.committed_step, 1U);
   }
   EXPECT_EQ(node_.Logged<StepCommitted>().size(), 1U);
+  EXPECT_EQ(node_.Logged<StepPublished>().size(), 1U);
   EXPECT_EQ(node_.Logged<UpdateBlock>().size(), node_.FindJob("job")->blocks) << "once";
   EXPECT_EQ(node_.model().WrittenSteps(1).size(), node_.FindJob("job")->blocks);
 }

@@ -237,7 +237,7 @@ TEST_F(NodeStateSwap, AnErrorAfterTheDecisionFailsTheJobByName) {
                                  HasSubstr("parameter p")));
     node.RunTasks();
     EXPECT_EQ(node.state().Node().staging_slots_used, 0U) << "the slots came back";
-    EXPECT_EQ(node.FindJob("job")->committed_step, 0U);
+    EXPECT_EQ(node.FindJob("job")->published_step, 0U);
     node.End(session, EndCause::kDetached);
     const uint64_t again = node.RequestAttach(layout_, {});
     EXPECT_THAT(node.attached(again)->status, HasError(ErrorId::kJobFailed));

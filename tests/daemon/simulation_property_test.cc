@@ -103,6 +103,7 @@ struct Words {
   void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
+  void operator()(const StepPublished& a) const { Put({a.job, a.step}); }
 
   static uint64_t Id(const absl::Status& status) {
     return static_cast<uint64_t>(protocol::IdOf(status));
@@ -374,12 +375,14 @@ class Simulation {
       } else if (const auto* copy = std::get_if<CopyStepRequest>(&action)) {
         if (trainer.OwnsSession(copy->session)) copied.push_back(trainer.StepRequestOf(*copy));
       } else if (const auto* committed = std::get_if<StepCommitted>(&action)) {
-        if (NameOf(committed->job) == trainer.job()) CheckCommit(trainer, *committed);
+        if (NameOf(committed->job) == trainer.job()) trainer.OnCommitted();
+      } else if (const auto* published = std::get_if<StepPublished>(&action)) {
+        if (NameOf(published->job) == trainer.job()) CheckPublished(trainer, *published);
       }
     }
-    if (const auto* committed = std::get_if<StepCommitted>(&action)) {
+    if (const auto* published = std::get_if<StepPublished>(&action)) {
       ++commits_;
-      held_up_.erase(committed->job);
+      held_up_.erase(published->job);
       if (!held_up_.empty()) ++commits_beside_leases_;
     }
     if (const auto* freed = std::get_if<FreeJob>(&action)) {
@@ -390,26 +393,27 @@ class Simulation {
     }
   }
 
-  void CheckCommit(const SimulatedTrainer& trainer, const StepCommitted& committed) {
-    const NodeModel::Gradients& used = model_.committed_gradients(committed.job);
-    const std::string wrong = trainer.CheckCommit(committed.step, used);
+  void CheckPublished(const SimulatedTrainer& trainer, const StepPublished& published) {
+    if (published.step == 0) return;
+    const NodeModel::Gradients& used = model_.committed_gradients(published.job);
+    const std::string wrong = trainer.CheckPublished(published.step, used);
     if (fault_.empty()) fault_ = wrong;
     CheckPresence(trainer.job(), used);
     if (used.size() != layouts_.at(trainer.job())->params().size()) return;
     // Every parameter had a gradient: all blocks are of this step.
-    for (const auto& [block, step] : model_.WrittenSteps(committed.job)) {
-      if (step != committed.step && fault_.empty()) fault_ = "a block was left behind";
+    for (const auto& [block, step] : model_.WrittenSteps(published.job)) {
+      if (step != published.step && fault_.empty()) fault_ = "a block was left behind";
     }
   }
 
-  // Where every rank still waits for its answer: what was updated is what any of them had.
+  // Where every rank still waited when it was decided: what was updated is what any of them had.
   void CheckPresence(const std::string& job, const NodeModel::Gradients& used) {
     std::set<uint32_t> present;
     for (const SimulatedTrainer& trainer : trainers_) {
       if (trainer.job() != job) continue;
-      if (!trainer.is_stepping()) return;
+      if (!trainer.has_committed()) return;
       for (uint32_t i = 0; i < layouts_.at(job)->params().size(); ++i) {
-        if (trainer.has_gradient(i)) present.insert(i);
+        if (trainer.had_gradient(i)) present.insert(i);
       }
     }
     std::set<uint32_t> updated;

@@ -380,6 +380,7 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
   step_requests_[last_tag_ + 1] = {.session = session, .copied = copied};
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kStep);
+  command.kind = static_cast<uint16_t>(answered_when_);
   command.step = step;
   const AnswerAttach* attach = attached(session);
   command.arena_offset_bytes = attach != nullptr ? attach->step_region_offset : 0;

@@ -150,6 +150,7 @@ class NodeHarness {
   uint64_t GradNorm(uint64_t session, uint32_t param);
   // Of step calls from now on.
   void set_grad_scale(double scale) { grad_scale_ = scale; }
+  void set_answered_when(protocol::StepAnswer when) { answered_when_ = when; }
   // What the rank's next step calls say.
   void SetPresent(uint64_t session, uint32_t param, bool present);
   // The attempt of the rank's commands from now on; nothing that it had delivered is present.
@@ -208,6 +209,7 @@ class NodeHarness {
   std::optional<daemon::StepRequestCopied> override_;
   bool weights_in_use_ = false;
   double grad_scale_ = 1;
+  protocol::StepAnswer answered_when_ = protocol::StepAnswer::kPublished;
   uint64_t last_session_ = 0;
   uint64_t last_tag_ = 0;
 };

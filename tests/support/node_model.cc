@@ -307,8 +307,8 @@ void NodeModel::Execute(const Action& action) {
     jobs_.erase(free_job->job);
     return;
   }
-  if (const auto* committed = std::get_if<StepCommitted>(&action)) {
-    Committed(*committed);
+  if (const auto* published = std::get_if<StepPublished>(&action)) {
+    Published(*published);
     return;
   }
   const TaskId task = std::visit(
@@ -667,10 +667,10 @@ void NodeModel::Apply(const DecodeState& a, TaskDone&) {
   }
 }
 
-void NodeModel::Committed(const StepCommitted& a) {
+void NodeModel::Published(const StepPublished& a) {
   JobMemory& job = jobs_[a.job];
   const bool masters = a.step == 0 && job.committed_step == 0 && job.published.empty();
-  if (!masters && a.step != job.committed_step + 1) Fault("a step was committed twice or left out");
+  if (!masters && a.step != job.committed_step + 1) Fault("a step was published twice or left out");
   job.committed_step = a.step;
   for (const auto& [block, slot] : job.written) {
     if (disk_[slot].written_step != a.step) Fault("a block was published that is not written");

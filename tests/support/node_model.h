@@ -198,7 +198,7 @@ class NodeModel {
   void Apply(const Other&, daemon::TaskDone&) {
     Fault("an action without a task was finished");
   }
-  void Committed(const daemon::StepCommitted& a);
+  void Published(const daemon::StepPublished& a);
 
   TaskMap running_;
   std::map<daemon::TaskId, std::vector<Use>> uses_;

@@ -334,6 +334,9 @@ void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
   request_garbage_ = chaos && random.OneIn(40);
   protocol::Command command{};
   command.op = static_cast<uint16_t>(Op::kStep);
+  const protocol::StepAnswer answered_when =
+      random.OneIn(2) ? protocol::StepAnswer::kCommitted : protocol::StepAnswer::kPublished;
+  command.kind = static_cast<uint16_t>(answered_when);
   command.step = committed_ + 1;
   command.attempt = attempt_;
   command.arena_offset_bytes = attached_.step_region_offset;
@@ -374,7 +377,7 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
   if (answer.session != session_) return;  // of a session that was given up
   // A fetch among the garbage is answered with a lease too, and a step with leases is refused.
   const bool fetched = answer.completion.op == static_cast<uint16_t>(Op::kFetch) && error == 0;
-  if (fetched) leases_.push_back(answer.completion.lease_id);
+  if (fetched && answer.completion.lease_id != 0) leases_.push_back(answer.completion.lease_id);
   switch (sent.kind) {
     case Kind::kGradient:
       OnGradientAnswer(sent, error);
@@ -433,18 +436,26 @@ void SimulatedTrainer::OnStepAnswer(const AnswerCommand& answer) {
   }
 }
 
-std::string SimulatedTrainer::CheckCommit(uint64_t step, const NodeModel::Gradients& used) const {
-  if (!is_stepping()) return {};  // died, or was replaced, after its last call
+void SimulatedTrainer::OnCommitted() {
+  committed_call_.reset();
+  if (!is_stepping()) return;  // died, or was replaced, after its last call
+  committed_call_ = {.session = session_, .attempt = attempt_, .present = present_};
+}
+
+std::string SimulatedTrainer::CheckPublished(uint64_t step,
+                                             const NodeModel::Gradients& used) const {
+  if (!committed_call_) return {};
   for (const auto& [param, tokens] : used) {
     for (const GradientToken& token : tokens) {
-      const bool own = token.session == session_ && token.attempt == attempt_;
+      const bool own =
+          token.session == committed_call_->session && token.attempt == committed_call_->attempt;
       if (token.rank == rank_ && !own) {
         return absl::StrCat("step ", step, " used a gradient of rank ", rank_,
                             " from another session or attempt");
       }
     }
   }
-  for (const uint32_t param : present_) {
+  for (const uint32_t param : committed_call_->present) {
     const auto tokens = used.find(param);
     const bool found = tokens != used.end() &&
                        std::any_of(tokens->second.begin(), tokens->second.end(),

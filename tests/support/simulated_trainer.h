@@ -57,14 +57,17 @@ class SimulatedTrainer {
   void OnClosed(uint64_t session);
   daemon::StepRequestCopied StepRequestOf(const daemon::CopyStepRequest& copy);
 
-  // Compares what a commit has used with what this rank had delivered when it called step; empty
-  // where they agree.
-  std::string CheckCommit(uint64_t step, const NodeModel::Gradients& used) const;
+  // The step that it waits in is committed.
+  void OnCommitted();
+  // Compares what a step has used with what this rank had delivered when it called it; empty where they
+  // agree.
+  std::string CheckPublished(uint64_t step, const NodeModel::Gradients& used) const;
 
   const std::string& job() const { return job_; }
-  // It waits in step, and these parameters it has a gradient of.
   bool is_stepping() const { return session_ != 0 && stepping_; }
-  bool has_gradient(uint32_t param) const { return present_.contains(param); }
+  // It waited in the step that was committed last, and had gradients of these parameters.
+  bool has_committed() const { return committed_call_.has_value(); }
+  bool had_gradient(uint32_t param) const { return committed_call_->present.contains(param); }
   bool is_out() const { return phase_ == Phase::kOut; }
   uint64_t commits_seen() const { return commits_seen_; }
   const std::string& fault() const { return fault_; }
@@ -93,6 +96,12 @@ class SimulatedTrainer {
     uint32_t group = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
+  };
+
+  struct Call {
+    uint64_t session = 0;
+    uint64_t attempt = 0;
+    std::set<uint32_t> present;
   };
 
   void Attach();
@@ -134,6 +143,7 @@ class SimulatedTrainer {
   std::map<uint64_t, uint64_t> in_arena_;  // offset to end, unanswered gradients
   bool asked_ = false;                     // for a norm, in this attempt
   bool stepping_ = false;
+  std::optional<Call> committed_call_;  // nothing where it was lost before the decision
   uint32_t initial_next_ = 0;
   std::vector<uint64_t> leases_;
   bool scalars_wrong_ = false;
