@@ -134,6 +134,9 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   ASSIGN_OR_RETURN(const internal::AttachReply reply, control->Attach(call, limits));
   parts.writes_initial = reply->getWritesInitial();
   parts.weights_on_swap = reply->getWeightsOnSwap();
+  if (options.drain.value_or(!parts.layout->is_shared())) {
+    parts.step_answered_when = protocol::StepAnswer::kCommitted;
+  }
   for (const uint32_t partition : reply->getTrace()) parts.trace.push_back(partition);
   parts.attempt = reply->getAttempt();
   parts.gauge->committed_step = reply->getCommittedStep();

@@ -114,11 +114,13 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
 
 absl::Status Attachment::State::BeginStep(uint64_t t, std::pmr::vector<std::byte> request,
                                           const WaitLimits& limits) {
+  ForgetLocatedAhead();  // of the committed step
   // A step with leases is refused.
   RETURN_IF_ERROR(EndWeightCopies(limits));
   RETURN_IF_ERROR(ReleaseOrphans(limits));
   CopyToArena(parts.step_region_offset, request);
   Command command = MakeCommand(Op::kStep);
+  command.kind = static_cast<uint16_t>(parts.step_answered_when);
   command.step = t;
   command.attempt = attempt;
   command.arena_offset_bytes = parts.step_region_offset;

@@ -1,6 +1,8 @@
 // Copies of weights to the device: lease, copy, give back when the copy has ended.
 
 #include <algorithm>
+#include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -152,30 +154,66 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
-    std::span<const uint32_t> partitions, Timeout timeout) {
-  State& s = *state_;
-  const CallLock lock(s);
-  RETURN_IF_ERROR(lock.status());
-  const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
-  RETURN_IF_ERROR(s.CheckHasRank());
-  if (s.parts.weights_on_swap) {
+absl::Status Attachment::State::CheckReadsInPlace(std::span<const uint32_t> partitions) const {
+  RETURN_IF_ERROR(CheckHasRank());
+  if (parts.weights_on_swap) {
     return MakeError(ErrorId::kUnsupported,
                      "weights of this job are on swap: in DRAM they have no place that lasts",
                      "copy them with CopyWeights, or lease them with Fetch");
   }
-  for (const uint32_t partition : partitions) RETURN_IF_ERROR(s.CheckPartition(partition));
+  for (const uint32_t partition : partitions) RETURN_IF_ERROR(CheckPartition(partition));
+  return absl::OkStatus();
+}
+
+void Attachment::State::ForgetLocatedAhead() {
+  for (const auto& [partition, answer] : located_ahead) Abandon(*answer);
+  located_ahead.clear();
+}
+
+absl::Status Attachment::LocateAhead(std::span<const uint32_t> partitions, Timeout timeout) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
+  RETURN_IF_ERROR(s.CheckReadsInPlace(partitions));
   RETURN_IF_ERROR(s.port.Poll());
   RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
-  ASSIGN_OR_RETURN(const State::Leases leases,
-                   s.LeaseAll({partitions.begin(), partitions.end(), &s.memory}, limits));
-  for (const Lease& lease : leases) s.orphan_leases.push_back(lease.id);
-  RETURN_IF_ERROR(s.ReleaseOrphans(limits));
+  for (const uint32_t partition : partitions) {
+    if (s.located_ahead.contains(partition)) continue;
+    protocol::Command command = MakeCommand(Op::kFetch, partition);
+    command.kind = static_cast<uint16_t>(protocol::FetchKind::kPlace);
+    ASSIGN_OR_RETURN(std::shared_ptr<State::Answer> answer, s.Start(command, limits));
+    s.located_ahead.emplace(partition, std::move(answer));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::span<const std::byte>>> Attachment::Locate(
+    std::span<const uint32_t> partitions, Timeout timeout) {
+  RETURN_IF_ERROR(LocateAhead(partitions, timeout));
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
+  const WaitLimits limits = s.Limits(timeout);
+  std::map<uint32_t, std::span<const std::byte>> found;  // a partition may be asked for twice
+  for (const uint32_t partition : partitions) {
+    const auto asked = s.located_ahead.extract(partition);
+    if (asked.empty()) continue;
+    State::Answer& answer = *asked.mapped();
+    const absl::Status waited = s.WaitFor(answer, limits);
+    if (!waited.ok()) {
+      s.Abandon(answer);
+      return waited;
+    }
+    RETURN_IF_ERROR(answer.status);
+    ASSIGN_OR_RETURN(const Lease lease, s.LeaseOf(partition, answer.completion));
+    found.emplace(partition, lease.bytes);
+  }
   std::vector<std::span<const std::byte>> places;
   places.reserve(partitions.size());
-  for (const uint32_t partition : partitions)
-    places.push_back(State::LeaseIn(leases, partition).bytes);
+  for (const uint32_t partition : partitions) places.push_back(found.at(partition));
   return places;
 }
 
@@ -207,6 +245,7 @@ absl::Status Attachment::WriteMasters(uint32_t partition, uint64_t first_elem,
         "check the values that are written");
   }
   const WaitLimits limits = s.Limits(timeout);
+  s.ForgetLocatedAhead();
   RETURN_IF_ERROR(s.EndWeightCopies(limits));
   RETURN_IF_ERROR(s.ReleaseOrphans(limits));
   return s.SendElements(Op::kWriteMasters, partition, first_elem, std::as_bytes(masters),

@@ -54,6 +54,10 @@ struct AttachOptions {
   // take 4 bytes a parameter from attach on, also where gradients have 2. Else they are taken with the
   // first further pass, beside those 2.
   bool accumulate = false;
+  // Step returns at its decision, and the daemon updates under the next forward; else Step waits until all
+  // blocks are updated and written. Not set: with sharded attachment. Who reads weights without a lease
+  // wants false.
+  std::optional<bool> drain = {};
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
@@ -255,6 +259,8 @@ class Attachment {
   // Errors  E_UNSUPPORTED  weights_on_swap().
   absl::StatusOr<std::vector<std::span<const std::byte>>> Locate(
       std::span<const uint32_t> partitions, Timeout timeout);
+  // Asks for all of them at once, so that each Locate that follows waits for its own partitions alone.
+  absl::Status LocateAhead(std::span<const uint32_t> partitions, Timeout timeout);
 
   // How many leases still wait for their copies.
   absl::StatusOr<size_t> GiveBackCopied();

@@ -140,7 +140,7 @@ void Attachment::State::Abandon(Answer& answer) {
   answer.abandoned = true;
   if (!answer.arrived) return;
   if (answer.range.has_value()) slots.Free(*std::exchange(answer.range, std::nullopt));
-  if (answer.status.ok() && static_cast<Op>(answer.completion.op) == Op::kFetch) {
+  if (answer.status.ok() && answer.completion.lease_id != 0) {
     orphan_leases.push_back(answer.completion.lease_id);
   }
 }

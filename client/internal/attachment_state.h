@@ -85,6 +85,7 @@ struct SessionParts {
   std::shared_ptr<Mapping> weights = {};
   // Of some partitions: then the arena is a cache.
   bool weights_on_swap = false;
+  protocol::StepAnswer step_answered_when = protocol::StepAnswer::kPublished;
   // Writable until the device knows them.
   MapAccess weights_access = MapAccess::kRead;
   // Gradients, the step region, activations, the trace.
@@ -242,6 +243,8 @@ struct Attachment::State {
   // Looks until `ended()`. E_TIMEOUT, E_INTERRUPTED.
   absl::Status WaitForCopies(absl::FunctionRef<bool()> ended, const internal::WaitLimits& limits);
   absl::Status EndWeightCopies(const internal::WaitLimits& limits);
+  absl::Status CheckReadsInPlace(std::span<const uint32_t> partitions) const;
+  void ForgetLocatedAhead();
   // While a call waits for no answer of the daemon's: asks every second whether the session goes on.
   void AskWhetherItGoesOn();
   absl::StatusOr<OpenSlot> MakeSlot(uint64_t size_bytes, const internal::WaitLimits& limits);
@@ -332,7 +335,9 @@ struct Attachment::State {
   uint64_t exchanges = 0;                                             // that have ended well
   std::pmr::map<uint64_t, std::shared_ptr<Answer>> fetches{&memory};  // by FetchTicket::id
   uint64_t last_ticket = 0;
-  std::vector<uint64_t> orphan_leases;                    // of fetches whose callers gave up
+  std::vector<uint64_t> orphan_leases;  // of fetches whose callers gave up
+  std::pmr::map<uint32_t, std::shared_ptr<Answer>> located_ahead{
+      &memory};                                           // by partition: no leases
   std::pmr::list<CopiesInFlight> copies{&memory};         // of weights
   std::pmr::list<GradientCopy> gradient_copies{&memory};  // on `stream`
   std::pmr::list<UnsentGradient> unsent{&memory};

@@ -155,6 +155,7 @@ def attach_sharded(
     accumulate: bool,
     prefetch_bytes: int,
     activation_bytes: int,
+    drain: bool,
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
@@ -193,6 +194,7 @@ def attach_sharded(
                 accumulate=accumulate,
                 partitions=plan.layout.partitions,
                 activation_bytes=activation_bytes,
+                drain=drain,
                 **plan.device.options(),
             )
             return undo.attachment

@@ -183,7 +183,9 @@ class ForebayOptimizer(torch.optim.Optimizer):
         return self._engine.delivered_groups()
 
     def step(self, closure: None = None, extra_state: bytes | None = None) -> None:  # type: ignore[override]
-        """Applies one step over all ranks, exactly once; returns when it is committed.
+        """Applies one step over all ranks, exactly once; returns when it is committed: mode "sharded" at
+        its decision, while the daemon updates under the next forward (see drain of attach), mode
+        "shared" when everything is updated.
 
         A call that ended without an answer (E_TIMEOUT, Ctrl-C) is repeated by the next one: it asks
         for the same step again, never for the next, and commits extra_state and buffers of the
@@ -200,7 +202,8 @@ class ForebayOptimizer(torch.optim.Optimizer):
                 E_GRAD_DROPPED another rank has begun the step anew: run forward and backward of the
                                step again, then call it again.
                 E_NONFINITE    a gradient is NaN or infinite: nothing was applied on any rank.
-                E_OVERFLOW     the step is committed, and a master is infinite now.
+                E_OVERFLOW     the step is committed, and a master is infinite now: in this step or, where
+                               step() returns before the update, in the one before.
                 E_RANK_LOST    another rank ended: attach again; where it had only detached, attach
                                that rank again and call step again.
                 E_STEP         the step under way has other scalars (lr, ...) or extra_state.

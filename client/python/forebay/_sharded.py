@@ -56,6 +56,9 @@ class ShardGroup(Group):
         self.paddings: list[slice] = []
         self.buffer: torch.Tensor | None = None  # of a gather that has begun
         self.taken: set[int] = set()  # of the members, by index
+        self.partitions: list[int] = []  # of the members that are read in place
+        self.places: list[int] = []  # theirs, in bytes within the window
+        self.located = -1  # the version of the weights that they were found for
 
     def forget_copy(self) -> None:
         """It is of an older step."""
@@ -180,10 +183,12 @@ class ShardedEngine(Engine):
             self.shard_groups.append(group)
         super().__init__(attachment, list(self.shard_groups), timeout)
         self._window = torch.from_dlpack(attachment.window())  # type: ignore[attr-defined]
-        sources = (one.source for one in self.shards())
-        self._partitions = sorted({one.partition for one in sources if one is not None})
-        self._places: list[int] = []  # of the partitions, in bytes within the window
-        self._is_located = False  # since the last step or write
+        for group in self.shard_groups:
+            sources = (one.source for one in group.shard_members)
+            group.partitions = sorted({one.partition for one in sources if one is not None})
+        self._partitions = sorted({one for group in self.shard_groups for one in group.partitions})
+        self._version = 0  # of the weights that are read in place: a step or write makes another
+        self._asked = -1  # the version whose places the daemon was asked for
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
@@ -256,8 +261,8 @@ class ShardedEngine(Engine):
         if self._prefetch_bytes and torch._C._current_graph_task_id() == -1:
             self._order.setdefault(group.number, group.unit)
         if member.source is not None:
-            if not self._is_located:
-                self._locate()
+            if group.located != self._version:
+                self._locate(group)
             assert member.in_place is not None
             return member.in_place
         if group.buffer is None or member.index in group.taken:
@@ -277,23 +282,26 @@ class ShardedEngine(Engine):
             group.forget_copy()
         return part
 
-    def _locate(self) -> None:
-        """Finds the weights of the committed step. They stay as they are until this rank calls step or
-        writes: no gather in between asks the daemon again."""
+    def _locate(self, group: ShardGroup) -> None:
+        """Finds the weights of the committed step; waits while the daemon updates this group. They stay as
+        they are until this rank calls step or writes: no gather in between asks the daemon again."""
         assert self.attachment is not None
         began = time.monotonic_ns()
-        with profiled("forebay.fetch", ""):
-            places = self.attachment.locate(self._partitions, self.timeout)
-        if places != self._places:
-            of_partition = dict(zip(self._partitions, places))
-            for member in self.shards():
+        with profiled("forebay.fetch", group.name):
+            if self._asked != self._version:
+                self.attachment.locate_ahead(self._partitions, self.timeout)
+                self._asked = self._version
+            places = self.attachment.locate(group.partitions, self.timeout)
+        if places != group.places:
+            of_partition = dict(zip(group.partitions, places))
+            for member in group.shard_members:
                 if member.source is not None:
                     begin = of_partition[member.source.partition] + member.source.first * self._width
                     part = self._window[begin : begin + member.elems * self._width]
                     member.in_place = part.view(self.plan.dtype).view(member.padded_shape)
-            self._places = places
-        self._is_located = True
-        self.clock.add("fetch", "", began)
+            group.places = places
+        group.located = self._version
+        self.clock.add("fetch", group.name, began)
 
     def read(self, member: ShardMember) -> torch.Tensor:
         """This rank's part of a parameter, in the parameter's type: its masters, where these have more
@@ -343,7 +351,7 @@ class ShardedEngine(Engine):
 
     def forget_weights(self, group: ShardGroup) -> None:
         """What is gathered or on its way is of before."""
-        self._is_located = False
+        self._version += 1
         group.forget_copy()
         group.unit.reshard()
 
@@ -370,7 +378,7 @@ class ShardedEngine(Engine):
 
     def release_all(self) -> None:
         super().release_all()
-        self._is_located = False  # step is called
+        self._version += 1  # step is called
         if self._prefetch_bytes and self._order:
             prefetch_along(list(self._order.values()), self._prefetch_bytes)
             self._prefetch_bytes = 0

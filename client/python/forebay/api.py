@@ -44,6 +44,7 @@ def attach(
     accumulate: int = 1,
     prefetch_bytes: int = 0,
     activation_bytes: int = 0,
+    drain: bool = True,
     initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
@@ -88,6 +89,10 @@ def attach(
                        memory and gains nothing there.
     activation_bytes   Of mode="sharded": room in the daemon's memory for what each rank's forwards keep for
                        their backwards; see opt.offload_activations().
+    drain              Of mode="sharded": step() returns when the step is decided; the daemon updates the
+                       blocks while the next forward goes on, in the order in which it needs them. False:
+                       step() returns when all of them are updated and, those on swap, written. Mode
+                       "shared" always waits, because its parameters can be read at any time.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
@@ -172,6 +177,7 @@ def attach(
         accumulate=passes > 1,
         prefetch_bytes=prefetch_bytes,
         activation_bytes=activation_bytes,
+        drain=bool(drain),
         initial=initial,
     )
 

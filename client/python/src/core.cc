@@ -201,7 +201,8 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     uint64_t extra_state_bytes, double timeout, const std::string& run, bool resume,
                     bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
-                    const std::string& cuda_driver, uint64_t activation_bytes) {
+                    const std::string& cuda_driver, uint64_t activation_bytes,
+                    std::optional<bool> drain) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -211,6 +212,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .run = run,
       .resume = resume,
       .accumulate = accumulate,
+      .drain = drain,
       .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
@@ -309,6 +311,10 @@ std::vector<uint64_t> Locate(PyAttachment& self, const std::vector<uint32_t>& pa
     offsets.push_back(static_cast<uint64_t>(bytes.data() - begin));
   }
   return offsets;
+}
+
+void LocateAhead(PyAttachment& self, const std::vector<uint32_t>& partitions, double timeout) {
+  Check(WithoutGil([&] { return self->LocateAhead(partitions, TimeoutOf(timeout)); }));
 }
 
 View GradSlot(PyAttachment& self, uint32_t group, double timeout, bool zero) {
@@ -506,6 +512,7 @@ void BindAttachment(nb::module_& module) {
       .def("weights", &Weights, nb::arg("group"))
       .def("window", &Window)
       .def("locate", &Locate, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
+      .def("locate_ahead", &LocateAhead, nb::arg("partitions"), nb::arg("timeout") = kTimeout)
       .def("write_initial", &WriteInitial, nb::arg("group"), nb::arg("buffer"),
            nb::arg("timeout") = kTimeout)
       .def("write_masters", &WriteMasters, nb::arg("partition"), nb::arg("first_elem"),
@@ -616,14 +623,15 @@ NB_MODULE(_core, module) {
   module.attr("OPTIMIZERS") = Optimizers();
   module.def("check_hyper_parameters", &CheckHyper, nb::arg("optimizer"), nb::arg("group"),
              nb::arg("values"));
-  module.def(
-      "attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"), nb::arg("world_size"),
-      nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"), nb::arg("params"),
-      nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
-      nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-      nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
-      nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
-      nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0);
+  module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
+             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
+             nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
+             nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
+             nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
+             nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
+             nb::arg("partitions") = std::vector<PartitionTuple>(),
+             nb::arg("cuda_device") = nb::none(), nb::arg("cuda_driver") = "libcuda.so.1",
+             nb::arg("activation_bytes") = 0, nb::arg("drain") = nb::none());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }
