@@ -547,6 +547,23 @@ def test_each_bench_prints_one_line_a_case(folders, flags, cases):
         assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
 
 
+def test_bench_step_shows_what_draining_hides(folders):
+    environment, _, swap = folders
+    flags = ["--samples", 1, "--params", 4 << 20, "--compute-ms", 50, "--swap", swap, "--json"]
+    done = forebay("bench", "step", *flags, deadline_s=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == [
+        *("step/place=nvme/drain=yes", "step/place=nvme/drain=no")
+    ]
+    for line in lines:
+        assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
+        assert line["compute_s"] == 0.05 and line["update_s"] > 0
+        assert line["limit"] == max(line["compute_s"], line["update_s"])
+        assert line["value"] > 0.05, "the timers at least"
+    assert forebay("bench", "fetch", "--compute-ms", 50).returncode == 1
+
+
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():
     driver = FOREBAY.parents[1] / "tests" / "libfake_cuda.so"
     done = forebay(
@@ -575,4 +592,4 @@ def test_bench_copies_without_a_driver_says_so():
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, copies, fetch, pipeline, update" in done.stderr
+    assert done.returncode == 1 and "adam, copies, fetch, pipeline, step, update" in done.stderr

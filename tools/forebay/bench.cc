@@ -20,9 +20,9 @@ struct Entry {
   absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"adam", BenchAdam}, Entry{"copies", BenchCopies},
+constexpr std::array kBenches = {Entry{"adam", BenchAdam},   Entry{"copies", BenchCopies},
                                  Entry{"fetch", BenchFetch}, Entry{"pipeline", BenchPipeline},
-                                 Entry{"update", BenchUpdate}};
+                                 Entry{"step", BenchStep},   Entry{"update", BenchUpdate}};
 
 }  // namespace
 
@@ -46,6 +46,11 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
       return protocol::MakeError(protocol::ErrorId::kOption,
                                  absl::StrCat("bench ", options.what, " needs no driver"),
                                  "leave out --driver: it belongs to copies");
+    }
+    if (entry.run != BenchStep && options.compute_ms != 0) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("bench ", options.what, " computes nothing"),
+                                 "leave out --compute-ms: it belongs to step");
     }
     std::vector<BenchResult> results;
     RETURN_IF_ERROR(entry.run(options, [&](const BenchResult& result) {

@@ -16,10 +16,11 @@ struct BenchOptions {
   std::string runtime_folder;     // of the private daemon
   std::string driver;             // copies: as dlopen(3) takes it; empty: NVIDIA's
   std::string only;               // adam: the cases whose name contains this
+  uint32_t compute_ms = 0;  // step: of a forward and a backward; 0: as long as the update takes
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };
 
-std::string BenchNames();  // "adam, copies, fetch, pipeline, update"
+std::string BenchNames();  // "adam, copies, fetch, pipeline, step, update"
 
 // Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
 // JSON as each comes, or a table at the end.

@@ -72,6 +72,7 @@ absl::Status BenchAdam(const BenchOptions& options, const Report& report);
 absl::Status BenchCopies(const BenchOptions& options, const Report& report);
 absl::Status BenchFetch(const BenchOptions& options, const Report& report);
 absl::Status BenchPipeline(const BenchOptions& options, const Report& report);
+absl::Status BenchStep(const BenchOptions& options, const Report& report);
 absl::Status BenchUpdate(const BenchOptions& options, const Report& report);
 
 }  // namespace forebay::tools

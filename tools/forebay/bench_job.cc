@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/flat_shards.h"
+#include "daemon/daemon.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/os/status_macros.h"
@@ -79,6 +80,7 @@ absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions
   attach.job = "bench";
   attach.layout = MakeLayout(options);
   attach.timeout = kLimit;
+  attach.drain = options.drain;
   ASSIGN_OR_RETURN(job->attachment_, Attachment::Attach(std::move(attach)));
   RETURN_IF_ERROR(WriteParameters(*job->attachment_));
   return job;
@@ -88,15 +90,26 @@ uint32_t BenchJob::groups() const {
   return static_cast<uint32_t>(attachment_->layout().groups().size());
 }
 
+absl::Status BenchJob::DeliverGradient(uint32_t group) {
+  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                   attachment_->GradSlot(group, client::GradFill::kNone, kLimit));
+  const protocol::Layout& layout = attachment_->layout();
+  Fill(layout.spec().dtype, kGradient, slot.first(GroupBytes(layout, group)));
+  return attachment_->GradReady(group);
+}
+
 absl::Status BenchJob::DeliverGradients() {
-  for (uint32_t group = 0; group < groups(); ++group) {
-    ASSIGN_OR_RETURN(const std::span<std::byte> slot,
-                     attachment_->GradSlot(group, client::GradFill::kNone, kLimit));
-    const protocol::Layout& layout = attachment_->layout();
-    Fill(layout.spec().dtype, kGradient, slot.first(GroupBytes(layout, group)));
-    RETURN_IF_ERROR(attachment_->GradReady(group));
-  }
+  for (uint32_t group = 0; group < groups(); ++group) RETURN_IF_ERROR(DeliverGradient(group));
   return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> BenchJob::BytesBesideStates() {
+  ASSIGN_OR_RETURN(const client::NodeStatus status, Status());
+  uint64_t bytes = daemon::PrivateBytes(status->getWorkers());
+  for (const auto arena : status->getMemory().getArenas()) {
+    if (arena.getKind() != "state" && arena.getKind() != "staging") bytes += arena.getSizeBytes();
+  }
+  return bytes;
 }
 
 absl::StatusOr<double> BenchJob::TimedStep() {

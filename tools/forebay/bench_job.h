@@ -20,6 +20,7 @@ struct BenchJobOptions {
   uint64_t params = 0;                                // > 0
   uint64_t group_elems = 0;                           // > 0; the last group may be smaller
   bool is_sharded = false;
+  bool drain = false;  // Step returns at its decision
 };
 
 // Ownership  The destructor detaches and stops the daemon.
@@ -34,13 +35,17 @@ class BenchJob {
   client::Attachment& attachment() { return *attachment_; }
   uint32_t groups() const;
 
-  // Delivers a gradient for every group; nothing of it is timed by the benches.
+  absl::Status DeliverGradient(uint32_t group);
+  // Of every group; nothing of it is timed by the benches.
   absl::Status DeliverGradients();
 
-  // The next step: seconds from the call to its commit.
+  // The next step: seconds from the call to its answer.
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
+  // What dram.limit counts beside staging and the job's states: with no more than this, all of them go to
+  // swap.
+  absl::StatusOr<uint64_t> BytesBesideStates();
   // The same job's plan on an empty node with so much DRAM and no swap.
   absl::StatusOr<client::JobPlan> Plan(uint64_t dram_bytes);
 

@@ -57,6 +57,7 @@ class Rank {
     attach.job = "bench";
     attach.layout = client::ShardFlat(spec, 1);
     attach.timeout = kLimit;
+    attach.drain = false;
     attach.device = rank->device_;
     ASSIGN_OR_RETURN(rank->attachment_, client::Attachment::Attach(std::move(attach)));
     ASSIGN_OR_RETURN(rank->communicator_,

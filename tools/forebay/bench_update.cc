@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "cpu_adam/worker_pool.h"
-#include "daemon/daemon.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -99,16 +98,6 @@ absl::StatusOr<Sample> TimeStep(BenchJob& job, uint64_t pass_bytes, Traffic& las
   return sample;
 }
 
-// What dram.limit counts beside staging and the job's states: with no more than this, all of them go
-// to swap.
-uint64_t BytesBesideStates(const client::NodeStatus& status) {
-  uint64_t bytes = daemon::PrivateBytes(status->getWorkers());
-  for (const auto arena : status->getMemory().getArenas()) {
-    if (arena.getKind() != "state" && arena.getKind() != "staging") bytes += arena.getSizeBytes();
-  }
-  return bytes;
-}
-
 struct CaseOptions {
   const BenchOptions& bench;
   uint64_t params;
@@ -132,7 +121,7 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job,
                    BenchJob::Create(JobOptions(options, format, room)));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
-  beside_states = BytesBesideStates(status);
+  ASSIGN_OR_RETURN(beside_states, job->BytesBesideStates());
   ASSIGN_OR_RETURN(const MemoryLimit limit,
                    MemoryLimit::Create(format, options.params, status->getWorkers()));
   Traffic last;

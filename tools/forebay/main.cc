@@ -259,6 +259,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
                        "copies: a GPU's, from and to the daemon's memory; "
                        "fetch: from the request to the lease of a group, in DRAM and on swap; "
                        "pipeline: a group's cost in a loop in C++, each way; "
+                       "step: forward, backward and update on swap, beside the longer of both; "
                        "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
@@ -268,6 +269,10 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   bench->add_option("--driver", arguments.bench.driver,
                     "copies: a driver in the place of libcuda.so.1");
   bench->add_option("--case", arguments.bench.only, "adam: only cases whose name contains this");
+  bench
+      ->add_option("--compute-ms", arguments.bench.compute_ms,
+                   "step: of forward and backward together; else as long as the update takes")
+      ->check(CLI::Range(1, 3600000));
   bench->add_flag_callback(
       "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
       "adam: print the names of the cases and measure nothing");

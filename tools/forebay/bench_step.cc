@@ -1,0 +1,165 @@
+// Bench step: forward, backward and update of a job whose states are on swap. Forward and backward use no
+// CPU, as those of a GPU: a third and two thirds of the compute time, evenly over the groups.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/bench_harness.h"
+#include "tools/forebay/bench_job.h"
+
+namespace forebay::tools {
+namespace {
+
+using protocol::kMiB;
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr uint32_t kSamples = 7;
+constexpr uint64_t kParams = uint64_t{1} << 25;
+constexpr uint64_t kGroups = 32;
+constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
+constexpr uint32_t kStepsPerSample = 2;
+constexpr client::Timeout kLimit = std::chrono::seconds(120);
+
+// A loop that computes for a while with the weights of each group.
+class Trainer {
+ public:
+  Trainer(BenchJob& job, double compute_s) : job_(job), compute_s_(compute_s) {}
+
+  // Seconds a step, of steps that follow each other.
+  absl::StatusOr<Sample> TimeSteps() {
+    RETURN_IF_ERROR(Step());  // so that the first that counts meets the update of another
+    const Clock::time_point began = Clock::now();
+    for (uint32_t i = 0; i < kStepsPerSample; ++i) RETURN_IF_ERROR(Step());
+    const double seconds = Seconds(Clock::now() - began).count() / kStepsPerSample;
+    RETURN_IF_ERROR(WaitForPublication().status());
+    return Sample{.value = seconds};
+  }
+
+  // Seconds that an update takes while nothing else goes on.
+  absl::StatusOr<double> TimeUpdate() {
+    RETURN_IF_ERROR(job_.DeliverGradients());
+    RETURN_IF_ERROR(job_.TimedStep().status());
+    return WaitForPublication();
+  }
+
+ private:
+  // Of each group the weights are asked for while the one before computes.
+  absl::Status Step() {
+    const uint32_t groups = job_.groups();
+    const Seconds forward(compute_s_ / 3 / groups);
+    RETURN_IF_ERROR(Ask(0));
+    for (uint32_t i = 0; i < 2 * groups; ++i) {
+      const bool is_backward = i >= groups;
+      const uint32_t group = GroupOf(i);
+      ASSIGN_OR_RETURN(const client::Lease lease, job_.attachment().FinishFetch(ticket_, kLimit));
+      if (i + 1 < 2 * groups) RETURN_IF_ERROR(Ask(GroupOf(i + 1)));
+      std::this_thread::sleep_for(is_backward ? 2 * forward : forward);
+      RETURN_IF_ERROR(job_.attachment().Release(lease));
+      if (is_backward) RETURN_IF_ERROR(job_.DeliverGradient(group));
+    }
+    return job_.TimedStep().status();
+  }
+
+  // That the i-th lease of a step is of: up in forward, down in backward.
+  uint32_t GroupOf(uint32_t i) const { return i < job_.groups() ? i : 2 * job_.groups() - 1 - i; }
+
+  absl::Status Ask(uint32_t group) {
+    ASSIGN_OR_RETURN(ticket_, job_.attachment().StartFetch(group));
+    return absl::OkStatus();
+  }
+
+  // Seconds from the call of the newest step to the end of its update.
+  absl::StatusOr<double> WaitForPublication() {
+    while (true) {
+      ASSIGN_OR_RETURN(const client::NodeStatus status, job_.Status());
+      const schema::JobStatus::Reader job = status->getJobs()[0];
+      if (job.getPublishedStep() == job.getCommittedStep()) return job.getLastStepSeconds();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  }
+
+  BenchJob& job_;
+  double compute_s_;
+  client::FetchTicket ticket_;
+};
+
+BenchJobOptions JobOptions(const BenchOptions& options, uint64_t dram_bytes) {
+  const uint64_t params = options.params == 0 ? kParams : options.params;
+  BenchJobOptions job{
+      .params = params, .group_elems = (params + kGroups - 1) / kGroups, .is_sharded = true};
+  job.daemon.runtime_folder = options.runtime_folder;
+  job.daemon.dram = absl::StrCat(dram_bytes);
+  return job;
+}
+
+// All states on swap.
+absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
+                                                  uint64_t beside_states, bool drain) {
+  const uint64_t staging = 64 * kMiB;
+  BenchJobOptions job_options = JobOptions(options, beside_states + staging + 2 * kMiB);
+  job_options.drain = drain;
+  job_options.daemon.swap = {options.swap_folder};
+  job_options.daemon.swap_size =
+      absl::StrCat(protocol::RoundUp(2 * job_options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
+  job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
+  ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+  if (status->getJobs()[0].getResidentBlocks() > 0) {
+    return protocol::MakeError(protocol::ErrorId::kInternal, "a block of the job is in DRAM");
+  }
+  return job;
+}
+
+absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside_states,
+                                    bool drain) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, MakeJob(options, beside_states, drain));
+  RETURN_IF_ERROR(Trainer(*job, 0).TimeUpdate().status());  // slots that were never written
+  ASSIGN_OR_RETURN(const double alone_s, Trainer(*job, 0).TimeUpdate());
+  const double compute_s = options.compute_ms == 0 ? alone_s : options.compute_ms * 1e-3;
+  Trainer trainer(*job, compute_s);
+  double update_s = 0;
+  const auto limit = [&]() -> absl::StatusOr<Sample> {
+    ASSIGN_OR_RETURN(update_s, trainer.TimeUpdate());
+    return Sample{.value = std::max(update_s, compute_s)};
+  };
+  const BenchCase what{.bench = "step",
+                       .name = absl::StrCat("step/place=nvme/drain=", drain ? "yes" : "no"),
+                       .unit = "s",
+                       .limit_what = "the longer of compute and update",
+                       .measure = Measure::kTime};
+  ASSIGN_OR_RETURN(BenchResult result, MeasureCase(
+                                           what, options.samples == 0 ? kSamples : options.samples,
+                                           [&] { return trainer.TimeSteps(); }, limit));
+  result.more["compute_s"] = compute_s;
+  result.more["update_s"] = update_s;
+  return result;
+}
+
+}  // namespace
+
+absl::Status BenchStep(const BenchOptions& options, const Report& report) {
+  uint64_t beside_states = 0;
+  {
+    const uint64_t room = JobOptions(options, 0).params * 24 + 512 * kMiB;
+    ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> in_dram,
+                     BenchJob::Create(JobOptions(options, room)));
+    ASSIGN_OR_RETURN(beside_states, in_dram->BytesBesideStates());
+  }
+  for (const bool drain : {true, false}) {
+    ASSIGN_OR_RETURN(const BenchResult result, TimeJob(options, beside_states, drain));
+    report(result);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::tools
