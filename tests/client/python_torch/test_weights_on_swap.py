@@ -96,6 +96,24 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
 
 
+# With weights in DRAM and states on swap, and with both on swap.
+@pytest.mark.parametrize("has_room_for_weights", [True, False])
+def test_waiting_for_the_update_changes_no_bit(has_room_for_weights):
+    limit = 44 << 20 if has_room_for_weights else smallest_limit(2, "exact", "bfloat16")
+    drains, error = run(limit, 2, "exact", "bfloat16")
+    assert drains is not None, error
+    waits, error = run(limit, 2, "exact", "bfloat16", "wait")
+    assert waits is not None, error
+    assert waits[:2] == drains[:2]
+    for _, _, job, _, _ in (drains, waits):
+        assert (job["weights_on_swap_bytes"] == 0) == has_room_for_weights
+        assert job["resident_blocks"] < job["blocks"] / 2
+        assert job["published_step"] == job["committed_step"] == STEPS, "states were read"
+    # A step that waits is answered at its publication; the decision is a part of it either way.
+    for _, _, job, _, _ in (drains, waits):
+        assert 0 < job["last_decision_seconds"] < job["last_step_seconds"]
+
+
 def test_on_a_device_that_copies_late_it_has_them_too():
     large, error = run(1 << 30, 2, "exact", "bfloat16")
     assert large is not None, error

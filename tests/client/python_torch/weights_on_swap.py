@@ -2,9 +2,9 @@
 line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node
 uses, those of its swap path.
 
-usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | KILLED_STEP]
+usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | wait | KILLED_STEP]
 
-late: on the GPU of late_device.py. At KILLED_STEP the last rank is killed in its forward; then all start again and
+late: on the GPU of late_device.py. wait: step() returns when all is updated. At KILLED_STEP the last rank is killed in its forward; then all start again and
 attach to the job.
 """
 
@@ -58,8 +58,9 @@ def read(shard):
     shard.to_local().clone()
 
 
-def train(rank, ranks, steps, format, dtype, killed_step, on_device, folder):
+def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     os.environ["FOREBAY_RUN"] = "one"
+    on_device, drain = way == "late", way != "wait"
     if on_device:
         late_device.install(registers_read_only=rank % 2 == 0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
@@ -67,7 +68,8 @@ def train(rank, ranks, steps, format, dtype, killed_step, on_device, folder):
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    opt = forebay.attach(model, forebay.AdamW(lr=1e-3, format=format), job="large", mode="sharded")
+    adamw = forebay.AdamW(lr=1e-3, format=format)
+    opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=drain)
     if rank > 0:  # ranks that fetch in orders of their own, each the same in every step
         for number, layer in enumerate(model.layers):
             other = model.layers[(5 * number + rank) % LAYERS].down.weight
@@ -108,13 +110,13 @@ def launch(*arguments):
 if __name__ == "__main__":
     ranks, steps, format = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dtype = getattr(torch, sys.argv[4])
-    on_device = sys.argv[5:] == ["late"]
-    if len(sys.argv) > 5 and not on_device:
+    way = sys.argv[5] if len(sys.argv) > 5 else ""
+    if way.isdigit():
         try:
-            launch(ranks, steps, format, dtype, int(sys.argv[5]), False)
+            launch(ranks, steps, format, dtype, int(way), way)
         except Exception as error:  # of the rank that was killed, or of one that lost it
             print(error, file=sys.stderr)
         else:
             sys.exit("no rank was killed")
-    launch(ranks, steps, format, dtype, None, on_device)
+    launch(ranks, steps, format, dtype, None, way)
     os._exit(0)
