@@ -48,6 +48,8 @@ constexpr std::array kKeys = {
     ConfigKey{"swap.staging", "size", "memory between swap and the update"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
+    ConfigKey{"swap.probe", "once | never",
+              "once: kept paths are measured at their first start, in at most 10 s"},
     ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
     ConfigKey{"update.workers", "number",
               "threads of the update; one per physical core by default"},
@@ -184,6 +186,11 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
     ASSIGN_OR_RETURN(config.swap_staging_bytes, SizeOf(node, place));
     if (config.swap_staging_bytes > 0) return absl::OkStatus();
     return Bad(place, "is 0", "leave it out for two blocks per worker and four more");
+  }
+  if (place.key == "swap.probe") {
+    ASSIGN_OR_RETURN(config.swap_probe,
+                     WordOf<bool>(node, place, {{"once", true}, {"never", false}}));
+    return absl::OkStatus();
   }
   ASSIGN_OR_RETURN(
       config.swap_life,

@@ -36,6 +36,8 @@ struct Config {
   std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
   uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
   nvme::FileLife swap_life = nvme::FileLife::kKept;
+  // Measures paths that keep no rates; kept files alone.
+  bool swap_probe = true;
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;
   uint32_t workers = 0;          // 0: one per physical core
   std::vector<int> update_cpus;  // of the workers; empty: all that the daemon may use

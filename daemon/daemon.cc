@@ -19,6 +19,7 @@
 #include "daemon/control/control_plane.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/executor.h"
+#include "daemon/exec/path_rates.h"
 #include "daemon/exec/reactor.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
@@ -39,6 +40,8 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
+// Of a probe of the swap paths; what is under way then takes longer.
+constexpr std::chrono::seconds kProbeLimit(8);
 // What a ledger needs for each slot: its place, its block, step and checksum.
 constexpr uint64_t kLedgerBytesPerSlot = 96;
 constexpr uint64_t kLedgerSlotsMin = 256;
@@ -287,6 +290,9 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   state->engine = std::move(prepared.engine);
   state->runner = std::move(prepared.runner);
   if (prepared.swap.has_value()) {
+    const bool may_probe = config.swap_probe && config.swap_life == nvme::FileLife::kKept;
+    prepared.swap->rates = RatesOf(*prepared.swap, {.choice = config.io_engine},
+                                   may_probe ? kProbeLimit : std::chrono::seconds(0));
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
   }

@@ -229,6 +229,13 @@ struct SwapPathStatus {
   writtenDay @14 :UInt64;    # of the last 24 hours; zeros over slots that jobs take are written too
   enduranceBytes @15 :UInt64;  # that may still be written to the drive, as configured at start less writtenBytes; 0: not known
   daysLeft @16 :Float64;     # of that, at the rate of the last day; 0: not known, or nothing was written
+  # As measured at the daemon's first start on this path, bytes a second; 0: not measured.
+  readRate @17 :Float64;
+  writeRate @18 :Float64;
+  mixedRate @19 :Float64;      # of reads and writes together, as many of each
+  requestBytes @20 :UInt64;    # the smallest requests, and the fewest of them, that read at 0.97 of the best rate
+  requestsAtOnce @21 :UInt32;
+  readSeconds @22 :Float64;    # of 1 MiB, alone
 }
 
 struct JobStatus {

@@ -74,6 +74,14 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
     swap.setDaysLeft(static_cast<double>(snapshot.endurance_bytes - worn) * days /
                      static_cast<double>(snapshot.written_in_a_day));
   }
+  if (snapshot.rates) {
+    swap.setReadRate(snapshot.rates->read);
+    swap.setWriteRate(snapshot.rates->write);
+    swap.setMixedRate(snapshot.rates->mixed);
+    swap.setRequestBytes(snapshot.rates->request_bytes);
+    swap.setRequestsAtOnce(snapshot.rates->depth);
+    swap.setReadSeconds(snapshot.rates->read_seconds);
+  }
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }
 

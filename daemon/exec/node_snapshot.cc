@@ -26,6 +26,7 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
                                .used_bytes = snapshot.node.swap_path_used_bytes[i],
                                .written_in_a_day = written[i],
                                .endurance_bytes = endurance.empty() ? 0 : endurance[i],
+                               .rates = from.swap->rates(i),
                                .late_requests = late.requests,
                                .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/path_probe.h"
 #include "nvme/volume.h"
 
 namespace forebay::daemon {
@@ -22,6 +24,7 @@ struct SwapPathSnapshot {
   uint64_t used_bytes = 0;
   uint64_t written_in_a_day = 0;
   uint64_t endurance_bytes = 0;  // 0: not known
+  std::optional<nvme::PathRates> rates = {};
   // That the device has not answered in time, and how long the longest waits.
   uint32_t late_requests = 0;
   double late_seconds = 0;

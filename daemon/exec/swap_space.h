@@ -18,6 +18,7 @@
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"
 #include "nvme/io/io_engine.h"
+#include "nvme/path_probe.h"
 #include "nvme/verify.h"
 #include "nvme/volume.h"
 
@@ -27,6 +28,8 @@ struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
   // By path: what may still be written to its drive; empty: not known.
   std::vector<uint64_t> endurance_bytes = {};
+  // By path, as measured; empty: none is known.
+  std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // >= 3.
@@ -129,6 +132,9 @@ class SwapSpace {
   std::vector<uint64_t> written_in_a_day() const;
   // Empty: not known.
   const std::vector<uint64_t>& endurance_bytes() const { return options_.endurance_bytes; }
+  std::optional<nvme::PathRates> rates(size_t path) const {
+    return options_.rates.empty() ? std::nullopt : options_.rates[path];
+  }
   // Of the job's slots, while they are zero-written.
   std::optional<ZeroingProgress> Zeroing(JobId job) const;
   const std::vector<nvme::PathOptions>& paths() const { return options_.paths; }

@@ -146,6 +146,7 @@ TEST(DaemonThreads, TrainTwoJobsOnSwapWhileOthersComeAndGo) {
   config.socket_path = dir.path() + "/s";
   config.dram_limit_bytes = uint64_t{9096} << 10;
   config.swap_paths = {dir.Make("swap")};
+  config.swap_probe = false;
   config.swap_capacity_bytes = {uint64_t{32} << 20};
   config.block_elems = 2048;
   config.workers = 2;

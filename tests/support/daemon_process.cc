@@ -138,7 +138,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
   std::vector<std::string> arguments = {FOREBAYD_PATH};
   // Workers take a part of dram.limit: on every machine the same.
   std::vector<std::string> all = {"socket.path=" + socket, "memlock=best_effort",
-                                  "update.workers=2", "dram.limit=1GiB"};
+                                  "update.workers=2", "swap.probe=never", "dram.limit=1GiB"};
   if (std::ranges::find(settings, kDefaultDramLimit) != settings.end()) all.pop_back();
   std::ranges::copy_if(settings, std::back_inserter(all),
                        [](const std::string& setting) { return setting != kDefaultDramLimit; });

@@ -105,15 +105,23 @@ std::string LifeOf(schema::SwapPathStatus::Reader path) {
   return absl::StrFormat("%.0f days", path.getDaysLeft());
 }
 
+// "2.17 read, 1.20 written": GB/s.
+std::string RatesOf(schema::SwapPathStatus::Reader path) {
+  constexpr double kGb = 1e9;
+  if (path.getReadRate() <= 0) return "-";
+  return absl::StrFormat("%.2f read, %.2f written", path.getReadRate() / kGb,
+                         path.getWriteRate() / kGb);
+}
+
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
-  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "LIFE", "ERRORS",
-               "RETRIES", "O_DIRECT", "HEALTH"});
+  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "LIFE", "GIVES GB/S",
+               "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
                FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()), LifeOf(path),
-               absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
+               RatesOf(path), absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
                path.getDirect() ? "yes" : "no", HealthOf(path)});
   }
   const std::string reason = status.getIoEngineReason();
@@ -128,6 +136,22 @@ std::string OnSwap(schema::JobStatus::Reader job) {
   return absl::StrCat(states, ", weights ", FormatBytes(job.getWeightsOnSwapBytes()));
 }
 
+// "0.482 s"; "0.482 s, 0.93 of the disk": of the rate that the paths were measured with, reads and writes
+// together.
+std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader status) {
+  std::string text = absl::StrFormat("%.3f s", job.getLastStepSeconds());
+  const auto bytes =
+      static_cast<double>(job.getLastStepReadBytes() + job.getLastStepWrittenBytes());
+  double rate = 0;
+  for (const auto path : status.getSwap()) {
+    if (path.getMixedRate() <= 0) return text;
+    rate += path.getMixedRate();
+  }
+  if (bytes == 0 || rate == 0 || job.getLastStepSeconds() <= 0) return text;
+  absl::StrAppendFormat(&text, ", %.2f of the disk", bytes / job.getLastStepSeconds() / rate);
+  return text;
+}
+
 std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
@@ -137,8 +161,7 @@ std::string JobsText(schema::NodeStatus::Reader status) {
     table.Add({job.getName(), absl::StrCat(job.getUid()),
                absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
                absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
-               FormatBytes(job.getStateBytes()), OnSwap(job),
-               absl::StrFormat("%.3f s", job.getLastStepSeconds()),
+               FormatBytes(job.getStateBytes()), OnSwap(job), StepTime(job, status),
                HealthOf(job, status.getSwap())});
   }
   return table.Text();

@@ -80,8 +80,31 @@ absl::StatusOr<std::optional<client::AdminClient::NodeSize>> NodeOf(const PlanOp
   return node;
 }
 
-std::string Text(const PlanOptions& options, const ModelShape& model,
-                 schema::JobPlan::Reader plan) {
+// GB/s; 0: not known.
+struct DiskRates {
+  double read = 0;
+  double write = 0;
+  bool is_measured = false;
+};
+
+// What the caller says; else, of this node, what its paths were measured with.
+absl::StatusOr<DiskRates> RatesOf(const PlanOptions& options, client::AdminClient& admin) {
+  const bool is_given = options.read_rate > 0 && options.write_rate > 0;
+  if (is_given || !options.dram.empty()) {
+    return DiskRates{.read = options.read_rate, .write = options.write_rate};
+  }
+  ASSIGN_OR_RETURN(const client::NodeStatus status, admin.Status());
+  DiskRates rates{.is_measured = true};
+  for (const auto path : status->getSwap()) {
+    if (path.getReadRate() <= 0) return DiskRates{};
+    rates.read += path.getReadRate() / kGb;
+    rates.write += path.getWriteRate() / kGb;
+  }
+  return rates;
+}
+
+std::string Text(const PlanOptions& options, const ModelShape& model, schema::JobPlan::Reader plan,
+                 const DiskRates& rates) {
   const uint64_t elems = model.elems();
   Table table({"DRAM", "BYTES", "PER PARAMETER"});
   const auto add = [&](std::string what, uint64_t bytes) {
@@ -117,11 +140,12 @@ std::string Text(const PlanOptions& options, const ModelShape& model,
   absl::StrAppend(&text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step of one pass reads ",
                   FormatBytes(plan.getStepRead()), " and writes ",
                   FormatBytes(plan.getStepWritten()), "\n");
-  if (options.read_rate > 0 && options.write_rate > 0) {
-    const double seconds = static_cast<double>(plan.getStepRead()) / kGb / options.read_rate +
-                           static_cast<double>(plan.getStepWritten()) / kGb / options.write_rate;
-    absl::StrAppendFormat(&text, "the disk works %.2f s a step, at %g GB/s read and %g written\n",
-                          seconds, options.read_rate, options.write_rate);
+  if (rates.read > 0 && rates.write > 0) {
+    const double seconds = static_cast<double>(plan.getStepRead()) / kGb / rates.read +
+                           static_cast<double>(plan.getStepWritten()) / kGb / rates.write;
+    absl::StrAppendFormat(
+        &text, "the disk works %.2f s a step, at %.3g GB/s read and %.3g written%s\n", seconds,
+        rates.read, rates.write, rates.is_measured ? ", as measured" : "");
   }
   return text;
 }
@@ -141,8 +165,9 @@ absl::Status Plan(const PlanOptions& options) {
   attach.layout = LayoutOf(model, choice);
   ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
+  ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, *admin));
   const std::string text =
-      options.as_json ? protocol::JsonOf(*plan) + "\n" : Text(options, model, *plan);
+      options.as_json ? protocol::JsonOf(*plan) + "\n" : Text(options, model, *plan, rates);
   std::fwrite(text.data(), 1, text.size(), stdout);
   return absl::OkStatus();
 }

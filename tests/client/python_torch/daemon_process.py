@@ -46,7 +46,7 @@ class Daemon:
         self.folder = pathlib.Path(folder)
         self.socket = str(self.folder / "s")
         values = [f"socket.path={self.socket}", "memlock=best_effort", "update.workers=2"]
-        values += ["dram.limit=1GiB", *settings]
+        values += ["dram.limit=1GiB", "swap.probe=never", *settings]
         command = [str(FOREBAYD)]
         for value in values:
             command += ["--set", value]

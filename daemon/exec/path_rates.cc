@@ -1,0 +1,118 @@
+#include "daemon/exec/path_rates.h"
+
+#include <sys/stat.h>
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "protocol/error.h"
+#include "protocol/units.h"
+#include "spdlog/spdlog.h"
+
+namespace forebay::daemon {
+namespace {
+
+namespace fs = std::filesystem;
+using nvme::PathRates;
+
+constexpr int64_t kVersion = 1;
+
+// 0: there is none.
+int64_t DeviceOf(const std::string& directory) {
+  struct stat found {};
+  return ::stat(directory.c_str(), &found) == 0 ? static_cast<int64_t>(found.st_dev) : 0;
+}
+
+void SaveRates(const std::string& directory, const PathRates& rates) {
+  const fs::path place = fs::path(directory) / kRatesFile;
+  const fs::path made = place.string() + ".new";
+  std::ofstream file(made);
+  file << absl::StrFormat(
+      "# What this swap path gives: bytes a second, bytes, requests at once, seconds. Forebay "
+      "measures it\n"
+      "# again where this file is deleted.\n"
+      "version = %d\ndevice = %d\nread = %.0f.0\nwrite = %.0f.0\nmixed = %.0f.0\n"
+      "request_bytes = %d\ndepth = %d\nread_seconds = %.9f\n",
+      kVersion, DeviceOf(directory), rates.read, rates.write, rates.mixed, rates.request_bytes,
+      rates.depth, rates.read_seconds);
+  file.close();
+  std::error_code error;
+  if (file) fs::rename(made, place, error);
+  if (!file || error) spdlog::warn("cannot keep the rates of {} in {}", directory, place.string());
+}
+
+}  // namespace
+
+std::optional<PathRates> LoadRates(const std::string& directory) {
+  const fs::path place = fs::path(directory) / kRatesFile;
+  std::error_code error;
+  if (!fs::is_regular_file(place, error)) return std::nullopt;
+  PathRates rates;
+  try {  // toml++ throws
+    const toml::table table = toml::parse_file(place.string());
+    if (table["version"].value_or<int64_t>(0) != kVersion ||
+        table["device"].value_or<int64_t>(0) != DeviceOf(directory)) {
+      return std::nullopt;
+    }
+    rates.read = table["read"].value_or(0.0);
+    rates.write = table["write"].value_or(0.0);
+    rates.mixed = table["mixed"].value_or(0.0);
+    rates.request_bytes = table["request_bytes"].value_or<uint32_t>(0);
+    rates.depth = table["depth"].value_or<uint32_t>(0);
+    rates.read_seconds = table["read_seconds"].value_or(0.0);
+  } catch (const toml::parse_error& parse_error) {
+    spdlog::warn("{} cannot be read: {}", place.string(), parse_error.description());
+    return std::nullopt;
+  }
+  const auto is_rate = [](double rate) { return rate > 0 && rate < 1e15; };
+  const bool is_whole = is_rate(rates.read) && is_rate(rates.write) && is_rate(rates.mixed) &&
+                        rates.request_bytes > 0 && rates.depth > 0 && is_rate(rates.read_seconds);
+  if (is_whole) return rates;
+  spdlog::warn("{} is not whole", place.string());
+  return std::nullopt;
+}
+
+std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
+                                              const nvme::EngineOptions& engine,
+                                              std::chrono::nanoseconds probe_limit) {
+  std::vector<std::optional<PathRates>> rates;
+  for (const nvme::PathOptions& path : options.paths) rates.push_back(LoadRates(path.path));
+  const bool is_known = std::ranges::all_of(rates, [](const auto& one) { return one.has_value(); });
+  if (is_known || probe_limit.count() == 0) return rates;
+  spdlog::info("swap: measuring {}", options.paths.size() == 1 ? "the path" : "all paths");
+  const auto probed = nvme::ProbePaths({.paths = options.paths,
+                                        .mode = nvme::OpenMode::kReclaim,
+                                        .life = options.life,
+                                        .ledger_bytes_max = options.ledger_bytes_max},
+                                       engine, probe_limit);
+  if (!probed.ok()) {
+    // Where the paths cannot be opened, the start will say so.
+    const bool is_io = protocol::IdOf(probed.status()) == protocol::ErrorId::kSwapIo;
+    spdlog::log(is_io ? spdlog::level::warn : spdlog::level::debug, "swap: not measured: {}",
+                std::string(probed.status().message()));
+    return rates;
+  }
+  for (size_t i = 0; i < rates.size(); ++i) {
+    const std::string& path = options.paths[i].path;
+    rates[i] = (*probed)[i];
+    if (!rates[i]) {
+      spdlog::info("swap path {} ({}) is too small to be measured", i, path);
+      continue;
+    }
+    spdlog::info(
+        "swap path {} ({}): {:.2f} GB/s read, {:.2f} written, {:.2f} both, with {} requests of {}",
+        i, path, rates[i]->read * 1e-9, rates[i]->write * 1e-9, rates[i]->mixed * 1e-9,
+        rates[i]->depth, protocol::FormatBytes(rates[i]->request_bytes));
+    std::error_code error;
+    if (fs::is_directory(path, error)) SaveRates(path, *rates[i]);
+  }
+  return rates;
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,36 @@
+// What a swap path gives, measured through a volume as the daemon uses it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "nvme/io/engine_factory.h"
+#include "nvme/volume.h"
+
+namespace forebay::nvme {
+
+// Bytes a second.
+struct PathRates {
+  double read = 0;
+  double write = 0;
+  double mixed = 0;  // of reads and writes together, as many of each
+  // The smallest requests, and the fewest at once, that read at 0.97 of the best rate.
+  uint64_t request_bytes = 0;
+  uint32_t depth = 0;
+  double read_seconds = 0;  // of 1 MiB while nothing else is in flight
+};
+
+// Reads and writes free space of each path, 256 to 512 MiB, one path after the other; `limit` is for all of
+// them together. Nothing that was on them is kept (OpenMode::kReclaim). Blocks.
+//
+// Returns  nothing for a path with less space.
+// Errors   of CreateIoEngine and Volume::Open; E_SWAP_IO.
+absl::StatusOr<std::vector<std::optional<PathRates>>> ProbePaths(const VolumeOptions& options,
+                                                                 const EngineOptions& engine,
+                                                                 std::chrono::nanoseconds limit);
+
+}  // namespace forebay::nvme

@@ -1,0 +1,159 @@
+// Goal    A kept swap path is measured at its first start alone, within its time; what it keeps is taken where it
+//         is whole and of this device; a path that is too small or cannot be measured stops nobody.
+// Method  Real files of the build folder.
+
+#include "daemon/exec/path_rates.h"
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "client/admin.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nvme/path_probe.h"
+#include "protocol/units.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::TempDir;
+using nvme::PathRates;
+using protocol::kMiB;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kLimit(500);
+constexpr std::chrono::milliseconds kNoProbe(0);
+
+SwapSpaceOptions Paths(const std::vector<std::string>& folders, uint64_t capacity_bytes) {
+  SwapSpaceOptions options;
+  for (const std::string& folder : folders) {
+    options.paths.push_back({.path = folder, .capacity_bytes = capacity_bytes});
+  }
+  return options;
+}
+
+void ExpectSane(const std::optional<PathRates>& rates) {
+  ASSERT_TRUE(rates.has_value());
+  for (const double rate : {rates->read, rates->write, rates->mixed}) {
+    EXPECT_GT(rate, 1e6);
+    EXPECT_LT(rate, 1e12);
+  }
+  EXPECT_GT(rates->read_seconds, 0);
+  EXPECT_LE(static_cast<double>(kMiB) / rates->read_seconds, rates->read * 1.0001)
+      << "alone is not faster";
+  EXPECT_GE(rates->depth, 1U);
+  EXPECT_LE(rates->request_bytes * rates->depth, 32 * kMiB);
+}
+
+std::string TextOf(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(PathRatesTest, AProbeMeasuresEachPathInItsTime) {
+  const TempDir dir;
+  const auto began = Clock::now();
+  ASSERT_OK_AND_ASSIGN(
+      const auto rates,
+      nvme::ProbePaths({.paths = Paths({dir.Make("a"), dir.Make("b")}, 300 * kMiB).paths}, {},
+                       std::chrono::seconds(1)));
+  // What is under way at the end of a share ends: the first 256 MiB of each path above all.
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(60));
+  ASSERT_EQ(rates.size(), 2U);
+  for (const auto& one : rates) ExpectSane(one);
+}
+
+TEST(PathRatesTest, ASmallPathIsNotMeasured) {
+  const TempDir dir;
+  ASSERT_OK_AND_ASSIGN(const auto rates,
+                       nvme::ProbePaths({.paths = Paths({dir.Make("a")}, 32 * kMiB).paths}, {},
+                                        std::chrono::seconds(1)));
+  EXPECT_FALSE(rates.at(0).has_value());
+}
+
+TEST(PathRatesTest, WhatIsKeptIsTakenAndNothingIsMeasuredAgain) {
+  const TempDir dir;
+  const std::string folder = dir.Make("a");
+  const SwapSpaceOptions options = Paths({folder}, 300 * kMiB);
+  EXPECT_FALSE(RatesOf(options, {}, kNoProbe).at(0).has_value());
+  const std::optional<PathRates> first = RatesOf(options, {}, kLimit).at(0);
+  ExpectSane(first);
+  const std::string kept = folder + "/" + kRatesFile;
+  const std::string text = TextOf(kept);
+  for (const auto limit : {kLimit, kNoProbe}) {
+    const std::optional<PathRates> again = RatesOf(options, {}, limit).at(0);
+    ASSERT_TRUE(again.has_value());
+    EXPECT_NEAR(again->read, first->read, 1);
+    EXPECT_NEAR(again->mixed, first->mixed, 1);
+    EXPECT_EQ(again->request_bytes, first->request_bytes);
+    EXPECT_EQ(again->depth, first->depth);
+    EXPECT_NEAR(again->read_seconds, first->read_seconds, 1e-9);
+  }
+  EXPECT_EQ(TextOf(kept), text);
+}
+
+TEST(PathRatesTest, WhatIsOfAnotherDeviceOrBrokenIsNotTaken) {
+  const TempDir dir;
+  const std::string folder = dir.Make("a");
+  const std::string kept = folder + "/" + kRatesFile;
+  ExpectSane(RatesOf(Paths({folder}, 300 * kMiB), {}, kLimit).at(0));
+  const std::string good = TextOf(kept);
+  ASSERT_TRUE(LoadRates(folder).has_value());
+  const size_t device = good.find("device = ") + 9;
+  const size_t read = good.find("read = ") + 7;
+  for (const std::string& bad :
+       {std::string(good).insert(device, "1"), std::string(good).replace(read, 1, "-"),
+        std::string(good).insert(good.find("version = ") + 10, "9"), good.substr(0, read),
+        std::string("read = ["), std::string("\xff\xfe"), std::string()}) {
+    std::ofstream(kept) << bad;
+    EXPECT_FALSE(LoadRates(folder).has_value()) << bad;
+  }
+  std::filesystem::remove(kept);
+  std::filesystem::create_directory(kept);
+  EXPECT_FALSE(LoadRates(folder).has_value());
+}
+
+TEST(PathRatesTest, APathThatCannotBeOpenedStopsNothingHere) {
+  const TempDir dir;
+  const auto rates = RatesOf(Paths({dir.path() + "/nowhere"}, 300 * kMiB), {}, kLimit);
+  EXPECT_FALSE(rates.at(0).has_value());
+}
+
+TEST(PathRatesProcess, ADaemonMeasuresAtItsFirstStartAndShowsIt) {
+  const TempDir dir;
+  const std::string swap = dir.Make("swap");
+  for (const bool is_first : {true, false}) {
+    ASSERT_OK_AND_ASSIGN(
+        auto daemon, testing::DaemonProcess::Start(dir.path() + "/s",
+                                                   {"swap.paths=" + swap, "swap.capacity=300MiB",
+                                                    "swap.probe=once", "update.block_elems=4096"}));
+    ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = dir.path() + "/s"}));
+    ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+    const auto path = status->getSwap()[0];
+    const std::optional<PathRates> kept = LoadRates(swap);
+    ASSERT_TRUE(kept.has_value());
+    EXPECT_NEAR(path.getReadRate(), kept->read, 1);
+    EXPECT_NEAR(path.getWriteRate(), kept->write, 1);
+    EXPECT_NEAR(path.getMixedRate(), kept->mixed, 1);
+    EXPECT_EQ(path.getRequestBytes(), kept->request_bytes);
+    EXPECT_EQ(path.getRequestsAtOnce(), kept->depth);
+    EXPECT_NEAR(path.getReadSeconds(), kept->read_seconds, 1e-9);
+    EXPECT_LT(path.getWrittenBytes(), kMiB) << "its own transfers alone";
+    admin.reset();
+    const testing::Ended ended = daemon->Stop();
+    EXPECT_EQ(ended.exit_code, 0);
+    const bool says = ended.errors.find("swap: measuring the path") != std::string::npos;
+    EXPECT_EQ(says, is_first) << ended.errors;
+  }
+}
+
+}  // namespace
+}  // namespace forebay::daemon
