@@ -656,18 +656,24 @@ void Job::Advance() {
 
 // States are read or written and blocks moved in turns, never at once, and none begins once all ranks have
 // called step: the decision waits for the one in progress. Where they have called it before the step before
-// was published there was no time for any: then one `is_due`.
+// was published there was no time for any: then some go first, `is_due`.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = step_.phase() == Step::Phase::kReducing;
-  const bool open =
-      !pipeline_.running() && (step_.phase() == Step::Phase::kOpen || (called && is_due));
+  if (!called) turns_left_ = 0;
+  if (called && is_due) turns_left_ = kTurnsBetweenSteps;
+  const auto may_begin = [&] {
+    return !pipeline_.running() &&
+           (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
+  };
+  const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
+  const bool was_busy = is_busy();
   const auto read = [&] {
     const bool goes_on = called && access_.in_progress();
-    if ((open || goes_on) && !residency_.in_progress()) access_.Pump();
+    if ((may_begin() || goes_on) && !residency_.in_progress()) access_.Pump();
     if (access_.in_progress()) reads_first_ = false;
   };
   const auto move = [&] {
-    if (open && is_ready() && !access_.in_progress()) residency_.Pump();
+    if (may_begin() && is_ready() && !access_.in_progress()) residency_.Pump();
     if (residency_.in_progress()) reads_first_ = true;
   };
   if (reads_first_) {
@@ -677,6 +683,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     move();
     read();
   }
+  if (!was_busy && is_busy() && turns_left_ > 0) --turns_left_;
 }
 
 void Job::Prefetch() {

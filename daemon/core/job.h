@@ -162,6 +162,7 @@ class Job {
   StateAccess access_;
   Residency residency_;
   bool reads_first_ = false;  // a block has moved since states were read
+  uint32_t turns_left_ = 0;   // that go before the decision of a step that was called early
   Step step_;
   FetchQueue fetches_;
 };

@@ -52,4 +52,8 @@ struct NodeOptions {
   bool disable_range_check_for_test = false;  // offsets and lengths of commands are not checked
 };
 
+// Reads of states and moves of blocks before the decision of a step that was called before the one before was
+// published.
+inline constexpr uint32_t kTurnsBetweenSteps = 8;
+
 }  // namespace forebay::daemon

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "daemon/core/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
@@ -315,21 +316,32 @@ TEST_P(NodeStateDrain, AJobIsDeletedWhileItsBlocksAreUpdated) {
 
 // However late: ranks that have called the next step already do not keep them away.
 TEST_P(NodeStateDrain, ReadsOfStatesAndMovesOfBlocksHaveTheirTurns) {
+  int64_t moves_before = 0;
   for (uint64_t step = 1; step <= 7; step += 2) {
     DeliverAll(step);
     CallAll(step);
     ASSERT_FALSE(is_published());
-    const uint64_t read = node_.ReadState(sessions_[0], 0, 0, 16);
-    EXPECT_EQ(node_.ErrorOf(read), kUnanswered);
+    std::vector<uint64_t> reads;
+    for (uint32_t i = 0; i < kTurnsBetweenSteps + 3; ++i) {
+      reads.push_back(node_.ReadState(sessions_[0], i % kGroups, 0, 16));
+      EXPECT_EQ(node_.ErrorOf(reads.back()), kUnanswered);
+    }
     node_.Send(BlockMoveRequested{.job = 1, .block = 0});
     // Before anything of this step is over, the next one is called.
     for (uint32_t partition = 0; partition < kGroups * kRanks; ++partition) {
       node_.Gradient(sessions_[layout_->partitions()[partition].owner], partition, step + 1);
     }
     const std::vector<uint64_t> calls = CallAll(step + 1);
+    while (node_.ErrorOf(calls[0]) == kUnanswered) FinishOne();
+    const auto is_done = [&](uint64_t tag) { return node_.ErrorOf(tag) == ErrorId::kNone; };
+    const auto done = std::ranges::count_if(reads, is_done);
+    const auto moves = static_cast<int64_t>(node_.Logged<EvictBlock>().size() +
+                                            node_.Logged<PromoteBlock>().size());
+    EXPECT_EQ(done + (moves - moves_before), kTurnsBetweenSteps) << "not all before the decision";
+    moves_before = moves;
     node_.RunTasks();
     for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
-    EXPECT_EQ(node_.ErrorOf(read), ErrorId::kNone);
+    EXPECT_TRUE(std::ranges::all_of(reads, is_done));
   }
   if (GetParam() == 0) return;  // no block is in DRAM, and there is no room for any
   EXPECT_FALSE(node_.Logged<EvictBlock>().empty());
