@@ -59,6 +59,45 @@ absl::StatusOr<std::pmr::vector<std::byte>> Attachment::State::EncodeStep(
   return request;
 }
 
+namespace {
+
+protocol::StepRequest ScalarsOf(uint64_t t, double max_grad_norm, const GradientEdit& edit) {
+  return {.step = t,
+          .param_groups = 0,
+          .extra_state_bytes = 0,
+          .max_grad_norm = max_grad_norm,
+          .grad_scale = edit.scale,
+          .grad_min = edit.is_bounded() ? edit.min : 0,
+          .grad_max = edit.is_bounded() ? edit.max : 0};
+}
+
+}  // namespace
+
+absl::Status Attachment::AnnounceStep(uint64_t t,
+                                      std::span<const protocol::HyperParams> hyper_params,
+                                      Timeout timeout, const GradientEdit& edit) {
+  State& s = *state_;
+  const CallLock lock(s);
+  RETURN_IF_ERROR(lock.status());
+  RETURN_IF_ERROR(s.CheckHasRank());
+  RETURN_IF_ERROR(s.KeptErrors());
+  if (s.step.has_value()) {
+    return MakeError(ErrorId::kStep, absl::StrCat("step ", s.step->t, " is still under way"),
+                     "repeat its call first");
+  }
+  const WaitLimits limits = s.Limits(timeout);
+  const std::pmr::vector<uint64_t> none(s.presence.size(), 0, &s.memory);
+  ASSIGN_OR_RETURN(const std::pmr::vector<std::byte> request,
+                   s.EncodeStep(ScalarsOf(t, 0, edit), hyper_params, {}, none));
+  s.CopyToArena(s.parts.step_region_offset, request);
+  Command command = MakeCommand(Op::kAnnounceStep);
+  command.step = t;
+  command.attempt = s.attempt;
+  command.arena_offset_bytes = s.parts.step_region_offset;
+  command.length_bytes = request.size();
+  return s.Call(command, nullptr, limits).status();
+}
+
 absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
                                             std::span<const protocol::HyperParams> hyper_params,
                                             double max_grad_norm,
@@ -75,15 +114,8 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
   const WaitLimits limits = s.Limits(timeout);
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
-  const protocol::StepRequest scalars{.step = t,
-                                      .param_groups = 0,
-                                      .extra_state_bytes = 0,
-                                      .max_grad_norm = max_grad_norm,
-                                      .grad_scale = edit.scale,
-                                      .grad_min = edit.is_bounded() ? edit.min : 0,
-                                      .grad_max = edit.is_bounded() ? edit.max : 0};
   ASSIGN_OR_RETURN(std::pmr::vector<std::byte> request,
-                   s.EncodeStep(scalars, hyper_params, extra_state,
+                   s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state,
                                 s.step.has_value() ? std::span<const uint64_t>(s.step->presence)
                                                    : std::span<const uint64_t>(s.presence)));
   if (s.step.has_value() && (s.step->t != t || s.step->request != request)) {

@@ -58,6 +58,9 @@ struct AttachOptions {
   // blocks are updated and written. Not set: with sharded attachment. Who reads weights without a lease
   // wants false.
   std::optional<bool> drain = {};
+  // AnnounceStep will be called: blocks on swap are updated as soon as all their gradients are there. Their new
+  // weights take as much DRAM as the weights have, where these are in DRAM.
+  bool early_updates = false;
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step
@@ -338,6 +341,14 @@ class Attachment {
   // delivered, this rank's next attempt at the step begins: what all ranks have delivered in older
   // ones is discarded, and a Step of theirs returns E_GRAD_DROPPED.
   absl::Status DropGradients();
+
+  // Before the last backward pass of step `t`: Step will have these hyper-parameters and this edit, and will
+  // not clip. What is delivered from now on is updated at once (AttachOptions::early_updates). A promise that
+  // is not kept costs time alone: Step updates those blocks anew.
+  //
+  // Errors  E_STEP  t is not the next step.
+  absl::Status AnnounceStep(uint64_t t, std::span<const protocol::HyperParams> hyper_params,
+                            Timeout timeout, const GradientEdit& edit = {});
 
   // Applies step `t` once all ranks have called it. Open pieces are delivered; open slots are neither
   // delivered nor dropped.

@@ -57,6 +57,7 @@ struct AttachRequest {
                                 # that takes no memory that is mapped read-only
   activationBytes @11 :UInt64;  # not of a reader: room for what a forward pass keeps, behind the step region
   trace @12 :Bool;              # not of a reader: TraceMemory (wire.h) at the end of the arena
+  earlyUpdates @13 :Bool;       # blocks on swap may be updated before the decision: room for their new weights
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 

@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 5;
+inline constexpr uint32_t kProtocolVersion = 6;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -46,6 +46,11 @@ enum class Op : uint16_t {
   // Does nothing: answered at once, or with why the session has ended. For who waits for other ranks
   // beside the daemon.
   kCheck = 10,
+  // Before this rank's last backward pass of the step: the scalars that its step call will have, as a
+  // StepRequest without presence and extra_state. From now on the daemon may update what has all its
+  // gradients. The call decides: where it has other scalars, clips, or gives a parameter no gradient, or more
+  // is delivered, those blocks are updated anew. Answered at once.
+  kAnnounceStep = 11,
 };
 
 inline constexpr uint32_t kAllParams = UINT32_MAX;  // of kGradNorm
@@ -78,13 +83,14 @@ struct Command {
   // kStep, else 0
   uint16_t kind;
   uint32_t partition;  // kReadState: the parameter
-  uint64_t step;       // t for kStep, and the step a kGradReady belongs to (committed_step + 1)
+  // t for kStep and kAnnounceStep, and the step a kGradReady belongs to (committed_step + 1)
+  uint64_t step;
   uint64_t arena_offset_bytes;  // into the session's grad arena; a multiple of 64
   uint64_t length_bytes;        // of the bytes in the grad arena; exact, see each Op
   // First element: of the partition for kWriteInitial and kGradReady, of the parameter for kReadState.
   uint64_t element_offset;
   uint64_t lease_id;  // kRelease
-  uint64_t attempt;   // kGradReady, kGradNorm, kStep; else 0
+  uint64_t attempt;   // kGradReady, kGradNorm, kStep, kAnnounceStep; else 0
 };
 static_assert(sizeof(Command) == 64 && std::is_trivially_copyable_v<Command>);
 

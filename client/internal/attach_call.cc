@@ -29,6 +29,7 @@ AttachCall MakeAttachCall(const AttachOptions& options, const protocol::Layout& 
           .run = RunToken(options.run),
           .resume = options.resume,
           .accumulate = options.accumulate,
+          .early_updates = options.early_updates && !options.reader,
           .grad_arena_bytes = GradArenaBytes(options, layout),
           .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
           .activation_bytes = options.reader ? 0 : options.activation_bytes,

@@ -125,6 +125,7 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
   request.setResume(call.resume);
   request.setAccumulate(call.accumulate);
+  request.setEarlyUpdates(call.early_updates);
   request.setWritableWeights(call.writable_weights);
 }
 

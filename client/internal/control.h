@@ -35,6 +35,7 @@ struct AttachCall {
   std::string run;
   bool resume = false;
   bool accumulate = false;
+  bool early_updates = false;
   bool writable_weights = false;
   uint64_t grad_arena_bytes = 0;
   uint64_t extra_state_bytes = 0;

@@ -111,6 +111,7 @@ AttachRequested RequestOf(schema::AttachRequest::Reader request, SessionId sessi
           .run = TextOf(request.getRun()),
           .resume = request.getResume(),
           .accumulate = request.getAccumulate(),
+          .early_updates = request.getEarlyUpdates(),
           .writable_weights = request.getWritableWeights(),
           .grad_arena_bytes = request.getGradArenaBytes(),
           .extra_state_bytes = request.getExtraStateBytes(),

@@ -65,7 +65,7 @@ std::optional<nvme::Slot> BlockLedger::ChooseSlot() const {
 
 std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   Block& of = blocks_[block];
-  FOREBAY_CHECK(!of.writing);
+  FOREBAY_CHECK(!of.writing && !of.early);
   if (of.pending && of.pending->slot) {
     of.writing = of.pending->slot;
     return Target{.slot = *of.writing};
@@ -103,6 +103,31 @@ void BlockLedger::OnWriteFailed(uint32_t block) {
   paths_[slot.path].failing = true;
 }
 
+void BlockLedger::EndEarlyWrite(uint32_t block, uint64_t checksum, uint64_t step,
+                                WeightsDigests weights_digests) {
+  EndWrite(block, checksum, step, std::move(weights_digests));
+  blocks_[block].early = std::exchange(blocks_[block].pending, std::nullopt);
+}
+
+void BlockLedger::AcceptEarly(uint32_t block) {
+  Block& of = blocks_[block];
+  FOREBAY_CHECK(of.early && !of.pending && !of.writing);
+  of.pending = std::exchange(of.early, std::nullopt);
+}
+
+void BlockLedger::DropEarly(uint32_t block) {
+  const std::optional<Version> early = std::exchange(blocks_[block].early, std::nullopt);
+  FOREBAY_CHECK(early && early->slot);
+  Free(*early->slot);
+}
+
+void BlockLedger::CancelWrite(uint32_t block) {
+  Block& of = blocks_[block];
+  FOREBAY_CHECK(of.writing && !of.pending);
+  paths_[of.writing->path].failing = false;
+  Free(*std::exchange(of.writing, std::nullopt));
+}
+
 void BlockLedger::SetInPlace(uint32_t block, uint64_t step) {
   blocks_[block].pending = Version{.written_step = step};
 }
@@ -134,6 +159,7 @@ void BlockLedger::CheckInvariants() const {
   for (const Block& block : blocks_) {
     if (block.current.slot) ++uses[*block.current.slot];
     if (block.pending && block.pending->slot) ++uses[*block.pending->slot];
+    if (block.early) ++uses[*block.early->slot];
     const bool rewrites = block.pending && block.writing == block.pending->slot;
     if (block.writing && !rewrites) ++uses[*block.writing];
   }

@@ -18,6 +18,8 @@ namespace forebay::daemon {
 // each swapped block, so that there is always one for the next version; a block that is written
 // twice before publication goes to its pending slot again.
 //
+// What an early update writes, before its step is decided, is neither: it becomes pending with AcceptEarly().
+//
 // A slot whose write failed is used again only when no other is free. A path on which a write failed
 // gets new writes only when no other path has a free slot, until a write to it succeeds.
 class BlockLedger {
@@ -52,6 +54,14 @@ class BlockLedger {
                 WeightsDigests weights_digests = {});
   void OnWriteFailed(uint32_t block);
 
+  // The write of an early update has ended; then the step is decided, or the update is of no use.
+  void EndEarlyWrite(uint32_t block, uint64_t checksum, uint64_t step,
+                     WeightsDigests weights_digests = {});
+  void AcceptEarly(uint32_t block);
+  void DropEarly(uint32_t block);
+  // The write in flight has ended well, and is of no use.
+  void CancelWrite(uint32_t block);
+
   // A block in DRAM was updated in place.
   void SetInPlace(uint32_t block, uint64_t step);
 
@@ -79,6 +89,7 @@ class BlockLedger {
   struct Block {
     Version current;
     std::optional<Version> pending;
+    std::optional<Version> early;  // of the step that is not decided yet
     // Of the write in flight.
     std::optional<nvme::Slot> writing;
   };

@@ -182,15 +182,16 @@ absl::Status CheckPresence(std::span<const uint64_t> presence, const Layout& lay
 absl::Status CheckCommand(const Command& command, const Layout& layout,
                           const CommandLimits& limits) {
   if (command.op < static_cast<uint16_t>(Op::kWriteInitial) ||
-      command.op > static_cast<uint16_t>(Op::kCheck)) {
+      command.op > static_cast<uint16_t>(Op::kAnnounceStep)) {
     return MakeError(ErrorId::kProtocol, absl::StrCat("unknown op ", command.op));
   }
   const Op op = static_cast<Op>(command.op);
-  const bool has_attempt = op == Op::kGradReady || op == Op::kGradNorm || op == Op::kStep;
+  const bool has_attempt =
+      op == Op::kGradReady || op == Op::kGradNorm || op == Op::kStep || op == Op::kAnnounceStep;
   if (command.attempt != 0 && !has_attempt) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("op ", command.op, " carries attempt ", command.attempt,
-                                  "; gradients and step calls alone do"));
+                                  "; gradients, step calls and their announcements alone do"));
   }
   const bool writes = op == Op::kWriteInitial || op == Op::kGradReady || op == Op::kWriteMasters;
   if ((writes || op == Op::kFetch) && command.partition >= layout.partitions().size()) {
@@ -211,7 +212,9 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
       return CheckElemRange(command, layout, layout.grad_dtype(), gradients);
     case Op::kStep:
-      if (command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
+    case Op::kAnnounceStep:
+      if (op == Op::kStep &&
+          command.kind > static_cast<uint16_t>(protocol::StepAnswer::kCommitted)) {
         return MakeError(ErrorId::kProtocol,
                          absl::StrCat("unknown kind of step call ", command.kind));
       }

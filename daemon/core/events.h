@@ -43,6 +43,8 @@ struct AttachRequested {
   bool resume = false;
   // Sharded: several backward passes a step.
   bool accumulate = false;
+  // Blocks on swap may be updated before the decision (kAnnounceStep): room for their new weights.
+  bool early_updates = false;
   // Not of a reader: its descriptor of the weights is for writing too.
   bool writable_weights = false;
   // For gradients alone; of a reader: for reads of states.
@@ -351,6 +353,8 @@ struct WeightsPlace {
   // In the plane behind the block's states, at the elements' place in the block; else in the weights arena.
   bool in_block = false;
   uint64_t offset_bytes = 0;  // in the arena
+  // Of an early update: those in the arena stay, the new ones go here in the step arena (InstallWeights).
+  std::optional<uint64_t> new_offset_bytes = {};
 };
 
 // One run of elements of one parameter.
@@ -392,6 +396,20 @@ struct UpdateBlock {
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
+};
+
+// New weights that an early update has put into the step arena -> weights arena.
+struct InstallWeights {
+  struct Copy {
+    uint64_t from_bytes = 0;
+    uint64_t to_bytes = 0;
+    uint64_t bytes = 0;
+  };
+
+  TaskId task = 0;
+  JobId job = 0;
+  uint64_t block = 0;
+  std::vector<Copy> copies = {};
 };
 
 // Writes the staging slot to the swap slot. `pause`: a moment later, since a write there failed just
@@ -519,6 +537,13 @@ struct StepCommitted {
   uint64_t step = 0;
 };
 
+// What early updates have made of these blocks, or are making, is of no use: they are updated from their old
+// states once more, or not at all.
+struct EarlyUpdatesDropped {
+  JobId job = 0;
+  std::vector<uint64_t> blocks;
+};
+
 // All blocks of the committed step are updated and written: memory peaks and the step's timeline are taken
 // now. Step 0: those of UpdatePass::kMasters.
 struct StepPublished {
@@ -526,11 +551,12 @@ struct StepPublished {
   uint64_t step = 0;
 };
 
-using Action = std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                            CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                            AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena,
-                            AddGradients, SumGradient, ReadBlock, UpdateBlock, WriteBlock,
-                            EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights,
-                            RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, StepPublished>;
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
+                 PromoteBlock, DecodeState, SetMasters, LoadWeights, RoomAwaited, StartLeaseTimer,
+                 StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished>;
 
 }  // namespace forebay::daemon

@@ -37,6 +37,8 @@ void GradientAccumulator::Forget() {
   summing_.clear();
   moving_.clear();
   not_updated_.clear();
+  in_last_pass_.assign(members_.world_size(), false);
+  sum_changes_.clear();
   needs_float_sums_ = false;
   fault_ = absl::OkStatus();
 }
@@ -80,12 +82,29 @@ uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t partition, 
   return elems;
 }
 
-void GradientAccumulator::SplitAt(Partition& partition, uint64_t elem) {
+void GradientAccumulator::SetSummed(uint32_t partition, uint64_t begin, Cell& cell) {
+  cell.summed = true;
+  --unsummed_cells_;
+  cell.counted = cell.is_last_pass && cell.has_sum;
+  if (!cell.counted) return;
+  sum_changes_.push_back(
+      {.partition = partition, .begin = begin, .end = cell.end, .is_last = true});
+}
+
+void GradientAccumulator::ClearSummed(uint32_t partition, uint64_t begin, Cell& cell) {
+  if (std::exchange(cell.summed, false)) ++unsummed_cells_;
+  if (!std::exchange(cell.counted, false)) return;
+  sum_changes_.push_back(
+      {.partition = partition, .begin = begin, .end = cell.end, .is_last = false});
+}
+
+void GradientAccumulator::SplitAt(uint32_t index, uint64_t elem) {
+  Partition& partition = partitions_[index];
   const auto after = partition.cells.upper_bound(elem);
   if (after == partition.cells.begin()) return;
   auto& [begin, cell] = *std::prev(after);
   if (begin == elem || cell.end <= elem) return;
-  if (std::exchange(cell.summed, false)) ++unsummed_cells_;  // each part has squares of its own
+  ClearSummed(index, begin, cell);  // each part has squares of its own
   cell.squares = {};
   Cell right = cell;
   cell.end = elem;
@@ -96,8 +115,8 @@ void GradientAccumulator::SplitAt(Partition& partition, uint64_t elem) {
 // Makes [begin, end) consist of whole cells.
 void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
   Partition& partition = partitions_[index];
-  SplitAt(partition, begin);
-  SplitAt(partition, end);
+  SplitAt(index, begin);
+  SplitAt(index, end);
   for (uint64_t at = begin; at < end;) {
     const auto next = partition.cells.lower_bound(at);
     if (next != partition.cells.end() && next->first == at) {
@@ -148,9 +167,10 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
   for (auto it = begin; it != end; ++it) {
     Cell& cell = it->second;
     cell.waiting[rank].push_back(id);
+    cell.is_last_pass = in_last_pass_[rank];
     if (!delivery.further) continue;
     cell.next_rank = FirstRank(delivery.partition);
-    if (std::exchange(cell.summed, false)) ++unsummed_cells_;
+    ClearSummed(delivery.partition, it->first, cell);
   }
   if (delivery.further && plan_.sum_dtype != protocol::DType::kFloat32) needs_float_sums_ = true;
   ++delivered_total_;
@@ -230,7 +250,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     blocked_ = true;
     return;
   }
-  if (!pipeline_.IsPartitionDone(partition)) {
+  if (!pipeline_.IsPartitionDone(partition) || pipeline_.ReadsSums(partition, begin, cell.end)) {
     not_updated_.insert(partition);
     return;
   }
@@ -260,8 +280,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     StartSum(partition, it);
   } else if (pass.completes) {  // every contribution to it was refused
     cell.next_rank = rank;
-    cell.summed = true;
-    --unsummed_cells_;
+    SetSummed(partition, begin, cell);
   }
 }
 
@@ -364,8 +383,7 @@ void GradientAccumulator::EndPass(const Pass& pass, const TaskDone& done) {
     const bool whole = it->first == pass.begin && cell.end == pass.end;
     if (!pass.completes || !whole || !cell.waiting.empty()) continue;
     cell.squares = done.squares;
-    cell.summed = true;
-    --unsummed_cells_;
+    SetSummed(pass.partition, it->first, cell);
   }
   for (const Id id : pass.sources) {
     Contribution& contribution = contributions_.at(id);
@@ -393,7 +411,7 @@ void GradientAccumulator::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
   for (Partition& partition : partitions_) {
     for (auto& [begin, cell] : partition.cells) {
       cell.narrow = cell.has_sum;
-      if (std::exchange(cell.summed, false)) ++unsummed_cells_;
+      ClearSummed(static_cast<uint32_t>(&partition - partitions_.data()), begin, cell);
     }
   }
   blocked_ = true;

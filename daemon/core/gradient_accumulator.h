@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -37,7 +38,8 @@ namespace forebay::daemon {
 // order, in float32. Where accumulators have 16 bits, nothing is added from the first further pass on
 // until there is memory for float32 ones (needs_float_sums); what the old ones hold is added to the new.
 //
-// While blocks of the step before are updated from a partition's accumulator, its contributions wait.
+// While blocks of the step before are updated from a partition's accumulator, its contributions wait; so do
+// those of a range that an early update reads.
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
@@ -62,6 +64,18 @@ class GradientAccumulator {
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
+  // What the rank delivers from now on is of its last backward pass.
+  void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
+  // Ranges that have their last sum now, or do not have it any more: sharded, of contributions of a last
+  // pass alone.
+  struct SumChange {
+    uint32_t partition = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    bool is_last = false;
+  };
+  std::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
+
   // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range, and this is no further pass.
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);
@@ -142,9 +156,11 @@ class GradientAccumulator {
     uint64_t end = 0;
     uint32_t next_rank = 0;  // lower ranks are added, being added, or count as zero
     bool adding = false;
-    bool has_sum = false;  // the accumulator holds a sum
-    bool narrow = false;   // not the plan's, but the one of 16 bits before it
-    bool summed = false;   // of all ranks, squares included
+    bool has_sum = false;       // the accumulator holds a sum
+    bool narrow = false;        // not the plan's, but the one of 16 bits before it
+    bool summed = false;        // of all ranks, squares included
+    bool is_last_pass = false;  // the newest contribution is of its rank's last pass
+    bool counted = false;       // as a last sum
     std::map<uint32_t, std::vector<Id>> waiting = {};
     cpu_adam::SquareSum squares = {};
   };
@@ -187,7 +203,7 @@ class GradientAccumulator {
   static constexpr uint32_t kNobody = UINT32_MAX;
 
   void Cut(uint32_t partition, uint64_t begin, uint64_t end);
-  void SplitAt(Partition& partition, uint64_t elem);
+  void SplitAt(uint32_t partition, uint64_t elem);
   void AddDelivered(uint32_t rank, Place place, uint64_t end);
   bool IsClosed(uint32_t rank) const { return closed_[rank] || asked_[rank]; }
   bool AllClosed() const;
@@ -208,6 +224,8 @@ class GradientAccumulator {
   uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
   void StartPass(uint32_t partition, Cells::iterator cell, Pass pass);
   void StartSum(uint32_t partition, Cells::iterator cell);
+  void SetSummed(uint32_t partition, uint64_t begin, Cell& cell);
+  void ClearSummed(uint32_t partition, uint64_t begin, Cell& cell);
   void EndPass(const Pass& pass, const TaskDone& done);
   void Release(Id id);
   void SpillToOverflow();
@@ -243,7 +261,10 @@ class GradientAccumulator {
   std::map<TaskId, Id> moving_;
   std::vector<uint64_t> narrow_offsets_;  // as the plan's accumulator_offsets
   bool needs_float_sums_ = false;
-  std::set<uint32_t> not_updated_;  // partitions whose accumulators hold sums of the step before
+  std::vector<bool> in_last_pass_;  // by rank
+  std::vector<SumChange> sum_changes_;
+  // Partitions whose accumulators hold sums of the step before, or are being read.
+  std::set<uint32_t> not_updated_;
   bool blocked_ = false;  // something waits for the end of stale tasks, or for sums in float32
   absl::Status fault_;
 };

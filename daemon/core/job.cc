@@ -22,7 +22,8 @@ namespace {
 bool NeedsRank(const Command& command) {
   const Op op = static_cast<Op>(command.op);
   return op == Op::kWriteInitial || op == Op::kInitialDone || op == Op::kGradReady ||
-         op == Op::kStep || op == Op::kWriteMasters || op == Op::kGradNorm;
+         op == Op::kStep || op == Op::kWriteMasters || op == Op::kGradNorm ||
+         op == Op::kAnnounceStep;
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ void Job::TryChangeWorld() {
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
   if (!members_.has_only_waiting()) return;
   step_.DropForNewWorld();
-  if (io_.stale_tasks() > 0) return;
+  if (io_.stale_tasks() > 0 || pipeline_.has_early_tasks()) return;
   const MemoryPlan before = std::exchange(spec_.plan, *std::exchange(next_plan_, std::nullopt));
   ReplaceStepArena action{.step_bytes = spec_.plan.step_bytes};
   const uint32_t kept = std::min(before.session.world_size, spec_.world_size());
@@ -454,6 +455,9 @@ void Job::Dispatch(Session& session, const Command& command) {
     case Op::kGradNorm:
       step_.HandleGradNorm(session, command);
       return;
+    case Op::kAnnounceStep:
+      step_.HandleAnnouncement(session, command);
+      return;
     case Op::kStep:
       step_.HandleStep(session, command);
       return;
@@ -509,6 +513,7 @@ void Job::HandleWrite(Session& session, const Command& command) {
                              "release the lease first"));
     return;
   }
+  step_.DropEarlyUpdates();
   access_.AddWrite(id, command);
 }
 
@@ -573,6 +578,9 @@ void Job::OnTaskDone(const TaskDone& done) {
       return;
     case TaskKind::kLoadWeights:
       weights_.OnLoaded(done);
+      return;
+    case TaskKind::kInstallWeights:
+      pipeline_.OnInstalled(done);
       return;
     case TaskKind::kMoveBlock:
       residency_.OnMoved(done);
@@ -645,7 +653,7 @@ void Job::Advance() {
   step_.AdvanceUpdate();
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
-  step_.Advance();
+  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves());
   fetches_.Serve();
   CloseEnded();
   TryChangeWorld();
@@ -662,7 +670,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
   if (!called) turns_left_ = 0;
   if (called && is_due) turns_left_ = kTurnsBetweenSteps;
   const auto may_begin = [&] {
-    return !pipeline_.running() &&
+    return !pipeline_.running() && !pipeline_.has_early_tasks() &&
            (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
   };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
@@ -734,6 +742,8 @@ JobView Job::View() const {
                .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
                .last_step_read_bytes = pipeline_.last_step().read_bytes,
                .last_step_written_bytes = pipeline_.last_step().written_bytes,
+               .last_step_early_updates = pipeline_.last_step().early_updates,
+               .last_step_dropped_updates = pipeline_.last_step().dropped_updates,
                .ready = is_ready(),
                .failed = failed_,
                .dram_bytes = dram_bytes(),

@@ -55,6 +55,7 @@ enum class TaskKind : uint8_t {
   kCopyExtraState,
   kReadBlock,
   kUpdateBlock,
+  kInstallWeights,
   kWriteBlock,
   kMoveBlock,
   kAccessState,

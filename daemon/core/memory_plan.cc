@@ -55,6 +55,8 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.extra_state_offset = at = RoundUp(at, kPageBytes);
   plan.extra_state_slot_bytes = RoundUp(plan.session.extra_state_bytes, protocol::kCacheLineBytes);
   at += plan.extra_state_slot_bytes * 2 * world_size;
+  plan.early_weights_offset = at = RoundUp(at, kPageBytes);
+  at += plan.early_weights_bytes;
   plan.step_bytes = RoundUp(at, kPageBytes);
   if (!layout.is_shared() && plan.sum_dtype != protocol::DType::kFloat32) {
     MemoryPlan wide = plan;
@@ -147,9 +149,15 @@ uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
   return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
 }
 
+bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
+  return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
+}
+
 // Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others. A partition
 // with frozen parameters, which have no block, stays.
-void PutWeightsOnSwap(const Layout& layout, uint64_t room, MemoryPlan& plan) {
+void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint64_t room,
+                      MemoryPlan& plan) {
+  const uint64_t copies = HasEarlyUpdates(layout, request) ? 2 : 1;  // old and new
   const auto partitions = layout.partitions();
   plan.weights_on_swap.assign(partitions.size(), true);
   for (const protocol::BoxPlace& place : layout.boxes()) {
@@ -190,7 +198,7 @@ void PutWeightsOnSwap(const Layout& layout, uint64_t room, MemoryPlan& plan) {
       move(partition, false);
       group_bytes += bytes_of(partition);
     }
-    const bool fits = pinned_bytes + group_bytes + cache_bytes <= room;
+    const bool fits = copies * (pinned_bytes + group_bytes) + cache_bytes <= room;
     if (fits) pinned_bytes += group_bytes;
     for (const uint32_t partition : group) {
       plan.weights_on_swap[partition] = !fits;
@@ -206,12 +214,37 @@ void PutWeightsOnSwap(const Layout& layout, uint64_t room, MemoryPlan& plan) {
   plan.weights_bytes = pinned_bytes + cache_bytes;
 }
 
+// It does not outlive the layout.
+BlockMap MapOf(const Layout& layout, const MemoryPlan& plan) {
+  const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
+  return {borrowed, plan.block_elems, plan.weights_on_swap};
+}
+
+// New weights of blocks on swap whose weights are in DRAM get slots in the step arena, as far as `room` bytes
+// have room for them; what is left is for states. Where all states fit there are none.
+absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
+                              const NodeOptions& options, uint64_t state_bytes, uint64_t room,
+                              MemoryPlan& plan) {
+  if (!HasEarlyUpdates(layout, request) || state_bytes <= room) return absl::OkStatus();
+  const uint64_t slot_bytes = plan.block_elems * protocol::SizeBytes(layout.spec().dtype);
+  uint64_t blocks = 0;
+  const BlockMap map = MapOf(layout, plan);
+  for (uint32_t block = 0; block < map.blocks(); ++block) blocks += map.has_weights(block) ? 0 : 1;
+  uint64_t slots = std::min(blocks, room / slot_bytes);
+  if (!plan.has_weights_on_swap() && room > blocks * slot_bytes) {
+    // Each block has a slot, or is in DRAM.
+    const uint64_t block_bytes = std::max(map.full_block_bytes(), slot_bytes + 1);
+    slots = blocks - std::min(blocks, (room - blocks * slot_bytes) / (block_bytes - slot_bytes));
+  }
+  plan.early_weights_slots = static_cast<uint32_t>(slots);
+  plan.early_weights_bytes = RoundUp(slots * slot_bytes, kPageBytes);
+  return PlanArenas(layout, request, options, plan);
+}
+
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
                  MemoryPlan& plan) {
-  // It does not outlive this call.
-  const std::shared_ptr<const Layout> borrowed(std::shared_ptr<void>(), &layout);
-  const BlockMap map(borrowed, plan.block_elems, plan.weights_on_swap);
+  const BlockMap map = MapOf(layout, plan);
   plan.placement = Placement(layout, map, room);
   plan.block_bytes = map.full_block_bytes();
   plan.swap_slots = kSwapSlotsPerBlock * plan.placement.swapped_blocks();
@@ -257,7 +290,8 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
   const uint64_t world_size = plan.session.world_size;
   const uint64_t accumulator_bytes = plan.overflow_offset;
   const uint64_t overflow_bytes = plan.piece_bytes * plan.overflow_slots;
-  const uint64_t extra_bytes = plan.step_bytes - accumulator_bytes - overflow_bytes;
+  const uint64_t extra_bytes =
+      plan.step_bytes - accumulator_bytes - overflow_bytes - plan.early_weights_bytes;
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + state_bytes_needed;
   std::string message = absl::StrCat(
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
@@ -298,7 +332,8 @@ SessionRequest SessionRequestOf(const AttachRequested& request) {
           .extra_state_bytes = request.extra_state_bytes,
           .activation_bytes = request.activation_bytes,
           .trace = request.trace,
-          .accumulate = request.accumulate};
+          .accumulate = request.accumulate,
+          .early_updates = request.early_updates};
 }
 
 uint64_t PieceBytes(const Layout& layout) {
@@ -355,22 +390,25 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   if (has_swap && !layout.is_shared() && !weights_fit) {
     const uint64_t beside = others + DigestBytes(layout);
     const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
-    PutWeightsOnSwap(layout, room, plan);
+    PutWeightsOnSwap(layout, request, room, plan);
     RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   }
   plan.block_elems = BlockElems(layout, options, plan);
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
-  const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes;
-  const uint64_t room = options.dram_limit_bytes - std::min(needed, options.dram_limit_bytes);
-  plan.missing_bytes = needed - std::min(needed, options.dram_limit_bytes);
+  const auto needed = [&] { return TakenBytes(options, use) + plan.fixed_bytes; };
+  const auto room = [&] {
+    return options.dram_limit_bytes - std::min(needed(), options.dram_limit_bytes);
+  };
+  plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);
   if (plan.missing_bytes > use.movable_bytes) {
     return DramLimitError(plan, options, use, has_swap ? 0 : state_bytes);
   }
-  if (!has_swap && state_bytes > room) {
+  if (!has_swap && state_bytes > room()) {
     return DramLimitError(plan, options, use, state_bytes);
   }
   // The layout is affordable now, so a map of its blocks is too.
-  PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room, plan);
+  RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), plan));
+  PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), plan);
   RETURN_IF_ERROR(CheckSwap(plan, options, *use.swap));
   return plan;
 }

@@ -35,6 +35,7 @@ struct SessionRequest {
   uint64_t activation_bytes = 0;
   bool trace = false;
   bool accumulate = false;  // sharded: gradients of several passes are added
+  bool early_updates = false;
 };
 
 // Every arena of a job, its sizes and its offsets.
@@ -56,6 +57,10 @@ struct MemoryPlan {
   uint32_t overflow_slots = 0;      // kOverflowSlotsPerRank for each rank; sharded: none
   uint64_t extra_state_offset = 0;  // two slots per rank
   uint64_t extra_state_slot_bytes = 0;
+  // Where early updates put new weights of blocks whose weights are in DRAM: each slot has room for a block's.
+  uint64_t early_weights_offset = 0;
+  uint32_t early_weights_slots = 0;
+  uint64_t early_weights_bytes = 0;
   uint64_t step_bytes = 0;
   // Behind it, of a sharded job whose sums have 16 bits: float32 sums. They get memory with the first
   // further backward pass of a step.

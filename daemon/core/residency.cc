@@ -103,6 +103,7 @@ bool Residency::MayPromote(uint32_t block) {
 
 void Residency::StartPromotion(uint32_t block) {
   pipeline_.placement().BeginMove(block);
+  pipeline_.DropEarlyUpdateOf(block);
   io_.Start(TaskKind::kMoveBlock, 0,
             PromoteBlock{.place = {.resident = true,
                                    .state_offset_bytes =

@@ -51,6 +51,10 @@ class Residency {
   void Pump();
   void OnMoved(const TaskDone& done);
   bool in_progress() const { return pipeline_.placement().moving().has_value(); }
+  // One goes on, or is to begin.
+  bool has_moves() const {
+    return in_progress() || (!abandoned_ && pipeline_.placement().NextMarked().has_value());
+  }
 
   // The job failed: blocks stay where they are.
   void Abandon();

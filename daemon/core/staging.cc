@@ -43,10 +43,13 @@ void StagedBlocks::Drop(uint32_t block) {
   first_dropped_ = std::min(first_dropped_, position_(block));
 }
 
-std::optional<uint32_t> StagedBlocks::Reclaim() {
+std::optional<uint32_t> StagedBlocks::Reclaim() { return ReclaimWhere(may_reclaim_); }
+
+std::optional<uint32_t> StagedBlocks::ReclaimWhere(
+    const std::function<bool(uint32_t block)>& may_go) {
   auto last = blocks_.end();
   for (auto it = blocks_.begin(); it != blocks_.end(); ++it) {
-    if (it->second.state != State::kReady || !may_reclaim_(it->first)) continue;
+    if (it->second.state != State::kReady || !may_go(it->first)) continue;
     if (last == blocks_.end() || position_(it->first) > position_(last->first)) last = it;
   }
   if (last == blocks_.end()) return std::nullopt;

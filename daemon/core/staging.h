@@ -88,6 +88,9 @@ class StagedBlocks {
   // returns its slot, nothing if there is no such block.
   std::optional<uint32_t> Reclaim();
 
+  // The same of a block that `may_go`, in the order of update or not.
+  std::optional<uint32_t> ReclaimWhere(const std::function<bool(uint32_t block)>& may_go);
+
   // The first place of a block that was dropped since this was last asked; UINT32_MAX: none was.
   uint32_t DrainFirstDropped();
 

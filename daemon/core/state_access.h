@@ -66,6 +66,7 @@ class StateAccess {
   std::vector<Written> DrainWritten() { return std::exchange(written_, {}); }
 
   bool in_progress() const { return phase_ != Phase::kIdle; }
+  bool has_requests() const { return in_progress() || !queue_.empty(); }
   // The command in progress writes to the partition.
   bool Writes(uint32_t partition) const {
     return in_progress() && current_.write && current_.write->partition == partition;

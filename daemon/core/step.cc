@@ -175,13 +175,97 @@ void Step::FollowAttempt(const Session& session, const Command& command) {
   BeginAttempt(command.attempt, status);
 }
 
+// ------------------------------------------------------------------------------ update at arrival
+
+void Step::HandleAnnouncement(Session& session, const Command& command) {
+  const CommandId id = session.IdOf(command);
+  if (command.step != committed_step_ + 1) {
+    io_.Answer(id, StepNumberError(command.step));
+    return;
+  }
+  if (HasCalled(session)) {
+    io_.Answer(id, MakeError(ErrorId::kStep,
+                             absl::StrCat("rank ", session.rank, " has called step ", command.step,
+                                          " already, and announces its scalars"),
+                             "announce them before the last backward pass"));
+    return;
+  }
+  const absl::Status status = CheckAttempt(session, command);
+  if (!status.ok() || command.attempt < attempt_) {
+    io_.Answer(id, status);  // of an older attempt: discarded
+    return;
+  }
+  FollowAttempt(session, command);
+  CopyRequest(session, command);
+}
+
+// A session's first announcement or another one: its later deliveries are of its last pass. What other ranks
+// announce otherwise is not updated early.
+void Step::Announce(Session& session, const StepRequestCopied& copied) {
+  gradients_.BeginLastPass(session.rank);
+  const auto hyper_params = std::span(copied.hyper_params).first(copied.request.param_groups);
+  StepOrder order = OrderOf(copied.request, hyper_params, ScaleOf(copied.request));
+  if (!announced_) {
+    // Where the gradient of the step before was clipped, that of this one may be clipped too.
+    early_is_off_ = last_.clipped;
+    announced_ = std::move(order);
+    return;
+  }
+  if (order.HasScalarsOf(*announced_, spec_.layout->spec().optimizer)) return;
+  early_is_off_ = true;
+  pipeline_.DropEarly();
+}
+
+double Step::ScaleOf(const protocol::StepRequest& request) const {
+  return request.grad_scale / addends();
+}
+
+StepOrder Step::OrderOf(const protocol::StepRequest& request,
+                        std::span<const protocol::HyperParams> hyper_params, double scale) const {
+  return {.step = committed_step_ + 1,
+          .grad_scale = static_cast<float>(scale),
+          .grad_min = static_cast<float>(request.grad_min),
+          .grad_max = static_cast<float>(request.grad_max),
+          .hyper_params = {hyper_params.begin(), hyper_params.end()},
+          .params = {}};
+}
+
+void Step::FollowSums() {
+  for (const GradientAccumulator::SumChange& change : gradients_.DrainSumChanges()) {
+    pipeline_.CountSums(change.partition, change.begin, change.end, change.is_last);
+  }
+}
+
+void Step::UpdateEarly() {
+  const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ && !pipeline_.running() &&
+                   gradients_.fault().ok() && !gradients_.needs_float_sums();
+  if (!may) return;
+  if (!pipeline_.is_early()) pipeline_.BeginEarly(*announced_);
+  pipeline_.PumpEarly();
+}
+
+void Step::DropEarlyUpdates() {
+  pipeline_.DropEarly();
+  announced_.reset();
+}
+
+// Of every rank.
+void Step::DropGradients(const absl::Status& status) {
+  gradients_.Drop(status);
+  pipeline_.ForgetSums();
+  announced_.reset();
+  early_is_off_ = false;
+}
+
+// --------------------------------------------------------------------------------- the step's call
+
 // Ranks that wait in step get `status`; what was delivered is discarded.
 void Step::BeginAttempt(uint64_t attempt, const absl::Status& status) {
   attempt_ = attempt;
   io_.set_attempt(attempt);
   for (const auto& [rank, call] : barrier_.Drain()) io_.Answer(call.command, status);
   io_.NewEpoch();
-  gradients_.Drop(absl::OkStatus());
+  DropGradients(absl::OkStatus());
 }
 
 // A gradient that is not finite ends the attempt for every rank.
@@ -211,12 +295,7 @@ void Step::HandleStep(Session& session, const Command& command) {
     return;
   }
   if (command.step != committed_step_ + 1) {
-    io_.Answer(id,
-               MakeError(ErrorId::kStep,
-                         absl::StrCat("step ", command.step, "; the committed step is ",
-                                      committed_step_, ", the next one ", committed_step_ + 1),
-                         "steps are numbered from 1 without a gap: go on after the committed one, "
-                         "and take up its extra_state"));
+    io_.Answer(id, StepNumberError(command.step));
     return;
   }
   if (phase_ != Phase::kOpen || barrier_.has(session.rank) || session.step_being_copied) {
@@ -236,6 +315,18 @@ void Step::HandleStep(Session& session, const Command& command) {
     return;
   }
   FollowAttempt(session, command);
+  CopyRequest(session, command);
+}
+
+absl::Status Step::StepNumberError(uint64_t step) const {
+  return MakeError(ErrorId::kStep,
+                   absl::StrCat("step ", step, "; the committed step is ", committed_step_,
+                                ", the next one ", committed_step_ + 1),
+                   "steps are numbered from 1 without a gap: go on after the committed one, "
+                   "and take up its extra_state");
+}
+
+void Step::CopyRequest(Session& session, const Command& command) {
   session.step_being_copied = command;
   io_.actions().Emit(CopyStepRequest{
       .session = session.id,
@@ -314,8 +405,12 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
     return;  // fenced meanwhile, and answered
   }
   const Command command = *std::exchange(session.step_being_copied, std::nullopt);
-  const absl::Status status = CheckCall(session, command, copied);
-  if (!status.ok()) {
+  const bool announces = static_cast<protocol::Op>(command.op) == protocol::Op::kAnnounceStep;
+  const absl::Status status =
+      announces ? CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session))
+                : CheckCall(session, command, copied);
+  if (!status.ok() || announces) {
+    if (status.ok()) Announce(session, copied);
     io_.Answer(session.IdOf(command), status);
     return;
   }
@@ -392,25 +487,19 @@ void Step::DecideWhenReduced() {
     return;
   }
   const StepCall& call = barrier_.by_rank().begin()->second;
-  // Reduced gradients are the mean already.
-  const uint32_t addends = spec_.layout->is_shared() ? members_.world_size() : 1;
-  const double asked = call.request.grad_scale;
-  double scale = asked / addends;
+  double scale = ScaleOf(call.request);
   last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
   if (call.request.max_grad_norm > 0) {
-    last_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(asked) / addends;
+    last_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(call.request.grad_scale) / addends();
     const double clip = call.request.max_grad_norm / (last_.norm + kClipEps);
     last_.clipped = clip < 1.0;
     if (last_.clipped) scale *= clip;
   }
   trace_.OnCommitted();
   pipeline_.FollowTrace(trace_.committed());
-  pipeline_.Begin({.step = committed_step_ + 1,
-                   .grad_scale = static_cast<float>(scale),
-                   .grad_min = static_cast<float>(call.request.grad_min),
-                   .grad_max = static_cast<float>(call.request.grad_max),
-                   .hyper_params = call.hyper_params,
-                   .params = ParamsWithGradient()});
+  StepOrder order = OrderOf(call.request, call.hyper_params, scale);
+  order.params = ParamsWithGradient();
+  pipeline_.Begin(std::move(order));
   weights_.ForgetUpdated();
   ArmLeaseTimer();
   Commit();
@@ -444,7 +533,7 @@ void Step::Commit() {
   io_.set_committed_step(committed_step_);
   phase_ = Phase::kOpen;
   extra_slot_ = 1 - extra_slot_;
-  gradients_.Drop(absl::OkStatus());
+  DropGradients(absl::OkStatus());
   attempt_ = 0;
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
@@ -496,7 +585,7 @@ absl::Status Step::OnGradientTask(TaskKind kind, const TaskDone& done) {
 
 // Not while blocks are updated from sums in the old accumulators.
 bool Step::MayUseFloatSums() const {
-  if (pipeline_.running()) return false;
+  if (pipeline_.running() || pipeline_.has_early_tasks()) return false;
   const bool waits = phase_ == Phase::kReducing && gradients_.needs_float_sums();
   return (phase_ == Phase::kOpen || waits) && gradients_.is_idle();
 }
@@ -510,10 +599,12 @@ absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
   return done.status;
 }
 
-void Step::Advance() {
+void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (phase_ == Phase::kOpen) DropFaulty();
   if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
+  if (phase_ != Phase::kFailed) FollowSums();
+  if (may_update_early) UpdateEarly();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
   AdvanceUpdate();
 }
@@ -547,7 +638,7 @@ void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
     io_.Answer(call.command, call.command.session == lost.id ? lost.fence : status);
   }
   io_.NewEpoch();
-  gradients_.Drop(status);
+  DropGradients(status);
   attempt_ = 0;  // every session of an older attempt is fenced
   fault_ = absl::OkStatus();
   io_.set_attempt(attempt_);
@@ -557,12 +648,14 @@ void Step::OnRankFailed(const Session& lost, const absl::Status& status) {
 void Step::DropForNewWorld() {
   if (gradients_.empty()) return;
   io_.NewEpoch();
-  gradients_.Drop(absl::OkStatus());
+  DropGradients(absl::OkStatus());
 }
 
 void Step::OnWorldChanged() {
   FOREBAY_CHECK(phase_ == Phase::kOpen && gradients_.empty() && barrier_.by_rank().empty());
   gradients_.OnWorldChanged();
+  pipeline_.ForgetSums();
+  announced_.reset();
   extra_bytes_.resize(members_.world_size(), 0);
   attempt_ = 0;
   fault_ = absl::OkStatus();

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,7 @@ class Step {
   // Commands that CheckCommand let through, of a current session.
   void HandleGradient(Session& session, const protocol::Command& command);
   void HandleGradNorm(Session& session, const protocol::Command& command);
+  void HandleAnnouncement(Session& session, const protocol::Command& command);
   void HandleStep(Session& session, const protocol::Command& command);
   void OnStepRequest(Session& session, const StepRequestCopied& copied);
 
@@ -61,8 +63,11 @@ class Step {
 
   // Goes on with the update, and publishes the step when it ends.
   void AdvanceUpdate();
-  // Does all that has become possible.
-  void Advance();
+  // Does all that has become possible; without `may_update_early` no early update begins.
+  void Advance(bool may_update_early);
+  // Masters are going to be written: what was made of the old ones is dropped, and no early update begins
+  // before the next announcement.
+  void DropEarlyUpdates();
 
   // Sessions of its ranks.
   bool HasContributed(const Session& session) const;
@@ -124,6 +129,17 @@ class Step {
   void FollowAttempt(const Session& session, const protocol::Command& command);
   void DropFaulty();
   absl::Status DroppedError(uint64_t attempt) const;
+  absl::Status StepNumberError(uint64_t step) const;
+  void CopyRequest(Session& session, const protocol::Command& command);
+  void Announce(Session& session, const StepRequestCopied& copied);
+  StepOrder OrderOf(const protocol::StepRequest& request,
+                    std::span<const protocol::HyperParams> hyper_params, double scale) const;
+  double ScaleOf(const protocol::StepRequest& request) const;
+  // What a gradient is the sum of: reduced ones are the mean already.
+  uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
+  void FollowSums();
+  void UpdateEarly();
+  void DropGradients(const absl::Status& status);
   absl::Status CheckCall(const Session& session, const protocol::Command& command,
                          const StepRequestCopied& copied) const;
   absl::Status CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const;
@@ -157,6 +173,9 @@ class Step {
   uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
   absl::Status fault_;           // that fault; OK: none
   GradientAccumulator gradients_;
+  std::optional<StepOrder> announced_;  // of this attempt
+  // Ranks have announced different scalars, or the gradient of the step before was clipped.
+  bool early_is_off_ = false;
   StepBarrier barrier_;
   Trace trace_;
   std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end

@@ -1,6 +1,7 @@
 #include "daemon/core/step_pipeline.h"
 
 #include <algorithm>
+#include <bit>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,6 +15,22 @@
 namespace forebay::daemon {
 
 using State = StagedBlocks::State;
+
+bool StepOrder::HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const {
+  const auto same = [](auto a, auto b) {
+    using Bits = std::conditional_t<sizeof(a) == 4, uint32_t, uint64_t>;
+    return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
+  };
+  if (step != other.step || !same(grad_scale, other.grad_scale)) return false;
+  if (!same(grad_min, other.grad_min) || !same(grad_max, other.grad_max)) return false;
+  if (hyper_params.size() != other.hyper_params.size()) return false;
+  for (size_t i = 0; i < hyper_params.size(); ++i) {
+    for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
+      if (!same(hyper_params[i].*info.field, other.hyper_params[i].*info.field)) return false;
+    }
+  }
+  return true;
+}
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
@@ -32,6 +49,8 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       placement_(plan.placement),
       swap_(swap),
       param_updates_(layout_->params().size(), 0),
+      early_(*layout_, map_, plan, position_),
+      early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
       partition_blocks_left_(layout_->partitions().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
@@ -70,6 +89,7 @@ void StepPipeline::Sort() {
     in_order_[i] = keys[i].second;
     position_[keys[i].second] = i;
   }
+  early_.Sort();
 }
 
 BlockPlace StepPipeline::PlaceOf(uint32_t block) const {
@@ -112,6 +132,10 @@ void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
 
 void StepPipeline::Prefetch() {
   if (running_ || abandoned_) return;
+  if (is_early_) {
+    PrefetchEarly();
+    return;
+  }
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainFirstDropped());
   // Backward fetches weights through the same slots; what is read ahead would be dropped for them.
   const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
@@ -146,13 +170,14 @@ bool StepPipeline::BeginMasters() {
 void StepPipeline::Start(StepOrder order, UpdatePass pass) {
   FOREBAY_CHECK(!running_ && !abandoned_ && !placement_.moving());
   running_ = true;
-  order_ = std::move(order);
+  pass_ = pass;
+  const StepOrder announced = std::exchange(order_, std::move(order));
   partition_has_gradient_.assign(layout_->partitions().size(), false);
   for (const protocol::BoxPlace& place : layout_->boxes()) {
     if (order_.params[place.box.param]) partition_has_gradient_[place.partition] = true;
   }
   overflowed_masters_ = 0;
-  at_begin_ = counters_;
+  AdoptEarly(announced, pass);
   ForgetPrefetchErrors();
   norms_.clear();
   scalars_.clear();
@@ -174,11 +199,15 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       }
     }
     const bool is_staged = staged_.contains(block);
-    if (is_staged) staged_.at(block).cancelled = !needed;
+    // One in use is of an early update, taken or dropped.
+    if (is_staged && staged_.at(block).state != State::kInUse)
+      staged_.at(block).cancelled = !needed;
     if (is_staged && !needed && staged_.at(block).state == State::kReady) staged_.Drop(block);
     if (!needed) continue;
     ++blocks_left_;
-    if (is_resident(block)) {
+    if (early_.has(block)) {
+      AcceptEarly(block);
+    } else if (is_resident(block)) {
       resident_.push_back(block);
     } else {
       swapped_.insert(position_[block]);
@@ -205,6 +234,187 @@ void StepPipeline::EndMomentsPass() {
   }
   BeginPass(UpdatePass::kWeights);
 }
+
+// ------------------------------------------------------------------------------ update at arrival
+
+void StepPipeline::BeginEarly(StepOrder order) {
+  FOREBAY_CHECK(!running_ && !is_early_);
+  if (has_two_passes() || abandoned_) return;
+  order_ = std::move(order);
+  order_.params.assign(layout_->params().size(), true);
+  pass_ = UpdatePass::kWhole;
+  scalars_.clear();
+  is_early_ = true;
+  early_failed_ = false;
+  early_prefetch_left_ = map_.blocks();
+}
+
+void StepPipeline::CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last) {
+  const std::vector<uint32_t> stale = early_.CountSums(partition, begin, end, is_last);
+  FOREBAY_CHECK(stale.empty() || !running_);
+  DropEarly(stale);
+}
+
+void StepPipeline::ForgetSums() {
+  if (!running_) DropEarly();
+  early_.ForgetSums();
+}
+
+void StepPipeline::DropEarly() {
+  if (!std::exchange(is_early_, false)) return;
+  std::vector<uint32_t> blocks;
+  for (const auto& [block, early] : early_.all()) blocks.push_back(block);
+  DropEarly(blocks);
+  ForgetPrefetchErrors();  // what backward was to need first was read ahead
+}
+
+void StepPipeline::DropEarlyUpdateOf(uint32_t block) {
+  if (early_.has(block)) DropEarly(std::vector{block});
+}
+
+void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
+  if (blocks.empty()) return;
+  EarlyUpdatesDropped dropped{.job = io_.job(), .blocks = {blocks.begin(), blocks.end()}};
+  for (const uint32_t block : blocks) {
+    const bool in_flight = !early_.at(block).written;
+    if (in_flight) {
+      staged_.at(block).cancelled = true;
+    } else {
+      ledger_.DropEarly(block);
+    }
+    const std::optional<uint32_t> slot = early_.Remove(block, /*slot_is_free=*/!in_flight);
+    if (slot && in_flight) dropped_slots_.emplace(block, *slot);
+    ++counters_.dropped_updates;
+  }
+  io_.actions().Emit(std::move(dropped));
+}
+
+// A task of a dropped update has ended.
+void StepPipeline::EndDropped(uint32_t block) {
+  staged_.Drop(block);
+  if (const auto slot = dropped_slots_.extract(block); !slot.empty()) {
+    early_.FreeSlot(slot.mapped());
+  }
+}
+
+// At the decision: what was made with other scalars, with the gradient of a parameter that has none, or of
+// weights that a reader holds is of no use.
+void StepPipeline::AdoptEarly(const StepOrder& announced, UpdatePass pass) {
+  const bool same = is_early_ && pass == UpdatePass::kWhole &&
+                    order_.HasScalarsOf(announced, layout_->spec().optimizer);
+  std::vector<uint32_t> dropped;
+  for (const auto& [block, early] : early_.all()) {
+    const std::vector<BlockRun> runs = map_.Runs(block);
+    const bool is_whole =
+        std::ranges::all_of(runs, [this](const BlockRun& run) { return order_.params[run.param]; });
+    if (!same || !is_whole || IsLeased(block)) dropped.push_back(block);
+  }
+  DropEarly(dropped);
+  is_early_ = false;
+  early_.ForgetSums();
+}
+
+// Of a block that the step updates.
+void StepPipeline::AcceptEarly(uint32_t block) {
+  const EarlyUpdates::Block early = early_.at(block);
+  ++counters_.early_updates;
+  overflowed_masters_ += early.overflows;
+  if (early.written) ledger_.AcceptEarly(block);
+  if (early.updated && early.weights_slot) StartInstall(block);
+  if (!early.written) return;
+  --blocks_left_;
+  if (early.weights_slot) return;
+  FinishPartitionsOf(block);
+  (void)early_.Remove(block, /*slot_is_free=*/true);
+}
+
+void StepPipeline::StartInstall(uint32_t block) {
+  ++blocks_left_;
+  InstallWeights action{.block = block};
+  const uint32_t slot = *early_.at(block).weights_slot;
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  for (const BlockRun& run : map_.Runs(block)) {
+    action.copies.push_back(
+        {.from_bytes = early_.NewWeightsOffset(slot, run.block_elem),
+         .to_bytes = PlaceOfWeights(run.partition, run.partition_elem).offset_bytes,
+         .bytes = run.elems * width});
+  }
+  tasks_.emplace(io_.Start(TaskKind::kInstallWeights, 0, std::move(action)),
+                 Running{.block = block});
+}
+
+void StepPipeline::OnInstalled(const TaskDone& done) {
+  const uint32_t block = FinishTask(done.task).block;
+  (void)early_.Remove(block, /*slot_is_free=*/true);
+  FinishPartitionsOf(block);
+  --blocks_left_;
+}
+
+void StepPipeline::PumpEarly() {
+  if (!is_early_ || running_ || abandoned_ || early_failed_) return;
+  StartEarlyReads();
+  StartEarlyUpdates();
+}
+
+bool StepPipeline::MayReadEarly(uint32_t block) const {
+  const BlockLocation& location = placement_.WhereBlock(block);
+  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
+         !staged_.contains(block) && !prefetch_failed_.contains(block) && !early_.has(block);
+}
+
+void StepPipeline::StartEarlyReads() {
+  const uint32_t kept = plan_.has_weights_on_swap() ? 1 : 0;  // for a fetch
+  for (const uint32_t position : early_.waiting()) {
+    const uint32_t block = in_order_[position];
+    if (!MayReadEarly(block)) continue;
+    if (!early_.HasPlace(block)) continue;
+    std::optional<uint32_t> slot = staged_.AllocateFree(kept);
+    // What was read ahead for gradients that do not come holds no slot permanently.
+    const auto waits = [this](uint32_t other) {
+      return early_.waiting().contains(position_[other]);
+    };
+    const bool goes_on =
+        early_tasks_ > 0 ||
+        std::ranges::any_of(staged_.all(), [&](const auto& entry) { return waits(entry.first); });
+    if (!slot && !goes_on) {
+      slot = staged_.ReclaimWhere([&](uint32_t other) { return !waits(other); });
+    }
+    if (!slot) return;
+    StartRead(block, *slot, /*for_update=*/true);
+  }
+}
+
+void StepPipeline::StartEarlyUpdates() {
+  while (updating_ < workers_) {
+    std::optional<uint32_t> first;
+    for (const auto& [block, staged] : staged_.all()) {
+      if (staged.state != State::kReady || !early_.waiting().contains(position_[block])) continue;
+      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block)) {
+        continue;
+      }
+      if (!first || position_[block] < position_[*first]) first = block;
+    }
+    if (!first) return;
+    early_.Begin(*first);
+    early_.AddReader(*first);
+    ++early_tasks_;
+    StartUpdate(*first);
+  }
+}
+
+// Backward delivers gradients in the order of positions, the last one first.
+void StepPipeline::PrefetchEarly() {
+  for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
+    const uint32_t block = in_order_[early_prefetch_left_ - 1];
+    if (!MayReadEarly(block)) continue;
+    const std::optional<uint32_t> slot = staged_.AllocateFree(kStagingSlotsForWeights);
+    if (!slot) return;
+    StartRead(block, *slot, /*for_update=*/true);
+    staged_.at(block).prefetched = true;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
 
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (!resident_.empty()) return true;
@@ -293,7 +503,12 @@ std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   for (const BlockRun& run : map_.Runs(block)) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
-    segments.push_back({.weights = PlaceOfWeights(run.partition, run.partition_elem),
+    WeightsPlace weights = PlaceOfWeights(run.partition, run.partition_elem);
+    if (early_.has(block) && early_.at(block).weights_slot) {
+      weights.new_offset_bytes =
+          early_.NewWeightsOffset(*early_.at(block).weights_slot, run.block_elem);
+    }
+    segments.push_back({.weights = weights,
                         .accumulator_offset_bytes = plan_.accumulator_offsets[run.partition] +
                                                     run.partition_elem * sum_width,
                         .block_elem = run.block_elem,
@@ -334,7 +549,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .pass = pass_,
                                             .sum_dtype = plan_.sum_dtype,
                                             .segments = Segments(block)});
-  tasks_.emplace(task, Running{.block = block});
+  tasks_.emplace(task, Running{.block = block, .early = !running_});
 }
 
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
@@ -361,10 +576,34 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
 absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   const Running update = FinishTask(done.task);
   --updating_;
+  if (update.early) {
+    --early_tasks_;
+    early_.RemoveReader(update.block);
+  }
   const bool resident = is_resident(update.block);
+  if (!resident && staged_.at(update.block).cancelled) {
+    EndDropped(update.block);
+    return absl::OkStatus();
+  }
   if (!done.status.ok() || abandoned_) {
-    if (!resident) staged_.Drop(update.block);
-    return DescribeBlock(done.status, update.block);
+    if (!running_) DropEarly(std::vector{update.block});
+    if (!resident) EndDropped(update.block);
+    if (running_ || done.status.ok()) return DescribeBlock(done.status, update.block);
+    prefetch_failed_.insert(update.block);
+    prefetch_error_.Update(DescribeBlock(done.status, update.block));
+    return absl::OkStatus();
+  }
+  if (early_.has(update.block)) {
+    EarlyUpdates::Block& early = early_.at(update.block);
+    early.updated = true;
+    if (running_) {
+      overflowed_masters_ += done.count;
+      if (early.weights_slot) StartInstall(update.block);
+    } else {
+      early.overflows = done.count;
+    }
+    StartWrite(update.block, done.checksum, done.weights_digests);
+    return absl::OkStatus();
   }
   if (pass_ == UpdatePass::kMoments) {
     norms_[update.block] = done.norms;
@@ -401,13 +640,27 @@ void StepPipeline::FinishPartitionsOf(uint32_t block) {
 void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
   const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
-  tasks_.emplace(
-      task,
-      Running{.block = block, .checksum = checksum, .weights_digests = std::move(weights_digests)});
+  if (!running_) ++early_tasks_;
+  tasks_.emplace(task, Running{.block = block,
+                               .checksum = checksum,
+                               .weights_digests = std::move(weights_digests),
+                               .early = !running_});
 }
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   const Running write = FinishTask(done.task);
+  if (write.early) --early_tasks_;
+  if (staged_.at(write.block).cancelled || (!running_ && (!done.status.ok() || abandoned_))) {
+    if (!staged_.at(write.block).cancelled) DropEarly(std::vector{write.block});
+    if (done.status.ok()) {
+      ledger_.CancelWrite(write.block);
+    } else {
+      ledger_.OnWriteFailed(write.block);
+      early_failed_ = true;
+    }
+    EndDropped(write.block);
+    return absl::OkStatus();
+  }
   if (!done.status.ok()) {
     ledger_.OnWriteFailed(write.block);
     if (abandoned_) {
@@ -420,9 +673,17 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
     StartWrite(write.block, write.checksum, write.weights_digests);
     return absl::OkStatus();
   }
+  if (!running_) {
+    ledger_.EndEarlyWrite(write.block, write.checksum, order_.step, write.weights_digests);
+    early_.at(write.block).written = true;
+    staged_.Drop(write.block);
+    counters_.written_bytes += map_.bytes(write.block);
+    return absl::OkStatus();
+  }
   ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
   if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
     FinishPartitionsOf(write.block);
+    if (early_.has(write.block)) (void)early_.Remove(write.block, /*slot_is_free=*/true);
   }
   staged_.Drop(write.block);
   unwritten_.erase(write.block);
@@ -464,7 +725,7 @@ void StepPipeline::ForgetPrefetchErrors() {
 }
 
 uint64_t StepPipeline::Finish() {
-  FOREBAY_CHECK(done() && updating_ == 0);
+  FOREBAY_CHECK(done() && early_.all().empty());
   running_ = false;
   ledger_.Publish();
   ReturnSurplusSlots();
@@ -477,7 +738,10 @@ uint64_t StepPipeline::Finish() {
                 .update_reads_prefetched =
                     counters_.update_reads_prefetched - at_begin_.update_reads_prefetched,
                 .read_bytes = counters_.read_bytes - at_begin_.read_bytes,
-                .written_bytes = counters_.written_bytes - at_begin_.written_bytes};
+                .written_bytes = counters_.written_bytes - at_begin_.written_bytes,
+                .early_updates = counters_.early_updates - at_begin_.early_updates,
+                .dropped_updates = counters_.dropped_updates - at_begin_.dropped_updates};
+  at_begin_ = counters_;
   return overflowed_masters_;
 }
 

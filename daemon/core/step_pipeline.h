@@ -16,6 +16,7 @@
 #include "cpu_adam/update_kernel.h"
 #include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/early_updates.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/lease_table.h"
@@ -37,6 +38,10 @@ struct StepOrder {
   float grad_max = 0.0F;
   std::vector<protocol::HyperParams> hyper_params;  // by parameter group
   std::vector<bool> params;                         // that have a gradient; others are left alone
+
+  // Whether an update with `other` would have the same bits, for a parameter that both update. Compared are
+  // bits, of the hyper-parameters that the optimizer has.
+  bool HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const;
 };
 
 // Of steps: zeros that the first one begins with count as read, the masters before it do not.
@@ -45,6 +50,8 @@ struct PipelineCounters {
   uint64_t update_reads_prefetched = 0;  // of these, read before an update waited for them
   uint64_t read_bytes = 0;               // for updates
   uint64_t written_bytes = 0;
+  uint64_t early_updates = 0;    // blocks that were updated before the decision, and taken by it
+  uint64_t dropped_updates = 0;  // and not taken
 };
 
 // Blocks are updated in the order in which the step before fetched their partitions, so that the next
@@ -61,6 +68,10 @@ struct PipelineCounters {
 // it. It is not read before that, and where it has been read already, another block, of any job, may
 // take its slot: then it is read again.
 //
+// Between BeginEarly() and the decision, swapped blocks that have all their gradients are updated early
+// (EarlyUpdates), with the scalars that were announced; of those that have them, the last in the order of
+// arrival first. Begin() takes what was made with the scalars of the decision; the rest is updated anew.
+//
 // LAMB goes over all blocks twice: the second pass begins when the first has written its last block,
 // and takes the ratio of each parameter from the sums of the first, added in the order of blocks.
 class StepPipeline {
@@ -76,12 +87,34 @@ class StepPipeline {
   // in it come last. Not while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
   void Begin(StepOrder order);
+
+  // The step that is being gathered will have these scalars, so it is said: `order.params` counts for nothing.
+  // Nothing happens where the optimizer goes over its blocks twice. Not while a step is applied.
+  void BeginEarly(StepOrder order);
+  bool is_early() const { return is_early_; }
+  // Updates what can be.
+  void PumpEarly();
+  // Early updates of this step are of no use, and no more begin.
+  void DropEarly();
+  // The same of one block, which is going to be written or moved: no task of it runs.
+  void DropEarlyUpdateOf(uint32_t block);
+  // A worker or the disk has a block of an early update, one that was dropped maybe.
+  bool has_early_tasks() const { return early_tasks_ > 0; }
+  bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
+    return early_.ReadsSums(partition, begin, end);
+  }
+  // The sum of a range is the last one of the step that is being gathered, or is not after all.
+  void CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
+  // The gradients that were gathered are dropped.
+  void ForgetSums();
   // Sets the masters that are a plane of their own from the weights, as step 0; false where there
   // are none.
   bool BeginMasters();
   void Pump();  // starts what can be started
   bool running() const { return running_; }
-  bool done() const { return running_ && blocks_left_ == 0 && pass_ != UpdatePass::kMoments; }
+  bool done() const {
+    return running_ && blocks_left_ == 0 && early_tasks_ == 0 && pass_ != UpdatePass::kMoments;
+  }
   bool sets_masters() const { return running_ && pass_ == UpdatePass::kMasters; }
   // Ends a step that is done(); returns how many masters overflowed.
   uint64_t Finish();
@@ -103,6 +136,7 @@ class StepPipeline {
   };
   ReadOutcome OnRead(const TaskDone& done);
   absl::Status OnUpdated(const TaskDone& done);
+  void OnInstalled(const TaskDone& done);
   absl::Status OnWritten(const TaskDone& done);
 
   // For reads of states and for moves of blocks, while no step runs.
@@ -155,6 +189,7 @@ class StepPipeline {
     // Of writes.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
+    bool early = false;  // begun before the decision
   };
 
   Running FinishTask(TaskId task);
@@ -164,6 +199,15 @@ class StepPipeline {
   void StartUpdate(uint32_t block);
   void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
   void FinishPartitionsOf(uint32_t block);
+  void AdoptEarly(const StepOrder& order, UpdatePass pass);
+  void AcceptEarly(uint32_t block);
+  void DropEarly(const std::vector<uint32_t>& blocks);
+  void EndDropped(uint32_t block);
+  void StartInstall(uint32_t block);
+  void StartEarlyUpdates();
+  void StartEarlyReads();
+  void PrefetchEarly();
+  bool MayReadEarly(uint32_t block) const;
   void Sort();
   void StartReads();
   std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
@@ -194,6 +238,13 @@ class StepPipeline {
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
+  EarlyUpdates early_;
+  bool is_early_ = false;
+  bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision
+  uint32_t early_tasks_ = 0;   // updates and writes
+  uint32_t early_prefetch_left_;  // positions from it on were read ahead, or need not be
+  // Of the step arena, by block: a worker still writes them.
+  std::map<uint32_t, uint32_t> dropped_slots_;
   uint32_t prefetch_next_;  // a position: swapped blocks before it are staged, or have failed
   // Not tried again before the decision.
   std::set<uint32_t> prefetch_failed_;

@@ -225,7 +225,7 @@ void WeightsCache::Prefetch() {
 void WeightsCache::ForgetUpdated() {
   FOREBAY_CHECK(!is_loading());
   for (auto& [partition, copy] : copies_) {
-    copy.is_old = copy.is_old || !pipeline_.IsPartitionDone(partition);
+    copy.is_old = copy.is_old || pipeline_.Updates(partition);
   }
   DropOld();
 }

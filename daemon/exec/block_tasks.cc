@@ -131,9 +131,11 @@ StatePlanes PlanesOf(const StateRange& range, const StateMemory& memory) {
   return state;
 }
 
-// What an update of a part reads and writes.
+// What an update of a part reads and writes. Weights that are to stay are copied first: an update reads them
+// where it writes them.
 StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
-                     const StateMemory& memory) {
+                     const UpdateMemory& update_memory) {
+  const StateMemory& memory = update_memory.states;
   const uint64_t width = protocol::SizeBytes(memory.dtype);
   StatePlanes state = PlanesOf(
       {.block_elems = action.block_elems,
@@ -143,6 +145,13 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
                    .offset_bytes = part.segment.weights.offset_bytes + part.skipped * width}},
       memory);
   state.first_elem = static_cast<uint32_t>(part.segment.param_elem + part.skipped);
+  if (part.segment.weights.new_offset_bytes) {
+    const std::span<std::byte> to =
+        Part(update_memory.new_weights, memory.dtype, *part.segment.weights.new_offset_bytes,
+             {part.skipped, part.skipped + part.elems});
+    std::memcpy(to.data(), state.weights, to.size());
+    state.weights = to.data();
+  }
   return state;
 }
 
@@ -164,7 +173,7 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
     const uint64_t end = std::min(segment.block_elem + segment.elems, range.end);
     const SegmentPart part{segment, first - segment.block_elem, end - first};
     const cpu_adam::StepScalars& scalars = segment.scalars;
-    const StatePlanes state = PlanesOf(action, part, states);
+    const StatePlanes state = PlanesOf(action, part, memory);
     if (action.pass == UpdatePass::kWeights) {
       found.overflows += cpu_adam::ApplyLamb(format, scalars, segment.trust, part.elems, state);
       continue;
@@ -253,6 +262,15 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
   SetDigests(digests, MakeIdentity(action.identity_after, nonce), action.block_elems, memory.states,
              done);
   return done;
+}
+
+void RunInstallWeights(const InstallWeights& action, std::span<const std::byte> from,
+                       std::span<std::byte> weights) {
+  for (const InstallWeights::Copy& copy : action.copies) {
+    FOREBAY_CHECK(copy.from_bytes + copy.bytes <= from.size() &&
+                  copy.to_bytes + copy.bytes <= weights.size());
+    std::memcpy(weights.data() + copy.to_bytes, from.data() + copy.from_bytes, copy.bytes);
+  }
 }
 
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,

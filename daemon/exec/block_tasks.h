@@ -40,6 +40,7 @@ struct StateMemory {
 struct UpdateMemory {
   StateMemory states;
   std::span<const std::byte> accumulators;  // step arena
+  std::span<std::byte> new_weights = {};    // step arena, of an early update
 };
 
 // Elements [begin, end) of a block or of a group.
@@ -73,6 +74,10 @@ static_assert(kPartElems % kTileElems == 0 && kTileElems % protocol::kScaleElems
 // Updates a whole block, in ranges whose pages are digested while they are in the cache. The result has
 // the checksum of the block under `identity_after`.
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
+
+// New weights of an early update: step arena -> weights arena.
+void RunInstallWeights(const InstallWeights& action, std::span<const std::byte> from,
+                       std::span<std::byte> weights);
 
 // Checks swapped bytes before they are used: against identity and checksum of the block ledger
 // (`expected`), or, where the block has no slot yet, that they are zeros.

@@ -156,6 +156,7 @@ class Executor {
   void Run(SumGradient& action);
   void Run(ReadBlock& action);
   void Run(UpdateBlock& action);
+  void Run(InstallWeights& action);
   void Run(WriteBlock& action);
   void Run(EvictBlock& action);
   void Run(PromoteBlock& action);
@@ -166,6 +167,7 @@ class Executor {
   void Run(StartLeaseTimer& action);
   void Run(StepCalled& action);
   void Run(StepCommitted& action);
+  void Run(EarlyUpdatesDropped& action);
   void Run(StepPublished& action);
 
   // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it

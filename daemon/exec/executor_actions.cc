@@ -368,7 +368,8 @@ void Executor::Run(UpdateBlock& action) {
   JobMemory& job = jobs_.at(action.job);
   const bool resident = action.place.resident;
   const UpdateMemory memory{.states = StatesAt(job, action.place, action.bytes, swap_),
-                            .accumulators = job.step->bytes()};
+                            .accumulators = job.step->bytes(),
+                            .new_weights = job.step->bytes()};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
   Timed timed{.job = action.job,
@@ -392,6 +393,24 @@ void Executor::Run(UpdateBlock& action) {
               TaskDone done;
               done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
               return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
+            });
+}
+
+void Executor::Run(InstallWeights& action) {
+  const JobMemory& job = jobs_.at(action.job);
+  uint64_t bytes = 0;
+  for (const InstallWeights::Copy& copy : action.copies) bytes += copy.bytes;
+  const TaskId task = action.task;
+  Timed timed{.job = action.job,
+              .lane = Lane::kUpdate,
+              .name = absl::StrCat("weights of block ", action.block),
+              .bytes = bytes,
+              .group = options_.arenas.GroupAt(*job.weights, action.copies[0].to_bytes,
+                                               action.copies[0].bytes)};
+  PostTimed(task, std::move(timed),
+            [action = std::move(action), step = job.step, weights = job.weights] {
+              RunInstallWeights(action, step->bytes(), weights->bytes());
+              return TaskDone{};
             });
 }
 
@@ -503,6 +522,10 @@ void Executor::Run(StepCalled& action) { jobs_.at(action.job).timeline.StepCalle
 
 void Executor::Run(StepCommitted& action) {
   jobs_.at(action.job).timeline.StepCommitted(MonotonicNs());
+}
+
+void Executor::Run(EarlyUpdatesDropped& action) {
+  spdlog::debug("job {}: {} blocks were updated early in vain", action.job, action.blocks.size());
 }
 
 void Executor::Run(StepPublished& action) {

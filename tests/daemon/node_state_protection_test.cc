@@ -51,7 +51,7 @@ class NodeStateProtection : public ::testing::Test {
 };
 
 TEST_F(NodeStateProtection, UnknownOpsAndKindsAreRefused) {
-  for (const int op : {0, 11, 0xffff}) {
+  for (const int op : {0, 12, 0xffff}) {
     Command command = Gradient();
     command.op = static_cast<uint16_t>(op);
     EXPECT_EQ(ErrorFor(command), ErrorId::kProtocol) << op;

@@ -87,6 +87,8 @@ struct Words {
   void operator()(const UpdateBlock& a) const {
     Put({a.task, a.identity_after.block, a.identity_after.written_step, a.segments.size()});
   }
+  void operator()(const InstallWeights& a) const { Put({a.task, a.block, a.copies.size()}); }
+  void operator()(const EarlyUpdatesDropped& a) const { Put({a.job, a.blocks.size()}); }
   void operator()(const WriteBlock& a) const {
     Put({a.task, a.place.slot->path, a.place.slot->offset_bytes, a.checksum});
   }
@@ -186,6 +188,8 @@ class Simulation {
   uint64_t failed_writes() const { return failed_writes_; }
   uint64_t evictions() const { return evictions_; }
   uint64_t promotions() const { return promotions_; }
+  uint64_t early_updates() const { return early_updates_; }  // that a decision has taken
+  uint64_t early_updates_dropped() const { return early_updates_dropped_; }
   uint64_t failed_moves() const { return failed_moves_; }
   uint64_t waited_for_room() const { return waited_for_room_; }
   uint64_t commits_beside_leases() const { return commits_beside_leases_; }
@@ -385,6 +389,10 @@ class Simulation {
       held_up_.erase(published->job);
       if (!held_up_.empty()) ++commits_beside_leases_;
     }
+    if (std::holds_alternative<InstallWeights>(action)) ++early_updates_;
+    if (const auto* dropped = std::get_if<EarlyUpdatesDropped>(&action)) {
+      early_updates_dropped_ += dropped->blocks.size();
+    }
     if (const auto* freed = std::get_if<FreeJob>(&action)) {
       held_up_.erase(freed->job);
       const bool in_use = random_.OneIn(2);
@@ -449,6 +457,8 @@ class Simulation {
   uint64_t failed_writes_ = 0;
   uint64_t evictions_ = 0;
   uint64_t promotions_ = 0;
+  uint64_t early_updates_ = 0;
+  uint64_t early_updates_dropped_ = 0;
   uint64_t failed_moves_ = 0;
   // Jobs that began after their first attach.
   uint64_t waited_for_room_ = 0;
@@ -475,7 +485,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GE(first.events(), kChaosEvents);
   std::printf(
       "%llu events, %llu commits, %llu failed tasks, %llu + %llu moves, %llu failed, %llu waits, "
-      "%llu fetches and %llu expiries of readers\n",
+      "%llu fetches and %llu expiries of readers, %llu early updates and %llu in vain\n",
       static_cast<unsigned long long>(first.events()),
       static_cast<unsigned long long>(first.commits()),
       static_cast<unsigned long long>(first.failures()),
@@ -484,7 +494,9 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
       static_cast<unsigned long long>(first.failed_moves()),
       static_cast<unsigned long long>(first.waited_for_room()),
       static_cast<unsigned long long>(first.fetches_of_readers()),
-      static_cast<unsigned long long>(first.expired_readers()));
+      static_cast<unsigned long long>(first.expired_readers()),
+      static_cast<unsigned long long>(first.early_updates()),
+      static_cast<unsigned long long>(first.early_updates_dropped()));
 
   // The run was worth it: each of these was met.
   EXPECT_GT(first.commits(), 500U);
@@ -497,6 +509,8 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GT(first.commits_beside_leases(), 50U);
   EXPECT_GT(first.fetches_of_readers(), 500U);
   EXPECT_GT(first.expired_readers(), 5U);
+  EXPECT_GT(first.early_updates(), 100U);
+  EXPECT_GT(first.early_updates_dropped(), 100U);
   for (const ErrorId id : {ErrorId::kRankLost, ErrorId::kFenced, ErrorId::kRange, ErrorId::kLease,
                            ErrorId::kStep, ErrorId::kGradDropped, ErrorId::kNonfinite,
                            ErrorId::kOverflow, ErrorId::kJobFailed, ErrorId::kProtocol}) {

@@ -170,7 +170,7 @@ void NodeHarness::Observe(const Action& action) {
     }
     const auto gradient = gradients_.find(answer->completion.tag);
     const auto step = step_requests_.find(answer->completion.tag);
-    if (step != step_requests_.end()) {
+    if (step != step_requests_.end() && answer->completion.op == static_cast<uint16_t>(Op::kStep)) {
       const ErrorId id = protocol::IdOf(answer->status);
       const bool anew = id == ErrorId::kNonfinite || id == ErrorId::kGradDropped;
       const bool done = id == ErrorId::kNone || id == ErrorId::kOverflow;
@@ -213,6 +213,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .run = request.run,
                        .resume = request.resume,
                        .accumulate = request.accumulate,
+                       .early_updates = request.early_updates,
                        .grad_arena_bytes = grad_bytes,
                        .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
                        .layout = std::move(layout)});
@@ -377,16 +378,34 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
   copied.hyper_params = {kHyper};
   copied.hyper_params[0].lr = lr;
   copied.presence = InfoOf(session).presence;
-  step_requests_[last_tag_ + 1] = {.session = session, .copied = copied};
+  return SendStepRequest(session, Op::kStep, std::move(copied));
+}
+
+uint64_t NodeHarness::Announce(uint64_t session, uint64_t step, double lr) {
+  StepRequestCopied copied;
+  copied.request = {.step = step,
+                    .param_groups = 1,
+                    .extra_state_bytes = 0,
+                    .max_grad_norm = 0,
+                    .grad_scale = grad_scale_};
+  copied.hyper_params = {kHyper};
+  copied.hyper_params[0].lr = lr;
+  copied.presence.resize(InfoOf(session).presence.size());
+  return SendStepRequest(session, Op::kAnnounceStep, std::move(copied));
+}
+
+uint64_t NodeHarness::SendStepRequest(uint64_t session, Op op, StepRequestCopied copied) {
   protocol::Command command{};
-  command.op = static_cast<uint16_t>(Op::kStep);
-  command.kind = static_cast<uint16_t>(answered_when_);
-  command.step = step;
+  command.op = static_cast<uint16_t>(op);
+  if (op == Op::kStep) command.kind = static_cast<uint16_t>(answered_when_);
+  command.step = copied.request.step;
   const AnswerAttach* attach = attached(session);
   command.arena_offset_bytes = attach != nullptr ? attach->step_region_offset : 0;
   command.attempt = InfoOf(session).attempt;
   command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) +
-                         copied.presence.size() * sizeof(uint64_t) + extra_state_bytes;
+                         copied.presence.size() * sizeof(uint64_t) +
+                         copied.request.extra_state_bytes;
+  step_requests_[last_tag_ + 1] = {.session = session, .copied = std::move(copied)};
   return Command(session, command);
 }
 

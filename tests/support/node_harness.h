@@ -65,6 +65,7 @@ struct AttachRequest {
   std::string run = {};
   bool resume = false;
   bool accumulate = false;
+  bool early_updates = false;
   uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
   uint64_t extra_state_bytes = 64;
 };
@@ -147,6 +148,7 @@ class NodeHarness {
                          uint64_t step, bool finite = true);
   // Gradients from now on are of a further backward pass.
   void BeginPass(uint64_t session) { InfoOf(session).is_further_pass = true; }
+  void EndPasses(uint64_t session) { InfoOf(session).is_further_pass = false; }
   uint64_t GradNorm(uint64_t session, uint32_t param);
   // Of step calls from now on.
   void set_grad_scale(double scale) { grad_scale_ = scale; }
@@ -157,6 +159,8 @@ class NodeHarness {
   void SetAttempt(uint64_t session, uint64_t attempt);
   uint64_t Step(uint64_t session, uint64_t step, double lr = 0.1, double max_grad_norm = 0,
                 uint32_t extra_state_bytes = 0);
+  // Of what it delivers from now on, its last pass.
+  uint64_t Announce(uint64_t session, uint64_t step, double lr = 0.1);
   // Of each session, then all tasks; the answers' errors.
   std::vector<protocol::ErrorId> StepAll(const std::vector<uint64_t>& sessions, uint64_t step);
   // Of elements [begin, end) of a partition; 0: to its end.
@@ -194,6 +198,7 @@ class NodeHarness {
   void Observe(const daemon::Action& action);
   SessionInfo& InfoOf(uint64_t session) { return sessions_.at(session); }
   uint64_t AllocateOffset(uint64_t session, uint64_t bytes);
+  uint64_t SendStepRequest(uint64_t session, protocol::Op op, daemon::StepRequestCopied copied);
 
   daemon::NodeState state_;
   uint32_t world_size_;

@@ -75,7 +75,7 @@ void NodeModel::CheckHeld(const UpdateBlock& update) {
   if (update.pass == UpdatePass::kMoments || update.pass == UpdatePass::kMasters) return;
   const uint64_t width = protocol::SizeBytes(jobs_[update.job].layout->spec().dtype);
   for (const UpdateSegment& segment : update.segments) {
-    if (segment.weights.in_block) continue;
+    if (segment.weights.in_block || segment.weights.new_offset_bytes) continue;
     CheckHeld(update.job, segment.weights.offset_bytes, segment.elems * width);
   }
 }
@@ -217,10 +217,12 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     const uint64_t sum_width = protocol::SizeBytes(update->sum_dtype);
     for (const UpdateSegment& segment : update->segments) {
       const bool masters = update->pass == UpdatePass::kMasters;
+      const std::optional<uint64_t>& aside = segment.weights.new_offset_bytes;
       if (!segment.weights.in_block) {
         uses.push_back({absl::StrCat("weights ", update->job), segment.weights.offset_bytes,
-                        segment.elems * width, !masters});
+                        segment.elems * width, !masters && !aside});
       }
+      if (aside) uses.push_back(StepUse(update->job, *aside, segment.elems * width, true));
       if (!masters) {
         uses.push_back(StepUse(update->job, segment.accumulator_offset_bytes,
                                segment.elems * sum_width, false));
@@ -228,6 +230,12 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
       if (segment.block_elem + segment.elems > update->block_elems) {
         Fault("a segment is outside its block");
       }
+    }
+  } else if (const auto* install = std::get_if<InstallWeights>(&action)) {
+    for (const InstallWeights::Copy& part : install->copies) {
+      uses.push_back(StepUse(install->job, part.from_bytes, part.bytes, false));
+      uses.push_back({absl::StrCat("weights ", install->job), part.to_bytes, part.bytes, true});
+      CheckHeld(install->job, part.to_bytes, part.bytes);
     }
   } else if (const auto* write = std::get_if<WriteBlock>(&action)) {
     uses.push_back(StateUse(write->job, write->place, write->bytes, false));
@@ -305,6 +313,16 @@ void NodeModel::Execute(const Action& action) {
       if (session.job == free_job->job) Fault("a job was freed while it has sessions");
     }
     jobs_.erase(free_job->job);
+    return;
+  }
+  if (const auto* dropped = std::get_if<EarlyUpdatesDropped>(&action)) {
+    Dropped(*dropped);
+    return;
+  }
+  if (const auto* committed = std::get_if<StepCommitted>(&action)) {
+    JobMemory& job = jobs_[committed->job];
+    job.is_updating = true;
+    job.written = std::exchange(job.early, {});
     return;
   }
   if (const auto* published = std::get_if<StepPublished>(&action)) {
@@ -589,6 +607,7 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
   done.checksum = a.place.resident ? 0 : ++checksums_;
   done.weights_digests = DigestsOf(done.checksum, a.bytes);
   block = TokenOf(a.identity_after, done.checksum);
+  BlockUpdate made;
   for (const UpdateSegment& segment : a.segments) {
     if (a.pass == UpdatePass::kMasters) continue;
     if (a.pass == UpdatePass::kMoments) {  // ‖w‖ : ‖u‖ is 1 : 2 for every parameter
@@ -598,22 +617,75 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
     }
     const ElemPlace place = AccumulatorAt(job, a.sum_dtype, segment.accumulator_offset_bytes);
     CheckElems(job, segment, place);
-    job.updated_elems[segment.param] += segment.elems;
+    BlockUpdate of_segment{.elems = {{segment.param, segment.elems}}, .used = {}, .to_install = {}};
+    if (segment.weights.new_offset_bytes) {
+      of_segment.to_install[*segment.weights.new_offset_bytes] =
+          segment.elems * protocol::SizeBytes(job.layout->spec().dtype);
+    }
     for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
          elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
       const auto& tokens = AccumulatorsAt(
           job,
           segment.accumulator_offset_bytes)[{place.partition, elem / protocol::kGradUnitElems}];
-      const auto [used, first] =
-          job.used.emplace(std::pair(segment.param, place.partition), tokens);
-      if (first) continue;
-      // Of the ranks that are in every unit: others had a gradient of a neighbour alone.
-      std::erase_if(used->second, [&tokens](const GradientToken& token) {
-        return std::none_of(tokens.begin(), tokens.end(), [&token](const GradientToken& other) {
-          return other.rank == token.rank && other.session == token.session &&
-                 other.attempt == token.attempt;
-        });
+      Merge({.elems = {}, .used = {{{segment.param, place.partition}, tokens}}, .to_install = {}},
+            of_segment);
+    }
+    Merge(of_segment, made);
+  }
+  const bool counts = a.pass == UpdatePass::kWhole || a.pass == UpdatePass::kWeights;
+  if (counts && dropped_.erase(a.task) == 0) {
+    job.updates[a.identity_before.block] = std::move(made);
+  }
+}
+
+void NodeModel::Merge(const BlockUpdate& update, BlockUpdate& all) {
+  for (const auto& [param, elems] : update.elems) all.elems[param] += elems;
+  all.to_install.insert(update.to_install.begin(), update.to_install.end());
+  for (const auto& [of, tokens] : update.used) {
+    const auto [used, first] = all.used.emplace(of, tokens);
+    if (first) continue;
+    // Of the ranks that are in every unit: others had a gradient of a neighbour alone.
+    std::erase_if(used->second, [&tokens = tokens](const GradientToken& token) {
+      return std::none_of(tokens.begin(), tokens.end(), [&token](const GradientToken& other) {
+        return other.rank == token.rank && other.session == token.session &&
+               other.attempt == token.attempt;
       });
+    });
+  }
+}
+
+void NodeModel::Apply(const InstallWeights& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  if (!job.is_updating) Fault("weights are installed before the decision");
+  std::map<uint64_t, uint64_t>& to_install = job.updates[a.block].to_install;
+  for (const InstallWeights::Copy& copy : a.copies) {
+    const auto made = to_install.find(copy.from_bytes);
+    // Where only some partitions are in the arena, they lie there in another way.
+    const bool is_whole = job.weights_bytes >= job.layout->weights_bytes();
+    const auto to = is_whole ? WeightsAt(job, copy.to_bytes) : std::nullopt;
+    if (made == to_install.end() || made->second != copy.bytes ||
+        (to && !job.updates[a.block].HasPartition(to->partition))) {
+      Fault(absl::StrCat("other weights are installed than block ", a.block, " has made"));
+      continue;
+    }
+    to_install.erase(made);
+  }
+}
+
+void NodeModel::Dropped(const EarlyUpdatesDropped& a) {
+  JobMemory& job = jobs_[a.job];
+  for (const uint64_t block : a.blocks) {
+    job.updates.erase(block);
+    job.early.erase(block);
+    for (const auto& [task, action] : running_) {
+      const auto* update = std::get_if<UpdateBlock>(&action);
+      const auto* write = std::get_if<WriteBlock>(&action);
+      if (update != nullptr && update->job == a.job && update->identity_before.block == block) {
+        dropped_.insert(task);
+      }
+      if (write != nullptr && write->job == a.job && write->identity.block == block) {
+        dropped_.insert(task);
+      }
     }
   }
 }
@@ -625,7 +697,10 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   disk_[*a.place.slot] = staging_[a.place.staging_slot];
   JobMemory& job = jobs_[a.job];
   const bool between_steps = job.masters_set.erase(a.identity.block) > 0;
-  (between_steps ? job.published : job.written)[a.identity.block] = *a.place.slot;
+  if (dropped_.erase(a.task) > 0) return;
+  const bool is_early = !job.is_updating && a.identity.written_step == job.committed_step + 1;
+  auto& slots = between_steps ? job.published : is_early ? job.early : job.written;
+  slots[a.identity.block] = *a.place.slot;
 }
 
 void NodeModel::Apply(const SetMasters& a, TaskDone& done) {
@@ -672,19 +747,27 @@ void NodeModel::Published(const StepPublished& a) {
   const bool masters = a.step == 0 && job.committed_step == 0 && job.published.empty();
   if (!masters && a.step != job.committed_step + 1) Fault("a step was published twice or left out");
   job.committed_step = a.step;
+  job.is_updating = false;
   for (const auto& [block, slot] : job.written) {
     if (disk_[slot].written_step != a.step) Fault("a block was published that is not written");
     job.published[block] = slot;
   }
   job.written.clear();
-  for (const auto& [param, elems] : job.updated_elems) {
+  BlockUpdate all;
+  for (const auto& [block, update] : std::exchange(job.updates, {})) {
+    if (!update.to_install.empty()) {
+      Fault(absl::StrCat("new weights of block ", block, " were not installed"));
+    }
+    Merge(update, all);
+  }
+  for (const auto& [param, elems] : all.elems) {
     if (elems != job.layout->params()[param].elems) {
       Fault(absl::StrCat("step ", a.step, " updated ", elems, " elements of parameter ", param,
                          " of ", job.layout->params()[param].elems));
     }
   }
   job.committed.clear();
-  for (const auto& [of, tokens] : std::exchange(job.used, {})) {
+  for (const auto& [of, tokens] : all.used) {
     const auto& [param, partition] = of;
     const protocol::PartitionPlace& place = job.layout->partitions()[partition];
     for (size_t i = 0; i < tokens.size(); ++i) {
@@ -701,7 +784,6 @@ void NodeModel::Published(const StepPublished& a) {
     auto& committed = job.committed[param];
     committed.insert(committed.end(), tokens.begin(), tokens.end());
   }
-  job.updated_elems.clear();
 }
 
 std::map<uint64_t, uint64_t> NodeModel::WrittenSteps(uint64_t id) {

@@ -103,6 +103,18 @@ class NodeModel {
     uint32_t partition = 0;
     BlockToken block;
   };
+  // What an update of a block has used; one that was dropped has used nothing.
+  struct BlockUpdate {
+    std::map<uint32_t, uint64_t> elems;  // by parameter
+    // By parameter and partition.
+    std::map<std::pair<uint32_t, uint32_t>, std::vector<GradientToken>> used;
+    std::map<uint64_t, uint64_t> to_install;  // new weights in the step arena: offset to bytes
+
+    bool HasPartition(uint32_t partition) const {
+      return std::ranges::any_of(
+          used, [partition](const auto& entry) { return entry.first.second == partition; });
+    }
+  };
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
     uint64_t weights_bytes = 0;
@@ -115,21 +127,22 @@ class NodeModel {
     uint64_t committed_step = 0;
     std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
     Accumulators accumulators;
-    Accumulators float_sums;                     // instead, from when they are used
-    std::map<uint64_t, nvme::Slot> written;      // by block, in this step
-    std::map<uint64_t, nvme::Slot> published;    // by block
-    std::map<uint64_t, LoadedRange> loaded;      // by offset in the weights arena
-    std::set<uint32_t> loaded_partitions;        // ever
-    std::set<uint64_t> masters_set;              // staged blocks that are to be written
-    std::map<uint64_t, BlockToken> resident;     // by offset in the state arena
-    std::map<uint32_t, uint64_t> updated_elems;  // by parameter, in this step
-    // By parameter and partition, in this step.
-    std::map<std::pair<uint32_t, uint32_t>, std::vector<GradientToken>> used;
+    Accumulators float_sums;                   // instead, from when they are used
+    std::map<uint64_t, nvme::Slot> early;      // by block, of a step that is not decided
+    std::map<uint64_t, nvme::Slot> written;    // by block, in this step
+    std::map<uint64_t, nvme::Slot> published;  // by block
+    std::map<uint64_t, LoadedRange> loaded;    // by offset in the weights arena
+    std::set<uint32_t> loaded_partitions;      // ever
+    std::set<uint64_t> masters_set;            // staged blocks that are to be written
+    std::map<uint64_t, BlockToken> resident;   // by offset in the state arena
+    std::map<uint64_t, BlockUpdate> updates;   // by block, in this step
+    bool is_updating = false;                  // it is decided
     Gradients committed;
 
     bool HasBlockIn(const nvme::Slot& slot) const {
       const auto is_slot = [&slot](const auto& entry) { return entry.second == slot; };
-      return std::ranges::any_of(written, is_slot) || std::ranges::any_of(published, is_slot);
+      return std::ranges::any_of(written, is_slot) || std::ranges::any_of(published, is_slot) ||
+             std::ranges::any_of(early, is_slot);
     }
   };
   struct SessionMemory {
@@ -198,7 +211,10 @@ class NodeModel {
   void Apply(const Other&, daemon::TaskDone&) {
     Fault("an action without a task was finished");
   }
+  void Apply(const daemon::InstallWeights& a, daemon::TaskDone& done);
+  void Dropped(const daemon::EarlyUpdatesDropped& a);
   void Published(const daemon::StepPublished& a);
+  static void Merge(const BlockUpdate& update, BlockUpdate& all);
 
   TaskMap running_;
   std::map<daemon::TaskId, std::vector<Use>> uses_;
@@ -208,6 +224,7 @@ class NodeModel {
   std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
   std::map<uint64_t, Held> held_;           // by lease
   std::set<uint64_t> closed_;
+  std::set<daemon::TaskId> dropped_;  // updates and writes that run in vain
   std::string fault_;
   uint64_t masters_overflow_ = 0;
   uint64_t checksums_ = 0;

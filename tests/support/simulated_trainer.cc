@@ -35,6 +35,7 @@ void SimulatedTrainer::Attach() {
                               .job = job_,
                               .rank = rank_,
                               .world_size = world_size_,
+                              .early_updates = true,
                               .grad_arena_bytes = grad_arena_bytes_,
                               .extra_state_bytes = 100,
                               .layout = layout_});
@@ -215,6 +216,7 @@ void SimulatedTrainer::Train(SimulationRandom& random, bool chaos) {
   if (!planned_) {
     wires_.send(SessionMapped{.session = session_});
     Plan(random, chaos);
+    if (!random.OneIn(4)) SendAnnouncement(random, chaos);
     return;
   }
   if (chaos && delivered_any_ && !stepping_ && random.OneIn(40)) {  // an exception in backward
@@ -345,18 +347,34 @@ void SimulatedTrainer::SendStep(SimulationRandom& random, bool chaos) {
   Send(session_, command, {.kind = Kind::kStep});
 }
 
+void SimulatedTrainer::SendAnnouncement(SimulationRandom& random, bool chaos) {
+  scalars_wrong_ = chaos && random.OneIn(40);
+  request_garbage_ = chaos && random.OneIn(40);
+  protocol::Command command{};
+  command.op = static_cast<uint16_t>(Op::kAnnounceStep);
+  command.step = committed_ + 1;
+  command.attempt = attempt_;
+  command.arena_offset_bytes = attached_.step_region_offset;
+  command.length_bytes = sizeof(protocol::StepRequest) + sizeof(protocol::HyperParams) +
+                         protocol::PresenceBytes(layout_->params().size());
+  Send(session_, command, {.kind = Kind::kAnnouncement});
+}
+
 StepRequestCopied SimulatedTrainer::StepRequestOf(const CopyStepRequest& copy) {
   StepRequestCopied copied{
       .session = copy.session, .tag = copy.tag, .request = {}, .hyper_params = {}};
+  const auto sent = sent_.find(copy.tag);
+  const bool announces = sent != sent_.end() && sent->second.kind == Kind::kAnnouncement;
   copied.request = {.step = committed_ + 1,
                     .param_groups = 1,
-                    .extra_state_bytes = 10,
-                    .max_grad_norm = 1.0,
+                    .extra_state_bytes = announces ? 0U : 10U,
+                    .max_grad_norm = (committed_ + 1) % 5 == 0 ? 1.0 : 0.0,  // then it is clipped
                     .grad_scale = 1};
   copied.hyper_params = {
       {.lr = scalars_wrong_ ? 0.2 : 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}};
   copied.presence.assign(copy.presence_words, 0);
   for (const uint32_t param : present_) {
+    if (announces) break;
     if (param / 64 < copied.presence.size()) protocol::SetPresent(copied.presence, param);
   }
   if (request_garbage_ || copy.session != session_) copied.request.param_groups = 1000000;
@@ -392,6 +410,7 @@ void SimulatedTrainer::OnAnswer(const AnswerCommand& answer) {
       if (error != 0) phase_ = Phase::kLeaving;
       return;
     case Kind::kNorm:  // step will say what is wrong
+    case Kind::kAnnouncement:
     case Kind::kFetch:
     case Kind::kOther:
       return;

@@ -83,6 +83,7 @@ class SimulatedTrainer {
     kGradient,
     kNorm,
     kStep,
+    kAnnouncement,
     kOther
   };
   struct Sent {
@@ -114,6 +115,7 @@ class SimulatedTrainer {
   void SendNorm(SimulationRandom& random);
   bool WaitsForNorm() const;
   void SendStep(SimulationRandom& random, bool chaos);
+  void SendAnnouncement(SimulationRandom& random, bool chaos);
   void ReleaseLeases();
   void Send(uint64_t session, protocol::Command command, Sent sent);
   void BeginAttempt(uint64_t number);

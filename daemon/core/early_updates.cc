@@ -1,0 +1,127 @@
+#include "daemon/core/early_updates.h"
+
+#include <algorithm>
+
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+EarlyUpdates::EarlyUpdates(const protocol::Layout& layout, const BlockMap& map,
+                           const MemoryPlan& plan, const std::vector<uint32_t>& position)
+    : map_(map),
+      plan_(plan),
+      position_(position),
+      weights_width_(protocol::SizeBytes(layout.spec().dtype)),
+      places_(map.blocks(), Place::kNone),
+      elems_(map.blocks(), 0),
+      summed_(map.blocks(), 0),
+      partition_readers_(layout.partitions().size(), 0) {
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    uint64_t on_swap = 0;
+    for (const BlockRun& run : map_.Runs(block)) {
+      elems_[block] += run.elems;
+      if (map_.is_on_swap(run.partition)) on_swap += run.elems;
+    }
+    if (!map_.has_weights(block)) {
+      places_[block] = Place::kSlot;
+    } else if (on_swap == elems_[block]) {
+      places_[block] = Place::kBehindStates;
+    }
+  }
+  for (uint32_t slot = 0; slot < plan.early_weights_slots; ++slot) free_slots_.insert(slot);
+}
+
+std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin, uint64_t end,
+                                              bool is_last) {
+  std::vector<uint32_t> stale;
+  for (const ElementRun& run : map_.LocateInPartition(partition, begin, end)) {
+    if (run.block == ElementRun::kNoBlock) continue;
+    uint64_t& summed = summed_[run.block];
+    if (is_last) {
+      summed += run.elems;
+      FOREBAY_CHECK(summed <= elems_[run.block]);
+      if (summed == elems_[run.block]) waiting_.insert(position_[run.block]);
+      continue;
+    }
+    FOREBAY_CHECK(summed >= run.elems);
+    summed -= run.elems;
+    waiting_.erase(position_[run.block]);
+    if (has(run.block)) stale.push_back(run.block);
+  }
+  const auto [first, last] = std::ranges::unique(stale);
+  stale.erase(first, last);
+  return stale;
+}
+
+void EarlyUpdates::ForgetSums() {
+  std::ranges::fill(summed_, 0);
+  waiting_.clear();
+}
+
+void EarlyUpdates::Sort() {
+  waiting_.clear();
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    const bool waits = elems_[block] > 0 && summed_[block] == elems_[block] && !has(block);
+    if (waits) waiting_.insert(position_[block]);
+  }
+}
+
+void EarlyUpdates::Begin(uint32_t block) {
+  FOREBAY_CHECK(waiting_.erase(position_[block]) == 1 && HasPlace(block));
+  Block& early = blocks_[block];
+  if (places_[block] == Place::kSlot) {
+    early.weights_slot = free_slots_.extract(free_slots_.begin()).value();
+  }
+}
+
+std::optional<uint32_t> EarlyUpdates::Remove(uint32_t block, bool slot_is_free) {
+  const auto node = blocks_.extract(block);
+  FOREBAY_CHECK(!node.empty());
+  const std::optional<uint32_t> slot = node.mapped().weights_slot;
+  if (slot && slot_is_free) FreeSlot(*slot);
+  if (summed_[block] == elems_[block]) waiting_.insert(position_[block]);
+  return slot;
+}
+
+uint64_t EarlyUpdates::NewWeightsOffset(uint32_t slot, uint64_t block_elem) const {
+  return plan_.early_weights_offset +
+         (uint64_t{slot} * plan_.block_elems + block_elem) * weights_width_;
+}
+
+// Elements of a partition that are in one block lie side by side.
+std::vector<EarlyUpdates::Range> EarlyUpdates::RangesOf(uint32_t block) const {
+  std::vector<Range> ranges;
+  for (const BlockRun& run : map_.Runs(block)) {
+    const uint64_t end = run.partition_elem + run.elems;
+    if (!ranges.empty() && ranges.back().partition == run.partition) {
+      ranges.back().begin = std::min(ranges.back().begin, run.partition_elem);
+      ranges.back().end = std::max(ranges.back().end, end);
+    } else {
+      ranges.push_back({.partition = run.partition, .begin = run.partition_elem, .end = end});
+    }
+  }
+  return ranges;
+}
+
+void EarlyUpdates::AddReader(uint32_t block) {
+  const auto [entry, is_new] = readers_.emplace(block, RangesOf(block));
+  FOREBAY_CHECK(is_new);
+  for (const Range& range : entry->second) ++partition_readers_[range.partition];
+}
+
+void EarlyUpdates::RemoveReader(uint32_t block) {
+  const auto node = readers_.extract(block);
+  if (node.empty()) return;
+  for (const Range& range : node.mapped()) --partition_readers_[range.partition];
+}
+
+bool EarlyUpdates::ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const {
+  if (partition_readers_[partition] == 0) return false;
+  return std::ranges::any_of(readers_, [&](const auto& entry) {
+    return std::ranges::any_of(entry.second, [&](const Range& range) {
+      return range.partition == partition && range.begin < end && begin < range.end;
+    });
+  });
+}
+
+}  // namespace forebay::daemon

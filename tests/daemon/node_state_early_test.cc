@@ -1,0 +1,643 @@
+// Goal    Blocks that have all their gradients are updated before the step is decided, and whatever the decision
+//         is, and whatever happens before it, the job goes on as if they had not been.
+// Method  The harness, whose model faults where a block is updated from other bytes than those of the step
+//         before, where one is published that was not updated with this step's gradients, where new weights are
+//         in the arena before the decision or not there after it, where bytes are used twice at once, and where
+//         a fetch is given weights of another step.
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/units.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::ShardedJob;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+using protocol::StepAnswer;
+using ::testing::Each;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr uint32_t kRanks = 2;
+constexpr uint32_t kGroups = 5;  // the last one has two parameters
+constexpr uint64_t kRowsPerRank = 8192;
+constexpr uint64_t kBlockElems = 2048;
+constexpr uint64_t kPinnedBytes = 64 << 10;  // of a group, old and new
+constexpr uint64_t kArenaBytes = 512 << 10;  // more than all gradients of a rank
+
+enum class Where : uint8_t { kWeightsInDram, kSomeStatesInDram, kWeightsOnSwap };
+
+// Partitions are of four blocks. In the last group two parameters share one.
+std::shared_ptr<const protocol::Layout> Groups() {
+  std::vector<std::vector<testing::ShardedParam>> groups(
+      kGroups - 1, {{.rows = uint64_t{kRanks} * kRowsPerRank}});
+  groups.push_back({{.rows = uint64_t{kRanks} * 4000}, {.rows = uint64_t{kRanks} * 4192}});
+  return MakeShardedLayout(
+      groups,
+      {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+}
+
+NodeState::Options OptionsOf(uint64_t dram_bytes) {
+  return {.dram_limit_bytes = dram_bytes,
+          .node_bytes = 4096,
+          .staging_slots = 4,
+          .staging_slot_bytes = 65536,
+          .swap = SwapPaths({8 << 20, 8 << 20}),
+          .block_elems = kBlockElems,
+          .workers = 2};
+}
+
+NodeState::Options OptionsFor(Where where, bool accumulate = false) {
+  uint64_t refused = 0;
+  uint64_t admitted = uint64_t{64} << 20;
+  while (where == Where::kWeightsOnSwap && admitted - refused > protocol::kPageBytes) {
+    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
+    NodeHarness node(OptionsOf(dram), kRanks);
+    const uint64_t session = node.AttachOnly(
+        Groups(),
+        {.accumulate = accumulate, .early_updates = true, .grad_arena_bytes = kArenaBytes});
+    (node.attached(session)->status.ok() ? admitted : refused) = dram;
+  }
+  if (where == Where::kWeightsOnSwap) return OptionsOf(admitted + kPinnedBytes);
+  ShardedJob roomy(Groups(), kRanks, OptionsOf(admitted));
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    roomy.node_.Attach(roomy.layout_,
+                       {.rank = rank, .accumulate = accumulate, .grad_arena_bytes = kArenaBytes});
+  }
+  const uint64_t blocks = roomy.View().blocks;
+  const uint64_t slot_bytes = kBlockElems * 2;
+  const uint64_t block_bytes = roomy.View().resident_bytes / blocks;
+  uint64_t dram = roomy.node_.state().Node().dram_used_bytes - roomy.View().resident_bytes;
+  dram += blocks * slot_bytes;
+  if (where == Where::kSomeStatesInDram) dram += 9 * (block_bytes - slot_bytes);
+  return OptionsOf(dram);
+}
+
+class EarlyJob : public ShardedJob {
+ public:
+  explicit EarlyJob(const NodeState::Options& options, bool accumulate = false)
+      : ShardedJob(Groups(), kRanks, options), accumulate_(accumulate) {
+    Attach();
+    node_.set_answered_when(StepAnswer::kCommitted);
+  }
+  void Attach() {
+    sessions_.clear();
+    for (uint32_t rank = 0; rank < kRanks; ++rank) AttachRank(rank);
+    ASSERT_TRUE(View().ready);
+  }
+  void AttachRank(uint32_t rank) {
+    sessions_.resize(std::max<size_t>(sessions_.size(), rank + 1));
+    sessions_[rank] = node_.Attach(layout_, {.rank = rank,
+                                             .accumulate = accumulate_,
+                                             .early_updates = true,
+                                             .grad_arena_bytes = kArenaBytes});
+    ASSERT_OK(StatusOf(sessions_[rank]));
+  }
+  // Every rank.
+  void Announce(uint64_t step, double lr = 0.1) {
+    for (const uint64_t session : sessions_) {
+      const uint64_t tag = node_.Announce(session, step, lr);
+      EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kNone) << MessageOf(tag);
+    }
+  }
+  uint64_t Deliver(uint32_t partition, uint64_t step) {
+    return node_.Gradient(sessions_[layout_->partitions()[partition].owner], partition, step);
+  }
+  // As a backward does: the last partition first.
+  void DeliverAll(uint64_t step) {
+    for (auto i = static_cast<uint32_t>(layout_->partitions().size()); i-- > 0;) Deliver(i, step);
+  }
+  std::vector<uint64_t> CallAll(uint64_t step, double lr = 0.1, double max_grad_norm = 0) {
+    std::vector<uint64_t> calls;
+    for (const uint64_t session : sessions_) {
+      calls.push_back(node_.Step(session, step, lr, max_grad_norm));
+    }
+    return calls;
+  }
+  void Train(uint64_t step) {
+    Announce(step);
+    DeliverAll(step);
+    node_.RunTasks();
+    const std::vector<uint64_t> calls = CallAll(step);
+    node_.RunTasks();
+    for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+    ExpectWritten(step);
+  }
+  void ExpectWritten(uint64_t step) {
+    EXPECT_EQ(View().published_step, step);
+    for (const auto& [block, written] : node_.model().WrittenSteps(1)) {
+      EXPECT_EQ(written, step) << block;
+    }
+    EXPECT_EQ(node_.fault(), "");
+  }
+  uint64_t swapped_blocks() const { return View().blocks - View().resident_blocks; }
+  std::vector<uint64_t> Dropped() {
+    std::vector<uint64_t> blocks;
+    for (const EarlyUpdatesDropped& dropped : node_.Logged<EarlyUpdatesDropped>()) {
+      blocks.insert(blocks.end(), dropped.blocks.begin(), dropped.blocks.end());
+    }
+    return blocks;
+  }
+  size_t updates() { return node_.Logged<UpdateBlock>().size(); }
+  void FinishOne() { node_.Finish(node_.model().running().begin()->first); }
+  // All states are on swap.
+  void Evict() {
+    for (uint32_t block = 0; block < View().blocks; ++block) {
+      node_.Send(BlockMoveRequested{.job = 1, .block = block});
+    }
+    node_.RunTasks();
+  }
+
+  bool accumulate_;
+};
+
+// With room for a reader.
+NodeState::Options RoomForAReader(Where where) {
+  NodeState::Options options = OptionsFor(where);
+  if (where == Where::kWeightsOnSwap) options.dram_limit_bytes -= kPinnedBytes;
+  options.dram_limit_bytes +=
+      uint64_t{where == Where::kWeightsOnSwap ? 11U : 24U} * protocol::kPageBytes;
+  return options;
+}
+
+class NodeStateEarly : public ::testing::TestWithParam<Where>, protected EarlyJob {
+ protected:
+  NodeStateEarly() : EarlyJob(OptionsFor(GetParam())) { before_ = updates(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  size_t before_ = 0;  // updates of kMasters
+};
+
+TEST_P(NodeStateEarly, BlocksOnSwapAreUpdatedBeforeTheDecisionAndNotAgain) {
+  EXPECT_EQ(View().weights_on_swap_bytes > 0, GetParam() == Where::kWeightsOnSwap);
+  EXPECT_EQ(View().resident_blocks > 0, GetParam() == Where::kSomeStatesInDram);
+  Announce(1);
+  DeliverAll(1);
+  node_.RunTasks();
+  EXPECT_EQ(updates() - before_, swapped_blocks());
+  EXPECT_EQ(View().committed_step, 0U);
+  EXPECT_THAT(node_.Logged<InstallWeights>(), IsEmpty());
+  CallAll(1);
+  node_.RunTasks();
+  EXPECT_EQ(updates() - before_, View().blocks) << "those in DRAM after it";
+  ExpectWritten(1);
+  EXPECT_THAT(Dropped(), IsEmpty());
+  EXPECT_EQ(View().last_step_early_updates, swapped_blocks());
+  for (uint64_t step = 2; step <= 4; ++step) Train(step);
+}
+
+TEST_P(NodeStateEarly, WithoutAnAnnouncementNothingIsUpdatedEarly) {
+  DeliverAll(1);
+  node_.RunTasks();
+  EXPECT_EQ(updates(), before_);
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+  EXPECT_EQ(View().last_step_early_updates, 0U);
+}
+
+TEST_P(NodeStateEarly, OtherScalarsThanAnnouncedUpdateEveryBlockAnew) {
+  Announce(1, 0.2);
+  DeliverAll(1);
+  node_.RunTasks();
+  CallAll(1, 0.1);
+  EXPECT_THAT(Dropped(), SizeIs(swapped_blocks()));
+  node_.RunTasks();
+  const std::vector<UpdateBlock> all = node_.Logged<UpdateBlock>();
+  EXPECT_EQ(all.size() - before_, swapped_blocks() + View().blocks);
+  for (size_t i = before_ + swapped_blocks(); i < all.size(); ++i) {
+    for (const UpdateSegment& segment : all[i].segments) {
+      EXPECT_EQ(NodeHarness::UpdateCount(segment), 1U) << "lr 0.1, t 1";
+      EXPECT_FALSE(segment.weights.new_offset_bytes.has_value());
+    }
+  }
+  ExpectWritten(1);
+  Train(2);
+}
+
+TEST_P(NodeStateEarly, AClippedStepIsUpdatedAnewAndTheNextOneNotEarly) {
+  Announce(1);
+  DeliverAll(1);
+  node_.RunTasks();
+  CallAll(1, 0.1, /*max_grad_norm=*/1e-3);
+  node_.RunTasks();
+  ExpectWritten(1);
+  EXPECT_THAT(Dropped(), SizeIs(swapped_blocks()));
+  const size_t updated = updates();
+  Announce(2);
+  DeliverAll(2);
+  node_.RunTasks();
+  EXPECT_EQ(updates(), updated) << "it may be clipped too";
+  CallAll(2);
+  node_.RunTasks();
+  ExpectWritten(2);
+  Announce(3);
+  DeliverAll(3);
+  node_.RunTasks();
+  EXPECT_EQ(updates(), updated + View().blocks + swapped_blocks());
+  CallAll(3);
+  node_.RunTasks();
+  ExpectWritten(3);
+}
+
+TEST_P(NodeStateEarly, AParameterWithoutAGradientKeepsItsBlocks) {
+  Announce(1);
+  // Of the last group one parameter alone; another group has none.
+  std::vector<uint64_t> calls;
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    const std::vector<uint32_t> own = OwnedBy(rank);
+    for (uint32_t i = 1; i < own.size(); ++i) Deliver(own[i], 1);
+    node_.SetPresent(sessions_[rank], kGroups, false);  // delivered as zeros beside its neighbour
+  }
+  node_.RunTasks();
+  CallAll(1);
+  EXPECT_THAT(Dropped(), SizeIs(::testing::Ge(GetParam() == Where::kSomeStatesInDram ? 0U : 4U)));
+  node_.RunTasks();
+  EXPECT_EQ(View().published_step, 1U);
+  for (const auto& [block, step] : node_.model().WrittenSteps(1)) EXPECT_LE(step, 1U);
+  Train(2);
+}
+
+// Whatever runs at the decision: it is taken up, or ended first.
+TEST_P(NodeStateEarly, ADecisionComesAtAnyTime) {
+  uint64_t step = 0;
+  for (uint64_t finished = 0; finished < 120; finished += 7) {
+    ++step;
+    Announce(step);
+    DeliverAll(step);
+    for (uint64_t i = 0; i < finished && !node_.model().running().empty(); ++i) FinishOne();
+    const double lr = finished % 2 == 0 ? 0.1 : 0.3;
+    CallAll(step, lr);
+    node_.RunTasks();
+    ExpectWritten(step);
+  }
+}
+
+TEST_P(NodeStateEarly, FetchesGetTheOldWeightsBeforeTheDecisionAndTheNewOnesAfterIt) {
+  for (uint64_t step = 1; step <= 3; ++step) {
+    Announce(step);
+    for (auto i = static_cast<uint32_t>(layout_->partitions().size()); i-- > 0;) {
+      Deliver(i, step);
+      for (int n = 0; n < 5 && !node_.model().running().empty(); ++n) FinishOne();
+      const uint64_t session = sessions_[layout_->partitions()[i].owner];
+      const uint64_t tag = node_.Fetch(session, i);
+      while (node_.ErrorOf(tag) == kUnanswered) FinishOne();
+      node_.ReleaseFetched(session, tag);
+    }
+    CallAll(step);
+    for (uint32_t i = 0; i < layout_->partitions().size(); ++i) {
+      const uint64_t session = sessions_[layout_->partitions()[i].owner];
+      const uint64_t tag = node_.Fetch(session, i);
+      while (node_.ErrorOf(tag) == kUnanswered) FinishOne();
+      node_.ReleaseFetched(session, tag);
+    }
+    node_.RunTasks();
+    ExpectWritten(step);
+  }
+}
+
+// ------------------------------------------------------------------------------- more contributions
+
+class NodeStateEarlyPasses : public ::testing::TestWithParam<Where>, protected EarlyJob {
+ protected:
+  NodeStateEarlyPasses() : EarlyJob(OptionsFor(GetParam(), true), /*accumulate=*/true) {}
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+};
+
+// Announced at the first pass by mistake: the second one arrives where blocks are updated, or being so.
+TEST_P(NodeStateEarlyPasses, AFurtherPassUpdatesItsBlocksAnew) {
+  for (const uint64_t finished : {4U, 17U, 1000U}) {
+    const uint64_t step = View().committed_step + 1;
+    Announce(step);
+    DeliverAll(step);
+    for (uint64_t i = 0; i < finished && !node_.model().running().empty(); ++i) FinishOne();
+    for (const uint64_t session : sessions_) node_.BeginPass(session);
+    DeliverAll(step);
+    node_.RunTasks();
+    CallAll(step);
+    node_.RunTasks();
+    ExpectWritten(step);
+    for (const auto& [param, tokens] : node_.model().committed_gradients(1)) {
+      EXPECT_THAT(tokens, SizeIs(2 * kRanks)) << param;
+    }
+    for (const uint64_t session : sessions_) node_.EndPasses(session);
+  }
+  EXPECT_FALSE(Dropped().empty());
+}
+
+TEST_P(NodeStateEarlyPasses, TheLastOfSeveralIsUpdatedAtArrival) {
+  const size_t before = updates();
+  DeliverAll(1);
+  node_.RunTasks();
+  Announce(1);
+  node_.RunTasks();
+  EXPECT_EQ(updates(), before) << "what is there is not all";
+  for (const uint64_t session : sessions_) node_.BeginPass(session);
+  DeliverAll(1);
+  node_.RunTasks();
+  EXPECT_EQ(updates() - before, swapped_blocks());
+  CallAll(1);
+  node_.RunTasks();
+  EXPECT_THAT(Dropped(), IsEmpty());
+  ExpectWritten(1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateEarlyPasses,
+                         ::testing::Values(Where::kWeightsInDram, Where::kSomeStatesInDram,
+                                           Where::kWeightsOnSwap));
+
+// One rank is in its last pass, the other is not.
+TEST_P(NodeStateEarly, EachRankSaysForItselfThatItsPassIsTheLast) {
+  EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[0], 1)), ErrorId::kNone);
+  DeliverAll(1);
+  node_.RunTasks();
+  for (const UpdateBlock& update : node_.Logged<UpdateBlock>()) {
+    if (update.pass == UpdatePass::kMasters) continue;
+    for (const uint32_t partition : PartitionsOf(update)) {
+      EXPECT_EQ(layout_->partitions()[partition].owner, 0U);
+    }
+  }
+  EXPECT_GT(updates(), before_);
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+}
+
+TEST_P(NodeStateEarly, WhatRanksAnnounceDifferentlyIsNotUpdated) {
+  node_.Announce(sessions_[0], 1, 0.1);
+  DeliverAll(1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[1], 1, 0.2)), ErrorId::kNone);
+  EXPECT_FALSE(Dropped().empty());
+  const size_t updated = updates();
+  node_.RunTasks();
+  EXPECT_EQ(updates(), updated);
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+  Train(2);
+}
+
+// ------------------------------------------------------------------------------------ what goes wrong
+
+TEST_P(NodeStateEarly, AnAttemptThatEndsDropsWhatWasMadeOfIt) {
+  Announce(1);
+  DeliverAll(1);
+  for (int i = 0; i < 20; ++i) FinishOne();
+  // A rank begins anew; all bring their gradients again.
+  for (uint32_t rank = 0; rank < kRanks; ++rank) node_.SetAttempt(sessions_[rank], 1);
+  Announce(1);
+  EXPECT_FALSE(Dropped().empty());
+  DeliverAll(1);
+  for (int i = 0; i < 30; ++i) FinishOne();
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+}
+
+TEST_P(NodeStateEarly, ANonfiniteGradientDropsWhatWasMadeOfTheOthers) {
+  Announce(1);
+  const std::vector<uint32_t> own = OwnedBy(0);
+  for (uint32_t i = 1; i < own.size(); ++i) Deliver(own[i], 1);
+  node_.RunTasks();
+  node_.Gradient(sessions_[0], own[0], 1, /*finite=*/false);
+  node_.RunTasks();
+  EXPECT_EQ(View().committed_step, 0U);
+  EXPECT_EQ(Dropped().empty(), updates() == before_);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) node_.SetAttempt(sessions_[rank], 1);
+  Train(1);
+}
+
+TEST_P(NodeStateEarly, ALostRankDropsTheStep) {
+  Announce(1);
+  DeliverAll(1);
+  for (int i = 0; i < 25; ++i) FinishOne();
+  node_.End(sessions_[1], EndCause::kLost);
+  EXPECT_FALSE(Dropped().empty());
+  node_.End(sessions_[0], EndCause::kDetached);
+  node_.RunTasks();
+  Attach();
+  for (const auto& [block, step] : node_.model().WrittenSteps(1)) EXPECT_EQ(step, 0U);
+  Train(1);
+}
+
+TEST_P(NodeStateEarly, AnotherWorldBeginsWithTheOldStates) {
+  Announce(1);
+  DeliverAll(1);
+  for (int i = 0; i < 25; ++i) FinishOne();
+  for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
+  Attach();
+  Train(1);
+}
+
+TEST_P(NodeStateEarly, AReadThatFailsRefusesTheStepWhichGoesOnLater) {
+  Announce(1);
+  DeliverAll(1);
+  while (node_.Running<ReadBlock>().empty()) FinishOne();
+  const ReadBlock read = node_.Running<ReadBlock>()[0];
+  node_.Finish(read.task, protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  node_.RunTasks();
+  std::vector<uint64_t> calls = CallAll(1);
+  node_.RunTasks();
+  for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kSwapIo);
+  EXPECT_EQ(View().committed_step, 0U);
+  calls = CallAll(1);
+  node_.RunTasks();
+  for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+  ExpectWritten(1);
+}
+
+TEST_P(NodeStateEarly, ABlockThatIsCorruptRefusesTheStep) {
+  Train(1);
+  Announce(2);
+  DeliverAll(2);
+  while (node_.Running<UpdateBlock>().empty()) FinishOne();
+  node_.Finish(node_.Running<UpdateBlock>()[0].task,
+               protocol::MakeError(ErrorId::kCorrupt, "simulated"));
+  node_.RunTasks();
+  std::vector<uint64_t> calls = CallAll(2);
+  node_.RunTasks();
+  for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kCorrupt);
+  calls = CallAll(2);
+  node_.RunTasks();
+  for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+  ExpectWritten(2);
+}
+
+TEST_P(NodeStateEarly, AWriteThatFailsLeavesItsBlockToTheDecision) {
+  Announce(1);
+  DeliverAll(1);
+  while (node_.Running<WriteBlock>().empty()) FinishOne();
+  node_.Finish(node_.Running<WriteBlock>()[0].task,
+               protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  node_.RunTasks();
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+  Train(2);
+}
+
+TEST_P(NodeStateEarly, AJobIsDeletedMeanwhile) {
+  Announce(1);
+  DeliverAll(1);
+  for (int i = 0; i < 25; ++i) FinishOne();
+  for (const uint64_t session : sessions_) node_.End(session, EndCause::kLost);
+  node_.Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  node_.RunTasks();
+  EXPECT_THAT(node_.Logged<FreeJob>(), SizeIs(1));
+}
+
+TEST_P(NodeStateEarly, AnnouncementsOfOtherStepsAreRefused) {
+  EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[0], 2)), ErrorId::kStep);
+  EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[0], 0)), ErrorId::kStep);
+  DeliverAll(1);
+  const uint64_t call = node_.Step(sessions_[0], 1);
+  EXPECT_EQ(node_.ErrorOf(node_.Announce(sessions_[0], 1)), ErrorId::kStep) << "it has called it";
+  node_.Step(sessions_[1], 1);
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+}
+
+// -------------------------------------------------------------------- what else wants the job's blocks
+
+TEST_P(NodeStateEarly, ReadsOfStatesGoFirst) {
+  Announce(1);
+  DeliverAll(1);
+  std::vector<uint64_t> reads;
+  for (int i = 0; i < 400 && !node_.model().running().empty(); ++i) {
+    if (i % 11 == 0) reads.push_back(node_.ReadState(sessions_[0], i % kGroups, 100, 5000));
+    FinishOne();
+    // States are read from no block that is being updated: the model would fault.
+  }
+  EXPECT_GT(reads.size(), 5U);
+  node_.RunTasks();
+  for (const uint64_t read : reads) EXPECT_EQ(node_.ErrorOf(read), ErrorId::kNone);
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+  EXPECT_GT(View().last_step_early_updates, 0U);
+}
+
+TEST_P(NodeStateEarly, AWriteOfMastersDropsWhatWasMadeOfTheOldOnes) {
+  Announce(1);
+  DeliverAll(1);
+  for (int i = 0; i < 40; ++i) FinishOne();
+  const uint64_t write = node_.WriteMasters(sessions_[0], OwnedBy(0)[1]);
+  EXPECT_FALSE(Dropped().empty());
+  node_.RunTasks();
+  EXPECT_EQ(node_.ErrorOf(write), ErrorId::kNone);
+  CallAll(1);
+  node_.RunTasks();
+  ExpectWritten(1);
+  Train(2);
+}
+
+TEST_P(NodeStateEarly, BlocksMoveMeanwhile) {
+  for (uint64_t step = 1; step <= 6; ++step) {
+    Announce(step);
+    DeliverAll(step);
+    for (int i = 0; i < 300 && !node_.model().running().empty(); ++i) {
+      if (i % 13 == 0) {
+        node_.Send(BlockMoveRequested{
+            .job = 1,
+            .block = static_cast<uint32_t>(i * 7 + step) % static_cast<uint32_t>(View().blocks)});
+      }
+      FinishOne();
+    }
+    node_.RunTasks();
+    CallAll(step);
+    node_.RunTasks();
+    ExpectWritten(step);
+  }
+  if (GetParam() != Where::kSomeStatesInDram) return;
+  EXPECT_FALSE(node_.Logged<EvictBlock>().empty());
+  EXPECT_FALSE(node_.Logged<PromoteBlock>().empty());
+}
+
+TEST_P(NodeStateEarly, WeightsThatAReaderHoldsAreUpdatedAfterIt) {
+  EarlyJob job(RoomForAReader(GetParam()));
+  job.Evict();
+  NodeHarness& node = job.node_;
+  const uint64_t reader = node.AttachReader(job.layout_);
+  ASSERT_OK(job.StatusOf(reader));
+  EXPECT_EQ(node.ErrorOf(node.Announce(reader, 1)), ErrorId::kRank);
+  const uint64_t held = node.Fetch(reader, 3);
+  node.RunTasks();
+  ASSERT_EQ(node.ErrorOf(held), ErrorId::kNone);
+  job.Announce(1);
+  job.DeliverAll(1);
+  node.RunTasks();
+  job.CallAll(1);
+  node.RunTasks();
+  EXPECT_EQ(job.View().committed_step, 1U);
+  EXPECT_EQ(job.View().published_step, 0U) << "blocks wait for the lease";
+  EXPECT_FALSE(job.Dropped().empty());
+  node.ReleaseFetched(reader, held);
+  node.RunTasks();
+  job.ExpectWritten(1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, NodeStateEarly,
+                         ::testing::Values(Where::kWeightsInDram, Where::kSomeStatesInDram,
+                                           Where::kWeightsOnSwap));
+
+// --------------------------------------------------------------------------------------- the order
+
+TEST(NodeStateEarlyOrder, OfThoseThatAreThereTheOneThatIsNeededFirstInForward) {
+  NodeState::Options options = OptionsFor(Where::kWeightsInDram);
+  options.workers = 1;
+  options.staging_slots = 1;
+  EarlyJob job(options);
+  const size_t before = job.updates();
+  job.Announce(1);
+  job.DeliverAll(1);
+  job.node_.FinishAll<AddGradients>();
+  job.node_.RunTasks();
+  std::vector<uint32_t> partitions;
+  const std::vector<UpdateBlock> updates = job.node_.Logged<UpdateBlock>();
+  for (size_t i = before; i < updates.size(); ++i) {
+    partitions.push_back(*job.PartitionsOf(updates[i]).begin());
+  }
+  ASSERT_THAT(partitions, SizeIs(job.View().blocks));
+  // The first one that was there is begun before the others are.
+  EXPECT_TRUE(std::ranges::is_sorted(partitions.begin() + 1, partitions.end()))
+      << ::testing::PrintToString(partitions);
+}
+
+TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
+  const auto view = [](bool early) {
+    ShardedJob job(Groups(), kRanks, OptionsFor(Where::kSomeStatesInDram));
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      job.sessions_.push_back(job.node_.Attach(
+          job.layout_, {.rank = rank, .early_updates = early, .grad_arena_bytes = kArenaBytes}));
+      EXPECT_OK(job.StatusOf(job.sessions_.back()));
+    }
+    EXPECT_LE(job.node_.state().Node().dram_used_bytes,
+              OptionsFor(Where::kSomeStatesInDram).dram_limit_bytes);
+    return job.View();
+  };
+  const JobView without = view(false);
+  const JobView with = view(true);
+  EXPECT_GT(without.resident_blocks, with.resident_blocks);
+  EXPECT_LE(with.dram_bytes, without.dram_bytes + protocol::kPageBytes * 64);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
