@@ -698,7 +698,7 @@ void Job::Prefetch() {
   const bool open = step_.phase() == Step::Phase::kOpen;
   if (open && !access_.is_writing()) weights_.Prefetch();
   const bool gathers = open || step_.phase() == Step::Phase::kReducing;
-  if (gathers && step_.has_gradients()) pipeline_.Prefetch();
+  if (gathers && step_.is_gathering()) pipeline_.Prefetch();
 }
 
 void Job::FreeWhenUnused() {

@@ -31,6 +31,10 @@ inline constexpr uint32_t kCachedPartitionsPerOwner = 2;
 // Of a job with weights on swap, before a step is decided: slots that states which are read ahead leave free.
 inline constexpr uint32_t kStagingSlotsForWeights = 2;
 
+// Of one path: reads of states that are under way at once. Two keep it busy, and a fetch of weights waits for
+// few of them.
+inline constexpr uint32_t kReadsPerPath = 2;
+
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 

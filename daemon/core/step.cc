@@ -206,8 +206,7 @@ void Step::Announce(Session& session, const StepRequestCopied& copied) {
   const auto hyper_params = std::span(copied.hyper_params).first(copied.request.param_groups);
   StepOrder order = OrderOf(copied.request, hyper_params, ScaleOf(copied.request));
   if (!announced_) {
-    // Where the gradient of the step before was clipped, that of this one may be clipped too.
-    early_is_off_ = last_.clipped;
+    early_is_off_ = !announcement_was_kept_;
     announced_ = std::move(order);
     return;
   }
@@ -499,6 +498,9 @@ void Step::DecideWhenReduced() {
   pipeline_.FollowTrace(trace_.committed());
   StepOrder order = OrderOf(call.request, call.hyper_params, scale);
   order.params = ParamsWithGradient();
+  if (announced_) {
+    announcement_was_kept_ = order.HasScalarsOf(*announced_, spec_.layout->spec().optimizer);
+  }
   pipeline_.Begin(std::move(order));
   weights_.ForgetUpdated();
   ArmLeaseTimer();

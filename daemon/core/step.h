@@ -95,7 +95,8 @@ class Step {
   uint64_t committed_step() const { return committed_step_; }
   uint64_t published_step() const { return published_step_; }
   uint64_t attempt() const { return attempt_; }
-  bool has_gradients() const { return !gradients_.empty(); }
+  // Gradients of the next step have been delivered, or are announced.
+  bool is_gathering() const { return !gradients_.empty() || announced_.has_value(); }
   // Sums in float32: see GradientAccumulator.
   bool needs_float_sums() const { return gradients_.needs_float_sums(); }
   bool MayUseFloatSums() const;
@@ -174,8 +175,10 @@ class Step {
   absl::Status fault_;           // that fault; OK: none
   GradientAccumulator gradients_;
   std::optional<StepOrder> announced_;  // of this attempt
-  // Ranks have announced different scalars, or the gradient of the step before was clipped.
+  // Ranks have announced different scalars; or the newest announcement before was not kept, because of
+  // clipping or other scalars, so that this one may not be either.
   bool early_is_off_ = false;
+  bool announcement_was_kept_ = true;
   StepBarrier barrier_;
   Trace trace_;
   std::vector<CommandId> initial_done_;  // wait for Phase::kMasters to end

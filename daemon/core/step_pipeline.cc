@@ -1,7 +1,6 @@
 #include "daemon/core/step_pipeline.h"
 
 #include <algorithm>
-#include <bit>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,22 +14,6 @@
 namespace forebay::daemon {
 
 using State = StagedBlocks::State;
-
-bool StepOrder::HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const {
-  const auto same = [](auto a, auto b) {
-    using Bits = std::conditional_t<sizeof(a) == 4, uint32_t, uint64_t>;
-    return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
-  };
-  if (step != other.step || !same(grad_scale, other.grad_scale)) return false;
-  if (!same(grad_min, other.grad_min) || !same(grad_max, other.grad_max)) return false;
-  if (hyper_params.size() != other.hyper_params.size()) return false;
-  for (size_t i = 0; i < hyper_params.size(); ++i) {
-    for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
-      if (!same(hyper_params[i].*info.field, other.hyper_params[i].*info.field)) return false;
-    }
-  }
-  return true;
-}
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
@@ -122,12 +105,30 @@ StepPipeline::Running StepPipeline::FinishTask(TaskId task) {
   return running;
 }
 
+uint32_t StepPipeline::PathOf(uint32_t block) const {
+  const std::optional<nvme::Slot>& slot = ledger_.newest(block).slot;
+  return slot ? slot->path : 0;  // zeros are not read
+}
+
+bool StepPipeline::IsPathBusy(uint32_t block) const {
+  const auto running = reads_.find(PathOf(block));
+  return running != reads_.end() && running->second >= kReadsPerPath;
+}
+
+bool StepPipeline::AreAllPathsBusy() const {
+  const auto busy = std::ranges::count_if(
+      reads_, [](const auto& entry) { return entry.second >= kReadsPerPath; });
+  return static_cast<size_t>(busy) >= std::max<size_t>(1, ledger_.failing_paths().size());
+}
+
 void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
   staged_.Add(block, slot);
+  const uint32_t path = PathOf(block);
+  ++reads_[path];
   const TaskId task =
       io_.Start(TaskKind::kReadBlock, 0,
                 ReadBlock{.block = block, .place = PlaceOf(block), .bytes = map_.bytes(block)});
-  tasks_.emplace(task, Running{.block = block, .for_update = for_update});
+  tasks_.emplace(task, Running{.block = block, .for_update = for_update, .path = path});
 }
 
 void StepPipeline::Prefetch() {
@@ -144,6 +145,7 @@ void StepPipeline::Prefetch() {
     const BlockLocation& location = placement_.WhereBlock(block);
     if (location.tier == Tier::kDram || location.move == BlockMove::kPromote) continue;
     if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
+    if (IsPathBusy(block)) return;  // it is the next one
     const std::optional<uint32_t> slot = staged_.AllocateFree(kept);
     if (!slot) return;
     StartRead(block, *slot, /*for_update=*/true);
@@ -235,187 +237,6 @@ void StepPipeline::EndMomentsPass() {
   BeginPass(UpdatePass::kWeights);
 }
 
-// ------------------------------------------------------------------------------ update at arrival
-
-void StepPipeline::BeginEarly(StepOrder order) {
-  FOREBAY_CHECK(!running_ && !is_early_);
-  if (has_two_passes() || abandoned_) return;
-  order_ = std::move(order);
-  order_.params.assign(layout_->params().size(), true);
-  pass_ = UpdatePass::kWhole;
-  scalars_.clear();
-  is_early_ = true;
-  early_failed_ = false;
-  early_prefetch_left_ = map_.blocks();
-}
-
-void StepPipeline::CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last) {
-  const std::vector<uint32_t> stale = early_.CountSums(partition, begin, end, is_last);
-  FOREBAY_CHECK(stale.empty() || !running_);
-  DropEarly(stale);
-}
-
-void StepPipeline::ForgetSums() {
-  if (!running_) DropEarly();
-  early_.ForgetSums();
-}
-
-void StepPipeline::DropEarly() {
-  if (!std::exchange(is_early_, false)) return;
-  std::vector<uint32_t> blocks;
-  for (const auto& [block, early] : early_.all()) blocks.push_back(block);
-  DropEarly(blocks);
-  ForgetPrefetchErrors();  // what backward was to need first was read ahead
-}
-
-void StepPipeline::DropEarlyUpdateOf(uint32_t block) {
-  if (early_.has(block)) DropEarly(std::vector{block});
-}
-
-void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
-  if (blocks.empty()) return;
-  EarlyUpdatesDropped dropped{.job = io_.job(), .blocks = {blocks.begin(), blocks.end()}};
-  for (const uint32_t block : blocks) {
-    const bool in_flight = !early_.at(block).written;
-    if (in_flight) {
-      staged_.at(block).cancelled = true;
-    } else {
-      ledger_.DropEarly(block);
-    }
-    const std::optional<uint32_t> slot = early_.Remove(block, /*slot_is_free=*/!in_flight);
-    if (slot && in_flight) dropped_slots_.emplace(block, *slot);
-    ++counters_.dropped_updates;
-  }
-  io_.actions().Emit(std::move(dropped));
-}
-
-// A task of a dropped update has ended.
-void StepPipeline::EndDropped(uint32_t block) {
-  staged_.Drop(block);
-  if (const auto slot = dropped_slots_.extract(block); !slot.empty()) {
-    early_.FreeSlot(slot.mapped());
-  }
-}
-
-// At the decision: what was made with other scalars, with the gradient of a parameter that has none, or of
-// weights that a reader holds is of no use.
-void StepPipeline::AdoptEarly(const StepOrder& announced, UpdatePass pass) {
-  const bool same = is_early_ && pass == UpdatePass::kWhole &&
-                    order_.HasScalarsOf(announced, layout_->spec().optimizer);
-  std::vector<uint32_t> dropped;
-  for (const auto& [block, early] : early_.all()) {
-    const std::vector<BlockRun> runs = map_.Runs(block);
-    const bool is_whole =
-        std::ranges::all_of(runs, [this](const BlockRun& run) { return order_.params[run.param]; });
-    if (!same || !is_whole || IsLeased(block)) dropped.push_back(block);
-  }
-  DropEarly(dropped);
-  is_early_ = false;
-  early_.ForgetSums();
-}
-
-// Of a block that the step updates.
-void StepPipeline::AcceptEarly(uint32_t block) {
-  const EarlyUpdates::Block early = early_.at(block);
-  ++counters_.early_updates;
-  overflowed_masters_ += early.overflows;
-  if (early.written) ledger_.AcceptEarly(block);
-  if (early.updated && early.weights_slot) StartInstall(block);
-  if (!early.written) return;
-  --blocks_left_;
-  if (early.weights_slot) return;
-  FinishPartitionsOf(block);
-  (void)early_.Remove(block, /*slot_is_free=*/true);
-}
-
-void StepPipeline::StartInstall(uint32_t block) {
-  ++blocks_left_;
-  InstallWeights action{.block = block};
-  const uint32_t slot = *early_.at(block).weights_slot;
-  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
-  for (const BlockRun& run : map_.Runs(block)) {
-    action.copies.push_back(
-        {.from_bytes = early_.NewWeightsOffset(slot, run.block_elem),
-         .to_bytes = PlaceOfWeights(run.partition, run.partition_elem).offset_bytes,
-         .bytes = run.elems * width});
-  }
-  tasks_.emplace(io_.Start(TaskKind::kInstallWeights, 0, std::move(action)),
-                 Running{.block = block});
-}
-
-void StepPipeline::OnInstalled(const TaskDone& done) {
-  const uint32_t block = FinishTask(done.task).block;
-  (void)early_.Remove(block, /*slot_is_free=*/true);
-  FinishPartitionsOf(block);
-  --blocks_left_;
-}
-
-void StepPipeline::PumpEarly() {
-  if (!is_early_ || running_ || abandoned_ || early_failed_) return;
-  StartEarlyReads();
-  StartEarlyUpdates();
-}
-
-bool StepPipeline::MayReadEarly(uint32_t block) const {
-  const BlockLocation& location = placement_.WhereBlock(block);
-  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
-         !staged_.contains(block) && !prefetch_failed_.contains(block) && !early_.has(block);
-}
-
-void StepPipeline::StartEarlyReads() {
-  const uint32_t kept = plan_.has_weights_on_swap() ? 1 : 0;  // for a fetch
-  for (const uint32_t position : early_.waiting()) {
-    const uint32_t block = in_order_[position];
-    if (!MayReadEarly(block)) continue;
-    if (!early_.HasPlace(block)) continue;
-    std::optional<uint32_t> slot = staged_.AllocateFree(kept);
-    // What was read ahead for gradients that do not come holds no slot permanently.
-    const auto waits = [this](uint32_t other) {
-      return early_.waiting().contains(position_[other]);
-    };
-    const bool goes_on =
-        early_tasks_ > 0 ||
-        std::ranges::any_of(staged_.all(), [&](const auto& entry) { return waits(entry.first); });
-    if (!slot && !goes_on) {
-      slot = staged_.ReclaimWhere([&](uint32_t other) { return !waits(other); });
-    }
-    if (!slot) return;
-    StartRead(block, *slot, /*for_update=*/true);
-  }
-}
-
-void StepPipeline::StartEarlyUpdates() {
-  while (updating_ < workers_) {
-    std::optional<uint32_t> first;
-    for (const auto& [block, staged] : staged_.all()) {
-      if (staged.state != State::kReady || !early_.waiting().contains(position_[block])) continue;
-      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block)) {
-        continue;
-      }
-      if (!first || position_[block] < position_[*first]) first = block;
-    }
-    if (!first) return;
-    early_.Begin(*first);
-    early_.AddReader(*first);
-    ++early_tasks_;
-    StartUpdate(*first);
-  }
-}
-
-// Backward delivers gradients in the order of positions, the last one first.
-void StepPipeline::PrefetchEarly() {
-  for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
-    const uint32_t block = in_order_[early_prefetch_left_ - 1];
-    if (!MayReadEarly(block)) continue;
-    const std::optional<uint32_t> slot = staged_.AllocateFree(kStagingSlotsForWeights);
-    if (!slot) return;
-    StartRead(block, *slot, /*for_update=*/true);
-    staged_.at(block).prefetched = true;
-  }
-}
-
-// ------------------------------------------------------------------------------------------------
-
 bool StepPipeline::UpdatesHaveOtherWork() const {
   if (!resident_.empty()) return true;
   return std::any_of(staged_.all().begin(), staged_.all().end(), [this](const auto& entry) {
@@ -425,10 +246,10 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
 
 void StepPipeline::StartReads() {
   // While a write finds no slot, more blocks would only keep staging slots from other jobs.
-  if (!unwritten_.empty()) return;
+  if (!unwritten_.empty() || AreAllPathsBusy()) return;
   for (const uint32_t position : swapped_) {
     const uint32_t block = in_order_[position];
-    if (staged_.contains(block) || IsLeased(block)) continue;
+    if (staged_.contains(block) || IsLeased(block) || IsPathBusy(block)) continue;
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
     const bool prefetched = UpdatesHaveOtherWork();
@@ -466,8 +287,15 @@ void StepPipeline::Pump() {
   if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
   StartReads();
   while (updating_ < UpdatesMax()) {
-    if (const std::optional<uint32_t> block = FirstReady()) {
-      StartUpdate(*block);
+    const std::optional<uint32_t> ready = FirstReady();
+    const bool installs =
+        !to_install_.empty() && (!ready || *to_install_.begin() < position_[*ready]);
+    if (installs) {
+      StartInstall(in_order_[*to_install_.begin()]);
+      continue;
+    }
+    if (ready) {
+      StartUpdate(*ready);
       continue;
     }
     const auto next = std::find_if(resident_.begin(), resident_.end(),
@@ -554,6 +382,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
 
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
+  --reads_[read.path];
   StagedBlocks::Staged& staged = staged_.at(read.block);
   const bool cancelled = staged.cancelled;
   if (done.status.ok() && read.for_update && !sets_masters()) {
@@ -598,7 +427,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     early.updated = true;
     if (running_) {
       overflowed_masters_ += done.count;
-      if (early.weights_slot) StartInstall(update.block);
+      if (early.weights_slot) AddInstall(update.block);
     } else {
       early.overflows = done.count;
     }

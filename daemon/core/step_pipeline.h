@@ -186,6 +186,7 @@ class StepPipeline {
   struct Running {
     uint32_t block = 0;
     bool for_update = false;  // of reads
+    uint32_t path = 0;        // of reads
     // Of writes.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
@@ -204,11 +205,16 @@ class StepPipeline {
   void DropEarly(const std::vector<uint32_t>& blocks);
   void EndDropped(uint32_t block);
   void StartInstall(uint32_t block);
+  void AddInstall(uint32_t block);
   void StartEarlyUpdates();
   void StartEarlyReads();
   void PrefetchEarly();
   bool MayReadEarly(uint32_t block) const;
+  // As many are read from its path as keep the path busy.
+  bool IsPathBusy(uint32_t block) const;
+  bool AreAllPathsBusy() const;
   void Sort();
+  uint32_t PathOf(uint32_t block) const;  // that it is read from
   void StartReads();
   std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
   bool UpdatesHaveOtherWork() const;
@@ -238,6 +244,9 @@ class StepPipeline {
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
+  std::map<uint32_t, uint32_t> reads_;  // by path, those that run
+  // Whose updates are part of the step: new weights in the step arena, that wait for a worker. Positions.
+  std::set<uint32_t> to_install_;
   EarlyUpdates early_;
   bool is_early_ = false;
   bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision

@@ -6,6 +6,7 @@
 
 #include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/limits.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 
@@ -165,7 +166,11 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
 
 void WeightsCache::StartPieces() {
   while (!pieces_.empty()) {
-    const std::optional<uint32_t> slot = pipeline_.staged().AllocateUrgent();
+    // One that is waited for goes before states that were read ahead, but no more than its part of them.
+    const bool is_urgent =
+        IsWanted(pieces_.front().partition) && loads_.size() < kStagingSlotsForWeights;
+    const std::optional<uint32_t> slot =
+        is_urgent ? pipeline_.staged().AllocateUrgent() : pipeline_.staged().AllocateFree(0);
     if (!slot) return;
     LoadWeights piece = std::move(pieces_.front());
     pieces_.pop_front();

@@ -13,6 +13,7 @@
 #include <variant>
 #include <vector>
 
+#include "daemon/core/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/node_harness.h"
@@ -101,9 +102,10 @@ TEST_F(NodeStateSwap, EveryBlockIsOfTheCommittedStepAfterEachStep) {
 TEST_F(NodeStateSwap, ReadsAheadFromTheFirstGradientOn) {
   EXPECT_TRUE(node_.Logged<ReadBlock>().empty());
   node_.Gradient(session_, 3, 1);
-  ASSERT_EQ(node_.Running<ReadBlock>().size(), 3U) << "as many as there are slots";
-  for (uint32_t i = 0; i < 3; ++i) EXPECT_EQ(node_.Running<ReadBlock>()[i].block, 4 + i);
+  ASSERT_EQ(node_.Running<ReadBlock>().size(), kReadsPerPath);
   node_.RunTasks();
+  ASSERT_EQ(node_.Logged<ReadBlock>().size(), 3U) << "as many as there are slots";
+  for (uint32_t i = 0; i < 3; ++i) EXPECT_EQ(node_.Logged<ReadBlock>()[i].block, 4 + i);
   EXPECT_EQ(node_.state().Node().staging_slots_used, 3U);
   EXPECT_TRUE(node_.Logged<UpdateBlock>().empty());
 }

@@ -547,14 +547,16 @@ def test_each_bench_prints_one_line_a_case(folders, flags, cases):
         assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
 
 
-def test_bench_step_shows_what_draining_hides(folders):
+def test_bench_step_shows_what_updates_under_compute_hide(folders):
     environment, _, swap = folders
     flags = ["--samples", 1, "--params", 4 << 20, "--compute-ms", 50, "--swap", swap, "--json"]
     done = forebay("bench", "step", *flags, deadline_s=300, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == [
-        *("step/place=nvme/drain=yes", "step/place=nvme/drain=no")
+        f"step/place=nvme/early={early}/drain={drain}"
+        for early in ("yes", "no")
+        for drain in ("yes", "no")
     ]
     for line in lines:
         assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS

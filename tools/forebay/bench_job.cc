@@ -81,6 +81,7 @@ absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions
   attach.layout = MakeLayout(options);
   attach.timeout = kLimit;
   attach.drain = options.drain;
+  attach.early_updates = options.early_updates;
   ASSIGN_OR_RETURN(job->attachment_, Attachment::Attach(std::move(attach)));
   RETURN_IF_ERROR(WriteParameters(*job->attachment_));
   return job;
@@ -110,6 +111,12 @@ absl::StatusOr<uint64_t> BenchJob::BytesBesideStates() {
     if (arena.getKind() != "state" && arena.getKind() != "staging") bytes += arena.getSizeBytes();
   }
   return bytes;
+}
+
+absl::Status BenchJob::AnnounceStep() {
+  const protocol::HyperParams hyper =
+      protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
+  return attachment_->AnnounceStep(attachment_->committed_step() + 1, {&hyper, 1}, kLimit);
 }
 
 absl::StatusOr<double> BenchJob::TimedStep() {

@@ -21,6 +21,7 @@ struct BenchJobOptions {
   uint64_t group_elems = 0;                           // > 0; the last group may be smaller
   bool is_sharded = false;
   bool drain = false;  // Step returns at its decision
+  bool early_updates = false;
 };
 
 // Ownership  The destructor detaches and stops the daemon.
@@ -40,6 +41,7 @@ class BenchJob {
   absl::Status DeliverGradients();
 
   // The next step: seconds from the call to its answer.
+  absl::Status AnnounceStep();
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it

@@ -26,14 +26,22 @@ using Seconds = std::chrono::duration<double>;
 constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroups = 32;
-constexpr uint64_t kStateBytes = 8;  // fp32: what goes to swap
+constexpr uint64_t kStateBytes = 8;    // fp32: what goes to swap
+constexpr uint64_t kWeightsBytes = 4;  // new ones, of early updates
 constexpr uint32_t kStepsPerSample = 2;
 constexpr client::Timeout kLimit = std::chrono::seconds(120);
+
+// When blocks are updated.
+struct When {
+  bool early = false;  // from the arrival of their gradients on, else from the decision
+  bool drain = false;  // under the next forward, else while the call of step waits
+};
 
 // A loop that computes for a while with the weights of each group.
 class Trainer {
  public:
-  Trainer(BenchJob& job, double compute_s) : job_(job), compute_s_(compute_s) {}
+  Trainer(BenchJob& job, double compute_s, bool early)
+      : job_(job), compute_s_(compute_s), early_(early) {}
 
   // Seconds a step, of steps that follow each other.
   absl::StatusOr<Sample> TimeSteps() {
@@ -61,6 +69,7 @@ class Trainer {
     for (uint32_t i = 0; i < 2 * groups; ++i) {
       const bool is_backward = i >= groups;
       const uint32_t group = GroupOf(i);
+      if (early_ && i == groups) RETURN_IF_ERROR(job_.AnnounceStep());
       ASSIGN_OR_RETURN(const client::Lease lease, job_.attachment().FinishFetch(ticket_, kLimit));
       if (i + 1 < 2 * groups) RETURN_IF_ERROR(Ask(GroupOf(i + 1)));
       std::this_thread::sleep_for(is_backward ? 2 * forward : forward);
@@ -90,6 +99,7 @@ class Trainer {
 
   BenchJob& job_;
   double compute_s_;
+  bool early_;
   client::FetchTicket ticket_;
 };
 
@@ -104,10 +114,15 @@ BenchJobOptions JobOptions(const BenchOptions& options, uint64_t dram_bytes) {
 
 // All states on swap.
 absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
-                                                  uint64_t beside_states, bool drain) {
+                                                  uint64_t beside_states, const When& when) {
   const uint64_t staging = 64 * kMiB;
-  BenchJobOptions job_options = JobOptions(options, beside_states + staging + 2 * kMiB);
-  job_options.drain = drain;
+  BenchJobOptions job_options = JobOptions(options, 0);
+  const uint64_t new_weights = when.early ? job_options.params * kWeightsBytes : 0;
+  // A block that is in DRAM needs no place for new weights: less is free than both together.
+  const uint64_t spare = when.early ? 0 : 2 * kMiB;
+  job_options.daemon.dram = absl::StrCat(beside_states + staging + new_weights + spare);
+  job_options.drain = when.drain;
+  job_options.early_updates = when.early;
   job_options.daemon.swap = {options.swap_folder};
   job_options.daemon.swap_size =
       absl::StrCat(protocol::RoundUp(2 * job_options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
@@ -121,19 +136,21 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
 }
 
 absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside_states,
-                                    bool drain) {
-  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, MakeJob(options, beside_states, drain));
-  RETURN_IF_ERROR(Trainer(*job, 0).TimeUpdate().status());  // slots that were never written
-  ASSIGN_OR_RETURN(const double alone_s, Trainer(*job, 0).TimeUpdate());
+                                    const When& when) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, MakeJob(options, beside_states, when));
+  Trainer idle(*job, 0, /*early=*/false);
+  RETURN_IF_ERROR(idle.TimeUpdate().status());  // slots that were never written
+  ASSIGN_OR_RETURN(const double alone_s, idle.TimeUpdate());
   const double compute_s = options.compute_ms == 0 ? alone_s : options.compute_ms * 1e-3;
-  Trainer trainer(*job, compute_s);
+  Trainer trainer(*job, compute_s, when.early);
   double update_s = 0;
   const auto limit = [&]() -> absl::StatusOr<Sample> {
     ASSIGN_OR_RETURN(update_s, trainer.TimeUpdate());
     return Sample{.value = std::max(update_s, compute_s)};
   };
   const BenchCase what{.bench = "step",
-                       .name = absl::StrCat("step/place=nvme/drain=", drain ? "yes" : "no"),
+                       .name = absl::StrCat("step/place=nvme/early=", when.early ? "yes" : "no",
+                                            "/drain=", when.drain ? "yes" : "no"),
                        .unit = "s",
                        .limit_what = "the longer of compute and update",
                        .measure = Measure::kTime};
@@ -155,9 +172,12 @@ absl::Status BenchStep(const BenchOptions& options, const Report& report) {
                      BenchJob::Create(JobOptions(options, room)));
     ASSIGN_OR_RETURN(beside_states, in_dram->BytesBesideStates());
   }
-  for (const bool drain : {true, false}) {
-    ASSIGN_OR_RETURN(const BenchResult result, TimeJob(options, beside_states, drain));
-    report(result);
+  for (const bool early : {true, false}) {
+    for (const bool drain : {true, false}) {
+      ASSIGN_OR_RETURN(const BenchResult result,
+                       TimeJob(options, beside_states, {.early = early, .drain = drain}));
+      report(result);
+    }
   }
   return absl::OkStatus();
 }

@@ -152,10 +152,11 @@ def attach_sharded(
     request: Request,
     *,
     name_prefix: str,
-    accumulate: bool,
+    passes: int,
     prefetch_bytes: int,
     activation_bytes: int,
     drain: bool,
+    early_updates: bool,
     initial: Any,
 ) -> ForebayOptimizer:
     """See forebay.attach, of a model that fully_shard() was called on."""
@@ -191,10 +192,11 @@ def attach_sharded(
                 layout,
                 prepared.room_bytes,
                 grad_dtype=DTYPE_NAMES[plan.grad_dtype],
-                accumulate=accumulate,
+                accumulate=passes > 1,
                 partitions=plan.layout.partitions,
                 activation_bytes=activation_bytes,
                 drain=drain,
+                early_updates=early_updates,
                 **plan.device.options(),
             )
             return undo.attachment
@@ -202,7 +204,7 @@ def attach_sharded(
         attachment = _ranks.together(send)
         _ranks.together(lambda: source.prepare(attachment, plan.layout.index))
         engine = _sharded.ShardedEngine(
-            attachment, plan, request.rank, request.timeout, prefetch_bytes
+            attachment, plan, request.rank, request.timeout, prefetch_bytes, passes
         )
         if activation_bytes > 0:
             engine.activations = _activations.Activations(attachment, plan.device)
@@ -213,6 +215,8 @@ def attach_sharded(
         undo.guards = _sharded.ShardedGuards(model, plan, engine)
         undo.handles = _sharded.install(engine, model)
         opt = prepared.optimizer(plan, engine, attachment, undo)
+        if early_updates:
+            engine.announce = opt._announcement()
     except BaseException:
         undo.run()
         raise
@@ -223,7 +227,7 @@ def attach_sharded(
             _report.say(attachment.device_access)
         status = _core.status(request.socket)
         for line in _report.costs(
-            plan, request.job, status, accumulate, activation_bytes * request.world_size
+            plan, request.job, status, passes > 1, activation_bytes * request.world_size
         ):
             _report.say(line)
     return opt

@@ -75,6 +75,15 @@ class Attachment:
     def begin_pass(self) -> None: ...
     def grad_norm(self, param: int | None, timeout: float = 60.0) -> float: ...
     def drop_gradients(self) -> None: ...
+    def announce_step(
+        self,
+        t: int,
+        hyper: list[dict[str, float]],
+        timeout: float = 60.0,
+        grad_scale: float = 1.0,
+        grad_min: float = ...,
+        grad_max: float = ...,
+    ) -> None: ...
     def step(
         self,
         t: int,
@@ -116,6 +125,7 @@ def attach(
     cuda_driver: str = "libcuda.so.1",
     activation_bytes: int = 0,
     drain: bool | None = None,
+    early_updates: bool = False,
 ) -> Attachment: ...
 
 class ActivationStore:

@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         assert engine.attachment is not None
         self._extra_state = users_part(bytes(engine.attachment.extra_state)) or None
         self._pending_state: bytes | None = None
+        self._edit = (1.0, *UNBOUNDED)  # of the gradient, in the last step
         # A step that was asked for and whose outcome is unknown.
         self._under_way: StepCall | None = None
         self._finalizer = weakref.finalize(self, _end, engine, handles, guards, os.getpid())
@@ -225,7 +227,7 @@ class ForebayOptimizer(torch.optim.Optimizer):
         scalars = (self._hyper_parameters(), self._max_grad_norm)
         self._check_members()
         self._check_backward(attachment)
-        edit = self._engine.gradient_edit
+        edit = self._edit = self._engine.gradient_edit
         if self._max_grad_norm > 0 and edit[1:] != UNBOUNDED:
             raise unsupported(
                 f"clip_grad_value_ beside max_grad_norm={self._max_grad_norm}",
@@ -341,6 +343,24 @@ class ForebayOptimizer(torch.optim.Optimizer):
                     f"the gradient of parameter {member.name} was set by hand before step()",
                     "leave p.grad alone, or p.grad = None",
                 )
+
+    def _announcement(self) -> Callable[[], None]:
+        """Says the scalars that step() will have, as far as is known before the backward: the gradient
+        is edited as it was in the step before."""
+        own = weakref.ref(self)
+
+        def announce() -> None:
+            opt = own()
+            if opt is None or opt._under_way is not None:
+                return
+            try:
+                rows = opt._hyper_parameters()
+            except ForebayError:
+                return  # step() raises it
+            attachment, timeout = opt._live(), opt._engine.timeout
+            attachment.announce_step(attachment.committed_step + 1, rows, timeout, *opt._edit)
+
+        return announce
 
     def _hyper_parameters(self) -> list[HyperRow]:
         return self._rule._rows(self.param_groups)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +160,7 @@ class ShardedEngine(Engine):
         rank: int,
         timeout: float,
         prefetch_bytes: int = 0,
+        passes: int = 1,
     ) -> None:
         from . import _core
 
@@ -192,6 +193,9 @@ class ShardedEngine(Engine):
         self._is_reset = True  # FSDP2 has nothing of a backward before the next one
         self._backwards = 0  # that have begun
         self._pass = 0  # the backward that the attachment's pass is of
+        # Says the scalars of the next step call, before the last of a step's backward passes.
+        self.announce: Callable[[], None] = lambda: None
+        self._passes, self._begun = passes, 0  # a step's, and of this attempt
         self._has_said = rank != 0
         self._prefetch_bytes = prefetch_bytes
         self._order: dict[int, Unit] = {}  # by group, as forwards before the first step gather them
@@ -413,6 +417,12 @@ class ShardedEngine(Engine):
         if state != Backward.RUNNING:
             self._is_reset = False
             self._backwards += 1
+            self._begun += 1
+            if self._begun == self._passes and self.attachment is not None:
+                try:
+                    self.announce()
+                except ForebayError as error:
+                    raise_unless_step_raises(error)
 
     def say_what_waits(self) -> None:
         """Once, of the first pass whose gradients FSDP2 has not reduced."""
@@ -475,6 +485,8 @@ class ShardedEngine(Engine):
         again = member.arrived and member.backward == self._backwards
         if again or (self._pass not in (0, self._backwards) and self._arrived() > 0):
             self.attachment.begin_pass()
+            if self._passes == 1:  # nobody has said how many there are: which is the last?
+                self.announce = lambda: None
         self._pass = member.backward = self._backwards
         if not member.is_owned:
             norm = float(torch.linalg.vector_norm(gradient.float()))
@@ -517,7 +529,7 @@ class ShardedEngine(Engine):
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
-        self._pass = 0
+        self._pass = self._begun = 0
 
     def flush(self, attachment: Attachment, group: Group) -> None:
         partition = self.partition_of.get(group.number)

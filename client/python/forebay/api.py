@@ -45,6 +45,7 @@ def attach(
     prefetch_bytes: int = 0,
     activation_bytes: int = 0,
     drain: bool = True,
+    early_updates: bool = True,
     initial: str | os.PathLike[str] | Callable[[nn.Module], object] | None = None,
 ) -> ForebayOptimizer:
     """Hands a model's parameters to the daemon and returns the optimizer that steps them.
@@ -93,6 +94,13 @@ def attach(
                        blocks while the next forward goes on, in the order in which it needs them. False:
                        step() returns when all of them are updated and, those on swap, written. Mode
                        "shared" always waits, because its parameters can be read at any time.
+    early_updates      Of mode="sharded": a block of states on swap is updated as soon as all its gradients
+                       have arrived, in the last backward of a step (the `accumulate`-th), with the
+                       learning rates that the optimizer has when that backward begins. step() decides:
+                       where it clips or has other numbers, the block is updated anew, with the same
+                       bits as without, and the next steps wait until such guesses hold again. Its new
+                       weights take as much memory as the weights of blocks on swap have in DRAM. False:
+                       blocks are updated after the decision, and that memory is for states.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
@@ -174,10 +182,11 @@ def attach(
         optimizer,
         request,
         name_prefix=name_prefix,
-        accumulate=passes > 1,
+        passes=passes,
         prefetch_bytes=prefetch_bytes,
         activation_bytes=activation_bytes,
         drain=bool(drain),
+        early_updates=bool(early_updates),
         initial=initial,
     )
 

@@ -202,7 +202,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
                     const std::string& cuda_driver, uint64_t activation_bytes,
-                    std::optional<bool> drain) {
+                    std::optional<bool> drain, bool early_updates) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -213,6 +213,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .resume = resume,
       .accumulate = accumulate,
       .drain = drain,
+      .early_updates = early_updates,
       .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
@@ -440,14 +441,30 @@ nb::dict Optimizers() {
   return optimizers;
 }
 
-nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
-               double max_grad_norm, const nb::bytes& extra_state, double timeout,
-               double grad_scale, double grad_min, double grad_max) {
-  const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
+std::vector<protocol::HyperParams> HyperParamsOf(PyAttachment& self,
+                                                 const std::vector<HyperDict>& hyper) {
   std::vector<protocol::HyperParams> params;
   for (const HyperDict& values : hyper) {
     params.push_back(HyperParamsOf(self->layout().spec().optimizer, params.size(), values));
   }
+  return params;
+}
+
+void AnnounceStep(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
+                  double timeout, double grad_scale, double grad_min, double grad_max) {
+  const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
+  const std::vector<protocol::HyperParams> params = HyperParamsOf(self, hyper);
+  const absl::Status announced =
+      WithoutGil([&] { return self->AnnounceStep(t, params, TimeoutOf(timeout), edit); });
+  self.GiveUpEnded();
+  Check(announced);
+}
+
+nb::tuple Step(PyAttachment& self, uint64_t t, const std::vector<HyperDict>& hyper,
+               double max_grad_norm, const nb::bytes& extra_state, double timeout,
+               double grad_scale, double grad_min, double grad_max) {
+  const client::GradientEdit edit{.scale = grad_scale, .min = grad_min, .max = grad_max};
+  const std::vector<protocol::HyperParams> params = HyperParamsOf(self, hyper);
   const std::span<const std::byte> extra = BytesOf(extra_state);
   absl::StatusOr<client::StepResult> stepped = WithoutGil(
       [&] { return self->Step(t, params, max_grad_norm, extra, TimeoutOf(timeout), edit); });
@@ -566,6 +583,10 @@ void BindAttachment(nb::module_& module) {
              self.GiveUpEnded();
              Check(dropped);
            })
+      .def("announce_step", &AnnounceStep, nb::arg("t"), nb::arg("hyper"),
+           nb::arg("timeout") = kTimeout, nb::arg("grad_scale") = 1.0,
+           nb::arg("grad_min") = -std::numeric_limits<double>::infinity(),
+           nb::arg("grad_max") = std::numeric_limits<double>::infinity())
       .def("step", &Step, nb::arg("t"), nb::arg("hyper"), nb::arg("max_grad_norm") = 0.0,
            nb::arg("extra_state") = nb::bytes("", 0), nb::arg("timeout") = kTimeout,
            nb::arg("grad_scale") = 1.0,
@@ -623,15 +644,15 @@ NB_MODULE(_core, module) {
   module.attr("OPTIMIZERS") = Optimizers();
   module.def("check_hyper_parameters", &CheckHyper, nb::arg("optimizer"), nb::arg("group"),
              nb::arg("values"));
-  module.def("attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"),
-             nb::arg("world_size"), nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"),
-             nb::arg("seed"), nb::arg("params"), nb::arg("group_names"),
-             nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
-             nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
-             nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
-             nb::arg("partitions") = std::vector<PartitionTuple>(),
-             nb::arg("cuda_device") = nb::none(), nb::arg("cuda_driver") = "libcuda.so.1",
-             nb::arg("activation_bytes") = 0, nb::arg("drain") = nb::none());
+  module.def(
+      "attach", &Attach, nb::arg("socket"), nb::arg("job"), nb::arg("rank"), nb::arg("world_size"),
+      nb::arg("dtype"), nb::arg("optimizer"), nb::arg("format"), nb::arg("seed"), nb::arg("params"),
+      nb::arg("group_names"), nb::arg("grad_arena_bytes") = 0, nb::arg("extra_state_bytes") = 65536,
+      nb::arg("timeout") = 60.0, nb::arg("run") = "", nb::arg("resume") = false,
+      nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
+      nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
+      nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
+      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false);
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

@@ -1,0 +1,219 @@
+// Update at arrival: what StepPipeline does between the announcement of a step and its decision.
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "daemon/core/step_pipeline.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+using State = StagedBlocks::State;
+
+bool StepOrder::HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const {
+  const auto same = [](auto a, auto b) {
+    using Bits = std::conditional_t<sizeof(a) == 4, uint32_t, uint64_t>;
+    return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
+  };
+  if (step != other.step || !same(grad_scale, other.grad_scale)) return false;
+  if (!same(grad_min, other.grad_min) || !same(grad_max, other.grad_max)) return false;
+  if (hyper_params.size() != other.hyper_params.size()) return false;
+  for (size_t i = 0; i < hyper_params.size(); ++i) {
+    for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
+      if (!same(hyper_params[i].*info.field, other.hyper_params[i].*info.field)) return false;
+    }
+  }
+  return true;
+}
+
+void StepPipeline::BeginEarly(StepOrder order) {
+  FOREBAY_CHECK(!running_ && !is_early_);
+  if (has_two_passes() || abandoned_) return;
+  order_ = std::move(order);
+  order_.params.assign(layout_->params().size(), true);
+  pass_ = UpdatePass::kWhole;
+  scalars_.clear();
+  is_early_ = true;
+  early_failed_ = false;
+  early_prefetch_left_ = map_.blocks();
+}
+
+void StepPipeline::CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last) {
+  const std::vector<uint32_t> stale = early_.CountSums(partition, begin, end, is_last);
+  FOREBAY_CHECK(stale.empty() || !running_);
+  DropEarly(stale);
+}
+
+void StepPipeline::ForgetSums() {
+  if (!running_) DropEarly();
+  early_.ForgetSums();
+}
+
+void StepPipeline::DropEarly() {
+  if (!std::exchange(is_early_, false)) return;
+  std::vector<uint32_t> blocks;
+  for (const auto& [block, early] : early_.all()) blocks.push_back(block);
+  DropEarly(blocks);
+  ForgetPrefetchErrors();  // what backward was to need first was read ahead
+}
+
+void StepPipeline::DropEarlyUpdateOf(uint32_t block) {
+  if (early_.has(block)) DropEarly(std::vector{block});
+}
+
+void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
+  if (blocks.empty()) return;
+  EarlyUpdatesDropped dropped{.job = io_.job(), .blocks = {blocks.begin(), blocks.end()}};
+  for (const uint32_t block : blocks) {
+    const bool in_flight = !early_.at(block).written;
+    if (in_flight) {
+      staged_.at(block).cancelled = true;
+    } else {
+      ledger_.DropEarly(block);
+    }
+    const std::optional<uint32_t> slot = early_.Remove(block, /*slot_is_free=*/!in_flight);
+    if (slot && in_flight) dropped_slots_.emplace(block, *slot);
+    ++counters_.dropped_updates;
+  }
+  io_.actions().Emit(std::move(dropped));
+}
+
+// A task of a dropped update has ended.
+void StepPipeline::EndDropped(uint32_t block) {
+  staged_.Drop(block);
+  if (const auto slot = dropped_slots_.extract(block); !slot.empty()) {
+    early_.FreeSlot(slot.mapped());
+  }
+}
+
+// At the decision: what was made with other scalars, with the gradient of a parameter that has none, or of
+// weights that a reader holds is of no use.
+void StepPipeline::AdoptEarly(const StepOrder& announced, UpdatePass pass) {
+  const bool same = is_early_ && pass == UpdatePass::kWhole &&
+                    order_.HasScalarsOf(announced, layout_->spec().optimizer);
+  std::vector<uint32_t> dropped;
+  for (const auto& [block, early] : early_.all()) {
+    const std::vector<BlockRun> runs = map_.Runs(block);
+    const bool is_whole =
+        std::ranges::all_of(runs, [this](const BlockRun& run) { return order_.params[run.param]; });
+    if (!same || !is_whole || IsLeased(block)) dropped.push_back(block);
+  }
+  DropEarly(dropped);
+  is_early_ = false;
+  early_.ForgetSums();
+}
+
+// Of a block that the step updates.
+void StepPipeline::AcceptEarly(uint32_t block) {
+  const EarlyUpdates::Block early = early_.at(block);
+  ++counters_.early_updates;
+  overflowed_masters_ += early.overflows;
+  if (early.written) ledger_.AcceptEarly(block);
+  if (early.updated && early.weights_slot) AddInstall(block);
+  if (!early.written) return;
+  --blocks_left_;
+  if (early.weights_slot) return;
+  FinishPartitionsOf(block);
+  (void)early_.Remove(block, /*slot_is_free=*/true);
+}
+
+void StepPipeline::AddInstall(uint32_t block) {
+  ++blocks_left_;
+  to_install_.insert(position_[block]);
+}
+
+void StepPipeline::StartInstall(uint32_t block) {
+  ++updating_;
+  to_install_.erase(position_[block]);
+  InstallWeights action{.block = block};
+  const uint32_t slot = *early_.at(block).weights_slot;
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  for (const BlockRun& run : map_.Runs(block)) {
+    action.copies.push_back(
+        {.from_bytes = early_.NewWeightsOffset(slot, run.block_elem),
+         .to_bytes = PlaceOfWeights(run.partition, run.partition_elem).offset_bytes,
+         .bytes = run.elems * width});
+  }
+  tasks_.emplace(io_.Start(TaskKind::kInstallWeights, 0, std::move(action)),
+                 Running{.block = block});
+}
+
+void StepPipeline::OnInstalled(const TaskDone& done) {
+  const uint32_t block = FinishTask(done.task).block;
+  --updating_;
+  (void)early_.Remove(block, /*slot_is_free=*/true);
+  FinishPartitionsOf(block);
+  --blocks_left_;
+}
+
+void StepPipeline::PumpEarly() {
+  if (!is_early_ || running_ || abandoned_ || early_failed_) return;
+  StartEarlyReads();
+  StartEarlyUpdates();
+}
+
+bool StepPipeline::MayReadEarly(uint32_t block) const {
+  const BlockLocation& location = placement_.WhereBlock(block);
+  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
+         !staged_.contains(block) && !prefetch_failed_.contains(block) && !early_.has(block);
+}
+
+void StepPipeline::StartEarlyReads() {
+  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
+  if (AreAllPathsBusy()) return;
+  for (const uint32_t position : early_.waiting()) {
+    const uint32_t block = in_order_[position];
+    if (!MayReadEarly(block) || !early_.HasPlace(block) || IsPathBusy(block)) continue;
+    std::optional<uint32_t> slot = staged_.AllocateFree(kept);
+    // What was read ahead for gradients that do not come holds no slot permanently.
+    const auto waits = [this](uint32_t other) {
+      return early_.waiting().contains(position_[other]);
+    };
+    const bool goes_on =
+        early_tasks_ > 0 ||
+        std::ranges::any_of(staged_.all(), [&](const auto& entry) { return waits(entry.first); });
+    if (!slot && !goes_on) {
+      slot = staged_.ReclaimWhere([&](uint32_t other) { return !waits(other); });
+    }
+    if (!slot) return;
+    StartRead(block, *slot, /*for_update=*/true);
+  }
+}
+
+void StepPipeline::StartEarlyUpdates() {
+  while (updating_ < workers_) {
+    std::optional<uint32_t> first;
+    for (const auto& [block, staged] : staged_.all()) {
+      if (staged.state != State::kReady || !early_.waiting().contains(position_[block])) continue;
+      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block)) {
+        continue;
+      }
+      if (!first || position_[block] < position_[*first]) first = block;
+    }
+    if (!first) return;
+    early_.Begin(*first);
+    early_.AddReader(*first);
+    ++early_tasks_;
+    StartUpdate(*first);
+  }
+}
+
+// Backward delivers gradients in the order of positions, the last one first.
+void StepPipeline::PrefetchEarly() {
+  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
+  for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
+    const uint32_t block = in_order_[early_prefetch_left_ - 1];
+    if (!MayReadEarly(block)) continue;
+    if (IsPathBusy(block)) return;
+    const std::optional<uint32_t> slot = staged_.AllocateFree(kept);
+    if (!slot) return;
+    StartRead(block, *slot, /*for_update=*/true);
+    staged_.at(block).prefetched = true;
+  }
+}
+
+}  // namespace forebay::daemon

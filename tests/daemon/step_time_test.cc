@@ -1,0 +1,223 @@
+// Goal    The disk works under forward, backward and the next forward: a step takes little more than the longer
+//         of its compute and its transfers.
+// Method  The state machine in virtual time. The disk serves one transfer after the other at one rate, read or
+//         written; workers are fast, as they are beside a disk. A trainer computes with each group in turn, asks
+//         for the next one meanwhile, and delivers gradients evenly. Nothing depends on the machine.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/units.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::ShardedJob;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+using protocol::StepAnswer;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr uint32_t kGroups = 32;
+constexpr uint64_t kBlockElems = 8192;
+constexpr uint64_t kBlocksPerGroup = 8;
+constexpr uint64_t kArenaBytes = uint64_t{1} << 20;
+constexpr uint32_t kStepsBefore = 3;
+constexpr uint32_t kSteps = 5;
+constexpr double kDiskSeconds = 1;  // a step's transfers, one after the other
+
+std::shared_ptr<const protocol::Layout> Layers() {
+  return MakeShardedLayout(
+      std::vector<std::vector<testing::ShardedParam>>(kGroups,
+                                                      {{.rows = kBlocksPerGroup * kBlockElems}}),
+      {.ranks = 1, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+}
+
+NodeState::Options OptionsOf(uint64_t dram_bytes) {
+  return {.dram_limit_bytes = dram_bytes,
+          .node_bytes = 4096,
+          .staging_slots = 8,
+          .staging_slot_bytes = 256 << 10,
+          .swap = SwapPaths({64 << 20}),
+          .block_elems = kBlockElems,
+          .workers = 2};
+}
+
+struct Case {
+  bool early = true;
+  bool drain = true;
+  bool weights_on_swap = false;
+};
+
+NodeState::Options OptionsFor(const Case& what) {
+  uint64_t refused = 0;
+  uint64_t admitted = uint64_t{64} << 20;
+  while (what.weights_on_swap && admitted - refused > protocol::kPageBytes) {
+    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
+    NodeHarness node(OptionsOf(dram), 1);
+    const uint64_t session =
+        node.AttachOnly(Layers(), {.early_updates = what.early, .grad_arena_bytes = kArenaBytes});
+    (node.attached(session)->status.ok() ? admitted : refused) = dram;
+  }
+  if (what.weights_on_swap) return OptionsOf(admitted);
+  ShardedJob roomy(Layers(), 1, OptionsOf(admitted));
+  roomy.AttachAll(kArenaBytes);
+  const uint64_t new_weights = what.early ? kGroups * kBlocksPerGroup * kBlockElems * 2 : 0;
+  return OptionsOf(roomy.node_.state().Node().dram_used_bytes - roomy.View().resident_bytes +
+                   new_weights);
+}
+
+// Time passes where the trainer computes or waits.
+class Timed : public ShardedJob {
+ public:
+  Timed(const Case& what, double compute_s)
+      : ShardedJob(Layers(), 1, OptionsFor(what)), case_(what), compute_s_(compute_s) {
+    sessions_.push_back(
+        node_.Attach(layout_, {.early_updates = what.early, .grad_arena_bytes = kArenaBytes}));
+    EXPECT_OK(StatusOf(sessions_[0]));
+    EXPECT_EQ(View().resident_blocks, 0U);
+    EXPECT_EQ(View().weights_on_swap_bytes > 0, what.weights_on_swap);
+    if (what.drain) node_.set_answered_when(StepAnswer::kCommitted);
+    const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // read and written
+    const uint64_t weights = layout_->weights_bytes();
+    // Beside the states, and twice for fetches.
+    bytes_ = states + (what.weights_on_swap ? 4 * weights : 0);
+    rate_ = static_cast<double>(bytes_) / kDiskSeconds;
+  }
+
+  // Seconds a step.
+  double Run() {
+    double began = 0;
+    for (uint64_t step = 1; step <= kStepsBefore + kSteps; ++step) {
+      if (step == kStepsBefore + 1) {
+        began = now_;
+        moved_ = 0;
+      }
+      Train(step);
+    }
+    const double seconds = (now_ - began) / kSteps;
+    // What is moved beyond what must be.
+    waste_ = static_cast<double>(moved_) / kSteps / static_cast<double>(bytes_) - 1;
+    node_.RunTasks();
+    EXPECT_EQ(node_.fault(), "");
+    return seconds;
+  }
+  double waste() const { return waste_; }
+
+ private:
+  void Train(uint64_t step) {
+    const double forward = compute_s_ / 3 / kGroups;
+    uint64_t fetch = node_.Fetch(sessions_[0], 0);
+    for (uint32_t i = 0; i < 2 * kGroups; ++i) {
+      if (i == kGroups && case_.early) node_.Announce(sessions_[0], step);
+      WaitUntil([&] { return node_.ErrorOf(fetch) != kUnanswered; });
+      EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+      const uint64_t own = fetch;
+      if (i + 1 < 2 * kGroups) fetch = node_.Fetch(sessions_[0], GroupOf(i + 1));
+      Compute(i < kGroups ? forward : 2 * forward);
+      node_.ReleaseFetched(sessions_[0], own);
+      if (i >= kGroups) gradients_.push_back(node_.Gradient(sessions_[0], GroupOf(i), step));
+    }
+    const uint64_t call = node_.Step(sessions_[0], step);
+    WaitUntil([&] { return node_.ErrorOf(call) != kUnanswered; });
+    EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+    for (const uint64_t gradient : std::exchange(gradients_, {})) {
+      EXPECT_EQ(node_.ErrorOf(gradient), ErrorId::kNone);
+    }
+  }
+  static uint32_t GroupOf(uint32_t i) { return i < kGroups ? i : 2 * kGroups - 1 - i; }
+
+  // Gives every task that has begun the time of its end.
+  void Schedule() {
+    for (const auto& [task, action] : node_.model().running()) {
+      if (ends_.contains(task)) continue;
+      uint64_t bytes = 0;
+      if (const auto* read = std::get_if<ReadBlock>(&action)) bytes = read->bytes;
+      if (const auto* write = std::get_if<WriteBlock>(&action)) bytes = write->bytes;
+      if (const auto* load = std::get_if<LoadWeights>(&action)) bytes = load->bytes;
+      double& server = bytes > 0 ? disk_ : *std::ranges::min_element(workers_);
+      const bool updates = std::holds_alternative<UpdateBlock>(action);
+      const double took =
+          bytes > 0 ? static_cast<double>(bytes) / rate_ : kUpdateSeconds / (updates ? 1 : 4);
+      server = std::max(server, now_) + took;
+      moved_ += bytes;
+      ends_[task] = server;
+    }
+  }
+  // Ends the first task that ends before `time`; false where none does.
+  bool EndOne(double time) {
+    Schedule();
+    const auto first = std::ranges::min_element(
+        ends_, {}, [](const auto& entry) { return std::pair(entry.second, entry.first); });
+    if (first == ends_.end() || first->second > time) return false;
+    const TaskId task = first->first;
+    now_ = std::max(now_, first->second);
+    ends_.erase(first);
+    node_.Finish(task);
+    return true;
+  }
+  void Compute(double seconds) {
+    const double end = now_ + seconds;
+    while (EndOne(end)) continue;
+    now_ = end;
+  }
+  void WaitUntil(const std::function<bool()>& is_true) {
+    while (!is_true()) ASSERT_TRUE(EndOne(1e9)) << "nothing goes on";
+  }
+
+  // Of an update, beside a disk of 3 GB/s. Additions and copies touch a quarter of its bytes.
+  static constexpr double kUpdateSeconds = 0.1 * kDiskSeconds / (kGroups * kBlocksPerGroup);
+
+  Case case_;
+  double compute_s_;
+  uint64_t bytes_ = 0;
+  double rate_ = 0;
+  double now_ = 0;
+  double disk_ = 0;  // when it is free
+  std::vector<double> workers_ = {0, 0};
+  std::map<TaskId, double> ends_;
+  uint64_t moved_ = 0;
+  double waste_ = 0;
+  std::vector<uint64_t> gradients_;
+};
+
+TEST(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
+  std::printf("%-16s %6s %6s %10s %10s %8s\n", "weights", "early", "drain", "compute_s", "step_s",
+              "ratio");
+  for (const bool weights_on_swap : {false, true}) {
+    for (const bool early : {true, false}) {
+      for (const bool drain : {true, false}) {
+        for (const double compute_s : {0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0}) {
+          Timed timed({.early = early, .drain = drain, .weights_on_swap = weights_on_swap},
+                      compute_s);
+          const double step_s = timed.Run();
+          const double ratio = step_s / std::max(compute_s, kDiskSeconds);
+          std::printf("%-16s %6s %6s %10.3f %10.3f %8.3f  waste %.3f\n",
+                      weights_on_swap ? "on swap" : "in DRAM", early ? "yes" : "no",
+                      drain ? "yes" : "no", compute_s, step_s, ratio, timed.waste());
+          if (!early || !drain) continue;
+          const bool is_near = compute_s >= 0.5 && compute_s <= 2;
+          EXPECT_LE(ratio, is_near ? 1.08 : 1.04)
+              << compute_s << " weights on swap " << weights_on_swap;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace forebay::daemon
