@@ -280,6 +280,9 @@ struct JobStatus {
   lastStepWrittenBytes @37 :UInt64;
   publishedStep @38 :UInt64;        # all blocks of it are updated and written: committedStep, or the one before
   lastDecisionSeconds @39 :Float64;  # of the newest published step: from the last rank's call to the decision
+  earlyUpdates @40 :UInt64;          # blocks that were updated before the decision of their step, and taken by it
+  droppedUpdates @41 :UInt64;        # and updated anew, because the step was another than announced, or had no use
+  lastStepEarlyUpdates @42 :UInt64;  # of the newest step
 }
 
 struct TraceEvent {

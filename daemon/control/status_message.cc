@@ -112,6 +112,9 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepReadBytes(view.last_step_read_bytes);
   job.setLastStepWrittenBytes(view.last_step_written_bytes);
+  job.setEarlyUpdates(view.early_updates);
+  job.setDroppedUpdates(view.dropped_updates);
+  job.setLastStepEarlyUpdates(view.last_step_early_updates);
   job.setLastStepSeconds(snapshot.last_step_seconds);
   job.setLastDecisionSeconds(snapshot.last_decision_seconds);
   if (!view.swap_wait.ok()) job.setSwapWait(protocol::FormatError(view.swap_wait).c_str());

@@ -75,9 +75,10 @@ struct JobView {
   uint64_t last_step_reads_prefetched = 0;
   uint64_t last_step_read_bytes = 0;
   uint64_t last_step_written_bytes = 0;
-  // Blocks that were updated before the decision: taken by it, or in vain.
+  // Blocks that were updated before the decision of their step: taken by it, or in vain.
+  uint64_t early_updates = 0;
+  uint64_t dropped_updates = 0;
   uint64_t last_step_early_updates = 0;
-  uint64_t last_step_dropped_updates = 0;
   bool ready = false;   // initial parameters are written
   absl::Status failed;  // OK while the job is well
   // Taken from the limit: arenas and resident blocks; 0: it waits for room.

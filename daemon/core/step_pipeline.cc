@@ -568,8 +568,7 @@ uint64_t StepPipeline::Finish() {
                     counters_.update_reads_prefetched - at_begin_.update_reads_prefetched,
                 .read_bytes = counters_.read_bytes - at_begin_.read_bytes,
                 .written_bytes = counters_.written_bytes - at_begin_.written_bytes,
-                .early_updates = counters_.early_updates - at_begin_.early_updates,
-                .dropped_updates = counters_.dropped_updates - at_begin_.dropped_updates};
+                .early_updates = counters_.early_updates - at_begin_.early_updates};
   at_begin_ = counters_;
   return overflowed_masters_;
 }

@@ -1,0 +1,153 @@
+"""Trains a small sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, through a
+schedule of what may come between the announcement of a step and its decision, and prints a JSON line: the SHA-256 of
+losses and norms, that of weights and states, and the job's statistics.
+
+usage: early_updates.py RANKS STEPS SEED [early] [drain] [accumulate]
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+
+import torch
+
+torch.set_num_threads(1)
+
+import forebay  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as processes  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+WIDTH = 160
+LAYERS = 6
+# What happens in a step, and in how many of a thousand.
+EVENTS = {
+    "clip": 150,  # by torch: the gradient is scaled between backward and step
+    "lr before backward": 200,
+    "lr after backward": 40,
+    "nan": 60,  # in a gradient: the step is refused, and repeated
+    "zero_grad": 60,  # after the backward, which is repeated
+    "exception": 40,  # in the middle of the backward, which is repeated
+    "second pass": 300,  # with accumulate
+    "skipped layer": 100,  # its parameters get no gradient
+    "read": 60,  # of states, between backward and step
+    "write": 40,  # of parameters, there
+}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.raises = False
+
+    def forward(self, x):
+        if self.raises:
+            x.register_hook(fail)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def fail(_gradient):
+    raise RuntimeError("in the middle of backward")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.skipped = None
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            if number != self.skipped:
+                x = layer(x)
+        return x
+
+
+def train(rank, ranks, steps, seed, options, folder):
+    os.environ["FOREBAY_RUN"] = "one"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
+    model = Model().to(torch.bfloat16)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = forebay.attach(
+        model,
+        forebay.AdamW(lr=1e-3, format="exact"),
+        job="early",
+        mode="sharded",
+        early_updates="early" in options,
+        drain="drain" in options,
+        accumulate=2 if "accumulate" in options else 1,
+    )
+    chance = random.Random(seed)  # the same on every rank
+    digest = hashlib.sha256()
+    for step in range(steps):
+        now = {event for event, often in EVENTS.items() if chance.randrange(1000) < often}
+        if "accumulate" not in options:
+            now.discard("second pass")
+        layer = model.layers[chance.randrange(LAYERS)]
+        model.skipped = chance.randrange(LAYERS) if "skipped layer" in now else None
+        data = torch.Generator().manual_seed(1000 * step + rank)
+
+        def backward(scale=1.0, data=data):
+            x = torch.randn(4, WIDTH, generator=data).to(torch.bfloat16)
+            loss = model(x).float().square().mean() * scale
+            loss.backward()
+            return loss.item()
+
+        if "lr before backward" in now:
+            opt.param_groups[0]["lr"] = chance.choice([1e-3, 5e-4, 2e-3])
+        if "exception" in now:
+            layer.raises = True
+            try:
+                backward()
+            except RuntimeError:
+                opt.zero_grad()
+            layer.raises = False
+        if "nan" in now:
+            backward(float("nan"))
+            try:
+                opt.step()
+                sys.exit("a gradient that is NaN was applied")
+            except forebay.ForebayError as error:
+                assert error.code == "E_NONFINITE", error
+        if "zero_grad" in now:
+            backward()
+            opt.zero_grad()
+        loss = backward()
+        if "second pass" in now:
+            loss += backward()
+        if "lr after backward" in now:
+            opt.param_groups[0]["lr"] *= 0.5
+        if "read" in now:
+            state = opt.read_state("first.weight")
+            digest.update(state["exp_avg"].numpy().tobytes())
+        if "write" in now:
+            with torch.no_grad():
+                layer.down.bias.mul_(0.5)
+        if "clip" in now:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            digest.update(repr(float(norm)).encode())
+        opt.step()
+        digest.update(repr(loss).encode())
+    states = opt.state_sha256()
+    if rank == 0:
+        [job] = forebay.status()["jobs"]
+        print(json.dumps([digest.hexdigest(), states, job]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    numbers = [int(argument) for argument in sys.argv[1:4]]
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(train, (*numbers, sys.argv[4:], folder), nprocs=numbers[0])
+    os._exit(0)

@@ -1,0 +1,84 @@
+# Goal    What is updated before the decision of a step has no bit that depends on it, whatever comes between:
+#         clipped gradients, other learning rates than announced, NaN, passes that nobody has announced, attempts
+#         that begin anew, parameters without a gradient, reads and writes of states.
+# Method  Ranks over gloo on the real daemon, through one schedule of such events with early updates, draining or
+#         not, and with all states in DRAM: SHA-256 of losses, norms, weights and states.
+#         FOREBAY_STEPS=10000 is the long run.
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from daemon_process import Daemon, missing
+from test_processes import HERE
+from test_weights_on_swap import environment_on
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+STEPS = int(os.environ.get("FOREBAY_STEPS", "24"))
+SEED = int(os.environ.get("FOREBAY_SEED", "7"))
+MORE = {"weights on swap": 0, "weights in DRAM": 5 << 20, "all in DRAM": 1 << 30}  # than the smallest limit
+
+
+@functools.cache
+def smallest_limit(*arguments):
+    _, error = run(8 << 20, *arguments)
+    [needed] = set(re.findall(r"raise --dram / dram.limit to at least (\d+) bytes", error))
+    return int(needed)
+
+
+@functools.cache
+def run(dram_bytes, ranks, seed, *options):
+    """(What the script prints, or None; what it writes to stderr.)"""
+    with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
+        daemon = Daemon(
+            folder,
+            f"dram.limit={dram_bytes}",
+            f"swap.paths={folder}",
+            "swap.capacity=128MiB",
+            "swap.staging=2MiB",
+            "update.block_elems=16384",
+        )
+        command = [sys.executable, str(HERE / "early_updates.py"), str(ranks), str(STEPS), str(seed)]
+        try:
+            done = subprocess.run(
+                [*command, *options],
+                env=environment_on(daemon),
+                capture_output=True,
+                text=True,
+                timeout=60 + STEPS,
+                check=False,
+            )
+        finally:
+            daemon.stop()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    return (json.loads(lines[-1]) if done.returncode == 0 else None), done.stderr
+
+
+def train(place, options):
+    """Both ways in the limit of the larger one."""
+    limit = smallest_limit(2, SEED, *sorted({*options, "early"})) + MORE[place]
+    made, error = run(limit, 2, SEED, *options)
+    assert made is not None, error
+    return made
+
+
+@pytest.mark.parametrize(
+    ("place", "more"),
+    [("weights on swap", []), ("weights in DRAM", []), ("weights in DRAM", ["accumulate"])],
+)
+def test_no_bit_depends_on_when_blocks_are_updated(place, more):
+    losses, states, job = train("all in DRAM", more)
+    assert job["resident_blocks"] == job["blocks"] and job["weights_on_swap_bytes"] == 0
+    for options in [["early", "drain"], ["early"]]:
+        made = train(place, options + more)
+        assert made[:2] == [losses, states], options
+        assert (made[2]["weights_on_swap_bytes"] > 0) == (place == "weights on swap")
+        assert made[2]["resident_blocks"] < made[2]["blocks"]
+        assert made[2]["early_updates"] > 0
+        assert made[2]["dropped_updates"] > 0 or more
