@@ -156,7 +156,7 @@ interface Admin {
 }
 
 struct JobPlan {
-  # Sizes in bytes; the first seven are the job's DRAM.
+  # Sizes in bytes; the first seven, and newWeights, are the job's DRAM.
   weights @0 :UInt64;       # of partitions whose weights stay in DRAM
   weightsCache @1 :UInt64;  # for copies of the others
   states @2 :UInt64;        # of blocks that are in DRAM
@@ -176,6 +176,7 @@ struct JobPlan {
                             # update, and weights twice, in forward and backward
   stepWritten @16 :UInt64;
   allInDram @17 :UInt64;    # the limit with which nothing would be on swap
+  newWeights @18 :UInt64;   # of early updates, until their step is decided
 }
 
 struct NodeStatus {
@@ -283,6 +284,10 @@ struct JobStatus {
   earlyUpdates @40 :UInt64;          # blocks that were updated before the decision of their step, and taken by it
   droppedUpdates @41 :UInt64;        # and updated anew, because the step was another than announced, or had no use
   lastStepEarlyUpdates @42 :UInt64;  # of the newest step
+  swapBytes @43 :UInt64;             # taken on swap
+  stepReadBytes @44 :UInt64;         # of swap, in a step as JobPlan has it
+  stepWrittenBytes @45 :UInt64;
+  newWeightsBytes @46 :UInt64;       # DRAM for those of early updates
 }
 
 struct TraceEvent {

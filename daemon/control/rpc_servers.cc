@@ -139,6 +139,7 @@ void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
   reply.setStepRead(plan.step_read);
   reply.setStepWritten(plan.step_written);
   reply.setAllInDram(plan.all_in_dram);
+  reply.setNewWeights(plan.new_weights);
 }
 
 void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {

@@ -112,6 +112,10 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepReadBytes(view.last_step_read_bytes);
   job.setLastStepWrittenBytes(view.last_step_written_bytes);
+  job.setSwapBytes(view.swap_bytes);
+  job.setStepReadBytes(view.step_traffic.read_bytes);
+  job.setStepWrittenBytes(view.step_traffic.written_bytes);
+  job.setNewWeightsBytes(view.new_weights_bytes);
   job.setEarlyUpdates(view.early_updates);
   job.setDroppedUpdates(view.dropped_updates);
   job.setLastStepEarlyUpdates(view.last_step_early_updates);

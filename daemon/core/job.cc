@@ -749,6 +749,8 @@ JobView Job::View() const {
                .failed = failed_,
                .dram_bytes = dram_bytes(),
                .swap_bytes = swap_slots().size() * spec_.plan.swap_slot_bytes,
+               .step_traffic = StepTrafficOf(layout, spec_.plan, placement()),
+               .new_weights_bytes = spec_.plan.early_weights_bytes,
                .swap_wait = pipeline_.swap_wait(),
                .trace = TracedGroups()};
   for (const auto& [id, session] : members_.all()) {

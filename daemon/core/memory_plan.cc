@@ -326,6 +326,19 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
                                 "), or delete jobs that hold memory"));
 }
 
+StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
+                          const Placement& placement) {
+  StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes};
+  const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
+  for (uint32_t block = 0; block < placement.blocks(); ++block) {
+    const BlockLocation& location = placement.WhereBlock(block);
+    if (location.tier == Tier::kDram) continue;
+    traffic.read_bytes += passes * location.state.bytes;
+    traffic.written_bytes += passes * location.state.bytes;
+  }
+  return traffic;
+}
+
 SessionRequest SessionRequestOf(const AttachRequested& request) {
   return {.world_size = request.world_size,
           .grad_arena_bytes = request.grad_arena_bytes,

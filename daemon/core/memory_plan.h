@@ -105,6 +105,15 @@ struct MemoryPlan {
   }
 };
 
+// Swap bytes of a step in which every parameter has a gradient, in one backward pass.
+struct StepTraffic {
+  uint64_t read_bytes = 0;  // states and weights for the update; weights for forward and backward
+  uint64_t written_bytes = 0;
+};
+// `placement` of blocks now; that of the plan is the first one.
+StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
+                          const Placement& placement);
+
 SessionRequest SessionRequestOf(const AttachRequested& request);
 
 // Bytes of the largest range of a partition.

@@ -180,11 +180,12 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   const SessionRequest session = SessionRequestOf(request);
   ASSIGN_OR_RETURN(const MemoryPlan plan, PlanJob(layout, session, options, use));
   const uint64_t taken = use.jobs_dram_bytes + use.deleted_weights_bytes;
+  const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
   JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
                .weights_cache = plan.weights_cache_bytes,
                .states = plan.placement.state_bytes(),
                .sums = plan.extra_state_offset,
-               .extra_state = plan.step_bytes - plan.extra_state_offset,
+               .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
                .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
                                                  plan.extra_state_copy_bytes),
                .tables = plan.table_bytes,
@@ -196,14 +197,9 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
                .blocks = plan.placement.blocks(),
                .resident_blocks = plan.placement.resident_blocks(),
                .swap = plan.swap_slots * plan.swap_slot_bytes,
-               .step_read = 2 * plan.weights_on_swap_bytes};
-  const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
-  for (uint32_t block = 0; block < plan.placement.blocks(); ++block) {
-    const BlockLocation& location = plan.placement.WhereBlock(block);
-    if (location.tier == Tier::kDram) continue;
-    view.step_read += passes * location.state.bytes;
-    view.step_written += passes * location.state.bytes;
-  }
+               .step_read = traffic.read_bytes,
+               .step_written = traffic.written_bytes,
+               .new_weights = plan.early_weights_bytes};
   options.dram_limit_bytes = UINT64_MAX / 2;
   ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
   view.all_in_dram = options.node_bytes + taken + all.fixed_bytes + all.placement.state_bytes();

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
+#include "daemon/core/memory_plan.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -84,6 +85,8 @@ struct JobView {
   // Taken from the limit: arenas and resident blocks; 0: it waits for room.
   uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;  // its slots on swap
+  StepTraffic step_traffic;
+  uint64_t new_weights_bytes = 0;  // DRAM for those of early updates
   // OK, or the failed write that the running step waits for: with path and errno.
   absl::Status swap_wait;
   std::vector<uint32_t> trace;
@@ -109,6 +112,7 @@ struct JobPlan {
   uint64_t step_read = 0;
   uint64_t step_written = 0;
   uint64_t all_in_dram = 0;
+  uint64_t new_weights = 0;
 };
 
 // Bytes the state machine has promised; the kernel's own count must agree.

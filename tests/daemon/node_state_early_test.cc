@@ -622,19 +622,36 @@ TEST(NodeStateEarlyOrder, OfThoseThatAreThereTheOneThatIsNeededFirstInForward) {
 }
 
 TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
-  const auto view = [](bool early) {
+  const auto view_of = [](bool early) {
     ShardedJob job(Groups(), kRanks, OptionsFor(Where::kSomeStatesInDram));
+    const absl::StatusOr<JobPlan> plan = job.node_.state().Plan({.uid = 1000,
+                                                                 .job = "job",
+                                                                 .world_size = kRanks,
+                                                                 .early_updates = early,
+                                                                 .grad_arena_bytes = kArenaBytes,
+                                                                 .extra_state_bytes = 64,
+                                                                 .layout = job.layout_},
+                                                                std::nullopt);
+    EXPECT_OK(plan.status());
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       job.sessions_.push_back(job.node_.Attach(
           job.layout_, {.rank = rank, .early_updates = early, .grad_arena_bytes = kArenaBytes}));
       EXPECT_OK(job.StatusOf(job.sessions_.back()));
     }
-    EXPECT_LE(job.node_.state().Node().dram_used_bytes,
-              OptionsFor(Where::kSomeStatesInDram).dram_limit_bytes);
-    return job.View();
+    const uint64_t used_bytes = job.node_.state().Node().dram_used_bytes;
+    EXPECT_LE(used_bytes, OptionsFor(Where::kSomeStatesInDram).dram_limit_bytes);
+    EXPECT_EQ(plan->weights + plan->weights_cache + plan->states + plan->sums + plan->extra_state +
+                  plan->new_weights + plan->sessions + plan->tables + plan->node,
+              used_bytes);
+    const JobView view = job.View();
+    EXPECT_EQ(plan->new_weights, view.new_weights_bytes);
+    EXPECT_EQ(plan->new_weights > 0, early);
+    EXPECT_EQ(plan->step_read, view.step_traffic.read_bytes);
+    EXPECT_EQ(plan->step_written, view.step_traffic.written_bytes);
+    return view;
   };
-  const JobView without = view(false);
-  const JobView with = view(true);
+  const JobView without = view_of(false);
+  const JobView with = view_of(true);
   EXPECT_GT(without.resident_blocks, with.resident_blocks);
   EXPECT_LE(with.dram_bytes, without.dram_bytes + protocol::kPageBytes * 64);
 }

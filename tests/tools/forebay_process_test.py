@@ -216,6 +216,13 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     text = plan(folders, *model, "--dram", "3GiB", "--swap-size", "1TiB", *rates).stdout
     seconds = found["step_read"] / 10e9 + found["step_written"] / 5e9
     assert f"the disk works {seconds:.2f} s a step, at 10 GB/s read and 5 written" in text
+    # Where all weights are in DRAM, new ones have places beside them, or the states have more.
+    early, late = (
+        json.loads(plan(folders, *model, "--dram", "8GiB", "--swap-size", "1TiB", "--json", *flag).stdout)
+        for flag in ((), ("--no-early-updates",))
+    )
+    assert early["new_weights"] > 0 == late["new_weights"]
+    assert early["resident_blocks"] < late["resident_blocks"]
     small = plan(folders, *model, "--dram", "2GiB", "--swap-size", "1TiB")
     assert small.returncode == 1 and "error[E_DRAM_LIMIT]: the job needs" in small.stderr
     enough = re.search(r"hint: raise --dram / dram.limit to at least (\d+) bytes", small.stderr)

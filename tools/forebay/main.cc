@@ -169,6 +169,8 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   command->add_option("--ranks", plan.ranks, "on this node")->check(CLI::Range(1, 1024));
   command->add_flag("--shared", plan.is_shared, "one copy of the weights, without FSDP2");
   command->add_flag("--accumulate", plan.accumulate, "several backward passes a step");
+  command->add_flag("!--no-early-updates", plan.early_updates,
+                    "blocks wait for step: no room for their new weights");
   command->add_option("--dtype", plan.dtype, "of the weights");
   command->add_option("--format", plan.format, "of the states (exact for bfloat16, else fp32)");
   command->add_option("--optimizer", plan.optimizer, "adamw, ...");

@@ -119,12 +119,15 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
   add(absl::StrCat("states, ", plan.getResidentBlocks(), " of ", plan.getBlocks(), " blocks"),
       plan.getStates());
   add("sums of gradients", plan.getSums());
+  if (plan.getNewWeights() > 0) {
+    add("new weights, until their step is decided", plan.getNewWeights());
+  }
   add("extra_state", plan.getExtraState());
   add(absl::StrCat("gradients on their way, of ", options.ranks, " ranks"), plan.getSessions());
   add("tables", plan.getTables());
   const uint64_t job = plan.getWeights() + plan.getWeightsCache() + plan.getStates() +
-                       plan.getSums() + plan.getExtraState() + plan.getSessions() +
-                       plan.getTables();
+                       plan.getSums() + plan.getNewWeights() + plan.getExtraState() +
+                       plan.getSessions() + plan.getTables();
   add("the job", job);
   add("the daemon", plan.getNode());
   if (plan.getOthers() > 0) add("other jobs", plan.getOthers());
@@ -162,6 +165,7 @@ absl::Status Plan(const PlanOptions& options) {
   client::AttachOptions attach;
   attach.world_size = options.ranks;
   attach.accumulate = options.accumulate;
+  attach.early_updates = options.early_updates && !options.is_shared;
   attach.layout = LayoutOf(model, choice);
   ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));

@@ -21,6 +21,7 @@ struct PlanOptions {
   uint32_t ranks = 1;
   bool is_shared = false;
   bool accumulate = false;
+  bool early_updates = true;  // not of a shared job
   std::string dtype = "bfloat16";
   std::string format = {};  // empty: exact for bfloat16, else fp32
   std::string optimizer = "adamw";

@@ -56,11 +56,29 @@ def costs(
     activations = f", activations {size(activation_bytes)}" if activation_bytes else ""
     weights_swapped = found["weights_on_swap_bytes"]
     weights = f" (a cache for {size(weights_swapped)} on swap)" if weights_swapped else ""
+    new = found["new_weights_bytes"]
+    new_weights = f", new weights until their step is decided {size(new)}" if new else ""
     where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
     yield (
         f"this node's DRAM: weights {size(kinds.get('weights', 0))}{weights}, "
         f"states {size(kinds.get('state', 0))}{where}, sums of gradients and extra_state "
-        f"{size(kinds.get('step', 0))}, gradients on their way "
+        f"{size(kinds.get('step', 0) - found['new_weights_bytes'])}{new_weights}, gradients on their way "
         f"{size(kinds.get('grad', 0) - activation_bytes)}{activations}; of "
         f"{size(status['memory']['limit_bytes'])}"
     )
+    if not found["swap_bytes"]:
+        return
+    read, written = found["step_read_bytes"], found["step_written_bytes"]
+    yield (
+        f"swap: {size(found['swap_bytes'])} taken; a step of one pass reads {size(read)} and writes "
+        f"{size(written)}{_disk_time(status, read, written)}"
+    )
+
+
+def _disk_time(status: Mapping[str, Any], read: int, written: int) -> str:
+    """Of a node whose swap paths were measured."""
+    rates = [(path["read_rate"], path["write_rate"]) for path in status["swap"]]
+    reads, writes = (sum(one) for one in zip(*rates, strict=True))
+    if not all(one and other for one, other in rates):
+        return ""
+    return f": {read / reads + written / writes:.2f} s of the disk, as measured"
