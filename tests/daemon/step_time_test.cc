@@ -62,6 +62,7 @@ struct Case {
   bool early = true;
   bool drain = true;
   bool weights_on_swap = false;
+  double resident_share = 0;  // of the states
 };
 
 NodeState::Options OptionsFor(const Case& what) {
@@ -77,9 +78,11 @@ NodeState::Options OptionsFor(const Case& what) {
   if (what.weights_on_swap) return OptionsOf(admitted);
   ShardedJob roomy(Layers(), 1, OptionsOf(admitted));
   roomy.AttachAll(kArenaBytes);
-  const uint64_t new_weights = what.early ? kGroups * kBlocksPerGroup * kBlockElems * 2 : 0;
+  const uint64_t blocks = roomy.View().blocks;
+  const auto resident = static_cast<uint64_t>(what.resident_share * static_cast<double>(blocks));
+  const uint64_t new_weights = what.early ? (blocks - resident) * kBlockElems * 2 : 0;
   return OptionsOf(roomy.node_.state().Node().dram_used_bytes - roomy.View().resident_bytes +
-                   new_weights);
+                   new_weights + resident * (roomy.View().resident_bytes / blocks));
 }
 
 // Time passes where the trainer computes or waits.
@@ -90,7 +93,8 @@ class Timed : public ShardedJob {
     sessions_.push_back(
         node_.Attach(layout_, {.early_updates = what.early, .grad_arena_bytes = kArenaBytes}));
     EXPECT_OK(StatusOf(sessions_[0]));
-    EXPECT_EQ(View().resident_blocks, 0U);
+    const auto blocks = static_cast<double>(View().blocks);
+    EXPECT_NEAR(View().resident_blocks, what.resident_share * blocks, 1);
     EXPECT_EQ(View().weights_on_swap_bytes > 0, what.weights_on_swap);
     if (what.drain) node_.set_answered_when(StepAnswer::kCommitted);
     const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // read and written
@@ -98,6 +102,7 @@ class Timed : public ShardedJob {
     // Beside the states, and twice for fetches.
     bytes_ = states + (what.weights_on_swap ? 4 * weights : 0);
     rate_ = static_cast<double>(bytes_) / kDiskSeconds;
+    bytes_ -= 2 * View().resident_blocks * (kBlockElems * 10);
   }
 
   // Seconds a step.
@@ -112,7 +117,8 @@ class Timed : public ShardedJob {
     }
     const double seconds = (now_ - began) / kSteps;
     // What is moved beyond what must be.
-    waste_ = static_cast<double>(moved_) / kSteps / static_cast<double>(bytes_) - 1;
+    waste_ =
+        bytes_ == 0 ? 0 : static_cast<double>(moved_) / kSteps / static_cast<double>(bytes_) - 1;
     node_.RunTasks();
     EXPECT_EQ(node_.fault(), "");
     return seconds;
@@ -221,6 +227,27 @@ TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
         EXPECT_LE(ratio, is_near ? 1.08 : 1.04) << compute_s;
         EXPECT_LE(timed.waste(), 0.01) << compute_s;
       }
+    }
+  }
+}
+
+// The disk has the less to do, the more states are in DRAM.
+TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
+  const bool prints_all = std::getenv("FOREBAY_ALL_CASES") != nullptr;
+  std::printf("%8s %6s %6s %10s %8s %8s %8s\n", "resident", "early", "drain", "compute_s", "step_s",
+              "ratio", "waste");
+  constexpr double kComputeSeconds = 0.5;
+  for (const bool is_whole : {true, false}) {
+    if (!is_whole && !prints_all) continue;
+    for (const double resident : {0.0, 0.25, 0.5, 0.75, 1.0}) {
+      Timed timed({.early = is_whole, .drain = is_whole, .resident_share = resident},
+                  kComputeSeconds);
+      const double step_s = timed.Run();
+      const double ratio = step_s / std::max(kComputeSeconds, (1 - resident) * kDiskSeconds);
+      std::printf("%8.2f %6s %6s %10.3f %8.3f %8.3f %8.3f\n", resident, is_whole ? "yes" : "no",
+                  is_whole ? "yes" : "no", kComputeSeconds, step_s, ratio, timed.waste());
+      if (!is_whole) continue;
+      EXPECT_LE(ratio, 1.08) << resident;
     }
   }
 }
