@@ -126,7 +126,8 @@ int Serve(const Config& config) {
   sigaddset(&signals, SIGINT);
   ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   ::signal(SIGPIPE, SIG_IGN);
-  ::signal(SIGIO, SIG_IGN);  // of leases on files, see pinned_mem
+  ::signal(SIGIO, SIG_IGN);    // of leases on files, see pinned_mem
+  ::signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit of a file's size fails with EFBIG
   const forebay::protocol::UniqueFd signals_fd(::signalfd(-1, &signals, SFD_CLOEXEC));
 
   auto daemon = Daemon::Start(config);

@@ -303,7 +303,9 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
                                                FormatBytes(static_cast<uint64_t>(system.f_bavail) *
                                                            system.f_frsize)),
                                error),
-                     "lower --swap-size / swap.capacity, or free space");
+                     error == EFBIG ? "lower --swap-size / swap.capacity, or raise RLIMIT_FSIZE: "
+                                      "LimitFSIZE=infinity in the unit, ulimit -f unlimited"
+                                    : "lower --swap-size / swap.capacity, or free space");
   }
   if (error != 0) {
     return PathError(path, "fallocate", error, "use a file system with fallocate, as ext4 or XFS");

@@ -48,8 +48,7 @@ std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin
     waiting_.erase(position_[run.block]);
     if (has(run.block)) stale.push_back(run.block);
   }
-  const auto [first, last] = std::ranges::unique(stale);
-  stale.erase(first, last);
+  stale.erase(std::unique(stale.begin(), stale.end()), stale.end());
   return stale;
 }
 

@@ -230,6 +230,7 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   uint64_t blocks = 0;
   const BlockMap map = MapOf(layout, plan);
   for (uint32_t block = 0; block < map.blocks(); ++block) blocks += map.has_weights(block) ? 0 : 1;
+  room -= room % kPageBytes;
   uint64_t slots = std::min(blocks, room / slot_bytes);
   if (!plan.has_weights_on_swap() && room > blocks * slot_bytes) {
     // Each block has a slot, or is in DRAM.

@@ -409,7 +409,7 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
       announces ? CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session))
                 : CheckCall(session, command, copied);
   if (!status.ok() || announces) {
-    if (status.ok()) Announce(session, copied);
+    if (status.ok() && command.attempt == attempt_) Announce(session, copied);
     io_.Answer(session.IdOf(command), status);
     return;
   }

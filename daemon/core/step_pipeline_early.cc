@@ -159,7 +159,8 @@ void StepPipeline::PumpEarly() {
 bool StepPipeline::MayReadEarly(uint32_t block) const {
   const BlockLocation& location = placement_.WhereBlock(block);
   return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
-         !staged_.contains(block) && !prefetch_failed_.contains(block) && !early_.has(block);
+         early_.HasPlace(block) && !staged_.contains(block) && !prefetch_failed_.contains(block) &&
+         !early_.has(block);
 }
 
 void StepPipeline::StartEarlyReads() {
@@ -167,11 +168,11 @@ void StepPipeline::StartEarlyReads() {
   if (AreAllPathsBusy()) return;
   for (const uint32_t position : early_.waiting()) {
     const uint32_t block = in_order_[position];
-    if (!MayReadEarly(block) || !early_.HasPlace(block) || IsPathBusy(block)) continue;
+    if (!MayReadEarly(block) || IsPathBusy(block)) continue;
     std::optional<uint32_t> slot = staged_.AllocateFree(kept);
     // What was read ahead for gradients that do not come holds no slot permanently.
     const auto waits = [this](uint32_t other) {
-      return early_.waiting().contains(position_[other]);
+      return early_.waiting().contains(position_[other]) && early_.HasPlace(other);
     };
     const bool goes_on =
         early_tasks_ > 0 ||

@@ -48,6 +48,13 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
     return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("fchmod of ", name), errno));
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
+    if (errno == EFBIG) {
+      return MakeError(ErrorId::kDramLimit,
+                       absl::StrCat("arena ", name, " of ", size_bytes,
+                                    " bytes is larger than a file of this process may be "
+                                    "(RLIMIT_FSIZE)"),
+                       "LimitFSIZE=infinity in the unit, or ulimit -f unlimited");
+    }
     return MakeError(ErrorId::kInternal,
                      ErrnoText(absl::StrCat("ftruncate of ", name, " to ", size_bytes), errno));
   }

@@ -621,6 +621,24 @@ TEST(NodeStateEarlyOrder, OfThoseThatAreThereTheOneThatIsNeededFirstInForward) {
       << ::testing::PrintToString(partitions);
 }
 
+// Also where a block's new weights are no whole pages, and at every limit from none on.
+TEST(NodeStateEarlyPlan, NeverTakesMoreThanTheLimit) {
+  NodeState::Options options = OptionsFor(Where::kWeightsInDram);
+  options.block_elems = 1088;
+  const uint64_t most = options.dram_limit_bytes + (64 << 10);
+  uint64_t attached = 0;
+  for (uint64_t dram = most - (512 << 10); dram < most; dram += 1023) {
+    options.dram_limit_bytes = dram;
+    NodeHarness node(options, kRanks);
+    const uint64_t session =
+        node.AttachOnly(Groups(), {.early_updates = true, .grad_arena_bytes = kArenaBytes});
+    EXPECT_LE(node.state().Node().dram_used_bytes, dram);
+    EXPECT_TRUE(attached == 0 || node.attached(session)->status.ok()) << dram;
+    if (node.attached(session)->status.ok()) ++attached;
+  }
+  EXPECT_GT(attached, 100U);
+}
+
 TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
   const auto view_of = [](bool early) {
     ShardedJob job(Groups(), kRanks, OptionsFor(Where::kSomeStatesInDram));

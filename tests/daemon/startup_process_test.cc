@@ -24,6 +24,7 @@
 #include <memory>
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -217,6 +218,24 @@ TEST_F(Startup, OfAServiceThatMayNotLockItsMemoryNamesTheLineToAdd) {
       ErrorId::kMemlock, {"cannot lock arena", "RLIMIT_MEMLOCK is 4.0 MiB"});
   EXPECT_TRUE(daemon->IsAlive());
   EXPECT_OK(healthy->TrainOneMoreStep());
+}
+
+// The kernel's signal would end it without a word.
+TEST_F(Startup, WhereFilesMayNotBeSoLargeNamesTheLimit) {
+  dir_.Make("swap");
+  for (const auto& [bytes, id, what] :
+       {std::tuple{uint64_t{64} << 10, "E_DRAM_LIMIT", "arena forebay-staging of "},
+        std::tuple{uint64_t{8} << 20, "E_SWAP_NOSPC", "cannot reserve 16.0 MiB"}}) {
+    const auto refused = DaemonProcess::Start(socket_, Here(kGoodSwap), [bytes = bytes] {
+      const rlimit limit = {bytes, bytes};
+      (void)::setrlimit(RLIMIT_FSIZE, &limit);
+    });
+    const std::string said(refused.status().message());
+    EXPECT_THAT(said, HasSubstr(absl::StrCat("forebayd ended with 1: error[", id, "]")));
+    for (const char* word : {what, "RLIMIT_FSIZE", "LimitFSIZE=infinity"}) {
+      EXPECT_THAT(said, HasSubstr(word));
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------ old kernels

@@ -100,7 +100,9 @@ def attach(
                        where it clips or has other numbers, the block is updated anew, with the same
                        bits as without, and the next steps wait until such guesses hold again. Its new
                        weights take as much memory as the weights of blocks on swap have in DRAM. False:
-                       blocks are updated after the decision, and that memory is for states.
+                       blocks are updated after the decision, and that memory is for states. After a
+                       second backward in one step that `accumulate` has not announced, nothing is updated
+                       early any more.
     initial            Of a model on the meta device: where the values of a new job come from; of one
                        that exists it sets no parameter. None: reset_parameters() of each module that
                        has one. A function of a module, such as a model's _init_weights. Both are
