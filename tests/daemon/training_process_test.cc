@@ -43,16 +43,19 @@ struct Case {
   std::vector<std::string> settings;
   bool swapped = false;
   double max_grad_norm = 0;
+  bool announces = false;
 };
 
 void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
 
-absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket, const JobShape& shape,
+absl::StatusOr<std::unique_ptr<Attachment>> Attach(const std::string& socket, const Case& of,
                                                    uint32_t rank) {
+  const JobShape& shape = of.shape;
   return Attachment::Attach({.socket = socket,
                              .job = "job",
                              .rank = rank,
                              .world_size = shape.world_size,
+                             .early_updates = of.announces,
                              .layout = testing::MakeLayoutSpec(shape),
                              .timeout = kTimeout});
 }
@@ -89,7 +92,7 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
 
   std::vector<std::unique_ptr<Attachment>> ranks;
   for (uint32_t rank = 0; rank < shape.world_size; ++rank) {
-    ASSERT_OK_AND_ASSIGN(ranks.emplace_back(), Attach(socket, shape, rank));
+    ASSERT_OK_AND_ASSIGN(ranks.emplace_back(), Attach(socket, GetParam(), rank));
     EXPECT_EQ(ranks.back()->writes_initial(), rank == 0);
     if (rank == 0) {
       ASSERT_OK(testing::WriteInitial(*ranks.back(), kSeed));
@@ -105,6 +108,9 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
       std::vector<std::jthread> threads;
       for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
         threads.emplace_back([&, rank] {
+          if (GetParam().announces) {
+            EXPECT_OK(ranks[rank]->AnnounceStep(t, testing::MakeHyperParams(), kTimeout));
+          }
           results[rank] = testing::TrainStep(*ranks[rank], {rank, t, GetParam().max_grad_norm});
         });
       }
@@ -119,6 +125,10 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
     for (const auto& rank : ranks) ExpectWeights(*rank, reference);
   }
   EXPECT_OK(testing::CheckStates(*ranks[0], reference));
+  for (const uint64_t t : {kSteps, kSteps + 2}) {
+    EXPECT_THAT(ranks[0]->AnnounceStep(t, testing::MakeHyperParams(), kTimeout),
+                testing::HasError(protocol::ErrorId::kStep));
+  }
 
   ASSERT_OK_AND_ASSIGN(auto admin, AdminClient::Connect({.socket = socket}));
   ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
@@ -139,6 +149,11 @@ TEST_P(DaemonTraining, HasTheBitsOfTheScalarReference) {
   } else {
     EXPECT_EQ(swapped, 0U);
   }
+  EXPECT_EQ(status->getJobs()[0].getEarlyUpdates() > 0,
+            GetParam().announces && GetParam().max_grad_norm == 0);
+  EXPECT_EQ(status->getJobs()[0].getDroppedUpdates() > 0,
+            GetParam().announces && GetParam().max_grad_norm > 0);
+  if (GetParam().announces) return;  // the blocks of a step are updated before it begins too
   ASSERT_OK_AND_ASSIGN(const auto trace, admin->Trace("job"));
   std::vector<schema::TraceEvent::Reader> events;
   for (const auto event : trace->getEvents()) events.push_back(event);
@@ -173,6 +188,27 @@ INSTANTIATE_TEST_SUITE_P(
              {"update.block_elems=1024"}},
         Case{"fp32OnSwap", {.groups = 8, .group_elems = kSwapGroupElems}, kTight, true},
         Case{"fp32OnSwapClipped", {.groups = 8, .group_elems = kSwapGroupElems}, kTight, true, 0.5},
+        Case{"fp32OnSwapEarly",
+             {.groups = 8, .group_elems = kSwapGroupElems},
+             {"dram.limit=16512KiB", "update.block_elems=4096"},
+             true,
+             0,
+             true},
+        Case{"fp32OnSwapEarlyClipped",
+             {.groups = 8, .group_elems = kSwapGroupElems},
+             {"dram.limit=16512KiB", "update.block_elems=4096"},
+             true,
+             0.5,
+             true},
+        Case{"exactOnSwapEarly",
+             {.groups = 8,
+              .group_elems = kSwapGroupElems,
+              .dtype = DType::kBFloat16,
+              .format = Format::kExact},
+             {"dram.limit=12416KiB", "update.block_elems=4096"},
+             true,
+             0,
+             true},
         Case{"fp32OnSwapThreads",
              {.groups = 8, .group_elems = kSwapGroupElems},
              {"dram.limit=14464KiB", "update.block_elems=4096", "io.engine=threads"},
