@@ -521,7 +521,7 @@ TEST_P(NodeStateEarly, ReadsOfStatesGoFirst) {
   Announce(1);
   DeliverAll(1);
   std::vector<uint64_t> reads;
-  for (int i = 0; i < 400 && !node_.model().running().empty(); ++i) {
+  for (uint32_t i = 0; i < 400 && !node_.model().running().empty(); ++i) {
     if (i % 11 == 0) reads.push_back(node_.ReadState(sessions_[0], i % kGroups, 100, 5000));
     FinishOne();
     // States are read from no block that is being updated: the model would fault.
@@ -538,7 +538,7 @@ TEST_P(NodeStateEarly, ReadsOfStatesGoFirst) {
 TEST_P(NodeStateEarly, AWriteOfMastersDropsWhatWasMadeOfTheOldOnes) {
   Announce(1);
   DeliverAll(1);
-  for (int i = 0; i < 40; ++i) FinishOne();
+  for (uint32_t i = 0; i < 40; ++i) FinishOne();
   const uint64_t write = node_.WriteMasters(sessions_[0], OwnedBy(0)[1]);
   EXPECT_FALSE(Dropped().empty());
   node_.RunTasks();
@@ -553,7 +553,7 @@ TEST_P(NodeStateEarly, BlocksMoveMeanwhile) {
   for (uint64_t step = 1; step <= 6; ++step) {
     Announce(step);
     DeliverAll(step);
-    for (int i = 0; i < 300 && !node_.model().running().empty(); ++i) {
+    for (uint32_t i = 0; i < 300 && !node_.model().running().empty(); ++i) {
       if (i % 13 == 0) {
         node_.Send(BlockMoveRequested{
             .job = 1,
