@@ -166,9 +166,8 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
 
 void WeightsCache::StartPieces() {
   while (!pieces_.empty()) {
-    // One that is waited for goes before states that were read ahead, but no more than its part of them.
-    const bool is_urgent =
-        IsWanted(pieces_.front().partition) && loads_.size() < kStagingSlotsForWeights;
+    // They go before states that were read ahead, but no more than their part of the slots.
+    const bool is_urgent = loads_.size() < kStagingSlotsForWeights;
     const std::optional<uint32_t> slot =
         is_urgent ? pipeline_.staged().AllocateUrgent() : pipeline_.staged().AllocateFree(0);
     if (!slot) return;

@@ -94,8 +94,9 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     assert path["written_day"] == path["written_bytes"] > job["state_written_bytes"]
     assert path["endurance_bytes"] == (1 << 40) - path["written_bytes"]
     assert 0 < path["days_left"] < 1000
-    # What follows the order of the step before is read ahead; each rank has its own.
-    assert job["weight_fetches_ahead"] > job["weight_fetches"] / 2
+    # What follows the order of the step before is read ahead; each rank has its own. Not in the first step, nor what
+    # waits for its update or, of the three staging slots, for one that early updates leave.
+    assert job["weight_fetches_ahead"] > job["weight_fetches"] / 3
 
 
 # With weights in DRAM and states on swap, and with both on swap.
