@@ -28,9 +28,9 @@ namespace forebay::daemon {
 // ranks whatever the order of arrival; so the bits do not depend on timing.
 //
 // A contribution is a range of a partition (wire.h). With shared attachment every rank contributes to every
-// partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all ranks have delivered a range it is summed
-// in one pass. Before that, the ranks that have arrived in order are added where one of them has
-// fewer than two free pieces in its arena. A contribution that must wait for a lower rank while its
+// partition; with sharded attachment the owner alone does, so that nothing waits for another rank. Where all
+// ranks have delivered a range it is summed in one pass. Before that, the ranks that have arrived in order
+// are added where one of them has fewer than two free pieces in its arena. A contribution that must wait for a lower rank while its
 // arena has no free piece moves to one of its rank's overflow slots; with these full it waits. A rank
 // waits for lower ranks alone, so waiting never closes a circle: the ranks may deliver in any order.
 //
@@ -62,8 +62,6 @@ class GradientAccumulator {
                       const MemoryPlan& plan, const Membership& members,
                       const StepPipeline& pipeline);
 
-  // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
-  //
   // What the rank delivers from now on is of its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
   // Ranges that have their last sum now, or do not have it any more: sharded, of contributions of a last
@@ -76,6 +74,8 @@ class GradientAccumulator {
   };
   std::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
 
+  // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
+  //
   // Errors  E_GRAD_REPEAT  the rank has delivered an element of the range, and this is no further pass.
   //         E_STEP         the range went on without the rank after it had called step.
   void Deliver(uint64_t step, const Delivery& delivery);

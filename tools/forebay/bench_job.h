@@ -40,8 +40,9 @@ class BenchJob {
   // Of every group; nothing of it is timed by the benches.
   absl::Status DeliverGradients();
 
-  // The next step: seconds from the call to its answer.
+  // Says the scalars of the next step: what is delivered from now on is of its last backward pass.
   absl::Status AnnounceStep();
+  // The next step: seconds from the call to its answer.
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it

@@ -18,6 +18,7 @@ from daemon_process import Daemon, missing
 from test_processes import HERE
 from test_weights_on_swap import environment_on
 
+# A daemon's binary is all it needs: tools/test builds one first, pytest by itself may find none.
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 STEPS = int(os.environ.get("FOREBAY_STEPS", "24"))
