@@ -554,7 +554,7 @@ void StepPipeline::ForgetPrefetchErrors() {
 }
 
 uint64_t StepPipeline::Finish() {
-  FOREBAY_CHECK(done() && early_.all().empty());
+  FOREBAY_CHECK(done() && updating_ == 0 && early_.all().empty());
   running_ = false;
   ledger_.Publish();
   ReturnSurplusSlots();
