@@ -60,7 +60,7 @@ def read(shard):
 
 def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     os.environ["FOREBAY_RUN"] = "one"
-    on_device, drain = way == "late", way != "wait"
+    on_device, waits = way == "late", way == "wait"
     if on_device:
         late_device.install(registers_read_only=rank % 2 == 0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
@@ -69,7 +69,7 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
         fully_shard(layer)
     fully_shard(model)
     adamw = forebay.AdamW(lr=1e-3, format=format)
-    opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=drain)
+    opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=not waits, early_updates=not waits)
     if rank > 0:  # ranks that fetch in orders of their own, each the same in every step
         for number, layer in enumerate(model.layers):
             other = model.layers[(5 * number + rank) % LAYERS].down.weight
