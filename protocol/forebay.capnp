@@ -288,6 +288,7 @@ struct JobStatus {
   stepReadBytes @44 :UInt64;         # of swap, in a step as JobPlan has it
   stepWrittenBytes @45 :UInt64;
   newWeightsBytes @46 :UInt64;       # DRAM for those of early updates
+  lastUpdateBytes @47 :UInt64;       # of the newest step: read and written from its decision to its publication
 }
 
 struct TraceEvent {

@@ -9,7 +9,9 @@ readonly GIB_FOR_DEBIAN=2  # what debian-packages.txt takes on a bare system, ro
 readonly GIB_FOR_TORCH=9   # torch's CUDA build from PyPI: 3 GiB to download, 5.4 GiB installed
 readonly GIB_FOR_BUILD=3   # build trees of the default and the asan preset
 
-export CCACHE_NOHASHDIR=1  # the wheel takes what the default preset has compiled in another folder
+# One compilation serves the wheel, which is built in another folder, and every checkout on the machine.
+export CCACHE_NOHASHDIR=1
+export CCACHE_BASEDIR=$PWD
 
 say() { printf '== %s\n' "$*"; }
 

@@ -112,6 +112,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepReadBytes(view.last_step_read_bytes);
   job.setLastStepWrittenBytes(view.last_step_written_bytes);
+  job.setLastUpdateBytes(view.last_update_bytes);
   job.setSwapBytes(view.swap_bytes);
   job.setStepReadBytes(view.step_traffic.read_bytes);
   job.setStepWrittenBytes(view.step_traffic.written_bytes);

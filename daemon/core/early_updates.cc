@@ -73,13 +73,25 @@ void EarlyUpdates::Begin(uint32_t block) {
   }
 }
 
-std::optional<uint32_t> EarlyUpdates::Remove(uint32_t block, bool slot_is_free) {
+std::optional<uint32_t> EarlyUpdates::Extract(uint32_t block) {
   const auto node = blocks_.extract(block);
   FOREBAY_CHECK(!node.empty());
-  const std::optional<uint32_t> slot = node.mapped().weights_slot;
-  if (slot && slot_is_free) FreeSlot(*slot);
   if (summed_[block] == elems_[block]) waiting_.insert(position_[block]);
-  return slot;
+  return node.mapped().weights_slot;
+}
+
+void EarlyUpdates::Remove(uint32_t block) {
+  if (const std::optional<uint32_t> slot = Extract(block)) free_slots_.insert(*slot);
+}
+
+void EarlyUpdates::RemoveRunning(uint32_t block) {
+  if (const std::optional<uint32_t> slot = Extract(block)) removed_slots_.emplace(block, *slot);
+}
+
+void EarlyUpdates::EndRemoved(uint32_t block) {
+  if (const auto slot = removed_slots_.extract(block); !slot.empty()) {
+    free_slots_.insert(slot.mapped());
+  }
 }
 
 uint64_t EarlyUpdates::NewWeightsOffset(uint32_t slot, uint64_t block_elem) const {

@@ -53,16 +53,16 @@ class EarlyUpdates {
   Block& at(uint32_t block) { return blocks_.at(block); }
   const std::map<uint32_t, Block>& all() const { return blocks_; }
   // Forgets a block whose update is part of the step now, or of no use. It may be begun again.
-  // `slot_is_free` false: a worker still writes its weights slot (FreeSlot).
-  std::optional<uint32_t> Remove(uint32_t block, bool slot_is_free);
-  void FreeSlot(uint32_t slot) { free_slots_.insert(slot); }
+  void Remove(uint32_t block);
+  // The same while a task of it runs: until EndRemoved() that may write its weights slot.
+  void RemoveRunning(uint32_t block);
+  void EndRemoved(uint32_t block);
   // Where an element's new weights are in the step arena.
   uint64_t NewWeightsOffset(uint32_t slot, uint64_t block_elem) const;
 
   // A worker reads the sums of a block's partitions.
   void AddReader(uint32_t block);
   void RemoveReader(uint32_t block);
-  bool HasReaders() const { return !readers_.empty(); }
   bool ReadsSums(uint32_t partition, uint64_t begin, uint64_t end) const;
 
  private:
@@ -74,6 +74,7 @@ class EarlyUpdates {
     uint64_t end = 0;
   };
 
+  std::optional<uint32_t> Extract(uint32_t block);
   std::vector<Range> RangesOf(uint32_t block) const;
 
   const BlockMap& map_;
@@ -86,6 +87,7 @@ class EarlyUpdates {
   std::set<uint32_t> waiting_;
   std::map<uint32_t, Block> blocks_;
   std::set<uint32_t> free_slots_;
+  std::map<uint32_t, uint32_t> removed_slots_;      // by block, that a task may still write
   std::map<uint32_t, std::vector<Range>> readers_;  // by block
   std::vector<uint32_t> partition_readers_;
 };

@@ -169,20 +169,21 @@ struct CreateJobSwap {
   std::vector<nvme::Slot> slots;
 };
 
+// From one memory to another, or within one.
+struct BytesCopy {
+  uint64_t from_bytes = 0;  // offsets
+  uint64_t to_bytes = 0;
+  uint64_t size_bytes = 0;
+};
+
 // Frees the job's step arena and makes another one (zero-filled) that holds the named extra_state of
 // the old one. An error leaves the job without one; the next try gets the extra_state that was kept
 // meanwhile, of as many ranks as it names. Ends with TaskDone.
 struct ReplaceStepArena {
-  struct Copy {
-    uint64_t from_bytes = 0;  // offsets
-    uint64_t to_bytes = 0;
-    uint64_t size_bytes = 0;
-  };
-
   TaskId task = 0;
   JobId job = 0;
   uint64_t step_bytes = 0;
-  std::vector<Copy> extra_state = {};  // by rank
+  std::vector<BytesCopy> extra_state = {};  // by rank
 };
 
 // Gives memory to a part of the job's step arena that has none. Ends with TaskDone.
@@ -400,16 +401,10 @@ struct UpdateBlock {
 
 // New weights that an early update has put into the step arena -> weights arena.
 struct InstallWeights {
-  struct Copy {
-    uint64_t from_bytes = 0;
-    uint64_t to_bytes = 0;
-    uint64_t bytes = 0;
-  };
-
   TaskId task = 0;
   JobId job = 0;
   uint64_t block = 0;
-  std::vector<Copy> copies = {};
+  std::vector<BytesCopy> copies = {};
 };
 
 // Writes the staging slot to the swap slot. `pause`: a moment later, since a write there failed just
@@ -490,12 +485,6 @@ struct SetMasters {
 // Reads whole pages of a swapped block's plane of weights into the staging slot, verifies them, then
 // copies elements from there to the weights arena.
 struct LoadWeights {
-  struct Copy {
-    uint64_t from_bytes = 0;  // in what was read
-    uint64_t to_bytes = 0;    // in the arena
-    uint64_t bytes = 0;
-  };
-
   TaskId task = 0;
   JobId job = 0;
   uint32_t partition = 0;
@@ -505,8 +494,8 @@ struct LoadWeights {
   uint64_t slot_offset_bytes = 0;  // of the first page, from the start of the slot
   uint64_t bytes = 0;
   WeightsDigests digests;
-  uint64_t first_page = 0;  // in `digests`
-  std::vector<Copy> copies = {};
+  uint64_t first_page = 0;             // in `digests`
+  std::vector<BytesCopy> copies = {};  // from what was read
 };
 
 // An attach to `job` waits for DRAM.

@@ -408,10 +408,10 @@ void GradientAccumulator::OnFloatSums(std::vector<uint64_t> narrow_offsets) {
   FOREBAY_CHECK(is_idle() && plan_.sum_dtype == protocol::DType::kFloat32);
   needs_float_sums_ = false;
   narrow_offsets_ = std::move(narrow_offsets);
-  for (Partition& partition : partitions_) {
-    for (auto& [begin, cell] : partition.cells) {
+  for (uint32_t partition = 0; partition < partitions_.size(); ++partition) {
+    for (auto& [begin, cell] : partitions_[partition].cells) {
       cell.narrow = cell.has_sum;
-      ClearSummed(static_cast<uint32_t>(&partition - partitions_.data()), begin, cell);
+      ClearSummed(partition, begin, cell);
     }
   }
   blocked_ = true;

@@ -742,6 +742,7 @@ JobView Job::View() const {
                .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
                .last_step_read_bytes = pipeline_.last_step().read_bytes,
                .last_step_written_bytes = pipeline_.last_step().written_bytes,
+               .last_update_bytes = pipeline_.last_update_bytes(),
                .early_updates = pipeline_.counters().early_updates,
                .dropped_updates = pipeline_.counters().dropped_updates,
                .last_step_early_updates = pipeline_.last_step().early_updates,

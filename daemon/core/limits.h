@@ -38,6 +38,10 @@ inline constexpr uint32_t kReadsPerPath = 2;
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 
+// Reads of states and moves of blocks before the decision of a step that was called before the one before was
+// published.
+inline constexpr uint32_t kTurnsBetweenSteps = 8;
+
 struct NodeOptions {
   uint64_t dram_limit_bytes = 0;
   // Staging, ledger: allocated at start and counted in the limit.
@@ -55,9 +59,5 @@ struct NodeOptions {
   bool disable_fence_for_test = false;        // commands of stale sessions are executed
   bool disable_range_check_for_test = false;  // offsets and lengths of commands are not checked
 };
-
-// Reads of states and moves of blocks before the decision of a step that was called before the one before was
-// published.
-inline constexpr uint32_t kTurnsBetweenSteps = 8;
 
 }  // namespace forebay::daemon

@@ -299,9 +299,12 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
       Bytes(plan.weights_bytes),
       plan.has_weights_on_swap() ? " (two partitions of each rank; the others are on swap)" : "",
       " + gradient sums ", Bytes(accumulator_bytes), " + overflow ", Bytes(overflow_bytes),
-      " + extra_state and rounding ", Bytes(extra_bytes), " + ", world_size);
+      " + extra_state and rounding ", Bytes(extra_bytes));
+  if (plan.early_weights_bytes > 0) {
+    absl::StrAppend(&message, " + new weights ", Bytes(plan.early_weights_bytes));
+  }
   const uint64_t activation_bytes = RoundUp(plan.session.activation_bytes, kPageBytes);
-  absl::StrAppend(&message, " x (gradient arena ",
+  absl::StrAppend(&message, " + ", world_size, " x (gradient arena ",
                   Bytes(plan.session_arena_bytes - activation_bytes),
                   activation_bytes == 0 ? "" : " + activations " + Bytes(activation_bytes),
                   " + ring ", Bytes(plan.ring_bytes), " + extra_state ",

@@ -76,6 +76,7 @@ struct JobView {
   uint64_t last_step_reads_prefetched = 0;
   uint64_t last_step_read_bytes = 0;
   uint64_t last_step_written_bytes = 0;
+  uint64_t last_update_bytes = 0;  // of both, from the decision on
   // Blocks that were updated before the decision of their step: taken by it, or in vain.
   uint64_t early_updates = 0;
   uint64_t dropped_updates = 0;

@@ -201,31 +201,26 @@ void Step::HandleAnnouncement(Session& session, const Command& command) {
 
 // A session's first announcement or another one: its later deliveries are of its last pass. What other ranks
 // announce otherwise is not updated early.
-void Step::Announce(Session& session, const StepRequestCopied& copied) {
-  gradients_.BeginLastPass(session.rank);
-  const auto hyper_params = std::span(copied.hyper_params).first(copied.request.param_groups);
-  StepOrder order = OrderOf(copied.request, hyper_params, ScaleOf(copied.request));
+void Step::Announce(uint32_t rank, StepCall call) {
+  gradients_.BeginLastPass(rank);
   if (!announced_) {
     early_is_off_ = !announcement_was_kept_;
-    announced_ = std::move(order);
+    announced_ = std::move(call);
     return;
   }
-  if (order.HasScalarsOf(*announced_, spec_.layout->spec().optimizer)) return;
+  if (DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty()) return;
   early_is_off_ = true;
   pipeline_.DropEarly();
 }
 
-double Step::ScaleOf(const protocol::StepRequest& request) const {
-  return request.grad_scale / addends();
-}
+double Step::ScaleOf(const StepCall& call) const { return call.request.grad_scale / addends(); }
 
-StepOrder Step::OrderOf(const protocol::StepRequest& request,
-                        std::span<const protocol::HyperParams> hyper_params, double scale) const {
+StepOrder Step::OrderOf(const StepCall& call, double scale) const {
   return {.step = committed_step_ + 1,
           .grad_scale = static_cast<float>(scale),
-          .grad_min = static_cast<float>(request.grad_min),
-          .grad_max = static_cast<float>(request.grad_max),
-          .hyper_params = {hyper_params.begin(), hyper_params.end()},
+          .grad_min = static_cast<float>(call.request.grad_min),
+          .grad_max = static_cast<float>(call.request.grad_max),
+          .hyper_params = call.hyper_params,
           .params = {}};
 }
 
@@ -239,7 +234,7 @@ void Step::UpdateEarly() {
   const bool may = phase_ == Phase::kOpen && announced_ && !early_is_off_ && !pipeline_.running() &&
                    gradients_.fault().ok() && !gradients_.needs_float_sums();
   if (!may) return;
-  if (!pipeline_.is_early()) pipeline_.BeginEarly(*announced_);
+  if (!pipeline_.is_early()) pipeline_.BeginEarly(OrderOf(*announced_, ScaleOf(*announced_)));
   pipeline_.PumpEarly();
 }
 
@@ -408,23 +403,28 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
   const absl::Status status =
       announces ? CheckStepRequest(command, copied, *spec_.layout, LimitsOf(spec_, session))
                 : CheckCall(session, command, copied);
-  if (!status.ok() || announces) {
-    if (status.ok() && command.attempt == attempt_) Announce(session, copied);
+  if (!status.ok()) {
     io_.Answer(session.IdOf(command), status);
     return;
   }
   if (command.attempt < attempt_) {
-    io_.Answer(session.IdOf(command), DroppedError(command.attempt));
+    io_.Answer(session.IdOf(command), announces ? absl::OkStatus() : DroppedError(command.attempt));
     return;
   }
   const auto hyper_end = copied.hyper_params.begin() + copied.request.param_groups;
-  AddCall(session, {.command = session.IdOf(command),
-                    .answered_when = AnsweredWhen(command),
-                    .request = copied.request,
-                    .hyper_params = {copied.hyper_params.begin(), hyper_end},
-                    .presence = copied.presence,
-                    .extra_state_offset_bytes = command.arena_offset_bytes + command.length_bytes -
-                                                copied.request.extra_state_bytes});
+  StepCall call{.command = session.IdOf(command),
+                .answered_when = AnsweredWhen(command),
+                .request = copied.request,
+                .hyper_params = {copied.hyper_params.begin(), hyper_end},
+                .presence = copied.presence,
+                .extra_state_offset_bytes = command.arena_offset_bytes + command.length_bytes -
+                                            copied.request.extra_state_bytes};
+  if (!announces) {
+    AddCall(session, std::move(call));
+    return;
+  }
+  Announce(session.rank, std::move(call));
+  io_.Answer(session.IdOf(command), absl::OkStatus());
 }
 
 void Step::AddCall(Session& session, StepCall call) {
@@ -486,7 +486,7 @@ void Step::DecideWhenReduced() {
     return;
   }
   const StepCall& call = barrier_.by_rank().begin()->second;
-  double scale = ScaleOf(call.request);
+  double scale = ScaleOf(call);
   last_ = {.status = std::exchange(unsaid_, absl::OkStatus())};
   if (call.request.max_grad_norm > 0) {
     last_.norm = std::sqrt(gradients_.SumSquares()) * std::abs(call.request.grad_scale) / addends();
@@ -496,12 +496,13 @@ void Step::DecideWhenReduced() {
   }
   trace_.OnCommitted();
   pipeline_.FollowTrace(trace_.committed());
-  StepOrder order = OrderOf(call.request, call.hyper_params, scale);
+  StepOrder order = OrderOf(call, scale);
   order.params = ParamsWithGradient();
-  if (announced_) {
-    announcement_was_kept_ = order.HasScalarsOf(*announced_, spec_.layout->spec().optimizer);
-  }
-  pipeline_.Begin(std::move(order));
+  const bool is_as_announced =
+      announced_ && !last_.clipped &&
+      DifferenceOfScalars(*announced_, call, spec_.layout->spec().optimizer).empty();
+  if (announced_) announcement_was_kept_ = is_as_announced;
+  pipeline_.Begin(std::move(order), is_as_announced);
   weights_.ForgetUpdated();
   ArmLeaseTimer();
   Commit();

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -132,10 +131,9 @@ class Step {
   absl::Status DroppedError(uint64_t attempt) const;
   absl::Status StepNumberError(uint64_t step) const;
   void CopyRequest(Session& session, const protocol::Command& command);
-  void Announce(Session& session, const StepRequestCopied& copied);
-  StepOrder OrderOf(const protocol::StepRequest& request,
-                    std::span<const protocol::HyperParams> hyper_params, double scale) const;
-  double ScaleOf(const protocol::StepRequest& request) const;
+  void Announce(uint32_t rank, StepCall call);
+  StepOrder OrderOf(const StepCall& call, double scale) const;
+  double ScaleOf(const StepCall& call) const;
   // What a gradient is the sum of: reduced ones are the mean already.
   uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
   void FollowSums();
@@ -174,7 +172,7 @@ class Step {
   uint64_t faulty_attempt_ = 0;  // the last one that ended with a fault, and
   absl::Status fault_;           // that fault; OK: none
   GradientAccumulator gradients_;
-  std::optional<StepOrder> announced_;  // of this attempt
+  std::optional<StepCall> announced_;  // of this attempt
   // Ranks have announced different scalars; or the newest announcement before was not kept, because of
   // clipping or other scalars, so that this one may not be either.
   bool early_is_off_ = false;

@@ -15,45 +15,47 @@ namespace {
 // Scalars are compared as the bits they are.
 bool Same(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
-// "lr of parameter group 0: 0.1 and 0.2", or empty.
-std::string Difference(const StepCall& a, const StepCall& b, protocol::Optimizer optimizer) {
-  const auto differ = [](std::string_view what, auto x, auto y) {
-    return absl::StrCat(std::string(what), ": ", x, " and ", y);
-  };
+std::string Differ(std::string_view what, auto x, auto y) {
+  return absl::StrCat(std::string(what), ": ", x, " and ", y);
+}
+
+}  // namespace
+
+std::string DifferenceOfScalars(const StepCall& a, const StepCall& b,
+                                protocol::Optimizer optimizer) {
   if (a.request.param_groups != b.request.param_groups) {
-    return differ("parameter groups", a.request.param_groups, b.request.param_groups);
-  }
-  if (!Same(a.request.max_grad_norm, b.request.max_grad_norm)) {
-    return differ("max_grad_norm", a.request.max_grad_norm, b.request.max_grad_norm);
+    return Differ("parameter groups", a.request.param_groups, b.request.param_groups);
   }
   if (!Same(a.request.grad_scale, b.request.grad_scale)) {
-    return differ("grad_scale", a.request.grad_scale, b.request.grad_scale);
+    return Differ("grad_scale", a.request.grad_scale, b.request.grad_scale);
   }
   if (!Same(a.request.grad_min, b.request.grad_min)) {
-    return differ("grad_min", a.request.grad_min, b.request.grad_min);
+    return Differ("grad_min", a.request.grad_min, b.request.grad_min);
   }
   if (!Same(a.request.grad_max, b.request.grad_max)) {
-    return differ("grad_max", a.request.grad_max, b.request.grad_max);
+    return Differ("grad_max", a.request.grad_max, b.request.grad_max);
   }
   for (size_t i = 0; i < a.request.param_groups; ++i) {
     for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
       const double x = a.hyper_params[i].*info.field;
       const double y = b.hyper_params[i].*info.field;
       if (!Same(x, y)) {
-        return differ(absl::StrCat(std::string(info.name), " of parameter group ", i), x, y);
+        return Differ(absl::StrCat(std::string(info.name), " of parameter group ", i), x, y);
       }
     }
   }
   return {};
 }
 
-}  // namespace
-
 absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call,
                                   protocol::Optimizer optimizer) const {
   if (barrier_.empty()) return absl::OkStatus();
   const auto& [other_rank, other] = *barrier_.begin();
-  const std::string difference = Difference(other, call, optimizer);
+  std::string difference = DifferenceOfScalars(other, call, optimizer);
+  const double norm = call.request.max_grad_norm;
+  if (difference.empty() && !Same(other.request.max_grad_norm, norm)) {
+    difference = Differ("max_grad_norm", other.request.max_grad_norm, norm);
+  }
   if (difference.empty()) return absl::OkStatus();
   return protocol::MakeError(
       protocol::ErrorId::kStep,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,10 +22,16 @@ struct StepCall {
   uint64_t extra_state_offset_bytes = 0;            // in the session's arena
 };
 
+// How two calls differ in the scalars that an update takes: grad_scale, grad_min, grad_max, and the
+// hyper-parameters that the optimizer has, all as the bits they are. "lr of parameter group 0: 0.1 and 0.2", or
+// empty.
+std::string DifferenceOfScalars(const StepCall& a, const StepCall& b,
+                                protocol::Optimizer optimizer);
+
 class StepBarrier {
  public:
-  // Compares `call` with that of the lowest rank that has called, in the hyper-parameters that the
-  // optimizer has. extra_state may differ between ranks.
+  // Compares `call` with that of the lowest rank that has called, in its scalars and max_grad_norm.
+  // extra_state may differ between ranks.
   //
   // Errors  E_STEP  names both ranks and values.
   absl::Status Compare(uint32_t rank, const StepCall& call, protocol::Optimizer optimizer) const;

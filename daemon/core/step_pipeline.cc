@@ -138,23 +138,41 @@ void StepPipeline::Prefetch() {
     return;
   }
   prefetch_next_ = std::min(prefetch_next_, staged_.DrainFirstDropped());
-  // Backward fetches weights through the same slots; what is read ahead would be dropped for them.
-  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
   for (; prefetch_next_ < map_.blocks(); ++prefetch_next_) {
     const uint32_t block = in_order_[prefetch_next_];
-    const BlockLocation& location = placement_.WhereBlock(block);
-    if (location.tier == Tier::kDram || location.move == BlockMove::kPromote) continue;
-    if (staged_.contains(block) || prefetch_failed_.contains(block)) continue;
-    if (IsPathBusy(block)) return;  // it is the next one
-    const std::optional<uint32_t> slot = staged_.AllocateFree(kept);
-    if (!slot) return;
-    StartRead(block, *slot, /*for_update=*/true);
-    staged_.at(block).prefetched = true;
+    if (MayReadAhead(block) && !ReadAhead(block)) return;
   }
 }
 
-void StepPipeline::Begin(StepOrder order) {
-  Start(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole);
+bool StepPipeline::MayReadAhead(uint32_t block) const {
+  const BlockLocation& location = placement_.WhereBlock(block);
+  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
+         !staged_.contains(block) && !prefetch_failed_.contains(block);
+}
+
+// Backward fetches weights through the same slots; what is read ahead would be dropped for them.
+std::optional<uint32_t> StepPipeline::AllocateForReadAhead() {
+  return staged_.AllocateFree(plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0);
+}
+
+// Of the next block in its order. False: its path is busy, or no slot is free.
+bool StepPipeline::ReadAhead(uint32_t block) {
+  if (IsPathBusy(block)) return false;
+  const std::optional<uint32_t> slot = AllocateForReadAhead();
+  if (!slot) return false;
+  StartRead(block, *slot, /*for_update=*/true);
+  staged_.at(block).prefetched = true;
+  return true;
+}
+
+void StepPipeline::FailPrefetch(uint32_t block, const absl::Status& status) {
+  prefetch_failed_.insert(block);
+  prefetch_error_.Update(DescribeBlock(status, block));
+}
+
+void StepPipeline::Begin(StepOrder order, bool is_as_announced) {
+  Start(std::move(order), has_two_passes() ? UpdatePass::kMoments : UpdatePass::kWhole,
+        is_as_announced);
 }
 
 bool StepPipeline::BeginMasters() {
@@ -165,21 +183,22 @@ bool StepPipeline::BeginMasters() {
   for (const protocol::ParamPlace& param : layout_->params()) {
     order.params.push_back(param.trainable);
   }
-  Start(std::move(order), UpdatePass::kMasters);
+  Start(std::move(order), UpdatePass::kMasters, /*is_as_announced=*/false);
   return true;
 }
 
-void StepPipeline::Start(StepOrder order, UpdatePass pass) {
+void StepPipeline::Start(StepOrder order, UpdatePass pass, bool is_as_announced) {
   FOREBAY_CHECK(!running_ && !abandoned_ && !placement_.moving());
   running_ = true;
   pass_ = pass;
-  const StepOrder announced = std::exchange(order_, std::move(order));
+  order_ = std::move(order);
   partition_has_gradient_.assign(layout_->partitions().size(), false);
   for (const protocol::BoxPlace& place : layout_->boxes()) {
     if (order_.params[place.box.param]) partition_has_gradient_[place.partition] = true;
   }
   overflowed_masters_ = 0;
-  AdoptEarly(announced, pass);
+  bytes_at_decision_ = counters_.bytes();
+  AdoptEarly(is_as_announced);
   ForgetPrefetchErrors();
   norms_.clear();
   scalars_.clear();
@@ -394,8 +413,7 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
     staged.state = State::kReady;
   }
   if (!done.status.ok() && read.for_update && !running_) {
-    prefetch_failed_.insert(read.block);
-    prefetch_error_.Update(DescribeBlock(done.status, read.block));
+    FailPrefetch(read.block, done.status);
   }
   return {.block = read.block,
           .status = DescribeBlock(done.status, read.block),
@@ -418,8 +436,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     if (!running_) DropEarly(std::vector{update.block});
     if (!resident) EndDropped(update.block);
     if (running_ || done.status.ok()) return DescribeBlock(done.status, update.block);
-    prefetch_failed_.insert(update.block);
-    prefetch_error_.Update(DescribeBlock(done.status, update.block));
+    FailPrefetch(update.block, done.status);
     return absl::OkStatus();
   }
   if (early_.has(update.block)) {
@@ -512,7 +529,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   ledger_.EndWrite(write.block, write.checksum, order_.step, write.weights_digests);
   if (map_.has_weights(write.block) && pass_ != UpdatePass::kMoments) {
     FinishPartitionsOf(write.block);
-    if (early_.has(write.block)) (void)early_.Remove(write.block, /*slot_is_free=*/true);
+    if (early_.has(write.block)) early_.Remove(write.block);
   }
   staged_.Drop(write.block);
   unwritten_.erase(write.block);
@@ -569,6 +586,7 @@ uint64_t StepPipeline::Finish() {
                 .read_bytes = counters_.read_bytes - at_begin_.read_bytes,
                 .written_bytes = counters_.written_bytes - at_begin_.written_bytes,
                 .early_updates = counters_.early_updates - at_begin_.early_updates};
+  last_update_bytes_ = counters_.bytes() - bytes_at_decision_;
   at_begin_ = counters_;
   return overflowed_masters_;
 }

@@ -38,10 +38,6 @@ struct StepOrder {
   float grad_max = 0.0F;
   std::vector<protocol::HyperParams> hyper_params;  // by parameter group
   std::vector<bool> params;                         // that have a gradient; others are left alone
-
-  // Whether an update with `other` would have the same bits, for a parameter that both update. Compared are
-  // bits, of the hyper-parameters that the optimizer has.
-  bool HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const;
 };
 
 // Of steps: zeros that the first one begins with count as read, the masters before it do not.
@@ -52,6 +48,8 @@ struct PipelineCounters {
   uint64_t written_bytes = 0;
   uint64_t early_updates = 0;    // blocks that were updated before the decision, and taken by it
   uint64_t dropped_updates = 0;  // and not taken
+
+  uint64_t bytes() const { return read_bytes + written_bytes; }
 };
 
 // Blocks are updated in the order in which the step before fetched their partitions, so that the next
@@ -86,7 +84,8 @@ class StepPipeline {
   // The order of update from now on: by the first of a block's partitions in `trace`; those that are not
   // in it come last. Not while a step is applied.
   void FollowTrace(const std::vector<uint32_t>& trace);
-  void Begin(StepOrder order);
+  // `is_as_announced`: the scalars are those that BeginEarly() was called with.
+  void Begin(StepOrder order, bool is_as_announced);
 
   // The step that is being gathered will have these scalars, so it is said: `order.params` counts for nothing.
   // Nothing happens where the optimizer goes over its blocks twice. Not while a step is applied.
@@ -174,6 +173,8 @@ class StepPipeline {
 
   const PipelineCounters& counters() const { return counters_; }
   const PipelineCounters& last_step() const { return last_step_; }
+  // Of the newest step: read and written from its decision to its publication.
+  uint64_t last_update_bytes() const { return last_update_bytes_; }
   // OK, or the error of a write that the running step waits for.
   const absl::Status& swap_wait() const { return swap_wait_; }
   // OK, or the error of a read ahead for the step that is about to be decided.
@@ -194,13 +195,13 @@ class StepPipeline {
   };
 
   Running FinishTask(TaskId task);
-  void Start(StepOrder order, UpdatePass pass);
+  void Start(StepOrder order, UpdatePass pass, bool is_as_announced);
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
   void StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests);
   void FinishPartitionsOf(uint32_t block);
-  void AdoptEarly(const StepOrder& order, UpdatePass pass);
+  void AdoptEarly(bool is_as_announced);
   void AcceptEarly(uint32_t block);
   void DropEarly(const std::vector<uint32_t>& blocks);
   void EndDropped(uint32_t block);
@@ -209,7 +210,11 @@ class StepPipeline {
   void StartEarlyUpdates();
   void StartEarlyReads();
   void PrefetchEarly();
+  bool MayReadAhead(uint32_t block) const;
   bool MayReadEarly(uint32_t block) const;
+  std::optional<uint32_t> AllocateForReadAhead();
+  bool ReadAhead(uint32_t block);
+  void FailPrefetch(uint32_t block, const absl::Status& status);
   // As many are read from its path as keep the path busy.
   bool IsPathBusy(uint32_t block) const;
   bool AreAllPathsBusy() const;
@@ -252,9 +257,7 @@ class StepPipeline {
   bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision
   uint32_t early_tasks_ = 0;   // updates and writes
   uint32_t early_prefetch_left_;  // positions from it on were read ahead, or need not be
-  // Of the step arena, by block: a worker still writes them.
-  std::map<uint32_t, uint32_t> dropped_slots_;
-  uint32_t prefetch_next_;  // a position: swapped blocks before it are staged, or have failed
+  uint32_t prefetch_next_;        // a position: swapped blocks before it are staged, or have failed
   // Not tried again before the decision.
   std::set<uint32_t> prefetch_failed_;
   absl::Status prefetch_error_;
@@ -277,8 +280,10 @@ class StepPipeline {
   std::vector<uint32_t> partition_blocks_left_;  // not updated yet
   uint64_t overflowed_masters_ = 0;
   PipelineCounters counters_;
-  PipelineCounters at_begin_;
+  PipelineCounters at_begin_;  // of the step that is gathered: the publication of the one before
   PipelineCounters last_step_;
+  uint64_t bytes_at_decision_ = 0;
+  uint64_t last_update_bytes_ = 0;
 };
 
 }  // namespace forebay::daemon

@@ -1,9 +1,7 @@
 // Update at arrival: what StepPipeline does between the announcement of a step and its decision.
 
 #include <algorithm>
-#include <bit>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -13,22 +11,6 @@
 namespace forebay::daemon {
 
 using State = StagedBlocks::State;
-
-bool StepOrder::HasScalarsOf(const StepOrder& other, protocol::Optimizer optimizer) const {
-  const auto same = [](auto a, auto b) {
-    using Bits = std::conditional_t<sizeof(a) == 4, uint32_t, uint64_t>;
-    return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
-  };
-  if (step != other.step || !same(grad_scale, other.grad_scale)) return false;
-  if (!same(grad_min, other.grad_min) || !same(grad_max, other.grad_max)) return false;
-  if (hyper_params.size() != other.hyper_params.size()) return false;
-  for (size_t i = 0; i < hyper_params.size(); ++i) {
-    for (const protocol::HyperParamInfo& info : protocol::Info(optimizer).hyper_params) {
-      if (!same(hyper_params[i].*info.field, other.hyper_params[i].*info.field)) return false;
-    }
-  }
-  return true;
-}
 
 void StepPipeline::BeginEarly(StepOrder order) {
   FOREBAY_CHECK(!running_ && !is_early_);
@@ -69,14 +51,13 @@ void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
   if (blocks.empty()) return;
   EarlyUpdatesDropped dropped{.job = io_.job(), .blocks = {blocks.begin(), blocks.end()}};
   for (const uint32_t block : blocks) {
-    const bool in_flight = !early_.at(block).written;
-    if (in_flight) {
-      staged_.at(block).cancelled = true;
-    } else {
+    if (early_.at(block).written) {
       ledger_.DropEarly(block);
+      early_.Remove(block);
+    } else {
+      staged_.at(block).cancelled = true;
+      early_.RemoveRunning(block);
     }
-    const std::optional<uint32_t> slot = early_.Remove(block, /*slot_is_free=*/!in_flight);
-    if (slot && in_flight) dropped_slots_.emplace(block, *slot);
     ++counters_.dropped_updates;
   }
   io_.actions().Emit(std::move(dropped));
@@ -85,16 +66,13 @@ void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
 // A task of a dropped update has ended.
 void StepPipeline::EndDropped(uint32_t block) {
   staged_.Drop(block);
-  if (const auto slot = dropped_slots_.extract(block); !slot.empty()) {
-    early_.FreeSlot(slot.mapped());
-  }
+  early_.EndRemoved(block);
 }
 
 // At the decision: what was made with other scalars, with the gradient of a parameter that has none, or of
 // weights that a reader holds is of no use.
-void StepPipeline::AdoptEarly(const StepOrder& announced, UpdatePass pass) {
-  const bool same = is_early_ && pass == UpdatePass::kWhole &&
-                    order_.HasScalarsOf(announced, layout_->spec().optimizer);
+void StepPipeline::AdoptEarly(bool is_as_announced) {
+  const bool same = is_early_ && is_as_announced;
   std::vector<uint32_t> dropped;
   for (const auto& [block, early] : early_.all()) {
     const std::vector<BlockRun> runs = map_.Runs(block);
@@ -118,7 +96,7 @@ void StepPipeline::AcceptEarly(uint32_t block) {
   --blocks_left_;
   if (early.weights_slot) return;
   FinishPartitionsOf(block);
-  (void)early_.Remove(block, /*slot_is_free=*/true);
+  early_.Remove(block);
 }
 
 void StepPipeline::AddInstall(uint32_t block) {
@@ -136,7 +114,7 @@ void StepPipeline::StartInstall(uint32_t block) {
     action.copies.push_back(
         {.from_bytes = early_.NewWeightsOffset(slot, run.block_elem),
          .to_bytes = PlaceOfWeights(run.partition, run.partition_elem).offset_bytes,
-         .bytes = run.elems * width});
+         .size_bytes = run.elems * width});
   }
   tasks_.emplace(io_.Start(TaskKind::kInstallWeights, 0, std::move(action)),
                  Running{.block = block});
@@ -145,7 +123,7 @@ void StepPipeline::StartInstall(uint32_t block) {
 void StepPipeline::OnInstalled(const TaskDone& done) {
   const uint32_t block = FinishTask(done.task).block;
   --updating_;
-  (void)early_.Remove(block, /*slot_is_free=*/true);
+  early_.Remove(block);
   FinishPartitionsOf(block);
   --blocks_left_;
 }
@@ -157,19 +135,15 @@ void StepPipeline::PumpEarly() {
 }
 
 bool StepPipeline::MayReadEarly(uint32_t block) const {
-  const BlockLocation& location = placement_.WhereBlock(block);
-  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
-         early_.HasPlace(block) && !staged_.contains(block) && !prefetch_failed_.contains(block) &&
-         !early_.has(block);
+  return MayReadAhead(block) && early_.HasPlace(block) && !early_.has(block);
 }
 
 void StepPipeline::StartEarlyReads() {
-  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
   if (AreAllPathsBusy()) return;
   for (const uint32_t position : early_.waiting()) {
     const uint32_t block = in_order_[position];
     if (!MayReadEarly(block) || IsPathBusy(block)) continue;
-    std::optional<uint32_t> slot = staged_.AllocateFree(kept);
+    std::optional<uint32_t> slot = AllocateForReadAhead();
     // What was read ahead for gradients that do not come holds no slot permanently.
     const auto waits = [this](uint32_t other) {
       return early_.waiting().contains(position_[other]) && early_.HasPlace(other);
@@ -205,15 +179,9 @@ void StepPipeline::StartEarlyUpdates() {
 
 // Backward delivers gradients in the order of positions, the last one first.
 void StepPipeline::PrefetchEarly() {
-  const uint32_t kept = plan_.has_weights_on_swap() ? kStagingSlotsForWeights : 0;
   for (; early_prefetch_left_ > 0; --early_prefetch_left_) {
     const uint32_t block = in_order_[early_prefetch_left_ - 1];
-    if (!MayReadEarly(block)) continue;
-    if (IsPathBusy(block)) return;
-    const std::optional<uint32_t> slot = staged_.AllocateFree(kept);
-    if (!slot) return;
-    StartRead(block, *slot, /*for_update=*/true);
-    staged_.at(block).prefetched = true;
+    if (MayReadEarly(block) && !ReadAhead(block)) return;
   }
 }
 

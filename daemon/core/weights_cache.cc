@@ -157,7 +157,7 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
     for (; run != end; ++run) {
       load.copies.push_back({.from_bytes = run->block_elem * width - first_page * kPageBytes,
                              .to_bytes = to + run->partition_elem * width,
-                             .bytes = run->elems * width});
+                             .size_bytes = run->elems * width});
     }
     ++copies_.at(partition).loads_left;
     pieces_.push_back(std::move(load));

@@ -264,12 +264,12 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
   return done;
 }
 
-void RunInstallWeights(const InstallWeights& action, std::span<const std::byte> from,
-                       std::span<std::byte> weights) {
-  for (const InstallWeights::Copy& copy : action.copies) {
-    FOREBAY_CHECK(copy.from_bytes + copy.bytes <= from.size() &&
-                  copy.to_bytes + copy.bytes <= weights.size());
-    std::memcpy(weights.data() + copy.to_bytes, from.data() + copy.from_bytes, copy.bytes);
+void RunCopies(std::span<const BytesCopy> copies, std::span<const std::byte> from,
+               std::span<std::byte> to) {
+  for (const BytesCopy& copy : copies) {
+    FOREBAY_CHECK(copy.from_bytes + copy.size_bytes <= from.size() &&
+                  copy.to_bytes + copy.size_bytes <= to.size());
+    std::memcpy(to.data() + copy.to_bytes, from.data() + copy.from_bytes, copy.size_bytes);
   }
 }
 
@@ -403,11 +403,7 @@ absl::Status RunLoadWeights(const LoadWeights& action, std::string_view path,
                           .offset_bytes = action.slot_offset_bytes,
                           .digests = std::span(*action.digests).subspan(action.first_page, pages)},
       from));
-  for (const LoadWeights::Copy& copy : action.copies) {
-    FOREBAY_CHECK(copy.from_bytes + copy.bytes <= from.size() &&
-                  copy.to_bytes + copy.bytes <= weights.size());
-    std::memcpy(weights.data() + copy.to_bytes, from.data() + copy.from_bytes, copy.bytes);
-  }
+  RunCopies(action.copies, from, weights);
   return absl::OkStatus();
 }
 

@@ -75,9 +75,8 @@ static_assert(kPartElems % kTileElems == 0 && kTileElems % protocol::kScaleElems
 // the checksum of the block under `identity_after`.
 TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory, uint64_t nonce);
 
-// New weights of an early update: step arena -> weights arena.
-void RunInstallWeights(const InstallWeights& action, std::span<const std::byte> from,
-                       std::span<std::byte> weights);
+void RunCopies(std::span<const BytesCopy> copies, std::span<const std::byte> from,
+               std::span<std::byte> to);
 
 // Checks swapped bytes before they are used: against identity and checksum of the block ledger
 // (`expected`), or, where the block has no slot yet, that they are zeros.

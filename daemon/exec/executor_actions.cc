@@ -399,17 +399,17 @@ void Executor::Run(UpdateBlock& action) {
 void Executor::Run(InstallWeights& action) {
   const JobMemory& job = jobs_.at(action.job);
   uint64_t bytes = 0;
-  for (const InstallWeights::Copy& copy : action.copies) bytes += copy.bytes;
+  for (const BytesCopy& copy : action.copies) bytes += copy.size_bytes;
   const TaskId task = action.task;
   Timed timed{.job = action.job,
               .lane = Lane::kUpdate,
               .name = absl::StrCat("weights of block ", action.block),
               .bytes = bytes,
               .group = options_.arenas.GroupAt(*job.weights, action.copies[0].to_bytes,
-                                               action.copies[0].bytes)};
+                                               action.copies[0].size_bytes)};
   PostTimed(task, std::move(timed),
             [action = std::move(action), step = job.step, weights = job.weights] {
-              RunInstallWeights(action, step->bytes(), weights->bytes());
+              RunCopies(action.copies, step->bytes(), weights->bytes());
               return TaskDone{};
             });
 }

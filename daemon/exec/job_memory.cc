@@ -97,7 +97,7 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                [this, action, options, old = std::exchange(job.step, nullptr),
                 saved = std::exchange(job.extra_state, {})]() mutable -> TaskRunner::Then {
                  if (old != nullptr) {
-                   for (const ReplaceStepArena::Copy& copy : action.extra_state) {
+                   for (const BytesCopy& copy : action.extra_state) {
                      const auto bytes = old->bytes().subspan(copy.from_bytes, copy.size_bytes);
                      saved.emplace_back(bytes.begin(), bytes.end());
                    }
@@ -108,7 +108,7 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                  if (made.ok()) {
                    arena = *std::move(made);
                    for (size_t rank = 0; rank < action.extra_state.size(); ++rank) {
-                     const ReplaceStepArena::Copy& copy = action.extra_state[rank];
+                     const BytesCopy& copy = action.extra_state[rank];
                      if (copy.size_bytes == 0) continue;
                      FOREBAY_CHECK(saved.at(rank).size() == copy.size_bytes);
                      std::ranges::copy(saved[rank], arena->bytes().subspan(copy.to_bytes).begin());

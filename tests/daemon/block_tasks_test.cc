@@ -373,8 +373,8 @@ TEST(WeightsOnSwap, ALoadCopiesWhatIsVerifiedAndNothingElse) {
                    .digests = std::make_shared<const std::vector<uint64_t>>(
                        digests.digests().begin(), digests.digests().end()),
                    .first_page = 2,
-                   .copies = {{.from_bytes = 100, .to_bytes = 0, .bytes = 3000},
-                              {.from_bytes = 3228, .to_bytes = 3000, .bytes = 4000}}};
+                   .copies = {{.from_bytes = 100, .to_bytes = 0, .size_bytes = 3000},
+                              {.from_bytes = 3228, .to_bytes = 3000, .size_bytes = 4000}}};
   std::vector<std::byte> read(plane.begin() + 2 * 4096, plane.begin() + 4 * 4096);
   std::vector<std::byte> weights(8192, std::byte{0xEE});
   ASSERT_TRUE(RunLoadWeights(load, "/swap", read, weights).ok());

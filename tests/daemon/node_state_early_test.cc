@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/units.h"
@@ -31,6 +32,8 @@ using ::forebay::testing::SwapPaths;
 using protocol::ErrorId;
 using protocol::StepAnswer;
 using ::testing::Each;
+using testing::HasError;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
@@ -200,6 +203,8 @@ TEST_P(NodeStateEarly, BlocksOnSwapAreUpdatedBeforeTheDecisionAndNotAgain) {
   ExpectWritten(1);
   EXPECT_THAT(Dropped(), IsEmpty());
   EXPECT_EQ(View().last_step_early_updates, swapped_blocks());
+  EXPECT_GT(View().last_step_written_bytes, 0U);
+  EXPECT_EQ(View().last_update_bytes, 0U) << "the disk was done before the decision";
   for (uint64_t step = 2; step <= 4; ++step) Train(step);
 }
 
@@ -211,6 +216,7 @@ TEST_P(NodeStateEarly, WithoutAnAnnouncementNothingIsUpdatedEarly) {
   node_.RunTasks();
   ExpectWritten(1);
   EXPECT_EQ(View().last_step_early_updates, 0U);
+  EXPECT_GE(View().last_update_bytes, View().last_step_written_bytes);
 }
 
 TEST_P(NodeStateEarly, OtherScalarsThanAnnouncedUpdateEveryBlockAnew) {
@@ -672,6 +678,31 @@ TEST(NodeStateEarlyPlan, StatesGiveRoomForNewWeights) {
   const JobView with = view_of(true);
   EXPECT_GT(without.resident_blocks, with.resident_blocks);
   EXPECT_LE(with.dram_bytes, without.dram_bytes + protocol::kPageBytes * 64);
+}
+
+// Where sessions want more than is there, in a job that has new weights already.
+TEST(NodeStateEarlyPlan, WhatIsMissingIsToldWithEveryTerm) {
+  EarlyJob job(OptionsFor(Where::kWeightsInDram));
+  ASSERT_GT(job.View().new_weights_bytes, 0U);
+  for (const uint64_t session : job.sessions_) job.node_.End(session, EndCause::kDetached);
+  const uint64_t refused = job.node_.AttachOnly(
+      job.layout_, {.early_updates = true, .grad_arena_bytes = 64 * kArenaBytes});
+  const absl::Status& status = job.node_.attached(refused)->status;
+  ASSERT_THAT(status, HasError(ErrorId::kDramLimit));
+  const std::string message(status.message());
+  std::vector<uint64_t> terms;  // the sum, then what it is made of
+  for (size_t at = 0; (at = message.find('(', at + 1)) != std::string::npos;) {
+    uint64_t bytes = 0;
+    const std::string digits = message.substr(at + 1, message.find(' ', at) - at - 1);
+    if (absl::SimpleAtoi(digits, &bytes)) terms.push_back(bytes);
+  }
+  ASSERT_GE(terms.size(), 11U) << message;
+  EXPECT_THAT(message, HasSubstr("new weights"));
+  EXPECT_EQ(terms[5], job.View().new_weights_bytes);
+  const uint64_t of_each_rank = terms[6] + terms[7] + terms[8];
+  EXPECT_EQ(terms[0], terms[1] + terms[2] + terms[3] + terms[4] + terms[5] + kRanks * of_each_rank +
+                          terms[9] + terms[10])
+      << message;
 }
 
 }  // namespace

@@ -136,7 +136,7 @@ TEST_F(NodeStateWeights, AFetchReadsThePagesOfItsPartitionAlone) {
   const std::vector<LoadWeights> loads = node_.Logged<LoadWeights>();
   for (size_t i = before; i < loads.size(); ++i) {
     read += loads[i].bytes;
-    for (const LoadWeights::Copy& copy : loads[i].copies) copied += copy.bytes;
+    for (const BytesCopy& copy : loads[i].copies) copied += copy.size_bytes;
   }
   EXPECT_EQ(copied, layout_->partition_bytes(OwnedBy(0)[0]));
   EXPECT_LE(read, copied + 2 * protocol::kPageBytes * (loads.size() - before));

@@ -186,7 +186,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
                     initial->bytes, true});
   } else if (const auto* replaced = std::get_if<ReplaceStepArena>(&action)) {
     uses.push_back(StepUse(replaced->job, 0, jobs_[replaced->job].step_bytes, true));
-    for (const ReplaceStepArena::Copy& kept : replaced->extra_state) {
+    for (const BytesCopy& kept : replaced->extra_state) {
       CheckBounds(StepUse(replaced->job, kept.from_bytes, kept.size_bytes, false));
     }
   } else if (const auto* copy = std::get_if<CopyToStepArena>(&action)) {
@@ -232,10 +232,11 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
       }
     }
   } else if (const auto* install = std::get_if<InstallWeights>(&action)) {
-    for (const InstallWeights::Copy& part : install->copies) {
-      uses.push_back(StepUse(install->job, part.from_bytes, part.bytes, false));
-      uses.push_back({absl::StrCat("weights ", install->job), part.to_bytes, part.bytes, true});
-      CheckHeld(install->job, part.to_bytes, part.bytes);
+    for (const BytesCopy& part : install->copies) {
+      uses.push_back(StepUse(install->job, part.from_bytes, part.size_bytes, false));
+      uses.push_back(
+          {absl::StrCat("weights ", install->job), part.to_bytes, part.size_bytes, true});
+      CheckHeld(install->job, part.to_bytes, part.size_bytes);
     }
   } else if (const auto* write = std::get_if<WriteBlock>(&action)) {
     uses.push_back(StateUse(write->job, write->place, write->bytes, false));
@@ -273,10 +274,10 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     if (load->slot_offset_bytes + load->bytes > load->slot.size_bytes) {
       Fault("weights are read behind their slot");
     }
-    for (const LoadWeights::Copy& part : load->copies) {
-      uses.push_back({absl::StrCat("weights ", load->job), part.to_bytes, part.bytes, true});
-      CheckHeld(load->job, part.to_bytes, part.bytes);
-      if (part.from_bytes + part.bytes > load->bytes)
+    for (const BytesCopy& part : load->copies) {
+      uses.push_back({absl::StrCat("weights ", load->job), part.to_bytes, part.size_bytes, true});
+      CheckHeld(load->job, part.to_bytes, part.size_bytes);
+      if (part.from_bytes + part.size_bytes > load->bytes)
         Fault("weights are copied that were not read");
     }
   } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
@@ -376,7 +377,8 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   job.weights_bytes = a.weights_bytes;
   for (const StatePart& part : a.resident) {
-    if (part.offset_bytes + part.bytes > a.state_bytes) Fault("a block is outside the state arena");
+    if (part.offset_bytes + part.bytes > a.state_bytes)
+      Fault("a block is outside the state arena");
     AddStateMemory(a.job, part);
   }
   job.step_bytes = a.step_bytes;
@@ -455,7 +457,7 @@ void NodeModel::Apply(const ReplaceStepArena& a, TaskDone&) {
   job.overflow.clear();
   job.accumulators.clear();
   uint64_t end = 0;
-  for (const ReplaceStepArena::Copy& copy : a.extra_state) {
+  for (const BytesCopy& copy : a.extra_state) {
     if (copy.to_bytes < end || copy.to_bytes + copy.size_bytes > a.step_bytes) {
       Fault("extra_state is moved to a wrong place");
     }
@@ -658,12 +660,12 @@ void NodeModel::Apply(const InstallWeights& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   if (!job.is_updating) Fault("weights are installed before the decision");
   std::map<uint64_t, uint64_t>& to_install = job.updates[a.block].to_install;
-  for (const InstallWeights::Copy& copy : a.copies) {
+  for (const BytesCopy& copy : a.copies) {
     const auto made = to_install.find(copy.from_bytes);
     // Where only some partitions are in the arena, they lie there in another way.
     const bool is_whole = job.weights_bytes >= job.layout->weights_bytes();
     const auto to = is_whole ? WeightsAt(job, copy.to_bytes) : std::nullopt;
-    if (made == to_install.end() || made->second != copy.bytes ||
+    if (made == to_install.end() || made->second != copy.size_bytes ||
         (to && !job.updates[a.block].HasPartition(to->partition))) {
       Fault(absl::StrCat("other weights are installed than block ", a.block, " has made"));
       continue;
@@ -725,12 +727,13 @@ void NodeModel::Apply(const LoadWeights& a, TaskDone&) {
                      a.first_page < a.digests->size() &&
                      (*a.digests)[a.first_page] == block.checksum;
   if (!is_it) Fault("weights were loaded from a slot that does not hold their block");
-  for (const LoadWeights::Copy& copy : a.copies) {
+  for (const BytesCopy& copy : a.copies) {
     std::erase_if(job.loaded, [&copy](const auto& entry) {
-      return entry.first < copy.to_bytes + copy.bytes &&
+      return entry.first < copy.to_bytes + copy.size_bytes &&
              copy.to_bytes < entry.first + entry.second.bytes;
     });
-    job.loaded[copy.to_bytes] = {.bytes = copy.bytes, .partition = a.partition, .block = block};
+    job.loaded[copy.to_bytes] = {
+        .bytes = copy.size_bytes, .partition = a.partition, .block = block};
   }
   job.loaded_partitions.insert(a.partition);
 }

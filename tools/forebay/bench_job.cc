@@ -113,15 +113,17 @@ absl::StatusOr<uint64_t> BenchJob::BytesBesideStates() {
   return bytes;
 }
 
+protocol::HyperParams BenchJob::HyperParams() const {
+  return protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
+}
+
 absl::Status BenchJob::AnnounceStep() {
-  const protocol::HyperParams hyper =
-      protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
+  const protocol::HyperParams hyper = HyperParams();
   return attachment_->AnnounceStep(attachment_->committed_step() + 1, {&hyper, 1}, kLimit);
 }
 
 absl::StatusOr<double> BenchJob::TimedStep() {
-  const protocol::HyperParams hyper =
-      protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
+  const protocol::HyperParams hyper = HyperParams();
   const auto began = std::chrono::steady_clock::now();
   ASSIGN_OR_RETURN(
       const client::StepResult result,

@@ -53,6 +53,8 @@ class BenchJob {
   absl::StatusOr<client::JobPlan> Plan(uint64_t dram_bytes);
 
  private:
+  protocol::HyperParams HyperParams() const;
+
   explicit BenchJob(std::unique_ptr<PrivateDaemon> daemon);
 
   std::unique_ptr<PrivateDaemon> daemon_;

@@ -136,19 +136,19 @@ std::string OnSwap(schema::JobStatus::Reader job) {
   return absl::StrCat(states, ", weights ", FormatBytes(job.getWeightsOnSwapBytes()));
 }
 
-// "0.482 s"; "0.482 s, 0.93 of the disk": of the rate that the paths were measured with, reads and writes
-// together.
+// "0.482 s"; "0.482 s, 0.93 of the disk": what was read and written from the decision on, of the rate that the
+// paths were measured with.
 std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader status) {
   std::string text = absl::StrFormat("%.3f s", job.getLastStepSeconds());
-  const auto bytes =
-      static_cast<double>(job.getLastStepReadBytes() + job.getLastStepWrittenBytes());
+  const auto bytes = static_cast<double>(job.getLastUpdateBytes());
+  const double seconds = job.getLastStepSeconds() - job.getLastDecisionSeconds();
   double rate = 0;
   for (const auto path : status.getSwap()) {
     if (path.getMixedRate() <= 0) return text;
     rate += path.getMixedRate();
   }
-  if (bytes == 0 || rate == 0 || job.getLastStepSeconds() <= 0) return text;
-  absl::StrAppendFormat(&text, ", %.2f of the disk", bytes / job.getLastStepSeconds() / rate);
+  if (bytes == 0 || rate == 0 || seconds <= 0) return text;
+  absl::StrAppendFormat(&text, ", %.2f of the disk", bytes / seconds / rate);
   return text;
 }
 
