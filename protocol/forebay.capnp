@@ -177,6 +177,8 @@ struct JobPlan {
   stepWritten @16 :UInt64;
   allInDram @17 :UInt64;    # the limit with which nothing would be on swap
   newWeights @18 :UInt64;   # of early updates, until their step is decided
+  gradientsOnSwap @19 :UInt64;  # those of a step that find no room in `sums`, at most: written, and read again unless
+                                # their block was updated early; beside stepRead and stepWritten
 }
 
 struct NodeStatus {
@@ -289,6 +291,9 @@ struct JobStatus {
   stepWrittenBytes @45 :UInt64;
   newWeightsBytes @46 :UInt64;       # DRAM for those of early updates
   lastUpdateBytes @47 :UInt64;       # of the newest step: read and written from its decision to its publication
+  gradientsOnSwapBytes @48 :UInt64;  # of a step, at most; 0: all are in DRAM
+  gradientReadBytes @49 :UInt64;     # of swap, in all steps
+  gradientWrittenBytes @50 :UInt64;
 }
 
 struct TraceEvent {

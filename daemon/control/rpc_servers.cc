@@ -140,6 +140,7 @@ void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
   reply.setStepWritten(plan.step_written);
   reply.setAllInDram(plan.all_in_dram);
   reply.setNewWeights(plan.new_weights);
+  reply.setGradientsOnSwap(plan.sums_on_swap);
 }
 
 void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {

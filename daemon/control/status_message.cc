@@ -117,6 +117,9 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setStepReadBytes(view.step_traffic.read_bytes);
   job.setStepWrittenBytes(view.step_traffic.written_bytes);
   job.setNewWeightsBytes(view.new_weights_bytes);
+  job.setGradientsOnSwapBytes(view.sums_on_swap_bytes);
+  job.setGradientReadBytes(view.sums.read_bytes);
+  job.setGradientWrittenBytes(view.sums.written_bytes);
   job.setEarlyUpdates(view.early_updates);
   job.setDroppedUpdates(view.dropped_updates);
   job.setLastStepEarlyUpdates(view.last_step_early_updates);

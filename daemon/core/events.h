@@ -100,7 +100,8 @@ struct TaskDone {
   // UpdateBlock: masters that overflowed. CopyInitial, SetMasters: 1 if not finite. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  uint64_t checksum = 0;  // UpdateBlock and SetMasters on a staging slot, EvictBlock: of the bytes
+  // UpdateBlock, SetMasters on a staging slot, EvictBlock, SpillSums: of the bytes.
+  uint64_t checksum = 0;
   cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
   std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
@@ -302,7 +303,8 @@ struct AddGradients {
   uint32_t partition = 0;
   std::vector<GradientSource> sources = {};
   uint64_t accumulator_offset_bytes = 0;
-  uint64_t elems = 0;  // from a multiple of kGradUnitElems of the partition on
+  uint64_t first_elem = 0;  // of the partition; a multiple of kGradUnitElems
+  uint64_t elems = 0;
   protocol::DType dtype = protocol::DType::kFloat32;      // of the sources
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
   bool assign = false;
@@ -318,14 +320,14 @@ struct SumGradient {
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
 };
 
-// The two parts of a block. Values are in checksums.
-enum class BlockPart : uint8_t { kStates = 1, kWeights = 2 };
+// The two parts of a block, and a page of gradient sums. Values are in checksums.
+enum class BlockPart : uint8_t { kStates = 1, kWeights = 2, kGradients = 3 };
 
 // Whose bytes a block holds; part of its checksum, so that right bytes in a wrong place fail too.
 struct BlockIdentity {
   JobId job = 0;
   BlockPart part = BlockPart::kStates;
-  uint64_t block = 0;
+  uint64_t block = 0;  // of gradient sums: the page
   // 0: as it was before the first step.
   uint64_t written_step = 0;
 };
@@ -382,6 +384,12 @@ enum class UpdatePass : uint8_t {
   kWeights,
 };
 
+// Where a page of gradient sums is in the step arena.
+struct SumFrame {
+  uint64_t page = 0;
+  uint64_t offset_bytes = 0;
+};
+
 // Verifies a swapped block's bytes against `identity_before` (zeros where it has no slot), runs the
 // pass over its segments in place, then computes the checksum under `identity_after`.
 struct UpdateBlock {
@@ -397,6 +405,10 @@ struct UpdateBlock {
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
   std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
+  // Where sums are paged: accumulator_offset_bytes counts through the pages, of which these hold the
+  // block's sums, ascending. 0: it is an offset into the step arena.
+  uint64_t sum_page_bytes = 0;
+  std::vector<SumFrame> sum_frames = {};
 };
 
 // New weights that an early update has put into the step arena -> weights arena.
@@ -498,6 +510,28 @@ struct LoadWeights {
   std::vector<BytesCopy> copies = {};  // from what was read
 };
 
+// A page of gradient sums: step arena -> swap slot. Its TaskDone brings the checksum. `pause`: as WriteBlock.
+struct SpillSums {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockIdentity identity;
+  uint64_t offset_bytes = 0;  // in the step arena
+  uint64_t bytes = 0;
+  nvme::Slot slot;
+  bool pause = false;
+};
+
+// The other way; the bytes are verified.
+struct LoadSums {
+  TaskId task = 0;
+  JobId job = 0;
+  BlockIdentity identity;
+  uint64_t checksum = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+  nvme::Slot slot;
+};
+
 // An attach to `job` waits for DRAM.
 struct RoomAwaited {
   std::string job;  // as root writes names
@@ -540,12 +574,11 @@ struct StepPublished {
   uint64_t step = 0;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                 PromoteBlock, DecodeState, SetMasters, LoadWeights, RoomAwaited, StartLeaseTimer,
-                 StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished>;
+using Action = std::variant<
+    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
+    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
+    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
+    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
+    RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished>;
 
 }  // namespace forebay::daemon

@@ -19,7 +19,7 @@ using protocol::MakeError;
 GradientAccumulator::GradientAccumulator(JobTasks& io,
                                          std::shared_ptr<const protocol::Layout> layout,
                                          const MemoryPlan& plan, const Membership& members,
-                                         const StepPipeline& pipeline)
+                                         StepPipeline& pipeline)
     : io_(io), layout_(std::move(layout)), plan_(plan), members_(members), pipeline_(pipeline) {
   Forget();
 }
@@ -123,7 +123,8 @@ void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
       at = next->second.end;
       continue;
     }
-    const uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
+    uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
+    gap_end = std::min(gap_end, pipeline_.sums().EndOnPage(index, at));
     partition.cells.emplace(at, Cell{.end = gap_end, .next_rank = FirstRank(index)});
     ++unsummed_cells_;
     at = gap_end;
@@ -219,7 +220,10 @@ bool GradientAccumulator::IsCrowded(Id id) const {
 
 // Adds what has arrived in order of everything that the rank holds.
 void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
-  if (FreePieces(rank, grad_arena_bytes) >= 2) return;
+  const uint64_t free = FreePieces(rank, grad_arena_bytes);
+  const bool is_urgent =
+      pipeline_.sums().is_paged() && 2 * free < grad_arena_bytes / plan_.piece_bytes;
+  if (free >= 2 && !is_urgent) return;
   std::vector<Delivery> held;
   for (const auto& [id, contribution] : contributions_) {
     if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
@@ -234,12 +238,27 @@ void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64
   for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
     begins.push_back(it->first);
   }
+  // Blocks are read ahead for early updates from the last one on.
+  if (pipeline_.sums().is_paged()) std::ranges::reverse(begins);
   for (const uint64_t at : begins) TryAdd(partition, at);
 }
 
 void GradientAccumulator::TryAddAll() {
   for (uint32_t partition = 0; partition < partitions_.size(); ++partition)
     TryAddRange(partition, 0, UINT64_MAX);
+}
+
+// Gradients wait for early updates to make room while half of their rank's pieces are free to deliver more.
+SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
+  const auto is_urgent = [this](Id id) {
+    const Delivery& delivery = contributions_.at(id).delivery;
+    const uint64_t pieces = delivery.grad_arena_bytes / plan_.piece_bytes;
+    return IsClosed(delivery.rank) ||
+           2 * FreePieces(delivery.rank, delivery.grad_arena_bytes) < pieces;
+  };
+  return !pipeline_.is_early() || std::ranges::any_of(pass.sources, is_urgent)
+             ? SumPages::Need::kNow
+             : SumPages::Need::kSoon;
 }
 
 void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
@@ -273,9 +292,11 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
   pass.completes = rank == EndRank(partition);
   if (!pass.sources.empty() || cell.narrow) {
     if (!pass.completes && !crowded) return;
+    if (!pipeline_.sums().Request(partition, begin, NeedOf(pass))) return;
     cell.next_rank = rank;
     StartPass(partition, it, std::move(pass));
   } else if (pass.completes && cell.has_sum) {
+    if (!pipeline_.sums().Request(partition, begin, SumPages::Need::kNow)) return;
     cell.next_rank = rank;
     StartSum(partition, it);
   } else if (pass.completes) {  // every contribution to it was refused
@@ -289,9 +310,10 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
   cell.adding = true;
   const uint64_t width = protocol::SizeBytes(layout_->grad_dtype());
   pass.widens = std::exchange(cell.narrow, false);
+  pipeline_.sums().Pin(partition, pass.begin);
   AddGradients action{.partition = partition,
-                      .accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
-                                                  pass.begin * protocol::SizeBytes(plan_.sum_dtype),
+                      .accumulator_offset_bytes = pipeline_.sums().OffsetOf(partition, pass.begin),
+                      .first_elem = pass.begin,
                       .elems = pass.end - pass.begin,
                       .dtype = layout_->grad_dtype(),
                       .sum_dtype = plan_.sum_dtype,
@@ -318,11 +340,11 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
 void GradientAccumulator::StartSum(uint32_t partition, Cells::iterator at) {
   Cell& cell = at->second;
   cell.adding = true;
+  pipeline_.sums().Pin(partition, at->first);
   const TaskId task = io_.Start(
       TaskKind::kSumGradient, 0,
       SumGradient{.partition = partition,
-                  .accumulator_offset_bytes = plan_.accumulator_offsets[partition] +
-                                              at->first * protocol::SizeBytes(plan_.sum_dtype),
+                  .accumulator_offset_bytes = pipeline_.sums().OffsetOf(partition, at->first),
                   .elems = cell.end - at->first,
                   .sum_dtype = plan_.sum_dtype});
   summing_.emplace(
@@ -333,6 +355,7 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
   const auto node = adding_.extract(done.task);
   FOREBAY_CHECK(!node.empty());
   const Pass& pass = node.mapped();
+  pipeline_.sums().Unpin(pass.partition, pass.begin);
   if (done.count > 0) {
     const uint64_t before = pass.widens ? 2 : 1;  // a sum was found finite when it was made
     FOREBAY_CHECK(done.count >= before);
@@ -351,15 +374,17 @@ void GradientAccumulator::OnAdded(const TaskDone& done) {
 void GradientAccumulator::OnSummed(const TaskDone& done) {
   const auto node = summing_.extract(done.task);
   if (!node.empty()) {
+    pipeline_.sums().Unpin(node.mapped().partition, node.mapped().begin);
     EndPass(node.mapped(), done);
     return;
   }
   const auto norm =
       std::ranges::find_if(norms_, [&](const Norm& one) { return one.tasks.contains(done.task); });
   FOREBAY_CHECK(norm != norms_.end());
-  norm->tasks.erase(done.task);
+  const Range range = norm->tasks.extract(done.task).mapped();
+  pipeline_.sums().Unpin(range.partition, range.begin);
   norm->squares.Merge(done.squares);
-  const bool ends = norm->tasks.empty();
+  const bool ends = norm->tasks.empty() && norm->waiting.empty();
   TryNorms();
   if (ends) TryAddAll();
 }
@@ -422,132 +447,6 @@ void GradientAccumulator::RefuseFloatSums(const absl::Status& status) {
   if (std::exchange(needs_float_sums_, false) && fault_.ok()) fault_ = status;
 }
 
-// ------------------------------------------------------------------------------------------- norms
-
-bool GradientAccumulator::AllClosed() const {
-  for (uint32_t rank = 0; rank < closed_.size(); ++rank) {
-    if (!IsClosed(rank)) return false;
-  }
-  return true;
-}
-
-void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint32_t param) {
-  Norm norm{.command = command, .boxes = {}};
-  for (const protocol::BoxPlace& place : layout_->boxes()) {
-    const bool is_asked = param == protocol::kAllParams || place.box.param == param;
-    const bool is_own = layout_->is_shared() || FirstRank(place.partition) == rank;
-    if (is_asked && is_own) norm.boxes.push_back(place);
-  }
-  norms_.push_back(std::move(norm));
-  if (layout_->is_shared() && !asked_[rank]) {
-    asked_[rank] = true;
-    TryAddAll();
-    SpillToOverflow();
-  }
-  TryNorms();
-}
-
-// Calls `visit(range, cell)` for the parts of a box that lie in cells, ascending.
-template <typename Visit>
-void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit visit) const {
-  const Cells& cells = partitions_[place.partition].cells;
-  const uint64_t end = place.partition_elem + place.box.elems();
-  auto it = cells.upper_bound(place.partition_elem);
-  if (it != cells.begin()) --it;
-  for (; it != cells.end() && it->first < end; ++it) {
-    const Range range{.partition = place.partition,
-                      .begin = std::max(it->first, place.partition_elem),
-                      .end = std::min(it->second.end, end)};
-    if (range.begin < range.end) visit(range, it->second);
-  }
-}
-
-// What of a box has a gradient of any rank.
-void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
-                                    std::vector<Range>& ranges) const {
-  ForEachCell(place, [&](const Range& range, const Cell& cell) {
-    if (cell.has_sum) ranges.push_back(range);
-  });
-}
-
-bool GradientAccumulator::IsSummed(const protocol::BoxPlace& place) const {
-  bool summed = true;
-  ForEachCell(place, [&](const Range&, const Cell& cell) {
-    summed = summed && !cell.adding && cell.waiting.empty();
-  });
-  return summed;
-}
-
-bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const {
-  return std::ranges::any_of(norms_, [=](const Norm& norm) {
-    return !norm.tasks.empty() && std::ranges::any_of(norm.ranges, [=](const Range& range) {
-      return range.partition == partition && range.begin < end && begin < range.end;
-    });
-  });
-}
-
-void GradientAccumulator::TryNorms() {
-  if (norms_.empty()) return;
-  if (!MayStart()) {
-    blocked_ = blocked_ || fault_.ok();
-    return;
-  }
-  const bool all_there = !layout_->is_shared() || AllClosed();
-  const uint64_t width = protocol::SizeBytes(plan_.sum_dtype);
-  for (Norm& norm : norms_) {
-    const auto summed = [this](const protocol::BoxPlace& place) { return IsSummed(place); };
-    if (norm.started || !all_there || !std::ranges::all_of(norm.boxes, summed)) continue;
-    norm.started = true;
-    for (const protocol::BoxPlace& place : norm.boxes) AddSummed(place, norm.ranges);
-    for (const Range& range : norm.ranges) {
-      norm.tasks.insert(io_.Start(
-          TaskKind::kSumGradient, 0,
-          SumGradient{.partition = range.partition,
-                      .accumulator_offset_bytes =
-                          plan_.accumulator_offsets[range.partition] + range.begin * width,
-                      .elems = range.end - range.begin,
-                      .sum_dtype = plan_.sum_dtype}));
-    }
-  }
-  const uint32_t addends = layout_->is_shared() ? members_.world_size() : 1;
-  std::erase_if(norms_, [&](const Norm& norm) {
-    if (!norm.started || !norm.tasks.empty()) return false;
-    protocol::Completion completion{};
-    completion.norm = std::sqrt(norm.squares.ToDouble()) / addends;
-    if (!norm.answered) io_.Answer(norm.command, completion);
-    return true;
-  });
-}
-
-void GradientAccumulator::RefuseWaitingNorms(const absl::Status& status) {
-  std::erase_if(norms_, [&](const Norm& norm) {
-    if (norm.started) return false;
-    if (!norm.answered) io_.Answer(norm.command, status);
-    return true;
-  });
-}
-
-// OK: they were dropped without an error.
-void GradientAccumulator::AnswerNorms(const absl::Status& status) {
-  const absl::Status dropped =
-      !status.ok()   ? status
-      : !fault_.ok() ? fault_
-                     : MakeError(ErrorId::kGradDropped,
-                                 absl::StrCat("the gradients of step ", step_, " were dropped"),
-                                 "run forward and backward again");
-  for (const Norm& norm : norms_) {
-    if (!norm.answered) io_.Answer(norm.command, dropped);
-  }
-  norms_.clear();
-}
-
-void GradientAccumulator::DropNorms(SessionId session, const absl::Status& status) {
-  for (Norm& norm : norms_) {
-    if (norm.command.session != session || std::exchange(norm.answered, true)) continue;
-    io_.Answer(norm.command, status);
-  }
-}
-
 // It is wholly added: its bytes are free.
 void GradientAccumulator::Release(Id id) {
   Contribution& contribution = contributions_.at(id);
@@ -566,6 +465,11 @@ void GradientAccumulator::Pump() {
     it = not_updated_.erase(it);
     TryAddRange(partition, 0, UINT64_MAX);
   }
+  const std::vector<SumPages::Range> arrived = pipeline_.sums().DrainArrived();
+  for (const SumPages::Range& range : arrived) {
+    TryAddRange(range.partition, range.begin, range.end);
+  }
+  if (!arrived.empty()) TryNorms();
   if (!blocked_ || !MayStart()) return;
   blocked_ = false;
   TryAddAll();

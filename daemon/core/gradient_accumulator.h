@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "daemon/core/membership.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/step_pipeline.h"
+#include "daemon/core/sum_pages.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -39,7 +41,8 @@ namespace forebay::daemon {
 // until there is memory for float32 ones (needs_float_sums); what the old ones hold is added to the new.
 //
 // While blocks of the step before are updated from a partition's accumulator, its contributions wait; so do
-// those of a range that an early update reads.
+// those of a range that an early update reads. Where accumulators are paged (SumPages), a cell lies on one
+// page, and what is to be added waits until that is there.
 //
 // Ranks may cut a partition differently: ranges are split where contributions begin and end (cells).
 //
@@ -59,8 +62,7 @@ class GradientAccumulator {
   };
 
   GradientAccumulator(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
-                      const MemoryPlan& plan, const Membership& members,
-                      const StepPipeline& pipeline);
+                      const MemoryPlan& plan, const Membership& members, StepPipeline& pipeline);
 
   // What the rank delivers from now on is of its last backward pass.
   void BeginLastPass(uint32_t rank) { in_last_pass_[rank] = true; }
@@ -95,6 +97,8 @@ class GradientAccumulator {
   void OnFloatSums(std::vector<uint64_t> narrow_offsets);
   // There is no memory for them: the attempt ends with `status` if it needs them.
   void RefuseFloatSums(const absl::Status& status);
+  // Sums are lost: the attempt ends with `status`.
+  void Fail(const absl::Status& status) { fault_.Update(status); }
 
   // Outcomes of its tasks. Not of stale ones (JobTasks::NewEpoch).
   void OnAdded(const TaskDone& done);
@@ -188,8 +192,9 @@ class GradientAccumulator {
     CommandId command;
     std::vector<protocol::BoxPlace> boxes;
     std::vector<Range> ranges = {};  // of the boxes, those that hold a sum: what the tasks read
+    std::deque<Range> waiting = {};  // of these, whose tasks have not begun
     cpu_adam::SquareSum squares = {};
-    std::set<TaskId> tasks = {};  // that run
+    std::map<TaskId, Range> tasks = {};  // that run
     bool started = false;
     bool answered = false;  // its session has ended
   };
@@ -214,8 +219,10 @@ class GradientAccumulator {
   // A norm is being taken of some of the range: nothing is added to it meanwhile.
   bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
+  void StartNorm(Norm& norm);
   void AnswerNorms(const absl::Status& status);
   bool MayStart() const;
+  SumPages::Need NeedOf(const Pass& pass) const;
   void TryAdd(uint32_t partition, uint64_t begin);
   void TryAddRange(uint32_t partition, uint64_t begin, uint64_t end);
   void TryAddAll();
@@ -244,7 +251,7 @@ class GradientAccumulator {
   std::shared_ptr<const protocol::Layout> layout_;
   const MemoryPlan& plan_;
   const Membership& members_;
-  const StepPipeline& pipeline_;
+  StepPipeline& pipeline_;
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
   std::vector<bool> closed_;                          // by rank: it has called step

@@ -34,8 +34,8 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       members_(spec_, io_),
       initial_(spec_, io_),
       leases_(actions),
-      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, swap, pool, leases_,
-                spec_.options.workers),
+      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, spec_.sum_slots, swap, pool,
+                leases_, spec_.options.workers),
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
       access_(io_, spec_.layout, pipeline_, weights_, leases_),
       residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),
@@ -55,7 +55,9 @@ void Job::Begin() {
                 .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes});
   if (spec_.plan.swap_slots == 0) return;
   ++making_tasks_;
-  io_.Start(TaskKind::kJobSwap, 0, CreateJobSwap{.slots = spec_.swap_slots});
+  CreateJobSwap swap{.slots = spec_.swap_slots};
+  swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
+  io_.Start(TaskKind::kJobSwap, 0, std::move(swap));
 }
 
 void Job::Refuse(const absl::Status& reason) {
@@ -585,6 +587,12 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kMoveBlock:
       residency_.OnMoved(done);
       return;
+    case TaskKind::kSpillSums:
+      pipeline_.sums().OnSpilled(done);
+      return;
+    case TaskKind::kLoadSums:
+      fatal = pipeline_.sums().OnLoaded(done);
+      break;
     case TaskKind::kReadBlock:
     case TaskKind::kUpdateBlock:
     case TaskKind::kWriteBlock:
@@ -706,87 +714,6 @@ void Job::FreeWhenUnused() {
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
   io_.actions().Emit(FreeJob{.job = spec_.id});
-}
-
-JobView Job::View() const {
-  const protocol::Layout& layout = *spec_.layout;
-  const protocol::LayoutSpec& spec = layout.spec();
-  JobView view{.name = spec_.name,
-               .id = spec_.id,
-               .uid = spec_.uid,
-               .layout = spec_.layout,
-               .sessions = {},
-               .generation = members_.generation(),
-               .detached_rank = members_.FirstDetached(),
-               .committed_step = step_.committed_step(),
-               .published_step = step_.published_step(),
-               .world_size = spec_.plan.session.world_size,
-               .params = layout.total_elems(),
-               .trainable_params = layout.trainable_elems(),
-               .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
-                              protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
-                                                   layout.trainable_elems()),
-               .blocks = pipeline_.map().blocks(),
-               .resident_blocks = placement().resident_blocks(),
-               .resident_bytes = has_begun_ ? placement().state_bytes() : 0,
-               .weights_on_swap_bytes = spec_.plan.weights_on_swap_bytes,
-               .weights_cache_bytes = spec_.plan.weights_cache_bytes,
-               .weights = weights_.counters(),
-               .moves = residency_.counters(),
-               .leases = leases_.count(),
-               .update_reads = pipeline_.counters().update_reads,
-               .update_reads_prefetched = pipeline_.counters().update_reads_prefetched,
-               .state_read_bytes = pipeline_.counters().read_bytes,
-               .state_written_bytes = pipeline_.counters().written_bytes,
-               .last_step_reads = pipeline_.last_step().update_reads,
-               .last_step_reads_prefetched = pipeline_.last_step().update_reads_prefetched,
-               .last_step_read_bytes = pipeline_.last_step().read_bytes,
-               .last_step_written_bytes = pipeline_.last_step().written_bytes,
-               .last_update_bytes = pipeline_.last_update_bytes(),
-               .early_updates = pipeline_.counters().early_updates,
-               .dropped_updates = pipeline_.counters().dropped_updates,
-               .last_step_early_updates = pipeline_.last_step().early_updates,
-               .ready = is_ready(),
-               .failed = failed_,
-               .dram_bytes = dram_bytes(),
-               .swap_bytes = swap_slots().size() * spec_.plan.swap_slot_bytes,
-               .step_traffic = StepTrafficOf(layout, spec_.plan, placement()),
-               .new_weights_bytes = spec_.plan.early_weights_bytes,
-               .swap_wait = pipeline_.swap_wait(),
-               .trace = TracedGroups()};
-  for (const auto& [id, session] : members_.all()) {
-    view.sessions.push_back({.id = id,
-                             .uid = session.uid,
-                             .reader = session.reader,
-                             .rank = session.rank,
-                             .attached = session.state == Session::State::kAttached,
-                             .fenced = !session.fence.ok(),
-                             .leases = leases_.count_of(id),
-                             .commands_in_flight = io_.commands_of(id)});
-  }
-  std::stable_sort(view.sessions.begin(), view.sessions.end(),
-                   [](const SessionView& a, const SessionView& b) { return a.rank < b.rank; });
-  return view;
-}
-
-void Job::CheckInvariants() const {
-  step_.CheckInvariants();
-  members_.CheckInvariants();
-  uint64_t leases = 0;
-  for (const auto& [id, session] : members_.all()) {
-    leases += leases_.count_of(id);
-    FOREBAY_CHECK(leases_.count_of(id) <= kLeasesPerSessionMax);
-    if (session.state == Session::State::kEnded) {
-      FOREBAY_CHECK(leases_.count_of(id) == 0);
-      continue;
-    }
-    // Every command that was not answered waits in exactly one place.
-    uint64_t waiting = step_.unanswered(session) + access_.unanswered(id) + fetches_.unanswered(id);
-    waiting += initial_.unanswered(id);
-    FOREBAY_CHECK(waiting == io_.commands_of(id));
-  }
-  FOREBAY_CHECK(leases == leases_.count());
-  weights_.CheckInvariants();
 }
 
 }  // namespace forebay::daemon

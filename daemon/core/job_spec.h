@@ -20,7 +20,8 @@ struct JobSpec {
   uint32_t uid = 0;
   std::shared_ptr<const protocol::Layout> layout;
   MemoryPlan plan;
-  std::vector<nvme::Slot> swap_slots;
+  std::vector<nvme::Slot> swap_slots;  // of blocks
+  std::vector<nvme::Slot> sum_slots;   // of pages of gradient sums
   NodeOptions options;
 
   uint32_t world_size() const { return plan.session.world_size; }

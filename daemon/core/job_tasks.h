@@ -61,6 +61,8 @@ enum class TaskKind : uint8_t {
   kAccessState,
   kWriteMasters,
   kLoadWeights,
+  kSpillSums,
+  kLoadSums,
 };
 
 struct Task {

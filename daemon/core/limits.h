@@ -35,6 +35,10 @@ inline constexpr uint32_t kStagingSlotsForWeights = 2;
 // few of them.
 inline constexpr uint32_t kReadsPerPath = 2;
 
+// Gradient sums that do not all fit in DRAM: the largest page of them; and frames that are made free ahead of need.
+inline constexpr uint64_t kSumPageElemsMax = uint64_t{1} << 19;
+inline constexpr uint32_t kSpareSumFrames = 4;
+
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 
@@ -30,6 +31,25 @@ std::string Bytes(uint64_t bytes) {
   return absl::StrCat(FormatBytes(bytes), " (", bytes, " bytes)");
 }
 
+// Sums of each owner's partitions one after the other, in pages that cut a partition between units alone: so
+// that sums of squares do not depend on the pages. Returns their number.
+uint32_t PlaceSumsInPages(const Layout& layout, MemoryPlan& plan) {
+  const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
+  const uint64_t unit_bytes = protocol::kGradUnitElems * width;
+  plan.accumulator_offsets.assign(layout.partitions().size(), 0);
+  uint64_t at = 0;
+  for (const protocol::OwnerPlace& owner : layout.owners()) {
+    for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
+      if (layout.partitions()[i].owner != owner.owner) continue;
+      const uint64_t bytes = layout.partitions()[i].elems * width;
+      if (at % plan.sum_page_bytes + bytes > plan.sum_page_bytes) at = RoundUp(at, unit_bytes);
+      plan.accumulator_offsets[i] = at;
+      at = RoundUp(at + bytes, protocol::kCacheLineBytes);
+    }
+  }
+  return static_cast<uint32_t>(RoundUp(at, plan.sum_page_bytes) / plan.sum_page_bytes);
+}
+
 // Places them one after the other from `offset_bytes` on; returns where they end.
 uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan) {
   plan.accumulator_offsets.clear();
@@ -46,7 +66,12 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.sum_dtype = plan.session.accumulate
                        ? protocol::DType::kFloat32
                        : GradientSumType(layout.grad_dtype(), layout.is_shared() ? world_size : 1);
-  uint64_t at = PlaceSums(layout, 0, plan);
+  uint64_t at = plan.sum_frames * plan.sum_page_bytes;
+  if (plan.has_paged_sums()) {
+    plan.sum_pages = PlaceSumsInPages(layout, plan);
+  } else {
+    at = PlaceSums(layout, 0, plan);
+  }
   plan.overflow_offset = at;
   plan.piece_bytes = PieceBytes(layout);
   // A reduced gradient waits for no other rank.
@@ -58,7 +83,9 @@ void PlanStepArena(const Layout& layout, MemoryPlan& plan) {
   plan.early_weights_offset = at = RoundUp(at, kPageBytes);
   at += plan.early_weights_bytes;
   plan.step_bytes = RoundUp(at, kPageBytes);
-  if (!layout.is_shared() && plan.sum_dtype != protocol::DType::kFloat32) {
+  plan.float_sums_offset = plan.float_sums_bytes = 0;
+  const bool may_widen = !layout.is_shared() && !plan.has_paged_sums();
+  if (may_widen && plan.sum_dtype != protocol::DType::kFloat32) {
     MemoryPlan wide = plan;
     wide.sum_dtype = protocol::DType::kFloat32;
     plan.float_sums_offset = RoundUp(plan.step_bytes, protocol::kHugePageBytes);
@@ -220,6 +247,46 @@ BlockMap MapOf(const Layout& layout, const MemoryPlan& plan) {
   return {borrowed, plan.block_elems, plan.weights_on_swap};
 }
 
+// The most pages that the update of one block reads.
+uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
+  const BlockMap map = MapOf(layout, plan);
+  const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
+  size_t most = 1;
+  for (uint32_t block = 0; block < map.blocks(); ++block) {
+    std::set<uint64_t> pages;
+    for (const BlockRun& run : map.Runs(block)) {
+      const uint64_t at = plan.accumulator_offsets[run.partition] + run.partition_elem * width;
+      const uint64_t last = (at + run.elems * width - 1) / plan.sum_page_bytes;
+      for (uint64_t page = at / plan.sum_page_bytes; page <= last; ++page) pages.insert(page);
+    }
+    most = std::max(most, pages.size());
+  }
+  return static_cast<uint32_t>(most);
+}
+
+// Gradient sums get frames in the step arena: those of two blocks and some to spare at least, and as many more as
+// `limit` bytes for the job have room for.
+absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
+                           const NodeOptions& options, uint64_t limit, MemoryPlan& plan) {
+  // Nor would there be room for a map of its blocks.
+  if (plan.table_bytes > limit) return absl::OkStatus();
+  MemoryPlan paged = plan;
+  const uint64_t page_elems =
+      std::min(kSumPageElemsMax, RoundUp(plan.block_elems / 2, protocol::kGradUnitElems));
+  paged.sum_page_bytes = page_elems * protocol::SizeBytes(plan.sum_dtype);
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
+  paged.sum_frames = 2 * PagesOfABlock(layout, paged) + kSpareSumFrames;
+  if (paged.sum_frames >= paged.sum_pages) return absl::OkStatus();
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
+  const uint64_t left = limit - std::min(limit, paged.fixed_bytes);
+  paged.sum_frames = static_cast<uint32_t>(
+      std::min<uint64_t>(paged.sum_pages, paged.sum_frames + left / paged.sum_page_bytes));
+  paged.sum_slots = std::min(paged.sum_pages, paged.sum_pages - paged.sum_frames + kSpareSumFrames);
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
+  plan = std::move(paged);
+  return absl::OkStatus();
+}
+
 // New weights of blocks on swap whose weights are in DRAM get slots in the step arena, as far as `room` bytes
 // have room for them; what is left is for states. Where all states fit there are none.
 absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
@@ -254,9 +321,16 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
-absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
-                       const nvme::SlotMap& swap) {
+// Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
+absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme::SlotMap swap) {
   if (plan.swap_slots == 0) return absl::OkStatus();
+  const uint64_t sum_bytes = plan.sum_slots * plan.sum_page_bytes;
+  if (plan.sum_slots > 0 && !swap.Allocate(plan.sum_slots, plan.sum_page_bytes)) {
+    return MakeError(ErrorId::kSwapNospc,
+                     absl::StrCat("the gradients that do not fit in DRAM need ", Bytes(sum_bytes),
+                                  " of swap; free are ", Bytes(swap.free_bytes())),
+                     "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+  }
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
   if (free_slots < plan.swap_slots) {
     return MakeError(
@@ -264,8 +338,10 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
         absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes),
                      ", ", Bytes(plan.swap_slots * plan.block_bytes), " in all, for ",
                      plan.placement.swapped_blocks(),
-                     " blocks that do not fit in DRAM (two slots each); free are ", free_slots,
-                     " slots in ", Bytes(swap.free_bytes())),
+                     " blocks that do not fit in DRAM (two slots each)",
+                     sum_bytes > 0 ? absl::StrCat(", beside ", Bytes(sum_bytes), " for gradients")
+                                   : std::string(),
+                     "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
         "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
   }
   if (plan.swap_slot_bytes == 0) {
@@ -298,8 +374,9 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
       Bytes(plan.weights_bytes),
       plan.has_weights_on_swap() ? " (two partitions of each rank; the others are on swap)" : "",
-      " + gradient sums ", Bytes(accumulator_bytes), " + overflow ", Bytes(overflow_bytes),
-      " + extra_state and rounding ", Bytes(extra_bytes));
+      " + gradient sums ", Bytes(accumulator_bytes),
+      plan.has_paged_sums() ? " (the others are on swap)" : "", " + overflow ",
+      Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes));
   if (plan.early_weights_bytes > 0) {
     absl::StrAppend(&message, " + new weights ", Bytes(plan.early_weights_bytes));
   }
@@ -332,7 +409,8 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
 
 StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
                           const Placement& placement) {
-  StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes};
+  StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes,
+                      .gradient_bytes = plan.sums_on_swap_bytes()};
   const auto passes = static_cast<uint64_t>(protocol::Info(layout.spec().optimizer).passes);
   for (uint32_t block = 0; block < placement.blocks(); ++block) {
     const BlockLocation& location = placement.WhereBlock(block);
@@ -416,6 +494,11 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const auto room = [&] {
     return options.dram_limit_bytes - std::min(needed(), options.dram_limit_bytes);
   };
+  const uint64_t for_job =
+      options.dram_limit_bytes - std::min(TakenBytes(options, use), options.dram_limit_bytes);
+  if (plan.has_weights_on_swap() && plan.fixed_bytes > for_job + use.movable_bytes) {
+    RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
+  }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);
   if (plan.missing_bytes > use.movable_bytes) {
     return DramLimitError(plan, options, use, has_swap ? 0 : state_bytes);

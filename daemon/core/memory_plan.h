@@ -1,6 +1,7 @@
 // Admission: what a job needs, term by term, against what the node has left.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -51,7 +52,18 @@ struct MemoryPlan {
 
   // Step arena: accumulators, overflow, extra_state.
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
-  std::vector<uint64_t> accumulator_offsets;              // by partition
+  // By partition: into the step arena, or, where sums are paged, through the pages.
+  std::vector<uint64_t> accumulator_offsets;
+  // Where not all sums of a step fit in DRAM: so many frames of the step arena hold pages of them, the
+  // other pages are on swap, in slots of their own. Page size 0: they are not paged.
+  uint64_t sum_page_bytes = 0;
+  uint32_t sum_pages = 0;
+  uint32_t sum_frames = 0;
+  uint32_t sum_slots = 0;
+  bool has_paged_sums() const { return sum_page_bytes > 0; }
+  uint64_t sums_on_swap_bytes() const {  // at most
+    return uint64_t{sum_pages - std::min(sum_frames, sum_pages)} * sum_page_bytes;
+  }
   uint64_t overflow_offset = 0;
   uint64_t piece_bytes = 0;         // of the largest range that is delivered
   uint32_t overflow_slots = 0;      // kOverflowSlotsPerRank for each rank; sharded: none
@@ -109,6 +121,7 @@ struct MemoryPlan {
 struct StepTraffic {
   uint64_t read_bytes = 0;  // states and weights for the update; weights for forward and backward
   uint64_t written_bytes = 0;
+  uint64_t gradient_bytes = 0;  // written and read besides, at most: sums that find no frame
 };
 // `placement` of blocks now; that of the plan is the first one.
 StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
@@ -138,7 +151,8 @@ absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRe
 
 // Where the limit leaves too little, the plan says how much is missing: others may make room. Where that is
 // not enough for the weights of a job that is attached sharded, they are on swap but for those that fit:
-// groups in their order. So are all its states then.
+// groups in their order. So are all its states then; and where even that is not enough, gradient sums are
+// paged, in as many frames as fit.
 //
 // Errors  E_DRAM_LIMIT  no job can make so much room, or there is no swap; see DramLimitError.
 //         E_SWAP_NOSPC  swap is too small for what does not fit in DRAM: needed and free bytes.

@@ -181,25 +181,27 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   ASSIGN_OR_RETURN(const MemoryPlan plan, PlanJob(layout, session, options, use));
   const uint64_t taken = use.jobs_dram_bytes + use.deleted_weights_bytes;
   const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
-  JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
-               .weights_cache = plan.weights_cache_bytes,
-               .states = plan.placement.state_bytes(),
-               .sums = plan.extra_state_offset,
-               .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
-               .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
-                                                 plan.extra_state_copy_bytes),
-               .tables = plan.table_bytes,
-               .node = options.node_bytes,
-               .others = taken,
-               .limit = options.dram_limit_bytes,
-               .missing = plan.missing_bytes,
-               .weights_on_swap = plan.weights_on_swap_bytes,
-               .blocks = plan.placement.blocks(),
-               .resident_blocks = plan.placement.resident_blocks(),
-               .swap = plan.swap_slots * plan.swap_slot_bytes,
-               .step_read = traffic.read_bytes,
-               .step_written = traffic.written_bytes,
-               .new_weights = plan.early_weights_bytes};
+  JobPlan view{
+      .weights = plan.weights_bytes - plan.weights_cache_bytes,
+      .weights_cache = plan.weights_cache_bytes,
+      .states = plan.placement.state_bytes(),
+      .sums = plan.extra_state_offset,
+      .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
+      .sessions = session.world_size *
+                  (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes),
+      .tables = plan.table_bytes,
+      .node = options.node_bytes,
+      .others = taken,
+      .limit = options.dram_limit_bytes,
+      .missing = plan.missing_bytes,
+      .weights_on_swap = plan.weights_on_swap_bytes,
+      .blocks = plan.placement.blocks(),
+      .resident_blocks = plan.placement.resident_blocks(),
+      .swap = plan.swap_slots * plan.swap_slot_bytes + plan.sum_slots * plan.sum_page_bytes,
+      .step_read = traffic.read_bytes,
+      .step_written = traffic.written_bytes,
+      .new_weights = plan.early_weights_bytes,
+      .sums_on_swap = plan.sums_on_swap_bytes()};
   options.dram_limit_bytes = UINT64_MAX / 2;
   ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
   view.all_in_dram = options.node_bytes + taken + all.fixed_bytes + all.placement.state_bytes();
@@ -248,16 +250,18 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   ASSIGN_OR_RETURN(MemoryPlan plan,
                    PlanJob(*request.layout, SessionRequestOf(request), options, Use()));
   nvme::SlotMap left = swap;
-  const bool has_slots = left.Allocate(plan.swap_slots, plan.block_bytes).has_value();
-  FOREBAY_CHECK(has_slots || plan.swap_slots == 0);  // PlanJob has counted them
-  RETURN_IF_ERROR(MakeRoom(plan, std::move(left), Use()));
-  std::vector<nvme::Slot> slots;
-  if (plan.swap_slots > 0) {
-    std::optional<std::vector<nvme::Slot>> allocated =
-        swap.Allocate(plan.swap_slots, plan.swap_slot_bytes);
-    FOREBAY_CHECK(allocated.has_value());  // PlanJob has counted them
-    slots = *std::move(allocated);
-  }
+  // PlanJob has counted them, in this order.
+  const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {
+    if (count == 0) return {};
+    std::optional<std::vector<nvme::Slot>> slots = left.Allocate(count, slot_bytes);
+    FOREBAY_CHECK(slots.has_value());
+    return *std::move(slots);
+  };
+  std::vector<nvme::Slot> sum_slots = allocate(plan.sum_slots, plan.sum_page_bytes);
+  std::vector<nvme::Slot> slots = allocate(plan.swap_slots, plan.block_bytes);
+  RETURN_IF_ERROR(MakeRoom(plan, left, Use()));
+  for (const nvme::Slot& slot : sum_slots) FOREBAY_CHECK(swap.Reserve(slot));
+  for (const nvme::Slot& slot : slots) FOREBAY_CHECK(swap.Reserve(slot));
   const JobId id = ++last_job;
   auto job = std::make_unique<Job>(JobSpec{.id = id,
                                            .name = name.name,
@@ -265,6 +269,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
                                            .layout = request.layout,
                                            .plan = std::move(plan),
                                            .swap_slots = std::move(slots),
+                                           .sum_slots = std::move(sum_slots),
                                            .options = options},
                                    actions, pool, swap);
   names.emplace(std::move(name), id);
@@ -414,6 +419,15 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
 }
 
 void NodeState::Impl::GiveFloatSums(Job& job) {
+  if (job.plan().has_paged_sums()) {
+    job.RefuseFloatSums(MakeError(
+        ErrorId::kDramLimit,
+        absl::StrCat("a second backward pass in one step of job ", job.name(),
+                     ", whose gradients do not fit in DRAM, needs sums in float32; those of 16 "
+                     "bits are on swap. The step was not applied"),
+        "attach with accumulate, or reduce gradients in float32"));
+    return;
+  }
   const uint64_t bytes = job.plan().float_sums_bytes;
   const uint64_t free_bytes = FreeBytes();
   if (bytes <= free_bytes) {
@@ -512,6 +526,7 @@ void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
   swap.Free(std::vector<nvme::Slot>(job.swap_slots().begin(), job.swap_slots().end()));
+  swap.Free(job.sum_slots());
   const JobId id = job.id();
   freed_weights_bytes.emplace(id, job.has_begun() ? job.plan().weights_bytes : 0);
   std::erase(waiting, id);
@@ -597,6 +612,7 @@ void NodeState::CheckInvariants() const {
   for (const auto& [id, job] : impl_->jobs) {
     job->CheckInvariants();
     for (const nvme::Slot& slot : job->swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
+    for (const nvme::Slot& slot : job->sum_slots()) FOREBAY_CHECK(slots.insert(slot).second);
     staged += job->staging_slots();
     FOREBAY_CHECK(!job->is_freed() &&
                   impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);

@@ -14,6 +14,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/sum_pages.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -86,9 +87,13 @@ struct JobView {
   // Taken from the limit: arenas and resident blocks; 0: it waits for room.
   uint64_t dram_bytes = 0;
   uint64_t swap_bytes = 0;  // its slots on swap
+  // Gradient sums that are paged: DRAM for them, and what does not fit; 0: all are in DRAM.
+  uint64_t sum_frames_bytes = 0;
+  uint64_t sums_on_swap_bytes = 0;
+  SumPages::Counters sums;
   StepTraffic step_traffic;
   uint64_t new_weights_bytes = 0;  // DRAM for those of early updates
-  // OK, or the failed write that the running step waits for: with path and errno.
+  // OK, or the failed write that the running step, or a gradient, waits for: with path and errno.
   absl::Status swap_wait;
   std::vector<uint32_t> trace;
 };
@@ -114,6 +119,7 @@ struct JobPlan {
   uint64_t step_written = 0;
   uint64_t all_in_dram = 0;
   uint64_t new_weights = 0;
+  uint64_t sums_on_swap = 0;
 };
 
 // Bytes the state machine has promised; the kernel's own count must agree.

@@ -604,17 +604,25 @@ absl::Status Step::OnExtraStateCopied(const TaskDone& done) {
 
 void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
+  if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
-  if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
+  if (phase_ != Phase::kFailed) pipeline_.PumpSums();
+  PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();
   if (may_update_early) UpdateEarly();
   if (phase_ == Phase::kReducing) DecideWhenReduced();
   AdvanceUpdate();
+  if (pipeline_.sums().has_arrived()) PumpGradients();
+}
+
+void Step::PumpGradients() {
+  if (phase_ == Phase::kOpen || phase_ == Phase::kReducing) gradients_.Pump();
 }
 
 void Step::AdvanceUpdate() {
   if (phase_ == Phase::kFailed) return;
   pipeline_.Pump();
+  pipeline_.PumpSums();
   if (!pipeline_.done()) return;
   if (phase_ == Phase::kMasters) {
     EndMasters();

@@ -137,6 +137,7 @@ class Step {
   // What a gradient is the sum of: reduced ones are the mean already.
   uint32_t addends() const { return spec_.layout->is_shared() ? members_.world_size() : 1; }
   void FollowSums();
+  void PumpGradients();
   void UpdateEarly();
   void DropGradients(const absl::Status& status);
   absl::Status CheckCall(const Session& session, const protocol::Command& command,

@@ -17,8 +17,8 @@ using State = StagedBlocks::State;
 
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
-                           nvme::SlotMap& swap, StagingPool& pool, const LeaseTable& leases,
-                           uint32_t workers)
+                           const std::vector<nvme::Slot>& sum_slots, nvme::SlotMap& swap,
+                           StagingPool& pool, const LeaseTable& leases, uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems, plan.weights_on_swap),
@@ -33,6 +33,7 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       swap_(swap),
       param_updates_(layout_->params().size(), 0),
       early_(*layout_, map_, plan, position_),
+      sums_(io, *layout_, map_, plan, sum_slots),
       early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
       partition_blocks_left_(layout_->partitions().size(), 0) {
@@ -212,6 +213,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   swapped_.clear();
   blocks_left_ = 0;
   std::fill(partition_blocks_left_.begin(), partition_blocks_left_.end(), 0);
+  std::vector<uint32_t> from_sums;
   for (const uint32_t block : in_order_) {
     const bool needed = IsNeeded(block);
     if (needed) {
@@ -220,6 +222,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       }
     }
     const bool is_staged = staged_.contains(block);
+    if (needed && !early_.has(block)) from_sums.push_back(block);
     // One in use is of an early update, taken or dropped.
     if (is_staged && staged_.at(block).state != State::kInUse)
       staged_.at(block).cancelled = !needed;
@@ -234,6 +237,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
       swapped_.insert(position_[block]);
     }
   }
+  if (pass != UpdatePass::kMasters) sums_.BeginUpdate(from_sums);
 }
 
 // Norms of each parameter, over its segments in the order of blocks.
@@ -263,12 +267,21 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
   });
 }
 
+// Of blocks that were read before their turn.
+void StepPipeline::PrepareStaged() {
+  if (!ReadsSums() || !sums_.is_paged()) return;
+  for (const auto& [block, staged] : staged_.all()) {
+    if (swapped_.contains(position_[block])) (void)sums_.Prepare(block);
+  }
+}
+
 void StepPipeline::StartReads() {
   // While a write finds no slot, more blocks would only keep staging slots from other jobs.
   if (!unwritten_.empty() || AreAllPathsBusy()) return;
   for (const uint32_t position : swapped_) {
     const uint32_t block = in_order_[position];
     if (staged_.contains(block) || IsLeased(block) || IsPathBusy(block)) continue;
+    if (ReadsSums() && sums_.Prepare(block) == SumPages::Room::kNone) continue;
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
     const bool prefetched = UpdatesHaveOtherWork();
@@ -296,6 +309,7 @@ std::optional<uint32_t> StepPipeline::FirstReady() const {
   std::optional<uint32_t> first;
   for (const auto& [block, staged] : staged_.all()) {
     if (staged.state != State::kReady || IsLeased(block)) continue;
+    if (ReadsSums() && !sums_.IsThere(block)) continue;
     if (!first || position_[block] < position_[*first]) first = block;
   }
   return first;
@@ -304,6 +318,7 @@ std::optional<uint32_t> StepPipeline::FirstReady() const {
 void StepPipeline::Pump() {
   if (!running_ || abandoned_) return;
   if (pass_ == UpdatePass::kMoments && blocks_left_ == 0) EndMomentsPass();
+  PrepareStaged();
   StartReads();
   while (updating_ < UpdatesMax()) {
     const std::optional<uint32_t> ready = FirstReady();
@@ -318,12 +333,20 @@ void StepPipeline::Pump() {
       continue;
     }
     const auto next = std::find_if(resident_.begin(), resident_.end(),
-                                   [this](uint32_t block) { return !IsLeased(block); });
+                                   [this](uint32_t block) { return MayUpdateInPlace(block); });
     if (next == resident_.end()) return;
     const uint32_t block = *next;
     resident_.erase(next);
     StartUpdate(block);
   }
+}
+
+bool StepPipeline::MayUpdateInPlace(uint32_t block) {
+  return !IsLeased(block) && (!ReadsSums() || sums_.Prepare(block) == SumPages::Room::kThere);
+}
+
+void StepPipeline::PumpSums() {
+  sums_.Pump([this](uint32_t block) { return early_.has(block) && early_.at(block).written; });
 }
 
 const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint64_t t) {
@@ -386,6 +409,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
   const BlockIdentity before = IdentityOf(block);
   BlockIdentity after = before;
   after.written_step = order_.step;
+  if (ReadsSums()) sums_.PinBlock(block);
   const TaskId task = io_.Start(TaskKind::kUpdateBlock, 0,
                                 UpdateBlock{.place = PlaceOf(block),
                                             .block_elems = map_.elems(block),
@@ -395,8 +419,10 @@ void StepPipeline::StartUpdate(uint32_t block) {
                                             .checksum_before = checksum(block),
                                             .pass = pass_,
                                             .sum_dtype = plan_.sum_dtype,
-                                            .segments = Segments(block)});
-  tasks_.emplace(task, Running{.block = block, .early = !running_});
+                                            .segments = Segments(block),
+                                            .sum_page_bytes = plan_.sum_page_bytes,
+                                            .sum_frames = sums_.FramesOf(block)});
+  tasks_.emplace(task, Running{.block = block, .early = !running_, .reads_sums = ReadsSums()});
 }
 
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
@@ -423,6 +449,7 @@ StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
 absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
   const Running update = FinishTask(done.task);
   --updating_;
+  if (update.reads_sums) sums_.UnpinBlock(update.block);
   if (update.early) {
     --early_tasks_;
     early_.RemoveReader(update.block);
@@ -451,6 +478,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     StartWrite(update.block, done.checksum, done.weights_digests);
     return absl::OkStatus();
   }
+  if (update.reads_sums) sums_.EndUpdateOf(update.block);
   if (pass_ == UpdatePass::kMoments) {
     norms_[update.block] = done.norms;
   } else {
@@ -593,6 +621,7 @@ uint64_t StepPipeline::Finish() {
 
 void StepPipeline::Abandon() {
   abandoned_ = true;
+  sums_.Abandon();
   std::vector<uint32_t> ready;
   for (const auto& [block, staged] : staged_.all()) {
     if (staged.state == State::kReady) ready.push_back(block);
@@ -615,6 +644,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
   FOREBAY_CHECK(!running_ || !placement_.moving());
   FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.slotted_blocks());
   ledger_.CheckInvariants();
+  sums_.CheckInvariants();
 }
 
 }  // namespace forebay::daemon

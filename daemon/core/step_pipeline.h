@@ -24,6 +24,7 @@
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/placement.h"
 #include "daemon/core/staging.h"
+#include "daemon/core/sum_pages.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
@@ -75,8 +76,8 @@ struct PipelineCounters {
 class StepPipeline {
  public:
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
-               const std::vector<nvme::Slot>& swap_slots, nvme::SlotMap& swap, StagingPool& pool,
-               const LeaseTable& leases, uint32_t workers);
+               const std::vector<nvme::Slot>& swap_slots, const std::vector<nvme::Slot>& sum_slots,
+               nvme::SlotMap& swap, StagingPool& pool, const LeaseTable& leases, uint32_t workers);
 
   // Reads ahead while no step is applied.
   void Prefetch();
@@ -106,6 +107,10 @@ class StepPipeline {
   void CountSums(uint32_t partition, uint64_t begin, uint64_t end, bool is_last);
   // The gradients that were gathered are dropped.
   void ForgetSums();
+  SumPages& sums() { return sums_; }
+  const SumPages& sums() const { return sums_; }
+  // Brings and takes away pages of sums.
+  void PumpSums();
   // Sets the masters that are a plane of their own from the weights, as step 0; false where there
   // are none.
   bool BeginMasters();
@@ -175,8 +180,10 @@ class StepPipeline {
   const PipelineCounters& last_step() const { return last_step_; }
   // Of the newest step: read and written from its decision to its publication.
   uint64_t last_update_bytes() const { return last_update_bytes_; }
-  // OK, or the error of a write that the running step waits for.
-  const absl::Status& swap_wait() const { return swap_wait_; }
+  // OK, or the error of a write that the running step, or the gradients of the next one, wait for.
+  const absl::Status& swap_wait() const {
+    return swap_wait_.ok() ? sums_.write_error() : swap_wait_;
+  }
   // OK, or the error of a read ahead for the step that is about to be decided.
   const absl::Status& prefetch_error() const { return prefetch_error_; }
   // They are tried again.
@@ -192,6 +199,7 @@ class StepPipeline {
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
     bool early = false;  // begun before the decision
+    bool reads_sums = false;
   };
 
   Running FinishTask(TaskId task);
@@ -220,9 +228,12 @@ class StepPipeline {
   bool AreAllPathsBusy() const;
   void Sort();
   uint32_t PathOf(uint32_t block) const;  // that it is read from
+  void PrepareStaged();
   void StartReads();
   std::optional<uint32_t> FirstReady() const;  // swapped block, in the order of update
   bool UpdatesHaveOtherWork() const;
+  bool ReadsSums() const { return pass_ != UpdatePass::kMasters; }
+  bool MayUpdateInPlace(uint32_t block);
   // The update of the block waits for a lease, and no lease is given on its weights before the update.
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
@@ -253,6 +264,7 @@ class StepPipeline {
   // Whose updates are part of the step: new weights in the step arena, that wait for a worker. Positions.
   std::set<uint32_t> to_install_;
   EarlyUpdates early_;
+  SumPages sums_;
   bool is_early_ = false;
   bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision
   uint32_t early_tasks_ = 0;   // updates and writes

@@ -33,6 +33,7 @@ void StepPipeline::CountSums(uint32_t partition, uint64_t begin, uint64_t end, b
 void StepPipeline::ForgetSums() {
   if (!running_) DropEarly();
   early_.ForgetSums();
+  sums_.ForgetGathered();
 }
 
 void StepPipeline::DropEarly() {
@@ -142,11 +143,12 @@ void StepPipeline::StartEarlyReads() {
   if (AreAllPathsBusy()) return;
   for (const uint32_t position : early_.waiting()) {
     const uint32_t block = in_order_[position];
-    if (!MayReadEarly(block) || IsPathBusy(block)) continue;
+    if (!MayReadEarly(block) || IsPathBusy(block) || !sums_.IsThere(block)) continue;
     std::optional<uint32_t> slot = AllocateForReadAhead();
     // What was read ahead for gradients that do not come holds no slot permanently.
     const auto waits = [this](uint32_t other) {
-      return early_.waiting().contains(position_[other]) && early_.HasPlace(other);
+      return early_.waiting().contains(position_[other]) && early_.HasPlace(other) &&
+             sums_.IsThere(other);
     };
     const bool goes_on =
         early_tasks_ > 0 ||
@@ -164,7 +166,8 @@ void StepPipeline::StartEarlyUpdates() {
     std::optional<uint32_t> first;
     for (const auto& [block, staged] : staged_.all()) {
       if (staged.state != State::kReady || !early_.waiting().contains(position_[block])) continue;
-      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block)) {
+      if (placement_.WhereBlock(block).move == BlockMove::kPromote || !early_.HasPlace(block) ||
+          !sums_.IsThere(block)) {
         continue;
       }
       if (!first || position_[block] < position_[*first]) first = block;

@@ -13,22 +13,6 @@
 namespace forebay::daemon {
 namespace {
 
-// Of both actions: where the block is in the state arena.
-template <typename A>
-pinned_mem::ArenaPart PartOf(const A& action) {
-  return {.offset_bytes = action.place.state_offset_bytes, .size_bytes = action.bytes};
-}
-
-template <typename A>
-SwapTransfer TransferOf(const A& action, const ArenaRegistry::Arena& state) {
-  FOREBAY_CHECK(action.place.state_offset_bytes + action.bytes <= state->capacity_bytes());
-  return {.task = action.task,
-          .job = action.job,
-          .block = action.identity.block,
-          .slot = *action.place.slot,
-          .bytes = state->bytes().subspan(action.place.state_offset_bytes, action.bytes)};
-}
-
 void LogError(const absl::Status& status) {
   if (!status.ok()) spdlog::error("{}", protocol::FormatError(status));
 }
@@ -48,32 +32,60 @@ bool BlockMover::OnTransferred(const SwapDone& done) {
   return true;
 }
 
-void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& state) {
-  FOREBAY_CHECK(swap_ != nullptr && action.place.slot.has_value());
-  const auto bytes = TransferOf(action, state).bytes;
-  const nvme::Identity identity = MakeIdentity(action.identity, swap_->nonce());
-  runner_.Post(PoolId::kUpdate, [this, action, state, bytes, identity]() -> TaskRunner::Then {
-    const uint64_t checksum = nvme::Checksum(identity, bytes);
-    return [this, action, state, checksum] { Write(action, state, checksum); };
-  });
+SwapTransfer BlockMover::TransferOf(const Moved& moved) {
+  FOREBAY_CHECK(moved.part.offset_bytes + moved.part.size_bytes <= moved.arena->capacity_bytes());
+  return {.task = moved.task,
+          .job = moved.identity.job,
+          .block = moved.identity.block,
+          .part = moved.identity.part,
+          .slot = *moved.place.slot,
+          .bytes = moved.arena->bytes().subspan(moved.part.offset_bytes, moved.part.size_bytes)};
 }
 
-void BlockMover::Write(const EvictBlock& action, const ArenaRegistry::Arena& state,
-                       uint64_t checksum) {
-  next_.emplace(action.task, [this, action, state, checksum](absl::Status written) {
-    if (written.ok()) return FreeEvicted(action, state, checksum);
-    raise_({.task = action.task, .status = std::move(written)});
+void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& state) {
+  DigestAndWrite(
+      {.task = action.task,
+       .identity = action.identity,
+       .arena = state,
+       .part = {.offset_bytes = action.place.state_offset_bytes, .size_bytes = action.bytes},
+       .place = action.place});
+}
+
+void BlockMover::Spill(const SpillSums& action, const ArenaRegistry::Arena& step) {
+  DigestAndWrite({.task = action.task,
+                  .identity = action.identity,
+                  .arena = step,
+                  .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+                  .place = {.resident = false, .slot = action.slot},
+                  .leaves_memory = false,
+                  .pause = action.pause});
+}
+
+void BlockMover::DigestAndWrite(Moved moved) {
+  FOREBAY_CHECK(swap_ != nullptr && moved.place.slot.has_value());
+  const auto bytes = TransferOf(moved).bytes;
+  const nvme::Identity identity = MakeIdentity(moved.identity, swap_->nonce());
+  runner_.Post(PoolId::kUpdate,
+               [this, moved = std::move(moved), bytes, identity]() -> TaskRunner::Then {
+                 const uint64_t checksum = nvme::Checksum(identity, bytes);
+                 return [this, moved, checksum] { Write(moved, checksum); };
+               });
+}
+
+void BlockMover::Write(const Moved& moved, uint64_t checksum) {
+  next_.emplace(moved.task, [this, moved, checksum](absl::Status written) {
+    if (written.ok() && moved.leaves_memory) return FreeWritten(moved, checksum);
+    raise_({.task = moved.task, .status = std::move(written), .checksum = checksum});
   });
   std::vector<SwapDone> done;
-  swap_->StartWrite(TransferOf(action, state), /*pause=*/false, done);
+  swap_->StartWrite(TransferOf(moved), moved.pause, done);
   end_transfers_(done);
 }
 
-void BlockMover::FreeEvicted(const EvictBlock& action, const ArenaRegistry::Arena& state,
-                             uint64_t checksum) {
-  runner_.Post(PoolId::kUpdate, [this, action, state, checksum]() -> TaskRunner::Then {
-    const absl::Status freed = state->FreePart(PartOf(action));
-    return [this, task = action.task, checksum, freed] {
+void BlockMover::FreeWritten(const Moved& moved, uint64_t checksum) {
+  runner_.Post(PoolId::kUpdate, [this, moved, checksum]() -> TaskRunner::Then {
+    const absl::Status freed = moved.arena->FreePart(moved.part);
+    return [this, task = moved.task, checksum, freed] {
       LogError(freed);
       raise_({.task = task, .status = absl::OkStatus(), .checksum = checksum});
     };
@@ -82,42 +94,57 @@ void BlockMover::FreeEvicted(const EvictBlock& action, const ArenaRegistry::Aren
 
 void BlockMover::Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state) {
   FOREBAY_CHECK(swap_ != nullptr);
-  runner_.Post(PoolId::kUpdate, [this, action, state]() -> TaskRunner::Then {
-    const absl::Status populated = state->Populate(PartOf(action));
-    return [this, action, state, populated] {
+  const Moved moved{
+      .task = action.task,
+      .identity = action.identity,
+      .arena = state,
+      .part = {.offset_bytes = action.place.state_offset_bytes, .size_bytes = action.bytes},
+      .place = action.place,
+      .checksum = action.checksum};
+  runner_.Post(PoolId::kUpdate, [this, moved]() -> TaskRunner::Then {
+    const absl::Status populated = moved.arena->Populate(moved.part);
+    return [this, moved, populated] {
       LogError(populated);
-      if (populated.ok() && action.place.slot) return Read(action, state);
-      raise_({.task = action.task, .status = populated});
+      if (populated.ok() && moved.place.slot) return Read(moved);
+      raise_({.task = moved.task, .status = populated});
     };
   });
 }
 
-void BlockMover::Read(const PromoteBlock& action, const ArenaRegistry::Arena& state) {
-  next_.emplace(action.task, [this, action, state](absl::Status read) {
-    Verify(action, state, std::move(read));
-  });
+void BlockMover::Load(const LoadSums& action, const ArenaRegistry::Arena& step) {
+  FOREBAY_CHECK(swap_ != nullptr);
+  Read({.task = action.task,
+        .identity = action.identity,
+        .arena = step,
+        .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+        .place = {.resident = false, .slot = action.slot},
+        .checksum = action.checksum,
+        .leaves_memory = false});
+}
+
+void BlockMover::Read(const Moved& moved) {
+  next_.emplace(moved.task, [this, moved](absl::Status read) { Verify(moved, std::move(read)); });
   std::vector<SwapDone> done;
-  swap_->StartRead(TransferOf(action, state), done);
+  swap_->StartRead(TransferOf(moved), done);
   end_transfers_(done);
 }
 
-void BlockMover::Verify(const PromoteBlock& action, const ArenaRegistry::Arena& state,
-                        absl::Status read) {
-  const auto expected = swap_->Expected(action.place, action.identity, action.checksum);
-  const auto bytes = TransferOf(action, state).bytes;
-  runner_.Post(
-      PoolId::kUpdate,
-      [this, action, state, expected, bytes, read = std::move(read)]() -> TaskRunner::Then {
-        const absl::Status verified =
-            read.ok() ? VerifyBlock(expected, action.identity, bytes) : read;
-        const absl::Status freed =
-            verified.ok() ? absl::OkStatus() : state->FreePart(PartOf(action));
-        return [this, task = action.task, verified, freed, was_read = read.ok()] {
-          if (was_read) LogError(verified);  // a failed read is in the log
-          LogError(freed);
-          raise_({.task = task, .status = verified});
-        };
-      });
+void BlockMover::Verify(const Moved& moved, absl::Status read) {
+  const auto expected = swap_->Expected(moved.place, moved.identity, moved.checksum);
+  const auto bytes = TransferOf(moved).bytes;
+  runner_.Post(PoolId::kUpdate,
+               [this, moved, expected, bytes, read = std::move(read)]() -> TaskRunner::Then {
+                 const absl::Status verified =
+                     read.ok() ? VerifyBlock(expected, moved.identity, bytes) : read;
+                 const bool is_freed = !verified.ok() && moved.leaves_memory;
+                 const absl::Status freed =
+                     is_freed ? moved.arena->FreePart(moved.part) : absl::OkStatus();
+                 return [this, task = moved.task, verified, freed, was_read = read.ok()] {
+                   if (was_read) LogError(verified);  // a failed read is in the log
+                   LogError(freed);
+                   raise_({.task = task, .status = verified});
+                 };
+               });
 }
 
 }  // namespace forebay::daemon

@@ -1,4 +1,4 @@
-// Moves a block of states between its place in a job's state arena and a swap slot.
+// Moves what a job has in an arena, a block of states or a page of gradient sums, to a swap slot and back.
 #pragma once
 
 #include <functional>
@@ -11,11 +11,12 @@
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
+#include "pinned_mem/pinned_arena.h"
 
 namespace forebay::daemon {
 
 // A block to be evicted is digested, written, then loses its memory; one to be promoted gets memory,
-// is read, then verified. Each ends with its TaskDone.
+// is read, then verified. Sums are digested and written, read and verified. Each ends with its TaskDone.
 //
 // Threads  The loop thread. Workers of updates digest, verify, populate and free: a step may wait for the
 //          move, and the pool that may block is busy for minutes while a large job is made.
@@ -31,17 +32,33 @@ class BlockMover {
   // `state`: of the action's job.
   void Evict(const EvictBlock& action, const ArenaRegistry::Arena& state);
   void Promote(const PromoteBlock& action, const ArenaRegistry::Arena& state);
+  // `step`: its step arena.
+  void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
+  void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
   // Goes on with the move that the transfer is part of; false: it is part of none.
   bool OnTransferred(const SwapDone& done);
 
  private:
   using Next = absl::AnyInvocable<void(absl::Status)>;
+  // What is moved: bytes of an arena, and their slot.
+  struct Moved {
+    TaskId task = 0;
+    BlockIdentity identity;
+    ArenaRegistry::Arena arena;
+    pinned_mem::ArenaPart part;
+    BlockPlace place;
+    uint64_t checksum = 0;      // expected
+    bool leaves_memory = true;  // the arena has none for the part while it is on swap
+    bool pause = false;
+  };
 
-  void Write(const EvictBlock& action, const ArenaRegistry::Arena& state, uint64_t checksum);
-  void Read(const PromoteBlock& action, const ArenaRegistry::Arena& state);
-  void FreeEvicted(const EvictBlock& action, const ArenaRegistry::Arena& state, uint64_t checksum);
-  void Verify(const PromoteBlock& action, const ArenaRegistry::Arena& state, absl::Status read);
+  static SwapTransfer TransferOf(const Moved& moved);
+  void DigestAndWrite(Moved moved);
+  void Write(const Moved& moved, uint64_t checksum);
+  void FreeWritten(const Moved& moved, uint64_t checksum);
+  void Read(const Moved& moved);
+  void Verify(const Moved& moved, absl::Status read);
 
   TaskRunner& runner_;
   SwapSpace* swap_;

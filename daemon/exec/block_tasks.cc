@@ -155,6 +155,38 @@ StatePlanes PlanesOf(const UpdateBlock& action, const SegmentPart& part,
   return state;
 }
 
+// The sums of a part. Where these are on two pages they are joined in memory of the thread, which holds until
+// it does this again.
+std::span<const std::byte> SumsOf(const UpdateBlock& action, const SegmentPart& part,
+                                  const UpdateMemory& memory) {
+  const uint64_t width = protocol::SizeBytes(action.sum_dtype);
+  const uint64_t bytes = part.elems * width;
+  const uint64_t at = part.segment.accumulator_offset_bytes + part.skipped * width;
+  if (action.sum_page_bytes == 0) {
+    FOREBAY_CHECK(at + bytes <= memory.accumulators.size());
+    return memory.accumulators.subspan(at, bytes);
+  }
+  const auto on_page = [&](uint64_t offset) {
+    const uint64_t page = offset / action.sum_page_bytes;
+    const auto frame = std::ranges::lower_bound(action.sum_frames, page, {}, &SumFrame::page);
+    FOREBAY_CHECK(frame != action.sum_frames.end() && frame->page == page);
+    const uint64_t in_page = offset % action.sum_page_bytes;
+    return memory.accumulators.subspan(frame->offset_bytes + in_page,
+                                       action.sum_page_bytes - in_page);
+  };
+  const std::span<const std::byte> first = on_page(at);
+  if (first.size() >= bytes) return first.first(bytes);
+  thread_local std::vector<std::byte> joined;
+  joined.resize(std::max<size_t>(joined.size(), bytes));
+  for (uint64_t done = 0; done < bytes;) {
+    const std::span<const std::byte> from = on_page(at + done);
+    const uint64_t count = std::min<uint64_t>(from.size(), bytes - done);
+    std::memcpy(joined.data() + done, from.data(), count);
+    done += count;
+  }
+  return std::span(joined).first(bytes);
+}
+
 }  // namespace
 
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory) {
@@ -184,10 +216,7 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
                             state.master);
       continue;
     }
-    const Gradient gradient =
-        GradientOf(action.sum_dtype,
-                   Part(memory.accumulators, action.sum_dtype, segment.accumulator_offset_bytes,
-                        {part.skipped, part.skipped + part.elems}));
+    const Gradient gradient = GradientOf(action.sum_dtype, SumsOf(action, part, memory));
     found.overflows +=
         cpu_adam::Update(states.optimizer, format, scalars, part.elems, gradient, state);
     if (action.pass == UpdatePass::kMoments) {

@@ -255,8 +255,10 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       JobMemory& job = jobs_.at(one.job);
       job.timeline.Add(
           {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
-           .name = load == loads_.end() ? absl::StrCat("block ", one.block)
-                                        : job.layout->PartitionName(load->second.partition),
+           .name = load != loads_.end()
+                       ? job.layout->PartitionName(load->second.partition)
+                       : absl::StrCat(one.part == BlockPart::kGradients ? "gradients " : "block ",
+                                      one.block),
            .start_ns = one.start_ns,
            .end_ns = MonotonicNs(),
            .bytes = one.bytes});

@@ -160,6 +160,8 @@ class Executor {
   void Run(WriteBlock& action);
   void Run(EvictBlock& action);
   void Run(PromoteBlock& action);
+  void Run(SpillSums& action);
+  void Run(LoadSums& action);
   void Run(DecodeState& action);
   void Run(SetMasters& action);
   void Run(LoadWeights& action);

@@ -506,6 +506,10 @@ void Executor::Run(EvictBlock& action) { mover_.Evict(action, jobs_.at(action.jo
 
 void Executor::Run(PromoteBlock& action) { mover_.Promote(action, jobs_.at(action.job).state); }
 
+void Executor::Run(SpillSums& action) { mover_.Spill(action, jobs_.at(action.job).step); }
+
+void Executor::Run(LoadSums& action) { mover_.Load(action, jobs_.at(action.job).step); }
+
 void Executor::Run(RoomAwaited& action) {
   spdlog::info("job {} waits for {} of DRAM until blocks have moved to swap, of: {}", action.job,
                protocol::FormatBytes(action.missing_bytes),

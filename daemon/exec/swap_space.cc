@@ -92,6 +92,7 @@ void SwapSpace::StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& d
          .kind = SwapDone::Kind::kRead,
          .job = transfer.job,
          .block = transfer.block,
+         .part = transfer.part,
          .bytes = transfer.bytes.size()},
         /*pause_ns=*/0, [this, transfer] {
           return volume_->Read(transfer.slot, transfer.slot_offset_bytes, transfer.bytes,
@@ -105,6 +106,7 @@ void SwapSpace::StartWrite(const SwapTransfer& transfer, bool pause, std::vector
          .kind = SwapDone::Kind::kWritten,
          .job = transfer.job,
          .block = transfer.block,
+         .part = transfer.part,
          .bytes = transfer.bytes.size()},
         pause ? kPauseNs : 0,
         [this, transfer] { return volume_->Write(transfer.slot, transfer.bytes, transfer.task); });

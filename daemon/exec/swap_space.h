@@ -43,6 +43,7 @@ struct SwapTransfer {
   TaskId task = 0;
   JobId job = 0;
   uint64_t block = 0;
+  BlockPart part = BlockPart::kStates;
   nvme::Slot slot;
   std::span<std::byte> bytes;
   uint64_t slot_offset_bytes = 0;  // of a read: where it begins
@@ -56,6 +57,7 @@ struct SwapDone {
   Kind kind = Kind::kZeroed;
   JobId job = 0;
   uint64_t block = 0;
+  BlockPart part = BlockPart::kStates;
   uint64_t bytes = 0;
   uint64_t start_ns = 0;
   absl::Status status = {};

@@ -59,7 +59,7 @@ def rows_of(test):
     done = subprocess.run(
         [test], env={**os.environ, "FOREBAY_ALL_CASES": "1"}, capture_output=True, text=True, check=True
     )
-    rows = [row.replace("in DRAM", "dram").replace("on swap", "swap").split() for row in done.stdout.splitlines()]
+    rows = [row.split() for row in done.stdout.splitlines()]
     return [row for row in rows if len(row) == 7 and row[1] in ("yes", "no")]
 
 
@@ -69,7 +69,7 @@ def main():
     compute = Panel(0, "a step, seconds (transfers: 1 s)", "compute, seconds", 2, 3)
     share = Panel(WIDTH, "a step, seconds (compute: 0.5 s)", "share of the states in DRAM", 1, 2)
     for way, (color, _) in WAYS.items():
-        points = [(float(r[3]), float(r[4])) for r in rows if r[0] == "dram" and (r[1], r[2]) == way]
+        points = [(float(r[3]), float(r[4])) for r in rows if r[0] == "states" and (r[1], r[2]) == way]
         compute.plot([point for point in points if point[0] <= 2], color)
         points = [(float(r[0]), float(r[4])) for r in rows if r[0][0].isdigit() and (r[1], r[2]) == way]
         if points:

@@ -278,6 +278,48 @@ struct SwappedBlock {
   UpdateMemory memory;
 };
 
+// Pages in any order in the step arena, whose borders lie within segments, tiles and scales.
+TEST(UpdateForSwap, SumsInPagesGiveTheBitsOfSumsInOnePiece) {
+  using protocol::Format;
+  constexpr uint64_t kElems = 9 * kTileElems + 5 * 128;
+  constexpr uint64_t kFirstPage = 3;
+  for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {
+    for (const uint64_t page_elems : {uint64_t{4096}, 2 * kTileElems, 3 * kTileElems + 4096}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(format) << ", pages of " << page_elems);
+      SwappedBlock whole(protocol::Optimizer::kAdamW, format, kElems);
+      SwappedBlock paged(protocol::Optimizer::kAdamW, format, kElems);
+      const uint64_t page_bytes = page_elems * 2;
+      const uint64_t skipped = page_elems - 77;  // of the first page
+      const uint64_t pages = (skipped + kElems + page_elems - 1) / page_elems;
+      std::vector<std::byte> arena(pages * page_bytes, std::byte{0xFF});
+      paged.action.sum_page_bytes = page_bytes;
+      for (uint64_t page = 0; page < pages; ++page) {
+        paged.action.sum_frames.push_back(
+            {.page = kFirstPage + page, .offset_bytes = (pages - 1 - page) * page_bytes});
+      }
+      for (uint64_t elem = 0; elem < kElems; ++elem) {
+        const uint64_t at = (skipped + elem) * 2;
+        const uint64_t frame = paged.action.sum_frames[at / page_bytes].offset_bytes;
+        std::memcpy(arena.data() + frame + at % page_bytes, &paged.gradient[elem], 2);
+      }
+      for (UpdateSegment& segment : paged.action.segments) {
+        segment.accumulator_offset_bytes += kFirstPage * page_bytes + skipped * 2;
+      }
+      paged.memory.accumulators = arena;
+      for (int step = 0; step < 2; ++step) {
+        const TaskDone done = RunUpdateForSwap(whole.action, whole.memory, /*nonce=*/10);
+        const TaskDone same = RunUpdateForSwap(paged.action, paged.memory, /*nonce=*/10);
+        EXPECT_EQ(same.checksum, done.checksum);
+        EXPECT_EQ(paged.weights, whole.weights);
+        EXPECT_EQ(paged.planes, whole.planes);
+      }
+      const TaskDone parts = paged.UpdateInParts();
+      EXPECT_EQ(parts.count, whole.UpdateInParts().count);
+      EXPECT_EQ(paged.planes, whole.planes);
+    }
+  }
+}
+
 TEST(UpdateForSwap, HasTheBitsOfPartsAndTheChecksumOfTheBytes) {
   using protocol::Format;
   for (const Format format : {Format::kFp32, Format::kExact, Format::kBf16, Format::kInt8}) {

@@ -69,15 +69,18 @@ NodeState::Options SwapOptions(uint64_t dram_bytes) {
           .workers = 2};
 }
 
-// The smallest limit, in pages, that the job is admitted with.
-uint64_t LeastDram(const std::shared_ptr<const protocol::Layout>& layout) {
+// The smallest limit, in pages, that the job is admitted with, with all its gradients in DRAM or not.
+uint64_t LeastDram(const std::shared_ptr<const protocol::Layout>& layout,
+                   bool gradients_in_dram = true) {
   uint64_t refused = 0;
   uint64_t admitted = uint64_t{64} << 20;
   while (admitted - refused > protocol::kPageBytes) {
     const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
     NodeHarness node(SwapOptions(dram), kRanks);
     const uint64_t session = node.AttachOnly(layout, {});
-    (node.attached(session)->status.ok() ? admitted : refused) = dram;
+    const bool fits = node.attached(session)->status.ok() &&
+                      (!gradients_in_dram || node.FindJob("job")->sums_on_swap_bytes == 0);
+    (fits ? admitted : refused) = dram;
   }
   return admitted;
 }
@@ -327,7 +330,9 @@ TEST(NodeStateWeightsPlan, GroupsThatFitStayInDramAndMoreRoomIsUsed) {
 
 TEST(NodeStateWeightsPlan, WhatDoesNotFitEvenSoIsRefusedWithTheSum) {
   const auto layout = LayoutOf(AwkwardGroups());
-  NodeHarness node(SwapOptions(LeastDram(layout) - protocol::kPageBytes), kRanks);
+  const uint64_t least = LeastDram(layout, /*gradients_in_dram=*/false);
+  EXPECT_LT(least, LeastDram(layout));
+  NodeHarness node(SwapOptions(least - protocol::kPageBytes), kRanks);
   const uint64_t session = node.AttachOnly(layout, {});
   EXPECT_THAT(node.attached(session)->status, HasError(ErrorId::kDramLimit));
   EXPECT_THAT(std::string(node.attached(session)->status.message()),

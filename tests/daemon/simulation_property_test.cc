@@ -101,6 +101,10 @@ struct Words {
     Put({a.task, a.identity.block, a.place.slot->path, a.place.slot->offset_bytes});
   }
   void operator()(const PromoteBlock& a) const { Put({a.task, a.identity.block, a.checksum}); }
+  void operator()(const SpillSums& a) const {
+    Put({a.task, a.identity.block, a.slot.offset_bytes});
+  }
+  void operator()(const LoadSums& a) const { Put({a.task, a.identity.block, a.checksum}); }
   void operator()(const RoomAwaited& a) const { Put({a.missing_bytes, a.evicting_jobs.size()}); }
   void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }

@@ -58,24 +58,30 @@ NodeState::Options OptionsOf(uint64_t dram_bytes) {
           .workers = 2};
 }
 
+// Gradients: all but those of some blocks.
+enum class OnSwap : uint8_t { kStates, kWeights, kGradients };
+
 struct Case {
   bool early = true;
   bool drain = true;
-  bool weights_on_swap = false;
+  OnSwap on_swap = OnSwap::kStates;
   double resident_share = 0;  // of the states
 };
 
 NodeState::Options OptionsFor(const Case& what) {
   uint64_t refused = 0;
   uint64_t admitted = uint64_t{64} << 20;
-  while (what.weights_on_swap && admitted - refused > protocol::kPageBytes) {
+  while (what.on_swap != OnSwap::kStates && admitted - refused > protocol::kPageBytes) {
     const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
     NodeHarness node(OptionsOf(dram), 1);
     const uint64_t session =
         node.AttachOnly(Layers(), {.early_updates = what.early, .grad_arena_bytes = kArenaBytes});
-    (node.attached(session)->status.ok() ? admitted : refused) = dram;
+    const bool fits =
+        node.attached(session)->status.ok() &&
+        (what.on_swap == OnSwap::kGradients || node.FindJob("job")->sums_on_swap_bytes == 0);
+    (fits ? admitted : refused) = dram;
   }
-  if (what.weights_on_swap) return OptionsOf(admitted);
+  if (what.on_swap != OnSwap::kStates) return OptionsOf(admitted);
   ShardedJob roomy(Layers(), 1, OptionsOf(admitted));
   roomy.AttachAll(kArenaBytes);
   const uint64_t blocks = roomy.View().blocks;
@@ -95,12 +101,13 @@ class Timed : public ShardedJob {
     EXPECT_OK(StatusOf(sessions_[0]));
     const auto blocks = static_cast<double>(View().blocks);
     EXPECT_NEAR(View().resident_blocks, what.resident_share * blocks, 1);
-    EXPECT_EQ(View().weights_on_swap_bytes > 0, what.weights_on_swap);
+    EXPECT_EQ(View().weights_on_swap_bytes > 0, what.on_swap != OnSwap::kStates);
+    EXPECT_EQ(View().sums_on_swap_bytes > 0, what.on_swap == OnSwap::kGradients);
     if (what.drain) node_.set_answered_when(StepAnswer::kCommitted);
     const uint64_t states = 2 * View().blocks * (kBlockElems * 10);  // read and written
     const uint64_t weights = layout_->weights_bytes();
     // Beside the states, and twice for fetches.
-    bytes_ = states + (what.weights_on_swap ? 4 * weights : 0);
+    bytes_ = states + (what.on_swap != OnSwap::kStates ? 4 * weights : 0);
     rate_ = static_cast<double>(bytes_) / kDiskSeconds;
     bytes_ -= 2 * View().resident_blocks * (kBlockElems * 10);
   }
@@ -116,6 +123,7 @@ class Timed : public ShardedJob {
       Train(step);
     }
     const double seconds = (now_ - began) / kSteps;
+    moved_s_ = static_cast<double>(moved_) / kSteps / rate_;
     // What is moved beyond what must be.
     waste_ =
         bytes_ == 0 ? 0 : static_cast<double>(moved_) / kSteps / static_cast<double>(bytes_) - 1;
@@ -124,6 +132,8 @@ class Timed : public ShardedJob {
     return seconds;
   }
   double waste() const { return waste_; }
+  // Of the disk, for what was moved in a step.
+  double moved_s() const { return moved_s_; }
 
  private:
   void Train(uint64_t step) {
@@ -137,7 +147,9 @@ class Timed : public ShardedJob {
       if (i + 1 < 2 * kGroups) fetch = node_.Fetch(sessions_[0], GroupOf(i + 1));
       Compute(i < kGroups ? forward : 2 * forward);
       node_.ReleaseFetched(sessions_[0], own);
-      if (i >= kGroups) gradients_.push_back(node_.Gradient(sessions_[0], GroupOf(i), step));
+      if (i < kGroups) continue;
+      WaitUntil([&] { return HasRoomForAGradient(); });
+      gradients_.push_back(node_.Gradient(sessions_[0], GroupOf(i), step));
     }
     const uint64_t call = node_.Step(sessions_[0], step);
     WaitUntil([&] { return node_.ErrorOf(call) != kUnanswered; });
@@ -145,6 +157,11 @@ class Timed : public ShardedJob {
     for (const uint64_t gradient : std::exchange(gradients_, {})) {
       EXPECT_EQ(node_.ErrorOf(gradient), ErrorId::kNone);
     }
+  }
+  bool HasRoomForAGradient() const {
+    const auto waiting = std::ranges::count_if(
+        gradients_, [this](uint64_t tag) { return node_.ErrorOf(tag) == kUnanswered; });
+    return (static_cast<uint64_t>(waiting) + 1) * kBlocksPerGroup * kBlockElems * 2 <= kArenaBytes;
   }
   static uint32_t GroupOf(uint32_t i) { return i < kGroups ? i : 2 * kGroups - 1 - i; }
 
@@ -156,6 +173,8 @@ class Timed : public ShardedJob {
       if (const auto* read = std::get_if<ReadBlock>(&action)) bytes = read->bytes;
       if (const auto* write = std::get_if<WriteBlock>(&action)) bytes = write->bytes;
       if (const auto* load = std::get_if<LoadWeights>(&action)) bytes = load->bytes;
+      if (const auto* spill = std::get_if<SpillSums>(&action)) bytes = spill->bytes;
+      if (const auto* sums = std::get_if<LoadSums>(&action)) bytes = sums->bytes;
       double& server = bytes > 0 ? disk_ : *std::ranges::min_element(workers_);
       const bool updates = std::holds_alternative<UpdateBlock>(action);
       const double took =
@@ -199,33 +218,43 @@ class Timed : public ShardedJob {
   std::map<TaskId, double> ends_;
   uint64_t moved_ = 0;
   double waste_ = 0;
+  double moved_s_ = 0;
   std::vector<uint64_t> gradients_;
 };
 
-class StepTime : public ::testing::TestWithParam<bool> {};
+const char* NameOf(OnSwap what) {
+  if (what == OnSwap::kGradients) return "gradients";
+  return what == OnSwap::kWeights ? "weights" : "states";
+}
+
+class StepTime : public ::testing::TestWithParam<OnSwap> {};
 
 // FOREBAY_ALL_CASES=1 prints what each of the two ways gains: docs/benchmarks.md.
 TEST_P(StepTime, IsLittleMoreThanTheLongerOfComputeAndTransfers) {
-  const bool weights_on_swap = GetParam();
+  const bool spills = GetParam() == OnSwap::kGradients;
   const bool prints_all = std::getenv("FOREBAY_ALL_CASES") != nullptr;
-  std::printf("%8s %6s %6s %10s %8s %8s %8s\n", "weights", "early", "drain", "compute_s", "step_s",
+  std::printf("%9s %6s %6s %10s %8s %8s %8s\n", "on swap", "early", "drain", "compute_s", "step_s",
               "ratio", "waste");
   for (const bool early : {true, false}) {
     for (const bool drain : {true, false}) {
       const bool is_whole = early && drain;
       if (!is_whole && !prints_all) continue;
       for (const double compute_s : {0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0}) {
-        Timed timed({.early = early, .drain = drain, .weights_on_swap = weights_on_swap},
-                    compute_s);
+        const bool is_of_few = compute_s == 0.5 || compute_s == 1.0 || compute_s == 2.0;
+        if (spills && !is_of_few && !prints_all) continue;  // they take long
+        Timed timed({.early = early, .drain = drain, .on_swap = GetParam()}, compute_s);
         const double step_s = timed.Run();
-        const double ratio = step_s / std::max(compute_s, kDiskSeconds);
-        std::printf("%8s %6s %6s %10.3f %8.3f %8.3f %8.3f\n",
-                    weights_on_swap ? "on swap" : "in DRAM", early ? "yes" : "no",
-                    drain ? "yes" : "no", compute_s, step_s, ratio, timed.waste());
+        const double disk_s = spills ? timed.moved_s() : kDiskSeconds;
+        const double ratio = step_s / std::max(compute_s, disk_s);
+        std::printf("%9s %6s %6s %10.3f %8.3f %8.3f %8.3f\n", NameOf(GetParam()),
+                    early ? "yes" : "no", drain ? "yes" : "no", compute_s, step_s, ratio,
+                    timed.waste());
         if (!is_whole) continue;
         const bool is_near = compute_s >= 0.5 && compute_s <= 2;
         EXPECT_LE(ratio, is_near ? 1.08 : 1.04) << compute_s;
-        EXPECT_LE(timed.waste(), 0.01) << compute_s;
+        // Gradients that find no frame: 2 bytes written and at most as many read, beside 28; and few states that
+        // were read ahead for gradients that left.
+        EXPECT_LE(timed.waste(), spills ? 4.0 / 28 + 0.02 : 0.01) << compute_s;
       }
     }
   }
@@ -240,7 +269,10 @@ TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
   for (const bool is_whole : {true, false}) {
     if (!is_whole && !prints_all) continue;
     for (const double resident : {0.0, 0.25, 0.5, 0.75, 1.0}) {
-      Timed timed({.early = is_whole, .drain = is_whole, .resident_share = resident},
+      Timed timed({.early = is_whole,
+                   .drain = is_whole,
+                   .on_swap = OnSwap::kStates,
+                   .resident_share = resident},
                   kComputeSeconds);
       const double step_s = timed.Run();
       const double ratio = step_s / std::max(kComputeSeconds, (1 - resident) * kDiskSeconds);
@@ -252,9 +284,9 @@ TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Weights, StepTime, ::testing::Bool(), [](const auto& param_info) {
-  return param_info.param ? "OnSwap" : "InDram";
-});
+INSTANTIATE_TEST_SUITE_P(OnSwap, StepTime,
+                         ::testing::Values(OnSwap::kStates, OnSwap::kWeights, OnSwap::kGradients),
+                         [](const auto& param_info) { return NameOf(param_info.param); });
 
 }  // namespace
 }  // namespace forebay::daemon

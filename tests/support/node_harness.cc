@@ -158,7 +158,10 @@ void NodeHarness::Observe(const Action& action) {
     closed_.emplace(close->session, close->reason);
   } else if (const auto* memory = std::get_if<CreateJobMemory>(&action)) {
     for (const JobView& job : state_.Jobs()) {
-      if (job.id == memory->job) model_.AddJob(job.id, job.layout);
+      if (job.id != memory->job) continue;
+      model_.AddJob(
+          job.id, job.layout,
+          job.sum_frames_bytes > 0 ? NodeModel::SumsAre::kPaged : NodeModel::SumsAre::kInPlace);
     }
   } else if (const auto* answer = std::get_if<AnswerCommand>(&action)) {
     FOREBAY_CHECK(answers_.emplace(answer->completion.tag, *answer).second);  // exactly once

@@ -39,8 +39,9 @@ void NodeModel::Fault(const std::string& what) {
   if (fault_.empty()) fault_ = what;
 }
 
-void NodeModel::AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout) {
+void NodeModel::AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout, SumsAre sums) {
   jobs_[job].layout = std::move(layout);
+  jobs_[job].has_paged_sums = sums == SumsAre::kPaged;
 }
 
 void NodeModel::PutGradient(uint64_t session, uint64_t offset, const GradientToken& token) {
@@ -214,7 +215,6 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     uses.push_back(StateUse(update->job, update->place, update->bytes, true));
     const protocol::LayoutSpec& spec = jobs_[update->job].layout->spec();
     const uint64_t width = protocol::SizeBytes(spec.dtype);
-    const uint64_t sum_width = protocol::SizeBytes(update->sum_dtype);
     for (const UpdateSegment& segment : update->segments) {
       const bool masters = update->pass == UpdatePass::kMasters;
       const std::optional<uint64_t>& aside = segment.weights.new_offset_bytes;
@@ -223,10 +223,7 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
                         segment.elems * width, !masters && !aside});
       }
       if (aside) uses.push_back(StepUse(update->job, *aside, segment.elems * width, true));
-      if (!masters) {
-        uses.push_back(StepUse(update->job, segment.accumulator_offset_bytes,
-                               segment.elems * sum_width, false));
-      }
+      if (!masters) AddSumUses(*update, segment, uses);
       if (segment.block_elem + segment.elems > update->block_elems) {
         Fault("a segment is outside its block");
       }
@@ -280,6 +277,16 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
       if (part.from_bytes + part.size_bytes > load->bytes)
         Fault("weights are copied that were not read");
     }
+  } else if (const auto* spill = std::get_if<SpillSums>(&action)) {
+    uses.push_back(StepUse(spill->job, spill->offset_bytes, spill->bytes, false));
+    CheckSlot(spill->job, {.resident = false, .slot = spill->slot}, /*writes=*/true);
+    const uint64_t offset = spill->slot.offset_bytes;
+    uses.push_back({absl::StrCat("disk ", spill->slot.path), offset, spill->bytes, true});
+  } else if (const auto* sums = std::get_if<LoadSums>(&action)) {
+    uses.push_back(StepUse(sums->job, sums->offset_bytes, sums->bytes, true));
+    CheckSlot(sums->job, {.resident = false, .slot = sums->slot}, /*writes=*/false);
+    const uint64_t offset = sums->slot.offset_bytes;
+    uses.push_back({absl::StrCat("disk ", sums->slot.path), offset, sums->bytes, false});
   } else if (const auto* evict = std::get_if<EvictBlock>(&action)) {
     uses.push_back(StateUse(evict->job, evict->place, evict->bytes, true));
     CheckSlot(evict->job, evict->place, /*writes=*/true);
@@ -366,6 +373,8 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
   if (status.ok()) return done;
   if (const auto* write = std::get_if<WriteBlock>(&action)) disk_[*write->place.slot] = {};
+  if (const auto* spill = std::get_if<SpillSums>(&action))
+    jobs_[spill->job].spilled.erase(spill->slot);
   if (const auto* evict = std::get_if<EvictBlock>(&action)) disk_[*evict->place.slot] = {};
   if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
     FreeStateMemory(promote->job, promote->place.state_offset_bytes, promote->bytes);
@@ -377,8 +386,7 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
   job.weights_bytes = a.weights_bytes;
   for (const StatePart& part : a.resident) {
-    if (part.offset_bytes + part.bytes > a.state_bytes)
-      Fault("a block is outside the state arena");
+    if (part.offset_bytes + part.bytes > a.state_bytes) Fault("a block is outside the state arena");
     AddStateMemory(a.job, part);
   }
   job.step_bytes = a.step_bytes;
@@ -481,80 +489,6 @@ void NodeModel::Apply(const CreateSessionMemory& a, TaskDone&) {
 
 void NodeModel::Apply(const CopyInitial&, TaskDone&) {}
 
-void NodeModel::Apply(const CopyToStepArena& a, TaskDone&) {
-  const auto& gradients = sessions_[a.session].gradients;
-  const auto it = gradients.find(a.grad_offset_bytes);
-  jobs_[a.job].overflow[a.step_offset_bytes] = it != gradients.end() ? it->second : GradientToken{};
-}
-
-// Sums lie one partition after the other, each from a cache line on.
-NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DType sum_dtype,
-                                              uint64_t offset_bytes) {
-  const uint64_t width = protocol::SizeBytes(sum_dtype);
-  if (offset_bytes >= job.float_sums_offset) offset_bytes -= job.float_sums_offset;
-  uint32_t partition = 0;
-  while (true) {
-    const uint64_t elems = job.layout->partitions()[partition].elems;
-    const uint64_t bytes = protocol::RoundUp(elems * width, protocol::kCacheLineBytes);
-    if (offset_bytes < bytes) return {.partition = partition, .elem = offset_bytes / width};
-    offset_bytes -= bytes;
-    ++partition;
-  }
-}
-
-NodeModel::Accumulators& NodeModel::AccumulatorsAt(JobMemory& job, uint64_t offset_bytes) {
-  return offset_bytes >= job.float_sums_offset ? job.float_sums : job.accumulators;
-}
-
-// Bytes that were given back to the client may be anything. That is well where the attempt was
-// dropped; in a committed step the token of no step is found.
-GradientToken NodeModel::TokenAt(const std::map<uint64_t, GradientToken>& tokens, uint64_t width,
-                                 uint64_t offset_bytes) {
-  auto it = tokens.upper_bound(offset_bytes);
-  if (it == tokens.begin()) return {};
-  --it;
-  const uint64_t size_bytes = (it->second.end - it->second.begin) * width;
-  return offset_bytes < it->first + size_bytes ? it->second : GradientToken{};
-}
-
-void NodeModel::Apply(const AddGradients& a, TaskDone& done) {
-  JobMemory& job = jobs_[a.job];
-  const uint64_t width = protocol::SizeBytes(a.dtype);
-  const ElemPlace place = AccumulatorAt(job, a.sum_dtype, a.accumulator_offset_bytes);
-  if (place.elem % protocol::kGradUnitElems != 0) Fault("a pass begins within a unit");
-  std::vector<GradientToken> tokens;
-  // Of a sharded job nothing is in the overflow: this is what the narrow accumulator holds.
-  const bool widens =
-      a.sources[0].session == 0 && a.accumulator_offset_bytes >= job.float_sums_offset;
-  if (widens && (AccumulatorAt(job, a.dtype, a.sources[0].offset_bytes) != place || !a.assign)) {
-    Fault("the sum of other elements is widened, or added to");
-  }
-  for (size_t i = widens ? 1 : 0; i < a.sources.size(); ++i) {
-    const GradientSource& source = a.sources[i];
-    const auto& from = source.session != 0 ? sessions_[source.session].gradients : job.overflow;
-    tokens.push_back(TokenAt(from, width, source.offset_bytes));
-    if (!tokens.back().finite && done.count == 0) done.count = i + 1;
-  }
-  if (done.count > 0) return;
-  for (uint64_t elem = 0; elem < a.elems; elem += protocol::kGradUnitElems) {
-    const uint64_t unit = (place.elem + elem) / protocol::kGradUnitElems;
-    std::vector<GradientToken>& sum =
-        AccumulatorsAt(job, a.accumulator_offset_bytes)[{place.partition, unit}];
-    if (a.assign) sum.clear();
-    if (widens) sum = job.accumulators[{place.partition, unit}];
-    sum.insert(sum.end(), tokens.begin(), tokens.end());
-    if (elem == 0) done.squares.AddChunk(static_cast<double>(sum.size()));
-  }
-}
-
-void NodeModel::Apply(const SumGradient& a, TaskDone& done) {
-  const ElemPlace place = AccumulatorAt(jobs_[a.job], a.sum_dtype, a.accumulator_offset_bytes);
-  const uint64_t unit = place.elem / protocol::kGradUnitElems;
-  const auto& sum =
-      AccumulatorsAt(jobs_[a.job], a.accumulator_offset_bytes)[{place.partition, unit}];
-  done.squares.AddChunk(static_cast<double>(sum.size()));
-}
-
 void NodeModel::Apply(const ReadBlock& a, TaskDone&) {
   staging_[a.place.staging_slot] =
       a.place.slot ? disk_[*a.place.slot] : BlockToken{.job = a.job, .block = UINT64_MAX};
@@ -617,19 +551,19 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
       done.norms.push_back({.weight_squares = elems, .update_squares = 4 * elems});
       continue;
     }
-    const ElemPlace place = AccumulatorAt(job, a.sum_dtype, segment.accumulator_offset_bytes);
+    const std::vector<SumUnit> units = UnitsOf(job, a, segment);
+    if (units.empty()) continue;
+    const ElemPlace& place = units[0].place;
     CheckElems(job, segment, place);
     BlockUpdate of_segment{.elems = {{segment.param, segment.elems}}, .used = {}, .to_install = {}};
     if (segment.weights.new_offset_bytes) {
       of_segment.to_install[*segment.weights.new_offset_bytes] =
           segment.elems * protocol::SizeBytes(job.layout->spec().dtype);
     }
-    for (uint64_t elem = place.elem / protocol::kGradUnitElems * protocol::kGradUnitElems;
-         elem < place.elem + segment.elems; elem += protocol::kGradUnitElems) {
-      const auto& tokens = AccumulatorsAt(
-          job,
-          segment.accumulator_offset_bytes)[{place.partition, elem / protocol::kGradUnitElems}];
-      Merge({.elems = {}, .used = {{{segment.param, place.partition}, tokens}}, .to_install = {}},
+    for (const SumUnit& unit : units) {
+      Merge({.elems = {},
+             .used = {{{segment.param, place.partition}, unit.tokens}},
+             .to_install = {}},
             of_segment);
     }
     Merge(of_segment, made);

@@ -62,7 +62,9 @@ class NodeModel {
   void PutGradient(uint64_t session, uint64_t offset_bytes, const GradientToken& token);
   void DropGradient(uint64_t session,
                     uint64_t offset_bytes);  // its bytes are used for other things
-  void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout);
+  enum class SumsAre : uint8_t { kInPlace, kPaged };
+  void AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout,
+              SumsAre sums = SumsAre::kInPlace);
   void BindSession(uint64_t session, uint64_t job) { sessions_[session].job = job; }
   // A reader's leases: no update may write those weights until it releases them, ends, or its time
   // is over.
@@ -115,8 +117,32 @@ class NodeModel {
           used, [partition](const auto& entry) { return entry.first.second == partition; });
     }
   };
+  struct ElemPlace {
+    uint32_t partition = 0;
+    uint64_t elem = 0;
+
+    bool operator==(const ElemPlace&) const = default;
+  };
+  // A unit of elements, or the rest of a partition: of sums that are paged.
+  struct PagedSum {
+    ElemPlace place;
+    uint64_t bytes = 0;
+    std::vector<GradientToken> tokens;
+  };
+  struct Spilled {
+    uint64_t checksum = 0;
+    uint64_t page = 0;
+    std::map<uint64_t, PagedSum> sums;  // by offset in the page
+  };
+  struct SumUnit {
+    ElemPlace place;
+    std::vector<GradientToken> tokens;
+  };
   struct JobMemory {
     std::shared_ptr<const protocol::Layout> layout;
+    bool has_paged_sums = false;
+    std::map<uint64_t, PagedSum> paged;  // by offset in the step arena
+    std::map<nvme::Slot, Spilled> spilled;
     uint64_t weights_bytes = 0;
     // Of the state arena, that have memory: offset to bytes.
     std::map<uint64_t, uint64_t> state_parts;
@@ -171,12 +197,6 @@ class NodeModel {
   Use GradUse(uint64_t session, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StepUse(uint64_t job, uint64_t offset, uint64_t bytes, bool writes) const;
   Use StateUse(uint64_t job, const daemon::BlockPlace& place, uint64_t bytes, bool writes) const;
-  struct ElemPlace {
-    uint32_t partition = 0;
-    uint64_t elem = 0;
-
-    bool operator==(const ElemPlace&) const = default;
-  };
   // Those that hold an offset of the step arena.
   static Accumulators& AccumulatorsAt(JobMemory& job, uint64_t offset_bytes);
   // The element at an offset of the accumulators, which lie side by side.
@@ -187,6 +207,15 @@ class NodeModel {
                                uint64_t offset_bytes);
   // The element at an offset of the weights, in which owners lie side by side; of no partition: none.
   static std::optional<ElemPlace> WeightsAt(const JobMemory& job, uint64_t weights_offset_bytes);
+  static const PagedSum* PagedSumAt(const JobMemory& job, uint64_t offset_bytes);
+  static void ForgetPaged(JobMemory& job, uint64_t offset_bytes, uint64_t bytes);
+  void AddPaged(JobMemory& job, const daemon::AddGradients& a,
+                const std::vector<GradientToken>& tokens);
+  std::vector<Use> PiecesOf(const daemon::UpdateBlock& a, const daemon::UpdateSegment& segment);
+  void AddSumUses(const daemon::UpdateBlock& a, const daemon::UpdateSegment& segment,
+                  std::vector<Use>& uses);
+  std::vector<SumUnit> UnitsOf(JobMemory& job, const daemon::UpdateBlock& a,
+                               const daemon::UpdateSegment& segment);
   void CheckElems(const JobMemory& job, const daemon::UpdateSegment& segment,
                   const ElemPlace& place);
 
@@ -205,6 +234,8 @@ class NodeModel {
   void Apply(const daemon::DecodeState& a, daemon::TaskDone& done);
   void Apply(const daemon::SetMasters& a, daemon::TaskDone& done);
   void Apply(const daemon::LoadWeights& a, daemon::TaskDone& done);
+  void Apply(const daemon::SpillSums& a, daemon::TaskDone& done);
+  void Apply(const daemon::LoadSums& a, daemon::TaskDone& done);
   void Apply(const daemon::EvictBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::PromoteBlock& a, daemon::TaskDone& done);
   template <typename Other>

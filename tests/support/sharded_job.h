@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/block_map.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/units.h"
@@ -30,7 +31,10 @@ class ShardedJob {
  public:
   ShardedJob(std::shared_ptr<const protocol::Layout> layout, uint32_t world_size,
              daemon::NodeState::Options options = RoomyOptions())
-      : layout_(std::move(layout)), world_size_(world_size), node_(options, world_size) {}
+      : layout_(std::move(layout)),
+        world_size_(world_size),
+        block_elems_(protocol::RoundUp(options.block_elems, layout_->states_align_elems())),
+        node_(options, world_size) {}
 
   // 0 bytes: as AttachRequest has it.
   void AttachAll(uint64_t grad_arena_bytes = 0) {
@@ -123,25 +127,17 @@ class ShardedJob {
     }
     return UINT64_MAX;
   }
-  // Partitions whose weights the update writes.
+  // Partitions that have elements in the block of an update.
   std::set<uint32_t> PartitionsOf(const daemon::UpdateBlock& update) {
-    std::set<uint32_t> partitions;
-    for (const daemon::UpdateSegment& segment : update.segments) {
-      const uint64_t offset = segment.accumulator_offset_bytes;
-      uint64_t end = 0;
-      for (uint32_t i = 0; i < layout_->partitions().size(); ++i) {
-        const uint64_t width = protocol::SizeBytes(update.sum_dtype);
-        end += protocol::RoundUp(layout_->partitions()[i].elems * width, protocol::kCacheLineBytes);
-        if (offset >= end) continue;
-        partitions.insert(i);
-        break;
-      }
-    }
-    return partitions;
+    const daemon::BlockMap map(layout_, block_elems_);
+    const std::vector<uint32_t> partitions =
+        map.Partitions(static_cast<uint32_t>(update.identity_before.block));
+    return {partitions.begin(), partitions.end()};
   }
 
   std::shared_ptr<const protocol::Layout> layout_;
   uint32_t world_size_;
+  uint64_t block_elems_;
   NodeHarness node_;
   std::vector<uint64_t> sessions_;
   std::vector<uint64_t> tags_;  // of the last StepAll

@@ -118,7 +118,10 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
   }
   add(absl::StrCat("states, ", plan.getResidentBlocks(), " of ", plan.getBlocks(), " blocks"),
       plan.getStates());
-  add("sums of gradients", plan.getSums());
+  const uint64_t gradients = plan.getGradientsOnSwap();
+  add(gradients == 0 ? "sums of gradients"
+                     : absl::StrCat("sums of gradients (", FormatBytes(gradients), " on swap)"),
+      plan.getSums());
   if (plan.getNewWeights() > 0) {
     add("new weights, until their step is decided", plan.getNewWeights());
   }
@@ -140,12 +143,17 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
     absl::StrAppend(&text, "other jobs move ", FormatBytes(plan.getMissing()), " to swap first\n");
   }
   if (plan.getSwap() == 0) return text;
-  absl::StrAppend(&text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step of one pass reads ",
-                  FormatBytes(plan.getStepRead()), " and writes ",
-                  FormatBytes(plan.getStepWritten()), "\n");
+  absl::StrAppend(
+      &text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step of one pass reads ",
+      FormatBytes(plan.getStepRead()), " and writes ", FormatBytes(plan.getStepWritten()),
+      gradients == 0
+          ? ""
+          : absl::StrCat(", and at most ", FormatBytes(gradients), " more each way for gradients"),
+      "\n");
   if (rates.read > 0 && rates.write > 0) {
-    const double seconds = static_cast<double>(plan.getStepRead()) / kGb / rates.read +
-                           static_cast<double>(plan.getStepWritten()) / kGb / rates.write;
+    const double seconds =
+        static_cast<double>(plan.getStepRead() + gradients) / kGb / rates.read +
+        static_cast<double>(plan.getStepWritten() + gradients) / kGb / rates.write;
     absl::StrAppendFormat(
         &text, "the disk works %.2f s a step, at %.3g GB/s read and %.3g written%s\n", seconds,
         rates.read, rates.write, rates.is_measured ? ", as measured" : "");

@@ -45,7 +45,10 @@ def costs(
             kinds[arena["kind"]] = kinds.get(arena["kind"], 0) + arena["allocated_bytes"]
     ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
     width = plan.grad_dtype.itemsize
-    sums = "4" if sums_are_float32 or width == 4 else f"{width} (4 more from a second backward pass on)"
+    may_widen = not sums_are_float32 and width < 4 and not found["gradients_on_swap_bytes"]
+    sums = f"{width} (4 more from a second backward pass on)" if may_widen else str(width)
+    if sums_are_float32:
+        sums = "4"
     yield (
         f"job {job} is sharded over {ranks}: {found['params']:,} parameters, "
         f"{found['optimizer']}, {found['format']}. Bytes a parameter: weights {plan.dtype.itemsize} "
@@ -58,10 +61,12 @@ def costs(
     weights = f" (a cache for {size(weights_swapped)} on swap)" if weights_swapped else ""
     new = found["new_weights_bytes"]
     new_weights = f", new weights until their step is decided {size(new)}" if new else ""
+    gradients = found["gradients_on_swap_bytes"]
+    spilled = f" ({size(gradients)} on swap)" if gradients else ""
     where = f", {swapped} of {found['blocks']} blocks of them on swap" if swapped else ""
     yield (
         f"this node's DRAM: weights {size(kinds.get('weights', 0))}{weights}, "
-        f"states {size(kinds.get('state', 0))}{where}, sums of gradients and extra_state "
+        f"states {size(kinds.get('state', 0))}{where}, sums of gradients{spilled} and extra_state "
         f"{size(kinds.get('step', 0) - found['new_weights_bytes'])}{new_weights}, gradients on their way "
         f"{size(kinds.get('grad', 0) - activation_bytes)}{activations}; of "
         f"{size(status['memory']['limit_bytes'])}"
@@ -69,9 +74,10 @@ def costs(
     if not found["swap_bytes"]:
         return
     read, written = found["step_read_bytes"], found["step_written_bytes"]
+    more = f", and at most {size(gradients)} more each way for gradients" if gradients else ""
     yield (
         f"swap: {size(found['swap_bytes'])} taken; a step of one pass reads {size(read)} and writes "
-        f"{size(written)}{_disk_time(status, read, written)}"
+        f"{size(written)}{more}{_disk_time(status, read + gradients, written + gradients)}"
     )
 
 

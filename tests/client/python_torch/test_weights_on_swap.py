@@ -1,5 +1,5 @@
-# Goal    A sharded model whose weights do not fit in DRAM trains with the bits that it has where they do, in the
-#         smallest limit that the daemon names, and survives its trainers.
+# Goal    A sharded model whose weights and gradients do not fit in DRAM trains with the bits that it has where they
+#         do, in the smallest limit that the daemon names, and survives its trainers.
 # Method  Ranks over gloo on the real daemon, in a small limit and in a large one: losses, gradients' norms, SHA-256
 #         of weights and states. The limit is taken from the error's hint; the daemon's memory is what the kernel
 #         counts.
@@ -75,7 +75,7 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     large, error = run(1 << 30, ranks, format, dtype)
     assert large is not None, error
     digest, losses, job, _, path = large
-    assert job["weights_on_swap_bytes"] == job["state_written_bytes"] == 0
+    assert job["weights_on_swap_bytes"] == job["state_written_bytes"] == job["gradient_written_bytes"] == 0
     assert path["written_day"] == path["written_bytes"], "the labels of its file"
 
     needed = smallest_limit(ranks, format, dtype)
@@ -87,6 +87,8 @@ def test_in_the_smallest_limit_it_has_the_bits_that_it_has_in_dram(ranks, format
     for small_digest, small_losses, job, used_bytes, path in (small, waits):
         assert job["weights_on_swap_bytes"] == job["params"] * width, "all of them"
         assert job["resident_blocks"] == 0
+        assert job["gradients_on_swap_bytes"] > job["params"] * width / 2
+        assert 0 < job["gradient_read_bytes"] <= job["gradient_written_bytes"]
         assert used_bytes <= needed
         assert (small_digest, small_losses) == (digest, losses)
         assert path["written_day"] == path["written_bytes"] > job["state_written_bytes"], "in less than a day"

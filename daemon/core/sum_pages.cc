@@ -1,0 +1,455 @@
+#include "daemon/core/sum_pages.h"
+
+#include <algorithm>
+
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+namespace {
+
+// Of pages that are there: among so many that were not used for longest, one whose blocks have been updated
+// is looked for.
+constexpr int kVictimsLookedAt = 32;
+
+// Requests for which frames are made free at once.
+constexpr size_t kRequestsAhead = 8;
+
+}  // namespace
+
+SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
+                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots)
+    : io_(io), layout_(layout), plan_(plan), free_slots_(slots.begin(), slots.end()) {
+  if (!is_paged()) return;
+  pages_.resize(plan_.sum_pages);
+  for (uint32_t frame = 0; frame < plan_.sum_frames; ++frame) free_frames_.insert(frame);
+  for (uint32_t partition = 0; partition < layout_.partitions().size(); ++partition) {
+    const uint64_t elems = layout_.partitions()[partition].elems;
+    for (uint64_t begin = 0, end = 0; begin < elems; begin = end) {
+      end = std::min(elems, EndOnPage(partition, begin));
+      pages_[PageOf(partition, begin)].ranges.push_back(
+          {.partition = partition, .begin = begin, .end = end});
+    }
+  }
+  for (uint32_t block = 0; block < map.blocks(); ++block) {
+    std::set<uint32_t> pages;
+    for (const BlockRun& run : map.Runs(block)) {
+      const uint32_t last = PageOf(run.partition, run.partition_elem + run.elems - 1);
+      for (uint32_t page = PageOf(run.partition, run.partition_elem); page <= last; ++page) {
+        pages.insert(page);
+      }
+    }
+    for (const uint32_t page : pages) pages_[page].blocks.push_back(block);
+    block_pages_max_ = std::max(block_pages_max_, static_cast<uint32_t>(pages.size()));
+    block_pages_.emplace_back(pages.begin(), pages.end());
+  }
+  FOREBAY_CHECK(block_pages_max_ <= plan_.sum_frames);
+}
+
+uint64_t SumPages::VirtualOffset(uint32_t partition, uint64_t elem) const {
+  return plan_.accumulator_offsets[partition] + elem * protocol::SizeBytes(plan_.sum_dtype);
+}
+
+uint64_t SumPages::EndOnPage(uint32_t partition, uint64_t elem) const {
+  if (!is_paged()) return UINT64_MAX;
+  const uint64_t page_end = (PageOf(partition, elem) + uint64_t{1}) * plan_.sum_page_bytes;
+  return (page_end - plan_.accumulator_offsets[partition]) / protocol::SizeBytes(plan_.sum_dtype);
+}
+
+uint64_t SumPages::OffsetOf(uint32_t partition, uint64_t elem) const {
+  const uint64_t offset = VirtualOffset(partition, elem);
+  if (!is_paged()) return offset;
+  const Page& page = pages_[PageOf(partition, elem)];
+  FOREBAY_CHECK(page.state == State::kThere);
+  return FrameOffset(page.frame) + offset % plan_.sum_page_bytes;
+}
+
+BlockIdentity SumPages::IdentityOf(uint32_t page) const {
+  return {.job = io_.job(),
+          .part = BlockPart::kGradients,
+          .block = page,
+          .written_step = pages_[page].spills};
+}
+
+// -------------------------------------------------------------------------------- frames and slots
+
+bool SumPages::HasFrameForAdds() const {
+  const size_t kept = of_update_on_swap_ > 0 ? block_pages_max_ : 0;
+  return free_frames_.size() > kept && io_.stale_tasks() == 0 && !abandoned_;
+}
+
+void SumPages::AllocateFrame(uint32_t page) {
+  pages_[page].frame = free_frames_.extract(free_frames_.begin()).value();
+}
+
+void SumPages::FreeFrame(uint32_t page) {
+  by_use_.erase({pages_[page].used, page});
+  FOREBAY_CHECK(free_frames_.insert(pages_[page].frame).second);
+}
+
+void SumPages::FreeSlot(uint32_t page) {
+  free_slots_.push_back(*pages_[page].slot);
+  pages_[page].slot.reset();
+}
+
+void SumPages::SetUsed(uint32_t page) {
+  by_use_.erase({pages_[page].used, page});
+  pages_[page].used = ++clock_;
+  by_use_.emplace(pages_[page].used, page);
+}
+
+void SumPages::SetThere(uint32_t page) {
+  pages_[page].state = State::kThere;
+  SetUsed(page);
+}
+
+// Tasks of updates and transfers go on with its frame; those of the gathering are stale, and no frame is
+// taken before they have ended.
+void SumPages::Forget(uint32_t index) {
+  Page& page = pages_[index];
+  const bool is_moving = page.state == State::kSpilling || page.state == State::kLoading;
+  if (page.state == State::kNone) return;
+  if (is_moving || page.updates > 0) {
+    page.is_forgotten = true;
+    return;
+  }
+  if (page.state == State::kThere) FreeFrame(index);
+  if (page.state == State::kOnSwap) FreeSlot(index);
+  page.state = State::kNone;
+  page.is_forgotten = false;
+}
+
+// ------------------------------------------------------------------------------------- the gathering
+
+bool SumPages::Request(uint32_t partition, uint64_t elem, Need need) {
+  if (!is_paged()) return true;
+  const uint32_t index = PageOf(partition, elem);
+  Page& page = pages_[index];
+  const bool is_free = page.updates_left == 0 && !page.is_forgotten;
+  if (is_free && page.state == State::kNone && requests_.empty() && HasFrameForAdds()) {
+    AllocateFrame(index);
+    SetThere(index);
+  }
+  if (is_free && page.state == State::kThere) {
+    SetUsed(index);
+    return true;
+  }
+  if (!std::exchange(page.is_requested, true)) requests_.push_back(index);
+  if (need == Need::kNow && !std::exchange(page.is_urgent, true)) ++urgent_;
+  return false;
+}
+
+void SumPages::Arrive(uint32_t page) {
+  pages_[page].is_requested = false;
+  if (std::exchange(pages_[page].is_urgent, false)) --urgent_;
+  pages_[page].has_arrived = true;
+  arrived_.push_back(page);
+  SetUsed(page);
+}
+
+std::vector<SumPages::Range> SumPages::DrainArrived() {
+  std::vector<Range> ranges;
+  for (const uint32_t page : std::exchange(arrived_, {})) {
+    if (!std::exchange(pages_[page].has_arrived, false)) continue;
+    ranges.insert(ranges.end(), pages_[page].ranges.begin(), pages_[page].ranges.end());
+  }
+  return ranges;
+}
+
+void SumPages::Pin(uint32_t partition, uint64_t elem) {
+  if (is_paged()) ++pages_[PageOf(partition, elem)].adds;
+}
+
+void SumPages::Unpin(uint32_t partition, uint64_t elem) {
+  if (is_paged()) --pages_[PageOf(partition, elem)].adds;
+}
+
+void SumPages::ForgetGathered() {
+  requests_.clear();
+  urgent_ = 0;
+  arrived_.clear();
+  error_ = absl::OkStatus();
+  for (uint32_t page = 0; page < pages_.size(); ++page) {
+    pages_[page].is_requested = pages_[page].is_urgent = pages_[page].has_arrived = false;
+    pages_[page].adds = 0;
+    if (pages_[page].updates_left == 0) Forget(page);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- the update
+
+bool SumPages::IsThere(uint32_t block) const {
+  if (!is_paged()) return true;
+  return std::ranges::all_of(block_pages_[block], [this](uint32_t index) {
+    const Page& page = pages_[index];  // one without sums is of parameters that have no gradient
+    return (page.state == State::kThere && !page.is_forgotten) || page.state == State::kNone;
+  });
+}
+
+SumPages::Room SumPages::Prepare(uint32_t block) {
+  if (IsThere(block)) return Room::kThere;
+  std::vector<uint32_t> on_swap;
+  for (const uint32_t page : block_pages_[block]) {
+    if (pages_[page].state == State::kOnSwap) on_swap.push_back(page);
+  }
+  if (free_frames_.size() < on_swap.size() || io_.stale_tasks() > 0) {
+    if (!short_block_) short_block_ = block;
+    return Room::kNone;
+  }
+  for (const uint32_t page : on_swap) StartLoad(page);
+  if (prepared_.insert(block).second) {
+    for (const uint32_t page : block_pages_[block]) ++pages_[page].prepared;
+  }
+  return Room::kComing;
+}
+
+void SumPages::PinBlock(uint32_t block) {
+  if (!is_paged()) return;
+  ++update_tasks_;
+  const bool was_prepared = prepared_.erase(block) > 0;
+  for (const uint32_t page : block_pages_[block]) {
+    ++pages_[page].updates;
+    if (was_prepared) --pages_[page].prepared;
+  }
+}
+
+void SumPages::UnpinBlock(uint32_t block) {
+  if (!is_paged()) return;
+  --update_tasks_;
+  for (const uint32_t page : block_pages_[block]) {
+    --pages_[page].updates;
+    if (pages_[page].is_forgotten) Forget(page);
+  }
+}
+
+std::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
+  std::vector<SumFrame> frames;
+  if (!is_paged()) return frames;
+  for (const uint32_t page : block_pages_[block]) {
+    if (pages_[page].state != State::kThere) continue;
+    frames.push_back({.page = page, .offset_bytes = FrameOffset(pages_[page].frame)});
+  }
+  return frames;
+}
+
+void SumPages::BeginUpdate(const std::vector<uint32_t>& blocks) {
+  if (!is_paged()) return;
+  for (Page& page : pages_) {
+    FOREBAY_CHECK(page.updates_left == 0);
+    page.prepared = 0;
+  }
+  prepared_.clear();
+  short_block_.reset();
+  of_update_on_swap_ = 0;
+  for (const uint32_t block : blocks) {
+    for (const uint32_t page : block_pages_[block]) ++pages_[page].updates_left;
+  }
+  for (uint32_t page = 0; page < pages_.size(); ++page) {
+    if (pages_[page].updates_left == 0) Forget(page);
+    if (pages_[page].state == State::kOnSwap) ++of_update_on_swap_;
+  }
+}
+
+void SumPages::EndUpdateOf(uint32_t block) {
+  if (!is_paged()) return;
+  for (const uint32_t page : block_pages_[block]) {
+    FOREBAY_CHECK(pages_[page].updates_left > 0);
+    if (--pages_[page].updates_left == 0) Forget(page);
+  }
+}
+
+// ----------------------------------------------------------------------------------------- transfers
+
+void SumPages::StartLoad(uint32_t index) {
+  Page& page = pages_[index];
+  AllocateFrame(index);
+  page.state = State::kLoading;
+  if (page.updates_left > 0) --of_update_on_swap_;
+  ++loading_;
+  const TaskId task = io_.Start(TaskKind::kLoadSums, 0,
+                                LoadSums{.identity = IdentityOf(index),
+                                         .checksum = page.checksum,
+                                         .offset_bytes = FrameOffset(page.frame),
+                                         .bytes = plan_.sum_page_bytes,
+                                         .slot = *page.slot});
+  tasks_.emplace(task, index);
+}
+
+absl::Status SumPages::OnLoaded(const TaskDone& done) {
+  const uint32_t index = tasks_.extract(done.task).mapped();
+  Page& page = pages_[index];
+  --loading_;
+  if (done.status.ok()) {
+    counters_.read_bytes += plan_.sum_page_bytes;
+    FreeSlot(index);
+    SetThere(index);
+    if (page.is_forgotten) Forget(index);
+    return absl::OkStatus();
+  }
+  FreeFrame(index);
+  page.state = State::kOnSwap;
+  if (page.updates_left > 0) ++of_update_on_swap_;
+  if (page.is_forgotten) {
+    Forget(index);
+    return absl::OkStatus();
+  }
+  if (page.updates_left > 0) return done.status;
+  error_.Update(done.status);
+  return absl::OkStatus();
+}
+
+void SumPages::WriteToSlot(uint32_t index, bool pause) {
+  Page& page = pages_[index];
+  page.slot = free_slots_.front();
+  free_slots_.pop_front();
+  ++page.spills;
+  const TaskId task = io_.Start(TaskKind::kSpillSums, 0,
+                                SpillSums{.identity = IdentityOf(index),
+                                          .offset_bytes = FrameOffset(page.frame),
+                                          .bytes = plan_.sum_page_bytes,
+                                          .slot = *page.slot,
+                                          .pause = pause});
+  tasks_.emplace(task, index);
+}
+
+void SumPages::StartSpill(uint32_t index) {
+  by_use_.erase({pages_[index].used, index});
+  pages_[index].state = State::kSpilling;
+  ++spilling_;
+  WriteToSlot(index, /*pause=*/false);
+}
+
+void SumPages::OnSpilled(const TaskDone& done) {
+  const uint32_t index = tasks_.extract(done.task).mapped();
+  Page& page = pages_[index];
+  if (!done.status.ok() && !page.is_forgotten && !StaysThere(page) && !abandoned_) {
+    write_error_ = done.status;
+    FreeSlot(index);  // the last one that is tried again
+    WriteToSlot(index, /*pause=*/true);
+    return;
+  }
+  --spilling_;
+  if (done.status.ok()) {
+    write_error_ = absl::OkStatus();
+    counters_.written_bytes += plan_.sum_page_bytes;
+  }
+  EndSpill(index, done.checksum);
+}
+
+// An update or an addition waits for it; unless another block of the update needs room.
+bool SumPages::StaysThere(const Page& page) const {
+  return page.is_requested || (page.updates_left > 0 && !short_block_);
+}
+
+void SumPages::EndSpill(uint32_t index, uint64_t checksum) {
+  Page& page = pages_[index];
+  if (page.is_forgotten || StaysThere(page)) {
+    FreeSlot(index);
+    SetThere(index);
+    if (page.is_forgotten) Forget(index);
+    return;
+  }
+  page.checksum = checksum;
+  page.state = State::kOnSwap;
+  FreeFrame(index);
+  if (page.updates_left > 0) ++of_update_on_swap_;
+}
+
+// ---------------------------------------------------------------------------------------------- pump
+
+void SumPages::ServeRequests() {
+  std::deque<uint32_t> waiting;
+  for (const uint32_t index : std::exchange(requests_, {})) {
+    Page& page = pages_[index];
+    if (!page.is_requested) continue;
+    const bool is_free = page.updates_left == 0 && !page.is_forgotten;
+    if (is_free && page.state == State::kNone && HasFrameForAdds()) {
+      AllocateFrame(index);
+      SetThere(index);
+    } else if (is_free && page.state == State::kOnSwap && HasFrameForAdds()) {
+      StartLoad(index);
+    }
+    if (is_free && page.state == State::kThere) {
+      Arrive(index);
+    } else {
+      waiting.push_back(index);
+    }
+  }
+  requests_ = std::move(waiting);
+}
+
+std::optional<uint32_t> SumPages::ChooseVictim(
+    const std::function<bool(uint32_t block)>& is_updated_early, Victim which) const {
+  std::optional<uint32_t> oldest;
+  int looked_at = 0;
+  for (const auto& [used, index] : by_use_) {
+    const Page& page = pages_[index];
+    const bool is_idle = page.adds == 0 && page.updates == 0 && page.prepared == 0;
+    if (!is_idle || page.updates_left > 0 || page.has_arrived) continue;
+    if (std::ranges::all_of(page.blocks, is_updated_early)) return index;
+    if (!oldest && which == Victim::kAny) oldest = index;
+    if (++looked_at == kVictimsLookedAt) break;
+  }
+  return oldest;
+}
+
+// Where no update of the running step can begin, because none finds all its pages: one that the first block
+// does not need.
+std::optional<uint32_t> SumPages::ChooseVictimOfUpdate() const {
+  const std::vector<uint32_t>& kept = block_pages_[*short_block_];
+  for (const auto& [used, index] : by_use_) {
+    const Page& page = pages_[index];
+    const bool is_idle = page.adds == 0 && page.updates == 0 && page.prepared == 0;
+    if (is_idle && std::ranges::find(kept, index) == kept.end()) return index;
+  }
+  return std::nullopt;
+}
+
+bool SumPages::StartSpills(uint32_t frames,
+                           const std::function<std::optional<uint32_t>()>& choose) {
+  while (free_frames_.size() + spilling_ < frames) {
+    const std::optional<uint32_t> victim =
+        free_slots_.empty() ? std::optional<uint32_t>() : choose();
+    if (!victim) return false;
+    StartSpill(*victim);
+  }
+  return true;
+}
+
+void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early) {
+  if (!is_paged() || io_.stale_tasks() > 0 || abandoned_) return;
+  ServeRequests();
+  const uint32_t of_update = short_block_ || of_update_on_swap_ > 0 ? block_pages_max_ : 0;
+  const auto of_requests = static_cast<uint32_t>(std::min(requests_.size(), kRequestsAhead));
+  const auto urgent = static_cast<uint32_t>(std::min(urgent_, kRequestsAhead));
+  const bool found =
+      StartSpills(urgent + of_update, [&] { return ChooseVictim(is_updated_early, Victim::kAny); });
+  StartSpills(kSpareSumFrames + of_requests + of_update,
+              [&] { return ChooseVictim(is_updated_early, Victim::kUpdated); });
+  const bool is_stuck = short_block_ && spilling_ == 0 && loading_ == 0 && update_tasks_ == 0;
+  if (!found && is_stuck) {
+    StartSpills(block_pages_max_, [this] { return ChooseVictimOfUpdate(); });
+  }
+  if (spilling_ == 0) short_block_.reset();
+}
+
+void SumPages::CheckInvariants() const {
+  if (!is_paged()) return;
+  uint32_t frames = 0;
+  uint32_t slots = 0;
+  uint32_t on_swap = 0;
+  for (const Page& page : pages_) {
+    const bool has_frame = page.state != State::kNone && page.state != State::kOnSwap;
+    frames += has_frame ? 1 : 0;
+    slots += page.slot ? 1 : 0;
+    on_swap += page.state == State::kOnSwap && page.updates_left > 0 ? 1 : 0;
+    const bool has_slot = page.state == State::kSpilling || page.state == State::kOnSwap ||
+                          page.state == State::kLoading;
+    FOREBAY_CHECK(page.slot.has_value() == has_slot);
+    FOREBAY_CHECK(page.updates == 0 || page.state == State::kThere || page.state == State::kNone);
+  }
+  FOREBAY_CHECK(frames + free_frames_.size() == plan_.sum_frames);
+  FOREBAY_CHECK(slots + free_slots_.size() == plan_.sum_slots);
+  FOREBAY_CHECK(on_swap == of_update_on_swap_);
+}
+
+}  // namespace forebay::daemon
