@@ -11,13 +11,20 @@ import sys
 from dataclasses import dataclass
 
 MIB = 1 << 20
-RUNS = ("plain", "forebay", "killed", "exact", "fsdp2", "sharded", "sharded_killed")
+RUNS = (
+    *("plain", "forebay", "killed", "exact"),
+    *("fsdp2", "sharded", "sharded_killed"),
+    *("roomy", "infinity", "infinity_killed"),
+)
 PARAMS_LEAST = 60_000_000
 STEADY_FROM = 3  # the first step that the trace can steer
 SWAP_SHARE_LEAST = 0.60
 DRAM_SLACK_BYTES = 64 * MIB
 LOSS_STEPS, LOSS_RELATIVE = 20, 1e-3
 MOMENT_BYTES = 8  # of one parameter in fp32: docs/ARCHITECTURE.md, Bytes
+# Of a parameter of the deep model: bf16 weights, float32 gradients, states as `exact` has them.
+DEEP_WEIGHTS, DEEP_GRADIENT, DEEP_STATES = 2, 4, 10
+DEEP_BYTES = DEEP_WEIGHTS + DEEP_GRADIENT + DEEP_STATES
 MOMENTS = {
     "adamw": 2,
     "adam": 2,
@@ -114,6 +121,12 @@ def gradient_count(out):
     return rows[0]["gradients"] if rows else 0
 
 
+def param_count(out):
+    """Parameters of the model that was trained there; 0 where it left nothing."""
+    rows = [row for row in read_log(out / "rank0.jsonl") if row["event"] == "start"]
+    return rows[0]["params"] if rows else 0
+
+
 class Ranks:
     """The logs of all ranks of one run."""
 
@@ -168,7 +181,8 @@ class Evidence:
         self.ranks = 2
         logs = [Ranks(runs[name].out, self.ranks) for name in RUNS]
         self.plain, self.forebay, self.killed, self.exact = logs[:4]
-        self.fsdp2, self.sharded, self.sharded_killed = logs[4:]
+        self.fsdp2, self.sharded, self.sharded_killed = logs[4:7]
+        self.roomy, self.infinity, self.infinity_killed = logs[7:]
         samples = self.forebay.events("sample")
         self.sample = samples[-1]["text"] if samples else ""
         self.kill = runs["killed"].kill
@@ -191,6 +205,18 @@ class Evidence:
     def swap_totals(self):
         swap = self.forebay.node["status"]["swap"]
         return sum(path["read_bytes"] for path in swap), sum(path["written_bytes"] for path in swap)
+
+    def disk_under(self, span):
+        """Milliseconds of the infinity run's kept trace in which its blocks were read or written during the rank 0's
+        `span` ("forward_ns", "backward_ns") of some step."""
+        spans = [row[span] for row in self.infinity.events("step")]
+        return sum(
+            max(0, min(event["end_ns"], ended) - max(event["start_ns"], began))
+            for event in self.infinity.node["kept_trace"]
+            for began, ended in spans
+            if event["lane"] in ("swap read", "swap write")
+            and event["name"].startswith(("block", "gradients"))
+        ) / 1e6
 
     def since_steady(self):
         """(first, last) sample of the daemon's counters with the steps from STEADY_FROM on between them."""
@@ -314,6 +340,7 @@ def check_all(claims, e):
     _check_kill(claims, e, summary)
     _check_exact(claims, e)
     _check_sharded(claims, e)
+    _check_infinity(claims, e)
     _check_model(claims, e)
     return summary
 
@@ -527,6 +554,98 @@ def _check_sharded(claims, e):
             f"{str(e.sharded.sha)[:16]}",
         ),
     )
+
+
+def _check_infinity(claims, e):
+    """The model that is larger than DRAM."""
+
+    def job():
+        return e.infinity.node["status"]["jobs"][0]
+
+    def larger():
+        found, limit = job(), e.infinity.node["status"]["memory"]["limit_bytes"]
+        all_bytes = found["state_bytes"] + DEEP_GRADIENT * found["params"]
+        return (
+            all_bytes >= 8 * limit,
+            f"weights, gradients and states are {all_bytes / MIB:.0f} MiB, {all_bytes / limit:.2f} times the limit of "
+            f"{limit / MIB:.0f} MiB",
+        )
+
+    claims.attempt("larger than DRAM", larger)
+
+    def within():
+        peak, limit = e.infinity.node["dram_peak_bytes"], e.infinity.node["status"]["memory"]["limit_bytes"]
+        return (
+            peak <= limit + DRAM_SLACK_BYTES,
+            f"the kernel saw at most {peak / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB and "
+            f"{DRAM_SLACK_BYTES // MIB} for code and heap",
+        )
+
+    claims.attempt("infinity within limit", within)
+
+    def of_table():
+        found = job()
+        per = lambda key: found[key] / found["committed_step"] / found["params"]  # noqa: E731
+        read, written = per("state_read_bytes"), per("state_written_bytes")
+        again = found["dropped_updates"] / found["blocks"] / found["committed_step"]
+        want = (DEEP_WEIGHTS + DEEP_STATES) * (1 + again)
+        sums_read, sums_written = per("gradient_read_bytes"), per("gradient_written_bytes")
+        return (
+            abs(read - want) <= 0.02 * want
+            and abs(written - want) <= 0.02 * want
+            and 0 <= sums_read <= sums_written
+            and 0 < sums_written <= 1.05 * DEEP_GRADIENT,
+            f"{read:.3f} read and {written:.3f} written a parameter and step for updates ({want:.4g}), "
+            f"{sums_read:.2f} and {sums_written:.2f} for gradients (at most {DEEP_GRADIENT})",
+        )
+
+    claims.attempt("infinity bytes as the table says", of_table)
+
+    def as_kernel():
+        io, swap = e.infinity.node["io"], e.infinity.node["status"]["swap"]
+        pairs = [
+            (sum(path[ours] for path in swap), io[kernel])
+            for ours, kernel in (("read_bytes", "read_bytes"), ("written_bytes", "write_bytes"))
+        ]
+        return (
+            all(abs(ours - kernel) <= 0.01 * kernel for ours, kernel in pairs),
+            "read {} (kernel {}), written {} (kernel {})".format(*pairs[0], *pairs[1]),
+        )
+
+    claims.attempt("infinity bytes as the kernel's", as_kernel)
+
+    def busy():
+        forward, backward = e.disk_under("forward_ns"), e.disk_under("backward_ns")
+        return (
+            forward > 0 and backward > 0,
+            f"blocks and gradients moved for {forward:.0f} ms under forward and {backward:.0f} ms under "
+            "backward of the steps shown (transfers at once add up)",
+        )
+
+    claims.attempt("the disk works under compute", busy)
+    claims.attempt(
+        "infinity same bits as in DRAM",
+        lambda: (
+            e.roomy.sha is not None and e.roomy.sha == e.infinity.sha,
+            f"SHA-256 of parameters and states {str(e.infinity.sha)[:16]}, in DRAM "
+            f"{str(e.roomy.sha)[:16]}",
+        ),
+    )
+
+    def killed():
+        kill = e.runs["infinity_killed"].kill
+        row = e.infinity_killed.event("kill", kill["rank"])
+        resumed = [e.infinity_killed.event("resume", rank)["step"] for rank in range(e.ranks)]
+        return (
+            e.infinity_killed.sha is not None
+            and e.infinity_killed.sha == e.infinity.sha
+            and row["step"] == kill["step"]
+            and all(step == kill["step"] - 1 for step in resumed),
+            f"both ranks died in step {row['step']} and went on from {resumed[0]}; SHA-256 "
+            f"{str(e.infinity_killed.sha)[:16]}",
+        )
+
+    claims.attempt("infinity same bits after the kill", killed)
 
 
 def _check_model(claims, e):

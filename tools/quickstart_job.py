@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank
-killed), once more in bfloat16 beside the scalar reference, and a small one that FSDP2 shards (torch
-alone; Forebay; Forebay with all ranks killed); checks every claim made about it, and writes
-quickstart-report/ and model.pt.
+killed), once more in bfloat16 beside the scalar reference, a small one that FSDP2 shards (torch
+alone; Forebay; Forebay with all ranks killed), and a deep one that takes eight times the DRAM it is
+given (with plenty; with that; with that and all ranks killed); checks every claim made about it, and
+writes quickstart-report/ and model.pt.
 
 Exits with 0 where every claim holds; else names those that do not. tools/quickstart does the
 setup and calls this.
@@ -37,6 +38,13 @@ EXACT_STEPS = 5  # of the bfloat16 run, which is small
 SMALL = ["--width=256", "--layers=4", "--heads=4"]
 SHARDED_STEPS = 20
 SHARDED_DRAM_MIB = 128  # some blocks of the states are on swap
+# Of the deep model. In --smoke it is narrower.
+DEEP_STEPS = 10
+DEEP = ["--layers=20", "--width=512", "--heads=8"]
+DEEP_SMOKE = ["--layers=20", "--width=256", "--heads=4"]
+DEEP_SHARE = 8  # its weights, gradients and states over the limit
+DEEP_BLOCK_ELEMS = 1 << 17
+DEEP_SETTINGS = [f"update.block_elems={DEEP_BLOCK_ELEMS}", "swap.staging=10MiB"]
 # torchrun otherwise lets started-again ranks read the addresses of those that died, and gloo waits
 # for them (pytorch issue 135712).
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -119,12 +127,12 @@ def torchrun(run, args, *flags, script="tools/train_gpt.py"):
     return [sys.executable, *module, *ranks, *places, *flags]
 
 
-def inside(run, args, work, command, dram=None):
+def inside(run, args, work, command, dram=None, settings=SETTINGS):
     """The command beside a private daemon, and a watch of it that writes node.json."""
     swap = work / "swap"
     swap.mkdir(parents=True, exist_ok=True)
     flags = [f"--dram={dram or dram_mib(args)}MiB", f"--swap={swap}", f"--swap-size={SWAP_SIZE}"]
-    flags += [f"--set={setting}" for setting in SETTINGS]
+    flags += [f"--set={setting}" for setting in settings]
     watch = [sys.executable, "tools/quickstart_watch.py", args.forebay, run.out]
     return [args.forebay, "run", *flags, "--", *watch, *command]
 
@@ -175,7 +183,8 @@ def train_all(args, work):
     short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
     flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
     exact.start(inside(exact, args, work, torchrun(exact, short, *flags)))
-    train_sharded(args, work, *list(runs.values())[4:])
+    train_sharded(args, work, *list(runs.values())[4:7])
+    train_deep(args, work, *list(runs.values())[7:])
     return runs
 
 
@@ -198,6 +207,28 @@ def train_sharded(args, work, fsdp, sharded, killed):
     killed.kill = {"rank": rank, "step": step, "gradients": gradients}
     print(f"== both ranks die in step {step} after {gradients} gradients of rank {rank}", flush=True)
     beside_daemon(killed, f"--kill={rank}:{step}:{gradients}")
+
+
+def train_deep(args, work, roomy, infinity, killed):
+    """The runs of the model that is larger than DRAM."""
+    short = argparse.Namespace(steps=DEEP_STEPS, seed=args.seed, smoke=True)
+    shape = DEEP_SMOKE if args.smoke else DEEP
+
+    def beside_daemon(run, dram, *flags):
+        flags = [*shape, f"--sha={run.out / 'sha.json'}", *flags]
+        ranks = torchrun(run, short, *flags, script="tools/train_sharded.py")
+        run.start(inside(run, args, work, ranks, dram, DEEP_SETTINGS), OWN_STORE)
+
+    beside_daemon(roomy, 2048)
+    params = claims_of.param_count(roomy.out)
+    dram = params * claims_of.DEEP_BYTES // DEEP_SHARE // 2**20
+    beside_daemon(infinity, dram)
+    generator = random.Random(args.kill_seed)
+    rank, step = generator.randrange(RANKS), generator.randint(3, DEEP_STEPS - 2)
+    gradients = generator.randint(1, max(1, claims_of.gradient_count(roomy.out) - 1))
+    killed.kill = {"rank": rank, "step": step, "gradients": gradients}
+    print(f"== both ranks die in step {step} after {gradients} gradients of rank {rank}", flush=True)
+    beside_daemon(killed, dram, f"--kill={rank}:{step}:{gradients}")
 
 
 def main():

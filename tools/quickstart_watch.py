@@ -76,6 +76,7 @@ class Watch:
         self.dram = 0
         self.grad_arena_bytes = 0
         self.samples = []
+        self.kept_trace = []  # of a step that was updated under compute
         self.over = threading.Event()
         self.threads = [
             threading.Thread(target=run, daemon=True) for run in (self._memory, self._status)
@@ -114,6 +115,8 @@ class Watch:
                         "sessions": job["sessions"],
                     }
                 )
+                if job["last_step_early_updates"] > 0:
+                    self.kept_trace = forebay_json(self.forebay, "trace", job["name"])
 
     def finish(self):
         self.over.set()
@@ -131,6 +134,7 @@ class Watch:
             "direct": direct_flags(self.pid),
             "status": status,
             "trace": trace,
+            "kept_trace": self.kept_trace,
         }
 
 

@@ -146,6 +146,24 @@ def lanes_of(evidence):
     return lanes, (row["began_ns"], row["ended_ns"]), timeline["step"]
 
 
+def infinity_lanes_of(evidence):
+    """The same of the run that is larger than DRAM: from the first event of a step to its publication, with forward and
+    backward of rank 0 in that time."""
+    lanes = {name: [] for name, _, _ in LANES}
+    for event in evidence.infinity.node["kept_trace"]:
+        lane = {"gradient": "gradients"}.get(event["lane"], event["lane"])
+        if lane in lanes and event["process"] == "forebayd":
+            lanes[lane].append((event["start_ns"], event["end_ns"], event["name"]))
+    times = [time for items in lanes.values() for began, ended, _ in items for time in (began, ended)]
+    span = (min(times), max(times))
+    for row in evidence.infinity.events("step"):
+        for name in ("forward", "backward"):
+            began, ended = row[f"{name}_ns"]
+            if began < span[1] and ended > span[0]:
+                lanes["compute"].append((max(began, span[0]), min(ended, span[1]), f"{name} of step {row['step']}"))
+    return lanes, span
+
+
 def busy_ns(intervals):
     """Length of the union of intervals."""
     total, reached = 0, 0
@@ -323,6 +341,20 @@ def page(summary, claims, evidence):
             f"{step_words(summary, lanes, span)}<table>{keys}</table>"
         )
 
+    def infinity():
+        lanes, span = infinity_lanes_of(evidence)
+        job = evidence.infinity.node["status"]["jobs"][0]
+        limit = evidence.infinity.node["status"]["memory"]["limit_bytes"]
+        shares = ", ".join(
+            f"{name} {busy_ns(items) / 1e6:.0f} ms" for name, items in lanes.items() if items
+        )
+        return (
+            f"<p>{job['params'] / 1e6:.1f} M parameters, FSDP2 on two ranks, with {limit / MIB:.0f} MiB of DRAM. "
+            "One step of the daemon's, from its first gradient to its publication: blocks are updated under backward, the rest "
+            f"under the next forward. Of {(span[1] - span[0]) / 1e6:.0f} ms, lanes are busy: {shares}.</p>"
+            f"{timeline_chart(lanes, span)}"
+        )
+
     def claim_rows():
         rows = "".join(
             f'<tr><td class="{"pass" if claim.holds else "fail"}">{"holds" if claim.holds else "FAILS"}</td>'
@@ -349,6 +381,7 @@ def page(summary, claims, evidence):
         + section("Loss", losses)
         + section("One step", step)
         + section("The kill and what it cost", lambda: kill_section(evidence))
+        + section("Larger than DRAM", infinity)
         + section("What was claimed", claim_rows)
         + section("200 characters", lambda: f"<blockquote>{escape(evidence.sample)}</blockquote>")
         + section("summary.json", numbers)

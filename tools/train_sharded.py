@@ -86,14 +86,17 @@ def train(args):
         support.arm_kill_of_all(args.kill, opt, model, rank, log)
 
     for step in range(start + 1, args.steps + 1):
-        began = time.monotonic()
+        began_ns = time.monotonic_ns()
         loss = loss_of(model, batches.next())
+        forward_ended_ns = time.monotonic_ns()
         loss.backward()
+        backward_ended_ns = time.monotonic_ns()
         opt.extra_state = support.pack(step, batches)
         opt.step()
         opt.zero_grad()
-        step_s = time.monotonic() - began
-        log.write("step", step=step, loss=loss.item(), step_s=step_s)
+        step_s = (time.monotonic_ns() - began_ns) / 1e9
+        spans = {"forward_ns": [began_ns, forward_ended_ns], "backward_ns": [forward_ended_ns, backward_ended_ns]}
+        log.write("step", step=step, loss=loss.item(), step_s=step_s, **spans)
         if rank == 0:
             print(f"step {step:4d}/{args.steps}  loss {loss.item():.4f}  {step_s:.2f} s", flush=True)
 

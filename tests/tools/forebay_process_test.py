@@ -223,7 +223,18 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     )
     assert early["new_weights"] > 0 == late["new_weights"]
     assert early["resident_blocks"] < late["resident_blocks"]
-    small = plan(folders, *model, "--dram", "2GiB", "--swap-size", "1TiB")
+    # What gradients find no room is counted beside the rest.
+    spilled = json.loads(plan(folders, *model, "--dram", "512MiB", "--swap-size", "1TiB", "--json").stdout)
+    assert spilled["weights_on_swap"] == 2 * 10**9 > spilled["gradients_on_swap"] > 10**9
+    assert found["gradients_on_swap"] == 0
+    assert spilled["sums"] < 512 << 20 and spilled["step_read"] == spilled["step_written"] + 2 * 2 * 10**9
+    rates = (*rates, "--compute", 20)
+    text = plan(folders, *model, "--dram", "512MiB", "--swap-size", "1TiB", *rates).stdout
+    assert "1.7 GiB more each way for gradients" in text
+    assert "with 20 s of compute a step takes 20.00 s: the disk waits for compute" in text
+    late = plan(folders, *model, "--dram", "512MiB", "--swap-size", "1TiB", "--no-early-updates", *rates).stdout
+    assert float(re.search(r"a step takes ([\d.]+) s: the disk after compute", late)[1]) > 23
+    small = plan(folders, *model, "--dram", "256MiB", "--swap-size", "1TiB")
     assert small.returncode == 1 and "error[E_DRAM_LIMIT]: the job needs" in small.stderr
     enough = re.search(r"hint: raise --dram / dram.limit to at least (\d+) bytes", small.stderr)
     assert plan(folders, *model, "--dram", enough[1], "--swap-size", "1TiB").returncode == 0

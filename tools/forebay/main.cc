@@ -180,6 +180,10 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   command->add_option("--read-rate", plan.read_rate, "of the swap, GB/s: the disk's time is shown")
       ->check(CLI::Range(1e-3, 1e6));
   command->add_option("--write-rate", plan.write_rate, "the same")->check(CLI::Range(1e-3, 1e6));
+  command
+      ->add_option("--compute", plan.compute_s,
+                   "seconds of forward and backward a step: the step's time is shown")
+      ->check(CLI::Range(0.0, 1e6));
   return command;
 }
 

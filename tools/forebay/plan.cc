@@ -103,6 +103,18 @@ absl::StatusOr<DiskRates> RatesOf(const PlanOptions& options, client::AdminClien
   return rates;
 }
 
+// What is hidden under compute is hidden: the longer of both, less where an option switches that off.
+void AppendStepTime(const PlanOptions& options, double disk_s, std::string& text) {
+  if (options.compute_s == 0) return;
+  const bool hides = options.early_updates && !options.is_shared;
+  const double step_s = hides ? std::max(options.compute_s, disk_s) : options.compute_s + disk_s;
+  absl::StrAppendFormat(&text, "with %.3g s of compute a step takes %.2f s: %s\n",
+                        options.compute_s, step_s,
+                        !hides                       ? "the disk after compute"
+                        : disk_s > options.compute_s ? "the disk works all the time"
+                                                     : "the disk waits for compute");
+}
+
 std::string Text(const PlanOptions& options, const ModelShape& model, schema::JobPlan::Reader plan,
                  const DiskRates& rates) {
   const uint64_t elems = model.elems();
@@ -157,6 +169,7 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
     absl::StrAppendFormat(
         &text, "the disk works %.2f s a step, at %.3g GB/s read and %.3g written%s\n", seconds,
         rates.read, rates.write, rates.is_measured ? ", as measured" : "");
+    AppendStepTime(options, seconds, text);
   }
   return text;
 }

@@ -31,6 +31,8 @@ struct PlanOptions {
   // Of the node's swap, GB/s; 0: no time is shown.
   double read_rate = 0;
   double write_rate = 0;
+  // Of forward and backward, seconds a step; 0: not known.
+  double compute_s = 0;
   bool as_json = false;
 };
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 STEPS = int(os.environ.get("FOREBAY_STEPS", "24"))
 SEED = int(os.environ.get("FOREBAY_SEED", "7"))
-MORE = {"weights on swap": 0, "weights in DRAM": 5 << 20, "all in DRAM": 1 << 30}  # than the smallest limit
+MORE = {"gradients on swap": 0, "weights in DRAM": 5 << 20, "all in DRAM": 1 << 30}  # than the smallest limit
 
 
 @functools.cache
@@ -63,7 +63,13 @@ def run(dram_bytes, ranks, seed, *options):
 
 def train(place, options):
     """Both ways in the limit of the larger one."""
-    limit = smallest_limit(2, SEED, *sorted({*options, "early"})) + MORE[place]
+    smallest = smallest_limit(2, SEED, *sorted({*options, "early"}))
+    if place == "weights on swap":  # and all gradients in DRAM
+        spilled, error = run(smallest, 2, SEED, *sorted({*options, "early"}))
+        assert spilled is not None, error
+        limit = smallest + spilled[2]["gradients_on_swap_bytes"]
+    else:
+        limit = smallest + MORE[place]
     made, error = run(limit, 2, SEED, *options)
     assert made is not None, error
     return made
@@ -71,7 +77,13 @@ def train(place, options):
 
 @pytest.mark.parametrize(
     ("place", "more"),
-    [("weights on swap", []), ("weights in DRAM", []), ("weights in DRAM", ["accumulate"])],
+    [
+        ("gradients on swap", []),
+        ("gradients on swap", ["accumulate"]),
+        ("weights on swap", []),
+        ("weights in DRAM", []),
+        ("weights in DRAM", ["accumulate"]),
+    ],
 )
 def test_no_bit_depends_on_when_blocks_are_updated(place, more):
     losses, states, job = train("all in DRAM", more)
@@ -79,7 +91,9 @@ def test_no_bit_depends_on_when_blocks_are_updated(place, more):
     for options in [["early", "drain"], ["early"]]:
         made = train(place, options + more)
         assert made[:2] == [losses, states], options
-        assert (made[2]["weights_on_swap_bytes"] > 0) == (place == "weights on swap")
+        assert (made[2]["weights_on_swap_bytes"] > 0) == (place != "weights in DRAM")
+        assert (made[2]["gradients_on_swap_bytes"] > 0) == (place == "gradients on swap")
+        assert (made[2]["gradient_written_bytes"] > 0) == (place == "gradients on swap")
         assert made[2]["resident_blocks"] < made[2]["blocks"]
         assert made[2]["early_updates"] > 0
         assert made[2]["dropped_updates"] > 0 or more
