@@ -295,6 +295,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
                                    may_probe ? kProbeLimit : std::chrono::seconds(0));
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
+    options.state.swap_rates = prepared.swap->rates;
   }
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));

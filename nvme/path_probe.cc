@@ -59,11 +59,9 @@ class Prober {
 
   absl::StatusOr<std::optional<PathRates>> Probe(uint32_t path, Clock::duration limit) {
     SlotMap free = volume_.free_slots();
-    std::vector<bool> others(free.paths(), true);
-    others[path] = false;
     slots_.clear();
     while (slots_.size() < kSlotsMax) {
-      const std::optional<Slot> slot = free.AllocateOne(kSlotBytes, others);
+      const std::optional<Slot> slot = free.AllocateOn(path, kSlotBytes);
       if (!slot) break;
       slots_.push_back({.slot = *slot});
     }

@@ -2,27 +2,16 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "nvme/io/engine_factory.h"
+#include "nvme/path_rates.h"
 #include "nvme/volume.h"
 
 namespace forebay::nvme {
-
-// Bytes a second.
-struct PathRates {
-  double read = 0;
-  double write = 0;
-  double mixed = 0;  // of reads and writes together, as many of each
-  // The smallest requests, and the fewest at once, that read at 0.97 of the best rate.
-  uint64_t request_bytes = 0;
-  uint32_t depth = 0;
-  double read_seconds = 0;  // of 1 MiB while nothing else is in flight
-};
 
 // Reads and writes free space of each path, 256 to 512 MiB, one path after the other; `limit` is for all of
 // them together. Nothing that was on them is kept (OpenMode::kReclaim). Blocks.

@@ -56,16 +56,20 @@ std::optional<std::vector<Slot>> SlotMap::Allocate(uint64_t count, uint64_t slot
   return slots;
 }
 
-std::optional<Slot> SlotMap::AllocateOne(uint64_t slot_bytes, const std::vector<bool>& avoided) {
-  for (uint32_t i = 0; i < paths_.size(); ++i) {
-    if (i < avoided.size() && avoided[i]) continue;
-    const std::optional<uint64_t> offset = FirstFit(paths_[i], slot_bytes);
-    if (!offset) continue;
-    const Slot slot = {.path = i, .offset_bytes = *offset, .size_bytes = slot_bytes};
-    FOREBAY_CHECK(Reserve(slot));
-    return slot;
+std::optional<Slot> SlotMap::AllocateOn(uint32_t path, uint64_t slot_bytes) {
+  const std::optional<uint64_t> offset = FirstFit(paths_.at(path), slot_bytes);
+  if (!offset) return std::nullopt;
+  const Slot slot = {.path = path, .offset_bytes = *offset, .size_bytes = slot_bytes};
+  FOREBAY_CHECK(Reserve(slot));
+  return slot;
+}
+
+void SlotMap::SetWeights(std::span<const uint32_t> weights) {
+  FOREBAY_CHECK(weights.size() == paths_.size());
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    FOREBAY_CHECK(weights[i] > 0);
+    paths_[i].space.weight = weights[i];
   }
-  return std::nullopt;
 }
 
 bool SlotMap::Reserve(const Slot& slot) {

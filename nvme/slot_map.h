@@ -11,7 +11,7 @@
 namespace forebay::nvme {
 
 // A piece of one path. What it holds is known to its user's ledger alone, which also chooses the slot
-// of each write (BlockLedger::ChooseSlot).
+// of each write (BlockLedger).
 struct Slot {
   uint32_t path = 0;
   uint64_t offset_bytes = 0;
@@ -45,13 +45,16 @@ class SlotMap {
   // where SlotsFree() is below `count`.
   std::optional<std::vector<Slot>> Allocate(uint64_t count, uint64_t slot_bytes);
 
-  // One slot on the first path with room that is not in `avoided` (by path; may be shorter).
-  std::optional<Slot> AllocateOne(uint64_t slot_bytes, const std::vector<bool>& avoided);
+  // One slot on this path, if there is room.
+  std::optional<Slot> AllocateOn(uint32_t path, uint64_t slot_bytes);
 
   // Marks one slot as used; false where some of it is used or outside the data.
   bool Reserve(const Slot& slot);
 
   void Free(std::span<const Slot> slots);
+
+  // Of each path, > 0: for slots that are allocated from now on.
+  void SetWeights(std::span<const uint32_t> weights);
 
   uint32_t paths() const { return static_cast<uint32_t>(paths_.size()); }
   uint64_t capacity_bytes() const;

@@ -1,6 +1,7 @@
 #include "daemon/core/block_ledger.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -8,41 +9,59 @@
 
 namespace forebay::daemon {
 
-BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots) : blocks_(blocks) {
+BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots,
+                         PathTable& path_table)
+    : table_(path_table), paths_(path_table.paths()), blocks_(blocks) {
   AddSlots(slots);
 }
 
 void BlockLedger::AddSlots(const std::vector<nvme::Slot>& slots) {
   for (const nvme::Slot& slot : slots) {
-    if (slot.path >= paths_.size()) paths_.resize(slot.path + 1);
-    ++paths_[slot.path].slots;
-    FOREBAY_CHECK(slots_.insert(slot).second);
+    FOREBAY_CHECK(slot.path < paths_.size() && slots_.insert(slot).second);
     Free(slot);
   }
 }
 
-std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count) {
+std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count, Suspects suspects) {
   std::vector<nvme::Slot> removed;
-  while (removed.size() < count) {
-    const std::optional<nvme::Slot> slot = ChooseSlot();
-    if (!slot) break;
-    paths_[slot->path].free.erase(*slot);
-    --paths_[slot->path].slots;
-    slots_.erase(*slot);
-    removed.push_back(*slot);
+  for (auto failed = failed_.begin(); failed != failed_.end() && removed.size() < count;) {
+    if (!table_.is_marked(failed->path)) {
+      ++failed;
+      continue;
+    }
+    removed.push_back(*failed);
+    failed = failed_.erase(failed);
   }
+  while (removed.size() < count) {
+    const std::optional<uint32_t> path = ChooseSurplus(suspects);
+    if (!path) break;
+    // The last ones: the others are used again and again.
+    std::set<nvme::Slot>& free = paths_[*path].free;
+    removed.push_back(*std::prev(free.end()));
+    free.erase(removed.back());
+  }
+  for (const nvme::Slot& slot : removed) slots_.erase(slot);
   return removed;
 }
 
-bool BlockLedger::has_working_slot() const {
-  const std::optional<nvme::Slot> slot = ChooseSlot();
-  return slot.has_value() && !paths_[slot->path].failing;
+std::optional<uint32_t> BlockLedger::ChooseSurplus(Suspects suspects) const {
+  std::optional<uint32_t> best;
+  const auto is_better = [this](uint32_t path, uint32_t than) {
+    if (table_.is_marked(path) != table_.is_marked(than)) return table_.is_marked(path);
+    return static_cast<double>(paths_[path].free.size()) * table_.share(than) >
+           static_cast<double>(paths_[than].free.size()) * table_.share(path);
+  };
+  for (uint32_t path = 0; path < paths_.size(); ++path) {
+    if (paths_[path].free.empty()) continue;
+    if (suspects == Suspects::kKept && table_.is_suspect(path) && !table_.is_marked(path)) continue;
+    if (!best || is_better(path, *best)) best = path;
+  }
+  return best;
 }
 
-std::vector<bool> BlockLedger::failing_paths() const {
-  std::vector<bool> failing;
-  for (const Path& path : paths_) failing.push_back(path.failing);
-  return failing;
+bool BlockLedger::has_working_slot() const {
+  const std::optional<uint32_t> path = ChoosePath();
+  return path.has_value() && table_.works(*path);
 }
 
 const BlockLedger::Version& BlockLedger::newest(uint32_t block) const {
@@ -50,17 +69,41 @@ const BlockLedger::Version& BlockLedger::newest(uint32_t block) const {
   return of.pending ? *of.pending : of.current;
 }
 
-std::optional<nvme::Slot> BlockLedger::ChooseSlot() const {
-  const Path* best = nullptr;
-  for (const Path& path : paths_) {
-    if (path.free.empty()) continue;
-    const bool better = best == nullptr || (best->failing && !path.failing) ||
-                        (best->failing == path.failing &&
-                         path.free.size() * best->slots > best->free.size() * path.slots);
-    if (better) best = &path;
+std::optional<uint32_t> BlockLedger::ChoosePath() const {
+  std::optional<uint32_t> best;
+  const auto is_better = [this](uint32_t path, uint32_t than) {
+    if (table_.is_marked(path) != table_.is_marked(than)) return table_.is_marked(than);
+    if (table_.is_suspect(path) != table_.is_suspect(than)) return table_.is_suspect(than);
+    return paths_[path].credit + table_.share(path) > paths_[than].credit + table_.share(than);
+  };
+  for (uint32_t path = 0; path < paths_.size(); ++path) {
+    if (!paths_[path].free.empty() && (!best || is_better(path, *best))) best = path;
   }
-  if (best == nullptr) return std::nullopt;
-  return *best->free.begin();
+  return best;
+}
+
+std::optional<uint32_t> BlockLedger::LackingPath() const {
+  std::optional<uint32_t> next;
+  for (uint32_t path = 0; path < paths_.size(); ++path) {
+    if (!table_.works(path)) continue;
+    const bool is_better = !next || paths_[path].credit + table_.share(path) >
+                                        paths_[*next].credit + table_.share(*next);
+    if (is_better) next = path;
+  }
+  const bool lacks = next && paths_[*next].free.empty() && paths_[*next].credit >= kCreditMin;
+  return lacks ? next : std::nullopt;
+}
+
+// Every path that works is given its share of so many blocks; one of them has them.
+void BlockLedger::Count(uint32_t path, double blocks) {
+  if (!table_.works(path)) return;
+  double sum = 0;
+  for (uint32_t i = 0; i < paths_.size(); ++i) sum += table_.works(i) ? table_.share(i) : 0;
+  for (uint32_t i = 0; i < paths_.size(); ++i) {
+    if (!table_.works(i)) continue;
+    const double credit = paths_[i].credit + blocks * (table_.share(i) / sum - (i == path ? 1 : 0));
+    paths_[i].credit = std::clamp(credit, -kCreditMax, kCreditMax);
+  }
 }
 
 std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
@@ -70,23 +113,24 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
     of.writing = of.pending->slot;
     return Target{.slot = *of.writing};
   }
-  of.writing = ChooseSlot();
-  if (of.writing) {
-    paths_[of.writing->path].free.erase(*of.writing);
+  if (const std::optional<uint32_t> path = ChoosePath()) {
+    of.writing = *paths_[*path].free.begin();
+    paths_[*path].free.erase(paths_[*path].free.begin());
+    Count(*path, 1);
   } else if (!failed_.empty()) {
     of.writing = failed_.front();
     failed_.erase(failed_.begin());
   } else {
     return std::nullopt;
   }
-  return Target{.slot = *of.writing, .pause = paths_[of.writing->path].failing};
+  return Target{.slot = *of.writing, .pause = table_.is_suspect(of.writing->path)};
 }
 
 void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
                            WeightsDigests weights_digests) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing.has_value());
-  paths_[of.writing->path].failing = false;
+  table_.OnSucceeded(of.writing->path, Direction::kWrite);
   of.pending = Version{.slot = std::exchange(of.writing, std::nullopt),
                        .checksum = checksum,
                        .written_step = step,
@@ -100,7 +144,7 @@ void BlockLedger::OnWriteFailed(uint32_t block) {
   // A pending version that was being written again is lost with its slot; its bytes are in staging.
   if (of.pending && of.pending->slot == slot) of.pending.reset();
   failed_.push_back(slot);
-  paths_[slot.path].failing = true;
+  table_.OnFailed(slot.path, Direction::kWrite);
 }
 
 void BlockLedger::EndEarlyWrite(uint32_t block, uint64_t checksum, uint64_t step,
@@ -124,7 +168,7 @@ void BlockLedger::DropEarly(uint32_t block) {
 void BlockLedger::CancelWrite(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(of.writing && !of.pending);
-  paths_[of.writing->path].failing = false;
+  table_.OnSucceeded(of.writing->path, Direction::kWrite);
   Free(*std::exchange(of.writing, std::nullopt));
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/core/events.h"
+#include "daemon/core/path_table.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {
@@ -20,8 +21,12 @@ namespace forebay::daemon {
 //
 // What an early update writes, before its step is decided, is neither: it becomes pending with AcceptEarly().
 //
-// A slot whose write failed is used again only when no other is free. A path on which a write failed
-// gets new writes only when no other path has a free slot, until a write to it succeeds.
+// Writes go to the paths by their shares (PathTable), in turns, so that any run of blocks uses every path. A
+// path from which more is read than its share gets fewer writes meanwhile: it was slower than expected when
+// these blocks were written.
+//
+// A slot whose write failed is used again only when no other is free. A suspect path gets new writes only
+// when no other has a free slot, a marked one after it.
 class BlockLedger {
  public:
   struct Version {
@@ -33,13 +38,14 @@ class BlockLedger {
     WeightsDigests weights_digests = {};  // of a block with a plane of weights
   };
 
-  // Where a block is written. `pause`: a write to its path failed a moment ago.
+  // Where a block is written. `pause`: its path is suspect.
   struct Target {
     nvme::Slot slot;
     bool pause = false;
   };
 
-  BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots);
+  // `path_table` outlives it.
+  BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots, PathTable& path_table);
 
   // What readers and checkpoints see.
   const Version& current(uint32_t block) const { return blocks_[block].current; }
@@ -50,6 +56,8 @@ class BlockLedger {
   //
   // Errors  nothing  no slot is left.
   std::optional<Target> BeginWrite(uint32_t block);
+  // A block is read from this path.
+  void CountRead(uint32_t path) { Count(path, kReadWeight); }
   void EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
                 WeightsDigests weights_digests = {});
   void OnWriteFailed(uint32_t block);
@@ -72,13 +80,16 @@ class BlockLedger {
   // Between steps: the block was moved to DRAM, its slot is free.
   void SetResident(uint32_t block);
 
-  // Whether BeginWrite() would give a slot on a path that does not fail.
+  // Whether BeginWrite() would give a slot on a path that works.
   bool has_working_slot() const;
-  // Paths on which the last write failed.
-  std::vector<bool> failing_paths() const;
+  // The path that works and is to have the next write, where it has no free slot here and has gone without
+  // before.
+  std::optional<uint32_t> LackingPath() const;
   void AddSlots(const std::vector<nvme::Slot>& slots);
-  // Takes up to `count` slots out of the table: free ones whose last write did not fail.
-  std::vector<nvme::Slot> RemoveFreeSlots(size_t count);
+  // Takes up to `count` slots out of the table: those on marked paths first, then free ones whose last write
+  // did not fail, of the path that has most of them for its share. `kept`: none of a suspect path.
+  enum class Suspects : uint8_t { kIncluded, kKept };
+  std::vector<nvme::Slot> RemoveFreeSlots(size_t count, Suspects suspects = Suspects::kIncluded);
   // All slots of the job.
   const std::set<nvme::Slot>& slots() const { return slots_; }
 
@@ -95,15 +106,22 @@ class BlockLedger {
   };
   struct Path {
     std::set<nvme::Slot> free;
-    uint64_t slots = 0;
-    bool failing = false;
+    // Blocks that it should have had by its share beyond those it was given, kCreditMax at most.
+    double credit = 0;
   };
+  static constexpr double kCreditMax = 2;
+  // Of a read, beside a write. With less blocks follow more slowly, with 1 they would never come to rest.
+  static constexpr double kReadWeight = 0.5;
+  // Of a path that lacks slots: fewer blocks go elsewhere, and later ones make up for them.
+  static constexpr double kCreditMin = 1.5;
 
-  // A free slot of the path with the largest free share, so that a step keeps every path busy; paths
-  // that fail come last.
-  std::optional<nvme::Slot> ChooseSlot() const;
+  // A free slot on the path whose turn it is; of those that do not work, where no other has any.
+  std::optional<uint32_t> ChoosePath() const;
+  std::optional<uint32_t> ChooseSurplus(Suspects suspects) const;
+  void Count(uint32_t path, double blocks);
   void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
 
+  PathTable& table_;
   std::set<nvme::Slot> slots_;
   std::vector<Path> paths_;
   // Slots whose last write failed, oldest first.

@@ -28,14 +28,15 @@ bool NeedsRank(const Command& command) {
 
 }  // namespace
 
-Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap)
+Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
+         PathTable& path_table)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
       members_(spec_, io_),
       initial_(spec_, io_),
       leases_(actions),
-      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, spec_.sum_slots, swap, pool,
-                leases_, spec_.options.workers),
+      pipeline_(io_, spec_.layout, spec_.plan, spec_.swap_slots, spec_.sum_slots, swap, path_table,
+                pool, leases_, spec_.options.workers),
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
       access_(io_, spec_.layout, pipeline_, weights_, leases_),
       residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),

@@ -32,8 +32,9 @@ namespace forebay::daemon {
 // event of the job, and after every other event while the job waits for a staging slot.
 class Job {
  public:
-  // Pool, swap and actions outlive the job.
-  Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap);
+  // Pool, swap, its paths and actions outlive the job.
+  Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& swap,
+      PathTable& path_table);
 
   // Emits what makes its memory: there is DRAM for it now. Before this, attaches wait.
   void Begin();

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
+#include "nvme/path_rates.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {
@@ -31,8 +34,8 @@ inline constexpr uint32_t kCachedPartitionsPerOwner = 2;
 // Of a job with weights on swap, before a step is decided: slots that states which are read ahead leave free.
 inline constexpr uint32_t kStagingSlotsForWeights = 2;
 
-// Of one path: reads of states that are under way at once. Two keep it busy, and a fetch of weights waits for
-// few of them.
+// Of one path: reads of states that are under way at once, unless its measured latency asks for more
+// (PathTable). Two keep most busy, and a fetch of weights waits for few of them.
 inline constexpr uint32_t kReadsPerPath = 2;
 
 // Gradient sums that do not all fit in DRAM: the largest page of them; and frames that are made free ahead of need.
@@ -54,6 +57,8 @@ struct NodeOptions {
   uint64_t staging_slot_bytes = 0;
   // Space of the swap paths; none: no swap.
   nvme::SlotMap swap = {};
+  // What its paths gave when they were measured; may be shorter.
+  std::vector<std::optional<nvme::PathRates>> swap_rates = {};
   // A multiple of kStatesAlignElems.
   uint64_t block_elems = uint64_t{1} << 20;
   // UpdateBlocks that run at once.

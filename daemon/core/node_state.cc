@@ -14,6 +14,7 @@
 #include "daemon/core/job_name.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/path_table.h"
 #include "daemon/core/staging.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -96,7 +97,17 @@ std::vector<uint64_t> UsedByPath(const nvme::SlotMap& swap) {
 
 struct NodeState::Impl {
   explicit Impl(const Options& node_options)
-      : options(node_options), pool(node_options.staging_slots), swap(node_options.swap) {}
+      : options(node_options),
+        pool(node_options.staging_slots),
+        swap(node_options.swap),
+        path_table(swap.paths(), node_options.swap_rates) {
+    WeighPaths();
+  }
+
+  // Slots that are allocated from now on follow the paths' shares.
+  void WeighPaths() {
+    if (const auto weights = path_table.DrainWeights()) swap.SetWeights(*weights);
+  }
 
   // Each returns the job that the event concerns; nullptr: none.
   Job* On(const AttachRequested& request);
@@ -135,6 +146,7 @@ struct NodeState::Impl {
   ActionSink actions;
   StagingPool pool;
   nvme::SlotMap swap;
+  PathTable path_table;
   JobId last_job = 0;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<JobName, JobId> names;
@@ -157,6 +169,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
+  impl_->WeighPaths();
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
   impl_->actions.Bind(nullptr);
@@ -271,7 +284,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
                                            .swap_slots = std::move(slots),
                                            .sum_slots = std::move(sum_slots),
                                            .options = options},
-                                   actions, pool, swap);
+                                   actions, pool, swap, path_table);
   names.emplace(std::move(name), id);
   waiting.push_back(id);
   Job* const made = jobs.emplace(id, std::move(job)).first->second.get();

@@ -82,10 +82,8 @@ void Residency::Pump() {
 }
 
 void Residency::StartEviction(uint32_t block) {
-  const std::optional<BlockLedger::Target> target = pipeline_.ledger().BeginWrite(block);
-  FOREBAY_CHECK(target.has_value());
   BlockPlace place = pipeline_.PlaceOf(block);
-  place.slot = target->slot;
+  place.slot = pipeline_.AllocateTarget(block).slot;
   io_.Start(TaskKind::kMoveBlock, 0,
             EvictBlock{.place = place,
                        .bytes = pipeline_.map().bytes(block),

@@ -18,7 +18,8 @@ using State = StagedBlocks::State;
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
                            const std::vector<nvme::Slot>& sum_slots, nvme::SlotMap& swap,
-                           StagingPool& pool, const LeaseTable& leases, uint32_t workers)
+                           PathTable& path_table, StagingPool& pool, const LeaseTable& leases,
+                           uint32_t workers)
     : io_(io),
       layout_(std::move(layout)),
       map_(layout_, plan.block_elems, plan.weights_on_swap),
@@ -28,10 +29,12 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       staged_(
           pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
           [this](uint32_t block) { return position_[block]; }),
-      ledger_(map_.blocks(), swap_slots),
+      ledger_(map_.blocks(), swap_slots, path_table),
       placement_(plan.placement),
       swap_(swap),
+      path_table_(path_table),
       param_updates_(layout_->params().size(), 0),
+      reads_(std::max(1U, path_table.paths()), 0),
       early_(*layout_, map_, plan, position_),
       sums_(io, *layout_, map_, plan, sum_slots),
       early_prefetch_left_(map_.blocks()),
@@ -111,25 +114,25 @@ uint32_t StepPipeline::PathOf(uint32_t block) const {
   return slot ? slot->path : 0;  // zeros are not read
 }
 
-bool StepPipeline::IsPathBusy(uint32_t block) const {
-  const auto running = reads_.find(PathOf(block));
-  return running != reads_.end() && running->second >= kReadsPerPath;
-}
-
 bool StepPipeline::AreAllPathsBusy() const {
-  const auto busy = std::ranges::count_if(
-      reads_, [](const auto& entry) { return entry.second >= kReadsPerPath; });
-  return static_cast<size_t>(busy) >= std::max<size_t>(1, ledger_.failing_paths().size());
+  for (uint32_t path = 0; path < path_table_.paths(); ++path) {
+    if (!IsPathBusy(path)) return false;
+  }
+  return true;
 }
 
 void StepPipeline::StartRead(uint32_t block, uint32_t slot, bool for_update) {
   staged_.Add(block, slot);
   const uint32_t path = PathOf(block);
+  const bool from_disk = ledger_.newest(block).slot.has_value();
   ++reads_[path];
+  if (from_disk && for_update) ledger_.CountRead(path);
   const TaskId task =
       io_.Start(TaskKind::kReadBlock, 0,
                 ReadBlock{.block = block, .place = PlaceOf(block), .bytes = map_.bytes(block)});
-  tasks_.emplace(task, Running{.block = block, .for_update = for_update, .path = path});
+  tasks_.emplace(
+      task,
+      Running{.block = block, .for_update = for_update, .path = path, .from_disk = from_disk});
 }
 
 void StepPipeline::Prefetch() {
@@ -158,7 +161,7 @@ std::optional<uint32_t> StepPipeline::AllocateForReadAhead() {
 
 // Of the next block in its order. False: its path is busy, or no slot is free.
 bool StepPipeline::ReadAhead(uint32_t block) {
-  if (IsPathBusy(block)) return false;
+  if (IsPathBusy(PathOf(block))) return false;
   const std::optional<uint32_t> slot = AllocateForReadAhead();
   if (!slot) return false;
   StartRead(block, *slot, /*for_update=*/true);
@@ -280,7 +283,7 @@ void StepPipeline::StartReads() {
   if (!unwritten_.empty() || AreAllPathsBusy()) return;
   for (const uint32_t position : swapped_) {
     const uint32_t block = in_order_[position];
-    if (staged_.contains(block) || IsLeased(block) || IsPathBusy(block)) continue;
+    if (staged_.contains(block) || IsLeased(block) || IsPathBusy(PathOf(block))) continue;
     if (ReadsSums() && sums_.Prepare(block) == SumPages::Room::kNone) continue;
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
@@ -428,6 +431,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
   --reads_[read.path];
+  if (read.from_disk) CountTransfer(read.path, Direction::kRead, map_.bytes(read.block), done);
   StagedBlocks::Staged& staged = staged_.at(read.block);
   const bool cancelled = staged.cancelled;
   if (done.status.ok() && read.for_update && !sets_masters()) {
@@ -496,15 +500,44 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
 
 WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identity,
                                     uint64_t checksum) {
-  const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
-  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
+  const BlockLedger::Target target = AllocateTarget(block);
   BlockPlace place = PlaceOf(block);
-  place.slot = target->slot;
+  place.slot = target.slot;
   return {.place = place,
           .bytes = map_.bytes(block),
           .identity = identity,
           .checksum = checksum,
-          .pause = target->pause};
+          .pause = target.pause};
+}
+
+// The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
+// and gives one back elsewhere.
+BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
+  if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) {
+    if (const std::optional<nvme::Slot> slot = swap_.AllocateOn(*lacking, plan_.swap_slot_bytes)) {
+      const std::vector<nvme::Slot> given =
+          ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
+      swap_.Free(given.empty() ? std::vector{*slot} : given);
+      if (!given.empty()) ledger_.AddSlots({*slot});
+    }
+  }
+  const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
+  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
+  return *target;
+}
+
+void StepPipeline::CountTransfer(uint32_t path, Direction direction, uint64_t bytes,
+                                 const TaskDone& done) {
+  if (!done.status.ok()) {
+    if (direction == Direction::kRead) path_table_.OnFailed(path, direction);  // else the ledger
+    return;
+  }
+  if (direction == Direction::kRead) path_table_.OnSucceeded(path, direction);
+  path_table_.AddTransfer({.path = path,
+                           .direction = direction,
+                           .bytes = bytes,
+                           .begin_ns = done.begin_ns,
+                           .end_ns = done.end_ns});
 }
 
 void StepPipeline::FinishPartitionsOf(uint32_t block) {
@@ -513,9 +546,12 @@ void StepPipeline::FinishPartitionsOf(uint32_t block) {
 
 void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests weights_digests) {
   const BlockIdentity identity{.job = io_.job(), .block = block, .written_step = order_.step};
-  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, BeginWrite(block, identity, checksum));
+  WriteBlock write = BeginWrite(block, identity, checksum);
+  const uint32_t path = write.place.slot->path;
+  const TaskId task = io_.Start(TaskKind::kWriteBlock, 0, std::move(write));
   if (!running_) ++early_tasks_;
   tasks_.emplace(task, Running{.block = block,
+                               .path = path,
                                .checksum = checksum,
                                .weights_digests = std::move(weights_digests),
                                .early = !running_});
@@ -523,6 +559,7 @@ void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests 
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   const Running write = FinishTask(done.task);
+  CountTransfer(write.path, Direction::kWrite, map_.bytes(write.block), done);
   if (write.early) --early_tasks_;
   if (staged_.at(write.block).cancelled || (!running_ && (!done.status.ok() || abandoned_))) {
     if (!staged_.at(write.block).cancelled) DropEarly(std::vector{write.block});
@@ -569,9 +606,13 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
 
 void StepPipeline::AddSpareSlot() {
   if (ledger_.has_working_slot()) return;
-  const std::optional<nvme::Slot> spare =
-      swap_.AllocateOne(plan_.swap_slot_bytes, ledger_.failing_paths());
-  if (spare) ledger_.AddSlots({*spare});
+  for (uint32_t path = 0; path < path_table_.paths(); ++path) {
+    if (!path_table_.works(path)) continue;
+    const std::optional<nvme::Slot> spare = swap_.AllocateOn(path, plan_.swap_slot_bytes);
+    if (!spare) continue;
+    ledger_.AddSlots({*spare});
+    return;
+  }
 }
 
 void StepPipeline::ReturnSurplusSlots() {

@@ -22,6 +22,7 @@
 #include "daemon/core/lease_table.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/path_table.h"
 #include "daemon/core/placement.h"
 #include "daemon/core/staging.h"
 #include "daemon/core/sum_pages.h"
@@ -77,7 +78,8 @@ class StepPipeline {
  public:
   StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout, const MemoryPlan& plan,
                const std::vector<nvme::Slot>& swap_slots, const std::vector<nvme::Slot>& sum_slots,
-               nvme::SlotMap& swap, StagingPool& pool, const LeaseTable& leases, uint32_t workers);
+               nvme::SlotMap& swap, PathTable& path_table, StagingPool& pool,
+               const LeaseTable& leases, uint32_t workers);
 
   // Reads ahead while no step is applied.
   void Prefetch();
@@ -152,8 +154,13 @@ class StepPipeline {
   const Placement& placement() const { return placement_; }
   // The block is on swap now, or is to stay there: it may be read ahead.
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
-  // Where every path of the job's slots fails: one slot more, on another path.
+  // Where no path of the job's free slots works: one slot more, on another path.
   void AddSpareSlot();
+  // Where the block's next version is written.
+  BlockLedger::Target AllocateTarget(uint32_t block);
+  PathTable& path_table() { return path_table_; }
+  // A transfer has ended; whether a write has, the ledger says too.
+  void CountTransfer(uint32_t path, Direction direction, uint64_t bytes, const TaskDone& done);
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
   void ReturnSurplusSlots();
   // The write of a staged block's next bytes to a free slot.
@@ -194,7 +201,8 @@ class StepPipeline {
   struct Running {
     uint32_t block = 0;
     bool for_update = false;  // of reads
-    uint32_t path = 0;        // of reads
+    uint32_t path = 0;        // of reads and writes
+    bool from_disk = false;   // of reads, else zeros that were never written
     // Of writes.
     uint64_t checksum = 0;
     WeightsDigests weights_digests = {};
@@ -223,8 +231,10 @@ class StepPipeline {
   std::optional<uint32_t> AllocateForReadAhead();
   bool ReadAhead(uint32_t block);
   void FailPrefetch(uint32_t block, const absl::Status& status);
-  // As many are read from its path as keep the path busy.
-  bool IsPathBusy(uint32_t block) const;
+  // As many are read from it as keep it busy.
+  bool IsPathBusy(uint32_t path) const {
+    return reads_[path] >= path_table_.reads_at_once(path, map_.full_block_bytes());
+  }
   bool AreAllPathsBusy() const;
   void Sort();
   uint32_t PathOf(uint32_t block) const;  // that it is read from
@@ -251,8 +261,9 @@ class StepPipeline {
   StagedBlocks staged_;
   BlockLedger ledger_;
   Placement placement_;
-  // Of the node: where a write goes while every path of the job's own slots fails.
+  // Of the node: where a write goes whose path has no free slot of the job.
   nvme::SlotMap& swap_;
+  PathTable& path_table_;
   std::vector<std::vector<uint32_t>> block_partitions_;  // by block
   std::vector<uint32_t> trace_;                          // that the order follows
   std::vector<uint32_t> in_order_;                       // blocks, as they are updated
@@ -260,7 +271,7 @@ class StepPipeline {
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
   std::map<TaskId, Running> tasks_;
-  std::map<uint32_t, uint32_t> reads_;  // by path, those that run
+  std::vector<uint32_t> reads_;  // by path, those that run
   // Whose updates are part of the step: new weights in the step arena, that wait for a worker. Positions.
   std::set<uint32_t> to_install_;
   EarlyUpdates early_;

@@ -143,7 +143,7 @@ void StepPipeline::StartEarlyReads() {
   if (AreAllPathsBusy()) return;
   for (const uint32_t position : early_.waiting()) {
     const uint32_t block = in_order_[position];
-    if (!MayReadEarly(block) || IsPathBusy(block) || !sums_.IsThere(block)) continue;
+    if (!MayReadEarly(block) || IsPathBusy(PathOf(block)) || !sums_.IsThere(block)) continue;
     std::optional<uint32_t> slot = AllocateForReadAhead();
     // What was read ahead for gradients that do not come holds no slot permanently.
     const auto waits = [this](uint32_t other) {

@@ -174,7 +174,10 @@ void WeightsCache::StartPieces() {
     LoadWeights piece = std::move(pieces_.front());
     pieces_.pop_front();
     piece.staging_slot = *slot;
-    const Load load{.partition = piece.partition, .staging_slot = *slot, .bytes = piece.bytes};
+    const Load load{.partition = piece.partition,
+                    .staging_slot = *slot,
+                    .bytes = piece.bytes,
+                    .path = piece.slot.path};
     loads_.emplace(io_.Start(TaskKind::kLoadWeights, 0, std::move(piece)), load);
   }
 }
@@ -185,6 +188,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   const Load& load = node.mapped();
   pipeline_.staged().Release(load.staging_slot);
   counters_.read_bytes += load.bytes;
+  pipeline_.CountTransfer(load.path, Direction::kRead, load.bytes, done);
   Copy& copy = copies_.at(load.partition);
   copy.status.Update(done.status);
   if (--copy.loads_left > 0) return;

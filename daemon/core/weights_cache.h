@@ -76,6 +76,7 @@ class WeightsCache {
     uint32_t partition = 0;
     uint32_t staging_slot = 0;
     uint64_t bytes = 0;
+    uint32_t path = 0;
   };
   // What a rank fetches in a step, in order.
   struct Order {

@@ -268,8 +268,12 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       spdlog::error("{}", Text(one.status));
       if (is_retried) next_write_error_ns_ = MonotonicNs() + kWriteErrorLogNs;
     }
-    if (mover_.OnTransferred(one) || CopyLoaded(one)) continue;
-    Done(one.task, std::move(one.status));
+    const uint64_t end_ns = MonotonicNs();
+    if (mover_.OnTransferred(one) || CopyLoaded(one, end_ns)) continue;
+    Raise(TaskDone{.task = one.task,
+                   .status = std::move(one.status),
+                   .begin_ns = one.start_ns,
+                   .end_ns = end_ns});
   }
 }
 

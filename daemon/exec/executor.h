@@ -134,7 +134,7 @@ class Executor {
   void Raise(Event event);
   void EndTransfers(std::vector<SwapDone>& done);
   // What comes after the read of a LoadWeights; false: it was none, or it failed.
-  bool CopyLoaded(const SwapDone& read);
+  bool CopyLoaded(const SwapDone& read, uint64_t end_ns);
   void Done(TaskId task, absl::Status status) {
     Raise(TaskDone{.task = task, .status = std::move(status)});
   }

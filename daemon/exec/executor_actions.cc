@@ -487,18 +487,21 @@ void Executor::Run(LoadWeights& action) {
   EndTransfers(done);
 }
 
-bool Executor::CopyLoaded(const SwapDone& read) {
+bool Executor::CopyLoaded(const SwapDone& read, uint64_t end_ns) {
   auto node = loads_.extract(read.task);
   if (node.empty() || !read.status.ok()) return false;
   LoadWeights& action = node.mapped();
   const auto staged = swap_->Slot(action.staging_slot, action.bytes);
   const auto weights = jobs_.at(action.job).weights->bytes();
   const std::string_view path = swap_->path_name(action.slot.path);
-  PostTask(read.task, [action = std::move(action), path, staged, weights] {
-    TaskDone done;
-    done.status = RunLoadWeights(action, path, staged, weights);
-    return done;
-  });
+  PostTask(read.task,
+           [action = std::move(action), path, staged, weights, begin_ns = read.start_ns, end_ns] {
+             TaskDone done;
+             done.begin_ns = begin_ns;
+             done.end_ns = end_ns;
+             done.status = RunLoadWeights(action, path, staged, weights);
+             return done;
+           });
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include <set>
 #include <vector>
 
+#include "daemon/core/path_table.h"
 #include "gtest/gtest.h"
 #include "nvme/slot_map.h"
 
@@ -42,7 +43,8 @@ nvme::Slot Write(BlockLedger& ledger, uint32_t block, uint64_t step) {
 size_t FreeSlots(BlockLedger ledger) { return ledger.RemoveFreeSlots(SIZE_MAX).size(); }
 
 TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {
-  BlockLedger ledger(2, Slots({4}));
+  PathTable paths(2, {});
+  BlockLedger ledger(2, Slots({4}), paths);
   EXPECT_FALSE(ledger.current(0).slot.has_value());
   const nvme::Slot first = Write(ledger, 0, 1);
   EXPECT_EQ(ledger.current(0).written_step, 0u);
@@ -62,7 +64,8 @@ TEST(BlockLedger, KeepsThePublishedVersionUntilPublish) {
 
 TEST(BlockLedger, TwoSlotsABlockAreEnoughForEveryStep) {
   constexpr uint32_t kBlocks = 7;
-  BlockLedger ledger(kBlocks, Slots({kBlocks, kBlocks}));
+  PathTable paths(2, {});
+  BlockLedger ledger(kBlocks, Slots({kBlocks, kBlocks}), paths);
   for (uint64_t step = 1; step <= 4; ++step) {
     std::set<nvme::Slot> used;
     std::vector<uint32_t> of_path(2, 0);
@@ -80,7 +83,8 @@ TEST(BlockLedger, TwoSlotsABlockAreEnoughForEveryStep) {
 }
 
 TEST(BlockLedger, APendingVersionIsWrittenAgainInItsSlot) {
-  BlockLedger ledger(1, Slots({2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(1, Slots({2}), paths);
   Write(ledger, 0, 1);
   ledger.Publish();
   const nvme::Slot pass_one = Write(ledger, 0, 2);
@@ -99,7 +103,8 @@ TEST(BlockLedger, APendingVersionIsWrittenAgainInItsSlot) {
 }
 
 TEST(BlockLedger, AFailingPathIsUsedLastUntilAWriteToItSucceeds) {
-  BlockLedger ledger(4, Slots({4, 2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(4, Slots({4, 2}), paths);
   ASSERT_EQ(ledger.BeginWrite(0)->slot.path, 0u);
   ledger.OnWriteFailed(0);
   for (const uint32_t block : {0u, 1u}) {
@@ -119,8 +124,72 @@ TEST(BlockLedger, AFailingPathIsUsedLastUntilAWriteToItSucceeds) {
   ledger.CheckInvariants();
 }
 
+// `seconds`: of each transfer of a slot, by path.
+void Measure(PathTable& paths, const std::vector<double>& seconds) {
+  for (uint32_t path = 0; path < seconds.size(); ++path) {
+    for (const Direction direction : {Direction::kRead, Direction::kWrite}) {
+      uint64_t now_ns = 1;
+      for (int i = 0; i < 100; ++i) {
+        const auto end_ns = now_ns + static_cast<uint64_t>(seconds[path] * 1e9);
+        paths.AddTransfer({.path = path,
+                           .direction = direction,
+                           .bytes = kSlotBytes,
+                           .begin_ns = now_ns,
+                           .end_ns = end_ns});
+        now_ns = end_ns;
+      }
+    }
+  }
+}
+
+TEST(BlockLedger, PathsHaveTurnsByTheirShares) {
+  PathTable paths(2, {});
+  Measure(paths, {1, 3});
+  BlockLedger ledger(8, Slots({8, 8}), paths);
+  std::vector<uint32_t> turns;
+  for (uint32_t block = 0; block < 8; ++block) turns.push_back(Write(ledger, block, 1).path);
+  EXPECT_EQ(turns, (std::vector<uint32_t>{0, 0, 1, 0, 0, 0, 1, 0}));
+}
+
+TEST(BlockLedger, APathThatLacksSlotsGetsThemFromWhereMostAreFree) {
+  PathTable paths(2, {});
+  Measure(paths, {1, 3});
+  BlockLedger ledger(16, Slots({8, 24}), paths);
+  std::vector<uint32_t> exchanged;
+  std::vector<uint32_t> of_path(2, 0);
+  for (uint32_t block = 0; block < 16; ++block) {
+    if (ledger.LackingPath() == 0U) {
+      exchanged.push_back(block);
+      const std::vector<nvme::Slot> removed = ledger.RemoveFreeSlots(1);
+      ASSERT_EQ(removed.size(), 1U);
+      EXPECT_EQ(removed[0].path, 1U);
+      ledger.AddSlots(
+          {{.path = 0, .offset_bytes = (100 + block) * kSlotBytes, .size_bytes = kSlotBytes}});
+    }
+    ++of_path[Write(ledger, block, 1).path];
+  }
+  // By its share it would have had 12; two are to come.
+  EXPECT_EQ(of_path, (std::vector<uint32_t>{10, 6}));
+  EXPECT_EQ(exchanged, (std::vector<uint32_t>{13, 14}));
+  EXPECT_EQ(ledger.slots().size(), 32U);
+}
+
+TEST(BlockLedger, APathThatMoreIsReadFromGetsFewerWrites) {
+  PathTable paths(2, {});
+  BlockLedger ledger(8, Slots({8, 8}), paths);
+  ledger.CountRead(0);
+  ledger.CountRead(0);
+  std::vector<uint32_t> turns;
+  for (uint32_t block = 0; block < 4; ++block) turns.push_back(Write(ledger, block, 1).path);
+  EXPECT_EQ(turns, (std::vector<uint32_t>{1, 0, 1, 0}));
+  ledger.CountRead(1);
+  ledger.CountRead(1);
+  EXPECT_EQ(Write(ledger, 4, 1).path, 0U) << "else it would be the other's turn";
+}
+
 TEST(BlockLedger, FailedSlotsAreTheLastResort) {
-  BlockLedger ledger(1, Slots({3}));
+  PathTable paths(2, {});
+  BlockLedger ledger(1, Slots({3}), paths);
   std::vector<uint64_t> offsets;
   for (int i = 0; i < 6; ++i) {
     offsets.push_back(ledger.BeginWrite(0)->slot.offset_bytes / kSlotBytes);
@@ -131,11 +200,13 @@ TEST(BlockLedger, FailedSlotsAreTheLastResort) {
 }
 
 TEST(BlockLedger, ASpareSlotServesWhileAllOthersFail) {
-  BlockLedger ledger(1, Slots({2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(1, Slots({2}), paths);
   ledger.BeginWrite(0);
   ledger.OnWriteFailed(0);
   EXPECT_FALSE(ledger.has_working_slot());
-  EXPECT_EQ(ledger.failing_paths(), (std::vector<bool>{true}));
+  EXPECT_TRUE(paths.is_suspect(0));
+  EXPECT_FALSE(paths.is_marked(0));
   ledger.AddSlots({{.path = 1, .offset_bytes = 0, .size_bytes = kSlotBytes}});
   EXPECT_TRUE(ledger.has_working_slot());
   EXPECT_EQ(Write(ledger, 0, 1).path, 1u);
@@ -145,7 +216,8 @@ TEST(BlockLedger, ASpareSlotServesWhileAllOthersFail) {
 }
 
 TEST(BlockLedger, BlocksInDramArePublishedWithTheOthers) {
-  BlockLedger ledger(2, Slots({2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(2, Slots({2}), paths);
   ledger.SetInPlace(0, 3);
   Write(ledger, 1, 3);
   EXPECT_EQ(ledger.current(0).written_step, 0u);
@@ -156,7 +228,8 @@ TEST(BlockLedger, BlocksInDramArePublishedWithTheOthers) {
 }
 
 TEST(BlockLedger, ABlockMovesBetweenTiersAloneAndItsSlotsComeAndGo) {
-  BlockLedger ledger(3, Slots({2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(3, Slots({2}), paths);
   ledger.SetInPlace(0, 1);
   ledger.SetInPlace(1, 1);
   Write(ledger, 2, 1);
@@ -188,7 +261,8 @@ TEST(BlockLedger, ABlockMovesBetweenTiersAloneAndItsSlotsComeAndGo) {
 }
 
 TEST(BlockLedger, SlotsWhoseWriteFailedStayWithTheJob) {
-  BlockLedger ledger(1, Slots({2}));
+  PathTable paths(2, {});
+  BlockLedger ledger(1, Slots({2}), paths);
   ASSERT_TRUE(ledger.BeginWrite(0).has_value());
   ledger.OnWriteFailed(0);
   EXPECT_EQ(ledger.RemoveFreeSlots(2).size(), 1u);

@@ -268,7 +268,16 @@ class Simulation {
     }
     if (moves) ++(evict != nullptr ? evictions_ : promotions_);
     if (chaos && random_.OneIn(500)) model_.set_masters_overflow(1);
-    Send(model_.Finish(task));
+    // Two paths whose rates change places now and then.
+    const auto* read = std::get_if<ReadBlock>(&action);
+    const BlockPlace* const place = read != nullptr ? &read->place : written;
+    const uint64_t took_ns =
+        place == nullptr || !place->slot ? 0 : (place->slot->path == slower_path_ ? 4000 : 1000);
+    if (random_.OneIn(5000)) slower_path_ = static_cast<uint32_t>(random_.Below(2));
+    TaskDone done = model_.Finish(task);
+    done.begin_ns = now_ns_;
+    done.end_ns = now_ns_ += took_ns;
+    Send(done);
   }
 
   // Refused while there are sessions; the cure for a failed job.
@@ -458,6 +467,8 @@ class Simulation {
   uint64_t io_errors_ = 0;
   // Writes to it fail for a while.
   std::optional<uint32_t> down_path_;
+  uint32_t slower_path_ = 0;
+  uint64_t now_ns_ = 1;
   uint64_t failed_writes_ = 0;
   uint64_t evictions_ = 0;
   uint64_t promotions_ = 0;

@@ -34,6 +34,21 @@ TEST(SlotMap, SpreadsSlotsOverThePathsByWeight) {
   EXPECT_EQ(weighted.used_bytes(1), 12 * 8192u);
 }
 
+TEST(SlotMap, WeightsMayChangeForSlotsThatAreAllocatedLater) {
+  SlotMap map = Paths({{0, 1 << 20}, {0, 1 << 20}});
+  EXPECT_THAT(PathsOf(*map.Allocate(2, 8192)), ::testing::ElementsAre(0, 1));
+  map.SetWeights(std::vector<uint32_t>{1, 3});
+  EXPECT_THAT(PathsOf(*map.Allocate(4, 8192)), ::testing::ElementsAre(1, 1, 0, 1));
+}
+
+TEST(SlotMap, AllocatesOnOnePathAsLongAsItHasRoom) {
+  SlotMap map = Paths({{0, 1 << 20}, {4096, 3 * 4096}});
+  EXPECT_EQ(map.AllocateOn(1, 4096), (Slot{.path = 1, .offset_bytes = 4096, .size_bytes = 4096}));
+  EXPECT_EQ(map.AllocateOn(1, 4096), (Slot{.path = 1, .offset_bytes = 8192, .size_bytes = 4096}));
+  EXPECT_EQ(map.AllocateOn(1, 4096), std::nullopt);
+  EXPECT_EQ(map.used_bytes(1), 8192U);
+}
+
 TEST(SlotMap, RefusesWhatDoesNotFitAndTakesNothing) {
   SlotMap map = Paths({{0, 3 * 4096 + 4095}, {0, 4096}});
   EXPECT_EQ(map.SlotsFree(4096), 4u);

@@ -1,0 +1,272 @@
+// Goal    Several swap paths together give a job the sum of what each gives, however unequal they are; when
+//         one becomes slower or faster, the blocks follow within two steps, as far as there is room.
+// Method  The state machine in virtual time, with all states on swap and a trainer that does not compute. Each
+//         path serves one transfer after the other at its own rate, read or written; workers are fast.
+//         Nothing depends on the machine.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "daemon/core/path_table.h"
+#include "gtest/gtest.h"
+#include "nvme/path_rates.h"
+#include "protocol/error.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::ShardedJob;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+
+constexpr uint32_t kGroups = 32;
+constexpr uint64_t kBlockElems = 8192;
+constexpr uint32_t kBlocks = 8 * kGroups;
+constexpr uint64_t kBlockBytes = 10 * kBlockElems;  // exact
+constexpr uint64_t kArenaBytes = uint64_t{1} << 20;
+constexpr double kSum = 2.0 * kBlocks * kBlockBytes;  // bytes a second: a step takes one
+
+std::shared_ptr<const protocol::Layout> Layers() {
+  return MakeShardedLayout(
+      std::vector<std::vector<testing::ShardedParam>>(kGroups, {{.rows = 8 * kBlockElems}}),
+      {.ranks = 1, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+}
+
+NodeState::Options OptionsOf(size_t paths, uint64_t dram_bytes) {
+  return {.dram_limit_bytes = dram_bytes,
+          .node_bytes = 4096,
+          .staging_slots = 16,
+          .staging_slot_bytes = 256 << 10,
+          .swap = SwapPaths(std::vector<uint64_t>(paths, 64 << 20)),
+          .block_elems = kBlockElems,
+          .workers = 2};
+}
+
+// No block fits in DRAM.
+NodeState::Options OptionsFor(size_t paths) {
+  ShardedJob roomy(Layers(), 1, OptionsOf(paths, 64 << 20));
+  roomy.AttachAll(kArenaBytes);
+  return OptionsOf(paths, roomy.node_.state().Node().dram_used_bytes - roomy.View().resident_bytes);
+}
+
+nvme::PathRates Measured(double rate) {
+  return {.read = rate,
+          .write = rate,
+          .mixed = rate,
+          .request_bytes = kBlockBytes,
+          .depth = 1,
+          .read_seconds = kBlockBytes / rate};
+}
+
+class TimedPaths : public ShardedJob {
+ public:
+  // `rates`: bytes a second, by path. `measured`: what the node takes them for; may be empty. `capacities`:
+  // in slots; empty: more than enough.
+  TimedPaths(std::vector<double> rates, const std::vector<double>& measured,
+             const std::vector<uint64_t>& capacities = {})
+      : ShardedJob(Layers(), 1, With(OptionsFor(rates.size()), measured, capacities)),
+        rates_(std::move(rates)),
+        free_at_(rates_.size(), 0),
+        read_(rates_.size(), 0),
+        written_(rates_.size(), 0) {
+    AttachAll(kArenaBytes);
+    EXPECT_EQ(View().resident_blocks, 0U);
+    EXPECT_EQ(View().blocks, kBlocks);
+  }
+  ~TimedPaths() { EXPECT_EQ(node_.fault(), ""); }
+  TimedPaths(const TimedPaths&) = delete;
+  TimedPaths& operator=(const TimedPaths&) = delete;
+
+  // Seconds that it takes.
+  double Step() {
+    const double began = now_;
+    std::ranges::fill(read_, 0);
+    std::ranges::fill(written_, 0);
+    std::vector<uint64_t> gradients;
+    for (uint32_t group = kGroups; group-- > 0;) {
+      gradients.push_back(node_.Gradient(sessions_[0], group, step_));
+      while (node_.ErrorOf(gradients.back()) == ErrorId::kTimeout) EndOne();
+    }
+    const uint64_t call = node_.Step(sessions_[0], step_);
+    while (node_.ErrorOf(call) == ErrorId::kTimeout) EndOne();
+    EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
+    ++step_;
+    return now_ - began;
+  }
+  // What the paths could do in the time of a step, as a share of what they did.
+  double Efficiency() {
+    const double ideal_s =
+        2.0 * kBlocks * kBlockBytes / std::accumulate(rates_.begin(), rates_.end(), 0.0);
+    return ideal_s / Step();
+  }
+  void set_rate(uint32_t path, double rate) { rates_[path] = rate; }
+  // Of the last step, in blocks.
+  const std::vector<uint32_t>& blocks_read() const { return read_; }
+  const std::vector<uint32_t>& blocks_written() const { return written_; }
+
+ private:
+  struct Served {
+    double begin = 0;
+    double end = 0;
+    std::optional<uint32_t> path = {};
+    bool writes = false;
+  };
+
+  static NodeState::Options With(NodeState::Options options, const std::vector<double>& measured,
+                                 std::vector<uint64_t> capacities) {
+    for (const double rate : measured) options.swap_rates.push_back(Measured(rate));
+    for (uint64_t& capacity : capacities) capacity *= kBlockBytes;
+    if (!capacities.empty()) options.swap = SwapPaths(capacities);
+    return options;
+  }
+
+  void Schedule() {
+    for (const auto& [task, action] : node_.model().running()) {
+      if (served_.contains(task)) continue;
+      Served& served = served_[task];
+      uint64_t bytes = 0;
+      if (const auto* read = std::get_if<ReadBlock>(&action); read != nullptr && read->place.slot) {
+        served.path = read->place.slot->path;
+        bytes = read->bytes;
+      }
+      if (const auto* write = std::get_if<WriteBlock>(&action)) {
+        served.path = write->place.slot->path;
+        served.writes = true;
+        bytes = write->bytes;
+      }
+      double& server = served.path ? free_at_[*served.path] : *std::ranges::min_element(workers_);
+      served.begin = now_;
+      server = std::max(server, now_) +
+               (served.path ? static_cast<double>(bytes) / rates_[*served.path] : kWorkSeconds);
+      served.end = server;
+    }
+  }
+  void EndOne() {
+    Schedule();
+    const auto first = std::ranges::min_element(
+        served_, {}, [](const auto& entry) { return std::pair(entry.second.end, entry.first); });
+    ASSERT_NE(first, served_.end()) << "nothing goes on";
+    const auto [task, served] = *first;
+    served_.erase(first);
+    now_ = served.end;
+    TaskDone done = node_.model().Finish(task);
+    if (served.path) {
+      done.begin_ns = 1 + Ns(served.begin);
+      done.end_ns = 1 + Ns(served.end);
+      ++(served.writes ? written_ : read_)[*served.path];
+    }
+    node_.Send(done);
+  }
+  static uint64_t Ns(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
+
+  // Of an update, beside paths of 3 GB/s together.
+  static constexpr double kWorkSeconds = 0.1 / kBlocks;
+
+  std::vector<double> rates_;
+  std::vector<double> free_at_;
+  std::vector<double> workers_ = {0, 0};
+  std::map<TaskId, Served> served_;
+  double now_ = 0;
+  uint64_t step_ = 1;
+  std::vector<uint32_t> read_;
+  std::vector<uint32_t> written_;
+};
+
+void Print(const char* what, int step, TimedPaths& paths, double efficiency) {
+  std::printf("%-24s step %2d: %.3f of the sum; blocks read", what, step, efficiency);
+  for (const uint32_t blocks : paths.blocks_read()) std::printf(" %u", blocks);
+  std::printf(", written");
+  for (const uint32_t blocks : paths.blocks_written()) std::printf(" %u", blocks);
+  std::printf("\n");
+}
+
+std::vector<double> Rates(const std::vector<double>& shares) {
+  const double sum = std::accumulate(shares.begin(), shares.end(), 0.0);
+  std::vector<double> rates;
+  for (const double share : shares) rates.push_back(share / sum * kSum);
+  return rates;
+}
+
+TEST(PathTime, UnequalPathsTogetherGiveTheirSum) {
+  for (const std::vector<double>& shares :
+       {std::vector<double>{1, 1}, {2, 1}, {5, 1}, {1, 3}, {4, 2, 1}, {1, 1, 1, 1}}) {
+    TimedPaths paths(Rates(shares), Rates(shares));
+    paths.Step();  // the first one reads nothing
+    for (int step = 2; step <= 4; ++step) {
+      const double efficiency = paths.Efficiency();
+      Print("measured", step, paths, efficiency);
+      EXPECT_GE(efficiency, 0.95);
+    }
+  }
+}
+
+TEST(PathTime, WithoutMeasuredRatesTheyAreFoundInTwoSteps) {
+  TimedPaths paths(Rates({3, 1}), {});
+  for (int step = 1; step <= 5; ++step) {
+    const double efficiency = paths.Efficiency();
+    Print("not measured", step, paths, efficiency);
+    if (step <= 2) continue;
+    EXPECT_GE(efficiency, 0.95);
+  }
+}
+
+TEST(PathTime, BlocksFollowAPathThatBecomesSlowerWithinTwoSteps) {
+  for (const uint32_t slower : {0U, 1U}) {
+    TimedPaths paths(Rates({2, 1}), Rates({2, 1}));
+    for (int step = 1; step <= 3; ++step) paths.Step();
+    paths.set_rate(slower, Rates({2, 1})[slower] / 2);
+    for (int step = 1; step <= 6; ++step) {
+      const double efficiency = paths.Efficiency();
+      Print(slower == 0 ? "the faster one halves" : "the slower one halves", step, paths,
+            efficiency);
+      if (step == 1) continue;
+      EXPECT_GE(efficiency, step == 2 ? 0.9 : 0.95);
+    }
+    paths.set_rate(slower, Rates({2, 1})[slower]);
+    for (int step = 1; step <= 6; ++step) {
+      const double efficiency = paths.Efficiency();
+      Print("it is as before", step, paths, efficiency);
+      if (step == 1) continue;
+      EXPECT_GE(efficiency, step == 2 ? 0.9 : 0.95);
+    }
+  }
+}
+
+// The job has all slots of both paths: each step writes to those that the one before has left.
+TEST(PathTime, WhereThereIsNoOtherRoomBlocksStayOnTheSlowerPath) {
+  TimedPaths paths(Rates({2, 1}), Rates({1, 1}), {kBlocks, kBlocks});
+  for (int step = 1; step <= 4; ++step) {
+    const double efficiency = paths.Efficiency();
+    Print("no room", step, paths, efficiency);
+    EXPECT_EQ(paths.blocks_written()[0] + paths.blocks_written()[1], kBlocks);
+  }
+  EXPECT_EQ(paths.View().swap_bytes, 2 * kBlocks * kBlockBytes);
+}
+
+TEST(PathTime, AJobReservesSlotsByMeasuredRateAsFarAsThereIsRoom) {
+  const auto slots_of = [](const std::vector<double>& rates,
+                           const std::vector<uint64_t>& capacities) {
+    TimedPaths paths(rates, rates, capacities);
+    std::vector<uint32_t> slots(rates.size(), 0);
+    const CreateJobSwap swap = paths.node_.Logged<CreateJobSwap>().at(0);
+    for (const nvme::Slot& slot : swap.slots) ++slots[slot.path];
+    return slots;
+  };
+  EXPECT_EQ(slots_of(Rates({3, 1}), {1000, 1000}), (std::vector<uint32_t>{384, 128}));
+  EXPECT_EQ(slots_of(Rates({3, 1}), {300, 1000}), (std::vector<uint32_t>{300, 212}));
+}
+
+}  // namespace
+}  // namespace forebay::daemon
