@@ -240,6 +240,11 @@ struct SwapPathStatus {
   requestBytes @20 :UInt64;    # the smallest requests, and the fewest of them, that read at 0.97 of the best rate
   requestsAtOnce @21 :UInt32;
   readSeconds @22 :Float64;    # of 1 MiB, alone
+  share @23 :Float64;          # of new writes, by what the paths give now; all add up to 1
+  # As its last transfers were, both directions at once; 0: too few so far, and not measured.
+  readRateNow @24 :Float64;
+  writeRateNow @25 :Float64;
+  marked @26 :Bool;  # it has failed again and again: it gets new writes where no other path has room, its blocks move away
 }
 
 struct JobStatus {
@@ -294,6 +299,7 @@ struct JobStatus {
   gradientsOnSwapBytes @48 :UInt64;  # of a step, at most; 0: all are in DRAM
   gradientReadBytes @49 :UInt64;     # of swap, in all steps
   gradientWrittenBytes @50 :UInt64;
+  relocatedBlocks @51 :UInt64;       # moved off marked swap paths between steps
 }
 
 struct TraceEvent {

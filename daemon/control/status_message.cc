@@ -54,7 +54,11 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
               schema::SwapPathStatus::Builder swap) {
   swap.setPath(snapshot.path.c_str());
   swap.setCapacityBytes(snapshot.stats.capacity_bytes);
-  swap.setUsedBytes(snapshot.used_bytes);
+  swap.setUsedBytes(snapshot.view.used_bytes);
+  swap.setShare(snapshot.view.share);
+  swap.setReadRateNow(snapshot.view.read_rate);
+  swap.setWriteRateNow(snapshot.view.write_rate);
+  swap.setMarked(snapshot.view.marked);
   swap.setReadBytes(snapshot.stats.read_bytes);
   swap.setWrittenBytes(snapshot.stats.written_bytes);
   swap.setReadOps(snapshot.stats.reads);
@@ -131,6 +135,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setEvictedBlocks(view.moves.evicted);
   job.setPromotedBlocks(view.moves.promoted);
   job.setFailedMoves(view.moves.failed);
+  job.setRelocatedBlocks(view.moves.relocated);
   job.setWeightsOnSwapBytes(view.weights_on_swap_bytes);
   job.setWeightsCacheBytes(view.weights_cache_bytes);
   job.setWeightFetches(view.weights.fetches);

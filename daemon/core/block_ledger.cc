@@ -82,6 +82,11 @@ std::optional<uint32_t> BlockLedger::ChoosePath() const {
   return best;
 }
 
+bool BlockLedger::must_use_marked_path() const {
+  const std::optional<uint32_t> path = ChoosePath();
+  return table_.any_marked() && (!path || table_.is_marked(*path));
+}
+
 std::optional<uint32_t> BlockLedger::LackingPath() const {
   std::optional<uint32_t> next;
   for (uint32_t path = 0; path < paths_.size(); ++path) {

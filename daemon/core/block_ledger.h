@@ -82,6 +82,8 @@ class BlockLedger {
 
   // Whether BeginWrite() would give a slot on a path that works.
   bool has_working_slot() const;
+  // Whether it would give one on a marked path, or has none.
+  bool must_use_marked_path() const;
   // The path that works and is to have the next write, where it has no free slot here and has gone without
   // before.
   std::optional<uint32_t> LackingPath() const;

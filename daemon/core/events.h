@@ -577,11 +577,19 @@ struct StepPublished {
   uint64_t step = 0;
 };
 
-using Action = std::variant<
-    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
-    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
-    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
-    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
-    RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished>;
+// A swap path has failed again and again (PathTable), or works again.
+struct SwapPathMarked {
+  uint32_t path = 0;
+  bool marked = false;
+};
+
+using Action =
+    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
+                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
+                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
+                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
+                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
+                 RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped,
+                 StepPublished, SwapPathMarked>;
 
 }  // namespace forebay::daemon

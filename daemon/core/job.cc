@@ -39,7 +39,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
                 pool, leases_, spec_.options.workers),
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
       access_(io_, spec_.layout, pipeline_, weights_, leases_),
-      residency_(io_, pipeline_, swap, spec_.plan.swap_slot_bytes),
+      residency_(io_, pipeline_, weights_, swap, spec_.plan.swap_slot_bytes),
       step_(spec_, io_, members_, pipeline_, access_, weights_, leases_),
       fetches_(spec_, io_, step_, access_, weights_, leases_) {}
 
@@ -608,6 +608,7 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   if (kind == TaskKind::kWriteBlock) return pipeline_.OnWritten(done);
   const StepPipeline::ReadOutcome outcome = pipeline_.OnRead(done);
   access_.OnRead(outcome);
+  residency_.OnRead(outcome);
   return outcome.fatal ? outcome.status : absl::OkStatus();
 }
 
@@ -676,6 +677,7 @@ void Job::Advance() {
 // was published there was no time for any: then some go first, `is_due`.
 void Job::UseTimeBetweenSteps(bool is_due) {
   const bool called = step_.phase() == Step::Phase::kReducing;
+  if (is_due) residency_.OnPublished();
   if (!called) turns_left_ = 0;
   if (called && is_due) turns_left_ = kTurnsBetweenSteps;
   const auto may_begin = [&] {
@@ -690,7 +692,8 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     if (access_.in_progress()) reads_first_ = false;
   };
   const auto move = [&] {
-    if (may_begin() && is_ready() && !access_.in_progress()) residency_.Pump();
+    const bool may_move = (may_begin() && is_ready()) || residency_.in_progress();
+    if (may_move && !access_.in_progress()) residency_.Pump();
     if (residency_.in_progress()) reads_first_ = true;
   };
   if (reads_first_) {

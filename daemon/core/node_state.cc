@@ -87,10 +87,16 @@ absl::Status CheckRequest(const AttachRequested& request) {
   return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 
-std::vector<uint64_t> UsedByPath(const nvme::SlotMap& swap) {
-  std::vector<uint64_t> used;
-  for (uint32_t path = 0; path < swap.paths(); ++path) used.push_back(swap.used_bytes(path));
-  return used;
+std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& paths) {
+  std::vector<SwapPathView> views;
+  for (uint32_t path = 0; path < swap.paths(); ++path) {
+    views.push_back({.used_bytes = swap.used_bytes(path),
+                     .share = paths.share(path),
+                     .read_rate = paths.rate(path, Direction::kRead),
+                     .write_rate = paths.rate(path, Direction::kWrite),
+                     .marked = paths.is_marked(path)});
+  }
+  return views;
 }
 
 }  // namespace
@@ -104,9 +110,18 @@ struct NodeState::Impl {
     WeighPaths();
   }
 
-  // Slots that are allocated from now on follow the paths' shares.
+  // Slots that are allocated from now on follow the paths' shares and marks.
   void WeighPaths() {
-    if (const auto weights = path_table.DrainWeights()) swap.SetWeights(*weights);
+    const auto weights = path_table.DrainWeights();
+    if (!weights) return;
+    swap.SetWeights(*weights);
+    for (uint32_t path = 0; path < path_table.paths(); ++path) {
+      const bool is_marked = path_table.is_marked(path);
+      if (marked_paths.contains(path) == is_marked) continue;
+      actions.Emit(SwapPathMarked{.path = path, .marked = is_marked});
+      if (is_marked) marked_paths.insert(path);
+      if (!is_marked) marked_paths.erase(path);
+    }
   }
 
   // Each returns the job that the event concerns; nullptr: none.
@@ -147,6 +162,7 @@ struct NodeState::Impl {
   StagingPool pool;
   nvme::SlotMap swap;
   PathTable path_table;
+  std::set<uint32_t> marked_paths;  // as was reported
   JobId last_job = 0;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<JobName, JobId> names;
@@ -605,7 +621,7 @@ NodeView NodeState::Node() const {
           .dram_used_bytes = impl_->Bytes(&Job::dram_bytes),
           .swap_capacity_bytes = impl_->options.swap.free_bytes(),
           .swap_used_bytes = impl_->options.swap.free_bytes() - impl_->swap.free_bytes(),
-          .swap_path_used_bytes = UsedByPath(impl_->swap),
+          .swap_paths = ViewPaths(impl_->swap, impl_->path_table),
           .staging_slots = impl_->pool.slots(),
           .staging_slots_used = impl_->pool.used()};
 }

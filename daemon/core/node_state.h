@@ -31,10 +31,11 @@ struct SessionView {
   uint64_t commands_in_flight = 0;
 };
 
-// Moves of blocks between DRAM and swap.
+// Moves of blocks between DRAM and swap, and off marked paths.
 struct ResidencyCounters {
   uint64_t evicted = 0;
   uint64_t promoted = 0;
+  uint64_t relocated = 0;
   uint64_t failed = 0;
 };
 
@@ -122,6 +123,16 @@ struct JobPlan {
   uint64_t sums_on_swap = 0;
 };
 
+// What statistics may know of a swap path.
+struct SwapPathView {
+  uint64_t used_bytes = 0;
+  double share = 0;  // of new writes, where all paths work
+  // Bytes a second, of its last transfers or as measured; 0: not known.
+  double read_rate = 0;
+  double write_rate = 0;
+  bool marked = false;  // it fails: it gets writes where no other path has room
+};
+
 // Bytes the state machine has promised; the kernel's own count must agree.
 struct NodeView {
   uint64_t dram_limit_bytes = 0;
@@ -129,7 +140,7 @@ struct NodeView {
   uint64_t dram_used_bytes = 0;
   uint64_t swap_capacity_bytes = 0;
   uint64_t swap_used_bytes = 0;
-  std::vector<uint64_t> swap_path_used_bytes;
+  std::vector<SwapPathView> swap_paths;
   uint32_t staging_slots = 0;
   uint32_t staging_slots_used = 0;
 };

@@ -108,6 +108,7 @@ void PathTable::OnFailed(uint32_t path, Direction direction) {
   }
   if (++RateIn(of, direction).errors < kPathErrorsMax || of.is_marked) return;
   of.is_marked = true;
+  ++marks_;
   of.successes = 0;
   ++marked_;
   weights_changed_ = true;

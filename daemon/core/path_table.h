@@ -68,6 +68,8 @@ class PathTable {
   bool is_marked(uint32_t path) const { return paths_[path].is_marked; }
   bool works(uint32_t path) const { return !is_suspect(path) && !is_marked(path); }
   bool any_marked() const { return marked_ > 0; }
+  // That were ever set.
+  uint64_t marks() const { return marks_; }
 
   // Weights of the paths for nvme::SlotMap, where they have changed since the last call.
   std::optional<std::vector<uint32_t>> DrainWeights();
@@ -100,6 +102,7 @@ class PathTable {
 
   std::vector<Path> paths_;
   uint32_t marked_ = 0;
+  uint64_t marks_ = 0;
   bool weights_changed_ = true;
 };
 

@@ -69,9 +69,13 @@ void Residency::Move(uint32_t block, uint64_t free_bytes) {
 }
 
 void Residency::Pump() {
+  if (relocation_.in_progress()) relocation_.Pump();
   if (in_progress() || abandoned_) return;
   const std::optional<uint32_t> block = pipeline_.placement().NextMarked();
-  if (!block) return;
+  if (!block) {
+    relocation_.Pump();
+    return;
+  }
   if (pipeline_.is_resident(*block)) {
     pipeline_.placement().BeginMove(*block);
     for_room_.erase(*block);
@@ -114,6 +118,10 @@ void Residency::StartPromotion(uint32_t block) {
 
 void Residency::OnMoved(const TaskDone& done) {
   FOREBAY_CHECK(in_progress());
+  if (relocation_.in_progress()) {
+    relocation_.OnWritten(done);
+    return;
+  }
   const uint32_t block = *pipeline_.placement().moving();
   if (!done.status.ok()) ++counters_.failed;
   if (pipeline_.is_resident(block)) {
@@ -159,6 +167,7 @@ void Residency::OnPromoted(uint32_t block, const TaskDone& done) {
 
 void Residency::Abandon() {
   abandoned_ = true;
+  relocation_.Abandon();
   for_room_.clear();
   Placement& placement = pipeline_.placement();
   for (uint32_t block = 0; block < placement.blocks(); ++block) {

@@ -1,4 +1,4 @@
-// Moves blocks of states between DRAM and swap, one at a time, between steps.
+// Moves blocks of states between DRAM and swap, and off marked swap paths, one at a time, between steps.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,9 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/node_state.h"
+#include "daemon/core/relocation.h"
 #include "daemon/core/step_pipeline.h"
+#include "daemon/core/weights_cache.h"
 #include "nvme/slot_map.h"
 
 namespace forebay::daemon {
@@ -23,14 +25,19 @@ struct Eviction {
 
 // Placement and ledger say where a block is; this class changes both when a move has ended. A write
 // that fails is tried in another slot, on another path; where there is none the block stays in DRAM.
-// A read that fails leaves the block on swap. No move loses bytes.
+// A read that fails leaves the block on swap. No move loses bytes. Blocks on marked paths come last.
 //
 // Ownership  What the constructor gets outlives it.
 class Residency {
  public:
   // `slot_bytes`: of the job's swap slots; 0: its blocks cannot be on swap.
-  Residency(JobTasks& io, StepPipeline& pipeline, nvme::SlotMap& swap, uint64_t slot_bytes)
-      : io_(io), pipeline_(pipeline), swap_(swap), slot_bytes_(slot_bytes) {}
+  Residency(JobTasks& io, StepPipeline& pipeline, const WeightsCache& weights, nvme::SlotMap& swap,
+            uint64_t slot_bytes)
+      : io_(io),
+        pipeline_(pipeline),
+        swap_(swap),
+        slot_bytes_(slot_bytes),
+        relocation_(io, pipeline, weights, counters_) {}
 
   // The highest blocks in DRAM that together have `bytes`, or as many as `swap` has slots for: they
   // are allocated there. Changes nothing here.
@@ -47,10 +54,13 @@ class Residency {
   // nor `free_bytes` of DRAM are enough.
   void Move(uint32_t block, uint64_t free_bytes);
 
-  // Starts the next move, if none runs. To be called between steps, while no states are read.
+  // Starts the next move, if none runs; one that is in progress goes on. To be called between steps, while no
+  // states are read.
   void Pump();
+  void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
   void OnMoved(const TaskDone& done);
-  bool in_progress() const { return pipeline_.placement().moving().has_value(); }
+  void OnPublished() { relocation_.OnPublished(); }
+  bool in_progress() const { return pipeline_.is_moving(); }
   // One goes on, or is to begin.
   bool has_moves() const {
     return in_progress() || (!abandoned_ && pipeline_.placement().NextMarked().has_value());
@@ -79,6 +89,7 @@ class Residency {
   bool abandoned_ = false;
   absl::Status error_;
   ResidencyCounters counters_;
+  Relocation relocation_;
 };
 
 }  // namespace forebay::daemon

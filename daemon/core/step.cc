@@ -469,7 +469,7 @@ void Step::BeginReducing() {
 // The decision: norm, clipping; or that the attempt ends; or that the step is refused because blocks
 // cannot be read: then the gradients are kept, and another call tries again.
 void Step::DecideWhenReduced() {
-  if (extra_copies_ > 0 || access_.in_progress() || pipeline_.placement().moving()) return;
+  if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
   if (weights_.is_loading()) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;

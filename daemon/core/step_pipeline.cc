@@ -192,7 +192,7 @@ bool StepPipeline::BeginMasters() {
 }
 
 void StepPipeline::Start(StepOrder order, UpdatePass pass, bool is_as_announced) {
-  FOREBAY_CHECK(!running_ && !abandoned_ && !placement_.moving());
+  FOREBAY_CHECK(!running_ && !abandoned_ && !is_moving());
   running_ = true;
   pass_ = pass;
   order_ = std::move(order);
@@ -513,17 +513,22 @@ WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identit
 // The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
 // and gives one back elsewhere.
 BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
-  if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) {
-    if (const std::optional<nvme::Slot> slot = swap_.AllocateOn(*lacking, plan_.swap_slot_bytes)) {
-      const std::vector<nvme::Slot> given =
-          ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
-      swap_.Free(given.empty() ? std::vector{*slot} : given);
-      if (!given.empty()) ledger_.AddSlots({*slot});
-    }
+  if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
+  for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
+    if (path_table_.works(path)) ExchangeSlot(path);
   }
   const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
   FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
   return *target;
+}
+
+// The job gets a slot on this path for one that it gives back elsewhere, if there are both.
+void StepPipeline::ExchangeSlot(uint32_t path) {
+  const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
+  if (!slot) return;
+  const std::vector<nvme::Slot> given = ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
+  swap_.Free(given.empty() ? std::vector{*slot} : given);
+  if (!given.empty()) ledger_.AddSlots({*slot});
 }
 
 void StepPipeline::CountTransfer(uint32_t path, Direction direction, uint64_t bytes,
@@ -682,7 +687,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
     FOREBAY_CHECK(!is_resident(block) || !current.slot);
     FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step);
   }
-  FOREBAY_CHECK(!running_ || !placement_.moving());
+  FOREBAY_CHECK(!running_ || !is_moving());
   FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.slotted_blocks());
   ledger_.CheckInvariants();
   sums_.CheckInvariants();

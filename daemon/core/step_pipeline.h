@@ -158,7 +158,10 @@ class StepPipeline {
   void AddSpareSlot();
   // Where the block's next version is written.
   BlockLedger::Target AllocateTarget(uint32_t block);
-  PathTable& path_table() { return path_table_; }
+  const PathTable& path_table() const { return path_table_; }
+  // Between steps, a block changes its place: Residency, or Relocation.
+  bool is_moving() const { return placement_.moving().has_value() || is_relocating_; }
+  void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
   // A transfer has ended; whether a write has, the ledger says too.
   void CountTransfer(uint32_t path, Direction direction, uint64_t bytes, const TaskDone& done);
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
@@ -212,6 +215,7 @@ class StepPipeline {
 
   Running FinishTask(TaskId task);
   void Start(StepOrder order, UpdatePass pass, bool is_as_announced);
+  void ExchangeSlot(uint32_t path);
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
@@ -289,6 +293,7 @@ class StepPipeline {
   absl::Status swap_wait_;
 
   bool running_ = false;
+  bool is_relocating_ = false;
   bool abandoned_ = false;
   StepOrder order_;
   // Of the running step: by parameter group and t.

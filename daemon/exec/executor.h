@@ -171,6 +171,7 @@ class Executor {
   void Run(StepCommitted& action);
   void Run(EarlyUpdatesDropped& action);
   void Run(StepPublished& action);
+  void Run(SwapPathMarked& action);
 
   // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it
   // too.

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/core/path_table.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
@@ -533,6 +534,19 @@ void Executor::Run(StepCommitted& action) {
 
 void Executor::Run(EarlyUpdatesDropped& action) {
   spdlog::debug("job {}: {} blocks were updated early in vain", action.job, action.blocks.size());
+}
+
+void Executor::Run(SwapPathMarked& action) {
+  const std::string_view path = swap_->path_name(action.path);
+  if (action.marked) {
+    spdlog::error(
+        "swap path {} ({}) has failed {} times without a success: it gets new writes where no "
+        "other path "
+        "has room, and its blocks move away; forebay swap shows it",
+        action.path, path, PathTable::kPathErrorsMax);
+  } else {
+    spdlog::info("swap path {} ({}) works again", action.path, path);
+  }
 }
 
 void Executor::Run(StepPublished& action) {

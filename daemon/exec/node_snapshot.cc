@@ -23,7 +23,7 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
       const LatePath& late = from.swap->late()[i];
       snapshot.swap.push_back({.path = from.swap->paths()[i].path,
                                .stats = stats.paths[i],
-                               .used_bytes = snapshot.node.swap_path_used_bytes[i],
+                               .view = snapshot.node.swap_paths[i],
                                .written_in_a_day = written[i],
                                .endurance_bytes = endurance.empty() ? 0 : endurance[i],
                                .rates = from.swap->rates(i),

@@ -21,7 +21,7 @@ namespace forebay::daemon {
 struct SwapPathSnapshot {
   std::string path;
   nvme::PathStats stats;
-  uint64_t used_bytes = 0;
+  SwapPathView view;
   uint64_t written_in_a_day = 0;
   uint64_t endurance_bytes = 0;  // 0: not known
   std::optional<nvme::PathRates> rates = {};

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -308,6 +310,60 @@ TEST_F(NodeStateWeightsReader, ADecisionWaitsForWeightsThatAreOnTheirWay) {
   for (const uint64_t call : calls) EXPECT_EQ(node_.ErrorOf(call), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(late), ErrorId::kNone) << "of the step that was committed";
   node_.ReleaseFetched(reader, late);
+}
+
+// While a block leaves a marked path its weights are fetched, from the old slot and from the new one: the model
+// faults where a slot is written that is read, and where what was fetched is not the block's.
+TEST_F(NodeStateWeights, WeightsCanBeFetchedWhileTheirBlocksLeaveAMarkedPath) {
+  TrainStep(1);
+  const absl::Status error = protocol::MakeError(ErrorId::kSwapIo, "Input/output error");
+  const auto is_marked = [this] { return node_.state().Node().swap_paths[0].marked; };
+  for (int fetches = 0; !is_marked(); ++fetches) {
+    ASSERT_LT(fetches, 50);
+    const uint64_t fetch = node_.Fetch(sessions_[0], OwnedBy(0)[0]);
+    while (!node_.model().running().empty() && !is_marked()) {
+      const auto [task, action] = *node_.model().running().begin();
+      const auto* load = std::get_if<LoadWeights>(&action);
+      const bool fails = load != nullptr && load->slot.path == 0;
+      node_.Finish(task, fails ? error : absl::OkStatus());
+    }
+    if (node_.ErrorOf(fetch) == ErrorId::kNone) node_.ReleaseFetched(sessions_[0], fetch);
+  }
+  const std::vector<uint32_t> own = OwnedBy(0);
+  while (!node_.Running<LoadWeights>().empty()) node_.FinishAll<LoadWeights>();
+  // The old slot of one that is written is not free before what is read from it has been read.
+  ASSERT_THAT(node_.Running<ReadBlock>(), SizeIs(1));
+  const uint64_t first = node_.Fetch(sessions_[0], own[8]);  // one piece
+  ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+  node_.FinishAll<ReadBlock>();
+  ASSERT_THAT(node_.Running<WriteBlock>(), SizeIs(1));
+  node_.FinishAll<WriteBlock>();
+  EXPECT_EQ(View().moves.relocated, 1U);
+  EXPECT_THAT(node_.Running<ReadBlock>(), IsEmpty()) << "the next one waits too";
+  while (!node_.Running<LoadWeights>().empty()) node_.FinishAll<LoadWeights>();
+  EXPECT_THAT(node_.Running<ReadBlock>(), SizeIs(1));
+  node_.ReleaseFetched(sessions_[0], first);
+
+  std::mt19937 random(7);
+  uint64_t beside_writes = 0;
+  for (int round = 0; round < 60; ++round) {
+    const uint64_t fetch = node_.Fetch(sessions_[0], own[random() % own.size()]);
+    while (node_.ErrorOf(fetch) == kUnanswered) {
+      ASSERT_FALSE(node_.model().running().empty());
+      auto task = node_.model().running().begin();
+      std::advance(task, static_cast<int64_t>(random() % node_.model().running().size()));
+      node_.Finish(task->first);
+      const bool both =
+          !node_.Running<WriteBlock>().empty() && !node_.Running<LoadWeights>().empty();
+      beside_writes += both ? 1 : 0;
+    }
+    ASSERT_EQ(node_.ErrorOf(fetch), ErrorId::kNone);
+    node_.ReleaseFetched(sessions_[0], fetch);
+  }
+  EXPECT_GT(beside_writes, 10U) << "some were fetched while blocks moved";
+  node_.RunTasks();
+  EXPECT_GT(View().moves.relocated, 20U);
+  TrainAndFetch(2);
 }
 
 // ------------------------------------------------------------------------------------------ the plan

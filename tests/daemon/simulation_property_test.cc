@@ -1,5 +1,5 @@
 // Goal    Whatever three jobs, their readers, their deaths, bad words and failing disks do, in any order,
-//         and however blocks move between DRAM and swap: invariants hold after each event, each
+//         and however blocks move between DRAM and swap and off failing paths: invariants hold after each event, each
 //         committed step has used exactly what its ranks had delivered, in rank order, and has updated
 //         each block once; a block is in one place, and the DRAM of states is what jobs account for;
 //         nothing of a step is published before all of it is written, however many writes fail; a
@@ -110,6 +110,7 @@ struct Words {
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
   void operator()(const StepPublished& a) const { Put({a.job, a.step}); }
+  void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }
 
   static uint64_t Id(const absl::Status& status) {
     return static_cast<uint64_t>(protocol::IdOf(status));
@@ -195,6 +196,11 @@ class Simulation {
   uint64_t early_updates() const { return early_updates_; }  // that a decision has taken
   uint64_t early_updates_dropped() const { return early_updates_dropped_; }
   uint64_t failed_moves() const { return failed_moves_; }
+  uint64_t relocations() const {
+    uint64_t relocations = 0;
+    for (const auto& [job, count] : relocated_) relocations += count;
+    return relocations;
+  }
   uint64_t waited_for_room() const { return waited_for_room_; }
   uint64_t commits_beside_leases() const { return commits_beside_leases_; }
   uint64_t fetches_of_readers() const {
@@ -295,6 +301,7 @@ class Simulation {
   void MoveSomething() {
     const std::vector<JobView> jobs = state_.Jobs();
     if (jobs.empty()) return;
+    for (const JobView& job : jobs) relocated_[job.id] = job.moves.relocated;
     const JobView& job = jobs[random_.Below(jobs.size())];
     Send(BlockMoveRequested{.job = job.id,
                             .block = static_cast<uint32_t>(random_.Below(job.blocks + 1))});
@@ -475,6 +482,7 @@ class Simulation {
   uint64_t early_updates_ = 0;
   uint64_t early_updates_dropped_ = 0;
   uint64_t failed_moves_ = 0;
+  std::map<JobId, uint64_t> relocated_;
   // Jobs that began after their first attach.
   uint64_t waited_for_room_ = 0;
   uint64_t commits_beside_leases_ = 0;  // another job was held up
@@ -499,7 +507,8 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   ASSERT_EQ(first.fault(), "") << "seed " << seed << ", event " << first.events();
   EXPECT_GE(first.events(), kChaosEvents);
   std::printf(
-      "%llu events, %llu commits, %llu failed tasks, %llu + %llu moves, %llu failed, %llu waits, "
+      "%llu events, %llu commits, %llu failed tasks, %llu + %llu moves, %llu failed, %llu off "
+      "marked paths, %llu waits, "
       "%llu fetches and %llu expiries of readers, %llu early updates and %llu in vain\n",
       static_cast<unsigned long long>(first.events()),
       static_cast<unsigned long long>(first.commits()),
@@ -507,6 +516,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
       static_cast<unsigned long long>(first.evictions()),
       static_cast<unsigned long long>(first.promotions()),
       static_cast<unsigned long long>(first.failed_moves()),
+      static_cast<unsigned long long>(first.relocations()),
       static_cast<unsigned long long>(first.waited_for_room()),
       static_cast<unsigned long long>(first.fetches_of_readers()),
       static_cast<unsigned long long>(first.expired_readers()),
@@ -520,6 +530,7 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GT(first.evictions(), 100U);
   EXPECT_GT(first.promotions(), 50U);
   EXPECT_GT(first.failed_moves(), 5U);
+  EXPECT_GT(first.relocations(), 0U);
   EXPECT_GT(first.waited_for_room(), 0U);
   EXPECT_GT(first.commits_beside_leases(), 50U);
   EXPECT_GT(first.fetches_of_readers(), 500U);

@@ -632,7 +632,9 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   }
   disk_[*a.place.slot] = staging_[a.place.staging_slot];
   JobMemory& job = jobs_[a.job];
-  const bool between_steps = job.masters_set.erase(a.identity.block) > 0;
+  const bool relocates = !job.is_updating && job.published.contains(a.identity.block) &&
+                         a.identity.written_step <= job.committed_step;
+  const bool between_steps = job.masters_set.erase(a.identity.block) > 0 || relocates;
   if (dropped_.erase(a.task) > 0) return;
   const bool is_early = !job.is_updating && a.identity.written_step == job.committed_step + 1;
   auto& slots = between_steps ? job.published : is_early ? job.early : job.written;

@@ -80,8 +80,10 @@ std::string HealthOf(schema::SwapPathStatus::Reader path) {
                            Counted(path.getLateNow(), "request"), path.getLateSeconds());
   }
   if (path.getErrors() == 0) return "well";
-  return absl::StrCat(Counted(path.getErrors(), "request"), " failed, ", path.getReadErrors(),
-                      " of them reads: see the log");
+  const std::string errors = absl::StrCat(Counted(path.getErrors(), "request"), " failed, ",
+                                          path.getReadErrors(), " of them reads: see the log");
+  if (!path.getMarked()) return errors;
+  return absl::StrCat("fails, used where no other has room: ", errors);
 }
 
 }  // namespace
@@ -116,13 +118,13 @@ std::string RatesOf(schema::SwapPathStatus::Reader path) {
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
   Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "LIFE", "GIVES GB/S",
-               "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
+               "SHARE", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
                FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()), LifeOf(path),
-               RatesOf(path), absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
-               path.getDirect() ? "yes" : "no", HealthOf(path)});
+               RatesOf(path), Percent(path.getShare()), absl::StrCat(path.getErrors()),
+               absl::StrCat(path.getRetries()), path.getDirect() ? "yes" : "no", HealthOf(path)});
   }
   const std::string reason = status.getIoEngineReason();
   return absl::StrCat("engine  ", status.getIoEngine().cStr(),

@@ -1,0 +1,99 @@
+#include "daemon/core/relocation.h"
+
+#include <utility>
+
+#include "daemon/core/block_ledger.h"
+#include "daemon/core/path_table.h"
+#include "daemon/core/placement.h"
+#include "daemon/core/staging.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+using State = StagedBlocks::State;
+
+void Relocation::Pump() {
+  if (in_progress()) {
+    if (phase_ == Phase::kWritten) End();
+    return;
+  }
+  if (abandoned_ || !pipeline_.path_table().any_marked()) return;
+  const std::optional<uint32_t> block = FindNext();
+  if (!block) return;
+  pipeline_.AddSpareSlot();
+  if (!pipeline_.ledger().has_working_slot()) return;
+  StagedBlocks& staged = pipeline_.staged();
+  if (staged.contains(*block)) {  // read ahead
+    if (staged.at(*block).state != State::kReady) return;
+    staged.Drop(*block);
+  }
+  const std::optional<uint32_t> slot = staged.AllocateFree(/*kept=*/0);
+  if (!slot) return;
+  block_ = block;
+  phase_ = Phase::kReading;
+  pipeline_.set_relocating(true);
+  pipeline_.StartRead(*block, *slot, /*for_update=*/false);
+}
+
+std::optional<uint32_t> Relocation::FindNext() {
+  const PathTable& paths = pipeline_.path_table();
+  if (std::exchange(marks_, paths.marks()) != paths.marks()) next_ = 0;
+  const Placement& placement = pipeline_.placement();
+  for (; next_ < placement.blocks(); ++next_) {
+    const BlockLocation& location = placement.WhereBlock(next_);
+    if (location.tier == Tier::kDram || location.move != BlockMove::kNone) continue;
+    const std::optional<nvme::Slot>& slot = pipeline_.ledger().current(next_).slot;
+    if (slot && paths.is_marked(slot->path) && !staying_.contains(next_)) return next_;
+  }
+  return std::nullopt;
+}
+
+void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
+  if (block_ != outcome.block || phase_ != Phase::kReading) return;
+  StagedBlocks& staged = pipeline_.staged();
+  if (!outcome.status.ok() || !staged.contains(*block_)) {
+    staying_.insert(*block_);
+    ++counters_.failed;
+    End();
+    return;
+  }
+  staged.at(*block_).state = State::kInUse;
+  phase_ = Phase::kWriting;
+  io_.Start(
+      TaskKind::kMoveBlock, 0,
+      pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_)));
+}
+
+void Relocation::OnWritten(const TaskDone& done) {
+  FOREBAY_CHECK(in_progress() && phase_ == Phase::kWriting);
+  BlockLedger& ledger = pipeline_.ledger();
+  pipeline_.staged().Drop(*block_);
+  pipeline_.OnSwapped(*block_);
+  if (done.status.ok()) {
+    const BlockLedger::Version current = ledger.current(*block_);
+    ledger.EndWrite(*block_, current.checksum, current.written_step, current.weights_digests);
+    ++counters_.relocated;
+  } else {
+    ledger.OnWriteFailed(*block_);
+    ++counters_.failed;
+    staying_.insert(*block_);
+  }
+  phase_ = Phase::kWritten;
+  End();
+}
+
+void Relocation::End() {
+  const bool is_read = pipeline_.map().has_weights(*block_) && weights_.is_loading();
+  if (phase_ == Phase::kWritten && is_read && !abandoned_) return;
+  pipeline_.ledger().PublishBlock(*block_);
+  pipeline_.ReturnSurplusSlots();
+  pipeline_.set_relocating(false);
+  block_.reset();
+}
+
+void Relocation::OnPublished() {
+  staying_.clear();
+  next_ = 0;
+}
+
+}  // namespace forebay::daemon

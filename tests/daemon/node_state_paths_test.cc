@@ -1,0 +1,212 @@
+// Goal    A path on which writes fail again and again is marked and left: training goes on where the others have
+//         room, blocks that no step writes move away as they are, and writes that succeed as a last resort take
+//         the mark away.
+// Method  The harness; its model faults where a block is not the one it should be, or is written over.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "daemon/core/limits.h"
+#include "daemon/core/path_table.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::NodeModel;
+using ::forebay::testing::RoomyOptions;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+
+constexpr uint64_t kBlockBytes = 8192;  // two planes of 64 float32, each on a page
+constexpr uint32_t kBlocks = 20;
+
+const absl::Status kIoError = protocol::MakeError(ErrorId::kSwapIo, "Input/output error");
+
+// One rank, four groups of five blocks, all on swap.
+class NodeStatePaths : public ::testing::Test {
+ protected:
+  static NodeState::Options Options(const std::vector<uint64_t>& path_slots) {
+    NodeState::Options options = RoomyOptions();
+    NodeHarness roomy(options, 1);
+    roomy.Attach(MakeLayout({320, 320, 320, 320}), {});
+    const JobView job = *roomy.FindJob("job");
+    options.node_bytes = 6 * kBlockBytes;
+    options.dram_limit_bytes = options.node_bytes + job.dram_bytes - job.resident_bytes;
+    options.staging_slots = 6;
+    options.staging_slot_bytes = kBlockBytes;
+    std::vector<uint64_t> path_bytes;
+    for (const uint64_t slots : path_slots) path_bytes.push_back(slots * kBlockBytes);
+    options.swap = SwapPaths(path_bytes);
+    return options;
+  }
+  void Start(const std::vector<uint64_t>& path_slots) {
+    node_ = std::make_unique<NodeHarness>(Options(path_slots), 1);
+    session_ = node_->Attach(layout_, {});
+    ASSERT_EQ(View().resident_blocks, 0U);
+  }
+  void TearDown() override { EXPECT_EQ(node_->fault(), ""); }
+
+  // All tasks; those on path `failing_` end with an error: writes, and where `reads_fail_` reads between steps.
+  void RunTasks() {
+    for (int i = 0; i < 2000 && !node_->model().running().empty(); ++i) {
+      const auto [task, action] = *node_->model().running().begin();
+      const auto* read = std::get_if<ReadBlock>(&action);
+      const auto* write = std::get_if<WriteBlock>(&action);
+      bool fails = write != nullptr && write->place.slot->path == failing_;
+      const bool is_between = View().published_step == called_step_;
+      fails = fails || (read != nullptr && reads_fail_ && is_between && read->place.slot &&
+                        read->place.slot->path == failing_);
+      if (write != nullptr) ++(fails ? failed_writes_ : writes_);
+      node_->Finish(task, fails ? kIoError : absl::OkStatus());
+    }
+  }
+  uint64_t CallStep(uint64_t step, const std::vector<uint32_t>& groups) {
+    called_step_ = step;
+    for (const uint32_t group : groups) {
+      node_->Gradient(session_, group, step);
+      RunTasks();
+    }
+    const uint64_t tag = node_->Step(session_, step);
+    RunTasks();
+    return tag;
+  }
+  ErrorId TrainStep(uint64_t step, const std::vector<uint32_t>& groups = {0, 1, 2, 3}) {
+    return node_->ErrorOf(CallStep(step, groups));
+  }
+  JobView View() { return *node_->FindJob("job"); }
+  bool IsMarked(uint32_t path) { return node_->state().Node().swap_paths.at(path).marked; }
+  // Where a step of all blocks reads them.
+  std::set<uint32_t> PathsReadBy(uint64_t step) {
+    const size_t before = node_->Logged<ReadBlock>().size();
+    EXPECT_EQ(TrainStep(step), ErrorId::kNone);
+    const std::vector<ReadBlock> reads = node_->Logged<ReadBlock>();
+    EXPECT_EQ(reads.size() - before, kBlocks);
+    std::set<uint32_t> paths;
+    for (size_t i = before; i < reads.size(); ++i) paths.insert(reads[i].place.slot->path);
+    return paths;
+  }
+  uint64_t UsedSlots(uint32_t path) {
+    return node_->state().Node().swap_paths.at(path).used_bytes / kBlockBytes;
+  }
+
+  std::shared_ptr<const protocol::Layout> layout_ = MakeLayout({320, 320, 320, 320});
+  std::unique_ptr<NodeHarness> node_;
+  uint64_t session_ = 0;
+  std::optional<uint32_t> failing_;
+  bool reads_fail_ = false;
+  uint64_t called_step_ = 0;
+  uint64_t writes_ = 0;
+  uint64_t failed_writes_ = 0;
+};
+
+TEST_F(NodeStatePaths, AFailingPathIsMarkedAndTrainingGoesOnOnTheOther) {
+  Start({2 * kBlocks, 2 * kBlocks});
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  EXPECT_EQ(UsedSlots(0), kBlocks);
+  EXPECT_EQ(UsedSlots(1), kBlocks);
+  failing_ = 0;
+  for (uint64_t step = 2; step <= 4; ++step) ASSERT_EQ(TrainStep(step), ErrorId::kNone);
+  EXPECT_TRUE(IsMarked(0));
+  EXPECT_FALSE(IsMarked(1));
+  EXPECT_GE(failed_writes_, PathTable::kPathErrorsMax);
+  EXPECT_EQ(UsedSlots(0), 0U) << "nothing of the job is there any more";
+  EXPECT_EQ(UsedSlots(1), 2 * kBlocks);
+  failed_writes_ = 0;
+  ASSERT_EQ(TrainStep(5), ErrorId::kNone);
+  EXPECT_EQ(failed_writes_, 0U);
+  for (const auto& [block, step] : node_->model().WrittenSteps(1)) EXPECT_EQ(step, 5U) << block;
+  EXPECT_TRUE(View().swap_wait.ok());
+}
+
+TEST_F(NodeStatePaths, ANewJobGetsNoSlotOfAMarkedPath) {
+  Start({4 * kBlocks, 4 * kBlocks});
+  failing_ = 0;
+  for (uint64_t step = 1; step <= 3; ++step) ASSERT_EQ(TrainStep(step), ErrorId::kNone);
+  ASSERT_TRUE(IsMarked(0));
+  node_->End(session_, EndCause::kDetached);
+  node_->Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  node_->RunTasks();
+  session_ = node_->Attach(layout_, {});
+  EXPECT_EQ(UsedSlots(0), 0U);
+  EXPECT_EQ(UsedSlots(1), 2 * kBlocks);
+}
+
+TEST_F(NodeStatePaths, BlocksThatNoStepWritesMoveOffAMarkedPath) {
+  Start({2 * kBlocks, 2 * kBlocks});
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  failing_ = 0;
+  for (uint64_t step = 2; !IsMarked(0); ++step) {
+    ASSERT_LT(step, 50U);
+    ASSERT_EQ(TrainStep(step, {0, 1}), ErrorId::kNone);
+  }
+  const uint64_t step = View().published_step;
+  RunTasks();
+  EXPECT_GT(View().moves.relocated, 0U);
+  EXPECT_EQ(View().moves.failed, 0U);
+  for (const auto& [block, written_step] : node_->model().WrittenSteps(1)) {
+    EXPECT_EQ(written_step, block < 10 ? step : 1) << block;
+  }
+  // They are what they were: a step verifies them.
+  EXPECT_EQ(PathsReadBy(step + 1), std::set<uint32_t>{1});
+  for (const auto& [block, written_step] : node_->model().WrittenSteps(1)) {
+    EXPECT_EQ(written_step, step + 1) << block;
+  }
+}
+
+TEST_F(NodeStatePaths, ABlockThatCannotBeReadStaysUntilItCan) {
+  Start({2 * kBlocks, 2 * kBlocks});
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  failing_ = 0;
+  reads_fail_ = true;
+  for (uint64_t step = 2; !IsMarked(0); ++step) {
+    ASSERT_LT(step, 50U);
+    ASSERT_EQ(TrainStep(step, {0, 1}), ErrorId::kNone);
+  }
+  const uint64_t step = View().published_step;
+  EXPECT_EQ(View().moves.relocated, 0U);
+  EXPECT_EQ(View().moves.failed, 5U) << "each of groups 2 and 3 on the path, once";
+  reads_fail_ = false;
+  ASSERT_EQ(TrainStep(step + 1, {0}), ErrorId::kNone);
+  RunTasks();
+  EXPECT_GE(View().moves.relocated, 5U);
+  EXPECT_EQ(PathsReadBy(step + 2), std::set<uint32_t>{1});
+}
+
+TEST_F(NodeStatePaths, WhereTheOthersAreFullAMarkedPathIsTheLastResortAndMayRecover) {
+  Start({kBlocks, kBlocks});
+  ASSERT_EQ(TrainStep(1), ErrorId::kNone);
+  failing_ = 0;
+  const uint64_t tag = CallStep(2, {0, 1, 2, 3});
+  EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kTimeout) << "it waits for room";
+  EXPECT_TRUE(IsMarked(0));
+  EXPECT_TRUE(View().failed.ok());
+  for (const WriteBlock& write : node_->Running<WriteBlock>()) EXPECT_TRUE(write.pause);
+  failing_.reset();
+  RunTasks();
+  EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kNone);
+  for (uint64_t step = 3; step <= 4; ++step) ASSERT_EQ(TrainStep(step), ErrorId::kNone);
+  EXPECT_FALSE(IsMarked(0));
+  EXPECT_EQ(UsedSlots(0), kBlocks);
+  std::vector<bool> marks;
+  for (const SwapPathMarked& reported : node_->Logged<SwapPathMarked>()) {
+    EXPECT_EQ(reported.path, 0U);
+    marks.push_back(reported.marked);
+  }
+  EXPECT_EQ(marks, (std::vector<bool>{true, false}));
+}
+
+}  // namespace
+}  // namespace forebay::daemon
