@@ -481,7 +481,8 @@ void Executor::Run(LoadWeights& action) {
                               .block = action.block,
                               .slot = action.slot,
                               .bytes = staged,
-                              .slot_offset_bytes = action.slot_offset_bytes};
+                              .slot_offset_bytes = action.slot_offset_bytes,
+                              .order = TransferQueue::Order::kUrgent};
   loads_.emplace(action.task, std::move(action));
   std::vector<SwapDone> done;
   swap_->StartRead(transfer, done);

@@ -22,6 +22,28 @@ constexpr uint64_t kSecondNs = 1'000'000'000;
 constexpr uint64_t kCheckNs = kSecondNs;
 constexpr uint64_t kProgressNs = 10 * kSecondNs;
 constexpr uint64_t kWarningNs = 30 * kSecondNs;  // of one path
+// Of a path that was not measured: blocks in flight.
+constexpr uint64_t kWindowBlocks = 4;
+
+// Twice what keeps the path busy, so that what follows is there when one ends.
+TransferWindow WindowOf(const SwapSpaceOptions& options, size_t path) {
+  TransferWindow window{
+      .bytes = kWindowBlocks * options.staging_slot_bytes,
+      .transfers = static_cast<uint32_t>(nvme::Volume::kRequestsMax / options.paths.size())};
+  if (path < options.rates.size() && options.rates[path]) {
+    const nvme::PathRates& rates = *options.rates[path];
+    window.bytes = std::max({window.bytes, 2 * rates.request_bytes * rates.depth,
+                             static_cast<uint64_t>(2 * rates.read_seconds * rates.read)});
+  }
+  return window;
+}
+
+TransferQueue::Entry EntryOf(const SwapTransfer& transfer) {
+  return {.task = transfer.task,
+          .job = transfer.job,
+          .bytes = transfer.bytes.size(),
+          .order = transfer.order};
+}
 
 }  // namespace
 
@@ -34,7 +56,11 @@ SwapSpace::SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine)
       engine_(engine),
       late_(options.paths.size()),
       written_(options.paths.size(), DayCounter(MonotonicNs())),
-      next_warning_ns_(options.paths.size(), 0) {}
+      next_warning_ns_(options.paths.size(), 0) {
+  for (size_t path = 0; path < options.paths.size(); ++path) {
+    queues_.emplace_back(WindowOf(options, path), options.staging_slot_bytes);
+  }
+}
 
 SwapSpace::~SwapSpace() {
   volume_.reset();
@@ -69,74 +95,93 @@ std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
 
 // ----------------------------------------------------------------------------------------- transfers
 
-void SwapSpace::Queue(const SwapDone& transfer, uint64_t pause_ns,
-                      std::function<absl::Status()> start) {
-  pending_.emplace(transfer.task, transfer);
-  waiting_.push_back({.task = transfer.task,
-                      .due_ns = pause_ns == 0 ? 0 : MonotonicNs() + pause_ns,
-                      .start = std::move(start)});
-}
-
 void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done) {
   uint64_t bytes = 0;
   for (const nvme::Slot& slot : action.slots) bytes += slot.size_bytes;
-  Queue({.task = action.task, .kind = SwapDone::Kind::kZeroed, .job = action.job, .bytes = bytes},
-        /*pause_ns=*/0, [this, slots = action.slots, task = action.task] {
-          return volume_->Zero(slots, staging_->bytes().last(kZerosBytes), task);
-        });
-  StartWaiting(done);
+  Pending& pending = pending_[action.task];
+  pending.done = {
+      .task = action.task, .kind = SwapDone::Kind::kZeroed, .job = action.job, .bytes = bytes};
+  absl::Status status =
+      volume_->Zero(action.slots, staging_->bytes().last(kZerosBytes), action.task);
+  if (!status.ok()) return End(action.task, std::move(status), done);
+  OnStarted(pending.done, MonotonicNs());
+}
+
+void SwapSpace::Add(SwapDone::Kind kind, const SwapTransfer& transfer) {
+  pending_.emplace(transfer.task, Pending{.done = {.task = transfer.task,
+                                                   .kind = kind,
+                                                   .job = transfer.job,
+                                                   .block = transfer.block,
+                                                   .part = transfer.part,
+                                                   .bytes = transfer.bytes.size()},
+                                          .transfer = transfer});
+}
+
+void SwapSpace::Push(const SwapTransfer& transfer) {
+  queues_.at(transfer.slot.path).Push(EntryOf(transfer));
 }
 
 void SwapSpace::StartRead(const SwapTransfer& transfer, std::vector<SwapDone>& done) {
-  Queue({.task = transfer.task,
-         .kind = SwapDone::Kind::kRead,
-         .job = transfer.job,
-         .block = transfer.block,
-         .part = transfer.part,
-         .bytes = transfer.bytes.size()},
-        /*pause_ns=*/0, [this, transfer] {
-          return volume_->Read(transfer.slot, transfer.slot_offset_bytes, transfer.bytes,
-                               transfer.task);
-        });
+  Add(SwapDone::Kind::kRead, transfer);
+  Push(transfer);
   StartWaiting(done);
 }
 
 void SwapSpace::StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done) {
-  Queue({.task = transfer.task,
-         .kind = SwapDone::Kind::kWritten,
-         .job = transfer.job,
-         .block = transfer.block,
-         .part = transfer.part,
-         .bytes = transfer.bytes.size()},
-        pause ? kPauseNs : 0,
-        [this, transfer] { return volume_->Write(transfer.slot, transfer.bytes, transfer.task); });
+  Add(SwapDone::Kind::kWritten, transfer);
+  if (pause) {
+    paused_.push_back({.task = transfer.task, .due_ns = MonotonicNs() + kPauseNs});
+    return;
+  }
+  Push(transfer);
   StartWaiting(done);
 }
 
-// As many as the volume has room for, in their order, those that pause left out.
+absl::Status SwapSpace::StartAtVolume(const Pending& pending) {
+  const SwapTransfer& transfer = pending.transfer;
+  if (pending.done.kind == SwapDone::Kind::kWritten) {
+    return volume_->Write(transfer.slot, transfer.bytes, transfer.task);
+  }
+  return volume_->Read(transfer.slot, transfer.slot_offset_bytes, transfer.bytes, transfer.task);
+}
+
+// As many on each path as its window has room for.
 void SwapSpace::StartWaiting(std::vector<SwapDone>& done) {
   const uint64_t now = MonotonicNs();
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (it->due_ns > now) {
-      ++it;
-      continue;
-    }
-    absl::Status status = it->start();
-    if (absl::IsResourceExhausted(status)) return;  // goes on at the next completion
-    if (status.ok()) {
-      pending_.at(it->task).start_ns = now;
-      if (next_check_ns_ == UINT64_MAX) next_check_ns_ = now + kCheckNs;
-    } else {
-      End(it->task, std::move(status), done);
-    }
-    it = waiting_.erase(it);
+  while (!paused_.empty() && paused_.front().due_ns <= now) {
+    Push(pending_.at(paused_.front().task).transfer);
+    paused_.erase(paused_.begin());
   }
+  for (TransferQueue& queue : queues_) {
+    while (const std::optional<TaskId> task = queue.Next()) {
+      Pending& pending = pending_.at(*task);
+      absl::Status status = StartAtVolume(pending);
+      if (absl::IsResourceExhausted(status)) {  // goes on at the next completion
+        queue.PutBack(EntryOf(pending.transfer));
+        break;
+      }
+      if (status.ok()) {
+        OnStarted(pending.done, now);
+      } else {
+        End(*task, std::move(status), done);
+      }
+    }
+  }
+}
+
+void SwapSpace::OnStarted(SwapDone& started, uint64_t now_ns) {
+  started.start_ns = now_ns;
+  if (next_check_ns_ == UINT64_MAX) next_check_ns_ = now_ns + kCheckNs;
 }
 
 void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& done) {
   auto node = pending_.extract(task);
   FOREBAY_CHECK(!node.empty());
-  done.push_back(std::move(node.mapped()));
+  Pending& pending = node.mapped();
+  if (pending.done.kind != SwapDone::Kind::kZeroed) {
+    queues_.at(pending.transfer.slot.path).End(pending.done.bytes);
+  }
+  done.push_back(std::move(pending.done));
   done.back().status = std::move(status);
 }
 
@@ -162,9 +207,7 @@ void SwapSpace::OnCompletion(const nvme::Completion& completion, std::vector<Swa
 uint64_t SwapSpace::next_tick_ns() const {
   uint64_t next = next_check_ns_;
   for (const DayCounter& counter : written_) next = std::min(next, counter.next_ns());
-  for (const Waiting& waiting : waiting_) {
-    if (waiting.due_ns > 0) next = std::min(next, waiting.due_ns);
-  }
+  if (!paused_.empty()) next = std::min(next, paused_.front().due_ns);
   return next;
 }
 
@@ -176,9 +219,6 @@ void SwapSpace::Tick(std::vector<SwapDone>& done) {
     written_[path].Advance(now, counted.paths[path].written_bytes);
   }
   StartWaiting(done);
-  for (Waiting& waiting : waiting_) {
-    if (waiting.due_ns <= now) waiting.due_ns = 0;  // waits for room alone
-  }
   if (now < next_check_ns_) return;
   CheckDeadlines(now);
   LogProgress(now);
@@ -217,10 +257,10 @@ std::vector<uint64_t> SwapSpace::written_in_a_day() const {
 }
 
 std::optional<ZeroingProgress> SwapSpace::Zeroing(JobId job) const {
-  for (const auto& [task, transfer] : pending_) {
-    if (transfer.job != job || transfer.kind != SwapDone::Kind::kZeroed) continue;
+  for (const auto& [task, pending] : pending_) {
+    if (pending.done.job != job || pending.done.kind != SwapDone::Kind::kZeroed) continue;
     return ZeroingProgress{.zeroed_bytes = volume_->zeroed_bytes(task),
-                           .total_bytes = transfer.bytes};
+                           .total_bytes = pending.done.bytes};
   }
   return std::nullopt;
 }
@@ -228,11 +268,11 @@ std::optional<ZeroingProgress> SwapSpace::Zeroing(JobId job) const {
 void SwapSpace::LogProgress(uint64_t now_ns) {
   if (now_ns < next_progress_ns_) return;
   next_progress_ns_ = now_ns + kProgressNs;
-  for (const auto& [task, transfer] : pending_) {
-    if (transfer.kind != SwapDone::Kind::kZeroed) continue;
-    spdlog::info("job {}: {} of {} of its swap space are zero-written", transfer.job,
+  for (const auto& [task, pending] : pending_) {
+    if (pending.done.kind != SwapDone::Kind::kZeroed) continue;
+    spdlog::info("job {}: {} of {} of its swap space are zero-written", pending.done.job,
                  protocol::FormatBytes(volume_->zeroed_bytes(task)),
-                 protocol::FormatBytes(transfer.bytes));
+                 protocol::FormatBytes(pending.done.bytes));
   }
 }
 

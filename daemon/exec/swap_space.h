@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +15,7 @@
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"
+#include "daemon/exec/transfer_queue.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/path_probe.h"
 #include "nvme/verify.h"
@@ -47,6 +46,7 @@ struct SwapTransfer {
   nvme::Slot slot;
   std::span<std::byte> bytes;
   uint64_t slot_offset_bytes = 0;  // of a read: where it begins
+  TransferQueue::Order order = TransferQueue::Order::kLast;
 };
 
 // A transfer that has ended.
@@ -74,8 +74,10 @@ struct LatePath {
   uint64_t oldest_ns = 0;
 };
 
-// Transfers that the volume has no room for wait here, as do writes that pause. A request that is in
-// flight for longer than kDeadlineNs is late: it is counted, shown and logged, and goes on.
+// Each path has a queue of its own (TransferQueue), from which jobs start transfers in turns, as many at once as
+// keep the path busy: what waits for one path delays no other. Writes that pause wait beside it; zeroing does
+// not wait. A request that is in flight for longer than kDeadlineNs is late: it is counted, shown and logged,
+// and goes on.
 //
 // Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end
 //          of a read and the start of a write.
@@ -144,16 +146,21 @@ class SwapSpace {
   const std::vector<LatePath>& late() const { return late_; }
 
  private:
-  struct Waiting {
+  struct Pending {
+    SwapDone done;
+    SwapTransfer transfer = {};  // not of zeroing
+  };
+  struct Paused {
     TaskId task = 0;
     uint64_t due_ns = 0;
-    // Starts the transfer at the volume.
-    std::function<absl::Status()> start;
   };
 
   SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine);
-  void Queue(const SwapDone& transfer, uint64_t pause_ns, std::function<absl::Status()> start);
+  void Add(SwapDone::Kind kind, const SwapTransfer& transfer);
+  void Push(const SwapTransfer& transfer);
+  absl::Status StartAtVolume(const Pending& pending);
   void StartWaiting(std::vector<SwapDone>& done);
+  void OnStarted(SwapDone& started, uint64_t now_ns);
   void End(TaskId task, absl::Status status, std::vector<SwapDone>& done);
   void CheckDeadlines(uint64_t now_ns);
   void LogProgress(uint64_t now_ns);
@@ -164,8 +171,9 @@ class SwapSpace {
   ArenaRegistry::Arena staging_;
   std::unique_ptr<nvme::Volume> volume_;
   // By task; what the volume works on, and what waits here.
-  std::map<TaskId, SwapDone> pending_;
-  std::deque<Waiting> waiting_;
+  std::map<TaskId, Pending> pending_;
+  std::vector<TransferQueue> queues_;  // by path
+  std::vector<Paused> paused_;         // by due time
   std::vector<LatePath> late_;
   std::vector<DayCounter> written_;  // by path
   uint64_t next_check_ns_ = UINT64_MAX;

@@ -1,0 +1,61 @@
+#include "daemon/exec/transfer_queue.h"
+
+#include <utility>
+
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+void TransferQueue::Push(const Entry& entry) {
+  const auto [job, is_new] = jobs_.try_emplace(entry.job);
+  if (is_new) turns_.push_back(entry.job);
+  (entry.order == Order::kUrgent ? job->second.urgent : job->second.others).push_back(entry);
+}
+
+std::optional<TaskId> TransferQueue::Next() {
+  while (!turns_.empty()) {
+    Job& job = jobs_.at(turns_.front());
+    std::deque<Entry>& queue = job.urgent.empty() ? job.others : job.urgent;
+    const Entry entry = queue.front();
+    const bool has_room =
+        in_flight_ < window_.transfers && in_flight_bytes_ + entry.bytes <= window_.bytes;
+    if (in_flight_ > 0 && !has_room) return std::nullopt;
+    if (!std::exchange(has_quantum_, true)) job.deficit_bytes += quantum_bytes_;
+    if (entry.bytes > job.deficit_bytes) {
+      turns_.push_back(turns_.front());
+      turns_.pop_front();
+      has_quantum_ = false;
+      continue;
+    }
+    job.deficit_bytes -= entry.bytes;
+    queue.pop_front();
+    if (job.empty()) {
+      jobs_.erase(turns_.front());
+      turns_.pop_front();
+      has_quantum_ = false;
+    }
+    ++in_flight_;
+    in_flight_bytes_ += entry.bytes;
+    return entry.task;
+  }
+  return std::nullopt;
+}
+
+void TransferQueue::PutBack(const Entry& entry) {
+  End(entry.bytes);
+  const auto [job, is_new] = jobs_.try_emplace(entry.job);
+  if (is_new) {
+    turns_.push_front(entry.job);
+    has_quantum_ = true;
+  }
+  (entry.order == Order::kUrgent ? job->second.urgent : job->second.others).push_front(entry);
+  job->second.deficit_bytes += entry.bytes;
+}
+
+void TransferQueue::End(uint64_t bytes) {
+  FOREBAY_CHECK(in_flight_ > 0 && in_flight_bytes_ >= bytes);
+  --in_flight_;
+  in_flight_bytes_ -= bytes;
+}
+
+}  // namespace forebay::daemon

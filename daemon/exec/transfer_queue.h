@@ -1,0 +1,66 @@
+// Transfers of one swap path that wait for their turn.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+
+#include "daemon/core/events.h"
+
+namespace forebay::daemon {
+
+// What of a path's transfers may be in flight at once; one may always be.
+struct TransferWindow {
+  uint64_t bytes = 0;
+  uint32_t transfers = 1;
+};
+
+// Jobs share the path by deficit round robin over bytes: each in turn may start as many bytes as the largest
+// transfer has, and what it has left of them next time. Within a job urgent transfers go first, then the
+// oldest.
+//
+// Limits  O(log jobs) a transfer.
+// Source  Shreedhar & Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM 1995.
+class TransferQueue {
+ public:
+  enum class Order : uint8_t { kUrgent, kLast };
+  struct Entry {
+    TaskId task = 0;
+    JobId job = 0;
+    uint64_t bytes = 0;
+    Order order = Order::kLast;
+  };
+
+  // `quantum_bytes`: of the largest transfer.
+  TransferQueue(TransferWindow window, uint64_t quantum_bytes)
+      : window_(window), quantum_bytes_(quantum_bytes) {}
+
+  void Push(const Entry& entry);
+  // The one to start now; nothing: the window is full, or none waits. It is in flight until End().
+  std::optional<TaskId> Next();
+  // One that Next() gave could not be started: it is the next one again.
+  void PutBack(const Entry& entry);
+  void End(uint64_t bytes);
+
+  uint64_t in_flight_bytes() const { return in_flight_bytes_; }
+
+ private:
+  struct Job {
+    std::deque<Entry> urgent;
+    std::deque<Entry> others;
+    uint64_t deficit_bytes = 0;
+
+    bool empty() const { return urgent.empty() && others.empty(); }
+  };
+
+  TransferWindow window_;
+  uint64_t quantum_bytes_;
+  std::map<JobId, Job> jobs_;  // that have transfers here
+  std::deque<JobId> turns_;    // the same; the first one has its turn
+  bool has_quantum_ = false;   // the first one was given its bytes
+  uint64_t in_flight_bytes_ = 0;
+  uint32_t in_flight_ = 0;
+};
+
+}  // namespace forebay::daemon
