@@ -41,6 +41,10 @@ constexpr std::array kKeys = {
     ConfigKey{"socket.operators", "group", "who sees the jobs of all users, beside root"},
     ConfigKey{"dram.limit", "size",
               "memory for everything; by default half of the control group or machine"},
+    ConfigKey{"dram.job_percent", "number", "1 to 100: what one job may take of the limit"},
+    ConfigKey{"dram.uid_quota", "size",
+              "what the jobs of one user, but root, may take together; all by default"},
+    ConfigKey{"swap.uid_quota", "size", "the same of swap"},
     ConfigKey{"swap.paths", "list of paths", "directories or block devices; none: no swap"},
     ConfigKey{"swap.capacity", "size or list of sizes", "reserved on each path"},
     ConfigKey{"swap.endurance", "size or list of sizes",
@@ -161,6 +165,27 @@ absl::Status ForEach(const toml::node& node,
   return absl::OkStatus();
 }
 
+absl::StatusOr<uint64_t> QuotaOf(const toml::node& node, const Place& place) {
+  ASSIGN_OR_RETURN(const uint64_t bytes, SizeOf(node, place));
+  if (bytes == 0) return Bad(place, "is 0", "leave it out for no quota");
+  return bytes;
+}
+
+absl::Status SetDram(const toml::node& node, const Place& place, Config& config) {
+  if (place.key == "dram.job_percent") {
+    ASSIGN_OR_RETURN(const uint64_t percent, NumberOf(node, place, {1, 100}));
+    config.dram_job_percent = static_cast<uint32_t>(percent);
+    return absl::OkStatus();
+  }
+  if (place.key == "dram.uid_quota") {
+    ASSIGN_OR_RETURN(config.dram_uid_bytes, QuotaOf(node, place));
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(config.dram_limit_bytes, SizeOf(node, place));
+  if (config.dram_limit_bytes > 0) return absl::OkStatus();
+  return Bad(place, "is 0", "leave it out for half of the memory");
+}
+
 absl::Status SetSwap(const toml::node& node, const Place& place, Config& config) {
   if (place.key == "swap.paths") {
     config.swap_paths.clear();
@@ -181,6 +206,10 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
       sizes.push_back(bytes);
       return absl::OkStatus();
     });
+  }
+  if (place.key == "swap.uid_quota") {
+    ASSIGN_OR_RETURN(config.swap_uid_bytes, QuotaOf(node, place));
+    return absl::OkStatus();
   }
   if (place.key == "swap.staging") {
     ASSIGN_OR_RETURN(config.swap_staging_bytes, SizeOf(node, place));
@@ -273,6 +302,7 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
                      absl::StrCat(place.text, ": unknown key ", absl::Utf8SafeCEscape(key)),
                      HintForUnknown(key));
   }
+  if (key.starts_with("dram.")) return SetDram(node, place, config);
   if (key.starts_with("swap.")) return SetSwap(node, place, config);
   if (key.starts_with("update.")) return SetUpdate(node, place, config);
   if (key == "socket.mode") return SetMode(node, place, config);
@@ -281,11 +311,6 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
   } else if (key == "socket.path") {
     ASSIGN_OR_RETURN(config.socket_path, TextOf(node, place));
     if (config.socket_path.empty()) return Bad(place, "is empty");
-  } else if (key == "dram.limit") {
-    ASSIGN_OR_RETURN(config.dram_limit_bytes, SizeOf(node, place));
-    if (config.dram_limit_bytes == 0) {
-      return Bad(place, "is 0", "leave it out for half of the memory");
-    }
   } else if (key == "reader.lease_max") {
     ASSIGN_OR_RETURN(const uint64_t lease_ms, NumberOf(node, place, {1, kLeaseMsMax}));
     config.reader_lease_max = std::chrono::milliseconds(lease_ms);

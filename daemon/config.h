@@ -31,6 +31,9 @@ struct Config {
   std::string socket_operators;
   // 0: half of what the control group or the machine has.
   uint64_t dram_limit_bytes = 0;
+  uint32_t dram_job_percent = 100;  // of the limit, that one job may take
+  uint64_t dram_uid_bytes = 0;      // that the jobs of one user may take; 0: no quota
+  uint64_t swap_uid_bytes = 0;      // the same
   std::vector<std::string> swap_paths;
   std::vector<uint64_t> swap_capacity_bytes;   // one for all paths, or one per path
   std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known

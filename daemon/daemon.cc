@@ -225,7 +225,10 @@ absl::StatusOr<Prepared> Prepare(const Config& config) {
   ASSIGN_OR_RETURN(pinned_mem::NumaTopology topology, pinned_mem::LoadNumaTopology());
   prepared.executor = {.state = {.dram_limit_bytes = dram_limit_bytes,
                                  .block_elems = config.block_elems,
-                                 .workers = prepared.runner->workers()},
+                                 .workers = prepared.runner->workers(),
+                                 .job_percent = config.dram_job_percent,
+                                 .uid_dram_bytes = config.dram_uid_bytes,
+                                 .uid_swap_bytes = config.swap_uid_bytes},
                        .arenas = {.lock = config.lock,
                                   .topology = std::move(topology),
                                   .workers = prepared.runner->worker_groups()},

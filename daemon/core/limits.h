@@ -63,6 +63,11 @@ struct NodeOptions {
   uint64_t block_elems = uint64_t{1} << 20;
   // UpdateBlocks that run at once.
   uint32_t workers = 1;
+  // What one job may take of dram_limit_bytes, 1 to 100; what the jobs of one uid may take together, 0: no
+  // quota (GrantPolicy).
+  uint32_t job_percent = 100;
+  uint64_t uid_dram_bytes = 0;
+  uint64_t uid_swap_bytes = 0;
 
   // Tests alone: what goes wrong without the protection. The daemon never sets them.
   bool disable_fence_for_test = false;        // commands of stale sessions are executed

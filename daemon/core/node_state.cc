@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/grant_policy.h"
 #include "daemon/core/job.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/job_tasks.h"
@@ -152,6 +153,12 @@ struct NodeState::Impl {
   // Neither taken nor granted.
   uint64_t FreeBytes() const;
   NodeUse Use() const;
+  // Of all jobs of the owner but `other_than`, which may be null.
+  OwnerUse UseOf(uint32_t uid, const Job* other_than) const;
+  // What the job may take beyond what it was granted; of this, what is free.
+  uint64_t LeftFor(const Job& job) const;
+  uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }
+  absl::Status MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy, Job& job);
   absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
   std::vector<Job*> Runnable(Job* concerned) const;
   void Advance(Job* concerned, const std::vector<Action>& emitted);
@@ -207,7 +214,8 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   }
   const protocol::Layout& layout = *request.layout;
   const SessionRequest session = SessionRequestOf(request);
-  ASSIGN_OR_RETURN(const MemoryPlan plan, PlanJob(layout, session, options, use));
+  const OwnerUse owner = limits ? OwnerUse{} : impl_->UseOf(request.uid, nullptr);
+  ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
   const uint64_t taken = use.jobs_dram_bytes + use.deleted_weights_bytes;
   const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
   JobPlan view{
@@ -276,8 +284,8 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
 }
 
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
-  ASSIGN_OR_RETURN(MemoryPlan plan,
-                   PlanJob(*request.layout, SessionRequestOf(request), options, Use()));
+  const GrantPolicy policy(options, UseOf(request.uid, nullptr));
+  ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, SessionRequestOf(request), Use()));
   nvme::SlotMap left = swap;
   // PlanJob has counted them, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {
@@ -337,7 +345,7 @@ Job* NodeState::Impl::On(const BlockMoveRequested& request) {
   const auto found = jobs.find(request.job);
   if (found == jobs.end()) return nullptr;
   Job& job = *found->second;
-  if (request.block < job.placement().blocks()) job.Move(request.block, FreeBytes());
+  if (request.block < job.placement().blocks()) job.Move(request.block, FreeBytesFor(job));
   return &job;
 }
 
@@ -416,7 +424,12 @@ absl::Status NodeState::Impl::ChangeWorld(const AttachRequested& request, Job& j
   others.jobs_dram_bytes -= job.fixed_bytes() + others.own_state_bytes;
   ASSIGN_OR_RETURN(MemoryPlan plan, PlanWorld(*request.layout, job.plan(),
                                               SessionRequestOf(request), options, others));
+  const GrantPolicy policy(options, UseOf(job.uid(), &job));
+  RETURN_IF_ERROR(policy.Check(plan.fixed_bytes,
+                               absl::StrCat("with ", request.world_size, " ranks job ", job.name(),
+                                            " needs ", plan.fixed_bytes, " beside its states")));
   RETURN_IF_ERROR(MakeRoom(plan, swap, others));
+  RETURN_IF_ERROR(MoveOwnBlocks(plan, policy, job));
   job.ChangeWorld(std::move(plan));
   ReportWait(job, *job.awaited_bytes());
   return absl::OkStatus();
@@ -447,6 +460,27 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
   return absl::OkStatus();
 }
 
+// The job's own blocks leave DRAM where its next plan has no room for them in what it may take.
+absl::Status NodeState::Impl::MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy,
+                                            Job& job) {
+  const uint64_t wanted = plan.fixed_bytes + job.placement().granted_bytes();
+  if (wanted <= policy.dram_bytes()) return absl::OkStatus();
+  nvme::SlotMap left = swap;
+  const std::vector<Eviction> evictions = job.PlanEvictions(wanted - policy.dram_bytes(), left);
+  uint64_t made_bytes = 0;
+  for (const Eviction& eviction : evictions) made_bytes += eviction.bytes;
+  RETURN_IF_ERROR(policy.Check(
+      wanted - made_bytes,
+      absl::StrCat("with ", plan.session.world_size, " ranks job ", job.name(), " needs ", wanted,
+                   ", of which ", made_bytes, " of states can move to swap")));
+  for (const Eviction& eviction : evictions) {
+    for (const nvme::Slot& slot : eviction.slots) FOREBAY_CHECK(swap.Reserve(slot));
+    job.residency().Evict(eviction);
+  }
+  job.Advance();
+  return absl::OkStatus();
+}
+
 void NodeState::Impl::GiveFloatSums(Job& job) {
   if (job.plan().has_paged_sums()) {
     job.RefuseFloatSums(MakeError(
@@ -458,7 +492,7 @@ void NodeState::Impl::GiveFloatSums(Job& job) {
     return;
   }
   const uint64_t bytes = job.plan().float_sums_bytes;
-  const uint64_t free_bytes = FreeBytes();
+  const uint64_t free_bytes = FreeBytesFor(job);
   if (bytes <= free_bytes) {
     job.MakeFloatSums();
     return;
@@ -532,8 +566,9 @@ void NodeState::Impl::KeepBlocks() {
   for (const auto& [id, job] : jobs) {
     if (!job->residency().makes_room()) continue;
     const uint64_t granted_bytes = Bytes(&Job::granted_bytes);
-    job->residency().Keep(options.dram_limit_bytes -
-                          std::min(granted_bytes, options.dram_limit_bytes));
+    job->residency().Keep(
+        std::min(options.dram_limit_bytes - std::min(granted_bytes, options.dram_limit_bytes),
+                 LeftFor(*job)));
   }
 }
 
@@ -578,6 +613,10 @@ absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
   const uint64_t arena_bytes = ReaderArenaBytes(request.grad_arena_bytes);
   const uint64_t taken_bytes = options.dram_limit_bytes - FreeBytes();
   const uint64_t needed_bytes = taken_bytes + arena_bytes + job.plan().ring_bytes;
+  const uint64_t job_bytes = job.granted_bytes() + arena_bytes + job.plan().ring_bytes;
+  RETURN_IF_ERROR(GrantPolicy(options, UseOf(job.uid(), &job))
+                      .Check(job_bytes, absl::StrCat("with this reader job ", job.name(), " needs ",
+                                                     job_bytes)));
   if (needed_bytes <= options.dram_limit_bytes) return absl::OkStatus();
   return MakeError(
       ErrorId::kDramLimit,
@@ -596,6 +635,23 @@ NodeUse NodeState::Impl::Use() const {
   }
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
+}
+
+OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than) const {
+  OwnerUse use{.uid = uid};
+  for (const auto& [id, job] : jobs) {
+    if (job->uid() != uid || job.get() == other_than) continue;
+    use.dram_bytes += job->granted_bytes();
+    use.swap_bytes += job->swap_slots().size() * job->plan().swap_slot_bytes +
+                      job->sum_slots().size() * job->plan().sum_page_bytes;
+  }
+  return use;
+}
+
+uint64_t NodeState::Impl::LeftFor(const Job& job) const {
+  const uint64_t granted_bytes = job.granted_bytes();
+  const uint64_t may_take = GrantPolicy(options, UseOf(job.uid(), &job)).dram_bytes();
+  return may_take - std::min(granted_bytes, may_take);
 }
 
 uint64_t NodeState::Impl::Bytes(uint64_t (Job::*of_job)() const) const {

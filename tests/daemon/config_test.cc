@@ -40,7 +40,10 @@ path = "/tmp/f.sock"
 mode = "0600"
 [dram]
 limit = "2GiB"
+job_percent = 60
+uid_quota = "1GiB"
 [swap]
+uid_quota = "3GiB"
 paths = ["/a", "/b"]
 capacity = ["1GiB", 4096]
 staging = "64MiB"
@@ -61,6 +64,9 @@ level = "debug"
   EXPECT_EQ(config.socket_path, "/tmp/f.sock");
   EXPECT_EQ(config.socket_mode, 0600U);
   EXPECT_EQ(config.dram_limit_bytes, uint64_t{2} << 30);
+  EXPECT_EQ(config.dram_job_percent, 60U);
+  EXPECT_EQ(config.dram_uid_bytes, uint64_t{1} << 30);
+  EXPECT_EQ(config.swap_uid_bytes, uint64_t{3} << 30);
   EXPECT_THAT(config.swap_paths, ElementsAre("/a", "/b"));
   EXPECT_THAT(config.swap_capacity_bytes, ElementsAre(uint64_t{1} << 30, 4096U));
   EXPECT_EQ(config.swap_staging_bytes, uint64_t{64} << 20);
@@ -204,7 +210,8 @@ TEST(Config, SaysHowASizeIsWritten) {
 TEST(Config, RefusesWhatWouldMeanSomethingElse) {
   Config config;
   for (const char* setting :
-       {"dram.limit=0", "swap.staging=0", "socket.path=\"\"", "dram.limit=1.5"}) {
+       {"dram.limit=0", "dram.uid_quota=0", "dram.job_percent=0", "dram.job_percent=101",
+        "swap.uid_quota=0", "swap.staging=0", "socket.path=\"\"", "dram.limit=1.5"}) {
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }
   const TempDir dir;  // a directory reads as an empty file
