@@ -107,15 +107,14 @@ struct NodeState::Impl {
       : options(node_options),
         pool(node_options.staging_slots),
         swap(node_options.swap),
-        path_table(swap.paths(), node_options.swap_rates) {
-    WeighPaths();
-  }
+        path_table(swap.paths(), node_options.swap_rates) {}
 
   // Slots that are allocated from now on follow the paths' shares and marks.
-  void WeighPaths() {
-    const auto weights = path_table.DrainWeights();
-    if (!weights) return;
-    swap.SetWeights(*weights);
+  void WeighPaths() { swap.SetWeights(path_table.Weights()); }
+  void ReportMarks() {
+    if (std::exchange(reported_marks, path_table.mark_changes()) == path_table.mark_changes()) {
+      return;
+    }
     for (uint32_t path = 0; path < path_table.paths(); ++path) {
       const bool is_marked = path_table.is_marked(path);
       if (marked_paths.contains(path) == is_marked) continue;
@@ -170,6 +169,7 @@ struct NodeState::Impl {
   nvme::SlotMap swap;
   PathTable path_table;
   std::set<uint32_t> marked_paths;  // as was reported
+  uint64_t reported_marks = 0;
   JobId last_job = 0;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<JobName, JobId> names;
@@ -192,7 +192,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
-  impl_->WeighPaths();
+  impl_->ReportMarks();
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
   impl_->actions.Bind(nullptr);
@@ -248,6 +248,7 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
 Job* NodeState::Impl::On(const AttachRequested& request) {
   FOREBAY_CHECK(request.session != 0 && request.layout != nullptr);
   FOREBAY_CHECK(!session_jobs.contains(request.session));
+  WeighPaths();
   absl::StatusOr<Job*> job = JobFor(request);
   if (!job.ok()) {
     actions.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
@@ -345,6 +346,7 @@ Job* NodeState::Impl::On(const BlockMoveRequested& request) {
   const auto found = jobs.find(request.job);
   if (found == jobs.end()) return nullptr;
   Job& job = *found->second;
+  WeighPaths();
   if (request.block < job.placement().blocks()) job.Move(request.block, FreeBytesFor(job));
   return &job;
 }

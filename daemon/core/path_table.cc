@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <utility>
 
 #include "daemon/core/limits.h"
 
@@ -67,7 +66,6 @@ void PathTable::UpdateShares(double drift) {
   });
   if (!has_drifted) return;
   for (Path& path : paths_) path.share = weight(path) / sum;
-  weights_changed_ = true;
 }
 
 void PathTable::AddTransfer(const PathTransfer& transfer) {
@@ -97,7 +95,7 @@ void PathTable::OnSucceeded(uint32_t path, Direction direction) {
   if (!of.is_marked || ++of.successes < kPathErrorsMax) return;
   of.is_marked = false;
   --marked_;
-  weights_changed_ = true;
+  ++mark_changes_;
 }
 
 void PathTable::OnFailed(uint32_t path, Direction direction) {
@@ -111,7 +109,7 @@ void PathTable::OnFailed(uint32_t path, Direction direction) {
   ++marks_;
   of.successes = 0;
   ++marked_;
-  weights_changed_ = true;
+  ++mark_changes_;
 }
 
 uint32_t PathTable::reads_at_once(uint32_t path, uint64_t block_bytes) const {
@@ -120,8 +118,7 @@ uint32_t PathTable::reads_at_once(uint32_t path, uint64_t block_bytes) const {
   return static_cast<uint32_t>(std::clamp<uint64_t>(reads, kReadsPerPath, kReadsMax));
 }
 
-std::optional<std::vector<uint32_t>> PathTable::DrainWeights() {
-  if (!std::exchange(weights_changed_, false) || paths_.empty()) return std::nullopt;
+std::vector<uint32_t> PathTable::Weights() const {
   double largest = 0;
   for (const Path& path : paths_) largest = std::max(largest, path.share);
   std::vector<uint32_t> weights;

@@ -68,11 +68,12 @@ class PathTable {
   bool is_marked(uint32_t path) const { return paths_[path].is_marked; }
   bool works(uint32_t path) const { return !is_suspect(path) && !is_marked(path); }
   bool any_marked() const { return marked_ > 0; }
-  // That were ever set.
+  // That were ever set, and how often one was set or taken away.
   uint64_t marks() const { return marks_; }
+  uint64_t mark_changes() const { return mark_changes_; }
 
-  // Weights of the paths for nvme::SlotMap, where they have changed since the last call.
-  std::optional<std::vector<uint32_t>> DrainWeights();
+  // Of the paths for nvme::SlotMap; a marked one has the least.
+  std::vector<uint32_t> Weights() const;
 
  private:
   struct Rate {
@@ -103,7 +104,7 @@ class PathTable {
   std::vector<Path> paths_;
   uint32_t marked_ = 0;
   uint64_t marks_ = 0;
-  bool weights_changed_ = true;
+  uint64_t mark_changes_ = 0;
 };
 
 }  // namespace forebay::daemon

@@ -6,15 +6,33 @@
 
 namespace forebay::daemon {
 
+size_t TransferQueue::Find(JobId job) const {
+  size_t found = jobs_.size();
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    if (jobs_[i].empty()) {
+      found = i;
+    } else if (jobs_[i].id == job) {
+      return i;
+    }
+  }
+  return found;
+}
+
 void TransferQueue::Push(const Entry& entry) {
-  const auto [job, is_new] = jobs_.try_emplace(entry.job);
-  if (is_new) turns_.push_back(entry.job);
-  (entry.order == Order::kUrgent ? job->second.urgent : job->second.others).push_back(entry);
+  const size_t index = Find(entry.job);
+  if (index == jobs_.size()) jobs_.emplace_back();
+  Job& job = jobs_[index];
+  if (job.empty()) {
+    job.id = entry.job;
+    job.deficit_bytes = 0;
+    turns_.push_back(index);
+  }
+  (entry.order == Order::kUrgent ? job.urgent : job.others).push_back(entry);
 }
 
 std::optional<TaskId> TransferQueue::Next() {
   while (!turns_.empty()) {
-    Job& job = jobs_.at(turns_.front());
+    Job& job = jobs_[turns_.front()];
     std::deque<Entry>& queue = job.urgent.empty() ? job.others : job.urgent;
     const Entry entry = queue.front();
     const bool has_room =
@@ -30,7 +48,6 @@ std::optional<TaskId> TransferQueue::Next() {
     job.deficit_bytes -= entry.bytes;
     queue.pop_front();
     if (job.empty()) {
-      jobs_.erase(turns_.front());
       turns_.pop_front();
       has_quantum_ = false;
     }
@@ -43,13 +60,17 @@ std::optional<TaskId> TransferQueue::Next() {
 
 void TransferQueue::PutBack(const Entry& entry) {
   End(entry.bytes);
-  const auto [job, is_new] = jobs_.try_emplace(entry.job);
-  if (is_new) {
-    turns_.push_front(entry.job);
+  const size_t index = Find(entry.job);
+  if (index == jobs_.size()) jobs_.emplace_back();
+  Job& job = jobs_[index];
+  if (job.empty()) {
+    job.id = entry.job;
+    job.deficit_bytes = 0;
+    turns_.push_front(index);
     has_quantum_ = true;
   }
-  (entry.order == Order::kUrgent ? job->second.urgent : job->second.others).push_front(entry);
-  job->second.deficit_bytes += entry.bytes;
+  (entry.order == Order::kUrgent ? job.urgent : job.others).push_front(entry);
+  job.deficit_bytes += entry.bytes;
 }
 
 void TransferQueue::End(uint64_t bytes) {

@@ -1,10 +1,11 @@
 // Transfers of one swap path that wait for their turn.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <optional>
+#include <vector>
 
 #include "daemon/core/events.h"
 
@@ -20,7 +21,7 @@ struct TransferWindow {
 // transfer has, and what it has left of them next time. Within a job urgent transfers go first, then the
 // oldest.
 //
-// Limits  O(log jobs) a transfer.
+// Limits  O(jobs that wait) a transfer. No allocation where as many have waited before.
 // Source  Shreedhar & Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM 1995.
 class TransferQueue {
  public:
@@ -47,6 +48,7 @@ class TransferQueue {
 
  private:
   struct Job {
+    JobId id = 0;
     std::deque<Entry> urgent;
     std::deque<Entry> others;
     uint64_t deficit_bytes = 0;
@@ -56,9 +58,12 @@ class TransferQueue {
 
   TransferWindow window_;
   uint64_t quantum_bytes_;
-  std::map<JobId, Job> jobs_;  // that have transfers here
-  std::deque<JobId> turns_;    // the same; the first one has its turn
-  bool has_quantum_ = false;   // the first one was given its bytes
+  // The entry of a job that waits; else an empty one, to be used for any job.
+  size_t Find(JobId job) const;
+
+  std::vector<Job> jobs_;     // empty ones keep their memory
+  std::deque<size_t> turns_;  // of jobs_ that have transfers; the first one has its turn
+  bool has_quantum_ = false;  // the first one was given its bytes
   uint64_t in_flight_bytes_ = 0;
   uint32_t in_flight_ = 0;
 };
