@@ -157,6 +157,7 @@ struct NodeState::Impl {
   // What the job may take beyond what it was granted; of this, what is free.
   uint64_t LeftFor(const Job& job) const;
   uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }
+  void Evict(const std::vector<Eviction>& evictions, Job& job);
   absl::Status MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy, Job& job);
   absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
   std::vector<Job*> Runnable(Job* concerned) const;
@@ -181,6 +182,9 @@ struct NodeState::Impl {
   // Jobs that have not begun, in their order.
   std::vector<JobId> waiting;
   uint64_t turn = 0;
+  // Jobs whose blocks were marked in this event. Their moves begin when all slots that were planned are
+  // reserved: a move may exchange slots with the free ones.
+  std::vector<JobId> evicting;
 };
 
 NodeState::NodeState(const Options& options) : impl_(std::make_unique<Impl>(options)) {}
@@ -190,6 +194,7 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
   if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
+  for (const JobId id : std::exchange(impl_->evicting, {})) impl_->jobs.at(id)->Advance();
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
   impl_->ReportMarks();
@@ -453,11 +458,7 @@ absl::Status NodeState::Impl::MakeRoom(const MemoryPlan& plan, nvme::SlotMap lef
     return DramLimitError(plan, options, use, use.own_state_bytes);
   }
   for (const auto& [id, of_job] : evictions) {
-    for (const Eviction& eviction : of_job) {
-      for (const nvme::Slot& slot : eviction.slots) FOREBAY_CHECK(swap.Reserve(slot));
-      jobs.at(id)->residency().Evict(eviction);
-    }
-    jobs.at(id)->Advance();
+    Evict(of_job, *jobs.at(id));
   }
   return absl::OkStatus();
 }
@@ -475,12 +476,16 @@ absl::Status NodeState::Impl::MoveOwnBlocks(const MemoryPlan& plan, const GrantP
       wanted - made_bytes,
       absl::StrCat("with ", plan.session.world_size, " ranks job ", job.name(), " needs ", wanted,
                    ", of which ", made_bytes, " of states can move to swap")));
+  Evict(evictions, job);
+  return absl::OkStatus();
+}
+
+void NodeState::Impl::Evict(const std::vector<Eviction>& evictions, Job& job) {
   for (const Eviction& eviction : evictions) {
     for (const nvme::Slot& slot : eviction.slots) FOREBAY_CHECK(swap.Reserve(slot));
     job.residency().Evict(eviction);
   }
-  job.Advance();
-  return absl::OkStatus();
+  evicting.push_back(job.id());
 }
 
 void NodeState::Impl::GiveFloatSums(Job& job) {
