@@ -198,6 +198,36 @@ TEST_F(FaultySwap, AStepWhoseWritesFailUsesTheOtherPathOrWaits) {
   EXPECT_OK(testing::TrainStep(*session, {.rank = 0, .t = 4})) << "what was written is right";
 }
 
+TEST_F(FaultySwap, APathThatFailsAgainAndAgainIsMarkedAndLeft) {
+  ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
+  ASSERT_OK_AND_ASSIGN(auto session, Attach(socket_, "job"));
+  uint64_t t = 0;
+  for (; t < 4; ++t) ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t + 1}));
+  EXPECT_GT(Status().getSwap()[0].getReadRateNow(), 0);
+  EXPECT_GT(Status().getSwap()[0].getWriteRateNow(), 0);
+  EXPECT_NEAR(Status().getSwap()[0].getShare() + Status().getSwap()[1].getShare(), 1, 1e-9);
+  EXPECT_FALSE(Status().getSwap()[0].getMarked());
+
+  Order("fail swap_a");
+  for (const uint64_t end = t + 20; t < end && !Status().getSwap()[0].getMarked(); ++t) {
+    ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t + 1}));
+  }
+  EXPECT_TRUE(Status().getSwap()[0].getMarked());
+  EXPECT_FALSE(Status().getSwap()[1].getMarked());
+  EXPECT_GE(Status().getSwap()[0].getErrors(), 8U);
+  ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t + 1}));
+  const uint64_t errors = Status().getSwap()[0].getErrors();
+  const uint64_t reads = Status().getSwap()[0].getReadOps();
+  for (const uint64_t step : {t + 2, t + 3}) {
+    ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = step}));
+  }
+  EXPECT_EQ(Status().getSwap()[0].getErrors(), errors) << "no write is tried there";
+  EXPECT_EQ(Status().getSwap()[0].getReadOps(), reads) << "nothing is there any more";
+  session.reset();
+  EXPECT_THAT(daemon_->Stop().errors,
+              HasSubstr("swap path 0 (" + a_ + "/forebay.swap) has failed 8 times"));
+}
+
 TEST_F(FaultySwap, StatusSaysHowFarAJobIsThatIsBeingMade) {
   ASSERT_NO_FATAL_FAILURE(Start("dram.limit=6474KiB"));
   Order("hang swap_");
