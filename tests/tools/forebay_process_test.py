@@ -565,6 +565,50 @@ def test_each_bench_prints_one_line_a_case(folders, flags, cases):
         assert line["value"] > 0 and line["limit"] > 0 and line["samples"] == 1
 
 
+SWAP_CASES = [f"swap/op={op}/block=8MiB/pages=2MiB" for op in ("read", "write", "mixed")]
+STUB_OF_FIO = """#!/bin/sh
+for flag in "$@"; do
+  case "$flag" in
+    --output=*) report="${flag#--output=}" ;;
+    --rw=*) echo "$flag" >> "${0%/*}/calls" ;;
+  esac
+done
+echo '{"jobs": [{"read": {"bw_bytes": 6e15}, "write": {"bw_bytes": 1e15}}]}' > "$report"
+"""
+
+
+def test_bench_swap_shows_the_daemons_transfers_beside_the_better_of_two_limits(folders, tmp_path):
+    environment, _, swap = folders
+    flags = ["swap", "--samples", 1, "--params", 4 << 20, "--swap", swap, "--json"]
+    done = forebay("bench", *flags, env={**environment, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == SWAP_CASES
+    for line, (reads, writes) in zip(lines, ((1, 0), (0, 1), (1, 1)), strict=True):
+        assert list(line)[: len(BENCH_KEYS)] == BENCH_KEYS
+        assert line["value"] > 0 and line["limit"] == line["bare"] > 0 and "fio" not in line
+        assert line["limit_what"] == "bare loop; fio is not installed"
+        assert line["bytes_read"] == reads * (32 << 20)
+        assert line["bytes_written"] == writes * (32 << 20)
+        assert 0 <= line["huge_share"] <= 1
+
+    stub = tmp_path / "fio"
+    stub.write_text(STUB_OF_FIO)
+    stub.chmod(0o755)
+    done = forebay("bench", *flags, env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr
+    for line in map(json.loads, done.stdout.splitlines()):
+        assert line["limit"] == line["fio"] == 7e6 and line["bare"] > 0
+        assert line["limit_what"] == "the better of a bare loop and fio"
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == ["--rw=write", *["--rw=read"] * 2, *["--rw=write"] * 2, *["--rw=rw"] * 2]
+    assert not list(pathlib.Path(swap).iterdir())
+
+    stub.write_text("#!/bin/sh\nexit 3\n")
+    done = forebay("bench", *flags, env={**environment, "PATH": str(tmp_path)})
+    assert done.returncode == 1 and "fio" in done.stderr and "exit status 3" in done.stderr
+
+
 def test_bench_step_shows_what_updates_under_compute_hide(folders):
     environment, _, swap = folders
     flags = ["--samples", 1, "--params", 4 << 20, "--compute-ms", 50, "--swap", swap, "--json"]
@@ -612,4 +656,4 @@ def test_bench_copies_without_a_driver_says_so():
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, copies, fetch, pipeline, step, update" in done.stderr
+    assert done.returncode == 1 and "adam, copies, fetch, pipeline, step, swap, update" in done.stderr

@@ -20,9 +20,10 @@ struct Entry {
   absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"adam", BenchAdam},   Entry{"copies", BenchCopies},
-                                 Entry{"fetch", BenchFetch}, Entry{"pipeline", BenchPipeline},
-                                 Entry{"step", BenchStep},   Entry{"update", BenchUpdate}};
+constexpr std::array kBenches = {Entry{"adam", BenchAdam},    Entry{"copies", BenchCopies},
+                                 Entry{"fetch", BenchFetch},  Entry{"pipeline", BenchPipeline},
+                                 Entry{"step", BenchStep},    Entry{"swap", BenchSwap},
+                                 Entry{"update", BenchUpdate}};
 
 }  // namespace
 

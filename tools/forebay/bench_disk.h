@@ -24,25 +24,38 @@ class DiskLimit {
   static absl::StatusOr<std::unique_ptr<DiskLimit>> Create(const std::string& folder,
                                                            uint64_t bytes);
 
+  // The same over a part of a file that is there and written: 2 * `bytes` from `begin_bytes` on. Where a
+  // file lies on the disk decides as much as the loop does: so both sides have the same.
+  struct Part {
+    std::string path;
+    uint64_t begin_bytes = 0;
+    uint64_t bytes = 0;
+  };
+  static absl::StatusOr<std::unique_ptr<DiskLimit>> Over(const Part& part);
+
   DiskLimit() = default;
   DiskLimit(const DiskLimit&) = delete;
   DiskLimit& operator=(const DiskLimit&) = delete;
 
-  // Reads one half; copies one to the other, a write for each read. GB/s of what is read and written.
-  absl::StatusOr<Sample> RunReads() { return Run(Writes::kNone); }
-  absl::StatusOr<Sample> RunCopies() { return Run(Writes::kEach); }
+  // Reads one half; writes the other; copies one to the other, a write for each read. GB/s of what is
+  // read and written.
+  absl::StatusOr<Sample> RunReads() { return Run(Transfers::kReads); }
+  absl::StatusOr<Sample> RunWrites() { return Run(Transfers::kWrites); }
+  absl::StatusOr<Sample> RunCopies() { return Run(Transfers::kCopies); }
 
  private:
   static constexpr uint32_t kDepth = 16;
-  enum class Writes : uint8_t { kNone, kEach };
+  enum class Transfers : uint8_t { kReads, kWrites, kCopies };
 
-  absl::StatusOr<Sample> Run(Writes writes);
+  absl::Status Prepare();
+  absl::StatusOr<Sample> Run(Transfers transfers);
   absl::Status Submit(nvme::IoKind kind, uint32_t slot, uint64_t piece);
 
   protocol::UniqueFd file_;
   std::unique_ptr<pinned_mem::PinnedArena> buffer_;
   std::unique_ptr<nvme::IoEngine> engine_;
   nvme::FileIndex index_{};
+  uint64_t begin_bytes_ = 0;
   uint64_t pieces_ = 1;
   uint64_t read_half_ = 0;
   uint64_t write_half_ = 1;

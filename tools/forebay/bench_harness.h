@@ -73,6 +73,7 @@ absl::Status BenchCopies(const BenchOptions& options, const Report& report);
 absl::Status BenchFetch(const BenchOptions& options, const Report& report);
 absl::Status BenchPipeline(const BenchOptions& options, const Report& report);
 absl::Status BenchStep(const BenchOptions& options, const Report& report);
+absl::Status BenchSwap(const BenchOptions& options, const Report& report);
 absl::Status BenchUpdate(const BenchOptions& options, const Report& report);
 
 }  // namespace forebay::tools

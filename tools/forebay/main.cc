@@ -266,6 +266,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
                        "fetch: from the request to the lease of a group, in DRAM and on swap; "
                        "pipeline: a group's cost in a loop in C++, each way; "
                        "step: forward, backward and update on swap, beside the longer of both; "
+                       "swap: the daemon's transfers of blocks, without a daemon; "
                        "update: a whole step of AdamW, in DRAM and on swap"))
       ->required();
   bench->add_option("--samples", arguments.bench.samples, "per case")->check(CLI::Range(1, 100000));
