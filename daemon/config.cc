@@ -34,6 +34,8 @@ constexpr uint32_t kWorkersMax = 1024;
 constexpr int kCpuMax = 65535;
 constexpr int kNiceMax = 19;
 constexpr uint64_t kLeaseMsMax = 3'600'000;
+constexpr uint64_t kSwapDeadlineMsMin = 1000;
+constexpr uint64_t kSwapDeadlineMsMax = 3'600'000;
 
 constexpr std::array kKeys = {
     ConfigKey{"socket.path", "path", "where clients connect"},
@@ -50,6 +52,9 @@ constexpr std::array kKeys = {
     ConfigKey{"swap.endurance", "size or list of sizes",
               "that may still be written to each path's drive; then its days left are shown"},
     ConfigKey{"swap.staging", "size", "memory between swap and the update"},
+    ConfigKey{"swap.deadline", "milliseconds",
+              "how long a transfer is waited for; then it fails with E_SWAP_TIMEOUT; 60000 by "
+              "default"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
     ConfigKey{"swap.probe", "once | never",
@@ -215,6 +220,12 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
     ASSIGN_OR_RETURN(config.swap_staging_bytes, SizeOf(node, place));
     if (config.swap_staging_bytes > 0) return absl::OkStatus();
     return Bad(place, "is 0", "leave it out for two blocks per worker and four more");
+  }
+  if (place.key == "swap.deadline") {
+    ASSIGN_OR_RETURN(const uint64_t deadline_ms,
+                     NumberOf(node, place, {kSwapDeadlineMsMin, kSwapDeadlineMsMax}));
+    config.swap_deadline = std::chrono::milliseconds(deadline_ms);
+    return absl::OkStatus();
   }
   if (place.key == "swap.probe") {
     ASSIGN_OR_RETURN(config.swap_probe,

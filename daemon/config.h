@@ -39,6 +39,7 @@ struct Config {
   std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
   uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
   nvme::FileLife swap_life = nvme::FileLife::kKept;
+  std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.
   bool swap_probe = true;
   nvme::EngineChoice io_engine = nvme::EngineChoice::kAuto;

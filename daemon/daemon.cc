@@ -125,9 +125,11 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
 
 absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
                                              uint32_t workers) {
-  SwapSpaceOptions options{.life = config.swap_life,
-                           .staging_slot_bytes = StagingSlotBytes(config.block_elems),
-                           .arenas = arenas};
+  SwapSpaceOptions options{
+      .life = config.swap_life,
+      .deadline_ns = static_cast<uint64_t>(std::chrono::nanoseconds(config.swap_deadline).count()),
+      .staging_slot_bytes = StagingSlotBytes(config.block_elems),
+      .arenas = arenas};
   uint64_t capacity_bytes = 0;
   const auto of_path = [](const std::vector<uint64_t>& sizes, size_t path) {
     return sizes.size() == 1 ? sizes.front() : sizes[path];

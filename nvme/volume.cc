@@ -164,9 +164,11 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
     const auto known = state_->slots.find({slot.path, slot.offset_bytes});
     if (known == state_->slots.end()) continue;
     const SlotState& is = known->second;
+    if (is.given_up) return state_->GivenUpError(slot);
     if (is.writing || is.readers > 0) return Refuse("zero", slot, "it is being read or written");
     if (is.pins > 0) return Refuse("zero", slot, "a durable ledger names it");
   }
+  for (const Slot& slot : slots) RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
   if (zeros.empty() || zeros.size() % kIoAlignment != 0) {
     return absl::InvalidArgumentError(
         absl::StrFormat("zero: %d bytes are not whole pages", zeros.size()));
@@ -206,6 +208,7 @@ absl::Status Volume::Read(const Slot& slot, uint64_t offset_bytes, std::span<std
                      absl::StrFormat("%s: the slot at offset %d: its last write failed",
                                      state_->PathText(slot.path), slot.offset_bytes));
   }
+  RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kRead, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kRead;
@@ -228,11 +231,13 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
   const auto known = state_->slots.find({slot.path, slot.offset_bytes});
   if (known != state_->slots.end()) {
     const SlotState& is = known->second;
+    if (is.given_up) return state_->GivenUpError(slot);
     if (is.writing || is.readers > 0) return Refuse("write", slot, "it is being read or written");
     if (is.pins > 0 && state_->protections.pins) {
       return Refuse("write", slot, "a durable ledger names it");
     }
   }
+  RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kWrite, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;
@@ -293,6 +298,19 @@ std::vector<LateRequests> Volume::CheckDeadlines(uint64_t deadline_ns) {
   }
   std::erase_if(by_path, [](const LateRequests& late) { return late.requests == 0; });
   return by_path;
+}
+
+void Volume::GiveUp(uint64_t deadline_ns, const std::function<bool(uint64_t token)>& may_give_up,
+                    std::vector<Finished>& finished) {
+  const uint64_t now = state_->now_ns();
+  for (uint32_t index = 0; index < state_->requests.size(); ++index) {
+    const Request& request = state_->requests[index];
+    if (!request.active || request.given_up || !request.late) continue;
+    if (request.kind == RequestKind::kCommitPart || now - request.start_ns < deadline_ns) continue;
+    if (!may_give_up(request.token)) continue;
+    state_->paths[request.path].deadline_ns = deadline_ns;
+    state_->GiveUp(index, finished);
+  }
 }
 
 void Volume::OnCompletion(const Completion& completion, std::vector<Finished>& finished) {

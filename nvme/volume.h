@@ -75,11 +75,18 @@ struct RecoveryReport {
   bool fell_back = false;
 };
 
-// A request that has ended.
+// A request that has ended, or that nobody waits for any more.
 struct Finished {
+  enum class Kind : uint8_t {
+    kEnded,
+    kGivenUp,   // by GiveUp(): the disk may still use its memory
+    kReleased,  // it was given up, and has ended now
+  };
+
   uint64_t token = 0;
-  // OK, or E_SWAP_IO with path, offset and errno.
+  // OK, or E_SWAP_IO with path, offset and errno; kGivenUp: E_SWAP_TIMEOUT with path, offset and seconds.
   absl::Status status;
+  Kind kind = Kind::kEnded;
 };
 
 // The volume stores bytes in slots and makes one ledger durable; which slot holds what is written in
@@ -95,8 +102,13 @@ struct Finished {
 // last good flush counts as lost: Doubted() lists it, and CommitLedger() refuses ledgers that name
 // it until it has been written again.
 //
+// A request that was given up keeps its memory, and a write its slot, until it has ended. Whatever a
+// path is asked for while it is silent (nothing has come from it since the deadline, and one request
+// waits to see whether it answers again) fails with E_SWAP_TIMEOUT at once, and so does everything while
+// more than kGivenUpMax requests of the path have not ended.
+//
 // Ownership  Files are the volume's; engine and buffers are the caller's. The engine outlives the
-//            volume. Buffers are in use until their token is finished. Requests in flight must be
+//            volume. Buffers are in use until their token is kEnded or kReleased. Requests in flight must be
 //            finished before the volume dies.
 // Threads    Open() anywhere, it blocks; everything else on the engine's thread, and nothing
 //            blocks.
@@ -112,6 +124,8 @@ class Volume {
   static constexpr int kErrorRetriesMax = 2;
   // Pieces of zeros in flight on each path.
   static constexpr uint32_t kZerosInFlight = 16;
+  // Requests of one path that were given up and have not ended.
+  static constexpr uint32_t kGivenUpMax = 4;
 
   // Completions whose token has this top byte belong to the volume; the caller's other tokens must
   // not have it.
@@ -154,6 +168,7 @@ class Volume {
   // (nvme/verify.h) before use.
   //
   // Errors  kFailedPrecondition  the slot is being written. kResourceExhausted: kRequestsMax.
+  //         E_SWAP_TIMEOUT       the path is silent.
   absl::Status Read(const Slot& slot, uint64_t offset_bytes, std::span<std::byte> bytes,
                     uint64_t token);
   absl::Status Read(const Slot& slot, std::span<std::byte> bytes, uint64_t token) {
@@ -164,6 +179,7 @@ class Volume {
   //
   // Errors  kFailedPrecondition  the slot is being read or written, or a durable ledger names it.
   //         kResourceExhausted   kRequestsMax.
+  //         E_SWAP_TIMEOUT       the path is silent, or an earlier write of the slot was given up.
   absl::Status Write(const Slot& slot, std::span<const std::byte> bytes, uint64_t token);
 
   // Makes `ledger` and the slots it names durable; finished OK means that no power cut undoes it.
@@ -187,6 +203,12 @@ class Volume {
 
   // Counts what is newly late; per path, what is late now.
   std::vector<LateRequests> CheckDeadlines(uint64_t deadline_ns);
+
+  // Nobody waits any longer for reads, writes and zeroing that have been in flight for `deadline_ns` and
+  // that an earlier CheckDeadlines() has found late (so that a process that slept does not give up what
+  // has ended meanwhile), where `may_give_up` says so of their token. Commits are not given up.
+  void GiveUp(uint64_t deadline_ns, const std::function<bool(uint64_t token)>& may_give_up,
+              std::vector<Finished>& finished);
 
   // To be called with every completion for which Owns(token); appends what has finished.
   void OnCompletion(const Completion& completion, std::vector<Finished>& finished);

@@ -98,6 +98,9 @@ constexpr std::array kErrors = {
         "was"},
     ErrorInfo{ErrorId::kDeviceMemory, "E_DEVICE_MEMORY", StatusCode::kResourceExhausted,
               "use smaller groups or batches, or end what else uses the device"},
+    ErrorInfo{ErrorId::kSwapTimeout, "E_SWAP_TIMEOUT", StatusCode::kUnavailable,
+              "look at the kernel's log (dmesg) and at the device; where it is only slow, raise "
+              "swap.deadline"},
 };
 
 std::string PayloadOf(const absl::Status& status, const char* key) {

@@ -53,6 +53,7 @@ enum class ErrorId : uint16_t {
   kGradDropped = 38,   // E_GRAD_DROPPED: another rank has begun the step anew; deliver again
   kDevice = 39,        // E_DEVICE: a call of CUDA or NCCL failed; its name and cause
   kDeviceMemory = 40,  // E_DEVICE_MEMORY: needed and free bytes of the device
+  kSwapTimeout = 41,   // E_SWAP_TIMEOUT: the disk has not answered in time; path, offset, seconds
 };
 
 // One row per id.

@@ -110,6 +110,15 @@ struct TaskDone {
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
 };
 
+// A read into the staging slot was given up: it has failed, or does so with the next event, but the disk
+// may still write to the slot. And it has ended at last.
+struct StagingSlotKept {
+  uint32_t slot = 0;
+};
+struct StagingSlotReturned {
+  uint32_t slot = 0;
+};
+
 // The timer of StartLeaseTimer has run out.
 struct LeaseTimeExpired {
   JobId job = 0;
@@ -136,9 +145,9 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event =
-    std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived, StepRequestCopied,
-                 TaskDone, LeaseTimeExpired, BlockMoveRequested, DeleteJobRequested, JobFreed>;
+using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
+                           StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
+                           LeaseTimeExpired, BlockMoveRequested, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
 

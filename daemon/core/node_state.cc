@@ -130,6 +130,8 @@ struct NodeState::Impl {
   Job* On(const SessionEnded& event);
   Job* On(const CommandArrived& event);
   Job* On(const StepRequestCopied& event);
+  Job* On(const StagingSlotKept& event);
+  Job* On(const StagingSlotReturned& event);
   Job* On(const LeaseTimeExpired& event);
   Job* On(const BlockMoveRequested& request);
   Job* On(const TaskDone& event);
@@ -338,6 +340,16 @@ Job* NodeState::Impl::On(const CommandArrived& event) {
   Job* const job = JobOf(event.session);
   if (job != nullptr) job->OnCommand(event.session, event.command);
   return job;
+}
+
+Job* NodeState::Impl::On(const StagingSlotKept& event) {
+  pool.Keep(event.slot);
+  return nullptr;
+}
+
+Job* NodeState::Impl::On(const StagingSlotReturned& event) {
+  pool.Return(event.slot);
+  return nullptr;
 }
 
 Job* NodeState::Impl::On(const LeaseTimeExpired& event) {

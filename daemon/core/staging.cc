@@ -27,7 +27,27 @@ std::optional<uint32_t> StagingPool::AllocateUrgent(StagedBlocks& asking) {
 
 void StagingPool::Release(uint32_t slot) {
   FOREBAY_CHECK(slot < slots_);
+  if (const auto kept = kept_.find(slot); kept != kept_.end()) {
+    FOREBAY_CHECK(!std::exchange(kept->second, true));
+    return;
+  }
   FOREBAY_CHECK(free_.insert(slot).second);
+}
+
+void StagingPool::Keep(uint32_t slot) {
+  FOREBAY_CHECK(slot < slots_ && !free_.contains(slot));
+  FOREBAY_CHECK(kept_.emplace(slot, false).second);
+}
+
+void StagingPool::Return(uint32_t slot) {
+  const auto kept = kept_.extract(slot);
+  FOREBAY_CHECK(!kept.empty());
+  if (kept.mapped()) Release(slot);
+}
+
+uint32_t StagingPool::kept() const {
+  return static_cast<uint32_t>(
+      std::ranges::count_if(kept_, [](const auto& entry) { return entry.second; }));
 }
 
 void StagingPool::Leave(StagedBlocks& blocks) { std::erase(jobs_, &blocks); }

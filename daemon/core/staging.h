@@ -27,15 +27,22 @@ class StagingPool {
 
   void Release(uint32_t slot);
 
+  // The disk may still write to the slot: once released, it is free only after Return().
+  void Keep(uint32_t slot);
+  void Return(uint32_t slot);
+
   void Join(StagedBlocks& blocks) { jobs_.push_back(&blocks); }
   void Leave(StagedBlocks& blocks);
 
   uint32_t slots() const { return slots_; }
-  uint32_t used() const { return slots_ - static_cast<uint32_t>(free_.size()); }
+  // By blocks; those that are released and kept are neither used nor free.
+  uint32_t used() const { return slots_ - static_cast<uint32_t>(free_.size()) - kept(); }
+  uint32_t kept() const;
 
  private:
   uint32_t slots_;
   std::set<uint32_t> free_;
+  std::map<uint32_t, bool> kept_;    // whether it was released meanwhile
   std::vector<StagedBlocks*> jobs_;  // in the order of joining; borrowed
 };
 

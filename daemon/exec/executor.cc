@@ -250,6 +250,11 @@ void Executor::OnCompletion(const nvme::Completion& completion) {
 
 void Executor::EndTransfers(std::vector<SwapDone>& done) {
   for (SwapDone& one : done) {
+    if (one.kind == SwapDone::Kind::kReturned) {
+      Raise(StagingSlotReturned{.slot = *one.staging_slot});
+      continue;
+    }
+    if (one.staging_slot) Raise(StagingSlotKept{.slot = *one.staging_slot});
     if (one.kind != SwapDone::Kind::kZeroed) {
       const auto load = loads_.find(one.task);
       JobMemory& job = jobs_.at(one.job);

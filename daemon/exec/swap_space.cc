@@ -108,13 +108,17 @@ void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& do
 }
 
 void SwapSpace::Add(SwapDone::Kind kind, const SwapTransfer& transfer) {
-  pending_.emplace(transfer.task, Pending{.done = {.task = transfer.task,
-                                                   .kind = kind,
-                                                   .job = transfer.job,
-                                                   .block = transfer.block,
-                                                   .part = transfer.part,
-                                                   .bytes = transfer.bytes.size()},
-                                          .transfer = transfer});
+  pending_.emplace(
+      transfer.task,
+      Pending{.done = {.task = transfer.task,
+                       .kind = kind,
+                       .job = transfer.job,
+                       .block = transfer.block,
+                       .part = transfer.part,
+                       .bytes = transfer.bytes.size(),
+                       .staging_slot = kind == SwapDone::Kind::kRead ? StagingSlotOf(transfer.bytes)
+                                                                     : std::nullopt},
+              .transfer = transfer});
 }
 
 void SwapSpace::Push(const SwapTransfer& transfer) {
@@ -183,6 +187,17 @@ void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& don
   }
   done.push_back(std::move(pending.done));
   done.back().status = std::move(status);
+  done.back().staging_slot.reset();
+}
+
+std::optional<uint32_t> SwapSpace::StagingSlotOf(std::span<const std::byte> bytes) const {
+  const std::span<const std::byte> slots =
+      staging_->bytes().first(options_.staging_slots * options_.staging_slot_bytes);
+  if (bytes.data() < slots.data() || bytes.data() >= slots.data() + slots.size()) {
+    return std::nullopt;
+  }
+  const auto offset = static_cast<uint64_t>(bytes.data() - slots.data());
+  return static_cast<uint32_t>(offset / options_.staging_slot_bytes);
 }
 
 std::optional<nvme::ExpectedContent> SwapSpace::Expected(const BlockPlace& place,
@@ -198,8 +213,40 @@ std::optional<nvme::ExpectedContent> SwapSpace::Expected(const BlockPlace& place
 void SwapSpace::OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done) {
   std::vector<nvme::Finished> finished;
   volume_->OnCompletion(completion, finished);
-  for (nvme::Finished& one : finished) End(one.token, std::move(one.status), done);
-  if (!finished.empty()) StartWaiting(done);
+  if (finished.empty()) return;
+  Finish(std::move(finished), done);
+  StartWaiting(done);
+}
+
+void SwapSpace::Finish(std::vector<nvme::Finished> finished, std::vector<SwapDone>& done) {
+  for (nvme::Finished& one : finished) {
+    if (one.kind == nvme::Finished::Kind::kReleased) {
+      if (const auto kept = kept_.extract(one.token); !kept.empty()) {
+        done.push_back(
+            {.task = one.token, .kind = SwapDone::Kind::kReturned, .staging_slot = kept.mapped()});
+      }
+      continue;
+    }
+    const std::optional<uint32_t> slot = pending_.at(one.token).done.staging_slot;
+    End(one.token, std::move(one.status), done);
+    if (one.kind != nvme::Finished::Kind::kGivenUp || !slot) continue;
+    kept_.emplace(one.token, *slot);
+    done.back().staging_slot = slot;
+  }
+}
+
+// Reads into other memory than staging's are waited for.
+void SwapSpace::GiveUpLate(std::vector<SwapDone>& done) {
+  std::vector<nvme::Finished> finished;
+  volume_->GiveUp(
+      options_.deadline_ns,
+      [this](TaskId task) {
+        const auto pending = pending_.find(task);
+        return pending == pending_.end() || pending->second.done.kind != SwapDone::Kind::kRead ||
+               pending->second.done.staging_slot.has_value();
+      },
+      finished);
+  Finish(std::move(finished), done);
 }
 
 // ---------------------------------------------------------------------------------------------- time
@@ -220,6 +267,8 @@ void SwapSpace::Tick(std::vector<SwapDone>& done) {
   }
   StartWaiting(done);
   if (now < next_check_ns_) return;
+  GiveUpLate(done);
+  StartWaiting(done);
   CheckDeadlines(now);
   LogProgress(now);
   next_check_ns_ = in_flight() > 0 ? now + kCheckNs : UINT64_MAX;
@@ -227,7 +276,8 @@ void SwapSpace::Tick(std::vector<SwapDone>& done) {
 
 void SwapSpace::CheckDeadlines(uint64_t now_ns) {
   std::vector<LatePath> late(late_.size());
-  for (const nvme::LateRequests& path : volume_->CheckDeadlines(kDeadlineNs)) {
+  const uint64_t late_ns = std::min(kLateNs, options_.deadline_ns);
+  for (const nvme::LateRequests& path : volume_->CheckDeadlines(late_ns)) {
     late[path.path] = {.requests = path.requests, .oldest_ns = path.oldest_ns};
   }
   for (uint32_t path = 0; path < late.size(); ++path) {
@@ -236,7 +286,7 @@ void SwapSpace::CheckDeadlines(uint64_t now_ns) {
       spdlog::warn(
           "swap path {} ({}): {} requests have waited for more than {} s, the longest {} s: the "
           "device does not answer; look at the kernel's log (dmesg)",
-          path, volume_->path_name(path), late[path].requests, kDeadlineNs / kSecondNs,
+          path, volume_->path_name(path), late[path].requests, late_ns / kSecondNs,
           late[path].oldest_ns / kSecondNs);
     }
     if (late[path].requests == 0 && late_[path].requests > 0) {

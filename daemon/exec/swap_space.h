@@ -23,6 +23,9 @@
 
 namespace forebay::daemon {
 
+// Longer than the kernel waits for an NVMe drive before it resets the drive and gives up.
+inline constexpr uint64_t kSwapDeadlineNs = 60'000'000'000;
+
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
   // By path: what may still be written to its drive; empty: not known.
@@ -31,6 +34,8 @@ struct SwapSpaceOptions {
   std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
+  // How long the disk may take for a transfer before nobody waits for it any longer.
+  uint64_t deadline_ns = kSwapDeadlineNs;
   // >= 3.
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
@@ -49,9 +54,14 @@ struct SwapTransfer {
   TransferQueue::Order order = TransferQueue::Order::kLast;
 };
 
-// A transfer that has ended.
+// A transfer that has ended, or was given up (E_SWAP_TIMEOUT).
 struct SwapDone {
-  enum class Kind : uint8_t { kZeroed, kRead, kWritten };
+  enum class Kind : uint8_t {
+    kZeroed,
+    kRead,
+    kWritten,
+    kReturned,  // a read that was given up has ended
+  };
 
   TaskId task = 0;
   Kind kind = Kind::kZeroed;
@@ -61,6 +71,8 @@ struct SwapDone {
   uint64_t bytes = 0;
   uint64_t start_ns = 0;
   absl::Status status = {};
+  // Of a read that was given up, and of kReturned: the disk may write to it until kReturned.
+  std::optional<uint32_t> staging_slot = {};
 };
 
 struct ZeroingProgress {
@@ -76,14 +88,16 @@ struct LatePath {
 
 // Each path has a queue of its own (TransferQueue), from which jobs start transfers in turns, as many at once as
 // keep the path busy: what waits for one path delays no other. Writes that pause wait beside it; zeroing does
-// not wait. A request that is in flight for longer than kDeadlineNs is late: it is counted, shown and logged,
-// and goes on.
+// not wait. A request that is in flight for longer than kLateNs is late: it is counted, shown and logged,
+// and goes on. After the deadline it is given up: it fails with E_SWAP_TIMEOUT, and the staging slot of a read is
+// kept until the disk has ended it after all. A read into other memory (of a block that moves to DRAM, of
+// gradients) is waited for.
 //
 // Threads  The loop thread, which is the engine's; bytes of a slot go to a worker between the end
 //          of a read and the start of a write.
 class SwapSpace {
  public:
-  static constexpr uint64_t kDeadlineNs = 10'000'000'000;
+  static constexpr uint64_t kLateNs = 10'000'000'000;
   // How long a write pauses after one on the same path has failed.
   static constexpr uint64_t kPauseNs = 1'000'000'000;
 
@@ -162,6 +176,9 @@ class SwapSpace {
   void StartWaiting(std::vector<SwapDone>& done);
   void OnStarted(SwapDone& started, uint64_t now_ns);
   void End(TaskId task, absl::Status status, std::vector<SwapDone>& done);
+  void GiveUpLate(std::vector<SwapDone>& done);
+  void Finish(std::vector<nvme::Finished> finished, std::vector<SwapDone>& done);
+  std::optional<uint32_t> StagingSlotOf(std::span<const std::byte> bytes) const;
   void CheckDeadlines(uint64_t now_ns);
   void LogProgress(uint64_t now_ns);
 
@@ -172,6 +189,7 @@ class SwapSpace {
   std::unique_ptr<nvme::Volume> volume_;
   // By task; what the volume works on, and what waits here.
   std::map<TaskId, Pending> pending_;
+  std::map<TaskId, uint32_t> kept_;    // staging slots of reads that were given up
   std::vector<TransferQueue> queues_;  // by path
   std::vector<Paused> paused_;         // by due time
   std::vector<LatePath> late_;

@@ -6,6 +6,8 @@ namespace forebay::nvme::internal {
 struct Protections {
   // A write never touches a slot that a durable ledger names.
   bool pins = true;
+  // A write that was given up keeps its slot until it has ended.
+  bool given_up_slots = true;
 };
 
 }  // namespace forebay::nvme::internal

@@ -32,6 +32,8 @@ struct SlotState {
   bool writing = false;
   // The last write failed: the content may be anything.
   bool broken = false;
+  // A write that was given up has not ended.
+  bool given_up = false;
   // A failed flush should have covered the last write.
   bool doubted = false;
   // Reads in flight.
@@ -57,6 +59,12 @@ struct Path {
   uint64_t writes = 0;
   uint64_t flushed = 0;
   uint32_t zeros_in_flight = 0;
+  // Requests in flight that were given up.
+  uint32_t given_up = 0;
+  // When the disk has last answered one.
+  uint64_t answered_ns = 0;
+  // Of the last GiveUp() that met one.
+  uint64_t deadline_ns = 0;
   PathStats stats;
 };
 
@@ -77,6 +85,8 @@ struct ZeroBatch {
   uint32_t in_flight = 0;
   uint64_t done_bytes = 0;
   absl::Status status;
+  // It was reported as kGivenUp.
+  bool given_up = false;
 };
 
 // One transfer, in as many engine requests as it takes.
@@ -99,6 +109,7 @@ struct Request {
   // When the engine got it.
   uint64_t start_ns = 0;
   bool late = false;
+  bool given_up = false;
   // A flush: the path's writes when it was submitted.
   uint64_t covers = 0;
   ZeroBatch* batch = nullptr;
@@ -154,9 +165,14 @@ struct Volume::State {
   void StartZeros(uint32_t path, std::vector<Finished>& finished);
   void EndZero(const internal::Request& request, const absl::Status& status,
                std::vector<Finished>& finished);
+  void GiveUp(uint32_t index, std::vector<Finished>& finished);
   void OnCompletion(const Completion& completion, std::vector<Finished>& finished);
   bool Account(internal::Request& request, int64_t result, absl::Status& status);
   void Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished);
+  void EndGivenUp(const internal::Request& request, std::vector<Finished>& finished);
+  absl::Status CheckAnswers(uint32_t path) const;
+  absl::Status TimeoutError(const internal::Request& request) const;
+  absl::Status GivenUpError(const Slot& slot) const;
   absl::Status IoError(const internal::Request& request, int error_number) const;
   std::string PathText(uint32_t path) const;
 

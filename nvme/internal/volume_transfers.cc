@@ -23,6 +23,8 @@ using internal::RequestKind;
 using internal::SlotState;
 using internal::ZeroBatch;
 
+constexpr double kSecondNs = 1e9;
+
 // Token: tag, 16 bits of index, 32 bits of generation.
 uint64_t EngineToken(uint32_t index, uint32_t generation) {
   return Volume::kTokenTag | (static_cast<uint64_t>(index) << 32) | generation;
@@ -58,6 +60,40 @@ absl::Status Volume::State::IoError(const Request& request, int error_number) co
                             request.size_bytes);
   return protocol::MakeError(protocol::ErrorId::kSwapIo, protocol::ErrnoText(what, error_number),
                              "look at the kernel's log (dmesg) and at the device's health");
+}
+
+absl::Status Volume::State::TimeoutError(const Request& request) const {
+  return protocol::MakeError(
+      protocol::ErrorId::kSwapTimeout,
+      absl::StrFormat("%s: %s at offset %d: %d of %d bytes after %.1f s: the disk does not answer",
+                      PathText(request.path), Verb(request), request.offset_bytes,
+                      request.done_bytes, request.size_bytes,
+                      static_cast<double>(now_ns() - request.start_ns) / kSecondNs));
+}
+
+absl::Status Volume::State::GivenUpError(const Slot& slot) const {
+  return protocol::MakeError(
+      protocol::ErrorId::kSwapTimeout,
+      absl::StrFormat("%s: the slot at offset %d: the disk has not ended an earlier write of it",
+                      PathText(slot.path), slot.offset_bytes));
+}
+
+// E_SWAP_TIMEOUT while the path is silent.
+absl::Status Volume::State::CheckAnswers(uint32_t index) const {
+  const internal::Path& path = paths[index];
+  if (path.given_up == 0) return absl::OkStatus();
+  const uint64_t silent_ns = now_ns() - path.answered_ns;
+  // One request goes through to see whether the path answers again.
+  const bool has_other = std::ranges::any_of(requests, [index](const Request& request) {
+    return request.active && request.path == index && !request.given_up &&
+           request.kind != RequestKind::kCommitPart;
+  });
+  const bool is_silent = has_other && silent_ns >= path.deadline_ns;
+  if (!is_silent && path.given_up <= kGivenUpMax) return absl::OkStatus();
+  return protocol::MakeError(
+      protocol::ErrorId::kSwapTimeout,
+      absl::StrFormat("%s: the disk has not ended %d requests, and has answered none for %.1f s",
+                      PathText(index), path.given_up, static_cast<double>(silent_ns) / kSecondNs));
 }
 
 SlotState& Volume::State::SlotAt(const Slot& slot) {
@@ -168,7 +204,10 @@ void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
     for (const ZeroBatch::Cursor& cursor : batch->paths) {
       for (const Slot& slot : cursor.slots) slots.erase({slot.path, slot.offset_bytes});
     }
-    finished.push_back({.token = batch->token, .status = batch->status});
+    finished.push_back(
+        {.token = batch->token,
+         .status = batch->status,
+         .kind = batch->given_up ? Finished::Kind::kReleased : Finished::Kind::kEnded});
     batch = zero_batches.erase(batch);
   }
 }
@@ -178,6 +217,7 @@ void Volume::State::EndZero(const Request& request, const absl::Status& status,
   ZeroBatch& batch = *request.batch;
   ++paths[request.path].writes;
   --paths[request.path].zeros_in_flight;
+  if (request.given_up) --paths[request.path].given_up;
   --batch.in_flight;
   batch.status.Update(status);
   batch.done_bytes += request.done_bytes;
@@ -231,8 +271,11 @@ void Volume::State::OnCompletion(const Completion& completion, std::vector<Finis
   if (!Owns(completion.token) || index >= requests.size()) return;
   Request& request = requests[index];
   if (!request.active || request.generation != static_cast<uint32_t>(completion.token)) return;
+  if (request.kind != RequestKind::kCommitPart) paths[request.path].answered_ns = now_ns();
   absl::Status status;
-  if (!Account(request, completion.result, status)) {
+  const bool has_ended = Account(request, completion.result, status);
+  if (request.given_up) return Complete(index, absl::OkStatus(), finished);
+  if (!has_ended) {
     status = Start(index);
     if (status.ok()) return;
   }
@@ -250,6 +293,7 @@ void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Fi
   Release(index);
   if (ended.kind == RequestKind::kCommitPart) return EndPart(ended, status, finished);
   if (ended.kind == RequestKind::kZero) return EndZero(ended, status, finished);
+  if (ended.given_up) return EndGivenUp(ended, finished);
   const Slot slot = {.path = ended.path, .offset_bytes = ended.slot_offset_bytes};
   SlotState& is = slots.at({slot.path, slot.offset_bytes});
   if (ended.kind == RequestKind::kRead) {
@@ -261,6 +305,48 @@ void Volume::State::Complete(uint32_t index, absl::Status status, std::vector<Fi
   }
   ForgetIfDefault(slot);
   finished.push_back({.token = ended.token, .status = std::move(status)});
+}
+
+// Its memory stays in use, and of a write the slot. What a read still brings is of no use: its slot is as
+// if it had ended.
+void Volume::State::GiveUp(uint32_t index, std::vector<Finished>& finished) {
+  Request& request = requests[index];
+  internal::Path& path = paths[request.path];
+  absl::Status status = TimeoutError(request);
+  request.given_up = true;
+  ++path.given_up;
+  ++path.stats.errors;
+  if (request.kind == RequestKind::kZero) {
+    ZeroBatch& batch = *request.batch;
+    batch.status.Update(status);
+    if (std::exchange(batch.given_up, true)) return;
+  } else {
+    const Slot slot = {.path = request.path, .offset_bytes = request.slot_offset_bytes};
+    SlotState& is = slots.at({slot.path, slot.offset_bytes});
+    if (request.kind == RequestKind::kRead) {
+      ++path.stats.read_errors;
+      --is.readers;
+    } else {
+      is.broken = true;
+      is.given_up = is.writing = protections.given_up_slots;
+    }
+    ForgetIfDefault(slot);
+  }
+  finished.push_back(
+      {.token = request.token, .status = std::move(status), .kind = Finished::Kind::kGivenUp});
+}
+
+void Volume::State::EndGivenUp(const Request& request, std::vector<Finished>& finished) {
+  --paths[request.path].given_up;
+  const Slot slot = {.path = request.path, .offset_bytes = request.slot_offset_bytes};
+  if (request.kind == RequestKind::kWrite) {
+    SlotState& is = SlotAt(slot);
+    is.writing = is.given_up = false;
+    is.write_number = ++paths[slot.path].writes;
+    ForgetIfDefault(slot);
+  }
+  finished.push_back(
+      {.token = request.token, .status = absl::OkStatus(), .kind = Finished::Kind::kReleased});
 }
 
 }  // namespace forebay::nvme

@@ -46,6 +46,7 @@ uid_quota = "1GiB"
 uid_quota = "3GiB"
 paths = ["/a", "/b"]
 capacity = ["1GiB", 4096]
+deadline = 5000
 staging = "64MiB"
 life = "unlinked"
 [io]
@@ -70,6 +71,7 @@ level = "debug"
   EXPECT_THAT(config.swap_paths, ElementsAre("/a", "/b"));
   EXPECT_THAT(config.swap_capacity_bytes, ElementsAre(uint64_t{1} << 30, 4096U));
   EXPECT_EQ(config.swap_staging_bytes, uint64_t{64} << 20);
+  EXPECT_EQ(config.swap_deadline, std::chrono::seconds(5));
   EXPECT_EQ(config.swap_life, nvme::FileLife::kUnlinked);
   EXPECT_EQ(config.io_engine, nvme::EngineChoice::kThreads);
   EXPECT_EQ(config.workers, 3U);
@@ -209,9 +211,9 @@ TEST(Config, SaysHowASizeIsWritten) {
 
 TEST(Config, RefusesWhatWouldMeanSomethingElse) {
   Config config;
-  for (const char* setting :
-       {"dram.limit=0", "dram.uid_quota=0", "dram.job_percent=0", "dram.job_percent=101",
-        "swap.uid_quota=0", "swap.staging=0", "socket.path=\"\"", "dram.limit=1.5"}) {
+  for (const char* setting : {"dram.limit=0", "dram.uid_quota=0", "dram.job_percent=0",
+                              "dram.job_percent=101", "swap.uid_quota=0", "swap.staging=0",
+                              "swap.deadline=999", "socket.path=\"\"", "dram.limit=1.5"}) {
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }
   const TempDir dir;  // a directory reads as an empty file

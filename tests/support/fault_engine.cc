@@ -21,9 +21,13 @@ bool FaultEngine::Fires() {
 }
 
 absl::Status FaultEngine::Submit(const IoRequest& request) {
-  const bool is_short = fault_.error_number == 0;
+  const bool is_short = fault_.error_number == 0 && !fault_.hangs;
   if (!Fires() || (is_short && request.kind == IoKind::kFlush)) return inner_.Submit(request);
   ++fired_;
+  if (fault_.hangs) {
+    hung_.push_back(request);
+    return absl::OkStatus();
+  }
   if (!is_short) {
     ready_.push_back(
         {.token = request.token, .result = -fault_.error_number, .kind = request.kind});
@@ -41,6 +45,14 @@ absl::Status FaultEngine::Submit(const IoRequest& request) {
   part.size_bytes = moved;
   short_.emplace_back(part, reported);
   return inner_.Submit(part);
+}
+
+absl::Status FaultEngine::EndHung() {
+  for (const IoRequest& request : std::exchange(hung_, {})) {
+    const absl::Status status = Submit(request);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<size_t> FaultEngine::Wait(std::chrono::nanoseconds timeout,

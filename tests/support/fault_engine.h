@@ -26,6 +26,7 @@ struct IoFault {
   // Else reads and writes are short: this many bytes, or this many fewer than asked.
   int64_t short_bytes = 0;
   bool short_by = false;
+  bool hangs = false;  // they do not end before EndHung()
 };
 
 // Wraps `inner`; flushes are never short. A short transfer has moved no more than the whole 4 KiB
@@ -38,6 +39,10 @@ class FaultEngine final : public nvme::IoEngine {
   void ClearFault() { fault_.count = 0; }
   uint64_t operations() const { return operations_; }  // since SetFault()
   uint64_t fired() const { return fired_; }            // faults since SetFault()
+
+  // Transfers that hang are submitted again, in their order.
+  absl::Status EndHung();
+  size_t hung() const { return hung_.size(); }
 
   std::string_view name() const override { return inner_.name(); }
   absl::StatusOr<nvme::FileIndex> RegisterFile(int fd) override { return inner_.RegisterFile(fd); }
@@ -59,6 +64,7 @@ class FaultEngine final : public nvme::IoEngine {
   IoFault fault_{.operation = 0, .count = 0};
   uint64_t operations_ = 0;
   uint64_t fired_ = 0;
+  std::vector<nvme::IoRequest> hung_;
   std::vector<nvme::Completion> ready_;                     // made up here, not yet returned
   std::vector<std::pair<nvme::IoRequest, int64_t>> short_;  // under way in `inner_`, what to report
 };
