@@ -175,6 +175,7 @@ void WeightsCache::StartPieces() {
     pieces_.pop_front();
     piece.staging_slot = *slot;
     const Load load{.partition = piece.partition,
+                    .block = static_cast<uint32_t>(piece.block),
                     .staging_slot = *slot,
                     .bytes = piece.bytes,
                     .path = piece.slot.path};
@@ -190,7 +191,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   counters_.read_bytes += load.bytes;
   pipeline_.CountTransfer(load.path, Direction::kRead, load.bytes, done);
   Copy& copy = copies_.at(load.partition);
-  copy.status.Update(done.status);
+  copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
   if (--copy.loads_left > 0) return;
   if (copy.status.ok()) return;
   if (IsWanted(load.partition)) failed_[load.partition] = copy.status;

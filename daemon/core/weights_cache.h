@@ -74,6 +74,7 @@ class WeightsCache {
   };
   struct Load {
     uint32_t partition = 0;
+    uint32_t block = 0;
     uint32_t staging_slot = 0;
     uint64_t bytes = 0;
     uint32_t path = 0;

@@ -166,6 +166,7 @@ struct Volume::State {
   void EndZero(const internal::Request& request, const absl::Status& status,
                std::vector<Finished>& finished);
   void GiveUp(uint32_t index, std::vector<Finished>& finished);
+  void KeepUnended(internal::ZeroBatch& batch);
   void OnCompletion(const Completion& completion, std::vector<Finished>& finished);
   bool Account(internal::Request& request, int64_t result, absl::Status& status);
   void Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished);

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -175,6 +176,7 @@ void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
       request.io = IoKind::kWrite;
       request.path = path;
       request.offset_bytes = slot.offset_bytes + cursor.offset_bytes;
+      request.slot_offset_bytes = slot.offset_bytes;
       request.data = batch.zeros;
       request.size_bytes = static_cast<size_t>(
           std::min<uint64_t>(slot.size_bytes - cursor.offset_bytes, batch.zeros_bytes));
@@ -212,6 +214,24 @@ void Volume::State::StartZeros(uint32_t path, std::vector<Finished>& finished) {
   }
 }
 
+// Of a batch that was given up: only slots to which a piece of zeros may still be written are kept.
+void Volume::State::KeepUnended(ZeroBatch& batch) {
+  std::set<internal::SlotKey> unended;
+  for (const Request& request : requests) {
+    if (!request.active || request.batch != &batch) continue;
+    unended.emplace(request.path, request.slot_offset_bytes);
+  }
+  for (ZeroBatch::Cursor& cursor : batch.paths) {
+    std::erase_if(cursor.slots, [&](const Slot& slot) {
+      const internal::SlotKey key = {slot.path, slot.offset_bytes};
+      if (!unended.contains(key)) return slots.erase(key) > 0;
+      slots.at(key).given_up = true;
+      return false;
+    });
+    cursor.next = cursor.slots.size();
+  }
+}
+
 void Volume::State::EndZero(const Request& request, const absl::Status& status,
                             std::vector<Finished>& finished) {
   ZeroBatch& batch = *request.batch;
@@ -221,6 +241,7 @@ void Volume::State::EndZero(const Request& request, const absl::Status& status,
   --batch.in_flight;
   batch.status.Update(status);
   batch.done_bytes += request.done_bytes;
+  if (batch.given_up) KeepUnended(batch);
   StartZeros(request.path, finished);
 }
 
@@ -320,6 +341,7 @@ void Volume::State::GiveUp(uint32_t index, std::vector<Finished>& finished) {
     ZeroBatch& batch = *request.batch;
     batch.status.Update(status);
     if (std::exchange(batch.given_up, true)) return;
+    KeepUnended(batch);
   } else {
     const Slot slot = {.path = request.path, .offset_bytes = request.slot_offset_bytes};
     SlotState& is = slots.at({slot.path, slot.offset_bytes});

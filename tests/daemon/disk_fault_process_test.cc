@@ -125,13 +125,17 @@ class DiskFaults : public ::testing::Test {
     return absl::OkStatus();
   }
 
-  // The disk works again: the job is made anew and trains with the right bits.
-  void ReplaceJob() {
-    disk_->Work();
+  void DeleteJob() {
     job_->Detach();
     job_.reset();  // its mapping of the weights counts until it is gone
     ASSERT_TRUE(testing::Eventually([&] { return Status().getJobs()[1].getSessions() == 0; }));
     ASSERT_OK(admin_->DeleteJob("job"));
+  }
+
+  // The disk works again: the job is made anew and trains with the right bits.
+  void ReplaceJob() {
+    disk_->Work();
+    ASSERT_NO_FATAL_FAILURE(DeleteJob());
     ASSERT_OK_AND_ASSIGN(job_, Training::Start(socket_, "job", kOnSwap));
     for (int step = 0; step < 2; ++step) ASSERT_OK(job_->Step());
     EXPECT_OK(job_->CheckStates());
@@ -255,6 +259,23 @@ TEST_F(DiskFaults, LostMisplacedAndRottenBytesAreNamedAndNeverUsed) {
       ASSERT_NO_FATAL_FAILURE(ReplaceJob());
     }
   }
+}
+
+TEST_F(DiskFaults, AJobWhoseSlotsAreNeverZeroedIsRefused) {
+  ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone));
+  ASSERT_NO_FATAL_FAILURE(DeleteJob());
+  disk_->Order({.kind = DiskFault::Kind::kHang, .of = DiskFault::Of::kWrites});
+  const absl::Status refused = Training::Start(socket_, "job", kOnSwap).status();
+  EXPECT_THAT(refused, HasError(ErrorId::kSwapTimeout));
+  EXPECT_THAT(std::string(refused.message()),
+              AllOf(HasSubstr(faulty_), HasSubstr("zero-write at offset")));
+  EXPECT_OK(other_->Step());
+  EXPECT_THAT(Training::Start(socket_, "job", kOnSwap), HasError(ErrorId::kSwapTimeout));
+  disk_->Work();
+  ASSERT_TRUE(testing::Eventually([&] { return Status().getSwap()[0].getLateNow() == 0; }));
+  ASSERT_OK_AND_ASSIGN(job_, Training::Start(socket_, "job", kOnSwap));
+  for (int step = 0; step < 2; ++step) ASSERT_OK(job_->Step());
+  EXPECT_OK(job_->CheckStates());
 }
 
 TEST_F(DiskFaults, ADaemonWhoseDiskHangsCanBeStopped) {

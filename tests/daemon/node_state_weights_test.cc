@@ -220,8 +220,33 @@ TEST_F(NodeStateWeights, AReadThatFailsIsTheFetchersAndTheNextTriesAgain) {
                protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kSwapIo);
+  EXPECT_THAT(std::string(node_.answer(fetch)->status.message()),
+              ::testing::AllOf(::testing::HasSubstr("block "), ::testing::HasSubstr("parameter "),
+                               ::testing::HasSubstr("simulated")));
   Use(0, partition);
   TrainStep(1);
+}
+
+TEST_F(NodeStateWeights, AReadThatTheDiskDoesNotEndKeepsItsSlotFromOthers) {
+  for (const bool keeps : {true, false}) {
+    const uint32_t partition = OwnedBy(0)[1];
+    const uint64_t fetch = node_.Fetch(sessions_[0], partition);
+    ASSERT_FALSE(node_.Running<LoadWeights>().empty());
+    const LoadWeights load = node_.Running<LoadWeights>()[0];
+    if (keeps) node_.Send(StagingSlotKept{.slot = load.staging_slot});
+    node_.Finish(load.task, protocol::MakeError(ErrorId::kSwapTimeout, "after 60 s"));
+    const size_t before = node_.Logged<LoadWeights>().size();
+    node_.RunTasks();
+    EXPECT_EQ(node_.ErrorOf(fetch), ErrorId::kSwapTimeout);
+    TrainAndFetch(keeps ? 1 : 2);
+    const std::vector<LoadWeights> later = node_.Logged<LoadWeights>();
+    EXPECT_EQ(std::any_of(later.begin() + static_cast<ptrdiff_t>(before), later.end(),
+                          [&load](const LoadWeights& other) {
+                            return other.staging_slot == load.staging_slot;
+                          }),
+              !keeps);
+    if (keeps) node_.Send(StagingSlotReturned{.slot = load.staging_slot});
+  }
 }
 
 TEST_F(NodeStateWeights, ASessionThatEndsLeavesNothingBehind) {

@@ -260,6 +260,29 @@ TEST_F(VolumeDeadlineFault, APathThatAnswersServesOthersBesideRequestsThatWereGi
   EXPECT_OK(ReadAndCompare(slots_[0][6], ContentOf(6, 1)));
 }
 
+TEST_F(VolumeDeadlineFault, ZeroingThatIsGivenUpKeepsNoSlotThatTheDiskHasDoneWith) {
+  ASSERT_NO_FATAL_FAILURE(Open());
+  const Bytes zeros(kBlockBytes);
+  std::vector<Slot> all = slots_[0];
+  all.insert(all.end(), slots_[1].begin(), slots_[1].end());
+  engine_.SetFault({.operation = 3, .count = 1, .hangs = true});
+  ASSERT_OK(volume_->Zero(all, zeros, /*token=*/9));
+  EXPECT_THAT(Drain(), IsEmpty());
+  ASSERT_EQ(PassDeadline().size(), 1u);
+  uint32_t kept = 0;
+  for (const Slot& slot : all) {
+    const absl::Status written = WriteNow(*volume_, engine_, slot, ContentOf(0, 2));
+    if (written.ok()) continue;
+    EXPECT_THAT(written, HasError(ErrorId::kSwapTimeout));
+    ++kept;
+  }
+  EXPECT_EQ(kept, 1u);
+  Work();
+  ASSERT_OK(engine_.EndHung());
+  ASSERT_EQ(Drain().size(), 1u);
+  for (const Slot& slot : all) EXPECT_OK(WriteNow(*volume_, engine_, slot, ContentOf(0, 3)));
+}
+
 TEST_F(VolumeDeadlineFault, ZeroingThatNeverEndsIsOneErrorAndItsSlotsAreKept) {
   ASSERT_NO_FATAL_FAILURE(Open());
   Hang();
@@ -271,7 +294,8 @@ TEST_F(VolumeDeadlineFault, ZeroingThatNeverEndsIsOneErrorAndItsSlotsAreKept) {
   EXPECT_EQ(finished[0].token, 9u);
   EXPECT_THAT(finished[0].status, HasError(ErrorId::kSwapTimeout));
   EXPECT_THAT(finished[0].status.message(), HasSubstr("zero-write at offset "));
-  EXPECT_FALSE(volume_->Write(both[0], ContentOf(0, 2), 10).ok());
+  EXPECT_THAT(volume_->Write(both[0], ContentOf(0, 2), 10), HasError(ErrorId::kSwapTimeout));
+  EXPECT_THAT(volume_->Zero(std::vector{both[0]}, zeros, 10), HasError(ErrorId::kSwapTimeout));
   EXPECT_EQ(volume_->requests_in_flight(), 1u);
 
   Work();
