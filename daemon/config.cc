@@ -55,6 +55,8 @@ constexpr std::array kKeys = {
     ConfigKey{"swap.deadline", "milliseconds",
               "how long a transfer is waited for; then it fails with E_SWAP_TIMEOUT; 60000 by "
               "default"},
+    ConfigKey{"swap.limit_rate", "size or list of sizes",
+              "bytes a second of each path at most, for benches of a slower disk; none by default"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
     ConfigKey{"swap.probe", "once | never",
@@ -191,6 +193,12 @@ absl::Status SetDram(const toml::node& node, const Place& place, Config& config)
   return Bad(place, "is 0", "leave it out for half of the memory");
 }
 
+std::vector<uint64_t>* SizesByPath(std::string_view key, Config& config) {
+  if (key == "swap.capacity") return &config.swap_capacity_bytes;
+  if (key == "swap.endurance") return &config.swap_endurance_bytes;
+  return key == "swap.limit_rate" ? &config.swap_limit_rate : nullptr;
+}
+
 absl::Status SetSwap(const toml::node& node, const Place& place, Config& config) {
   if (place.key == "swap.paths") {
     config.swap_paths.clear();
@@ -201,14 +209,12 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
       return absl::OkStatus();
     });
   }
-  if (place.key == "swap.capacity" || place.key == "swap.endurance") {
-    std::vector<uint64_t>& sizes =
-        place.key == "swap.capacity" ? config.swap_capacity_bytes : config.swap_endurance_bytes;
-    sizes.clear();
+  if (std::vector<uint64_t>* const sizes = SizesByPath(place.key, config); sizes != nullptr) {
+    sizes->clear();
     return ForEach(node, [&](const toml::node& element) -> absl::Status {
       ASSIGN_OR_RETURN(const uint64_t bytes, SizeOf(element, place));
       if (bytes == 0) return Bad(place, "is 0");
-      sizes.push_back(bytes);
+      sizes->push_back(bytes);
       return absl::OkStatus();
     });
   }
@@ -433,7 +439,8 @@ absl::Status CheckConfig(const Config& config) {
                      "give the size to reserve on each path, as 256GiB");
   }
   for (const auto& [key, sizes] : {std::pair("swap.capacity", capacities),
-                                   {"swap.endurance", config.swap_endurance_bytes.size()}}) {
+                                   {"swap.endurance", config.swap_endurance_bytes.size()},
+                                   {"swap.limit_rate", config.swap_limit_rate.size()}}) {
     if (sizes <= 1 || sizes == paths) continue;
     return MakeError(ErrorId::kConfig,
                      absl::StrCat("sizes in ", key, ": ", sizes, "; paths in swap.paths: ", paths),

@@ -38,6 +38,7 @@ struct Config {
   std::vector<uint64_t> swap_capacity_bytes;   // one for all paths, or one per path
   std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
   uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
+  std::vector<uint64_t> swap_limit_rate;       // bytes a second, the same; empty: none
   nvme::FileLife swap_life = nvme::FileLife::kKept;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.

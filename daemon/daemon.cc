@@ -25,6 +25,7 @@
 #include "daemon/exec/task_runner.h"
 #include "daemon/instance_lock.h"
 #include "nvme/io/engine_factory.h"
+#include "nvme/io/rate_limited_engine.h"
 #include "pinned_mem/memory_limit.h"
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
@@ -223,6 +224,10 @@ absl::StatusOr<Prepared> Prepare(const Config& config) {
   ASSIGN_OR_RETURN(prepared.operators, GroupOf(config.socket_operators));
   ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
   prepared.engine = std::move(chosen.engine);
+  if (!config.swap_limit_rate.empty()) {
+    prepared.engine = std::make_unique<nvme::RateLimitedEngine>(std::move(prepared.engine),
+                                                                config.swap_limit_rate);
+  }
   ASSIGN_OR_RETURN(prepared.runner, MakeRunner(config));
   ASSIGN_OR_RETURN(pinned_mem::NumaTopology topology, pinned_mem::LoadNumaTopology());
   prepared.executor = {.state = {.dram_limit_bytes = dram_limit_bytes,

@@ -194,6 +194,11 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_OK(ApplySetting("swap.endurance=[4096, 4096]", config));
   EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.endurance: 2; paths in swap.paths: 3");
   EXPECT_OK(ApplySetting("swap.endurance=[]", config));
+  EXPECT_OK(ApplySetting("swap.limit_rate=[4096, 4096]", config));
+  EXPECT_EQ(CheckConfig(config).message(), "sizes in swap.limit_rate: 2; paths in swap.paths: 3");
+  EXPECT_OK(ApplySetting("swap.limit_rate=1GiB", config));
+  EXPECT_OK(CheckConfig(config));
+  EXPECT_OK(ApplySetting("swap.limit_rate=[]", config));
   EXPECT_OK(CheckConfig(config));
   EXPECT_OK(ApplySetting("swap.capacity=[]", config));
   EXPECT_EQ(CheckConfig(config).message(), "swap.paths is set, swap.capacity is not");
@@ -211,9 +216,10 @@ TEST(Config, SaysHowASizeIsWritten) {
 
 TEST(Config, RefusesWhatWouldMeanSomethingElse) {
   Config config;
-  for (const char* setting : {"dram.limit=0", "dram.uid_quota=0", "dram.job_percent=0",
-                              "dram.job_percent=101", "swap.uid_quota=0", "swap.staging=0",
-                              "swap.deadline=999", "socket.path=\"\"", "dram.limit=1.5"}) {
+  for (const char* setting :
+       {"dram.limit=0", "dram.uid_quota=0", "dram.job_percent=0", "dram.job_percent=101",
+        "swap.uid_quota=0", "swap.staging=0", "swap.deadline=999", "swap.limit_rate=0",
+        "socket.path=\"\"", "dram.limit=1.5"}) {
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }
   const TempDir dir;  // a directory reads as an empty file

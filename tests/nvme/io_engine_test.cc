@@ -31,6 +31,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nvme/io/engine_factory.h"
+#include "nvme/io/rate_limited_engine.h"
 #include "nvme/io/thread_engine.h"
 #include "nvme/io/uring_engine.h"
 #include "nvme/swap_files.h"
@@ -55,11 +56,11 @@ constexpr uint64_t kFileBytes = 1 << 20;
 constexpr std::chrono::seconds kDeadline(60);
 constexpr std::chrono::nanoseconds kNow(0);
 
-enum class Kind { kUring, kThreads, kSimulated };
+enum class Kind { kUring, kThreads, kSimulated, kRateLimited };
 
 std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
-  return std::array<const char*, 3>{"Uring", "Threads",
-                                    "Simulated"}[static_cast<size_t>(info.param)];
+  return std::array{"Uring", "Threads", "Simulated",
+                    "RateLimited"}[static_cast<size_t>(info.param)];
 }
 
 class IoEngineContract : public ::testing::TestWithParam<Kind> {
@@ -87,6 +88,12 @@ class IoEngineContract : public ::testing::TestWithParam<Kind> {
       }
       case Kind::kThreads: {
         ASSERT_OK_AND_ASSIGN(engine_, ThreadEngine::Create(/*threads=*/3));
+        break;
+      }
+      case Kind::kRateLimited: {
+        ASSERT_OK_AND_ASSIGN(auto engine, ThreadEngine::Create(/*threads=*/3));
+        engine_ = std::make_unique<RateLimitedEngine>(std::move(engine),
+                                                      std::vector<uint64_t>{uint64_t{1} << 30});
         break;
       }
       case Kind::kSimulated: {
@@ -517,7 +524,8 @@ TEST(UringEngineFault, AWatchThatEndsWithAnErrorIsArmedAgain) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IoEngineContract,
-                         ::testing::Values(Kind::kUring, Kind::kThreads, Kind::kSimulated),
+                         ::testing::Values(Kind::kUring, Kind::kThreads, Kind::kSimulated,
+                                           Kind::kRateLimited),
                          KindName);
 
 }  // namespace

@@ -628,6 +628,27 @@ def test_bench_step_shows_what_updates_under_compute_hide(folders):
     assert forebay("bench", "fetch", "--compute-ms", 50).returncode == 1
 
 
+def test_bench_step_and_update_limit_the_rate_of_swap(folders):
+    environment, _, swap = folders
+    flags = ["--samples", 1, "--params", 4 << 20, "--limit-rate", "512MiB", "--swap", swap, "--json"]
+    done = forebay("bench", "step", *flags, deadline_s=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert line["case"].endswith("/rate=512MiB")
+        assert line["update_s"] == 0.125, "64 MiB at the rate"
+        assert line["limit"] == line["compute_s"] >= 0.125
+    done = forebay("bench", "update", *flags, deadline_s=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["case"] == "update/opt=adamw/format=fp32/place=nvme/rate=512MiB"
+    assert line["value"] > 0 and line["limit"] == pytest.approx(512 * 2**20 / 1e9)
+    assert forebay("bench", "fetch", "--limit-rate", "512MiB").returncode == 1
+    refused = forebay("bench", "step", "--limit-rate", "fast", env=environment)
+    assert refused.returncode == 1 and "--limit-rate fast is no size" in refused.stderr
+
+
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():
     driver = FOREBAY.parents[1] / "tests" / "libfake_cuda.so"
     done = forebay(

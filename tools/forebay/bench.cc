@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
+#include "protocol/units.h"
 #include "tools/forebay/bench_harness.h"
 
 namespace forebay::tools {
@@ -52,6 +53,16 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
       return protocol::MakeError(protocol::ErrorId::kOption,
                                  absl::StrCat("bench ", options.what, " computes nothing"),
                                  "leave out --compute-ms: it belongs to step");
+    }
+    if (entry.run != BenchStep && entry.run != BenchUpdate && !options.limit_rate.empty()) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("bench ", options.what, " limits no rate"),
+                                 "leave out --limit-rate: it belongs to step and update");
+    }
+    if (!options.limit_rate.empty() && !protocol::ParseBytes(options.limit_rate).ok()) {
+      return protocol::MakeError(protocol::ErrorId::kOption,
+                                 absl::StrCat("--limit-rate ", options.limit_rate, " is no size"),
+                                 "write bytes a second as 500MiB or 2GiB");
     }
     std::vector<BenchResult> results;
     RETURN_IF_ERROR(entry.run(options, [&](const BenchResult& result) {

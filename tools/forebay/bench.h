@@ -16,6 +16,7 @@ struct BenchOptions {
   std::string runtime_folder;     // of the private daemon
   std::string driver;             // copies: as dlopen(3) takes it; empty: NVIDIA's
   std::string only;               // adam: the cases whose name contains this
+  std::string limit_rate;   // step, update: bytes a second of swap at most, "500MiB"; empty: none
   uint32_t compute_ms = 0;  // step: of a forward and a backward; 0: as long as the update takes
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };

@@ -127,6 +127,9 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
   job_options.daemon.swap_size =
       absl::StrCat(protocol::RoundUp(2 * job_options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
   job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
+  if (!options.limit_rate.empty()) {
+    job_options.daemon.settings.push_back("swap.limit_rate=" + options.limit_rate);
+  }
   ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   if (status->getJobs()[0].getResidentBlocks() > 0) {
@@ -135,24 +138,38 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
   return job;
 }
 
+// Of what a step reads and writes, at --limit-rate; 0: there is none.
+absl::StatusOr<double> SecondsAtLimit(const BenchOptions& options) {
+  if (options.limit_rate.empty()) return 0;
+  ASSIGN_OR_RETURN(const uint64_t bytes_per_s, protocol::ParseBytes(options.limit_rate));
+  const uint64_t bytes = 2 * JobOptions(options, 0).params * kStateBytes;
+  return static_cast<double>(bytes) / static_cast<double>(bytes_per_s);
+}
+
 absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside_states,
                                     const When& when) {
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, MakeJob(options, beside_states, when));
   Trainer idle(*job, 0, /*early=*/false);
   RETURN_IF_ERROR(idle.TimeUpdate().status());  // slots that were never written
   ASSIGN_OR_RETURN(const double alone_s, idle.TimeUpdate());
-  const double compute_s = options.compute_ms == 0 ? alone_s : options.compute_ms * 1e-3;
+  ASSIGN_OR_RETURN(const double limited_s, SecondsAtLimit(options));
+  const double disk_s = std::max(alone_s, limited_s);
+  const double compute_s = options.compute_ms == 0 ? disk_s : options.compute_ms * 1e-3;
   Trainer trainer(*job, compute_s, when.early);
   double update_s = 0;
   const auto limit = [&]() -> absl::StatusOr<Sample> {
     ASSIGN_OR_RETURN(update_s, trainer.TimeUpdate());
+    if (limited_s > 0) update_s = limited_s;  // not less what was read ahead
     return Sample{.value = std::max(update_s, compute_s)};
   };
+  const std::string rate = options.limit_rate.empty() ? "" : "/rate=" + options.limit_rate;
   const BenchCase what{.bench = "step",
                        .name = absl::StrCat("step/place=nvme/early=", when.early ? "yes" : "no",
-                                            "/drain=", when.drain ? "yes" : "no"),
+                                            "/drain=", when.drain ? "yes" : "no", rate),
                        .unit = "s",
-                       .limit_what = "the longer of compute and update",
+                       .limit_what = limited_s > 0
+                                         ? "the longer of compute and swap's bytes at the rate"
+                                         : "the longer of compute and update",
                        .measure = Measure::kTime};
   ASSIGN_OR_RETURN(BenchResult result, MeasureCase(
                                            what, options.samples == 0 ? kSamples : options.samples,
