@@ -36,7 +36,7 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       param_updates_(layout_->params().size(), 0),
       reads_(std::max(1U, path_table.paths()), 0),
       early_(*layout_, map_, plan, position_),
-      sums_(io, *layout_, map_, plan, sum_slots),
+      sums_(io, *layout_, map_, plan, sum_slots, path_table),
       early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
       partition_blocks_left_(layout_->partitions().size(), 0) {

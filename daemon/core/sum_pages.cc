@@ -17,8 +17,12 @@ constexpr size_t kRequestsAhead = 8;
 }  // namespace
 
 SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots)
-    : io_(io), layout_(layout), plan_(plan), free_slots_(slots.begin(), slots.end()) {
+                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, PathTable& paths)
+    : io_(io),
+      layout_(layout),
+      plan_(plan),
+      path_table_(paths),
+      free_slots_(slots.begin(), slots.end()) {
   if (!is_paged()) return;
   pages_.resize(plan_.sum_pages);
   for (uint32_t frame = 0; frame < plan_.sum_frames; ++frame) free_frames_.insert(frame);
@@ -277,6 +281,7 @@ void SumPages::StartLoad(uint32_t index) {
 absl::Status SumPages::OnLoaded(const TaskDone& done) {
   const uint32_t index = tasks_.extract(done.task).mapped();
   Page& page = pages_[index];
+  CountTransfer(*page.slot, Direction::kRead, done);
   --loading_;
   if (done.status.ok()) {
     counters_.read_bytes += plan_.sum_page_bytes;
@@ -297,10 +302,32 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
   return absl::OkStatus();
 }
 
+// The one that was freed longest ago; on a path that works if there is one.
+nvme::Slot SumPages::AllocateSlot() {
+  const auto works = std::ranges::find_if(
+      free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
+  const auto chosen = works == free_slots_.end() ? free_slots_.begin() : works;
+  const nvme::Slot slot = *chosen;
+  free_slots_.erase(chosen);
+  return slot;
+}
+
+void SumPages::CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done) {
+  if (!done.status.ok()) {
+    path_table_.OnFailed(slot.path, direction);
+    return;
+  }
+  path_table_.OnSucceeded(slot.path, direction);
+  path_table_.AddTransfer({.path = slot.path,
+                           .direction = direction,
+                           .bytes = plan_.sum_page_bytes,
+                           .begin_ns = done.begin_ns,
+                           .end_ns = done.end_ns});
+}
+
 void SumPages::WriteToSlot(uint32_t index, bool pause) {
   Page& page = pages_[index];
-  page.slot = free_slots_.front();
-  free_slots_.pop_front();
+  page.slot = AllocateSlot();
   ++page.spills;
   const TaskId task = io_.Start(TaskKind::kSpillSums, 0,
                                 SpillSums{.identity = IdentityOf(index),
@@ -321,6 +348,7 @@ void SumPages::StartSpill(uint32_t index) {
 void SumPages::OnSpilled(const TaskDone& done) {
   const uint32_t index = tasks_.extract(done.task).mapped();
   Page& page = pages_[index];
+  CountTransfer(*page.slot, Direction::kWrite, done);
   if (!done.status.ok() && !page.is_forgotten && !StaysThere(page) && !abandoned_) {
     write_error_ = done.status;
     FreeSlot(index);  // the last one that is tried again
@@ -417,6 +445,8 @@ bool SumPages::StartSpills(uint32_t frames,
 
 void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early) {
   if (!is_paged() || io_.stale_tasks() > 0 || abandoned_) return;
+  const bool is_short = short_block_ || of_update_on_swap_ > 0 || !requests_.empty();
+  if (!is_short && free_frames_.size() >= kSpareSumFrames) return;
   ServeRequests();
   const uint32_t of_update = short_block_ || of_update_on_swap_ > 0 ? block_pages_max_ : 0;
   const auto of_requests = static_cast<uint32_t>(std::min(requests_.size(), kRequestsAhead));

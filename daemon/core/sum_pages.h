@@ -17,6 +17,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/path_table.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
@@ -53,7 +54,7 @@ class SumPages {
 
   // What is given outlives it; `slots` for pages.
   SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots);
+           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, PathTable& paths);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
 
@@ -141,7 +142,9 @@ class SumPages {
   void Forget(uint32_t page);
   void StartLoad(uint32_t page);
   void StartSpill(uint32_t page);
+  nvme::Slot AllocateSlot();
   void WriteToSlot(uint32_t page, bool pause);
+  void CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done);
   bool StaysThere(const Page& page) const;
   void EndSpill(uint32_t page, uint64_t checksum);
   bool StartSpills(uint32_t frames, const std::function<std::optional<uint32_t>()>& choose);
@@ -155,6 +158,7 @@ class SumPages {
   JobTasks& io_;
   const protocol::Layout& layout_;
   const MemoryPlan& plan_;
+  PathTable& path_table_;
   std::vector<Page> pages_;
   std::vector<std::vector<uint32_t>> block_pages_;
   uint32_t block_pages_max_ = 0;

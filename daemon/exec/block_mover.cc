@@ -25,10 +25,10 @@ BlockMover::BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_tra
       end_transfers_(std::move(end_transfers)),
       raise_(std::move(raise)) {}
 
-bool BlockMover::OnTransferred(const SwapDone& done) {
+bool BlockMover::OnTransferred(const SwapDone& done, uint64_t end_ns) {
   auto next = next_.extract(done.task);
   if (next.empty()) return false;
-  next.mapped()(done.status);
+  next.mapped()({.status = done.status, .begin_ns = done.start_ns, .end_ns = end_ns});
   return true;
 }
 
@@ -73,9 +73,13 @@ void BlockMover::DigestAndWrite(Moved moved) {
 }
 
 void BlockMover::Write(const Moved& moved, uint64_t checksum) {
-  next_.emplace(moved.task, [this, moved, checksum](absl::Status written) {
-    if (written.ok() && moved.leaves_memory) return FreeWritten(moved, checksum);
-    raise_({.task = moved.task, .status = std::move(written), .checksum = checksum});
+  next_.emplace(moved.task, [this, moved, checksum](const Transferred& written) {
+    if (written.status.ok() && moved.leaves_memory) return FreeWritten(moved, checksum);
+    raise_({.task = moved.task,
+            .status = written.status,
+            .checksum = checksum,
+            .begin_ns = written.begin_ns,
+            .end_ns = written.end_ns});
   });
   std::vector<SwapDone> done;
   swap_->StartWrite(TransferOf(moved), moved.pause, done);
@@ -123,28 +127,26 @@ void BlockMover::Load(const LoadSums& action, const ArenaRegistry::Arena& step) 
 }
 
 void BlockMover::Read(const Moved& moved) {
-  next_.emplace(moved.task, [this, moved](absl::Status read) { Verify(moved, std::move(read)); });
+  next_.emplace(moved.task, [this, moved](const Transferred& read) { Verify(moved, read); });
   std::vector<SwapDone> done;
   swap_->StartRead(TransferOf(moved), done);
   end_transfers_(done);
 }
 
-void BlockMover::Verify(const Moved& moved, absl::Status read) {
+void BlockMover::Verify(const Moved& moved, const Transferred& read) {
   const auto expected = swap_->Expected(moved.place, moved.identity, moved.checksum);
   const auto bytes = TransferOf(moved).bytes;
-  runner_.Post(PoolId::kUpdate,
-               [this, moved, expected, bytes, read = std::move(read)]() -> TaskRunner::Then {
-                 const absl::Status verified =
-                     read.ok() ? VerifyBlock(expected, moved.identity, bytes) : read;
-                 const bool is_freed = !verified.ok() && moved.leaves_memory;
-                 const absl::Status freed =
-                     is_freed ? moved.arena->FreePart(moved.part) : absl::OkStatus();
-                 return [this, task = moved.task, verified, freed, was_read = read.ok()] {
-                   if (was_read) LogError(verified);  // a failed read is in the log
-                   LogError(freed);
-                   raise_({.task = task, .status = verified});
-                 };
-               });
+  runner_.Post(PoolId::kUpdate, [this, moved, expected, bytes, read]() -> TaskRunner::Then {
+    const absl::Status verified =
+        read.status.ok() ? VerifyBlock(expected, moved.identity, bytes) : read.status;
+    const bool is_freed = !verified.ok() && moved.leaves_memory;
+    const absl::Status freed = is_freed ? moved.arena->FreePart(moved.part) : absl::OkStatus();
+    return [this, task = moved.task, verified, freed, read] {
+      if (read.status.ok()) LogError(verified);  // a failed read is in the log
+      LogError(freed);
+      raise_({.task = task, .status = verified, .begin_ns = read.begin_ns, .end_ns = read.end_ns});
+    };
+  });
 }
 
 }  // namespace forebay::daemon

@@ -36,11 +36,16 @@ class BlockMover {
   void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
   void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
-  // Goes on with the move that the transfer is part of; false: it is part of none.
-  bool OnTransferred(const SwapDone& done);
+  // Goes on with the move that the transfer is part of, which ended at `end_ns`; false: it is part of none.
+  bool OnTransferred(const SwapDone& done, uint64_t end_ns);
 
  private:
-  using Next = absl::AnyInvocable<void(absl::Status)>;
+  struct Transferred {
+    absl::Status status;
+    uint64_t begin_ns = 0;
+    uint64_t end_ns = 0;
+  };
+  using Next = absl::AnyInvocable<void(const Transferred&)>;
   // What is moved: bytes of an arena, and their slot.
   struct Moved {
     TaskId task = 0;
@@ -58,7 +63,7 @@ class BlockMover {
   void Write(const Moved& moved, uint64_t checksum);
   void FreeWritten(const Moved& moved, uint64_t checksum);
   void Read(const Moved& moved);
-  void Verify(const Moved& moved, absl::Status read);
+  void Verify(const Moved& moved, const Transferred& read);
 
   TaskRunner& runner_;
   SwapSpace* swap_;

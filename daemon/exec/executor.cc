@@ -274,7 +274,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       if (is_retried) next_write_error_ns_ = MonotonicNs() + kWriteErrorLogNs;
     }
     const uint64_t end_ns = MonotonicNs();
-    if (mover_.OnTransferred(one) || CopyLoaded(one, end_ns)) continue;
+    if (mover_.OnTransferred(one, end_ns) || CopyLoaded(one, end_ns)) continue;
     Raise(TaskDone{.task = one.task,
                    .status = std::move(one.status),
                    .begin_ns = one.start_ns,

@@ -70,7 +70,7 @@ class BlockMoverTest : public ::testing::Test {
     return arena_->bytes().subspan(block * kBlockBytes, kBlockBytes);
   }
   void EndTransfers(std::vector<SwapDone>& done) {
-    for (const SwapDone& one : done) EXPECT_TRUE(mover_->OnTransferred(one));
+    for (const SwapDone& one : done) EXPECT_TRUE(mover_->OnTransferred(one, one.start_ns + 1));
   }
   // The loop, until the move has ended.
   TaskDone RunUntilDone() {

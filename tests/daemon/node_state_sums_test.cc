@@ -316,6 +316,27 @@ TEST(NodeStateSums, AWriteThatFailsGoesElsewhereAndIsReported) {
   job.ExpectTrained(1);
 }
 
+TEST(NodeStateSums, APathThatFailsGetsNoMoreOfThem) {
+  SumsJob job;
+  job.DeliverAll(1);
+  const auto finish = [&](const auto& task) {
+    const auto* spill = std::get_if<SpillSums>(&task.second);
+    const bool fails = spill != nullptr && spill->slot.path == 0;
+    job.node_.Finish(task.first,
+                     fails ? protocol::MakeError(ErrorId::kSwapIo, "simulated") : absl::OkStatus());
+  };
+  while (!job.node_.model().running().empty()) finish(*job.node_.model().running().begin());
+  // Each that was on its way when the first one failed.
+  size_t to_first = 0;
+  const std::vector<SpillSums> all = job.node_.Logged<SpillSums>();
+  for (const SpillSums& spill : all) to_first += spill.slot.path == 0 ? 1 : 0;
+  EXPECT_GT(to_first, 0U);
+  EXPECT_LT(to_first, all.size() / 4);
+  job.CallAll(1);
+  job.node_.RunTasks();
+  job.ExpectTrained(1);
+}
+
 TEST(NodeStateSums, AReadThatFailsBeforeTheDecisionEndsTheAttempt) {
   SumsJob job(/*accumulate=*/true);
   job.DeliverAll(1);
