@@ -495,6 +495,7 @@ uint32_t GradientAccumulator::FirstMissingRank(const Contribution& contribution)
 // Makes room in the arenas that are full of contributions waiting for other ranks, newest first. A
 // rank that has called step needs no room.
 void GradientAccumulator::SpillToOverflow() {
+  if (!layout_->is_shared()) return;  // nothing waits for other ranks
   if (!MayStart()) {
     blocked_ = blocked_ || fault_.ok();
     return;

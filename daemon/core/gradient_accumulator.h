@@ -126,6 +126,7 @@ class GradientAccumulator {
   // Forgets everything: the plan and the world size are others. No task of it runs.
   void OnWorldChanged() { Forget(); }
 
+  bool has_norms() const { return !norms_.empty(); }
   bool empty() const { return delivered_total_ == 0; }
   bool has_delivered(uint32_t rank) const { return !delivered_[rank].empty(); }
   bool has_asked(uint32_t rank) const { return asked_[rank]; }

@@ -85,24 +85,23 @@ bool GradientAccumulator::ANormReads(uint32_t partition, uint64_t begin, uint64_
 // Ranges whose sums are there; of the others some are asked for.
 void GradientAccumulator::StartNorm(Norm& norm) {
   SumPages& sums = pipeline_.sums();
-  std::deque<Range> waiting;
-  for (const Range& range : std::exchange(norm.waiting, {})) {
-    const bool is_there = waiting.size() < kNormPagesAhead &&
-                          sums.Request(range.partition, range.begin, SumPages::Need::kNow);
-    if (!is_there) {
-      waiting.push_back(range);
+  size_t asked = 0;
+  for (auto range = norm.waiting.begin(); range != norm.waiting.end() && asked < kNormPagesAhead;) {
+    if (!sums.Request(range->partition, range->begin, SumPages::Need::kNow)) {
+      ++asked;
+      ++range;
       continue;
     }
-    sums.Pin(range.partition, range.begin);
-    norm.tasks.emplace(io_.Start(TaskKind::kSumGradient, 0,
-                                 SumGradient{.partition = range.partition,
-                                             .accumulator_offset_bytes =
-                                                 sums.OffsetOf(range.partition, range.begin),
-                                             .elems = range.end - range.begin,
-                                             .sum_dtype = plan_.sum_dtype}),
-                       range);
+    sums.Pin(range->partition, range->begin);
+    const TaskId task = io_.Start(
+        TaskKind::kSumGradient, 0,
+        SumGradient{.partition = range->partition,
+                    .accumulator_offset_bytes = sums.OffsetOf(range->partition, range->begin),
+                    .elems = range->end - range->begin,
+                    .sum_dtype = plan_.sum_dtype});
+    norm.tasks.emplace(task, *range);
+    range = norm.waiting.erase(range);
   }
-  norm.waiting = std::move(waiting);
 }
 
 void GradientAccumulator::TryNorms() {

@@ -54,7 +54,7 @@ void Job::Begin() {
                 .block_bytes = spec_.plan.block_bytes,
                 .step_bytes = spec_.plan.step_bytes,
                 .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes});
-  if (spec_.plan.swap_slots == 0) return;
+  if (spec_.plan.swap_slots == 0 && spec_.sum_slots.empty()) return;
   ++making_tasks_;
   CreateJobSwap swap{.slots = spec_.swap_slots};
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());

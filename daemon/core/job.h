@@ -95,7 +95,7 @@ class Job {
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
   const std::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
-  const std::vector<nvme::Slot>& sum_slots() const { return spec_.sum_slots; }
+  const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
   // Of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;
   // What it takes from the limit now, and when all its marked blocks have moved.

@@ -275,13 +275,15 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
       std::min(kSumPageElemsMax, RoundUp(plan.block_elems / 2, protocol::kGradUnitElems));
   paged.sum_page_bytes = page_elems * protocol::SizeBytes(plan.sum_dtype);
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
-  paged.sum_frames = 2 * PagesOfABlock(layout, paged) + kSpareSumFrames;
+  const uint32_t block_pages = PagesOfABlock(layout, paged);
+  paged.sum_frames = 2 * block_pages + kSpareSumFrames;
   if (paged.sum_frames >= paged.sum_pages) return absl::OkStatus();
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
   const uint64_t left = limit - std::min(limit, paged.fixed_bytes);
   paged.sum_frames = static_cast<uint32_t>(
       std::min<uint64_t>(paged.sum_pages, paged.sum_frames + left / paged.sum_page_bytes));
-  paged.sum_slots = std::min(paged.sum_pages, paged.sum_pages - paged.sum_frames + kSpareSumFrames);
+  paged.sum_slots = std::min(
+      paged.sum_pages, paged.sum_pages - paged.sum_frames + std::max(kSpareSumFrames, block_pages));
   RETURN_IF_ERROR(PlanArenas(layout, request, options, paged));
   plan = std::move(paged);
   return absl::OkStatus();
@@ -321,9 +323,17 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
+absl::Status CheckStatesOnSwap(uint64_t state_bytes, const nvme::SlotMap& swap) {
+  if (state_bytes <= swap.free_bytes() / kSwapSlotsPerBlock) return absl::OkStatus();
+  return MakeError(ErrorId::kSwapNospc,
+                   absl::StrCat("the job needs swap slots for ", Bytes(state_bytes),
+                                " of states, two each; free are ", Bytes(swap.free_bytes())),
+                   "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+}
+
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
 absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme::SlotMap swap) {
-  if (plan.swap_slots == 0) return absl::OkStatus();
+  if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
   const uint64_t sum_bytes = plan.sum_slots * plan.sum_page_bytes;
   if (plan.sum_slots > 0 && !swap.Allocate(plan.sum_slots, plan.sum_page_bytes)) {
     return MakeError(ErrorId::kSwapNospc,
@@ -344,7 +354,7 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
                      "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
         "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
   }
-  if (plan.swap_slot_bytes == 0) {
+  if (plan.swap_slots > 0 && plan.swap_slot_bytes == 0) {
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrCat("a block of ", Bytes(plan.block_bytes), " needs a staging slot; ",
                                   options.staging_slots, " slots of ",
@@ -496,7 +506,10 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   };
   const uint64_t for_job =
       options.dram_limit_bytes - std::min(TakenBytes(options, use), options.dram_limit_bytes);
-  if (plan.has_weights_on_swap() && plan.fixed_bytes > for_job + use.movable_bytes) {
+  const bool fits = plan.fixed_bytes <= for_job + use.movable_bytes;
+  if (plan.has_weights_on_swap() && !fits) {
+    // Before there is a map of blocks: of states that fit nowhere it would be as large as they please.
+    RETURN_IF_ERROR(CheckStatesOnSwap(state_bytes, *use.swap));
     RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
   }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);

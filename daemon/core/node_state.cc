@@ -609,7 +609,7 @@ void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
   swap.Free(std::vector<nvme::Slot>(job.swap_slots().begin(), job.swap_slots().end()));
-  swap.Free(job.sum_slots());
+  swap.Free(std::vector<nvme::Slot>(job.sum_slots().begin(), job.sum_slots().end()));
   const JobId id = job.id();
   freed_weights_bytes.emplace(id, job.has_begun() ? job.plan().weights_bytes : 0);
   std::erase(waiting, id);

@@ -606,6 +606,7 @@ void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
+  pipeline_.set_norm_waits(gradients_.has_norms());
   if (phase_ != Phase::kFailed) pipeline_.PumpSums();
   PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();

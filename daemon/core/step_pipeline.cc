@@ -15,6 +15,9 @@ namespace forebay::daemon {
 
 using State = StagedBlocks::State;
 
+// Blocks whose sums find no room, before nothing more is read.
+constexpr uint32_t kBlocksLookedAt = 16;
+
 StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, const std::vector<nvme::Slot>& swap_slots,
                            const std::vector<nvme::Slot>& sum_slots, nvme::SlotMap& swap,
@@ -36,7 +39,7 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       param_updates_(layout_->params().size(), 0),
       reads_(std::max(1U, path_table.paths()), 0),
       early_(*layout_, map_, plan, position_),
-      sums_(io, *layout_, map_, plan, sum_slots, path_table),
+      sums_(io, *layout_, map_, plan, sum_slots, swap, path_table),
       early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
       partition_blocks_left_(layout_->partitions().size(), 0) {
@@ -274,17 +277,21 @@ bool StepPipeline::UpdatesHaveOtherWork() const {
 void StepPipeline::PrepareStaged() {
   if (!ReadsSums() || !sums_.is_paged()) return;
   for (const auto& [block, staged] : staged_.all()) {
-    if (swapped_.contains(position_[block])) (void)sums_.Prepare(block);
+    if (swapped_.contains(position_[block]) && !IsLeased(block)) (void)sums_.Prepare(block);
   }
 }
 
 void StepPipeline::StartReads() {
   // While a write finds no slot, more blocks would only keep staging slots from other jobs.
   if (!unwritten_.empty() || AreAllPathsBusy()) return;
+  uint32_t without_sums = 0;
   for (const uint32_t position : swapped_) {
     const uint32_t block = in_order_[position];
     if (staged_.contains(block) || IsLeased(block) || IsPathBusy(PathOf(block))) continue;
-    if (ReadsSums() && sums_.Prepare(block) == SumPages::Room::kNone) continue;
+    if (ReadsSums() && sums_.Prepare(block) == SumPages::Room::kNone) {
+      if (++without_sums == kBlocksLookedAt) return;
+      continue;
+    }
     const std::optional<uint32_t> slot = staged_.AllocateUrgent();
     if (!slot) return;
     const bool prefetched = UpdatesHaveOtherWork();
@@ -349,7 +356,8 @@ bool StepPipeline::MayUpdateInPlace(uint32_t block) {
 }
 
 void StepPipeline::PumpSums() {
-  sums_.Pump([this](uint32_t block) { return early_.has(block) && early_.at(block).written; });
+  sums_.Pump([this](uint32_t block) { return early_.has(block) && early_.at(block).written; },
+             HasEarlyWork());
 }
 
 const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint64_t t) {

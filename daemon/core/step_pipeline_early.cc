@@ -135,6 +135,11 @@ void StepPipeline::PumpEarly() {
   StartEarlyUpdates();
 }
 
+// What gradients that may wait for early updates wait for.
+bool StepPipeline::HasEarlyWork() const {
+  return is_early_ && !early_failed_ && !norm_waits_ && !io_.idle();
+}
+
 bool StepPipeline::MayReadEarly(uint32_t block) const {
   return MayReadAhead(block) && early_.HasPlace(block) && !early_.has(block);
 }

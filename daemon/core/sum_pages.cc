@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
@@ -17,11 +19,14 @@ constexpr size_t kRequestsAhead = 8;
 }  // namespace
 
 SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, PathTable& paths)
+                   const MemoryPlan& plan, const std::vector<nvme::Slot>& slots,
+                   nvme::SlotMap& swap, PathTable& paths)
     : io_(io),
       layout_(layout),
       plan_(plan),
+      swap_(swap),
       path_table_(paths),
+      slots_(slots.begin(), slots.end()),
       free_slots_(slots.begin(), slots.end()) {
   if (!is_paged()) return;
   pages_.resize(plan_.sum_pages);
@@ -278,6 +283,16 @@ void SumPages::StartLoad(uint32_t index) {
   tasks_.emplace(task, index);
 }
 
+absl::Status SumPages::Describe(const absl::Status& status, uint32_t page) const {
+  const Range& first = pages_[page].ranges.at(0);
+  return protocol::MakeError(
+      protocol::IdOf(status),
+      absl::StrCat("gradients of ", layout_.DescribePartition(first.partition),
+                   pages_[page].ranges.size() > 1 ? " and others: " : ": ",
+                   std::string(status.message())),
+      protocol::HintOf(status));
+}
+
 absl::Status SumPages::OnLoaded(const TaskDone& done) {
   const uint32_t index = tasks_.extract(done.task).mapped();
   Page& page = pages_[index];
@@ -292,20 +307,28 @@ absl::Status SumPages::OnLoaded(const TaskDone& done) {
   }
   FreeFrame(index);
   page.state = State::kOnSwap;
-  if (page.updates_left > 0) ++of_update_on_swap_;
   if (page.is_forgotten) {
     Forget(index);
     return absl::OkStatus();
   }
-  if (page.updates_left > 0) return done.status;
-  error_.Update(done.status);
+  if (page.updates_left > 0) ++of_update_on_swap_;
+  const absl::Status lost = Describe(done.status, index);
+  if (page.updates_left > 0) return lost;
+  error_.Update(lost);
   return absl::OkStatus();
 }
 
-// The one that was freed longest ago; on a path that works if there is one.
+// The one that was freed longest ago, on a path that works; else one of the node's on such a path.
 nvme::Slot SumPages::AllocateSlot() {
   const auto works = std::ranges::find_if(
       free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
+  if (works == free_slots_.end()) {
+    for (uint32_t path = 0; path < path_table_.paths(); ++path) {
+      if (!path_table_.works(path)) continue;
+      const auto slot = swap_.AllocateOn(path, plan_.sum_page_bytes);
+      if (slot) return *slots_.insert(*slot).first;
+    }
+  }
   const auto chosen = works == free_slots_.end() ? free_slots_.begin() : works;
   const nvme::Slot slot = *chosen;
   free_slots_.erase(chosen);
@@ -356,10 +379,8 @@ void SumPages::OnSpilled(const TaskDone& done) {
     return;
   }
   --spilling_;
-  if (done.status.ok()) {
-    write_error_ = absl::OkStatus();
-    counters_.written_bytes += plan_.sum_page_bytes;
-  }
+  write_error_ = absl::OkStatus();  // nothing waits for this write any more
+  if (done.status.ok()) counters_.written_bytes += plan_.sum_page_bytes;
   EndSpill(index, done.checksum);
 }
 
@@ -411,11 +432,11 @@ std::optional<uint32_t> SumPages::ChooseVictim(
   int looked_at = 0;
   for (const auto& [used, index] : by_use_) {
     const Page& page = pages_[index];
+    if (++looked_at > kVictimsLookedAt && oldest) break;
     const bool is_idle = page.adds == 0 && page.updates == 0 && page.prepared == 0;
     if (!is_idle || page.updates_left > 0 || page.has_arrived) continue;
     if (std::ranges::all_of(page.blocks, is_updated_early)) return index;
     if (!oldest && which == Victim::kAny) oldest = index;
-    if (++looked_at == kVictimsLookedAt) break;
   }
   return oldest;
 }
@@ -443,14 +464,16 @@ bool SumPages::StartSpills(uint32_t frames,
   return true;
 }
 
-void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early) {
+void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early,
+                    bool has_early_work) {
   if (!is_paged() || io_.stale_tasks() > 0 || abandoned_) return;
   const bool is_short = short_block_ || of_update_on_swap_ > 0 || !requests_.empty();
   if (!is_short && free_frames_.size() >= kSpareSumFrames) return;
   ServeRequests();
   const uint32_t of_update = short_block_ || of_update_on_swap_ > 0 ? block_pages_max_ : 0;
   const auto of_requests = static_cast<uint32_t>(std::min(requests_.size(), kRequestsAhead));
-  const auto urgent = static_cast<uint32_t>(std::min(urgent_, kRequestsAhead));
+  const auto urgent =
+      static_cast<uint32_t>(std::min(has_early_work ? urgent_ : requests_.size(), kRequestsAhead));
   const bool found =
       StartSpills(urgent + of_update, [&] { return ChooseVictim(is_updated_early, Victim::kAny); });
   StartSpills(kSpareSumFrames + of_requests + of_update,
@@ -478,7 +501,7 @@ void SumPages::CheckInvariants() const {
     FOREBAY_CHECK(page.updates == 0 || page.state == State::kThere || page.state == State::kNone);
   }
   FOREBAY_CHECK(frames + free_frames_.size() == plan_.sum_frames);
-  FOREBAY_CHECK(slots + free_slots_.size() == plan_.sum_slots);
+  FOREBAY_CHECK(slots + free_slots_.size() == slots_.size());
   FOREBAY_CHECK(on_swap == of_update_on_swap_);
 }
 

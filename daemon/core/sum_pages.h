@@ -54,7 +54,8 @@ class SumPages {
 
   // What is given outlives it; `slots` for pages.
   SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap& map,
-           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, PathTable& paths);
+           const MemoryPlan& plan, const std::vector<nvme::Slot>& slots, nvme::SlotMap& swap,
+           PathTable& paths);
 
   bool is_paged() const { return plan_.has_paged_sums(); }
 
@@ -89,7 +90,7 @@ class SumPages {
   void ForgetGathered();
 
   // Starts what can be started. `is_updated_early`: a block.
-  void Pump(const std::function<bool(uint32_t block)>& is_updated_early);
+  void Pump(const std::function<bool(uint32_t block)>& is_updated_early, bool has_early_work);
 
   // An error is that of sums which are lost.
   void OnSpilled(const TaskDone& done);
@@ -103,6 +104,8 @@ class SumPages {
   // OK, or the error of a page's write that goes on elsewhere.
   const absl::Status& write_error() const { return write_error_; }
   const Counters& counters() const { return counters_; }
+  // What was given, and what the node gave where paths failed.
+  const std::set<nvme::Slot>& slots() const { return slots_; }
   void CheckInvariants() const;
 
  private:
@@ -140,6 +143,7 @@ class SumPages {
   void SetUsed(uint32_t page);
   void FreeSlot(uint32_t page);
   void Forget(uint32_t page);
+  absl::Status Describe(const absl::Status& status, uint32_t page) const;
   void StartLoad(uint32_t page);
   void StartSpill(uint32_t page);
   nvme::Slot AllocateSlot();
@@ -158,7 +162,9 @@ class SumPages {
   JobTasks& io_;
   const protocol::Layout& layout_;
   const MemoryPlan& plan_;
+  nvme::SlotMap& swap_;  // of the node
   PathTable& path_table_;
+  std::set<nvme::Slot> slots_;
   std::vector<Page> pages_;
   std::vector<std::vector<uint32_t>> block_pages_;
   uint32_t block_pages_max_ = 0;

@@ -516,8 +516,8 @@ std::optional<NodeModel::ElemPlace> NodeModel::WeightsAt(const JobMemory& job,
 void NodeModel::CheckElems(const JobMemory& job, const UpdateSegment& segment,
                            const ElemPlace& place) {
   // Where only some partitions are in the arena, they lie there in another way.
-  const bool in_arena =
-      !segment.weights.in_block && job.weights_bytes >= job.layout->weights_bytes();
+  const bool in_arena = !segment.weights.in_block && !job.has_paged_sums &&
+                        job.weights_bytes >= job.layout->weights_bytes();
   if (in_arena && WeightsAt(job, segment.weights.offset_bytes) != place) {
     Fault("a segment takes the gradient of other weights");
   }
@@ -597,7 +597,7 @@ void NodeModel::Apply(const InstallWeights& a, TaskDone&) {
   for (const BytesCopy& copy : a.copies) {
     const auto made = to_install.find(copy.from_bytes);
     // Where only some partitions are in the arena, they lie there in another way.
-    const bool is_whole = job.weights_bytes >= job.layout->weights_bytes();
+    const bool is_whole = !job.has_paged_sums && job.weights_bytes >= job.layout->weights_bytes();
     const auto to = is_whole ? WeightsAt(job, copy.to_bytes) : std::nullopt;
     if (made == to_install.end() || made->second != copy.size_bytes ||
         (to && !job.updates[a.block].HasPartition(to->partition))) {
