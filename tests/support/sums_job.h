@@ -17,8 +17,8 @@ namespace forebay::testing {
 class SumsJob : public ShardedJob {
  public:
   static constexpr uint32_t kRanks = 2;
-  static constexpr uint64_t kArenaBytes =
-      4 << 20;  // more than all gradients of a rank, in several passes
+  // More than all gradients of a rank, in several passes.
+  static constexpr uint64_t kArenaBytes = 4 << 20;
 
   // Large groups, columns, tiny ones of which many share a page, and one that ends within a unit.
   static std::shared_ptr<const protocol::Layout> Awkward() {
