@@ -51,10 +51,8 @@ class VolumeDeadlineFault : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(volume_, Volume::OpenForTest(options, protections, engine_, disk_));
     SlotMap map = volume_->free_slots();
     for (uint32_t path = 0; path < 2; ++path) {
-      std::vector<bool> others(2, true);
-      others[path] = false;
       for (uint32_t i = 0; i < 8; ++i) {
-        slots_[path].push_back(*map.AllocateOne(kBlockBytes, others));
+        slots_[path].push_back(*map.AllocateOn(path, kBlockBytes));
         ASSERT_OK(WriteNow(*volume_, engine_, slots_[path][i], ContentOf(10 * path + i, 1)));
       }
     }
