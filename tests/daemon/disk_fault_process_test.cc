@@ -200,29 +200,36 @@ TEST_F(DiskFaults, AReadThatNeverEndsIsAnErrorOfThatJobAfterTheDeadline) {
   EXPECT_NO_FATAL_FAILURE(ReplaceJob());
 }
 
-TEST_F(DiskFaults, WritesThatFailOrNeverEndGoToTheOtherPath) {
-  const std::vector<DiskFault> faults = {
-      {.kind = DiskFault::Kind::kFail, .of = DiskFault::Of::kWrites, .error = EIO},
-      {.kind = DiskFault::Kind::kFail, .of = DiskFault::Of::kWrites, .error = ENOSPC},
-      {.kind = DiskFault::Kind::kHang, .of = DiskFault::Of::kWrites}};
+// After the first one that fails the path gets no more of them.
+class DiskFaultsOfWrites : public DiskFaults, public ::testing::WithParamInterface<DiskFault> {};
+
+TEST_P(DiskFaultsOfWrites, GoToTheOtherPath) {
   ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAndGood));
-  for (const DiskFault& fault : faults) {
-    SCOPED_TRACE(::testing::Message() << static_cast<int>(fault.kind) << " " << fault.error);
-    disk_->Order(fault);
-    for (int step = 0; step < 2; ++step) {
-      EXPECT_OK(job_->Step());
-      EXPECT_OK(other_->Step());
-    }
-    EXPECT_GT(disk_->faults(), 0u);
-    disk_->Work();
-    for (int step = 0; step < 3; ++step) EXPECT_OK(job_->Step());
+  disk_->Order(GetParam());
+  for (int step = 0; step < 2; ++step) {
+    EXPECT_OK(job_->Step());
+    EXPECT_OK(other_->Step());
   }
+  EXPECT_GT(disk_->faults(), 0u);
+  disk_->Work();
+  for (int step = 0; step < 3; ++step) EXPECT_OK(job_->Step());
   EXPECT_GT(Status().getSwap()[0].getErrors(), 0u);
   EXPECT_EQ(Status().getSwap()[0].getReadErrors(), 0u);
   EXPECT_EQ(Status().getSwap()[1].getErrors(), 0u);
   EXPECT_EQ(Status().getJobs()[1].getFailed(), "");
   EXPECT_OK(job_->CheckStates());
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Faults, DiskFaultsOfWrites,
+    ::testing::Values(
+        DiskFault{.kind = DiskFault::Kind::kFail, .of = DiskFault::Of::kWrites, .error = EIO},
+        DiskFault{.kind = DiskFault::Kind::kFail, .of = DiskFault::Of::kWrites, .error = ENOSPC},
+        DiskFault{.kind = DiskFault::Kind::kHang, .of = DiskFault::Of::kWrites}),
+    [](const auto& param_info) {
+      if (param_info.param.kind == DiskFault::Kind::kHang) return "NeverEnd";
+      return param_info.param.error == EIO ? "AreErrors" : "FindNoSpace";
+    });
 
 TEST_F(DiskFaults, WhereNoPathTakesAWriteTheStepWaitsUntilOneDoes) {
   ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone));
