@@ -176,7 +176,7 @@ TEST_F(NodeStateGrants, WithMoreRanksAJobsOwnStatesMakeRoom) {
   ASSERT_EQ(View("job").resident_blocks, resident);
   ASSERT_GT(resident, 5U);
   node_->End(session, EndCause::kDetached);
-  for (const uint32_t rank : {0, 1}) {
+  for (const uint32_t rank : {0U, 1U}) {
     ASSERT_OK(StatusOf(node_->AttachOnly(Layout(), {.job = "job", .rank = rank, .world_size = 2})));
   }
   EXPECT_EQ(View("job").resident_blocks, 5U);
