@@ -113,8 +113,8 @@ class RateLimited : public ::testing::Test {
 
   TimePoint now_{};
   SleepingDisk* below_ = nullptr;
-  std::vector<std::unique_ptr<SwapFile>> files_;
   std::unique_ptr<RateLimitedEngine> engine_;
+  std::vector<std::unique_ptr<SwapFile>> files_;  // of the disk in it
   std::array<FileIndex, 2> index_{};
   alignas(4096) std::array<std::byte, 64 * kPage> memory_{};
 };
