@@ -606,8 +606,7 @@ void Step::Advance(bool may_update_early) {
   if (phase_ == Phase::kFailed) pipeline_.Abandon();
   if (const absl::Status lost = pipeline_.sums().DrainError(); !lost.ok()) gradients_.Fail(lost);
   if (phase_ == Phase::kOpen) DropFaulty();
-  pipeline_.set_norm_waits(gradients_.has_norms());
-  if (phase_ != Phase::kFailed) pipeline_.PumpSums();
+  if (phase_ != Phase::kFailed) pipeline_.PumpSums(gradients_.has_norms());
   PumpGradients();
   if (phase_ != Phase::kFailed) FollowSums();
   if (may_update_early) UpdateEarly();
@@ -623,7 +622,7 @@ void Step::PumpGradients() {
 void Step::AdvanceUpdate() {
   if (phase_ == Phase::kFailed) return;
   pipeline_.Pump();
-  pipeline_.PumpSums();
+  pipeline_.PumpSums(gradients_.has_norms());
   if (!pipeline_.done()) return;
   if (phase_ == Phase::kMasters) {
     EndMasters();

@@ -355,10 +355,7 @@ bool StepPipeline::MayUpdateInPlace(uint32_t block) {
   return !IsLeased(block) && (!ReadsSums() || sums_.Prepare(block) == SumPages::Room::kThere);
 }
 
-void StepPipeline::PumpSums() {
-  sums_.Pump([this](uint32_t block) { return early_.has(block) && early_.at(block).written; },
-             HasEarlyWork());
-}
+void StepPipeline::PumpSums(bool norm_waits) { sums_.Pump(HasEarlyWork() && !norm_waits); }
 
 const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint64_t t) {
   const auto [entry, is_new] = scalars_.try_emplace({param_group, t});
@@ -600,6 +597,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   if (!running_) {
     ledger_.EndEarlyWrite(write.block, write.checksum, order_.step, write.weights_digests);
     early_.at(write.block).written = true;
+    sums_.SetUpdatedEarly(write.block, true);
     staged_.Drop(write.block);
     counters_.written_bytes += map_.bytes(write.block);
     return absl::OkStatus();

@@ -111,10 +111,8 @@ class StepPipeline {
   void ForgetSums();
   SumPages& sums() { return sums_; }
   const SumPages& sums() const { return sums_; }
-  // Brings and takes away pages of sums.
-  void PumpSums();
-  // A norm waits for sums: no gradient waits for early updates then.
-  void set_norm_waits(bool waits) { norm_waits_ = waits; }
+  // Brings and takes away pages of sums. `norm_waits`, for sums: no gradient waits for early updates then.
+  void PumpSums(bool norm_waits);
   // Sets the masters that are a plane of their own from the weights, as step 0; false where there
   // are none.
   bool BeginMasters();
@@ -284,7 +282,6 @@ class StepPipeline {
   EarlyUpdates early_;
   SumPages sums_;
   bool is_early_ = false;
-  bool norm_waits_ = false;
   bool early_failed_ = false;  // a write of this step's: the disk is left alone until the decision
   uint32_t early_tasks_ = 0;   // updates and writes
   uint32_t early_prefetch_left_;  // positions from it on were read ahead, or need not be

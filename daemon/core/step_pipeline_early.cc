@@ -54,6 +54,7 @@ void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
   for (const uint32_t block : blocks) {
     if (early_.at(block).written) {
       ledger_.DropEarly(block);
+      sums_.SetUpdatedEarly(block, false);
       early_.Remove(block);
     } else {
       staged_.at(block).cancelled = true;
@@ -136,9 +137,7 @@ void StepPipeline::PumpEarly() {
 }
 
 // What gradients that may wait for early updates wait for.
-bool StepPipeline::HasEarlyWork() const {
-  return is_early_ && !early_failed_ && !norm_waits_ && !io_.idle();
-}
+bool StepPipeline::HasEarlyWork() const { return is_early_ && !early_failed_ && !io_.idle(); }
 
 bool StepPipeline::MayReadEarly(uint32_t block) const {
   return MayReadAhead(block) && early_.HasPlace(block) && !early_.has(block);

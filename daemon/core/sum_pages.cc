@@ -9,10 +9,6 @@
 namespace forebay::daemon {
 namespace {
 
-// Of pages that are there: among so many that were not used for longest, one whose blocks have been updated
-// is looked for.
-constexpr int kVictimsLookedAt = 32;
-
 // Requests for which frames are made free at once.
 constexpr size_t kRequestsAhead = 8;
 
@@ -47,7 +43,7 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
         pages.insert(page);
       }
     }
-    for (const uint32_t page : pages) pages_[page].blocks.push_back(block);
+    for (const uint32_t page : pages) ++pages_[page].blocks;
     block_pages_max_ = std::max(block_pages_max_, static_cast<uint32_t>(pages.size()));
     block_pages_.emplace_back(pages.begin(), pages.end());
   }
@@ -91,7 +87,7 @@ void SumPages::AllocateFrame(uint32_t page) {
 }
 
 void SumPages::FreeFrame(uint32_t page) {
-  by_use_.erase({pages_[page].used, page});
+  Unlist(page);
   FOREBAY_CHECK(free_frames_.insert(pages_[page].frame).second);
 }
 
@@ -100,10 +96,23 @@ void SumPages::FreeSlot(uint32_t page) {
   pages_[page].slot.reset();
 }
 
+// Among those that can be written to swap for their frames, if it is one.
+void SumPages::List(uint32_t index) {
+  const Page& page = pages_[index];
+  if (page.state != State::kThere || page.updates_left > 0) return;
+  gathered_.emplace(page.used, index);
+  if (page.blocks_updated_early == page.blocks) updated_early_.emplace(page.used, index);
+}
+
+void SumPages::Unlist(uint32_t page) {
+  gathered_.erase({pages_[page].used, page});
+  updated_early_.erase({pages_[page].used, page});
+}
+
 void SumPages::SetUsed(uint32_t page) {
-  by_use_.erase({pages_[page].used, page});
+  Unlist(page);
   pages_[page].used = ++clock_;
-  by_use_.emplace(pages_[page].used, page);
+  List(page);
 }
 
 void SumPages::SetThere(uint32_t page) {
@@ -245,6 +254,7 @@ void SumPages::BeginUpdate(const std::vector<uint32_t>& blocks) {
   for (Page& page : pages_) {
     FOREBAY_CHECK(page.updates_left == 0);
     page.prepared = 0;
+    page.blocks_updated_early = 0;
   }
   prepared_.clear();
   short_block_.reset();
@@ -253,8 +263,10 @@ void SumPages::BeginUpdate(const std::vector<uint32_t>& blocks) {
     for (const uint32_t page : block_pages_[block]) ++pages_[page].updates_left;
   }
   for (uint32_t page = 0; page < pages_.size(); ++page) {
+    Unlist(page);
     if (pages_[page].updates_left == 0) Forget(page);
     if (pages_[page].state == State::kOnSwap) ++of_update_on_swap_;
+    List(page);
   }
 }
 
@@ -263,6 +275,16 @@ void SumPages::EndUpdateOf(uint32_t block) {
   for (const uint32_t page : block_pages_[block]) {
     FOREBAY_CHECK(pages_[page].updates_left > 0);
     if (--pages_[page].updates_left == 0) Forget(page);
+  }
+}
+
+void SumPages::SetUpdatedEarly(uint32_t block, bool is_updated) {
+  if (!is_paged()) return;
+  for (const uint32_t page : block_pages_[block]) {
+    Unlist(page);
+    uint32_t& blocks = pages_[page].blocks_updated_early;
+    blocks = is_updated ? blocks + 1 : blocks - 1;
+    List(page);
   }
 }
 
@@ -362,7 +384,7 @@ void SumPages::WriteToSlot(uint32_t index, bool pause) {
 }
 
 void SumPages::StartSpill(uint32_t index) {
-  by_use_.erase({pages_[index].used, index});
+  Unlist(index);
   pages_[index].state = State::kSpilling;
   ++spilling_;
   WriteToSlot(index, /*pause=*/false);
@@ -426,31 +448,30 @@ void SumPages::ServeRequests() {
   requests_ = std::move(waiting);
 }
 
-std::optional<uint32_t> SumPages::ChooseVictim(
-    const std::function<bool(uint32_t block)>& is_updated_early, Victim which) const {
-  std::optional<uint32_t> oldest;
-  int looked_at = 0;
-  for (const auto& [used, index] : by_use_) {
-    const Page& page = pages_[index];
-    if (++looked_at > kVictimsLookedAt && oldest) break;
-    const bool is_idle = page.adds == 0 && page.updates == 0 && page.prepared == 0;
-    if (!is_idle || page.updates_left > 0 || page.has_arrived) continue;
-    if (std::ranges::all_of(page.blocks, is_updated_early)) return index;
-    if (!oldest && which == Victim::kAny) oldest = index;
+bool SumPages::IsIdle(const Page& page) {
+  return page.adds == 0 && page.updates == 0 && page.prepared == 0;
+}
+
+// Few are not: as many as workers and transfers are at work for.
+std::optional<uint32_t> SumPages::OldestIdle(const ByUse& pages) const {
+  for (const auto& [used, index] : pages) {
+    if (IsIdle(pages_[index]) && !pages_[index].has_arrived) return index;
   }
-  return oldest;
+  return std::nullopt;
 }
 
 // Where no update of the running step can begin, because none finds all its pages: one that the first block
 // does not need.
-std::optional<uint32_t> SumPages::ChooseVictimOfUpdate() const {
+std::optional<uint32_t> SumPages::OldestIdleOfUpdate() const {
   const std::vector<uint32_t>& kept = block_pages_[*short_block_];
-  for (const auto& [used, index] : by_use_) {
+  std::optional<uint32_t> oldest;
+  for (uint32_t index = 0; index < pages_.size(); ++index) {
     const Page& page = pages_[index];
-    const bool is_idle = page.adds == 0 && page.updates == 0 && page.prepared == 0;
-    if (is_idle && std::ranges::find(kept, index) == kept.end()) return index;
+    if (page.state != State::kThere || !IsIdle(page)) continue;
+    if (std::ranges::find(kept, index) != kept.end()) continue;
+    if (!oldest || page.used < pages_[*oldest].used) oldest = index;
   }
-  return std::nullopt;
+  return oldest;
 }
 
 bool SumPages::StartSpills(uint32_t frames,
@@ -464,8 +485,7 @@ bool SumPages::StartSpills(uint32_t frames,
   return true;
 }
 
-void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early,
-                    bool has_early_work) {
+void SumPages::Pump(bool has_early_work) {
   if (!is_paged() || io_.stale_tasks() > 0 || abandoned_) return;
   const bool is_short = short_block_ || of_update_on_swap_ > 0 || !requests_.empty();
   if (!is_short && free_frames_.size() >= kSpareSumFrames) return;
@@ -474,13 +494,15 @@ void SumPages::Pump(const std::function<bool(uint32_t block)>& is_updated_early,
   const auto of_requests = static_cast<uint32_t>(std::min(requests_.size(), kRequestsAhead));
   const auto urgent =
       static_cast<uint32_t>(std::min(has_early_work ? urgent_ : requests_.size(), kRequestsAhead));
-  const bool found =
-      StartSpills(urgent + of_update, [&] { return ChooseVictim(is_updated_early, Victim::kAny); });
+  const bool found = StartSpills(urgent + of_update, [this] {
+    const std::optional<uint32_t> updated = OldestIdle(updated_early_);
+    return updated ? updated : OldestIdle(gathered_);
+  });
   StartSpills(kSpareSumFrames + of_requests + of_update,
-              [&] { return ChooseVictim(is_updated_early, Victim::kUpdated); });
+              [this] { return OldestIdle(updated_early_); });
   const bool is_stuck = short_block_ && spilling_ == 0 && loading_ == 0 && update_tasks_ == 0;
   if (!found && is_stuck) {
-    StartSpills(block_pages_max_, [this] { return ChooseVictimOfUpdate(); });
+    StartSpills(block_pages_max_, [this] { return OldestIdleOfUpdate(); });
   }
   if (spilling_ == 0) short_block_.reset();
 }
@@ -490,7 +512,8 @@ void SumPages::CheckInvariants() const {
   uint32_t frames = 0;
   uint32_t slots = 0;
   uint32_t on_swap = 0;
-  for (const Page& page : pages_) {
+  for (uint32_t index = 0; index < pages_.size(); ++index) {
+    const Page& page = pages_[index];
     const bool has_frame = page.state != State::kNone && page.state != State::kOnSwap;
     frames += has_frame ? 1 : 0;
     slots += page.slot ? 1 : 0;
@@ -499,6 +522,11 @@ void SumPages::CheckInvariants() const {
                           page.state == State::kLoading;
     FOREBAY_CHECK(page.slot.has_value() == has_slot);
     FOREBAY_CHECK(page.updates == 0 || page.state == State::kThere || page.state == State::kNone);
+    const bool is_listed = gathered_.contains({page.used, index});
+    const bool is_gathered = page.state == State::kThere && page.updates_left == 0;
+    FOREBAY_CHECK(is_listed == is_gathered || page.is_forgotten);
+    FOREBAY_CHECK(updated_early_.contains({page.used, index}) ==
+                  (is_listed && page.blocks_updated_early == page.blocks));
   }
   FOREBAY_CHECK(frames + free_frames_.size() == plan_.sum_frames);
   FOREBAY_CHECK(slots + free_slots_.size() == slots_.size());

@@ -86,11 +86,13 @@ class SumPages {
   // The step is decided: `blocks` will be updated from their sums. Other sums are of no use.
   void BeginUpdate(const std::vector<uint32_t>& blocks);
   void EndUpdateOf(uint32_t block);
+  // Before the decision: what the block's sums were read for is on swap, or is of no use after all.
+  void SetUpdatedEarly(uint32_t block, bool is_updated);
   // What was gathered, beside sums of the running update, is of no use.
   void ForgetGathered();
 
-  // Starts what can be started. `is_updated_early`: a block.
-  void Pump(const std::function<bool(uint32_t block)>& is_updated_early, bool has_early_work);
+  // Starts what can be started. `has_early_work`: blocks are being updated early.
+  void Pump(bool has_early_work);
 
   // An error is that of sums which are lost.
   void OnSpilled(const TaskDone& done);
@@ -126,9 +128,13 @@ class SumPages {
     bool has_arrived = false;   // and not drained
     bool is_forgotten = false;  // what its tasks leave is of no use
     uint64_t used = 0;          // when it was used last
-    std::vector<uint32_t> blocks = {};
+    uint32_t blocks = 0;
+    uint32_t blocks_updated_early = 0;  // of these
     std::vector<Range> ranges = {};
   };
+
+  // When a page was used last, and which.
+  using ByUse = std::set<std::pair<uint64_t, uint32_t>>;
 
   uint64_t VirtualOffset(uint32_t partition, uint64_t elem) const;
   uint32_t PageOf(uint32_t partition, uint64_t elem) const {
@@ -140,6 +146,8 @@ class SumPages {
   void SetThere(uint32_t page);
   void AllocateFrame(uint32_t page);
   void FreeFrame(uint32_t page);
+  void List(uint32_t page);
+  void Unlist(uint32_t page);
   void SetUsed(uint32_t page);
   void FreeSlot(uint32_t page);
   void Forget(uint32_t page);
@@ -154,10 +162,9 @@ class SumPages {
   bool StartSpills(uint32_t frames, const std::function<std::optional<uint32_t>()>& choose);
   void Arrive(uint32_t page);
   void ServeRequests();
-  enum class Victim : uint8_t { kUpdated, kAny };
-  std::optional<uint32_t> ChooseVictim(const std::function<bool(uint32_t block)>& is_updated_early,
-                                       Victim which) const;
-  std::optional<uint32_t> ChooseVictimOfUpdate() const;
+  static bool IsIdle(const Page& page);
+  std::optional<uint32_t> OldestIdle(const ByUse& pages) const;
+  std::optional<uint32_t> OldestIdleOfUpdate() const;
 
   JobTasks& io_;
   const protocol::Layout& layout_;
@@ -170,9 +177,10 @@ class SumPages {
   uint32_t block_pages_max_ = 0;
   std::set<uint32_t> free_frames_;
   std::deque<nvme::Slot> free_slots_;
-  std::set<std::pair<uint64_t, uint32_t>> by_use_;  // pages in state kThere, by `used`
-  std::deque<uint32_t> requests_;                   // pages, oldest first
-  size_t urgent_ = 0;                               // of these
+  ByUse gathered_;                 // pages in state kThere with sums that no update is for yet
+  ByUse updated_early_;            // of these, whose blocks were all updated early
+  std::deque<uint32_t> requests_;  // pages, oldest first
+  size_t urgent_ = 0;              // of these
   std::vector<uint32_t> arrived_;
   std::set<uint32_t> prepared_;       // blocks
   std::map<TaskId, uint32_t> tasks_;  // pages
