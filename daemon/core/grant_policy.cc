@@ -50,7 +50,7 @@ absl::StatusOr<MemoryPlan> GrantPolicy::Plan(const protocol::Layout& layout,
   // A limit that leaves the job no more than it may take; what others can move beyond that is of no use to it.
   NodeOptions limited = options_;
   NodeUse limited_use = use;
-  const uint64_t taken = options_.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
+  const uint64_t taken = TakenBytes(options_, use);
   if (dram_bytes_ < options_.dram_limit_bytes) {
     limited.dram_limit_bytes = std::min(options_.dram_limit_bytes, taken + dram_bytes_);
     limited_use.movable_bytes =
@@ -63,8 +63,7 @@ absl::StatusOr<MemoryPlan> GrantPolicy::Plan(const protocol::Layout& layout,
     return is_of_grant ? DramError(std::string(plan.status().message())) : plan.status();
   }
   const uint64_t quota = options_.uid_swap_bytes;
-  const uint64_t swap_bytes =
-      plan->swap_slots * plan->swap_slot_bytes + plan->sum_slots * plan->sum_page_bytes;
+  const uint64_t swap_bytes = plan->swap_bytes();
   if (quota == 0 || owner_.uid == 0 || owner_.swap_bytes + swap_bytes <= quota) return plan;
   return MakeError(
       ErrorId::kSwapNospc,

@@ -89,6 +89,11 @@ uint64_t Job::granted_bytes() const {
   return fixed_bytes() + placement().granted_bytes() + members_.reader_bytes();
 }
 
+uint64_t Job::swap_bytes() const {
+  return swap_slots().size() * spec_.plan.swap_slot_bytes +
+         sum_slots().size() * spec_.plan.sum_page_bytes;
+}
+
 uint64_t Job::movable_bytes() const { return MayMove() ? residency_.movable_bytes() : 0; }
 
 std::vector<Eviction> Job::PlanEvictions(uint64_t bytes, nvme::SlotMap& swap) const {

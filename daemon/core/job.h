@@ -101,6 +101,8 @@ class Job {
   // What it takes from the limit now, and when all its marked blocks have moved.
   uint64_t dram_bytes() const;
   uint64_t granted_bytes() const;
+  // Of its slots on swap now.
+  uint64_t swap_bytes() const;
   uint32_t staging_slots() const { return pipeline_.staged_count() + weights_.staging_slots(); }
   JobView View() const;
   void CheckInvariants() const;

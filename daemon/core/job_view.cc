@@ -49,8 +49,7 @@ JobView Job::View() const {
                .ready = is_ready(),
                .failed = failed_,
                .dram_bytes = dram_bytes(),
-               .swap_bytes = swap_slots().size() * spec_.plan.swap_slot_bytes +
-                             sum_slots().size() * spec_.plan.sum_page_bytes,
+               .swap_bytes = swap_bytes(),
                .sum_frames_bytes = spec_.plan.sum_frames * spec_.plan.sum_page_bytes,
                .sums_on_swap_bytes = spec_.plan.sums_on_swap_bytes(),
                .sums = pipeline_.sums().counters(),

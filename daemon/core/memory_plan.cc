@@ -171,11 +171,6 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   return absl::OkStatus();
 }
 
-// What the node, other jobs and weights of deleted jobs hold.
-uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
-  return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
-}
-
 bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
   return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
 }
@@ -365,6 +360,10 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
 }
 
 }  // namespace
+
+uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
+  return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;
+}
 
 void MemoryPlan::UseFloatSums(const Layout& layout) {
   sum_dtype = protocol::DType::kFloat32;

@@ -28,6 +28,9 @@ struct NodeUse {
   const nvme::SlotMap* swap = nullptr;
 };
 
+// What the node, other jobs and weights of deleted jobs hold.
+uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use);
+
 // What an attach asks for: the job's world, and the memory of each of its sessions.
 struct SessionRequest {
   uint32_t world_size = 1;
@@ -100,6 +103,9 @@ struct MemoryPlan {
   // be written before any is published. 0: no block can be on swap.
   uint64_t swap_slot_bytes = 0;
   uint32_t swap_slots = 0;
+
+  // Of slots on swap, for blocks and pages of sums.
+  uint64_t swap_bytes() const { return swap_slots * swap_slot_bytes + sum_slots * sum_page_bytes; }
 
   // Heap that the layout, the tables made from it and the sessions take; estimated from above.
   uint64_t table_bytes = 0;

@@ -223,32 +223,30 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
   const SessionRequest session = SessionRequestOf(request);
   const OwnerUse owner = limits ? OwnerUse{} : impl_->UseOf(request.uid, nullptr);
   ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
-  const uint64_t taken = use.jobs_dram_bytes + use.deleted_weights_bytes;
   const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
-  JobPlan view{
-      .weights = plan.weights_bytes - plan.weights_cache_bytes,
-      .weights_cache = plan.weights_cache_bytes,
-      .states = plan.placement.state_bytes(),
-      .sums = plan.extra_state_offset,
-      .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
-      .sessions = session.world_size *
-                  (plan.session_arena_bytes + plan.ring_bytes + plan.extra_state_copy_bytes),
-      .tables = plan.table_bytes,
-      .node = options.node_bytes,
-      .others = taken,
-      .limit = options.dram_limit_bytes,
-      .missing = plan.missing_bytes,
-      .weights_on_swap = plan.weights_on_swap_bytes,
-      .blocks = plan.placement.blocks(),
-      .resident_blocks = plan.placement.resident_blocks(),
-      .swap = plan.swap_slots * plan.swap_slot_bytes + plan.sum_slots * plan.sum_page_bytes,
-      .step_read = traffic.read_bytes,
-      .step_written = traffic.written_bytes,
-      .new_weights = plan.early_weights_bytes,
-      .sums_on_swap = plan.sums_on_swap_bytes()};
+  JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
+               .weights_cache = plan.weights_cache_bytes,
+               .states = plan.placement.state_bytes(),
+               .sums = plan.extra_state_offset,
+               .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
+               .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
+                                                 plan.extra_state_copy_bytes),
+               .tables = plan.table_bytes,
+               .node = options.node_bytes,
+               .others = use.jobs_dram_bytes + use.deleted_weights_bytes,
+               .limit = options.dram_limit_bytes,
+               .missing = plan.missing_bytes,
+               .weights_on_swap = plan.weights_on_swap_bytes,
+               .blocks = plan.placement.blocks(),
+               .resident_blocks = plan.placement.resident_blocks(),
+               .swap = plan.swap_bytes(),
+               .step_read = traffic.read_bytes,
+               .step_written = traffic.written_bytes,
+               .new_weights = plan.early_weights_bytes,
+               .sums_on_swap = plan.sums_on_swap_bytes()};
   options.dram_limit_bytes = UINT64_MAX / 2;
   ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
-  view.all_in_dram = options.node_bytes + taken + all.fixed_bytes + all.placement.state_bytes();
+  view.all_in_dram = TakenBytes(options, use) + all.fixed_bytes + all.placement.state_bytes();
   return view;
 }
 
@@ -661,8 +659,7 @@ OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than) const {
   for (const auto& [id, job] : jobs) {
     if (job->uid() != uid || job.get() == other_than) continue;
     use.dram_bytes += job->granted_bytes();
-    use.swap_bytes += job->swap_slots().size() * job->plan().swap_slot_bytes +
-                      job->sum_slots().size() * job->plan().sum_page_bytes;
+    use.swap_bytes += job->swap_bytes();
   }
   return use;
 }
