@@ -212,6 +212,10 @@ uint64_t GradientAccumulator::FreePieces(uint32_t rank, uint64_t grad_arena_byte
   return (grad_arena_bytes - std::min(held, grad_arena_bytes)) / plan_.piece_bytes;
 }
 
+bool GradientAccumulator::HoldsHalf(uint32_t rank, uint64_t grad_arena_bytes) const {
+  return 2 * FreePieces(rank, grad_arena_bytes) < grad_arena_bytes / plan_.piece_bytes;
+}
+
 bool GradientAccumulator::IsCrowded(Id id) const {
   const Contribution& contribution = contributions_.at(id);
   if (contribution.state == State::kOverflow) return true;
@@ -220,10 +224,8 @@ bool GradientAccumulator::IsCrowded(Id id) const {
 
 // Adds what has arrived in order of everything that the rank holds.
 void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
-  const uint64_t free = FreePieces(rank, grad_arena_bytes);
-  const bool is_urgent =
-      pipeline_.sums().is_paged() && 2 * free < grad_arena_bytes / plan_.piece_bytes;
-  if (free >= 2 && !is_urgent) return;
+  const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(rank, grad_arena_bytes);
+  if (FreePieces(rank, grad_arena_bytes) >= 2 && !is_urgent) return;
   std::vector<Delivery> held;
   for (const auto& [id, contribution] : contributions_) {
     if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
@@ -252,9 +254,7 @@ void GradientAccumulator::TryAddAll() {
 SumPages::Need GradientAccumulator::NeedOf(const Pass& pass) const {
   const auto is_urgent = [this](Id id) {
     const Delivery& delivery = contributions_.at(id).delivery;
-    const uint64_t pieces = delivery.grad_arena_bytes / plan_.piece_bytes;
-    return IsClosed(delivery.rank) ||
-           2 * FreePieces(delivery.rank, delivery.grad_arena_bytes) < pieces;
+    return IsClosed(delivery.rank) || HoldsHalf(delivery.rank, delivery.grad_arena_bytes);
   };
   return !pipeline_.is_early() || std::ranges::any_of(pass.sources, is_urgent)
              ? SumPages::Need::kNow

@@ -230,6 +230,8 @@ class GradientAccumulator {
   bool IsCrowded(Id id) const;
   void MakeRoom(uint32_t rank, uint64_t grad_arena_bytes);
   uint64_t FreePieces(uint32_t rank, uint64_t grad_arena_bytes) const;
+  // What is delivered next is soon short of room.
+  bool HoldsHalf(uint32_t rank, uint64_t grad_arena_bytes) const;
   void StartPass(uint32_t partition, Cells::iterator cell, Pass pass);
   void StartSum(uint32_t partition, Cells::iterator cell);
   void SetSummed(uint32_t partition, uint64_t begin, Cell& cell);
