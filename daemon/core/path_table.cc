@@ -23,9 +23,7 @@ PathTable::PathTable(uint32_t paths, const std::vector<std::optional<nvme::PathR
     const double of_alone = measured.mixed * (1 / measured.read + 1 / measured.write) / 2;
     RateIn(paths_[i], Direction::kRead).measured = measured.read * of_alone;
     RateIn(paths_[i], Direction::kWrite).measured = measured.write * of_alone;
-    paths_[i].in_flight_bytes =
-        std::max(measured.request_bytes * measured.depth,
-                 static_cast<uint64_t>(measured.read_seconds * measured.read));
+    paths_[i].in_flight_bytes = measured.in_flight_bytes();
   }
   UpdateShares(/*drift=*/0);
 }

@@ -31,9 +31,7 @@ TransferWindow WindowOf(const SwapSpaceOptions& options, size_t path) {
       .bytes = kWindowBlocks * options.staging_slot_bytes,
       .transfers = static_cast<uint32_t>(nvme::Volume::kRequestsMax / options.paths.size())};
   if (path < options.rates.size() && options.rates[path]) {
-    const nvme::PathRates& rates = *options.rates[path];
-    window.bytes = std::max({window.bytes, 2 * rates.request_bytes * rates.depth,
-                             static_cast<uint64_t>(2 * rates.read_seconds * rates.read)});
+    window.bytes = std::max(window.bytes, 2 * options.rates[path]->in_flight_bytes());
   }
   return window;
 }
