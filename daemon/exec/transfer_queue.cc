@@ -6,7 +6,7 @@
 
 namespace forebay::daemon {
 
-size_t TransferQueue::Find(JobId job) const {
+size_t TransferQueue::FindOrAdd(JobId job) {
   size_t found = jobs_.size();
   for (size_t i = 0; i < jobs_.size(); ++i) {
     if (jobs_[i].empty()) {
@@ -15,18 +15,16 @@ size_t TransferQueue::Find(JobId job) const {
       return i;
     }
   }
+  if (found == jobs_.size()) jobs_.emplace_back();
+  jobs_[found].id = job;
+  jobs_[found].deficit_bytes = 0;
   return found;
 }
 
 void TransferQueue::Push(const Entry& entry) {
-  const size_t index = Find(entry.job);
-  if (index == jobs_.size()) jobs_.emplace_back();
+  const size_t index = FindOrAdd(entry.job);
   Job& job = jobs_[index];
-  if (job.empty()) {
-    job.id = entry.job;
-    job.deficit_bytes = 0;
-    turns_.push_back(index);
-  }
+  if (job.empty()) turns_.push_back(index);
   (entry.order == Order::kUrgent ? job.urgent : job.others).push_back(entry);
 }
 
@@ -60,12 +58,9 @@ std::optional<TaskId> TransferQueue::Next() {
 
 void TransferQueue::PutBack(const Entry& entry) {
   End(entry.bytes);
-  const size_t index = Find(entry.job);
-  if (index == jobs_.size()) jobs_.emplace_back();
+  const size_t index = FindOrAdd(entry.job);
   Job& job = jobs_[index];
   if (job.empty()) {
-    job.id = entry.job;
-    job.deficit_bytes = 0;
     turns_.push_front(index);
     has_quantum_ = true;
   }

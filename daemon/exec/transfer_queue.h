@@ -56,11 +56,11 @@ class TransferQueue {
     bool empty() const { return urgent.empty() && others.empty(); }
   };
 
+  // Its place in jobs_; where it has no transfers yet, an empty one, which is its own now.
+  size_t FindOrAdd(JobId job);
+
   TransferWindow window_;
   uint64_t quantum_bytes_;
-  // The entry of a job that waits; else an empty one, to be used for any job.
-  size_t Find(JobId job) const;
-
   std::vector<Job> jobs_;     // empty ones keep their memory
   std::deque<size_t> turns_;  // of jobs_ that have transfers; the first one has its turn
   bool has_quantum_ = false;  // the first one was given its bytes
