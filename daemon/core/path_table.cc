@@ -85,6 +85,15 @@ void PathTable::AddTransfer(const PathTransfer& transfer) {
   UpdateShares(kDrift);
 }
 
+void PathTable::CountTransfer(const PathTransfer& transfer, bool succeeded) {
+  if (!succeeded) {
+    OnFailed(transfer.path, transfer.direction);
+    return;
+  }
+  OnSucceeded(transfer.path, transfer.direction);
+  AddTransfer(transfer);
+}
+
 void PathTable::OnSucceeded(uint32_t path, Direction direction) {
   Path& of = paths_[path];
   RateIn(of, direction).errors = 0;
@@ -114,6 +123,15 @@ uint32_t PathTable::reads_at_once(uint32_t path, uint64_t block_bytes) const {
   const uint64_t bytes = paths_[path].in_flight_bytes;
   const uint64_t reads = block_bytes == 0 ? 0 : 1 + (bytes + block_bytes - 1) / block_bytes;
   return static_cast<uint32_t>(std::clamp<uint64_t>(reads, kReadsPerPath, kReadsMax));
+}
+
+std::optional<nvme::Slot> PathTable::AllocateOnWorking(nvme::SlotMap& swap, uint64_t bytes) const {
+  for (uint32_t path = 0; path < paths(); ++path) {
+    if (!works(path)) continue;
+    const std::optional<nvme::Slot> slot = swap.AllocateOn(path, bytes);
+    if (slot) return slot;
+  }
+  return std::nullopt;
 }
 
 std::vector<uint32_t> PathTable::Weights() const {

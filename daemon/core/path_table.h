@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nvme/path_rates.h"
+#include "nvme/slot_map.h"
 
 namespace forebay::daemon {
 
@@ -51,6 +52,8 @@ class PathTable {
   PathTable(uint32_t paths, const std::vector<std::optional<nvme::PathRates>>& rates);
 
   void AddTransfer(const PathTransfer& transfer);
+  // The same where it has succeeded, and whether it has.
+  void CountTransfer(const PathTransfer& transfer, bool succeeded);
   void OnSucceeded(uint32_t path, Direction direction);
   void OnFailed(uint32_t path, Direction direction);
 
@@ -71,6 +74,9 @@ class PathTable {
   // That were ever set, and how often one was set or taken away.
   uint64_t marks() const { return marks_; }
   uint64_t mark_changes() const { return mark_changes_; }
+
+  // A free slot of the node on any path that works.
+  std::optional<nvme::Slot> AllocateOnWorking(nvme::SlotMap& swap, uint64_t bytes) const;
 
   // Of the paths for nvme::SlotMap; a marked one has the least.
   std::vector<uint32_t> Weights() const;

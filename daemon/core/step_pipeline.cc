@@ -436,7 +436,7 @@ void StepPipeline::StartUpdate(uint32_t block) {
 StepPipeline::ReadOutcome StepPipeline::OnRead(const TaskDone& done) {
   const Running read = FinishTask(done.task);
   --reads_[read.path];
-  if (read.from_disk) CountTransfer(read.path, Direction::kRead, map_.bytes(read.block), done);
+  if (read.from_disk) CountRead(read.path, map_.bytes(read.block), done);
   StagedBlocks::Staged& staged = staged_.at(read.block);
   const bool cancelled = staged.cancelled;
   if (done.status.ok() && read.for_update && !sets_masters()) {
@@ -536,18 +536,13 @@ void StepPipeline::ExchangeSlot(uint32_t path) {
   if (!given.empty()) ledger_.AddSlots({*slot});
 }
 
-void StepPipeline::CountTransfer(uint32_t path, Direction direction, uint64_t bytes,
-                                 const TaskDone& done) {
-  if (!done.status.ok()) {
-    if (direction == Direction::kRead) path_table_.OnFailed(path, direction);  // else the ledger
-    return;
-  }
-  if (direction == Direction::kRead) path_table_.OnSucceeded(path, direction);
-  path_table_.AddTransfer({.path = path,
-                           .direction = direction,
-                           .bytes = bytes,
-                           .begin_ns = done.begin_ns,
-                           .end_ns = done.end_ns});
+void StepPipeline::CountRead(uint32_t path, uint64_t bytes, const TaskDone& done) {
+  path_table_.CountTransfer({.path = path,
+                             .direction = Direction::kRead,
+                             .bytes = bytes,
+                             .begin_ns = done.begin_ns,
+                             .end_ns = done.end_ns},
+                            done.status.ok());
 }
 
 void StepPipeline::FinishPartitionsOf(uint32_t block) {
@@ -569,8 +564,14 @@ void StepPipeline::StartWrite(uint32_t block, uint64_t checksum, WeightsDigests 
 
 absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   const Running write = FinishTask(done.task);
-  CountTransfer(write.path, Direction::kWrite, map_.bytes(write.block), done);
   if (write.early) --early_tasks_;
+  if (done.status.ok()) {  // the ledger counts whether it has succeeded
+    path_table_.AddTransfer({.path = write.path,
+                             .direction = Direction::kWrite,
+                             .bytes = map_.bytes(write.block),
+                             .begin_ns = done.begin_ns,
+                             .end_ns = done.end_ns});
+  }
   if (staged_.at(write.block).cancelled || (!running_ && (!done.status.ok() || abandoned_))) {
     if (!staged_.at(write.block).cancelled) DropEarly(std::vector{write.block});
     if (done.status.ok()) {
@@ -617,13 +618,8 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
 
 void StepPipeline::AddSpareSlot() {
   if (ledger_.has_working_slot()) return;
-  for (uint32_t path = 0; path < path_table_.paths(); ++path) {
-    if (!path_table_.works(path)) continue;
-    const std::optional<nvme::Slot> spare = swap_.AllocateOn(path, plan_.swap_slot_bytes);
-    if (!spare) continue;
-    ledger_.AddSlots({*spare});
-    return;
-  }
+  const auto spare = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
+  if (spare) ledger_.AddSlots({*spare});
 }
 
 void StepPipeline::ReturnSurplusSlots() {

@@ -162,8 +162,8 @@ class StepPipeline {
   // Between steps, a block changes its place: Residency, or Relocation.
   bool is_moving() const { return placement_.moving().has_value() || is_relocating_; }
   void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
-  // A transfer has ended; whether a write has, the ledger says too.
-  void CountTransfer(uint32_t path, Direction direction, uint64_t bytes, const TaskDone& done);
+  // A read has ended.
+  void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
   void ReturnSurplusSlots();
   // The write of a staged block's next bytes to a free slot.

@@ -345,11 +345,8 @@ nvme::Slot SumPages::AllocateSlot() {
   const auto works = std::ranges::find_if(
       free_slots_, [this](const nvme::Slot& slot) { return path_table_.works(slot.path); });
   if (works == free_slots_.end()) {
-    for (uint32_t path = 0; path < path_table_.paths(); ++path) {
-      if (!path_table_.works(path)) continue;
-      const auto slot = swap_.AllocateOn(path, plan_.sum_page_bytes);
-      if (slot) return *slots_.insert(*slot).first;
-    }
+    const auto slot = path_table_.AllocateOnWorking(swap_, plan_.sum_page_bytes);
+    if (slot) return *slots_.insert(*slot).first;
   }
   const auto chosen = works == free_slots_.end() ? free_slots_.begin() : works;
   const nvme::Slot slot = *chosen;
@@ -358,16 +355,12 @@ nvme::Slot SumPages::AllocateSlot() {
 }
 
 void SumPages::CountTransfer(const nvme::Slot& slot, Direction direction, const TaskDone& done) {
-  if (!done.status.ok()) {
-    path_table_.OnFailed(slot.path, direction);
-    return;
-  }
-  path_table_.OnSucceeded(slot.path, direction);
-  path_table_.AddTransfer({.path = slot.path,
-                           .direction = direction,
-                           .bytes = plan_.sum_page_bytes,
-                           .begin_ns = done.begin_ns,
-                           .end_ns = done.end_ns});
+  path_table_.CountTransfer({.path = slot.path,
+                             .direction = direction,
+                             .bytes = plan_.sum_page_bytes,
+                             .begin_ns = done.begin_ns,
+                             .end_ns = done.end_ns},
+                            done.status.ok());
 }
 
 void SumPages::WriteToSlot(uint32_t index, bool pause) {

@@ -189,7 +189,7 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   const Load& load = node.mapped();
   pipeline_.staged().Release(load.staging_slot);
   counters_.read_bytes += load.bytes;
-  pipeline_.CountTransfer(load.path, Direction::kRead, load.bytes, done);
+  pipeline_.CountRead(load.path, load.bytes, done);
   Copy& copy = copies_.at(load.partition);
   copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
   if (--copy.loads_left > 0) return;
