@@ -102,7 +102,7 @@ struct TaskDone {
   uint64_t count = 0;
   // UpdateBlock, SetMasters on a staging slot, EvictBlock, SpillSums: of the bytes.
   uint64_t checksum = 0;
-  // ReadBlock, WriteBlock, LoadWeights: when the disk had the transfer; both 0: it had none.
+  // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums: when the disk had the transfer; both 0: it had none.
   uint64_t begin_ns = 0;
   uint64_t end_ns = 0;
   cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums

@@ -8,7 +8,6 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "protocol/error.h"
@@ -25,6 +24,9 @@ using protocol::kPageBytes;
 using protocol::Layout;
 using protocol::MakeError;
 using protocol::RoundUp;
+
+constexpr char kSwapHint[] =
+    "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs";
 
 // "12.0 MiB (12582912 bytes)": people read the first, tests and scripts the second.
 std::string Bytes(uint64_t bytes) {
@@ -245,16 +247,9 @@ BlockMap MapOf(const Layout& layout, const MemoryPlan& plan) {
 // The most pages that the update of one block reads.
 uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
-  const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
   size_t most = 1;
   for (uint32_t block = 0; block < map.blocks(); ++block) {
-    std::set<uint64_t> pages;
-    for (const BlockRun& run : map.Runs(block)) {
-      const uint64_t at = plan.accumulator_offsets[run.partition] + run.partition_elem * width;
-      const uint64_t last = (at + run.elems * width - 1) / plan.sum_page_bytes;
-      for (uint64_t page = at / plan.sum_page_bytes; page <= last; ++page) pages.insert(page);
-    }
-    most = std::max(most, pages.size());
+    most = std::max(most, SumPagesOf(plan, map, block).size());
   }
   return static_cast<uint32_t>(most);
 }
@@ -323,7 +318,7 @@ absl::Status CheckStatesOnSwap(uint64_t state_bytes, const nvme::SlotMap& swap) 
   return MakeError(ErrorId::kSwapNospc,
                    absl::StrCat("the job needs swap slots for ", Bytes(state_bytes),
                                 " of states, two each; free are ", Bytes(swap.free_bytes())),
-                   "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+                   kSwapHint);
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
@@ -334,7 +329,7 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrCat("the gradients that do not fit in DRAM need ", Bytes(sum_bytes),
                                   " of swap; free are ", Bytes(swap.free_bytes())),
-                     "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+                     kSwapHint);
   }
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
   if (free_slots < plan.swap_slots) {
@@ -347,7 +342,7 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
                      sum_bytes > 0 ? absl::StrCat(", beside ", Bytes(sum_bytes), " for gradients")
                                    : std::string(),
                      "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
-        "raise swap.capacity or dram.limit, or delete stale jobs: forebay jobs");
+        kSwapHint);
   }
   if (plan.swap_slots > 0 && plan.swap_slot_bytes == 0) {
     return MakeError(ErrorId::kSwapNospc,
@@ -360,6 +355,19 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
 }
 
 }  // namespace
+
+std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, uint32_t block) {
+  const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
+  std::set<uint32_t> pages;
+  for (const BlockRun& run : map.Runs(block)) {
+    const uint64_t at = plan.accumulator_offsets[run.partition] + run.partition_elem * width;
+    const uint64_t last = (at + run.elems * width - 1) / plan.sum_page_bytes;
+    for (uint64_t page = at / plan.sum_page_bytes; page <= last; ++page) {
+      pages.insert(static_cast<uint32_t>(page));
+    }
+  }
+  return {pages.begin(), pages.end()};
+}
 
 uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use) {
   return options.node_bytes + use.jobs_dram_bytes + use.deleted_weights_bytes;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/core/block_map.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/placement.h"
@@ -132,6 +133,9 @@ struct StepTraffic {
 // `placement` of blocks now; that of the plan is the first one.
 StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan,
                           const Placement& placement);
+
+// The pages that an update of the block reads sums from, ascending. Of paged sums.
+std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, uint32_t block);
 
 SessionRequest SessionRequestOf(const AttachRequested& request);
 

@@ -36,16 +36,10 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
     }
   }
   for (uint32_t block = 0; block < map.blocks(); ++block) {
-    std::set<uint32_t> pages;
-    for (const BlockRun& run : map.Runs(block)) {
-      const uint32_t last = PageOf(run.partition, run.partition_elem + run.elems - 1);
-      for (uint32_t page = PageOf(run.partition, run.partition_elem); page <= last; ++page) {
-        pages.insert(page);
-      }
-    }
-    for (const uint32_t page : pages) ++pages_[page].blocks;
-    block_pages_max_ = std::max(block_pages_max_, static_cast<uint32_t>(pages.size()));
-    block_pages_.emplace_back(pages.begin(), pages.end());
+    block_pages_.push_back(SumPagesOf(plan_, map, block));
+    for (const uint32_t page : block_pages_.back()) ++pages_[page].blocks;
+    block_pages_max_ =
+        std::max(block_pages_max_, static_cast<uint32_t>(block_pages_.back().size()));
   }
   FOREBAY_CHECK(block_pages_max_ <= plan_.sum_frames);
 }

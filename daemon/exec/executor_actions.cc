@@ -542,8 +542,7 @@ void Executor::Run(SwapPathMarked& action) {
   if (action.marked) {
     spdlog::error(
         "swap path {} ({}) has failed {} times without a success: it gets new writes where no "
-        "other path "
-        "has room, and its blocks move away; forebay swap shows it",
+        "other path has room, and its blocks move away; forebay swap shows it",
         action.path, path, PathTable::kPathErrorsMax);
   } else {
     spdlog::info("swap path {} ({}) works again", action.path, path);
