@@ -291,10 +291,9 @@ TEST_P(NodeStateDrain, ARankThatIsLostMeanwhileUndoesNothing) {
 TEST_P(NodeStateDrain, AnUpdateThatFailsFailsTheJobForTheNextCall) {
   DeliverAll(1);
   const std::vector<uint64_t> calls = CallAll(1);
-  while (node_.Running<UpdateBlock>().empty()) FinishOne();
+  const auto failed = node_.FinishUntil<UpdateBlock>();
   const uint64_t next = node_.Step(sessions_[0], 2);
-  node_.Finish(node_.Running<UpdateBlock>()[0].task,
-               protocol::MakeError(ErrorId::kCorrupt, "simulated"));
+  node_.Finish(failed.task, protocol::MakeError(ErrorId::kCorrupt, "simulated"));
   EXPECT_EQ(node_.ErrorOf(calls[0]), ErrorId::kNone);
   EXPECT_EQ(node_.ErrorOf(next), ErrorId::kCorrupt);
   const uint64_t later = node_.Fetch(sessions_[0], OwnedBy(0)[0]);

@@ -25,6 +25,7 @@
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
@@ -77,21 +78,15 @@ NodeState::Options OptionsOf(uint64_t dram_bytes) {
 }
 
 NodeState::Options OptionsFor(Where where, bool accumulate = false) {
-  uint64_t refused = 0;
-  uint64_t admitted = uint64_t{64} << 20;
-  while (IsOnSwap(where) && admitted - refused > protocol::kPageBytes) {
-    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
-    NodeHarness node(OptionsOf(dram), kRanks);
-    const uint64_t session = node.AttachOnly(
-        Groups(),
-        {.accumulate = accumulate, .early_updates = true, .grad_arena_bytes = kArenaBytes});
-    const bool fits =
-        node.attached(session)->status.ok() &&
-        (where == Where::kGradientsOnSwap || node.FindJob("job")->sums_on_swap_bytes == 0);
-    (fits ? admitted : refused) = dram;
+  if (IsOnSwap(where)) {
+    return OptionsOf(
+        kPinnedBytes +
+        LeastDramOf(
+            Groups(), OptionsOf(0), kRanks,
+            {.accumulate = accumulate, .early_updates = true, .grad_arena_bytes = kArenaBytes},
+            /*gradients_in_dram=*/where != Where::kGradientsOnSwap));
   }
-  if (IsOnSwap(where)) return OptionsOf(admitted + kPinnedBytes);
-  ShardedJob roomy(Groups(), kRanks, OptionsOf(admitted));
+  ShardedJob roomy(Groups(), kRanks, OptionsOf(uint64_t{64} << 20));
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     roomy.node_.Attach(roomy.layout_,
                        {.rank = rank, .accumulate = accumulate, .grad_arena_bytes = kArenaBytes});
@@ -486,8 +481,7 @@ TEST_P(NodeStateEarly, AnotherWorldBeginsWithTheOldStates) {
 TEST_P(NodeStateEarly, AReadThatFailsRefusesTheStepWhichGoesOnLater) {
   Announce(1);
   DeliverAll(1);
-  while (node_.Running<ReadBlock>().empty()) FinishOne();
-  const ReadBlock read = node_.Running<ReadBlock>()[0];
+  const auto read = node_.FinishUntil<ReadBlock>();
   node_.Finish(read.task, protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   node_.RunTasks();
   std::vector<uint64_t> calls = CallAll(1);
@@ -504,8 +498,7 @@ TEST_P(NodeStateEarly, ABlockThatIsCorruptRefusesTheStep) {
   Train(1);
   Announce(2);
   DeliverAll(2);
-  while (node_.Running<UpdateBlock>().empty()) FinishOne();
-  node_.Finish(node_.Running<UpdateBlock>()[0].task,
+  node_.Finish(node_.FinishUntil<UpdateBlock>().task,
                protocol::MakeError(ErrorId::kCorrupt, "simulated"));
   node_.RunTasks();
   std::vector<uint64_t> calls = CallAll(2);
@@ -520,8 +513,7 @@ TEST_P(NodeStateEarly, ABlockThatIsCorruptRefusesTheStep) {
 TEST_P(NodeStateEarly, AWriteThatFailsLeavesItsBlockToTheDecision) {
   Announce(1);
   DeliverAll(1);
-  while (node_.Running<WriteBlock>().empty()) FinishOne();
-  node_.Finish(node_.Running<WriteBlock>()[0].task,
+  node_.Finish(node_.FinishUntil<WriteBlock>().task,
                protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   node_.RunTasks();
   CallAll(1);

@@ -137,10 +137,7 @@ TEST_F(NodeStateMasters, GoWithTheJobThatIsDeletedMeanwhile) {
 
 TEST_F(NodeStateMasters, GoToAnotherSlotWhereAWriteFails) {
   WriteInitial();
-  while (node_.Running<WriteBlock>().empty()) {
-    node_.Finish(node_.model().running().begin()->first);
-  }
-  const WriteBlock failed = node_.Running<WriteBlock>()[0];
+  const auto failed = node_.FinishUntil<WriteBlock>();
   node_.Finish(failed.task, protocol::MakeError(ErrorId::kSwapIo, "the disk says no"));
   node_.RunTasks();
   EXPECT_EQ(node_.ErrorOf(done_), ErrorId::kNone);

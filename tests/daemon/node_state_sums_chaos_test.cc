@@ -23,6 +23,7 @@
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
@@ -199,9 +200,9 @@ TEST_P(NodeStateSumsChaos, EveryStepUsesWhatWasDelivered) {
   options.node = SumsJob::OptionsOf(0);
   options.node.staging_slots = static_cast<uint32_t>(1 + random() % 5);
   options.node.workers = static_cast<uint32_t>(1 + random() % 3);
-  options.node.dram_limit_bytes =
-      SumsJob::LeastDramOf(options.layout, options.node, options.ranks, options.request) +
-      random() % 4 * (40 << 10);
+  options.node.dram_limit_bytes = LeastDramOf(options.layout, options.node, options.ranks,
+                                              options.request, /*gradients_in_dram=*/false) +
+                                  random() % 4 * (40 << 10);
   Chaos job(options, GetParam());
   for (uint64_t step = 1; step <= kSteps; ++step) {
     SCOPED_TRACE(step);
@@ -230,8 +231,8 @@ TEST(NodeStateSumsOfAdapters, AreUpdatedWhereABlockSpansManyPages) {
   options.request = SumsJob::RequestOf(0, /*accumulate=*/false);
   options.request.early_updates = false;
   options.node = SumsJob::OptionsOf(0);
-  options.node.dram_limit_bytes =
-      SumsJob::LeastDramOf(options.layout, options.node, options.ranks, options.request);
+  options.node.dram_limit_bytes = LeastDramOf(options.layout, options.node, options.ranks,
+                                              options.request, /*gradients_in_dram=*/false);
   for (uint32_t seed = 0; seed < 3; ++seed) {
     Chaos job(options, seed);
     ASSERT_GT(job.View().sums_on_swap_bytes, 0U);

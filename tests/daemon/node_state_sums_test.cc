@@ -180,10 +180,7 @@ TEST(NodeStateSums, NormsAreTakenOfSumsThatAreOnSwap) {
 TEST(NodeStateSums, AWriteThatFailsGoesElsewhereAndIsReported) {
   SumsJob job;
   job.DeliverAll(1);
-  while (job.node_.Running<SpillSums>().empty()) {
-    job.node_.Finish(job.node_.model().running().begin()->first);
-  }
-  const SpillSums failed = job.node_.Running<SpillSums>()[0];
+  const auto failed = job.node_.FinishUntil<SpillSums>();
   job.node_.Finish(failed.task, protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   EXPECT_THAT(job.View().swap_wait, HasError(ErrorId::kSwapIo));
   const std::vector<SpillSums> all = job.node_.Logged<SpillSums>();
@@ -224,10 +221,7 @@ TEST(NodeStateSums, AReadThatFailsBeforeTheDecisionEndsTheAttempt) {
   job.node_.RunTasks();
   for (const uint64_t session : job.sessions_) job.node_.BeginPass(session);
   const std::vector<uint64_t> tags = job.DeliverAll(1);
-  while (job.node_.Running<LoadSums>().empty()) {
-    job.node_.Finish(job.node_.model().running().begin()->first);
-  }
-  job.node_.Finish(job.node_.Running<LoadSums>()[0].task,
+  job.node_.Finish(job.node_.FinishUntil<LoadSums>().task,
                    protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   job.node_.RunTasks();
   const std::vector<uint64_t> calls = job.CallAll(1);
@@ -246,10 +240,7 @@ TEST(NodeStateSums, AReadThatFailsAfterTheDecisionFailsTheJob) {
   job.DeliverAll(1);
   job.node_.RunTasks();
   job.CallAll(1);
-  while (job.node_.Running<LoadSums>().empty()) {
-    job.node_.Finish(job.node_.model().running().begin()->first);
-  }
-  job.node_.Finish(job.node_.Running<LoadSums>()[0].task,
+  job.node_.Finish(job.node_.FinishUntil<LoadSums>().task,
                    protocol::MakeError(ErrorId::kCorrupt, "simulated"));
   job.node_.RunTasks();
   EXPECT_THAT(job.View().failed, HasError(ErrorId::kCorrupt));

@@ -209,11 +209,7 @@ TEST_F(NodeStateSwap, AFailedReadAheadRefusesTheStepAndKeepsItsGradients) {
 // A task of one kind fails after the decision.
 template <typename A>
 void FailOne(NodeHarness& node, ErrorId id) {
-  while (node.Running<A>().empty()) {
-    ASSERT_FALSE(node.model().running().empty());
-    node.Finish(node.model().running().begin()->first);
-  }
-  node.Finish(node.Running<A>()[0].task, protocol::MakeError(id, "path 0, offset 3: simulated"));
+  node.Finish(node.FinishUntil<A>().task, protocol::MakeError(id, "path 0, offset 3: simulated"));
 }
 
 TEST_F(NodeStateSwap, AnErrorAfterTheDecisionFailsTheJobByName) {

@@ -26,6 +26,7 @@ namespace forebay::daemon {
 namespace {
 
 using ::forebay::testing::HasError;
+using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
@@ -71,20 +72,9 @@ NodeState::Options SwapOptions(uint64_t dram_bytes) {
           .workers = 2};
 }
 
-// The smallest limit, in pages, that the job is admitted with, with all its gradients in DRAM or not.
 uint64_t LeastDram(const std::shared_ptr<const protocol::Layout>& layout,
                    bool gradients_in_dram = true) {
-  uint64_t refused = 0;
-  uint64_t admitted = uint64_t{64} << 20;
-  while (admitted - refused > protocol::kPageBytes) {
-    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
-    NodeHarness node(SwapOptions(dram), kRanks);
-    const uint64_t session = node.AttachOnly(layout, {});
-    const bool fits = node.attached(session)->status.ok() &&
-                      (!gradients_in_dram || node.FindJob("job")->sums_on_swap_bytes == 0);
-    (fits ? admitted : refused) = dram;
-  }
-  return admitted;
+  return LeastDramOf(layout, SwapOptions(0), kRanks, {}, gradients_in_dram);
 }
 
 class WeightsJob : public ShardedJob {

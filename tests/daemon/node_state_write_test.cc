@@ -296,9 +296,7 @@ TEST_F(NodeStateWriteOnSwap, WhoseRankDiesLeavesNoBlockHalfWritten) {
   job_.AttachAll();
   job_.TrainStep(1);
   job_.node_.WriteMasters(job_.sessions_[0], 2);
-  while (job_.node_.Running<SetMasters>().empty()) {
-    job_.node_.Finish(job_.node_.model().running().begin()->first);
-  }
+  (void)job_.node_.FinishUntil<SetMasters>();
   job_.node_.End(job_.sessions_[0], EndCause::kLost);
   job_.node_.RunTasks();
   const std::vector<WriteBlock> writes = job_.node_.Logged<WriteBlock>();

@@ -25,6 +25,7 @@
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
@@ -69,20 +70,12 @@ struct Case {
 };
 
 NodeState::Options OptionsFor(const Case& what) {
-  uint64_t refused = 0;
-  uint64_t admitted = uint64_t{64} << 20;
-  while (what.on_swap != OnSwap::kStates && admitted - refused > protocol::kPageBytes) {
-    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
-    NodeHarness node(OptionsOf(dram), 1);
-    const uint64_t session =
-        node.AttachOnly(Layers(), {.early_updates = what.early, .grad_arena_bytes = kArenaBytes});
-    const bool fits =
-        node.attached(session)->status.ok() &&
-        (what.on_swap == OnSwap::kGradients || node.FindJob("job")->sums_on_swap_bytes == 0);
-    (fits ? admitted : refused) = dram;
+  if (what.on_swap != OnSwap::kStates) {
+    return OptionsOf(LeastDramOf(Layers(), OptionsOf(0), 1,
+                                 {.early_updates = what.early, .grad_arena_bytes = kArenaBytes},
+                                 /*gradients_in_dram=*/what.on_swap != OnSwap::kGradients));
   }
-  if (what.on_swap != OnSwap::kStates) return OptionsOf(admitted);
-  ShardedJob roomy(Layers(), 1, OptionsOf(admitted));
+  ShardedJob roomy(Layers(), 1, OptionsOf(uint64_t{64} << 20));
   roomy.AttachAll(kArenaBytes);
   const uint64_t blocks = roomy.View().blocks;
   const auto resident = static_cast<uint64_t>(what.resident_share * static_cast<double>(blocks));

@@ -14,6 +14,7 @@
 #include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
+#include "protocol/os/check.h"
 #include "protocol/wire.h"
 #include "tests/support/node_model.h"
 
@@ -107,6 +108,15 @@ class NodeHarness {
       if (const auto* a = std::get_if<A>(&action)) found.push_back(*a);
     }
     return found;
+  }
+  // Tasks end, the oldest first, until an A runs: that one.
+  template <typename A>
+  A FinishUntil() {
+    while (Running<A>().empty()) {
+      FOREBAY_CHECK(!model_.running().empty());
+      Finish(model_.running().begin()->first);
+    }
+    return Running<A>()[0];
   }
   template <typename A>
   void FinishAll() {

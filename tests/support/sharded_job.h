@@ -26,6 +26,25 @@ inline std::shared_ptr<const protocol::Layout> ThreeGroups() {
                             {{.rows = 130}}});
 }
 
+// The least DRAM limit, in pages, that the first session of a job is admitted with; `gradients_in_dram`: with
+// all its sums there. 64 MiB must do.
+inline uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layout,
+                            daemon::NodeState::Options options, uint32_t ranks,
+                            const AttachRequest& request, bool gradients_in_dram) {
+  uint64_t refused = 0;
+  uint64_t admitted = uint64_t{64} << 20;
+  while (admitted - refused > protocol::kPageBytes) {
+    const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
+    options.dram_limit_bytes = dram;
+    NodeHarness node(options, ranks);
+    const uint64_t session = node.AttachOnly(layout, request);
+    const bool fits = node.attached(session)->status.ok() &&
+                      (!gradients_in_dram || node.FindJob("job")->sums_on_swap_bytes == 0);
+    (fits ? admitted : refused) = dram;
+  }
+  return admitted;
+}
+
 // What the tests do with a job of `world_size` ranks; none is attached at first.
 class ShardedJob {
  public:

@@ -46,24 +46,10 @@ class SumsJob : public ShardedJob {
             .early_updates = true,
             .grad_arena_bytes = kArenaBytes};
   }
-  // The smallest limit, in pages, that a job is admitted with.
-  static uint64_t LeastDramOf(const std::shared_ptr<const protocol::Layout>& layout,
-                              daemon::NodeState::Options options, uint32_t ranks,
-                              const AttachRequest& request) {
-    uint64_t refused = 0;
-    uint64_t admitted = uint64_t{64} << 20;
-    while (admitted - refused > protocol::kPageBytes) {
-      const uint64_t dram = (refused + admitted) / 2 / protocol::kPageBytes * protocol::kPageBytes;
-      options.dram_limit_bytes = dram;
-      NodeHarness node(options, ranks);
-      const uint64_t session = node.AttachOnly(layout, request);
-      (node.attached(session)->status.ok() ? admitted : refused) = dram;
-    }
-    return admitted;
-  }
   static uint64_t LeastDram(bool accumulate) {
     const auto find = [](bool in_passes) {
-      return LeastDramOf(Awkward(), OptionsOf(0), kRanks, RequestOf(0, in_passes));
+      return LeastDramOf(Awkward(), OptionsOf(0), kRanks, RequestOf(0, in_passes),
+                         /*gradients_in_dram=*/false);
     };
     static const uint64_t once = find(false);
     static const uint64_t in_passes = find(true);
