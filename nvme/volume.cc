@@ -168,7 +168,7 @@ absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte
     if (is.writing || is.readers > 0) return Refuse("zero", slot, "it is being read or written");
     if (is.pins > 0) return Refuse("zero", slot, "a durable ledger names it");
   }
-  for (const Slot& slot : slots) RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
+  for (const Slot& slot : slots) RETURN_IF_ERROR(state_->CheckAnswers(slot.path, IoKind::kWrite));
   if (zeros.empty() || zeros.size() % kIoAlignment != 0) {
     return absl::InvalidArgumentError(
         absl::StrFormat("zero: %d bytes are not whole pages", zeros.size()));
@@ -208,7 +208,7 @@ absl::Status Volume::Read(const Slot& slot, uint64_t offset_bytes, std::span<std
                      absl::StrFormat("%s: the slot at offset %d: its last write failed",
                                      state_->PathText(slot.path), slot.offset_bytes));
   }
-  RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
+  RETURN_IF_ERROR(state_->CheckAnswers(slot.path, IoKind::kRead));
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kRead, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kRead;
@@ -237,7 +237,7 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
       return Refuse("write", slot, "a durable ledger names it");
     }
   }
-  RETURN_IF_ERROR(state_->CheckAnswers(slot.path));
+  RETURN_IF_ERROR(state_->CheckAnswers(slot.path, IoKind::kWrite));
   ASSIGN_OR_RETURN(const uint32_t index, state_->AllocateTransfer(RequestKind::kWrite, token));
   Request& request = state_->requests[index];
   request.io = IoKind::kWrite;

@@ -102,10 +102,10 @@ struct Finished {
 // last good flush counts as lost: Doubted() lists it, and CommitLedger() refuses ledgers that name
 // it until it has been written again.
 //
-// A request that was given up keeps its memory, and a write its slot, until it has ended. Whatever a
-// path is asked for while it is silent (nothing has come from it since the deadline, and one request
-// waits to see whether it answers again) fails with E_SWAP_TIMEOUT at once, and so does everything while
-// more than kGivenUpMax requests of the path have not ended.
+// A request that was given up keeps its memory, and a write its slot, until it has ended. A read of a
+// path that is silent to reads (has answered none since the deadline, and one waits to see whether it
+// answers again) fails with E_SWAP_TIMEOUT at once, and so does every read while more than kGivenUpMax
+// have not ended. The same of writes and zeroing; a disk that ends no writes still serves reads.
 //
 // Ownership  Files are the volume's; engine and buffers are the caller's. The engine outlives the
 //            volume. Buffers are in use until their token is kEnded or kReleased. Requests in flight must be
@@ -124,7 +124,7 @@ class Volume {
   static constexpr int kErrorRetriesMax = 2;
   // Pieces of zeros in flight on each path.
   static constexpr uint32_t kZerosInFlight = 16;
-  // Requests of one path that were given up and have not ended.
+  // Reads, or writes, of one path that were given up and have not ended.
   static constexpr uint32_t kGivenUpMax = 4;
 
   // Completions whose token has this top byte belong to the volume; the caller's other tokens must

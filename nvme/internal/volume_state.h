@@ -50,6 +50,13 @@ struct SlotState {
 
 using SlotKey = std::pair<uint32_t, uint64_t>;  // path, offset
 
+struct Answers {
+  // Requests in flight that were given up.
+  uint32_t given_up = 0;
+  // When the disk has last answered one.
+  uint64_t answered_ns = 0;
+};
+
 struct Path {
   std::unique_ptr<SwapFile> file;
   // At the engine.
@@ -59,10 +66,10 @@ struct Path {
   uint64_t writes = 0;
   uint64_t flushed = 0;
   uint32_t zeros_in_flight = 0;
-  // Requests in flight that were given up.
-  uint32_t given_up = 0;
-  // When the disk has last answered one.
-  uint64_t answered_ns = 0;
+  // To reads, and to writes and zeroing: a disk that ends no writes may still serve reads.
+  Answers to_reads;
+  Answers to_writes;
+  Answers& answers_to(IoKind io) { return io == IoKind::kRead ? to_reads : to_writes; }
   // Of the last GiveUp() that met one.
   uint64_t deadline_ns = 0;
   PathStats stats;
@@ -171,7 +178,7 @@ struct Volume::State {
   bool Account(internal::Request& request, int64_t result, absl::Status& status);
   void Complete(uint32_t index, absl::Status status, std::vector<Finished>& finished);
   void EndGivenUp(const internal::Request& request, std::vector<Finished>& finished);
-  absl::Status CheckAnswers(uint32_t path) const;
+  absl::Status CheckAnswers(uint32_t path, IoKind io) const;
   absl::Status TimeoutError(const internal::Request& request) const;
   absl::Status GivenUpError(const Slot& slot) const;
   absl::Status IoError(const internal::Request& request, int error_number) const;

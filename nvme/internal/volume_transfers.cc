@@ -79,22 +79,25 @@ absl::Status Volume::State::GivenUpError(const Slot& slot) const {
                       PathText(slot.path), slot.offset_bytes));
 }
 
-// E_SWAP_TIMEOUT while the path is silent.
-absl::Status Volume::State::CheckAnswers(uint32_t index) const {
+// E_SWAP_TIMEOUT while the path is silent to such requests.
+absl::Status Volume::State::CheckAnswers(uint32_t index, IoKind io) const {
   const internal::Path& path = paths[index];
-  if (path.given_up == 0) return absl::OkStatus();
-  const uint64_t silent_ns = now_ns() - path.answered_ns;
+  const bool is_read = io == IoKind::kRead;
+  const internal::Answers& answers = is_read ? path.to_reads : path.to_writes;
+  if (answers.given_up == 0) return absl::OkStatus();
+  const uint64_t silent_ns = now_ns() - answers.answered_ns;
   // One request goes through to see whether the path answers again.
-  const bool has_other = std::ranges::any_of(requests, [index](const Request& request) {
+  const bool has_other = std::ranges::any_of(requests, [index, is_read](const Request& request) {
     return request.active && request.path == index && !request.given_up &&
-           request.kind != RequestKind::kCommitPart;
+           request.kind != RequestKind::kCommitPart && (request.io == IoKind::kRead) == is_read;
   });
   const bool is_silent = has_other && silent_ns >= path.deadline_ns;
-  if (!is_silent && path.given_up <= kGivenUpMax) return absl::OkStatus();
+  if (!is_silent && answers.given_up <= kGivenUpMax) return absl::OkStatus();
   return protocol::MakeError(
       protocol::ErrorId::kSwapTimeout,
-      absl::StrFormat("%s: the disk has not ended %d requests, and has answered none for %.1f s",
-                      PathText(index), path.given_up, static_cast<double>(silent_ns) / kSecondNs));
+      absl::StrFormat("%s: the disk has not ended %s (%d), and has answered none for %.1f s",
+                      PathText(index), is_read ? "reads" : "writes", answers.given_up,
+                      static_cast<double>(silent_ns) / kSecondNs));
 }
 
 SlotState& Volume::State::SlotAt(const Slot& slot) {
@@ -237,7 +240,7 @@ void Volume::State::EndZero(const Request& request, const absl::Status& status,
   ZeroBatch& batch = *request.batch;
   ++paths[request.path].writes;
   --paths[request.path].zeros_in_flight;
-  if (request.given_up) --paths[request.path].given_up;
+  if (request.given_up) --paths[request.path].to_writes.given_up;
   --batch.in_flight;
   batch.status.Update(status);
   batch.done_bytes += request.done_bytes;
@@ -292,7 +295,9 @@ void Volume::State::OnCompletion(const Completion& completion, std::vector<Finis
   if (!Owns(completion.token) || index >= requests.size()) return;
   Request& request = requests[index];
   if (!request.active || request.generation != static_cast<uint32_t>(completion.token)) return;
-  if (request.kind != RequestKind::kCommitPart) paths[request.path].answered_ns = now_ns();
+  if (request.kind != RequestKind::kCommitPart) {
+    paths[request.path].answers_to(request.io).answered_ns = now_ns();
+  }
   absl::Status status;
   const bool has_ended = Account(request, completion.result, status);
   if (request.given_up) return Complete(index, absl::OkStatus(), finished);
@@ -335,7 +340,9 @@ void Volume::State::GiveUp(uint32_t index, std::vector<Finished>& finished) {
   internal::Path& path = paths[request.path];
   absl::Status status = TimeoutError(request);
   request.given_up = true;
-  ++path.given_up;
+  internal::Answers& answers = path.answers_to(request.io);
+  ++answers.given_up;
+  if (answers.answered_ns == 0) answers.answered_ns = request.start_ns;
   ++path.stats.errors;
   if (request.kind == RequestKind::kZero) {
     ZeroBatch& batch = *request.batch;
@@ -359,7 +366,7 @@ void Volume::State::GiveUp(uint32_t index, std::vector<Finished>& finished) {
 }
 
 void Volume::State::EndGivenUp(const Request& request, std::vector<Finished>& finished) {
-  --paths[request.path].given_up;
+  --paths[request.path].answers_to(request.io).given_up;
   const Slot slot = {.path = request.path, .offset_bytes = request.slot_offset_bytes};
   if (request.kind == RequestKind::kWrite) {
     SlotState& is = SlotAt(slot);

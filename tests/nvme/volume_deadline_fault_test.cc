@@ -212,30 +212,53 @@ TEST_F(VolumeDeadlineFault, AWriteThatWasGivenUpKeepsItsSlotUntilItHasEnded) {
   }
 }
 
-TEST_F(VolumeDeadlineFault, ASilentPathRefusesAtOnceButForOneRequestAndOthersAreServed) {
+TEST_F(VolumeDeadlineFault, APathSilentToReadsRefusesThemAtOnceButForOne) {
   ASSERT_NO_FATAL_FAILURE(Open());
   Hang();
   std::vector<Bytes> bytes(4, Bytes(kBlockBytes));
   ASSERT_OK(volume_->Read(slots_[0][0], bytes[0], 1));
-  ASSERT_OK(volume_->Write(slots_[0][1], bytes[1], 2));
+  ASSERT_OK(volume_->Read(slots_[0][1], bytes[1], 2));
   ASSERT_EQ(PassDeadline().size(), 2u);
 
   ASSERT_OK(volume_->Read(slots_[0][2], bytes[2], 3)) << "one asks whether it answers";
   const absl::Status refused = volume_->Read(slots_[0][3], bytes[3], 4);
   EXPECT_THAT(refused, HasError(ErrorId::kSwapTimeout));
   EXPECT_THAT(refused.message(), AllOf(HasSubstr("swap path 0 (" + disk_.path_name(0)),
-                                       HasSubstr("has not ended 2 requests"),
+                                       HasSubstr("has not ended reads (2)"),
                                        HasSubstr("has answered none for 60.0 s")));
-  EXPECT_THAT(volume_->Write(slots_[0][4], bytes[3], 4), HasError(ErrorId::kSwapTimeout));
-  const Bytes zeros(4096);
-  EXPECT_THAT(volume_->Zero(std::vector{slots_[1][4], slots_[0][4]}, zeros, 4),
-              HasError(ErrorId::kSwapTimeout));
   Work();
+  EXPECT_OK(WriteNow(*volume_, engine_, slots_[0][4], ContentOf(4, 2))) << "it takes writes";
+  EXPECT_THAT(volume_->Read(slots_[0][3], bytes[3], 4), HasError(ErrorId::kSwapTimeout));
   EXPECT_OK(ReadAndCompare(slots_[1][3], ContentOf(13, 1))) << "the other path";
 
   ASSERT_OK(engine_.EndHung());
   EXPECT_EQ(Drain().size(), 3u);
   EXPECT_OK(ReadAndCompare(slots_[0][3], ContentOf(3, 1))) << "it answers again";
+}
+
+// A job whose writes can wait lives only if its reads are served.
+TEST_F(VolumeDeadlineFault, APathSilentToWritesRefusesThemAndServesReads) {
+  ASSERT_NO_FATAL_FAILURE(Open());
+  Hang();
+  const Bytes newer = ContentOf(0, 2);
+  const uint32_t count = Volume::kGivenUpMax + 1;
+  for (uint32_t i = 0; i < count; ++i) ASSERT_OK(volume_->Write(slots_[0][i], newer, i));
+  ASSERT_EQ(PassDeadline().size(), count);
+  const absl::Status refused = volume_->Write(slots_[0][6], newer, 7);
+  EXPECT_THAT(refused, HasError(ErrorId::kSwapTimeout));
+  EXPECT_THAT(refused.message(), HasSubstr("has not ended writes (5)"));
+  const Bytes zeros(4096);
+  EXPECT_THAT(volume_->Zero(std::vector{slots_[1][6], slots_[0][6]}, zeros, 7),
+              HasError(ErrorId::kSwapTimeout));
+  Work();
+  for (int read = 0; read < 3; ++read) {
+    EXPECT_OK(ReadAndCompare(slots_[0][6], ContentOf(6, 1)));
+  }
+  EXPECT_OK(WriteNow(*volume_, engine_, slots_[1][6], newer)) << "the other path";
+
+  ASSERT_OK(engine_.EndHung());
+  EXPECT_EQ(Drain().size(), count);
+  EXPECT_OK(WriteNow(*volume_, engine_, slots_[0][6], newer)) << "it answers again";
 }
 
 // One request that a drive has lost does not close the path.
