@@ -115,16 +115,12 @@ def group_count(out):
     return len(jobs[0]["groups"]) if jobs else 0
 
 
-def gradient_count(out):
-    """Parameters that get a gradient in each step of the run there; 0 where it left nothing."""
-    rows = [row for row in read_log(out / "rank0.jsonl") if row["event"] == "start"]
-    return rows[0]["gradients"] if rows else 0
+def first_start(out):
+    """What rank 0 of the run there logged at its start; counts of 0 where it left nothing.
 
-
-def param_count(out):
-    """Parameters of the model that was trained there; 0 where it left nothing."""
+    `params` of the model; `gradients`, parameters that get one in each step."""
     rows = [row for row in read_log(out / "rank0.jsonl") if row["event"] == "start"]
-    return rows[0]["params"] if rows else 0
+    return rows[0] if rows else {"params": 0, "gradients": 0}
 
 
 class Ranks:
@@ -169,6 +165,11 @@ class Ranks:
             if row["step"] >= STEADY_FROM
         ]
 
+    def swap_totals(self):
+        """Bytes that the daemon read from and wrote to its swap paths."""
+        swap = self.node["status"]["swap"]
+        return sum(path["read_bytes"] for path in swap), sum(path["written_bytes"] for path in swap)
+
     def private_peaks(self):
         return [self.event("end", rank)["rss_anon_peak"] for rank in range(len(self.logs))]
 
@@ -202,12 +203,8 @@ class Evidence:
             return 1 - self.job["resident_blocks"] / self.job["blocks"]
         return 1 - self.job["resident_blocks"] * self.args.block_elems / self.job["params"]
 
-    def swap_totals(self):
-        swap = self.forebay.node["status"]["swap"]
-        return sum(path["read_bytes"] for path in swap), sum(path["written_bytes"] for path in swap)
-
     def disk_under(self, span):
-        """Milliseconds of the infinity run's kept trace in which its blocks were read or written during the rank 0's
+        """Milliseconds of the infinity run's kept trace in which its blocks were read or written during rank 0's
         `span` ("forward_ns", "backward_ns") of some step."""
         spans = [row[span] for row in self.infinity.events("step")]
         return sum(
@@ -267,7 +264,7 @@ def summarize(e):
     job, memory = e.job, e.memory
     losses, plain = e.forebay.losses(), e.plain.losses()
     heldout = e.forebay.heldout()
-    read_bytes, written_bytes = e.swap_totals()
+    read_bytes, written_bytes = e.forebay.swap_totals()
     first, last = e.since_steady()
     steps = job["committed_step"]
     step_s = statistics.median(e.forebay.steady("step_s"))
@@ -345,6 +342,38 @@ def check_all(claims, e):
     return summary
 
 
+def _dram_is_within_limit(node):
+    peak, limit = node["dram_peak_bytes"], node["status"]["memory"]["limit_bytes"]
+    return (
+        peak <= limit + DRAM_SLACK_BYTES,
+        f"the kernel saw at most {peak / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB and "
+        f"{DRAM_SLACK_BYTES // MIB} for code and heap",
+    )
+
+
+def _bytes_are_as_the_kernels(run):
+    ours = run.swap_totals()
+    kernel = run.node["io"]["read_bytes"], run.node["io"]["write_bytes"]
+    return (
+        all(abs(a - b) <= 0.01 * b for a, b in zip(ours, kernel)),
+        f"read {ours[0]} (kernel {kernel[0]}), written {ours[1]} (kernel {kernel[1]})",
+    )
+
+
+def _all_ranks_resumed(e, killed, uninterrupted):
+    """Of the run in which all ranks died in the midst of a step's gradients."""
+    kill, logs = e.runs[killed].kill, getattr(e, killed)
+    row = logs.event("kill", kill["rank"])
+    resumed = [logs.event("resume", rank)["step"] for rank in range(e.ranks)]
+    return (
+        row["step"] == kill["step"]
+        and 0 < kill["gradients"] < first_start(e.runs[uninterrupted].out)["gradients"]
+        and all(step == kill["step"] - 1 for step in resumed),
+        f"both ranks died in step {row['step']} after {row['gradients']} gradients of rank "
+        f"{row['rank']}, and went on from committed step {resumed[0]}",
+    )
+
+
 def _check_size_and_memory(claims, e, s):
     claims.attempt("size", lambda: (s["params"] >= PARAMS_LEAST, f"{s['params']} parameters"))
     claims.attempt(
@@ -372,11 +401,7 @@ def _check_size_and_memory(claims, e, s):
     )
     claims.attempt(
         "dram within limit",
-        lambda: (
-            s["dram_peak_bytes"] <= s["dram_limit_bytes"] + DRAM_SLACK_BYTES,
-            f"the kernel saw at most {s['dram_peak_bytes'] / MIB:.0f} MiB, the limit is "
-            f"{s['dram_limit_bytes'] / MIB:.0f} MiB and {DRAM_SLACK_BYTES // MIB} for code and heap",
-        ),
+        lambda: _dram_is_within_limit(e.forebay.node),
     )
     claims.attempt(
         "rank's memory",
@@ -403,18 +428,7 @@ def _check_swap(claims, e, s):
         ),
     )
 
-    def bytes_agree():
-        io = e.forebay.node["io"]
-        ours, kernel = (s["daemon_read_bytes"], s["daemon_written_bytes"]), (
-            io["read_bytes"],
-            io["write_bytes"],
-        )
-        return (
-            all(abs(a - b) <= 0.01 * b for a, b in zip(ours, kernel)),
-            f"read {ours[0]} (kernel {kernel[0]}), written {ours[1]} (kernel {kernel[1]})",
-        )
-
-    claims.attempt("bytes as the kernel's", bytes_agree)
+    claims.attempt("bytes as the kernel's", lambda: _bytes_are_as_the_kernels(e.forebay))
 
     def bytes_of_table():
         width = state_width(e.args) * (2 if e.args.optimizer == "lamb" else 1)  # of two passes
@@ -533,19 +547,9 @@ def _check_sharded(claims, e):
 
     claims.attempt("sharded loss as FSDP2's", losses)
 
-    def killed():
-        kill = e.runs["sharded_killed"].kill
-        row = e.sharded_killed.event("kill", kill["rank"])
-        resumed = [e.sharded_killed.event("resume", rank)["step"] for rank in range(e.ranks)]
-        return (
-            row["step"] == kill["step"]
-            and 0 < kill["gradients"] < gradient_count(e.runs["sharded"].out)
-            and all(step == kill["step"] - 1 for step in resumed),
-            f"both ranks died in step {row['step']} after {row['gradients']} gradients of rank "
-            f"{row['rank']}, and went on from committed step {resumed[0]}",
-        )
-
-    claims.attempt("sharded kill and resume", killed)
+    claims.attempt(
+        "sharded kill and resume", lambda: _all_ranks_resumed(e, "sharded_killed", "sharded")
+    )
     claims.attempt(
         "sharded same bits after the kill",
         lambda: (
@@ -573,15 +577,7 @@ def _check_infinity(claims, e):
 
     claims.attempt("larger than DRAM", larger)
 
-    def within():
-        peak, limit = e.infinity.node["dram_peak_bytes"], e.infinity.node["status"]["memory"]["limit_bytes"]
-        return (
-            peak <= limit + DRAM_SLACK_BYTES,
-            f"the kernel saw at most {peak / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB and "
-            f"{DRAM_SLACK_BYTES // MIB} for code and heap",
-        )
-
-    claims.attempt("infinity within limit", within)
+    claims.attempt("infinity within limit", lambda: _dram_is_within_limit(e.infinity.node))
 
     def of_table():
         found = job()
@@ -601,18 +597,9 @@ def _check_infinity(claims, e):
 
     claims.attempt("infinity bytes as the table says", of_table)
 
-    def as_kernel():
-        io, swap = e.infinity.node["io"], e.infinity.node["status"]["swap"]
-        pairs = [
-            (sum(path[ours] for path in swap), io[kernel])
-            for ours, kernel in (("read_bytes", "read_bytes"), ("written_bytes", "write_bytes"))
-        ]
-        return (
-            all(abs(ours - kernel) <= 0.01 * kernel for ours, kernel in pairs),
-            "read {} (kernel {}), written {} (kernel {})".format(*pairs[0], *pairs[1]),
-        )
-
-    claims.attempt("infinity bytes as the kernel's", as_kernel)
+    claims.attempt(
+        "infinity bytes as the kernel's", lambda: _bytes_are_as_the_kernels(e.infinity)
+    )
 
     def busy():
         forward, backward = e.disk_under("forward_ns"), e.disk_under("backward_ns")
@@ -633,16 +620,12 @@ def _check_infinity(claims, e):
     )
 
     def killed():
-        kill = e.runs["infinity_killed"].kill
-        row = e.infinity_killed.event("kill", kill["rank"])
-        resumed = [e.infinity_killed.event("resume", rank)["step"] for rank in range(e.ranks)]
+        have_resumed, words = _all_ranks_resumed(e, "infinity_killed", "infinity")
         return (
-            e.infinity_killed.sha is not None
-            and e.infinity_killed.sha == e.infinity.sha
-            and row["step"] == kill["step"]
-            and all(step == kill["step"] - 1 for step in resumed),
-            f"both ranks died in step {row['step']} and went on from {resumed[0]}; SHA-256 "
-            f"{str(e.infinity_killed.sha)[:16]}",
+            have_resumed
+            and e.infinity_killed.sha is not None
+            and e.infinity_killed.sha == e.infinity.sha,
+            f"{words}; SHA-256 {str(e.infinity_killed.sha)[:16]}",
         )
 
     claims.attempt("infinity same bits after the kill", killed)

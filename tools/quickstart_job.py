@@ -151,15 +151,18 @@ def chosen(args):
     return [f"--optimizer={args.optimizer}", f"--dtype={dtype}", f"--format={args.format}"]
 
 
-def draw_kill(args, out):
+def draw_kill(args, run, steps, what, count):
+    """Chooses at random where a rank of the run dies: in the midst of what it delivers in a step, `count` "groups" or
+    "gradients". Returns the flag that says so."""
     generator = random.Random(args.kill_seed)
-    rank, step = generator.randrange(RANKS), generator.randint(3, args.steps - 2)
-    groups = generator.randint(1, max(1, claims_of.group_count(out) - 1))
+    rank, step = generator.randrange(RANKS), generator.randint(3, steps - 2)
+    delivered = generator.randint(1, max(1, count - 1))
+    run.kill = {"rank": rank, "step": step, what: delivered}
     print(
-        f"== kill drawn from seed {args.kill_seed}: rank {rank} in step {step} after {groups} groups",
+        f"== kill drawn from seed {args.kill_seed}: rank {rank} in step {step} after {delivered} {what}",
         flush=True,
     )
-    return {"rank": rank, "step": step, "groups": groups}
+    return f"--kill={rank}:{step}:{delivered}"
 
 
 def train_all(args, work):
@@ -172,10 +175,10 @@ def train_all(args, work):
     flags += [f"--save={ROOT / args.model}", "--sample=200", *chosen(args)]
     forebay.start(inside(forebay, args, work, torchrun(forebay, args, *flags)))
 
-    killed.kill = draw_kill(args, forebay.out)
+    groups = claims_of.group_count(forebay.out)
     flags = [
         f"--sha={killed.out / 'sha.json'}",
-        "--kill={rank}:{step}:{groups}".format(**killed.kill),
+        draw_kill(args, killed, args.steps, "groups", groups),
         *chosen(args),
     ]
     killed.start(inside(killed, args, work, torchrun(killed, args, *flags)))
@@ -201,12 +204,8 @@ def train_sharded(args, work, fsdp, sharded, killed):
 
     fsdp.start(command(fsdp, "--plain"), OWN_STORE)
     beside_daemon(sharded)
-    generator = random.Random(args.kill_seed)
-    rank, step = generator.randrange(RANKS), generator.randint(3, SHARDED_STEPS - 2)
-    gradients = generator.randint(1, max(1, claims_of.gradient_count(sharded.out) - 1))
-    killed.kill = {"rank": rank, "step": step, "gradients": gradients}
-    print(f"== both ranks die in step {step} after {gradients} gradients of rank {rank}", flush=True)
-    beside_daemon(killed, f"--kill={rank}:{step}:{gradients}")
+    gradients = claims_of.first_start(sharded.out)["gradients"]
+    beside_daemon(killed, draw_kill(args, killed, SHARDED_STEPS, "gradients", gradients))
 
 
 def train_deep(args, work, roomy, infinity, killed):
@@ -220,15 +219,11 @@ def train_deep(args, work, roomy, infinity, killed):
         run.start(inside(run, args, work, ranks, dram, DEEP_SETTINGS), OWN_STORE)
 
     beside_daemon(roomy, 2048)
-    params = claims_of.param_count(roomy.out)
-    dram = params * claims_of.DEEP_BYTES // DEEP_SHARE // 2**20
+    start = claims_of.first_start(roomy.out)
+    dram = start["params"] * claims_of.DEEP_BYTES // DEEP_SHARE // 2**20
     beside_daemon(infinity, dram)
-    generator = random.Random(args.kill_seed)
-    rank, step = generator.randrange(RANKS), generator.randint(3, DEEP_STEPS - 2)
-    gradients = generator.randint(1, max(1, claims_of.gradient_count(roomy.out) - 1))
-    killed.kill = {"rank": rank, "step": step, "gradients": gradients}
-    print(f"== both ranks die in step {step} after {gradients} gradients of rank {rank}", flush=True)
-    beside_daemon(killed, dram, f"--kill={rank}:{step}:{gradients}")
+    flag = draw_kill(args, killed, DEEP_STEPS, "gradients", start["gradients"])
+    beside_daemon(killed, dram, flag)
 
 
 def main():

@@ -5,8 +5,9 @@ usage: quickstart_watch.py FOREBAY OUT COMMAND...   (in `forebay run`, which set
 
 OUT/node.json: {"samples": [{"t", "step", "dram", "updates", "early", "rpc_calls", "sessions"}],
 "dram_peak_bytes", "grad_arena_bytes", "io": /proc/PID/io, "direct": [descriptor is O_DIRECT],
-"status", "trace"}. The figures of memory and I/O are the kernel's, of the daemon's process;
-`status` and `trace` are the daemon's own, taken after the command.
+"status", "trace", "kept_trace"}. The figures of memory and I/O are the kernel's, of the daemon's process;
+`status` and `trace` are the daemon's own, taken after the command; `kept_trace`, of the newest step seen
+with early updates, during it.
 """
 
 import json

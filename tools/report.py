@@ -119,6 +119,13 @@ def without(span, holes):
         yield began, ended
 
 
+def add_daemons_events(lanes, trace):
+    for event in trace:
+        lane = {"gradient": "gradients"}.get(event["lane"], event["lane"])
+        if lane in lanes and event["process"] == "forebayd":
+            lanes[lane].append((event["start_ns"], event["end_ns"], event["name"]))
+
+
 def lanes_of(evidence):
     """{lane: [(began_ns, ended_ns, title)]} of one step, and the step's own span; CLOCK_MONOTONIC throughout."""
     timeline = evidence.forebay.event("timeline")
@@ -139,10 +146,7 @@ def lanes_of(evidence):
         ("backward", row["forward_done_ns"], row["backward_done_ns"]),
     ):
         lanes["compute"] += [(a, b, name) for a, b in without((began, ended), holes)]
-    for event in evidence.forebay.node["trace"]:
-        lane = {"gradient": "gradients"}.get(event["lane"], event["lane"])
-        if lane in lanes:
-            lanes[lane].append((event["start_ns"], event["end_ns"], event["name"]))
+    add_daemons_events(lanes, evidence.forebay.node["trace"])
     return lanes, (row["began_ns"], row["ended_ns"]), timeline["step"]
 
 
@@ -150,10 +154,7 @@ def infinity_lanes_of(evidence):
     """The same of the run that is larger than DRAM: from the first event of a step to its publication, with forward and
     backward of rank 0 in that time."""
     lanes = {name: [] for name, _, _ in LANES}
-    for event in evidence.infinity.node["kept_trace"]:
-        lane = {"gradient": "gradients"}.get(event["lane"], event["lane"])
-        if lane in lanes and event["process"] == "forebayd":
-            lanes[lane].append((event["start_ns"], event["end_ns"], event["name"]))
+    add_daemons_events(lanes, evidence.infinity.node["kept_trace"])
     times = [time for items in lanes.values() for began, ended, _ in items for time in (began, ended)]
     span = (min(times), max(times))
     for row in evidence.infinity.events("step"):
