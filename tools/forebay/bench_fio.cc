@@ -1,13 +1,7 @@
 #include "tools/forebay/bench_fio.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <filesystem>
 #include <fstream>
 #include <optional>
 
@@ -15,14 +9,12 @@
 #include "nlohmann/json.hpp"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
-#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tools/forebay/process.h"
 
 namespace forebay::tools {
 namespace {
 
-namespace fs = std::filesystem;
 using protocol::ErrorId;
 using protocol::MakeError;
 
@@ -31,31 +23,23 @@ constexpr double kGiga = 1e9;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<FioLimit>> FioLimit::Create(const std::string& folder,
+absl::StatusOr<std::unique_ptr<FioLimit>> FioLimit::Create(const std::filesystem::path& folder,
                                                            uint64_t bytes) {
-  std::string path = (fs::path(folder) / "forebay-bench-fio-XXXXXX").string();
-  const protocol::UniqueFd file(::mkostemp(path.data(), O_CLOEXEC));
-  if (!file.valid()) {
-    return MakeError(ErrorId::kSwapPath, protocol::ErrnoText(absl::StrCat("make ", path), errno));
-  }
   std::unique_ptr<FioLimit> limit(
-      new FioLimit(path, std::max(protocol::kMiB, bytes / protocol::kMiB * protocol::kMiB)));
+      new FioLimit(folder, std::max(protocol::kMiB, bytes / protocol::kMiB * protocol::kMiB)));
   RETURN_IF_ERROR(limit->RunWrites().status());  // gives every piece its place on the disk
   return limit;
 }
 
-FioLimit::~FioLimit() {
-  ::unlink(path_.c_str());
-  ::unlink(report_path().c_str());
-}
-
 absl::StatusOr<Sample> FioLimit::Run(const std::string& transfers) {
+  const std::string data = (folder_ / "fio.data").string();
+  const std::string report_path = (folder_ / "fio.json").string();
   const ProcessOptions options{
-      .arguments = {"fio", "--name=limit", absl::StrCat("--filename=", path_),
+      .arguments = {"fio", "--name=limit", absl::StrCat("--filename=", data),
                     absl::StrCat("--size=", bytes_), absl::StrCat("--rw=", transfers),
                     "--rwmixread=50", "--direct=1", "--ioengine=io_uring", "--bs=1M",
                     "--iodepth=16", "--overwrite=1", "--output-format=json",
-                    absl::StrCat("--output=", report_path())},
+                    absl::StrCat("--output=", report_path)},
       .environment = {},
       .null_stdin = true,
       .signal_mask = {}};
@@ -63,13 +47,13 @@ absl::StatusOr<Sample> FioLimit::Run(const std::string& transfers) {
   const std::optional<int> ended = fio.WaitFor(kRunLimit);
   if (ended != 0) {
     return MakeError(ErrorId::kSwapIo,
-                     absl::StrCat("fio over ", path_, ": ",
+                     absl::StrCat("fio over ", data, ": ",
                                   ended ? DescribeWaitStatus(*ended) : "it does not end"));
   }
-  std::ifstream file(report_path());
+  std::ifstream file(report_path);
   const auto report = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   if (!report.is_object() || !report.contains("jobs") || report["jobs"].empty()) {
-    return MakeError(ErrorId::kSwapIo, absl::StrCat("fio left no report in ", report_path()));
+    return MakeError(ErrorId::kSwapIo, absl::StrCat("fio left no report in ", report_path));
   }
   const nlohmann::json& job = report["jobs"][0];
   const double rate =

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,21 +13,16 @@
 
 namespace forebay::tools {
 
-// Direct transfers of 1 MiB through io_uring, 16 in flight, over a file of its own that is gone when it
-// dies.
+// Direct transfers of 1 MiB through io_uring, 16 in flight, over a file of its own. It leaves that and fio's report
+// in its folder, which is the caller's to remove.
 //
 // Threads  One, the main one.
 class FioLimit {
  public:
-  // Errors  E_OPTION     fio is not installed.
-  //         E_SWAP_PATH  no file can be made in `folder`.
-  //         E_SWAP_IO    fio did not do its work; its exit status.
-  static absl::StatusOr<std::unique_ptr<FioLimit>> Create(const std::string& folder,
+  // Errors  E_OPTION   fio is not installed.
+  //         E_SWAP_IO  fio did not do its work; its exit status.
+  static absl::StatusOr<std::unique_ptr<FioLimit>> Create(const std::filesystem::path& folder,
                                                           uint64_t bytes);
-
-  FioLimit(const FioLimit&) = delete;
-  FioLimit& operator=(const FioLimit&) = delete;
-  ~FioLimit();
 
   // GB/s of what is read and written.
   absl::StatusOr<Sample> RunReads() { return Run("read"); }
@@ -34,11 +30,11 @@ class FioLimit {
   absl::StatusOr<Sample> RunMixed() { return Run("rw"); }  // as many writes as reads
 
  private:
-  FioLimit(std::string path, uint64_t bytes) : path_(std::move(path)), bytes_(bytes) {}
-  std::string report_path() const { return path_ + ".json"; }
+  FioLimit(std::filesystem::path folder, uint64_t bytes)
+      : folder_(std::move(folder)), bytes_(bytes) {}
   absl::StatusOr<Sample> Run(const std::string& transfers);
 
-  std::string path_;
+  std::filesystem::path folder_;
   uint64_t bytes_;
 };
 

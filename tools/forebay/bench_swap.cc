@@ -205,7 +205,7 @@ absl::Status BenchSwap(const BenchOptions& options, const Report& report) {
   ASSIGN_OR_RETURN(const std::unique_ptr<SwapLoop> loop,
                    SwapLoop::Create(folder.path().string(), blocks));
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> bare, DiskLimit::Over(loop->part()));
-  absl::StatusOr<std::unique_ptr<FioLimit>> fio = FioLimit::Create(folder.path().string(), bytes);
+  absl::StatusOr<std::unique_ptr<FioLimit>> fio = FioLimit::Create(folder.path(), bytes);
   const bool has_fio = fio.ok();
   if (!has_fio && protocol::IdOf(fio.status()) != ErrorId::kOption) return fio.status();
   for (const Case& one : kCases) {
