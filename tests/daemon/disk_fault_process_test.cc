@@ -89,6 +89,8 @@ class DiskFaults : public ::testing::Test {
  protected:
   void SetUp() override {
     auto disk = FuseDisk::Mount(faulty_, kDiskBytes);
+    // Where /dev/fuse cannot be had (in most containers) no disk of a process can be made to fail. The same
+    // faults through the seam of I/O engines run everywhere: node_state_swap_fault_test, volume_deadline_fault_test.
     if (absl::IsUnavailable(disk.status())) GTEST_SKIP() << disk.status().message();
     ASSERT_OK(disk);
     disk_ = *std::move(disk);
