@@ -175,7 +175,7 @@ class Acceptor final : private kj::TaskSet::ErrorHandler {
   kj::Promise<void> DrainAnswers() {
     auto next = answers_.whenBecomesReadable();
     protocol::DrainDoorbell(context_.replies.fd());
-    for (ControlCall& call : context_.replies.DrainAll()) call(context_);
+    context_.replies.DrainAll([this](ControlCall& call) { call(context_); });
     return next.then([this] { return DrainAnswers(); });
   }
 

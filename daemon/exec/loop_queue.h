@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <deque>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "protocol/doorbell.h"
@@ -15,7 +15,7 @@
 
 namespace forebay::daemon {
 
-// Threads  Push() from any thread, DrainAll() on the loop thread.
+// Threads  Push() from any thread, DrainAll() on the loop thread, not from within itself.
 // Limits   Nothing blocks. `capacity` items; what is over it is refused and stays the caller's.
 template <typename Item>
 class LoopQueue {
@@ -39,9 +39,15 @@ class LoopQueue {
     return true;
   }
 
-  std::deque<Item> DrainAll() {
-    protocol::MutexLock lock(mutex_);
-    return std::exchange(items_, {});
+  // take(item) for each that waits, in the order of their arrival; those pushed meanwhile wait for the next call.
+  template <typename Take>
+  void DrainAll(Take take) {
+    {
+      protocol::MutexLock lock(mutex_);
+      drained_.swap(items_);
+    }
+    for (Item& item : drained_) take(item);
+    drained_.clear();
   }
 
   int fd() const { return fd_.get(); }  // readable after a Push; whoever waits on it drains it
@@ -52,7 +58,8 @@ class LoopQueue {
   const size_t capacity_;
   const protocol::UniqueFd fd_;
   protocol::Mutex mutex_;
-  std::deque<Item> items_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Item> items_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Item> drained_;  // of the loop thread; keeps its room
 };
 
 }  // namespace forebay::daemon

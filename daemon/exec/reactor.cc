@@ -24,7 +24,7 @@ absl::Status Reactor::Run(const bool& stopping) {
   std::array<nvme::Completion, kCompletionsPerTurn> completions;
   uint64_t stop_ns = 0;
   while (true) {
-    for (LoopCall& call : inbox_.DrainAll()) call(executor_);
+    inbox_.DrainAll([this](LoopCall& call) { call(executor_); });
     runner_.RunFinished();
     const bool more = executor_.PollSessions();
     if (stopping) {

@@ -94,10 +94,10 @@ cpu_adam::WorkerPool& TaskRunner::Pool(PoolId pool) {
 }
 
 void TaskRunner::RunFinished() {
-  for (Outcome& outcome : finished_->DrainAll()) {
+  finished_->DrainAll([this](Outcome& outcome) {
     in_flight_ -= outcome.tasks;
     if (outcome.then != nullptr) outcome.then();
-  }
+  });
   if (!waiting_.empty()) PostWaiting();
 }
 
