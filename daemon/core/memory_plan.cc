@@ -387,11 +387,20 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
   const uint64_t extra_bytes =
       plan.step_bytes - accumulator_bytes - overflow_bytes - plan.early_weights_bytes;
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + state_bytes_needed;
+  std::string of_weights;
+  if (plan.has_weights_on_swap()) {
+    // No group fits: what stays beside the cache has frozen parameters.
+    const uint64_t frozen_bytes = plan.weights_cache_offset;
+    of_weights = absl::StrCat(
+        " (",
+        frozen_bytes == 0
+            ? ""
+            : absl::StrCat(Bytes(frozen_bytes), " of partitions with frozen parameters, "),
+        "two partitions of each rank; the others are on swap)");
+  }
   std::string message = absl::StrCat(
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",
-      Bytes(plan.weights_bytes),
-      plan.has_weights_on_swap() ? " (two partitions of each rank; the others are on swap)" : "",
-      " + gradient sums ", Bytes(accumulator_bytes),
+      Bytes(plan.weights_bytes), of_weights, " + gradient sums ", Bytes(accumulator_bytes),
       plan.has_paged_sums() ? " (the others are on swap)" : "", " + overflow ",
       Bytes(overflow_bytes), " + extra_state and rounding ", Bytes(extra_bytes));
   if (plan.early_weights_bytes > 0) {
