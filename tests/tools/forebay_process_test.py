@@ -590,7 +590,7 @@ def test_bench_swap_shows_the_daemons_transfers_beside_the_better_of_two_limits(
         assert line["limit_what"] == "bare loop; fio is not installed"
         assert line["bytes_read"] == reads * (32 << 20)
         assert line["bytes_written"] == writes * (32 << 20)
-        assert 0 <= line["huge_share"] <= 1
+        assert 0 <= line["huge_share"] <= 1 and line["cpu_s_per_gb"] > 0
 
     stub = tmp_path / "fio"
     stub.write_text(STUB_OF_FIO)
@@ -644,9 +644,17 @@ def test_bench_step_and_update_limit_the_rate_of_swap(folders):
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["case"] == "update/opt=adamw/format=fp32/place=nvme/rate=512MiB"
     assert line["value"] > 0 and line["limit"] == pytest.approx(512 * 2**20 / 1e9)
+    flags[flags.index("512MiB")] = "512MiB,256MiB"
+    done = forebay("bench", "update", *flags, deadline_s=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["case"].endswith("/rate=512MiB,256MiB")
+    assert line["value"] > 0 and line["limit"] == pytest.approx(768 * 2**20 / 1e9)
     assert forebay("bench", "fetch", "--limit-rate", "512MiB").returncode == 1
     refused = forebay("bench", "step", "--limit-rate", "fast", env=environment)
     assert refused.returncode == 1 and "--limit-rate fast is no size" in refused.stderr
+    refused = forebay("bench", "step", "--limit-rate", "1GiB,0", env=environment)
+    assert refused.returncode == 1 and "--limit-rate 1GiB,0 is no size" in refused.stderr
 
 
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():

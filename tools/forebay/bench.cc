@@ -2,10 +2,12 @@
 
 #include <array>
 #include <cstdio>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -25,6 +27,21 @@ constexpr std::array kBenches = {Entry{"adam", BenchAdam},    Entry{"copies", Be
                                  Entry{"fetch", BenchFetch},  Entry{"pipeline", BenchPipeline},
                                  Entry{"step", BenchStep},    Entry{"swap", BenchSwap},
                                  Entry{"update", BenchUpdate}};
+
+absl::StatusOr<std::vector<uint64_t>> ParseRates(const std::string& text) {
+  std::vector<uint64_t> rates;
+  const std::vector<std::string> words = absl::StrSplit(text, ',', absl::SkipEmpty());
+  for (const std::string& rate : words) {
+    const absl::StatusOr<uint64_t> bytes = protocol::ParseBytes(rate);
+    if (!bytes.ok() || *bytes == 0) {
+      return protocol::MakeError(
+          protocol::ErrorId::kOption, absl::StrCat("--limit-rate ", text, " is no size"),
+          "write bytes a second as 500MiB or 2GiB, or for each path 1GiB,500MiB");
+    }
+    rates.push_back(*bytes);
+  }
+  return rates;
+}
 
 }  // namespace
 
@@ -59,13 +76,10 @@ absl::Status Bench(const BenchOptions& options, bool as_json) {
                                  absl::StrCat("bench ", options.what, " limits no rate"),
                                  "leave out --limit-rate: it belongs to step and update");
     }
-    if (!options.limit_rate.empty() && !protocol::ParseBytes(options.limit_rate).ok()) {
-      return protocol::MakeError(protocol::ErrorId::kOption,
-                                 absl::StrCat("--limit-rate ", options.limit_rate, " is no size"),
-                                 "write bytes a second as 500MiB or 2GiB");
-    }
+    BenchOptions parsed = options;
+    ASSIGN_OR_RETURN(parsed.limit_rates, ParseRates(options.limit_rate));
     std::vector<BenchResult> results;
-    RETURN_IF_ERROR(entry.run(options, [&](const BenchResult& result) {
+    RETURN_IF_ERROR(entry.run(parsed, [&](const BenchResult& result) {
       if (!as_json) return results.push_back(result);
       std::printf("%s\n", ToJson(result).dump().c_str());
       std::fflush(stdout);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 
@@ -16,7 +17,10 @@ struct BenchOptions {
   std::string runtime_folder;     // of the private daemon
   std::string driver;             // copies: as dlopen(3) takes it; empty: NVIDIA's
   std::string only;               // adam: the cases whose name contains this
-  std::string limit_rate;   // step, update: bytes a second of swap at most, "500MiB"; empty: none
+  // step, update: "500MiB" or "500MiB,250MiB": bytes a second of swap at most, reads and writes together, of
+  // as many paths; empty: one path and no limit. Bench() makes the numbers of it.
+  std::string limit_rate;
+  std::vector<uint64_t> limit_rates;
   uint32_t compute_ms = 0;  // step: of a forward and a backward; 0: as long as the update takes
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };

@@ -5,11 +5,13 @@
 #include <bit>
 #include <chrono>
 #include <cstddef>
+#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/flat_shards.h"
 #include "daemon/daemon.h"
 #include "protocol/error.h"
@@ -147,6 +149,19 @@ absl::StatusOr<client::NodeStatus> BenchJob::Status() {
                                "the daemon has another number of jobs");
   }
   return status;
+}
+
+void UseSwap(const BenchOptions& options, PrivateDaemonOptions& daemon) {
+  const size_t paths = std::max<size_t>(1, options.limit_rates.size());
+  daemon.swap.assign(paths, options.swap_folder);
+  if (options.limit_rates.empty()) return;
+  daemon.settings.push_back(
+      absl::StrCat("swap.limit_rate=[", absl::StrJoin(options.limit_rates, ","), "]"));
+}
+
+double TotalRate(const BenchOptions& options) {
+  return static_cast<double>(
+      std::accumulate(options.limit_rates.begin(), options.limit_rates.end(), uint64_t{0}));
 }
 
 }  // namespace forebay::tools

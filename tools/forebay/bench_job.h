@@ -10,6 +10,7 @@
 #include "client/admin.h"
 #include "client/client.h"
 #include "protocol/layout.h"
+#include "tools/forebay/bench.h"
 #include "tools/forebay/private_daemon.h"
 
 namespace forebay::tools {
@@ -61,5 +62,10 @@ class BenchJob {
   std::unique_ptr<client::AdminClient> admin_;
   std::unique_ptr<client::Attachment> attachment_;
 };
+
+// A path in the bench's folder for each of its limit_rates, with that limit; without them one path.
+void UseSwap(const BenchOptions& options, PrivateDaemonOptions& daemon);
+// Of limit_rates: bytes a second.
+double TotalRate(const BenchOptions& options);
 
 }  // namespace forebay::tools

@@ -123,13 +123,10 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
   job_options.daemon.dram = absl::StrCat(beside_states + staging + new_weights + spare);
   job_options.drain = when.drain;
   job_options.early_updates = when.early;
-  job_options.daemon.swap = {options.swap_folder};
   job_options.daemon.swap_size =
       absl::StrCat(protocol::RoundUp(2 * job_options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
   job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
-  if (!options.limit_rate.empty()) {
-    job_options.daemon.settings.push_back("swap.limit_rate=" + options.limit_rate);
-  }
+  UseSwap(options, job_options.daemon);
   ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   if (status->getJobs()[0].getResidentBlocks() > 0) {
@@ -139,11 +136,10 @@ absl::StatusOr<std::unique_ptr<BenchJob>> MakeJob(const BenchOptions& options,
 }
 
 // Of what a step reads and writes, at --limit-rate; 0: there is none.
-absl::StatusOr<double> SecondsAtLimit(const BenchOptions& options) {
-  if (options.limit_rate.empty()) return 0;
-  ASSIGN_OR_RETURN(const uint64_t bytes_per_s, protocol::ParseBytes(options.limit_rate));
+double SecondsAtLimit(const BenchOptions& options) {
+  if (options.limit_rates.empty()) return 0;
   const uint64_t bytes = 2 * JobOptions(options, 0).params * kStateBytes;
-  return static_cast<double>(bytes) / static_cast<double>(bytes_per_s);
+  return static_cast<double>(bytes) / TotalRate(options);
 }
 
 absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside_states,
@@ -152,7 +148,7 @@ absl::StatusOr<BenchResult> TimeJob(const BenchOptions& options, uint64_t beside
   Trainer idle(*job, 0, /*early=*/false);
   RETURN_IF_ERROR(idle.TimeUpdate().status());  // slots that were never written
   ASSIGN_OR_RETURN(const double alone_s, idle.TimeUpdate());
-  ASSIGN_OR_RETURN(const double limited_s, SecondsAtLimit(options));
+  const double limited_s = SecondsAtLimit(options);
   const double disk_s = std::max(alone_s, limited_s);
   const double compute_s = options.compute_ms == 0 ? disk_s : options.compute_ms * 1e-3;
   Trainer trainer(*job, compute_s, when.early);

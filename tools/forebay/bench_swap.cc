@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 #include "daemon/exec/swap_space.h"
 #include "nvme/io/engine_factory.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 #include "tools/forebay/bench.h"
@@ -41,6 +43,13 @@ constexpr uint32_t kStagingSlots = 8;  // as with two workers
 constexpr uint64_t kLedgerBytes = kMiB;
 constexpr std::chrono::seconds kAnswerLimit(60);
 constexpr double kGiga = 1e9;
+
+// Of this thread, system time included.
+double CpuSeconds() {
+  timespec time = {};
+  FOREBAY_CHECK(::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / kGiga;
+}
 
 enum class Transfers : uint8_t { kReads, kWrites, kMixed };
 
@@ -80,6 +89,7 @@ class SwapLoop {
     free_staging_.clear();
     for (uint32_t slot = 0; slot < kStagingSlots; ++slot) free_staging_.push_back(slot);
     const auto began = Clock::now();
+    const double cpu_began = CpuSeconds();
     Begin();
     while (free_staging_.size() < kStagingSlots) {
       RETURN_IF_ERROR(AwaitDone());
@@ -90,13 +100,15 @@ class SwapLoop {
       Begin();
     }
     const std::chrono::duration<double> took = Clock::now() - began;
+    cpu_seconds_ += CpuSeconds() - cpu_began;
     if (written_ > 0) std::swap(current_, next_);
     const uint64_t all = current_.size() * kBlockBytes;
-    const Sample sample{
-        .value = static_cast<double>(all * (transfers == Transfers::kMixed ? 2 : 1)) /
-                 took.count() / kGiga,
-        .bytes_read = transfers == Transfers::kWrites ? 0 : all,
-        .bytes_written = transfers == Transfers::kReads ? 0 : all};
+    const double moved_gb =
+        static_cast<double>(all * (transfers == Transfers::kMixed ? 2 : 1)) / kGiga;
+    moved_gb_ += moved_gb;
+    const Sample sample{.value = moved_gb / took.count(),
+                        .bytes_read = transfers == Transfers::kWrites ? 0 : all,
+                        .bytes_written = transfers == Transfers::kReads ? 0 : all};
     return sample;
   }
 
@@ -106,6 +118,11 @@ class SwapLoop {
     return {.path = std::string(space_->path_name(0)),
             .begin_bytes = begin,
             .bytes = current_.size() * kBlockBytes};
+  }
+
+  // CPU seconds that this thread has taken for a GB of the runs since the last call.
+  double DrainCpuSecondsPerGb() {
+    return std::exchange(cpu_seconds_, 0) / std::exchange(moved_gb_, 0);
   }
 
   double huge_share() const {
@@ -181,6 +198,8 @@ class SwapLoop {
   uint32_t reads_ = 0;
   uint64_t written_ = 0;
   std::vector<uint32_t> free_staging_;
+  double cpu_seconds_ = 0;
+  double moved_gb_ = 0;
 };
 
 struct Case {
@@ -225,6 +244,7 @@ absl::Status BenchSwap(const BenchOptions& options, const Report& report) {
                          options.samples == 0 ? kSamples : options.samples,
                          [&] { return loop->Run(one.transfers); }, loops));
     result.more["huge_share"] = loop->huge_share();
+    result.more["cpu_s_per_gb"] = loop->DrainCpuSecondsPerGb();
     report(result);
   }
   return absl::OkStatus();

@@ -141,28 +141,26 @@ absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_s
   const uint64_t staging = 64 * kMiB;
   BenchJobOptions job_options =
       JobOptions(options, Format::kFp32, beside_states + staging + 2 * kMiB);
-  job_options.daemon.swap = {options.bench.swap_folder};
   job_options.daemon.swap_size =
       absl::StrCat(RoundUp(2 * options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
   job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
-  const std::string& rate = options.bench.limit_rate;
-  if (!rate.empty()) job_options.daemon.settings.push_back("swap.limit_rate=" + rate);
+  UseSwap(options.bench, job_options.daemon);
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
   ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
   if (status->getJobs()[0].getResidentBlocks() == status->getJobs()[0].getBlocks()) {
     return MakeError(ErrorId::kInternal, "no block of the bench's job is on swap");
   }
   Traffic last;
-  if (!rate.empty()) {
-    ASSIGN_OR_RETURN(const uint64_t bytes_per_s, protocol::ParseBytes(rate));
+  if (!options.bench.limit_rates.empty()) {
     return MeasureCase(
         {.bench = "update",
-         .name = absl::StrCat("update/opt=adamw/format=fp32/place=nvme/rate=", rate),
+         .name = absl::StrCat("update/opt=adamw/format=fp32/place=nvme/rate=",
+                              options.bench.limit_rate),
          .unit = "GB/s",
-         .limit_what = "the rate that the daemon's engine is limited to",
+         .limit_what = "the rate that the daemon's engine is limited to, of all paths",
          .measure = Measure::kRate},
         options.samples, [&] { return TimeStep(*job, 0, last); },
-        [&] { return Sample{.value = static_cast<double>(bytes_per_s) / kGiga}; });
+        [&] { return Sample{.value = TotalRate(options.bench) / kGiga}; });
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
                    DiskLimit::Create(options.bench.swap_folder, options.params * kStateBytes));

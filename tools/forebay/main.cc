@@ -280,9 +280,10 @@ int Main(std::vector<std::string> words, const Environment& environment) {
       ->add_option("--compute-ms", arguments.bench.compute_ms,
                    "step: of forward and backward together; else as long as the update takes")
       ->check(CLI::Range(1, 3600000));
-  bench->add_option("--limit-rate", arguments.bench.limit_rate,
-                    "step, update: bytes a second of swap at most, reads and writes together, "
-                    "\"500MiB\"; the daemon's swap.limit_rate");
+  bench->add_option(
+      "--limit-rate", arguments.bench.limit_rate,
+      "step, update: bytes a second of swap at most, reads and writes together, "
+      "\"500MiB\", or of several paths, \"500MiB,250MiB\"; the daemon's swap.limit_rate");
   bench->add_flag_callback(
       "--list", [&] { arguments.bench.list = BenchOptions::List::kNames; },
       "adam: print the names of the cases and measure nothing");
