@@ -141,3 +141,21 @@ def test_a_rank_that_is_killed_loses_nothing():
     assert killed is not None, error
     assert killed[0] == large[0], "the same bits"
     assert killed[2]["committed_step"] == STEPS
+
+
+# Weights without states; hundreds of partitions, most of them unused in a step, in an order that no step repeats; a
+# parameter that is most of the model.
+@pytest.mark.parametrize("model", ["adapters", "experts", "embedding"])
+def test_an_awkward_model_has_the_bits_that_it_has_in_dram(model):
+    large, error = run(1 << 30, 2, "exact", "bfloat16", model)
+    assert large is not None, error
+    assert large[2]["weights_on_swap_bytes"] == 0
+    needed = smallest_limit(2, "exact", "bfloat16", model)
+    small, error = run(needed, 2, "exact", "bfloat16", model)
+    assert small is not None, error
+    digest, losses, job, used_bytes, _ = small
+    assert [digest, losses] == large[:2]
+    # Frozen ones stay in DRAM, and with them what shares their partitions.
+    assert job["weights_on_swap_bytes"] == (0 if model == "adapters" else job["params"] * 2)
+    assert job["resident_blocks"] == 0
+    assert used_bytes <= needed

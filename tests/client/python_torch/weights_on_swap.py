@@ -2,10 +2,10 @@
 line: the SHA-256 of weights and states, the losses, the job's statistics, the bytes that the node
 uses, those of its swap path.
 
-usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | wait | KILLED_STEP]
+usage: weights_on_swap.py RANKS STEPS FORMAT DTYPE [late | wait | KILLED_STEP | MODEL]
 
-late: on the GPU of late_device.py. wait: step() returns when all is updated. At KILLED_STEP the last rank is killed in its forward; then all start again and
-attach to the job.
+late: on the GPU of late_device.py. wait: step() returns when all is updated. At KILLED_STEP the last rank is killed in
+its forward; then all start again and attach to the job. MODEL: one of MODELS below instead of a plain one.
 """
 
 import json
@@ -54,6 +54,75 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of low rank."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapters(Model):
+    """All is frozen but adapters: weights without states, far more than those with."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        for layer in self.layers:
+            layer.up, layer.down = Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
+
+
+class Experts(nn.Module):
+    """61 of them, each sharded by itself; a step uses three, others in each step and layer."""
+
+    COUNT, WIDTH = 61, 64
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.step = number, 0
+        self.into, self.out_of = nn.Linear(WIDTH, self.WIDTH), nn.Linear(self.WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.COUNT))
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(1000 * self.step + self.number)
+        h = self.into(x)
+        for expert in torch.randperm(self.COUNT, generator=generator)[:3].tolist():
+            h = h + torch.relu(self.experts[expert](h))
+        return x + self.out_of(h)
+
+
+class MixtureOfExperts(Model):
+    """Hundreds of tiny partitions, most unused in a step; no step fetches what the one before has fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(number) for number in range(4))
+
+
+class LargeEmbedding(Model):
+    """One parameter with most of the elements, in many blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = self.layers[:2]
+        self.embedding = nn.Embedding(16411, WIDTH)
+
+
+MODELS = {"adapters": Adapters, "experts": MixtureOfExperts, "embedding": LargeEmbedding}
+
+
+def wrap(model):
+    for layer in model.layers:
+        for expert in getattr(layer, "experts", []):
+            fully_shard(expert)
+        fully_shard(layer)
+    fully_shard(model)
+
+
 def read(shard):
     shard.to_local().clone()
 
@@ -64,13 +133,11 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     if on_device:
         late_device.install(registers_read_only=rank % 2 == 0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
-    model = Model().to(dtype)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model = MODELS.get(way, Model)().to(dtype)
+    wrap(model)
     adamw = forebay.AdamW(lr=1e-3, format=format)
     opt = forebay.attach(model, adamw, job="large", mode="sharded", drain=not waits, early_updates=not waits)
-    if rank > 0:  # ranks that fetch in orders of their own, each the same in every step
+    if rank > 0 and way not in MODELS:  # ranks that fetch in orders of their own, each the same in every step
         for number, layer in enumerate(model.layers):
             other = model.layers[(5 * number + rank) % LAYERS].down.weight
             layer.register_forward_pre_hook(lambda *_, shard=other: read(shard))
@@ -78,6 +145,8 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
     for step in range(opt.committed_step, steps):
         if step == killed_step and rank == ranks - 1:
             model.layers[5].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        for layer in model.layers:
+            layer.step = step
         generator = torch.Generator().manual_seed(100 * step + rank)
         tokens = torch.randint(0, 1001, (4, 33), generator=generator)
         logits = model(tokens[:, :-1])
@@ -88,7 +157,7 @@ def train(rank, ranks, steps, format, dtype, killed_step, way, folder):
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-        if step == 0:  # written in place between two steps
+        if step == 0 and way not in MODELS:  # written in place between two steps
             with torch.no_grad():
                 model.layers[3].up.weight.mul_(0.5)
     digest = opt.state_sha256()
