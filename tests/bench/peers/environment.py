@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 TORCH = ["torch", "numpy", "packaging", "psutil", "ninja", "setuptools", "wheel"]
 OURS = ["scikit-build-core>=0.10", "nanobind>=2.4"]
 OPS = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+AIO = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"  # wants libaio-dev
 
 
 def cores(count):
@@ -67,7 +68,7 @@ class Environment:
     def pip(self, *words):
         self.run(self.python, "-m", "pip", "install", *words, log="pip.log")
 
-    def make(self, build):
+    def make(self, build, with_aio=False):
         """Everything that is missing: the peers from PyPI, our programs, our Python package."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.python.exists():
@@ -80,6 +81,8 @@ class Environment:
             self.pip("--no-build-isolation", "deepspeed")
         print("building what DeepSpeed compiles for itself, and ours", flush=True)
         self.run(self.python, "-c", OPS, log="ops.log")
+        if with_aio:
+            self.run(self.python, "-c", AIO, log="ops.log")
         self.run("cmake", "--build", build, "--target", *TARGETS, log="build.log")
         self.pip(*OURS)
         self.pip("--no-build-isolation", "--no-deps", "./client/python")

@@ -45,7 +45,10 @@ class Side:
 
     def _receive(self, deadline_s):
         self._await(self.connection, deadline_s)
-        return self.connection.recv()
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise SystemExit(f"{self.name} ended: see {self.log}") from None
 
     def turn(self):
         self.connection.send("step")

@@ -64,7 +64,9 @@ class Peak:
         done = threading.Event()
 
         def sample():
-            while not done.wait(SAMPLE_S):
+            ends = False
+            while not ends:  # a short turn is sampled once
+                ends = done.wait(SAMPLE_S)
                 self.bytes, self.arenas = max((self.bytes, self.arenas), pss_bytes(self.root))
 
         thread = threading.Thread(target=sample)

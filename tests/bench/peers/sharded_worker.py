@@ -1,13 +1,17 @@
-"""One side of the sharded bench: two ranks train the model as FSDP2 shards it, a step for each message,
-and sleep in between.
+"""One side of the benches of sharded training: ranks train the model, a step for each message, and
+sleep in between.
 
-Started by sharded.py; the Forebay sides under `forebay run`. This process is rank 0 and starts rank 1.
-Each message is answered with the seconds of forward, backward and step, the slower rank's of each, the
-bytes that Forebay has copied, and the loss.
+Started by sharded.py and infinity.py; the Forebay sides under `forebay run`. This process is rank 0 and
+starts the others. Each message is answered with the seconds of forward, backward and step, the slower
+rank's of each, the bytes that Forebay has copied, and the loss. With --steps a message is so many steps
+without a pause; the answer is that of a step behind the first one, and comes when nothing of them is left
+to do: else what a step leaves to the time behind it would be done while others have their turn.
 """
 
 import argparse
+import contextlib
 import gc
+import json
 import multiprocessing.connection
 import os
 import subprocess
@@ -23,14 +27,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import gpt
 import ours
+import quiet
 
-RANKS = 2
+POLL_S = 0.002
 PARTS = ("forward", "backward", "step")
 
 
 def sharded(model, mesh, args):
-    """Parameters are float32; with bf16, forward and backward compute in it, and gradients are reduced
-    in it. Both sides wrap alike."""
+    """By FSDP2. Parameters are float32; with bf16, forward and backward compute in it, and gradients are
+    reduced in it. Both sides wrap alike."""
     options = {"mesh": mesh}
     if args.dtype == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -41,20 +46,104 @@ def sharded(model, mesh, args):
     return fully_shard(model, **options)
 
 
-def optimizer_of(model, args):
-    if args.by == "fsdp2":
-        return torch.optim.AdamW(
-            model.parameters(), lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True
-        )
-    import forebay
+class Sharded:
+    """FSDP2 with torch's optimizer, or with Forebay's."""
 
-    rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY)
-    return forebay.attach(model, rule, rank=distributed.get_rank(), world_size=RANKS)
+    def __init__(self, model, args):
+        self.model = sharded(model, init_device_mesh("cpu", (args.ranks,)), args)
+        if args.by == "fsdp2":
+            self.opt = torch.optim.AdamW(
+                self.model.parameters(), lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True
+            )
+            return
+        import forebay
+
+        rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=args.clip)
+        ranks = {"rank": distributed.get_rank(), "world_size": args.ranks}
+        self.opt = forebay.attach(self.model, rule, **ranks)
+
+    def forward(self, tokens):
+        return self.model(tokens)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def finish(self):
+        """Until all steps are published: no update is left to do."""
+        if not hasattr(self.opt, "stats"):
+            return
+        import forebay
+
+        while True:
+            (job,) = forebay.status()["jobs"]
+            if job["published_step"] == job["committed_step"]:
+                return
+            quiet.pause(POLL_S)
+
+    def copied_bytes(self):
+        """By Forebay's client, of all ranks, since attach."""
+        names = ("copied_bytes", "grad_bytes")
+        if not hasattr(self.opt, "stats"):
+            return {}
+        stats = self.opt.stats()
+        total = torch.tensor([stats[name] for name in names])
+        distributed.all_reduce(total)
+        return dict(zip(names, total.tolist()))
+
+
+class DeepSpeed:
+    """ZeRO-3 in bf16 with what `zero` says of offloading."""
+
+    def __init__(self, model, args):
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": ours.LR, "weight_decay": ours.WEIGHT_DECAY},
+            },
+            "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True},
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": False,
+                "contiguous_gradients": True,
+                **json.loads(args.zero),
+            },
+        }
+        if args.clip:
+            config["gradient_clipping"] = args.clip
+        deepspeed.init_distributed(dist_backend="gloo")
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+
+    def forward(self, tokens):
+        return self.engine(tokens)
+
+    def backward(self, loss):
+        self.engine.backward(loss)
+
+    def step(self):
+        self.engine.step()
+
+    def finish(self):
+        pass
+
+    def copied_bytes(self):
+        return {}
 
 
 def blocks_of(args):
     """Of the daemon, in all and in DRAM."""
-    if args.by == "fsdp2":
+    if not args.by.startswith("forebay"):
         return {}
     import forebay
 
@@ -62,20 +151,9 @@ def blocks_of(args):
     return {"blocks": job["blocks"], "blocks_in_dram": job["resident_blocks"]}
 
 
-def copied_bytes(opt):
-    """By Forebay's client, of all ranks, since attach."""
-    names = ("copied_bytes", "grad_bytes")
-    if not hasattr(opt, "stats"):
-        return {}
-    stats = opt.stats()
-    total = torch.tensor([stats[name] for name in names])
-    distributed.all_reduce(total)
-    return dict(zip(names, total.tolist()))
-
-
-def one_step(model, opt, tokens):
-    """Each part begins when both ranks have ended the one before: opt.step() of Forebay waits for the
-    other rank's backward, and torch's does not."""
+def one_step(side, tokens):
+    """Each part begins when all ranks have ended the one before: opt.step() of Forebay waits for the
+    other ranks' backward, and torch's does not."""
     seconds = []
 
     def timed(work):
@@ -85,15 +163,11 @@ def one_step(model, opt, tokens):
         seconds.append(time.perf_counter() - began)
         return result
 
-    def step():
-        opt.step()
-        opt.zero_grad()
-
-    before = copied_bytes(opt)
-    loss = timed(lambda: model(tokens))
-    timed(loss.backward)
-    timed(step)
-    copied = {name: count - before[name] for name, count in copied_bytes(opt).items()}
+    before = side.copied_bytes()
+    loss = timed(lambda: side.forward(tokens))
+    timed(lambda: side.backward(loss))
+    timed(side.step)
+    copied = {name: count - before[name] for name, count in side.copied_bytes().items()}
     slower = torch.tensor(seconds)
     distributed.all_reduce(slower, distributed.ReduceOp.MAX)
     return dict(zip(PARTS, slower.tolist())) | copied | {"loss": loss.item()}
@@ -102,15 +176,15 @@ def one_step(model, opt, tokens):
 def train(rank, store, args, messages):
     """A step for each "step" that `messages` gives rank 0, whose answers it takes."""
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
     )
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.ranks))
     size = gpt.SIZES[args.size]
     torch.manual_seed(0)
     model = gpt.Gpt(size)
     params = sum(param.numel() for param in model.parameters())
-    model = sharded(model, init_device_mesh("cpu", (RANKS,)), args)
-    opt = optimizer_of(model, args)
+    side = (DeepSpeed if args.by == "deepspeed" else Sharded)(model, args)
+    del model
     gc.collect()
     generator = torch.Generator().manual_seed(1 + rank)
     if rank == 0:
@@ -121,39 +195,52 @@ def train(rank, store, args, messages):
         distributed.broadcast_object_list(word)
         if word[0] != "step":
             break
-        tokens = torch.randint(0, size.vocab, (1, size.length), generator=generator)
-        seconds = one_step(model, opt, tokens)
+        answers = []
+        for _ in range(args.steps):
+            tokens = torch.randint(0, size.vocab, (1, size.length), generator=generator)
+            answers.append(one_step(side, tokens))
+        if args.steps > 1:
+            side.finish()
+        steady = answers[1:] or answers
         if rank == 0:
-            messages.send(seconds)
+            means = {part: sum(one[part] for one in steady) / len(steady) for part in PARTS}
+            messages.send(answers[-1] | means)
     distributed.destroy_process_group()
 
 
 def end_with_rank_0():
     """Rank 0 holds the other end of the pipe."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # a buffered read would hold a lock that the interpreter wants at its end
     os._exit(1)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by", choices=["fsdp2", "forebay", "forebay-on-swap"], required=True)
+    parser.add_argument("--by", choices=["fsdp2", "forebay", "forebay-on-swap", "deepspeed"], required=True)
+    parser.add_argument("--zero", default="{}", help="deepspeed: JSON, more of zero_optimization")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
     parser.add_argument("--size", choices=gpt.SIZES, required=True)
-    parser.add_argument("--connect", required=True, help="path of the socket of sharded.py")
-    parser.add_argument("--store", help="rank 1's: where it finds rank 0")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1, help="a message")
+    parser.add_argument("--clip", type=float, help="the gradient's largest norm")
+    parser.add_argument("--connect", required=True, help="path of the conductor's socket")
+    parser.add_argument("--store", help="ranks but 0: where they find rank 0")
+    parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
+    # DeepSpeed reads them, although the process group exists.
+    os.environ |= {"RANK": str(args.rank), "LOCAL_RANK": str(args.rank), "WORLD_SIZE": str(args.ranks)}
     if args.store:
         threading.Thread(target=end_with_rank_0, daemon=True).start()
-        train(1, args.store, args, None)
+        train(args.rank, args.store, args, None)
         return
-    with tempfile.TemporaryDirectory(prefix="forebay-peers-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-peers-"))
         store = os.path.join(folder, "store")
-        command = [sys.executable, *sys.argv, "--store", store]
-        with (
-            multiprocessing.connection.Client(args.connect, "AF_UNIX") as conductor,
-            subprocess.Popen(command, stdin=subprocess.PIPE),
-        ):
-            train(0, store, args, conductor)
+        conductor = stack.enter_context(multiprocessing.connection.Client(args.connect, "AF_UNIX"))
+        for rank in range(1, args.ranks):
+            command = [sys.executable, *sys.argv, "--store", store, "--rank", str(rank)]
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+        train(0, store, args, conductor)
 
 
 if __name__ == "__main__":
