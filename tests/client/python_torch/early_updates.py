@@ -93,8 +93,11 @@ def train(rank, ranks, steps, seed, options, folder):
         now = {event for event, often in EVENTS.items() if chance.randrange(1000) < often}
         if "accumulate" not in options:
             now.discard("second pass")
-        layer = model.layers[chance.randrange(LAYERS)]
+        number = chance.randrange(LAYERS)
         model.skipped = chance.randrange(LAYERS) if "skipped layer" in now else None
+        if number == model.skipped:  # it would raise nothing, and the backward be one more pass
+            number = (number + 1) % LAYERS
+        layer = model.layers[number]
         data = torch.Generator().manual_seed(1000 * step + rank)
 
         def backward(scale=1.0, data=data):
@@ -109,6 +112,7 @@ def train(rank, ranks, steps, seed, options, folder):
             layer.raises = True
             try:
                 backward()
+                sys.exit("a backward whose hook raises came to its end")
             except RuntimeError:
                 opt.zero_grad()
             layer.raises = False
