@@ -300,6 +300,7 @@ struct JobStatus {
   gradientReadBytes @49 :UInt64;     # of swap, in all steps
   gradientWrittenBytes @50 :UInt64;
   relocatedBlocks @51 :UInt64;       # moved off marked swap paths between steps
+  reclaimedReads @52 :UInt64;        # blocks read ahead whose slot something else needed first: they are read again
 }
 
 struct TraceEvent {

@@ -112,6 +112,7 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setUpdateReadsPrefetched(view.update_reads_prefetched);
   job.setStateReadBytes(view.state_read_bytes);
   job.setStateWrittenBytes(view.state_written_bytes);
+  job.setReclaimedReads(view.reclaimed_reads);
   job.setLastStepReads(view.last_step_reads);
   job.setLastStepReadsPrefetched(view.last_step_reads_prefetched);
   job.setLastStepReadBytes(view.last_step_read_bytes);

@@ -36,6 +36,7 @@ JobView Job::View() const {
                .leases = leases_.count(),
                .update_reads = pipeline_.counters().update_reads,
                .update_reads_prefetched = pipeline_.counters().update_reads_prefetched,
+               .reclaimed_reads = pipeline_.staged().reclaimed(),
                .state_read_bytes = pipeline_.counters().read_bytes,
                .state_written_bytes = pipeline_.counters().written_bytes,
                .last_step_reads = pipeline_.last_step().update_reads,

@@ -72,6 +72,8 @@ struct JobView {
   uint64_t leases = 0;
   uint64_t update_reads = 0;
   uint64_t update_reads_prefetched = 0;
+  // Blocks that were read ahead and gave their slot away: they are read again.
+  uint64_t reclaimed_reads = 0;
   uint64_t state_read_bytes = 0;
   uint64_t state_written_bytes = 0;
   uint64_t last_step_reads = 0;

@@ -75,6 +75,7 @@ std::optional<uint32_t> StagedBlocks::ReclaimWhere(
   if (last == blocks_.end()) return std::nullopt;
   const uint32_t slot = last->second.slot;
   waits_for_slot_ = true;
+  ++reclaimed_;
   first_dropped_ = std::min(first_dropped_, position_(last->first));
   blocks_.erase(last);
   return slot;

@@ -98,6 +98,9 @@ class StagedBlocks {
   // The same of a block that `may_go`, in the order of update or not.
   std::optional<uint32_t> ReclaimWhere(const std::function<bool(uint32_t block)>& may_go);
 
+  // Blocks that were read and gave their slot to another use before their own, so far.
+  uint64_t reclaimed() const { return reclaimed_; }
+
   // The first place of a block that was dropped since this was last asked; UINT32_MAX: none was.
   uint32_t DrainFirstDropped();
 
@@ -112,6 +115,7 @@ class StagedBlocks {
   std::function<uint32_t(uint32_t)> position_;
   std::map<uint32_t, Staged> blocks_;
   bool waits_for_slot_ = false;
+  uint64_t reclaimed_ = 0;
   uint32_t first_dropped_ = UINT32_MAX;
 };
 

@@ -148,6 +148,7 @@ class StepPipeline {
   // For reads of states and for moves of blocks, while no step runs.
   const BlockMap& map() const { return map_; }
   StagedBlocks& staged() { return staged_; }
+  const StagedBlocks& staged() const { return staged_; }
   BlockLedger& ledger() { return ledger_; }
   const BlockLedger& ledger() const { return ledger_; }
   Placement& placement() { return placement_; }

@@ -423,6 +423,11 @@ TEST_P(NodeStateLeasedSwap, BlocksThatAReaderHoldsUpKeepNoSlotFromAnotherJob) {
   const JobView job = node_.state().Jobs()[0];
   EXPECT_EQ(job.update_reads, static_cast<uint64_t>(protocol::Info(GetParam()).passes) *
                                   (job.blocks - job.resident_blocks));
+  // What is held up is read ahead of the first pass alone, and LAMB's first pass needs no lease.
+  EXPECT_EQ(job.reclaimed_reads > 0, protocol::Info(GetParam()).passes == 1);
+  EXPECT_EQ(job.state_read_bytes / (job.update_reads + job.reclaimed_reads),
+            job.state_written_bytes / job.update_reads)
+      << "what is reclaimed is read again";
   EXPECT_EQ(node_.ErrorOf(CallStep("held", 2)), ErrorId::kNone);
 }
 
