@@ -27,8 +27,20 @@ def needs(kind):
     return pytest.mark.skipif(missing, reason=f"no {header}: torch without CUDA")
 
 
-def compiles(root, kind):
-    folders = {folder_of(CHECKS[kind]), folder_of("cuda.h")}
+def stand_ins(folder):
+    """What nccl.h includes of CUDA's, where torch's packages are alone: since CUDA 13 their cuda_runtime.h includes
+    the folder crt, which the toolkit has. NCCL's declarations need one type of them; the driver's header says what
+    it is."""
+    folder.mkdir()
+    (folder / "cuda_runtime.h").write_text("#include <cuda.h>\ntypedef CUstream cudaStream_t;\n")
+    (folder / "cuda_fp16.h").write_text("")
+    return folder
+
+
+def compiles(root, kind, tmp_path):
+    folders = [folder_of(CHECKS[kind]), folder_of("cuda.h")]
+    crt = folder_of("crt/host_config.h")
+    folders = [*folders, crt] if crt else [stand_ins(tmp_path / "stand_ins"), *folders]
     systems = [flag for folder in folders for flag in ("-isystem", folder)]
     check = f"{ROOM}/{kind}_header_check.cc"
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{root}", *systems, check]
@@ -39,8 +51,8 @@ KINDS = [pytest.param(kind, marks=needs(kind)) for kind in CHECKS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_declarations_are_nvidias(kind):
-    done = compiles(ROOT, kind)
+def test_the_declarations_are_nvidias(kind, tmp_path):
+    done = compiles(ROOT, kind, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -67,6 +79,6 @@ def test_a_wrong_declaration_is_found(tmp_path, kind, part, before, after, messa
     text = changed.read_text(encoding="utf-8")
     assert before in text
     changed.write_text(text.replace(before, after), encoding="utf-8")
-    done = compiles(tmp_path, kind)
+    done = compiles(tmp_path, kind, tmp_path)
     assert done.returncode != 0
     assert message in done.stderr, done.stderr
