@@ -1,5 +1,6 @@
 """From samples to JSON lines, a Markdown table, and whether the run counts."""
 
+import json
 import statistics
 
 import ours
@@ -36,6 +37,13 @@ def spread(values):
         return {"value": values[0], "q1": values[0], "q3": values[0], "samples": len(values)}
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"value": middle, "q1": low, "q3": high, "samples": len(values)}
+
+
+def write_lines(path, facts, rows):
+    """JSON lines, the facts first."""
+    with open(path, "w", encoding="utf-8") as lines:
+        for row in [facts, *rows]:
+            lines.write(json.dumps({"bench": "peers"} | row) + "\n")
 
 
 def shares(loop, seconds):

@@ -9,16 +9,12 @@ a GPT of 110 M parameters in bf16: each setting of DeepSpeed's beside Forebay wi
 Writes OUT/infinity.jsonl and prints a table. docs/benchmarks.md says what the figures mean.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
-import os
 import pathlib
 import shutil
-import statistics
 import subprocess
-import sys
 
 import environment
 import figures
@@ -54,7 +50,7 @@ SETTINGS = {  # of DeepSpeed: what is on the disk, and `zero_optimization`
     "optimizer, pipelined": ("states", PIPELINED),
     "optimizer and parameters": ("weights", ALL),
 }
-# Least DRAM that leaves the weights there and no states, and that leaves neither.
+# In which weights have room and states have none, and in which neither has.
 DRAM = {
     "110M": {"states": "608MiB", "weights": "320MiB"},
     "smoke": {"states": "128MiB", "weights": "128MiB"},
@@ -113,57 +109,27 @@ def start(place, args, ranks, setting):
 
 
 def compare(place, args, ranks, setting):
-    """Rows of one comparison, in rounds of its own: the sides' memory would not fit together."""
-    sides = {}
+    """Rows of one comparison, with sides of its own: the memory of all would not fit together."""
+
+    def work(sides):
+        return sharded.measure(args, sides, turn), sharded.peaks_of(sides)
+
     try:
-        for by, side in start(place, args, ranks, setting):
-            sides[by] = side
-        for _ in range(phase.WARM_ROUNDS):
-            for side in sides.values():
-                side.turn()
-
-        def take(number, watch):
-            order = list(sides) if number % 2 == 0 else list(reversed(sides))
-            samples = {}
-            for by in order:
-                quiet.pause(phase.PARK_S)
-                with watch.running([sides[by].process.pid]):
-                    samples[by] = turn(sides[by])
-            return samples
-
-        rounds = quiet.Rounds(args.rounds, args.patience, args.noise, ahead=False)
-        rounds.collect(take)
-        peaks = {by: sharded.Peak(side.process.pid) for by, side in sides.items()}
-        for by, peak in peaks.items():
-            for _ in range(2):
-                peak.during(sides[by].turn)
-        facts = {by: side.facts for by, side in sides.items()}
-        for side in sides.values():
-            side.end()
+        (rounds, peaks), facts = sharded.with_sides(start(place, args, ranks, setting), work)
     finally:
-        for side in sides.values():
-            side.kill()
         shutil.rmtree(args.out / "nvme", ignore_errors=True)
-    if not rounds.kept:
-        sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
     return rows_of(rounds, peaks, facts, f"infinity/ranks={ranks}/on_disk={setting}")
 
 
 def rows_of(rounds, peaks, facts, case):
     params = facts["forebay"]["params"]
-    common = {"rejected": rounds.rejected}
-    seconds = {
-        (by, part): [sum(one[by][name] for name in names) for one in rounds.kept]
-        for by in peaks
-        for part, names in figures.PARTS.items()
-    }
-    for (by, part), values in seconds.items():
-        yield {"case": f"{case}/part={part}/by={by}", "unit": "s"} | figures.spread(values) | common
-    for part in figures.PARTS:
-        pairs = zip(seconds["deepspeed", part], seconds["forebay", part])
-        row = {"case": f"{case}/part={part}/deepspeed-over-forebay", "unit": "times"}
-        row |= figures.spread([theirs / own for theirs, own in pairs]) | common
-        yield row | ({"goal": GOALS[part]} if part in GOALS else {})
+    for part, names in figures.PARTS.items():
+        seconds = {
+            by: [sum(one[by][name] for name in names) for one in rounds.kept] for by in peaks
+        }
+        goal = GOALS.get(part)
+        over = ("deepspeed", "forebay")
+        yield from sharded.compared_rows(f"{case}/part={part}", seconds, over, "s", goal)
     for by, peak in peaks.items():
         yield {"case": f"{case}/peak/by={by}", "unit": "MiB", "value": peak.bytes / 2**20}
     share = peaks["forebay"].bytes / peaks["deepspeed"].bytes
@@ -174,7 +140,8 @@ def rows_of(rounds, peaks, facts, case):
             row = {"case": f"{case}/{name}/by={by}", "unit": "bytes a parameter"}
             yield row | figures.spread(counts)
     names = ("blocks", "blocks_in_dram")
-    yield {"case": f"{case}/facts", "params": params} | {n: facts["forebay"][n] for n in names}
+    kept = {"params": params, "rejected": rounds.rejected}
+    yield {"case": f"{case}/facts"} | kept | {name: facts["forebay"][name] for name in names}
 
 
 def bench_swap(args):
@@ -202,44 +169,21 @@ def transfers(place, args):
         side.kill()
     for op in TRANSFERS:
         values = {by: [one[by][op] for one in samples] for by in ("deepspeed", "forebay")}
-        for by, rates in values.items():
-            yield {"case": f"transfers/op={op}/by={by}", "unit": "GB/s"} | figures.spread(rates)
-        ratios = [own / theirs for theirs, own in zip(values["deepspeed"], values["forebay"])]
-        row = {"case": f"transfers/op={op}/forebay-over-deepspeed", "unit": "times"}
-        yield row | ({} if op == "mixed" else {"goal": AIO_GOAL}) | figures.spread(ratios)
+        goal = None if op == "mixed" else AIO_GOAL
+        over = ("forebay", "deepspeed")
+        yield from sharded.compared_rows(f"transfers/op={op}", values, over, "GB/s", goal)
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser):
     parser.add_argument("--folder", default="build/peers", help="of the environment")
-    parser.add_argument("--build", default="build", help="a configured build tree of ours")
-    parser.add_argument("--out", default="build/peers/out", help="also where the disk is used")
     parser.add_argument("--only", choices=["transfers", "step"])
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
-    parser.add_argument("--rounds", type=int, default=9, help="quiet rounds of each comparison")
-    parser.add_argument("--patience", type=float, default=600, help="seconds to wait for them")
-    parser.add_argument(
-        "--noise",
-        type=float,
-        default=quiet.NOISE_MAX,
-        help="share of a CPU that others may use in a round (the kernel's own I/O threads count)",
-    )
     parser.add_argument("--as-is", action="store_true", help="install and build nothing")
-    parser.add_argument("--smoke", action="store_true", help="everything once, tiny: does it work?")
-    args = parser.parse_args()
-    args.build, args.out = pathlib.Path(args.build).absolute(), pathlib.Path(args.out).absolute()
-    args.size = "smoke" if args.smoke else "110M"
-    if args.smoke:
-        args.rounds, args.noise = 1, float(os.cpu_count() + 1)
-    return args
 
 
 def main():
-    args = parse_args()
-    (args.out / "swap").mkdir(parents=True, exist_ok=True)
+    args = sharded.parse_args(__doc__, add_options)
     place = environment.Environment(args.folder)
     if not args.as_is:
         place.make(args.build, with_aio=True)
@@ -252,11 +196,7 @@ def main():
                 rows += compare(place, args, ranks, setting)
     facts = {"case": "infinity/facts", "date": datetime.date.today().isoformat()}
     facts |= environment.machine() | place.versions()
-    with open(args.out / "infinity.jsonl", "w", encoding="utf-8") as lines:
-        for row in [facts, *rows]:
-            lines.write(json.dumps({"bench": "peers"} | row) + "\n")
-    print(json.dumps(facts))
-    print(sharded.table([row for row in rows if "value" in row]), end="")
+    sharded.report(args.out / "infinity.jsonl", facts, rows)
 
 
 if __name__ == "__main__":

@@ -12,55 +12,28 @@ import time
 
 import torch
 
+import deepspeed_side
 import gpt
 import ours
 
 MAX_GRAD_NORM = 1.0
 
 
-class DeepSpeed:
-    """ZeRO-3 with the optimizer's states and arithmetic on the CPU, one rank."""
+class DeepSpeed(deepspeed_side.DeepSpeed):
+    """With the optimizer's states and arithmetic on the CPU, one rank."""
 
     def __init__(self, model, args):
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo")
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": MAX_GRAD_NORM,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": ours.LR, "weight_decay": ours.WEIGHT_DECAY},
-            },
-            "zero_optimization": {
-                "stage": 3,
-                "sub_group_size": args.sub_group,
-                "overlap_comm": False,
-                "contiguous_gradients": True,
-                "offload_optimizer": {"device": "cpu", "pin_memory": args.pin},
-            },
+        zero = {
+            "sub_group_size": args.sub_group,
+            "offload_optimizer": {"device": "cpu", "pin_memory": args.pin},
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
-        self.inner = self.engine.optimizer
+        super().__init__(model, zero, MAX_GRAD_NORM)
+        inner = self.engine.optimizer
         self.facts = {
             "sub_group_size": args.sub_group,
             "pin_memory": args.pin,
-            "optimizer": f"{type(self.inner).__name__} over {type(self.inner.optimizer).__name__}",
+            "optimizer": f"{type(inner).__name__} over {type(inner.optimizer).__name__}",
         }
-
-    def forward(self, tokens):
-        return self.engine(tokens)
-
-    def backward(self, loss):
-        self.engine.backward(loss)
-
-    def step(self):
-        self.engine.step()
 
 
 class Forebay:

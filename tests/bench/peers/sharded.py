@@ -35,7 +35,7 @@ MEMORY_GOALS = {
 }
 PARTS = {"step": ("step",), "all": ("forward", "backward", "step")}
 SAMPLE_S = 0.02
-# While memory is sampled: else glibc keeps some 800 MiB of either side's, by chance more or less.
+# While memory is sampled, in runs of their own since it disturbs: else glibc keeps some 800 MiB of either side's, by chance more or less.
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
@@ -79,6 +79,7 @@ class Peak:
 
 
 def start_sides(args, keys, variables):
+    """(key, side) of each, one after the other."""
     worker = [sys.executable, HERE / "sharded_worker.py", "--size", args.size]
     run = [args.build / "bin" / "forebay", "run", "--dram"]
     swap = ["--swap", args.out / "swap", "--swap-size", "3GiB" if args.size == "110M" else "64MiB"]
@@ -87,32 +88,32 @@ def start_sides(args, keys, variables):
         "forebay": [*run, DRAM[args.size], "--"],
         "forebay-on-swap": [*run, DRAM_WITH_SWAP[args.size], *swap, "--"],
     }
-    sides = {}
     for by, dtype in keys:
         print(f"starting {by} {dtype}", flush=True)
         command = [*runs[by], *worker, "--by", by, "--dtype", dtype]
         log = args.out / f"sharded-{by}-{dtype}.log"
-        sides[by, dtype] = phase.Side(f"{by} {dtype}", command, os.environ | variables, log)
-    return sides
+        yield (by, dtype), phase.Side(f"{by} {dtype}", command, os.environ | variables, log)
 
 
-def measure_peaks(args, sides):
-    """Of turns that are not timed: sampling disturbs, and so does FREED_AT_ONCE."""
+def warm_up(sides):
+    for _ in range(phase.WARM_ROUNDS):
+        for side in sides.values():
+            side.turn()
+
+
+def peaks_of(sides):
+    """Of turns that are not timed: sampling disturbs."""
     peaks = {}
     for key, side in sides.items():
         peaks[key] = Peak(side.process.pid)
-        for _ in range(phase.WARM_ROUNDS):
-            side.turn()
         for _ in range(2):
             peaks[key].during(side.turn)
     return peaks
 
 
-def measure(args, sides):
-    """Samples of every side in alternation."""
-    for _ in range(phase.WARM_ROUNDS):
-        for side in sides.values():
-            side.turn()
+def measure(args, sides, turn=phase.Side.turn):
+    """Rounds of turn(side) of every side in alternation."""
+    warm_up(sides)
 
     def take(number, watch):
         order = list(sides)
@@ -121,12 +122,23 @@ def measure(args, sides):
         for key in [*order[shift:], *order[:shift]]:
             quiet.pause(phase.PARK_S)
             with watch.running([sides[key].process.pid]):
-                samples[key] = sides[key].turn()
+                samples[key] = turn(sides[key])
         return samples
 
     rounds = quiet.Rounds(args.rounds, args.patience, args.noise, ahead=False)
     rounds.collect(take)
+    if not rounds.kept:
+        sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
     return rounds
+
+
+def compared_rows(case, values, over, unit, goal=None):
+    """A row for each side of {side: values}, and one for what `over`, two of them, are to each other."""
+    for by, taken in values.items():
+        yield {"case": f"{case}/by={by}", "unit": unit} | figures.spread(taken)
+    row = {"case": f"{case}/{over[0]}-over-{over[1]}", "unit": "times"}
+    ratios = [a / b for a, b in zip(values[over[0]], values[over[1]])]
+    yield row | ({} if goal is None else {"goal": goal}) | figures.spread(ratios)
 
 
 def rows_of(rounds, peaks, params):
@@ -134,18 +146,13 @@ def rows_of(rounds, peaks, params):
     rows = []
     for dtype, goal in GOALS.items():
         for part, names in PARTS.items():
-            seconds = {
-                by: [sum(one[by, dtype][name] for name in names) for one in rounds.kept]
+            ms = {
+                by: [1e3 * sum(one[by, dtype][name] for name in names) for one in rounds.kept]
                 for by in ("fsdp2", "forebay")
             }
             case = f"sharded/format={dtype}/part={part}"
-            for by, values in seconds.items():
-                ms = figures.spread([1e3 * value for value in values])
-                rows.append({"case": f"{case}/by={by}", "unit": "ms"} | ms)
-            ratios = [theirs / own for theirs, own in zip(seconds["fsdp2"], seconds["forebay"])]
             least = goal if part == "step" else 1.0
-            compared = {"case": f"{case}/fsdp2-over-forebay", "unit": "times", "goal": least}
-            rows.append(compared | figures.spread(ratios))
+            rows += compared_rows(case, ms, ("fsdp2", "forebay"), "ms", least)
     for (by, dtype), peak in peaks.items():
         row = {"case": f"sharded/format={dtype}/peak/by={by}", "unit": "MiB"}
         rows.append(row | {"value": peak.bytes / 2**20})
@@ -189,13 +196,14 @@ def table(rows):
     return "\n".join(lines) + "\n"
 
 
-def parse_args():
+def parse_args(doc, add_options=None):
+    """Of a bench of sides that take turns. `add_options(parser)` has those of one bench alone."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--build", default="build", help="a build tree of ours, built")
-    parser.add_argument("--out", default="build/peers/out")
-    parser.add_argument("--rounds", type=int, default=9, help="quiet rounds")
+    parser.add_argument("--out", default="build/peers/out", help="where the disk is used too")
+    parser.add_argument("--rounds", type=int, default=9, help="quiet rounds of a comparison")
     parser.add_argument("--patience", type=float, default=600, help="seconds to wait for them")
     parser.add_argument(
         "--noise",
@@ -204,19 +212,24 @@ def parse_args():
         help="share of a CPU that others may use in a round",
     )
     parser.add_argument("--smoke", action="store_true", help="everything once, tiny")
+    if add_options is not None:
+        add_options(parser)
     args = parser.parse_args()
     args.build, args.out = pathlib.Path(args.build).absolute(), pathlib.Path(args.out).absolute()
+    (args.out / "swap").mkdir(parents=True, exist_ok=True)
     args.size = "smoke" if args.smoke else "110M"
     if args.smoke:
         args.rounds, args.noise = 1, float(os.cpu_count() + 1)
     return args
 
 
-def with_sides(args, keys, variables, work):
-    """work(args, sides), and what the sides say of the model."""
-    sides = start_sides(args, keys, variables)
+def with_sides(starting, work):
+    """work(sides) with those of `starting`, pairs of key and side; and what they say of the model."""
+    sides = {}
     try:
-        done = work(args, sides)
+        for key, side in starting:
+            sides[key] = side
+        done = work(sides)
         facts = {key: side.facts for key, side in sides.items()}
         for side in sides.values():
             side.end()
@@ -226,16 +239,24 @@ def with_sides(args, keys, variables, work):
     return done, facts
 
 
+def report(path, facts, rows):
+    figures.write_lines(path, facts, rows)
+    print(json.dumps(facts))
+    print(table([row for row in rows if "value" in row]), end="")
+
+
 def main():
-    args = parse_args()
-    (args.out / "swap").mkdir(parents=True, exist_ok=True)
+    args = parse_args(__doc__)
     timed = [(by, dtype) for dtype in GOALS for by in ("fsdp2", "forebay")]
-    rounds, facts = with_sides(args, timed, {}, measure)
+    rounds, facts = with_sides(start_sides(args, timed, {}), lambda sides: measure(args, sides))
     sampled = [*timed, ("forebay-on-swap", "bf16")]
-    peaks, on_swap = with_sides(args, sampled, FREED_AT_ONCE, measure_peaks)
+
+    def sample(sides):
+        warm_up(sides)
+        return peaks_of(sides)
+
+    peaks, on_swap = with_sides(start_sides(args, sampled, FREED_AT_ONCE), sample)
     params = facts[timed[0]]["params"]
-    if not rounds.kept:
-        sys.exit(f"no quiet round within {args.patience} s ({rounds.rejected} were not)")
     rows = rows_of(rounds, peaks, params)
     facts = {
         "case": "sharded/facts",
@@ -246,11 +267,7 @@ def main():
         "rejected": rounds.rejected,
         "noise": statistics.median(rounds.noise),
     }
-    with open(args.out / "sharded.jsonl", "w", encoding="utf-8") as lines:
-        for row in [facts, *rows]:
-            lines.write(json.dumps({"bench": "peers"} | row) + "\n")
-    print(json.dumps(facts))
-    print(table(rows), end="")
+    report(args.out / "sharded.jsonl", facts, rows)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+import deepspeed_side
 import gpt
 import ours
 import quiet
@@ -95,47 +96,15 @@ class Sharded:
         return dict(zip(names, total.tolist()))
 
 
-class DeepSpeed:
-    """ZeRO-3 in bf16 with what `zero` says of offloading."""
+class DeepSpeed(deepspeed_side.DeepSpeed):
+    """With what --zero says of offloading."""
 
     def __init__(self, model, args):
-        import deepspeed
-
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": ours.LR, "weight_decay": ours.WEIGHT_DECAY},
-            },
-            "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True},
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": False,
-                "contiguous_gradients": True,
-                **json.loads(args.zero),
-            },
-        }
-        if args.clip:
-            config["gradient_clipping"] = args.clip
-        deepspeed.init_distributed(dist_backend="gloo")
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
-
-    def forward(self, tokens):
-        return self.engine(tokens)
-
-    def backward(self, loss):
-        self.engine.backward(loss)
-
-    def step(self):
-        self.engine.step()
+        aio = {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True}
+        super().__init__(model, json.loads(args.zero), args.clip, {"aio": aio})
 
     def finish(self):
-        pass
+        """Its step leaves nothing to do."""
 
     def copied_bytes(self):
         return {}
