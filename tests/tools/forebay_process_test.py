@@ -653,8 +653,9 @@ def test_bench_step_and_update_limit_the_rate_of_swap(folders):
     assert forebay("bench", "fetch", "--limit-rate", "512MiB").returncode == 1
     refused = forebay("bench", "step", "--limit-rate", "fast", env=environment)
     assert refused.returncode == 1 and "--limit-rate fast is no size" in refused.stderr
-    refused = forebay("bench", "step", "--limit-rate", "1GiB,0", env=environment)
-    assert refused.returncode == 1 and "--limit-rate 1GiB,0 is no size" in refused.stderr
+    for rates in ("1GiB,0", "1GiB,", ","):
+        refused = forebay("bench", "step", "--limit-rate", rates, env=environment)
+        assert refused.returncode == 1 and f"--limit-rate {rates} is no size" in refused.stderr
 
 
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():

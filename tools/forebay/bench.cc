@@ -30,7 +30,8 @@ constexpr std::array kBenches = {Entry{"adam", BenchAdam},    Entry{"copies", Be
 
 absl::StatusOr<std::vector<uint64_t>> ParseRates(const std::string& text) {
   std::vector<uint64_t> rates;
-  const std::vector<std::string> words = absl::StrSplit(text, ',', absl::SkipEmpty());
+  if (text.empty()) return rates;
+  const std::vector<std::string> words = absl::StrSplit(text, ',');
   for (const std::string& rate : words) {
     const absl::StatusOr<uint64_t> bytes = protocol::ParseBytes(rate);
     if (!bytes.ok() || *bytes == 0) {
