@@ -96,7 +96,7 @@ absl::Status Attachment::GradReady(uint32_t partition) {
   }
   const State::OpenSlot slot = found->second;
   const protocol::Layout& layout = *s.parts.layout;
-  const uint64_t elems = layout.partitions()[partition].elems;
+  const uint64_t elems = layout.partitions()[partition].gradient_elems;
   s.open.erase(found);
   for (const protocol::BoxPlace& place : layout.boxes_of(partition)) {
     if (layout.params()[place.box.param].trainable) s.SetGradient(place.box.param);

@@ -81,7 +81,8 @@ absl::StatusOr<Attachment::State::Pieces::iterator> Attachment::State::PieceAt(
     if (piece->first.partition == partition && elem < piece->second.end) return piece;
   }
   uint64_t begin = elem / piece_elems * piece_elems;
-  uint64_t end = std::min(begin + piece_elems, parts.layout->partitions()[partition].elems);
+  uint64_t end =
+      std::min(begin + piece_elems, parts.layout->partitions()[partition].gradient_elems);
   const auto leave_out = [&](uint64_t other_begin, uint64_t other_end) {
     if (other_end <= elem) begin = std::max(begin, other_end);
     if (other_begin > elem) end = std::min(end, other_begin);

@@ -173,6 +173,7 @@ void Layout::PlacePartition(const PartitionSpec& partition, OwnerPlace& owner) {
                        .replica = partition.replica,
                        .weights_offset_bytes = owner.weights_bytes,
                        .elems = 0,
+                       .gradient_elems = 0,
                        .box_begin = static_cast<uint32_t>(boxes_.size()),
                        .box_end = 0};
   for (const BoxSpec& box : partition.boxes) {
@@ -183,14 +184,17 @@ void Layout::PlacePartition(const PartitionSpec& partition, OwnerPlace& owner) {
     place.elems += box.elems();
     if (params_[box.param].trainable) {
       owner.states_elems = RoundUp(owner.states_elems + box.elems(), states_align_elems());
+      place.gradient_elems = place.elems;
     }
   }
   place.box_end = static_cast<uint32_t>(boxes_.size());
   owner.weights_bytes += RoundUp(place.elems * SizeBytes(spec_.dtype), kPageBytes);
   const uint64_t unit_bytes = std::min(place.elems, kGradUnitElems) * sizeof(float);
-  const uint64_t gradient_bytes = place.elems * SizeBytes(grad_dtype());
-  largest_gradient_bytes_ = std::max(
-      largest_gradient_bytes_, RoundUp(std::max(gradient_bytes, unit_bytes), kGradAlignBytes));
+  const uint64_t gradient_bytes = place.gradient_elems * SizeBytes(grad_dtype());
+  const uint64_t weights_bytes = place.elems * SizeBytes(spec_.dtype);
+  largest_gradient_bytes_ =
+      std::max(largest_gradient_bytes_,
+               RoundUp(std::max({gradient_bytes, weights_bytes, unit_bytes}), kGradAlignBytes));
   partitions_.push_back(place);
 }
 
@@ -215,7 +219,7 @@ uint64_t Layout::partition_bytes(uint32_t partition) const {
 }
 
 uint64_t Layout::gradient_bytes(uint32_t partition) const {
-  return partitions_[partition].elems * SizeBytes(grad_dtype());
+  return partitions_[partition].gradient_elems * SizeBytes(grad_dtype());
 }
 
 std::span<const BoxPlace> Layout::boxes_of(uint32_t partition) const {

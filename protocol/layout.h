@@ -32,7 +32,7 @@ inline constexpr uint64_t kStatesAlignElems = 64;
 inline constexpr uint64_t kGradAlignBytes = 64;
 
 // What a client asks for, in the order of the model: parameters of one group are neighbours, groups
-// ascend from 0.
+// ascend from 0. Within a group frozen parameters should come last (PartitionPlace::gradient_elems).
 struct ParamSpec {
   // Unique, 1 to kNameBytesMax bytes.
   std::string name;
@@ -95,6 +95,9 @@ struct PartitionPlace {
   // From the start of the owner's weights; a multiple of kPageBytes.
   uint64_t weights_offset_bytes;
   uint64_t elems;
+  // Its gradient ends behind the last trainable box: frozen parameters that come last in their group take no
+  // room in gradients and in their sums. 0: all are frozen.
+  uint64_t gradient_elems;
   // Its boxes are [box_begin, box_end).
   uint32_t box_begin;
   uint32_t box_end;
@@ -146,7 +149,8 @@ class Layout {
   // Rounded up to kGradAlignBytes: room for the gradient of any partition, for its weights, and for a
   // range of its masters.
   uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
-  // Of a partition's weights, and of its gradient. With shared attachment partition g is group g.
+  // Of a partition's weights, and of its gradient (gradient_elems). With shared attachment partition g is
+  // group g.
   uint64_t partition_bytes(uint32_t partition) const;
   uint64_t gradient_bytes(uint32_t partition) const;
   std::span<const BoxPlace> boxes_of(uint32_t partition) const;

@@ -95,11 +95,11 @@ absl::Status CheckFloats(const Command& command, uint64_t elems, std::string_vie
   return CheckWithin(command, gradients);
 }
 
-// A range of wire.h, of exactly that length, within the gradients' part of the arena.
-absl::Status CheckElemRange(const Command& command, const Layout& layout, protocol::DType dtype,
+// A range of wire.h within the first `partition_elems` of a partition, of exactly that length, within the
+// gradients' part of the arena.
+absl::Status CheckElemRange(const Command& command, uint64_t partition_elems, protocol::DType dtype,
                             const ByteRange& gradients) {
   const uint64_t width = protocol::SizeBytes(dtype);
-  const uint64_t partition_elems = layout.partitions()[command.partition].elems;
   const uint64_t elems = command.length_bytes / width;
   const bool fits = command.length_bytes <= protocol::kGradPieceBytesMax &&
                     command.element_offset < partition_elems &&
@@ -122,11 +122,7 @@ absl::Status CheckElemRange(const Command& command, const Layout& layout, protoc
 
 // A partition all of whose parameters are frozen has no gradient.
 absl::Status CheckTrainable(uint32_t partition, const Layout& layout) {
-  const auto boxes = layout.boxes_of(partition);
-  const auto is_trainable = [&](const auto& place) {
-    return layout.params()[place.box.param].trainable;
-  };
-  if (std::any_of(boxes.begin(), boxes.end(), is_trainable)) return absl::OkStatus();
+  if (layout.partitions()[partition].gradient_elems > 0) return absl::OkStatus();
   return MakeError(ErrorId::kUnsupported,
                    absl::StrCat("a gradient for ", layout.DescribePartition(partition),
                                 ", whose parameters are all frozen"),
@@ -203,14 +199,16 @@ absl::Status CheckCommand(const Command& command, const Layout& layout,
   const ByteRange gradients{.offset = 0, .bytes = limits.grad_bytes};
   switch (op) {
     case Op::kWriteInitial:
-      return CheckElemRange(command, layout, layout.spec().dtype, gradients);
+      return CheckElemRange(command, layout.partitions()[command.partition].elems,
+                            layout.spec().dtype, gradients);
     case Op::kWriteMasters:
       return CheckFloats(command, layout.partitions()[command.partition].elems,
                          absl::StrCat("partition ", command.partition), gradients);
     case Op::kGradReady:
       RETURN_IF_ERROR(CheckGradKind(command.kind, layout));
       RETURN_IF_ERROR(CheckTrainable(command.partition, layout));
-      return CheckElemRange(command, layout, layout.grad_dtype(), gradients);
+      return CheckElemRange(command, layout.partitions()[command.partition].gradient_elems,
+                            layout.grad_dtype(), gradients);
     case Op::kStep:
     case Op::kAnnounceStep:
       if (op == Op::kStep &&

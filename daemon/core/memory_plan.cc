@@ -43,7 +43,7 @@ uint32_t PlaceSumsInPages(const Layout& layout, MemoryPlan& plan) {
   for (const protocol::OwnerPlace& owner : layout.owners()) {
     for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
       if (layout.partitions()[i].owner != owner.owner) continue;
-      const uint64_t bytes = layout.partitions()[i].elems * width;
+      const uint64_t bytes = layout.partitions()[i].gradient_elems * width;
       if (at % plan.sum_page_bytes + bytes > plan.sum_page_bytes) at = RoundUp(at, unit_bytes);
       plan.accumulator_offsets[i] = at;
       at = RoundUp(at + bytes, protocol::kCacheLineBytes);
@@ -57,8 +57,8 @@ uint64_t PlaceSums(const Layout& layout, uint64_t offset_bytes, MemoryPlan& plan
   plan.accumulator_offsets.clear();
   for (const protocol::PartitionPlace& partition : layout.partitions()) {
     plan.accumulator_offsets.push_back(offset_bytes);
-    offset_bytes +=
-        RoundUp(partition.elems * protocol::SizeBytes(plan.sum_dtype), protocol::kCacheLineBytes);
+    offset_bytes += RoundUp(partition.gradient_elems * protocol::SizeBytes(plan.sum_dtype),
+                            protocol::kCacheLineBytes);
   }
   return RoundUp(offset_bytes, kPageBytes);
 }

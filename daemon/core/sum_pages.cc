@@ -28,7 +28,7 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
   pages_.resize(plan_.sum_pages);
   for (uint32_t frame = 0; frame < plan_.sum_frames; ++frame) free_frames_.insert(frame);
   for (uint32_t partition = 0; partition < layout_.partitions().size(); ++partition) {
-    const uint64_t elems = layout_.partitions()[partition].elems;
+    const uint64_t elems = layout_.partitions()[partition].gradient_elems;
     for (uint64_t begin = 0, end = 0; begin < elems; begin = end) {
       end = std::min(elems, EndOnPage(partition, begin));
       pages_[PageOf(partition, begin)].ranges.push_back(

@@ -57,6 +57,22 @@ TEST(Layout, GivesFrozenParametersNoStates) {
   EXPECT_THAT(Layout::Difference(Small(), spec), HasSubstr("frozen"));
 }
 
+TEST(Layout, EndsGradientsBehindTheLastTrainableBox) {
+  const auto gradients = [](std::vector<uint32_t> frozen) {
+    LayoutSpec spec = Small();
+    for (const uint32_t param : frozen) spec.params[param].trainable = false;
+    const absl::StatusOr<Layout> layout = Layout::Create(spec);
+    EXPECT_OK(layout);
+    EXPECT_EQ(layout->largest_gradient_bytes(), 832U) << "weights have room too";
+    return std::pair(layout->gradient_bytes(0), layout->gradient_bytes(1));
+  };
+  EXPECT_EQ(gradients({}), std::pair(64UL, 800UL));
+  EXPECT_EQ(gradients({0}), std::pair(64UL, 800UL)) << "what comes before it has room";
+  EXPECT_EQ(gradients({1}), std::pair(60UL, 800UL));
+  EXPECT_EQ(gradients({0, 1}), std::pair(0UL, 800UL));
+  EXPECT_EQ(gradients({2}), std::pair(64UL, 0UL));
+}
+
 TEST(Layout, KnowsAParameterByTheHashOfItsName) {
   EXPECT_EQ(NameHash(""), 0xcbf29ce484222325U);
   EXPECT_EQ(NameHash("a"), 0xaf63dc4c8601ec8cU) << "FNV-1a's published value";

@@ -329,7 +329,7 @@ void NodeHarness::SetAttempt(uint64_t session, uint64_t attempt) {
 }
 
 uint64_t NodeHarness::Gradient(uint64_t session, uint32_t partition, uint64_t step, bool finite) {
-  const uint64_t elems = InfoOf(session).layout->partitions()[partition].elems;
+  const uint64_t elems = InfoOf(session).layout->partitions()[partition].gradient_elems;
   return GradientRange(session, partition, 0, elems, step, finite);
 }
 

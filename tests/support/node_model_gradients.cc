@@ -28,7 +28,7 @@ NodeModel::ElemPlace NodeModel::AccumulatorAt(const JobMemory& job, protocol::DT
   if (offset_bytes >= job.float_sums_offset) offset_bytes -= job.float_sums_offset;
   uint32_t partition = 0;
   while (true) {
-    const uint64_t elems = job.layout->partitions()[partition].elems;
+    const uint64_t elems = job.layout->partitions()[partition].gradient_elems;
     const uint64_t bytes = protocol::RoundUp(elems * width, protocol::kCacheLineBytes);
     if (offset_bytes < bytes) return {.partition = partition, .elem = offset_bytes / width};
     offset_bytes -= bytes;

@@ -129,7 +129,8 @@ def make_shard_plan(
                 plan.holders.setdefault((one.name, box), []).append(rank)
     plan.group_names = list(members)
     for group, names in enumerate(members.values()):
-        for name in names:
+        # Frozen ones last: gradients and their sums end before them.
+        for name in sorted(names, key=lambda name: not of_name[name].trainable):
             one = of_name[name]
             plan.index[name] = len(plan.params)
             plan.params.append((name, list(one.shape), group, one.param_group, one.trainable))

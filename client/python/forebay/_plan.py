@@ -96,7 +96,10 @@ def make_plan(model: nn.Module) -> Plan:
         plan.by_name[_logical(name)] = of_tensor[id(tensor)]
     for parameter, key in zip(named, keys):
         parameter.group = numbers[key]
-    plan.parameters = sorted(named, key=lambda parameter: parameter.group)
+    # Frozen ones last in their group: gradients and their sums end before them.
+    plan.parameters = sorted(
+        named, key=lambda parameter: (parameter.group, not parameter.trainable)
+    )
     plan.hook_points = _hook_points(model, [module for _, module in layers], plan)
     return plan
 
