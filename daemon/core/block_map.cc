@@ -35,35 +35,16 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
       planes_(PlanesOf(*layout_)),
       block_elems_(block_elems),
       on_swap_(std::move(on_swap)),
-      owner_blocks_(layout_->owners().size()),
-      owner_boxes_(layout_->owners().size()),
+      states_(layout_->owners().size()),
+      frozen_(layout_->owners().size()),
       param_boxes_(layout_->params().size()) {
   FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % layout_->states_align_elems() == 0);
-  const auto owners = layout_->owners();
-  for (const protocol::PartitionPlace& partition : layout_->partitions()) {
-    const auto owner = std::find_if(owners.begin(), owners.end(), [&](const auto& place) {
-      return place.owner == partition.owner;
-    });
-    owner_of_partition_.push_back(static_cast<uint32_t>(owner - owners.begin()));
-  }
-  const auto boxes = layout_->boxes();
-  for (uint32_t i = 0; i < boxes.size(); ++i) {
-    if (!layout_->params()[boxes[i].box.param].trainable) continue;
-    owner_boxes_[owner_of_partition_[boxes[i].partition]].push_back(i);
-    if (layout_->partitions()[boxes[i].partition].replica == 0) {
-      param_boxes_[boxes[i].box.param].push_back(i);
-    }
-  }
-  bool cut_one = true;
-  for (uint64_t begin = 0; cut_one; begin += block_elems_) {
-    cut_one = false;
-    for (uint32_t owner = 0; owner < owners.size(); ++owner) {
-      if (begin >= owners[owner].states_elems) continue;
-      owner_blocks_[owner].push_back(static_cast<uint32_t>(cuts_.size()));
-      cuts_.push_back({.owner = owner, .states_elem = begin});
-      cut_one = true;
-    }
-  }
+  // Of whole pages: a block's plane of weights ends with the block.
+  frozen_block_elems_ = full_block_bytes() / protocol::SizeBytes(layout_->spec().dtype);
+  FindBoxes();
+  CutBlocks(states_, block_elems_);
+  state_blocks_ = blocks();
+  CutBlocks(frozen_, frozen_block_elems_);
   has_weights_.assign(cuts_.size(), false);
   for (uint32_t block = 0; block < cuts_.size() && !on_swap_.empty(); ++block) {
     for (const BlockRun& run : Runs(block)) {
@@ -72,13 +53,60 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
   }
 }
 
-uint64_t BlockMap::elems(uint32_t block) const {
-  const Cut& cut = cuts_[block];
-  return std::min(block_elems_, layout_->owners()[cut.owner].states_elems - cut.states_elem);
+void BlockMap::FindBoxes() {
+  const auto owners = layout_->owners();
+  for (const protocol::PartitionPlace& partition : layout_->partitions()) {
+    const auto owner = std::find_if(owners.begin(), owners.end(), [&](const auto& place) {
+      return place.owner == partition.owner;
+    });
+    owner_of_partition_.push_back(static_cast<uint32_t>(owner - owners.begin()));
+  }
+  for (size_t owner = 0; owner < owners.size(); ++owner) {
+    states_[owner].elems = owners[owner].states_elems;
+  }
+  const auto boxes = layout_->boxes();
+  for (uint32_t i = 0; i < boxes.size(); ++i) {
+    const protocol::BoxPlace& place = boxes[i];
+    const uint32_t owner = owner_of_partition_[place.partition];
+    sequence_elems_.push_back(place.states_elem);
+    if (layout_->params()[place.box.param].trainable) {
+      states_[owner].boxes.push_back(i);
+      if (layout_->partitions()[place.partition].replica == 0) {
+        param_boxes_[place.box.param].push_back(i);
+      }
+    } else if (is_on_swap(place.partition)) {
+      Sequence& frozen = frozen_[owner];
+      sequence_elems_.back() = frozen.elems;
+      frozen.boxes.push_back(i);
+      frozen.elems =
+          protocol::RoundUp(frozen.elems + place.box.elems(), layout_->states_align_elems());
+    }
+  }
 }
 
+void BlockMap::CutBlocks(std::vector<Sequence>& sequences, uint64_t block_elems) {
+  bool cut_one = true;
+  for (uint64_t begin = 0; cut_one; begin += block_elems) {
+    cut_one = false;
+    for (uint32_t owner = 0; owner < sequences.size(); ++owner) {
+      Sequence& sequence = sequences[owner];
+      if (begin >= sequence.elems) continue;
+      sequence.blocks.push_back(blocks());
+      cuts_.push_back(
+          {.owner = owner, .elem = begin, .elems = std::min(block_elems, sequence.elems - begin)});
+      cut_one = true;
+    }
+  }
+}
+
+const BlockMap::Sequence& BlockMap::SequenceOf(uint32_t block) const {
+  return (has_states(block) ? states_ : frozen_)[cuts_[block].owner];
+}
+
+uint64_t BlockMap::elems(uint32_t block) const { return cuts_[block].elems; }
+
 uint64_t BlockMap::bytes(uint32_t block) const {
-  return BytesOf(elems(block)) + (has_weights_[block] ? WeightsBytes(elems(block)) : 0);
+  return weights_plane_offset(block) + (has_weights_[block] ? WeightsBytes(elems(block)) : 0);
 }
 
 uint64_t BlockMap::full_block_bytes() const {
@@ -94,7 +122,7 @@ uint64_t BlockMap::BytesOf(uint64_t elems) const { return BlockBytes(planes_, el
 
 // Elements [begin, end) of a box, counted in the box.
 void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end,
-                       uint64_t block_begin, std::vector<BlockRun>& runs) const {
+                       uint64_t block_elem, std::vector<BlockRun>& runs) const {
   const protocol::BoxSpec& box = place.box;
   const bool cuts_runs = box.runs > 1 && layout_->spec().format == protocol::Format::kBf16;
   for (uint64_t elem = begin; elem < end;) {
@@ -105,30 +133,27 @@ void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t
                     .param = box.param,
                     .param_elem = box.first_elem + run_begin + in_run,
                     .partition_elem = place.partition_elem + elem,
-                    .block_elem = place.states_elem + elem - block_begin,
+                    .block_elem = block_elem + elem - begin,
                     .elems = stop - elem});
     elem = stop;
   }
 }
 
 std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
-  const Cut& cut = cuts_[block];
-  const uint64_t begin = cut.states_elem;
+  const uint64_t begin = cuts_[block].elem;
   const uint64_t end = begin + elems(block);
-  const std::vector<uint32_t>& boxes = owner_boxes_[cut.owner];
-  const auto place_of = [this](uint32_t box) -> const protocol::BoxPlace& {
-    return layout_->boxes()[box];
-  };
+  const std::vector<uint32_t>& boxes = SequenceOf(block).boxes;
   auto box = std::upper_bound(
       boxes.begin(), boxes.end(), begin,
-      [&](uint64_t elem, uint32_t index) { return elem < place_of(index).states_elem; });
+      [&](uint64_t elem, uint32_t index) { return elem < sequence_elems_[index]; });
   if (box != boxes.begin()) --box;
   std::vector<BlockRun> runs;
-  for (; box != boxes.end() && place_of(*box).states_elem < end; ++box) {
-    const protocol::BoxPlace& place = place_of(*box);
-    const uint64_t from = std::max(begin, place.states_elem) - place.states_elem;
-    const uint64_t to = std::min(end - place.states_elem, place.box.elems());
-    if (from < to) AddRuns(place, from, to, begin, runs);
+  for (; box != boxes.end() && sequence_elems_[*box] < end; ++box) {
+    const protocol::BoxPlace& place = layout_->boxes()[*box];
+    const uint64_t box_begin = sequence_elems_[*box];
+    const uint64_t from = std::max(begin, box_begin) - box_begin;
+    const uint64_t to = std::min(end - box_begin, place.box.elems());
+    if (from < to) AddRuns(place, from, to, box_begin + from - begin, runs);
   }
   return runs;
 }
@@ -144,14 +169,18 @@ std::vector<uint32_t> BlockMap::Partitions(uint32_t block) const {
 }
 
 // Elements of a box from its element `box_elem` on, which are consecutive in the parameter.
-void BlockMap::AddElements(const protocol::BoxPlace& place, uint64_t box_elem, uint64_t param_elem,
-                           uint64_t elems, std::vector<ElementRun>& runs) const {
-  const std::vector<uint32_t>& blocks = owner_blocks_[owner_of_partition_[place.partition]];
+void BlockMap::AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem, uint64_t elems,
+                           std::vector<ElementRun>& runs) const {
+  const protocol::BoxPlace& place = layout_->boxes()[box];
+  const uint32_t owner = owner_of_partition_[place.partition];
+  const bool has_states = layout_->params()[place.box.param].trainable;
+  const std::vector<uint32_t>& blocks = (has_states ? states_ : frozen_)[owner].blocks;
+  const uint64_t elems_of_a_block = has_states ? block_elems_ : frozen_block_elems_;
   for (uint64_t done = 0; done < elems;) {
-    const uint64_t states_elem = place.states_elem + box_elem + done;
-    const uint64_t block_elem = states_elem % block_elems_;
-    const uint64_t count = std::min(elems - done, block_elems_ - block_elem);
-    runs.push_back({.block = blocks[states_elem / block_elems_],
+    const uint64_t elem = sequence_elems_[box] + box_elem + done;
+    const uint64_t block_elem = elem % elems_of_a_block;
+    const uint64_t count = std::min(elems - done, elems_of_a_block - block_elem);
+    runs.push_back({.block = blocks[elem / elems_of_a_block],
                     .block_elem = block_elem,
                     .partition = place.partition,
                     .partition_elem = place.partition_elem + box_elem + done,
@@ -165,8 +194,7 @@ std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_
   std::vector<ElementRun> runs;
   const uint64_t end = first + elems;
   for (const uint32_t index : param_boxes_[param]) {
-    const protocol::BoxPlace& place = layout_->boxes()[index];
-    const protocol::BoxSpec& box = place.box;
+    const protocol::BoxSpec& box = layout_->boxes()[index].box;
     uint64_t run = 0;
     if (first >= box.first_elem + box.run_elems) {
       run = (first - box.first_elem - box.run_elems) / box.stride_elems + 1;
@@ -175,7 +203,7 @@ std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_
       const uint64_t run_begin = box.first_elem + run * box.stride_elems;
       const uint64_t from = std::max(first, run_begin);
       const uint64_t to = std::min(end, run_begin + box.run_elems);
-      AddElements(place, run * box.run_elems + from - run_begin, from, to - from, runs);
+      AddElements(index, run * box.run_elems + from - run_begin, from, to - from, runs);
     }
   }
   std::sort(runs.begin(), runs.end(),
@@ -186,12 +214,14 @@ std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_
 std::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uint64_t begin,
                                                     uint64_t end) const {
   std::vector<ElementRun> runs;
-  for (const protocol::BoxPlace& place : layout_->boxes_of(partition)) {
+  const protocol::PartitionPlace& of = layout_->partitions()[partition];
+  for (uint32_t box = of.box_begin; box < of.box_end; ++box) {
+    const protocol::BoxPlace& place = layout_->boxes()[box];
     const uint64_t from = std::max(begin, place.partition_elem);
     const uint64_t to = std::min(end, place.partition_elem + place.box.elems());
     if (from >= to) continue;
-    if (layout_->params()[place.box.param].trainable) {
-      AddElements(place, from - place.partition_elem, 0, to - from, runs);
+    if (layout_->params()[place.box.param].trainable || is_on_swap(partition)) {
+      AddElements(box, from - place.partition_elem, 0, to - from, runs);
     } else {
       runs.push_back({.block = ElementRun::kNoBlock,
                       .partition = partition,

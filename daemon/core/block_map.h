@@ -31,7 +31,7 @@ struct BlockRun {
 struct ElementRun {
   static constexpr uint32_t kNoBlock = UINT32_MAX;
 
-  uint32_t block = 0;  // kNoBlock: of a frozen parameter, which has no states
+  uint32_t block = 0;  // kNoBlock: of a frozen parameter whose weights are in DRAM
   uint64_t block_elem = 0;
   uint32_t partition = 0;
   uint64_t partition_elem = 0;
@@ -46,6 +46,10 @@ struct ElementRun {
 // weights, element by element as the states have them, where any of its partitions' weights are on swap. Blocks are numbered in the order in which
 // they are placed and updated: the first block of each owner, then the second of each, ... (first
 // layers first).
+//
+// Behind them come blocks of each owner's frozen parameters whose weights are on swap: a plane of weights alone,
+// each box at a multiple of states_align_elems(), as many elements in a block as a full block of the others has
+// bytes for. They are never updated, and never in DRAM as a whole.
 class BlockMap {
  public:
   // `block_elems` is a multiple of the layout's states_align_elems().
@@ -54,11 +58,16 @@ class BlockMap {
            std::vector<bool> on_swap = {});
 
   uint32_t blocks() const { return static_cast<uint32_t>(cuts_.size()); }
-  uint64_t elems(uint32_t block) const;  // padding included
+  bool has_states(uint32_t block) const { return block < state_blocks_; }
+  uint32_t state_blocks() const { return state_blocks_; }  // the first ones
+  uint64_t elems(uint32_t block) const;                    // padding included
+  uint64_t states_elems(uint32_t block) const { return has_states(block) ? elems(block) : 0; }
   uint64_t bytes(uint32_t block) const;  // all planes, each on whole pages
   uint64_t full_block_bytes() const;     // of the largest
   bool has_weights(uint32_t block) const { return has_weights_[block]; }
-  uint64_t weights_plane_offset(uint32_t block) const { return BytesOf(elems(block)); }
+  uint64_t weights_plane_offset(uint32_t block) const {
+    return has_states(block) ? BytesOf(elems(block)) : 0;
+  }
   bool has_weights_on_swap() const { return !on_swap_.empty(); }
   bool is_on_swap(uint32_t partition) const { return !on_swap_.empty() && on_swap_[partition]; }
 
@@ -66,7 +75,7 @@ class BlockMap {
   // format rounds each element by its place in the parameter.
   std::vector<BlockRun> Runs(uint32_t block) const;
 
-  // Partitions with states (not only padding) in a block, ascending.
+  // Partitions with elements (not only padding) in a block, ascending.
   std::vector<uint32_t> Partitions(uint32_t block) const;
 
   // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
@@ -85,27 +94,41 @@ class BlockMap {
 
  private:
   struct Cut {
-    uint32_t owner = 0;        // in the order of the layout
-    uint64_t states_elem = 0;  // of its first element
+    uint32_t owner = 0;  // in the order of the layout
+    uint64_t elem = 0;   // its first, of the owner's sequence
+    uint64_t elems = 0;
+  };
+  // What blocks of one kind are cut from: of an owner, its states, or its frozen weights on swap.
+  struct Sequence {
+    uint64_t elems = 0;
+    std::vector<uint32_t> boxes;   // ascending
+    std::vector<uint32_t> blocks;  // ascending
   };
 
+  void FindBoxes();
+  // Of each owner's first sequence the first block, then the second, ...
+  void CutBlocks(std::vector<Sequence>& sequences, uint64_t block_elems);
+  const Sequence& SequenceOf(uint32_t block) const;
   uint64_t BytesOf(uint64_t elems) const;  // of their states
   uint64_t WeightsBytes(uint64_t elems) const;
-  void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_begin,
+  void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_elem,
                std::vector<BlockRun>& runs) const;
-  void AddElements(const protocol::BoxPlace& place, uint64_t box_elem, uint64_t param_elem,
-                   uint64_t elems, std::vector<ElementRun>& runs) const;
+  void AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem, uint64_t elems,
+                   std::vector<ElementRun>& runs) const;
 
   std::shared_ptr<const protocol::Layout> layout_;
   std::span<const protocol::Plane> planes_;
   uint64_t block_elems_;
-  std::vector<bool> on_swap_;                        // by partition
-  std::vector<bool> has_weights_;                    // by block
-  std::vector<Cut> cuts_;                            // by block
-  std::vector<std::vector<uint32_t>> owner_blocks_;  // by owner
-  std::vector<std::vector<uint32_t>> owner_boxes_;   // with states, by owner, ascending
-  std::vector<std::vector<uint32_t>> param_boxes_;   // of replica 0, by parameter
-  std::vector<uint32_t> owner_of_partition_;         // in the order of the layout
+  uint64_t frozen_block_elems_ = 0;
+  std::vector<bool> on_swap_;      // by partition
+  std::vector<bool> has_weights_;  // by block
+  std::vector<Cut> cuts_;          // by block
+  uint32_t state_blocks_ = 0;
+  std::vector<Sequence> states_;                    // by owner
+  std::vector<Sequence> frozen_;                    // by owner
+  std::vector<uint64_t> sequence_elems_;            // by box: its first element in its sequence
+  std::vector<std::vector<uint32_t>> param_boxes_;  // of replica 0 and with states, by parameter
+  std::vector<uint32_t> owner_of_partition_;        // in the order of the layout
 };
 
 }  // namespace forebay::daemon

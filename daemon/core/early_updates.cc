@@ -16,7 +16,7 @@ EarlyUpdates::EarlyUpdates(const protocol::Layout& layout, const BlockMap& map,
       elems_(map.blocks(), 0),
       summed_(map.blocks(), 0),
       partition_readers_(layout.partitions().size(), 0) {
-  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+  for (uint32_t block = 0; block < map_.state_blocks(); ++block) {
     uint64_t on_swap = 0;
     for (const BlockRun& run : map_.Runs(block)) {
       elems_[block] += run.elems;
@@ -35,7 +35,7 @@ std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin
                                               bool is_last) {
   std::vector<uint32_t> stale;
   for (const ElementRun& run : map_.LocateInPartition(partition, begin, end)) {
-    if (run.block == ElementRun::kNoBlock) continue;
+    if (run.block == ElementRun::kNoBlock || !map_.has_states(run.block)) continue;
     uint64_t& summed = summed_[run.block];
     if (is_last) {
       summed += run.elems;

@@ -486,13 +486,13 @@ struct DecodeState {
 // as an update rounds them; the checksum of a staged block afterwards. Where one is not finite or rounds
 // to infinite weights (TaskDone::count 1), nothing is changed.
 struct SetMasters {
-  // Where their states are, unless the parameter is frozen. A staged block is verified first.
+  // Where they are, unless the parameter is frozen and its weights are in DRAM. A staged block is verified first.
   struct InBlock {
     BlockPlace place;
     BlockIdentity identity;
     uint64_t checksum = 0;
     uint64_t block_bytes = 0;
-    uint64_t block_elems = 0;
+    uint64_t states_elems = 0;  // of the block; 0: it has frozen weights alone
     uint64_t block_elem = 0;
   };
 

@@ -177,22 +177,23 @@ bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
   return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
 }
 
-// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others. A partition
-// with frozen parameters, which have no block, stays.
+// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others.
 void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint64_t room,
                       MemoryPlan& plan) {
-  const uint64_t copies = HasEarlyUpdates(layout, request) ? 2 : 1;  // old and new
+  const bool has_early_updates = HasEarlyUpdates(layout, request);  // new weights beside the old
   const auto partitions = layout.partitions();
   plan.weights_on_swap.assign(partitions.size(), true);
-  for (const protocol::BoxPlace& place : layout.boxes()) {
-    if (!layout.params()[place.box.param].trainable) plan.weights_on_swap[place.partition] = false;
-  }
   uint64_t pinned_bytes = 0;
+  uint64_t new_bytes = 0;
   uint64_t cache_bytes = 0;
   std::map<uint32_t, std::multiset<uint64_t>> on_swap;  // sizes, by owner
   std::vector<std::vector<uint32_t>> by_group(layout.groups().size());
   const auto bytes_of = [&](uint32_t partition) {
     return RoundUp(layout.partition_bytes(partition), kPageBytes);
+  };
+  const auto new_bytes_of = [&](uint32_t partition) {
+    const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
+    return RoundUp(partitions[partition].gradient_elems * width, kPageBytes);
   };
   const auto largest = [&](uint32_t owner) {
     return on_swap[owner].empty() ? 0 : *on_swap[owner].rbegin();
@@ -209,21 +210,23 @@ void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint6
     cache_bytes += kCachedPartitionsPerOwner * (largest(owner) - before);
   };
   for (uint32_t i = 0; i < partitions.size(); ++i) {
-    if (plan.weights_on_swap[i]) {
-      by_group[partitions[i].group].push_back(i);
-      move(i, true);
-    } else {
-      pinned_bytes += bytes_of(i);
-    }
+    by_group[partitions[i].group].push_back(i);
+    move(i, true);
   }
   for (const std::vector<uint32_t>& group : by_group) {
     uint64_t group_bytes = 0;
+    uint64_t group_new_bytes = 0;
     for (const uint32_t partition : group) {
       move(partition, false);
       group_bytes += bytes_of(partition);
+      if (has_early_updates) group_new_bytes += new_bytes_of(partition);
     }
-    const bool fits = copies * (pinned_bytes + group_bytes) + cache_bytes <= room;
-    if (fits) pinned_bytes += group_bytes;
+    const bool fits =
+        pinned_bytes + new_bytes + group_bytes + group_new_bytes + cache_bytes <= room;
+    if (fits) {
+      pinned_bytes += group_bytes;
+      new_bytes += group_new_bytes;
+    }
     for (const uint32_t partition : group) {
       plan.weights_on_swap[partition] = !fits;
       if (!fits) move(partition, true);
@@ -248,7 +251,7 @@ BlockMap MapOf(const Layout& layout, const MemoryPlan& plan) {
 uint32_t PagesOfABlock(const Layout& layout, const MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
   size_t most = 1;
-  for (uint32_t block = 0; block < map.blocks(); ++block) {
+  for (uint32_t block = 0; block < map.state_blocks(); ++block) {
     most = std::max(most, SumPagesOf(plan, map, block).size());
   }
   return static_cast<uint32_t>(most);
@@ -307,7 +310,7 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   const BlockMap map = MapOf(layout, plan);
   plan.placement = Placement(layout, map, room);
   plan.block_bytes = map.full_block_bytes();
-  plan.swap_slots = kSwapSlotsPerBlock * plan.placement.swapped_blocks();
+  plan.swap_slots = plan.placement.slots_needed();
   const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
                         options.staging_slot_bytes >= plan.block_bytes;
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
@@ -337,8 +340,12 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
         ErrorId::kSwapNospc,
         absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes),
                      ", ", Bytes(plan.swap_slots * plan.block_bytes), " in all, for ",
-                     plan.placement.swapped_blocks(),
+                     plan.placement.swapped_blocks() - plan.placement.frozen_blocks(),
                      " blocks that do not fit in DRAM (two slots each)",
+                     plan.placement.frozen_blocks() > 0
+                         ? absl::StrCat(" and ", plan.placement.frozen_blocks(),
+                                        " of frozen weights (one each, and one more)")
+                         : std::string(),
                      sum_bytes > 0 ? absl::StrCat(", beside ", Bytes(sum_bytes), " for gradients")
                                    : std::string(),
                      "; free are ", free_slots, " slots in ", Bytes(swap.free_bytes())),
@@ -389,14 +396,7 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + state_bytes_needed;
   std::string of_weights;
   if (plan.has_weights_on_swap()) {
-    // No group fits: what stays beside the cache has frozen parameters.
-    const uint64_t frozen_bytes = plan.weights_cache_offset;
-    of_weights = absl::StrCat(
-        " (",
-        frozen_bytes == 0
-            ? ""
-            : absl::StrCat(Bytes(frozen_bytes), " of partitions with frozen parameters, "),
-        "two partitions of each rank; the others are on swap)");
+    of_weights = " (two partitions of each rank; the others are on swap)";
   }
   std::string message = absl::StrCat(
       "the job needs ", Bytes(plan.fixed_bytes + state_bytes_needed), " of DRAM: weights ",

@@ -3,15 +3,16 @@
 #include <map>
 #include <utility>
 
+#include "daemon/core/limits.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
 
 namespace forebay::daemon {
 
 Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes)
-    : blocks_(map.blocks()) {
+    : blocks_(map.blocks()), state_blocks_(map.state_blocks()) {
   uint64_t offset_bytes = 0;
-  for (uint32_t block = 0; block < blocks(); ++block) {
+  for (uint32_t block = 0; block < state_blocks_; ++block) {
     const StatePart part = {.offset_bytes = offset_bytes, .bytes = map.bytes(block)};
     blocks_[block].state = part;
     offset_bytes += part.bytes;
@@ -41,8 +42,17 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64
   }
 }
 
+uint32_t Placement::slots_needed() const {
+  const uint32_t frozen = frozen_blocks();
+  const uint32_t with_states =
+      state_blocks_ - resident_blocks_ + static_cast<uint32_t>(evictions_.size());
+  return kSwapSlotsPerBlock * with_states + frozen + (frozen > 0 ? 1 : 0);
+}
+
 uint64_t Placement::arena_bytes() const {
-  return blocks_.empty() ? 0 : blocks_.back().state.offset_bytes + blocks_.back().state.bytes;
+  if (state_blocks_ == 0) return 0;
+  const StatePart& last = blocks_[state_blocks_ - 1].state;
+  return last.offset_bytes + last.bytes;
 }
 
 std::vector<StatePart> Placement::ResidentParts() const {

@@ -19,7 +19,7 @@ struct BlockLocation {
   Tier tier = Tier::kNvme;
   // Marked for it, or on its way.
   BlockMove move = BlockMove::kNone;
-  // Its place in the state arena, which has one for every block. There is memory while the block is
+  // Its place in the state arena, which has one for every block with states. There is memory while the block is
   // in DRAM or on its way there.
   StatePart state;
 };
@@ -36,7 +36,7 @@ struct PartitionLocation {
 class Placement {
  public:
   Placement() = default;
-  // The lowest blocks that fit into `dram_bytes` are in DRAM, the others on swap. Weights are where `map` has
+  // The lowest blocks with states that fit into `dram_bytes` are in DRAM, the others on swap. Weights are where `map` has
   // them: all of them in DRAM as the layout places them, or those that are, end to end.
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes);
 
@@ -49,10 +49,10 @@ class Placement {
   uint32_t blocks() const { return static_cast<uint32_t>(blocks_.size()); }
   uint32_t resident_blocks() const { return resident_blocks_; }
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
-  // Blocks that have swap slots: those on swap and those to be evicted.
-  uint32_t slotted_blocks() const {
-    return swapped_blocks() + static_cast<uint32_t>(evictions_.size());
-  }
+  // Of swap slots for the blocks that are on swap or are to be evicted: kSwapSlotsPerBlock for each that has
+  // states; one for each other, and one more for the next version of one at a time.
+  uint32_t slots_needed() const;
+  uint32_t frozen_blocks() const { return blocks() - state_blocks_; }
   // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.
   uint64_t state_bytes() const { return state_bytes_; }
   // The same without blocks to be evicted.
@@ -83,6 +83,7 @@ class Placement {
   std::set<uint32_t> evictions_;
   std::set<uint32_t> promotions_;
   std::optional<uint32_t> moving_;
+  uint32_t state_blocks_ = 0;  // the first ones
   uint32_t resident_blocks_ = 0;
   uint64_t weights_bytes_ = 0;
   uint64_t state_bytes_ = 0;

@@ -120,7 +120,7 @@ void StateAccess::StartSet(const ElementRun& piece) {
                                           .identity = pipeline_.IdentityOf(piece.block),
                                           .checksum = pipeline_.checksum(piece.block),
                                           .block_bytes = pipeline_.map().bytes(piece.block),
-                                          .block_elems = pipeline_.map().elems(piece.block),
+                                          .states_elems = pipeline_.map().states_elems(piece.block),
                                           .block_elem = piece.block_elem};
   }
   io_.Start(TaskKind::kAccessState, current_.command.session, std::move(action));

@@ -153,8 +153,9 @@ void StepPipeline::Prefetch() {
 
 bool StepPipeline::MayReadAhead(uint32_t block) const {
   const BlockLocation& location = placement_.WhereBlock(block);
-  return location.tier != Tier::kDram && location.move != BlockMove::kPromote &&
-         !staged_.contains(block) && !prefetch_failed_.contains(block);
+  return map_.has_states(block) && location.tier != Tier::kDram &&
+         location.move != BlockMove::kPromote && !staged_.contains(block) &&
+         !prefetch_failed_.contains(block);
 }
 
 // Backward fetches weights through the same slots; what is read ahead would be dropped for them.
@@ -523,7 +524,7 @@ BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
     if (path_table_.works(path)) ExchangeSlot(path);
   }
   const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
-  FOREBAY_CHECK(target.has_value());  // there are two slots for each swapped block
+  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
   return *target;
 }
 
@@ -623,8 +624,7 @@ void StepPipeline::AddSpareSlot() {
 }
 
 void StepPipeline::ReturnSurplusSlots() {
-  const size_t needed = kSwapSlotsPerBlock * placement_.slotted_blocks();
-  swap_.Free(ledger_.RemoveFreeSlots(ledger_.slots().size() - needed));
+  swap_.Free(ledger_.RemoveFreeSlots(ledger_.slots().size() - placement_.slots_needed()));
 }
 
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
@@ -690,7 +690,7 @@ void StepPipeline::CheckInvariants(uint64_t committed_step) const {
     FOREBAY_CHECK(ledger_.newest(block).written_step <= committed_step);
   }
   FOREBAY_CHECK(!running_ || !is_moving());
-  FOREBAY_CHECK(ledger_.slots().size() >= kSwapSlotsPerBlock * placement_.slotted_blocks());
+  FOREBAY_CHECK(ledger_.slots().size() >= placement_.slots_needed());
   ledger_.CheckInvariants();
   sums_.CheckInvariants();
 }

@@ -35,7 +35,7 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
           {.partition = partition, .begin = begin, .end = end});
     }
   }
-  for (uint32_t block = 0; block < map.blocks(); ++block) {
+  for (uint32_t block = 0; block < map.state_blocks(); ++block) {
     block_pages_.push_back(SumPagesOf(plan_, map, block));
     for (const uint32_t page : block_pages_.back()) ++pages_[page].blocks;
     block_pages_max_ =

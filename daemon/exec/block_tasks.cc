@@ -84,7 +84,7 @@ struct SegmentPart {
 
 // Consecutive elements of a block and of the weights.
 struct StateRange {
-  uint64_t block_elems = 0;  // of the block that has them
+  uint64_t block_elems = 0;  // of the block that has them; 0: it has weights alone
   uint64_t block_elem = 0;
   uint64_t elems = 0;
   WeightsPlace weights;  // of block_elem
@@ -267,10 +267,10 @@ void AddPages(ElemRange range, const UpdateBlock& action, const StateMemory& mem
 
 // What a block on a staging slot is known by once it is written.
 void SetDigests(const nvme::PageDigests& digests, const nvme::Identity& identity,
-                uint64_t block_elems, const StateMemory& memory, TaskDone& done) {
+                uint64_t states_elems, const StateMemory& memory, TaskDone& done) {
   done.checksum = digests.Checksum(identity);
   const auto of_weights =
-      digests.digests().subspan(WeightsPlane(block_elems, memory) / protocol::kPageBytes);
+      digests.digests().subspan(WeightsPlane(states_elems, memory) / protocol::kPageBytes);
   if (of_weights.empty()) return;
   done.weights_digests =
       std::make_shared<const std::vector<uint64_t>>(of_weights.begin(), of_weights.end());
@@ -399,26 +399,27 @@ bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
   const StateFormat format{memory.format, memory.dtype};
   const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
   if (!std::ranges::all_of(masters, is_finite)) return false;
-  StatePlanes state;
+  StateRange range{.elems = action.elems, .weights = action.weights};
   if (action.in_block) {
-    state = PlanesOf({.block_elems = action.in_block->block_elems,
-                      .block_elem = action.in_block->block_elem,
-                      .elems = action.elems,
-                      .weights = action.weights},
-                     memory);
+    range.block_elems = action.in_block->states_elems;
+    range.block_elem = action.in_block->block_elem;
+  }
+  StatePlanes state;
+  if (range.block_elems > 0) {
+    state = PlanesOf(range, memory);
   } else {
-    state.weights = WeightsOf({.elems = action.elems, .weights = action.weights}, memory).data();
+    state.weights = WeightsOf(range, memory).data();
   }
   cpu_adam::EncodeMasters(format, masters.size(), masters.data(), state);
   return true;
 }
 
-TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t block_elems,
+TaskDone DigestBlock(const BlockIdentity& identity, uint64_t nonce, uint64_t states_elems,
                      const StateMemory& memory) {
   nvme::PageDigests digests(memory.block);
   digests.Add(0, digests.pages());
   TaskDone done;
-  SetDigests(digests, MakeIdentity(identity, nonce), block_elems, memory, done);
+  SetDigests(digests, MakeIdentity(identity, nonce), states_elems, memory, done);
   return done;
 }
 

@@ -467,7 +467,7 @@ void Executor::Run(SetMasters& action) {
     done.status = VerifyBlock(expected, action.in_block->identity, memory.block);
     if (!done.status.ok()) return done;
     const bool was_set = RunSetMasters(action, memory, from);
-    done = DigestBlock(action.in_block->identity, nonce, action.in_block->block_elems, memory);
+    done = DigestBlock(action.in_block->identity, nonce, action.in_block->states_elems, memory);
     done.count = was_set ? 0 : 1;
     return done;
   });

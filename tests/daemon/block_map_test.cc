@@ -1,5 +1,6 @@
 // Goal    Every trainable element lies in exactly one run of one block, where the layout's boxes put
-//         it and where Locate finds it; padding and frozen parameters lie in none; sizes add up.
+//         it and where Locate finds it; padding and frozen parameters lie in none; sizes add up. Of partitions whose
+//         weights are on swap, frozen elements lie in blocks of their own.
 // Method  Layouts of odd sizes are walked element by element: shared ones, and matrices that several
 //         owners hold as strided boxes, with replicas. The place of an element is computed here from
 //         the boxes, one element at a time.
@@ -175,6 +176,61 @@ TEST_P(BlockMapLayouts, LocateAnyPartOfAParameter) {
   }
 }
 
+// Every other partition, then all.
+TEST_P(BlockMapLayouts, HoldFrozenWeightsOnSwapInBlocksOfTheirOwn) {
+  for (const auto format : {protocol::Format::kFp32, protocol::Format::kInt8}) {
+    const auto layout = Make(GetParam(), format);
+    const auto partitions = static_cast<uint32_t>(layout->partitions().size());
+    const uint64_t width = protocol::SizeBytes(layout->spec().dtype);
+    for (const uint32_t step : {2U, 1U}) {
+      std::vector<bool> on_swap(partitions, false);
+      for (uint32_t i = 0; i < partitions; i += step) on_swap[i] = true;
+      const BlockMap map(layout, 128, on_swap);
+      const BlockMap plain(layout, 128);
+      ASSERT_EQ(map.state_blocks(), plain.blocks());
+      for (uint32_t block = 0; block < map.state_blocks(); ++block) {
+        EXPECT_EQ(map.Runs(block), plain.Runs(block)) << "they are where they were";
+      }
+      std::map<std::pair<uint32_t, uint64_t>, Place> frozen;  // (partition, its element)
+      for (uint32_t block = map.state_blocks(); block < map.blocks(); ++block) {
+        EXPECT_TRUE(map.has_weights(block) && !map.has_states(block));
+        EXPECT_EQ(map.states_elems(block) + map.weights_plane_offset(block), 0U);
+        EXPECT_EQ(map.bytes(block), protocol::RoundUp(map.elems(block) * width, 4096));
+        EXPECT_LE(map.bytes(block), map.full_block_bytes());
+        for (const BlockRun& run : map.Runs(block)) {
+          EXPECT_TRUE(on_swap[run.partition] && !layout->params()[run.param].trainable);
+          ASSERT_LE(run.block_elem + run.elems, map.elems(block));
+          for (uint64_t i = 0; i < run.elems; ++i) {
+            const Place place{block, run.block_elem + i, run.partition, run.partition_elem + i};
+            ASSERT_TRUE(
+                frozen.emplace(std::pair(run.partition, run.partition_elem + i), place).second);
+          }
+        }
+      }
+      uint64_t found = 0;
+      for (uint32_t partition = 0; partition < partitions; ++partition) {
+        uint64_t elem = 0;
+        const uint64_t elems = layout->partitions()[partition].elems;
+        for (const ElementRun& run : map.LocateInPartition(partition, 0, elems)) {
+          ASSERT_EQ(run.partition_elem, elem) << "in order, each once";
+          elem += run.elems;
+          if (run.block == ElementRun::kNoBlock) {
+            EXPECT_FALSE(on_swap[partition]);
+            continue;
+          }
+          if (map.has_states(run.block)) continue;
+          for (uint64_t i = 0; i < run.elems; ++i, ++found) {
+            const Place place{run.block, run.block_elem + i, partition, run.partition_elem + i};
+            ASSERT_EQ(frozen.at({partition, run.partition_elem + i}), place);
+          }
+        }
+        ASSERT_EQ(elem, elems);
+      }
+      EXPECT_EQ(found, frozen.size());
+    }
+  }
+}
+
 TEST_P(BlockMapLayouts, AreAsLargeAsAdmissionReckons) {
   const auto layout = Make(GetParam());
   for (const uint64_t block_elems : {64U, 128U, 1024U}) {
@@ -197,7 +253,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Case{{{{}, 0}}}, Case{{{{64}, 0}}},
                       Case{{{{63}, 0}, {{65}, 1}, {{1}, 1}, {{300}, 2}}},
                       Case{{{{7}, 0}, {{11}, 0, false}, {{500}, 0}, {{192}, 1, false}}},
-                      Case{{{{9}, 0, false}}}, Sharded()));
+                      Case{{{{9}, 0, false}}},
+                      Case{{{{5000}, 0, false}, {{33}, 0}, {{7001}, 0, false}}}, Sharded()));
 
 TEST(BlockMap, HasTheMostElementsThatFitIntoSoManyBytes) {
   LayoutSpec spec = Make({{{{100'000}, 0}}})->spec();

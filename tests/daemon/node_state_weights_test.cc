@@ -473,26 +473,70 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
       << "beside the job that is there";
 }
 
-TEST(NodeStateWeightsPlan, PartitionsWithFrozenParametersStayInDram) {
-  Groups groups = AwkwardGroups();
-  groups[1].push_back({.rows = 1000, .columns = 3, .trainable = false});
-  groups[2][0].trainable = false;
-  const auto layout = LayoutOf(groups);
-  WeightsJob job(layout, LeastDram(layout));
-  job.AttachAll();
-  EXPECT_EQ(job.View().weights_on_swap_bytes, (layout->total_elems() - 2 * 64000 - 3000) * 2);
-  for (uint64_t step = 1; step <= 2; ++step) {
+// A base of frozen parameters that is far larger than the limit, with small trained ones beside it.
+class NodeStateFrozenWeights : public ::testing::Test, protected WeightsJob {
+ protected:
+  static std::shared_ptr<const protocol::Layout> Layout() {
+    Groups groups;
+    for (int i = 0; i < 4; ++i) {
+      groups.push_back(
+          {{.rows = 1000, .columns = 3}, {.rows = 32000, .columns = 4, .trainable = false}});
+    }
+    groups.push_back({{.rows = 50001, .trainable = false}});
+    groups.push_back({{.rows = 16000, .columns = 2}});
+    return LayoutOf(groups);
+  }
+  NodeStateFrozenWeights() : WeightsJob(Layout(), LeastDram(Layout())) {}
+  void SetUp() override { AttachAll(); }
+  void TearDown() override { EXPECT_EQ(node_.fault(), ""); }
+
+  bool IsFrozen(uint32_t partition) const { return layout_->gradient_bytes(partition) == 0; }
+  void TrainStep(uint64_t step) {
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
-      for (const uint32_t partition : job.OwnedBy(rank)) job.Use(rank, partition);
-      for (const uint32_t partition : job.OwnedBy(rank)) {
-        if (partition / kRanks == 2) continue;  // nothing in it is trained
-        job.node_.Gradient(job.sessions_[rank], partition, step);
-        job.node_.RunTasks();
+      for (const uint32_t partition : OwnedBy(rank)) {
+        Use(rank, partition);
+        if (!IsFrozen(partition)) node_.Gradient(sessions_[rank], partition, step);
+        node_.RunTasks();
       }
     }
-    EXPECT_THAT(job.StepAll(step), Each(ErrorId::kNone));
+    EXPECT_THAT(StepAll(step), Each(ErrorId::kNone));
   }
-  EXPECT_EQ(job.node_.fault(), "");
+};
+
+TEST_F(NodeStateFrozenWeights, AreOnSwapAndNeitherUpdatedNorReadAhead) {
+  const JobView before = View();
+  EXPECT_EQ(before.weights_on_swap_bytes, layout_->total_elems() * 2) << "all of them";
+  for (uint64_t step = 1; step <= 3; ++step) TrainStep(step);
+  // Exact: 10 bytes an element of states, 2 of weights; on pages.
+  const uint64_t updated = View().last_step_written_bytes;
+  EXPECT_GE(updated, layout_->trainable_elems() * 12);
+  EXPECT_LT(updated, layout_->trainable_elems() * 12 * 3 / 2 + 16 * 12 * protocol::kPageBytes / 4);
+  EXPECT_EQ(View().last_step_read_bytes, updated);
+  EXPECT_EQ(View().step_traffic.written_bytes, updated);
+}
+
+TEST_F(NodeStateFrozenWeights, TakeNeitherRoomForGradientsNorTwoSlots) {
+  constexpr uint64_t kEnough = uint64_t{1} << 30;
+  ASSERT_OK_AND_ASSIGN(
+      const JobPlan plan,
+      node_.state().Plan(
+          RequestOf(layout_),
+          NodeState::Limits{.dram_bytes = View().dram_bytes + (64 << 10), .swap_bytes = kEnough}));
+  EXPECT_LT(plan.sums, layout_->trainable_elems() * 2 + protocol::kPageBytes);
+  const uint64_t frozen = (layout_->total_elems() - layout_->trainable_elems()) * 2;
+  const uint64_t trained = layout_->trainable_elems() * 12;
+  EXPECT_EQ(plan.swap, View().swap_bytes);
+  EXPECT_LT(View().swap_bytes, frozen * 5 / 4 + trained * 4);
+}
+
+TEST_F(NodeStateFrozenWeights, MayBeWrittenBetweenSteps) {
+  TrainStep(1);
+  for (const uint32_t partition : OwnedBy(1)) {
+    node_.WriteInitial(sessions_[1], partition);
+    node_.RunTasks();
+    Use(1, partition);
+  }
+  TrainStep(2);
 }
 
 // --------------------------------------------------------------------------------------------- chaos

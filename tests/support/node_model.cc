@@ -257,8 +257,13 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     if (masters->in_block) {
       const SetMasters::InBlock& block = *masters->in_block;
       uses.push_back(StateUse(masters->job, block.place, block.block_bytes, true));
-      if (block.block_elem + masters->elems > block.block_elems) {
+      const uint64_t elems =
+          block.states_elems > 0 ? block.states_elems : block.block_bytes / width;
+      if (block.block_elem + masters->elems > elems) {
         Fault("a write of masters is outside its block");
+      }
+      if (block.states_elems == 0 && !masters->weights.in_block) {
+        Fault("a block without states or weights");
       }
     }
   } else if (const auto* load = std::get_if<LoadWeights>(&action)) {

@@ -155,7 +155,6 @@ def test_an_awkward_model_has_the_bits_that_it_has_in_dram(model):
     assert small is not None, error
     digest, losses, job, used_bytes, _ = small
     assert [digest, losses] == large[:2]
-    # Frozen ones stay in DRAM, and with them what shares their partitions.
-    assert job["weights_on_swap_bytes"] == (0 if model == "adapters" else job["params"] * 2)
+    assert job["weights_on_swap_bytes"] == job["params"] * 2, "all of them"
     assert job["resident_blocks"] == 0
     assert used_bytes <= needed
