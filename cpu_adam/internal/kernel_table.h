@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "cpu_adam/stream_kernel.h"
 #include "cpu_adam/update_kernel.h"
@@ -26,6 +27,7 @@ inline constexpr int32_t kFp16NonFiniteBits = 0x477FF000;
 inline constexpr uint32_t kElemStep = 0x9E3779B9u, kFirstRounding = 0x846CA68Bu,
                           kThirdRounding = 0x9E3779B1u;
 inline constexpr float kRootLimit = 1.8e19f;  // whose square is finite
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // A little more than 1/127 and 1/255: the largest moment never rounds up past the last code.
 inline constexpr float kLinearUnit = 1.000001f / 127, kRootUnit = 1.000001f / 255;
 inline constexpr float kScaleMin = 0x1p-126f;
