@@ -1,5 +1,6 @@
 #include "nvme/slot_map.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <optional>
@@ -14,7 +15,7 @@ SlotMap::SlotMap(std::span<const PathSpace> paths) {
   for (const PathSpace& space : paths) {
     FOREBAY_CHECK(space.begin_bytes <= space.end_bytes && space.weight > 0);
     Path path{.space = space, .free = {}, .free_bytes = space.end_bytes - space.begin_bytes};
-    if (path.free_bytes > 0) path.free.emplace(space.begin_bytes, path.free_bytes);
+    if (path.free_bytes > 0) path.free.push_back({space.begin_bytes, path.free_bytes});
     paths_.push_back(std::move(path));
   }
 }
@@ -22,14 +23,14 @@ SlotMap::SlotMap(std::span<const PathSpace> paths) {
 uint64_t SlotMap::SlotsFree(uint64_t slot_bytes) const {
   uint64_t slots = 0;
   for (const Path& path : paths_) {
-    for (const auto& [offset, size] : path.free) slots += size / slot_bytes;
+    for (const FreeRange& range : path.free) slots += range.size_bytes / slot_bytes;
   }
   return slots;
 }
 
 std::optional<uint64_t> SlotMap::FirstFit(const Path& path, uint64_t size_bytes) {
-  for (const auto& [offset, size] : path.free) {
-    if (size >= size_bytes) return offset;
+  for (const FreeRange& range : path.free) {
+    if (range.size_bytes >= size_bytes) return range.offset_bytes;
   }
   return std::nullopt;
 }
@@ -75,16 +76,21 @@ void SlotMap::SetWeights(std::span<const uint32_t> weights) {
 bool SlotMap::Reserve(const Slot& slot) {
   if (slot.path >= paths_.size() || slot.size_bytes == 0) return false;
   Path& path = paths_[slot.path];
-  auto range = path.free.upper_bound(slot.offset_bytes);
+  auto range = std::ranges::upper_bound(path.free, slot.offset_bytes, {}, &FreeRange::offset_bytes);
   if (range == path.free.begin()) return false;
   --range;
-  const uint64_t begin = range->first;
-  const uint64_t end = begin + range->second;
+  const uint64_t end = range->end_bytes();
   if (slot.offset_bytes >= end || slot.size_bytes > end - slot.offset_bytes) return false;
-  path.free.erase(range);
-  const uint64_t slot_end = slot.offset_bytes + slot.size_bytes;
-  if (slot.offset_bytes > begin) path.free[begin] = slot.offset_bytes - begin;
-  if (end > slot_end) path.free[slot_end] = end - slot_end;
+  const FreeRange behind = {.offset_bytes = slot.offset_bytes + slot.size_bytes,
+                            .size_bytes = end - slot.offset_bytes - slot.size_bytes};
+  range->size_bytes = slot.offset_bytes - range->offset_bytes;
+  if (range->size_bytes == 0 && behind.size_bytes == 0) {
+    path.free.erase(range);
+  } else if (range->size_bytes == 0) {
+    *range = behind;
+  } else if (behind.size_bytes > 0) {
+    path.free.insert(range + 1, behind);
+  }
   path.free_bytes -= slot.size_bytes;
   return true;
 }
@@ -92,24 +98,24 @@ bool SlotMap::Reserve(const Slot& slot) {
 void SlotMap::Free(std::span<const Slot> slots) {
   for (const Slot& slot : slots) {
     Path& path = paths_.at(slot.path);
-    uint64_t offset = slot.offset_bytes;
-    uint64_t size = slot.size_bytes;
-    path.free_bytes += size;
-    auto next = path.free.lower_bound(offset);
-    FOREBAY_CHECK(next == path.free.end() || offset + size <= next->first);
-    if (next != path.free.end() && offset + size == next->first) {
-      size += next->second;
+    FreeRange freed = {.offset_bytes = slot.offset_bytes, .size_bytes = slot.size_bytes};
+    path.free_bytes += freed.size_bytes;
+    auto next =
+        std::ranges::lower_bound(path.free, freed.offset_bytes, {}, &FreeRange::offset_bytes);
+    FOREBAY_CHECK(next == path.free.end() || freed.end_bytes() <= next->offset_bytes);
+    if (next != path.free.end() && freed.end_bytes() == next->offset_bytes) {
+      freed.size_bytes += next->size_bytes;
       next = path.free.erase(next);
     }
     if (next != path.free.begin()) {
-      const auto before = std::prev(next);
-      FOREBAY_CHECK(before->first + before->second <= offset);
-      if (before->first + before->second == offset) {
-        before->second += size;
+      FreeRange& before = *std::prev(next);
+      FOREBAY_CHECK(before.end_bytes() <= freed.offset_bytes);
+      if (before.end_bytes() == freed.offset_bytes) {
+        before.size_bytes += freed.size_bytes;
         continue;
       }
     }
-    path.free[offset] = size;
+    path.free.insert(next, freed);
   }
 }
 

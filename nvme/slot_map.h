@@ -3,7 +3,6 @@
 
 #include <compare>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -32,7 +31,8 @@ struct PathSpace {
 // promised, however fragmented the space is.
 //
 // Threads  A value; const calls may run at once.
-// Limits   O(free ranges) a slot: for setup, not for every transfer.
+// Limits   O(free ranges) a slot: for setup, not for every transfer. No heap allocation of one slot where as many
+//          ranges have been free before.
 class SlotMap {
  public:
   SlotMap() = default;
@@ -62,9 +62,15 @@ class SlotMap {
   uint64_t used_bytes(uint32_t path) const;
 
  private:
+  struct FreeRange {
+    uint64_t offset_bytes = 0;
+    uint64_t size_bytes = 0;
+
+    uint64_t end_bytes() const { return offset_bytes + size_bytes; }
+  };
   struct Path {
     PathSpace space;
-    std::map<uint64_t, uint64_t> free;  // offset to size, merged
+    std::vector<FreeRange> free;  // ascending, merged
     uint64_t free_bytes = 0;
   };
 

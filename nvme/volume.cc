@@ -286,17 +286,19 @@ std::vector<Slot> Volume::Doubted() const {
 
 std::vector<LateRequests> Volume::CheckDeadlines(uint64_t deadline_ns) {
   const uint64_t now = state_->now_ns();
-  std::vector<LateRequests> by_path(state_->paths.size());
+  std::vector<LateRequests> by_path;
   for (Request& request : state_->requests) {
     if (!request.active || now - request.start_ns < deadline_ns) continue;
-    LateRequests& late = by_path[request.path];
-    late.path = request.path;
+    auto found = std::ranges::lower_bound(by_path, request.path, {}, &LateRequests::path);
+    if (found == by_path.end() || found->path != request.path) {
+      found = by_path.insert(found, {.path = request.path});
+    }
+    LateRequests& late = *found;
     ++late.requests;
     late.oldest_ns = std::max(late.oldest_ns, now - request.start_ns);
     if (!request.late) ++state_->paths[request.path].stats.late;
     request.late = true;
   }
-  std::erase_if(by_path, [](const LateRequests& late) { return late.requests == 0; });
   return by_path;
 }
 
