@@ -1,6 +1,7 @@
 #include "daemon/daemon.h"
 
 #include <grp.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -315,6 +316,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {
+    (void)::pthread_setname_np(::pthread_self(), "forebay-loop");
     const absl::Status status =
         Reactor(*made.engine, *made.executor, *made.runner, *made.inbox).Run(made.stopping);
     if (status.ok()) return;
