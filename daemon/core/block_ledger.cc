@@ -10,20 +10,25 @@
 namespace forebay::daemon {
 
 BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots,
-                         PathTable& path_table)
-    : table_(path_table), paths_(path_table.paths()), blocks_(blocks) {
+                         PathTable& path_table, std::pmr::memory_resource* memory)
+    : table_(path_table), slots_(memory), blocks_(blocks) {
+  for (uint32_t path = 0; path < path_table.paths(); ++path) {
+    paths_.push_back({.free = std::pmr::set<nvme::Slot>(memory)});
+  }
   AddSlots(slots);
 }
 
 void BlockLedger::AddSlots(const std::vector<nvme::Slot>& slots) {
-  for (const nvme::Slot& slot : slots) {
-    FOREBAY_CHECK(slot.path < paths_.size() && slots_.insert(slot).second);
-    Free(slot);
-  }
+  for (const nvme::Slot& slot : slots) AddSlot(slot);
 }
 
-std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count, Suspects suspects) {
-  std::vector<nvme::Slot> removed;
+void BlockLedger::AddSlot(const nvme::Slot& slot) {
+  FOREBAY_CHECK(slot.path < paths_.size() && slots_.insert(slot).second);
+  Free(slot);
+}
+
+std::pmr::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count, Suspects suspects) {
+  std::pmr::vector<nvme::Slot> removed(slots_.get_allocator());
   for (auto failed = failed_.begin(); failed != failed_.end() && removed.size() < count;) {
     if (!table_.is_marked(failed->path)) {
       ++failed;
@@ -36,7 +41,7 @@ std::vector<nvme::Slot> BlockLedger::RemoveFreeSlots(size_t count, Suspects susp
     const std::optional<uint32_t> path = ChooseSurplus(suspects);
     if (!path) break;
     // The last ones: the others are used again and again.
-    std::set<nvme::Slot>& free = paths_[*path].free;
+    std::pmr::set<nvme::Slot>& free = paths_[*path].free;
     removed.push_back(*std::prev(free.end()));
     free.erase(removed.back());
   }

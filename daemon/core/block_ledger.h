@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <vector>
@@ -44,8 +45,9 @@ class BlockLedger {
     bool pause = false;
   };
 
-  // `path_table` outlives it.
-  BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots, PathTable& path_table);
+  // `path_table` and `memory` outlive it.
+  BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots, PathTable& path_table,
+              std::pmr::memory_resource* memory = std::pmr::get_default_resource());
 
   // What readers and checkpoints see.
   const Version& current(uint32_t block) const { return blocks_[block].current; }
@@ -88,12 +90,14 @@ class BlockLedger {
   // before.
   std::optional<uint32_t> LackingPath() const;
   void AddSlots(const std::vector<nvme::Slot>& slots);
+  void AddSlot(const nvme::Slot& slot);
   // Takes up to `count` slots out of the table: those on marked paths first, then free ones whose last write
   // did not fail, of the path that has most of them for its share. `kept`: none of a suspect path.
   enum class Suspects : uint8_t { kIncluded, kKept };
-  std::vector<nvme::Slot> RemoveFreeSlots(size_t count, Suspects suspects = Suspects::kIncluded);
+  std::pmr::vector<nvme::Slot> RemoveFreeSlots(size_t count,
+                                               Suspects suspects = Suspects::kIncluded);
   // All slots of the job.
-  const std::set<nvme::Slot>& slots() const { return slots_; }
+  const std::pmr::set<nvme::Slot>& slots() const { return slots_; }
 
   // CHECKs that each slot has exactly one use.
   void CheckInvariants() const;
@@ -107,7 +111,7 @@ class BlockLedger {
     std::optional<nvme::Slot> writing;
   };
   struct Path {
-    std::set<nvme::Slot> free;
+    std::pmr::set<nvme::Slot> free;
     // Blocks that it should have had by its share beyond those it was given, kCreditMax at most.
     double credit = 0;
   };
@@ -124,7 +128,7 @@ class BlockLedger {
   void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
 
   PathTable& table_;
-  std::set<nvme::Slot> slots_;
+  std::pmr::set<nvme::Slot> slots_;
   std::vector<Path> paths_;
   // Slots whose last write failed, oldest first.
   std::vector<nvme::Slot> failed_;

@@ -122,7 +122,7 @@ uint64_t BlockMap::BytesOf(uint64_t elems) const { return BlockBytes(planes_, el
 
 // Elements [begin, end) of a box, counted in the box.
 void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end,
-                       uint64_t block_elem, std::vector<BlockRun>& runs) const {
+                       uint64_t block_elem, std::pmr::vector<BlockRun>& runs) const {
   const protocol::BoxSpec& box = place.box;
   const bool cuts_runs = box.runs > 1 && layout_->spec().format == protocol::Format::kBf16;
   for (uint64_t elem = begin; elem < end;) {
@@ -139,7 +139,7 @@ void BlockMap::AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t
   }
 }
 
-std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
+std::pmr::vector<BlockRun> BlockMap::Runs(uint32_t block, std::pmr::memory_resource* memory) const {
   const uint64_t begin = cuts_[block].elem;
   const uint64_t end = begin + elems(block);
   const std::vector<uint32_t>& boxes = SequenceOf(block).boxes;
@@ -147,7 +147,7 @@ std::vector<BlockRun> BlockMap::Runs(uint32_t block) const {
       boxes.begin(), boxes.end(), begin,
       [&](uint64_t elem, uint32_t index) { return elem < sequence_elems_[index]; });
   if (box != boxes.begin()) --box;
-  std::vector<BlockRun> runs;
+  std::pmr::vector<BlockRun> runs(memory);
   for (; box != boxes.end() && sequence_elems_[*box] < end; ++box) {
     const protocol::BoxPlace& place = layout_->boxes()[*box];
     const uint64_t box_begin = sequence_elems_[*box];
@@ -170,7 +170,7 @@ std::vector<uint32_t> BlockMap::Partitions(uint32_t block) const {
 
 // Elements of a box from its element `box_elem` on, which are consecutive in the parameter.
 void BlockMap::AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem, uint64_t elems,
-                           std::vector<ElementRun>& runs) const {
+                           std::pmr::vector<ElementRun>& runs) const {
   const protocol::BoxPlace& place = layout_->boxes()[box];
   const uint32_t owner = owner_of_partition_[place.partition];
   const bool has_states = layout_->params()[place.box.param].trainable;
@@ -190,8 +190,9 @@ void BlockMap::AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem,
   }
 }
 
-std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_t elems) const {
-  std::vector<ElementRun> runs;
+std::pmr::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first,
+                                              uint64_t elems) const {
+  std::pmr::vector<ElementRun> runs;
   const uint64_t end = first + elems;
   for (const uint32_t index : param_boxes_[param]) {
     const protocol::BoxSpec& box = layout_->boxes()[index].box;
@@ -211,9 +212,10 @@ std::vector<ElementRun> BlockMap::Locate(uint32_t param, uint64_t first, uint64_
   return runs;
 }
 
-std::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uint64_t begin,
-                                                    uint64_t end) const {
-  std::vector<ElementRun> runs;
+std::pmr::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uint64_t begin,
+                                                         uint64_t end,
+                                                         std::pmr::memory_resource* memory) const {
+  std::pmr::vector<ElementRun> runs(memory);
   const protocol::PartitionPlace& of = layout_->partitions()[partition];
   for (uint32_t box = of.box_begin; box < of.box_end; ++box) {
     const protocol::BoxPlace& place = layout_->boxes()[box];

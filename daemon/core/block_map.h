@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <span>
 #include <vector>
 
@@ -72,18 +73,21 @@ class BlockMap {
   bool is_on_swap(uint32_t partition) const { return !on_swap_.empty() && on_swap_[partition]; }
 
   // Runs of a block in ascending order: one for each box in it, cut at the borders of runs where the
-  // format rounds each element by its place in the parameter.
-  std::vector<BlockRun> Runs(uint32_t block) const;
+  // format rounds each element by its place in the parameter. The list comes from `memory`.
+  std::pmr::vector<BlockRun> Runs(
+      uint32_t block, std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const;
 
   // Partitions with elements (not only padding) in a block, ascending.
   std::vector<uint32_t> Partitions(uint32_t block) const;
 
   // Where elements [first, first + elems) of a trainable parameter lie, replica 0, in order.
-  std::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
+  std::pmr::vector<ElementRun> Locate(uint32_t param, uint64_t first, uint64_t elems) const;
 
   // Where elements [begin, end) of a partition lie, in order, frozen parameters' too. Their
   // `param_elem` is not set.
-  std::vector<ElementRun> LocateInPartition(uint32_t partition, uint64_t begin, uint64_t end) const;
+  std::pmr::vector<ElementRun> LocateInPartition(
+      uint32_t partition, uint64_t begin, uint64_t end,
+      std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const;
 
   // Bytes of all blocks' states, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
@@ -112,9 +116,9 @@ class BlockMap {
   uint64_t BytesOf(uint64_t elems) const;  // of their states
   uint64_t WeightsBytes(uint64_t elems) const;
   void AddRuns(const protocol::BoxPlace& place, uint64_t begin, uint64_t end, uint64_t block_elem,
-               std::vector<BlockRun>& runs) const;
+               std::pmr::vector<BlockRun>& runs) const;
   void AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem, uint64_t elems,
-                   std::vector<ElementRun>& runs) const;
+                   std::pmr::vector<ElementRun>& runs) const;
 
   std::shared_ptr<const protocol::Layout> layout_;
   std::span<const protocol::Plane> planes_;

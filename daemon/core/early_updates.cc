@@ -7,14 +7,21 @@
 namespace forebay::daemon {
 
 EarlyUpdates::EarlyUpdates(const protocol::Layout& layout, const BlockMap& map,
-                           const MemoryPlan& plan, const std::vector<uint32_t>& position)
+                           const MemoryPlan& plan, const std::vector<uint32_t>& position,
+                           std::pmr::memory_resource* memory)
     : map_(map),
       plan_(plan),
       position_(position),
+      memory_(memory),
       weights_width_(protocol::SizeBytes(layout.spec().dtype)),
       places_(map.blocks(), Place::kNone),
       elems_(map.blocks(), 0),
       summed_(map.blocks(), 0),
+      waiting_(memory),
+      blocks_(memory),
+      free_slots_(memory),
+      removed_slots_(memory),
+      readers_(memory),
       partition_readers_(layout.partitions().size(), 0) {
   for (uint32_t block = 0; block < map_.state_blocks(); ++block) {
     uint64_t on_swap = 0;
@@ -34,7 +41,7 @@ EarlyUpdates::EarlyUpdates(const protocol::Layout& layout, const BlockMap& map,
 std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin, uint64_t end,
                                               bool is_last) {
   std::vector<uint32_t> stale;
-  for (const ElementRun& run : map_.LocateInPartition(partition, begin, end)) {
+  for (const ElementRun& run : map_.LocateInPartition(partition, begin, end, memory_)) {
     if (run.block == ElementRun::kNoBlock || !map_.has_states(run.block)) continue;
     uint64_t& summed = summed_[run.block];
     if (is_last) {
@@ -100,9 +107,9 @@ uint64_t EarlyUpdates::NewWeightsOffset(uint32_t slot, uint64_t block_elem) cons
 }
 
 // Elements of a partition that are in one block lie side by side.
-std::vector<EarlyUpdates::Range> EarlyUpdates::RangesOf(uint32_t block) const {
-  std::vector<Range> ranges;
-  for (const BlockRun& run : map_.Runs(block)) {
+std::pmr::vector<EarlyUpdates::Range> EarlyUpdates::RangesOf(uint32_t block) const {
+  std::pmr::vector<Range> ranges(memory_);
+  for (const BlockRun& run : map_.Runs(block, memory_)) {
     const uint64_t end = run.partition_elem + run.elems;
     if (!ranges.empty() && ranges.back().partition == run.partition) {
       ranges.back().begin = std::min(ranges.back().begin, run.partition_elem);

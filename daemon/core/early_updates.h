@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <utility>
@@ -32,7 +33,7 @@ class EarlyUpdates {
 
   // What is given outlives it. `position`: by block.
   EarlyUpdates(const protocol::Layout& layout, const BlockMap& map, const MemoryPlan& plan,
-               const std::vector<uint32_t>& position);
+               const std::vector<uint32_t>& position, std::pmr::memory_resource* memory);
 
   // The sum of a range's gradients is the last one of this step, or it is not after all: blocks that
   // were begun with another sum are returned.
@@ -42,7 +43,7 @@ class EarlyUpdates {
   void Sort();
 
   // Positions of blocks that have all their gradients and were not begun, ascending.
-  const std::set<uint32_t>& waiting() const { return waiting_; }
+  const std::pmr::set<uint32_t>& waiting() const { return waiting_; }
   // There is a place for its new weights.
   bool HasPlace(uint32_t block) const {
     return places_[block] == Place::kBehindStates ||
@@ -51,7 +52,7 @@ class EarlyUpdates {
   void Begin(uint32_t block);
   bool has(uint32_t block) const { return blocks_.contains(block); }
   Block& at(uint32_t block) { return blocks_.at(block); }
-  const std::map<uint32_t, Block>& all() const { return blocks_; }
+  const std::pmr::map<uint32_t, Block>& all() const { return blocks_; }
   // Forgets a block whose update is part of the step now, or of no use. It may be begun again.
   void Remove(uint32_t block);
   // The same while a task of it runs: until EndRemoved() that may write its weights slot.
@@ -75,20 +76,21 @@ class EarlyUpdates {
   };
 
   std::optional<uint32_t> Extract(uint32_t block);
-  std::vector<Range> RangesOf(uint32_t block) const;
+  std::pmr::vector<Range> RangesOf(uint32_t block) const;
 
   const BlockMap& map_;
   const MemoryPlan& plan_;
   const std::vector<uint32_t>& position_;
+  std::pmr::memory_resource* memory_;
   uint64_t weights_width_;
   std::vector<Place> places_;     // by block
   std::vector<uint64_t> elems_;   // by block, without padding
   std::vector<uint64_t> summed_;  // of these, that have their last sum
-  std::set<uint32_t> waiting_;
-  std::map<uint32_t, Block> blocks_;
-  std::set<uint32_t> free_slots_;
-  std::map<uint32_t, uint32_t> removed_slots_;      // by block, that a task may still write
-  std::map<uint32_t, std::vector<Range>> readers_;  // by block
+  std::pmr::set<uint32_t> waiting_;
+  std::pmr::map<uint32_t, Block> blocks_;
+  std::pmr::set<uint32_t> free_slots_;
+  std::pmr::map<uint32_t, uint32_t> removed_slots_;  // by block, that a task may still write
+  std::pmr::map<uint32_t, std::pmr::vector<Range>> readers_;  // by block
   std::vector<uint32_t> partition_readers_;
 };
 

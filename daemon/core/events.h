@@ -1,10 +1,12 @@
 // Events and actions: the input and the output of the node's state machine. Values only: no pointers
 // into shared memory, no descriptors, no clock. The reactor executes actions and turns their outcomes
-// into events; a simulator does the same.
+// into events; a simulator does the same. Lists that a steady step has in them come from a memory resource of the
+// loop thread: whoever has moved one destroys it there.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <string>
 #include <variant>
@@ -79,9 +81,10 @@ struct CommandArrived {
 struct StepRequestCopied {
   SessionId session = 0;
   uint64_t tag = 0;
-  protocol::StepRequest request;                    // private copies, unchecked
-  std::vector<protocol::HyperParams> hyper_params;  // as many as the command's length has room for
-  std::vector<uint64_t> presence = {};              // likewise; see wire.h
+  protocol::StepRequest request;  // private copies, unchecked
+  // As many as the command's length has room for.
+  std::pmr::vector<protocol::HyperParams> hyper_params;
+  std::pmr::vector<uint64_t> presence = {};  // likewise; see wire.h
 };
 
 // Of the elements of one segment: what LAMB's step length depends on.
@@ -105,8 +108,8 @@ struct TaskDone {
   // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums: when the disk had the transfer; both 0: it had none.
   uint64_t begin_ns = 0;
   uint64_t end_ns = 0;
-  cpu_adam::SquareSum squares = {};      // AddGradients, SumGradient: of the sums
-  std::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
+  cpu_adam::SquareSum squares = {};           // AddGradients, SumGradient: of the sums
+  std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
 };
 
@@ -313,7 +316,7 @@ struct AddGradients {
   TaskId task = 0;
   JobId job = 0;
   uint32_t partition = 0;
-  std::vector<GradientSource> sources = {};
+  std::pmr::vector<GradientSource> sources = {};
   uint64_t accumulator_offset_bytes = 0;
   uint64_t first_elem = 0;  // of the partition; a multiple of kGradUnitElems
   uint64_t elems = 0;
@@ -416,11 +419,11 @@ struct UpdateBlock {
   uint64_t checksum_before = 0;
   UpdatePass pass = UpdatePass::kWhole;
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulators
-  std::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
+  std::pmr::vector<UpdateSegment> segments;  // they ascend in block_elem and do not overlap
   // Where sums are paged: accumulator_offset_bytes counts through the pages, of which these hold the
   // block's sums, ascending. 0: it is an offset into the step arena.
   uint64_t sum_page_bytes = 0;
-  std::vector<SumFrame> sum_frames = {};
+  std::pmr::vector<SumFrame> sum_frames = {};
 };
 
 // New weights that an early update has put into the step arena -> weights arena.
@@ -428,7 +431,7 @@ struct InstallWeights {
   TaskId task = 0;
   JobId job = 0;
   uint64_t block = 0;
-  std::vector<BytesCopy> copies = {};
+  std::pmr::vector<BytesCopy> copies = {};
 };
 
 // Writes the staging slot to the swap slot. `pause`: a moment later, since a write there failed just
@@ -518,8 +521,8 @@ struct LoadWeights {
   uint64_t slot_offset_bytes = 0;  // of the first page, from the start of the slot
   uint64_t bytes = 0;
   WeightsDigests digests;
-  uint64_t first_page = 0;             // in `digests`
-  std::vector<BytesCopy> copies = {};  // from what was read
+  uint64_t first_page = 0;                  // in `digests`
+  std::pmr::vector<BytesCopy> copies = {};  // from what was read
 };
 
 // A page of gradient sums: step arena -> swap slot. Its TaskDone brings the checksum. `pause`: as WriteBlock.

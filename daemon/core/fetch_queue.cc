@@ -41,7 +41,7 @@ std::optional<absl::StatusOr<uint64_t>> FetchQueue::OffsetOf(const Waiting& fetc
   const absl::StatusOr<std::optional<uint64_t>> offset = weights_.Find(fetch.partition);
   if (!offset.ok()) return offset.status();
   if (offset->has_value()) return **offset;
-  const std::vector<uint32_t> held = leases_.PartitionsOf(fetch.command.session);
+  const std::pmr::vector<uint32_t> held = leases_.PartitionsOf(fetch.command.session);
   if (weights_.HasRoomBeside(held, fetch.partition)) return std::nullopt;
   return protocol::MakeError(
       protocol::ErrorId::kLimit,

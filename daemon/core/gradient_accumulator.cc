@@ -20,15 +20,30 @@ GradientAccumulator::GradientAccumulator(JobTasks& io,
                                          std::shared_ptr<const protocol::Layout> layout,
                                          const MemoryPlan& plan, const Membership& members,
                                          StepPipeline& pipeline)
-    : io_(io), layout_(std::move(layout)), plan_(plan), members_(members), pipeline_(pipeline) {
+    : io_(io),
+      layout_(std::move(layout)),
+      plan_(plan),
+      members_(members),
+      pipeline_(pipeline),
+      contributions_(io.memory()),
+      adding_(io.memory()),
+      summing_(io.memory()),
+      moving_(io.memory()),
+      sum_changes_(io.memory()),
+      not_updated_(io.memory()) {
+  for (size_t i = 0; i < layout_->partitions().size(); ++i) {
+    partitions_.push_back({.cells = Cells(io_.memory())});
+  }
   Forget();
 }
 
 void GradientAccumulator::Forget() {
-  partitions_.assign(layout_->partitions().size(), Partition{});
+  for (Partition& partition : partitions_) partition.cells.clear();
   closed_.assign(members_.world_size(), false);
   asked_.assign(members_.world_size(), false);
-  delivered_.assign(members_.world_size(), {});
+  for (Ranges& ranges : delivered_) ranges.clear();
+  while (delivered_.size() > members_.world_size()) delivered_.pop_back();
+  while (delivered_.size() < members_.world_size()) delivered_.emplace_back(io_.memory());
   overflow_used_.assign(members_.world_size(), {});
   delivered_total_ = 0;
   unsummed_cells_ = 0;
@@ -69,7 +84,7 @@ void GradientAccumulator::AnswerOnce(Contribution& contribution, const absl::Sta
 
 uint64_t GradientAccumulator::DeliveredElems(uint32_t rank, uint32_t partition, uint64_t begin,
                                              uint64_t end) const {
-  const std::map<Place, uint64_t>& ranges = delivered_[rank];
+  const Ranges& ranges = delivered_[rank];
   uint64_t elems = 0;
   auto it = ranges.upper_bound({.partition = partition, .begin = begin});
   if (it != ranges.begin()) --it;
@@ -106,7 +121,7 @@ void GradientAccumulator::SplitAt(uint32_t index, uint64_t elem) {
   if (begin == elem || cell.end <= elem) return;
   ClearSummed(index, begin, cell);  // each part has squares of its own
   cell.squares = {};
-  Cell right = cell;
+  Cell right{cell, {cell.waiting, io_.memory()}};
   cell.end = elem;
   ++unsummed_cells_;
   partition.cells.emplace(elem, std::move(right));
@@ -125,7 +140,8 @@ void GradientAccumulator::Cut(uint32_t index, uint64_t begin, uint64_t end) {
     }
     uint64_t gap_end = next == partition.cells.end() ? end : std::min(end, next->first);
     gap_end = std::min(gap_end, pipeline_.sums().EndOnPage(index, at));
-    partition.cells.emplace(at, Cell{.end = gap_end, .next_rank = FirstRank(index)});
+    partition.cells.emplace(at, Cell{{.end = gap_end, .next_rank = FirstRank(index)},
+                                     std::pmr::map<uint32_t, Ids>(io_.memory())});
     ++unsummed_cells_;
     at = gap_end;
   }
@@ -183,7 +199,7 @@ void GradientAccumulator::Deliver(uint64_t step, const Delivery& delivery) {
 
 // Ranges that touch are merged: as many as there are gaps.
 void GradientAccumulator::AddDelivered(uint32_t rank, Place place, uint64_t end) {
-  std::map<Place, uint64_t>& ranges = delivered_[rank];
+  Ranges& ranges = delivered_[rank];
   auto it = ranges.upper_bound(place);
   if (it != ranges.begin()) {
     const auto before = std::prev(it);
@@ -226,7 +242,7 @@ bool GradientAccumulator::IsCrowded(Id id) const {
 void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
   const bool is_urgent = pipeline_.sums().is_paged() && HoldsHalf(rank, grad_arena_bytes);
   if (FreePieces(rank, grad_arena_bytes) >= 2 && !is_urgent) return;
-  std::vector<Delivery> held;
+  std::pmr::vector<Delivery> held(io_.memory());
   for (const auto& [id, contribution] : contributions_) {
     if (contribution.delivery.rank == rank) held.push_back(contribution.delivery);
   }
@@ -235,7 +251,7 @@ void GradientAccumulator::MakeRoom(uint32_t rank, uint64_t grad_arena_bytes) {
 }
 
 void GradientAccumulator::TryAddRange(uint32_t partition, uint64_t begin, uint64_t end) {
-  std::vector<uint64_t> begins;
+  std::pmr::vector<uint64_t> begins(io_.memory());
   const Cells& cells = partitions_[partition].cells;
   for (auto it = cells.lower_bound(begin); it != cells.end() && it->first < end; ++it) {
     begins.push_back(it->first);
@@ -273,7 +289,7 @@ void GradientAccumulator::TryAdd(uint32_t partition, uint64_t begin) {
     not_updated_.insert(partition);
     return;
   }
-  Pass pass{.partition = partition, .begin = begin, .end = cell.end};
+  Pass pass{.partition = partition, .begin = begin, .end = cell.end, .sources = Ids(io_.memory())};
   bool crowded = false;
   uint32_t rank = cell.next_rank;
   for (; rank < EndRank(partition); ++rank) {
@@ -312,6 +328,7 @@ void GradientAccumulator::StartPass(uint32_t partition, Cells::iterator at, Pass
   pass.widens = std::exchange(cell.narrow, false);
   pipeline_.sums().Pin(partition, pass.begin);
   AddGradients action{.partition = partition,
+                      .sources = std::pmr::vector<GradientSource>(io_.memory()),
                       .accumulator_offset_bytes = pipeline_.sums().OffsetOf(partition, pass.begin),
                       .first_elem = pass.begin,
                       .elems = pass.end - pass.begin,
@@ -465,7 +482,7 @@ void GradientAccumulator::Pump() {
     it = not_updated_.erase(it);
     TryAddRange(partition, 0, UINT64_MAX);
   }
-  const std::vector<SumPages::Range> arrived = pipeline_.sums().DrainArrived();
+  const std::pmr::vector<SumPages::Range> arrived = pipeline_.sums().DrainArrived();
   for (const SumPages::Range& range : arrived) {
     TryAddRange(range.partition, range.begin, range.end);
   }
@@ -500,7 +517,7 @@ void GradientAccumulator::SpillToOverflow() {
     blocked_ = blocked_ || fault_.ok();
     return;
   }
-  std::vector<Id> newest_first;
+  Ids newest_first(io_.memory());
   for (auto it = contributions_.rbegin(); it != contributions_.rend(); ++it) {
     const Contribution& contribution = it->second;
     if (contribution.state != State::kArena || contribution.passes > 0) continue;
@@ -567,7 +584,7 @@ void GradientAccumulator::Refuse(Id id, uint32_t missing_rank) {
   contributions_.erase(id);
   --delivered_total_;
   // Out of the merged range that holds it.
-  std::map<Place, uint64_t>& ranges = delivered_[delivery.rank];
+  Ranges& ranges = delivered_[delivery.rank];
   const auto range = std::prev(ranges.upper_bound({delivery.partition, delivery.begin}));
   const uint64_t end = std::exchange(range->second, delivery.begin);
   if (range->first.begin == delivery.begin) ranges.erase(range);

@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <string>
@@ -74,7 +75,7 @@ class GradientAccumulator {
     uint64_t end = 0;
     bool is_last = false;
   };
-  std::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
+  std::pmr::vector<SumChange> DrainSumChanges() { return std::exchange(sum_changes_, {}); }
 
   // A checked kGradReady of step `step`; answered when its bytes are free, or at once with an error.
   //
@@ -156,8 +157,9 @@ class GradientAccumulator {
     uint32_t passes = 0;                // that read it now
   };
 
-  // A range in which every contribution covers all or nothing.
-  struct Cell {
+  using Ids = std::pmr::vector<Id>;
+
+  struct CellState {
     uint64_t end = 0;
     uint32_t next_rank = 0;  // lower ranks are added, being added, or count as zero
     bool adding = false;
@@ -166,10 +168,13 @@ class GradientAccumulator {
     bool summed = false;        // of all ranks, squares included
     bool is_last_pass = false;  // the newest contribution is of its rank's last pass
     bool counted = false;       // as a last sum
-    std::map<uint32_t, std::vector<Id>> waiting = {};
     cpu_adam::SquareSum squares = {};
   };
-  using Cells = std::map<uint64_t, Cell>;  // by first element
+  // A range in which every contribution covers all or nothing.
+  struct Cell : CellState {
+    std::pmr::map<uint32_t, Ids> waiting;  // by rank
+  };
+  using Cells = std::pmr::map<uint64_t, Cell>;  // by first element
 
   struct Partition {
     Cells cells;
@@ -180,8 +185,8 @@ class GradientAccumulator {
     uint32_t partition = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
-    bool widens = false;           // the first source is the cell's narrow accumulator
-    std::vector<Id> sources = {};  // in the order of ranks
+    bool widens = false;  // the first source is the cell's narrow accumulator
+    Ids sources = {};     // in the order of ranks
     bool completes = false;
   };
   struct Range {
@@ -191,11 +196,11 @@ class GradientAccumulator {
   };
   struct Norm {
     CommandId command;
-    std::vector<protocol::BoxPlace> boxes;
-    std::vector<Range> ranges = {};  // of the boxes, those that hold a sum: what the tasks read
-    std::deque<Range> waiting = {};  // of these, whose tasks have not begun
+    std::pmr::vector<protocol::BoxPlace> boxes;
+    std::pmr::vector<Range> ranges;      // of the boxes, those that hold a sum: what the tasks read
+    std::pmr::deque<Range> waiting;      // of these, whose tasks have not begun
+    std::pmr::map<TaskId, Range> tasks;  // that run
     cpu_adam::SquareSum squares = {};
-    std::map<TaskId, Range> tasks = {};  // that run
     bool started = false;
     bool answered = false;  // its session has ended
   };
@@ -205,6 +210,8 @@ class GradientAccumulator {
 
     auto operator<=>(const Place&) const = default;
   };
+
+  using Ranges = std::pmr::map<Place, uint64_t>;  // to their ends, merged
 
   static constexpr uint32_t kNobody = UINT32_MAX;
 
@@ -216,7 +223,7 @@ class GradientAccumulator {
   template <typename Visit>
   void ForEachCell(const protocol::BoxPlace& place, Visit visit) const;
   bool IsSummed(const protocol::BoxPlace& place) const;
-  void AddSummed(const protocol::BoxPlace& place, std::vector<Range>& ranges) const;
+  void AddSummed(const protocol::BoxPlace& place, std::pmr::vector<Range>& ranges) const;
   // A norm is being taken of some of the range: nothing is added to it meanwhile.
   bool ANormReads(uint32_t partition, uint64_t begin, uint64_t end) const;
   void TryNorms();
@@ -257,24 +264,24 @@ class GradientAccumulator {
   StepPipeline& pipeline_;
   uint64_t step_ = 0;
   std::vector<Partition> partitions_;
-  std::vector<bool> closed_;                          // by rank: it has called step
-  std::vector<bool> asked_;                           // by rank: for a norm of the job's gradient
-  std::vector<std::map<Place, uint64_t>> delivered_;  // by rank: ranges to their ends, merged
+  std::vector<bool> closed_;       // by rank: it has called step
+  std::vector<bool> asked_;        // by rank: for a norm of the job's gradient
+  std::vector<Ranges> delivered_;  // by rank
   uint64_t delivered_total_ = 0;
   uint64_t unsummed_cells_ = 0;
   std::vector<std::array<bool, kOverflowSlotsPerRank>> overflow_used_;  // by rank
-  std::map<Id, Contribution> contributions_;                            // that are not wholly added
+  std::pmr::map<Id, Contribution> contributions_;                       // that are not wholly added
   Id last_id_ = 0;
-  std::map<TaskId, Pass> adding_;
-  std::map<TaskId, Pass> summing_;
+  std::pmr::map<TaskId, Pass> adding_;
+  std::pmr::map<TaskId, Pass> summing_;
   std::vector<Norm> norms_;
-  std::map<TaskId, Id> moving_;
+  std::pmr::map<TaskId, Id> moving_;
   std::vector<uint64_t> narrow_offsets_;  // as the plan's accumulator_offsets
   bool needs_float_sums_ = false;
   std::vector<bool> in_last_pass_;  // by rank
-  std::vector<SumChange> sum_changes_;
+  std::pmr::vector<SumChange> sum_changes_;
   // Partitions whose accumulators hold sums of the step before, or are being read.
-  std::set<uint32_t> not_updated_;
+  std::pmr::set<uint32_t> not_updated_;
   bool blocked_ = false;  // something waits for the end of stale tasks, or for sums in float32
   absl::Status fault_;
 };

@@ -27,7 +27,11 @@ bool GradientAccumulator::AllClosed() const {
 }
 
 void GradientAccumulator::AskNorm(const CommandId& command, uint32_t rank, uint32_t param) {
-  Norm norm{.command = command, .boxes = {}};
+  Norm norm{.command = command,
+            .boxes = std::pmr::vector<protocol::BoxPlace>(io_.memory()),
+            .ranges = std::pmr::vector<Range>(io_.memory()),
+            .waiting = std::pmr::deque<Range>(io_.memory()),
+            .tasks = std::pmr::map<TaskId, Range>(io_.memory())};
   for (const protocol::BoxPlace& place : layout_->boxes()) {
     const bool is_asked = param == protocol::kAllParams || place.box.param == param;
     const bool is_own = layout_->is_shared() || FirstRank(place.partition) == rank;
@@ -59,7 +63,7 @@ void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit vis
 
 // What of a box has a gradient of any rank.
 void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
-                                    std::vector<Range>& ranges) const {
+                                    std::pmr::vector<Range>& ranges) const {
   ForEachCell(place, [&](const Range& range, const Cell& cell) {
     if (cell.has_sum) ranges.push_back(range);
   });
@@ -140,6 +144,7 @@ void GradientAccumulator::RefuseWaitingNorms(const absl::Status& status) {
 
 // OK: they were dropped without an error.
 void GradientAccumulator::AnswerNorms(const absl::Status& status) {
+  if (norms_.empty()) return;
   const absl::Status dropped =
       !status.ok()   ? status
       : !fault_.ok() ? fault_

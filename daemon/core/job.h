@@ -94,7 +94,7 @@ class Job {
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }
   const MemoryPlan& plan() const { return spec_.plan; }
-  const std::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
+  const std::pmr::set<nvme::Slot>& swap_slots() const { return pipeline_.ledger().slots(); }
   const std::set<nvme::Slot>& sum_slots() const { return pipeline_.sums().slots(); }
   // Of arenas and tables, without states and readers.
   uint64_t fixed_bytes() const;

@@ -23,7 +23,7 @@ JobId ActionSink::FinishTask(TaskId task) {
   return job;
 }
 
-TaskId JobTasks::NewTask(TaskKind kind, std::vector<SessionId> sessions) {
+TaskId JobTasks::NewTask(TaskKind kind, std::pmr::vector<SessionId> sessions) {
   const TaskId id = actions_.NewTask(job_);
   for (const SessionId session : sessions) ++sessions_.at(session).tasks;
   tasks_.emplace(id, Task{.kind = kind, .sessions = std::move(sessions), .epoch = epoch_});
@@ -31,7 +31,7 @@ TaskId JobTasks::NewTask(TaskKind kind, std::vector<SessionId> sessions) {
 }
 
 TaskId JobTasks::StartAdd(AddGradients action) {
-  std::vector<SessionId> sessions;
+  std::pmr::vector<SessionId> sessions(memory());
   for (const GradientSource& source : action.sources) {
     if (source.session != 0) sessions.push_back(source.session);
   }
@@ -51,7 +51,7 @@ TaskId JobTasks::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
 Task JobTasks::Finish(TaskId id) {
   const auto it = tasks_.find(id);
   FOREBAY_CHECK(it != tasks_.end());
-  const Task task = it->second;
+  Task task = std::move(it->second);
   tasks_.erase(it);
   for (const SessionId session : task.sessions) {
     SessionCounters& counters = sessions_.at(session);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <utility>
 #include <vector>
 
@@ -13,9 +14,14 @@
 
 namespace forebay::daemon {
 
-// Of the node: where actions go, and the numbers that are given out once.
+// Of the node: where actions go, the numbers that are given out once, and the memory for what comes and goes
+// within a step: nodes of maps and sets, lists in actions.
 class ActionSink {
  public:
+  // `memory` outlives it, and every action.
+  explicit ActionSink(std::pmr::memory_resource* memory) : memory_(memory), task_jobs_(memory) {}
+
+  std::pmr::memory_resource* memory() const { return memory_; }
   // Until the next Bind, actions are appended to `actions`.
   void Bind(std::vector<Action>* actions) { actions_ = actions; }
   void Emit(Action action) { actions_->push_back(std::move(action)); }
@@ -29,8 +35,9 @@ class ActionSink {
   uint64_t NewLease() { return ++last_lease_; }
 
  private:
+  std::pmr::memory_resource* memory_;
   std::vector<Action>* actions_ = nullptr;
-  std::map<TaskId, JobId> task_jobs_;
+  std::pmr::map<TaskId, JobId> task_jobs_;
   TaskId last_task_ = 0;
   uint64_t last_lease_ = 0;
 };
@@ -67,16 +74,18 @@ enum class TaskKind : uint8_t {
 
 struct Task {
   TaskKind kind = TaskKind::kJobMemory;
-  std::vector<SessionId> sessions = {};  // whose arenas it uses
+  std::pmr::vector<SessionId> sessions = {};  // whose arenas it uses
   uint64_t epoch = 0;
 };
 
 class JobTasks {
  public:
-  JobTasks(ActionSink& actions, JobId job) : actions_(actions), job_(job) {}
+  JobTasks(ActionSink& actions, JobId job)
+      : actions_(actions), job_(job), tasks_(actions.memory()) {}
 
   JobId job() const { return job_; }
   ActionSink& actions() { return actions_; }
+  std::pmr::memory_resource* memory() const { return actions_.memory(); }
   // What every answer says.
   void set_committed_step(uint64_t step) { committed_step_ = step; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
@@ -85,8 +94,9 @@ class JobTasks {
   // the task is done.
   template <typename TaskAction>
   TaskId Start(TaskKind kind, SessionId session, TaskAction action) {
-    const TaskId task =
-        NewTask(kind, session != 0 ? std::vector<SessionId>{session} : std::vector<SessionId>{});
+    std::pmr::vector<SessionId> sessions(memory());
+    if (session != 0) sessions.push_back(session);
+    const TaskId task = NewTask(kind, std::move(sessions));
     action.task = task;
     action.job = job_;
     actions_.Emit(std::move(action));
@@ -122,7 +132,7 @@ class JobTasks {
     bool ended = false;
   };
 
-  TaskId NewTask(TaskKind kind, std::vector<SessionId> sessions);
+  TaskId NewTask(TaskKind kind, std::pmr::vector<SessionId> sessions);
 
   ActionSink& actions_;
   JobId job_;
@@ -130,7 +140,7 @@ class JobTasks {
   uint64_t attempt_ = 0;
   uint64_t epoch_ = 0;
   uint64_t stale_tasks_ = 0;
-  std::map<TaskId, Task> tasks_;
+  std::pmr::map<TaskId, Task> tasks_;
   std::map<SessionId, SessionCounters> sessions_;
 };
 

@@ -54,8 +54,8 @@ void LeaseTable::DropAll(SessionId session) {
   session_counts_.erase(session);
 }
 
-std::vector<uint32_t> LeaseTable::PartitionsOf(SessionId session) const {
-  std::vector<uint32_t> partitions;
+std::pmr::vector<uint32_t> LeaseTable::PartitionsOf(SessionId session) const {
+  std::pmr::vector<uint32_t> partitions(actions_.memory());
   if (count_of(session) == 0) return partitions;
   for (const auto& [id, lease] : leases_) {
     if (lease.session == session) partitions.push_back(lease.partition);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,7 +17,8 @@ namespace forebay::daemon {
 // reader that holds one for too long is ended by Job::OnLeaseTimeExpired.
 class LeaseTable {
  public:
-  explicit LeaseTable(ActionSink& actions) : actions_(actions) {}
+  explicit LeaseTable(ActionSink& actions)
+      : actions_(actions), leases_(actions.memory()), partition_counts_(actions.memory()) {}
 
   // Errors  E_LIMIT  the session has kLeasesPerSessionMax leases.
   absl::StatusOr<uint64_t> Acquire(SessionId session, uint32_t partition);
@@ -28,7 +30,7 @@ class LeaseTable {
 
   bool IsLeased(uint32_t partition) const { return partition_counts_.contains(partition); }
   // Partitions that the session has leases on, ascending, each once.
-  std::vector<uint32_t> PartitionsOf(SessionId session) const;
+  std::pmr::vector<uint32_t> PartitionsOf(SessionId session) const;
 
   uint64_t count() const { return leases_.size(); }
   uint64_t count_of(SessionId session) const;
@@ -38,14 +40,14 @@ class LeaseTable {
     SessionId session = 0;
     uint32_t partition = 0;
   };
-  using Leases = std::map<uint64_t, Lease>;
+  using Leases = std::pmr::map<uint64_t, Lease>;
 
   Leases::iterator Erase(Leases::iterator lease);
 
   ActionSink& actions_;
   Leases leases_;
   std::map<SessionId, uint64_t> session_counts_;
-  std::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased
+  std::pmr::map<uint32_t, uint64_t> partition_counts_;  // only those that are leased
 };
 
 }  // namespace forebay::daemon

@@ -1,7 +1,9 @@
 // Named maxima of the state machine, and the options that the daemon or a test gives it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <optional>
 #include <vector>
 
@@ -48,6 +50,10 @@ inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 // Reads of states and moves of blocks before the decision of a step that was called before the one before was
 // published.
 inline constexpr uint32_t kTurnsBetweenSteps = 8;
+
+// Of memory that a step takes and gives back: a list that is longer comes from the heap.
+inline constexpr std::pmr::pool_options kStepMemoryOptions = {
+    .max_blocks_per_chunk = 256, .largest_required_pool_block = size_t{1} << 20};
 
 struct NodeOptions {
   uint64_t dram_limit_bytes = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <string>
@@ -105,7 +106,8 @@ std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& 
 struct NodeState::Impl {
   explicit Impl(const Options& node_options)
       : options(node_options),
-        pool(node_options.staging_slots),
+        actions(&memory),
+        pool(node_options.staging_slots, &memory),
         swap(node_options.swap),
         path_table(swap.paths(), node_options.swap_rates) {}
 
@@ -162,11 +164,13 @@ struct NodeState::Impl {
   void Evict(const std::vector<Eviction>& evictions, Job& job);
   absl::Status MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy, Job& job);
   absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
-  std::vector<Job*> Runnable(Job* concerned) const;
+  std::pmr::vector<Job*> Runnable(Job* concerned);
   void Advance(Job* concerned, const std::vector<Action>& emitted);
   void Sweep(Job& job);
 
   Options options;
+  // What comes and goes within a step, of all jobs. Holds as much as was ever in use at once.
+  std::pmr::unsynchronized_pool_resource memory{kStepMemoryOptions};
   ActionSink actions;
   StagingPool pool;
   nvme::SlotMap swap;
@@ -408,8 +412,8 @@ Job* NodeState::Impl::On(const JobFreed& event) {
 
 // The job that an event concerns and those that wait for a staging slot: nothing else of one job
 // changes what another can do. Whoever was last to get slots is not the first again.
-std::vector<Job*> NodeState::Impl::Runnable(Job* concerned) const {
-  std::vector<Job*> order;
+std::pmr::vector<Job*> NodeState::Impl::Runnable(Job* concerned) {
+  std::pmr::vector<Job*> order(&memory);
   for (const auto& [id, job] : jobs) {
     if (job.get() == concerned || job->waits_for_slot()) order.push_back(job.get());
   }
@@ -421,7 +425,7 @@ std::vector<Job*> NodeState::Impl::Runnable(Job* concerned) const {
 
 // Repeated, since one job may free a slot that another waits for.
 void NodeState::Impl::Advance(Job* concerned, const std::vector<Action>& emitted) {
-  std::vector<Job*> advanced;
+  std::pmr::vector<Job*> advanced(&memory);
   for (size_t before = emitted.size() + 1; before != emitted.size();) {
     before = emitted.size();
     for (Job* job : Runnable(concerned)) {

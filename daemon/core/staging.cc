@@ -7,7 +7,8 @@
 
 namespace forebay::daemon {
 
-StagingPool::StagingPool(uint32_t slots) : slots_(slots) {
+StagingPool::StagingPool(uint32_t slots, std::pmr::memory_resource* memory)
+    : slots_(slots), free_(memory), kept_(memory) {
   for (uint32_t slot = 0; slot < slots; ++slot) free_.insert(slot);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <utility>
@@ -16,7 +17,11 @@ class StagedBlocks;
 // Slots of one size, shared by all jobs of the node.
 class StagingPool {
  public:
-  explicit StagingPool(uint32_t slots);
+  // `memory` outlives it.
+  explicit StagingPool(uint32_t slots,
+                       std::pmr::memory_resource* memory = std::pmr::get_default_resource());
+
+  std::pmr::memory_resource* memory() const { return free_.get_allocator().resource(); }
 
   // The lowest free slot, where more than `kept` are free.
   std::optional<uint32_t> AllocateFree(uint32_t kept = 0);
@@ -41,9 +46,9 @@ class StagingPool {
 
  private:
   uint32_t slots_;
-  std::set<uint32_t> free_;
-  std::map<uint32_t, bool> kept_;    // whether it was released meanwhile
-  std::vector<StagedBlocks*> jobs_;  // in the order of joining; borrowed
+  std::pmr::set<uint32_t> free_;
+  std::pmr::map<uint32_t, bool> kept_;  // whether it was released meanwhile
+  std::vector<StagedBlocks*> jobs_;     // in the order of joining; borrowed
 };
 
 // Swapped blocks of one job that have a slot.
@@ -68,7 +73,10 @@ class StagedBlocks {
   // in the order of update.
   StagedBlocks(StagingPool& pool, std::function<bool(uint32_t block)> may_reclaim,
                std::function<uint32_t(uint32_t block)> position)
-      : pool_(pool), may_reclaim_(std::move(may_reclaim)), position_(std::move(position)) {
+      : pool_(pool),
+        may_reclaim_(std::move(may_reclaim)),
+        position_(std::move(position)),
+        blocks_(pool.memory()) {
     pool_.Join(*this);
   }
   StagedBlocks(const StagedBlocks&) = delete;
@@ -77,7 +85,7 @@ class StagedBlocks {
 
   bool contains(uint32_t block) const { return blocks_.contains(block); }
   Staged& at(uint32_t block) { return blocks_.at(block); }
-  const std::map<uint32_t, Staged>& all() const { return blocks_; }
+  const std::pmr::map<uint32_t, Staged>& all() const { return blocks_; }
   void Add(uint32_t block, uint32_t slot) { blocks_.emplace(block, Staged{.slot = slot}); }
   void Drop(uint32_t block);  // gives the slot back
 
@@ -113,7 +121,7 @@ class StagedBlocks {
   StagingPool& pool_;
   std::function<bool(uint32_t)> may_reclaim_;
   std::function<uint32_t(uint32_t)> position_;
-  std::map<uint32_t, Staged> blocks_;
+  std::pmr::map<uint32_t, Staged> blocks_;
   bool waits_for_slot_ = false;
   uint64_t reclaimed_ = 0;
   uint32_t first_dropped_ = UINT32_MAX;

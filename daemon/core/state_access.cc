@@ -15,8 +15,8 @@ using protocol::MakeError;
 using State = StagedBlocks::State;
 
 void StateAccess::AddRead(const CommandId& command, const protocol::Command& words) {
-  const std::vector<ElementRun> runs = pipeline_.map().Locate(words.partition, words.element_offset,
-                                                              words.length_bytes / sizeof(float));
+  const std::pmr::vector<ElementRun> runs = pipeline_.map().Locate(
+      words.partition, words.element_offset, words.length_bytes / sizeof(float));
   queue_.push_back({.command = command,
                     .param = words.partition,
                     .state = words.kind,
@@ -31,7 +31,7 @@ StateAccess::Written StateAccess::AddWrite(const CommandId& command,
   const Written range{.partition = words.partition,
                       .begin = words.element_offset,
                       .end = words.element_offset + words.length_bytes / SizeBytes(dtype)};
-  const std::vector<ElementRun> runs =
+  const std::pmr::vector<ElementRun> runs =
       pipeline_.map().LocateInPartition(range.partition, range.begin, range.end);
   queue_.push_back({.command = command,
                     .write = range,

@@ -45,8 +45,10 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       weights_(weights),
       leases_(leases),
       gradients_(io, spec.layout, spec.plan, members, pipeline),
+      barrier_(io.memory()),
       trace_(spec.layout->partitions().size()),
-      extra_bytes_(spec.world_size(), 0) {}
+      extra_bytes_(spec.world_size(), 0),
+      unpublished_(io.memory()) {}
 
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
   if (spec.options.disable_range_check_for_test) {
@@ -220,8 +222,8 @@ StepOrder Step::OrderOf(const StepCall& call, double scale) const {
           .grad_scale = static_cast<float>(scale),
           .grad_min = static_cast<float>(call.request.grad_min),
           .grad_max = static_cast<float>(call.request.grad_max),
-          .hyper_params = call.hyper_params,
-          .params = {}};
+          .hyper_params = {call.hyper_params, io_.memory()},
+          .params = std::pmr::vector<bool>(io_.memory())};
 }
 
 void Step::FollowSums() {
@@ -339,7 +341,7 @@ absl::Status Step::CheckCall(const Session& session, const Command& command,
 }
 
 // What the rank holds of every parameter that it says it has a gradient of was delivered.
-absl::Status Step::CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const {
+absl::Status Step::CheckDelivered(uint32_t rank, std::span<const uint64_t> presence) const {
   const protocol::Layout& layout = *spec_.layout;
   for (const protocol::BoxPlace& place : layout.boxes()) {
     if (!protocol::IsPresent(presence, place.box.param)) continue;
@@ -361,11 +363,11 @@ absl::Status Step::CheckDelivered(uint32_t rank, const std::vector<uint64_t>& pr
 absl::Status Step::CheckOwnersDelivered() const {
   const protocol::Layout& layout = *spec_.layout;
   if (layout.is_shared()) return absl::OkStatus();
-  const std::vector<bool> present = ParamsWithGradient();
+  const std::pmr::vector<bool> present = ParamsWithGradient();
   for (const protocol::BoxPlace& place : layout.boxes()) {
     const uint32_t param = place.box.param;
     const uint32_t owner = layout.partitions()[place.partition].owner;
-    const std::vector<uint64_t>& of_owner = barrier_.by_rank().at(owner).presence;
+    const std::span<const uint64_t> of_owner = barrier_.by_rank().at(owner).presence;
     if (!present[param] || protocol::IsPresent(of_owner, param)) continue;
     return MakeError(
         ErrorId::kGradPartial,
@@ -377,8 +379,8 @@ absl::Status Step::CheckOwnersDelivered() const {
   return absl::OkStatus();
 }
 
-std::vector<bool> Step::ParamsWithGradient() const {
-  std::vector<bool> present(spec_.layout->params().size(), false);
+std::pmr::vector<bool> Step::ParamsWithGradient() const {
+  std::pmr::vector<bool> present(spec_.layout->params().size(), false, io_.memory());
   for (const auto& [rank, call] : barrier_.by_rank()) {
     for (uint32_t i = 0; i < present.size(); ++i) {
       if (protocol::IsPresent(call.presence, i)) present[i] = true;
@@ -415,8 +417,8 @@ void Step::OnStepRequest(Session& session, const StepRequestCopied& copied) {
   StepCall call{.command = session.IdOf(command),
                 .answered_when = AnsweredWhen(command),
                 .request = copied.request,
-                .hyper_params = {copied.hyper_params.begin(), hyper_end},
-                .presence = copied.presence,
+                .hyper_params = {copied.hyper_params.begin(), hyper_end, io_.memory()},
+                .presence = {copied.presence, io_.memory()},
                 .extra_state_offset_bytes = command.arena_offset_bytes + command.length_bytes -
                                             copied.request.extra_state_bytes};
   if (!announces) {

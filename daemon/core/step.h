@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory_resource>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -142,9 +144,9 @@ class Step {
   void DropGradients(const absl::Status& status);
   absl::Status CheckCall(const Session& session, const protocol::Command& command,
                          const StepRequestCopied& copied) const;
-  absl::Status CheckDelivered(uint32_t rank, const std::vector<uint64_t>& presence) const;
+  absl::Status CheckDelivered(uint32_t rank, std::span<const uint64_t> presence) const;
   absl::Status CheckOwnersDelivered() const;
-  std::vector<bool> ParamsWithGradient() const;
+  std::pmr::vector<bool> ParamsWithGradient() const;
   absl::Status DetachedError(uint32_t rank) const;
   void AddCall(Session& session, StepCall call);
   void RefuseCalls(const absl::Status& status);
@@ -191,7 +193,7 @@ class Step {
     CommandId command;
     bool repeated = false;
   };
-  std::vector<Waiting> unpublished_;
+  std::pmr::vector<Waiting> unpublished_;
   bool has_answered_early_ = false;  // other calls of it
   absl::Status unsaid_;              // what those were not answered, of the published step
 };

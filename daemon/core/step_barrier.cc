@@ -64,6 +64,6 @@ absl::Status StepBarrier::Compare(uint32_t rank, const StepCall& call,
       "call step again with the same scalars on every rank; the gradients are kept");
 }
 
-std::map<uint32_t, StepCall> StepBarrier::Drain() { return std::exchange(barrier_, {}); }
+StepBarrier::Calls StepBarrier::Drain() { return std::exchange(barrier_, {}); }
 
 }  // namespace forebay::daemon

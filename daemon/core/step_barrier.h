@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <string>
 #include <vector>
 
@@ -17,9 +18,9 @@ struct StepCall {
   CommandId command;
   protocol::StepAnswer answered_when = protocol::StepAnswer::kPublished;
   protocol::StepRequest request{};
-  std::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
-  std::vector<uint64_t> presence = {};              // see wire.h
-  uint64_t extra_state_offset_bytes = 0;            // in the session's arena
+  std::pmr::vector<protocol::HyperParams> hyper_params;  // request.param_groups of them
+  std::pmr::vector<uint64_t> presence = {};              // see wire.h
+  uint64_t extra_state_offset_bytes = 0;                 // in the session's arena
 };
 
 // How two calls differ in the scalars that an update takes: grad_scale, grad_min, grad_max, and the
@@ -30,6 +31,11 @@ std::string DifferenceOfScalars(const StepCall& a, const StepCall& b,
 
 class StepBarrier {
  public:
+  using Calls = std::pmr::map<uint32_t, StepCall>;  // by rank
+
+  // `memory` outlives it.
+  explicit StepBarrier(std::pmr::memory_resource* memory) : barrier_(memory) {}
+
   // Compares `call` with that of the lowest rank that has called, in its scalars and max_grad_norm.
   // extra_state may differ between ranks.
   //
@@ -40,13 +46,13 @@ class StepBarrier {
   bool has(uint32_t rank) const { return barrier_.contains(rank); }
   // Every rank has called: the step can begin.
   bool IsComplete(uint32_t world_size) const { return barrier_.size() == world_size; }
-  const std::map<uint32_t, StepCall>& by_rank() const { return barrier_; }
+  const Calls& by_rank() const { return barrier_; }
 
   // Takes all calls out.
-  std::map<uint32_t, StepCall> Drain();
+  Calls Drain();
 
  private:
-  std::map<uint32_t, StepCall> barrier_;
+  Calls barrier_;
 };
 
 }  // namespace forebay::daemon

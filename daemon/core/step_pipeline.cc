@@ -32,16 +32,22 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       staged_(
           pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
           [this](uint32_t block) { return position_[block]; }),
-      ledger_(map_.blocks(), swap_slots, path_table),
+      ledger_(map_.blocks(), swap_slots, path_table, io.memory()),
       placement_(plan.placement),
       swap_(swap),
       path_table_(path_table),
       param_updates_(layout_->params().size(), 0),
+      tasks_(io.memory()),
       reads_(std::max(1U, path_table.paths()), 0),
-      early_(*layout_, map_, plan, position_),
+      to_install_(io.memory()),
+      early_(*layout_, map_, plan, position_, io.memory()),
       sums_(io, *layout_, map_, plan, sum_slots, swap, path_table),
       early_prefetch_left_(map_.blocks()),
       prefetch_next_(0),
+      scalars_(io.memory()),
+      norms_(io.memory()),
+      resident_(io.memory()),
+      swapped_(io.memory()),
       partition_blocks_left_(layout_->partitions().size(), 0) {
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     block_partitions_.push_back(map_.Partitions(block));
@@ -61,12 +67,12 @@ void StepPipeline::FollowTrace(const std::vector<uint32_t>& trace) {
 
 void StepPipeline::Sort() {
   const auto partitions = static_cast<uint32_t>(layout_->partitions().size());
-  std::vector<uint32_t> first_use(partitions);
+  std::pmr::vector<uint32_t> first_use(partitions, io_.memory());
   for (uint32_t partition = 0; partition < partitions; ++partition) {
     first_use[partition] = static_cast<uint32_t>(trace_.size()) + partition;
   }
   for (uint32_t i = 0; i < trace_.size(); ++i) first_use[trace_[i]] = i;
-  std::vector<std::pair<uint32_t, uint32_t>> keys;  // first use, block
+  std::pmr::vector<std::pair<uint32_t, uint32_t>> keys(io_.memory());  // first use, block
   for (uint32_t block = 0; block < map_.blocks(); ++block) {
     uint32_t first = UINT32_MAX;
     for (const uint32_t partition : block_partitions_[block]) {
@@ -220,7 +226,7 @@ void StepPipeline::BeginPass(UpdatePass pass) {
   swapped_.clear();
   blocks_left_ = 0;
   std::fill(partition_blocks_left_.begin(), partition_blocks_left_.end(), 0);
-  std::vector<uint32_t> from_sums;
+  std::pmr::vector<uint32_t> from_sums(io_.memory());
   for (const uint32_t block : in_order_) {
     const bool needed = IsNeeded(block);
     if (needed) {
@@ -249,9 +255,9 @@ void StepPipeline::BeginPass(UpdatePass pass) {
 
 // Norms of each parameter, over its segments in the order of blocks.
 void StepPipeline::EndMomentsPass() {
-  std::vector<SegmentNorms> sums(layout_->params().size());
+  std::pmr::vector<SegmentNorms> sums(layout_->params().size(), io_.memory());
   for (const auto& [block, norms] : norms_) {
-    const std::vector<UpdateSegment> segments = Segments(block);
+    const std::pmr::vector<UpdateSegment> segments = Segments(block);
     FOREBAY_CHECK(norms.size() == segments.size());
     for (size_t i = 0; i < segments.size(); ++i) {
       SegmentNorms& sum = sums[segments[i].param];
@@ -371,15 +377,15 @@ const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint6
 }
 
 bool StepPipeline::IsNeeded(uint32_t block) const {
-  const std::vector<BlockRun> runs = map_.Runs(block);
+  const std::pmr::vector<BlockRun> runs = map_.Runs(block, io_.memory());
   return std::any_of(runs.begin(), runs.end(),
                      [this](const BlockRun& run) { return order_.params[run.param]; });
 }
 
-std::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
+std::pmr::vector<UpdateSegment> StepPipeline::Segments(uint32_t block) {
   const uint64_t sum_width = protocol::SizeBytes(plan_.sum_dtype);
-  std::vector<UpdateSegment> segments;
-  for (const BlockRun& run : map_.Runs(block)) {
+  std::pmr::vector<UpdateSegment> segments(io_.memory());
+  for (const BlockRun& run : map_.Runs(block, io_.memory())) {
     if (!order_.params[run.param]) continue;
     const protocol::ParamPlace& param = layout_->params()[run.param];
     WeightsPlace weights = PlaceOfWeights(run.partition, run.partition_elem);
@@ -470,7 +476,7 @@ absl::Status StepPipeline::OnUpdated(const TaskDone& done) {
     return absl::OkStatus();
   }
   if (!done.status.ok() || abandoned_) {
-    if (!running_) DropEarly(std::vector{update.block});
+    if (!running_) DropEarly({&update.block, 1});
     if (!resident) EndDropped(update.block);
     if (running_ || done.status.ok()) return DescribeBlock(done.status, update.block);
     FailPrefetch(update.block, done.status);
@@ -532,9 +538,13 @@ BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
 void StepPipeline::ExchangeSlot(uint32_t path) {
   const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
   if (!slot) return;
-  const std::vector<nvme::Slot> given = ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
-  swap_.Free(given.empty() ? std::vector{*slot} : given);
-  if (!given.empty()) ledger_.AddSlots({*slot});
+  const auto given = ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
+  if (given.empty()) {
+    swap_.Free({&*slot, 1});
+    return;
+  }
+  swap_.Free(given);
+  ledger_.AddSlot(*slot);
 }
 
 void StepPipeline::CountRead(uint32_t path, uint64_t bytes, const TaskDone& done) {
@@ -574,7 +584,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
                              .end_ns = done.end_ns});
   }
   if (staged_.at(write.block).cancelled || (!running_ && (!done.status.ok() || abandoned_))) {
-    if (!staged_.at(write.block).cancelled) DropEarly(std::vector{write.block});
+    if (!staged_.at(write.block).cancelled) DropEarly({&write.block, 1});
     if (done.status.ok()) {
       ledger_.CancelWrite(write.block);
     } else {
@@ -620,7 +630,7 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
 void StepPipeline::AddSpareSlot() {
   if (ledger_.has_working_slot()) return;
   const auto spare = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
-  if (spare) ledger_.AddSlots({*spare});
+  if (spare) ledger_.AddSlot(*spare);
 }
 
 void StepPipeline::ReturnSurplusSlots() {
@@ -629,7 +639,7 @@ void StepPipeline::ReturnSurplusSlots() {
 
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {
   if (status.ok()) return status;
-  const std::vector<BlockRun> runs = map_.Runs(block);
+  const std::pmr::vector<BlockRun> runs = map_.Runs(block);
   std::string names = runs.empty()
                           ? "no parameter"
                           : absl::StrCat("parameter ", layout_->spec().params[runs[0].param].name);

@@ -7,8 +7,10 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -38,8 +40,8 @@ struct StepOrder {
   // Of the scaled gradient's elements; both 0: none.
   float grad_min = 0.0F;
   float grad_max = 0.0F;
-  std::vector<protocol::HyperParams> hyper_params;  // by parameter group
-  std::vector<bool> params;                         // that have a gradient; others are left alone
+  std::pmr::vector<protocol::HyperParams> hyper_params;  // by parameter group
+  std::pmr::vector<bool> params;  // that have a gradient; others are left alone
 };
 
 // Of steps: zeros that the first one begins with count as read, the masters before it do not.
@@ -224,7 +226,7 @@ class StepPipeline {
   void FinishPartitionsOf(uint32_t block);
   void AdoptEarly(bool is_as_announced);
   void AcceptEarly(uint32_t block);
-  void DropEarly(const std::vector<uint32_t>& blocks);
+  void DropEarly(std::span<const uint32_t> blocks);
   void EndDropped(uint32_t block);
   void StartInstall(uint32_t block);
   void AddInstall(uint32_t block);
@@ -254,7 +256,7 @@ class StepPipeline {
   bool IsLeased(uint32_t block) const;
   uint32_t UpdatesMax() const;
   bool IsNeeded(uint32_t block) const;  // a parameter in it has a gradient
-  std::vector<UpdateSegment> Segments(uint32_t block);
+  std::pmr::vector<UpdateSegment> Segments(uint32_t block);
   const cpu_adam::StepScalars& ScalarsOf(uint32_t param_group, uint64_t t);
   bool has_two_passes() const { return protocol::Info(layout_->spec().optimizer).passes == 2; }
 
@@ -276,10 +278,10 @@ class StepPipeline {
   std::vector<uint32_t> position_;                       // in that order, by block
   std::vector<bool> partition_has_gradient_;             // of the running step
   std::vector<uint64_t> param_updates_;                  // by parameter: optimizer steps it has had
-  std::map<TaskId, Running> tasks_;
+  std::pmr::map<TaskId, Running> tasks_;
   std::vector<uint32_t> reads_;  // by path, those that run
   // Whose updates are part of the step: new weights in the step arena, that wait for a worker. Positions.
-  std::set<uint32_t> to_install_;
+  std::pmr::set<uint32_t> to_install_;
   EarlyUpdates early_;
   SumPages sums_;
   bool is_early_ = false;
@@ -299,12 +301,13 @@ class StepPipeline {
   bool abandoned_ = false;
   StepOrder order_;
   // Of the running step: by parameter group and t.
-  std::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;
+  std::pmr::map<std::pair<uint32_t, uint64_t>, cpu_adam::StepScalars> scalars_;
   UpdatePass pass_ = UpdatePass::kWhole;
-  std::map<uint32_t, std::vector<SegmentNorms>> norms_;  // by block, of UpdatePass::kMoments
-  std::vector<float> trust_;                             // by parameter, for UpdatePass::kWeights
-  std::deque<uint32_t> resident_;                        // whose update has not begun, in order
-  std::set<uint32_t> swapped_;                           // the same, positions; some are staged
+  // By block, of UpdatePass::kMoments.
+  std::pmr::map<uint32_t, std::pmr::vector<SegmentNorms>> norms_;
+  std::vector<float> trust_;            // by parameter, for UpdatePass::kWeights
+  std::pmr::deque<uint32_t> resident_;  // whose update has not begun, in order
+  std::pmr::set<uint32_t> swapped_;     // the same, positions; some are staged
   uint32_t updating_ = 0;
   uint64_t blocks_left_ = 0;                     // not updated and written yet
   std::vector<uint32_t> partition_blocks_left_;  // not updated yet

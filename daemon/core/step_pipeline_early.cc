@@ -38,17 +38,17 @@ void StepPipeline::ForgetSums() {
 
 void StepPipeline::DropEarly() {
   if (!std::exchange(is_early_, false)) return;
-  std::vector<uint32_t> blocks;
+  std::pmr::vector<uint32_t> blocks(io_.memory());
   for (const auto& [block, early] : early_.all()) blocks.push_back(block);
   DropEarly(blocks);
   ForgetPrefetchErrors();  // what backward was to need first was read ahead
 }
 
 void StepPipeline::DropEarlyUpdateOf(uint32_t block) {
-  if (early_.has(block)) DropEarly(std::vector{block});
+  if (early_.has(block)) DropEarly({&block, 1});
 }
 
-void StepPipeline::DropEarly(const std::vector<uint32_t>& blocks) {
+void StepPipeline::DropEarly(std::span<const uint32_t> blocks) {
   if (blocks.empty()) return;
   EarlyUpdatesDropped dropped{.job = io_.job(), .blocks = {blocks.begin(), blocks.end()}};
   for (const uint32_t block : blocks) {
@@ -75,9 +75,9 @@ void StepPipeline::EndDropped(uint32_t block) {
 // weights that a reader holds is of no use.
 void StepPipeline::AdoptEarly(bool is_as_announced) {
   const bool same = is_early_ && is_as_announced;
-  std::vector<uint32_t> dropped;
+  std::pmr::vector<uint32_t> dropped(io_.memory());
   for (const auto& [block, early] : early_.all()) {
-    const std::vector<BlockRun> runs = map_.Runs(block);
+    const std::pmr::vector<BlockRun> runs = map_.Runs(block, io_.memory());
     const bool is_whole =
         std::ranges::all_of(runs, [this](const BlockRun& run) { return order_.params[run.param]; });
     if (!same || !is_whole || IsLeased(block)) dropped.push_back(block);
@@ -109,10 +109,10 @@ void StepPipeline::AddInstall(uint32_t block) {
 void StepPipeline::StartInstall(uint32_t block) {
   ++updating_;
   to_install_.erase(position_[block]);
-  InstallWeights action{.block = block};
+  InstallWeights action{.block = block, .copies = std::pmr::vector<BytesCopy>(io_.memory())};
   const uint32_t slot = *early_.at(block).weights_slot;
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
-  for (const BlockRun& run : map_.Runs(block)) {
+  for (const BlockRun& run : map_.Runs(block, io_.memory())) {
     action.copies.push_back(
         {.from_bytes = early_.NewWeightsOffset(slot, run.block_elem),
          .to_bytes = PlaceOfWeights(run.partition, run.partition_elem).offset_bytes,

@@ -23,7 +23,14 @@ SumPages::SumPages(JobTasks& io, const protocol::Layout& layout, const BlockMap&
       swap_(swap),
       path_table_(paths),
       slots_(slots.begin(), slots.end()),
-      free_slots_(slots.begin(), slots.end()) {
+      free_frames_(io.memory()),
+      free_slots_(slots.begin(), slots.end(), io.memory()),
+      gathered_(io.memory()),
+      updated_early_(io.memory()),
+      requests_(io.memory()),
+      arrived_(io.memory()),
+      prepared_(io.memory()),
+      tasks_(io.memory()) {
   if (!is_paged()) return;
   pages_.resize(plan_.sum_pages);
   for (uint32_t frame = 0; frame < plan_.sum_frames; ++frame) free_frames_.insert(frame);
@@ -158,8 +165,8 @@ void SumPages::Arrive(uint32_t page) {
   SetUsed(page);
 }
 
-std::vector<SumPages::Range> SumPages::DrainArrived() {
-  std::vector<Range> ranges;
+std::pmr::vector<SumPages::Range> SumPages::DrainArrived() {
+  std::pmr::vector<Range> ranges(io_.memory());
   for (const uint32_t page : std::exchange(arrived_, {})) {
     if (!std::exchange(pages_[page].has_arrived, false)) continue;
     ranges.insert(ranges.end(), pages_[page].ranges.begin(), pages_[page].ranges.end());
@@ -199,7 +206,7 @@ bool SumPages::IsThere(uint32_t block) const {
 
 SumPages::Room SumPages::Prepare(uint32_t block) {
   if (IsThere(block)) return Room::kThere;
-  std::vector<uint32_t> on_swap;
+  std::pmr::vector<uint32_t> on_swap(io_.memory());
   for (const uint32_t page : block_pages_[block]) {
     if (pages_[page].state == State::kOnSwap) on_swap.push_back(page);
   }
@@ -233,8 +240,8 @@ void SumPages::UnpinBlock(uint32_t block) {
   }
 }
 
-std::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
-  std::vector<SumFrame> frames;
+std::pmr::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
+  std::pmr::vector<SumFrame> frames(io_.memory());
   if (!is_paged()) return frames;
   for (const uint32_t page : block_pages_[block]) {
     if (pages_[page].state != State::kThere) continue;
@@ -243,7 +250,7 @@ std::vector<SumFrame> SumPages::FramesOf(uint32_t block) const {
   return frames;
 }
 
-void SumPages::BeginUpdate(const std::vector<uint32_t>& blocks) {
+void SumPages::BeginUpdate(std::span<const uint32_t> blocks) {
   if (!is_paged()) return;
   for (Page& page : pages_) {
     FOREBAY_CHECK(page.updates_left == 0);
@@ -415,7 +422,7 @@ void SumPages::EndSpill(uint32_t index, uint64_t checksum) {
 // ---------------------------------------------------------------------------------------------- pump
 
 void SumPages::ServeRequests() {
-  std::deque<uint32_t> waiting;
+  std::pmr::vector<uint32_t> waiting(io_.memory());
   for (const uint32_t index : std::exchange(requests_, {})) {
     Page& page = pages_[index];
     if (!page.is_requested) continue;

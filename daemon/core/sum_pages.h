@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <span>
@@ -69,7 +70,7 @@ class SumPages {
   // kSoon: it waits for frames that become free as blocks are updated early; asked again, it may be kNow.
   enum class Need : uint8_t { kSoon, kNow };
   bool Request(uint32_t partition, uint64_t elem, Need need);
-  std::vector<Range> DrainArrived();
+  std::pmr::vector<Range> DrainArrived();
   bool has_arrived() const { return !arrived_.empty(); }
   // A task of the gathering uses it. Forgotten by ForgetGathered(): nothing is moved while tasks are stale.
   void Pin(uint32_t partition, uint64_t elem);
@@ -81,10 +82,10 @@ class SumPages {
   // An update of the block runs.
   void PinBlock(uint32_t block);
   void UnpinBlock(uint32_t block);
-  std::vector<SumFrame> FramesOf(uint32_t block) const;
+  std::pmr::vector<SumFrame> FramesOf(uint32_t block) const;
 
   // The step is decided: `blocks` will be updated from their sums. Other sums are of no use.
-  void BeginUpdate(const std::vector<uint32_t>& blocks);
+  void BeginUpdate(std::span<const uint32_t> blocks);
   void EndUpdateOf(uint32_t block);
   // Before the decision: what the block's sums were read for is on swap, or is of no use after all.
   void SetUpdatedEarly(uint32_t block, bool is_updated);
@@ -134,7 +135,7 @@ class SumPages {
   };
 
   // When a page was used last, and which.
-  using ByUse = std::set<std::pair<uint64_t, uint32_t>>;
+  using ByUse = std::pmr::set<std::pair<uint64_t, uint32_t>>;
 
   uint64_t VirtualOffset(uint32_t partition, uint64_t elem) const;
   uint32_t PageOf(uint32_t partition, uint64_t elem) const {
@@ -175,15 +176,15 @@ class SumPages {
   std::vector<Page> pages_;
   std::vector<std::vector<uint32_t>> block_pages_;
   uint32_t block_pages_max_ = 0;
-  std::set<uint32_t> free_frames_;
-  std::deque<nvme::Slot> free_slots_;
-  ByUse gathered_;                 // pages in state kThere with sums that no update is for yet
-  ByUse updated_early_;            // of these, whose blocks were all updated early
-  std::deque<uint32_t> requests_;  // pages, oldest first
-  size_t urgent_ = 0;              // of these
-  std::vector<uint32_t> arrived_;
-  std::set<uint32_t> prepared_;       // blocks
-  std::map<TaskId, uint32_t> tasks_;  // pages
+  std::pmr::set<uint32_t> free_frames_;
+  std::pmr::deque<nvme::Slot> free_slots_;
+  ByUse gathered_;       // pages in state kThere with sums that no update is for yet
+  ByUse updated_early_;  // of these, whose blocks were all updated early
+  std::pmr::vector<uint32_t> requests_;  // pages, oldest first
+  size_t urgent_ = 0;                    // of these
+  std::pmr::vector<uint32_t> arrived_;
+  std::pmr::set<uint32_t> prepared_;       // blocks
+  std::pmr::map<TaskId, uint32_t> tasks_;  // pages
   uint32_t spilling_ = 0;
   uint32_t loading_ = 0;
   uint32_t update_tasks_ = 0;            // that read sums

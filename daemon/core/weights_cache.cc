@@ -16,7 +16,14 @@ using protocol::kPageBytes;
 
 WeightsCache::WeightsCache(JobTasks& io, std::shared_ptr<const protocol::Layout> layout,
                            const MemoryPlan& plan, StepPipeline& pipeline, const LeaseTable& leases)
-    : io_(io), layout_(std::move(layout)), plan_(plan), pipeline_(pipeline), leases_(leases) {}
+    : io_(io),
+      layout_(std::move(layout)),
+      plan_(plan),
+      pipeline_(pipeline),
+      leases_(leases),
+      copies_(io.memory()),
+      pieces_(io.memory()),
+      loads_(io.memory()) {}
 
 // ------------------------------------------------------------------------------------------ fetches
 
@@ -27,7 +34,8 @@ void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uin
   Order& order = orders_[*rank];
   if (order.step != step) {
     order.step = step;
-    if (!order.now.empty()) order.before = std::exchange(order.now, {});
+    if (!order.now.empty()) order.before.swap(order.now);
+    order.now.clear();
     order.is_same = true;
   }
   const size_t at = order.now.size();
@@ -57,7 +65,7 @@ uint64_t WeightsCache::BytesOf(uint32_t partition) const {
   return protocol::RoundUp(layout_->partition_bytes(partition), kPageBytes);
 }
 
-std::optional<uint64_t> WeightsCache::FindRoom(std::vector<const Copy*> beside,
+std::optional<uint64_t> WeightsCache::FindRoom(std::pmr::vector<const Copy*> beside,
                                                uint64_t bytes) const {
   std::ranges::sort(beside, {}, [](const Copy* copy) { return copy->offset_bytes; });
   uint64_t begin = 0;
@@ -70,13 +78,13 @@ std::optional<uint64_t> WeightsCache::FindRoom(std::vector<const Copy*> beside,
 }
 
 std::optional<uint64_t> WeightsCache::FindRoom(uint64_t bytes) const {
-  std::vector<const Copy*> all;
+  std::pmr::vector<const Copy*> all(io_.memory());
   for (const auto& [partition, copy] : copies_) all.push_back(&copy);
   return FindRoom(std::move(all), bytes);
 }
 
-bool WeightsCache::HasRoomBeside(const std::vector<uint32_t>& kept, uint32_t partition) const {
-  std::vector<const Copy*> beside;
+bool WeightsCache::HasRoomBeside(std::span<const uint32_t> kept, uint32_t partition) const {
+  std::pmr::vector<const Copy*> beside(io_.memory());
   for (const uint32_t other : kept) {
     if (const auto copy = copies_.find(other); copy != copies_.end())
       beside.push_back(&copy->second);
@@ -135,8 +143,8 @@ bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
 void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
   const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   const uint64_t to = plan_.weights_cache_offset + copy.offset_bytes;
-  const std::vector<ElementRun> runs =
-      pipeline_.map().LocateInPartition(partition, 0, layout_->partitions()[partition].elems);
+  const std::pmr::vector<ElementRun> runs = pipeline_.map().LocateInPartition(
+      partition, 0, layout_->partitions()[partition].elems, io_.memory());
   for (auto run = runs.begin(); run != runs.end();) {
     const auto end = std::find_if(
         run, runs.end(), [&](const ElementRun& other) { return other.block != run->block; });
@@ -153,7 +161,8 @@ void WeightsCache::AddPieces(uint32_t partition, const Copy& copy) {
                          pipeline_.map().weights_plane_offset(run->block) + first_page * kPageBytes,
                      .bytes = end_bytes - first_page * kPageBytes,
                      .digests = version.weights_digests,
-                     .first_page = first_page};
+                     .first_page = first_page,
+                     .copies = std::pmr::vector<BytesCopy>(io_.memory())};
     for (; run != end; ++run) {
       load.copies.push_back({.from_bytes = run->block_elem * width - first_page * kPageBytes,
                              .to_bytes = to + run->partition_elem * width,

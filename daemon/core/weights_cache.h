@@ -5,7 +5,9 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -45,7 +47,7 @@ class WeightsCache {
   void BeginRound() { wanted_.clear(); }
   absl::StatusOr<std::optional<uint64_t>> Find(uint32_t partition);
   // Whether there could be room for the partition beside copies of `kept`.
-  bool HasRoomBeside(const std::vector<uint32_t>& kept, uint32_t partition) const;
+  bool HasRoomBeside(std::span<const uint32_t> kept, uint32_t partition) const;
   // Reads what is wanted, in the order of asking; without `begins` only what was begun.
   void EndRound(bool begins);
   // Reads what will be wanted.
@@ -89,7 +91,7 @@ class WeightsCache {
 
   bool Make(uint32_t partition, uint64_t needed_in);
   uint64_t BytesOf(uint32_t partition) const;
-  std::optional<uint64_t> FindRoom(std::vector<const Copy*> beside, uint64_t bytes) const;
+  std::optional<uint64_t> FindRoom(std::pmr::vector<const Copy*> beside, uint64_t bytes) const;
   std::optional<uint64_t> FindRoom(uint64_t bytes) const;
   std::optional<uint32_t> ChooseVictim(uint64_t needed_in) const;
   // How many fetches of a rank come before one of the partition; UINT64_MAX: none is expected.
@@ -104,11 +106,11 @@ class WeightsCache {
   const MemoryPlan& plan_;
   StepPipeline& pipeline_;
   const LeaseTable& leases_;
-  std::map<uint32_t, Copy> copies_;          // by partition
+  std::pmr::map<uint32_t, Copy> copies_;     // by partition
   std::map<uint32_t, absl::Status> failed_;  // reads of wanted ones
   std::vector<uint32_t> wanted_;             // in the order of asking
-  std::deque<LoadWeights> pieces_;           // that have no staging slot yet
-  std::map<TaskId, Load> loads_;
+  std::pmr::deque<LoadWeights> pieces_;      // that have no staging slot yet
+  std::pmr::map<TaskId, Load> loads_;
   std::map<uint32_t, Order> orders_;  // by rank
   uint64_t uses_ = 0;
   WeightsCounters counters_;

@@ -1,22 +1,32 @@
 #include "daemon/exec/arena_registry.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <fstream>
-#include <limits>
+#include <array>
+#include <charconv>
+#include <string_view>
 #include <utility>
+
+#include "protocol/os/unique_fd.h"
 
 namespace forebay::daemon {
 namespace {
 
+// RssAnon of this process.
 uint64_t PrivateBytes() {
-  std::ifstream status("/proc/self/status");
-  std::string word;
-  while (status >> word) {
-    uint64_t kib = 0;
-    if (word == "RssAnon:" && status >> kib) return kib * 1024;
-    status.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
-  return 0;
+  std::array<char, 4096> text{};  // a status has less
+  const protocol::UniqueFd status(::open("/proc/self/status", O_RDONLY | O_CLOEXEC));
+  const ssize_t size = status.valid() ? ::read(status.get(), text.data(), text.size()) : 0;
+  constexpr std::string_view kKey = "RssAnon:";
+  std::string_view rest(text.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  const size_t at = rest.find(kKey);
+  if (at == std::string_view::npos) return 0;
+  rest.remove_prefix(std::min(rest.size(), rest.find_first_of("0123456789", at)));
+  uint64_t kib = 0;
+  (void)std::from_chars(rest.data(), rest.data() + rest.size(), kib);
+  return kib * 1024;
 }
 
 }  // namespace
@@ -69,13 +79,23 @@ std::vector<ArenaLine> ArenaRegistry::Lines() const {
   return lines;
 }
 
+uint64_t ArenaRegistry::UsedBytes(uint64_t private_bytes) const {
+  uint64_t bytes = private_bytes;
+  for (const Entry& entry : entries_) {
+    const Arena arena = entry.arena.lock();
+    if (arena != nullptr && arena->populated_bytes() > 0) bytes += arena->allocated_bytes();
+  }
+  return bytes;
+}
+
+void ArenaRegistry::UpdatePeak() { peak_bytes_ = std::max(peak_bytes_, UsedBytes(PrivateBytes())); }
+
 MemoryTotals ArenaRegistry::Totals() {
   entries_.remove_if([](const Entry& entry) { return entry.arena.expired(); });
   MemoryTotals totals;
   totals.private_bytes = PrivateBytes();
-  totals.used_bytes = totals.private_bytes;
+  totals.used_bytes = UsedBytes(totals.private_bytes);
   for (const ArenaLine& line : Lines()) {
-    totals.used_bytes += line.allocated_bytes;
     totals.huge_bytes += line.huge_bytes;
     if (line.locked) totals.locked_bytes += line.size_bytes;
   }

@@ -55,7 +55,7 @@ struct MemoryTotals {
   uint64_t private_bytes = 0;
   uint64_t locked_bytes = 0;
   uint64_t huge_bytes = 0;
-  // The highest used_bytes that Totals() has seen.
+  // The highest used_bytes that Totals() and UpdatePeak() have seen.
   uint64_t peak_bytes = 0;
 };
 
@@ -72,12 +72,16 @@ class ArenaRegistry {
   std::vector<ArenaLine> Lines() const;
   // Asks the kernel, and updates the peak.
   MemoryTotals Totals();
+  void UpdatePeak();
 
  private:
   struct Entry {
     ArenaOwner owner;
     std::weak_ptr<pinned_mem::PinnedArena> arena;
   };
+
+  // As MemoryTotals has them.
+  uint64_t UsedBytes(uint64_t private_bytes) const;
 
   std::list<Entry> entries_;
   uint64_t peak_bytes_ = 0;

@@ -23,7 +23,8 @@ BlockMover::BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_tra
     : runner_(runner),
       swap_(swap),
       end_transfers_(std::move(end_transfers)),
-      raise_(std::move(raise)) {}
+      raise_(std::move(raise)),
+      next_(&memory_) {}
 
 bool BlockMover::OnTransferred(const SwapDone& done, uint64_t end_ns) {
   auto next = next_.extract(done.task);

@@ -3,12 +3,14 @@
 
 #include <functional>
 #include <map>
+#include <memory_resource>
 #include <vector>
 
-#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
+#include "daemon/core/limits.h"
 #include "daemon/exec/arena_registry.h"
+#include "daemon/exec/inplace_function.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "pinned_mem/pinned_arena.h"
@@ -45,7 +47,6 @@ class BlockMover {
     uint64_t begin_ns = 0;
     uint64_t end_ns = 0;
   };
-  using Next = absl::AnyInvocable<void(const Transferred&)>;
   // What is moved: bytes of an arena, and their slot.
   struct Moved {
     TaskId task = 0;
@@ -58,6 +59,8 @@ class BlockMover {
     bool pause = false;
   };
 
+  using Next = InplaceFunction<void(const Transferred&), 256>;
+
   static SwapTransfer TransferOf(const Moved& moved);
   void DigestAndWrite(Moved moved);
   void Write(const Moved& moved, uint64_t checksum);
@@ -69,8 +72,9 @@ class BlockMover {
   SwapSpace* swap_;
   EndTransfers end_transfers_;
   Raise raise_;
+  std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};  // for nodes of the table
   // What follows a transfer, by task.
-  std::map<TaskId, Next> next_;
+  std::pmr::map<TaskId, Next> next_;
 };
 
 }  // namespace forebay::daemon

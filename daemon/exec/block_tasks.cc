@@ -226,9 +226,9 @@ UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMe
   return found;
 }
 
-TaskDone JoinUpdate(const std::vector<UpdateFound>& found) {
-  TaskDone done;
-  std::vector<cpu_adam::LambSums> norms(found.empty() ? 0 : found[0].norms.size());
+TaskDone JoinUpdate(std::span<const UpdateFound> found, std::pmr::memory_resource* memory) {
+  TaskDone done{.status = {}, .norms = std::pmr::vector<SegmentNorms>(memory)};
+  std::pmr::vector<cpu_adam::LambSums> norms(found.empty() ? 0 : found[0].norms.size(), memory);
   for (const UpdateFound& part : found) {
     done.count += part.overflows;
     for (size_t i = 0; i < norms.size(); ++i) norms[i].Merge(part.norms[i]);

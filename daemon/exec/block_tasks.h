@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -64,8 +65,9 @@ struct UpdateFound {
 // of kPartElems where norms are summed.
 UpdateFound RunUpdate(const UpdateBlock& action, ElemRange range, const UpdateMemory& memory);
 
-// The result of a block from those of its ranges.
-TaskDone JoinUpdate(const std::vector<UpdateFound>& found);
+// The result of a block from those of its ranges; lists come from `memory`.
+TaskDone JoinUpdate(std::span<const UpdateFound> found,
+                    std::pmr::memory_resource* memory = std::pmr::get_default_resource());
 
 // Elements whose states stay in the second-level cache between update and checksum.
 inline constexpr uint64_t kTileElems = uint64_t{1} << 13;

@@ -42,6 +42,7 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       mover_(
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
           [this](TaskDone done) { Raise(std::move(done)); }),
+      loads_(&memory_),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =
                            [this](SessionId id, const absl::Status& reason) {
@@ -59,16 +60,16 @@ void Executor::Raise(Event event) {
   events_.push_back(std::move(event));
   if (running_) return;
   running_ = true;
-  while (!events_.empty()) {
-    const Event next = std::move(events_.front());
-    events_.pop_front();
-    state_.Handle(next, actions_);
+  for (size_t next = 0; next < events_.size(); ++next) {  // handling one may raise more
+    const Event handled = std::move(events_[next]);
+    state_.Handle(handled, actions_);
     for (size_t i = 0; i < actions_.size(); ++i) {  // running one may append more
       Action action = std::move(actions_[i]);
       std::visit([this](auto& one) { Run(one); }, action);
     }
     actions_.clear();
   }
+  events_.clear();
   running_ = false;
 }
 
@@ -211,7 +212,7 @@ absl::StatusOr<std::vector<ShownEvent>> Executor::Trace(const JobName& name) con
   for (const TimedEvent& event : timeline.newest()) {
     events.push_back({.process = "forebayd",
                       .lane = Name(event.lane),
-                      .name = event.name,
+                      .name = NameOf(event, *found->second.layout),
                       .start_ns = event.start_ns,
                       .end_ns = event.end_ns,
                       .bytes = event.bytes});
@@ -240,9 +241,9 @@ absl::StatusOr<std::vector<ShownEvent>> Executor::Trace(const JobName& name) con
 void Executor::OnCompletion(const nvme::Completion& completion) {
   if (nvme::Volume::Owns(completion.token)) {
     FOREBAY_CHECK(swap_ != nullptr);
-    std::vector<SwapDone> done;
-    swap_->OnCompletion(completion, done);
-    EndTransfers(done);
+    transferred_.clear();
+    swap_->OnCompletion(completion, transferred_);
+    EndTransfers(transferred_);
     return;
   }
   poller_.OnCompletion(completion);
@@ -260,10 +261,10 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       JobMemory& job = jobs_.at(one.job);
       job.timeline.Add(
           {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
-           .name = load != loads_.end()
-                       ? job.layout->PartitionName(load->second.partition)
-                       : absl::StrCat(one.part == BlockPart::kGradients ? "gradients " : "block ",
-                                      one.block),
+           .subject = load != loads_.end()                ? TimedSubject::kPartition
+                      : one.part == BlockPart::kGradients ? TimedSubject::kGradientPage
+                                                          : TimedSubject::kBlock,
+           .index = load != loads_.end() ? load->second.partition : one.block,
            .start_ns = one.start_ns,
            .end_ns = MonotonicNs(),
            .bytes = one.bytes});

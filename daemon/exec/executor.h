@@ -6,7 +6,9 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -173,25 +175,23 @@ class Executor {
   void Run(StepPublished& action);
   void Run(SwapPathMarked& action);
 
-  // Work on a worker that ends with its TaskDone; where `lane` is given the job's timeline gets it
-  // too.
-  using Work = absl::AnyInvocable<TaskDone()>;
+  // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the
+  // job's timeline gets it too.
   struct Timed {
     JobId job = 0;
-    Lane lane = Lane::kUpdate;
-    std::string name;
-    uint64_t bytes = 0;
+    TimedEvent event;  // without times
     // Workers that are near the bytes.
     int group = cpu_adam::WorkerPool::kAnyGroup;
   };
+  template <typename Work>
   void PostTask(TaskId task, Work work);
+  template <typename Work>
   void PostTimed(TaskId task, Timed timed, Work work);
-  // The same for work over `elems` elements, in parts of kPartElems on all workers: `work` gives
-  // what a part found, and `join` makes the TaskDone of all parts, in their order.
-  template <typename Found>
-  void PostParts(TaskId task, Timed timed, uint64_t elems,
-                 absl::AnyInvocable<Found(ElemRange) const> work,
-                 absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join);
+  // The same for work over `elems` elements, in parts of kPartElems on all workers: `work` gives what a
+  // part (an ElemRange) found, and `join` makes the TaskDone of all parts, in their order.
+  template <typename Found, typename Work>
+  void PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
+                 TaskDone (*join)(std::span<const Found> found, std::pmr::memory_resource* memory));
 
   template <typename Resource>
   void Retire(Resource resource);  // destroys it on the pool that may block
@@ -218,7 +218,10 @@ class Executor {
   ArenaRegistry registry_;
   JobMemoryTable jobs_;
   BlockMover mover_;
-  std::map<TaskId, LoadWeights> loads_;  // being read
+  // For nodes and vectors that come and go within a step.
+  std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};
+  std::pmr::map<TaskId, LoadWeights> loads_;  // being read
+  std::vector<SwapDone> transferred_;         // of the completion that is handled
   std::map<SessionId, Session> sessions_;
   SessionPoller poller_;
   RankExchange exchange_;
@@ -226,7 +229,7 @@ class Executor {
   std::map<uint64_t, absl::AnyInvocable<void(absl::Status)>> deletes_;
   uint64_t next_delete_ = 1;
   std::multimap<uint64_t, Event> timers_;  // by MonotonicNs
-  std::deque<Event> events_;
+  std::vector<Event> events_;
   std::vector<Action> actions_;
   bool running_ = false;
 };

@@ -5,7 +5,6 @@
 #include <memory>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/core/path_table.h"
 #include "daemon/exec/block_tasks.h"
@@ -53,70 +52,65 @@ TaskDone Counted(uint64_t count) {
 
 }  // namespace
 
+template <typename Work>
 void Executor::PostTask(TaskId task, Work work) {
   runner_.Post(PoolId::kUpdate, [this, task, run = std::move(work)]() mutable -> TaskRunner::Then {
     TaskDone done = run();
-    run = nullptr;
     done.task = task;
     return [this, done = std::move(done)]() mutable { Raise(std::move(done)); };
   });
 }
 
+template <typename Work>
 void Executor::PostTimed(TaskId task, Timed timed, Work work) {
-  const int group = timed.group;
   runner_.Post(
       PoolId::kUpdate,
-      [this, task, timed = std::move(timed), run = std::move(work)]() mutable -> TaskRunner::Then {
-        const uint64_t start_ns = MonotonicNs();
+      [this, task, timed, run = std::move(work)]() mutable -> TaskRunner::Then {
+        TimedEvent event = timed.event;
+        event.start_ns = MonotonicNs();
         TaskDone done = run();
-        run = nullptr;
+        event.end_ns = MonotonicNs();
         done.task = task;
-        TimedEvent event{.lane = timed.lane,
-                         .name = std::move(timed.name),
-                         .start_ns = start_ns,
-                         .end_ns = MonotonicNs(),
-                         .bytes = timed.bytes};
-        return
-            [this, owner = timed.job, done = std::move(done), event = std::move(event)]() mutable {
-              jobs_.at(owner).timeline.Add(std::move(event));
-              Raise(std::move(done));
-            };
+        return [this, owner = timed.job, done = std::move(done), event]() mutable {
+          jobs_.at(owner).timeline.Add(event);
+          Raise(std::move(done));
+        };
       },
-      group);
+      timed.group);
 }
 
-template <typename Found>
-void Executor::PostParts(TaskId task, Timed timed, uint64_t elems,
-                         absl::AnyInvocable<Found(ElemRange) const> work,
-                         absl::AnyInvocable<TaskDone(const std::vector<Found>&)> join) {
-  struct Parts {  // each part writes its own elements
-    std::vector<Found> found;
-    std::vector<uint64_t> start_ns;
-    std::vector<uint64_t> end_ns;
+template <typename Found, typename Work>
+void Executor::PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
+                         TaskDone (*join)(std::span<const Found> found,
+                                          std::pmr::memory_resource* memory)) {
+  struct Times {
+    uint64_t start_ns = 0;
+    uint64_t end_ns = 0;
   };
   const uint64_t count = std::max<uint64_t>(1, (elems + kPartElems - 1) / kPartElems);
-  const int group = timed.group;
-  const auto parts = std::make_shared<Parts>(
-      Parts{std::vector<Found>(count), std::vector<uint64_t>(count), std::vector<uint64_t>(count)});
+  // Each part writes its own element; they live until the outcome.
+  std::pmr::vector<Found> found(count, &memory_);
+  std::pmr::vector<Times> times(count, &memory_);
+  Found* const found_by_part = found.data();
+  Times* const times_by_part = times.data();
   runner_.PostParts(
       PoolId::kUpdate, count,
-      [parts, elems, run = std::move(work)](size_t part) {
+      [found_by_part, times_by_part, elems, run = std::move(work)](size_t part) {
         const uint64_t begin = part * kPartElems;
-        parts->start_ns[part] = MonotonicNs();
-        parts->found[part] = run({begin, std::min(begin + kPartElems, elems)});
-        parts->end_ns[part] = MonotonicNs();
+        times_by_part[part].start_ns = MonotonicNs();
+        found_by_part[part] = run(ElemRange{begin, std::min(begin + kPartElems, elems)});
+        times_by_part[part].end_ns = MonotonicNs();
       },
-      [this, task, parts, timed = std::move(timed), ended = std::move(join)]() mutable {
-        TaskDone done = ended(parts->found);
+      [this, task, timed, join, found = std::move(found), times = std::move(times)] {
+        TaskDone done = join(found, &memory_);
         done.task = task;
-        jobs_.at(timed.job).timeline.Add({.lane = timed.lane,
-                                          .name = std::move(timed.name),
-                                          .start_ns = std::ranges::min(parts->start_ns),
-                                          .end_ns = std::ranges::max(parts->end_ns),
-                                          .bytes = timed.bytes});
+        TimedEvent event = timed.event;
+        event.start_ns = std::ranges::min(times, {}, &Times::start_ns).start_ns;
+        event.end_ns = std::ranges::max(times, {}, &Times::end_ns).end_ns;
+        jobs_.at(timed.job).timeline.Add(event);
         Raise(std::move(done));
       },
-      group);
+      timed.group);
 }
 
 template <typename Resource>
@@ -208,7 +202,7 @@ void Executor::Run(AnswerAttach& action) {
       events_.push_back(SessionEnded{.session = result.answer.session, .cause = EndCause::kLost});
     }
   }
-  (void)registry_.Totals();  // the peak
+  registry_.UpdatePeak();
   spdlog::debug(
       "session {}, {}: {}", result.answer.session, WhoIs(session.request),
       result.answer.status.ok() ? "attached" : protocol::FormatError(result.answer.status));
@@ -257,7 +251,7 @@ void Executor::Run(AnswerDelete& action) {
 
 void Executor::Run(CopyStepRequest& action) {
   // The answer comes before anything else: at once, its actions behind those that are being run.
-  state_.Handle(session_io(action.session).CopyRequest(action), actions_);
+  state_.Handle(session_io(action.session).CopyRequest(action, &memory_), actions_);
 }
 
 void Executor::Run(CopyInitial& action) {
@@ -284,8 +278,8 @@ void Executor::Run(CopyToStepArena& action) {
 void Executor::Run(AddGradients& action) {
   JobMemory& job = jobs_.at(action.job);
   const uint64_t bytes = action.elems * protocol::SizeBytes(action.dtype);
-  std::vector<ArenaRegistry::Arena> owners;
-  std::vector<std::span<const std::byte>> sources;
+  std::pmr::vector<ArenaRegistry::Arena> owners(&memory_);
+  std::pmr::vector<std::span<const std::byte>> sources(&memory_);
   for (const GradientSource& source : action.sources) {
     owners.push_back(source.session == 0 ? job.step : session_io(source.session).grad());
     sources.push_back(Part(owners.back(), source.offset_bytes, bytes));
@@ -295,14 +289,14 @@ void Executor::Run(AddGradients& action) {
   PostParts<AddedGradients>(
       action.task,
       {.job = action.job,
-       .lane = Lane::kGradient,
-       .name = job.layout->PartitionName(action.partition),
-       .bytes = bytes * action.sources.size()},
+       .event = {.lane = Lane::kGradient,
+                 .subject = TimedSubject::kPartition,
+                 .index = action.partition,
+                 .bytes = bytes * action.sources.size()}},
       action.elems,
-      [owners = std::move(owners), sources = std::move(sources), to, action](ElemRange range) {
-        return RunAddGradients(action, range, sources, to);
-      },
-      [](const std::vector<AddedGradients>& parts) {
+      [owners = std::move(owners), sources = std::move(sources), to, action = std::move(action)](
+          ElemRange range) { return RunAddGradients(action, range, sources, to); },
+      [](std::span<const AddedGradients> parts, std::pmr::memory_resource*) {
         TaskDone done;
         for (const AddedGradients& part : parts) {
           if (part.culprit != 0 && (done.count == 0 || part.culprit < done.count)) {
@@ -322,14 +316,15 @@ void Executor::Run(SumGradient& action) {
   PostParts<cpu_adam::SquareSum>(
       action.task,
       {.job = action.job,
-       .lane = Lane::kGradient,
-       .name = job.layout->PartitionName(action.partition),
-       .bytes = bytes},
+       .event = {.lane = Lane::kGradient,
+                 .subject = TimedSubject::kPartition,
+                 .index = action.partition,
+                 .bytes = bytes}},
       action.elems,
       [accumulator, dtype = action.sum_dtype](ElemRange range) {
         return RunSumGradient(dtype, range, accumulator);
       },
-      [](const std::vector<cpu_adam::SquareSum>& parts) {
+      [](std::span<const cpu_adam::SquareSum> parts, std::pmr::memory_resource*) {
         TaskDone done;
         for (const cpu_adam::SquareSum& part : parts) done.squares.Merge(part);
         return done;
@@ -373,14 +368,15 @@ void Executor::Run(UpdateBlock& action) {
                             .new_weights = job.step->bytes()};
   const TaskId task = action.task;
   const uint64_t elems = action.block_elems;
-  Timed timed{.job = action.job,
-              .lane = Lane::kUpdate,
-              .name = absl::StrCat("block ", action.identity_before.block),
-              .bytes = action.bytes,
-              .group = GroupOf(job, action.place, action.bytes)};
+  const Timed timed{.job = action.job,
+                    .event = {.lane = Lane::kUpdate,
+                              .subject = TimedSubject::kBlock,
+                              .index = action.identity_before.block,
+                              .bytes = action.bytes},
+                    .group = GroupOf(job, action.place, action.bytes)};
   if (resident) {
     PostParts<UpdateFound>(
-        task, std::move(timed), elems,
+        task, timed, elems,
         [action = std::move(action), memory](ElemRange range) {
           return RunUpdate(action, range, memory);
         },
@@ -389,12 +385,11 @@ void Executor::Run(UpdateBlock& action) {
   }
   const auto expected =
       swap_->Expected(action.place, action.identity_before, action.checksum_before);
-  PostTimed(task, std::move(timed),
-            [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
-              TaskDone done;
-              done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
-              return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
-            });
+  PostTimed(task, timed, [action = std::move(action), memory, expected, nonce = swap_->nonce()] {
+    TaskDone done;
+    done.status = VerifyBlock(expected, action.identity_before, memory.states.block);
+    return done.status.ok() ? RunUpdateForSwap(action, memory, nonce) : done;
+  });
 }
 
 void Executor::Run(InstallWeights& action) {
@@ -402,17 +397,17 @@ void Executor::Run(InstallWeights& action) {
   uint64_t bytes = 0;
   for (const BytesCopy& copy : action.copies) bytes += copy.size_bytes;
   const TaskId task = action.task;
-  Timed timed{.job = action.job,
-              .lane = Lane::kUpdate,
-              .name = absl::StrCat("weights of block ", action.block),
-              .bytes = bytes,
-              .group = options_.arenas.GroupAt(*job.weights, action.copies[0].to_bytes,
-                                               action.copies[0].size_bytes)};
-  PostTimed(task, std::move(timed),
-            [action = std::move(action), step = job.step, weights = job.weights] {
-              RunCopies(action.copies, step->bytes(), weights->bytes());
-              return TaskDone{};
-            });
+  const Timed timed{.job = action.job,
+                    .event = {.lane = Lane::kUpdate,
+                              .subject = TimedSubject::kWeightsOfBlock,
+                              .index = action.block,
+                              .bytes = bytes},
+                    .group = options_.arenas.GroupAt(*job.weights, action.copies[0].to_bytes,
+                                                     action.copies[0].size_bytes)};
+  PostTimed(task, timed, [action = std::move(action), step = job.step, weights = job.weights] {
+    RunCopies(action.copies, step->bytes(), weights->bytes());
+    return TaskDone{};
+  });
 }
 
 void Executor::Run(WriteBlock& action) {
@@ -551,7 +546,7 @@ void Executor::Run(SwapPathMarked& action) {
 
 void Executor::Run(StepPublished& action) {
   jobs_.at(action.job).timeline.StepPublished(action.step, MonotonicNs());
-  (void)registry_.Totals();  // the peak
+  registry_.UpdatePeak();
 }
 
 }  // namespace forebay::daemon

@@ -71,13 +71,17 @@ absl::StatusOr<SessionFds> SessionIo::MakeClientFds() const {
   return fds;
 }
 
-StepRequestCopied SessionIo::CopyRequest(const CopyStepRequest& action) const {
+StepRequestCopied SessionIo::CopyRequest(const CopyStepRequest& action,
+                                         std::pmr::memory_resource* memory) const {
   const std::span<const std::byte> arena = memory_.grad->bytes();
   FOREBAY_CHECK(action.length_bytes >= sizeof(protocol::StepRequest) &&
                 action.arena_offset_bytes + action.length_bytes <= arena.size());
   const auto bytes = arena.subspan(action.arena_offset_bytes, action.length_bytes);
-  StepRequestCopied copied{
-      .session = action.session, .tag = action.tag, .request = {}, .hyper_params = {}};
+  StepRequestCopied copied{.session = action.session,
+                           .tag = action.tag,
+                           .request = {},
+                           .hyper_params = std::pmr::vector<protocol::HyperParams>(memory),
+                           .presence = std::pmr::vector<uint64_t>(memory)};
   std::memcpy(&copied.request, bytes.data(), sizeof(copied.request));
   const uint64_t room =
       (bytes.size() - sizeof(protocol::StepRequest)) / sizeof(protocol::HyperParams);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <memory_resource>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -70,8 +71,9 @@ class SessionIo {
   absl::StatusOr<SessionFds> MakeClientFds() const;
 
   // Copies a StepRequest and as many HyperParams as it says and `length_bytes` has room for, each
-  // once.
-  StepRequestCopied CopyRequest(const CopyStepRequest& action) const;
+  // once; lists come from `memory`.
+  StepRequestCopied CopyRequest(const CopyStepRequest& action,
+                                std::pmr::memory_resource* memory) const;
 
   void KeepError(uint64_t tag, absl::Status status);
   absl::Status Explain(uint64_t tag) const;  // OK where no error of this tag is kept

@@ -52,11 +52,13 @@ uint64_t SwapSpace::StagingBytes(const SwapSpaceOptions& options) {
 SwapSpace::SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine)
     : options_(options),
       engine_(engine),
+      pending_(&memory_),
       late_(options.paths.size()),
       written_(options.paths.size(), DayCounter(MonotonicNs())),
       next_warning_ns_(options.paths.size(), 0) {
+  queues_.reserve(options.paths.size());
   for (size_t path = 0; path < options.paths.size(); ++path) {
-    queues_.emplace_back(WindowOf(options, path), options.staging_slot_bytes);
+    queues_.emplace_back(WindowOf(options, path), options.staging_slot_bytes, &memory_);
   }
 }
 
@@ -209,14 +211,14 @@ std::optional<nvme::ExpectedContent> SwapSpace::Expected(const BlockPlace& place
 }
 
 void SwapSpace::OnCompletion(const nvme::Completion& completion, std::vector<SwapDone>& done) {
-  std::vector<nvme::Finished> finished;
-  volume_->OnCompletion(completion, finished);
-  if (finished.empty()) return;
-  Finish(std::move(finished), done);
+  finished_.clear();
+  volume_->OnCompletion(completion, finished_);
+  if (finished_.empty()) return;
+  Finish(finished_, done);
   StartWaiting(done);
 }
 
-void SwapSpace::Finish(std::vector<nvme::Finished> finished, std::vector<SwapDone>& done) {
+void SwapSpace::Finish(std::vector<nvme::Finished>& finished, std::vector<SwapDone>& done) {
   for (nvme::Finished& one : finished) {
     if (one.kind == nvme::Finished::Kind::kReleased) {
       if (const auto kept = kept_.extract(one.token); !kept.empty()) {
@@ -244,7 +246,7 @@ void SwapSpace::GiveUpLate(std::vector<SwapDone>& done) {
                pending->second.done.staging_slot.has_value();
       },
       finished);
-  Finish(std::move(finished), done);
+  Finish(finished, done);
 }
 
 // ---------------------------------------------------------------------------------------------- time
@@ -259,9 +261,9 @@ uint64_t SwapSpace::next_tick_ns() const {
 void SwapSpace::Tick(std::vector<SwapDone>& done) {
   const uint64_t now = MonotonicNs();
   if (now < next_tick_ns()) return;
-  const nvme::VolumeStats counted = stats();
   for (size_t path = 0; path < written_.size(); ++path) {
-    written_[path].Advance(now, counted.paths[path].written_bytes);
+    if (now < written_[path].next_ns()) continue;
+    written_[path].Advance(now, stats().paths[path].written_bytes);
   }
   StartWaiting(done);
   if (now < next_check_ns_) return;
@@ -273,7 +275,8 @@ void SwapSpace::Tick(std::vector<SwapDone>& done) {
 }
 
 void SwapSpace::CheckDeadlines(uint64_t now_ns) {
-  std::vector<LatePath> late(late_.size());
+  std::vector<LatePath>& late = late_now_;
+  late.assign(late_.size(), {});
   const uint64_t late_ns = std::min(kLateNs, options_.deadline_ns);
   for (const nvme::LateRequests& path : volume_->CheckDeadlines(late_ns)) {
     late[path.path] = {.requests = path.requests, .oldest_ns = path.oldest_ns};
@@ -292,7 +295,7 @@ void SwapSpace::CheckDeadlines(uint64_t now_ns) {
       spdlog::info("swap path {} ({}) answers again", path, volume_->path_name(path));
     }
   }
-  late_ = std::move(late);
+  late_.swap(late);
 }
 
 std::vector<uint64_t> SwapSpace::written_in_a_day() const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <span>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/core/events.h"
+#include "daemon/core/limits.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"
@@ -177,7 +179,7 @@ class SwapSpace {
   void OnStarted(SwapDone& started, uint64_t now_ns);
   void End(TaskId task, absl::Status status, std::vector<SwapDone>& done);
   void GiveUpLate(std::vector<SwapDone>& done);
-  void Finish(std::vector<nvme::Finished> finished, std::vector<SwapDone>& done);
+  void Finish(std::vector<nvme::Finished>& finished, std::vector<SwapDone>& done);
   std::optional<uint32_t> StagingSlotOf(std::span<const std::byte> bytes) const;
   void CheckDeadlines(uint64_t now_ns);
   void LogProgress(uint64_t now_ns);
@@ -187,12 +189,16 @@ class SwapSpace {
   uint64_t nonce_ = 0;
   ArenaRegistry::Arena staging_;
   std::unique_ptr<nvme::Volume> volume_;
+  std::pmr::unsynchronized_pool_resource memory_{
+      kStepMemoryOptions};  // for nodes that come and go within a step
   // By task; what the volume works on, and what waits here.
-  std::map<TaskId, Pending> pending_;
-  std::map<TaskId, uint32_t> kept_;    // staging slots of reads that were given up
-  std::vector<TransferQueue> queues_;  // by path
-  std::vector<Paused> paused_;         // by due time
+  std::pmr::map<TaskId, Pending> pending_;
+  std::vector<nvme::Finished> finished_;  // by the completion that is handled
+  std::map<TaskId, uint32_t> kept_;       // staging slots of reads that were given up
+  std::vector<TransferQueue> queues_;     // by path
+  std::vector<Paused> paused_;            // by due time
   std::vector<LatePath> late_;
+  std::vector<LatePath> late_now_;   // room for the next check
   std::vector<DayCounter> written_;  // by path
   uint64_t next_check_ns_ = UINT64_MAX;
   uint64_t next_progress_ns_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <utility>
 
 #include "protocol/os/check.h"
@@ -11,7 +12,7 @@ namespace forebay::daemon {
 
 absl::StatusOr<std::unique_ptr<TaskRunner>> TaskRunner::Create(const TaskRunnerOptions& options) {
   std::unique_ptr<TaskRunner> runner(new TaskRunner());
-  ASSIGN_OR_RETURN(runner->finished_, LoopQueue<Outcome>::Create(kFinishedMax));
+  ASSIGN_OR_RETURN(runner->finished_, LoopQueue<Task*>::Create(kFinishedMax));
   ASSIGN_OR_RETURN(runner->update_pool_, cpu_adam::WorkerPool::Create(options.update));
   ASSIGN_OR_RETURN(runner->setup_pool_, cpu_adam::WorkerPool::Create({.threads = 1}));
   return runner;
@@ -24,52 +25,49 @@ TaskRunner::~TaskRunner() {
 
 uint32_t TaskRunner::workers() const { return static_cast<uint32_t>(update_pool_->threads()); }
 
-void TaskRunner::Post(PoolId pool, Work work, int group) {
-  ++in_flight_;
-  Queue(pool, group, [finished = finished_.get(), run = std::move(work)]() mutable {
-    Then then = run();
-    run = nullptr;  // what the work owned is destroyed before its outcome is known
-    FOREBAY_CHECK(finished->Push({.tasks = 1, .then = std::move(then)}));
-  });
+TaskRunner::Task& TaskRunner::AllocateTask() {
+  for (size_t i = free_.size(); i-- > 0;) {
+    if (free_[i]->runs.load(std::memory_order_acquire) > 0) continue;
+    Task& task = *std::exchange(free_[i], free_.back());
+    free_.pop_back();
+    return task;
+  }
+  free_.reserve(std::bit_ceil(tasks_.size() + 1));  // each of them comes back
+  return tasks_.emplace_back();
 }
 
-void TaskRunner::PostParts(PoolId pool, size_t parts, PartWork work, Then then, int group) {
+void TaskRunner::Start(PoolId pool, size_t parts, int group, Task& task) {
   FOREBAY_CHECK(parts > 0);
-  struct Shared {
-    Shared(size_t count, PartWork part_work, Then outcome)
-        : left(count), work(std::move(part_work)), then(std::move(outcome)) {}
-
-    std::atomic<size_t> next = 0;
-    std::atomic<size_t> left;
-    PartWork work;
-    Then then;
-  };
   ++in_flight_;
-  const auto shared = std::make_shared<Shared>(parts, std::move(work), std::move(then));
+  task.parts = parts;
+  task.next_part = 0;
+  task.parts_left = parts;
   const int near =
       group < 0 ? Pool(pool).threads() : Pool(pool).groups()[static_cast<size_t>(group)].threads;
-  const auto threads = static_cast<size_t>(near);
-  for (size_t i = 0; i < std::min(parts, threads); ++i) {
-    Queue(pool, group, [this, shared, parts] {
-      while (true) {
-        const size_t part = shared->next.fetch_add(1, std::memory_order_relaxed);
-        if (part >= parts) break;
-        shared->work(part);
-        if (shared->left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-        shared->work = nullptr;  // as above
-        FOREBAY_CHECK(finished_->Push({.tasks = 1, .then = std::move(shared->then)}));
-        return;
-      }
-      // Else nothing would wake the loop when the pool's queue has room again.
-      if (starved_.load()) FOREBAY_CHECK(finished_->Push({}));
-    });
-  }
+  const size_t runs = std::min(parts, static_cast<size_t>(near));
+  task.runs = runs;
+  for (size_t i = 0; i < runs; ++i) Queue(pool, group, [this, &task] { RunParts(task); });
 }
 
-void TaskRunner::Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task task) {
-  if (waiting_.empty() && Pool(pool).TryPost(std::move(task), group)) return;
+void TaskRunner::RunParts(Task& task) {
+  while (true) {
+    const size_t part = task.next_part.fetch_add(1, std::memory_order_relaxed);
+    if (part >= task.parts) break;
+    task.work(part, task.then);
+    if (task.parts_left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+    FOREBAY_CHECK(finished_->Push(&task));
+    task.runs.fetch_sub(1, std::memory_order_release);
+    return;
+  }
+  task.runs.fetch_sub(1, std::memory_order_release);
+  // Else nothing would wake the loop when the pool's queue has room again.
+  if (starved_.load()) FOREBAY_CHECK(finished_->Push(nullptr));
+}
+
+void TaskRunner::Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task run) {
+  if (waiting_.empty() && Pool(pool).TryPost(std::move(run), group)) return;
   // NOLINTNEXTLINE(bugprone-use-after-move): a pool that is full leaves the task untouched
-  waiting_.push_back({pool, group, std::move(task)});
+  waiting_.push_back({pool, group, std::move(run)});
   PostWaiting();
 }
 
@@ -79,7 +77,7 @@ void TaskRunner::PostWaiting() {
   starved_.store(true);
   while (!waiting_.empty() &&
          Pool(waiting_.front().pool)
-             .TryPost(std::move(waiting_.front().task), waiting_.front().group)) {
+             .TryPost(std::move(waiting_.front().run), waiting_.front().group)) {
     waiting_.pop_front();
   }
   starved_.store(!waiting_.empty());
@@ -94,9 +92,14 @@ cpu_adam::WorkerPool& TaskRunner::Pool(PoolId pool) {
 }
 
 void TaskRunner::RunFinished() {
-  finished_->DrainAll([this](Outcome& outcome) {
-    in_flight_ -= outcome.tasks;
-    if (outcome.then != nullptr) outcome.then();
+  finished_->DrainAll([this](Task* task) {
+    if (task == nullptr) return;
+    --in_flight_;
+    // What the work owned is destroyed before its outcome is known.
+    task->work = nullptr;
+    if (task->then != nullptr) task->then();
+    task->then = nullptr;
+    free_.push_back(task);
   });
   if (!waiting_.empty()) PostWaiting();
 }

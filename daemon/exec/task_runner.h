@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
+#include <vector>
 
-#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "cpu_adam/worker_pool.h"
+#include "daemon/exec/inplace_function.h"
 #include "daemon/exec/loop_queue.h"
 
 namespace forebay::daemon {
@@ -23,14 +25,18 @@ struct TaskRunnerOptions {
   cpu_adam::WorkerPoolOptions update = {};
 };
 
+// What the work and its outcome capture lies in a table of tasks; it is destroyed on the loop thread.
+//
 // Threads  Everything on the loop thread; work runs elsewhere.
 // Limits   Post() never blocks; tasks for which the pool's queue has no room wait here, at most as
-//          many as the state machine has tasks (bounded by sessions and commands in flight).
+//          many as the state machine has tasks (bounded by sessions and commands in flight). No heap
+//          allocation where as many tasks have been under way before.
 class TaskRunner {
  public:
-  using Then = absl::AnyInvocable<void()>;                       // runs on the loop thread
-  using Work = absl::AnyInvocable<Then()>;                       // runs on a worker
-  using PartWork = absl::AnyInvocable<void(size_t part) const>;  // on several workers at once
+  // Of captures: of work, and of what follows it on the loop thread.
+  static constexpr size_t kWorkBytes = 768;
+  static constexpr size_t kThenBytes = 512;
+  using Then = InplaceFunction<void(), kThenBytes>;
 
   static constexpr size_t kFinishedMax = size_t{1} << 20;
 
@@ -42,13 +48,25 @@ class TaskRunner {
   // Waits for the work in flight; its outcomes are dropped.
   ~TaskRunner();
 
+  // Runs `work`, a function of nothing, on a worker, and the Then that it returns on the loop thread.
   // `group`: of the update workers, see WorkerPool.
-  void Post(PoolId pool, Work work, int group = cpu_adam::WorkerPool::kAnyGroup);
+  template <typename Work>
+  void Post(PoolId pool, Work work, int group = cpu_adam::WorkerPool::kAnyGroup) {
+    Task& task = AllocateTask();
+    task.work = [run = std::move(work)](size_t, Then& then) mutable { then = run(); };
+    Start(pool, /*parts=*/1, group, task);
+  }
 
-  // Runs `work` once for each part in [0, parts), on the workers that are free, and `then` when all
-  // have ended: it sees what they wrote.
+  // Runs `work(part)` once for each part in [0, parts), on the workers that are free, several at once, and
+  // `then` when all have ended: it sees what they wrote.
+  template <typename PartWork>
   void PostParts(PoolId pool, size_t parts, PartWork work, Then then,
-                 int group = cpu_adam::WorkerPool::kAnyGroup);
+                 int group = cpu_adam::WorkerPool::kAnyGroup) {
+    Task& task = AllocateTask();
+    task.work = [run = std::move(work)](size_t part, Then&) { run(part); };
+    task.then = std::move(then);
+    Start(pool, parts, group, task);
+  }
 
   // Runs the outcomes of work that has ended.
   void RunFinished();
@@ -60,22 +78,34 @@ class TaskRunner {
   const std::vector<cpu_adam::WorkerGroup>& worker_groups() const;
 
  private:
-  TaskRunner() = default;
-  cpu_adam::WorkerPool& Pool(PoolId pool);
-  void Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task task);
-  void PostWaiting();
-
-  struct Outcome {
-    // That have ended; 0: the pool's queue has room again.
-    uint32_t tasks = 0;
+  // One call of Post() or PostParts().
+  struct Task {
+    InplaceFunction<void(size_t part, Then& then), kWorkBytes> work;
     Then then;
+    size_t parts = 0;
+    std::atomic<size_t> next_part = 0;
+    std::atomic<size_t> parts_left = 0;
+    // Of its entries in the pool's queue, those that have not ended: the last ones find no part left.
+    std::atomic<size_t> runs = 0;
   };
-  std::unique_ptr<LoopQueue<Outcome>> finished_;
   struct Waiting {
     PoolId pool;
     int group;
-    cpu_adam::WorkerPool::Task task;
+    cpu_adam::WorkerPool::Task run;
   };
+
+  TaskRunner() = default;
+  cpu_adam::WorkerPool& Pool(PoolId pool);
+  Task& AllocateTask();
+  void Start(PoolId pool, size_t parts, int group, Task& task);
+  void RunParts(Task& task);
+  void Queue(PoolId pool, int group, cpu_adam::WorkerPool::Task run);
+  void PostWaiting();
+
+  // Tasks that have ended; null: the pool's queue has room again.
+  std::unique_ptr<LoopQueue<Task*>> finished_;
+  std::deque<Task> tasks_;
+  std::vector<Task*> free_;  // of these, but for runs that have not ended
   std::deque<Waiting> waiting_;
   // Tasks wait, or are about to.
   std::atomic<bool> starved_ = false;

@@ -22,8 +22,24 @@ const char* Name(Lane lane) {
   return "unknown";
 }
 
-void Timeline::Add(TimedEvent event) {
-  if (current_.size() < kEventsMax) current_.push_back(std::move(event));
+std::string NameOf(const TimedEvent& event, const protocol::Layout& layout) {
+  switch (event.subject) {
+    case TimedSubject::kPartition:
+      return layout.PartitionName(static_cast<uint32_t>(event.index));
+    case TimedSubject::kBlock:
+      return absl::StrCat("block ", event.index);
+    case TimedSubject::kWeightsOfBlock:
+      return absl::StrCat("weights of block ", event.index);
+    case TimedSubject::kGradientPage:
+      return absl::StrCat("gradients ", event.index);
+    case TimedSubject::kStep:
+      return absl::StrCat("step ", event.index);
+  }
+  return "unknown";
+}
+
+void Timeline::Add(const TimedEvent& event) {
+  if (current_.size() < kEventsMax) current_.push_back(event);
 }
 
 void Timeline::StepCommitted(uint64_t now_ns) {
@@ -37,10 +53,12 @@ void Timeline::StepPublished(uint64_t step, uint64_t now_ns) {
   newest_seconds_ = static_cast<double>(now_ns - start_ns) * 1e-9;
   newest_decision_seconds_ = std::exchange(decision_seconds_, 0);
   current_.push_back({.lane = Lane::kStep,
-                      .name = absl::StrCat("step ", step),
+                      .subject = TimedSubject::kStep,
+                      .index = step,
                       .start_ns = start_ns,
                       .end_ns = now_ns});
-  newest_ = std::exchange(current_, {});
+  newest_.swap(current_);
+  current_.clear();
   newest_step_ = step;
 }
 

@@ -6,19 +6,28 @@
 #include <string>
 #include <vector>
 
+#include "protocol/layout.h"
+
 namespace forebay::daemon {
 
 enum class Lane : uint8_t { kGradient, kSwapRead, kUpdate, kSwapWrite, kStep };
 
 const char* Name(Lane lane);  // "gradient", "swap read", "update", "swap write", "step"
 
+// What an event is of, with its number.
+enum class TimedSubject : uint8_t { kPartition, kBlock, kWeightsOfBlock, kGradientPage, kStep };
+
 struct TimedEvent {
   Lane lane = Lane::kStep;
-  std::string name;       // group, block or step
+  TimedSubject subject = TimedSubject::kStep;
+  uint64_t index = 0;
   uint64_t start_ns = 0;  // CLOCK_MONOTONIC
   uint64_t end_ns = 0;
   uint64_t bytes = 0;
 };
+
+// "block 12"; of a partition, its name in the layout.
+std::string NameOf(const TimedEvent& event, const protocol::Layout& layout);
 
 // The same as people see it, or an event of a rank's.
 struct ShownEvent {
@@ -31,12 +40,12 @@ struct ShownEvent {
 };
 
 // Threads  The loop thread.
-// Limits   kEventsMax events a step; later ones are not kept.
+// Limits   kEventsMax events a step; later ones are not kept. No heap allocation where a step has had as many.
 class Timeline {
  public:
   static constexpr size_t kEventsMax = 2048;
 
-  void Add(TimedEvent event);
+  void Add(const TimedEvent& event);
 
   // All ranks have called step: the newest such call before a commit is that of the committed one.
   void StepCalled(uint64_t now_ns) { step_called_ns_ = now_ns; }

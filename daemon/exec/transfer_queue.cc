@@ -15,7 +15,10 @@ size_t TransferQueue::FindOrAdd(JobId job) {
       return i;
     }
   }
-  if (found == jobs_.size()) jobs_.emplace_back();
+  if (found == jobs_.size()) {
+    jobs_.push_back(
+        {.urgent = std::pmr::deque<Entry>(memory_), .others = std::pmr::deque<Entry>(memory_)});
+  }
   jobs_[found].id = job;
   jobs_[found].deficit_bytes = 0;
   return found;
@@ -31,7 +34,7 @@ void TransferQueue::Push(const Entry& entry) {
 std::optional<TaskId> TransferQueue::Next() {
   while (!turns_.empty()) {
     Job& job = jobs_[turns_.front()];
-    std::deque<Entry>& queue = job.urgent.empty() ? job.others : job.urgent;
+    std::pmr::deque<Entry>& queue = job.urgent.empty() ? job.others : job.urgent;
     const Entry entry = queue.front();
     const bool has_room =
         in_flight_ < window_.transfers && in_flight_bytes_ + entry.bytes <= window_.bytes;

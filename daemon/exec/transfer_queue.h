@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory_resource>
 #include <optional>
-#include <vector>
 
 #include "daemon/core/events.h"
 
@@ -21,7 +21,7 @@ struct TransferWindow {
 // transfer has, and what it has left of them next time. Within a job urgent transfers go first, then the
 // oldest.
 //
-// Limits  O(jobs that wait) a transfer. No allocation where as many have waited before.
+// Limits  O(jobs that wait) a transfer.
 // Source  Shreedhar & Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM 1995.
 class TransferQueue {
  public:
@@ -33,9 +33,10 @@ class TransferQueue {
     Order order = Order::kLast;
   };
 
-  // `quantum_bytes`: of the largest transfer.
-  TransferQueue(TransferWindow window, uint64_t quantum_bytes)
-      : window_(window), quantum_bytes_(quantum_bytes) {}
+  // `quantum_bytes`: of the largest transfer. `memory`, for entries, outlives it.
+  TransferQueue(TransferWindow window, uint64_t quantum_bytes,
+                std::pmr::memory_resource* memory = std::pmr::get_default_resource())
+      : window_(window), quantum_bytes_(quantum_bytes), memory_(memory), turns_(memory) {}
 
   void Push(const Entry& entry);
   // The one to start now; nothing: the window is full, or none waits. It is in flight until End().
@@ -49,8 +50,8 @@ class TransferQueue {
  private:
   struct Job {
     JobId id = 0;
-    std::deque<Entry> urgent;
-    std::deque<Entry> others;
+    std::pmr::deque<Entry> urgent;
+    std::pmr::deque<Entry> others;
     uint64_t deficit_bytes = 0;
 
     bool empty() const { return urgent.empty() && others.empty(); }
@@ -61,9 +62,10 @@ class TransferQueue {
 
   TransferWindow window_;
   uint64_t quantum_bytes_;
-  std::vector<Job> jobs_;     // empty ones keep their memory
-  std::deque<size_t> turns_;  // of jobs_ that have transfers; the first one has its turn
-  bool has_quantum_ = false;  // the first one was given its bytes
+  std::pmr::memory_resource* memory_;
+  std::deque<Job> jobs_;           // empty ones are used again
+  std::pmr::deque<size_t> turns_;  // of jobs_ that have transfers; the first one has its turn
+  bool has_quantum_ = false;       // the first one was given its bytes
   uint64_t in_flight_bytes_ = 0;
   uint32_t in_flight_ = 0;
 };

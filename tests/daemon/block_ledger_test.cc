@@ -160,7 +160,7 @@ TEST(BlockLedger, APathThatLacksSlotsGetsThemFromWhereMostAreFree) {
   for (uint32_t block = 0; block < 16; ++block) {
     if (ledger.LackingPath() == 0U) {
       exchanged.push_back(block);
-      const std::vector<nvme::Slot> removed = ledger.RemoveFreeSlots(1);
+      const auto removed = ledger.RemoveFreeSlots(1);
       ASSERT_EQ(removed.size(), 1U);
       EXPECT_EQ(removed[0].path, 1U);
       ledger.AddSlots(
@@ -251,7 +251,7 @@ TEST(BlockLedger, ABlockMovesBetweenTiersAloneAndItsSlotsComeAndGo) {
   EXPECT_EQ(ledger.current(2).checksum, 0u);
   EXPECT_EQ(ledger.current(2).written_step, 1u);
   EXPECT_EQ(FreeSlots(ledger), 3u);
-  const std::vector<nvme::Slot> removed = ledger.RemoveFreeSlots(2);
+  const auto removed = ledger.RemoveFreeSlots(2);
   EXPECT_EQ(removed.size(), 2u);
   ledger.CheckInvariants();
   EXPECT_EQ(ledger.slots().size(), 2u);

@@ -380,7 +380,8 @@ uint64_t NodeHarness::Step(uint64_t session, uint64_t step, double lr, double ma
                     .grad_scale = grad_scale_};
   copied.hyper_params = {kHyper};
   copied.hyper_params[0].lr = lr;
-  copied.presence = InfoOf(session).presence;
+  const std::vector<uint64_t>& presence = InfoOf(session).presence;
+  copied.presence.assign(presence.begin(), presence.end());
   return SendStepRequest(session, Op::kStep, std::move(copied));
 }
 
@@ -472,8 +473,9 @@ protocol::ErrorId NodeHarness::ErrorOf(uint64_t tag) const {
 
 void NodeHarness::OverrideStepRequest(const protocol::StepRequest& request,
                                       const std::vector<protocol::HyperParams>& hyper_params) {
-  override_ = StepRequestCopied{
-      .request = request, .hyper_params = hyper_params, .presence = {0}};  // of 64 parameters
+  override_ = StepRequestCopied{.request = request,
+                                .hyper_params = {hyper_params.begin(), hyper_params.end()},
+                                .presence = {0}};  // of 64 parameters
 }
 
 }  // namespace forebay::testing
