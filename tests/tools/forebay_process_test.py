@@ -535,7 +535,7 @@ def test_bench_adam_runs_each_case_and_shows_its_four_limits(folders):
     [
         (
             ["fetch", "--samples", 1, "--params", 2**22],
-            ["fetch/place=dram/ranks=1", "fetch/place=nvme/ranks=1"],
+            ["fetch/place=dram/ranks=1", "fetch/place=nvme/ranks=1", "fetch/place=nvme/ranks=4"],
         ),
         (
             ["pipeline", "--samples", 1],

@@ -1,5 +1,6 @@
 // Bench fetch: from the request for a resident group to its lease, beside a bare eventfd round
-// trip; groups on swap, one after the other, beside a bare loop of reads.
+// trip; groups on swap, one after the other, beside a bare loop of reads; the parts of several
+// ranks, at once, beside one rank.
 
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -11,6 +12,7 @@
 #include <csignal>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -37,6 +39,7 @@ constexpr uint32_t kTripsPerSample = 500;
 constexpr uint64_t kParams = uint64_t{1} << 20;
 constexpr uint32_t kSwapSamples = 7;
 constexpr uint64_t kSwappedParams = uint64_t{1} << 27;
+constexpr uint32_t kRanks = 4;  // whose sessions share the disk
 constexpr uint64_t kSwappedGroupElems = uint64_t{1} << 22;
 constexpr uint64_t kBlockBytesPerElem = 13;  // of exact with its weights, and rounding
 constexpr uint64_t kStagingBytes = 96 * protocol::kMiB;
@@ -111,15 +114,21 @@ absl::StatusOr<uint64_t> WeightsRead(BenchJob& job) {
   return status->getJobs()[0].getWeightReadBytes();
 }
 
-// A forward over all groups, each leased and given back, in the order of the step before: what it reads from
+// Leases each and gives it back.
+absl::Status FetchAll(client::Attachment& attachment, std::span<const uint32_t> partitions) {
+  for (const uint32_t partition : partitions) {
+    ASSIGN_OR_RETURN(const client::Lease lease, attachment.Fetch(partition, kLimit));
+    RETURN_IF_ERROR(attachment.Release(lease));
+  }
+  return absl::OkStatus();
+}
+
+// A forward over all groups in the order of the step before, each rank over its parts: what all of them read from
 // swap per second. Then, not timed, a step.
 absl::StatusOr<Sample> TimeForward(BenchJob& job) {
   ASSIGN_OR_RETURN(const uint64_t before, WeightsRead(job));
   const auto began = Clock::now();
-  for (uint32_t group = 0; group < job.groups(); ++group) {
-    ASSIGN_OR_RETURN(const client::Lease lease, job.attachment().Fetch(group, kLimit));
-    RETURN_IF_ERROR(job.attachment().Release(lease));
-  }
+  RETURN_IF_ERROR(job.OnEachRank(FetchAll));
   const std::chrono::duration<double> took = Clock::now() - began;
   ASSIGN_OR_RETURN(const uint64_t after, WeightsRead(job));
   const uint64_t bytes = after - before;
@@ -128,12 +137,18 @@ absl::StatusOr<Sample> TimeForward(BenchJob& job) {
   return Sample{.value = static_cast<double>(bytes) / took.count() / kGiga, .bytes_read = bytes};
 }
 
+uint64_t ParamsOnSwap(const BenchOptions& options) {
+  return options.params == 0 ? kSwappedParams : options.params;
+}
+
 // The job in the smallest limit that has room for it.
-absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options, uint64_t params) {
+absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options, uint32_t ranks) {
+  const uint64_t params = ParamsOnSwap(options);
   BenchJobOptions job_options{.format = protocol::Format::kExact,
                               .params = params,
                               .group_elems = std::min(kSwappedGroupElems, (params + 7) / 8),
-                              .is_sharded = true};
+                              .is_sharded = true,
+                              .ranks = ranks};
   job_options.daemon.runtime_folder = options.runtime_folder;
   uint64_t dram_bytes = protocol::kGiB + 24 * params;
   {
@@ -158,19 +173,34 @@ absl::StatusOr<std::unique_ptr<BenchJob>> JobOnSwap(const BenchOptions& options,
   return MakeError(ErrorId::kInternal, "no weights of the bench's job are on swap");
 }
 
-absl::StatusOr<BenchResult> OnSwap(const BenchOptions& options) {
-  const uint64_t params = options.params == 0 ? kSwappedParams : options.params;
-  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, JobOnSwap(options, params));
-  ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
-                   DiskLimit::Create(options.swap_folder, params * sizeof(uint16_t)));
-  return MeasureCase(
-      {.bench = "fetch",
-       .name = "fetch/place=nvme/ranks=1",
-       .unit = "GB/s",
-       .limit_what = "bare loop of reads of 1 MiB",
-       .measure = Measure::kRate},
-      options.samples == 0 ? kSwapSamples : options.samples, [&] { return TimeForward(*job); },
-      [&] { return limit->RunReads(); });
+absl::Status OnSwap(const BenchOptions& options, const Report& report) {
+  const uint32_t samples = options.samples == 0 ? kSwapSamples : options.samples;
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, JobOnSwap(options, 1));
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> of_ranks, JobOnSwap(options, kRanks));
+  const auto forward = [&] { return TimeForward(*job); };
+  {
+    ASSIGN_OR_RETURN(
+        const std::unique_ptr<DiskLimit> limit,
+        DiskLimit::Create(options.swap_folder, ParamsOnSwap(options) * sizeof(uint16_t)));
+    ASSIGN_OR_RETURN(const BenchResult result,
+                     MeasureCase({.bench = "fetch",
+                                  .name = "fetch/place=nvme/ranks=1",
+                                  .unit = "GB/s",
+                                  .limit_what = "bare loop of reads of 1 MiB",
+                                  .measure = Measure::kRate},
+                                 samples, forward, [&] { return limit->RunReads(); }));
+    report(result);
+  }
+  ASSIGN_OR_RETURN(const BenchResult result,
+                   MeasureCase(
+                       {.bench = "fetch",
+                        .name = absl::StrCat("fetch/place=nvme/ranks=", kRanks),
+                        .unit = "GB/s",
+                        .limit_what = "the same with one rank",
+                        .measure = Measure::kRate},
+                       samples, [&] { return TimeForward(*of_ranks); }, forward));
+  report(result);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Sample> TimeEchoes(EventFdEcho& echo) {
@@ -200,9 +230,7 @@ absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
                        options.samples == 0 ? kSamples : options.samples,
                        [&] { return TimeFetches(*job); }, [&] { return TimeEchoes(*echo); }));
   report(result);
-  ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(options));
-  report(on_swap);
-  return absl::OkStatus();
+  return OnSwap(options, report);
 }
 
 }  // namespace forebay::tools

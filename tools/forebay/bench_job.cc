@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <numeric>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -39,10 +40,6 @@ void Fill(protocol::DType dtype, float value, std::span<std::byte> bytes) {
   }
 }
 
-uint64_t GroupBytes(const protocol::Layout& layout, uint32_t group) {
-  return layout.groups()[group].elems * protocol::SizeBytes(layout.spec().dtype);
-}
-
 protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
   protocol::LayoutSpec layout;
   layout.format = options.format;
@@ -55,17 +52,25 @@ protocol::LayoutSpec MakeLayout(const BenchJobOptions& options) {
                              .group = group});
     layout.group_names.push_back(name);
   }
-  return options.is_sharded ? client::ShardFlat(std::move(layout), 1) : layout;
+  return options.is_sharded ? client::ShardFlat(std::move(layout), options.ranks) : layout;
 }
 
-absl::Status WriteParameters(Attachment& attachment) {
+absl::Status WriteParameters(Attachment& attachment, std::span<const uint32_t> partitions) {
   const protocol::Layout& layout = attachment.layout();
-  for (uint32_t group = 0; group < layout.groups().size(); ++group) {
-    std::vector<std::byte> ones(GroupBytes(layout, group));
+  for (const uint32_t partition : partitions) {
+    std::vector<std::byte> ones(layout.partition_bytes(partition));
     Fill(layout.spec().dtype, 1.0F, ones);
-    RETURN_IF_ERROR(attachment.WriteInitial(group, ones, kLimit));
+    RETURN_IF_ERROR(attachment.WriteInitial(partition, ones, kLimit));
   }
   return attachment.InitialDone(kLimit);
+}
+
+absl::Status Deliver(Attachment& attachment, uint32_t partition) {
+  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
+                   attachment.GradSlot(partition, client::GradFill::kNone, kLimit));
+  const protocol::Layout& layout = attachment.layout();
+  Fill(layout.spec().dtype, kGradient, slot.first(layout.partition_bytes(partition)));
+  return attachment.GradReady(partition);
 }
 
 }  // namespace
@@ -77,33 +82,53 @@ absl::StatusOr<std::unique_ptr<BenchJob>> BenchJob::Create(const BenchJobOptions
   // The constructor is private: make_unique cannot reach it.
   std::unique_ptr<BenchJob> job(new BenchJob(std::move(daemon)));
   ASSIGN_OR_RETURN(job->admin_, client::AdminClient::Connect({.socket = job->daemon_->socket()}));
-  client::AttachOptions attach;
-  attach.socket = job->daemon_->socket();
-  attach.job = "bench";
-  attach.layout = MakeLayout(options);
-  attach.timeout = kLimit;
-  attach.drain = options.drain;
-  attach.early_updates = options.early_updates;
-  ASSIGN_OR_RETURN(job->attachment_, Attachment::Attach(std::move(attach)));
-  RETURN_IF_ERROR(WriteParameters(*job->attachment_));
+  for (uint32_t rank = 0; rank < options.ranks; ++rank) {
+    client::AttachOptions attach;
+    attach.socket = job->daemon_->socket();
+    attach.job = "bench";
+    attach.rank = rank;
+    attach.world_size = options.ranks;
+    attach.layout = MakeLayout(options);
+    attach.timeout = kLimit;
+    attach.drain = options.drain;
+    attach.early_updates = options.early_updates;
+    ASSIGN_OR_RETURN(job->attachments_.emplace_back(), Attachment::Attach(std::move(attach)));
+  }
+  job->partitions_.resize(options.ranks);
+  const std::span<const protocol::PartitionPlace> partitions =
+      job->attachment().layout().partitions();
+  for (uint32_t partition = 0; partition < partitions.size(); ++partition) {
+    job->partitions_[partitions[partition].owner].push_back(partition);
+  }
+  RETURN_IF_ERROR(job->OnEachRank(WriteParameters));
   return job;
 }
 
 uint32_t BenchJob::groups() const {
-  return static_cast<uint32_t>(attachment_->layout().groups().size());
+  return static_cast<uint32_t>(attachments_.front()->layout().groups().size());
 }
 
-absl::Status BenchJob::DeliverGradient(uint32_t group) {
-  ASSIGN_OR_RETURN(const std::span<std::byte> slot,
-                   attachment_->GradSlot(group, client::GradFill::kNone, kLimit));
-  const protocol::Layout& layout = attachment_->layout();
-  Fill(layout.spec().dtype, kGradient, slot.first(GroupBytes(layout, group)));
-  return attachment_->GradReady(group);
+absl::Status BenchJob::OnEachRank(const RankWork& work) {
+  std::vector<absl::Status> results(attachments_.size());
+  const auto run = [&](size_t rank) {
+    results[rank] = work(*attachments_[rank], partitions_[rank]);
+  };
+  {
+    std::vector<std::jthread> others;
+    for (size_t rank = 1; rank < attachments_.size(); ++rank) others.emplace_back(run, rank);
+    run(0);
+  }
+  const auto failed = std::ranges::find_if_not(results, &absl::Status::ok);
+  return failed == results.end() ? absl::OkStatus() : *failed;
 }
+
+absl::Status BenchJob::DeliverGradient(uint32_t group) { return Deliver(attachment(), group); }
 
 absl::Status BenchJob::DeliverGradients() {
-  for (uint32_t group = 0; group < groups(); ++group) RETURN_IF_ERROR(DeliverGradient(group));
-  return absl::OkStatus();
+  return OnEachRank([](Attachment& attachment, std::span<const uint32_t> partitions) {
+    for (const uint32_t partition : partitions) RETURN_IF_ERROR(Deliver(attachment, partition));
+    return absl::OkStatus();
+  });
 }
 
 absl::StatusOr<uint64_t> BenchJob::BytesBesideStates() {
@@ -116,29 +141,35 @@ absl::StatusOr<uint64_t> BenchJob::BytesBesideStates() {
 }
 
 protocol::HyperParams BenchJob::HyperParams() const {
-  return protocol::DefaultHyperParams(attachment_->layout().spec().optimizer);
+  return protocol::DefaultHyperParams(attachments_.front()->layout().spec().optimizer);
 }
 
 absl::Status BenchJob::AnnounceStep() {
   const protocol::HyperParams hyper = HyperParams();
-  return attachment_->AnnounceStep(attachment_->committed_step() + 1, {&hyper, 1}, kLimit);
+  return OnEachRank([&](Attachment& attachment, std::span<const uint32_t>) {
+    return attachment.AnnounceStep(attachment.committed_step() + 1, {&hyper, 1}, kLimit);
+  });
 }
 
 absl::StatusOr<double> BenchJob::TimedStep() {
   const protocol::HyperParams hyper = HyperParams();
   const auto began = std::chrono::steady_clock::now();
-  ASSIGN_OR_RETURN(
-      const client::StepResult result,
-      attachment_->Step(attachment_->committed_step() + 1, {&hyper, 1}, 0.0, {}, kLimit));
+  RETURN_IF_ERROR(
+      OnEachRank([&](Attachment& attachment, std::span<const uint32_t>) -> absl::Status {
+        ASSIGN_OR_RETURN(
+            const client::StepResult result,
+            attachment.Step(attachment.committed_step() + 1, {&hyper, 1}, 0.0, {}, kLimit));
+        if (!result.repeated) return absl::OkStatus();
+        return protocol::MakeError(protocol::ErrorId::kInternal, "a step was repeated");
+      }));
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-  if (result.repeated)
-    return protocol::MakeError(protocol::ErrorId::kInternal, "a step was repeated");
   return took.count();
 }
 
 absl::StatusOr<client::JobPlan> BenchJob::Plan(uint64_t dram_bytes) {
   client::AttachOptions attach;
-  attach.layout = attachment_->layout().spec();
+  attach.layout = attachment().layout().spec();
+  attach.world_size = static_cast<uint32_t>(attachments_.size());
   return admin_->Plan(attach, client::AdminClient::NodeSize{.dram_bytes = dram_bytes});
 }
 

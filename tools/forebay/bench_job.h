@@ -1,9 +1,12 @@
-// A synthetic job on a private daemon: one rank, AdamW, groups of equal size.
+// A synthetic job on a private daemon: AdamW, groups of equal size, all ranks in this process.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -21,6 +24,7 @@ struct BenchJobOptions {
   uint64_t params = 0;                                // > 0
   uint64_t group_elems = 0;                           // > 0; the last group may be smaller
   bool is_sharded = false;
+  uint32_t ranks = 1;  // more than one: sharded
   bool drain = false;  // Step returns at its decision
   bool early_updates = false;
 };
@@ -34,16 +38,21 @@ class BenchJob {
   BenchJob(const BenchJob&) = delete;
   BenchJob& operator=(const BenchJob&) = delete;
 
-  client::Attachment& attachment() { return *attachment_; }
+  client::Attachment& attachment() { return *attachments_.front(); }  // of rank 0
   uint32_t groups() const;
 
-  absl::Status DeliverGradient(uint32_t group);
+  // work(attachment, the rank's partitions in the order of the groups) of all ranks at once, rank 0's on this
+  // thread. Of several errors the one of the lowest rank.
+  using RankWork = std::function<absl::Status(client::Attachment&, std::span<const uint32_t>)>;
+  absl::Status OnEachRank(const RankWork& work);
+
+  absl::Status DeliverGradient(uint32_t group);  // of a job of one rank
   // Of every group; nothing of it is timed by the benches.
   absl::Status DeliverGradients();
 
   // Says the scalars of the next step: what is delivered from now on is of its last backward pass.
   absl::Status AnnounceStep();
-  // The next step: seconds from the call to its answer.
+  // The next step: seconds from the call to its answer, of all ranks.
   absl::StatusOr<double> TimedStep();
 
   absl::StatusOr<client::NodeStatus> Status();  // with exactly one job in it
@@ -60,7 +69,8 @@ class BenchJob {
 
   std::unique_ptr<PrivateDaemon> daemon_;
   std::unique_ptr<client::AdminClient> admin_;
-  std::unique_ptr<client::Attachment> attachment_;
+  std::vector<std::unique_ptr<client::Attachment>> attachments_;  // by rank
+  std::vector<std::vector<uint32_t>> partitions_;                 // by rank
 };
 
 // A path in the bench's folder for each of its limit_rates, with that limit; without them one path.
