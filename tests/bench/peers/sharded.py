@@ -219,7 +219,7 @@ def parse_args(doc, add_options=None):
     (args.out / "swap").mkdir(parents=True, exist_ok=True)
     args.size = "smoke" if args.smoke else "110M"
     if args.smoke:
-        args.rounds, args.noise = 1, float(os.cpu_count() + 1)
+        args.rounds, args.noise, args.patience = 1, float(os.cpu_count() + 1), 0.0  # waits for nobody
     return args
 
 
