@@ -5,7 +5,9 @@ with NVMe, in alternation in one run.
 Makes an environment of its own with torch and DeepSpeed from PyPI (whose asynchronous I/O compiles for a
 quarter of an hour, once) and builds what it needs of ours. First the transfers alone: DeepSpeed's aio
 handle on its own pinned memory beside `forebay bench swap`. Then, with one rank and with two, the step of
-a GPT of 110 M parameters in bf16: each setting of DeepSpeed's beside Forebay with as much on swap.
+a GPT of 110 M parameters in bf16: each setting of DeepSpeed's beside Forebay with as much on swap, and
+beside `compute`: FSDP2's forward and backward of the same model, all of it in memory and without an
+optimizer. That is the limit: nothing that trains is faster beside DeepSpeed than `deepspeed-over-compute`.
 Writes OUT/infinity.jsonl and prints a table. docs/benchmarks.md says what the figures mean.
 """
 
@@ -97,6 +99,7 @@ def start(place, args, ranks, setting):
     commands = {
         "deepspeed": [*worker, "--by", "deepspeed", "--zero", theirs],
         "forebay": [*run, *worker, "--by", "forebay-on-swap"],
+        "compute": [*worker, "--by", "compute"],
     }
     variables = place.variables(environment.cores(args.threads // ranks))
     if ranks > 1:  # each rank would bind its threads to the same CPU
@@ -130,6 +133,8 @@ def rows_of(rounds, peaks, facts, case):
         goal = GOALS.get(part)
         over = ("deepspeed", "forebay")
         yield from sharded.compared_rows(f"{case}/part={part}", seconds, over, "s", goal)
+        if part == "all":
+            yield sharded.ratio_row(f"{case}/part={part}/limit", seconds, ("deepspeed", "compute"))
     for by, peak in peaks.items():
         yield {"case": f"{case}/peak/by={by}", "unit": "MiB", "value": peak.bytes / 2**20}
     share = peaks["forebay"].bytes / peaks["deepspeed"].bytes

@@ -132,13 +132,18 @@ def measure(args, sides, turn=phase.Side.turn):
     return rounds
 
 
-def compared_rows(case, values, over, unit, goal=None):
-    """A row for each side of {side: values}, and one for what `over`, two of them, are to each other."""
-    for by, taken in values.items():
-        yield {"case": f"{case}/by={by}", "unit": unit} | figures.spread(taken)
+def ratio_row(case, values, over, goal=None):
+    """What `over`, two sides of {side: values}, are to each other, of the same round."""
     row = {"case": f"{case}/{over[0]}-over-{over[1]}", "unit": "times"}
     ratios = [a / b for a, b in zip(values[over[0]], values[over[1]])]
-    yield row | ({} if goal is None else {"goal": goal}) | figures.spread(ratios)
+    return row | ({} if goal is None else {"goal": goal}) | figures.spread(ratios)
+
+
+def compared_rows(case, values, over, unit, goal=None):
+    """A row for each side of {side: values}, and the ratio_row()."""
+    for by, taken in values.items():
+        yield {"case": f"{case}/by={by}", "unit": unit} | figures.spread(taken)
+    yield ratio_row(case, values, over, goal)
 
 
 def rows_of(rounds, peaks, params):

@@ -1,19 +1,26 @@
 """Goal    The comparison with FSDP2's CPU offload runs as docs/benchmarks.md says, with every row; so does
-        the cost of a group.
-Method  Both scripts on tiny models, as processes. Their times are not looked at.
+        the cost of a group. Of the comparison with DeepSpeed, what needs no DeepSpeed: the side that only
+        computes, and the rows.
+Method  The scripts on tiny models, as processes. Their times are not looked at. Rows from made-up samples.
 """
 
 import json
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 pytest.importorskip("torch.distributed.fsdp")
 pytest.importorskip("forebay")
+
+import figures  # noqa: E402
+import infinity  # noqa: E402
+import phase  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
 BIN = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", HERE.parents[2] / "build" / "bin"))
@@ -48,3 +55,33 @@ def test_the_cost_of_a_group_is_printed():
     text = run(BIN / "forebay", "run", "--dram", "256MiB", "--", sys.executable, script)
     for direction in ("forward", "backward"):
         assert re.search(rf"^{direction}, 12 parameters a group: [\d.]+ us", text, re.M), text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_side_that_only_computes_takes_its_turns(tmp_path, ranks):
+    worker = [sys.executable, HERE / "sharded_worker.py", "--size", "smoke", "--dtype", "bf16"]
+    command = [*worker, "--by", "compute", "--ranks", str(ranks), "--steps", "2"]
+    side = phase.Side("compute", command, os.environ, tmp_path / "log")
+    try:
+        turns = [side.turn() for _ in range(2)]
+        side.end()
+    finally:
+        side.kill()
+    assert side.process.returncode == 0, (tmp_path / "log").read_text()
+    for turn in turns:
+        assert min(turn[part] for part in ("forward", "backward", "step")) > 0
+        assert turn["loss"] == pytest.approx(math.log(256), rel=0.1), "of an untrained model"
+
+
+def test_the_rows_beside_deepspeed_name_the_limit_of_a_step():
+    seconds = {"deepspeed": (0.4, 0.6, 1.0), "forebay": (0.4, 0.5, 0.1), "compute": (0.3, 0.45, 0.05)}
+    swap = {"read_bytes": 8000, "written_bytes": 4000}
+    one = {by: dict(zip(figures.PARTS["all"], taken)) | swap for by, taken in seconds.items()}
+    peaks = {by: types.SimpleNamespace(bytes=2**30) for by in one}
+    facts = {"forebay": {"params": 1000, "blocks": 4, "blocks_in_dram": 1}}
+    rounds = types.SimpleNamespace(kept=[one] * 3, rejected=0)
+    rows = {row["case"]: row for row in infinity.rows_of(rounds, peaks, facts, "infinity")}
+    assert rows["infinity/part=all/deepspeed-over-forebay"]["value"] == pytest.approx(2.0)
+    assert rows["infinity/part=all/limit/deepspeed-over-compute"]["value"] == pytest.approx(2.5)
+    assert rows["infinity/part=all/by=compute"]["value"] == pytest.approx(0.8)
+    assert rows["infinity/read_bytes/by=forebay"]["value"] == 8000 / 1000 / infinity.STEPS

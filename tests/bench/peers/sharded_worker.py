@@ -48,20 +48,10 @@ def sharded(model, mesh, args):
 
 
 class Sharded:
-    """FSDP2 with torch's optimizer, or with Forebay's."""
+    """FSDP2 without an optimizer."""
 
     def __init__(self, model, args):
         self.model = sharded(model, init_device_mesh("cpu", (args.ranks,)), args)
-        if args.by == "fsdp2":
-            self.opt = torch.optim.AdamW(
-                self.model.parameters(), lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True
-            )
-            return
-        import forebay
-
-        rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=args.clip)
-        ranks = {"rank": distributed.get_rank(), "world_size": args.ranks}
-        self.opt = forebay.attach(self.model, rule, **ranks)
 
     def forward(self, tokens):
         return self.model(tokens)
@@ -69,14 +59,55 @@ class Sharded:
     def backward(self, loss):
         loss.backward()
 
+    def finish(self):
+        """Until no update is left to do."""
+
+    def copied_bytes(self):
+        """By Forebay's client, of all ranks, since attach."""
+        return {}
+
+
+class Compute(Sharded):
+    """What no optimizer and no offload can make shorter. Parameters are of the type that it computes in: not
+    even a cast is left."""
+
+    def __init__(self, model, args):
+        super().__init__(model.bfloat16() if args.dtype == "bf16" else model, args)
+
+    def step(self):
+        self.model.zero_grad()
+
+
+class Torch(Sharded):
+    """With torch's optimizer."""
+
+    def __init__(self, model, args):
+        super().__init__(model, args)
+        self.opt = torch.optim.AdamW(
+            self.model.parameters(), lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, fused=True
+        )
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class Forebay(Sharded):
+    """With Forebay's."""
+
+    def __init__(self, model, args):
+        super().__init__(model, args)
+        import forebay
+
+        rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=args.clip)
+        ranks = {"rank": distributed.get_rank(), "world_size": args.ranks}
+        self.opt = forebay.attach(self.model, rule, **ranks)
+
     def step(self):
         self.opt.step()
         self.opt.zero_grad()
 
     def finish(self):
-        """Until all steps are published: no update is left to do."""
-        if not hasattr(self.opt, "stats"):
-            return
         import forebay
 
         while True:
@@ -86,10 +117,7 @@ class Sharded:
             quiet.pause(POLL_S)
 
     def copied_bytes(self):
-        """By Forebay's client, of all ranks, since attach."""
         names = ("copied_bytes", "grad_bytes")
-        if not hasattr(self.opt, "stats"):
-            return {}
         stats = self.opt.stats()
         total = torch.tensor([stats[name] for name in names])
         distributed.all_reduce(total)
@@ -108,6 +136,15 @@ class DeepSpeed(deepspeed_side.DeepSpeed):
 
     def copied_bytes(self):
         return {}
+
+
+SIDES = {
+    "compute": Compute,
+    "fsdp2": Torch,
+    "forebay": Forebay,
+    "forebay-on-swap": Forebay,
+    "deepspeed": DeepSpeed,
+}
 
 
 def blocks_of(args):
@@ -152,7 +189,7 @@ def train(rank, store, args, messages):
     torch.manual_seed(0)
     model = gpt.Gpt(size)
     params = sum(param.numel() for param in model.parameters())
-    side = (DeepSpeed if args.by == "deepspeed" else Sharded)(model, args)
+    side = SIDES[args.by](model, args)
     del model
     gc.collect()
     generator = torch.Generator().manual_seed(1 + rank)
@@ -185,7 +222,7 @@ def end_with_rank_0():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by", choices=["fsdp2", "forebay", "forebay-on-swap", "deepspeed"], required=True)
+    parser.add_argument("--by", choices=SIDES, required=True)
     parser.add_argument("--zero", default="{}", help="deepspeed: JSON, more of zero_optimization")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
     parser.add_argument("--size", choices=gpt.SIZES, required=True)
