@@ -29,6 +29,8 @@ void Relocation::Pump() {
   }
   const std::optional<uint32_t> slot = staged.AllocateFree(/*kept=*/0);
   if (!slot) return;
+  // What was made of it early is of its old bytes, too, and has the slot of its next version.
+  pipeline_.DropEarlyUpdateOf(*block);
   block_ = block;
   phase_ = Phase::kReading;
   pipeline_.set_relocating(true);

@@ -166,6 +166,52 @@ TEST_F(NodeStatePaths, BlocksThatNoStepWritesMoveOffAMarkedPath) {
   }
 }
 
+// Another job's writes mark the path meanwhile.
+TEST_F(NodeStatePaths, ABlockThatWasUpdatedEarlyMovesToo) {
+  NodeState::Options options = Options({8 * kBlocks, 8 * kBlocks});
+  uint64_t other = 0;
+  do {  // the smallest limit that has room for both
+    options.dram_limit_bytes += protocol::kPageBytes;
+    ASSERT_LT(options.dram_limit_bytes, 8 << 20);
+    node_ = std::make_unique<NodeHarness>(options, 1);
+    session_ = node_->Attach(layout_, {.early_updates = true});
+    other = node_->AttachOnly(layout_, {.job = "other"});
+  } while (!node_->attached(other)->status.ok());
+  options.dram_limit_bytes += 2 * protocol::kPageBytes;  // new weights of some blocks
+  node_ = std::make_unique<NodeHarness>(options, 1);
+  session_ = node_->Attach(layout_, {.early_updates = true});
+  other = node_->Attach(layout_, {.job = "other"});
+  const auto deliver = [&](uint64_t session, uint64_t step, const std::vector<uint32_t>& groups) {
+    for (const uint32_t group : groups) {
+      node_->Gradient(session, group, step);
+      RunTasks();
+    }
+  };
+  const auto train = [&](uint64_t session, uint64_t step) {
+    deliver(session, step, {0, 1, 2, 3});
+    const uint64_t tag = node_->Step(session, step);
+    RunTasks();
+    EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kNone);
+  };
+  train(session_, 1);
+  train(other, 1);
+  node_->Announce(session_, 2);
+  deliver(session_, 2, {3, 2});
+  const std::vector<WriteBlock> writes = node_->Logged<WriteBlock>();
+  ASSERT_TRUE(std::ranges::any_of(writes, [](const WriteBlock& write) {
+    return write.job == 1 && write.identity.written_step == 2;
+  })) << "blocks were updated early";
+  failing_ = 1;
+  train(other, 2);
+  ASSERT_TRUE(IsMarked(1));
+  deliver(session_, 2, {1, 0});
+  EXPECT_GT(View().moves.relocated, 0U);
+  const uint64_t tag = node_->Step(session_, 2);
+  RunTasks();
+  EXPECT_EQ(node_->ErrorOf(tag), ErrorId::kNone);
+  for (const auto& [block, step] : node_->model().WrittenSteps(1)) EXPECT_EQ(step, 2U) << block;
+}
+
 TEST_F(NodeStatePaths, ABlockThatCannotBeReadStaysUntilItCan) {
   Start({2 * kBlocks, 2 * kBlocks});
   ASSERT_EQ(TrainStep(1), ErrorId::kNone);
