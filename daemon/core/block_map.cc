@@ -46,9 +46,19 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
   state_blocks_ = blocks();
   CutBlocks(frozen_, frozen_block_elems_);
   has_weights_.assign(cuts_.size(), false);
-  for (uint32_t block = 0; block < cuts_.size() && !on_swap_.empty(); ++block) {
-    for (const BlockRun& run : Runs(block)) {
-      if (on_swap_[run.partition]) has_weights_[block] = true;
+  SetHasWeights(states_, block_elems_);
+  SetHasWeights(frozen_, frozen_block_elems_);
+}
+
+void BlockMap::SetHasWeights(const std::vector<Sequence>& sequences, uint64_t block_elems) {
+  for (const Sequence& sequence : sequences) {
+    for (const uint32_t box : sequence.boxes) {
+      const protocol::BoxPlace& place = layout_->boxes()[box];
+      if (!is_on_swap(place.partition)) continue;
+      const uint64_t last = (sequence_elems_[box] + place.box.elems() - 1) / block_elems;
+      for (uint64_t i = sequence_elems_[box] / block_elems; i <= last; ++i) {
+        has_weights_[sequence.blocks[i]] = true;
+      }
     }
   }
 }

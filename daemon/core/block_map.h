@@ -112,6 +112,7 @@ class BlockMap {
   void FindBoxes();
   // Of each owner's first sequence the first block, then the second, ...
   void CutBlocks(std::vector<Sequence>& sequences, uint64_t block_elems);
+  void SetHasWeights(const std::vector<Sequence>& sequences, uint64_t block_elems);
   const Sequence& SequenceOf(uint32_t block) const;
   uint64_t BytesOf(uint64_t elems) const;  // of their states
   uint64_t WeightsBytes(uint64_t elems) const;

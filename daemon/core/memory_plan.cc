@@ -316,12 +316,27 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
-absl::Status CheckStatesOnSwap(uint64_t state_bytes, const nvme::SlotMap& swap) {
-  if (state_bytes <= swap.free_bytes() / kSwapSlotsPerBlock) return absl::OkStatus();
-  return MakeError(ErrorId::kSwapNospc,
-                   absl::StrCat("the job needs swap slots for ", Bytes(state_bytes),
-                                " of states, two each; free are ", Bytes(swap.free_bytes())),
-                   kSwapHint);
+// States, all of which are on swap, and frozen weights.
+absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uint64_t state_bytes,
+                               const nvme::SlotMap& swap) {
+  uint64_t frozen_bytes = 0;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (layout.params()[place.box.param].trainable) continue;
+    if (!plan.weights_on_swap[place.partition]) continue;
+    frozen_bytes += place.box.elems() * protocol::SizeBytes(layout.spec().dtype);
+  }
+  const uint64_t free_bytes = swap.free_bytes();
+  const bool fits =
+      frozen_bytes <= free_bytes && state_bytes <= (free_bytes - frozen_bytes) / kSwapSlotsPerBlock;
+  if (fits) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kSwapNospc,
+      absl::StrCat("the job needs swap slots for ", Bytes(state_bytes), " of states, two each",
+                   frozen_bytes > 0
+                       ? absl::StrCat(", and for ", Bytes(frozen_bytes), " of frozen weights")
+                       : std::string(),
+                   "; free are ", Bytes(free_bytes)),
+      kSwapHint);
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
@@ -523,10 +538,10 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const uint64_t for_job =
       options.dram_limit_bytes - std::min(TakenBytes(options, use), options.dram_limit_bytes);
   const bool fits = plan.fixed_bytes <= for_job + use.movable_bytes;
-  if (plan.has_weights_on_swap() && !fits) {
-    // Before there is a map of blocks: of states that fit nowhere it would be as large as they please.
-    RETURN_IF_ERROR(CheckStatesOnSwap(state_bytes, *use.swap));
-    RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
+  if (plan.has_weights_on_swap()) {
+    // Before there is a map of blocks: of those that fit nowhere it would be as large as a client pleases.
+    RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
+    if (!fits) RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
   }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);
   if (plan.missing_bytes > use.movable_bytes) {

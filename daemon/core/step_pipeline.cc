@@ -377,6 +377,7 @@ const cpu_adam::StepScalars& StepPipeline::ScalarsOf(uint32_t param_group, uint6
 }
 
 bool StepPipeline::IsNeeded(uint32_t block) const {
+  if (!map_.has_states(block)) return false;
   const std::pmr::vector<BlockRun> runs = map_.Runs(block, io_.memory());
   return std::any_of(runs.begin(), runs.end(),
                      [this](const BlockRun& run) { return order_.params[run.param]; });

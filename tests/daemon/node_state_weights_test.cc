@@ -529,6 +529,21 @@ TEST_F(NodeStateFrozenWeights, TakeNeitherRoomForGradientsNorTwoSlots) {
   EXPECT_LT(View().swap_bytes, frozen * 5 / 4 + trained * 4);
 }
 
+// Before there is a list of the runs of its boxes, of which each has one element.
+TEST(NodeStateFrozenWeightsPlan, ThatFitNowhereAreRefusedByTheirBytes) {
+  constexpr uint64_t kRows = 4 << 20;
+  const auto layout = MakeShardedLayout(
+      Groups(
+          8,
+          {{.rows = kRows, .columns = 2, .cut = testing::ShardCut::kColumns, .trainable = false}}),
+      {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kBf16});
+  NodeHarness node(SwapOptions(uint64_t{128} << 20), kRanks);
+  const uint64_t session = node.AttachOnly(layout, {});
+  EXPECT_THAT(node.attached(session)->status, HasError(ErrorId::kSwapNospc));
+  EXPECT_THAT(std::string(node.attached(session)->status.message()),
+              HasSubstr("of frozen weights"));
+}
+
 TEST_F(NodeStateFrozenWeights, MayBeWrittenBetweenSteps) {
   TrainStep(1);
   for (const uint32_t partition : OwnedBy(1)) {
