@@ -37,6 +37,7 @@ void WeightsCache::OnFetch(std::optional<uint32_t> rank, uint32_t partition, uin
     if (!order.now.empty()) order.before.swap(order.now);
     order.now.clear();
     order.is_same = true;
+    not_read_ahead_.clear();
   }
   const size_t at = order.now.size();
   order.is_same = order.is_same && at < order.before.size() && order.before[at] == partition;
@@ -203,7 +204,11 @@ void WeightsCache::OnLoaded(const TaskDone& done) {
   copy.status.Update(pipeline_.DescribeBlock(done.status, load.block));
   if (--copy.loads_left > 0) return;
   if (copy.status.ok()) return;
-  if (IsWanted(load.partition)) failed_[load.partition] = copy.status;
+  if (IsWanted(load.partition)) {
+    failed_[load.partition] = copy.status;
+  } else {
+    not_read_ahead_.insert(load.partition);
+  }
   copies_.erase(load.partition);
 }
 
@@ -229,7 +234,7 @@ void WeightsCache::Prefetch() {
     if (!order.is_same) continue;
     for (size_t next = order.now.size(); next < order.before.size(); ++next) {
       const uint32_t partition = order.before[next];
-      if (copies_.contains(partition)) continue;
+      if (copies_.contains(partition) || not_read_ahead_.contains(partition)) continue;
       if (!pipeline_.IsPartitionDone(partition)) break;
       // Only what is needed later makes room.
       if (!Make(partition, next - order.now.size() + 1)) break;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <memory_resource>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -25,7 +26,8 @@ namespace forebay::daemon {
 // from its blocks on swap, page by page verified; then it stays until another needs its room. What is not
 // leased and is needed last, by the order in which the ranks fetched in the step before, goes first. Along
 // that order partitions are read ahead, into room that nothing needs earlier. Where a rank's order is another
-// than before, nothing is read ahead for it until the next step, and what was used longest ago goes first.
+// than before, nothing is read ahead for it until the next step, and what was used longest ago goes first. What
+// could not be read ahead is read again when it is fetched, or in the next step.
 //
 // A copy is of the newest step that has updated the partition. Before blocks are written over (a step is
 // decided, masters are set) nothing may be on its way here: is_loading().
@@ -108,6 +110,7 @@ class WeightsCache {
   const LeaseTable& leases_;
   std::pmr::map<uint32_t, Copy> copies_;     // by partition
   std::map<uint32_t, absl::Status> failed_;  // reads of wanted ones
+  std::set<uint32_t> not_read_ahead_;        // that failed when they were: until the next step
   std::vector<uint32_t> wanted_;             // in the order of asking
   std::pmr::deque<LoadWeights> pieces_;      // that have no staging slot yet
   std::pmr::map<TaskId, Load> loads_;

@@ -150,6 +150,45 @@ TEST_F(NodeStateWeights, WhatIsFetchedAgainInTheSameOrderIsReadAhead) {
   for (const auto& [what, count] : loads) EXPECT_LE(count, 4) << what.first << ": none in vain";
 }
 
+// The rank computes for long with what it has.
+TEST_F(NodeStateWeights, WhatCannotBeReadAheadIsReadAgainWhenItIsFetched) {
+  const std::vector<uint32_t> own = OwnedBy(0);
+  for (const uint32_t partition : own) Use(0, partition);
+  TrainStep(1);
+  const uint64_t tag = node_.Fetch(sessions_[0], own[0]);
+  int failed = 0;
+  bool fetched = false;
+  for (int tasks = 0; tasks < 2000 && !node_.model().running().empty(); ++tasks) {
+    fetched = fetched || node_.ErrorOf(tag) == ErrorId::kNone;
+    const auto [task, action] = *node_.model().running().begin();
+    const auto* load = std::get_if<LoadWeights>(&action);
+    const bool fails = load != nullptr && load->partition != own[0];
+    if (fails) ++failed;
+    node_.Finish(task,
+                 fails ? protocol::MakeError(ErrorId::kSwapIo, "simulated") : absl::OkStatus());
+  }
+  EXPECT_TRUE(fetched);
+  EXPECT_TRUE(node_.model().running().empty()) << "it comes to rest";
+  EXPECT_GT(failed, 0);
+  node_.ReleaseFetched(sessions_[0], tag);
+  for (size_t i = 1; i < own.size(); ++i) Use(0, own[i]);
+}
+
+TEST(NodeStateWeightsFormats, TrainWithMastersAndWithoutThem) {
+  for (const auto format :
+       {protocol::Format::kFp32, protocol::Format::kBf16, protocol::Format::kInt8}) {
+    SCOPED_TRACE(protocol::Name(format));
+    const auto layout = MakeShardedLayout(
+        AwkwardGroups(), {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = format});
+    WeightsJob job(layout, LeastDram(layout));
+    job.AttachAll();
+    EXPECT_EQ(job.View().weights_on_swap_bytes, layout->total_elems() * 2);
+    for (uint64_t step = 1; step <= 3; ++step) job.TrainAndFetch(step);
+    EXPECT_EQ(job.View().committed_step, 3U);
+    EXPECT_EQ(job.node_.fault(), "");
+  }
+}
+
 TEST_F(NodeStateWeights, AnotherOrderEveryStepIsCorrectAndReadsNothingInVain) {
   std::mt19937 random(7);
   for (uint64_t step = 1; step <= 4; ++step) {

@@ -688,7 +688,7 @@ void NodeModel::Apply(const DecodeState& a, TaskDone&) {
 
 void NodeModel::Published(const StepPublished& a) {
   JobMemory& job = jobs_[a.job];
-  const bool masters = a.step == 0 && job.committed_step == 0 && job.published.empty();
+  const bool masters = a.step == 0 && !std::exchange(job.has_published, true);
   if (!masters && a.step != job.committed_step + 1) Fault("a step was published twice or left out");
   job.committed_step = a.step;
   job.is_updating = false;

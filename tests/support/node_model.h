@@ -151,6 +151,7 @@ class NodeModel {
     uint64_t float_sums_end = 0;
     std::set<nvme::Slot> slots;
     uint64_t committed_step = 0;
+    bool has_published = false;                  // step 0, where it sets masters, or a later one
     std::map<uint64_t, GradientToken> overflow;  // by offset in the step arena
     Accumulators accumulators;
     Accumulators float_sums;                   // instead, from when they are used
