@@ -389,28 +389,48 @@ void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::s
   }
 }
 
-bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
-                   std::span<const std::byte> from) {
-  // A private copy: the client could change its bytes behind the check.
-  std::vector<std::byte> copied(from.begin(), from.end());
-  std::vector<float> masters(action.elems);
-  cpu_adam::AddGradient(action.elems, GradientOf(action.dtype, copied), cpu_adam::AddMode::kSet,
-                        masters.data());
-  const StateFormat format{memory.format, memory.dtype};
-  const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
-  if (!std::ranges::all_of(masters, is_finite)) return false;
-  StateRange range{.elems = action.elems, .weights = action.weights};
+namespace {
+
+constexpr uint64_t kMastersAtOnce = uint64_t{1} << 16;  // whose copies a worker holds
+
+// Where elements of an action lie.
+StatePlanes PlanesOf(const SetMasters& action, ElemRange part, const StateMemory& memory) {
+  StateRange range{.elems = part.end - part.begin, .weights = action.weights};
+  range.weights.offset_bytes += part.begin * protocol::SizeBytes(memory.dtype);
   if (action.in_block) {
     range.block_elems = action.in_block->states_elems;
-    range.block_elem = action.in_block->block_elem;
+    range.block_elem = action.in_block->block_elem + part.begin;
   }
-  StatePlanes state;
-  if (range.block_elems > 0) {
-    state = PlanesOf(range, memory);
-  } else {
-    state.weights = WeightsOf(range, memory).data();
+  if (range.block_elems > 0) return PlanesOf(range, memory);
+  StatePlanes weights_alone;
+  weights_alone.weights = WeightsOf(range, memory).data();
+  return weights_alone;
+}
+
+}  // namespace
+
+bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
+                   std::span<const std::byte> from) {
+  const StateFormat format{memory.format, memory.dtype};
+  const auto is_finite = [&](float one) { return protocol::IsFiniteAs(memory.dtype, one); };
+  std::vector<std::byte> copied;
+  std::vector<float> masters;
+  // All are checked before any is set.
+  for (const bool sets : {false, true}) {
+    for (uint64_t begin = 0; begin < action.elems; begin += kMastersAtOnce) {
+      const ElemRange part{begin, std::min(begin + kMastersAtOnce, action.elems)};
+      // A private copy: the client could change its bytes behind the check.
+      const std::span<const std::byte> bytes = Part(from, action.dtype, 0, part);
+      copied.assign(bytes.begin(), bytes.end());
+      masters.resize(part.end - part.begin);
+      cpu_adam::AddGradient(masters.size(), GradientOf(action.dtype, copied),
+                            cpu_adam::AddMode::kSet, masters.data());
+      if (!std::ranges::all_of(masters, is_finite)) return false;
+      if (!sets) continue;
+      cpu_adam::EncodeMasters(format, masters.size(), masters.data(),
+                              PlanesOf(action, part, memory));
+    }
   }
-  cpu_adam::EncodeMasters(format, masters.size(), masters.data(), state);
   return true;
 }
 

@@ -108,7 +108,8 @@ cpu_adam::SquareSum RunSumGradient(protocol::DType sum_dtype, ElemRange range,
 void RunDecodeState(const DecodeState& action, const StateMemory& memory, std::span<std::byte> to);
 
 // Bytes of the client, of `action.dtype` -> masters and weights, of a frozen parameter weights alone. False, and
-// nothing is changed, where one is not finite or its weights are not.
+// nothing is changed, where one is not finite or its weights are not; a client that changes its bytes meanwhile may
+// find some of them set.
 bool RunSetMasters(const SetMasters& action, const StateMemory& memory,
                    std::span<const std::byte> from);
 
