@@ -266,6 +266,15 @@ std::string Layout::Difference(const LayoutSpec& have, const LayoutSpec& want) {
   if (have.params.size() != want.params.size()) {
     return differ("number of parameters", have.params.size(), want.params.size());
   }
+  std::map<std::string_view, bool> trained;
+  for (const ParamSpec& param : have.params) trained.emplace(param.name, param.trainable);
+  for (const ParamSpec& param : want.params) {
+    const auto found = trained.find(param.name);
+    if (found == trained.end() || found->second == param.trainable) continue;
+    const auto word = [](bool is_trained) { return is_trained ? "trained" : "frozen"; };
+    return differ(absl::StrCat("parameter ", param.name), word(found->second),
+                  word(param.trainable));
+  }
   for (size_t i = 0; i < have.params.size(); ++i) {
     if (!(have.params[i] == want.params[i])) {
       return differ(absl::StrCat("parameter ", i), Describe(have.params[i]),

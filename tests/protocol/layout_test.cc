@@ -107,6 +107,17 @@ TEST(Layout, RefusesEveryBrokenRuleByName) {
   EXPECT_THAT(broken([](auto& s) { s.format = Format::kExact; }), HasError(ErrorId::kOption));
 }
 
+// Python lists frozen parameters last in their group, so it also moves others.
+TEST(Layout, NamesAParameterThatIsFrozenOnOneSideAlone) {
+  LayoutSpec other = Small();
+  other.params[0].trainable = false;
+  std::swap(other.params[0], other.params[1]);
+  EXPECT_EQ(Layout::Difference(Small(), other),
+            "parameter a.weight: the job has trained, this client wants frozen");
+  EXPECT_EQ(Layout::Difference(other, Small()),
+            "parameter a.weight: the job has frozen, this client wants trained");
+}
+
 TEST(Layout, NamesTheFirstDifference) {
   LayoutSpec other = Small();
   EXPECT_EQ(Layout::Difference(Small(), other), "");
