@@ -316,7 +316,7 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
 }
 
-// States, all of which are on swap, and frozen weights.
+// States, all of which are on swap, with the weights that are there too.
 absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uint64_t state_bytes,
                                const nvme::SlotMap& swap) {
   uint64_t frozen_bytes = 0;
@@ -325,18 +325,19 @@ absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uin
     if (!plan.weights_on_swap[place.partition]) continue;
     frozen_bytes += place.box.elems() * protocol::SizeBytes(layout.spec().dtype);
   }
+  const uint64_t trained_bytes = state_bytes + plan.weights_on_swap_bytes - frozen_bytes;
   const uint64_t free_bytes = swap.free_bytes();
-  const bool fits =
-      frozen_bytes <= free_bytes && state_bytes <= (free_bytes - frozen_bytes) / kSwapSlotsPerBlock;
+  const bool fits = frozen_bytes <= free_bytes &&
+                    trained_bytes <= (free_bytes - frozen_bytes) / kSwapSlotsPerBlock;
   if (fits) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kSwapNospc,
-      absl::StrCat("the job needs swap slots for ", Bytes(state_bytes), " of states, two each",
-                   frozen_bytes > 0
-                       ? absl::StrCat(", and for ", Bytes(frozen_bytes), " of frozen weights")
-                       : std::string(),
-                   "; free are ", Bytes(free_bytes)),
-      kSwapHint);
+  return MakeError(ErrorId::kSwapNospc,
+                   absl::StrCat("the job needs swap slots for ", Bytes(trained_bytes),
+                                " of states and their weights, two each",
+                                frozen_bytes > 0 ? absl::StrCat(", and for ", Bytes(frozen_bytes),
+                                                                " of frozen weights")
+                                                 : std::string(),
+                                "; free are ", Bytes(free_bytes)),
+                   kSwapHint);
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
@@ -371,7 +372,9 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
                      absl::StrCat("a block of ", Bytes(plan.block_bytes), " needs a staging slot; ",
                                   options.staging_slots, " slots of ",
                                   Bytes(options.staging_slot_bytes), " are free"),
-                     "raise swap.staging or lower update.block_elems");
+                     options.staging_slots == 0
+                         ? "the daemon has no swap: start it with --swap or swap.paths"
+                         : "raise swap.staging or lower update.block_elems");
   }
   return absl::OkStatus();
 }
