@@ -74,7 +74,8 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
   swap.setEnduranceBytes(snapshot.endurance_bytes - worn);
   if (snapshot.endurance_bytes > 0 && snapshot.written_in_a_day > 0) {
     constexpr double kDaySeconds = 86400;
-    const double days = std::min(uptime_seconds, kDaySeconds) / kDaySeconds;
+    constexpr double kLeastSeconds = 600;  // what was written in less says nothing of a day
+    const double days = std::clamp(uptime_seconds, kLeastSeconds, kDaySeconds) / kDaySeconds;
     swap.setDaysLeft(static_cast<double>(snapshot.endurance_bytes - worn) * days /
                      static_cast<double>(snapshot.written_in_a_day));
   }
