@@ -49,8 +49,10 @@ def costs(
     sums = f"{width} (4 more from a second backward pass on)" if may_widen else str(width)
     if sums_are_float32:
         sums = "4"
+    few = found["trainable_params"] < found["params"]
+    trained = f" ({found['trainable_params']:,} of them trained)" if few else ""
     yield (
-        f"job {job} is sharded over {ranks}: {found['params']:,} parameters, "
+        f"job {job} is sharded over {ranks}: {found['params']:,} parameters{trained}, "
         f"{found['optimizer']}, {found['format']}. Bytes a parameter: weights {plan.dtype.itemsize} "
         f"({DTYPE_NAMES[plan.dtype]}), gradients {width} to the daemon "
         f"({DTYPE_NAMES[plan.grad_dtype]}) and {sums} in their sums"
