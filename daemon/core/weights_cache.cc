@@ -105,14 +105,19 @@ uint64_t WeightsCache::NextUse(uint32_t partition) const {
   return next;
 }
 
-// Of copies that nobody uses or waits for, the one that is needed last, and later than `needed_in`.
+// Nobody uses or waits for the copy, and it is needed later than `needed_in`.
+bool WeightsCache::MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const {
+  return copy.loads_left == 0 && !leases_.IsLeased(partition) && !IsWanted(partition) &&
+         NextUse(partition) >= needed_in;
+}
+
+// Of copies that may be evicted, the one that is needed last.
 std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   std::optional<uint32_t> victim;
   uint64_t victim_use = 0;
   for (const auto& [partition, copy] : copies_) {
-    if (copy.loads_left > 0 || leases_.IsLeased(partition) || IsWanted(partition)) continue;
+    if (!MayEvict(partition, copy, needed_in)) continue;
     const uint64_t use = NextUse(partition);
-    if (use < needed_in) continue;
     const bool later = !victim || use > victim_use ||
                        (use == victim_use && copy.last_use < copies_.at(*victim).last_use);
     if (!later) continue;
@@ -122,13 +127,21 @@ std::optional<uint32_t> WeightsCache::ChooseVictim(uint64_t needed_in) const {
   return victim;
 }
 
-// Begins to read a partition that has no copy; false: there is no room now.
+// Begins to read a partition that has no copy; false: there is no room now. Then nothing is evicted: it would be
+// read ahead anew and evicted anew, without end.
 bool WeightsCache::Make(uint32_t partition, uint64_t needed_in) {
   const uint64_t bytes = BytesOf(partition);
   std::optional<uint64_t> offset = FindRoom(bytes);
+  if (!offset) {
+    std::pmr::vector<const Copy*> kept(io_.memory());
+    for (const auto& [other, copy] : copies_) {
+      if (!MayEvict(other, copy, needed_in)) kept.push_back(&copy);
+    }
+    if (!FindRoom(std::move(kept), bytes)) return false;
+  }
   while (!offset) {
     const std::optional<uint32_t> victim = ChooseVictim(needed_in);
-    if (!victim) return false;
+    FOREBAY_CHECK(victim);
     copies_.erase(*victim);
     offset = FindRoom(bytes);
   }
@@ -223,6 +236,17 @@ void WeightsCache::EndRound(bool begins) {
   StartPieces();
 }
 
+// Of the fetches that a rank is expected to make, begins to read the one behind `ahead` others; false: this one
+// and those behind it have to wait.
+bool WeightsCache::MakeAhead(const Order& order, size_t ahead) {
+  const size_t next = order.now.size() + ahead;
+  if (next >= order.before.size()) return false;
+  const uint32_t partition = order.before[next];
+  if (copies_.contains(partition) || not_read_ahead_.contains(partition)) return true;
+  // Only what is needed later makes room.
+  return pipeline_.IsPartitionDone(partition) && Make(partition, ahead + 1);
+}
+
 void WeightsCache::Prefetch() {
   // What is asked for goes first.
   if (!pieces_.empty() || std::ranges::any_of(wanted_, [this](uint32_t partition) {
@@ -230,15 +254,13 @@ void WeightsCache::Prefetch() {
       })) {
     return;
   }
+  std::pmr::vector<const Order*> going(io_.memory());
   for (const auto& [rank, order] : orders_) {
-    if (!order.is_same) continue;
-    for (size_t next = order.now.size(); next < order.before.size(); ++next) {
-      const uint32_t partition = order.before[next];
-      if (copies_.contains(partition) || not_read_ahead_.contains(partition)) continue;
-      if (!pipeline_.IsPartitionDone(partition)) break;
-      // Only what is needed later makes room.
-      if (!Make(partition, next - order.now.size() + 1)) break;
-    }
+    if (order.is_same) going.push_back(&order);
+  }
+  // What is needed first, of all ranks: else what one rank needs later fills the room of another's next.
+  for (size_t ahead = 0; !going.empty(); ++ahead) {
+    std::erase_if(going, [&](const Order* order) { return !MakeAhead(*order, ahead); });
   }
   StartPieces();
 }

@@ -92,6 +92,8 @@ class WeightsCache {
   };
 
   bool Make(uint32_t partition, uint64_t needed_in);
+  bool MakeAhead(const Order& order, size_t ahead);
+  bool MayEvict(uint32_t partition, const Copy& copy, uint64_t needed_in) const;
   uint64_t BytesOf(uint32_t partition) const;
   std::optional<uint64_t> FindRoom(std::pmr::vector<const Copy*> beside, uint64_t bytes) const;
   std::optional<uint64_t> FindRoom(uint64_t bytes) const;
