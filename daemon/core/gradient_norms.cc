@@ -6,9 +6,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cpu_adam/stream_kernel.h"
 #include "daemon/core/gradient_accumulator.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/units.h"
 #include "protocol/wire.h"
 
 namespace forebay::daemon {
@@ -61,11 +63,22 @@ void GradientAccumulator::ForEachCell(const protocol::BoxPlace& place, Visit vis
   }
 }
 
-// What of a box has a gradient of any rank.
+// What of a box has a gradient of any rank. Cells are cut at units, wherever pages of sums end and gradients
+// arrive, and a box begins anywhere: with its first part alone all chunks of the sum of squares begin at units, so that
+// the norm has the same bits however cells are cut.
 void GradientAccumulator::AddSummed(const protocol::BoxPlace& place,
                                     std::pmr::vector<Range>& ranges) const {
+  static_assert(protocol::kGradUnitElems % cpu_adam::kSumChunkElems == 0);
   ForEachCell(place, [&](const Range& range, const Cell& cell) {
-    if (cell.has_sum) ranges.push_back(range);
+    if (!cell.has_sum) return;
+    const uint64_t unit =
+        std::min(range.end, protocol::RoundUp(range.begin, protocol::kGradUnitElems));
+    if (range.begin < unit) {
+      ranges.push_back({.partition = range.partition, .begin = range.begin, .end = unit});
+    }
+    if (unit < range.end) {
+      ranges.push_back({.partition = range.partition, .begin = unit, .end = range.end});
+    }
   });
 }
 

@@ -36,6 +36,7 @@ EVENTS = {
     "skipped layer": 100,  # its parameters get no gradient
     "read": 60,  # of states, between backward and step
     "write": 40,  # of parameters, there
+    "norms": 300,  # of each gradient
 }
 
 
@@ -137,6 +138,10 @@ def train(rank, ranks, steps, seed, options, folder):
         if "write" in now:
             with torch.no_grad():
                 layer.down.bias.mul_(0.5)
+        if "norms" in now:
+            for parameter in model.parameters():
+                if parameter.grad is not None:  # as the daemon says it: torch's float32 hides last bits
+                    digest.update(repr(parameter.grad.to_local().delivered.norm()).encode())
         if "clip" in now:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             digest.update(repr(float(norm)).encode())
