@@ -59,6 +59,10 @@ void* operator new(size_t size_bytes) { return Allocate(size_bytes, alignof(std:
 void* operator new(size_t size_bytes, std::align_val_t align) {
   return Allocate(size_bytes, static_cast<size_t>(align));
 }
+// A sanitizer has its own of this, whose memory must not come to the functions below.
+void* operator new(size_t size_bytes, const std::nothrow_t&) noexcept {
+  return Allocate(size_bytes, alignof(std::max_align_t));
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
