@@ -10,20 +10,16 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <barrier>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "gtest/gtest.h"
 #include "tests/client/pipeline_rank.h"
+#include "tests/support/counted_heap.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/fake_cuda.h"
 #include "tests/support/fake_nccl.h"
@@ -32,9 +28,6 @@
 #include "tests/support/training.h"
 
 namespace {
-
-std::atomic<bool> counts = false;
-std::atomic<uint64_t> allocations = 0;
 
 bool IsOfADriver() {
   std::array<void*, 64> frames{};
@@ -46,28 +39,12 @@ bool IsOfADriver() {
   });
 }
 
-void* Allocate(size_t size_bytes, size_t align_bytes) {
-  if (counts && !IsOfADriver()) ++allocations;
-  void* const memory =
-      std::aligned_alloc(align_bytes, (size_bytes / align_bytes + 1) * align_bytes);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
 }  // namespace
-
-void* operator new(size_t size_bytes) { return Allocate(size_bytes, alignof(std::max_align_t)); }
-void* operator new(size_t size_bytes, std::align_val_t align) {
-  return Allocate(size_bytes, static_cast<size_t>(align));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace forebay::client {
 namespace {
 
+using testing::CountedHeap;
 using testing::FakeCuda;
 using testing::FakeNccl;
 
@@ -75,8 +52,6 @@ constexpr Timeout kTimeout = std::chrono::seconds(30);
 constexpr uint32_t kRanks = 2;
 constexpr uint32_t kGroups = 6;
 constexpr uint64_t kGroupElems = 10'000;
-constexpr uint64_t kStepsAlike = 20;
-constexpr uint64_t kStepsMax = 1000;
 
 class SteadyStepTest : public ::testing::TestWithParam<std::tuple<Kind, ZeroStage>> {
  protected:
@@ -122,23 +97,6 @@ class SteadyStepTest : public ::testing::TestWithParam<std::tuple<Kind, ZeroStag
     return pipeline.Step(t, hyper_params, 1.0, {}).status();
   }
 
-  // Trains until kStepsAlike steps in a row took no memory, and returns how many did. All ranks see the same
-  // count, because nobody begins a step before everybody has read it.
-  static absl::StatusOr<uint64_t> Train(PipelineRank& own, std::barrier<>& ranks) {
-    const absl::Cleanup leave = [&ranks] { ranks.arrive_and_drop(); };
-    const std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
-    uint64_t alike = 0;
-    uint64_t seen = 0;
-    for (uint64_t t = 1; t <= kStepsMax && alike < kStepsAlike; ++t) {
-      RETURN_IF_ERROR(Step(own, t, hyper_params));
-      ranks.arrive_and_wait();
-      const uint64_t now = allocations;
-      ranks.arrive_and_wait();
-      alike = now == std::exchange(seen, now) ? alike + 1 : 0;
-    }
-    return alike;
-  }
-
  private:
   static const std::vector<float>& Values() {
     static const std::vector<float> values(kGroupElems, 0.5F);
@@ -151,16 +109,20 @@ TEST_P(SteadyStepTest, TakesNoMemory) {
   const std::string socket = dir.path() + "/s";
   ASSERT_OK_AND_ASSIGN(const auto daemon, testing::DaemonProcess::Start(socket));
   std::barrier<> ranks(kRanks);
+  const uint64_t before = CountedHeap::allocations();
   const auto train = [&](uint32_t rank) -> absl::Status {
     ASSIGN_OR_RETURN(PipelineRank own, Create(socket, rank));
-    counts = true;
-    ASSIGN_OR_RETURN(const uint64_t alike, Train(own, ranks));
-    counts = false;
-    EXPECT_GE(alike, kStepsAlike) << allocations << " allocations in " << kStepsMax << " steps";
+    const std::vector<protocol::HyperParams> hyper_params = testing::MakeHyperParams();
+    CountedHeap::Start([] { return !IsOfADriver(); });
+    ASSIGN_OR_RETURN(const uint64_t alike, testing::TrainUntilSteady(ranks, [&](uint64_t t) {
+                       return Step(own, t, hyper_params);
+                     }));
+    CountedHeap::Stop();
+    EXPECT_GE(alike, testing::kStepsAlike) << CountedHeap::allocations() - before << " allocations";
     return absl::OkStatus();
   };
   for (const absl::Status& status : testing::OnRanks(kRanks, train)) EXPECT_OK(status);
-  EXPECT_GT(allocations, 0U) << "the first step allocates: nothing was counted";
+  EXPECT_GT(CountedHeap::allocations(), before) << "the first step allocates: nothing was counted";
 }
 
 INSTANTIATE_TEST_SUITE_P(Everywhere, SteadyStepTest,

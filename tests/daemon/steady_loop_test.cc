@@ -9,32 +9,36 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <barrier>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "client/admin.h"
 #include "client/client.h"
 #include "client/flat_shards.h"
 #include "daemon/daemon.h"
 #include "gtest/gtest.h"
+#include "tests/support/counted_heap.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/rank_threads.h"
 #include "tests/support/status_test.h"
 #include "tests/support/training.h"
 
+namespace forebay::daemon {
 namespace {
 
-std::atomic<bool> counts = false;
-std::atomic<uint64_t> allocations = 0;
+using client::Attachment;
+using client::Timeout;
+using testing::CountedHeap;
+
+constexpr Timeout kTimeout = std::chrono::seconds(30);
+constexpr uint32_t kGroups = 8;
+constexpr uint64_t kBlockElems = 16 << 10;
+constexpr uint64_t kGroupElems = 4 * kBlockElems;
 
 bool IsLoopThread() {
   thread_local const bool is_loop = [] {
@@ -44,42 +48,6 @@ bool IsLoopThread() {
   }();
   return is_loop;
 }
-
-void* Allocate(size_t size_bytes, size_t align_bytes) {
-  if (counts && IsLoopThread()) ++allocations;
-  void* const memory =
-      std::aligned_alloc(align_bytes, (size_bytes / align_bytes + 1) * align_bytes);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-}  // namespace
-
-void* operator new(size_t size_bytes) { return Allocate(size_bytes, alignof(std::max_align_t)); }
-void* operator new(size_t size_bytes, std::align_val_t align) {
-  return Allocate(size_bytes, static_cast<size_t>(align));
-}
-// A sanitizer has its own of this, whose memory must not come to the functions below.
-void* operator new(size_t size_bytes, const std::nothrow_t&) noexcept {
-  return Allocate(size_bytes, alignof(std::max_align_t));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-
-namespace forebay::daemon {
-namespace {
-
-using client::Attachment;
-using client::Timeout;
-
-constexpr Timeout kTimeout = std::chrono::seconds(30);
-constexpr uint32_t kGroups = 8;
-constexpr uint64_t kBlockElems = 16 << 10;
-constexpr uint64_t kGroupElems = 4 * kBlockElems;
-constexpr uint64_t kStepsAlike = 20;
-constexpr uint64_t kStepsMax = 1000;
 
 enum class OnSwap : uint8_t { kNothing, kStates, kWeights, kGradients };
 
@@ -190,23 +158,6 @@ class SteadyLoopTest : public ::testing::TestWithParam<Case> {
     return session.Step(t, hyper_params, /*max_grad_norm=*/0, {}, kTimeout).status();
   }
 
-  // Trains until kStepsAlike steps in a row took no memory, and returns how many did. All ranks see the same
-  // count, because nobody begins a step before everybody has read it.
-  static absl::StatusOr<uint64_t> Train(Attachment& session, std::barrier<>& ranks) {
-    const absl::Cleanup leave = [&ranks] { ranks.arrive_and_drop(); };
-    const std::vector<uint32_t> own = OwnPartitions(session);
-    uint64_t alike = 0;
-    uint64_t seen = 0;
-    for (uint64_t t = 1; t <= kStepsMax && alike < kStepsAlike; ++t) {
-      RETURN_IF_ERROR(Step(session, own, t));
-      ranks.arrive_and_wait();
-      const uint64_t now = allocations;
-      ranks.arrive_and_wait();
-      alike = now == std::exchange(seen, now) ? alike + 1 : 0;
-    }
-    return alike;
-  }
-
   static absl::Status CheckPlaces(const std::string& socket) {
     ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = socket}));
     ASSIGN_OR_RETURN(const client::NodeStatus status, admin->Status());
@@ -227,17 +178,20 @@ TEST_P(SteadyLoopTest, TakesNoMemory) {
   const std::string socket = dir.path() + "/s";
   ASSERT_OK_AND_ASSIGN(const auto daemon, Daemon::Start(ConfigOf(dir, dram_bytes)));
   std::barrier<> ranks(GetParam().ranks);
-  allocations = 0;
+  const uint64_t before = CountedHeap::allocations();
   const auto train = [&](uint32_t rank) -> absl::Status {
     ASSIGN_OR_RETURN(const auto session, Attach(socket, rank));
-    counts = true;
-    ASSIGN_OR_RETURN(const uint64_t alike, Train(*session, ranks));
-    counts = false;
-    EXPECT_GE(alike, kStepsAlike) << allocations << " allocations in " << kStepsMax << " steps";
+    const std::vector<uint32_t> own = OwnPartitions(*session);
+    CountedHeap::Start(IsLoopThread);
+    ASSIGN_OR_RETURN(const uint64_t alike, testing::TrainUntilSteady(ranks, [&](uint64_t t) {
+                       return Step(*session, own, t);
+                     }));
+    CountedHeap::Stop();
+    EXPECT_GE(alike, testing::kStepsAlike) << CountedHeap::allocations() - before << " allocations";
     return rank == 0 ? CheckPlaces(socket) : absl::OkStatus();
   };
   for (const absl::Status& status : testing::OnRanks(GetParam().ranks, train)) EXPECT_OK(status);
-  EXPECT_GT(allocations, 0U) << "the first step allocates: nothing was counted";
+  EXPECT_GT(CountedHeap::allocations(), before) << "the first step allocates: nothing was counted";
 }
 
 INSTANTIATE_TEST_SUITE_P(
