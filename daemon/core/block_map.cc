@@ -35,30 +35,28 @@ BlockMap::BlockMap(std::shared_ptr<const Layout> layout, uint64_t block_elems,
       planes_(PlanesOf(*layout_)),
       block_elems_(block_elems),
       on_swap_(std::move(on_swap)),
-      states_(layout_->owners().size()),
-      frozen_(layout_->owners().size()),
+      states_(layout_->owners().size(), {.block_elems = block_elems}),
+      // Of whole pages: a block's plane of weights ends with the block.
+      frozen_(layout_->owners().size(),
+              {.block_elems = full_block_bytes() / protocol::SizeBytes(layout_->spec().dtype)}),
       param_boxes_(layout_->params().size()) {
   FOREBAY_CHECK(block_elems_ > 0 && block_elems_ % layout_->states_align_elems() == 0);
-  // Of whole pages: a block's plane of weights ends with the block.
-  frozen_block_elems_ = full_block_bytes() / protocol::SizeBytes(layout_->spec().dtype);
   FindBoxes();
-  CutBlocks(states_, block_elems_);
+  CutBlocks(states_);
   state_blocks_ = blocks();
-  CutBlocks(frozen_, frozen_block_elems_);
+  CutBlocks(frozen_);
   has_weights_.assign(cuts_.size(), false);
-  SetHasWeights(states_, block_elems_);
-  SetHasWeights(frozen_, frozen_block_elems_);
+  for (const Sequence& sequence : states_) SetHasWeights(sequence);
+  for (const Sequence& sequence : frozen_) SetHasWeights(sequence);
 }
 
-void BlockMap::SetHasWeights(const std::vector<Sequence>& sequences, uint64_t block_elems) {
-  for (const Sequence& sequence : sequences) {
-    for (const uint32_t box : sequence.boxes) {
-      const protocol::BoxPlace& place = layout_->boxes()[box];
-      if (!is_on_swap(place.partition)) continue;
-      const uint64_t last = (sequence_elems_[box] + place.box.elems() - 1) / block_elems;
-      for (uint64_t i = sequence_elems_[box] / block_elems; i <= last; ++i) {
-        has_weights_[sequence.blocks[i]] = true;
-      }
+void BlockMap::SetHasWeights(const Sequence& sequence) {
+  for (const uint32_t box : sequence.boxes) {
+    const protocol::BoxPlace& place = layout_->boxes()[box];
+    if (!is_on_swap(place.partition)) continue;
+    const uint64_t last = (sequence_elems_[box] + place.box.elems() - 1) / sequence.block_elems;
+    for (uint64_t i = sequence_elems_[box] / sequence.block_elems; i <= last; ++i) {
+      has_weights_[sequence.blocks[i]] = true;
     }
   }
 }
@@ -94,16 +92,18 @@ void BlockMap::FindBoxes() {
   }
 }
 
-void BlockMap::CutBlocks(std::vector<Sequence>& sequences, uint64_t block_elems) {
+void BlockMap::CutBlocks(std::vector<Sequence>& sequences) {
   bool cut_one = true;
-  for (uint64_t begin = 0; cut_one; begin += block_elems) {
+  for (uint64_t i = 0; cut_one; ++i) {
     cut_one = false;
     for (uint32_t owner = 0; owner < sequences.size(); ++owner) {
       Sequence& sequence = sequences[owner];
+      const uint64_t begin = i * sequence.block_elems;
       if (begin >= sequence.elems) continue;
       sequence.blocks.push_back(blocks());
-      cuts_.push_back(
-          {.owner = owner, .elem = begin, .elems = std::min(block_elems, sequence.elems - begin)});
+      cuts_.push_back({.owner = owner,
+                       .elem = begin,
+                       .elems = std::min(sequence.block_elems, sequence.elems - begin)});
       cut_one = true;
     }
   }
@@ -184,13 +184,12 @@ void BlockMap::AddElements(uint32_t box, uint64_t box_elem, uint64_t param_elem,
   const protocol::BoxPlace& place = layout_->boxes()[box];
   const uint32_t owner = owner_of_partition_[place.partition];
   const bool has_states = layout_->params()[place.box.param].trainable;
-  const std::vector<uint32_t>& blocks = (has_states ? states_ : frozen_)[owner].blocks;
-  const uint64_t elems_of_a_block = has_states ? block_elems_ : frozen_block_elems_;
+  const Sequence& sequence = (has_states ? states_ : frozen_)[owner];
   for (uint64_t done = 0; done < elems;) {
     const uint64_t elem = sequence_elems_[box] + box_elem + done;
-    const uint64_t block_elem = elem % elems_of_a_block;
-    const uint64_t count = std::min(elems - done, elems_of_a_block - block_elem);
-    runs.push_back({.block = blocks[elem / elems_of_a_block],
+    const uint64_t block_elem = elem % sequence.block_elems;
+    const uint64_t count = std::min(elems - done, sequence.block_elems - block_elem);
+    runs.push_back({.block = sequence.blocks[elem / sequence.block_elems],
                     .block_elem = block_elem,
                     .partition = place.partition,
                     .partition_elem = place.partition_elem + box_elem + done,

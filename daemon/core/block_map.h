@@ -104,15 +104,16 @@ class BlockMap {
   };
   // What blocks of one kind are cut from: of an owner, its states, or its frozen weights on swap.
   struct Sequence {
+    uint64_t block_elems = 0;
     uint64_t elems = 0;
-    std::vector<uint32_t> boxes;   // ascending
-    std::vector<uint32_t> blocks;  // ascending
+    std::vector<uint32_t> boxes = {};   // ascending
+    std::vector<uint32_t> blocks = {};  // ascending
   };
 
   void FindBoxes();
   // Of each owner's first sequence the first block, then the second, ...
-  void CutBlocks(std::vector<Sequence>& sequences, uint64_t block_elems);
-  void SetHasWeights(const std::vector<Sequence>& sequences, uint64_t block_elems);
+  void CutBlocks(std::vector<Sequence>& sequences);
+  void SetHasWeights(const Sequence& sequence);
   const Sequence& SequenceOf(uint32_t block) const;
   uint64_t BytesOf(uint64_t elems) const;  // of their states
   uint64_t WeightsBytes(uint64_t elems) const;
@@ -124,7 +125,6 @@ class BlockMap {
   std::shared_ptr<const protocol::Layout> layout_;
   std::span<const protocol::Plane> planes_;
   uint64_t block_elems_;
-  uint64_t frozen_block_elems_ = 0;
   std::vector<bool> on_swap_;      // by partition
   std::vector<bool> has_weights_;  // by block
   std::vector<Cut> cuts_;          // by block

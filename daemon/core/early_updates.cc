@@ -42,7 +42,7 @@ std::vector<uint32_t> EarlyUpdates::CountSums(uint32_t partition, uint64_t begin
                                               bool is_last) {
   std::vector<uint32_t> stale;
   for (const ElementRun& run : map_.LocateInPartition(partition, begin, end, memory_)) {
-    if (run.block == ElementRun::kNoBlock || !map_.has_states(run.block)) continue;
+    if (!map_.has_states(run.block)) continue;
     uint64_t& summed = summed_[run.block];
     if (is_last) {
       summed += run.elems;
