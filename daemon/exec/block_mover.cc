@@ -19,12 +19,13 @@ void LogError(const absl::Status& status) {
 
 }  // namespace
 
-BlockMover::BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise)
+BlockMover::BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise,
+                       std::pmr::memory_resource* memory)
     : runner_(runner),
       swap_(swap),
       end_transfers_(std::move(end_transfers)),
       raise_(std::move(raise)),
-      next_(&memory_) {}
+      next_(memory) {}
 
 bool BlockMover::OnTransferred(const SwapDone& done, uint64_t end_ns) {
   auto next = next_.extract(done.task);

@@ -8,7 +8,6 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/events.h"
-#include "daemon/core/limits.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/inplace_function.h"
 #include "daemon/exec/swap_space.h"
@@ -28,8 +27,9 @@ class BlockMover {
   using EndTransfers = std::function<void(std::vector<SwapDone>&)>;
   using Raise = std::function<void(TaskDone)>;
 
-  // `runner` and `swap` outlive the mover; without swap nothing is moved.
-  BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise);
+  // `runner`, `swap` and `memory`, for what follows transfers, outlive the mover; without swap nothing is moved.
+  BlockMover(TaskRunner& runner, SwapSpace* swap, EndTransfers end_transfers, Raise raise,
+             std::pmr::memory_resource* memory = std::pmr::get_default_resource());
 
   // `state`: of the action's job.
   void Evict(const EvictBlock& action, const ArenaRegistry::Arena& state);
@@ -72,7 +72,6 @@ class BlockMover {
   SwapSpace* swap_;
   EndTransfers end_transfers_;
   Raise raise_;
-  std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};  // for nodes of the table
   // What follows a transfer, by task.
   std::pmr::map<TaskId, Next> next_;
 };

@@ -41,7 +41,7 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       jobs_(options.arenas, registry_, runner, [this](Event event) { Raise(std::move(event)); }),
       mover_(
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
-          [this](TaskDone done) { Raise(std::move(done)); }),
+          [this](TaskDone done) { Raise(std::move(done)); }, &memory_),
       loads_(&memory_),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =

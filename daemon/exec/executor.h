@@ -217,9 +217,9 @@ class Executor {
   NodeState state_;
   ArenaRegistry registry_;
   JobMemoryTable jobs_;
-  BlockMover mover_;
   // For nodes and vectors that come and go within a step.
   std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};
+  BlockMover mover_;
   std::pmr::map<TaskId, LoadWeights> loads_;  // being read
   std::vector<SwapDone> transferred_;         // of the completion that is handled
   std::map<SessionId, Session> sessions_;
