@@ -29,8 +29,7 @@ struct forebay_param {
   uint32_t dims;
   uint32_t group;       /* unit of fetch and gradient; ascends from 0 without a gap */
   uint32_t param_group; /* which hyper-parameters */
-  int32_t frozen; /* 1: it has weights alone, takes no gradient and is never updated; as the last of
-                           its group it also takes no room for gradients */
+  int32_t frozen;       /* 1: weights alone, never updated; best listed behind the trained ones */
 };
 
 struct forebay_options {

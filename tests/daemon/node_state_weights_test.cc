@@ -56,10 +56,10 @@ Groups AwkwardGroups() {
   return groups;
 }
 
-std::shared_ptr<const protocol::Layout> LayoutOf(const Groups& groups) {
+std::shared_ptr<const protocol::Layout> LayoutOf(
+    const Groups& groups, protocol::Format format = protocol::Format::kExact) {
   return MakeShardedLayout(
-      groups,
-      {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+      groups, {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = format});
 }
 
 NodeState::Options SwapOptions(uint64_t dram_bytes) {
@@ -178,8 +178,7 @@ TEST(NodeStateWeightsFormats, TrainWithMastersAndWithoutThem) {
   for (const auto format :
        {protocol::Format::kFp32, protocol::Format::kBf16, protocol::Format::kInt8}) {
     SCOPED_TRACE(protocol::Name(format));
-    const auto layout = MakeShardedLayout(
-        AwkwardGroups(), {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = format});
+    const auto layout = LayoutOf(AwkwardGroups(), format);
     WeightsJob job(layout, LeastDram(layout));
     job.AttachAll();
     EXPECT_EQ(job.View().weights_on_swap_bytes, layout->total_elems() * 2);
@@ -590,12 +589,9 @@ TEST_F(NodeStateFrozenWeights, TakeNeitherRoomForGradientsNorTwoSlots) {
 
 // Before there is a list of the runs of its boxes, of which each has one element.
 TEST(NodeStateFrozenWeightsPlan, ThatFitNowhereAreRefusedByTheirBytes) {
-  constexpr uint64_t kRows = 4 << 20;
-  const auto layout = MakeShardedLayout(
-      Groups(
-          8,
-          {{.rows = kRows, .columns = 2, .cut = testing::ShardCut::kColumns, .trainable = false}}),
-      {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kBf16});
+  const ShardedParam columns{
+      .rows = 4 << 20, .columns = 2, .cut = testing::ShardCut::kColumns, .trainable = false};
+  const auto layout = LayoutOf(Groups(8, {columns}), protocol::Format::kBf16);
   NodeHarness node(SwapOptions(uint64_t{128} << 20), kRanks);
   const uint64_t session = node.AttachOnly(layout, {});
   EXPECT_THAT(node.attached(session)->status, HasError(ErrorId::kSwapNospc));
