@@ -1,11 +1,15 @@
 # Goal    Killed processes leave nothing behind and change no bit; a dead daemon is an error.
 # Method  The real daemon; trainers are processes that die by SIGKILL.
 
+import atexit
+import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import forebay
@@ -33,15 +37,22 @@ def own_daemon(tmp_path, monkeypatch):
         daemon.stop()
 
 
+@functools.cache
+def package():
+    """A folder with this checkout's package and the extension; it goes with this process, so that
+    no other checkout's tests ever find it."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="fb"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "forebay").mkdir()
+    for file in (ROOT / "client" / "python" / "forebay").glob("*.py"):
+        (folder / "forebay" / file.name).symlink_to(file)
+    (folder / "forebay" / pathlib.Path(CORE).name).symlink_to(CORE)
+    return folder
+
+
 def environment():
     """Of a process that finds the package, its extension and these tests."""
-    folder = pathlib.Path(os.environ.get("FOREBAY_SOCKET", "/tmp")).parent / "package"
-    if not folder.exists():
-        (folder / "forebay").mkdir(parents=True)
-        for file in (ROOT / "client" / "python" / "forebay").glob("*.py"):
-            (folder / "forebay" / file.name).symlink_to(file)
-        (folder / "forebay" / pathlib.Path(CORE).name).symlink_to(CORE)
-    path = f"{folder}:{ROOT / 'tools'}:{HERE}"
+    path = f"{package()}:{ROOT / 'tools'}:{HERE}"
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

@@ -22,7 +22,7 @@ import sharded_training  # noqa: F401
 import sharded_writes  # noqa: F401
 import torch
 from daemon_process import Daemon, missing, on_the_daemon
-from test_processes import HERE, ROOT, environment
+from test_processes import HERE, ROOT, environment, package
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
@@ -154,12 +154,11 @@ def test_every_case_runs():
 
 def test_the_command_of_the_documentation_finds_what_it_imports(tmp_path, monkeypatch):
     monkeypatch.setenv("FOREBAY_SOCKET", str(tmp_path / "nobody"))
-    package = environment()["PYTHONPATH"].split(":")[0]
     command = [sys.executable, "tests/client/python_torch/sharded_ranks.py"]  # docs/gpu.md; no launch
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**environment(), "PYTHONPATH": package},
+        env={**environment(), "PYTHONPATH": str(package())},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
