@@ -4,6 +4,7 @@
 // loop thread: whoever has moved one destroys it there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <memory_resource>
@@ -16,6 +17,7 @@
 #include "cpu_adam/square_sum.h"
 #include "cpu_adam/update_kernel.h"
 #include "nvme/slot_map.h"
+#include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 
@@ -54,6 +56,8 @@ struct AttachRequested {
   uint64_t extra_state_bytes = 0;  // room for extra_state
   uint64_t activation_bytes = 0;   // not of a reader: room for what a forward pass keeps
   bool trace = false;              // not of a reader: room for what it did in a step
+  // Not of a reader; of a job that exists it is the job's. Nothing: the node's default.
+  std::optional<protocol::Durability> durability = {};
   std::shared_ptr<const protocol::Layout> layout;
 };
 
@@ -93,6 +97,11 @@ struct SegmentNorms {
   double update_squares = 0;
 };
 
+// What each rank committed beside a step, by rank.
+using ExtraStates = std::shared_ptr<const std::vector<std::vector<std::byte>>>;
+
+struct DurableNode;  // durable_job.h
+
 // XXH3-64 of each page of a block's plane of weights, in order: a fetch reads and verifies single pages.
 using WeightsDigests = std::shared_ptr<const std::vector<uint64_t>>;
 
@@ -103,14 +112,16 @@ struct TaskDone {
   // UpdateBlock: masters that overflowed. CopyInitial, SetMasters: 1 if not finite. AddGradients: 1 + the first
   // source that is not finite, 0 where all are.
   uint64_t count = 0;
-  // UpdateBlock, SetMasters on a staging slot, EvictBlock, SpillSums: of the bytes.
+  // UpdateBlock, SetMasters on a staging slot, EvictBlock, SpillSums, SavePart: of the bytes.
   uint64_t checksum = 0;
-  // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums: when the disk had the transfer; both 0: it had none.
+  // ReadBlock, WriteBlock, LoadWeights, SpillSums, LoadSums, SavePart, RestorePart: when the disk had the
+  // transfer; both 0: it had none.
   uint64_t begin_ns = 0;
   uint64_t end_ns = 0;
   cpu_adam::SquareSum squares = {};           // AddGradients, SumGradient: of the sums
   std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
+  ExtraStates extra_states = {};        // KeepExtraStates
 };
 
 // A read into the staging slot was given up: it has failed, or does so with the next event, but the disk
@@ -335,14 +346,14 @@ struct SumGradient {
   protocol::DType sum_dtype = protocol::DType::kFloat32;  // of the accumulator
 };
 
-// The two parts of a block, and a page of gradient sums. Values are in checksums.
-enum class BlockPart : uint8_t { kStates = 1, kWeights = 2, kGradients = 3 };
+// The two parts of a block, a page of gradient sums, and a part of the weights arena. Values are in checksums.
+enum class BlockPart : uint8_t { kStates = 1, kWeights = 2, kGradients = 3, kWeightsArena = 4 };
 
 // Whose bytes a block holds; part of its checksum, so that right bytes in a wrong place fail too.
 struct BlockIdentity {
   JobId job = 0;
   BlockPart part = BlockPart::kStates;
-  uint64_t block = 0;  // of gradient sums: the page
+  uint64_t block = 0;  // of gradient sums: the page; of the weights arena: which part
   // 0: as it was before the first step.
   uint64_t written_step = 0;
 };
@@ -547,6 +558,58 @@ struct LoadSums {
   nvme::Slot slot;
 };
 
+// A step is made durable: what is in DRAM goes to swap slots, what is there already stays, and one ledger names
+// all of them. A job that the ledger names is restored the other way when it is attached again.
+
+enum class SavedArena : uint8_t { kStates, kWeights };
+
+// Part of an arena, whole pages -> swap slot. Nothing changes it before TaskDone, which brings the checksum.
+// `pause`: as WriteBlock.
+struct SavePart {
+  TaskId task = 0;
+  JobId job = 0;
+  SavedArena arena = SavedArena::kStates;
+  BlockIdentity identity;
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+  nvme::Slot slot;
+  bool pause = false;
+};
+
+// The other way; the bytes are verified.
+struct RestorePart {
+  TaskId task = 0;
+  JobId job = 0;
+  SavedArena arena = SavedArena::kStates;
+  BlockIdentity identity;
+  uint64_t checksum = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+  nvme::Slot slot;
+};
+
+// Copies what ranks have committed out of the step arena. Ends with TaskDone.
+struct KeepExtraStates {
+  TaskId task = 0;
+  JobId job = 0;
+  std::vector<StatePart> parts = {};  // of the step arena, by rank
+};
+
+// The other way. Ends with TaskDone.
+struct RestoreExtraStates {
+  TaskId task = 0;
+  JobId job = 0;
+  ExtraStates extra_states;
+  std::vector<uint64_t> offsets_bytes = {};  // into the step arena, by rank; may be fewer
+};
+
+// Makes a ledger of these jobs durable, and all slots that they name: nvme::Volume::CommitLedger. One at a time.
+// Ends with TaskDone; the task is the node's, of no job.
+struct CommitLedger {
+  TaskId task = 0;
+  std::shared_ptr<const DurableNode> node;
+};
+
 // An attach to `job` waits for DRAM.
 struct RoomAwaited {
   std::string job;  // as root writes names
@@ -595,13 +658,12 @@ struct SwapPathMarked {
   bool marked = false;
 };
 
-using Action =
-    std::variant<CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena,
-                 CreateSessionMemory, AnswerAttach, AnswerCommand, CloseSession, FreeJob,
-                 AnswerDelete, CopyStepRequest, CopyInitial, CopyToStepArena, AddGradients,
-                 SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock, EvictBlock,
-                 PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums,
-                 RoomAwaited, StartLeaseTimer, StepCalled, StepCommitted, EarlyUpdatesDropped,
-                 StepPublished, SwapPathMarked>;
+using Action = std::variant<
+    CreateJobMemory, CreateJobSwap, ReplaceStepArena, PopulateStepArena, CreateSessionMemory,
+    AnswerAttach, AnswerCommand, CloseSession, FreeJob, AnswerDelete, CopyStepRequest, CopyInitial,
+    CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
+    EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
+    RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
+    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, SwapPathMarked>;
 
 }  // namespace forebay::daemon

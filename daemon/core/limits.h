@@ -7,8 +7,11 @@
 #include <optional>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "daemon/core/durable_job.h"
 #include "nvme/path_rates.h"
 #include "nvme/slot_map.h"
+#include "protocol/durability.h"
 
 namespace forebay::daemon {
 
@@ -65,6 +68,14 @@ struct NodeOptions {
   nvme::SlotMap swap = {};
   // What its paths gave when they were measured; may be shorter.
   std::vector<std::optional<nvme::PathRates>> swap_rates = {};
+  // Of jobs that do not say.
+  protocol::Durability durability = {};
+  // Why no job of this node can have another level than kMemory; OK: it can.
+  absl::Status not_durable = {};
+  // What the ledger of its volume says.
+  DurableNode recovered = {};
+  // Of the ledger, at most.
+  uint64_t ledger_bytes_max = 0;
   // A multiple of kStatesAlignElems.
   uint64_t block_elems = uint64_t{1} << 20;
   // UpdateBlocks that run at once.

@@ -1,0 +1,53 @@
+// What a job needs to go on after the death of the daemon: values of one step, and the swap slots that hold
+// its bytes. The ledger of the volume is these, encoded.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "daemon/core/events.h"
+#include "nvme/slot_map.h"
+#include "protocol/durability.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// Bytes in a slot, with what they are verified by.
+struct DurableBytes {
+  nvme::Slot slot;
+  uint64_t checksum = 0;
+  // Part of the checksum.
+  uint64_t written_step = 0;
+  WeightsDigests weights_digests = {};  // of a block with a plane of weights
+};
+
+struct DurableJob {
+  JobId id = 0;  // part of every checksum
+  std::string name;
+  uint32_t uid = 0;
+  std::string run;  // token of the run that trained it
+  protocol::Durability durability;
+  std::shared_ptr<const protocol::Layout> layout;
+  uint32_t world_size = 1;
+  uint64_t block_elems = 0;
+  uint64_t slot_bytes = 0;              // of all its slots
+  std::vector<bool> weights_on_swap;    // by partition; empty: of none
+  uint64_t step = 0;                    // published, with all before it
+  std::vector<uint64_t> param_updates;  // by parameter: steps in which it had a gradient
+  std::vector<uint32_t> trace;          // partitions, in the order in which a step fetches them
+  ExtraStates extra_states;             // by rank
+  // By block of BlockMap; empty: states that are all zeros and were never written.
+  std::vector<std::optional<DurableBytes>> blocks;
+  // The part of the weights arena that holds weights, from its beginning, cut at multiples of slot_bytes.
+  std::vector<DurableBytes> weights;
+};
+
+struct DurableNode {
+  JobId last_job = 0;  // ids up to this one were given out
+  std::vector<std::shared_ptr<const DurableJob>> jobs;
+};
+
+}  // namespace forebay::daemon

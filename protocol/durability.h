@@ -1,0 +1,34 @@
+// How much of a job's training a power cut, or the death of the daemon, can undo.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+
+namespace forebay::protocol {
+
+enum class DurabilityLevel : uint8_t {
+  kMemory,  // everything; what a trainer's death undoes is nothing at any level
+  kEpoch,   // at most so many steps
+  kStep,    // no step that was answered
+};
+
+struct Durability {
+  static constexpr uint32_t kStepsMax = 1'000'000;
+
+  DurabilityLevel level = DurabilityLevel::kMemory;
+  // 1 to kStepsMax: every so many steps one is made durable. 1 at kStep, 0 at kMemory.
+  uint32_t steps = 0;
+
+  bool operator==(const Durability&) const = default;
+};
+
+// "memory", "epoch=10", "step".
+std::string FormatDurability(const Durability& durability);
+
+// Errors  E_OPTION  none of these; the message repeats the text.
+absl::StatusOr<Durability> ParseDurability(std::string_view text);
+
+}  // namespace forebay::protocol
