@@ -10,8 +10,10 @@
 namespace forebay::daemon {
 
 BlockLedger::BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots,
-                         PathTable& path_table, std::pmr::memory_resource* memory)
-    : table_(path_table), slots_(memory), blocks_(blocks) {
+                         PathTable& path_table, std::pmr::memory_resource* memory,
+                         std::optional<uint32_t> weights_parts)
+    : table_(path_table), slots_(memory), blocks_(blocks + weights_parts.value_or(0)) {
+  if (weights_parts) durable_.resize(blocks_.size());
   for (uint32_t path = 0; path < path_table.paths(); ++path) {
     paths_.push_back({.free = std::pmr::set<nvme::Slot>(memory)});
   }
@@ -123,17 +125,35 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
     of.writing = of.pending->slot;
     return Target{.slot = *of.writing};
   }
+  of.writing = AllocateSlot();
+  if (!of.writing) return std::nullopt;
+  return Target{.slot = *of.writing, .pause = table_.is_suspect(of.writing->path)};
+}
+
+std::optional<nvme::Slot> BlockLedger::AllocateSlot() {
+  std::optional<nvme::Slot> slot;
   if (const std::optional<uint32_t> path = ChoosePath()) {
-    of.writing = *paths_[*path].free.begin();
+    slot = *paths_[*path].free.begin();
     paths_[*path].free.erase(paths_[*path].free.begin());
     Count(*path, 1);
   } else if (!failed_.empty()) {
-    of.writing = failed_.front();
+    slot = failed_.front();
     failed_.erase(failed_.begin());
-  } else {
-    return std::nullopt;
   }
-  return Target{.slot = *of.writing, .pause = table_.is_suspect(of.writing->path)};
+  return slot;
+}
+
+void BlockLedger::Release(uint32_t entry, const nvme::Slot& slot) {
+  const auto names = [&slot](const std::optional<Version>& version) {
+    return version && version->slot == slot;
+  };
+  const Block& of = blocks_[entry];
+  if (of.current.slot == slot || names(of.pending) || names(of.early)) return;
+  if (!durable_.empty()) {
+    const Durable& durable = durable_[entry];
+    if (names(durable.next) || names(durable.last) || names(durable.before)) return;
+  }
+  Free(slot);
 }
 
 void BlockLedger::EndWrite(uint32_t block, uint64_t checksum, uint64_t step,
@@ -172,7 +192,7 @@ void BlockLedger::AcceptEarly(uint32_t block) {
 void BlockLedger::DropEarly(uint32_t block) {
   const std::optional<Version> early = std::exchange(blocks_[block].early, std::nullopt);
   FOREBAY_CHECK(early && early->slot);
-  Free(*early->slot);
+  Release(block, *early->slot);
 }
 
 void BlockLedger::CancelWrite(uint32_t block) {
@@ -184,24 +204,94 @@ void BlockLedger::CancelWrite(uint32_t block) {
 
 void BlockLedger::SetInPlace(uint32_t block, uint64_t step) {
   blocks_[block].pending = Version{.written_step = step};
+  SetChanged(block);
 }
 
 void BlockLedger::Publish() {
   for (uint32_t block = 0; block < blocks_.size(); ++block) PublishBlock(block);
 }
 
+// ---------------------------------------------------------------------------------- durable steps
+
+void BlockLedger::SetChanged(uint32_t entry) {
+  if (!durable_.empty()) durable_[entry].is_changed = true;
+}
+
+std::vector<uint32_t> BlockLedger::BeginDurable() {
+  std::vector<uint32_t> unsaved;
+  for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
+    Durable& durable = durable_[entry];
+    FOREBAY_CHECK(!durable.next && !durable.saving);
+    const Version& current = blocks_[entry].current;
+    if (current.slot) {
+      durable.next = current;
+    } else if (!durable.is_changed) {
+      durable.next = durable.last;
+    } else {
+      unsaved.push_back(entry);
+    }
+  }
+  return unsaved;
+}
+
+std::optional<BlockLedger::Target> BlockLedger::BeginSave(uint32_t entry) {
+  Durable& durable = durable_[entry];
+  FOREBAY_CHECK(!durable.saving && !durable.next);
+  durable.saving = AllocateSlot();
+  if (!durable.saving) return std::nullopt;
+  return Target{.slot = *durable.saving, .pause = table_.is_suspect(durable.saving->path)};
+}
+
+void BlockLedger::EndSave(uint32_t entry, uint64_t checksum, uint64_t step) {
+  Durable& durable = durable_[entry];
+  FOREBAY_CHECK(durable.saving.has_value());
+  table_.OnSucceeded(durable.saving->path, Direction::kWrite);
+  durable.next = Version{.slot = std::exchange(durable.saving, std::nullopt),
+                         .checksum = checksum,
+                         .written_step = step};
+  durable.is_changed = false;
+}
+
+void BlockLedger::OnSaveFailed(uint32_t entry) {
+  const nvme::Slot slot = *std::exchange(durable_[entry].saving, std::nullopt);
+  failed_.push_back(slot);
+  table_.OnFailed(slot.path, Direction::kWrite);
+}
+
+void BlockLedger::FinishDurable() {
+  for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
+    Durable& durable = durable_[entry];
+    const std::optional<Version> before = std::exchange(durable.before, durable.last);
+    durable.last = std::exchange(durable.next, std::nullopt);
+    if (before && before->slot) Release(entry, *before->slot);
+  }
+}
+
+void BlockLedger::Recover(uint32_t entry, const Version& version, Home home) {
+  FOREBAY_CHECK(version.slot && paths_[version.slot->path].free.erase(*version.slot) == 1);
+  durable_[entry].last = version;
+  durable_[entry].is_changed = false;
+  blocks_[entry].current =
+      home == Home::kSwap ? version : Version{.written_step = version.written_step};
+}
+
 void BlockLedger::PublishBlock(uint32_t block) {
   Block& of = blocks_[block];
   FOREBAY_CHECK(!of.writing);
   if (!of.pending) return;
-  if (of.current.slot) Free(*of.current.slot);
+  const std::optional<nvme::Slot> before = of.current.slot;
   of.current = *std::exchange(of.pending, std::nullopt);
+  if (before) Release(block, *before);
 }
 
 void BlockLedger::SetResident(uint32_t block) {
   FOREBAY_CHECK(!blocks_[block].pending);
+  const std::optional<nvme::Slot> slot = blocks_[block].current.slot;
   SetInPlace(block, blocks_[block].current.written_step);
   PublishBlock(block);
+  if (durable_.empty()) return;
+  const std::optional<Version>& last = durable_[block].last;
+  durable_[block].is_changed = !last || last->slot != slot;
 }
 
 void BlockLedger::CheckInvariants() const {
@@ -216,6 +306,16 @@ void BlockLedger::CheckInvariants() const {
     if (block.early) ++uses[*block.early->slot];
     const bool rewrites = block.pending && block.writing == block.pending->slot;
     if (block.writing && !rewrites) ++uses[*block.writing];
+  }
+  for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
+    const Durable& durable = durable_[entry];
+    std::set<nvme::Slot> named;
+    for (const std::optional<Version>* version : {&durable.next, &durable.last, &durable.before}) {
+      if (*version && (*version)->slot) named.insert(*(*version)->slot);
+    }
+    if (blocks_[entry].current.slot) named.erase(*blocks_[entry].current.slot);
+    for (const nvme::Slot& slot : named) ++uses[slot];
+    if (durable.saving) ++uses[*durable.saving];
   }
   FOREBAY_CHECK(uses.size() == slots_.size());
   for (const auto& [slot, count] : uses) FOREBAY_CHECK(count == 1 && slots_.contains(slot));

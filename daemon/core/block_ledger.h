@@ -26,6 +26,10 @@ namespace forebay::daemon {
 // path from which more is read than its share gets fewer writes meanwhile: it was slower than expected when
 // these blocks were written.
 //
+// Of a job with durable steps, slots that one of the last two of them names keep their bytes. Such a step is what
+// BeginDurable() finds: of an entry on swap its current version, of one in DRAM a copy (BeginSave). Entries behind
+// the blocks are parts of the weights arena: they are in DRAM, and have copies alone.
+//
 // A slot whose write failed is used again only when no other is free. A suspect path gets new writes only
 // when no other has a free slot, a marked one after it.
 class BlockLedger {
@@ -45,9 +49,10 @@ class BlockLedger {
     bool pause = false;
   };
 
-  // `path_table` and `memory` outlive it.
+  // `weights_parts`: of a job with durable steps. `path_table` and `memory` outlive it.
   BlockLedger(uint32_t blocks, const std::vector<nvme::Slot>& slots, PathTable& path_table,
-              std::pmr::memory_resource* memory = std::pmr::get_default_resource());
+              std::pmr::memory_resource* memory = std::pmr::get_default_resource(),
+              std::optional<uint32_t> weights_parts = {});
 
   // What readers and checkpoints see.
   const Version& current(uint32_t block) const { return blocks_[block].current; }
@@ -82,6 +87,25 @@ class BlockLedger {
   // Between steps: the block was moved to DRAM, its slot is free.
   void SetResident(uint32_t block);
 
+  // A step is going to be durable, with all entries as they are now: those that have no slot and have changed since
+  // they were saved, ascending.
+  std::vector<uint32_t> BeginDurable();
+  // As BeginWrite() and what follows, of a copy of what is in DRAM.
+  std::optional<Target> BeginSave(uint32_t entry);
+  void EndSave(uint32_t entry, uint64_t checksum, uint64_t step);
+  void OnSaveFailed(uint32_t entry);
+  // Of the step that is going to be durable, when all is saved; nothing: zeros that were never written.
+  const std::optional<Version>& next_durable(uint32_t entry) const { return durable_[entry].next; }
+  // The ledger with it is durable.
+  void FinishDurable();
+  // An entry in DRAM, or a part of the weights, is not what was saved of it last.
+  void SetChanged(uint32_t entry);
+  bool is_durable() const { return !durable_.empty(); }
+  // Of a new ledger: what a durable step says of the entry, whose slot the job has. A block in DRAM is going
+  // to be read back from it.
+  enum class Home : uint8_t { kDram, kSwap };
+  void Recover(uint32_t entry, const Version& version, Home home);
+
   // Whether BeginWrite() would give a slot on a path that works.
   bool has_working_slot() const;
   // Whether it would give one on a marked path, or has none.
@@ -110,6 +134,15 @@ class BlockLedger {
     // Of the write in flight.
     std::optional<nvme::Slot> writing;
   };
+  // Of an entry of a job with durable steps.
+  struct Durable {
+    // Of the step that is going to be durable, of the last that is, and of the one before it.
+    std::optional<Version> next;
+    std::optional<Version> last;
+    std::optional<Version> before;
+    std::optional<nvme::Slot> saving;
+    bool is_changed = true;  // in DRAM, since it was saved
+  };
   struct Path {
     std::pmr::set<nvme::Slot> free;
     // Blocks that it should have had by its share beyond those it was given, kCreditMax at most.
@@ -125,6 +158,10 @@ class BlockLedger {
   std::optional<uint32_t> ChoosePath() const;
   std::optional<uint32_t> ChooseSurplus(Suspects suspects) const;
   void Count(uint32_t path, double blocks);
+  // A free slot, or the oldest whose write failed.
+  std::optional<nvme::Slot> AllocateSlot();
+  // Frees the slot unless the entry has another use for it.
+  void Release(uint32_t entry, const nvme::Slot& slot);
   void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
 
   PathTable& table_;
@@ -133,6 +170,7 @@ class BlockLedger {
   // Slots whose last write failed, oldest first.
   std::vector<nvme::Slot> failed_;
   std::vector<Block> blocks_;
+  std::vector<Durable> durable_;  // by entry; of a job without durable steps none
 };
 
 }  // namespace forebay::daemon

@@ -43,6 +43,10 @@ struct DurableJob {
   std::vector<std::optional<DurableBytes>> blocks;
   // The part of the weights arena that holds weights, from its beginning, cut at multiples of slot_bytes.
   std::vector<DurableBytes> weights;
+
+  // Those that it names.
+  std::vector<nvme::Slot> Slots() const;
+  uint64_t slots() const;
 };
 
 struct DurableNode {

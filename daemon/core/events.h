@@ -608,6 +608,7 @@ struct RestoreExtraStates {
 struct CommitLedger {
   TaskId task = 0;
   std::shared_ptr<const DurableNode> node;
+  bool pause = false;  // as WriteBlock: the one before was not made durable
 };
 
 // An attach to `job` waits for DRAM.

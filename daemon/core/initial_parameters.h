@@ -25,6 +25,8 @@ class InitialParameters {
   InitialParameters(const JobSpec& spec, JobTasks& io);
 
   bool ready() const { return ready_; }
+  // The job comes back: it has its parameters.
+  void Recover() { ready_ = true; }
   bool IsWriter(SessionId session) const { return writers_.contains(session); }
   // Whether a session of the rank could become a writer now.
   bool WaitsForWriter(uint32_t rank) const;

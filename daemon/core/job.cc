@@ -32,6 +32,7 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
          PathTable& path_table)
     : spec_(std::move(spec)),
       io_(actions, spec_.id),
+      is_unrestored_(spec_.recovered != nullptr),
       members_(spec_, io_),
       initial_(spec_, io_),
       leases_(actions),
@@ -40,7 +41,8 @@ Job::Job(JobSpec spec, ActionSink& actions, StagingPool& pool, nvme::SlotMap& sw
       weights_(io_, spec_.layout, spec_.plan, pipeline_, leases_),
       access_(io_, spec_.layout, pipeline_, weights_, leases_),
       residency_(io_, pipeline_, weights_, swap, spec_.plan.swap_slot_bytes),
-      step_(spec_, io_, members_, pipeline_, access_, weights_, leases_),
+      durable_(spec_, io_, pipeline_),
+      step_(spec_, io_, members_, pipeline_, durable_, access_, weights_, leases_),
       fetches_(spec_, io_, step_, access_, weights_, leases_) {}
 
 void Job::Begin() {
@@ -57,6 +59,11 @@ void Job::Begin() {
   if (spec_.plan.swap_slots == 0 && spec_.sum_slots.empty()) return;
   ++making_tasks_;
   CreateJobSwap swap{.slots = spec_.swap_slots};
+  if (spec_.recovered != nullptr) {
+    const std::vector<nvme::Slot> named = spec_.recovered->Slots();
+    const std::set<nvme::Slot> kept(named.begin(), named.end());
+    std::erase_if(swap.slots, [&kept](const nvme::Slot& slot) { return kept.contains(slot); });
+  }
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
   io_.Start(TaskKind::kJobSwap, 0, std::move(swap));
 }
@@ -70,7 +77,12 @@ void Job::Refuse(const absl::Status& reason) {
 void Job::OnMemoryMade(const TaskDone& done) {
   --making_tasks_;
   if (!done.status.ok() && failed_.ok()) failed_ = done.status;
-  if (making_tasks_ == 0 && !failed_.ok()) Refuse(failed_);
+  if (making_tasks_ > 0) return;
+  if (!failed_.ok()) {
+    Refuse(failed_);
+  } else if (is_unrestored_) {
+    Restore();
+  }
 }
 
 uint64_t Job::fixed_bytes() const {
@@ -138,6 +150,7 @@ void Job::EvictWaiting(const absl::Status& reason) {
 void Job::TryChangeWorld() {
   if (!has_room_ && members_.live_ranks() == 0) next_plan_.reset();  // who waited for room is gone
   if (!has_room_ || making_tasks_ > 0 || deleting_ || !is_ready()) return;
+  if (durable_.in_progress()) return;
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return;
   if (!members_.has_only_waiting()) return;
   step_.DropForNewWorld();
@@ -317,12 +330,12 @@ void Job::AnswerWaiting(Session& session, const absl::Status& status) {
 bool Job::MayAnswerAttach(const Session& session) const {
   if (session.reader) return is_ready();
   if (step_.phase() != Step::Phase::kOpen || pipeline_.running()) return false;
-  if (io_.stale_tasks() > 0) return false;
+  if (io_.stale_tasks() > 0 || durable_.in_progress()) return false;
   return initial_.ready() || initial_.WaitsForWriter(session.rank);
 }
 
 void Job::AnswerAttaches() {
-  if (making_tasks_ > 0 || ((!has_begun_ || next_plan_) && !failed())) return;
+  if (making_tasks_ > 0 || is_restoring_ || ((!has_begun_ || next_plan_) && !failed())) return;
   for (const SessionId id : members_.attaching()) {
     Session& session = *members_.Find(id);
     if (failed()) {
@@ -593,6 +606,20 @@ void Job::OnTaskDone(const TaskDone& done) {
     case TaskKind::kMoveBlock:
       residency_.OnMoved(done);
       return;
+    case TaskKind::kSavePart:
+      durable_.OnSaved(done);
+      return;
+    case TaskKind::kKeepExtraStates:
+      fatal = durable_.OnKept(done);
+      break;
+    case TaskKind::kRestore:
+      OnRestored(done);
+      return;
+    case TaskKind::kRestoreExtraStates:
+      --making_tasks_;
+      if (!done.status.ok() && failed_.ok()) failed_ = done.status;
+      TryEndRestore();
+      return;
     case TaskKind::kSpillSums:
       pipeline_.sums().OnSpilled(done);
       return;
@@ -624,6 +651,7 @@ void Job::Fail(const absl::Status& first_error) {
   failed_ = first_error;
   step_.Fail(first_error);
   access_.Drop(0, first_error);
+  durable_.Abandon();
   if (!deleting_) residency_.Abandon();  // else its memory is free soon, and others wait for it
   initial_.Reset(first_error);
   for (const auto& [id, session] : members_.all()) AnswerWaiting(*members_.Find(id), first_error);
@@ -644,6 +672,7 @@ absl::Status Job::Delete() {
                      "end its processes first");
   }
   deleting_ = true;
+  is_unrestored_ = false;
   const absl::Status status = MakeError(
       ErrorId::kFenced, absl::StrCat("job ", spec_.name, " was deleted"), "attach to another job");
   for (const auto& [id, session] : members_.all()) {
@@ -666,6 +695,7 @@ void Job::Advance() {
   if (spec_.plan.has_weights_on_swap()) fetches_.Serve();
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
+  durable_.Pump();
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
   step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves());
@@ -686,7 +716,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
   if (!called) turns_left_ = 0;
   if (called && is_due) turns_left_ = kTurnsBetweenSteps;
   const auto may_begin = [&] {
-    return !pipeline_.running() && !pipeline_.has_early_tasks() &&
+    return !pipeline_.running() && !pipeline_.has_early_tasks() && !durable_.in_progress() &&
            (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
   };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
@@ -719,7 +749,8 @@ void Job::Prefetch() {
 }
 
 void Job::FreeWhenUnused() {
-  if (!initial_.ready() && members_.empty()) deleting_ = true;  // it holds nothing of anybody
+  // It holds nothing of anybody, or nothing that the ledger does not have.
+  if (!initial_.ready() && members_.empty()) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
   io_.actions().Emit(FreeJob{.job = spec_.id});

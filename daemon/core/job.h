@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/durable_steps.h"
 #include "daemon/core/events.h"
 #include "daemon/core/fetch_queue.h"
 #include "daemon/core/initial_parameters.h"
@@ -27,6 +28,9 @@
 #include "daemon/core/weights_cache.h"
 
 namespace forebay::daemon {
+
+// Of a job that the ledger has and nobody has attached to.
+JobView ViewOf(const DurableJob& job);
 
 // Events change the job; Advance() then does all that has become possible. It is called after every
 // event of the job, and after every other event while the job waits for a staging slot.
@@ -90,6 +94,21 @@ class Job {
   // FreeJob was emitted: nothing of it is left. OK after a deletion, else why it could not be made.
   bool is_freed() const { return freed_; }
 
+  // The next ledger of the node is to be made; what it says of the job: null, nothing.
+  bool WantsLedger() const { return durable_.is_gathered() && !is_deleted(); }
+  std::shared_ptr<const DurableJob> ForLedger() const {
+    if (unrestored() != nullptr) return unrestored();
+    return is_deleted() ? nullptr : durable_.ForLedger();
+  }
+  void OnLedger(const absl::Status& status);
+  // Of a job that has not come back yet, or could not: what it comes from.
+  bool is_in_ledger() const {
+    return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
+  }
+  std::shared_ptr<const DurableJob> unrestored() const {
+    return is_unrestored_ ? spec_.recovered : nullptr;
+  }
+
   JobId id() const { return spec_.id; }
   const std::string& name() const { return spec_.name; }
   uint32_t uid() const { return spec_.uid; }
@@ -116,6 +135,10 @@ class Job {
   bool MayMove() const { return is_ready() && !failed() && !deleting_; }
   void UseTimeBetweenSteps(bool is_due);
   void OnMemoryMade(const TaskDone& done);
+  void Restore();
+  void OnRestored(const TaskDone& done);
+  void TryEndRestore();
+  bool is_deleted() const { return deleting_ && !is_unrestored_; }
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
   void OnStepArenaMade(const TaskDone& done);
@@ -156,7 +179,9 @@ class Job {
   // Deleted, could not be made, or without parameters and sessions: freed as soon as it is unused.
   bool deleting_ = false;
   bool freed_ = false;
-  absl::Status failed_;  // of the making, or what the step failed of
+  bool is_restoring_ = false;  // its arenas are made, and get their bytes
+  bool is_unrestored_;         // of a job that comes back: until it has
+  absl::Status failed_;        // of the making, or what the step failed of
 
   Membership members_;
   InitialParameters initial_;
@@ -165,6 +190,7 @@ class Job {
   WeightsCache weights_;
   StateAccess access_;
   Residency residency_;
+  DurableSteps durable_;
   bool reads_first_ = false;  // a block has moved since states were read
   uint32_t turns_left_ = 0;   // that go before the decision of a step that was called early
   Step step_;

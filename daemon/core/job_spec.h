@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
@@ -23,6 +24,8 @@ struct JobSpec {
   std::vector<nvme::Slot> swap_slots;  // of blocks
   std::vector<nvme::Slot> sum_slots;   // of pages of gradient sums
   NodeOptions options;
+  // The job comes back: what a ledger has named. Its slots are in `swap_slots`.
+  std::shared_ptr<const DurableJob> recovered = {};
 
   uint32_t world_size() const { return plan.session.world_size; }
 };

@@ -70,6 +70,10 @@ enum class TaskKind : uint8_t {
   kLoadWeights,
   kSpillSums,
   kLoadSums,
+  kSavePart,
+  kKeepExtraStates,
+  kRestore,
+  kRestoreExtraStates,
 };
 
 struct Task {

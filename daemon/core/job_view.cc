@@ -21,6 +21,8 @@ JobView Job::View() const {
                .committed_step = step_.committed_step(),
                .published_step = step_.published_step(),
                .world_size = spec_.plan.session.world_size,
+               .durability = spec_.plan.session.durability,
+               .durable_step = durable_.durable_step(),
                .params = layout.total_elems(),
                .trainable_params = layout.trainable_elems(),
                .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
@@ -56,7 +58,7 @@ JobView Job::View() const {
                .sums = pipeline_.sums().counters(),
                .step_traffic = StepTrafficOf(layout, spec_.plan, placement()),
                .new_weights_bytes = spec_.plan.early_weights_bytes,
-               .swap_wait = pipeline_.swap_wait(),
+               .swap_wait = pipeline_.swap_wait().ok() ? durable_.wait() : pipeline_.swap_wait(),
                .trace = TracedGroups()};
   for (const auto& [id, session] : members_.all()) {
     view.sessions.push_back({.id = id,
@@ -70,6 +72,28 @@ JobView Job::View() const {
   }
   std::stable_sort(view.sessions.begin(), view.sessions.end(),
                    [](const SessionView& a, const SessionView& b) { return a.rank < b.rank; });
+  return view;
+}
+
+JobView ViewOf(const DurableJob& job) {
+  const protocol::Layout& layout = *job.layout;
+  const protocol::LayoutSpec& spec = layout.spec();
+  JobView view;
+  view.name = job.name;
+  view.id = job.id;
+  view.uid = job.uid;
+  view.layout = job.layout;
+  view.committed_step = view.published_step = view.durable_step = job.step;
+  view.world_size = job.world_size;
+  view.durability = job.durability;
+  view.params = layout.total_elems();
+  view.trainable_params = layout.trainable_elems();
+  view.state_bytes =
+      layout.total_elems() * protocol::SizeBytes(spec.dtype) +
+      protocol::StateBytes(spec.optimizer, spec.format, spec.dtype, layout.trainable_elems());
+  view.blocks = static_cast<uint32_t>(job.blocks.size());
+  view.ready = true;
+  view.swap_bytes = job.slots() * job.slot_bytes;
   return view;
 }
 

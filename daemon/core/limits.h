@@ -50,6 +50,16 @@ inline constexpr uint32_t kSpareSumFrames = 4;
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 
+// The same of a job with durable steps, wherever its blocks are: two such steps keep theirs. One of level epoch
+// has gone on beyond the newest of them while it writes the next.
+inline constexpr uint32_t kSwapSlotsPerBlockAtStep = 3;
+inline constexpr uint32_t kSwapSlotsPerBlockAtEpoch = 4;
+// Of a part of its weights arena, which is in DRAM.
+inline constexpr uint32_t kSwapSlotsPerWeightsPart = 3;
+
+// Parts of arenas that are written to one path at once for a durable step.
+inline constexpr uint32_t kSavesPerPath = 2;
+
 // Reads of states and moves of blocks before the decision of a step that was called before the one before was
 // published.
 inline constexpr uint32_t kTurnsBetweenSteps = 8;

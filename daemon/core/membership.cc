@@ -14,26 +14,49 @@ namespace forebay::daemon {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-absl::Status Membership::CheckAttach(const AttachRequested& request,
-                                     const SessionRequest& room) const {
-  const bool sharded = !spec_.layout->is_shared() && !request.layout->is_shared();
-  if (sharded && !request.reader && request.world_size != room.world_size) {
-    return MakeError(
-        ErrorId::kRank,
-        absl::StrCat("world size: job ", spec_.name, " is sharded over ", room.world_size,
-                     " ranks; this client wants ", request.world_size),
-        absl::StrCat("start ", room.world_size,
-                     " ranks: a sharded job keeps its world size. "
-                     "Another job name starts anew"));
+absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job) {
+  const bool sharded = !job.layout.partitions.empty() && !request.layout->is_shared();
+  if (sharded && !request.reader && request.world_size != job.world_size) {
+    return MakeError(ErrorId::kRank,
+                     absl::StrCat("world size: job ", job.name, " is sharded over ", job.world_size,
+                                  " ranks; this client wants ", request.world_size),
+                     absl::StrCat("start ", job.world_size,
+                                  " ranks: a sharded job keeps its world size. "
+                                  "Another job name starts anew"));
   }
-  const std::string difference =
-      protocol::Layout::Difference(spec_.layout->spec(), request.layout->spec());
+  const std::string difference = protocol::Layout::Difference(job.layout, request.layout->spec());
   if (!difference.empty()) {
     return MakeError(
-        ErrorId::kLayout, absl::StrCat("job ", spec_.name, " has another layout: ", difference),
+        ErrorId::kLayout, absl::StrCat("job ", job.name, " has another layout: ", difference),
         "build the model and the optimizer as the job has them; for another model choose "
         "another job name, or delete the job");
   }
+  if (request.reader || !request.durability || *request.durability == job.durability) {
+    return absl::OkStatus();
+  }
+  return MakeError(
+      ErrorId::kOption,
+      absl::StrCat("durability ", protocol::FormatDurability(*request.durability), ": job ",
+                   job.name, " has ", protocol::FormatDurability(job.durability)),
+      "leave durability out, or delete the job and start with the other level");
+}
+
+absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run) {
+  return MakeError(ErrorId::kJobExists,
+                   absl::StrCat("job ", name, " exists and is at step ", step, "; another run (",
+                                run, ") has trained it"),
+                   absl::StrCat("attach with resume to go on after step ", step,
+                                ", choose another job name, or delete the job: forebay jobs "
+                                "--delete ",
+                                name));
+}
+
+absl::Status Membership::CheckAttach(const AttachRequested& request,
+                                     const SessionRequest& room) const {
+  RETURN_IF_ERROR(CheckTraits(request, {.name = spec_.name,
+                                        .layout = spec_.layout->spec(),
+                                        .world_size = room.world_size,
+                                        .durability = room.durability}));
   if (request.reader) return absl::OkStatus();
   if (request.world_size != room.world_size) {
     if (live_ranks() == 0) return absl::OkStatus();  // it will be the job's
@@ -76,13 +99,7 @@ absl::Status Membership::CheckRun(const AttachRequested& request, uint64_t commi
         "another job name for this run");
   }
   if (ready == Ready::kNo || request.resume) return absl::OkStatus();
-  return MakeError(ErrorId::kJobExists,
-                   absl::StrCat("job ", spec_.name, " exists and is at step ", committed_step,
-                                "; another run (", run_, ") has trained it"),
-                   absl::StrCat("attach with resume to go on after step ", committed_step,
-                                ", choose another job name, or delete the job: forebay jobs "
-                                "--delete ",
-                                spec_.name));
+  return JobExistsError(spec_.name, committed_step, run_);
 }
 
 void Membership::Add(const AttachRequested& request) {

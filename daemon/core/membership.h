@@ -18,6 +18,19 @@
 
 namespace forebay::daemon {
 
+// E_LAYOUT, E_RANK, E_OPTION: this client's layout, world size where the job is sharded, or level of durability is
+// not what the job has.
+struct JobTraits {
+  const std::string& name;
+  const protocol::LayoutSpec& layout;
+  uint32_t world_size;
+  protocol::Durability durability;
+};
+absl::Status CheckTraits(const AttachRequested& request, const JobTraits& job);
+
+// The job exists, is at this step, and belongs to another run.
+absl::Status JobExistsError(const std::string& name, uint64_t step, const std::string& run);
+
 // A rank has at most one session that has not ended. When a rank is lost, a new generation begins:
 // the sessions of all other ranks are fenced and must attach again. Readers have no rank; nothing
 // that happens to them concerns the ranks, and no fence concerns them.
@@ -77,6 +90,7 @@ class Membership {
   uint64_t reader_bytes() const;
 
   uint32_t world_size() const { return spec_.world_size(); }
+  const std::string& run() const { return run_; }
   uint64_t generation() const { return generation_; }
   const std::map<SessionId, Session>& all() const { return sessions_; }
   bool empty() const { return sessions_.empty(); }

@@ -177,9 +177,10 @@ bool HasEarlyUpdates(const Layout& layout, const SessionRequest& request) {
   return request.early_updates && protocol::Info(layout.spec().optimizer).passes == 1;
 }
 
-// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others.
+// Weights go to swap, but for groups that fit into `room` bytes beside a cache for the others; or those that
+// `was_on_swap` has, by partition.
 void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint64_t room,
-                      MemoryPlan& plan) {
+                      const std::vector<bool>& was_on_swap, MemoryPlan& plan) {
   const bool has_early_updates = HasEarlyUpdates(layout, request);  // new weights beside the old
   const auto partitions = layout.partitions();
   plan.weights_on_swap.assign(partitions.size(), true);
@@ -222,7 +223,9 @@ void PutWeightsOnSwap(const Layout& layout, const SessionRequest& request, uint6
       if (has_early_updates) group_new_bytes += new_bytes_of(partition);
     }
     const bool fits =
-        pinned_bytes + new_bytes + group_bytes + group_new_bytes + cache_bytes <= room;
+        was_on_swap.empty()
+            ? pinned_bytes + new_bytes + group_bytes + group_new_bytes + cache_bytes <= room
+            : group.empty() || !was_on_swap[group.front()];
     if (fits) {
       pinned_bytes += group_bytes;
       new_bytes += group_new_bytes;
@@ -308,8 +311,18 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
                  MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
-  plan.placement = Placement(layout, map, room);
   plan.block_bytes = map.full_block_bytes();
+  Placement::DurableSlots durable;
+  if (plan.has_durable_steps()) {
+    const bool is_step = plan.session.durability.level == protocol::DurabilityLevel::kStep;
+    durable.per_block = is_step ? kSwapSlotsPerBlockAtStep : kSwapSlotsPerBlockAtEpoch;
+    // Of a job without states, whose blocks have no size, the weights are one part.
+    plan.block_bytes = std::max(plan.block_bytes, kPageBytes);
+    plan.weights_parts = durable.weights_parts = static_cast<uint32_t>(
+        RoundUp(plan.weights_bytes - plan.weights_cache_bytes, plan.block_bytes) /
+        plan.block_bytes);
+  }
+  plan.placement = Placement(layout, map, room, durable);
   plan.swap_slots = plan.placement.slots_needed();
   const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
                         options.staging_slot_bytes >= plan.block_bytes;
@@ -340,8 +353,28 @@ absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uin
                    kSwapHint);
 }
 
+absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t free_bytes) {
+  const bool is_step = plan.session.durability.level == protocol::DurabilityLevel::kStep;
+  const uint32_t per_block = is_step ? kSwapSlotsPerBlockAtStep : kSwapSlotsPerBlockAtEpoch;
+  const uint32_t blocks = plan.placement.blocks() - plan.placement.frozen_blocks();
+  return MakeError(
+      ErrorId::kSwapNospc,
+      absl::StrCat(
+          "durability ", protocol::FormatDurability(plan.session.durability), " needs ",
+          plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes), ", ",
+          Bytes(plan.swap_slots * plan.block_bytes), " in all: ", per_block, " for each of ",
+          blocks, " blocks, ", kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts,
+          " parts of the weights",
+          plan.placement.frozen_blocks() > 0
+              ? absl::StrCat(", and ", plan.placement.frozen_blocks() + 1, " for frozen weights")
+              : std::string(),
+          "; there are ", slots, " in ", Bytes(free_bytes)),
+      "raise swap.capacity, or choose durability memory, which survives trainers alone");
+}
+
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
-absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme::SlotMap swap) {
+absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
+                       const DurableJob* recovered, nvme::SlotMap swap) {
   if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
   const uint64_t sum_bytes = plan.sum_slots * plan.sum_page_bytes;
   if (plan.sum_slots > 0 && !swap.Allocate(plan.sum_slots, plan.sum_page_bytes)) {
@@ -350,8 +383,12 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options, nvme:
                                   " of swap; free are ", Bytes(swap.free_bytes())),
                      kSwapHint);
   }
+  const uint64_t own_slots = recovered == nullptr ? 0 : recovered->slots();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
-  if (free_slots < plan.swap_slots) {
+  if (plan.has_durable_steps() && own_slots + free_slots < plan.swap_slots) {
+    return DurableSlotsError(plan, own_slots + free_slots, swap.free_bytes());
+  }
+  if (own_slots + free_slots < plan.swap_slots) {
     return MakeError(
         ErrorId::kSwapNospc,
         absl::StrCat("the job needs ", plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes),
@@ -451,6 +488,12 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
                                 "), or delete jobs that hold memory"));
 }
 
+StatePart MemoryPlan::WeightsPart(uint32_t part) const {
+  const uint64_t bytes = RoundUp(weights_bytes - weights_cache_bytes, kPageBytes);
+  const uint64_t begin = part * block_bytes;
+  return {.offset_bytes = begin, .bytes = std::min(block_bytes, bytes - begin)};
+}
+
 StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,
                           const Placement& placement) {
   StepTraffic traffic{.read_bytes = 2 * plan.weights_on_swap_bytes,
@@ -526,13 +569,17 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const uint64_t others = TakenBytes(options, use) + plan.fixed_bytes - plan.weights_bytes;
   const bool weights_fit =
       others + plan.weights_bytes <= options.dram_limit_bytes + use.movable_bytes;
-  if (has_swap && !layout.is_shared() && !weights_fit) {
+  const bool were_on_swap = use.recovered != nullptr && !use.recovered->weights_on_swap.empty();
+  const bool go_to_swap = use.recovered == nullptr ? !weights_fit : were_on_swap;
+  if (has_swap && !layout.is_shared() && go_to_swap) {
     const uint64_t beside = others + DigestBytes(layout);
     const uint64_t room = options.dram_limit_bytes - std::min(beside, options.dram_limit_bytes);
-    PutWeightsOnSwap(layout, request, room, plan);
+    PutWeightsOnSwap(layout, request, room,
+                     were_on_swap ? use.recovered->weights_on_swap : std::vector<bool>(), plan);
     RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   }
-  plan.block_elems = BlockElems(layout, options, plan);
+  plan.block_elems =
+      use.recovered == nullptr ? BlockElems(layout, options, plan) : use.recovered->block_elems;
   const uint64_t state_bytes = BlockMap::TotalBytes(layout, plan.block_elems);
   const auto needed = [&] { return TakenBytes(options, use) + plan.fixed_bytes; };
   const auto room = [&] {
@@ -556,7 +603,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   // The layout is affordable now, so a map of its blocks is too.
   RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), plan));
   PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), plan);
-  RETURN_IF_ERROR(CheckSwap(plan, options, *use.swap));
+  RETURN_IF_ERROR(CheckSwap(plan, options, use.recovered, *use.swap));
   return plan;
 }
 
@@ -566,6 +613,7 @@ absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job
   MemoryPlan plan = job;
   SessionRequest wanted = request;
   wanted.extra_state_bytes = std::max(wanted.extra_state_bytes, job.session.extra_state_bytes);
+  wanted.durability = job.session.durability;
   RETURN_IF_ERROR(PlanArenas(layout, wanted, options, plan));
   const uint64_t needed = TakenBytes(options, use) + plan.fixed_bytes + use.own_state_bytes;
   plan.missing_bytes = needed - std::min(needed, options.dram_limit_bytes);

@@ -27,6 +27,8 @@ struct NodeUse {
   uint64_t deleted_weights_bytes = 0;
   // What is free on swap.
   const nvme::SlotMap* swap = nullptr;
+  // The job comes back: its weights and blocks are where its durable step has them, and so many slots are its own.
+  const DurableJob* recovered = nullptr;
 };
 
 // What the node, other jobs and weights of deleted jobs hold.
@@ -41,6 +43,7 @@ struct SessionRequest {
   bool trace = false;
   bool accumulate = false;  // sharded: gradients of several passes are added
   bool early_updates = false;
+  protocol::Durability durability = {};
 };
 
 // Every arena of a job, its sizes and its offsets.
@@ -100,8 +103,16 @@ struct MemoryPlan {
   // Of a full block.
   uint64_t block_bytes = 0;
 
+  // With durable steps, the weights arena as far as it is no cache is saved in so many parts, of swap_slot_bytes
+  // each but for the last.
+  uint32_t weights_parts = 0;
+  bool has_durable_steps() const {
+    return session.durability.level != protocol::DurabilityLevel::kMemory;
+  }
+  StatePart WeightsPart(uint32_t part) const;
+
   // Slots of one size: kSwapSlotsPerBlock for each swapped block, so that the next version of each can
-  // be written before any is published. 0: no block can be on swap.
+  // be written before any is published; with durable steps see limits.h. 0: no block can be on swap.
   uint64_t swap_slot_bytes = 0;
   uint32_t swap_slots = 0;
 

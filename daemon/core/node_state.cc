@@ -11,11 +11,13 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/attach_check.h"
 #include "daemon/core/grant_policy.h"
 #include "daemon/core/job.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/memory_plan.h"
+#include "daemon/core/node_ledger.h"
 #include "daemon/core/path_table.h"
 #include "daemon/core/staging.h"
 #include "protocol/error.h"
@@ -35,58 +37,6 @@ OtherUsers OthersFor(uint32_t uid) {
 absl::Status NoJob(const JobName& name, uint32_t uid) {
   return MakeError(ErrorId::kJobName, absl::StrCat("there is no job ", JobNameFor(uid, name)),
                    "forebay jobs lists them");
-}
-
-// Shown in messages to others of the job's user: printable characters alone.
-absl::Status CheckRunToken(const std::string& run) {
-  const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
-  if (run.size() <= kRunTokenBytesMax && std::all_of(run.begin(), run.end(), is_printable)) {
-    return absl::OkStatus();
-  }
-  return MakeError(ErrorId::kOption,
-                   absl::StrCat("the run token has ", run.size(), " bytes (at most ",
-                                kRunTokenBytesMax, ", printable characters without spaces)"),
-                   "set FOREBAY_RUN, or run at attach, to a short name of this run");
-}
-
-// Owners of partitions are ranks, and all are on this node: none of them needs a replica here.
-absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
-  if (layout.is_shared()) return absl::OkStatus();
-  for (const protocol::PartitionPlace& partition : layout.partitions()) {
-    if (partition.owner >= world_size) {
-      return MakeError(ErrorId::kRank,
-                       absl::StrCat("the layout has partitions of rank ", partition.owner,
-                                    "; the world size is ", world_size));
-    }
-    if (partition.replica != 0) {
-      return MakeError(ErrorId::kUnsupported,
-                       absl::StrCat("the layout has replica ", partition.replica, " of group ",
-                                    partition.group, ": a node holds one copy"),
-                       "give each shard one owner; the ranks that replicate it fetch that one");
-    }
-  }
-  return absl::OkStatus();
-}
-
-// What of a request can be judged without its job.
-absl::Status CheckRequest(const AttachRequested& request) {
-  if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
-  RETURN_IF_ERROR(CheckRunToken(request.run));
-  if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
-    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size,
-                                                  " is not 1 to ", protocol::kWorldMax));
-  }
-  if (request.rank >= request.world_size) {
-    return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
-                                                  " in a world of size ", request.world_size));
-  }
-  RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
-  if (request.accumulate && request.layout->is_shared()) {
-    return MakeError(ErrorId::kUnsupported,
-                     "gradients of several backward passes with shared attachment",
-                     "call step after each backward, or attach sharded");
-  }
-  return CheckSessionRequest(*request.layout, SessionRequestOf(request));
 }
 
 std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& paths) {
@@ -109,7 +59,14 @@ struct NodeState::Impl {
         actions(&memory),
         pool(node_options.staging_slots, &memory),
         swap(node_options.swap),
-        path_table(swap.paths(), node_options.swap_rates) {}
+        path_table(swap.paths(), node_options.swap_rates),
+        last_job(node_options.recovered.last_job),
+        ledger(actions, node_options.recovered) {
+    for (const auto& [name, job] : ledger.parked()) {
+      options.swap.Free(job->Slots());  // the space in all; they are taken in `swap`
+    }
+    options.recovered = {};
+  }
 
   // Slots that are allocated from now on follow the paths' shares and marks.
   void WeighPaths() { swap.SetWeights(path_table.Weights()); }
@@ -144,6 +101,7 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(const JobName& name) const;
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
+  absl::Status CheckParked(const AttachRequested& request, const DurableJob& job) const;
   absl::Status ChangeWorld(const AttachRequested& request, Job& job);
   absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
   void GiveFloatSums(Job& job);
@@ -177,7 +135,8 @@ struct NodeState::Impl {
   PathTable path_table;
   std::set<uint32_t> marked_paths;  // as was reported
   uint64_t reported_marks = 0;
-  JobId last_job = 0;
+  JobId last_job;
+  NodeLedger ledger;
   std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
   std::map<JobName, JobId> names;
   std::map<SessionId, JobId> session_jobs;
@@ -188,9 +147,9 @@ struct NodeState::Impl {
   // Jobs that have not begun, in their order.
   std::vector<JobId> waiting;
   uint64_t turn = 0;
-  // Jobs whose blocks were marked in this event. Their moves begin when all slots that were planned are
-  // reserved: a move may exchange slots with the free ones.
-  std::vector<JobId> evicting;
+  // Jobs that go on in this event, beside the one that it concerns: whose blocks were marked (their moves begin when
+  // all slots that were planned are reserved: a move may exchange slots with the free ones), whose step is durable.
+  std::vector<JobId> going_on;
 };
 
 NodeState::NodeState(const Options& options) : impl_(std::make_unique<Impl>(options)) {}
@@ -200,18 +159,19 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->actions.Bind(&actions);
   Job* const concerned = std::visit([this](const auto& e) { return impl_->On(e); }, event);
   if (concerned != nullptr && concerned->WantsFloatSums()) impl_->GiveFloatSums(*concerned);
-  for (const JobId id : std::exchange(impl_->evicting, {})) impl_->jobs.at(id)->Advance();
+  for (const JobId id : std::exchange(impl_->going_on, {})) impl_->jobs.at(id)->Advance();
   impl_->Advance(concerned, actions);
   if (concerned != nullptr) impl_->Sweep(*concerned);
   impl_->ReportMarks();
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
+  impl_->ledger.Make(impl_->jobs, impl_->last_job);
   impl_->actions.Bind(nullptr);
 }
 
 absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
                                         const std::optional<Limits>& limits) const {
-  RETURN_IF_ERROR(CheckRequest(request));
+  RETURN_IF_ERROR(CheckAttachRequest(request));
   Options options = impl_->options;
   NodeUse use = impl_->Use();
   nvme::SlotMap empty;
@@ -224,7 +184,8 @@ absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
     use = {.swap = &empty};
   }
   const protocol::Layout& layout = *request.layout;
-  const SessionRequest session = SessionRequestOf(request);
+  SessionRequest session = SessionRequestOf(request);
+  session.durability = request.durability.value_or(options.durability);
   const OwnerUse owner = limits ? OwnerUse{} : impl_->UseOf(request.uid, nullptr);
   ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
   const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
@@ -272,12 +233,23 @@ Job* NodeState::Impl::On(const AttachRequested& request) {
 // The job of the request, made where it does not exist.
 absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   ASSIGN_OR_RETURN(JobName name, ParseJobName(request.job, request.uid, OthersFor(request.uid)));
-  RETURN_IF_ERROR(CheckRequest(request));
+  RETURN_IF_ERROR(CheckAttachRequest(request));
   if (Job* job = JobNamed(name)) {
     RETURN_IF_ERROR(job->CheckAttach(request));
     if (request.reader) RETURN_IF_ERROR(CheckReaderFits(request, *job));
     if (job->NeedsWorld(request)) RETURN_IF_ERROR(ChangeWorld(request, *job));
     return job;
+  }
+  const std::shared_ptr<const DurableJob> parked = ledger.FindParked(name);
+  if (!request.reader && parked != nullptr) {
+    RETURN_IF_ERROR(CheckParked(request, *parked));
+    return MakeJob(request, std::move(name));
+  }
+  if (request.reader && parked != nullptr) {
+    return MakeError(ErrorId::kNotReady,
+                     absl::StrCat("job ", name.name, " is at step ", parked->step,
+                                  " on disk: no rank has attached since the daemon was started"),
+                     "attach a rank first, which brings the job back");
   }
   if (request.reader) {
     return MakeError(ErrorId::kJobName,
@@ -285,17 +257,43 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                      "a reader attaches to a job that a rank has created: forebay jobs");
   }
   if (name.uid != request.uid) return NoJob(name, request.uid);
-  if (jobs.size() >= kJobsMax) {
+  if (jobs.size() + ledger.parked().size() >= kJobsMax) {
     return MakeError(ErrorId::kLimit,
-                     absl::StrCat("the node has ", jobs.size(), " jobs (at most ", kJobsMax, ")"),
+                     absl::StrCat("the node has ", jobs.size() + ledger.parked().size(),
+                                  " jobs (at most ", kJobsMax, ")"),
                      "delete stale jobs: forebay jobs");
   }
   return MakeJob(request, std::move(name));
 }
 
+absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
+                                          const DurableJob& job) const {
+  RETURN_IF_ERROR(CheckTraits(request, {.name = job.name,
+                                        .layout = job.layout->spec(),
+                                        .world_size = job.world_size,
+                                        .durability = job.durability}));
+  if (request.run != job.run && !request.resume) return JobExistsError(job.name, job.step, job.run);
+  if (!freed_weights_bytes.contains(job.id)) return absl::OkStatus();
+  return MakeError(ErrorId::kBusy,
+                   absl::StrCat("job ", job.name,
+                                " could not come back a moment ago, and its memory "
+                                "is not free yet"),
+                   "attach again in a moment");
+}
+
+// One that comes back has the number, the level and the slots that the ledger says.
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
+  const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
+  SessionRequest session = SessionRequestOf(request);
+  session.durability = recovered != nullptr ? recovered->durability
+                                            : request.durability.value_or(options.durability);
+  if (session.durability.level != protocol::DurabilityLevel::kMemory) {
+    RETURN_IF_ERROR(options.not_durable);
+  }
   const GrantPolicy policy(options, UseOf(request.uid, nullptr));
-  ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, SessionRequestOf(request), Use()));
+  NodeUse of_node = Use();
+  of_node.recovered = recovered.get();
+  ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
   nvme::SlotMap left = swap;
   // PlanJob has counted them, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {
@@ -305,11 +303,17 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
     return *std::move(slots);
   };
   std::vector<nvme::Slot> sum_slots = allocate(plan.sum_slots, plan.sum_page_bytes);
-  std::vector<nvme::Slot> slots = allocate(plan.swap_slots, plan.block_bytes);
+  const std::vector<nvme::Slot> own =
+      recovered == nullptr ? std::vector<nvme::Slot>() : recovered->Slots();
+  const auto missing =
+      static_cast<uint32_t>(plan.swap_slots - std::min<uint64_t>(plan.swap_slots, own.size()));
+  std::vector<nvme::Slot> slots = allocate(missing, plan.block_bytes);
   RETURN_IF_ERROR(MakeRoom(plan, left, Use()));
   for (const nvme::Slot& slot : sum_slots) FOREBAY_CHECK(swap.Reserve(slot));
   for (const nvme::Slot& slot : slots) FOREBAY_CHECK(swap.Reserve(slot));
-  const JobId id = ++last_job;
+  slots.insert(slots.end(), own.begin(), own.end());
+  ledger.Unpark(name);
+  const JobId id = recovered != nullptr ? recovered->id : ++last_job;
   auto job = std::make_unique<Job>(JobSpec{.id = id,
                                            .name = name.name,
                                            .uid = name.uid,
@@ -317,7 +321,8 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
                                            .plan = std::move(plan),
                                            .swap_slots = std::move(slots),
                                            .sum_slots = std::move(sum_slots),
-                                           .options = options},
+                                           .options = options,
+                                           .recovered = recovered},
                                    actions, pool, swap, path_table);
   names.emplace(std::move(name), id);
   waiting.push_back(id);
@@ -377,6 +382,15 @@ Job* NodeState::Impl::On(const StepRequestCopied& event) {
 }
 
 Job* NodeState::Impl::On(const TaskDone& event) {
+  if (ledger.Owns(event.task)) {
+    for (const JobId made : ledger.Finish(event.status, swap)) {
+      const auto job = jobs.find(made);
+      if (job == jobs.end()) continue;
+      job->second->OnLedger(event.status);
+      going_on.push_back(made);
+    }
+    return nullptr;
+  }
   const JobId id = actions.FinishTask(event.task);
   FOREBAY_CHECK(id != 0);
   ++turn;
@@ -390,6 +404,12 @@ Job* NodeState::Impl::On(const DeleteJobRequested& request) {
   const absl::StatusOr<JobName> name =
       ParseJobName(request.job, request.uid, OthersFor(request.uid));
   if (name.ok()) job = JobNamed(*name);
+  if (const auto parked = name.ok() ? ledger.FindParked(*name) : nullptr) {
+    ledger.Retire(parked->Slots());
+    ledger.Unpark(*name);
+    actions.Emit(AnswerDelete{.request = request.request, .status = absl::OkStatus()});
+    return nullptr;
+  }
   absl::Status status = name.status();
   if (status.ok()) status = job == nullptr ? NoJob(*name, request.uid) : job->Delete();
   if (!status.ok()) {
@@ -499,7 +519,7 @@ void NodeState::Impl::Evict(const std::vector<Eviction>& evictions, Job& job) {
     for (const nvme::Slot& slot : eviction.slots) FOREBAY_CHECK(swap.Reserve(slot));
     job.residency().Evict(eviction);
   }
-  evicting.push_back(job.id());
+  going_on.push_back(job.id());
 }
 
 void NodeState::Impl::GiveFloatSums(Job& job) {
@@ -610,7 +630,18 @@ absl::Status NodeState::Impl::NoRoomError(const Job& waiting_job) const {
 void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
-  swap.Free(std::vector<nvme::Slot>(job.swap_slots().begin(), job.swap_slots().end()));
+  std::vector<nvme::Slot> slots(job.swap_slots().begin(), job.swap_slots().end());
+  if (const std::shared_ptr<const DurableJob> of_ledger = job.unrestored()) {
+    const std::vector<nvme::Slot> named = of_ledger->Slots();
+    const std::set<nvme::Slot> kept(named.begin(), named.end());
+    std::erase_if(slots, [&kept](const nvme::Slot& slot) { return kept.contains(slot); });
+    ledger.Park(of_ledger);
+    swap.Free(slots);
+  } else if (job.is_in_ledger()) {
+    ledger.Retire(std::move(slots));
+  } else {
+    swap.Free(slots);
+  }
   swap.Free(std::vector<nvme::Slot>(job.sum_slots().begin(), job.sum_slots().end()));
   const JobId id = job.id();
   freed_weights_bytes.emplace(id, job.has_begun() ? job.plan().weights_bytes : 0);
@@ -689,6 +720,8 @@ uint64_t NodeState::Impl::FreeBytes() const {
 std::vector<JobView> NodeState::Jobs() const {
   std::vector<JobView> views;
   for (const auto& [id, job] : impl_->jobs) views.push_back(job->View());
+  for (const auto& [name, job] : impl_->ledger.parked()) views.push_back(ViewOf(*job));
+  std::ranges::sort(views, {}, &JobView::id);
   return views;
 }
 
@@ -711,6 +744,8 @@ void NodeState::CheckInvariants() const {
   FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
   uint64_t swap_bytes = 0;
   for (const auto& [id, job] : impl_->jobs) swap_bytes += job->View().swap_bytes;
+  for (const auto& [name, job] : impl_->ledger.parked()) swap_bytes += ViewOf(*job).swap_bytes;
+  swap_bytes += impl_->ledger.retired_bytes();
   FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
   uint32_t staged = 0;
   std::set<nvme::Slot> slots;

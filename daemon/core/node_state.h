@@ -15,6 +15,7 @@
 #include "daemon/core/limits.h"
 #include "daemon/core/memory_plan.h"
 #include "daemon/core/sum_pages.h"
+#include "protocol/durability.h"
 #include "protocol/layout.h"
 
 namespace forebay::daemon {
@@ -59,6 +60,8 @@ struct JobView {
   uint64_t committed_step = 0;
   uint64_t published_step = 0;  // the same, or the one before
   uint32_t world_size = 0;
+  protocol::Durability durability;
+  uint64_t durable_step = 0;      // 0: none yet
   uint64_t params = 0;            // elements
   uint64_t trainable_params = 0;  // of these, those that are not frozen
   uint64_t state_bytes = 0;       // weights and states of the parameters, padding left out
@@ -96,7 +99,7 @@ struct JobView {
   SumPages::Counters sums;
   StepTraffic step_traffic;
   uint64_t new_weights_bytes = 0;  // DRAM for those of early updates
-  // OK, or the failed write that the running step, or a gradient, waits for: with path and errno.
+  // OK, or the failed write that the running step, a gradient or a durable step waits for: with path and errno.
   absl::Status swap_wait;
   std::vector<uint32_t> trace;
 };
@@ -178,7 +181,8 @@ class NodeState {
   absl::StatusOr<JobPlan> Plan(const AttachRequested& request,
                                const std::optional<Limits>& limits) const;
 
-  std::vector<JobView> Jobs() const;  // by id
+  // By id; those of the ledger that nobody has attached to since the start too, without sessions.
+  std::vector<JobView> Jobs() const;
   NodeView Node() const;
 
   // CHECKs what must hold between any two events. Cost: linear in everything.

@@ -9,8 +9,9 @@
 
 namespace forebay::daemon {
 
-Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes)
-    : blocks_(map.blocks()), state_blocks_(map.state_blocks()) {
+Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes,
+                     DurableSlots durable)
+    : durable_(durable), blocks_(map.blocks()), state_blocks_(map.state_blocks()) {
   uint64_t offset_bytes = 0;
   for (uint32_t block = 0; block < state_blocks_; ++block) {
     const StatePart part = {.offset_bytes = offset_bytes, .bytes = map.bytes(block)};
@@ -44,9 +45,14 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64
 
 uint32_t Placement::slots_needed() const {
   const uint32_t frozen = frozen_blocks();
+  const uint32_t of_frozen = frozen + (frozen > 0 ? 1 : 0);
+  if (durable_.per_block > 0) {
+    return durable_.per_block * state_blocks_ + kSwapSlotsPerWeightsPart * durable_.weights_parts +
+           of_frozen;
+  }
   const uint32_t with_states =
       state_blocks_ - resident_blocks_ + static_cast<uint32_t>(evictions_.size());
-  return kSwapSlotsPerBlock * with_states + frozen + (frozen > 0 ? 1 : 0);
+  return kSwapSlotsPerBlock * with_states + of_frozen;
 }
 
 uint64_t Placement::arena_bytes() const {

@@ -38,7 +38,15 @@ class Placement {
   Placement() = default;
   // The lowest blocks with states that fit into `dram_bytes` are in DRAM, the others on swap. Weights are where `map` has
   // them: all of them in DRAM as the layout places them, or those that are, end to end.
-  Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes);
+  // `durable`: of a job with durable steps.
+  struct DurableSlots {
+    uint32_t per_block = 0;  // 0: there are none
+    uint32_t weights_parts = 0;
+  };
+  Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes,
+            DurableSlots durable);
+  Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes)
+      : Placement(layout, map, dram_bytes, DurableSlots()) {}
 
   const BlockLocation& WhereBlock(uint32_t block) const { return blocks_.at(block); }
   PartitionLocation WherePartition(uint32_t partition) const { return partitions_.at(partition); }
@@ -50,7 +58,8 @@ class Placement {
   uint32_t resident_blocks() const { return resident_blocks_; }
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
   // Of swap slots for the blocks that are on swap or are to be evicted: kSwapSlotsPerBlock for each that has
-  // states; one for each other, and one more for the next version of one at a time.
+  // states; one for each other, and one more for the next version of one at a time. With durable steps also those
+  // of blocks in DRAM and of the weights.
   uint32_t slots_needed() const;
   uint32_t frozen_blocks() const { return blocks() - state_blocks_; }
   // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.
@@ -78,6 +87,7 @@ class Placement {
   std::optional<uint32_t> moving() const { return moving_; }
 
  private:
+  DurableSlots durable_;
   std::vector<BlockLocation> blocks_;
   std::vector<PartitionLocation> partitions_;
   std::set<uint32_t> evictions_;

@@ -36,11 +36,13 @@ uint64_t StepHeadBytesMax(const protocol::Layout& layout) {
 }  // namespace
 
 Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-           const StateAccess& access, WeightsCache& weights, const LeaseTable& leases)
+           DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
+           const LeaseTable& leases)
     : spec_(spec),
       io_(io),
       members_(members),
       pipeline_(pipeline),
+      durable_(durable),
       access_(access),
       weights_(weights),
       leases_(leases),
@@ -49,6 +51,17 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
       trace_(spec.layout->partitions().size()),
       extra_bytes_(spec.world_size(), 0),
       unpublished_(io.memory()) {}
+
+void Step::Recover(const DurableJob& job) {
+  committed_step_ = published_step_ = job.step;
+  io_.set_committed_step(committed_step_);
+  trace_.Recover(job.trace);
+  pipeline_.FollowTrace(job.trace);
+  const size_t ranks = std::min(extra_bytes_.size(), job.extra_states->size());
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    extra_bytes_[rank] = (*job.extra_states)[rank].size();
+  }
+}
 
 CommandLimits LimitsOf(const JobSpec& spec, const Session& session) {
   if (spec.options.disable_range_check_for_test) {
@@ -283,7 +296,9 @@ absl::Status Step::DroppedError(uint64_t attempt) const {
 void Step::HandleStep(Session& session, const Command& command) {
   const CommandId id = session.IdOf(command);
   if (command.step != 0 && command.step == committed_step_) {
-    if (AnsweredWhen(command) == StepAnswer::kPublished && published_step_ < committed_step_) {
+    const bool is_published = published_step_ == committed_step_;
+    const bool waits_for_disk = is_durable_first() && (!is_published || durable_.in_progress());
+    if ((AnsweredWhen(command) == StepAnswer::kPublished && !is_published) || waits_for_disk) {
       unpublished_.push_back({.command = id, .repeated = true});
     } else {
       Answer(id, /*repeated=*/true);
@@ -473,6 +488,7 @@ void Step::BeginReducing() {
 void Step::DecideWhenReduced() {
   if (extra_copies_ > 0 || access_.in_progress() || pipeline_.is_moving()) return;
   if (weights_.is_loading()) return;
+  if (durable_.in_progress() || durable_.is_restoring()) return;
   if (!gradients_.fault().ok()) {
     phase_ = Phase::kOpen;
     DropFaulty();
@@ -546,7 +562,7 @@ void Step::Commit() {
   io_.actions().Emit(StepCommitted{.job = spec_.id, .step = committed_step_});
   for (const auto& [rank, call] : barrier_.Drain()) {
     extra_bytes_[rank] = call.request.extra_state_bytes;
-    if (call.answered_when == StepAnswer::kPublished) {
+    if (call.answered_when == StepAnswer::kPublished || is_durable_first()) {
       unpublished_.push_back({.command = call.command});
       continue;
     }
@@ -567,9 +583,30 @@ void Step::Publish() {
         "go back to a checkpoint, or lower the learning rate");
     if (has_answered_early_) unsaid_ = last_.status;
   }
+  if (durable_.IsDue(published_step_)) BeginDurable();
+  if (!is_durable_first() || !durable_.in_progress()) AnswerPublished();
+}
+
+void Step::BeginDurable() {
+  DurableSteps::Published published{.step = published_step_,
+                                    .run = members_.run(),
+                                    .trace = trace_.committed(),
+                                    .extra_states = {}};
+  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+    published.extra_states.push_back(
+        {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]});
+  }
+  durable_.Begin(std::move(published));
+}
+
+void Step::AnswerPublished() {
   for (const auto& [command, repeated] : std::exchange(unpublished_, {})) {
     Answer(command, repeated);
   }
+}
+
+void Step::OnDurable() {
+  if (published_step_ == committed_step_) AnswerPublished();
 }
 
 void Step::Answer(const CommandId& command, bool repeated) const {
@@ -722,7 +759,8 @@ void Step::CheckInvariants() const {
   const bool updating = phase_ == Phase::kMasters || published_step_ < committed_step_;
   FOREBAY_CHECK(updating == pipeline_.running() || phase_ == Phase::kFailed);
   FOREBAY_CHECK(!updating || !access_.in_progress());
-  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (updating || unpublished_.empty()));
+  const bool is_waiting = updating || (is_durable_first() && durable_.in_progress());
+  FOREBAY_CHECK(committed_step_ - published_step_ <= 1 && (is_waiting || unpublished_.empty()));
 }
 
 }  // namespace forebay::daemon

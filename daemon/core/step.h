@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/core/command_check.h"
+#include "daemon/core/durable_steps.h"
 #include "daemon/core/events.h"
 #include "daemon/core/gradient_accumulator.h"
 #include "daemon/core/job_spec.h"
@@ -44,7 +45,11 @@ class Step {
   };
 
   Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline& pipeline,
-       const StateAccess& access, WeightsCache& weights, const LeaseTable& leases);
+       DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
+       const LeaseTable& leases);
+
+  // Of a new step: the job comes back after this one.
+  void Recover(const DurableJob& job);
 
   // The initial parameters are written; `commands`, which said so, are answered when blocks hold their
   // masters.
@@ -69,6 +74,8 @@ class Step {
   // Masters are going to be written: what was made of the old ones is dropped, and no early update begins
   // before the next announcement.
   void DropEarlyUpdates();
+  // The newest published step is durable: calls that waited for it are answered.
+  void OnDurable();
 
   // Sessions of its ranks.
   bool HasContributed(const Session& session) const;
@@ -158,12 +165,19 @@ class Step {
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
   void Publish();
+  void BeginDurable();
+  void AnswerPublished();
+  // Calls are answered when their step is durable.
+  bool is_durable_first() const {
+    return spec_.plan.session.durability.level == protocol::DurabilityLevel::kStep;
+  }
   void Answer(const CommandId& command, bool repeated) const;
 
   const JobSpec& spec_;
   JobTasks& io_;
   Membership& members_;
   StepPipeline& pipeline_;
+  DurableSteps& durable_;
   const StateAccess& access_;
   WeightsCache& weights_;
   const LeaseTable& leases_;
@@ -188,7 +202,7 @@ class Step {
   std::vector<uint64_t> extra_bytes_;  // by rank, of the committed step
   uint32_t extra_copies_ = 0;          // running
   Result last_;
-  // Calls of the committed step that are answered when it is published.
+  // Calls of the committed step that are answered when it is published, or durable.
   struct Waiting {
     CommandId command;
     bool repeated = false;

@@ -32,7 +32,8 @@ StepPipeline::StepPipeline(JobTasks& io, std::shared_ptr<const protocol::Layout>
       staged_(
           pool, [this](uint32_t block) { return !running_ || IsLeased(block); },
           [this](uint32_t block) { return position_[block]; }),
-      ledger_(map_.blocks(), swap_slots, path_table, io.memory()),
+      ledger_(map_.blocks(), swap_slots, path_table, io.memory(),
+              plan.has_durable_steps() ? std::optional(plan.weights_parts) : std::nullopt),
       placement_(plan.placement),
       swap_(swap),
       path_table_(path_table),
@@ -525,14 +526,36 @@ WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identit
 
 // The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
 // and gives one back elsewhere.
-BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
+void StepPipeline::ExchangeSlots() {
   if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
   for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
     if (path_table_.works(path)) ExchangeSlot(path);
   }
-  const std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
+}
+
+BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
+  ExchangeSlots();
+  std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
+  if (!target && AddNodeSlot()) target = ledger_.BeginWrite(block);
   FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
   return *target;
+}
+
+BlockLedger::Target StepPipeline::AllocateSave(uint32_t entry) {
+  ExchangeSlots();
+  std::optional<BlockLedger::Target> target = ledger_.BeginSave(entry);
+  if (!target && AddNodeSlot()) target = ledger_.BeginSave(entry);
+  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
+  return *target;
+}
+
+// With durable steps, blocks that have moved, and frozen ones that were written anew, need a slot more until the next
+// one: from the node.
+bool StepPipeline::AddNodeSlot() {
+  if (!ledger_.is_durable()) return false;
+  const auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
+  if (slot) ledger_.AddSlot(*slot);
+  return slot.has_value();
 }
 
 // The job gets a slot on this path for one that it gives back elsewhere, if there are both.
@@ -635,6 +658,16 @@ void StepPipeline::AddSpareSlot() {
 }
 
 void StepPipeline::ReturnSurplusSlots() {
+  // A block that has moved needs more until the next durable step.
+  if (!ledger_.is_durable()) ReturnFreeSlots();
+}
+
+void StepPipeline::FinishDurable() {
+  ledger_.FinishDurable();
+  if (!running_) ReturnFreeSlots();
+}
+
+void StepPipeline::ReturnFreeSlots() {
   swap_.Free(ledger_.RemoveFreeSlots(ledger_.slots().size() - placement_.slots_needed()));
 }
 
@@ -664,6 +697,7 @@ uint64_t StepPipeline::Finish() {
   ReturnSurplusSlots();
   for (const uint32_t left : partition_blocks_left_) FOREBAY_CHECK(left == 0);
   if (pass_ == UpdatePass::kMasters) return 0;
+  SetWeightsChanged();
   for (uint32_t param = 0; param < param_updates_.size(); ++param) {
     if (order_.params[param]) ++param_updates_[param];
   }
@@ -676,6 +710,48 @@ uint64_t StepPipeline::Finish() {
   last_update_bytes_ = counters_.bytes() - bytes_at_decision_;
   at_begin_ = counters_;
   return overflowed_masters_;
+}
+
+// Of the step that is over: parts of the weights arena with an element that it has updated.
+void StepPipeline::SetWeightsChanged() {
+  if (plan_.weights_parts == 0) return;
+  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
+  for (const protocol::BoxPlace& place : layout_->boxes()) {
+    if (!order_.params[place.box.param] || place.box.elems() == 0) continue;
+    const PartitionLocation location = placement_.WherePartition(place.partition);
+    if (location.tier == Tier::kNvme) continue;
+    const uint64_t begin = location.weights_offset_bytes + place.partition_elem * width;
+    const uint64_t end = begin + place.box.elems() * width;
+    for (uint64_t part = begin / plan_.block_bytes; part * plan_.block_bytes < end; ++part) {
+      ledger_.SetChanged(map_.blocks() + static_cast<uint32_t>(part));
+    }
+  }
+}
+
+void StepPipeline::SetAllChanged() {
+  for (uint32_t entry = 0; entry < map_.blocks() + plan_.weights_parts; ++entry) {
+    ledger_.SetChanged(entry);
+  }
+}
+
+void StepPipeline::Recover(const DurableJob& job) {
+  FOREBAY_CHECK(job.blocks.size() == map_.blocks() && job.weights.size() == plan_.weights_parts &&
+                job.param_updates.size() == param_updates_.size());
+  param_updates_ = job.param_updates;
+  const auto version = [](const DurableBytes& bytes) {
+    return BlockLedger::Version{.slot = bytes.slot,
+                                .checksum = bytes.checksum,
+                                .written_step = bytes.written_step,
+                                .weights_digests = bytes.weights_digests};
+  };
+  for (uint32_t block = 0; block < map_.blocks(); ++block) {
+    if (!job.blocks[block]) continue;
+    ledger_.Recover(block, version(*job.blocks[block]),
+                    is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
+  }
+  for (uint32_t part = 0; part < plan_.weights_parts; ++part) {
+    ledger_.Recover(map_.blocks() + part, version(job.weights[part]), BlockLedger::Home::kDram);
+  }
 }
 
 void StepPipeline::Abandon() {

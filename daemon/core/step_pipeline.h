@@ -18,6 +18,7 @@
 #include "cpu_adam/update_kernel.h"
 #include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/durable_job.h"
 #include "daemon/core/early_updates.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
@@ -161,7 +162,15 @@ class StepPipeline {
   void AddSpareSlot();
   // Where the block's next version is written.
   BlockLedger::Target AllocateTarget(uint32_t block);
+  // The same of a copy of what is in DRAM of an entry of the ledger.
+  BlockLedger::Target AllocateSave(uint32_t entry);
+  PathTable& path_table() { return path_table_; }
   const PathTable& path_table() const { return path_table_; }
+  // Masters were set, or are going to be: what is in DRAM is not what was saved of it.
+  void SetAllChanged();
+  // Of a new pipeline: all is as in the job's durable step. Blocks in DRAM are going to be read back.
+  void Recover(const DurableJob& job);
+  const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
   // Between steps, a block changes its place: Residency, or Relocation.
   bool is_moving() const { return placement_.moving().has_value() || is_relocating_; }
   void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
@@ -169,6 +178,8 @@ class StepPipeline {
   void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
   // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
   void ReturnSurplusSlots();
+  // The ledger with the step of BlockLedger::BeginDurable() is durable.
+  void FinishDurable();
   // The write of a staged block's next bytes to a free slot.
   WriteBlock BeginWrite(uint32_t block, const BlockIdentity& identity, uint64_t checksum);
   // An error with the block and the first parameter that has elements in it.
@@ -218,7 +229,9 @@ class StepPipeline {
 
   Running FinishTask(TaskId task);
   void Start(StepOrder order, UpdatePass pass, bool is_as_announced);
+  void ExchangeSlots();
   void ExchangeSlot(uint32_t path);
+  bool AddNodeSlot();
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
@@ -245,6 +258,8 @@ class StepPipeline {
   }
   bool AreAllPathsBusy() const;
   void Sort();
+  void SetWeightsChanged();
+  void ReturnFreeSlots();
   uint32_t PathOf(uint32_t block) const;  // that it is read from
   void PrepareStaged();
   void StartReads();

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace forebay::daemon {
@@ -30,6 +31,9 @@ class Trace {
   }
   void OnDropped() { Clear(current_); }  // the step that was being gathered
   void OnRefused() { Clear(next_); }     // the step that was being decided
+
+  // Of a job that comes back.
+  void Recover(std::vector<uint32_t> committed) { committed_ = std::move(committed); }
 
   const std::vector<uint32_t>& committed() const { return committed_; }
 

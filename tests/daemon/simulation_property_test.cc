@@ -44,6 +44,8 @@ using protocol::ErrorId;
 constexpr uint64_t kChaosEvents = 100000;
 constexpr uint64_t kQuietEventsMax = 50000;
 constexpr uint64_t kQuietCommits = 5;
+constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
+constexpr protocol::Durability kEpoch{.level = protocol::DurabilityLevel::kEpoch, .steps = 2};
 
 // FNV-1a over words.
 class TraceHash {
@@ -105,6 +107,14 @@ struct Words {
     Put({a.task, a.identity.block, a.slot.offset_bytes});
   }
   void operator()(const LoadSums& a) const { Put({a.task, a.identity.block, a.checksum}); }
+  void operator()(const SavePart& a) const { Put({a.task, a.identity.block, a.slot.offset_bytes}); }
+  void operator()(const RestorePart& a) const { Put({a.task, a.identity.block, a.checksum}); }
+  void operator()(const KeepExtraStates& a) const { Put({a.task, a.parts.size()}); }
+  void operator()(const RestoreExtraStates& a) const { Put({a.task, a.offsets_bytes.size()}); }
+  void operator()(const CommitLedger& a) const {
+    Put({a.task, a.node->jobs.size(), a.pause ? 1U : 0U});
+    for (const auto& job : a.node->jobs) Put({job->id, job->step, job->slots()});
+  }
   void operator()(const RoomAwaited& a) const { Put({a.missing_bytes, a.evicting_jobs.size()}); }
   void operator()(const StartLeaseTimer& a) const { Put({a.job, a.step}); }
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
@@ -143,10 +153,10 @@ class Simulation {
         // With masters that are set before the first step.
         {"beta", MakeLayoutOfParams(Groups{{400, 5000}, {90}}, protocol::DType::kBFloat16)},
         {"gamma", MakeLayoutOfParams(Groups{{2000, 70}, {600}})}};
-    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{0, 2}, layouts_["alpha"], wires);
-    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{1, 2}, layouts_["alpha"], wires);
-    trainers_.emplace_back("beta", SimulatedTrainer::Rank{0, 1}, layouts_["beta"], wires);
-    trainers_.emplace_back("gamma", SimulatedTrainer::Rank{0, 1}, layouts_["gamma"], wires);
+    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{0, 2, kEpoch}, layouts_["alpha"], wires);
+    trainers_.emplace_back("alpha", SimulatedTrainer::Rank{1, 2, kEpoch}, layouts_["alpha"], wires);
+    trainers_.emplace_back("beta", SimulatedTrainer::Rank{0, 1, {}}, layouts_["beta"], wires);
+    trainers_.emplace_back("gamma", SimulatedTrainer::Rank{0, 1, kStep}, layouts_["gamma"], wires);
     readers_.emplace_back("alpha", layouts_["alpha"], wires);
     readers_.emplace_back("alpha", layouts_["alpha"], wires);
     readers_.emplace_back("beta", layouts_["beta"], wires);
@@ -192,6 +202,8 @@ class Simulation {
   uint64_t commits() const { return commits_; }
   uint64_t failures() const { return io_errors_; }
   uint64_t failed_writes() const { return failed_writes_; }
+  uint64_t failed_saves() const { return failed_saves_; }
+  uint64_t ledgers() const { return ledgers_; }
   uint64_t slots_kept() const { return slots_kept_; }
   uint64_t evictions() const { return evictions_; }
   uint64_t promotions() const { return promotions_; }
@@ -264,6 +276,15 @@ class Simulation {
     if (chaos && random_.OneIn(2000)) down_path_ = static_cast<uint32_t>(random_.Below(2));
     if (!chaos || random_.OneIn(200)) down_path_.reset();
     const auto* write = std::get_if<WriteBlock>(&action);
+    const auto* save = std::get_if<SavePart>(&action);
+    const bool saves = save != nullptr || std::holds_alternative<CommitLedger>(action);
+    const bool is_down = save != nullptr && save->slot.path == down_path_;
+    if (saves && (is_down || (chaos && random_.OneIn(50)))) {
+      ++failed_saves_;
+      Send(model_.Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated save")));
+      return;
+    }
+    if (std::holds_alternative<CommitLedger>(action)) ++ledgers_;
     const BlockPlace* const written =
         write != nullptr ? &write->place : (evict != nullptr ? &evict->place : nullptr);
     if (written != nullptr && (written->slot->path == down_path_ || (chaos && random_.OneIn(50)))) {
@@ -497,6 +518,8 @@ class Simulation {
   uint32_t slower_path_ = 0;
   uint64_t now_ns_ = 1;
   uint64_t failed_writes_ = 0;
+  uint64_t failed_saves_ = 0;
+  uint64_t ledgers_ = 0;  // that were made durable
   uint64_t slots_kept_ = 0;
   std::set<uint32_t> kept_slots_;
   uint64_t evictions_ = 0;
@@ -550,6 +573,8 @@ TEST(NodeStateSimulation, HoldsItsInvariantsAndTrainsOnAfterTheFaults) {
   EXPECT_GT(first.failures(), 5U);
   EXPECT_GT(first.slots_kept(), 3U);
   EXPECT_GT(first.failed_writes(), 100U);
+  EXPECT_GT(first.failed_saves(), 10U);
+  EXPECT_GT(first.ledgers(), 100U);
   EXPECT_GT(first.evictions(), 100U);
   EXPECT_GT(first.promotions(), 50U);
   EXPECT_GT(first.failed_moves(), 5U);

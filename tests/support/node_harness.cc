@@ -127,6 +127,15 @@ std::optional<JobView> NodeHarness::FindJob(const std::string& name) const {
   return std::nullopt;
 }
 
+std::unique_ptr<NodeHarness> NodeHarness::Restart(const NodeHarness& before,
+                                                  NodeState::Options options) {
+  options.recovered = before.model_.durable();
+  for (const auto& job : options.recovered.jobs) {
+    for (const nvme::Slot& slot : job->Slots()) FOREBAY_CHECK(options.swap.Reserve(slot));
+  }
+  return std::make_unique<NodeHarness>(options, before.world_size_, before.model_.Restarted());
+}
+
 void NodeHarness::Send(const Event& event) {
   std::vector<Event> queue{event};
   for (size_t i = 0; i < queue.size(); ++i) {
@@ -219,6 +228,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .early_updates = request.early_updates,
                        .grad_arena_bytes = grad_bytes,
                        .extra_state_bytes = request.reader ? 0 : request.extra_state_bytes,
+                       .durability = request.durability,
                        .layout = std::move(layout)});
   return session;
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "daemon/core/events.h"
@@ -67,6 +68,7 @@ struct AttachRequest {
   bool resume = false;
   bool accumulate = false;
   bool early_updates = false;
+  std::optional<protocol::Durability> durability = {};
   uint64_t grad_arena_bytes = 0;  // 0: four times the largest group; of a reader: a page
   uint64_t extra_state_bytes = 64;
 };
@@ -75,6 +77,13 @@ class NodeHarness {
  public:
   explicit NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size = 2)
       : state_(options), world_size_(world_size) {}
+
+  // On a disk that another one has written: see Restart().
+  NodeHarness(const daemon::NodeState::Options& options, uint32_t world_size, NodeModel model)
+      : state_(options), world_size_(world_size), model_(std::move(model)) {}
+  // The daemon of `before` has died: another one on its disk.
+  static std::unique_ptr<NodeHarness> Restart(const NodeHarness& before,
+                                              daemon::NodeState::Options options);
 
   daemon::NodeState& state() { return state_; }
   // The oldest of that name, whoever owns it.

@@ -42,6 +42,9 @@ void NodeModel::Fault(const std::string& what) {
 void NodeModel::AddJob(uint64_t job, std::shared_ptr<const protocol::Layout> layout, SumsAre sums) {
   jobs_[job].layout = std::move(layout);
   jobs_[job].has_paged_sums = sums == SumsAre::kPaged;
+  for (const auto& durable : durable_.jobs) {
+    if (durable->id == job) Recover(*durable);
+  }
 }
 
 void NodeModel::PutGradient(uint64_t session, uint64_t offset, const GradientToken& token) {
@@ -157,6 +160,11 @@ void NodeModel::CheckSlot(uint64_t id, const BlockPlace& place, bool writes) {
   for (const auto& [block, slot] : job.published) {
     if (writes && slot == *place.slot) Fault("a published block is overwritten");
   }
+  if (writes &&
+      (durable_slots_.contains(*place.slot) || durable_slots_before_.contains(*place.slot))) {
+    Fault("a slot of a durable ledger is overwritten");
+  }
+  if (writes) copies_.erase(*place.slot);
 }
 
 void NodeModel::CheckBounds(const Use& use) {
@@ -297,6 +305,24 @@ std::vector<NodeModel::Use> NodeModel::UsesOf(const Action& action) {
     CheckSlot(evict->job, evict->place, /*writes=*/true);
     const nvme::Slot slot = *evict->place.slot;
     uses.push_back({absl::StrCat("disk ", slot.path), slot.offset_bytes, evict->bytes, true});
+  } else if (const auto* save = std::get_if<SavePart>(&action)) {
+    const bool is_weights = save->arena == SavedArena::kWeights;
+    uses.push_back({absl::StrCat(is_weights ? "weights " : "state ", save->job), save->offset_bytes,
+                    save->bytes, false});
+    CheckSlot(save->job, {.resident = false, .slot = save->slot}, /*writes=*/true);
+    uses.push_back(
+        {absl::StrCat("disk ", save->slot.path), save->slot.offset_bytes, save->bytes, true});
+    if (save->bytes > save->slot.size_bytes) Fault("a part is larger than its slot");
+  } else if (const auto* restore = std::get_if<RestorePart>(&action)) {
+    const bool is_weights = restore->arena == SavedArena::kWeights;
+    uses.push_back({absl::StrCat(is_weights ? "weights " : "state ", restore->job),
+                    restore->offset_bytes, restore->bytes, true});
+    uses.push_back({absl::StrCat("disk ", restore->slot.path), restore->slot.offset_bytes,
+                    restore->bytes, false});
+  } else if (const auto* kept = std::get_if<KeepExtraStates>(&action)) {
+    for (const StatePart& part : kept->parts) {
+      uses.push_back(StepUse(kept->job, part.offset_bytes, part.bytes, false));
+    }
   } else if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
     AddStateMemory(promote->job, {promote->place.state_offset_bytes, promote->bytes});
     uses.push_back(StateUse(promote->job, promote->place, promote->bytes, true));
@@ -381,6 +407,7 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   if (const auto* spill = std::get_if<SpillSums>(&action))
     jobs_[spill->job].spilled.erase(spill->slot);
   if (const auto* evict = std::get_if<EvictBlock>(&action)) disk_[*evict->place.slot] = {};
+  if (const auto* save = std::get_if<SavePart>(&action)) disk_[save->slot] = {};
   if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
     FreeStateMemory(promote->job, promote->place.state_offset_bytes, promote->bytes);
   }
@@ -557,6 +584,11 @@ void NodeModel::Apply(const UpdateBlock& a, TaskDone& done) {
       continue;
     }
     const std::vector<SumUnit> units = UnitsOf(job, a, segment);
+    if (!segment.weights.in_block && !segment.weights.new_offset_bytes) {
+      job.weights_steps[segment.weights.offset_bytes] = {
+          segment.elems * protocol::SizeBytes(job.layout->spec().dtype),
+          a.identity_after.written_step};
+    }
     if (units.empty()) continue;
     const ElemPlace& place = units[0].place;
     CheckElems(job, segment, place);
@@ -601,6 +633,7 @@ void NodeModel::Apply(const InstallWeights& a, TaskDone&) {
   std::map<uint64_t, uint64_t>& to_install = job.updates[a.block].to_install;
   for (const BytesCopy& copy : a.copies) {
     const auto made = to_install.find(copy.from_bytes);
+    job.weights_steps[copy.to_bytes] = {copy.size_bytes, job.committed_step + 1};
     // Where only some partitions are in the arena, they lie there in another way.
     const bool is_whole = !job.has_paged_sums && job.weights_bytes >= job.layout->weights_bytes();
     const auto to = is_whole ? WeightsAt(job, copy.to_bytes) : std::nullopt;
@@ -710,6 +743,7 @@ void NodeModel::Published(const StepPublished& a) {
                          " of ", job.layout->params()[param].elems));
     }
   }
+  job.history[a.step] = WrittenSteps(a.job);
   job.committed.clear();
   for (const auto& [of, tokens] : all.used) {
     const auto& [param, partition] = of;

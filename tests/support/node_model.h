@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
@@ -82,6 +83,11 @@ class NodeModel {
   using Gradients = std::map<uint32_t, std::vector<GradientToken>>;
   const Gradients& committed_gradients(uint64_t job) { return jobs_[job].committed; }
   uint64_t committed_step(uint64_t job) { return jobs_[job].committed_step; }
+
+  // The ledger that is durable. What the next node finds when this one dies now: that ledger, and what is in slots,
+  // but for those that are being written.
+  const daemon::DurableNode& durable() const { return durable_; }
+  NodeModel Restarted() const;
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
@@ -165,6 +171,10 @@ class NodeModel {
     std::map<uint64_t, BlockUpdate> updates;   // by block, in this step
     bool is_updating = false;                  // it is decided
     Gradients committed;
+    // By step: the steps in which the published blocks were written.
+    std::map<uint64_t, std::map<uint64_t, uint64_t>> history;
+    // Weights in the arena, by offset: how many bytes, and the last step that has written them.
+    std::map<uint64_t, std::pair<uint64_t, uint64_t>> weights_steps;
 
     bool HasBlockIn(const nvme::Slot& slot) const {
       const auto is_slot = [&slot](const auto& entry) { return entry.second == slot; };
@@ -239,6 +249,15 @@ class NodeModel {
   void Apply(const daemon::LoadSums& a, daemon::TaskDone& done);
   void Apply(const daemon::EvictBlock& a, daemon::TaskDone& done);
   void Apply(const daemon::PromoteBlock& a, daemon::TaskDone& done);
+  void Apply(const daemon::SavePart& a, daemon::TaskDone& done);
+  void Apply(const daemon::RestorePart& a, daemon::TaskDone& done);
+  void Apply(const daemon::KeepExtraStates& a, daemon::TaskDone& done);
+  void Apply(const daemon::RestoreExtraStates& a, daemon::TaskDone& done);
+  void Apply(const daemon::CommitLedger& a, daemon::TaskDone& done);
+  void CheckDurable(const daemon::DurableJob& job);
+  void Recover(const daemon::DurableJob& job);
+  static std::vector<nvme::Slot> NamedBy(const daemon::DurableNode& node);
+  static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
   template <typename Other>
   void Apply(const Other&, daemon::TaskDone&) {
     Fault("an action without a task was finished");
@@ -255,6 +274,11 @@ class NodeModel {
   std::map<uint32_t, BlockToken> staging_;  // by slot
   std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
   std::map<uint64_t, Held> held_;           // by lease
+  // Copies of blocks in DRAM, by slot: as those were.
+  std::map<nvme::Slot, BlockToken> copies_;
+  daemon::DurableNode durable_;
+  std::set<nvme::Slot> durable_slots_;         // that it names
+  std::set<nvme::Slot> durable_slots_before_;  // that the one before it named
   std::set<uint64_t> closed_;
   std::set<daemon::TaskId> dropped_;  // updates and writes that run in vain
   std::string fault_;

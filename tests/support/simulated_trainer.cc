@@ -18,6 +18,7 @@ SimulatedTrainer::SimulatedTrainer(std::string job, Rank rank,
     : job_(std::move(job)),
       rank_(rank.rank),
       world_size_(rank.world_size),
+      durability_(rank.durability),
       layout_(std::move(layout)),
       wires_(std::move(wires)),
       grad_arena_bytes_(
@@ -38,6 +39,7 @@ void SimulatedTrainer::Attach() {
                               .early_updates = true,
                               .grad_arena_bytes = grad_arena_bytes_,
                               .extra_state_bytes = 100,
+                              .durability = durability_,
                               .layout = layout_});
 }
 

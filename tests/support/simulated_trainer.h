@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "daemon/core/events.h"
+#include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "protocol/wire.h"
 #include "tests/support/node_model.h"
@@ -43,6 +44,7 @@ class SimulatedTrainer {
   struct Rank {
     uint32_t rank = 0;
     uint32_t world_size = 1;
+    protocol::Durability durability = {};
   };
 
   SimulatedTrainer(std::string job, Rank rank, std::shared_ptr<const protocol::Layout> layout,
@@ -127,6 +129,7 @@ class SimulatedTrainer {
   std::string job_;
   uint32_t rank_;
   uint32_t world_size_;
+  protocol::Durability durability_;
   std::shared_ptr<const protocol::Layout> layout_;
   Wires wires_;
   uint64_t grad_arena_bytes_;

@@ -1,0 +1,72 @@
+#include "daemon/core/attach_check.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/limits.h"
+#include "daemon/core/memory_plan.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// Shown in messages to others of the job's user: printable characters alone.
+absl::Status CheckRunToken(const std::string& run) {
+  const auto is_printable = [](char c) { return c > ' ' && c <= '~'; };
+  if (run.size() <= kRunTokenBytesMax && std::all_of(run.begin(), run.end(), is_printable)) {
+    return absl::OkStatus();
+  }
+  return MakeError(ErrorId::kOption,
+                   absl::StrCat("the run token has ", run.size(), " bytes (at most ",
+                                kRunTokenBytesMax, ", printable characters without spaces)"),
+                   "set FOREBAY_RUN, or run at attach, to a short name of this run");
+}
+
+// Owners of partitions are ranks, and all are on this node: none of them needs a replica here.
+absl::Status CheckOwners(const protocol::Layout& layout, uint32_t world_size) {
+  if (layout.is_shared()) return absl::OkStatus();
+  for (const protocol::PartitionPlace& partition : layout.partitions()) {
+    if (partition.owner >= world_size) {
+      return MakeError(ErrorId::kRank,
+                       absl::StrCat("the layout has partitions of rank ", partition.owner,
+                                    "; the world size is ", world_size));
+    }
+    if (partition.replica != 0) {
+      return MakeError(ErrorId::kUnsupported,
+                       absl::StrCat("the layout has replica ", partition.replica, " of group ",
+                                    partition.group, ": a node holds one copy"),
+                       "give each shard one owner; the ranks that replicate it fetch that one");
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckAttachRequest(const AttachRequested& request) {
+  if (request.reader) return CheckReaderRequest(request.grad_arena_bytes);
+  RETURN_IF_ERROR(CheckRunToken(request.run));
+  if (request.world_size == 0 || request.world_size > protocol::kWorldMax) {
+    return MakeError(ErrorId::kRank, absl::StrCat("world size ", request.world_size,
+                                                  " is not 1 to ", protocol::kWorldMax));
+  }
+  if (request.rank >= request.world_size) {
+    return MakeError(ErrorId::kRank, absl::StrCat("there is no rank ", request.rank,
+                                                  " in a world of size ", request.world_size));
+  }
+  RETURN_IF_ERROR(CheckOwners(*request.layout, request.world_size));
+  if (request.accumulate && request.layout->is_shared()) {
+    return MakeError(ErrorId::kUnsupported,
+                     "gradients of several backward passes with shared attachment",
+                     "call step after each backward, or attach sharded");
+  }
+  return CheckSessionRequest(*request.layout, SessionRequestOf(request));
+}
+
+}  // namespace forebay::daemon

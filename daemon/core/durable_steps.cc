@@ -1,0 +1,205 @@
+#include "daemon/core/durable_steps.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/block_ledger.h"
+#include "daemon/core/limits.h"
+#include "protocol/error.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+bool DurableSteps::IsDue(uint64_t step) const {
+  return spec_.plan.has_durable_steps() && step % spec_.plan.session.durability.steps == 0;
+}
+
+void DurableSteps::Begin(Published published) {
+  FOREBAY_CHECK(!in_progress());
+  if (is_abandoned_) return;
+  next_ = std::make_shared<DurableJob>(DurableJob{
+      .id = spec_.id,
+      .name = spec_.name,
+      .uid = spec_.uid,
+      .run = std::move(published.run),
+      .durability = spec_.plan.session.durability,
+      .layout = spec_.layout,
+      .world_size = spec_.world_size(),
+      .block_elems = spec_.plan.block_elems,
+      .slot_bytes = spec_.plan.block_bytes,
+      .weights_on_swap = spec_.plan.weights_on_swap,
+      .step = published.step,
+      .param_updates = pipeline_.updates(),
+      .trace = std::move(published.trace),
+      .extra_states = nullptr,
+      .blocks = {},
+      .weights = {},
+  });
+  unsaved_ = pipeline_.ledger().BeginDurable();
+  // One on swap without a slot: zeros that were never written.
+  std::erase_if(unsaved_, [this](uint32_t entry) {
+    return !is_part(entry) && !pipeline_.is_resident(entry);
+  });
+  std::ranges::reverse(unsaved_);
+  is_keeping_ = true;
+  io_.Start(TaskKind::kKeepExtraStates, 0,
+            KeepExtraStates{.parts = std::move(published.extra_states)});
+}
+
+StatePart DurableSteps::PartOf(uint32_t entry) const {
+  if (is_part(entry)) return spec_.plan.WeightsPart(entry - pipeline_.map().blocks());
+  return {.offset_bytes = pipeline_.placement().WhereBlock(entry).state.offset_bytes,
+          .bytes = pipeline_.map().bytes(entry)};
+}
+
+BlockIdentity DurableSteps::IdentityOf(uint32_t entry, uint64_t step) const {
+  if (!is_part(entry)) return {.job = spec_.id, .block = entry, .written_step = step};
+  return {.job = spec_.id,
+          .part = BlockPart::kWeightsArena,
+          .block = entry - pipeline_.map().blocks(),
+          .written_step = step};
+}
+
+absl::Status DurableSteps::Describe(const absl::Status& status, uint32_t entry) const {
+  if (!is_part(entry)) return pipeline_.DescribeBlock(status, entry);
+  return protocol::MakeError(protocol::IdOf(status),
+                             absl::StrCat("part ", entry - pipeline_.map().blocks(),
+                                          " of the weights: ", std::string(status.message())),
+                             protocol::HintOf(status));
+}
+
+void DurableSteps::Pump() {
+  StartSaves();
+  TryGather();
+}
+
+void DurableSteps::StartSaves() {
+  if (!in_progress() || is_abandoned_) return;
+  const size_t at_once = kSavesPerPath * std::max(1U, pipeline_.path_table().paths());
+  while (!unsaved_.empty() && saving_.size() < at_once) {
+    const uint32_t entry = unsaved_.back();
+    const BlockLedger::Target target = pipeline_.AllocateSave(entry);
+    unsaved_.pop_back();
+    const StatePart part = PartOf(entry);
+    const TaskId task =
+        io_.Start(TaskKind::kSavePart, 0,
+                  SavePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
+                           .identity = IdentityOf(entry, next_->step),
+                           .offset_bytes = part.offset_bytes,
+                           .bytes = part.bytes,
+                           .slot = target.slot,
+                           .pause = target.pause});
+    saving_.emplace(task, Save{.entry = entry, .path = target.slot.path});
+  }
+}
+
+void DurableSteps::OnSaved(const TaskDone& done) {
+  const auto node = saving_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  const Save save = node.mapped();
+  BlockLedger& ledger = pipeline_.ledger();
+  if (!done.status.ok()) {
+    ledger.OnSaveFailed(save.entry);
+    if (is_abandoned_) return;
+    wait_ = Describe(done.status, save.entry);
+    pipeline_.AddSpareSlot();
+    unsaved_.push_back(save.entry);
+    return;
+  }
+  const uint64_t bytes = PartOf(save.entry).bytes;
+  pipeline_.path_table().AddTransfer({.path = save.path,
+                                      .direction = Direction::kWrite,
+                                      .bytes = bytes,
+                                      .begin_ns = done.begin_ns,
+                                      .end_ns = done.end_ns});
+  written_bytes_ += bytes;
+  ledger.EndSave(save.entry, done.checksum, next_->step);
+  if (unsaved_.empty() && saving_.empty()) wait_ = absl::OkStatus();
+}
+
+absl::Status DurableSteps::OnKept(const TaskDone& done) {
+  is_keeping_ = false;
+  next_->extra_states = done.extra_states;
+  return done.status;
+}
+
+void DurableSteps::TryGather() {
+  if (!in_progress() || is_gathered_ || is_abandoned_) return;
+  if (is_keeping_ || !unsaved_.empty() || !saving_.empty()) return;
+  const auto bytes_of = [](const BlockLedger::Version& version) {
+    return DurableBytes{.slot = *version.slot,
+                        .checksum = version.checksum,
+                        .written_step = version.written_step,
+                        .weights_digests = version.weights_digests};
+  };
+  const BlockLedger& ledger = pipeline_.ledger();
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    const std::optional<BlockLedger::Version>& version = ledger.next_durable(block);
+    const bool is_written = version && version->slot;
+    next_->blocks.push_back(is_written ? std::optional(bytes_of(*version)) : std::nullopt);
+  }
+  for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
+    next_->weights.push_back(bytes_of(*ledger.next_durable(pipeline_.map().blocks() + part)));
+  }
+  is_gathered_ = true;
+}
+
+void DurableSteps::OnCommitted(const absl::Status& status) {
+  if (!is_gathered_) return;  // the ledger has named the step before again
+  wait_ = status;
+  if (!status.ok()) return;
+  last_ = std::exchange(next_, nullptr);
+  is_gathered_ = false;
+  pipeline_.FinishDurable();
+}
+
+// --------------------------------------------------------------------------------------- the way back
+
+void DurableSteps::StartRestore() {
+  last_ = spec_.recovered;
+  pipeline_.Recover(*last_);
+  for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
+    to_restore_.push_back(pipeline_.map().blocks() + part);
+  }
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    if (last_->blocks[block] && pipeline_.is_resident(block)) to_restore_.push_back(block);
+  }
+  StartRestores();
+}
+
+void DurableSteps::StartRestores() {
+  const size_t at_once = kSavesPerPath * std::max(1U, pipeline_.path_table().paths());
+  for (; next_restore_ < to_restore_.size() && restoring_.size() < at_once; ++next_restore_) {
+    const uint32_t entry = to_restore_[next_restore_];
+    const uint32_t blocks = pipeline_.map().blocks();
+    const DurableBytes& from =
+        is_part(entry) ? last_->weights[entry - blocks] : *last_->blocks[entry];
+    const StatePart part = PartOf(entry);
+    const TaskId task =
+        io_.Start(TaskKind::kRestore, 0,
+                  RestorePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
+                              .identity = IdentityOf(entry, from.written_step),
+                              .checksum = from.checksum,
+                              .offset_bytes = part.offset_bytes,
+                              .bytes = part.bytes,
+                              .slot = from.slot});
+    restoring_.emplace(task, entry);
+  }
+}
+
+absl::Status DurableSteps::OnRestored(const TaskDone& done) {
+  const auto node = restoring_.extract(done.task);
+  FOREBAY_CHECK(!node.empty());
+  if (!done.status.ok()) {
+    next_restore_ = to_restore_.size();
+    return Describe(done.status, node.mapped());
+  }
+  restored_bytes_ += PartOf(node.mapped()).bytes;
+  StartRestores();
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::daemon

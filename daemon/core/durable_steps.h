@@ -1,0 +1,103 @@
+// Brings published steps of a job to disk, and the job back from there.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/durable_job.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_spec.h"
+#include "daemon/core/job_tasks.h"
+#include "daemon/core/step_pipeline.h"
+#include "protocol/durability.h"
+
+namespace forebay::daemon {
+
+// With the publication of a step that is due, the step is gathered: blocks on swap stay in their slots, those in
+// DRAM that have changed are written to others, with the weights; what ranks committed is kept. Then the node
+// makes a ledger durable that names all of them (DurableJob). Until it is, no step is decided: bytes in DRAM are
+// changed by decided steps alone, and never more steps are undone than the level allows.
+//
+// A write that fails is repeated in another slot, a ledger that is not durable is made again: the step waits
+// meanwhile, and wait() says why.
+//
+// Ownership  What the constructor gets outlives it.
+class DurableSteps {
+ public:
+  DurableSteps(const JobSpec& spec, JobTasks& io, StepPipeline& pipeline)
+      : spec_(spec), io_(io), pipeline_(pipeline) {}
+
+  // What a step is beside its blocks.
+  struct Published {
+    uint64_t step = 0;
+    std::string run;
+    std::vector<uint32_t> trace;
+    std::vector<StatePart> extra_states;  // in the step arena, by rank
+  };
+  bool IsDue(uint64_t step) const;
+  // The step has been published, and is due. Nothing is in progress.
+  void Begin(Published published);
+  // Starts what can be started.
+  void Pump();
+  void OnSaved(const TaskDone& done);
+  absl::Status OnKept(const TaskDone& done);
+
+  // From Begin() on, until the ledger is durable.
+  bool in_progress() const { return next_ != nullptr; }
+  // Everything is saved: the job is part of the next ledger.
+  bool is_gathered() const { return is_gathered_; }
+  // That a ledger names now; is_gathered(): with the step in progress. Null: none.
+  std::shared_ptr<const DurableJob> ForLedger() const { return is_gathered_ ? next_ : last_; }
+  // The ledger with what ForLedger() gave is durable, or (an error) perhaps not.
+  void OnCommitted(const absl::Status& status);
+
+  // Of a job that a ledger has named: its arenas get their bytes back, each by a task that ends in OnRestored().
+  void StartRestore();
+  bool is_restoring() const { return !restoring_.empty() || next_restore_ < to_restore_.size(); }
+  absl::Status OnRestored(const TaskDone& done);
+  uint64_t restored_bytes() const { return restored_bytes_; }
+
+  // The job failed or is deleted: nothing is started any more.
+  void Abandon() { is_abandoned_ = true; }
+
+  uint64_t durable_step() const { return last_ == nullptr ? 0 : last_->step; }
+  // OK, or what the step in progress waits for.
+  const absl::Status& wait() const { return wait_; }
+  // Written for durable steps so far.
+  uint64_t written_bytes() const { return written_bytes_; }
+
+ private:
+  bool is_part(uint32_t entry) const { return entry >= pipeline_.map().blocks(); }
+  StatePart PartOf(uint32_t entry) const;
+  BlockIdentity IdentityOf(uint32_t entry, uint64_t step) const;
+  absl::Status Describe(const absl::Status& status, uint32_t entry) const;
+  void StartSaves();
+  void StartRestores();
+  void TryGather();
+
+  const JobSpec& spec_;
+  JobTasks& io_;
+  StepPipeline& pipeline_;
+  std::shared_ptr<DurableJob> next_;  // in progress
+  std::shared_ptr<const DurableJob> last_;
+  bool is_gathered_ = false;
+  bool is_abandoned_ = false;
+  bool is_keeping_ = false;        // what ranks committed is being copied
+  std::vector<uint32_t> unsaved_;  // entries of the ledger; the last one is next
+  struct Save {
+    uint32_t entry = 0;
+    uint32_t path = 0;
+  };
+  std::map<TaskId, Save> saving_;
+  std::vector<uint32_t> to_restore_;
+  size_t next_restore_ = 0;
+  std::map<TaskId, uint32_t> restoring_;
+  uint64_t restored_bytes_ = 0;
+  uint64_t written_bytes_ = 0;
+  absl::Status wait_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,66 @@
+#include "daemon/core/node_ledger.h"
+
+#include <utility>
+
+#include "daemon/core/job.h"
+
+namespace forebay::daemon {
+
+NodeLedger::NodeLedger(ActionSink& actions, const DurableNode& recovered) : actions_(actions) {
+  for (const std::shared_ptr<const DurableJob>& job : recovered.jobs) Park(job);
+}
+
+std::shared_ptr<const DurableJob> NodeLedger::FindParked(const JobName& name) const {
+  const auto found = parked_.find(name);
+  return found == parked_.end() ? nullptr : found->second;
+}
+
+void NodeLedger::Park(std::shared_ptr<const DurableJob> job) {
+  const JobName name{.uid = job->uid, .name = job->name};
+  parked_.emplace(name, std::move(job));
+}
+
+void NodeLedger::Retire(std::vector<nvme::Slot> slots) {
+  retired_.push_back({.slots = std::move(slots)});
+}
+
+uint64_t NodeLedger::retired_bytes() const {
+  uint64_t bytes = 0;
+  for (const Retired& retired : retired_) {
+    for (const nvme::Slot& slot : retired.slots) bytes += slot.size_bytes;
+  }
+  return bytes;
+}
+
+void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job) {
+  if (task_ != 0) return;
+  for (const auto& [id, job] : jobs) {
+    if (job->WantsLedger()) in_ledger_.push_back(id);
+  }
+  if (in_ledger_.empty() && retired_.empty()) return;
+  auto node = std::make_shared<DurableNode>();
+  node->last_job = last_job;
+  for (const auto& [name, job] : parked_) node->jobs.push_back(job);
+  for (const auto& [id, job] : jobs) {
+    if (auto of_job = job->ForLedger()) node->jobs.push_back(std::move(of_job));
+  }
+  for (Retired& retired : retired_) retired.is_counted = true;
+  task_ = actions_.NewTask(/*job=*/0);
+  actions_.Emit(CommitLedger{.task = task_, .node = std::move(node), .pause = has_failed_});
+}
+
+std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap& swap) {
+  (void)actions_.FinishTask(std::exchange(task_, 0));
+  has_failed_ = !status.ok();
+  for (Retired& retired : retired_) {
+    if (std::exchange(retired.is_counted, false) && status.ok()) --retired.ledgers_left;
+  }
+  std::erase_if(retired_, [&swap](const Retired& retired) {
+    if (retired.ledgers_left > 0) return false;
+    swap.Free(retired.slots);
+    return true;
+  });
+  return std::exchange(in_ledger_, {});
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,62 @@
+// The node's durable ledgers: what the next one says of all jobs, and what the last one said of jobs that nobody has
+// attached to since the daemon was started.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/core/durable_job.h"
+#include "daemon/core/events.h"
+#include "daemon/core/job_name.h"
+#include "daemon/core/job_tasks.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+
+class Job;
+
+// One ledger is made at a time, for all jobs: a step that is gathered meanwhile is in the next one. One that is not
+// made durable is made again.
+class NodeLedger {
+ public:
+  NodeLedger(ActionSink& actions, const DurableNode& recovered);
+
+  // Those of the ledger that was found, that nobody has attached to.
+  using Parked = std::map<JobName, std::shared_ptr<const DurableJob>>;
+  const Parked& parked() const { return parked_; }
+  std::shared_ptr<const DurableJob> FindParked(const JobName& name) const;
+  void Unpark(const JobName& name) { parked_.erase(name); }
+  // It could not come back: the ledger keeps it.
+  void Park(std::shared_ptr<const DurableJob> job);
+
+  // Slots of a job that is no more. The last two ledgers name some of them: they are given out when as many
+  // without the job are durable.
+  void Retire(std::vector<nvme::Slot> slots);
+  uint64_t retired_bytes() const;
+
+  // Emits CommitLedger where a step or retired slots wait for it.
+  void Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job);
+  bool Owns(TaskId task) const { return task_ != 0 && task == task_; }
+  // Its outcome. Returns the jobs whose steps it has, for the caller to report. Slots that are free now go to
+  // `swap`.
+  std::vector<JobId> Finish(const absl::Status& status, nvme::SlotMap& swap);
+
+ private:
+  struct Retired {
+    std::vector<nvme::Slot> slots;
+    uint32_t ledgers_left = 2;
+    bool is_counted = false;  // by the ledger that is being made
+  };
+
+  ActionSink& actions_;
+  Parked parked_;
+  std::vector<Retired> retired_;
+  TaskId task_ = 0;               // 0: none is being made
+  std::vector<JobId> in_ledger_;  // whose steps it makes durable
+  bool has_failed_ = false;       // the last one
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,401 @@
+// Goal    After the death of the daemon, at any point, a job is at one step for all its blocks: at level `step` no
+//         step that was answered is lost, at `epoch=N` at most N; it trains on from there. No slot of the last two
+//         ledgers is written, and a slot of a deleted job is given to nobody before both are superseded.
+// Method  The harness, whose model faults where a ledger names other bytes than those of its step, where what is
+//         saved changes meanwhile, and where a slot of a durable ledger is written. The node dies after each of
+//         all tasks of some steps in turn, and another one is made from what is on the model's disk.
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "daemon/core/limits.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/durability.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::AttachRequest;
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::SwapPaths;
+using protocol::Durability;
+using protocol::DurabilityLevel;
+using protocol::ErrorId;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr uint32_t kRanks = 2;
+constexpr uint32_t kGroups = 3;
+constexpr uint64_t kArenaBytes = 64 << 10;
+constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
+constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
+
+std::shared_ptr<const protocol::Layout> Layout() {
+  std::vector<std::vector<testing::ShardedParam>> groups(kGroups,
+                                                         {{.rows = uint64_t{kRanks} * 1024}});
+  groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
+  return MakeShardedLayout(groups);
+}
+
+NodeState::Options Roomy() {
+  NodeState::Options options = testing::RoomyOptions();
+  options.block_elems = 512;
+  options.staging_slots = 3;
+  options.staging_slot_bytes = 8192;
+  options.swap = SwapPaths({4 << 20, 4 << 20});
+  return options;
+}
+
+enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
+
+struct Case {
+  Durability durability;
+  Place place;
+  bool early_updates = false;
+};
+
+AttachRequest RequestOf(uint32_t rank, const Case& with) {
+  return {.rank = rank,
+          .early_updates = with.early_updates,
+          .durability = with.durability,
+          .grad_arena_bytes = kArenaBytes};
+}
+
+NodeState::Options OptionsOf(const Case& with) {
+  NodeState::Options options = Roomy();
+  if (with.place == Place::kDram) return options;
+  NodeHarness node(options, kRanks);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) node.Attach(Layout(), RequestOf(rank, with));
+  const JobView job = *node.FindJob("job");
+  const uint64_t used = node.state().Node().dram_used_bytes;
+  if (with.place == Place::kWeightsOnSwap) {
+    options.dram_limit_bytes = testing::LeastDramOf(Layout(), options, kRanks, RequestOf(0, with),
+                                                    /*gradients_in_dram=*/true);
+    return options;
+  }
+  const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
+  options.dram_limit_bytes = used - (job.blocks - resident) * (job.resident_bytes / job.blocks);
+  return options;
+}
+
+// The ranks of one job on a node, and on the next one when it has died.
+class Training {
+ public:
+  Training(const Case& with, const NodeState::Options& options)
+      : with_(with), options_(options), node_(std::make_unique<NodeHarness>(options, kRanks)) {}
+
+  void AttachAll() {
+    sessions_.clear();
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      sessions_.push_back(node_->Attach(layout_, RequestOf(rank, with_)));
+    }
+    ASSERT_OK(StatusOf(0));
+    ASSERT_OK(StatusOf(1));
+    step_ = node_->attached(sessions_[0])->committed_step + 1;
+    Begin();
+  }
+  absl::Status StatusOf(uint32_t rank) const {
+    const AnswerAttach* answer = node_->attached(sessions_.at(rank));
+    return answer == nullptr ? absl::UnavailableError("no answer yet") : answer->status;
+  }
+
+  // Does the next thing of the current step: a delivery, or a call; else ends the oldest task.
+  void Turn() {
+    if (!to_do_.empty() && turn_++ % 2 == 0) {
+      const auto next = to_do_.front();
+      to_do_.erase(to_do_.begin());
+      next();
+      return;
+    }
+    if (!node_->model().running().empty()) node_->Finish(node_->model().running().begin()->first);
+    const bool is_answered =
+        !calls_.empty() && to_do_.empty() && std::ranges::all_of(calls_, [this](uint64_t call) {
+          return node_->ErrorOf(call) != kUnanswered;
+        });
+    if (!is_answered) return;
+    for (const uint64_t call : calls_) EXPECT_EQ(node_->ErrorOf(call), ErrorId::kNone);
+    answered_ = step_++;
+    Begin();
+  }
+
+  void Die() {
+    EXPECT_EQ(node_->fault(), "");
+    node_ = NodeHarness::Restart(*node_, options_);
+  }
+
+  JobView View() const { return *node_->FindJob("job"); }
+
+  const Case with_;
+  const NodeState::Options options_;
+  const std::shared_ptr<const protocol::Layout> layout_ = Layout();
+  std::unique_ptr<NodeHarness> node_;
+  std::vector<uint64_t> sessions_;
+  uint64_t step_ = 1;      // the current one
+  uint64_t answered_ = 0;  // the newest that every rank was answered
+
+ private:
+  void Begin() {
+    calls_.clear();
+    to_do_.clear();
+    for (const uint64_t session : sessions_) {
+      if (with_.early_updates) to_do_.push_back([=, this] { node_->Announce(session, step_); });
+    }
+    for (uint32_t i = static_cast<uint32_t>(layout_->partitions().size()); i-- > 0;) {
+      const uint64_t session = sessions_[layout_->partitions()[i].owner];
+      to_do_.push_back([=, this] { node_->Gradient(session, i, step_); });
+    }
+    for (const uint64_t session : sessions_) {
+      to_do_.push_back([=, this] {
+        calls_.push_back(node_->Step(session, step_, 0.1, 0, /*extra_state_bytes=*/32));
+      });
+    }
+  }
+
+  uint64_t turn_ = 0;
+  std::vector<std::function<void()>> to_do_;
+  std::vector<uint64_t> calls_;
+};
+
+class NodeStateDurable : public ::testing::TestWithParam<Case> {};
+
+TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  constexpr uint64_t kSteps = 4;
+  const uint64_t lost_most =
+      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
+  uint64_t deaths = 0;
+  std::set<uint64_t> recovered_at;
+  for (uint64_t point = 0;; ++point) {
+    Training run(GetParam(), options);
+    run.AttachAll();
+    uint64_t turns = 0;
+    for (; turns < point && run.answered_ < kSteps; ++turns) run.Turn();
+    if (run.answered_ >= kSteps) break;
+    ++deaths;
+    const uint64_t answered = run.answered_;
+    run.Die();
+    const uint64_t durable =
+        run.node_->model().durable().jobs.empty() ? 0 : run.node_->model().durable().jobs[0]->step;
+    ASSERT_GE(durable + lost_most, answered) << "point " << point;
+    run.AttachAll();
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    ASSERT_EQ(run.step_, durable + 1) << "point " << point;
+    ASSERT_EQ(run.node_->attached(run.sessions_[1])->writes_initial, durable == 0);
+    ASSERT_EQ(run.node_->attached(run.sessions_[1])->extra_state_bytes, durable > 0 ? 32U : 0U);
+    recovered_at.insert(durable);
+    const uint64_t goal = durable + 2;
+    for (uint64_t turn = 0; turn < 2000 && run.answered_ < goal; ++turn) run.Turn();
+    ASSERT_EQ(run.answered_, goal) << "point " << point;
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    // And once more, from a ledger of the second node.
+    run.Die();
+    run.AttachAll();
+    ASSERT_GE(run.step_ - 1 + lost_most, goal) << "point " << point;
+    for (uint64_t turn = 0; turn < 2000 && run.answered_ < goal + 1; ++turn) run.Turn();
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+  }
+  EXPECT_GT(deaths, 50U);
+  EXPECT_GE(recovered_at.size(), 2U);
+}
+
+TEST_P(NodeStateDurable, SlotsAreThoseOfThePlan) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  Training run(GetParam(), options);
+  run.AttachAll();
+  const uint64_t swap_bytes = run.View().swap_bytes;
+  for (int turn = 0; turn < 3000 && run.answered_ < 6; ++turn) run.Turn();
+  EXPECT_EQ(run.answered_, 6U);
+  EXPECT_EQ(run.View().swap_bytes, swap_bytes);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Levels, NodeStateDurable,
+    ::testing::Values(Case{kStep, Place::kDram}, Case{kStep, Place::kSwap},
+                      Case{kStep, Place::kHalf}, Case{kStep, Place::kWeightsOnSwap},
+                      Case{kEpoch, Place::kDram}, Case{kEpoch, Place::kSwap, true},
+                      Case{kEpoch, Place::kHalf, true}, Case{kEpoch, Place::kWeightsOnSwap, true}));
+
+class NodeStateDurableJob : public ::testing::Test {
+ protected:
+  NodeStateDurableJob() : run_({kStep, Place::kDram}, Roomy()) { run_.AttachAll(); }
+  void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
+  void TrainTo(uint64_t step) {
+    for (int turn = 0; turn < 2000 && run_.answered_ < step; ++turn) run_.Turn();
+    ASSERT_EQ(run_.answered_, step);
+  }
+  void EndAll() {
+    for (const uint64_t session : run_.sessions_) {
+      run_.node_->End(session, EndCause::kDetached);
+    }
+    run_.node_->RunTasks();
+  }
+  NodeHarness& node() { return *run_.node_; }
+
+  Training run_;
+};
+
+TEST_F(NodeStateDurableJob, ACallIsAnsweredWhenItsStepIsDurable) {
+  while (node().Running<CommitLedger>().empty()) run_.Turn();
+  EXPECT_EQ(run_.View().published_step, 1U);
+  EXPECT_EQ(run_.View().durable_step, 0U);
+  EXPECT_EQ(run_.answered_, 0U);
+  node().Finish(node().Running<CommitLedger>()[0].task);
+  EXPECT_EQ(run_.View().durable_step, 1U);
+  run_.Turn();
+  EXPECT_EQ(run_.answered_, 1U);
+}
+
+TEST_F(NodeStateDurableJob, WhatHasNotChangedIsNotSavedAgain) {
+  TrainTo(1);
+  const size_t first = node().Logged<SavePart>().size();
+  // The frozen parameter and one that has no gradient in the second step.
+  for (uint32_t i = 0; i < run_.layout_->partitions().size(); ++i) {
+    if (run_.layout_->partitions()[i].group != 0) continue;
+    node().Gradient(run_.sessions_[run_.layout_->partitions()[i].owner], i, 2);
+  }
+  EXPECT_THAT(node().StepAll(run_.sessions_, 2), Each(ErrorId::kNone));
+  const size_t second = node().Logged<SavePart>().size() - first;
+  EXPECT_LT(second, first);
+  EXPECT_GT(second, 0U);
+}
+
+TEST_F(NodeStateDurableJob, ASaveThatFailsGoesToAnotherSlot) {
+  while (node().Running<SavePart>().empty()) run_.Turn();
+  const SavePart failed = node().Running<SavePart>()[0];
+  node().Finish(failed.task, protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  EXPECT_THAT(run_.View().swap_wait.message(), HasSubstr("simulated"));
+  TrainTo(1);
+  const auto saves = node().Logged<SavePart>();
+  const auto again = std::ranges::find_if(saves, [&failed](const SavePart& save) {
+    return save.task != failed.task && save.identity.block == failed.identity.block &&
+           save.arena == failed.arena;
+  });
+  ASSERT_NE(again, saves.end());
+  EXPECT_NE(again->slot, failed.slot);
+  EXPECT_OK(run_.View().swap_wait);
+}
+
+TEST_F(NodeStateDurableJob, ALedgerThatIsNotDurableIsMadeAgain) {
+  while (node().Running<CommitLedger>().empty()) run_.Turn();
+  node().Finish(node().Running<CommitLedger>()[0].task,
+                protocol::MakeError(ErrorId::kSwapIo, "simulated"));
+  EXPECT_EQ(run_.View().durable_step, 0U);
+  EXPECT_THAT(run_.View().swap_wait.message(), HasSubstr("simulated"));
+  ASSERT_THAT(node().Running<CommitLedger>(), SizeIs(1));
+  EXPECT_TRUE(node().Running<CommitLedger>()[0].pause);
+  TrainTo(1);
+}
+
+TEST_F(NodeStateDurableJob, AJobThatWasDeletedIsGoneAndItsSlotsAreFree) {
+  TrainTo(2);
+  const uint64_t used = node().state().Node().swap_used_bytes;
+  ASSERT_GT(used, 0U);
+  EndAll();
+  node().Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  while (node().Running<CommitLedger>().empty()) {
+    ASSERT_FALSE(node().model().running().empty());
+    node().Finish(node().model().running().begin()->first);
+  }
+  EXPECT_EQ(node().state().Node().swap_used_bytes, used);
+  node().Finish(node().Running<CommitLedger>()[0].task);
+  EXPECT_EQ(node().state().Node().swap_used_bytes, used);  // the ledger before names them
+  node().RunTasks();
+  EXPECT_EQ(node().state().Node().swap_used_bytes, 0U);
+  EXPECT_THAT(node().model().durable().jobs, IsEmpty());
+}
+
+TEST_F(NodeStateDurableJob, OneThatNobodyHasAttachedToIsShownAndCanBeDeleted) {
+  TrainTo(3);
+  run_.Die();
+  EXPECT_EQ(run_.View().durable_step, 3U);
+  EXPECT_EQ(run_.View().committed_step, 3U);
+  EXPECT_THAT(run_.View().sessions, IsEmpty());
+  EXPECT_EQ(node().state().Node().swap_used_bytes, run_.View().swap_bytes);
+  node().Send(DeleteJobRequested{.request = 1, .uid = 1001, .job = "job"});
+  EXPECT_TRUE(node().FindJob("job").has_value());
+  node().Send(DeleteJobRequested{.request = 2, .uid = 1000, .job = "job"});
+  EXPECT_FALSE(node().FindJob("job").has_value());
+  node().RunTasks();
+  EXPECT_EQ(node().state().Node().swap_used_bytes, 0U);
+}
+
+TEST_F(NodeStateDurableJob, OnlyItsOwnRunLayoutAndLevelGetItBack) {
+  TrainTo(1);
+  run_.Die();
+  const auto refused = [this](const AttachRequest& request,
+                              const std::shared_ptr<const protocol::Layout>& layout) {
+    return node().attached(node().AttachOnly(layout, request))->status;
+  };
+  AttachRequest request = RequestOf(0, run_.with_);
+  request.run = "another";
+  EXPECT_EQ(protocol::IdOf(refused(request, run_.layout_)), ErrorId::kJobExists);
+  request = RequestOf(0, run_.with_);
+  request.durability = kEpoch;
+  const absl::Status level = refused(request, run_.layout_);
+  EXPECT_EQ(protocol::IdOf(level), ErrorId::kOption);
+  EXPECT_THAT(level.message(), HasSubstr("durability epoch=2: job job has step"));
+  EXPECT_EQ(protocol::IdOf(refused(RequestOf(0, run_.with_), testing::ThreeGroups())),
+            ErrorId::kLayout);
+  EXPECT_EQ(protocol::IdOf(refused({.reader = true}, run_.layout_)), ErrorId::kNotReady);
+  request = RequestOf(0, run_.with_);
+  request.durability.reset();
+  request.run = "another";
+  request.resume = true;
+  EXPECT_OK(refused(request, run_.layout_));
+}
+
+TEST_F(NodeStateDurableJob, OneThatCannotBeReadStaysInTheLedger) {
+  TrainTo(2);
+  run_.Die();
+  const uint64_t session = node().RequestAttach(run_.layout_, RequestOf(0, run_.with_));
+  const RestorePart restore = node().FinishUntil<RestorePart>();
+  node().Finish(restore.task, protocol::MakeError(ErrorId::kCorrupt, "simulated"));
+  node().RunTasks();
+  ASSERT_NE(node().attached(session), nullptr);
+  EXPECT_EQ(protocol::IdOf(node().attached(session)->status), ErrorId::kCorrupt);
+  EXPECT_TRUE(node().is_closed(session));
+  EXPECT_EQ(run_.View().durable_step, 2U);
+  EXPECT_EQ(node().state().Node().swap_used_bytes, run_.View().swap_bytes);
+  EXPECT_THAT(node().Logged<CommitLedger>(), IsEmpty());
+  run_.AttachAll();
+  EXPECT_EQ(run_.step_, 3U);
+  TrainTo(4);
+}
+
+TEST(NodeStateDurableRefusal, ANodeThatCannotKeepStepsSaysWhy) {
+  NodeState::Options options = Roomy();
+  options.not_durable = protocol::MakeError(ErrorId::kUnsupported, "swap is on tmpfs");
+  NodeHarness node(options, kRanks);
+  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  EXPECT_THAT(node.attached(session)->status.message(), HasSubstr("tmpfs"));
+  const uint64_t other = node.AttachOnly(
+      Layout(), {.job = "other", .durability = Durability{}, .grad_arena_bytes = kArenaBytes});
+  EXPECT_OK(node.attached(other)->status);
+}
+
+TEST(NodeStateDurableRefusal, SwapThatIsTooSmallForTheLevelIsTheError) {
+  NodeState::Options options = Roomy();
+  options.swap = SwapPaths({256 << 10});
+  NodeHarness node(options, kRanks);
+  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  const absl::Status& status = node.attached(session)->status;
+  EXPECT_EQ(protocol::IdOf(status), ErrorId::kSwapNospc);
+  EXPECT_THAT(status.message(), HasSubstr("durability step needs"));
+  EXPECT_THAT(status.message(), HasSubstr("3 for each of"));
+}
+
+}  // namespace
+}  // namespace forebay::daemon

@@ -1,0 +1,169 @@
+// Durable steps in the model: copies of what is in DRAM, ledgers, and what is left when the node dies.
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/units.h"
+#include "tests/support/node_model.h"
+
+namespace forebay::testing {
+
+// NOLINTNEXTLINE(google-build-using-namespace): the actions
+using namespace daemon;
+
+// A part of the weights arena has no token but its slot's.
+BlockToken NodeModel::WeightsToken(const BlockIdentity& identity, uint64_t checksum) {
+  constexpr uint64_t kWeights = uint64_t{1} << 32;
+  return {.job = identity.job,
+          .block = kWeights + identity.block,
+          .written_step = identity.written_step,
+          .checksum = checksum};
+}
+
+void NodeModel::Apply(const SavePart& a, TaskDone& done) {
+  JobMemory& job = jobs_[a.job];
+  if (job.is_updating || job.committed_step != a.identity.written_step) {
+    Fault("what is in DRAM is saved as another step than it is of");
+  }
+  done.checksum = ++checksums_;
+  if (a.arena == SavedArena::kWeights) {
+    if (a.identity.part != BlockPart::kWeightsArena) Fault("weights are saved as something else");
+    disk_[a.slot] = WeightsToken(a.identity, done.checksum);
+    return;
+  }
+  const auto found = job.resident.find(a.offset_bytes);
+  const BlockToken resident = found == job.resident.end() ? BlockToken() : found->second;
+  if (resident.written_step != 0 && resident.block != a.identity.block) {
+    Fault("another block is saved than the one that is there");
+  }
+  disk_[a.slot] = {.job = a.job,
+                   .block = a.identity.block,
+                   .written_step = a.identity.written_step,
+                   .checksum = done.checksum};
+  copies_[a.slot] = resident;
+}
+
+void NodeModel::Apply(const RestorePart& a, TaskDone&) {
+  JobMemory& job = jobs_[a.job];
+  if (a.arena == SavedArena::kWeights) {
+    if (!(disk_[a.slot] == WeightsToken(a.identity, a.checksum))) {
+      Fault("weights are restored from a slot that does not hold them");
+    }
+    return;
+  }
+  const BlockToken block{.job = a.job,
+                         .block = a.identity.block,
+                         .written_step = a.identity.written_step,
+                         .checksum = a.checksum};
+  if (!(disk_[a.slot] == block)) Fault("a block is restored from a slot that does not hold it");
+  job.published.erase(a.identity.block);
+  job.resident[a.offset_bytes] = block;
+  job.resident[a.offset_bytes].checksum = 0;
+}
+
+void NodeModel::Apply(const KeepExtraStates& a, TaskDone& done) {
+  auto kept = std::make_shared<std::vector<std::vector<std::byte>>>();
+  for (const StatePart& part : a.parts) kept->emplace_back(part.bytes);
+  done.extra_states = std::move(kept);
+}
+
+void NodeModel::Apply(const RestoreExtraStates& a, TaskDone&) {
+  const size_t ranks = std::min(a.offsets_bytes.size(), a.extra_states->size());
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    CheckBounds(StepUse(a.job, a.offsets_bytes[rank], (*a.extra_states)[rank].size(), true));
+  }
+}
+
+std::vector<nvme::Slot> NodeModel::NamedBy(const DurableNode& node) {
+  std::vector<nvme::Slot> named;
+  for (const auto& job : node.jobs) {
+    const std::vector<nvme::Slot> slots = job->Slots();
+    named.insert(named.end(), slots.begin(), slots.end());
+  }
+  return named;
+}
+
+// Every block is as the published step had it.
+void NodeModel::CheckDurable(const DurableJob& durable) {
+  JobMemory& job = jobs_[durable.id];
+  const auto of_step = job.history.find(durable.step);
+  if (of_step == job.history.end()) return;  // it was not attached since the node was started
+  for (uint32_t i = 0; i < durable.weights.size(); ++i) {
+    const BlockIdentity identity{.job = durable.id,
+                                 .part = BlockPart::kWeightsArena,
+                                 .block = i,
+                                 .written_step = durable.weights[i].written_step};
+    if (!(disk_[durable.weights[i].slot] == WeightsToken(identity, durable.weights[i].checksum))) {
+      Fault(absl::StrCat("a ledger names other bytes than part ", i, " of the weights"));
+    }
+    for (const auto& [offset, written] : job.weights_steps) {
+      const auto& [bytes, step] = written;
+      const bool overlaps =
+          offset < (i + 1) * durable.slot_bytes && i * durable.slot_bytes < offset + bytes;
+      const bool is_newest = durable.step == job.committed_step && !job.is_updating;
+      if (overlaps && is_newest && step > durable.weights[i].written_step) {
+        Fault(absl::StrCat("a ledger names old bytes of part ", i, " of the weights"));
+      }
+    }
+  }
+  for (const auto& [block, written_step] : of_step->second) {
+    if (written_step == 0 && !durable.blocks[block]) continue;
+    if (!durable.blocks[block]) {
+      Fault(absl::StrCat("a ledger does not name block ", block));
+      continue;
+    }
+    const DurableBytes& bytes = *durable.blocks[block];
+    const BlockToken token{.job = durable.id,
+                           .block = block,
+                           .written_step = bytes.written_step,
+                           .checksum = bytes.checksum};
+    const auto copy = copies_.find(bytes.slot);
+    const uint64_t of = copy == copies_.end() ? bytes.written_step : copy->second.written_step;
+    if (!(disk_[bytes.slot] == token) || of != written_step) {
+      Fault(absl::StrCat("a ledger of step ", durable.step, " names block ", block, " as of step ",
+                         of, "; it is of ", written_step));
+    }
+  }
+}
+
+void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
+  for (const auto& job : a.node->jobs) CheckDurable(*job);
+  const std::vector<nvme::Slot> named = NamedBy(*a.node);
+  durable_ = *a.node;
+  durable_slots_before_ = std::move(durable_slots_);
+  durable_slots_ = {named.begin(), named.end()};
+  if (durable_slots_.size() != named.size()) Fault("a ledger names a slot twice");
+}
+
+NodeModel NodeModel::Restarted() const {
+  NodeModel next;
+  next.disk_ = disk_;
+  next.copies_ = copies_;
+  next.checksums_ = checksums_;
+  next.durable_ = durable_;
+  next.durable_slots_ = durable_slots_;
+  for (const auto& [task, action] : running_) {
+    if (const auto* write = std::get_if<WriteBlock>(&action)) next.disk_[*write->place.slot] = {};
+    if (const auto* save = std::get_if<SavePart>(&action)) next.disk_[save->slot] = {};
+    if (const auto* evict = std::get_if<EvictBlock>(&action)) next.disk_[*evict->place.slot] = {};
+  }
+  for (const auto& job : durable_.jobs) {
+    const auto before = jobs_.find(job->id);
+    if (before == jobs_.end()) continue;
+    next.AddJob(job->id, before->second.layout);
+  }
+  return next;
+}
+
+void NodeModel::Recover(const DurableJob& durable) {
+  JobMemory& job = jobs_[durable.id];
+  job.committed_step = durable.step;
+  job.has_published = true;
+  const std::vector<nvme::Slot> slots = durable.Slots();
+  job.slots = {slots.begin(), slots.end()};
+  for (uint32_t block = 0; block < durable.blocks.size(); ++block) {
+    if (durable.blocks[block]) job.published[block] = durable.blocks[block]->slot;
+  }
+}
+
+}  // namespace forebay::testing
