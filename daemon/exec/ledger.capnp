@@ -1,0 +1,43 @@
+@0xd1c6e0b4a97f3825;
+# What a daemon must know to go on after its death: the ledger that the swap volume makes durable. It stays on the disk
+# while programs change: fields are added at the end and never change their meaning; what an older program would read
+# wrongly raises the version (ledger_codec.cc).
+
+using Cxx = import "/capnp/c++.capnp";
+$Cxx.namespace("forebay::daemon::schema");
+
+struct Ledger {
+  version @0 :UInt32;   # from 1; comes first and stays
+  nonce @1 :UInt64;     # of the volume, part of every checksum
+  lastJob @2 :UInt64;   # ids up to this one were given out
+  jobs @3 :List(Job);
+}
+
+struct Job {
+  id @0 :UInt64;
+  name @1 :Text;
+  uid @2 :UInt32;
+  run @3 :Text;             # token of the run that trained it
+  durability @4 :Text;      # "memory", "epoch=10", "step"
+  layout @5 :Data;          # an unpacked LayoutMessage (protocol/layout_codec.h)
+  worldSize @6 :UInt32;
+  blockElems @7 :UInt64;
+  slotBytes @8 :UInt64;     # of all its slots
+  weightsOnSwap @9 :List(Bool);     # by partition; empty: of none
+  step @10 :UInt64;                 # published, with all before it
+  paramUpdates @11 :List(UInt64);   # by parameter: steps in which it had a gradient
+  trace @12 :List(UInt32);          # partitions
+  extraStates @13 :List(Data);      # by rank
+  blocks @14 :List(Bytes);
+  weights @15 :List(Bytes);         # parts of the arena, from its beginning
+  digests @16 :List(UInt64);        # of the pages of all blocks' planes of weights, in the blocks' order
+}
+
+struct Bytes {
+  # In a slot: 32 bytes, without pointers.
+  offsetBytes @0 :UInt64;
+  checksum @1 :UInt64;
+  writtenStep @2 :UInt64;
+  path @3 :UInt32;       # 1 + the path; 0: states that are all zeros and were never written
+  digestPages @4 :UInt32;   # so many of `digests` are of this block
+}

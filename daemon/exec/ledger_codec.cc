@@ -1,0 +1,442 @@
+#include "daemon/exec/ledger_codec.h"
+
+#include <capnp/message.h>
+#include <capnp/serialize.h>
+#include <kj/exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/core/block_map.h"
+#include "daemon/core/job_name.h"
+#include "daemon/core/limits.h"
+#include "daemon/exec/ledger.capnp.h"
+#include "nvme/volume.h"
+#include "protocol/error.h"
+#include "protocol/layout_codec.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "protocol/wire.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::kPageBytes;
+using protocol::Layout;
+using protocol::MakeError;
+
+constexpr uint32_t kVersion = 1;
+constexpr int kNestingMax = 8;
+constexpr uint64_t kBlockElemsMax = uint64_t{1} << 26;  // of update.block_elems
+
+absl::Status Corrupt(std::string_view what) {
+  return MakeError(ErrorId::kCorrupt,
+                   absl::StrCat("the ledger of the swap volume: ", std::string(what)),
+                   "restore its jobs from a checkpoint, then start with forebayd --reclaim");
+}
+
+// ------------------------------------------------------------------------------------------ encoding
+
+absl::Status WriteBytes(const DurableJob& job, const DurableBytes& bytes,
+                        schema::Bytes::Builder to) {
+  if (bytes.slot.size_bytes != job.slot_bytes) {
+    return MakeError(ErrorId::kInternal,
+                     absl::StrCat("job ", job.name, ": a slot of ", bytes.slot.size_bytes,
+                                  " bytes among slots of ", job.slot_bytes));
+  }
+  to.setOffsetBytes(bytes.slot.offset_bytes);
+  to.setChecksum(bytes.checksum);
+  to.setWrittenStep(bytes.written_step);
+  to.setPath(bytes.slot.path + 1);
+  return absl::OkStatus();
+}
+
+absl::Status WriteBlocks(const DurableJob& job, schema::Job::Builder to) {
+  size_t digest_pages = 0;
+  auto blocks = to.initBlocks(static_cast<unsigned>(job.blocks.size()));
+  for (unsigned i = 0; i < blocks.size(); ++i) {
+    const std::optional<DurableBytes>& block = job.blocks[i];
+    if (!block) continue;
+    RETURN_IF_ERROR(WriteBytes(job, *block, blocks[i]));
+    const size_t pages = block->weights_digests ? block->weights_digests->size() : 0;
+    blocks[i].setDigestPages(static_cast<uint32_t>(pages));
+    digest_pages += pages;
+  }
+  auto digests = to.initDigests(static_cast<unsigned>(digest_pages));
+  unsigned next = 0;
+  for (const std::optional<DurableBytes>& block : job.blocks) {
+    if (!block || !block->weights_digests) continue;
+    for (const uint64_t digest : *block->weights_digests) digests.set(next++, digest);
+  }
+  auto weights = to.initWeights(static_cast<unsigned>(job.weights.size()));
+  for (unsigned i = 0; i < weights.size(); ++i) {
+    RETURN_IF_ERROR(WriteBytes(job, job.weights[i], weights[i]));
+  }
+  return absl::OkStatus();
+}
+
+capnp::Data::Reader DataOf(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()};
+}
+
+absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
+  to.setId(job.id);
+  to.setName(job.name.c_str());
+  to.setUid(job.uid);
+  to.setRun({job.run.c_str(), job.run.size()});
+  to.setDurability(protocol::FormatDurability(job.durability).c_str());
+  ASSIGN_OR_RETURN(const std::vector<std::byte> layout, protocol::EncodeLayout(job.layout->spec()));
+  to.setLayout(DataOf(layout));
+  to.setWorldSize(job.world_size);
+  to.setBlockElems(job.block_elems);
+  to.setSlotBytes(job.slot_bytes);
+  auto on_swap = to.initWeightsOnSwap(static_cast<unsigned>(job.weights_on_swap.size()));
+  for (unsigned i = 0; i < on_swap.size(); ++i) on_swap.set(i, job.weights_on_swap[i]);
+  to.setStep(job.step);
+  auto updates = to.initParamUpdates(static_cast<unsigned>(job.param_updates.size()));
+  for (unsigned i = 0; i < updates.size(); ++i) updates.set(i, job.param_updates[i]);
+  auto trace = to.initTrace(static_cast<unsigned>(job.trace.size()));
+  for (unsigned i = 0; i < trace.size(); ++i) trace.set(i, job.trace[i]);
+  if (job.extra_states != nullptr) {
+    auto states = to.initExtraStates(static_cast<unsigned>(job.extra_states->size()));
+    for (unsigned i = 0; i < states.size(); ++i) states.set(i, DataOf((*job.extra_states)[i]));
+  }
+  return WriteBlocks(job, to);
+}
+
+// ------------------------------------------------------------------------------------------ decoding
+
+// A lower bound of the number of blocks, without a BlockMap: its memory is taken only where the ledger names
+// as many.
+uint64_t BlocksMin(const Layout& layout, const DurableJob& job) {
+  uint64_t blocks = 0;
+  for (const protocol::OwnerPlace& owner : layout.owners()) {
+    blocks += (owner.states_elems + job.block_elems - 1) / job.block_elems;
+  }
+  if (job.weights_on_swap.empty()) return blocks;
+  const protocol::LayoutSpec& spec = layout.spec();
+  uint64_t full_bytes =
+      protocol::RoundUp(job.block_elems * protocol::SizeBytes(spec.dtype), kPageBytes);
+  for (const protocol::Plane& plane :
+       protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
+    full_bytes += protocol::RoundUp(protocol::PlaneBytes(plane, job.block_elems), kPageBytes);
+  }
+  uint64_t frozen_bytes = 0;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (layout.params()[place.box.param].trainable) continue;
+    if (!job.weights_on_swap[place.partition]) continue;
+    frozen_bytes += place.box.elems() * protocol::SizeBytes(spec.dtype);
+  }
+  return blocks + frozen_bytes / full_bytes;
+}
+
+// Of the part of the arena that holds weights.
+uint64_t WeightsInDram(const Layout& layout, const DurableJob& job) {
+  if (job.weights_on_swap.empty()) return layout.weights_bytes();
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
+    if (job.weights_on_swap[i]) continue;
+    bytes += protocol::RoundUp(layout.partition_bytes(i), kPageBytes);
+  }
+  return bytes;
+}
+
+// Reads one job of a message; errors name it.
+class JobReader {
+ public:
+  explicit JobReader(schema::Job::Reader from) : from_(from) {}
+
+  absl::StatusOr<DurableJob> Read(JobId last_job) {
+    RETURN_IF_ERROR(ReadName(last_job));
+    RETURN_IF_ERROR(ReadLayout());
+    RETURN_IF_ERROR(ReadSizes());
+    RETURN_IF_ERROR(ReadLists());
+    RETURN_IF_ERROR(ReadBlocks());
+    RETURN_IF_ERROR(ReadWeights());
+    return std::move(job_);
+  }
+
+ private:
+  absl::Status Wrong(std::string_view what) const {
+    return Corrupt(
+        absl::StrCat("job ", job_.id, " (", absl::CHexEscape(job_.name), "): ", std::string(what)));
+  }
+  absl::Status WrongCount(std::string_view of_what, uint64_t have, uint64_t want) const {
+    return Wrong(absl::StrCat(have, " ", std::string(of_what), "; its layout has ", want));
+  }
+
+  absl::Status ReadName(JobId last_job) {
+    job_.id = from_.getId();
+    const capnp::Text::Reader name = from_.getName();
+    job_.name.assign(name.begin(), std::min<size_t>(name.size(), kJobNameBytesMax));
+    job_.uid = from_.getUid();
+    if (job_.id == 0 || job_.id > last_job) {
+      return Wrong(absl::StrCat("ids up to ", last_job, " were given out"));
+    }
+    const std::string_view whole(name.begin(), name.size());
+    const auto parsed = ParseJobName(whole, job_.uid, OtherUsers::kRefused);
+    if (!parsed.ok() || parsed->name != whole) return Wrong("not a name of a job");
+    const capnp::Text::Reader run = from_.getRun();
+    if (run.size() > kRunTokenBytesMax) return Wrong("the token of its run is too long");
+    job_.run.assign(run.begin(), run.size());
+    const capnp::Text::Reader durability = from_.getDurability();
+    const auto level = protocol::ParseDurability({durability.begin(), durability.size()});
+    if (!level.ok()) return Wrong(std::string(level.status().message()));
+    job_.durability = *level;
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadLayout() {
+    const capnp::Data::Reader data = from_.getLayout();
+    auto spec =
+        protocol::DecodeLayout({reinterpret_cast<const std::byte*>(data.begin()), data.size()});
+    if (!spec.ok())
+      return Wrong(absl::StrCat("its layout: ", std::string(spec.status().message())));
+    auto layout = Layout::Create(*std::move(spec));
+    if (!layout.ok()) {
+      return Wrong(absl::StrCat("its layout: ", std::string(layout.status().message())));
+    }
+    job_.layout = std::make_shared<const Layout>(*std::move(layout));
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadSizes() {
+    job_.world_size = from_.getWorldSize();
+    if (job_.world_size == 0 || job_.world_size > protocol::kWorldMax) {
+      return Wrong(absl::StrCat(job_.world_size, " ranks"));
+    }
+    job_.block_elems = from_.getBlockElems();
+    if (job_.block_elems == 0 || job_.block_elems > kBlockElemsMax ||
+        job_.block_elems % job_.layout->states_align_elems() != 0) {
+      return Wrong(absl::StrCat("blocks of ", job_.block_elems, " elements"));
+    }
+    job_.slot_bytes = from_.getSlotBytes();
+    if (job_.slot_bytes == 0 || job_.slot_bytes % kPageBytes != 0) {
+      return Wrong(absl::StrCat("slots of ", job_.slot_bytes, " bytes"));
+    }
+    job_.step = from_.getStep();
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadLists() {
+    const size_t partitions = job_.layout->partitions().size();
+    const auto on_swap = from_.getWeightsOnSwap();
+    if (on_swap.size() > 0 && (on_swap.size() != partitions || job_.layout->is_shared())) {
+      return WrongCount("partitions with a place of their weights", on_swap.size(), partitions);
+    }
+    for (const bool one : on_swap) job_.weights_on_swap.push_back(one);
+    const auto updates = from_.getParamUpdates();
+    if (updates.size() != job_.layout->params().size()) {
+      return WrongCount("parameters with steps", updates.size(), job_.layout->params().size());
+    }
+    for (const uint64_t steps : updates) {
+      if (steps > job_.step) {
+        return Wrong(absl::StrCat("a parameter with ", steps, " of ", job_.step, " steps"));
+      }
+      job_.param_updates.push_back(steps);
+    }
+    const auto trace = from_.getTrace();
+    if (trace.size() > partitions) return WrongCount("partitions traced", trace.size(), partitions);
+    for (const uint32_t partition : trace) {
+      if (partition >= partitions) return Wrong(absl::StrCat("a trace of partition ", partition));
+      job_.trace.push_back(partition);
+    }
+    return ReadExtraStates();
+  }
+
+  absl::Status ReadExtraStates() {
+    const auto states = from_.getExtraStates();
+    if (states.size() > protocol::kWorldMax) {
+      return Wrong(absl::StrCat("extra_state of ", states.size(), " ranks"));
+    }
+    std::vector<std::vector<std::byte>> by_rank;
+    for (const capnp::Data::Reader state : states) {
+      if (state.size() > protocol::kExtraStateBytesMax) {
+        return Wrong(absl::StrCat("extra_state of ", state.size(), " bytes"));
+      }
+      const auto* begin = reinterpret_cast<const std::byte*>(state.begin());
+      by_rank.emplace_back(begin, begin + state.size());
+    }
+    job_.extra_states =
+        std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(by_rank));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<DurableBytes> ReadBytes(schema::Bytes::Reader from) const {
+    const DurableBytes bytes{.slot = {.path = from.getPath() - 1,
+                                      .offset_bytes = from.getOffsetBytes(),
+                                      .size_bytes = job_.slot_bytes},
+                             .checksum = from.getChecksum(),
+                             .written_step = from.getWrittenStep()};
+    const nvme::Slot& slot = bytes.slot;
+    if (slot.path >= nvme::Volume::kPathsMax || slot.offset_bytes % kPageBytes != 0 ||
+        slot.offset_bytes > UINT64_MAX - slot.size_bytes) {
+      return Wrong(
+          absl::StrCat("a slot at offset ", slot.offset_bytes, " of swap path ", slot.path));
+    }
+    if (bytes.written_step > job_.step) {
+      return Wrong(absl::StrCat("a slot of step ", bytes.written_step, " at step ", job_.step));
+    }
+    return bytes;
+  }
+
+  absl::Status ReadBlocks() {
+    const auto blocks = from_.getBlocks();
+    const uint64_t blocks_min = BlocksMin(*job_.layout, job_);
+    if (blocks_min > blocks.size()) return WrongCount("blocks", blocks.size(), blocks_min);
+    const BlockMap map(job_.layout, job_.block_elems, job_.weights_on_swap);
+    if (map.blocks() != blocks.size()) return WrongCount("blocks", blocks.size(), map.blocks());
+    const auto digests = from_.getDigests();
+    unsigned next_digest = 0;
+    for (uint32_t i = 0; i < map.blocks(); ++i) {
+      const schema::Bytes::Reader block = blocks[i];
+      std::optional<DurableBytes>& read = job_.blocks.emplace_back();
+      if (block.getPath() == 0) continue;
+      ASSIGN_OR_RETURN(read, ReadBytes(block));
+      if (map.bytes(i) > job_.slot_bytes) {
+        return Wrong(
+            absl::StrCat("block ", i, " has ", map.bytes(i), " bytes, its slot ", job_.slot_bytes));
+      }
+      const uint64_t pages =
+          map.has_weights(i) ? (map.bytes(i) - map.weights_plane_offset(i)) / kPageBytes : 0;
+      if (block.getDigestPages() != pages || pages > digests.size() - next_digest) {
+        return WrongCount(absl::StrCat("pages of weights in block ", i), block.getDigestPages(),
+                          pages);
+      }
+      if (pages == 0) continue;
+      std::vector<uint64_t> of_block;
+      of_block.reserve(pages);
+      for (uint64_t page = 0; page < pages; ++page) of_block.push_back(digests[next_digest++]);
+      read->weights_digests = std::make_shared<const std::vector<uint64_t>>(std::move(of_block));
+    }
+    if (next_digest == digests.size()) return absl::OkStatus();
+    return WrongCount("digests", digests.size(), next_digest);
+  }
+
+  absl::Status ReadWeights() {
+    const auto weights = from_.getWeights();
+    const uint64_t bytes = WeightsInDram(*job_.layout, job_);
+    const uint64_t parts = bytes / job_.slot_bytes + (bytes % job_.slot_bytes > 0 ? 1 : 0);
+    if (weights.size() != parts) return WrongCount("parts of weights", weights.size(), parts);
+    for (const schema::Bytes::Reader part : weights) {
+      if (part.getDigestPages() != 0) return Wrong("digests of a part of its weights");
+      ASSIGN_OR_RETURN(DurableBytes read, ReadBytes(part));
+      job_.weights.push_back(std::move(read));
+    }
+    return absl::OkStatus();
+  }
+
+  schema::Job::Reader from_;
+  DurableJob job_;
+};
+
+absl::Status CheckSlots(const DurableNode& node) {
+  std::vector<nvme::Slot> slots = SlotsOf(node);
+  std::ranges::sort(slots);
+  for (size_t i = 1; i < slots.size(); ++i) {
+    const nvme::Slot& before = slots[i - 1];
+    if (before.path != slots[i].path ||
+        before.offset_bytes + before.size_bytes <= slots[i].offset_bytes) {
+      continue;
+    }
+    return Corrupt(absl::StrCat("two slots at offset ", slots[i].offset_bytes, " of swap path ",
+                                slots[i].path));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
+  const uint32_t version = ledger.getVersion();
+  if (version > kVersion) {
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrCat("the ledger of the swap volume has version ", version,
+                                  ", made by a newer forebayd; this one reads version ", kVersion),
+                     "start the forebayd that made it; forebayd --reclaim gives its jobs up");
+  }
+  if (version == 0) return Corrupt("version 0");
+  DecodedLedger decoded{.node = {.last_job = ledger.getLastJob(), .jobs = {}},
+                        .nonce = ledger.getNonce()};
+  const auto jobs = ledger.getJobs();
+  if (jobs.size() > kJobsMax) return Corrupt(absl::StrCat(jobs.size(), " jobs"));
+  std::set<JobName> names;
+  std::set<JobId> ids;
+  for (const schema::Job::Reader from : jobs) {
+    ASSIGN_OR_RETURN(DurableJob job, JobReader(from).Read(decoded.node.last_job));
+    if (!ids.insert(job.id).second || !names.insert({.uid = job.uid, .name = job.name}).second) {
+      return Corrupt(absl::StrCat("two jobs with id ", job.id, " or name ", job.name));
+    }
+    decoded.node.jobs.push_back(std::make_shared<const DurableJob>(std::move(job)));
+  }
+  RETURN_IF_ERROR(CheckSlots(decoded.node));
+  return decoded;
+}
+
+}  // namespace
+
+std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
+  std::vector<nvme::Slot> slots;
+  for (const std::shared_ptr<const DurableJob>& job : node.jobs) {
+    for (const std::optional<DurableBytes>& block : job->blocks) {
+      if (block) slots.push_back(block->slot);
+    }
+    for (const DurableBytes& part : job->weights) slots.push_back(part.slot);
+  }
+  return slots;
+}
+
+absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce) {
+  std::vector<std::byte> bytes;
+  absl::Status status;
+  const auto exception = kj::runCatchingExceptions([&] {
+    capnp::MallocMessageBuilder builder;
+    auto ledger = builder.initRoot<schema::Ledger>();
+    ledger.setVersion(kVersion);
+    ledger.setNonce(nonce);
+    ledger.setLastJob(node.last_job);
+    auto jobs = ledger.initJobs(static_cast<unsigned>(node.jobs.size()));
+    for (unsigned i = 0; i < jobs.size() && status.ok(); ++i) {
+      status = WriteJob(*node.jobs[i], jobs[i]);
+    }
+    if (!status.ok()) return;
+    const kj::Array<capnp::word> words = capnp::messageToFlatArray(builder);
+    const auto* begin = reinterpret_cast<const std::byte*>(words.asBytes().begin());
+    bytes.assign(begin, begin + words.asBytes().size());
+  });
+  KJ_IF_MAYBE (e, exception) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("the ledger cannot be encoded: ", e->getDescription().cStr()),
+                     "delete jobs that are not needed any more");
+  }
+  RETURN_IF_ERROR(status);
+  return bytes;
+}
+
+absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes) {
+  if (bytes.empty() || bytes.size() % sizeof(capnp::word) != 0) {
+    return Corrupt(absl::StrCat(bytes.size(), " bytes, not a multiple of 8"));
+  }
+  auto words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
+  std::memcpy(words.begin(), bytes.data(), bytes.size());
+  capnp::ReaderOptions options;
+  // Each word once, and room for empty lists.
+  options.traversalLimitInWords = 2 * words.size() + 64;
+  options.nestingLimit = kNestingMax;
+  absl::StatusOr<DecodedLedger> decoded = Corrupt("not a message");
+  const auto exception = kj::runCatchingExceptions([&] {
+    capnp::FlatArrayMessageReader reader(words, options);
+    decoded = Read(reader.getRoot<schema::Ledger>());
+  });
+  KJ_IF_MAYBE (e, exception) return Corrupt(e->getDescription().cStr());
+  return decoded;
+}
+
+}  // namespace forebay::daemon

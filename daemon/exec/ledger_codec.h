@@ -1,0 +1,37 @@
+// The ledger of the swap volume: a DurableNode as bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/core/durable_job.h"
+#include "nvme/slot_map.h"
+
+namespace forebay::daemon {
+
+struct DecodedLedger {
+  DurableNode node;
+  uint64_t nonce = 0;  // SwapSpace::nonce() of what the slots hold
+};
+
+// An unpacked Ledger (ledger.capnp).
+//
+// Errors  E_LIMIT     a list is longer than such a message can hold.
+//         E_INTERNAL  a slot has not its job's size.
+absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce);
+
+// Reads bytes that may be damaged: whatever it returns is consistent in itself, so that nothing later has to
+// check it again. Which paths there are, and what the slots hold, it cannot know.
+//
+// Limits  Time and memory in proportion to the bytes, however they point at each other.
+// Errors  E_CORRUPT    not a ledger; names the job and what is wrong.
+//         E_SWAP_PATH  of a newer version; both.
+absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes);
+
+// Every slot that the jobs name, in the order of jobs, blocks and weights.
+std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
+
+}  // namespace forebay::daemon

@@ -1,0 +1,229 @@
+// Goal    A ledger brings back every value of every job; what is not one is refused, with the job and the reason,
+//         and no bytes at all can crash who reads them.
+// Method  Jobs of every kind are encoded and decoded. One value after the other is made wrong; the encoded bytes
+//         are cut at every length, and changed at seeded places: what is accepted then must encode and decode as
+//         itself.
+
+#include "daemon/exec/ledger_codec.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "tests/support/durable_jobs.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using testing::ExpectEqual;
+using testing::HasError;
+using ::testing::HasSubstr;
+using testing::MakeDurableNode;
+
+constexpr uint64_t kNonce = 0x1234'5678'9abc'def0;
+constexpr uint64_t kBeginBytes = 1 << 20;
+constexpr int kChanges = 10'000;
+constexpr uint32_t kSeed = 14;
+
+std::vector<std::byte> Encode(const DurableNode& node) {
+  auto bytes = EncodeLedger(node, kNonce);
+  EXPECT_OK(bytes);
+  return bytes.value_or(std::vector<std::byte>{});
+}
+
+TEST(LedgerCodec, EveryValueOfEveryJobComesBack) {
+  const DurableNode node = MakeDurableNode(kBeginBytes);
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
+  EXPECT_EQ(decoded.nonce, kNonce);
+  ExpectEqual(decoded.node, node);
+  EXPECT_EQ(SlotsOf(decoded.node), SlotsOf(node));
+  EXPECT_GT(SlotsOf(node).size(), 20U);
+  const DurableJob& big = *node.jobs.back();
+  EXPECT_TRUE(std::ranges::any_of(big.blocks, [](const auto& block) {
+    return block && block->weights_digests != nullptr;
+  })) << "no block with a plane of weights";
+}
+
+TEST(LedgerCodec, ALedgerWithoutJobsComesBack) {
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded,
+                       DecodeLedger(Encode({.last_job = 7, .jobs = {}})));
+  EXPECT_EQ(decoded.node.last_job, 7U);
+  EXPECT_TRUE(decoded.node.jobs.empty());
+}
+
+TEST(LedgerCodec, ABlockTakesFourWords) {
+  const DurableNode node = MakeDurableNode(kBeginBytes);
+  DurableJob job = *node.jobs[0];
+  job.weights.clear();
+  const size_t without =
+      Encode({.last_job = 1, .jobs = {std::make_shared<const DurableJob>(job)}}).size();
+  for (int i = 0; i < 100; ++i) job.blocks.push_back(job.blocks[0]);
+  const size_t with =
+      Encode({.last_job = 1, .jobs = {std::make_shared<const DurableJob>(job)}}).size();
+  EXPECT_EQ(with - without, 100U * 32);
+}
+
+// ------------------------------------------------------------------------------------- wrong values
+
+struct Wrong {
+  std::function<void(DurableJob&)> make;
+  std::string why;  // part of the message
+  size_t job = 3;   // of MakeDurableNode: has everything
+};
+
+TEST(LedgerCodec, EveryWrongValueIsNamed) {
+  const std::vector<Wrong> cases = {
+      {[](DurableJob& job) { job.id = 0; }, "ids up to 12"},
+      {[](DurableJob& job) { job.id = 13; }, "ids up to 12"},
+      {[](DurableJob& job) { job.id = 4; }, "two jobs with id 4"},
+      {[](DurableJob& job) { job.name = "sharded"; }, "or name sharded"},
+      {[](DurableJob& job) { job.name = ""; }, "not a name"},
+      {[](DurableJob& job) { job.name = "5:big"; }, "not a name"},
+      {[](DurableJob& job) { job.name = "a b"; }, "not a name"},
+      {[](DurableJob& job) { job.name = std::string(201, 'n'); }, "not a name"},
+      {[](DurableJob& job) { job.run = std::string(201, 'r'); }, "token"},
+      {[](DurableJob& job) {
+         job.durability = {protocol::DurabilityLevel::kEpoch, 0};
+       },
+       "epoch=0"},
+      {[](DurableJob& job) { job.world_size = 0; }, "0 ranks"},
+      {[](DurableJob& job) { job.world_size = 1025; }, "1025 ranks"},
+      {[](DurableJob& job) { job.block_elems = 0; }, "blocks of 0"},
+      {[](DurableJob& job) { job.block_elems = 100; }, "blocks of 100"},
+      {[](DurableJob& job) { job.block_elems = uint64_t{1} << 27; }, "blocks of 134217728"},
+      {[](DurableJob& job) { job.block_elems = 64; }, "blocks; its layout has"},
+      {[](DurableJob& job) { job.slot_bytes = 0; }, "slots of 0"},
+      {[](DurableJob& job) { job.slot_bytes = 1000; }, "slots of 1000"},
+      {[](DurableJob& job) { job.slot_bytes = 4096; }, "its slot 4096"},
+      {[](DurableJob& job) { job.slot_bytes = uint64_t{1} << 40; }, "two slots at offset"},
+      {[](DurableJob& job) { job.weights_on_swap.pop_back(); }, "2 partitions"},
+      {[](DurableJob& job) {
+         job.weights_on_swap = {true, true};
+       },
+       "2 partitions", 0},
+      {[](DurableJob& job) { job.weights_on_swap[2] = true; }, "; its layout has"},
+      {[](DurableJob& job) { job.step = 1; }, "of 1 steps"},
+      {[](DurableJob& job) { job.param_updates.push_back(0); }, "4 parameters"},
+      {[](DurableJob& job) { job.param_updates[1] = job.step + 1; }, "a parameter with"},
+      {[](DurableJob& job) { job.trace = {3}; }, "a trace of partition 3"},
+      {[](DurableJob& job) {
+         job.trace = {0, 1, 2, 0};
+       },
+       "4 partitions traced"},
+      {[](DurableJob& job) {
+         job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(
+             1, std::vector<std::byte>((16 << 20) + 1));
+       },
+       "extra_state of 16777217 bytes"},
+      {[](DurableJob& job) { job.blocks.emplace_back(); }, "blocks; its layout has"},
+      {[](DurableJob& job) { job.blocks.pop_back(); }, "; its layout has"},
+      {[](DurableJob& job) { job.blocks[0]->slot.path = 16; }, "of swap path 16"},
+      {[](DurableJob& job) { job.blocks[0]->slot.offset_bytes += 8; }, "a slot at offset"},
+      {[](DurableJob& job) { job.blocks[0]->slot.offset_bytes = -4096; }, "a slot at offset"},
+      {[](DurableJob& job) { job.blocks[0]->slot = job.blocks[1]->slot; }, "two slots at offset"},
+      {[](DurableJob& job) { job.weights[0].slot = job.blocks[1]->slot; }, "two slots at offset"},
+      {[](DurableJob& job) { job.blocks[0]->written_step = job.step + 1; }, "a slot of step"},
+      {[](DurableJob& job) { job.weights[0].written_step = job.step + 1; }, "a slot of step"},
+      {[](DurableJob& job) { job.weights.pop_back(); }, "0 parts of weights"},
+      {[](DurableJob& job) { job.blocks[0]->weights_digests = nullptr; }, "pages of weights in"},
+      {[](DurableJob& job) {
+         job.blocks[0]->weights_digests =
+             std::make_shared<const std::vector<uint64_t>>(std::vector<uint64_t>(3));
+       },
+       "3 pages of weights in block 0", 0},
+  };
+  for (const Wrong& wrong : cases) {
+    DurableNode node = MakeDurableNode(kBeginBytes);
+    DurableJob job = *node.jobs[wrong.job];
+    wrong.make(job);
+    for (auto& block : job.blocks) {
+      if (block) block->slot.size_bytes = job.slot_bytes;
+    }
+    for (DurableBytes& part : job.weights) part.slot.size_bytes = job.slot_bytes;
+    node.jobs[wrong.job] = std::make_shared<const DurableJob>(std::move(job));
+    const auto decoded = DecodeLedger(Encode(node));
+    EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt)) << wrong.why;
+    EXPECT_THAT(std::string(decoded.status().message()), HasSubstr(wrong.why));
+  }
+}
+
+TEST(LedgerCodec, ASlotOfAnotherSizeIsNotEncoded) {
+  DurableNode node = MakeDurableNode(kBeginBytes);
+  DurableJob job = *node.jobs[0];
+  job.weights[0].slot.size_bytes = 4096;
+  node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
+  EXPECT_THAT(EncodeLedger(node, kNonce), HasError(ErrorId::kInternal));
+}
+
+TEST(LedgerCodec, ANewerVersionIsRefusedByBothNumbers) {
+  std::vector<std::byte> bytes = Encode(MakeDurableNode(kBeginBytes));
+  // One segment: its table, the root pointer, then the root's data, which begins with the version.
+  ASSERT_EQ(bytes.at(16), std::byte{1});
+  bytes[16] = std::byte{2};
+  const auto decoded = DecodeLedger(bytes);
+  EXPECT_THAT(decoded, HasError(ErrorId::kSwapPath));
+  EXPECT_THAT(std::string(decoded.status().message()),
+              HasSubstr("version 2, made by a newer forebayd; this one reads version 1"));
+}
+
+// -------------------------------------------------------------------------------------- wrong bytes
+
+TEST(LedgerCodec, EveryTruncationIsRefused) {
+  const std::vector<std::byte> bytes = Encode(MakeDurableNode(kBeginBytes));
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_THAT(DecodeLedger(std::span(bytes).first(size)), HasError(ErrorId::kCorrupt)) << size;
+  }
+}
+
+// A value that is accepted is a ledger like any other.
+void ExpectRefusedOrWhole(const std::vector<std::byte>& bytes) {
+  const auto decoded = DecodeLedger(bytes);
+  if (!decoded.ok()) {
+    EXPECT_THAT(protocol::IdOf(decoded.status()),
+                ::testing::AnyOf(ErrorId::kCorrupt, ErrorId::kSwapPath));
+    return;
+  }
+  ASSERT_OK_AND_ASSIGN(const auto again, EncodeLedger(decoded->node, decoded->nonce));
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger second, DecodeLedger(again));
+  EXPECT_EQ(second.nonce, decoded->nonce);
+  ExpectEqual(second.node, decoded->node);
+}
+
+TEST(LedgerCodec, ChangedBytesAreRefusedOrALedgerOfTheirOwn) {
+  const std::vector<std::byte> bytes = Encode(MakeDurableNode(kBeginBytes));
+  SCOPED_TRACE(::testing::Message() << "seed " << kSeed);
+  std::mt19937 random(kSeed);
+  for (int i = 0; i < kChanges; ++i) {
+    std::vector<std::byte> changed = bytes;
+    const size_t changes = 1 + random() % 3;
+    for (size_t change = 0; change < changes; ++change) {
+      std::byte& byte = changed[random() % changed.size()];
+      byte = random() % 2 == 0 ? byte ^ std::byte(1 << random() % 8) : std::byte(random() % 256);
+    }
+    ExpectRefusedOrWhole(changed);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(LedgerCodec, ArbitraryBytesAreRefused) {
+  std::mt19937 random(kSeed);
+  for (int i = 0; i < 1000; ++i) {
+    std::vector<std::byte> bytes(random() % 64 * 8);
+    for (std::byte& byte : bytes) byte = std::byte(random() % 4 == 0 ? random() % 256 : 0);
+    ExpectRefusedOrWhole(bytes);
+  }
+}
+
+}  // namespace
+}  // namespace forebay::daemon
