@@ -42,7 +42,6 @@ using protocol::FormatBytes;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr const char* kFileName = "forebay.swap";
 constexpr int kTriesMax = 16;  // after EINTR
 
 // A path while it is opened, checked and reserved. Reclaim() undoes that.
@@ -157,19 +156,19 @@ absl::Status OpenError(const Candidate& path, int error) {
 }
 
 absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate& path) {
-  path.name = absl::StrCat(options.path, "/", kFileName);
+  path.name = absl::StrCat(options.path, "/", kSwapFileName);
   path.lock.Reset(open(options.path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!path.lock.valid()) return OpenError(path, errno);
   RETURN_IF_ERROR(AcquireLock(path));
   constexpr int kFlags = O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
   const int directory = path.lock.get();
-  path.file.Reset(openat(directory, kFileName, kFlags));
+  path.file.Reset(openat(directory, kSwapFileName, kFlags));
   if (!path.file.valid() && errno == ENOENT && mode == OpenMode::kReclaim) {
-    path.file.Reset(openat(directory, kFileName, kFlags | O_CREAT | O_EXCL, 0600));
+    path.file.Reset(openat(directory, kSwapFileName, kFlags | O_CREAT | O_EXCL, 0600));
     const int error = errno;
     struct stat made {};
     path.created =
-        path.file.valid() || (error == EINVAL && fstatat(directory, kFileName, &made, 0) == 0);
+        path.file.valid() || (error == EINVAL && fstatat(directory, kSwapFileName, &made, 0) == 0);
     errno = error;
   }
   if (!path.file.valid()) return OpenError(path, errno);
@@ -315,7 +314,8 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
     return PathError(path, "ftruncate", errno, "");
   }
   if (life == FileLife::kUnlinked) {
-    if (unlinkat(path.lock.get(), kFileName, 0) != 0) return PathError(path, "unlink", errno, "");
+    if (unlinkat(path.lock.get(), kSwapFileName, 0) != 0)
+      return PathError(path, "unlink", errno, "");
     path.created = false;
     return absl::OkStatus();
   }
@@ -326,7 +326,7 @@ absl::Status Reserve(Candidate& path, OpenMode mode, FileLife life) {
 void Reclaim(std::span<const Candidate> paths) {
   for (const Candidate& path : paths) {
     if (path.created) {
-      unlinkat(path.lock.get(), kFileName, 0);
+      unlinkat(path.lock.get(), kSwapFileName, 0);
     } else if (path.grown) {
       // Drops what fallocate added behind the old end; failing that, the next start reuses it.
       if (ftruncate(path.file.get(), static_cast<off_t>(path.old_bytes)) != 0) continue;

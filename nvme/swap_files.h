@@ -16,8 +16,11 @@
 
 namespace forebay::nvme {
 
+// Of a path that is a directory.
+inline constexpr const char* kSwapFileName = "forebay.swap";
+
 struct PathOptions {
-  // A directory (its file "forebay.swap" is used), or a block device.
+  // A directory (its file kSwapFileName is used), or a block device.
   std::string path;
   // > 0, rounded up to 4 KiB; what is reserved.
   uint64_t capacity_bytes = 0;

@@ -1,38 +1,43 @@
 // Zeroed memory that O_DIRECT accepts.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <span>
 
-#include "nvme/io/io_engine.h"
 #include "protocol/os/check.h"
 
 namespace forebay::nvme::internal {
 
-// Owns `size_bytes`, a multiple of kIoAlignment.
+// Owns `size_bytes` > 0, a multiple of kIoAlignment. A page is taken when it is used for the first time: a large
+// buffer that is hardly used costs little.
 class PageBuffer {
  public:
   PageBuffer() = default;
   explicit PageBuffer(size_t size_bytes)
-      : memory_(static_cast<std::byte*>(std::aligned_alloc(kIoAlignment, size_bytes))),
-        size_bytes_(size_bytes) {
-    FOREBAY_CHECK(memory_ != nullptr);
-    std::memset(memory_.get(), 0, size_bytes_);
+      : memory_(Map(size_bytes), Unmap{.size_bytes = size_bytes}) {}
+
+  std::span<std::byte> bytes() { return {memory_.get(), memory_.get_deleter().size_bytes}; }
+  std::span<const std::byte> bytes() const {
+    return {memory_.get(), memory_.get_deleter().size_bytes};
   }
 
-  std::span<std::byte> bytes() { return {memory_.get(), size_bytes_}; }
-  std::span<const std::byte> bytes() const { return {memory_.get(), size_bytes_}; }
-
  private:
-  struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
+  struct Unmap {
+    size_t size_bytes = 0;
+    void operator()(std::byte* memory) const { (void)::munmap(memory, size_bytes); }
   };
 
-  std::unique_ptr<std::byte, Free> memory_;
-  size_t size_bytes_ = 0;
+  static std::byte* Map(size_t size_bytes) {
+    void* const memory = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    FOREBAY_CHECK(memory != MAP_FAILED);
+    return static_cast<std::byte*>(memory);
+  }
+
+  std::unique_ptr<std::byte, Unmap> memory_;
 };
 
 }  // namespace forebay::nvme::internal

@@ -1,0 +1,230 @@
+#include "nvme/find_volume.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <iterator>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "nvme/internal/disk_format.h"
+#include "nvme/internal/page_buffer.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
+#include "protocol/units.h"
+
+namespace forebay::nvme {
+namespace {
+
+using internal::Label;
+using internal::Record;
+using internal::VolumeId;
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::kPageBytes;
+using protocol::MakeError;
+
+constexpr uint64_t kPagesMin = 6;  // labels and records of both ends
+constexpr std::string_view kHint =
+    "give all paths of the volume, in the order and with the sizes that it was made with; "
+    "forebayd --reclaim gives up its jobs";
+
+// Labels and records at the ends of a path, where a path of any volume may have them.
+struct Ends {
+  std::string name;
+  std::vector<Label> labels;
+  std::vector<Record> head_records;
+  std::vector<Record> tail_records;
+};
+
+std::string Text(size_t index, const Ends& path) {
+  return absl::StrFormat("swap path %d (%s)", index, path.name);
+}
+
+// Closed: there is none, or it cannot be opened.
+// `end_bytes`: where its volume ends, unless a label says otherwise.
+protocol::UniqueFd OpenPath(const PathOptions& options, uint64_t& end_bytes, std::string& name) {
+  struct stat status {};
+  name = options.path;
+  if (::stat(options.path.c_str(), &status) != 0) return {};
+  if (S_ISDIR(status.st_mode)) {
+    name += "/";
+    name += kSwapFileName;
+  }
+  protocol::UniqueFd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  if (!file.valid() || ::fstat(file.get(), &status) != 0) return {};
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) return {};
+  // A device may be larger than its volume.
+  end_bytes = S_ISREG(status.st_mode) ? static_cast<uint64_t>(status.st_size)
+                                      : protocol::RoundUp(options.capacity_bytes, kIoAlignment);
+  return file;
+}
+
+class EndsReader {
+ public:
+  EndsReader(int file, Ends& ends) : file_(file), ends_(ends) {}
+
+  absl::Status Read(uint64_t end_bytes) {
+    RETURN_IF_ERROR(ReadLabel(0));
+    if (!ends_.labels.empty()) end_bytes = ends_.labels[0].capacity_bytes;
+    RETURN_IF_ERROR(ReadRecord(kPageBytes, ends_.head_records));
+    RETURN_IF_ERROR(ReadRecord(2 * kPageBytes, ends_.head_records));
+    if (end_bytes % kPageBytes != 0 || end_bytes < kPagesMin * kPageBytes) return absl::OkStatus();
+    RETURN_IF_ERROR(ReadLabel(end_bytes - kPageBytes));
+    RETURN_IF_ERROR(ReadRecord(end_bytes - 2 * kPageBytes, ends_.tail_records));
+    return ReadRecord(end_bytes - 3 * kPageBytes, ends_.tail_records);
+  }
+
+ private:
+  // Zeros behind the end.
+  absl::Status ReadPage(uint64_t offset_bytes) {
+    std::ranges::fill(page_.bytes(), std::byte{0});
+    const ssize_t read =
+        ::pread(file_, page_.bytes().data(), kPageBytes, static_cast<off_t>(offset_bytes));
+    if (read >= 0) return absl::OkStatus();
+    return MakeError(ErrorId::kSwapIo,
+                     protocol::ErrnoText(
+                         absl::StrFormat("%s: read at offset %d", ends_.name, offset_bytes), errno),
+                     "look at the device's health (dmesg)");
+  }
+
+  absl::Status ReadLabel(uint64_t offset_bytes) {
+    RETURN_IF_ERROR(ReadPage(offset_bytes));
+    const std::optional<uint32_t> version = internal::LabelVersion(page_.bytes());
+    if (version && *version > internal::kFormatVersion) {
+      return MakeError(
+          ErrorId::kSwapPath,
+          absl::StrFormat("%s: it holds a volume of swap format %d; this version of Forebay "
+                          "reads format %d",
+                          ends_.name, *version, internal::kFormatVersion),
+          "start the version that made it, or delete the file or wipe the device if "
+          "nothing of it is needed");
+    }
+    Label label;
+    if (DecodePage(page_.bytes(), label)) ends_.labels.push_back(label);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadRecord(uint64_t offset_bytes, std::vector<Record>& records) {
+    RETURN_IF_ERROR(ReadPage(offset_bytes));
+    Record record;
+    if (DecodePage(page_.bytes(), record)) records.push_back(record);
+    return absl::OkStatus();
+  }
+
+  int file_;
+  Ends& ends_;
+  internal::PageBuffer page_{kPageBytes};
+};
+
+bool HasLabel(std::span<const Ends> paths, const VolumeId& volume) {
+  return std::ranges::any_of(paths, [&](const Ends& path) {
+    return std::ranges::find(path.labels, volume, &Label::volume) != path.labels.end();
+  });
+}
+
+// Where a path has no records it has data, in which a client may have put anything: a record counts where a label
+// is of its volume, or at the two ends where these paths have records.
+std::vector<Record> RecordsOf(std::span<const Ends> paths) {
+  std::vector<Record> records = paths.front().head_records;
+  records.insert(records.end(), paths.back().tail_records.begin(), paths.back().tail_records.end());
+  for (const Ends& path : paths) {
+    for (const std::vector<Record>* end : {&path.head_records, &path.tail_records}) {
+      std::ranges::copy_if(*end, std::back_inserter(records),
+                           [&](const Record& record) { return HasLabel(paths, record.volume); });
+    }
+  }
+  return records;
+}
+
+// No ledger was found: whether there may have been one. A volume has a whole record from its beginning on.
+absl::Status CheckNoneWasLost(std::span<const Ends> paths, std::span<const Record> records) {
+  if (!records.empty()) return absl::OkStatus();
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (paths[i].labels.empty()) continue;
+    const Label& label = paths[i].labels[0];
+    if (label.paths > paths.size()) {
+      return MakeError(ErrorId::kSwapPath,
+                       absl::StrFormat("%s: it is path %d of a volume of %d paths, which may have "
+                                       "durable jobs",
+                                       Text(i, paths[i]), label.path_index, label.paths),
+                       kHint);
+    }
+    return MakeError(ErrorId::kCorrupt,
+                     absl::StrFormat("%s: no record of its volume is whole: the jobs in it, if it "
+                                     "has any, cannot be found",
+                                     Text(i, paths[i])),
+                     "restore its jobs from a checkpoint, then start with forebayd --reclaim");
+  }
+  return absl::OkStatus();
+}
+
+// The path's part of the volume, or what is there instead.
+absl::StatusOr<Label> PartOf(const VolumeId& volume, size_t index, size_t count,
+                             const PathOptions& options, const Ends& path) {
+  const auto label = std::ranges::find(path.labels, volume, &Label::volume);
+  const auto differs = [&](std::string_view what) {
+    return MakeError(ErrorId::kSwapPath, absl::StrFormat("%s: %s", Text(index, path), what), kHint);
+  };
+  if (label == path.labels.end()) {
+    return differs(path.labels.empty()
+                       ? "it holds no part of the volume with durable jobs that the others are of"
+                       : "it is of another volume than the path with the durable jobs");
+  }
+  if (label->path_index != index || label->paths != count) {
+    return differs(absl::StrFormat(
+        "it is path %d of a volume of %d paths with durable jobs, and given as path %d of %d",
+        label->path_index, label->paths, index, count));
+  }
+  const uint64_t capacity_bytes = protocol::RoundUp(options.capacity_bytes, kIoAlignment);
+  if (label->capacity_bytes != capacity_bytes) {
+    return differs(absl::StrFormat(
+        "its volume with durable jobs was made with %s (%d bytes), and is given with %s (%d)",
+        FormatBytes(label->capacity_bytes), label->capacity_bytes, FormatBytes(capacity_bytes),
+        capacity_bytes));
+  }
+  return *label;
+}
+
+}  // namespace
+
+absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOptions> paths) {
+  if (paths.empty()) return std::nullopt;
+  std::vector<Ends> ends(paths.size());
+  for (size_t i = 0; i < paths.size(); ++i) {
+    uint64_t end_bytes = 0;
+    const protocol::UniqueFd file = OpenPath(paths[i], end_bytes, ends[i].name);
+    if (!file.valid()) continue;
+    RETURN_IF_ERROR(EndsReader(file.get(), ends[i]).Read(end_bytes));
+  }
+  const std::vector<Record> records = RecordsOf(ends);
+  const auto committed =
+      std::ranges::find_if(records, [](const Record& record) { return record.sequence > 0; });
+  if (committed == records.end()) {
+    RETURN_IF_ERROR(CheckNoneWasLost(ends, records));
+    return std::nullopt;
+  }
+  const VolumeId volume = committed->volume;
+  if (!HasLabel(ends, volume)) {
+    return MakeError(
+        ErrorId::kCorrupt,
+        absl::StrFormat("%s: no label of the volume with durable jobs is whole", Text(0, ends[0])),
+        "restore its jobs from a checkpoint, then start with forebayd --reclaim");
+  }
+  FoundVolume found;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    ASSIGN_OR_RETURN(const Label label, PartOf(volume, i, paths.size(), paths[i], ends[i]));
+    found.ledger_bytes_max = label.ledger_bytes_max;
+  }
+  return found;
+}
+
+}  // namespace forebay::nvme
