@@ -3,11 +3,17 @@
 #include <sys/random.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
+#include "daemon/exec/ledger_codec.h"
+#include "nvme/find_volume.h"
+#include "nvme/io/engine_factory.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -43,6 +49,39 @@ TransferQueue::Entry EntryOf(const SwapTransfer& transfer) {
           .order = transfer.order};
 }
 
+void LogDamage(const nvme::Volume& volume) {
+  const nvme::RecoveryReport& report = volume.recovery();
+  if (report.damaged_records == 0 && report.damaged_ledgers == 0) return;
+  spdlog::warn(
+      "swap path 0 ({}): of its ledgers {} records and {} copies are damaged, as a power cut "
+      "leaves "
+      "them{}",
+      volume.path_name(0), report.damaged_records, report.damaged_ledgers,
+      report.fell_back ? ": the one before the newest is used" : "");
+}
+
+// The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
+// of it is damaged. Not by the engine of the daemon, which belongs to the loop thread.
+absl::Status CommitAgain(const nvme::VolumeOptions& options) {
+  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen,
+                   nvme::CreateIoEngine({.choice = nvme::EngineChoice::kThreads, .threads = 1}));
+  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
+                   nvme::Volume::Open(options, *chosen.engine));
+  LogDamage(*volume);
+  if (volume->durable_sequence() == 0) return absl::OkStatus();
+  const std::vector<std::byte> ledger(volume->ledger().begin(), volume->ledger().end());
+  const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());
+  RETURN_IF_ERROR(volume->CommitLedger(ledger, slots, /*token=*/1));
+  std::array<nvme::Completion, 16> completions;
+  std::vector<nvme::Finished> finished;
+  while (finished.empty()) {
+    ASSIGN_OR_RETURN(const size_t count,
+                     chosen.engine->Wait(nvme::IoEngine::kForever, completions));
+    for (size_t i = 0; i < count; ++i) volume->OnCompletion(completions[i], finished);
+  }
+  return finished.front().status;
+}
+
 }  // namespace
 
 uint64_t SwapSpace::StagingBytes(const SwapSpaceOptions& options) {
@@ -74,18 +113,55 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
   ASSIGN_OR_RETURN(space->staging_,
                    pinned_mem::PinnedArena::Create(options.arenas.ByStripe(
                        "forebay-staging", StagingBytes(options), options.staging_slot_bytes)));
-  ASSIGN_OR_RETURN(space->volume_,
-                   nvme::Volume::Open({.paths = options.paths,
-                                       .mode = nvme::OpenMode::kReclaim,
-                                       .life = options.life,
-                                       .ledger_bytes_max = options.ledger_bytes_max},
-                                      engine));
+  RETURN_IF_ERROR(space->OpenVolume());
   (void)engine.RegisterBuffer(space->staging_->bytes());  // speed alone
-  if (::getrandom(&space->nonce_, sizeof(space->nonce_), 0) != sizeof(space->nonce_)) {
+  return space;
+}
+
+absl::Status SwapSpace::OpenVolume() {
+  nvme::VolumeOptions volume{.paths = options_.paths, .life = options_.life};
+  if (options_.mode == nvme::OpenMode::kRecover) {
+    ASSIGN_OR_RETURN(const std::optional<nvme::FoundVolume> found,
+                     nvme::FindVolume(options_.paths));
+    if (found && options_.life == nvme::FileLife::kUnlinked) {
+      return protocol::MakeError(
+          protocol::ErrorId::kSwapPath,
+          absl::StrCat("swap path 0 (", options_.paths[0].path,
+                       ") holds durable jobs, which an unlinked swap file would lose"),
+          "use another path, or swap.life = \"kept\"; forebayd --reclaim gives up its jobs");
+    }
+    if (found) {
+      volume.mode = nvme::OpenMode::kRecover;
+      options_.ledger_bytes_max = found->ledger_bytes_max;
+    }
+  }
+  volume.ledger_bytes_max = options_.ledger_bytes_max;
+  if (volume.mode == nvme::OpenMode::kRecover) RETURN_IF_ERROR(CommitAgain(volume));
+  ASSIGN_OR_RETURN(volume_, nvme::Volume::Open(volume, engine_));
+  if (volume_->durable_sequence() > 0) return ReadLedger();
+  if (::getrandom(&nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) {
     return protocol::MakeError(protocol::ErrorId::kInternal,
                                protocol::ErrnoText("getrandom", errno));
   }
-  return space;
+  return absl::OkStatus();
+}
+
+absl::Status SwapSpace::ReadLedger() {
+  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedger(volume_->ledger()));
+  std::vector<nvme::Slot> named = SlotsOf(decoded.node);
+  std::vector<nvme::Slot> kept(volume_->ledger_slots().begin(), volume_->ledger_slots().end());
+  std::ranges::sort(named);
+  std::ranges::sort(kept);
+  if (named != kept) {
+    return protocol::MakeError(
+        protocol::ErrorId::kCorrupt,
+        absl::StrFormat("swap path 0 (%s): its ledger names %d slots, its volume keeps %d, others",
+                        volume_->path_name(0), named.size(), kept.size()),
+        "restore its jobs from a checkpoint, then start with forebayd --reclaim");
+  }
+  nonce_ = decoded.nonce;
+  recovered_ = std::move(decoded.node);
+  return absl::OkStatus();
 }
 
 std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
@@ -104,6 +180,15 @@ void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& do
   absl::Status status =
       volume_->Zero(action.slots, staging_->bytes().last(kZerosBytes), action.task);
   if (!status.ok()) return End(action.task, std::move(status), done);
+  OnStarted(pending.done, MonotonicNs());
+}
+
+void SwapSpace::CommitLedger(TaskId task, std::span<const std::byte> ledger,
+                             std::span<const nvme::Slot> slots, std::vector<SwapDone>& done) {
+  Pending& pending = pending_[task];
+  pending.done = {.task = task, .kind = SwapDone::Kind::kCommitted, .bytes = ledger.size()};
+  absl::Status status = volume_->CommitLedger(ledger, slots, task);
+  if (!status.ok()) return End(task, std::move(status), done);
   OnStarted(pending.done, MonotonicNs());
 }
 
@@ -182,7 +267,7 @@ void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& don
   auto node = pending_.extract(task);
   FOREBAY_CHECK(!node.empty());
   Pending& pending = node.mapped();
-  if (pending.done.kind != SwapDone::Kind::kZeroed) {
+  if (pending.done.kind == SwapDone::Kind::kRead || pending.done.kind == SwapDone::Kind::kWritten) {
     queues_.at(pending.transfer.slot.path).End(pending.done.bytes);
   }
   done.push_back(std::move(pending.done));

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/exec/arena_policy.h"
@@ -35,6 +36,9 @@ struct SwapSpaceOptions {
   // By path, as measured; empty: none is known.
   std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
+  // kRecover: a volume with a durable ledger comes back with its jobs; one without is made anew.
+  nvme::OpenMode mode = nvme::OpenMode::kReclaim;
+  // Of a volume that is made anew.
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // How long the disk may take for a transfer before nobody waits for it any longer.
   uint64_t deadline_ns = kSwapDeadlineNs;
@@ -62,7 +66,8 @@ struct SwapDone {
     kZeroed,
     kRead,
     kWritten,
-    kReturned,  // a read that was given up has ended
+    kReturned,   // a read that was given up has ended
+    kCommitted,  // a ledger, of no job
   };
 
   TaskId task = 0;
@@ -103,9 +108,11 @@ class SwapSpace {
   // How long a write pauses after one on the same path has failed.
   static constexpr uint64_t kPauseNs = 1'000'000'000;
 
-  // Blocks: reserves the paths and makes the staging arena.
+  // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed once
+  // more: then no other ledger is on the disk that names slots which free_slots() gives.
   //
-  // Errors  of Volume::Open and PinnedArena::Create.
+  // Errors  of Volume::Open, FindVolume, DecodeLedger and PinnedArena::Create.
+  //         E_SWAP_PATH  kUnlinked paths hold a durable ledger.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Open(const SwapSpaceOptions& options,
                                                          nvme::IoEngine& engine);
 
@@ -126,13 +133,21 @@ class SwapSpace {
   // `pause`: kPauseNs from now.
   void StartWrite(const SwapTransfer& transfer, bool pause, std::vector<SwapDone>& done);
 
+  // Volume::CommitLedger; one at a time.
+  void CommitLedger(TaskId task, std::span<const std::byte> ledger,
+                    std::span<const nvme::Slot> slots, std::vector<SwapDone>& done);
+
   // What VerifyBlock() needs for a slot that was read; nothing for zeros that were never written.
   std::optional<nvme::ExpectedContent> Expected(const BlockPlace& place,
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;
 
-  // Of this opening, part of every identity.
+  // Of the volume since it was made anew, part of every identity.
   uint64_t nonce() const { return nonce_; }
+  // What the ledger said that was found; nothing where there was none.
+  const DurableNode& recovered() const { return recovered_; }
+  // Room for a ledger and 24 bytes for each slot that it names.
+  uint64_t ledger_bytes_max() const { return options_.ledger_bytes_max; }
 
   std::string_view path_name(uint32_t path) const { return volume_->path_name(path); }
 
@@ -164,7 +179,7 @@ class SwapSpace {
  private:
   struct Pending {
     SwapDone done;
-    SwapTransfer transfer = {};  // not of zeroing
+    SwapTransfer transfer = {};  // not of zeroing, nor of a commit
   };
   struct Paused {
     TaskId task = 0;
@@ -172,6 +187,8 @@ class SwapSpace {
   };
 
   SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine);
+  absl::Status OpenVolume();
+  absl::Status ReadLedger();
   void Add(SwapDone::Kind kind, const SwapTransfer& transfer);
   void Push(const SwapTransfer& transfer);
   absl::Status StartAtVolume(const Pending& pending);
@@ -187,6 +204,7 @@ class SwapSpace {
   SwapSpaceOptions options_;
   nvme::IoEngine& engine_;
   uint64_t nonce_ = 0;
+  DurableNode recovered_;
   ArenaRegistry::Arena staging_;
   std::unique_ptr<nvme::Volume> volume_;
   std::pmr::unsynchronized_pool_resource memory_{
