@@ -41,7 +41,8 @@ SwapTransfer BlockMover::TransferOf(const Moved& moved) {
           .block = moved.identity.block,
           .part = moved.identity.part,
           .slot = *moved.place.slot,
-          .bytes = moved.arena->bytes().subspan(moved.part.offset_bytes, moved.part.size_bytes)};
+          .bytes = moved.arena->bytes().subspan(moved.part.offset_bytes, moved.part.size_bytes),
+          .order = moved.order};
 }
 
 void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& state) {
@@ -61,6 +62,17 @@ void BlockMover::Spill(const SpillSums& action, const ArenaRegistry::Arena& step
                   .place = {.resident = false, .slot = action.slot},
                   .leaves_memory = false,
                   .pause = action.pause});
+}
+
+void BlockMover::Save(const SavePart& action, const ArenaRegistry::Arena& arena) {
+  DigestAndWrite({.task = action.task,
+                  .identity = action.identity,
+                  .arena = arena,
+                  .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+                  .place = {.resident = false, .slot = action.slot},
+                  .leaves_memory = false,
+                  .pause = action.pause,
+                  .order = TransferQueue::Order::kBackground});
 }
 
 void BlockMover::DigestAndWrite(Moved moved) {
@@ -122,6 +134,17 @@ void BlockMover::Load(const LoadSums& action, const ArenaRegistry::Arena& step) 
   Read({.task = action.task,
         .identity = action.identity,
         .arena = step,
+        .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+        .place = {.resident = false, .slot = action.slot},
+        .checksum = action.checksum,
+        .leaves_memory = false});
+}
+
+void BlockMover::Restore(const RestorePart& action, const ArenaRegistry::Arena& arena) {
+  FOREBAY_CHECK(swap_ != nullptr);
+  Read({.task = action.task,
+        .identity = action.identity,
+        .arena = arena,
         .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
         .place = {.resident = false, .slot = action.slot},
         .checksum = action.checksum,

@@ -1,4 +1,4 @@
-// Moves what a job has in an arena, a block of states or a page of gradient sums, to a swap slot and back.
+// Moves what a job has in an arena, a block of states, weights or a page of gradient sums, to a swap slot and back.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,8 @@
 namespace forebay::daemon {
 
 // A block to be evicted is digested, written, then loses its memory; one to be promoted gets memory,
-// is read, then verified. Sums are digested and written, read and verified. Each ends with its TaskDone.
+// is read, then verified. Sums, and parts that are saved, are digested and written, read and verified. Each ends with
+// its TaskDone.
 //
 // Threads  The loop thread. Workers of updates digest, verify, populate and free: a step may wait for the
 //          move, and the pool that may block is busy for minutes while a large job is made.
@@ -38,6 +39,10 @@ class BlockMover {
   void Spill(const SpillSums& action, const ArenaRegistry::Arena& step);
   void Load(const LoadSums& action, const ArenaRegistry::Arena& step);
 
+  // `arena`: the one that the action names. Saves give way to all other transfers of their job.
+  void Save(const SavePart& action, const ArenaRegistry::Arena& arena);
+  void Restore(const RestorePart& action, const ArenaRegistry::Arena& arena);
+
   // Goes on with the move that the transfer is part of, which ended at `end_ns`; false: it is part of none.
   bool OnTransferred(const SwapDone& done, uint64_t end_ns);
 
@@ -57,6 +62,7 @@ class BlockMover {
     uint64_t checksum = 0;      // expected
     bool leaves_memory = true;  // the arena has none for the part while it is on swap
     bool pause = false;
+    TransferQueue::Order order = TransferQueue::Order::kNormal;
   };
 
   using Next = InplaceFunction<void(const Transferred&), 256>;

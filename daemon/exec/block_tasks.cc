@@ -302,6 +302,25 @@ void RunCopies(std::span<const BytesCopy> copies, std::span<const std::byte> fro
   }
 }
 
+ExtraStates RunKeepExtraStates(std::span<const StatePart> parts, std::span<const std::byte> step) {
+  std::vector<std::vector<std::byte>> by_rank;
+  by_rank.reserve(parts.size());
+  for (const StatePart& part : parts) {
+    FOREBAY_CHECK(part.offset_bytes + part.bytes <= step.size());
+    const auto bytes = step.subspan(part.offset_bytes, part.bytes);
+    by_rank.emplace_back(bytes.begin(), bytes.end());
+  }
+  return std::make_shared<const std::vector<std::vector<std::byte>>>(std::move(by_rank));
+}
+
+void RunRestoreExtraStates(const RestoreExtraStates& action, std::span<std::byte> step) {
+  for (size_t rank = 0; rank < action.offsets_bytes.size(); ++rank) {
+    const std::vector<std::byte>& bytes = action.extra_states->at(rank);
+    FOREBAY_CHECK(action.offsets_bytes[rank] + bytes.size() <= step.size());
+    std::ranges::copy(bytes, step.subspan(action.offsets_bytes[rank]).begin());
+  }
+}
+
 absl::Status VerifyBlock(const std::optional<nvme::ExpectedContent>& expected,
                          const BlockIdentity& identity, std::span<const std::byte> bytes) {
   if (expected.has_value()) return nvme::Verify(*expected, bytes);

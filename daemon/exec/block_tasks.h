@@ -80,6 +80,11 @@ TaskDone RunUpdateForSwap(const UpdateBlock& action, const UpdateMemory& memory,
 void RunCopies(std::span<const BytesCopy> copies, std::span<const std::byte> from,
                std::span<std::byte> to);
 
+// A copy of each part, in their order.
+ExtraStates RunKeepExtraStates(std::span<const StatePart> parts, std::span<const std::byte> step);
+// As many as there are places for.
+void RunRestoreExtraStates(const RestoreExtraStates& action, std::span<std::byte> step);
+
 // Checks swapped bytes before they are used: against identity and checksum of the block ledger
 // (`expected`), or, where the block has no slot yet, that they are zeros.
 //

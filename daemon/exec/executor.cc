@@ -24,6 +24,19 @@ constexpr uint64_t kWriteErrorLogNs = 10'000'000'000;
 
 std::string Text(const absl::Status& status) { return protocol::FormatError(status); }
 
+TimedSubject SubjectOf(BlockPart part) {
+  switch (part) {
+    case BlockPart::kGradients:
+      return TimedSubject::kGradientPage;
+    case BlockPart::kWeightsArena:
+      return TimedSubject::kWeightsPart;
+    case BlockPart::kStates:
+    case BlockPart::kWeights:
+      break;
+  }
+  return TimedSubject::kBlock;
+}
+
 absl::Status SessionOver() {
   return MakeError(ErrorId::kFenced, "the session is over", "attach again");
 }
@@ -256,14 +269,12 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       continue;
     }
     if (one.staging_slot) Raise(StagingSlotKept{.slot = *one.staging_slot});
-    if (one.kind != SwapDone::Kind::kZeroed) {
+    if (one.kind == SwapDone::Kind::kRead || one.kind == SwapDone::Kind::kWritten) {
       const auto load = loads_.find(one.task);
       JobMemory& job = jobs_.at(one.job);
       job.timeline.Add(
           {.lane = one.kind == SwapDone::Kind::kRead ? Lane::kSwapRead : Lane::kSwapWrite,
-           .subject = load != loads_.end()                ? TimedSubject::kPartition
-                      : one.part == BlockPart::kGradients ? TimedSubject::kGradientPage
-                                                          : TimedSubject::kBlock,
+           .subject = load != loads_.end() ? TimedSubject::kPartition : SubjectOf(one.part),
            .index = load != loads_.end() ? load->second.partition : one.block,
            .start_ns = one.start_ns,
            .end_ns = MonotonicNs(),

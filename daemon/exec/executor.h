@@ -164,6 +164,11 @@ class Executor {
   void Run(PromoteBlock& action);
   void Run(SpillSums& action);
   void Run(LoadSums& action);
+  void Run(SavePart& action);
+  void Run(RestorePart& action);
+  void Run(KeepExtraStates& action);
+  void Run(RestoreExtraStates& action);
+  void Run(CommitLedger& action);
   void Run(DecodeState& action);
   void Run(SetMasters& action);
   void Run(LoadWeights& action);

@@ -10,6 +10,7 @@
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/clock.h"
 #include "daemon/exec/executor.h"
+#include "daemon/exec/ledger_codec.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -509,6 +510,50 @@ void Executor::Run(PromoteBlock& action) { mover_.Promote(action, jobs_.at(actio
 void Executor::Run(SpillSums& action) { mover_.Spill(action, jobs_.at(action.job).step); }
 
 void Executor::Run(LoadSums& action) { mover_.Load(action, jobs_.at(action.job).step); }
+
+// ----------------------------------------------------------------------------------- durable steps
+
+void Executor::Run(SavePart& action) {
+  const JobMemory& job = jobs_.at(action.job);
+  mover_.Save(action, action.arena == SavedArena::kStates ? job.state : job.weights);
+}
+
+void Executor::Run(RestorePart& action) {
+  const JobMemory& job = jobs_.at(action.job);
+  mover_.Restore(action, action.arena == SavedArena::kStates ? job.state : job.weights);
+}
+
+void Executor::Run(KeepExtraStates& action) {
+  PostTask(action.task, [parts = std::move(action.parts), step = jobs_.at(action.job).step] {
+    TaskDone done;
+    done.extra_states = RunKeepExtraStates(parts, step->bytes());
+    return done;
+  });
+}
+
+void Executor::Run(RestoreExtraStates& action) {
+  const TaskId task = action.task;
+  PostTask(task, [action = std::move(action), step = jobs_.at(action.job).step] {
+    RunRestoreExtraStates(action, step->bytes());
+    return TaskDone{};
+  });
+}
+
+void Executor::Run(CommitLedger& action) {
+  FOREBAY_CHECK(swap_ != nullptr);
+  runner_.Post(PoolId::kUpdate, [this, action, nonce = swap_->nonce()]() -> TaskRunner::Then {
+    auto ledger = EncodeLedger(*action.node, nonce);
+    return [this, task = action.task, node = action.node, ledger = std::move(ledger)] {
+      if (!ledger.ok()) {
+        spdlog::error("{}", protocol::FormatError(ledger.status()));
+        return Done(task, ledger.status());
+      }
+      std::vector<SwapDone> done;
+      swap_->CommitLedger(task, *ledger, SlotsOf(*node), done);
+      EndTransfers(done);
+    };
+  });
+}
 
 void Executor::Run(RoomAwaited& action) {
   spdlog::info("job {} waits for {} of DRAM until blocks have moved to swap, of: {}", action.job,

@@ -57,7 +57,7 @@ struct SwapTransfer {
   nvme::Slot slot;
   std::span<std::byte> bytes;
   uint64_t slot_offset_bytes = 0;  // of a read: where it begins
-  TransferQueue::Order order = TransferQueue::Order::kLast;
+  TransferQueue::Order order = TransferQueue::Order::kNormal;
 };
 
 // A transfer that has ended, or was given up (E_SWAP_TIMEOUT).

@@ -30,6 +30,8 @@ std::string NameOf(const TimedEvent& event, const protocol::Layout& layout) {
       return absl::StrCat("block ", event.index);
     case TimedSubject::kWeightsOfBlock:
       return absl::StrCat("weights of block ", event.index);
+    case TimedSubject::kWeightsPart:
+      return absl::StrCat("weights, part ", event.index);
     case TimedSubject::kGradientPage:
       return absl::StrCat("gradients ", event.index);
     case TimedSubject::kStep:

@@ -15,7 +15,14 @@ enum class Lane : uint8_t { kGradient, kSwapRead, kUpdate, kSwapWrite, kStep };
 const char* Name(Lane lane);  // "gradient", "swap read", "update", "swap write", "step"
 
 // What an event is of, with its number.
-enum class TimedSubject : uint8_t { kPartition, kBlock, kWeightsOfBlock, kGradientPage, kStep };
+enum class TimedSubject : uint8_t {
+  kPartition,
+  kBlock,
+  kWeightsOfBlock,
+  kWeightsPart,
+  kGradientPage,
+  kStep
+};
 
 struct TimedEvent {
   Lane lane = Lane::kStep;

@@ -16,8 +16,8 @@ size_t TransferQueue::FindOrAdd(JobId job) {
     }
   }
   if (found == jobs_.size()) {
-    jobs_.push_back(
-        {.urgent = std::pmr::deque<Entry>(memory_), .others = std::pmr::deque<Entry>(memory_)});
+    using Entries = std::pmr::deque<Entry>;
+    jobs_.push_back({.waiting = {Entries(memory_), Entries(memory_), Entries(memory_)}});
   }
   jobs_[found].id = job;
   jobs_[found].deficit_bytes = 0;
@@ -28,13 +28,13 @@ void TransferQueue::Push(const Entry& entry) {
   const size_t index = FindOrAdd(entry.job);
   Job& job = jobs_[index];
   if (job.empty()) turns_.push_back(index);
-  (entry.order == Order::kUrgent ? job.urgent : job.others).push_back(entry);
+  job.Of(entry.order).push_back(entry);
 }
 
 std::optional<TaskId> TransferQueue::Next() {
   while (!turns_.empty()) {
     Job& job = jobs_[turns_.front()];
-    std::pmr::deque<Entry>& queue = job.urgent.empty() ? job.others : job.urgent;
+    std::pmr::deque<Entry>& queue = job.Next();
     const Entry entry = queue.front();
     const bool has_room =
         in_flight_ < window_.transfers && in_flight_bytes_ + entry.bytes <= window_.bytes;
@@ -67,7 +67,7 @@ void TransferQueue::PutBack(const Entry& entry) {
     turns_.push_front(index);
     has_quantum_ = true;
   }
-  (entry.order == Order::kUrgent ? job.urgent : job.others).push_front(entry);
+  job.Of(entry.order).push_front(entry);
   job.deficit_bytes += entry.bytes;
 }
 

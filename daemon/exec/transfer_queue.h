@@ -1,6 +1,8 @@
 // Transfers of one swap path that wait for their turn.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -18,19 +20,19 @@ struct TransferWindow {
 };
 
 // Jobs share the path by deficit round robin over bytes: each in turn may start as many bytes as the largest
-// transfer has, and what it has left of them next time. Within a job urgent transfers go first, then the
-// oldest.
+// transfer has, and what it has left of them next time. Within a job urgent transfers go first and those in the
+// background last; of each the oldest.
 //
 // Limits  O(jobs that wait) a transfer.
 // Source  Shreedhar & Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM 1995.
 class TransferQueue {
  public:
-  enum class Order : uint8_t { kUrgent, kLast };
+  enum class Order : uint8_t { kUrgent, kNormal, kBackground };
   struct Entry {
     TaskId task = 0;
     JobId job = 0;
     uint64_t bytes = 0;
-    Order order = Order::kLast;
+    Order order = Order::kNormal;
   };
 
   // `quantum_bytes`: of the largest transfer. `memory`, for entries, outlives it.
@@ -48,13 +50,19 @@ class TransferQueue {
   uint64_t in_flight_bytes() const { return in_flight_bytes_; }
 
  private:
+  static constexpr size_t kOrders = 3;
+
   struct Job {
     JobId id = 0;
-    std::pmr::deque<Entry> urgent;
-    std::pmr::deque<Entry> others;
+    std::array<std::pmr::deque<Entry>, kOrders> waiting;  // by Order
     uint64_t deficit_bytes = 0;
 
-    bool empty() const { return urgent.empty() && others.empty(); }
+    std::pmr::deque<Entry>& Of(Order order) { return waiting[static_cast<size_t>(order)]; }
+    // The first one that is not empty.
+    std::pmr::deque<Entry>& Next() {
+      return *std::ranges::find_if_not(waiting, &std::pmr::deque<Entry>::empty);
+    }
+    bool empty() const { return std::ranges::all_of(waiting, &std::pmr::deque<Entry>::empty); }
   };
 
   // Its place in jobs_; where it has no transfers yet, an empty one, which is its own now.

@@ -1,7 +1,8 @@
 // Goal    A block that leaves DRAM comes back with the same bytes, and its place in the arena has memory
 //         in between for neither less nor more than it must. Whatever goes wrong, no bytes are lost:
 //         after a failed write the block is in DRAM, after a failed read or a wrong checksum its
-//         memory is free again and the slot is as it was.
+//         memory is free again and the slot is as it was. What is saved stays in DRAM, and is restored
+//         where it is asked for.
 // Method  Real workers and real swap files below an engine that makes a transfer fail; the test is the
 //         loop.
 
@@ -16,7 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/exec/block_tasks.h"
 #include "gtest/gtest.h"
+#include "nvme/checksum.h"
 #include "nvme/io/engine_factory.h"
 #include "nvme/slot_map.h"
 #include "protocol/error.h"
@@ -107,6 +110,27 @@ class BlockMoverTest : public ::testing::Test {
                     arena_);
     return RunUntilDone();
   }
+  TaskDone Save() {
+    mover_->Save({.task = 8,
+                  .job = 1,
+                  .identity = kOwner,
+                  .offset_bytes = kMoved * kBlockBytes,
+                  .bytes = kBlockBytes,
+                  .slot = slot_},
+                 arena_);
+    return RunUntilDone();
+  }
+  TaskDone Restore(uint64_t checksum) {
+    mover_->Restore({.task = 9,
+                     .job = 1,
+                     .identity = kOwner,
+                     .checksum = checksum,
+                     .offset_bytes = kMoved * kBlockBytes,
+                     .bytes = kBlockBytes,
+                     .slot = slot_},
+                    arena_);
+    return RunUntilDone();
+  }
   BlockPlace place() const {
     return {.resident = true, .state_offset_bytes = kMoved * kBlockBytes, .slot = slot_};
   }
@@ -183,6 +207,36 @@ TEST_F(BlockMoverTest, ABlockWithoutASlotIsZeros) {
   EXPECT_EQ(arena_->allocated_bytes(), kBlocks * kBlockBytes);
   EXPECT_TRUE(std::ranges::all_of(BytesOf(kMoved), [](std::byte b) { return b == std::byte{0}; }));
   EXPECT_NE(checksum, 0U);
+}
+
+TEST_F(BlockMoverTest, APartIsSavedAndRestoredAndStaysInMemory) {
+  const uint64_t written = swap_->stats().paths[0].written_bytes;
+  const TaskDone saved = Save();
+  EXPECT_OK(saved.status);
+  EXPECT_EQ(saved.task, 8U);
+  EXPECT_GT(saved.begin_ns, 0U);
+  EXPECT_EQ(saved.checksum, nvme::Checksum(MakeIdentity(kOwner, swap_->nonce()), BytesOf(kMoved)));
+  ExpectResident(kBlocks);
+  EXPECT_EQ(swap_->stats().paths[0].written_bytes - written, kBlockBytes) << "not counted";
+  std::ranges::fill(BytesOf(kMoved), std::byte{0});
+  const TaskDone restored = Restore(saved.checksum);
+  EXPECT_OK(restored.status);
+  EXPECT_EQ(restored.task, 9U);
+  ExpectResident(kBlocks);
+}
+
+TEST_F(BlockMoverTest, AFailedSaveOrRestoreIsAnErrorAndFreesNothing) {
+  engine_->SetFault({.operation = 0, .count = testing::IoFault::kForEver, .error_number = ENOSPC});
+  EXPECT_THAT(Save().status, HasError(ErrorId::kSwapIo));
+  EXPECT_GT(engine_->fired(), 0U);
+  engine_->ClearFault();
+  const uint64_t checksum = Save().checksum;
+  EXPECT_THAT(Restore(checksum + 1).status, HasError(ErrorId::kCorrupt));
+  engine_->SetFault({.operation = 0, .count = testing::IoFault::kForEver, .error_number = EIO});
+  EXPECT_THAT(Restore(checksum).status, HasError(ErrorId::kSwapIo));
+  engine_->ClearFault();
+  EXPECT_OK(Restore(checksum).status);
+  ExpectResident(kBlocks);
 }
 
 }  // namespace

@@ -471,6 +471,23 @@ TEST(DecodeStates, ReadsTheLastElementsOfAFullBlockFromAnyElementOn) {
   }
 }
 
+TEST(ExtraStates, ComeBackToOtherPlacesForAsManyRanksAsThereAre) {
+  std::vector<std::byte> step(100);
+  for (size_t i = 0; i < step.size(); ++i) step[i] = static_cast<std::byte>(i);
+  const std::vector<StatePart> parts = {{.offset_bytes = 10, .bytes = 5},
+                                        {.offset_bytes = 90, .bytes = 10},
+                                        {.offset_bytes = 50, .bytes = 0},
+                                        {.offset_bytes = 0, .bytes = 1}};
+  const ExtraStates kept = RunKeepExtraStates(parts, step);
+  ASSERT_EQ(kept->size(), parts.size());
+  std::vector<std::byte> other(64, std::byte{0xEE});
+  std::vector<std::byte> wanted = other;
+  for (size_t i = 0; i < 5; ++i) wanted[40 + i] = static_cast<std::byte>(10 + i);
+  for (size_t i = 0; i < 10; ++i) wanted[54 + i] = static_cast<std::byte>(90 + i);
+  RunRestoreExtraStates({.extra_states = kept, .offsets_bytes = {40, 54, 64}}, other);
+  EXPECT_EQ(other, wanted);
+}
+
 TEST(Identity, IsAnotherForEachPartOfABlockAndEveryStep) {
   std::set<nvme::Identity> seen;
   for (const JobId job : {1U, 2U}) {

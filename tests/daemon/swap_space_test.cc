@@ -94,7 +94,7 @@ class SwapSpaceTest : public ::testing::Test {
 
   // All read the one slot of the path into the one staging slot.
   void StartRead(TaskId task, JobId job, uint32_t path,
-                 TransferQueue::Order order = TransferQueue::Order::kLast) {
+                 TransferQueue::Order order = TransferQueue::Order::kNormal) {
     std::vector<SwapDone> done;
     swap_->StartRead({.task = task,
                       .job = job,

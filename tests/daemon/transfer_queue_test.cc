@@ -65,6 +65,17 @@ TEST(TransferQueue, UrgentTransfersGoBeforeTheJobsOthersAlone) {
             (std::vector<TaskId>{3, 11, 1, 2}));
 }
 
+TEST(TransferQueue, TransfersInTheBackgroundGiveWayToTheJobsOthersAlone) {
+  TransferQueue queue(kWide, kQuantum);
+  queue.Push({.task = 1, .job = 1, .bytes = 100, .order = TransferQueue::Order::kBackground});
+  queue.Push({.task = 2, .job = 1, .bytes = 100, .order = TransferQueue::Order::kBackground});
+  queue.Push({.task = 11, .job = 2, .bytes = 100, .order = TransferQueue::Order::kBackground});
+  queue.Push({.task = 3, .job = 1, .bytes = 100});
+  queue.Push({.task = 4, .job = 1, .bytes = 100, .order = TransferQueue::Order::kUrgent});
+  EXPECT_EQ(Drain(queue, {{1, 100}, {2, 100}, {3, 100}, {4, 100}, {11, 100}}),
+            (std::vector<TaskId>{4, 11, 3, 1, 2}));
+}
+
 TEST(TransferQueue, TheWindowLimitsBytesAndTransfers) {
   TransferQueue bytes({.bytes = 250, .transfers = 10}, kQuantum);
   TransferQueue transfers({.bytes = 10000, .transfers = 2}, kQuantum);
