@@ -1,5 +1,6 @@
 #include "protocol/durability.h"
 
+#include <cstddef>
 #include <string>
 
 #include "absl/strings/numbers.h"
@@ -10,6 +11,17 @@ namespace forebay::protocol {
 namespace {
 
 constexpr std::string_view kEpochPrefix = "epoch=";
+constexpr size_t kShownBytesMax = 40;
+
+// As a message repeats it: it may be a client's, of any length and bytes.
+std::string Quoted(std::string_view text) {
+  std::string shown(text.substr(0, kShownBytesMax));
+  for (char& one : shown) {
+    const bool is_printable = one >= ' ' && one <= '~';
+    if (!is_printable) one = '?';
+  }
+  return absl::StrCat("\"", shown, text.size() > shown.size() ? "..." : "", "\"");
+}
 
 }  // namespace
 
@@ -35,8 +47,7 @@ absl::StatusOr<Durability> ParseDurability(std::string_view text) {
       absl::SimpleAtoi(std::string(text.substr(kEpochPrefix.size())), &steps) && steps >= 1 &&
       steps <= Durability::kStepsMax;
   if (is_epoch) return Durability{.level = DurabilityLevel::kEpoch, .steps = steps};
-  return MakeError(ErrorId::kOption,
-                   absl::StrCat("\"", std::string(text), "\" is no level of durability"),
+  return MakeError(ErrorId::kOption, absl::StrCat(Quoted(text), " is no level of durability"),
                    absl::StrCat("use memory, step, or epoch=N: every N steps (1 to ",
                                 Durability::kStepsMax, ") one is made durable"));
 }

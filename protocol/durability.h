@@ -28,7 +28,7 @@ struct Durability {
 // "memory", "epoch=10", "step".
 std::string FormatDurability(const Durability& durability);
 
-// Errors  E_OPTION  none of these; the message repeats the text.
+// Errors  E_OPTION  none of these; the message repeats the text, a long one's beginning.
 absl::StatusOr<Durability> ParseDurability(std::string_view text);
 
 }  // namespace forebay::protocol
