@@ -58,6 +58,8 @@ struct AttachRequest {
   activationBytes @11 :UInt64;  # not of a reader: room for what a forward pass keeps, behind the step region
   trace @12 :Bool;              # not of a reader: TraceMemory (wire.h) at the end of the arena
   earlyUpdates @13 :Bool;       # blocks on swap may be updated before the decision: room for their new weights
+  durability @14 :Text;         # not of a reader: "memory", "epoch=N" or "step"; of a job that exists it is the job's.
+                                # Empty: the daemon's default, or the job's
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 
@@ -274,7 +276,7 @@ struct JobStatus {
   lastStepSeconds @23 :Float64;      # of the newest published step: from the last rank's call to its publication
   rpcCalls @24 :UInt64;              # control-plane calls of its sessions so far
   swapWait @25 :Text;  # the failed write that the running step waits for, tried again until it succeeds
-  madeBytes @26 :UInt64;             # while its arenas and swap slots are made: so much of them
+  madeBytes @26 :UInt64;             # while its arenas and swap slots are made, or read back from swap: so much of them
   makingBytes @27 :UInt64;           # of so much; both 0 afterwards
   evictedBlocks @28 :UInt64;   # moved from DRAM to swap between steps, to make room for other jobs
   promotedBlocks @29 :UInt64;  # moved back
@@ -301,6 +303,8 @@ struct JobStatus {
   gradientWrittenBytes @50 :UInt64;
   relocatedBlocks @51 :UInt64;       # moved off marked swap paths between steps
   reclaimedReads @52 :UInt64;        # blocks read ahead whose slot something else needed first: they are read again
+  durability @53 :Text;              # "memory", "epoch=N" or "step"
+  durableStep @54 :UInt64;           # the newest that the daemon's death and a power cut leave; of "memory" 0
 }
 
 struct TraceEvent {

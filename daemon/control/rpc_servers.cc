@@ -1,11 +1,13 @@
 #include "daemon/control/rpc_servers.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/control/status_message.h"
 #include "protocol/descriptor.h"
+#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/check.h"
@@ -100,24 +102,30 @@ int FdOf(const SessionFds& fds, schema::Session::Kind kind) {
   return -1;
 }
 
-AttachRequested RequestOf(schema::AttachRequest::Reader request, SessionId session, uint32_t uid,
-                          std::shared_ptr<const protocol::Layout> layout) {
-  return {.session = session,
-          .uid = uid,
-          .job = TextOf(request.getJob()),
-          .reader = request.getReader(),
-          .rank = request.getRank(),
-          .world_size = request.getWorldSize(),
-          .run = TextOf(request.getRun()),
-          .resume = request.getResume(),
-          .accumulate = request.getAccumulate(),
-          .early_updates = request.getEarlyUpdates(),
-          .writable_weights = request.getWritableWeights(),
-          .grad_arena_bytes = request.getGradArenaBytes(),
-          .extra_state_bytes = request.getExtraStateBytes(),
-          .activation_bytes = request.getActivationBytes(),
-          .trace = request.getTrace(),
-          .layout = std::move(layout)};
+// Errors  E_OPTION; of the layout.
+absl::StatusOr<AttachRequested> RequestOf(schema::AttachRequest::Reader request, uint32_t uid,
+                                          int layout_fd) {
+  std::optional<protocol::Durability> durability;
+  if (const std::string text = TextOf(request.getDurability()); !text.empty()) {
+    ASSIGN_OR_RETURN(durability, protocol::ParseDurability(text));
+  }
+  ASSIGN_OR_RETURN(auto layout, ReadLayout(layout_fd, request.getLayoutBytes()));
+  return AttachRequested{.uid = uid,
+                         .job = TextOf(request.getJob()),
+                         .reader = request.getReader(),
+                         .rank = request.getRank(),
+                         .world_size = request.getWorldSize(),
+                         .run = TextOf(request.getRun()),
+                         .resume = request.getResume(),
+                         .accumulate = request.getAccumulate(),
+                         .early_updates = request.getEarlyUpdates(),
+                         .writable_weights = request.getWritableWeights(),
+                         .grad_arena_bytes = request.getGradArenaBytes(),
+                         .extra_state_bytes = request.getExtraStateBytes(),
+                         .activation_bytes = request.getActivationBytes(),
+                         .trace = request.getTrace(),
+                         .durability = durability,
+                         .layout = std::move(layout)};
 }
 
 void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
@@ -315,9 +323,9 @@ class AdminServer final : public schema::Admin::Server {
  private:
   kj::Promise<void> PlanWith(PlanContext context, int layout_fd) {
     const auto params = context.getParams();
-    auto layout = ReadLayout(layout_fd, params.getRequest().getLayoutBytes());
-    if (!layout.ok()) {
-      SetOutcome(layout.status(), context.getResults().initOutcome());
+    auto request = RequestOf(params.getRequest(), connection_->viewer.uid, layout_fd);
+    if (!request.ok()) {
+      SetOutcome(request.status(), context.getResults().initOutcome());
       return kj::READY_NOW;
     }
     std::optional<NodeState::Limits> limits;
@@ -325,12 +333,11 @@ class AdminServer final : public schema::Admin::Server {
       limits = {.dram_bytes = params.getLimitBytes(), .swap_bytes = params.getSwapBytes()};
     }
     using Plan = absl::StatusOr<JobPlan>;
-    return AskLoop<Plan>(*connection_->context, Plan(Overloaded()),
-                         [request = RequestOf(params.getRequest(), 0, connection_->viewer.uid,
-                                              *std::move(layout)),
-                          limits](Executor& executor, auto answer) mutable {
-                           answer(executor.Plan(request, limits));
-                         })
+    return AskLoop<Plan>(
+               *connection_->context, Plan(Overloaded()),
+               [request = *std::move(request), limits](Executor& executor, auto answer) mutable {
+                 answer(executor.Plan(request, limits));
+               })
         .then([context](kj::Own<Plan> plan) mutable {
           auto results = context.getResults();
           SetOutcome(plan->status(), results.initOutcome());
@@ -397,9 +404,8 @@ class NodeServer final : public schema::Node::Server {
   }
 
   kj::Promise<void> AttachWith(AttachContext context, int layout_fd) {
-    const auto request = context.getParams().getRequest();
-    auto layout = ReadLayout(layout_fd, request.getLayoutBytes());
-    if (!layout.ok()) return Refuse(context, layout.status());
+    auto request = RequestOf(context.getParams().getRequest(), connection_->viewer.uid, layout_fd);
+    if (!request.ok()) return Refuse(context, request.status());
     // Here, after the last wait: a descriptor may have been promised and come late.
     if (connection_->context->sessions >= kSessionsMax) {
       return Refuse(context,
@@ -410,16 +416,15 @@ class NodeServer final : public schema::Node::Server {
     auto handle = std::make_shared<SessionHandle>(control, control.next_session++);
     std::erase_if(connection_->sessions, [](const auto& weak) { return weak.expired(); });
     connection_->sessions.push_back(handle);
+    request->session = handle->id();
 
     auto answered = control.Expect<AttachResult>();
     auto closed = control.Expect<absl::Status>();
-    LoopCall call =
-        [request = RequestOf(request, handle->id(), connection_->viewer.uid, *std::move(layout)),
-         answer = std::move(answered.answer),
-         close = std::move(closed.answer)](Executor& executor) mutable {
-          executor.Attach(std::move(request),
-                          {.answered = std::move(answer), .closed = std::move(close)});
-        };
+    LoopCall call = [request = *std::move(request), answer = std::move(answered.answer),
+                     close = std::move(closed.answer)](Executor& executor) mutable {
+      executor.Attach(std::move(request),
+                      {.answered = std::move(answer), .closed = std::move(close)});
+    };
     if (!control.inbox.PushBelow(kCallsWaitingMax, std::move(call))) {
       handle->Forget();
       control.waiters.erase(answered.waiter);

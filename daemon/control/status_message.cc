@@ -7,6 +7,7 @@
 
 #include "daemon/control/version.h"
 #include "protocol/dtype.h"
+#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/wire.h"
 
@@ -100,6 +101,8 @@ void FillJob(const JobSnapshot& snapshot, const Viewer& viewer, schema::JobStatu
   job.setSessions(static_cast<uint32_t>(view.sessions.size()));
   job.setCommittedStep(view.committed_step);
   job.setPublishedStep(view.published_step);
+  job.setDurability(protocol::FormatDurability(view.durability).c_str());
+  job.setDurableStep(view.durable_step);
   job.setParams(view.params);
   job.setTrainableParams(view.trainable_params);
   job.setDtype(Text(protocol::Name(spec.dtype)).c_str());

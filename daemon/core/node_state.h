@@ -59,6 +59,8 @@ struct JobView {
   std::optional<uint32_t> detached_rank;  // the first that has detached in good order since
   uint64_t committed_step = 0;
   uint64_t published_step = 0;  // the same, or the one before
+  protocol::Durability durability = {};
+  uint64_t durable_step = 0;  // the newest that the daemon's death leaves; at kMemory 0
   uint32_t world_size = 0;
   protocol::Durability durability;
   uint64_t durable_step = 0;      // 0: none yet

@@ -115,6 +115,19 @@ TEST_F(HostileClient, GetsNoJobForALayoutThatIsNone) {
   EXPECT_THAT(raw->Attach({.grad_arena_bytes = 0}, layout_spec_), HasError(ErrorId::kRange));
 }
 
+TEST_F(HostileClient, GetsNoJobForALevelOfDurabilityThatIsNone) {
+  auto raw = Connected();
+  ASSERT_NE(raw, nullptr);
+  const std::string with_zero("step\0", 5);
+  for (const std::string& text : {std::string("epoch=0"), with_zero, std::string(200'000, 's')}) {
+    const absl::Status status = raw->Attach({.durability = text}, layout_spec_);
+    EXPECT_THAT(status, HasError(ErrorId::kOption));
+    EXPECT_LT(status.message().size(), 200U);
+    EXPECT_THAT(protocol::HintOf(status), HasSubstr("memory, step, or epoch=N"));
+  }
+  EXPECT_OK(raw->Attach({.durability = "memory"}, layout_spec_));
+}
+
 TEST_F(HostileClient, WhoseModelDoesNotFitGetsEveryTermOfTheSum) {
   auto raw = Connected();
   ASSERT_NE(raw, nullptr);

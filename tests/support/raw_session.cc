@@ -98,6 +98,7 @@ absl::Status RawSession::Attach(const RawAttach& attach) {
   request.setGradArenaBytes(attach.grad_arena_bytes);
   request.setExtraStateBytes(attach.extra_state_bytes);
   request.setLayoutBytes(attach.layout_bytes);
+  request.setDurability(kj::StringPtr(attach.durability.c_str(), attach.durability.size()));
   if (attach.layout_fd >= 0) {
     call.setLayout(protocol::MakeDescriptor(protocol::DuplicateFd(attach.layout_fd)));
   }

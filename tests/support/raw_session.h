@@ -31,7 +31,8 @@ struct RawAttach {
   uint64_t grad_arena_bytes = 1 << 20;
   uint64_t extra_state_bytes = 64 << 10;  // as clients of ours
   std::string run = "test";               // as DaemonProcess sets FOREBAY_RUN
-  int layout_fd = -1;                     // none where -1
+  std::string durability = {};
+  int layout_fd = -1;  // none where -1
   uint64_t layout_bytes = 0;
 };
 
