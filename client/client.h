@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "gpu/device.h"
+#include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "protocol/units.h"
 #include "protocol/wire.h"
@@ -61,6 +62,10 @@ struct AttachOptions {
   // AnnounceStep will be called: blocks on swap are updated as soon as all their gradients are there. Their new
   // weights take as much DRAM as the weights have, where these are in DRAM.
   bool early_updates = false;
+  // Not of a reader: what a power cut, or the daemon's death, can undo of the job's training. The first rank of
+  // a new job decides for its life; another level is then refused with E_OPTION. Not set: the job's, of a new
+  // one the daemon's default.
+  std::optional<protocol::Durability> durability = {};
   protocol::LayoutSpec layout;
   uint64_t grad_arena_bytes = 0;  // 0: four pieces, sharded two (the least); of a reader: 1 MiB
   uint64_t extra_state_bytes = 64 * protocol::kKiB;  // room for extra_state of one step

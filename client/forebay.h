@@ -59,6 +59,11 @@ struct forebay_options {
      The ranks never wait for it longer than the daemon's reader.lease_max; then its session ends.
      `rank` is not read. */
   int32_t reader;
+  /* Not of a reader: what a power cut, or the daemon's death, can undo of the job's training. "memory":
+     all of it; "epoch=N": at most N steps; "step": no step that was answered. The first rank of a new
+     job decides for its life; another level is then refused with E_OPTION. NULL: the job's, of a new
+     one the daemon's default. */
+  const char* durability;
 };
 
 struct forebay_info {

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "client/forebay.h"
+#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
 #include "protocol/os/status_macros.h"
@@ -114,6 +115,10 @@ absl::StatusOr<forebay::protocol::LayoutSpec> LayoutOf(const forebay_options& op
 
 absl::Status AttachTo(const forebay_options& options, forebay_session** session) {
   ASSIGN_OR_RETURN(forebay::protocol::LayoutSpec spec, LayoutOf(options));
+  std::optional<forebay::protocol::Durability> durability;
+  if (options.durability != nullptr) {
+    ASSIGN_OR_RETURN(durability, forebay::protocol::ParseDurability(options.durability));
+  }
   ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
                    Attachment::Attach({.socket = TextOf(options.socket),
                                        .job = TextOf(options.job),
@@ -122,6 +127,7 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
                                        .world_size = options.world_size,
                                        .run = TextOf(options.run),
                                        .resume = options.resume != 0,
+                                       .durability = durability,
                                        .layout = std::move(spec),
                                        .grad_arena_bytes = options.grad_arena_bytes,
                                        .extra_state_bytes = options.extra_state_bytes,

@@ -1,5 +1,7 @@
 #include "client/internal/attach_call.h"
 
+#include <optional>
+
 #include "client/environment.h"
 #include "client/internal/attachment_state.h"
 #include "protocol/units.h"
@@ -34,6 +36,7 @@ AttachCall MakeAttachCall(const AttachOptions& options, const protocol::Layout& 
           .extra_state_bytes = options.reader ? 0 : options.extra_state_bytes,
           .activation_bytes = options.reader ? 0 : options.activation_bytes,
           .trace = options.trace && !options.reader,
+          .durability = options.reader ? std::nullopt : options.durability,
           .layout = encoded};
 }
 

@@ -121,6 +121,9 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setExtraStateBytes(call.extra_state_bytes);
   request.setActivationBytes(call.activation_bytes);
   request.setTrace(call.trace);
+  if (call.durability) {
+    request.setDurability(protocol::FormatDurability(*call.durability).c_str());
+  }
   request.setLayoutBytes(call.layout.size());
   request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
   request.setResume(call.resume);

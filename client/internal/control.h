@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "client/internal/control_thread.h"
 #include "client/internal/deadline.h"
 #include "protocol/descriptor.h"
+#include "protocol/durability.h"
 #include "protocol/forebay.capnp.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
@@ -41,6 +43,7 @@ struct AttachCall {
   uint64_t extra_state_bytes = 0;
   uint64_t activation_bytes = 0;
   bool trace = false;
+  std::optional<protocol::Durability> durability = {};
   std::span<const std::byte> layout;  // encoded
 };
 

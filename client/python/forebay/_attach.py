@@ -48,6 +48,7 @@ class Request:
     timeout: float
     run: str
     resume: bool
+    durability: str  # empty: the job's, of a new one the daemon's default
 
     def send(self, layout: Layout, room_bytes: int, **sharded: Any) -> Attachment:
         """room_bytes  Of extra_state. sharded: what a shared layout does not have."""
@@ -64,6 +65,7 @@ class Request:
             self.timeout,
             self.run,
             self.resume,
+            durability=self.durability,
             **sharded,
         )
 

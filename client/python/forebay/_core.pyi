@@ -126,6 +126,7 @@ def attach(
     activation_bytes: int = 0,
     drain: bool | None = None,
     early_updates: bool = False,
+    durability: str = "",
 ) -> Attachment: ...
 
 class ActivationStore:

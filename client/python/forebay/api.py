@@ -35,6 +35,7 @@ def attach(
     timeout: float = 300.0,
     run: str | None = None,
     resume: bool = False,
+    durability: str | None = None,
     mode: str | None = None,
     mesh: Any = None,
     mp_policy: Any = None,
@@ -69,6 +70,12 @@ def attach(
                        Default: FOREBAY_RUN, else torchrun's run, else this process alone. All ranks
                        of a job need the same: set FOREBAY_RUN where torchrun does not start them.
     resume             Continues a job that another run has left.
+    durability         What the death of the daemon, or a power cut, can undo of the training; that of a
+                       trainer undoes nothing. "memory": all of it. "epoch=10": at most 10 steps; every
+                       10 steps one is made durable while training goes on. "step": no step that step()
+                       has answered, which waits until it is on disk. The last two need swap that the
+                       daemon keeps. The first rank of a new job decides, for the job's life. None: the
+                       job's, of a new one the daemon's default ("memory", unless its settings say more).
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
                        process group. None: sharded where fully_shard() was called on the model or it
                        is on the meta device or a GPU, else shared; opt.mode says which. A plain
@@ -125,10 +132,11 @@ def attach(
     Errors  forebay.ForebayError with .code, .hint and .retryable; the model is then as it was.
             E_JOB_EXISTS  another run has made the job (its initial parameters are written):
                           resume=True, another name, or `forebay jobs --delete`.
+            E_OPTION      an argument makes no sense, or the job has another durability; names both.
             E_BUSY        processes of another run are attached, or the job is being deleted:
                           attach again once that is over.
 
-    >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3))
+    >>> opt = forebay.attach(model, forebay.AdamW(lr=1e-3), durability="memory")
     >>> for _ in range(3):
     ...     model(inputs).square().mean().backward()
     ...     opt.step()
@@ -172,6 +180,7 @@ def attach(
         timeout=_seconds(timeout),
         run=run or run_token(),
         resume=resume,
+        durability=_durability(durability),
     )
     prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
@@ -286,6 +295,19 @@ def _whole(value: Any) -> int | None:
         return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         return None
+
+
+def _durability(level: Any) -> str:
+    """Empty for None; the extension knows the levels."""
+    if level is None:
+        return ""
+    if isinstance(level, str) and level:
+        return level
+    raise usage_error(
+        "E_OPTION",
+        f"durability is {level!r}, no level",
+        'durability="memory", "epoch=10", "step", or leave it out',
+    )
 
 
 def _seconds(timeout: Any) -> float:

@@ -32,6 +32,7 @@
 #include "gpu/cuda_device.h"
 #include "gpu/device.h"
 #include "gpu/host_device.h"
+#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/optimizer.h"
 #include "protocol/os/mutex.h"
@@ -194,6 +195,12 @@ class PyActivationStore {
   std::unique_ptr<client::ActivationStore> store_;
 };
 
+// Empty: the job's, of a new one the daemon's default.
+std::optional<protocol::Durability> DurabilityOf(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  return ValueOrThrow(protocol::ParseDurability(text));
+}
+
 PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t rank,
                     uint32_t world_size, const std::string& dtype, const std::string& optimizer,
                     const std::string& format, uint64_t seed, const std::vector<ParamTuple>& params,
@@ -202,7 +209,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
                     const std::string& cuda_driver, uint64_t activation_bytes,
-                    std::optional<bool> drain, bool early_updates) {
+                    std::optional<bool> drain, bool early_updates, const std::string& durability) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -214,6 +221,7 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .accumulate = accumulate,
       .drain = drain,
       .early_updates = early_updates,
+      .durability = DurabilityOf(durability),
       .layout = {.dtype = ValueOrThrow(protocol::WeightsDTypeFromName(dtype)),
                  .optimizer = ValueOrThrow(protocol::OptimizerFromName(optimizer)),
                  .format = ValueOrThrow(protocol::FormatFromName(format)),
@@ -652,7 +660,7 @@ NB_MODULE(_core, module) {
       nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
       nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
       nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
-      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false);
+      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "");
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

@@ -6,6 +6,7 @@ gradients, step numbers, ranks that disagree, groups nobody delivered. No memory
 write into a window is not noticed.
 """
 
+import re
 import threading
 
 import torch
@@ -338,10 +339,13 @@ def attach(
     timeout,
     run,
     resume,
+    durability="",
 ):
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:
         raise refusal("E_OPTION", f"format {format_} does not support {dtype} parameters")
+    if durability and not re.fullmatch("memory|step|epoch=[1-9][0-9]{0,5}", durability):
+        raise refusal("E_OPTION", f'"{durability}" is no level of durability')
     assert [p[2] for p in params] == sorted(p[2] for p in params), "groups ascend"
     wanted = Job(world_size, dtype, format_, params, group_names)
     job = jobs.setdefault(job_name, wanted)

@@ -467,6 +467,13 @@ def test_arguments_that_are_no_numbers_of_their_kind(node, wrong):
     assert name in str(info.value) and repr(value) in str(info.value)
 
 
+@pytest.mark.parametrize("level", [3, True, b"step", "", "hourly", "Step", "epoch=0", "epoch=ten"])
+def test_a_durability_that_is_no_level(node, level):
+    with refused("E_OPTION", match="durab") as info:
+        forebay.attach(net(), forebay.AdamW(), durability=level)
+    assert repr(level) in str(info.value) or f'"{level}" is no level' in str(info.value)
+
+
 @pytest.mark.parametrize(
     "variable", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
 )
