@@ -173,7 +173,8 @@ struct JobPlan {
   weightsOnSwap @11 :UInt64;
   blocks @12 :UInt32;
   residentBlocks @13 :UInt32;
-  swap @14 :UInt64;         # taken there: two slots for each block that is not in DRAM
+  swap @14 :UInt64;         # taken there: two slots for each block that is not in DRAM; at levels `epoch` and `step`
+                            # more for it, and slots for what is in DRAM
   stepRead @15 :UInt64;     # from swap in a step in which every parameter has a gradient: states and weights of the
                             # update, and weights twice, in forward and backward
   stepWritten @16 :UInt64;

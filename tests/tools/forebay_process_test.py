@@ -280,6 +280,8 @@ def test_plan_refuses_what_it_cannot_know(folders, tmp_path):
     assert "plan needs one model" in plan(folders, "--params", 10, "--hf", config).stderr
     assert "no size" in plan(folders, "--params", 100000, "--dram", "much").stderr
     assert "error[E_OPTION]" in plan(folders, "--params", 100000, "--dtype", "int3").stderr
+    hourly = plan(folders, "--params", 100000, "--durability", "hourly")
+    assert 'error[E_OPTION]: "hourly" is no level of durability\nhint: ' in hourly.stderr
     environment, runtime, _ = folders
     alone = forebay("plan", "--params", 10, "--socket", runtime / "none.sock", env=environment)
     assert alone.returncode == 3
@@ -430,6 +432,8 @@ def test_health_names_a_swap_path_whose_reads_failed(folders):
     before, after = (text.splitlines() for text in done.stdout.split("===\n"))
     assert [line.split()[-1] for line in before if "/forebay-run-" in line] == ["well"]
     assert [line.split()[-1] for line in before if line.startswith(("one", "two"))] == ["well"] * 2
+    assert any(line.split()[3:7] == ["STEP", "DURABILITY", "DURABLE", "STEP"] for line in before)
+    assert [line.split()[3:6] for line in before if line.startswith("two")] == [["1", "memory", "-"]]
     assert any(re.search(r"(\d+) requests? failed, \1 of them reads: see the log$", line) for line in after)
     health = {line.split()[0]: line for line in after if line.startswith(("one", "two"))}
     of_the_path = rf" has blocks on swap; {swap}/\S+ had \d+ failed reads? since the daemon started$"

@@ -174,6 +174,8 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
   command->add_option("--dtype", plan.dtype, "of the weights");
   command->add_option("--format", plan.format, "of the states (exact for bfloat16, else fp32)");
   command->add_option("--optimizer", plan.optimizer, "adamw, ...");
+  command->add_option("--durability", plan.durability,
+                      "memory, epoch=N or step; else the daemon's default");
   CLI::Option* dram = command->add_option(
       "--dram", plan.dram, "on an empty node with this limit; else on this one, as it is");
   command->add_option("--swap-size", plan.swap_size, "and so much swap")->needs(dram);

@@ -61,8 +61,8 @@ std::string FirstLine(std::string_view text) {
 std::string HealthOf(schema::JobStatus::Reader job, SwapPaths swap) {
   if (job.hasFailed()) return FirstLine(job.getFailed().cStr());
   if (job.getMakingBytes() > 0) {
-    return absl::StrCat("is being made: ", FormatBytes(job.getMadeBytes()), " of ",
-                        FormatBytes(job.getMakingBytes()));
+    return absl::StrCat(job.getDurableStep() > 0 ? "comes back from swap: " : "is being made: ",
+                        FormatBytes(job.getMadeBytes()), " of ", FormatBytes(job.getMakingBytes()));
   }
   if (job.hasSwapWait())
     return absl::StrCat("waits for swap: ", FirstLine(job.getSwapWait().cStr()));
@@ -154,17 +154,23 @@ std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader s
   return text;
 }
 
+// The newest step that the daemon's death leaves; "-": none.
+std::string DurableStep(schema::JobStatus::Reader job) {
+  const bool is_durable = job.getDurability() != "memory";
+  return is_durable ? absl::StrCat(job.getDurableStep()) : "-";
+}
+
 std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
-  Table table({"JOB", "UID", "RANKS", "STEP", "PARAMS", "FORMAT", "WEIGHTS+STATES", "ON SWAP",
-               "STEP TIME", "HEALTH"});
+  Table table({"JOB", "UID", "RANKS", "STEP", "DURABILITY", "DURABLE STEP", "PARAMS", "FORMAT",
+               "WEIGHTS+STATES", "ON SWAP", "STEP TIME", "HEALTH"});
   for (const auto job : jobs) {
     table.Add({job.getName(), absl::StrCat(job.getUid()),
                absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
-               absl::StrCat(job.getCommittedStep()), absl::StrCat(job.getParams()), job.getFormat(),
-               FormatBytes(job.getStateBytes()), OnSwap(job), StepTime(job, status),
-               HealthOf(job, status.getSwap())});
+               absl::StrCat(job.getCommittedStep()), job.getDurability(), DurableStep(job),
+               absl::StrCat(job.getParams()), job.getFormat(), FormatBytes(job.getStateBytes()),
+               OnSwap(job), StepTime(job, status), HealthOf(job, status.getSwap())});
   }
   return table.Text();
 }

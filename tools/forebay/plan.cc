@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "client/admin.h"
 #include "nlohmann/json.hpp"
+#include "protocol/durability.h"
 #include "protocol/error.h"
 #include "protocol/json.h"
 #include "protocol/os/status_macros.h"
@@ -156,8 +157,10 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
   }
   if (plan.getSwap() == 0) return text;
   absl::StrAppend(
-      &text, "swap: ", FormatBytes(plan.getSwap()), " taken; a step of one pass reads ",
-      FormatBytes(plan.getStepRead()), " and writes ", FormatBytes(plan.getStepWritten()),
+      &text, "swap: ", FormatBytes(plan.getSwap()), " taken",
+      options.durability.empty() ? "" : absl::StrCat(" at durability ", options.durability),
+      "; a step of one pass reads ", FormatBytes(plan.getStepRead()), " and writes ",
+      FormatBytes(plan.getStepWritten()),
       gradients == 0
           ? ""
           : absl::StrCat(", and at most ", FormatBytes(gradients), " more each way for gradients"),
@@ -187,6 +190,9 @@ absl::Status Plan(const PlanOptions& options) {
   attach.world_size = options.ranks;
   attach.accumulate = options.accumulate;
   attach.early_updates = options.early_updates && !options.is_shared;
+  if (!options.durability.empty()) {
+    ASSIGN_OR_RETURN(attach.durability, protocol::ParseDurability(options.durability));
+  }
   attach.layout = LayoutOf(model, choice);
   ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));

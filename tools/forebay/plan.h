@@ -25,6 +25,7 @@ struct PlanOptions {
   std::string dtype = "bfloat16";
   std::string format = {};  // empty: exact for bfloat16, else fp32
   std::string optimizer = "adamw";
+  std::string durability = {};  // "memory", "epoch=N", "step"; empty: the daemon's default
   // Of another node, with this daemon's settings; empty: this node as it is.
   std::string dram;
   std::string swap_size;
