@@ -19,9 +19,8 @@ constexpr std::array kErrors = {
     ErrorInfo{ErrorId::kInternal, "E_INTERNAL", StatusCode::kInternal,
               "a bug of Forebay: report it with the daemon's log"},
     ErrorInfo{ErrorId::kDaemonGone, "E_DAEMON_GONE", StatusCode::kUnavailable,
-              "save the weights, which stay readable, start the daemon, attach again: the job "
-              "begins anew, "
-              "for its step and states are lost"},
+              "start the daemon, attach again: a job of durability step or epoch=N goes on at its "
+              "durable step; one of memory begins anew: save its weights, which stay readable"},
     ErrorInfo{ErrorId::kNoDaemon, "E_NO_DAEMON", StatusCode::kUnavailable,
               "start one with `forebay run -- COMMAND`, or `systemctl start forebayd`"},
     ErrorInfo{ErrorId::kProtocol, "E_PROTOCOL", StatusCode::kFailedPrecondition,
