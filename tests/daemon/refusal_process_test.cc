@@ -272,6 +272,13 @@ INSTANTIATE_TEST_SUITE_P(
                                   ErrorId::kJobName,
                                   {"[A-Za-z0-9._-]"},
                                   [](auto& options) { options.job = "no such/name"; }},
+                      WrongAttach{"AnotherDurability",
+                                  ErrorId::kOption,
+                                  {"healthy", "memory", "epoch=3"},
+                                  [](auto& options) {
+                                    options.durability = {
+                                        .level = protocol::DurabilityLevel::kEpoch, .steps = 3};
+                                  }},
                       WrongAttach{"MoreExtraStateThanTheFirstTook",
                                   ErrorId::kExtraState,
                                   {"100000", "65536"},

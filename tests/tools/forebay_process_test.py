@@ -244,6 +244,29 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     assert "error[E_SWAP_NOSPC]: the job needs" in little.stderr
 
 
+def test_plan_counts_the_swap_of_durable_steps(folders):
+    environment, _, swap = folders
+    kept = ["--set", "swap.life=kept", "--set", "swap.probe=never", "--"]
+    model = ("--params", 10**7, "--dram", "4GiB", "--swap-size", "1TiB", "--json")
+
+    def swap_at(level):
+        words = (*run_flags(swap)[:-1], *kept, FOREBAY, "plan", *model, "--durability", level)
+        done = forebay(*words, env=environment)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["resident_blocks"] == found["blocks"]
+        return found, found["swap"]
+
+    memory, none = swap_at("memory")
+    # Slots for each block, and for each part of the weights, wherever they are.
+    _, at_step = swap_at("step")
+    _, at_epoch = swap_at("epoch=10")
+    assert none == 0
+    assert at_step >= 3 * (memory["states"] + 2 * 10**7)
+    assert at_epoch >= 4 * memory["states"] + 3 * 2 * 10**7
+    assert at_step < at_epoch
+
+
 def test_plan_refuses_what_it_cannot_know(folders, tmp_path):
     config = tmp_path / "config.json"
     for text, message in (

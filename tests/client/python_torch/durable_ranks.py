@@ -1,0 +1,91 @@
+"""Trains a small model on the daemon of FOREBAY_SOCKET, one process for each rank, and prints JSON lines, one for what
+each rank meets: ["attached", rank, step, extra_state], ["answered", rank, step], ["ended", rank, code of the
+error], ["digests", rank, step, SHA-256 of weights and states, that of the same training in a job at durability memory].
+
+usage: durable_ranks.py shared|sharded LEVEL on | MORE
+
+on: until the daemon is gone. MORE: so many steps beyond the one that attach gives, then the digests.
+"""
+
+import json
+import os
+import sys
+import tempfile
+
+import torch
+
+torch.set_num_threads(1)
+
+import forebay  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as processes  # noqa: E402
+from models import batch, loss_of, net  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+RANKS = 2
+STEPS_MAX = 20_000  # a daemon that nobody kills
+WIDTH = 48  # some ten blocks of the test's daemon
+
+
+def say(*values):
+    """A line at once, whole between those of other ranks."""
+    os.write(1, (json.dumps(values) + "\n").encode())
+
+
+def extra_state(rank, step):
+    return f"rank {rank} at step {step}".encode()
+
+
+def attached(mode, job, rank, level):
+    """(model, its optimizer)."""
+    model = net(width=WIDTH)
+    options = {"rank": rank, "world_size": RANKS}
+    if mode == "sharded":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        options = {}
+    adamw = forebay.AdamW(lr=1e-2, max_grad_norm=1.0)
+    return model, forebay.attach(model, adamw, job=job, run="one", durability=level, **options)
+
+
+def train(model, opt, rank, last):
+    """Until step `last`: yields each."""
+    for step in range(opt.committed_step + 1, last + 1):
+        loss_of(model, batch(RANKS * step + rank)).backward()
+        opt.step(extra_state=extra_state(rank, step))
+        opt.zero_grad()
+        yield step
+
+
+def run(rank, mode, level, more, folder):
+    if mode == "sharded":
+        dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=RANKS)
+    model, opt = attached(mode, "durable", rank, level)
+    say("attached", rank, opt.committed_step, (opt.extra_state or b"").decode())
+    if more is None:
+        try:
+            for step in train(model, opt, rank, STEPS_MAX):
+                say("answered", rank, step)
+        except RuntimeError as error:  # of the daemon's end, or gloo's of a rank that met it first
+            say("ended", rank, getattr(error, "code", ""))
+        os._exit(0)
+    last = opt.committed_step + more
+    for step in train(model, opt, rank, last):
+        say("answered", rank, step)
+    digest = opt.state_sha256()
+    opt.detach()
+    model, opt = attached(mode, "whole", rank, "memory")
+    assert opt.committed_step == 0 and [*train(model, opt, rank, last)][-1] == last
+    say("digests", rank, last, digest, opt.state_sha256())
+    opt.detach()
+    if mode == "sharded":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    how, level, goal = sys.argv[1:]
+    more = None if goal == "on" else int(goal)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (how, level, more, folder)
+        processes.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
