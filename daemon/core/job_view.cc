@@ -20,9 +20,9 @@ JobView Job::View() const {
                .detached_rank = members_.FirstDetached(),
                .committed_step = step_.committed_step(),
                .published_step = step_.published_step(),
-               .world_size = spec_.plan.session.world_size,
                .durability = spec_.plan.session.durability,
                .durable_step = durable_.durable_step(),
+               .world_size = spec_.plan.session.world_size,
                .params = layout.total_elems(),
                .trainable_params = layout.trainable_elems(),
                .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +

@@ -60,10 +60,8 @@ struct JobView {
   uint64_t committed_step = 0;
   uint64_t published_step = 0;  // the same, or the one before
   protocol::Durability durability = {};
-  uint64_t durable_step = 0;  // the newest that the daemon's death leaves; at kMemory 0
+  uint64_t durable_step = 0;  // the newest that the daemon's death leaves; 0: none
   uint32_t world_size = 0;
-  protocol::Durability durability;
-  uint64_t durable_step = 0;      // 0: none yet
   uint64_t params = 0;            // elements
   uint64_t trainable_params = 0;  // of these, those that are not frozen
   uint64_t state_bytes = 0;       // weights and states of the parameters, padding left out
