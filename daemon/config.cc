@@ -18,6 +18,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "nvme/volume.h"
 #include "protocol/error.h"
 #include "protocol/layout.h"
 #include "protocol/os/status_macros.h"
@@ -57,10 +58,17 @@ constexpr std::array kKeys = {
               "default"},
     ConfigKey{"swap.limit_rate", "size or list of sizes",
               "bytes a second of each path at most, for benches of a slower disk; none by default"},
+    ConfigKey{"swap.ledger", "size",
+              "room for a ledger of durable jobs, twice on the first and twice on the last path, "
+              "when swap is made anew; by default a 4096th of the capacity, at most 1 GiB"},
     ConfigKey{"swap.life", "kept | unlinked",
               "unlinked: the space is free however the daemon ends"},
     ConfigKey{"swap.probe", "once | never",
               "once: kept paths are measured at their first start, in at most 10 s"},
+    ConfigKey{
+        "jobs.durability", "memory | epoch=N | step",
+        "of jobs that do not say: what a power cut or the daemon's death can undo: all steps, "
+        "at most N, none that was answered; memory by default"},
     ConfigKey{"io.engine", "auto | io_uring | threads", "how swap is read and written"},
     ConfigKey{"update.workers", "number",
               "threads of the update; one per physical core by default"},
@@ -227,6 +235,13 @@ absl::Status SetSwap(const toml::node& node, const Place& place, Config& config)
     if (config.swap_staging_bytes > 0) return absl::OkStatus();
     return Bad(place, "is 0", "leave it out for two blocks per worker and four more");
   }
+  if (place.key == "swap.ledger") {
+    ASSIGN_OR_RETURN(config.swap_ledger_bytes, SizeOf(node, place));
+    const uint64_t bytes = config.swap_ledger_bytes;
+    if (bytes > 0 && bytes <= nvme::Volume::kLedgerBytesMax) return absl::OkStatus();
+    return Bad(place, absl::StrCat(bytes, " is not in 1 to ", nvme::Volume::kLedgerBytesMax),
+               "leave it out for a 4096th of the capacity");
+  }
   if (place.key == "swap.deadline") {
     ASSIGN_OR_RETURN(const uint64_t deadline_ms,
                      NumberOf(node, place, {kSwapDeadlineMsMin, kSwapDeadlineMsMax}));
@@ -328,6 +343,14 @@ absl::Status SetKey(const toml::node& node, const Place& place, Config& config) 
   } else if (key == "socket.path") {
     ASSIGN_OR_RETURN(config.socket_path, TextOf(node, place));
     if (config.socket_path.empty()) return Bad(place, "is empty");
+  } else if (key == "jobs.durability") {
+    ASSIGN_OR_RETURN(const std::string text, TextOf(node, place));
+    const auto durability = protocol::ParseDurability(text);
+    if (!durability.ok()) {
+      return Bad(place, std::string(durability.status().message()),
+                 protocol::HintOf(durability.status()));
+    }
+    config.durability = *durability;
   } else if (key == "reader.lease_max") {
     ASSIGN_OR_RETURN(const uint64_t lease_ms, NumberOf(node, place, {1, kLeaseMsMax}));
     config.reader_lease_max = std::chrono::milliseconds(lease_ms);

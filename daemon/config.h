@@ -13,6 +13,7 @@
 #include "nvme/io/engine_factory.h"
 #include "nvme/swap_files.h"
 #include "pinned_mem/pinned_arena.h"
+#include "protocol/durability.h"
 
 namespace forebay::daemon {
 
@@ -39,7 +40,10 @@ struct Config {
   std::vector<uint64_t> swap_endurance_bytes;  // the same; empty: not known
   uint64_t swap_staging_bytes = 0;             // 0: two slots per worker and four more
   std::vector<uint64_t> swap_limit_rate;       // bytes a second, the same; empty: none
+  uint64_t swap_ledger_bytes = 0;              // room for a ledger; 0: by the capacity
   nvme::FileLife swap_life = nvme::FileLife::kKept;
+  // Not a key: kReclaim gives up durable jobs that the paths hold.
+  nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.
   bool swap_probe = true;
@@ -50,6 +54,7 @@ struct Config {
   int update_nice = 5;           // weight of the workers against other processes
   std::string update_target = "best";
   uint64_t block_elems = uint64_t{1} << 20;
+  protocol::Durability durability;  // of jobs that do not say
   std::chrono::milliseconds reader_lease_max = std::chrono::seconds(10);
   LogLevel log_level = LogLevel::kInfo;
   pinned_mem::LockPolicy lock = pinned_mem::LockPolicy::kRequired;

@@ -25,6 +25,7 @@
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "daemon/instance_lock.h"
+#include "daemon/swap_settings.h"
 #include "nvme/io/engine_factory.h"
 #include "nvme/io/rate_limited_engine.h"
 #include "pinned_mem/memory_limit.h"
@@ -44,11 +45,6 @@ using protocol::MakeError;
 
 // Of a probe of the swap paths; what is under way then takes longer.
 constexpr std::chrono::seconds kProbeLimit(8);
-// What a ledger needs for each slot: its place, its block, step and checksum.
-constexpr uint64_t kLedgerBytesPerSlot = 96;
-constexpr uint64_t kLedgerSlotsMin = 256;
-constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
-
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
 // descriptors the daemon may have.
 uint64_t RaiseLimits() {
@@ -85,19 +81,6 @@ absl::StatusOr<uint64_t> DramLimit(uint64_t configured_bytes,
       "lower dram.limit, or raise the limit of the control group (MemoryMax= in the unit)");
 }
 
-// Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
-uint64_t StagingSlotBytes(uint64_t block_elems) {
-  uint64_t slot_bytes = 0;
-  for (const auto& [format, dtype] :
-       {std::pair(protocol::Format::kFp32, protocol::DType::kFloat32),
-        std::pair(protocol::Format::kExact, protocol::DType::kBFloat16)}) {
-    slot_bytes = std::max(
-        slot_bytes,
-        BlockBytes(protocol::StatePlanes(protocol::Optimizer::kAdamW, format, dtype), block_elems));
-  }
-  return slot_bytes;
-}
-
 // The number of a group that is given by name or number; nothing for "".
 absl::StatusOr<std::optional<gid_t>> GroupOf(const std::string& name) {
   uint32_t number = 0;
@@ -125,47 +108,6 @@ absl::StatusOr<std::unique_ptr<TaskRunner>> MakeRunner(const Config& config) {
                    "name CPUs that the daemon may run on, or leave the key out");
 }
 
-absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
-                                             uint32_t workers) {
-  SwapSpaceOptions options{
-      .life = config.swap_life,
-      .deadline_ns = static_cast<uint64_t>(std::chrono::nanoseconds(config.swap_deadline).count()),
-      .staging_slot_bytes = StagingSlotBytes(config.block_elems),
-      .arenas = arenas};
-  uint64_t capacity_bytes = 0;
-  const auto of_path = [](const std::vector<uint64_t>& sizes, size_t path) {
-    return sizes.size() == 1 ? sizes.front() : sizes[path];
-  };
-  for (size_t i = 0; i < config.swap_paths.size(); ++i) {
-    const uint64_t bytes = of_path(config.swap_capacity_bytes, i);
-    options.paths.push_back({.path = config.swap_paths[i], .capacity_bytes = bytes});
-    if (!config.swap_endurance_bytes.empty()) {
-      options.endurance_bytes.push_back(of_path(config.swap_endurance_bytes, i));
-    }
-    capacity_bytes += bytes;
-  }
-  // The smallest blocks have a quarter of a slot's bytes.
-  options.ledger_bytes_max = std::min(
-      nvme::Volume::kLedgerBytesMax,
-      (4 * capacity_bytes / options.staging_slot_bytes + kLedgerSlotsMin) * kLedgerBytesPerSlot);
-  const uint64_t slots = config.swap_staging_bytes == 0
-                             ? 2 * workers + 4
-                             : config.swap_staging_bytes / options.staging_slot_bytes;
-  if (slots < kStagingSlotsMin) {
-    return MakeError(
-        ErrorId::kConfig,
-        absl::StrCat("swap.staging of ", protocol::FormatBytes(config.swap_staging_bytes),
-                     " holds ", slots, " blocks of ",
-                     protocol::FormatBytes(options.staging_slot_bytes), " (at least ",
-                     kStagingSlotsMin, ")"),
-        absl::StrCat("raise it to ",
-                     protocol::FormatBytes(kStagingSlotsMin * options.staging_slot_bytes),
-                     ", or lower update.block_elems"));
-  }
-  options.staging_slots = static_cast<uint32_t>(std::min<uint64_t>(slots, 1 << 16));
-  return options;
-}
-
 // All of a daemon that nobody else sees.
 struct Prepared {
   std::optional<gid_t> operators;
@@ -177,8 +119,13 @@ struct Prepared {
 };
 
 absl::Status PrepareSwap(const Config& config, Prepared& prepared) {
-  if (config.swap_paths.empty()) return absl::OkStatus();
   NodeOptions& node = prepared.executor.state;
+  node.durability = config.durability;
+  node.not_durable = WhyNotDurable(config);
+  if (node.durability.level != protocol::DurabilityLevel::kMemory) {
+    RETURN_IF_ERROR(node.not_durable);
+  }
+  if (config.swap_paths.empty()) return absl::OkStatus();
   ASSIGN_OR_RETURN(prepared.swap, SwapOptions(config, prepared.executor.arenas, node.workers));
   node.staging_slots = prepared.swap->staging_slots;
   node.staging_slot_bytes = prepared.swap->staging_slot_bytes;
@@ -307,6 +254,11 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
     options.state.swap_rates = prepared.swap->rates;
+    options.state.ledger_bytes_max = state->swap->ledger_bytes_max();
+    options.state.recovered = state->swap->recovered();
+    if (const std::string jobs = DescribeJobs(options.state.recovered); !jobs.empty()) {
+      spdlog::info("swap: recovered {}", jobs);
+    }
   }
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
@@ -335,6 +287,12 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
 }
 
 absl::Status Daemon::Check(const Config& config) { return Prepare(config).status(); }
+
+absl::StatusOr<std::string> Daemon::DurableJobs(const Config& config) {
+  RETURN_IF_ERROR(CheckConfig(config));
+  ASSIGN_OR_RETURN(const DurableNode node, FindDurableJobs(SwapPathsOf(config)));
+  return DescribeJobs(node);
+}
 
 Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -25,11 +26,19 @@ class Daemon {
   // Errors  E_CONFIG, E_OPTION  a setting that cannot be.
   //         E_BUSY              another daemon on the socket or a swap path; its process id.
   //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  as of nvme.
+  //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered.
+  //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config);
 
   // What Start() refuses before it touches the socket and the swap paths.
   static absl::Status Check(const Config& config);
+
+  // The durable jobs that the swap paths hold, which Config::swap_mode kReclaim gives up: "2 jobs: gpt at step 41, ...";
+  // empty where there are none. Nothing is changed.
+  //
+  // Errors  of FindDurableJobs: there may be some.
+  static absl::StatusOr<std::string> DurableJobs(const Config& config);
 
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;

@@ -40,6 +40,7 @@ struct CommandLine {
   std::string config_path;
   std::vector<std::string> settings;
   bool check = false;
+  bool reclaim = false;
 };
 
 std::string KeysHelp() {
@@ -61,6 +62,8 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_flag("--check", line.check,
                "only checks the settings; does not look at the socket and the swap paths");
+  app.add_flag("--reclaim", line.reclaim,
+               "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -98,6 +101,24 @@ void SetUpLog(LogLevel level) {
 int Fail(const absl::Status& status) {
   std::fprintf(stderr, "%s\n", forebay::protocol::FormatError(status).c_str());
   return kExitError;
+}
+
+// On a terminal the person there says whether durable jobs may go; elsewhere --reclaim has said so.
+bool MayReclaim(const Config& config) {
+  const absl::StatusOr<std::string> jobs = Daemon::DurableJobs(config);
+  if (jobs.ok() && jobs->empty()) return true;
+  const std::string lost = jobs.ok() ? *jobs
+                                     : absl::StrCat("what is on swap, which cannot be read: ",
+                                                    std::string(jobs.status().message()));
+  if (::isatty(STDIN_FILENO) == 0 || ::isatty(STDERR_FILENO) == 0) {
+    spdlog::warn("--reclaim gives up {}", lost);
+    return true;
+  }
+  std::fprintf(stderr, "--reclaim gives up %s\nGo on? [y/N] ", lost.c_str());
+  std::array<char, 16> answer{};
+  if (std::fgets(answer.data(), answer.size(), stdin) != nullptr && answer[0] == 'y') return true;
+  std::fprintf(stderr, "nothing was changed\n");
+  return false;
 }
 
 // Until a signal asks for the end (true) or the daemon fails (false). Meanwhile the service manager
@@ -158,6 +179,10 @@ int main(int argc, char** argv) {
   if (line.check) {
     const absl::Status status = Daemon::Check(*config);
     return status.ok() ? 0 : Fail(status);
+  }
+  if (line.reclaim) {
+    if (!MayReclaim(*config)) return kExitError;
+    config->swap_mode = forebay::nvme::OpenMode::kReclaim;
   }
   return Serve(*config);
 }

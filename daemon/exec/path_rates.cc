@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "nvme/find_volume.h"
 #include "protocol/error.h"
 #include "protocol/units.h"
 #include "spdlog/spdlog.h"
@@ -45,6 +46,15 @@ void SaveRates(const std::string& directory, const PathRates& rates) {
   std::error_code error;
   if (file) fs::rename(made, place, error);
   if (!file || error) spdlog::warn("cannot keep the rates of {} in {}", directory, place.string());
+}
+
+// A probe makes the volume anew: not where it may have durable jobs that are to come back.
+bool MayHaveJobs(const SwapSpaceOptions& options) {
+  if (options.mode == nvme::OpenMode::kReclaim) return false;
+  const auto found = nvme::FindVolume(options.paths);
+  if (found.ok() && !found->has_value()) return false;
+  spdlog::info("swap: not measured: it may have durable jobs");
+  return true;
 }
 
 }  // namespace
@@ -84,7 +94,7 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
   std::vector<std::optional<PathRates>> rates;
   for (const nvme::PathOptions& path : options.paths) rates.push_back(LoadRates(path.path));
   const bool is_known = std::ranges::all_of(rates, [](const auto& one) { return one.has_value(); });
-  if (is_known || probe_limit.count() == 0) return rates;
+  if (is_known || probe_limit.count() == 0 || MayHaveJobs(options)) return rates;
   spdlog::info("swap: measuring {}", options.paths.size() == 1 ? "the path" : "all paths");
   const auto probed = nvme::ProbePaths({.paths = options.paths,
                                         .mode = nvme::OpenMode::kReclaim,

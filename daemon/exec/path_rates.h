@@ -20,7 +20,8 @@ inline constexpr const char* kRatesFile = "forebay.rates.toml";
 std::optional<nvme::PathRates> LoadRates(const std::string& directory);
 
 // Of each path: what it keeps; else what a probe of all paths finds now within `probe_limit` (0: no probe),
-// which is kept. A block device keeps nothing: it is measured at each start. A probe that fails is logged.
+// which is kept. A block device keeps nothing: it is measured at each start. A probe that fails is logged. Paths that
+// may have durable jobs, which `options.mode` is to bring back, are not measured.
 // Blocks.
 std::vector<std::optional<nvme::PathRates>> RatesOf(const SwapSpaceOptions& options,
                                                     const nvme::EngineOptions& engine,

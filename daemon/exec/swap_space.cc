@@ -60,6 +60,8 @@ void LogDamage(const nvme::Volume& volume) {
       report.fell_back ? ": the one before the newest is used" : "");
 }
 
+constexpr nvme::EngineOptions kThreadOnce{.choice = nvme::EngineChoice::kThreads, .threads = 1};
+
 // The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
 // of it is damaged. Not by the engine of the daemon, which belongs to the loop thread.
 absl::Status CommitAgain(const nvme::VolumeOptions& options) {
@@ -162,6 +164,20 @@ absl::Status SwapSpace::ReadLedger() {
   nonce_ = decoded.nonce;
   recovered_ = std::move(decoded.node);
   return absl::OkStatus();
+}
+
+absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths) {
+  ASSIGN_OR_RETURN(const std::optional<nvme::FoundVolume> found, nvme::FindVolume(paths));
+  if (!found) return DurableNode{};
+  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
+  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
+                   nvme::Volume::Open({.paths = paths,
+                                       .mode = nvme::OpenMode::kRecover,
+                                       .ledger_bytes_max = found->ledger_bytes_max},
+                                      *chosen.engine));
+  if (volume->durable_sequence() == 0) return DurableNode{};
+  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedger(volume->ledger()));
+  return std::move(decoded.node);
 }
 
 std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {

@@ -224,4 +224,9 @@ class SwapSpace {
   std::vector<uint64_t> next_warning_ns_;
 };
 
+// What a ledger on these paths says; nothing where there is none. Blocks; changes nothing.
+//
+// Errors  of FindVolume, Volume::Open and DecodeLedger.
+absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths);
+
 }  // namespace forebay::daemon

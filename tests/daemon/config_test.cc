@@ -48,7 +48,10 @@ paths = ["/a", "/b"]
 capacity = ["1GiB", 4096]
 deadline = 5000
 staging = "64MiB"
+ledger = "2MiB"
 life = "unlinked"
+[jobs]
+durability = "epoch=10"
 [io]
 engine = "threads"
 [update]
@@ -72,7 +75,9 @@ level = "debug"
   EXPECT_THAT(config.swap_capacity_bytes, ElementsAre(uint64_t{1} << 30, 4096U));
   EXPECT_EQ(config.swap_staging_bytes, uint64_t{64} << 20);
   EXPECT_EQ(config.swap_deadline, std::chrono::seconds(5));
+  EXPECT_EQ(config.swap_ledger_bytes, uint64_t{2} << 20);
   EXPECT_EQ(config.swap_life, nvme::FileLife::kUnlinked);
+  EXPECT_EQ(config.durability, (protocol::Durability{protocol::DurabilityLevel::kEpoch, 10}));
   EXPECT_EQ(config.io_engine, nvme::EngineChoice::kThreads);
   EXPECT_EQ(config.workers, 3U);
   EXPECT_THAT(config.update_cpus, ElementsAre(0, 1, 2, 5));
@@ -173,11 +178,28 @@ TEST(Config, NamesKeyValueAndRuleOfABadPlacement) {
 }
 
 TEST(Config, RefusesValuesThatAKeyCannotHave) {
-  for (const char* setting :
-       {"nothing", "=1", "dram.limit=much", "dram.limit=-1", "update.workers=many",
-        "update.workers=100000", "update.block_elems=100", "update.block_elems=0", "io.engine=aio",
-        "log.level=loud", "memlock=maybe", "pidfd=no", "socket.mode=0999", "swap.capacity=0",
-        "swap.life=short", "update=1", "dram.limit=[1]"}) {
+  for (const char* setting : {"nothing",
+                              "=1",
+                              "dram.limit=much",
+                              "dram.limit=-1",
+                              "update.workers=many",
+                              "update.workers=100000",
+                              "update.block_elems=100",
+                              "update.block_elems=0",
+                              "io.engine=aio",
+                              "log.level=loud",
+                              "memlock=maybe",
+                              "pidfd=no",
+                              "socket.mode=0999",
+                              "swap.capacity=0",
+                              "swap.life=short",
+                              "update=1",
+                              "dram.limit=[1]",
+                              "swap.ledger=0",
+                              "swap.ledger=2GiB",
+                              "jobs.durability=often",
+                              "jobs.durability=epoch=0",
+                              "jobs.durability=1"}) {
     Config config;
     EXPECT_THAT(ApplySetting(setting, config), HasError(ErrorId::kConfig)) << setting;
   }
@@ -202,6 +224,18 @@ TEST(Config, RefusesValuesThatAKeyCannotHave) {
   EXPECT_OK(CheckConfig(config));
   EXPECT_OK(ApplySetting("swap.capacity=[]", config));
   EXPECT_EQ(CheckConfig(config).message(), "swap.paths is set, swap.capacity is not");
+}
+
+TEST(Config, ReadsAndNamesLevelsOfDurability) {
+  Config config;
+  EXPECT_EQ(config.durability, protocol::Durability{});
+  EXPECT_OK(ApplySetting("jobs.durability=step", config));
+  EXPECT_EQ(config.durability, (protocol::Durability{protocol::DurabilityLevel::kStep, 1}));
+  EXPECT_OK(ApplySetting("jobs.durability=epoch=20", config));
+  EXPECT_EQ(config.durability, (protocol::Durability{protocol::DurabilityLevel::kEpoch, 20}));
+  const absl::Status status = ApplySetting("jobs.durability=always", config);
+  EXPECT_EQ(status.message(), "--set: jobs.durability: \"always\" is no level of durability");
+  EXPECT_THAT(protocol::HintOf(status), HasSubstr("use memory, step, or epoch=N"));
 }
 
 TEST(Config, SaysHowASizeIsWritten) {

@@ -15,8 +15,10 @@
 #include "client/admin.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "nvme/find_volume.h"
 #include "nvme/path_probe.h"
 #include "protocol/units.h"
+#include "tests/nvme/volume_world.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
 
@@ -119,6 +121,24 @@ TEST(PathRatesTest, WhatIsOfAnotherDeviceOrBrokenIsNotTaken) {
   std::filesystem::remove(kept);
   std::filesystem::create_directory(kept);
   EXPECT_FALSE(LoadRates(folder).has_value());
+}
+
+TEST(PathRatesTest, APathWithDurableJobsIsNotMeasured) {
+  const TempDir dir;
+  const std::string folder = dir.Make("a");
+  SwapSpaceOptions options = Paths({folder}, 300 * kMiB);
+  options.mode = nvme::OpenMode::kRecover;
+  {
+    ASSERT_OK_AND_ASSIGN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine());
+    ASSERT_OK_AND_ASSIGN(const auto volume,
+                         nvme::Volume::Open({.paths = options.paths}, *chosen.engine));
+    ASSERT_OK(nvme::CommitNow(*volume, *chosen.engine, std::vector<std::byte>(8), {}));
+  }
+  EXPECT_FALSE(RatesOf(options, {}, kLimit).at(0).has_value());
+  ASSERT_OK_AND_ASSIGN(const auto found, nvme::FindVolume(options.paths));
+  EXPECT_TRUE(found.has_value()) << "the probe has made it anew";
+  options.mode = nvme::OpenMode::kReclaim;
+  ExpectSane(RatesOf(options, {}, kLimit).at(0));
 }
 
 TEST(PathRatesTest, APathThatCannotBeOpenedStopsNothingHere) {

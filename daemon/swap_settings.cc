@@ -1,0 +1,146 @@
+#include "daemon/swap_settings.h"
+
+#include <linux/magic.h>
+#include <sys/statfs.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/job_name.h"
+#include "daemon/exec/block_tasks.h"
+#include "nvme/volume.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::MakeError;
+
+// What a ledger needs for each slot: its place, its block, step and checksum.
+constexpr uint64_t kLedgerBytesPerSlot = 96;
+constexpr uint64_t kLedgerSlotsMin = 256;
+constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
+constexpr uint64_t kCapacityPerLedgerByte = 4096;
+constexpr size_t kJobsNamedMax = 100;
+
+// Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
+uint64_t StagingSlotBytes(uint64_t block_elems) {
+  uint64_t slot_bytes = 0;
+  for (const auto& [format, dtype] :
+       {std::pair(protocol::Format::kFp32, protocol::DType::kFloat32),
+        std::pair(protocol::Format::kExact, protocol::DType::kBFloat16)}) {
+    slot_bytes = std::max(
+        slot_bytes,
+        BlockBytes(protocol::StatePlanes(protocol::Optimizer::kAdamW, format, dtype), block_elems));
+  }
+  return slot_bytes;
+}
+
+// One size for all, or one a path.
+uint64_t SizeOfPath(const std::vector<uint64_t>& sizes, size_t path) {
+  return sizes.size() == 1 ? sizes.front() : sizes[path];
+}
+
+uint64_t LedgerBytes(const Config& config, const SwapSpaceOptions& options) {
+  if (config.swap_ledger_bytes > 0) return config.swap_ledger_bytes;
+  uint64_t capacity_bytes = 0;
+  for (const nvme::PathOptions& path : options.paths) capacity_bytes += path.capacity_bytes;
+  // The smallest blocks have a quarter of a slot's bytes.
+  const uint64_t of_slots =
+      (4 * capacity_bytes / options.staging_slot_bytes + kLedgerSlotsMin) * kLedgerBytesPerSlot;
+  // Where jobs can be durable there may be digests of weights, and what ranks keep beside a step.
+  const uint64_t of_capacity =
+      config.swap_life == nvme::FileLife::kKept ? capacity_bytes / kCapacityPerLedgerByte : 0;
+  return std::min(nvme::Volume::kLedgerBytesMax, std::max(of_slots, of_capacity));
+}
+
+bool IsInMemory(const std::string& path) {
+  struct statfs system {};
+  return ::statfs(path.c_str(), &system) == 0 &&
+         (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);
+}
+
+}  // namespace
+
+std::vector<nvme::PathOptions> SwapPathsOf(const Config& config) {
+  std::vector<nvme::PathOptions> paths;
+  for (size_t i = 0; i < config.swap_paths.size(); ++i) {
+    paths.push_back({.path = config.swap_paths[i],
+                     .capacity_bytes = SizeOfPath(config.swap_capacity_bytes, i)});
+  }
+  return paths;
+}
+
+absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPolicy& arenas,
+                                             uint32_t workers) {
+  SwapSpaceOptions options{
+      .paths = SwapPathsOf(config),
+      .life = config.swap_life,
+      .mode = config.swap_mode,
+      .deadline_ns = static_cast<uint64_t>(std::chrono::nanoseconds(config.swap_deadline).count()),
+      .staging_slot_bytes = StagingSlotBytes(config.block_elems),
+      .arenas = arenas};
+  if (!config.swap_endurance_bytes.empty()) {
+    for (size_t path = 0; path < config.swap_paths.size(); ++path) {
+      options.endurance_bytes.push_back(SizeOfPath(config.swap_endurance_bytes, path));
+    }
+  }
+  options.ledger_bytes_max = LedgerBytes(config, options);
+  const uint64_t slots = config.swap_staging_bytes == 0
+                             ? 2 * workers + 4
+                             : config.swap_staging_bytes / options.staging_slot_bytes;
+  if (slots < kStagingSlotsMin) {
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("swap.staging of ", protocol::FormatBytes(config.swap_staging_bytes),
+                     " holds ", slots, " blocks of ",
+                     protocol::FormatBytes(options.staging_slot_bytes), " (at least ",
+                     kStagingSlotsMin, ")"),
+        absl::StrCat("raise it to ",
+                     protocol::FormatBytes(kStagingSlotsMin * options.staging_slot_bytes),
+                     ", or lower update.block_elems"));
+  }
+  options.staging_slots = static_cast<uint32_t>(std::min<uint64_t>(slots, 1 << 16));
+  return options;
+}
+
+absl::Status WhyNotDurable(const Config& config) {
+  const auto because = [](std::string_view why, std::string_view hint) {
+    return MakeError(ErrorId::kUnsupported,
+                     absl::StrCat("no job of this daemon can be durable: ", std::string(why)),
+                     hint);
+  };
+  if (config.swap_paths.empty()) {
+    return because("it has no swap", "set swap.paths and swap.capacity, or use durability memory");
+  }
+  if (config.swap_life == nvme::FileLife::kUnlinked) {
+    return because("its swap files are unlinked, so that nothing of them outlives it",
+                   "set swap.life = \"kept\", or use durability memory");
+  }
+  for (size_t i = 0; i < config.swap_paths.size(); ++i) {
+    if (!IsInMemory(config.swap_paths[i])) continue;
+    return because(absl::StrCat("swap path ", i, " (", config.swap_paths[i],
+                                ") is a file system in memory, which a power cut empties"),
+                   "give a directory on a disk in swap.paths, or use durability memory");
+  }
+  return absl::OkStatus();
+}
+
+std::string DescribeJobs(const DurableNode& node) {
+  if (node.jobs.empty()) return "";
+  std::string text = absl::StrCat(node.jobs.size(), node.jobs.size() == 1 ? " job: " : " jobs: ");
+  for (size_t i = 0; i < std::min(node.jobs.size(), kJobsNamedMax); ++i) {
+    const DurableJob& job = *node.jobs[i];
+    absl::StrAppend(&text, i == 0 ? "" : ", ", JobNameFor(0, {.uid = job.uid, .name = job.name}),
+                    " at step ", job.step);
+  }
+  if (node.jobs.size() > kJobsNamedMax) absl::StrAppend(&text, ", ...");
+  return text;
+}
+
+}  // namespace forebay::daemon
