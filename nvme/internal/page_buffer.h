@@ -15,7 +15,6 @@ namespace forebay::nvme::internal {
 // buffer that is hardly used costs little.
 class PageBuffer {
  public:
-  PageBuffer() = default;
   explicit PageBuffer(size_t size_bytes)
       : memory_(Map(size_bytes), Unmap{.size_bytes = size_bytes}) {}
 
