@@ -13,6 +13,47 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
   return slots;
 }
 
+namespace {
+
+// Of the encoded ledger (exec/ledger.capnp) and of the volume's own list of slots: a job; an entry; a parameter, a
+// group, a partition and a box beside names and shapes.
+constexpr uint64_t kJobBytes = 4096;
+constexpr uint64_t kEntryBytes = 32 + 24;
+constexpr uint64_t kParamBytes = 96;
+constexpr uint64_t kGroupBytes = 32;
+constexpr uint64_t kPartitionBytes = 64;
+constexpr uint64_t kBoxBytes = 64;
+
+}  // namespace
+
+uint64_t LedgerBytes(const protocol::Layout& layout, const LedgerCounts& counts) {
+  const protocol::LayoutSpec& spec = layout.spec();
+  uint64_t bytes = kJobBytes + counts.entries * kEntryBytes +
+                   counts.digest_pages * sizeof(uint64_t) + counts.extra_state_bytes;
+  for (const auto& param : spec.params) {
+    bytes += kParamBytes + param.name.size() + param.shape.size() * sizeof(uint64_t);
+  }
+  for (const std::string& name : spec.group_names) bytes += kGroupBytes + name.size();
+  bytes += layout.partitions().size() * kPartitionBytes;
+  for (const protocol::PartitionSpec& partition : spec.partitions) {
+    bytes += kPartitionBytes + partition.boxes.size() * kBoxBytes;
+  }
+  return bytes;
+}
+
+uint64_t LedgerBytes(const DurableJob& job) {
+  LedgerCounts counts{.entries = job.blocks.size() + job.weights.size()};
+  for (const std::optional<DurableBytes>& block : job.blocks) {
+    if (block && block->weights_digests) counts.digest_pages += block->weights_digests->size();
+  }
+  if (job.extra_states != nullptr) {
+    for (const std::vector<std::byte>& of_rank : *job.extra_states) {
+      counts.extra_state_bytes += of_rank.size() + 2 * sizeof(uint64_t);
+    }
+  }
+  return LedgerBytes(*job.layout, counts);
+}
+
 uint64_t DurableJob::slots() const {
   const auto written = std::ranges::count_if(
       blocks, [](const std::optional<DurableBytes>& block) { return block.has_value(); });

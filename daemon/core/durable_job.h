@@ -49,6 +49,16 @@ struct DurableJob {
   uint64_t slots() const;
 };
 
+// What a ledger says of a job, in numbers.
+struct LedgerCounts {
+  uint64_t entries = 0;            // blocks and parts of the weights
+  uint64_t digest_pages = 0;       // of planes of weights
+  uint64_t extra_state_bytes = 0;  // of all ranks
+};
+// What it takes of NodeOptions::ledger_bytes_max; estimated from above.
+uint64_t LedgerBytes(const protocol::Layout& layout, const LedgerCounts& counts);
+uint64_t LedgerBytes(const DurableJob& job);
+
 struct DurableNode {
   JobId last_job = 0;  // ids up to this one were given out
   std::vector<std::shared_ptr<const DurableJob>> jobs;

@@ -167,6 +167,7 @@ void DurableSteps::StartRestore() {
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     if (last_->blocks[block] && pipeline_.is_resident(block)) to_restore_.push_back(block);
   }
+  for (const uint32_t entry : to_restore_) to_restore_bytes_ += PartOf(entry).bytes;
   StartRestores();
 }
 

@@ -59,6 +59,7 @@ class DurableSteps {
   bool is_restoring() const { return !restoring_.empty() || next_restore_ < to_restore_.size(); }
   absl::Status OnRestored(const TaskDone& done);
   uint64_t restored_bytes() const { return restored_bytes_; }
+  uint64_t to_restore_bytes() const { return to_restore_bytes_; }
 
   // The job failed or is deleted: nothing is started any more.
   void Abandon() { is_abandoned_ = true; }
@@ -96,6 +97,7 @@ class DurableSteps {
   size_t next_restore_ = 0;
   std::map<TaskId, uint32_t> restoring_;
   uint64_t restored_bytes_ = 0;
+  uint64_t to_restore_bytes_ = 0;
   uint64_t written_bytes_ = 0;
   absl::Status wait_;
 };

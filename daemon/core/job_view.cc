@@ -49,6 +49,8 @@ JobView Job::View() const {
                .early_updates = pipeline_.counters().early_updates,
                .dropped_updates = pipeline_.counters().dropped_updates,
                .last_step_early_updates = pipeline_.last_step().early_updates,
+               .restored_bytes = durable_.restored_bytes(),
+               .to_restore_bytes = durable_.to_restore_bytes(),
                .ready = is_ready(),
                .failed = failed_,
                .dram_bytes = dram_bytes(),

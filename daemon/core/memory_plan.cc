@@ -145,6 +145,23 @@ uint64_t DigestBytes(const Layout& layout) {
   return RoundUp(2 * sizeof(uint64_t) * (layout.weights_bytes() / kPageBytes), kPageBytes);
 }
 
+// What tells of durable steps: versions of blocks and of parts of the weights, and ledgers that are being made.
+uint64_t DurableTableBytes(const Layout& layout, const NodeOptions& options,
+                           const MemoryPlan& plan) {
+  constexpr uint64_t kEntryTableBytes = 512;
+  constexpr uint64_t kLedgers = 3;
+  // The weights have no more parts than the states have blocks.
+  const uint64_t blocks =
+      layout.total_elems() / BlockElems(layout, options, plan) + layout.owners().size() + 1;
+  const uint64_t pages = plan.has_weights_on_swap() ? layout.weights_bytes() / kPageBytes : 0;
+  const LedgerCounts counts{
+      .entries = 2 * blocks,
+      .digest_pages = pages,
+      .extra_state_bytes = plan.session.world_size * plan.session.extra_state_bytes};
+  return RoundUp(2 * blocks * kEntryTableBytes + kLedgers * LedgerBytes(layout, counts),
+                 kPageBytes);
+}
+
 // All arenas but that of states, and the tables.
 absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
                         const NodeOptions& options, MemoryPlan& plan) {
@@ -164,6 +181,7 @@ absl::Status PlanArenas(const Layout& layout, const SessionRequest& request,
   if (!plan.has_weights_on_swap()) plan.weights_bytes = layout.weights_bytes();
   plan.table_bytes = TableBytes(layout.spec(), request.world_size);
   if (plan.has_weights_on_swap()) plan.table_bytes += DigestBytes(layout);
+  if (plan.has_durable_steps()) plan.table_bytes += DurableTableBytes(layout, options, plan);
   PlanStepArena(layout, plan);
   PlanSessionArena(layout, plan);
   plan.fixed_bytes = plan.weights_bytes + plan.step_bytes +
@@ -323,6 +341,15 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
         plan.block_bytes);
   }
   plan.placement = Placement(layout, map, room, durable);
+  if (plan.has_durable_steps()) {
+    // Each block's plane begins on a page of its own.
+    const uint64_t pages = plan.weights_on_swap_bytes / kPageBytes + map.blocks();
+    plan.ledger_bytes = LedgerBytes(
+        layout,
+        {.entries = map.blocks() + plan.weights_parts,
+         .digest_pages = plan.has_weights_on_swap() ? pages : 0,
+         .extra_state_bytes = plan.session.world_size * (plan.session.extra_state_bytes + 16)});
+  }
   plan.swap_slots = plan.placement.slots_needed();
   const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
                         options.staging_slot_bytes >= plan.block_bytes;

@@ -110,6 +110,7 @@ struct MemoryPlan {
     return session.durability.level != protocol::DurabilityLevel::kMemory;
   }
   StatePart WeightsPart(uint32_t part) const;
+  uint64_t ledger_bytes = 0;  // of the node's ledger, at most
 
   // Slots of one size: kSwapSlotsPerBlock for each swapped block, so that the next version of each can
   // be written before any is published; with durable steps see limits.h. 0: no block can be on swap.

@@ -101,6 +101,7 @@ struct NodeState::Impl {
   Job* JobOf(SessionId session);
   Job* JobNamed(const JobName& name) const;
   absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
+  absl::Status CheckLedger(const MemoryPlan& plan, const DurableJob* recovered) const;
   absl::Status CheckParked(const AttachRequested& request, const DurableJob& job) const;
   absl::Status ChangeWorld(const AttachRequested& request, Job& job);
   absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
@@ -281,6 +282,25 @@ absl::Status NodeState::Impl::CheckParked(const AttachRequested& request,
                    "attach again in a moment");
 }
 
+// The ledger of all jobs has room for another one. `recovered`: it is in it already.
+absl::Status NodeState::Impl::CheckLedger(const MemoryPlan& plan,
+                                          const DurableJob* recovered) const {
+  if (plan.ledger_bytes == 0 || options.ledger_bytes_max == 0) return absl::OkStatus();
+  uint64_t others = 0;
+  for (const auto& [id, job] : jobs) others += job->plan().ledger_bytes;
+  for (const auto& [name, job] : ledger.parked()) {
+    if (job.get() != recovered) others += LedgerBytes(*job);
+  }
+  if (others + plan.ledger_bytes <= options.ledger_bytes_max) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kLimit,
+      absl::StrCat("durability ", protocol::FormatDurability(plan.session.durability), " needs ",
+                   plan.ledger_bytes, " bytes of the ledger on swap, which has ",
+                   options.ledger_bytes_max, "; other jobs take ", others),
+      "raise swap.ledger and start the daemon with --reclaim, which gives up the jobs that are on "
+      "swap; or lower extra_state_bytes, or raise update.block_elems");
+}
+
 // One that comes back has the number, the level and the slots that the ledger says.
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
@@ -294,6 +314,7 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   NodeUse of_node = Use();
   of_node.recovered = recovered.get();
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
+  RETURN_IF_ERROR(CheckLedger(plan, recovered.get()));
   nvme::SlotMap left = swap;
   // PlanJob has counted them, in this order.
   const auto allocate = [&left](uint32_t count, uint64_t slot_bytes) -> std::vector<nvme::Slot> {

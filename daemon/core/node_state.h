@@ -88,6 +88,8 @@ struct JobView {
   uint64_t early_updates = 0;
   uint64_t dropped_updates = 0;
   uint64_t last_step_early_updates = 0;
+  uint64_t restored_bytes = 0;  // of a job that comes back: read from swap, of so many
+  uint64_t to_restore_bytes = 0;
   bool ready = false;   // initial parameters are written
   absl::Status failed;  // OK while the job is well
   // Taken from the limit: arenas and resident blocks; 0: it waits for room.

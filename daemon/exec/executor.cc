@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -311,7 +312,13 @@ uint64_t Executor::FireTimers() {
   while (!timers_.empty() && timers_.begin()->first <= MonotonicNs()) {
     Raise(timers_.extract(timers_.begin()).mapped());
   }
-  return timers_.empty() ? UINT64_MAX : timers_.begin()->first;
+  const uint64_t next_timer = timers_.empty() ? UINT64_MAX : timers_.begin()->first;
+  if (!paused_ledger_) return next_timer;
+  if (paused_ledger_->first > MonotonicNs()) return std::min(next_timer, paused_ledger_->first);
+  CommitLedger ledger = std::exchange(paused_ledger_, std::nullopt)->second;
+  ledger.pause = false;
+  Run(ledger);
+  return next_timer;
 }
 
 void Executor::Break(SessionId id, Session& session, const absl::Status& reason) {

@@ -236,6 +236,8 @@ class Executor {
   std::multimap<uint64_t, Event> timers_;  // by MonotonicNs
   std::vector<Event> events_;
   std::vector<Action> actions_;
+  // Of a CommitLedger that pauses: when it goes on.
+  std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
 };
 

@@ -541,6 +541,11 @@ void Executor::Run(RestoreExtraStates& action) {
 
 void Executor::Run(CommitLedger& action) {
   FOREBAY_CHECK(swap_ != nullptr);
+  if (action.pause) {
+    FOREBAY_CHECK(!paused_ledger_);
+    paused_ledger_.emplace(MonotonicNs() + SwapSpace::kPauseNs, std::move(action));
+    return;
+  }
   runner_.Post(PoolId::kUpdate, [this, action, nonce = swap_->nonce()]() -> TaskRunner::Then {
     auto ledger = EncodeLedger(*action.node, nonce);
     return [this, task = action.task, node = action.node, ledger = std::move(ledger)] {

@@ -38,10 +38,11 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
     job.last_step_seconds = memory->timeline.newest_seconds();
     job.last_decision_seconds = memory->timeline.newest_decision_seconds();
     const auto zeroing = from.swap == nullptr ? std::nullopt : from.swap->Zeroing(job.view.id);
-    if (!memory->is_making && !zeroing) continue;
+    const bool is_restoring = job.view.restored_bytes < job.view.to_restore_bytes;
+    if (!memory->is_making && !zeroing && !is_restoring) continue;
     const ZeroingProgress swap = zeroing.value_or(ZeroingProgress{});
-    job.made_bytes = *memory->made_bytes + swap.zeroed_bytes;
-    job.making_bytes = memory->making_bytes + swap.total_bytes;
+    job.made_bytes = *memory->made_bytes + swap.zeroed_bytes + job.view.restored_bytes;
+    job.making_bytes = memory->making_bytes + swap.total_bytes + job.view.to_restore_bytes;
   }
   snapshot.io_engine = from.engine.name();
   snapshot.io_engine_reason = from.io_engine_reason;

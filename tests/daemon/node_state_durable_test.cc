@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -373,6 +374,67 @@ TEST_F(NodeStateDurableJob, OneThatCannotBeReadStaysInTheLedger) {
   run_.AttachAll();
   EXPECT_EQ(run_.step_, 3U);
   TrainTo(4);
+}
+
+// GOALS section 1: 2 + 10 f bytes a parameter in format exact, f of whose states are in DRAM; within 0.1 %.
+TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
+  constexpr uint64_t kGroupElems = uint64_t{8} << 20;
+  const auto layout = MakeShardedLayout(
+      std::vector<std::vector<testing::ShardedParam>>(8, {{.rows = kGroupElems}}),
+      {.ranks = 1, .dtype = protocol::DType::kBFloat16, .format = protocol::Format::kExact});
+  NodeState::Options options = testing::RoomyOptions();
+  options.dram_limit_bytes = uint64_t{16} << 30;
+  options.block_elems = 1 << 20;
+  options.staging_slots = 4;
+  options.staging_slot_bytes = 12 << 20;
+  options.swap = SwapPaths({uint64_t{16} << 30});
+  const AttachRequest request{.durability = kStep, .grad_arena_bytes = uint64_t{64} << 20};
+  for (const double in_dram : {1.0, 0.5, 0.0}) {
+    NodeHarness sizing(options, 1);
+    sizing.Attach(layout, request);
+    const JobView all = *sizing.FindJob("job");
+    NodeState::Options tight = options;
+    const auto on_swap = static_cast<uint64_t>((1 - in_dram) * all.blocks);
+    tight.dram_limit_bytes =
+        sizing.state().Node().dram_used_bytes - on_swap * (all.resident_bytes / all.blocks);
+    NodeHarness node(tight, 1);
+    const uint64_t session = node.Attach(layout, request);
+    const JobView job = *node.FindJob("job");
+    EXPECT_NEAR(static_cast<double>(job.resident_blocks) / job.blocks, in_dram, 0.05);
+    for (uint64_t step = 1; step <= 2; ++step) {
+      for (uint32_t i = 0; i < layout->partitions().size(); ++i) {
+        node.Gradient(session, i, step);
+        node.RunTasks();
+      }
+      EXPECT_THAT(node.StepAll({session}, step), Each(ErrorId::kNone));
+    }
+    uint64_t saved = 0;
+    for (const SavePart& save : node.Logged<SavePart>()) {
+      if (save.identity.written_step == 2) saved += save.bytes;
+    }
+    const double expected =
+        2.0 * static_cast<double>(layout->total_elems()) + static_cast<double>(job.resident_bytes);
+    EXPECT_NEAR(static_cast<double>(saved) / expected, 1.0, 0.001) << in_dram;
+    const double states = 10.0 * static_cast<double>(layout->total_elems());
+    EXPECT_NEAR(static_cast<double>(job.resident_bytes), states * job.resident_blocks / job.blocks,
+                states * 0.001);
+    // Written to both ends of the volume. The model has digests where there is no plane of weights.
+    DurableJob durable = *node.model().durable().jobs.at(0);
+    for (std::optional<DurableBytes>& block : durable.blocks) {
+      if (block) block->weights_digests = nullptr;
+    }
+    EXPECT_LT(2.0 * static_cast<double>(LedgerBytes(durable)), 0.001 * expected);
+  }
+}
+
+TEST(NodeStateDurableRefusal, ALedgerThatIsTooSmallForTheJobIsTheError) {
+  NodeState::Options options = Roomy();
+  options.ledger_bytes_max = 5 << 10;
+  NodeHarness node(options, kRanks);
+  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  const absl::Status& status = node.attached(session)->status;
+  EXPECT_EQ(protocol::IdOf(status), ErrorId::kLimit);
+  EXPECT_THAT(status.message(), HasSubstr("bytes of the ledger on swap, which has 5120"));
 }
 
 TEST(NodeStateDurableRefusal, ANodeThatCannotKeepStepsSaysWhy) {
