@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "nvme/internal/disk_format.h"
 #include "nvme/internal/page_buffer.h"
@@ -225,6 +226,28 @@ absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOption
     found.ledger_bytes_max = label.ledger_bytes_max;
   }
   return found;
+}
+
+absl::StatusOr<std::vector<PathOptions>> WithSizes(std::span<const PathOptions> paths) {
+  std::vector<PathOptions> sized(paths.begin(), paths.end());
+  for (size_t i = 0; i < sized.size(); ++i) {
+    Ends path;
+    uint64_t end_bytes = 0;
+    const protocol::UniqueFd file = OpenPath(sized[i], end_bytes, path.name);
+    if (!file.valid()) {
+      return MakeError(ErrorId::kSwapPath,
+                       protocol::ErrnoText(absl::StrCat(Text(i, path), ": open"), errno),
+                       "name the directories or devices of swap.paths, as root or the daemon's "
+                       "user");
+    }
+    RETURN_IF_ERROR(EndsReader(file.get(), path).Read(end_bytes));
+    if (!path.labels.empty()) sized[i].capacity_bytes = path.labels[0].capacity_bytes;
+    if (sized[i].capacity_bytes > 0) continue;
+    return MakeError(ErrorId::kSwapPath,
+                     absl::StrCat(Text(i, path), ": it has no whole label of a volume"),
+                     "give the daemon's configuration with --config, which has the path's size");
+  }
+  return sized;
 }
 
 }  // namespace forebay::nvme

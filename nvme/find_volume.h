@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "nvme/swap_files.h"
@@ -24,5 +25,12 @@ struct FoundVolume {
 //         E_CORRUPT    a volume of which it cannot be known any more whether it had one.
 //         E_SWAP_IO    a path cannot be read.
 absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOptions> paths);
+
+// The paths with the sizes that the volume on them was made with, from a label of each; where there is none, with
+// the size that is given. Blocks; changes nothing.
+//
+// Errors  E_SWAP_PATH  missing, or not readable; without a whole label, and no size is given; a newer format.
+//         E_SWAP_IO    a path cannot be read.
+absl::StatusOr<std::vector<PathOptions>> WithSizes(std::span<const PathOptions> paths);
 
 }  // namespace forebay::nvme

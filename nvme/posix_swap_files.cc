@@ -140,7 +140,8 @@ absl::Status CheckDirect(const Candidate& path) {
   return absl::OkStatus();
 }
 
-absl::Status OpenError(const Candidate& path, int error) {
+// Of an open that was to read, and unless `mode` is kInspect to write.
+absl::Status OpenError(const Candidate& path, OpenMode mode, int error) {
   switch (error) {
     case EINVAL:
       return PathError(path, "open with O_DIRECT", error,
@@ -148,6 +149,9 @@ absl::Status OpenError(const Candidate& path, int error) {
     case EROFS:
     case EACCES:
     case EPERM:
+      if (mode == OpenMode::kInspect) {
+        return PathError(path, "open", error, "ask as root, or as the daemon's user");
+      }
       return PathError(path, "read-only: open", error,
                        "give the daemon's user write access, or choose another directory");
     default:
@@ -155,45 +159,52 @@ absl::Status OpenError(const Candidate& path, int error) {
   }
 }
 
+int OpenFlags(OpenMode mode) {
+  return (mode == OpenMode::kInspect ? O_RDONLY : O_RDWR) | O_DIRECT | O_CLOEXEC;
+}
+
 absl::Status OpenDirectory(const PathOptions& options, OpenMode mode, Candidate& path) {
   path.name = absl::StrCat(options.path, "/", kSwapFileName);
   path.lock.Reset(open(options.path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!path.lock.valid()) return OpenError(path, errno);
+  if (!path.lock.valid()) return OpenError(path, mode, errno);
   RETURN_IF_ERROR(AcquireLock(path));
-  constexpr int kFlags = O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
+  const int flags = OpenFlags(mode) | O_NOFOLLOW;
   const int directory = path.lock.get();
-  path.file.Reset(openat(directory, kSwapFileName, kFlags));
+  path.file.Reset(openat(directory, kSwapFileName, flags));
   if (!path.file.valid() && errno == ENOENT && mode == OpenMode::kReclaim) {
-    path.file.Reset(openat(directory, kSwapFileName, kFlags | O_CREAT | O_EXCL, 0600));
+    path.file.Reset(openat(directory, kSwapFileName, flags | O_CREAT | O_EXCL, 0600));
     const int error = errno;
     struct stat made {};
     path.created =
         path.file.valid() || (error == EINVAL && fstatat(directory, kSwapFileName, &made, 0) == 0);
     errno = error;
   }
-  if (!path.file.valid()) return OpenError(path, errno);
+  if (!path.file.valid()) return OpenError(path, mode, errno);
   struct stat status {};
-  if (fstat(path.file.get(), &status) != 0) return OpenError(path, errno);
+  if (fstat(path.file.get(), &status) != 0) return OpenError(path, mode, errno);
   if (!S_ISREG(status.st_mode)) {
     return MakeError(ErrorId::kSwapPath, absl::StrCat(Text(path), ": not a regular file"));
   }
-  if (fchmod(path.file.get(), 0600) != 0) return PathError(path, "chmod 0600", errno, "");
+  if (mode != OpenMode::kInspect && fchmod(path.file.get(), 0600) != 0) {
+    return PathError(path, "chmod 0600", errno, "");
+  }
   path.device = status.st_dev;
   path.old_bytes = static_cast<uint64_t>(status.st_size);
   path.old_allocated = static_cast<uint64_t>(status.st_blocks) * 512;
   return absl::OkStatus();
 }
 
-absl::Status OpenDevice(const PathOptions& options, const struct stat& status, Candidate& path) {
+absl::Status OpenDevice(const PathOptions& options, OpenMode mode, const struct stat& status,
+                        Candidate& path) {
   path.name = options.path;
   path.is_device = true;
   // O_EXCL: refused while a file system on it is mounted.
-  path.file.Reset(open(options.path.c_str(), O_RDWR | O_DIRECT | O_EXCL | O_CLOEXEC));
+  path.file.Reset(open(options.path.c_str(), OpenFlags(mode) | O_EXCL));
   if (!path.file.valid()) {
-    return errno == EBUSY ? BusyError(path, status) : OpenError(path, errno);
+    return errno == EBUSY ? BusyError(path, status) : OpenError(path, mode, errno);
   }
   path.lock.Reset(fcntl(path.file.get(), F_DUPFD_CLOEXEC, 0));
-  if (!path.lock.valid()) return OpenError(path, errno);
+  if (!path.lock.valid()) return OpenError(path, mode, errno);
   RETURN_IF_ERROR(AcquireLock(path));
   if (ioctl(path.file.get(), BLKGETSIZE64, &path.old_bytes) != 0) {
     return PathError(path, "BLKGETSIZE64", errno, "");
@@ -226,7 +237,7 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
     }
   }
   if (S_ISBLK(status.st_mode)) {
-    RETURN_IF_ERROR(OpenDevice(options, status, path));
+    RETURN_IF_ERROR(OpenDevice(options, mode, status, path));
   } else if (S_ISDIR(status.st_mode)) {
     RETURN_IF_ERROR(OpenDirectory(options, mode, path));
   } else {
@@ -235,7 +246,7 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
                      "name a directory: the daemon makes its file in it");
   }
   RETURN_IF_ERROR(CheckDirect(path));
-  if (mode == OpenMode::kRecover && path.old_bytes < path.capacity_bytes) {
+  if (mode != OpenMode::kReclaim && path.old_bytes < path.capacity_bytes) {
     return MakeError(ErrorId::kSwapPath,
                      absl::StrFormat("%s: it has %s, less than its configured %s", Text(path),
                                      FormatBytes(path.old_bytes), FormatBytes(path.capacity_bytes)),
@@ -412,6 +423,7 @@ class PosixSwapFileSystem final : public SwapFileSystem {
       if (!status.ok()) return status;
     }
     if (mode == OpenMode::kReclaim) RETURN_IF_ERROR(CheckSpace(candidates));
+    if (mode == OpenMode::kInspect) return absl::OkStatus();
     for (Candidate& path : candidates) RETURN_IF_ERROR(Reserve(path, mode, life));
     return absl::OkStatus();
   }

@@ -32,8 +32,9 @@ struct PathOptions {
 // name when it is opened, so that the space is free as soon as the process ends, however it ends.
 enum class FileLife { kKept, kUnlinked };
 
-// kReclaim: the volume is made anew. kRecover: the newest durable ledger is read back.
-enum class OpenMode { kReclaim, kRecover };
+// kReclaim: the volume is made anew. kRecover: the newest durable ledger is read back. kInspect: likewise, through
+// descriptors that cannot write; nothing on the paths is changed.
+enum class OpenMode { kReclaim, kRecover, kInspect };
 
 // One open, locked path. Blocking calls; for the time of Volume::Open() alone.
 class SwapFile {
@@ -61,7 +62,7 @@ class SwapFileSystem {
   // check has passed; `check` is one of them.
   //
   // Errors  E_SWAP_PATH   missing, neither directory nor block device, read-only, without O_DIRECT,
-  //                       or named twice; with kRecover also: no file, or shorter than its
+  //                       or named twice; with kRecover and kInspect also: no file, or shorter than its
   //                       capacity.
   //         E_SWAP_NOSPC  needed and free bytes, by path.
   //         E_BUSY        another process holds the path; its pid.

@@ -34,6 +34,10 @@ absl::Status Refuse(const char* call, const Slot& slot, std::string_view why) {
       "%s the slot at offset %d of swap path %d: %s", call, slot.offset_bytes, slot.path, why));
 }
 
+absl::Status ReadOnlyError() {
+  return absl::FailedPreconditionError("the volume was opened to be read alone");
+}
+
 absl::Status CheckOptions(const VolumeOptions& options) {
   if (options.paths.empty() || options.paths.size() > Volume::kPathsMax) {
     return MakeError(ErrorId::kConfig, absl::StrFormat("%d swap paths: not in [1, %d]",
@@ -44,7 +48,7 @@ absl::Status CheckOptions(const VolumeOptions& options) {
                      absl::StrFormat("ledger_bytes_max %d: not in [1, %d]",
                                      options.ledger_bytes_max, Volume::kLedgerBytesMax));
   }
-  if (options.mode == OpenMode::kRecover && options.life == FileLife::kUnlinked) {
+  if (options.mode != OpenMode::kReclaim && options.life == FileLife::kUnlinked) {
     return absl::InvalidArgumentError("an unlinked swap file cannot be recovered");
   }
   for (size_t i = 0; i < options.paths.size(); ++i) {
@@ -114,6 +118,7 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
 
   auto state = std::make_unique<State>(engine, geometry);
   state->protections = protections;
+  state->is_read_only = options.mode == OpenMode::kInspect;
   state->now_ns = options.now_ns ? options.now_ns : protocol::MonotonicNs;
   const auto check = [mode = options.mode](std::string_view name, std::span<const std::byte> page) {
     return CheckVersion(mode, name, page);
@@ -134,7 +139,7 @@ absl::StatusOr<std::unique_ptr<Volume>> Volume::OpenForTest(
   for (internal::Path& path : state->paths) {
     ASSIGN_OR_RETURN(path.index, engine.RegisterFile(path.file->fd()));
   }
-  RETURN_IF_ERROR(options.mode == OpenMode::kRecover ? state->Recover() : state->Initialise());
+  RETURN_IF_ERROR(options.mode == OpenMode::kReclaim ? state->Initialise() : state->Recover());
   return std::unique_ptr<Volume>(new Volume(std::move(state)));
 }
 
@@ -157,6 +162,7 @@ const SlotMap& Volume::free_slots() const { return state_->free_slots; }
 
 absl::Status Volume::Zero(std::span<const Slot> slots, std::span<const std::byte> zeros,
                           uint64_t token) {
+  if (state_->is_read_only) return ReadOnlyError();
   if (slots.empty()) return absl::InvalidArgumentError("zero: no slots are named");
   for (const Slot& slot : slots) {
     // The first page alone is checked: a slot may be smaller than `zeros`.
@@ -227,6 +233,7 @@ absl::Status Volume::Read(const Slot& slot, uint64_t offset_bytes, std::span<std
 }
 
 absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, uint64_t token) {
+  if (state_->is_read_only) return ReadOnlyError();
   RETURN_IF_ERROR(state_->CheckSlot(slot, 0, bytes));
   const auto known = state_->slots.find({slot.path, slot.offset_bytes});
   if (known != state_->slots.end()) {
@@ -258,6 +265,7 @@ absl::Status Volume::Write(const Slot& slot, std::span<const std::byte> bytes, u
 
 absl::Status Volume::CommitLedger(std::span<const std::byte> ledger, std::span<const Slot> slots,
                                   uint64_t token) {
+  if (state_->is_read_only) return ReadOnlyError();
   return state_->BeginCommit(ledger, slots, token);
 }
 

@@ -27,7 +27,7 @@ struct VolumeOptions {
   // 1 to Volume::kPathsMax.
   std::vector<PathOptions> paths;
   OpenMode mode = OpenMode::kReclaim;
-  // kUnlinked goes with kReclaim only.
+  // kUnlinked goes with kReclaim only. kInspect: the volume refuses whatever would write.
   FileLife life = FileLife::kKept;
   // Room for a ledger and 24 bytes for each slot it names; four times this much space is reserved.
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
@@ -64,14 +64,17 @@ struct LateRequests {
   uint64_t oldest_ns = 0;
 };
 
-// How a kRecover found the volume; sequence 0: nothing was ever committed.
+// How a kRecover or kInspect found the volume; sequence 0: nothing was ever committed.
 struct RecoveryReport {
   uint64_t sequence = 0;
+  // Labels of paths that are not whole, where the other copy is.
+  uint32_t damaged_labels = 0;
   // Copies that are not whole; a power cut during a commit leaves some.
   uint32_t damaged_records = 0;
   // Copies that a whole record names and that do not verify; likewise.
   uint32_t damaged_ledgers = 0;
-  // The newest whole record had no whole ledger: an older one was used.
+  // The newest whole record had no whole ledger, and an older one was used; or of one of the two records no copy is
+  // whole, which may have been a newer one.
   bool fell_back = false;
 };
 

@@ -2,6 +2,7 @@
 #include <sys/random.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -114,6 +115,10 @@ absl::Status Volume::State::FindVolume() {
     while (path < paths.size() && has_label(path)) ++path;
     if (path == paths.size()) {
       id = candidate.volume;
+      for (const std::vector<Label>& of_path : labels) {
+        const auto whole = std::ranges::count(of_path, id, &Label::volume);
+        recovery.damaged_labels += kCopies - static_cast<uint32_t>(whole);
+      }
       return absl::OkStatus();
     }
   }
@@ -133,21 +138,32 @@ absl::Status Volume::State::FindVolume() {
 // Whole records of this volume, newest first, each once.
 absl::StatusOr<std::vector<Record>> Volume::State::FindRecords() {
   std::vector<std::pair<Record, uint64_t>> whole;  // with its hash
+  std::array<uint32_t, 2> whole_copies{};          // by place
+  uint32_t zeros = 0;
   for (uint32_t slot = 0; slot < 2; ++slot) {
     for (uint32_t copy = 0; copy < kCopies; ++copy) {
       PageBuffer page(kPageBytes);
       RETURN_IF_ERROR(ReadNow(geometry.RecordPlace(slot, copy), page.bytes()));
       Record record;
-      if (internal::IsZero(page.bytes())) continue;
+      if (internal::IsZero(page.bytes())) {
+        ++zeros;
+        continue;
+      }
       if (DecodePage(page.bytes(), record) && record.volume == id && record.area < 2 &&
           internal::AreaBytes(record.slots, record.ledger_bytes).value_or(UINT64_MAX) <=
               geometry.area_bytes()) {
         whole.emplace_back(record, internal::PageChecksum(page.bytes()));
+        ++whole_copies[slot];
       } else {
         ++recovery.damaged_records;
       }
     }
   }
+  // The second commit, of whose records each names one before it, has written the last place.
+  const bool all_written =
+      std::ranges::any_of(whole, [](const auto& one) { return one.first.prev_sequence > 0; });
+  if (all_written) recovery.damaged_records += zeros;
+  recovery.fell_back = all_written && std::ranges::count(whole_copies, 0U) > 0;
   std::stable_sort(whole.begin(), whole.end(), [](const auto& a, const auto& b) {
     return a.first.sequence > b.first.sequence;
   });
@@ -210,7 +226,7 @@ absl::StatusOr<bool> Volume::State::LoadLedger(const Record& record, std::vector
 
 absl::Status Volume::State::Recover() {
   // What we read may still be in a volatile cache; before it is relied on it must be durable.
-  RETURN_IF_ERROR(SyncNow());
+  if (!is_read_only) RETURN_IF_ERROR(SyncNow());
   RETURN_IF_ERROR(FindVolume());
   ASSIGN_OR_RETURN(const std::vector<Record> records, FindRecords());
   bool found_whole = false;

@@ -203,6 +203,7 @@ struct Volume::State {
   IoEngine& engine;
   internal::Geometry geometry;
   internal::Protections protections;
+  bool is_read_only = false;  // OpenMode::kInspect
   std::function<uint64_t()> now_ns;
   internal::VolumeId id{};
   std::vector<internal::Path> paths;

@@ -515,5 +515,30 @@ TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
   EXPECT_EQ(world.volume->recovery().damaged_ledgers, 2u);
 }
 
+// Of a record whose copies are both lost it is not known whether it was the newest.
+TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
+  for (const uint64_t record : {0, 1}) {
+    for (const bool zeros : {false, true}) {
+      World world;
+      ASSERT_OK(world.MakeAtStepOne());
+      ASSERT_OK(world.store->CommitStep(2));
+      ASSERT_OK(world.store->CommitStep(3));
+      world.Close();
+      Bytes junk = ::forebay::testing::Pattern(4096, /*seed=*/5);
+      if (zeros) std::fill(junk.begin(), junk.end(), std::byte{0});
+      world.disk.Overwrite(0, (1 + record) * 4096, junk);
+      EXPECT_EQ(StepAfterReopening(world), 3u);
+      EXPECT_FALSE(world.volume->recovery().fell_back) << "one copy is enough";
+      EXPECT_EQ(world.volume->recovery().damaged_records, 1u);
+      world.Close();
+      world.disk.Overwrite(1, kPathBytes - (3 - record) * 4096, junk);
+      // Sequences 1 and 3 have record 0.
+      EXPECT_EQ(StepAfterReopening(world), record == 0 ? 2u : 3u);
+      EXPECT_TRUE(world.volume->recovery().fell_back);
+      EXPECT_EQ(world.volume->recovery().damaged_records, 2u);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace forebay::nvme
