@@ -161,6 +161,15 @@ absl::Status CheckPidfds(PidfdPolicy policy) {
                    "use Linux 5.3 or newer without a filter of system calls");
 }
 
+absl::StatusOr<nvme::ChosenEngine> MakeEngine(const Config& config) {
+  ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
+  if (!config.swap_limit_rate.empty()) {
+    chosen.engine =
+        std::make_unique<nvme::RateLimitedEngine>(std::move(chosen.engine), config.swap_limit_rate);
+  }
+  return chosen;
+}
+
 absl::StatusOr<Prepared> Prepare(const Config& config) {
   RETURN_IF_ERROR(CheckConfig(config));
   RETURN_IF_ERROR(CheckPidfds(config.pidfd));
@@ -170,12 +179,8 @@ absl::StatusOr<Prepared> Prepare(const Config& config) {
   ASSIGN_OR_RETURN(const uint64_t dram_limit_bytes,
                    DramLimit(config.dram_limit_bytes, pinned_mem::ReadCgroupMemory()));
   ASSIGN_OR_RETURN(prepared.operators, GroupOf(config.socket_operators));
-  ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, nvme::CreateIoEngine({.choice = config.io_engine}));
+  ASSIGN_OR_RETURN(nvme::ChosenEngine chosen, MakeEngine(config));
   prepared.engine = std::move(chosen.engine);
-  if (!config.swap_limit_rate.empty()) {
-    prepared.engine = std::make_unique<nvme::RateLimitedEngine>(std::move(prepared.engine),
-                                                                config.swap_limit_rate);
-  }
   ASSIGN_OR_RETURN(prepared.runner, MakeRunner(config));
   ASSIGN_OR_RETURN(pinned_mem::NumaTopology topology, pinned_mem::LoadNumaTopology());
   prepared.executor = {.state = {.dram_limit_bytes = dram_limit_bytes,
@@ -292,6 +297,15 @@ absl::StatusOr<std::string> Daemon::DurableJobs(const Config& config) {
   RETURN_IF_ERROR(CheckConfig(config));
   ASSIGN_OR_RETURN(const DurableNode node, FindDurableJobs(SwapPathsOf(config)));
   return DescribeJobs(node);
+}
+
+absl::StatusOr<ScrubReport> Daemon::Scrub(const Config& config) {
+  if (config.swap_paths.empty()) {
+    return MakeError(ErrorId::kConfig, "there are no swap paths to scrub",
+                     "name them with swap.paths, or the configuration with --config");
+  }
+  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, MakeEngine(config));
+  return ScrubPaths(SwapPathsOf(config), *chosen.engine);
 }
 
 Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
+#include "daemon/exec/scrub.h"
 
 namespace forebay::daemon {
 
@@ -39,6 +40,12 @@ class Daemon {
   //
   // Errors  of FindDurableJobs: there may be some.
   static absl::StatusOr<std::string> DurableJobs(const Config& config);
+
+  // Reads and verifies what durable jobs have on the swap paths, no faster than swap.limit_rate. Only what the
+  // configuration says of swap counts; sizes come from the paths. Nothing is changed. Blocks.
+  //
+  // Errors  of ScrubPaths. E_CONFIG: there are no swap paths.
+  static absl::StatusOr<ScrubReport> Scrub(const Config& config);
 
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;

@@ -1,5 +1,6 @@
 // forebayd: the service.
 
+#include <capnp/message.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/signalfd.h>
@@ -18,10 +19,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "daemon/config.h"
+#include "daemon/control/scrub_message.h"
 #include "daemon/control/version.h"
 #include "daemon/daemon.h"
 #include "daemon/notify.h"
 #include "protocol/error.h"
+#include "protocol/forebay.capnp.h"
+#include "protocol/json.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "spdlog/sinks/stdout_sinks.h"
@@ -41,6 +45,7 @@ struct CommandLine {
   std::vector<std::string> settings;
   bool check = false;
   bool reclaim = false;
+  bool scrub = false;
 };
 
 std::string KeysHelp() {
@@ -64,6 +69,10 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
                "only checks the settings; does not look at the socket and the swap paths");
   app.add_flag("--reclaim", line.reclaim,
                "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
+  app.add_flag(
+      "--scrub", line.scrub,
+      "only reads and verifies what durable jobs have on swap.paths, and prints a report in JSON: "
+      "forebay scrub shows it; status 0: clean, 1: damage");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -119,6 +128,16 @@ bool MayReclaim(const Config& config) {
   if (std::fgets(answer.data(), answer.size(), stdin) != nullptr && answer[0] == 'y') return true;
   std::fprintf(stderr, "nothing was changed\n");
   return false;
+}
+
+int Scrub(const Config& config) {
+  const auto report = Daemon::Scrub(config);
+  if (!report.ok()) return Fail(report.status());
+  capnp::MallocMessageBuilder message;
+  auto out = message.initRoot<forebay::schema::ScrubReport>();
+  forebay::daemon::FillScrubReport(*report, out);
+  std::printf("%s\n", forebay::protocol::JsonOf(out.asReader()).c_str());
+  return report->is_clean() ? 0 : kExitError;
 }
 
 // Until a signal asks for the end (true) or the daemon fails (false). Meanwhile the service manager
@@ -180,6 +199,7 @@ int main(int argc, char** argv) {
     const absl::Status status = Daemon::Check(*config);
     return status.ok() ? 0 : Fail(status);
   }
+  if (line.scrub) return Scrub(*config);
   if (line.reclaim) {
     if (!MayReclaim(*config)) return kExitError;
     config->swap_mode = forebay::nvme::OpenMode::kReclaim;

@@ -41,9 +41,10 @@ uint64_t StagingSlotBytes(uint64_t block_elems) {
   return slot_bytes;
 }
 
-// One size for all, or one a path.
+// One size for all, or one a path; 0: none is given.
 uint64_t SizeOfPath(const std::vector<uint64_t>& sizes, size_t path) {
-  return sizes.size() == 1 ? sizes.front() : sizes[path];
+  if (sizes.size() == 1) return sizes.front();
+  return path < sizes.size() ? sizes[path] : 0;
 }
 
 uint64_t LedgerBytes(const Config& config, const SwapSpaceOptions& options) {

@@ -308,6 +308,39 @@ struct JobStatus {
   durableStep @54 :UInt64;           # the newest that the daemon's death and a power cut leave; of "memory" 0
 }
 
+struct ScrubReport {
+  # What durable jobs have on swap, read and verified: every slot that the newest durable ledger names.
+  clean @0 :Bool;             # every job comes back as its newest durable step left it
+  sequence @1 :UInt64;        # of the ledger; 0: nothing was ever committed
+  fellBack @2 :Bool;          # a newer one may be lost, by damage or by a power cut while it was written: jobs may
+                              # come back as the durable step before the newest left them
+  # Copies that are not whole; where `fellBack` is false the others are.
+  damagedLabels @3 :UInt32;
+  damagedRecords @4 :UInt32;
+  damagedLedgers @5 :UInt32;
+  jobs @6 :List(ScrubbedJob);
+}
+
+struct ScrubbedJob {
+  name @0 :Text;
+  uid @1 :UInt32;
+  durability @2 :Text;      # as in JobStatus
+  durableStep @3 :UInt64;
+  slots @4 :UInt64;
+  bytes @5 :UInt64;
+  seconds @6 :Float64;
+  damaged @7 :List(DamagedSlot);
+}
+
+struct DamagedSlot {
+  what @0 :Text;            # "block 3", "part 0 of the weights"
+  path @1 :Text;            # the file or device
+  offsetBytes @2 :UInt64;   # in it
+  bytes @3 :UInt64;
+  params @4 :List(Text);    # that have elements in it
+  error @5 :Text;
+}
+
 struct TraceEvent {
   lane @0 :Text;       # of the daemon: "gradient", "swap read", "update", "swap write", "step"; of a rank:
                        # Name(ClientLane) of trace.h

@@ -70,6 +70,7 @@ class BlockMap {
     return has_states(block) ? BytesOf(elems(block)) : 0;
   }
   bool has_weights_on_swap() const { return !on_swap_.empty(); }
+  const std::vector<bool>& on_swap() const { return on_swap_; }  // by partition; empty: of none
   bool is_on_swap(uint32_t partition) const { return !on_swap_.empty() && on_swap_[partition]; }
 
   // Runs of a block in ascending order: one for each box in it, cut at the borders of runs where the

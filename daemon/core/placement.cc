@@ -1,8 +1,6 @@
 #include "daemon/core/placement.h"
 
-#include <map>
-#include <utility>
-
+#include "daemon/core/durable_content.h"
 #include "daemon/core/limits.h"
 #include "protocol/os/check.h"
 #include "protocol/units.h"
@@ -22,23 +20,15 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64
     state_bytes_ += part.bytes;
     ++resident_blocks_;
   }
-  // Owners' weights lie end to end in the arena.
-  std::map<uint32_t, uint64_t> owner_begins;
-  uint64_t owner_begin = 0;
-  for (const protocol::OwnerPlace& owner : layout.owners()) {
-    owner_begins[owner.owner] = std::exchange(owner_begin, owner_begin + owner.weights_bytes);
-  }
+  const std::vector<uint64_t> weights_offsets = WeightsOffsets(layout, map.on_swap());
   for (uint32_t index = 0; index < layout.partitions().size(); ++index) {
-    const protocol::PartitionPlace& partition = layout.partitions()[index];
     PartitionLocation& location = partitions_.emplace_back();
     location.bytes = layout.partition_bytes(index);
     if (map.is_on_swap(index)) {
       location.tier = Tier::kNvme;
       continue;
     }
-    location.weights_offset_bytes = map.has_weights_on_swap() ? weights_bytes_
-                                                              : owner_begins.at(partition.owner) +
-                                                                    partition.weights_offset_bytes;
+    location.weights_offset_bytes = weights_offsets[index];
     weights_bytes_ += protocol::RoundUp(location.bytes, protocol::kPageBytes);
   }
 }

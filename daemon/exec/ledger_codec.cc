@@ -15,7 +15,9 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "daemon/core/block_map.h"
+#include "daemon/core/durable_content.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/limits.h"
 #include "daemon/exec/ledger.capnp.h"
@@ -140,16 +142,6 @@ uint64_t BlocksMin(const Layout& layout, const DurableJob& job) {
 }
 
 // Of the part of the arena that holds weights.
-uint64_t WeightsInDram(const Layout& layout, const DurableJob& job) {
-  if (job.weights_on_swap.empty()) return layout.weights_bytes();
-  uint64_t bytes = 0;
-  for (uint32_t i = 0; i < layout.partitions().size(); ++i) {
-    if (job.weights_on_swap[i]) continue;
-    bytes += protocol::RoundUp(layout.partition_bytes(i), kPageBytes);
-  }
-  return bytes;
-}
-
 // Reads one job of a message; errors name it.
 class JobReader {
  public:
@@ -324,7 +316,7 @@ class JobReader {
 
   absl::Status ReadWeights() {
     const auto weights = from_.getWeights();
-    const uint64_t bytes = WeightsInDram(*job_.layout, job_);
+    const uint64_t bytes = WeightsInDram(*job_.layout, job_.weights_on_swap);
     const uint64_t parts = bytes / job_.slot_bytes + (bytes % job_.slot_bytes > 0 ? 1 : 0);
     if (weights.size() != parts) return WrongCount("parts of weights", weights.size(), parts);
     for (const schema::Bytes::Reader part : weights) {
@@ -437,6 +429,20 @@ absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes) {
   });
   KJ_IF_MAYBE (e, exception) return Corrupt(e->getDescription().cStr());
   return decoded;
+}
+
+absl::StatusOr<DecodedLedger> DecodeLedgerOf(const nvme::Volume& volume) {
+  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedger(volume.ledger()));
+  std::vector<nvme::Slot> named = SlotsOf(decoded.node);
+  std::vector<nvme::Slot> kept(volume.ledger_slots().begin(), volume.ledger_slots().end());
+  std::ranges::sort(named);
+  std::ranges::sort(kept);
+  if (named == kept) return decoded;
+  return MakeError(
+      ErrorId::kCorrupt,
+      absl::StrFormat("swap path 0 (%s): its ledger names %d slots, its volume keeps %d, others",
+                      volume.path_name(0), named.size(), kept.size()),
+      "restore its jobs from a checkpoint, then start with forebayd --reclaim");
 }
 
 }  // namespace forebay::daemon

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/core/durable_job.h"
 #include "nvme/slot_map.h"
+#include "nvme/volume.h"
 
 namespace forebay::daemon {
 
@@ -30,6 +31,12 @@ absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uin
 // Errors  E_CORRUPT    not a ledger; names the job and what is wrong.
 //         E_SWAP_PATH  of a newer version; both.
 absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes);
+
+// Of the volume's last durable commit.
+//
+// Errors  of DecodeLedger.
+//         E_CORRUPT  it names other slots than the volume keeps for it.
+absl::StatusOr<DecodedLedger> DecodeLedgerOf(const nvme::Volume& volume);
 
 // Every slot that the jobs name, in the order of jobs, blocks and weights.
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node);

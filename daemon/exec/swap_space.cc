@@ -54,10 +54,9 @@ void LogDamage(const nvme::Volume& volume) {
   if (report.damaged_records == 0 && report.damaged_ledgers == 0) return;
   spdlog::warn(
       "swap path 0 ({}): of its ledgers {} records and {} copies are damaged, as a power cut "
-      "leaves "
-      "them{}",
+      "leaves them{}",
       volume.path_name(0), report.damaged_records, report.damaged_ledgers,
-      report.fell_back ? ": the one before the newest is used" : "");
+      report.fell_back ? ": the newest one may be lost, the one before it is used" : "");
 }
 
 constexpr nvme::EngineOptions kThreadOnce{.choice = nvme::EngineChoice::kThreads, .threads = 1};
@@ -149,18 +148,7 @@ absl::Status SwapSpace::OpenVolume() {
 }
 
 absl::Status SwapSpace::ReadLedger() {
-  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedger(volume_->ledger()));
-  std::vector<nvme::Slot> named = SlotsOf(decoded.node);
-  std::vector<nvme::Slot> kept(volume_->ledger_slots().begin(), volume_->ledger_slots().end());
-  std::ranges::sort(named);
-  std::ranges::sort(kept);
-  if (named != kept) {
-    return protocol::MakeError(
-        protocol::ErrorId::kCorrupt,
-        absl::StrFormat("swap path 0 (%s): its ledger names %d slots, its volume keeps %d, others",
-                        volume_->path_name(0), named.size(), kept.size()),
-        "restore its jobs from a checkpoint, then start with forebayd --reclaim");
-  }
+  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedgerOf(*volume_));
   nonce_ = decoded.nonce;
   recovered_ = std::move(decoded.node);
   return absl::OkStatus();
@@ -172,11 +160,11 @@ absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
                    nvme::Volume::Open({.paths = paths,
-                                       .mode = nvme::OpenMode::kRecover,
+                                       .mode = nvme::OpenMode::kInspect,
                                        .ledger_bytes_max = found->ledger_bytes_max},
                                       *chosen.engine));
   if (volume->durable_sequence() == 0) return DurableNode{};
-  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedger(volume->ledger()));
+  ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedgerOf(*volume));
   return std::move(decoded.node);
 }
 

@@ -1,0 +1,57 @@
+// What the slots of a durable job must hold, and which parameters that is.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "daemon/core/block_map.h"
+#include "daemon/core/durable_job.h"
+#include "daemon/core/events.h"
+#include "nvme/slot_map.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// Of the weights arena as far as it is no cache: of the partitions whose weights are not on swap. What is saved of it
+// is rounded up to a page.
+uint64_t WeightsInDram(const protocol::Layout& layout, const std::vector<bool>& weights_on_swap);
+
+// Where each partition's weights begin in the weights arena; of those on swap nowhere: 0.
+std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
+                                     const std::vector<bool>& weights_on_swap);
+
+// Entries are the blocks of the job, and behind them the parts of its weights arena.
+class DurableContent {
+ public:
+  // `job`: as DecodeLedger() returns it.
+  explicit DurableContent(std::shared_ptr<const DurableJob> job);
+
+  struct Expected {
+    nvme::Slot slot;
+    uint64_t bytes = 0;  // from the start of the slot
+    BlockIdentity identity;
+    uint64_t checksum = 0;
+  };
+
+  uint32_t entries() const;
+  // Nothing: zeros that were never written.
+  std::optional<Expected> At(uint32_t entry) const;
+  // "block 3", "part 0 of the weights".
+  std::string Name(uint32_t entry) const;
+  // Of the parameters with elements in it, in the order of the layout.
+  std::vector<std::string> Params(uint32_t entry) const;
+
+ private:
+  uint64_t PartBegin(uint32_t entry) const;
+  uint64_t PartBytes(uint32_t entry) const;
+
+  std::shared_ptr<const DurableJob> job_;
+  BlockMap map_;
+  std::vector<uint64_t> weights_offsets_;  // by partition
+  uint64_t weights_bytes_ = 0;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,77 @@
+// A run of made-up durable jobs on a real volume, with everything that it ever wrote there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/core/durable_content.h"
+#include "daemon/core/durable_job.h"
+#include "nvme/checksum.h"
+#include "nvme/io/io_engine.h"
+#include "nvme/slot_map.h"
+#include "nvme/volume.h"
+#include "tests/support/pattern.h"
+
+namespace forebay::testing {
+
+// All of a path's file.
+using FileBytes = std::vector<std::byte>;
+FileBytes ReadFile(const std::string& file);
+
+class DurableRun {
+ public:
+  static constexpr uint64_t kPathBytes = uint64_t{3} << 20;
+  static constexpr uint64_t kLedgerBytes = uint64_t{64} << 10;
+  static constexpr size_t kPaths = 2;
+  static constexpr size_t kCommits = 5;
+
+  // Makes the volume on two directories and commits to it, so that slots are used again and some blocks stay
+  // unwritten. Equal seeds give equal bytes, the nonce and the ids of the volume aside.
+  static std::unique_ptr<DurableRun> Write(const std::vector<std::string>& dirs, uint64_t seed,
+                                           nvme::IoEngine& engine);
+
+  std::vector<nvme::PathOptions> paths() const;
+  std::string file(size_t path) const;
+
+  // As each commit left them, the last one is what the files hold now.
+  const daemon::DurableNode& node(size_t commit) const { return commits_.at(commit).node; }
+  const std::vector<FileBytes>& files(size_t commit) const { return commits_.at(commit).files; }
+  const std::vector<FileBytes>& files() const { return commits_.back().files; }
+  // What a slot held, by commit from which on it did, oldest first. Without a slot's rest behind the block.
+  const std::map<nvme::Slot, std::map<size_t, Bytes>>& history() const { return history_; }
+  // What a slot that a commit names holds since then.
+  const Bytes& Held(const nvme::Slot& slot, size_t commit) const;
+
+ private:
+  struct Commit {
+    daemon::DurableNode node;
+    std::vector<FileBytes> files;
+  };
+  struct Entry {
+    std::vector<nvme::Slot> slots;  // it takes turns on them
+    size_t writes = 0;
+  };
+
+  DurableRun(std::vector<std::string> dirs, uint64_t seed);
+  void MakeJobs(nvme::Volume& volume);
+  daemon::DurableBytes WriteEntry(nvme::Volume& volume, nvme::IoEngine& engine,
+                                  const daemon::DurableJob& job, uint32_t entry, size_t commit);
+  void CommitNext(nvme::Volume& volume, nvme::IoEngine& engine);
+
+  std::vector<std::string> dirs_;
+  std::mt19937_64 random_;
+  uint64_t patterns_ = 0;
+  uint64_t nonce_;
+  std::vector<daemon::DurableJob> jobs_;
+  std::vector<std::vector<Entry>> entries_;  // by job
+  std::vector<Commit> commits_;
+  std::map<nvme::Slot, std::map<size_t, Bytes>> history_;
+};
+
+}  // namespace forebay::testing
