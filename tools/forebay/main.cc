@@ -22,6 +22,7 @@
 #include "tools/forebay/node_view.h"
 #include "tools/forebay/plan.h"
 #include "tools/forebay/run.h"
+#include "tools/forebay/scrub.h"
 
 namespace forebay::tools {
 namespace {
@@ -43,6 +44,7 @@ struct Arguments {
   std::vector<std::string> folders = {"."};
   RunOptions run;
   PlanOptions plan;
+  ScrubOptions scrub;
   BenchOptions bench;
 };
 
@@ -149,6 +151,14 @@ int ShowPlan(const Arguments& arguments) {
   return Exit(Plan(options));
 }
 
+int ShowScrub(const Arguments& arguments) {
+  const auto report = Scrub(arguments.scrub);
+  if (!report.ok()) return Exit(report.status());
+  if (!report->has_value()) return kError;
+  Show(arguments.json, (*report)->dump(2), ScrubText(**report));
+  return (**report)["clean"] == true ? kGood : kError;
+}
+
 CLI::App* AddView(CLI::App& app, const char* name, const char* help, Arguments& arguments) {
   CLI::App* view = app.add_subcommand(name, help);
   view->add_flag("--json", arguments.json, "JSON instead of a table");
@@ -186,6 +196,23 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
       ->add_option("--compute", plan.compute_s,
                    "seconds of forward and backward a step: the step's time is shown")
       ->check(CLI::Range(0.0, 1e6));
+  return command;
+}
+
+CLI::App* AddScrub(CLI::App& app, Arguments& arguments) {
+  CLI::App* command =
+      AddView(app, "scrub",
+              "read and verify what durable jobs have on the swap of a stopped daemon", arguments);
+  CLI::Option* swap =
+      command
+          ->add_option("--swap", arguments.scrub.swap,
+                       "its directories or block devices, in their order: DIR[,DIR...]")
+          ->delimiter(',');
+  CLI::Option* config =
+      command->add_option("--config", arguments.scrub.config, "or its TOML file, which names them");
+  swap->excludes(config);
+  command->add_option("--rate", arguments.scrub.rate,
+                      "bytes a second of each at most, \"500MiB\"; else as fast as they are");
   return command;
 }
 
@@ -251,6 +278,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   trace->add_option("JOB", arguments.job)->required();
   trace->add_flag("--perfetto", arguments.perfetto, "as JSON for https://ui.perfetto.dev");
   CLI::App* plan = AddPlan(app, arguments);
+  CLI::App* scrub = AddScrub(app, arguments);
   for (CLI::App* view : {status, memory, swap, jobs, trace, plan}) {
     view->add_option("--socket", arguments.socket,
                      "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");
@@ -314,6 +342,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   if (jobs->parsed()) return ShowJobs(arguments);
   if (trace->parsed()) return ShowTrace(arguments);
   if (plan->parsed()) return ShowPlan(arguments);
+  if (scrub->parsed()) return ShowScrub(arguments);
   if (doctor->parsed()) return ShowDoctor(arguments);
   return ShowBench(arguments);
 }

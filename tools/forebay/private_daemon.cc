@@ -49,8 +49,17 @@ absl::StatusOr<UniqueFd> BindNotifySocket(const std::string& path) {
   return fd;
 }
 
-// A path as a string of TOML, whatever bytes are in it.
-std::string Quoted(std::string_view path) {
+absl::StatusOr<PrivateFolder> RuntimeFolder(const std::string& wanted) {
+  if (!wanted.empty()) {
+    absl::StatusOr<PrivateFolder> folder = PrivateFolder::Create(wanted);
+    if (folder.ok()) return folder;
+  }
+  return PrivateFolder::Create("/tmp");
+}
+
+}  // namespace
+
+std::string QuotedPath(std::string_view path) {
   std::string text = "\"";
   for (const char c : path) {
     const auto byte = static_cast<unsigned char>(c);
@@ -74,16 +83,6 @@ absl::StatusOr<std::string> DaemonPath() {
   }
   return beside.string();
 }
-
-absl::StatusOr<PrivateFolder> RuntimeFolder(const std::string& wanted) {
-  if (!wanted.empty()) {
-    absl::StatusOr<PrivateFolder> folder = PrivateFolder::Create(wanted);
-    if (folder.ok()) return folder;
-  }
-  return PrivateFolder::Create("/tmp");
-}
-
-}  // namespace
 
 PrivateFolder::PrivateFolder(fs::path path) : path_(std::make_unique<fs::path>(std::move(path))) {}
 
@@ -152,12 +151,12 @@ absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
   if (!options.config.empty()) {
     process.arguments.insert(process.arguments.end(), {"--config", options.config});
   }
-  std::vector<std::string> settings = {absl::StrCat("socket.path=", Quoted(daemon->socket_)),
+  std::vector<std::string> settings = {absl::StrCat("socket.path=", QuotedPath(daemon->socket_)),
                                        "socket.mode=\"0600\"", "memlock=best_effort",
                                        options.verbose ? "log.level=info" : "log.level=warning"};
   if (!options.dram.empty()) settings.push_back(absl::StrCat("dram.limit=\"", options.dram, "\""));
   if (!daemon->swap_paths_.empty()) {
-    const auto quoted = [](std::string* out, const std::string& path) { *out += Quoted(path); };
+    const auto quoted = [](std::string* out, const std::string& path) { *out += QuotedPath(path); };
     settings.push_back(
         absl::StrCat("swap.paths=[", absl::StrJoin(daemon->swap_paths_, ",", quoted), "]"));
     settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,6 +17,14 @@
 #include "tools/forebay/process.h"
 
 namespace forebay::tools {
+
+// The forebayd in this program's folder.
+//
+// Errors  E_OPTION  there is none.
+absl::StatusOr<std::string> DaemonPath();
+
+// A path as a string of TOML, whatever bytes are in it.
+std::string QuotedPath(std::string_view path);
 
 // A new folder that this user alone can enter; its destructor removes it with all that is in it.
 class PrivateFolder {

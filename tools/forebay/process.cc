@@ -62,6 +62,7 @@ int BecomeProgram(const ProcessOptions& options, pid_t parent, char* const* argu
     const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (null < 0 || ::dup2(null, STDIN_FILENO) < 0) return errno;
   }
+  if (options.stdout_fd.has_value() && ::dup2(*options.stdout_fd, STDOUT_FILENO) < 0) return errno;
   if (options.signal_mask.has_value()) {
     ::sigprocmask(SIG_SETMASK, &*options.signal_mask, nullptr);
   }

@@ -21,6 +21,7 @@ struct ProcessOptions {
   bool own_group = false;                // out of reach of the terminal's signals
   std::optional<pid_t> group = {};       // a process group of this session to join
   bool null_stdin = false;
+  std::optional<int> stdout_fd = {};    // in the place of this process's own
   std::optional<sigset_t> signal_mask;  // of the child; this thread's where absent
 };
 

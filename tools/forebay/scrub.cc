@@ -1,0 +1,148 @@
+#include "tools/forebay/scrub.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/os/unique_fd.h"
+#include "protocol/units.h"
+#include "tools/forebay/private_daemon.h"
+#include "tools/forebay/process.h"
+#include "tools/forebay/table.h"
+
+namespace forebay::tools {
+namespace {
+
+using json = nlohmann::ordered_json;
+using protocol::ErrorId;
+using protocol::MakeError;
+using protocol::UniqueFd;
+
+constexpr size_t kParamsShown = 3;
+
+std::string ReadAll(int fd) {
+  std::string text;
+  std::array<char, 4096> bytes;
+  while (true) {
+    const ssize_t got = ::read(fd, bytes.data(), bytes.size());
+    if (got > 0) text.append(bytes.data(), static_cast<size_t>(got));
+    if (got == 0 || (got < 0 && errno != EINTR)) return text;
+  }
+}
+
+// What the program writes to its stdout.
+absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
+  std::array<int, 2> ends;
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
+    return MakeError(ErrorId::kLimit, protocol::ErrnoText("pipe", errno));
+  }
+  const UniqueFd read_end(ends[0]);
+  UniqueFd write_end(ends[1]);
+  ProcessOptions options;
+  options.arguments = arguments;
+  options.null_stdin = true;
+  options.stdout_fd = write_end.get();
+  ASSIGN_OR_RETURN(Process process, Process::Start(options));
+  write_end.Reset();
+  std::string output = ReadAll(read_end.get());
+  // It has closed its output: it ends now.
+  if (process.WaitFor(std::chrono::minutes(1))) return output;
+  return MakeError(ErrorId::kTimeout, "forebayd --scrub does not end");
+}
+
+// "lm_head.weight, wte.weight and 3 more".
+std::string ParamsText(const json& params) {
+  std::vector<std::string> names;
+  for (const json& param : params) {
+    if (names.size() < kParamsShown) names.push_back(param);
+  }
+  const size_t more = params.size() - names.size();
+  return absl::StrCat(absl::StrJoin(names, ", "),
+                      more > 0 ? absl::StrCat(" and ", more, " more") : "");
+}
+
+std::string JobName(const json& job) {
+  return absl::StrCat(job["uid"].get<uint32_t>(), ":", job["name"].get<std::string>());
+}
+
+// What is not as it was written, where another copy of it is.
+std::string CopiesText(const json& report) {
+  std::string text;
+  for (const auto& [key, what] :
+       {std::pair("damaged_labels", "labels"), std::pair("damaged_records", "records of ledgers"),
+        std::pair("damaged_ledgers", "ledgers")}) {
+    const auto copies = report[key].get<uint32_t>();
+    if (copies > 0) absl::StrAppend(&text, text.empty() ? "" : ", ", copies, " of ", what);
+  }
+  if (text.empty()) return "";
+  return absl::StrCat("copies that are not whole: ", text,
+                      report["fell_back"] == true ? "" : "; the others are: nothing is lost", "\n");
+}
+
+}  // namespace
+
+absl::StatusOr<std::optional<json>> Scrub(const ScrubOptions& options) {
+  if (options.swap.empty() && options.config.empty()) {
+    return MakeError(ErrorId::kOption, "scrub: which swap?",
+                     "name the daemon's directories or devices with --swap DIR[,DIR...], or its "
+                     "configuration with --config FILE");
+  }
+  ASSIGN_OR_RETURN(const std::string program, DaemonPath());
+  std::vector<std::string> arguments = {program, "--scrub", "--set", "log.level=warning"};
+  if (!options.config.empty()) arguments.insert(arguments.end(), {"--config", options.config});
+  if (!options.swap.empty()) {
+    const auto quoted = [](std::string* out, const std::string& path) { *out += QuotedPath(path); };
+    arguments.insert(
+        arguments.end(),
+        {"--set", absl::StrCat("swap.paths=[", absl::StrJoin(options.swap, ",", quoted), "]")});
+  }
+  if (!options.rate.empty()) {
+    arguments.insert(arguments.end(),
+                     {"--set", absl::StrCat("swap.limit_rate=", QuotedPath(options.rate))});
+  }
+  ASSIGN_OR_RETURN(const std::string output, Run(arguments));
+  json report = json::parse(output, nullptr, /*allow_exceptions=*/false);
+  if (!report.is_object()) return std::nullopt;
+  return report;
+}
+
+std::string ScrubText(const json& report) {
+  if (report["sequence"] == 0) return "no durable jobs\n";
+  Table jobs({"JOB", "DURABILITY", "DURABLE STEP", "SLOTS", "BYTES", "TIME", "DAMAGED SLOTS"});
+  Table damaged({"JOB", "DAMAGED", "FILE", "OFFSET", "PARAMETERS"});
+  for (const json& job : report["jobs"]) {
+    jobs.Add({JobName(job), job["durability"], absl::StrCat(job["durable_step"].get<uint64_t>()),
+              absl::StrCat(job["slots"].get<uint64_t>()),
+              protocol::FormatBytes(job["bytes"].get<uint64_t>()),
+              absl::StrFormat("%.3f s", job["seconds"].get<double>()),
+              absl::StrCat(job["damaged"].size())});
+    for (const json& slot : job["damaged"]) {
+      damaged.Add({JobName(job), slot["what"], slot["path"],
+                   absl::StrCat(slot["offset_bytes"].get<uint64_t>()), ParamsText(slot["params"])});
+    }
+  }
+  std::string text = jobs.empty() ? "no durable jobs\n" : jobs.Text();
+  if (!damaged.empty()) absl::StrAppend(&text, "\n", damaged.Text());
+  if (report["fell_back"] == true) {
+    absl::StrAppend(
+        &text,
+        "\nthe newest ledger is not whole, by damage or because power was cut while it was "
+        "written: jobs come back as the durable step before left them\n");
+  }
+  const std::string copies = CopiesText(report);
+  if (!copies.empty()) absl::StrAppend(&text, "\n", copies);
+  return text;
+}
+
+}  // namespace forebay::tools
