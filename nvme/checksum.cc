@@ -36,6 +36,10 @@ uint64_t Checksum(const Identity& identity, std::span<const std::byte> bytes) {
   return Kernels().of_bytes(Raw(identity.data()), Raw(bytes.data()), bytes.size());
 }
 
+uint64_t ChecksumOfDigests(const Identity& identity, std::span<const uint64_t> digests) {
+  return Kernels().of_digests(Raw(identity.data()), digests.data(), digests.size());
+}
+
 PageDigests::PageDigests(std::span<const std::byte> bytes)
     : bytes_(bytes), digests_((bytes.size() + kPageBytes - 1) / kPageBytes) {}
 
@@ -49,7 +53,7 @@ void PageDigests::Add(size_t begin, size_t end) {
 }
 
 uint64_t PageDigests::Checksum(const Identity& identity) const {
-  return Kernels().of_digests(Raw(identity.data()), digests_.data(), digests_.size());
+  return ChecksumOfDigests(identity, digests_);
 }
 
 }  // namespace forebay::nvme

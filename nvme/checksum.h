@@ -22,6 +22,9 @@ using Identity = std::array<std::byte, 32>;
 // Limits   About 26 GB/s and more per core; no allocation.
 uint64_t Checksum(const Identity& identity, std::span<const std::byte> bytes);
 
+// The same from the digests of all pages, in order.
+uint64_t ChecksumOfDigests(const Identity& identity, std::span<const uint64_t> digests);
+
 // The same checksum, made while the bytes are: their pages are digested as they become final.
 //
 // Threads  Different pages may be added at once. Checksum() comes after all of them.

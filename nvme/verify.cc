@@ -32,8 +32,9 @@ absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> by
       "the device lost or changed data: restore the job from a checkpoint");
 }
 
-absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
-  const uint64_t found = Checksum(expected.identity, bytes);
+namespace {
+
+absl::Status CompareChecksum(const ExpectedContent& expected, uint64_t found, uint64_t bytes) {
   if (found == expected.checksum) return absl::OkStatus();
   const std::string identity = absl::BytesToHexString(
       {reinterpret_cast<const char*>(expected.identity.data()), expected.identity.size()});
@@ -42,8 +43,19 @@ absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> 
       absl::StrFormat("swap path %d (%s): the slot at offset %d does not hold what was written to "
                       "it: identity %s, checksum %016x, expected %016x over %d bytes",
                       expected.slot.path, expected.path, expected.slot.offset_bytes, identity,
-                      found, expected.checksum, bytes.size()),
+                      found, expected.checksum, bytes),
       "the device lost or changed data: restore the job from a checkpoint");
+}
+
+}  // namespace
+
+absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes) {
+  return CompareChecksum(expected, Checksum(expected.identity, bytes), bytes.size());
+}
+
+absl::Status VerifyDigests(const ExpectedContent& expected, std::span<const uint64_t> digests) {
+  return CompareChecksum(expected, ChecksumOfDigests(expected.identity, digests),
+                         digests.size() * protocol::kPageBytes);
 }
 
 }  // namespace forebay::nvme

@@ -38,4 +38,7 @@ absl::Status Verify(const ExpectedPages& expected, std::span<const std::byte> by
 // Errors   E_CORRUPT  names path, offset and identity (hex).
 absl::Status Verify(const ExpectedContent& expected, std::span<const std::byte> bytes);
 
+// The same where the bytes were read in pieces: by the digests of all their pages, in order.
+absl::Status VerifyDigests(const ExpectedContent& expected, std::span<const uint64_t> digests);
+
 }  // namespace forebay::nvme

@@ -4,7 +4,10 @@
 
 #include "nvme/verify.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -52,6 +55,28 @@ TEST(Verify, NamesThePageThatIsNotTheExpectedOne) {
                                           "20480 of the slot at offset 40960 "));
   EXPECT_THAT(Verify(expected, std::span(bytes).first(4096)), HasError(ErrorId::kCorrupt))
       << "too few pages";
+}
+
+TEST(Verify, BytesThatWereReadInPiecesAreVerifiedByTheirDigests) {
+  std::vector<std::byte> bytes(3 * 4096 + 100, std::byte{7});
+  ExpectedContent expected;
+  expected.slot = {.path = 1, .offset_bytes = 40960, .size_bytes = 65536};
+  expected.path = "/mnt/b/forebay.swap";
+  expected.checksum = Checksum(expected.identity, bytes);
+  const auto digests = [&bytes] {
+    std::vector<uint64_t> of_pieces;
+    for (size_t at = 0; at < bytes.size(); at += 8192) {
+      PageDigests piece{std::span(bytes).subspan(at, std::min<size_t>(8192, bytes.size() - at))};
+      piece.Add(0, piece.pages());
+      of_pieces.insert(of_pieces.end(), piece.digests().begin(), piece.digests().end());
+    }
+    return of_pieces;
+  };
+  EXPECT_OK(VerifyDigests(expected, digests()));
+  bytes.back() = std::byte{8};
+  const absl::Status status = VerifyDigests(expected, digests());
+  EXPECT_THAT(status, HasError(ErrorId::kCorrupt));
+  EXPECT_THAT(status.message(), HasSubstr("the slot at offset 40960 "));
 }
 
 }  // namespace
