@@ -135,7 +135,7 @@ int Scrub(const Config& config) {
   if (!report.ok()) return Fail(report.status());
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<forebay::schema::ScrubReport>();
-  forebay::daemon::FillScrubReport(*report, out);
+  forebay::daemon::FillScrubReport(*report, {}, out);
   std::printf("%s\n", forebay::protocol::JsonOf(out.asReader()).c_str());
   return report->is_clean() ? 0 : kExitError;
 }

@@ -155,6 +155,9 @@ interface Admin {
   plan @3 (request :AttachRequest, layout :Descriptor, limitBytes :UInt64, swapBytes :UInt64) -> (outcome :Outcome, plan :JobPlan);
   # What an attach would make, by the daemon's own sum; nothing is made. With limitBytes 0: on this node as it is
   # now. Else on an empty node with this daemon's settings, that limit of DRAM and so much swap.
+  scrub @4 (bytesPerSecond :UInt64) -> (outcome :Outcome, report :ScrubReport);
+  # Reads and verifies what the caller's durable jobs, or all that it may see, have on swap, behind the jobs' own
+  # transfers and no faster than that; 0: a tenth of what the paths were measured with. Answers when it is done.
 }
 
 struct JobPlan {
@@ -195,6 +198,8 @@ struct NodeStatus {
   adamTarget @7 :Text;      # instruction set of the kernels
   workers @8 :UInt32;
   socketPath @9 :Text;
+  scrubbedBytes @10 :UInt64;  # while a scrub runs: of what durable jobs have on swap, so much is verified
+  scrubBytes @11 :UInt64;     # of so much; 0: none runs
 }
 
 struct MemoryStatus {
@@ -329,7 +334,8 @@ struct ScrubbedJob {
   slots @4 :UInt64;
   bytes @5 :UInt64;
   seconds @6 :Float64;
-  damaged @7 :List(DamagedSlot);
+  damaged @7 :List(DamagedSlot);  # by a daemon that runs: the first 256
+  damagedSlots @8 :UInt64;
 }
 
 struct DamagedSlot {
@@ -337,8 +343,9 @@ struct DamagedSlot {
   path @1 :Text;            # the file or device
   offsetBytes @2 :UInt64;   # in it
   bytes @3 :UInt64;
-  params @4 :List(Text);    # that have elements in it
+  params @4 :List(Text);    # that have elements in it; by a daemon that runs: the first 16
   error @5 :Text;
+  moreParams @6 :UInt32;    # than `params` names
 }
 
 struct TraceEvent {

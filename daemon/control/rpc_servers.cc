@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/control/scrub_message.h"
 #include "daemon/control/status_message.h"
 #include "protocol/descriptor.h"
 #include "protocol/durability.h"
@@ -309,6 +310,28 @@ class AdminServer final : public schema::Admin::Server {
                  context.getResults().initOutcome());
       return kj::Promise<void>(kj::READY_NOW);
     });
+  }
+
+  kj::Promise<void> scrub(ScrubContext context) override {
+    context.allowCancellation();
+    ControlContext& control = *connection_->context;
+    ScrubRequest request{.number = control.next_scrub++,
+                         .bytes_per_s = context.getParams().getBytesPerSecond()};
+    if (connection_->viewer.others == OtherUsers::kRefused) request.uid = connection_->viewer.uid;
+    using Report = absl::StatusOr<ScrubReport>;
+    return AskLoop<Report>(control, Report(Overloaded()),
+                           [request](Executor& executor, auto answer) mutable {
+                             executor.Scrub(request, std::move(answer));
+                           })
+        .then([context](kj::Own<Report> report) mutable {
+          auto results = context.getResults();
+          SetOutcome(report->status(), results.initOutcome());
+          if (report->ok()) FillScrubReport(**report, kAnswerLimits, results.initReport());
+        })
+        .attach(kj::defer([&control, number = request.number] {  // the client may have given up
+          (void)control.inbox.PushBelow(
+              kCallsWaitingMax, [number](Executor& executor) { executor.CancelScrub(number); });
+        }));
   }
 
   kj::Promise<void> deleteJob(DeleteJobContext context) override {

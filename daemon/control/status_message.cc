@@ -187,6 +187,8 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::s
   status.setAdamTarget(snapshot.adam_target.c_str());
   status.setWorkers(snapshot.workers);
   status.setSocketPath(socket_path.c_str());
+  status.setScrubbedBytes(snapshot.scrub.scrubbed_bytes);
+  status.setScrubBytes(snapshot.scrub.total_bytes);
 }
 
 void FillTrace(const std::vector<ShownEvent>& events,

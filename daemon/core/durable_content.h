@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "daemon/core/block_map.h"
@@ -29,11 +30,17 @@ class DurableContent {
   // `job`: as DecodeLedger() returns it.
   explicit DurableContent(std::shared_ptr<const DurableJob> job);
 
+  // The same job at another step.
+  void Replace(std::shared_ptr<const DurableJob> job) { job_ = std::move(job); }
+  const std::shared_ptr<const DurableJob>& job() const { return job_; }
+
   struct Expected {
     nvme::Slot slot;
     uint64_t bytes = 0;  // from the start of the slot
     BlockIdentity identity;
     uint64_t checksum = 0;
+
+    bool operator==(const Expected&) const = default;
   };
 
   uint32_t entries() const;

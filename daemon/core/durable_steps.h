@@ -51,6 +51,8 @@ class DurableSteps {
   bool is_gathered() const { return is_gathered_; }
   // That a ledger names now; is_gathered(): with the step in progress. Null: none.
   std::shared_ptr<const DurableJob> ForLedger() const { return is_gathered_ ? next_ : last_; }
+  // That the newest durable ledger names; null: none.
+  const std::shared_ptr<const DurableJob>& durable() const { return last_; }
   // The ledger with what ForLedger() gave is durable, or (an error) perhaps not.
   void OnCommitted(const absl::Status& status);
 

@@ -356,6 +356,8 @@ struct BlockIdentity {
   uint64_t block = 0;  // of gradient sums: the page; of the weights arena: which part
   // 0: as it was before the first step.
   uint64_t written_step = 0;
+
+  bool operator==(const BlockIdentity&) const = default;
 };
 
 struct BlockPlace {

@@ -100,6 +100,11 @@ class Job {
     if (unrestored() != nullptr) return unrestored();
     return is_deleted() ? nullptr : durable_.ForLedger();
   }
+  // What the newest durable ledger says of it; null: nothing.
+  std::shared_ptr<const DurableJob> durable() const {
+    if (unrestored() != nullptr) return unrestored();
+    return is_deleted() ? nullptr : durable_.durable();
+  }
   void OnLedger(const absl::Status& status);
   // Of a job that has not come back yet, or could not: what it comes from.
   bool is_in_ledger() const {

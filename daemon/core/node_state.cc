@@ -756,6 +756,15 @@ NodeView NodeState::Node() const {
           .staging_slots_used = impl_->pool.used()};
 }
 
+std::vector<std::shared_ptr<const DurableJob>> NodeState::DurableJobs() const {
+  std::vector<std::shared_ptr<const DurableJob>> jobs;
+  for (const auto& [name, job] : impl_->ledger.parked()) jobs.push_back(job);
+  for (const auto& [id, job] : impl_->jobs) {
+    if (auto durable = job->durable()) jobs.push_back(std::move(durable));
+  }
+  return jobs;
+}
+
 void NodeState::CheckInvariants() const {
   const NodeView node = Node();
   if (!impl_->jobs.empty()) {

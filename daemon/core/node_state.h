@@ -186,6 +186,8 @@ class NodeState {
   // By id; those of the ledger that nobody has attached to since the start too, without sessions.
   std::vector<JobView> Jobs() const;
   NodeView Node() const;
+  // As the newest durable ledger names them, those that nobody has attached to since the start too.
+  std::vector<std::shared_ptr<const DurableJob>> DurableJobs() const;
 
   // CHECKs what must hold between any two events. Cost: linear in everything.
   void CheckInvariants() const;

@@ -56,6 +56,9 @@ Executor::Executor(const ExecutorOptions& options, nvme::IoEngine& engine, TaskR
       mover_(
           runner, swap, [this](std::vector<SwapDone>& done) { EndTransfers(done); },
           [this](TaskDone done) { Raise(std::move(done)); }, &memory_),
+      scrub_(
+          runner, swap, [this] { return state_.DurableJobs(); },
+          [this](std::vector<SwapDone>& done) { EndTransfers(done); }),
       loads_(&memory_),
       poller_(engine, {.arrived = [this](CommandArrived event) { Raise(event); },
                        .broken =
@@ -269,6 +272,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
       Raise(StagingSlotReturned{.slot = *one.staging_slot});
       continue;
     }
+    if (scrub_.OnTransferred(one)) continue;
     if (one.staging_slot) Raise(StagingSlotKept{.slot = *one.staging_slot});
     if (one.kind == SwapDone::Kind::kRead || one.kind == SwapDone::Kind::kWritten) {
       const auto load = loads_.find(one.task);
@@ -296,7 +300,7 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
 }
 
 std::chrono::nanoseconds Executor::Tick() {
-  uint64_t next = std::min(FireTimers(), jobs_.RunTimers());
+  uint64_t next = std::min({FireTimers(), jobs_.RunTimers(), scrub_.Tick()});
   if (swap_ != nullptr) {
     std::vector<SwapDone> done;
     swap_->Tick(done);

@@ -26,6 +26,7 @@
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
+#include "daemon/exec/online_scrub.h"
 #include "daemon/exec/rank_exchange.h"
 #include "daemon/exec/session_io.h"
 #include "daemon/exec/session_poller.h"
@@ -84,10 +85,15 @@ class Executor {
   void Exchange(SessionId session, uint64_t call, uint64_t number, std::string bytes,
                 RankExchange::Answer answer);
   void CancelExchange(SessionId session, uint64_t call);
+  // Answers when the durable jobs that `request` means are verified. Errors: of OnlineScrub::Start.
+  void Scrub(const ScrubRequest& request, OnlineScrub::Answer answer) {
+    scrub_.Start(request, std::move(answer));
+  }
+  void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
-    return MakeSnapshot(
-        {start_ns_, state_, registry_, jobs_, swap_, runner_, engine_, options_.io_engine_reason});
+    return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,
+                         options_.io_engine_reason, scrub_.progress()});
   }
   // Of the newest step: the daemon's events, then those of ranks that are attached and have seen it
   // committed, as many as a message has room for. Errors: E_JOB_NAME.
@@ -225,6 +231,7 @@ class Executor {
   // For nodes and vectors that come and go within a step.
   std::pmr::unsynchronized_pool_resource memory_{kStepMemoryOptions};
   BlockMover mover_;
+  OnlineScrub scrub_;
   std::pmr::map<TaskId, LoadWeights> loads_;  // being read
   std::vector<SwapDone> transferred_;         // of the completion that is handled
   std::map<SessionId, Session> sessions_;

@@ -48,6 +48,7 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
   snapshot.io_engine_reason = from.io_engine_reason;
   snapshot.adam_target = cpu_adam::ChosenTarget();
   snapshot.workers = from.runner.workers();
+  snapshot.scrub = from.scrub;
   return snapshot;
 }
 

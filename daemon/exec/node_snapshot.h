@@ -10,6 +10,7 @@
 #include "daemon/core/node_state.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/job_memory.h"
+#include "daemon/exec/online_scrub.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "nvme/io/io_engine.h"
@@ -50,6 +51,7 @@ struct NodeSnapshot {
   std::string io_engine_reason;
   std::string adam_target;
   uint32_t workers = 0;
+  ScrubProgress scrub;
 };
 
 struct SnapshotSources {
@@ -61,6 +63,7 @@ struct SnapshotSources {
   const TaskRunner& runner;
   const nvme::IoEngine& engine;
   const std::string& io_engine_reason;
+  ScrubProgress scrub;
 };
 
 NodeSnapshot MakeSnapshot(const SnapshotSources& from);

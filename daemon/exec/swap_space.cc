@@ -173,6 +173,15 @@ std::span<std::byte> SwapSpace::Slot(uint32_t slot, uint64_t bytes) const {
   return staging_->bytes().subspan(slot * options_.staging_slot_bytes, bytes);
 }
 
+std::span<std::byte> SwapSpace::scrub_memory() {
+  if (scrub_memory_ == nullptr) {
+    scrub_memory_.reset(
+        static_cast<std::byte*>(std::aligned_alloc(nvme::kIoAlignment, kScrubBytes)));
+    FOREBAY_CHECK(scrub_memory_ != nullptr);
+  }
+  return {scrub_memory_.get(), kScrubBytes};
+}
+
 // ----------------------------------------------------------------------------------------- transfers
 
 void SwapSpace::StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done) {

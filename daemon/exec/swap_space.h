@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <memory_resource>
@@ -107,6 +108,7 @@ class SwapSpace {
   static constexpr uint64_t kLateNs = 10'000'000'000;
   // How long a write pauses after one on the same path has failed.
   static constexpr uint64_t kPauseNs = 1'000'000'000;
+  static constexpr uint64_t kScrubBytes = uint64_t{256} << 10;
 
   // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed once
   // more: then no other ledger is on the disk that names slots which free_slots() gives.
@@ -126,6 +128,8 @@ class SwapSpace {
   const ArenaRegistry::Arena& staging() const { return staging_; }
   const nvme::SlotMap& free_slots() const { return volume_->free_slots(); }
   std::span<std::byte> Slot(uint32_t slot, uint64_t bytes) const;
+  // For a scrub's reads, of kScrubBytes; part of the daemon's private memory from the first call on.
+  std::span<std::byte> scrub_memory();
 
   // Each ends with a SwapDone: of this call where it is refused, of an OnCompletion() or a Tick().
   void StartZero(const CreateJobSwap& action, std::vector<SwapDone>& done);
@@ -148,6 +152,9 @@ class SwapSpace {
   const DurableNode& recovered() const { return recovered_; }
   // Room for a ledger and 24 bytes for each slot that it names.
   uint64_t ledger_bytes_max() const { return options_.ledger_bytes_max; }
+
+  // Of the last durable ledger; 0: there is none.
+  uint64_t durable_sequence() const { return volume_->durable_sequence(); }
 
   std::string_view path_name(uint32_t path) const { return volume_->path_name(path); }
 
@@ -206,6 +213,10 @@ class SwapSpace {
   uint64_t nonce_ = 0;
   DurableNode recovered_;
   ArenaRegistry::Arena staging_;
+  struct FreeMemory {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<std::byte, FreeMemory> scrub_memory_;
   std::unique_ptr<nvme::Volume> volume_;
   std::pmr::unsynchronized_pool_resource memory_{
       kStepMemoryOptions};  // for nodes that come and go within a step

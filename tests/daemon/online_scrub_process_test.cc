@@ -1,0 +1,92 @@
+// Goal    A scrub of a daemon at work disturbs no job and takes no step that goes on for damage; it names slots that
+//         were damaged under the daemon.
+// Method  A real daemon, its jobs durable at each step, with its states in DRAM and with some on swap; one scrub after the
+//         other while a job trains, whose bytes are known. Then its swap file is overwritten.
+
+#include <atomic>
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/admin.h"
+#include "gtest/gtest.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/healthy_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::AdminClient;
+
+constexpr int kScrubs = 200;
+constexpr std::streamoff kSwapBytes = 32 << 20;
+constexpr std::streamoff kEndBytes = 256 << 10;  // labels, records, ledgers
+constexpr uint64_t kFast = uint64_t{1} << 40;    // bytes a second
+constexpr uint64_t kStepsMax = 100000;
+
+class OnlineScrub : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
+  const testing::TempDir dir;
+  const std::string socket = dir.path() + "/s";
+  const std::string swap = dir.Make("swap");
+  ASSERT_OK_AND_ASSIGN(
+      auto daemon, testing::DaemonProcess::Start(
+                       socket, {"swap.paths=" + swap, "swap.capacity=32MiB", "swap.ledger=64KiB",
+                                "swap.probe=never", "update.block_elems=4096",
+                                "jobs.durability=step", GetParam()}));
+  ASSERT_OK_AND_ASSIGN(
+      auto job,
+      testing::HealthyJob::Attach(
+          {.socket = socket, .shape = {.world_size = 1, .groups = 3, .group_elems = 10000}}));
+  ASSERT_OK(job->TrainOneMoreStep());
+  std::atomic<bool> is_done = false;
+  std::thread scrubs([&] {
+    const auto admin = AdminClient::Connect({.socket = socket});
+    EXPECT_OK(admin);
+    for (int i = 0; admin.ok() && i < kScrubs; ++i) {
+      const auto report = (*admin)->Scrub(kFast);
+      EXPECT_OK(report);
+      if (!report.ok() || (*report)->getJobs().size() != 1) break;
+      EXPECT_TRUE((*report)->getClean()) << i;
+      EXPECT_GT((*report)->getJobs()[0].getSlots(), 5U);
+    }
+    is_done = true;
+  });
+  while (!is_done && job->committed_step() < kStepsMax) {
+    const absl::Status trained = job->TrainOneMoreStep();
+    EXPECT_OK(trained);
+    if (!trained.ok()) break;
+  }
+  scrubs.join();
+
+  EXPECT_GT(job->committed_step(), 20U) << "too few while it was read";
+
+  // All but what is at both ends, under the daemon.
+  {
+    std::fstream bytes(swap + "/forebay.swap", std::ios::in | std::ios::out | std::ios::binary);
+    for (std::streamoff at = kEndBytes; at < kSwapBytes - kEndBytes; at += 4096) {
+      bytes.seekp(at);
+      bytes << "damage";
+    }
+  }
+  ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket}));
+  ASSERT_OK_AND_ASSIGN(const client::ScrubReport report, admin->Scrub(0));
+  EXPECT_FALSE(report->getClean());
+  const auto scrubbed = report->getJobs()[0];
+  EXPECT_GT(scrubbed.getDamagedSlots(), 0U);
+  for (const auto slot : scrubbed.getDamaged()) EXPECT_GT(slot.getParams().size(), 0U);
+}
+
+INSTANTIATE_TEST_SUITE_P(Limits, OnlineScrub,
+                         ::testing::Values("dram.limit=256MiB", "dram.limit=6874KiB"),
+                         [](const auto& limit) {
+                           return limit.index == 0 ? "AllInDram" : "SomeOnSwap";
+                         });
+
+}  // namespace
+}  // namespace forebay::daemon
