@@ -78,6 +78,20 @@ absl::StatusOr<Trace> AdminClient::Trace(const std::string& job) {
       });
 }
 
+absl::StatusOr<ScrubReport> AdminClient::Scrub(uint64_t bytes_per_s) {
+  using Report = client::ScrubReport;
+  const WaitLimits limits{.deadline = Deadline::After(std::chrono::hours(24 * 365))};
+  return impl_->control().thread().Call<Report>(
+      "scrub", limits, [bytes_per_s](Peer& peer) -> kj::Promise<absl::StatusOr<Report>> {
+        auto request = AdminOf(peer).scrubRequest();
+        request.setBytesPerSecond(bytes_per_s);
+        return request.send().then([](auto&& response) -> absl::StatusOr<Report> {
+          RETURN_IF_ERROR(protocol::StatusOf(response.getOutcome()));
+          return internal::Clone(response.getReport());
+        });
+      });
+}
+
 absl::StatusOr<JobPlan> AdminClient::Plan(const AttachOptions& options,
                                           const std::optional<NodeSize>& node) {
   ASSIGN_OR_RETURN(const protocol::Layout layout, protocol::Layout::Create(options.layout));

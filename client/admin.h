@@ -17,6 +17,7 @@ namespace forebay::client {
 // read from one lives as long as it.
 using NodeStatus = std::shared_ptr<const schema::NodeStatus::Reader>;
 using Trace = std::shared_ptr<const schema::Admin::TraceResults::Reader>;
+using ScrubReport = std::shared_ptr<const schema::ScrubReport::Reader>;
 using JobPlan = std::shared_ptr<const schema::JobPlan::Reader>;
 
 struct AdminOptions {
@@ -39,6 +40,9 @@ class AdminClient {
   absl::StatusOr<NodeStatus> Status();
   absl::StatusOr<client::Trace> Trace(const std::string& job);  // E_JOB_NAME: no such job
   absl::Status DeleteJob(const std::string& job);
+  // Reads and verifies what durable jobs have on swap, of all jobs that the caller may see; waits as long as it
+  // takes. `bytes_per_s`: at most; 0: the daemon's choice. E_BUSY: a scrub runs.
+  absl::StatusOr<ScrubReport> Scrub(uint64_t bytes_per_s);
   struct NodeSize {
     uint64_t dram_bytes = 0;
     uint64_t swap_bytes = 0;

@@ -152,7 +152,9 @@ int ShowPlan(const Arguments& arguments) {
 }
 
 int ShowScrub(const Arguments& arguments) {
-  const auto report = Scrub(arguments.scrub);
+  ScrubOptions options = arguments.scrub;
+  options.socket = arguments.socket;
+  const auto report = Scrub(options);
   if (!report.ok()) return Exit(report.status());
   if (!report->has_value()) return kError;
   Show(arguments.json, (*report)->dump(2), ScrubText(**report));
@@ -200,19 +202,23 @@ CLI::App* AddPlan(CLI::App& app, Arguments& arguments) {
 }
 
 CLI::App* AddScrub(CLI::App& app, Arguments& arguments) {
-  CLI::App* command =
-      AddView(app, "scrub",
-              "read and verify what durable jobs have on the swap of a stopped daemon", arguments);
+  CLI::App* command = AddView(
+      app, "scrub",
+      "read and verify what durable jobs have on swap: of a daemon that runs, or of a stopped one",
+      arguments);
   CLI::Option* swap =
       command
-          ->add_option("--swap", arguments.scrub.swap,
-                       "its directories or block devices, in their order: DIR[,DIR...]")
+          ->add_option(
+              "--swap", arguments.scrub.swap,
+              "of a stopped daemon: directories or block devices, in their order: DIR[,DIR...]")
           ->delimiter(',');
-  CLI::Option* config =
-      command->add_option("--config", arguments.scrub.config, "or its TOML file, which names them");
+  CLI::Option* config = command->add_option("--config", arguments.scrub.config,
+                                            "or a stopped daemon's TOML file, which names them");
   swap->excludes(config);
-  command->add_option("--rate", arguments.scrub.rate,
-                      "bytes a second of each at most, \"500MiB\"; else as fast as they are");
+  command->add_option(
+      "--rate", arguments.scrub.rate,
+      "bytes a second at most, \"500MiB\", of a stopped daemon of each path; else a tenth of what "
+      "the paths were measured with, stopped as fast as they are");
   return command;
 }
 
@@ -279,7 +285,7 @@ int Main(std::vector<std::string> words, const Environment& environment) {
   trace->add_flag("--perfetto", arguments.perfetto, "as JSON for https://ui.perfetto.dev");
   CLI::App* plan = AddPlan(app, arguments);
   CLI::App* scrub = AddScrub(app, arguments);
-  for (CLI::App* view : {status, memory, swap, jobs, trace, plan}) {
+  for (CLI::App* view : {status, memory, swap, jobs, trace, plan, scrub}) {
     view->add_option("--socket", arguments.socket,
                      "of the daemon; else FOREBAY_SOCKET, else /run/forebay/forebay.sock");
   }

@@ -227,13 +227,20 @@ nlohmann::json TraceForPerfetto(capnp::List<schema::TraceEvent>::Reader events) 
   return {{"displayTimeUnit", "ms"}, {"traceEvents", out}};
 }
 
+// While a scrub runs.
+std::string ScrubLine(schema::NodeStatus::Reader status) {
+  if (status.getScrubBytes() == 0) return "";
+  return absl::StrCat("scrub  ", FormatBytes(status.getScrubbedBytes()), " of ",
+                      FormatBytes(status.getScrubBytes()), " verified\n");
+}
+
 std::string StatusText(schema::NodeStatus::Reader status) {
   return absl::StrCat(
       "forebayd ", status.getInfo().getVersion().cStr(), "  pid ", status.getInfo().getPid(),
       "  up ", absl::StrFormat("%.0f s", status.getUptimeSeconds()), "  socket ",
       status.getSocketPath().cStr(), "\nadam  ", status.getAdamTarget().cStr(), ", ",
-      Counted(status.getWorkers(), "worker"), "\n", MemoryLine(status.getMemory()), "\n",
-      SwapText(status), "\n", JobsText(status));
+      Counted(status.getWorkers(), "worker"), "\n", MemoryLine(status.getMemory()),
+      ScrubLine(status), "\n", SwapText(status), "\n", JobsText(status));
 }
 
 }  // namespace forebay::tools

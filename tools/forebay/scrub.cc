@@ -13,7 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "client/admin.h"
 #include "protocol/error.h"
+#include "protocol/json.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
@@ -62,12 +64,13 @@ absl::StatusOr<std::string> Run(const std::vector<std::string>& arguments) {
 }
 
 // "lm_head.weight, wte.weight and 3 more".
-std::string ParamsText(const json& params) {
+std::string ParamsText(const json& slot) {
+  const json& params = slot["params"];
   std::vector<std::string> names;
   for (const json& param : params) {
     if (names.size() < kParamsShown) names.push_back(param);
   }
-  const size_t more = params.size() - names.size();
+  const size_t more = params.size() - names.size() + slot["more_params"].get<size_t>();
   return absl::StrCat(absl::StrJoin(names, ", "),
                       more > 0 ? absl::StrCat(" and ", more, " more") : "");
 }
@@ -92,12 +95,22 @@ std::string CopiesText(const json& report) {
 
 }  // namespace
 
-absl::StatusOr<std::optional<json>> Scrub(const ScrubOptions& options) {
-  if (options.swap.empty() && options.config.empty()) {
-    return MakeError(ErrorId::kOption, "scrub: which swap?",
-                     "name the daemon's directories or devices with --swap DIR[,DIR...], or its "
-                     "configuration with --config FILE");
+namespace {
+
+absl::StatusOr<json> AskDaemon(const ScrubOptions& options) {
+  uint64_t bytes_per_s = 0;
+  if (!options.rate.empty()) {
+    ASSIGN_OR_RETURN(bytes_per_s, protocol::ParseBytes(options.rate));
   }
+  ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
+  ASSIGN_OR_RETURN(const client::ScrubReport report, admin->Scrub(bytes_per_s));
+  return json::parse(protocol::JsonOf(*report));
+}
+
+}  // namespace
+
+absl::StatusOr<std::optional<json>> Scrub(const ScrubOptions& options) {
+  if (options.swap.empty() && options.config.empty()) return AskDaemon(options);
   ASSIGN_OR_RETURN(const std::string program, DaemonPath());
   std::vector<std::string> arguments = {program, "--scrub", "--set", "log.level=warning"};
   if (!options.config.empty()) arguments.insert(arguments.end(), {"--config", options.config});
@@ -126,10 +139,10 @@ std::string ScrubText(const json& report) {
               absl::StrCat(job["slots"].get<uint64_t>()),
               protocol::FormatBytes(job["bytes"].get<uint64_t>()),
               absl::StrFormat("%.3f s", job["seconds"].get<double>()),
-              absl::StrCat(job["damaged"].size())});
+              absl::StrCat(job["damaged_slots"].get<uint64_t>())});
     for (const json& slot : job["damaged"]) {
       damaged.Add({JobName(job), slot["what"], slot["path"],
-                   absl::StrCat(slot["offset_bytes"].get<uint64_t>()), ParamsText(slot["params"])});
+                   absl::StrCat(slot["offset_bytes"].get<uint64_t>()), ParamsText(slot)});
     }
   }
   std::string text = jobs.empty() ? "no durable jobs\n" : jobs.Text();
