@@ -749,8 +749,10 @@ void Job::Prefetch() {
 }
 
 void Job::FreeWhenUnused() {
-  // It holds nothing of anybody, or nothing that the ledger does not have.
-  if (!initial_.ready() && members_.empty()) deleting_ = true;
+  // It holds nothing of anybody, or nothing that the ledger does not have. One that is coming back does so without
+  // its sessions too.
+  const bool comes_back = is_unrestored_ && has_begun_ && !failed();
+  if (!initial_.ready() && members_.empty() && !comes_back) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
   io_.actions().Emit(FreeJob{.job = spec_.id});

@@ -376,6 +376,30 @@ TEST_F(NodeStateDurableJob, OneThatCannotBeReadStaysInTheLedger) {
   TrainTo(4);
 }
 
+TEST_F(NodeStateDurableJob, TrainersThatDieWhileItComesBackLoseNothing) {
+  TrainTo(2);
+  bool is_back = false;
+  for (int tasks = 0; !is_back; ++tasks) {
+    ASSERT_LT(tasks, 100);
+    SCOPED_TRACE(tasks);
+    run_.Die();
+    std::vector<uint64_t> sessions;
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      sessions.push_back(node().RequestAttach(run_.layout_, RequestOf(rank, run_.with_)));
+    }
+    for (int done = 0; done < tasks && !node().model().running().empty(); ++done) {
+      node().Finish(node().model().running().begin()->first);
+    }
+    is_back = node().attached(sessions[0]) != nullptr;
+    for (const uint64_t session : sessions) node().End(session, EndCause::kLost);
+    node().RunTasks();
+    ASSERT_TRUE(node().FindJob("job").has_value());
+    EXPECT_EQ(run_.View().durable_step, 2U);
+    run_.AttachAll();
+    ASSERT_EQ(run_.step_, 3U);
+  }
+}
+
 // GOALS section 1: 2 + 10 f bytes a parameter in format exact, f of whose states are in DRAM; within 0.1 %.
 TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
   constexpr uint64_t kGroupElems = uint64_t{8} << 20;
