@@ -61,8 +61,23 @@ void LogDamage(const nvme::Volume& volume) {
 
 constexpr nvme::EngineOptions kThreadOnce{.choice = nvme::EngineChoice::kThreads, .threads = 1};
 
+// To the end of the commit.
+absl::Status CommitAndWait(nvme::Volume& volume, nvme::IoEngine& engine,
+                           std::span<const std::byte> ledger, std::span<const nvme::Slot> slots) {
+  RETURN_IF_ERROR(volume.CommitLedger(ledger, slots, /*token=*/1));
+  std::array<nvme::Completion, 16> completions;
+  std::vector<nvme::Finished> finished;
+  while (finished.empty()) {
+    ASSIGN_OR_RETURN(const size_t count, engine.Wait(nvme::IoEngine::kForever, completions));
+    for (size_t i = 0; i < count; ++i) volume.OnCompletion(completions[i], finished);
+  }
+  return finished.front().status;
+}
+
 // The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
-// of it is damaged. Not by the engine of the daemon, which belongs to the loop thread.
+// of it is damaged. Twice: where the daemon died between the copies of a commit, the other copy is still an older
+// one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
+// thread.
 absl::Status CommitAgain(const nvme::VolumeOptions& options) {
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen,
                    nvme::CreateIoEngine({.choice = nvme::EngineChoice::kThreads, .threads = 1}));
@@ -72,15 +87,10 @@ absl::Status CommitAgain(const nvme::VolumeOptions& options) {
   if (volume->durable_sequence() == 0) return absl::OkStatus();
   const std::vector<std::byte> ledger(volume->ledger().begin(), volume->ledger().end());
   const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());
-  RETURN_IF_ERROR(volume->CommitLedger(ledger, slots, /*token=*/1));
-  std::array<nvme::Completion, 16> completions;
-  std::vector<nvme::Finished> finished;
-  while (finished.empty()) {
-    ASSIGN_OR_RETURN(const size_t count,
-                     chosen.engine->Wait(nvme::IoEngine::kForever, completions));
-    for (size_t i = 0; i < count; ++i) volume->OnCompletion(completions[i], finished);
+  for (int place = 0; place < 2; ++place) {
+    RETURN_IF_ERROR(CommitAndWait(*volume, *chosen.engine, ledger, slots));
   }
-  return finished.front().status;
+  return absl::OkStatus();
 }
 
 }  // namespace

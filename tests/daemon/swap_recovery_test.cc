@@ -181,6 +181,28 @@ TEST_F(SwapRecoveryTest, SlotsOfTheLedgerBeforeAreFree) {
   EXPECT_THAT(Write(SlotsOf(node)[0], bytes), HasCode(absl::StatusCode::kFailedPrecondition));
 }
 
+// The daemon dies between the two copies of a commit, each on its path: the other copy is still that of two commits
+// before.
+TEST_F(SwapRecoveryTest, SlotsOfAnOlderLedgerOfWhichOneCopyIsLeftAreFree) {
+  const std::string second = b_ + "/forebay.swap";
+  const DurableNode older = testing::MakeDurableNode(kSlotsBegin);
+  const DurableNode node = testing::MakeDurableNode(5 * kSlotsBegin);
+  const nvme::Slot old_slot = SlotsOf(older)[0];
+  auto bytes = Pattern(old_slot.size_bytes, 3);
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(older));
+  std::filesystem::copy_file(second, b_ + "/older");
+  ASSERT_OK(Commit(testing::MakeDurableNode(3 * kSlotsBegin)));
+  ASSERT_OK(Commit(node));
+  swap_.reset();
+  std::filesystem::rename(b_ + "/older", second);
+  ASSERT_OK(Open(Options()));
+  ExpectEqual(swap_->recovered(), node);
+  nvme::SlotMap free = swap_->free_slots();
+  EXPECT_TRUE(free.Reserve(old_slot));
+  EXPECT_OK(Write(old_slot, bytes));
+}
+
 // ------------------------------------------------------------------------------- what is refused
 
 TEST_F(SwapRecoveryTest, AVolumeThatIsNotWholeIsRefusedAndStaysAsItIs) {
