@@ -43,7 +43,8 @@ SUMMARY_KEYS = (
     "rank_private_peak_bytes plain_rank_private_peak_bytes swap_read_bytes_per_param_step "
     "swap_write_bytes_per_param_step daemon_read_bytes daemon_written_bytes exposed_wait_s_per_step step_s plain_step_s "
     "tokens_per_s prefetch_hit_share rpc_calls_per_step io_engine adam_target huge_page_share killed_at_step "
-    "killed_after_groups resumed_at_step params_sha256 uninterrupted_params_sha256"
+    "killed_after_groups resumed_at_step daemon_killed_at_step daemon_resumed_at_step "
+    "params_sha256 uninterrupted_params_sha256"
 ).split()
 PROGRESS = re.compile(
     r"^step +\d+/\d+ +loss [\d.]+ +[\d.]+ tokens/s .*exposed wait [\d.]+ ms .*DRAM \d+ MiB"
@@ -186,7 +187,7 @@ class Evidence:
         self.roomy, self.infinity, self.infinity_killed = logs[7:]
         samples = self.forebay.events("sample")
         self.sample = samples[-1]["text"] if samples else ""
-        self.kill = runs["killed"].kill
+        self.kill, self.daemon_kill = runs["killed"].kill, runs["killed"].daemon_kill
 
     @property
     def job(self):
@@ -229,9 +230,19 @@ class Evidence:
     def loss_difference(self):
         return largest_difference(self.plain, self.forebay, min(LOSS_STEPS, self.args.steps))
 
-    def resumed_at(self):
-        """The step each rank went on from after the kill."""
-        return [self.killed.event("resume", rank)["step"] for rank in range(self.ranks)]
+    def resumed_at(self, kill=0):
+        """The step each rank went on from after that kill: 0 of the rank, 1 of the daemon."""
+        return [self.killed.events("resume", rank)[kill]["step"] for rank in range(self.ranks)]
+
+    def answered_before_daemon_kill(self):
+        """The newest step that any rank had an answer to when the daemon was killed."""
+        newest = 0
+        for log in self.killed.logs:
+            resumes = [at for at, row in enumerate(log) if row["event"] == "resume"]
+            newest = max(
+                newest, *(row["step"] for row in log[: resumes[1]] if row["event"] == "step")
+            )
+        return newest
 
 
 def largest_difference(plain, ours, count):
@@ -308,6 +319,8 @@ def summarize(e):
         "killed_at_step": e.kill["step"],
         "killed_after_groups": e.kill["groups"],
         "resumed_at_step": e.resumed_at()[0] + 1,
+        "daemon_killed_at_step": e.daemon_kill["step"],
+        "daemon_resumed_at_step": e.resumed_at(kill=1)[0] + 1,
         "params_sha256": e.killed.sha,
         "uninterrupted_params_sha256": e.forebay.sha,
     }
@@ -505,8 +518,21 @@ def _check_kill(claims, e, s):
         )
 
     claims.attempt("kill and resume", killed)
+
+    def daemon_killed():
+        answered, resumed = e.answered_before_daemon_kill(), e.resumed_at(kill=1)
+        return (
+            e.daemon_kill["ranks_status"] != 0
+            and e.daemon_kill["step"] - 1 <= answered
+            # One more where the kill came between the step and its answer.
+            and all(answered <= step <= answered + 1 for step in resumed)
+            and len(set(resumed)) == 1,
+            f"the daemon died in step {answered + 1}, the ranks with it; both went on from durable step {resumed[0]}",
+        )
+
+    claims.attempt("daemon's kill and resume", daemon_killed)
     claims.attempt(
-        "same bits after the kill",
+        "same bits after both kills",
         lambda: (
             s["params_sha256"] is not None
             and s["params_sha256"] == s["uninterrupted_params_sha256"],

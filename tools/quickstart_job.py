@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The main job: trains the same GPT three times (torch alone; Forebay; Forebay with a rank
-killed), once more in bfloat16 beside the scalar reference, a small one that FSDP2 shards (torch
+killed, and later the daemon), once more in bfloat16 beside the scalar reference, a small one that FSDP2 shards (torch
 alone; Forebay; Forebay with all ranks killed), and a deep one that takes eight times the DRAM it is
 given (with plenty; with that; with that and all ranks killed); checks every claim made about it, and
 writes quickstart-report/ and model.pt.
@@ -22,6 +22,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import quickstart_claims as claims_of
+import quickstart_service
 import report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,6 +31,7 @@ DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and mo
 RESIDENT_SHARE = 0.12  # of the states, in that much
 HALVED_MIB = 48  # what gradient arenas and overflow take less of with 16-bit parameters
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
+KEPT_SWAP_SIZE = "4GiB"  # durable steps: each block and the weights in three slots
 # Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
 # small machine always has reads to do beside the writes.
 BLOCK_ELEMS = 1 << 18
@@ -95,11 +97,11 @@ class Run:
         self.status = None
         self.lines = []
 
-    def start(self, command, environment=None):
-        """Runs to the end; every line is shown and kept."""
+    def start(self, command, environment=None, on_line=None):
+        """Runs to the end; every line is shown and kept, and `on_line` called with it. May be started again."""
         print(f"== {self.name}: {' '.join(map(str, command))}", flush=True)
         began = time.monotonic()
-        with open(self.out / "stdout.log", "w", encoding="utf-8") as log:
+        with open(self.out / "stdout.log", "a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=ROOT,
@@ -114,9 +116,12 @@ class Run:
                 print(line, end="", flush=True)
                 log.write(line)
                 self.lines.append(line)
+                if on_line is not None:
+                    on_line(line)
             self.status = process.wait()
-        self.seconds = time.monotonic() - began
-        print(f"== {self.name}: exit status {self.status} after {self.seconds:.0f} s", flush=True)
+        seconds = time.monotonic() - began
+        self.seconds += seconds
+        print(f"== {self.name}: exit status {self.status} after {seconds:.0f} s", flush=True)
 
 
 def torchrun(run, args, *flags, script="tools/train_gpt.py"):
@@ -175,13 +180,7 @@ def train_all(args, work):
     flags += [f"--save={ROOT / args.model}", "--sample=200", *chosen(args)]
     forebay.start(inside(forebay, args, work, torchrun(forebay, args, *flags)))
 
-    groups = claims_of.group_count(forebay.out)
-    flags = [
-        f"--sha={killed.out / 'sha.json'}",
-        draw_kill(args, killed, args.steps, "groups", groups),
-        *chosen(args),
-    ]
-    killed.start(inside(killed, args, work, torchrun(killed, args, *flags)))
+    train_killed(args, work, killed, claims_of.group_count(forebay.out))
 
     short = argparse.Namespace(steps=EXACT_STEPS, seed=args.seed, smoke=args.smoke)
     flags = ["--dtype=bf16", "--format=exact", "--reference-check", *SMALL]
@@ -189,6 +188,33 @@ def train_all(args, work):
     train_sharded(args, work, *list(runs.values())[4:7])
     train_deep(args, work, *list(runs.values())[7:])
     return runs
+
+
+def train_killed(args, work, run, groups):
+    """A rank dies, and later the daemon, which keeps its swap; both times the ranks are started again."""
+    flags = [f"--sha={run.out / 'sha.json'}", *chosen(args)]
+    kill_rank = draw_kill(args, run, max(args.steps // 2 + 1, 5), "groups", groups)
+    first = max(args.steps // 2, run.kill["step"])
+    generator = random.Random(f"{args.kill_seed} daemon")
+    run.daemon_kill = {"step": generator.randint(first, max(first, args.steps - 2)) + 1}
+    part = generator.random()
+    print(f"== and drawn: the daemon in step {run.daemon_kill['step']}", flush=True)
+    settings = [f"dram.limit={dram_mib(args)}MiB", f"swap.capacity={KEPT_SWAP_SIZE}"]
+    settings += ["jobs.durability=step", "swap.probe=never", *SETTINGS]
+    service = quickstart_service.Service(
+        args.forebay.with_name("forebayd"), work / "kept_swap", settings
+    )
+    environment = {"FOREBAY_SOCKET": service.socket, "FOREBAY_RUN": "quickstart"}
+    try:
+        service.start()
+        kill = quickstart_service.KillWithinAStep(service, run.daemon_kill["step"] - 1, part)
+        run.start(torchrun(run, args, *flags, kill_rank), environment, kill)
+        run.daemon_kill["ranks_status"] = run.status
+        if kill.has_killed():
+            service.start()
+            run.start(torchrun(run, args, *flags), environment)
+    finally:
+        service.stop()
 
 
 def train_sharded(args, work, fsdp, sharded, killed):

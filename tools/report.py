@@ -226,6 +226,12 @@ def kill_section(evidence):
         f"with step {resumed + 1}.</p><p>From the kill to the commit of step {row['step']}: <b>{lost_s:.1f} s</b>, where "
         f"that step usually takes {usual_s:.2f} s. Steps lost: 0. No checkpoint was read.</p>"
     )
+    durable = evidence.resumed_at(kill=1)[0]
+    summary += (
+        f"<p>In step {evidence.answered_before_daemon_kill() + 1} the daemon got SIGKILL, and the ranks ended. Each step "
+        "of this run was durable (<code>jobs.durability = step</code>): a new daemon on the same swap had the job at step "
+        f"{durable}, and both ranks, started again, went on with step {durable + 1}. Steps lost: 0.</p>"
+    )
     width, height = 920, 74
     steps = evidence.killed.events("step")
     first, last = steps[0]["time"], max(steps[-1]["time"], steps[0]["time"] + 1)
