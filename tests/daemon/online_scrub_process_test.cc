@@ -24,9 +24,10 @@ using client::AdminClient;
 
 constexpr int kScrubs = 200;
 constexpr std::streamoff kSwapBytes = 32 << 20;
-constexpr std::streamoff kEndBytes = 256 << 10;  // labels, records, ledgers
+constexpr std::streamoff kEndBytes = 512 << 10;  // labels, records, ledgers
 constexpr uint64_t kFast = uint64_t{1} << 40;    // bytes a second
 constexpr uint64_t kStepsMax = 100000;
+constexpr char kRoomy[] = "dram.limit=256MiB";
 
 class OnlineScrub : public ::testing::TestWithParam<const char*> {};
 
@@ -36,7 +37,7 @@ TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
   const std::string swap = dir.Make("swap");
   ASSERT_OK_AND_ASSIGN(
       auto daemon, testing::DaemonProcess::Start(
-                       socket, {"swap.paths=" + swap, "swap.capacity=32MiB", "swap.ledger=64KiB",
+                       socket, {"swap.paths=" + swap, "swap.capacity=32MiB", "swap.ledger=128KiB",
                                 "swap.probe=never", "update.block_elems=4096",
                                 "jobs.durability=step", GetParam()}));
   ASSERT_OK_AND_ASSIGN(
@@ -77,13 +78,15 @@ TEST_P(OnlineScrub, ATrainingJobIsCleanAndTrainsOn) {
   ASSERT_OK_AND_ASSIGN(const auto admin, AdminClient::Connect({.socket = socket}));
   ASSERT_OK_AND_ASSIGN(const client::ScrubReport report, admin->Scrub(0));
   EXPECT_FALSE(report->getClean());
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  const auto shown = status->getJobs()[0];
+  EXPECT_EQ(shown.getResidentBlocks() < shown.getBlocks(), std::string(GetParam()) != kRoomy);
   const auto scrubbed = report->getJobs()[0];
   EXPECT_GT(scrubbed.getDamagedSlots(), 0U);
   for (const auto slot : scrubbed.getDamaged()) EXPECT_GT(slot.getParams().size(), 0U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Limits, OnlineScrub,
-                         ::testing::Values("dram.limit=256MiB", "dram.limit=6874KiB"),
+INSTANTIATE_TEST_SUITE_P(Limits, OnlineScrub, ::testing::Values(kRoomy, "dram.limit=6800KiB"),
                          [](const auto& limit) {
                            return limit.index == 0 ? "AllInDram" : "SomeOnSwap";
                          });

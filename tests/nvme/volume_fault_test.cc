@@ -517,7 +517,7 @@ TEST(VolumeFault, ADamagedNewestLedgerLeavesTheOneBefore) {
 
 // Of a record whose copies are both lost it is not known whether it was the newest.
 TEST(VolumeFault, ARecordWithoutAWholeCopyMayHaveBeenTheNewest) {
-  for (const uint64_t record : {0, 1}) {
+  for (const uint64_t record : {uint64_t{0}, uint64_t{1}}) {
     for (const bool zeros : {false, true}) {
       World world;
       ASSERT_OK(world.MakeAtStepOne());
