@@ -21,8 +21,8 @@ using client::Attachment;
 using protocol::ErrorId;
 using protocol::Layout;
 
-constexpr auto kTimeout = std::chrono::seconds(60);
-constexpr auto kDaemonDeadline = std::chrono::seconds(60);
+constexpr auto kTimeout = std::chrono::seconds(180);
+constexpr auto kDaemonDeadline = std::chrono::seconds(180);
 constexpr uint64_t kSeed = 14;  // of the initial parameters
 constexpr JobShape kShape = {.world_size = kKilledRanks,
                              .groups = 3,
