@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -226,6 +227,15 @@ absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOption
     found.ledger_bytes_max = label.ledger_bytes_max;
   }
   return found;
+}
+
+absl::StatusOr<std::unique_ptr<Volume>> InspectVolume(const std::vector<PathOptions>& paths,
+                                                      IoEngine& engine) {
+  ASSIGN_OR_RETURN(const std::optional<FoundVolume> found, FindVolume(paths));
+  if (!found) return nullptr;
+  return Volume::Open(
+      {.paths = paths, .mode = OpenMode::kInspect, .ledger_bytes_max = found->ledger_bytes_max},
+      engine);
 }
 
 absl::StatusOr<std::vector<PathOptions>> WithSizes(std::span<const PathOptions> paths) {

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/swap_files.h"
+#include "nvme/volume.h"
 
 namespace forebay::nvme {
 
@@ -25,6 +28,12 @@ struct FoundVolume {
 //         E_CORRUPT    a volume of which it cannot be known any more whether it had one.
 //         E_SWAP_IO    a path cannot be read.
 absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOptions> paths);
+
+// Opens the volume on these paths with OpenMode::kInspect; null: FindVolume finds none. `engine` outlives it.
+//
+// Errors  of FindVolume and Volume::Open.
+absl::StatusOr<std::unique_ptr<Volume>> InspectVolume(const std::vector<PathOptions>& paths,
+                                                      IoEngine& engine);
 
 // The paths with the sizes that the volume on them was made with, from a label of each; where there is none, with
 // the size that is given. Blocks; changes nothing.

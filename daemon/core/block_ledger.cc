@@ -125,13 +125,10 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
     of.writing = of.pending->slot;
     return Target{.slot = *of.writing};
   }
-  of.writing = AllocateSlot();
-  if (!of.writing) return std::nullopt;
-  return Target{.slot = *of.writing, .pause = table_.is_suspect(of.writing->path)};
+  return AllocateSlot(of.writing);
 }
 
-std::optional<nvme::Slot> BlockLedger::AllocateSlot() {
-  std::optional<nvme::Slot> slot;
+std::optional<BlockLedger::Target> BlockLedger::AllocateSlot(std::optional<nvme::Slot>& slot) {
   if (const std::optional<uint32_t> path = ChoosePath()) {
     slot = *paths_[*path].free.begin();
     paths_[*path].free.erase(paths_[*path].free.begin());
@@ -139,8 +136,10 @@ std::optional<nvme::Slot> BlockLedger::AllocateSlot() {
   } else if (!failed_.empty()) {
     slot = failed_.front();
     failed_.erase(failed_.begin());
+  } else {
+    return std::nullopt;
   }
-  return slot;
+  return Target{.slot = *slot, .pause = table_.is_suspect(slot->path)};
 }
 
 void BlockLedger::Release(uint32_t entry, const nvme::Slot& slot) {
@@ -237,9 +236,7 @@ std::vector<uint32_t> BlockLedger::BeginDurable() {
 std::optional<BlockLedger::Target> BlockLedger::BeginSave(uint32_t entry) {
   Durable& durable = durable_[entry];
   FOREBAY_CHECK(!durable.saving && !durable.next);
-  durable.saving = AllocateSlot();
-  if (!durable.saving) return std::nullopt;
-  return Target{.slot = *durable.saving, .pause = table_.is_suspect(durable.saving->path)};
+  return AllocateSlot(durable.saving);
 }
 
 void BlockLedger::EndSave(uint32_t entry, uint64_t checksum, uint64_t step) {

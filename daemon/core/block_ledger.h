@@ -158,8 +158,8 @@ class BlockLedger {
   std::optional<uint32_t> ChoosePath() const;
   std::optional<uint32_t> ChooseSurplus(Suspects suspects) const;
   void Count(uint32_t path, double blocks);
-  // A free slot, or the oldest whose write failed.
-  std::optional<nvme::Slot> AllocateSlot();
+  // Sets `slot` to a free one, or the oldest whose write failed; nothing: there is none.
+  std::optional<Target> AllocateSlot(std::optional<nvme::Slot>& slot);
   // Frees the slot unless the entry has another use for it.
   void Release(uint32_t entry, const nvme::Slot& slot);
   void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }

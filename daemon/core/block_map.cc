@@ -243,6 +243,15 @@ std::pmr::vector<ElementRun> BlockMap::LocateInPartition(uint32_t partition, uin
   return runs;
 }
 
+uint64_t BlockMap::FrozenBytes(const protocol::Layout& layout, const std::vector<bool>& on_swap) {
+  uint64_t bytes = 0;
+  for (const protocol::BoxPlace& place : layout.boxes()) {
+    if (layout.params()[place.box.param].trainable || !on_swap[place.partition]) continue;
+    bytes += place.box.elems() * protocol::SizeBytes(layout.spec().dtype);
+  }
+  return bytes;
+}
+
 uint64_t BlockMap::ElemsWithin(const Layout& layout, uint64_t bytes, bool has_weights) {
   const std::span<const Plane> planes = PlanesOf(layout);
   const uint64_t align = layout.states_align_elems();

@@ -93,6 +93,9 @@ class BlockMap {
   // Bytes of all blocks' states, computed without a map: admission needs them before it accepts the layout.
   static uint64_t TotalBytes(const protocol::Layout& layout, uint64_t block_elems);
 
+  // Of frozen parameters' weights that are on swap; `on_swap`: by partition.
+  static uint64_t FrozenBytes(const protocol::Layout& layout, const std::vector<bool>& on_swap);
+
   // The largest number of elements, a multiple of states_align_elems(), that fits into a block of
   // `bytes`; 0: none does. `has_weights`: with a plane of weights.
   static uint64_t ElemsWithin(const protocol::Layout& layout, uint64_t bytes, bool has_weights);

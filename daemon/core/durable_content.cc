@@ -47,6 +47,24 @@ std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
   return offsets;
 }
 
+StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part) {
+  const uint64_t begin = part * slot_bytes;
+  return {.offset_bytes = begin, .bytes = std::min(slot_bytes, weights_bytes - begin)};
+}
+
+BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step) {
+  const bool is_part = entry >= blocks;
+  return {.job = job,
+          .part = is_part ? BlockPart::kWeightsArena : BlockPart::kStates,
+          .block = is_part ? entry - blocks : entry,
+          .written_step = written_step};
+}
+
+std::string EntryName(uint32_t blocks, uint32_t entry) {
+  if (entry < blocks) return absl::StrCat("block ", entry);
+  return absl::StrCat("part ", entry - blocks, " of the weights");
+}
+
 DurableContent::DurableContent(std::shared_ptr<const DurableJob> job)
     : job_(std::move(job)),
       map_(job_->layout, job_->block_elems, job_->weights_on_swap),
@@ -57,41 +75,25 @@ uint32_t DurableContent::entries() const {
   return map_.blocks() + static_cast<uint32_t>(job_->weights.size());
 }
 
-uint64_t DurableContent::PartBegin(uint32_t entry) const {
-  return (entry - map_.blocks()) * job_->slot_bytes;
-}
-
-uint64_t DurableContent::PartBytes(uint32_t entry) const {
-  return std::min(job_->slot_bytes, weights_bytes_ - PartBegin(entry));
-}
-
 std::optional<DurableContent::Expected> DurableContent::At(uint32_t entry) const {
-  const bool is_part = entry >= map_.blocks();
-  const uint32_t number = is_part ? entry - map_.blocks() : entry;
-  if (!is_part && !job_->blocks[entry]) return std::nullopt;
-  const DurableBytes& held = is_part ? job_->weights[number] : *job_->blocks[entry];
+  if (!is_part(entry) && !job_->blocks[entry]) return std::nullopt;
+  const DurableBytes& held =
+      is_part(entry) ? job_->weights[entry - map_.blocks()] : *job_->blocks[entry];
   return Expected{.slot = held.slot,
-                  .bytes = is_part ? PartBytes(entry) : map_.bytes(entry),
-                  .identity = {.job = job_->id,
-                               .part = is_part ? BlockPart::kWeightsArena : BlockPart::kStates,
-                               .block = number,
-                               .written_step = held.written_step},
+                  .bytes = is_part(entry) ? PartOf(entry).bytes : map_.bytes(entry),
+                  .identity = EntryIdentity(job_->id, map_.blocks(), entry, held.written_step),
                   .checksum = held.checksum};
-}
-
-std::string DurableContent::Name(uint32_t entry) const {
-  if (entry < map_.blocks()) return absl::StrCat("block ", entry);
-  return absl::StrCat("part ", entry - map_.blocks(), " of the weights");
 }
 
 std::vector<std::string> DurableContent::Params(uint32_t entry) const {
   const protocol::Layout& layout = *job_->layout;
   std::set<uint32_t> params;
-  if (entry < map_.blocks()) {
+  if (!is_part(entry)) {
     for (const BlockRun& run : map_.Runs(entry)) params.insert(run.param);
   } else {
-    const uint64_t begin = PartBegin(entry);
-    const uint64_t end = begin + PartBytes(entry);
+    const StatePart part = PartOf(entry);
+    const uint64_t begin = part.offset_bytes;
+    const uint64_t end = begin + part.bytes;
     const uint64_t width = protocol::SizeBytes(layout.spec().dtype);
     for (const protocol::BoxPlace& place : layout.boxes()) {
       if (map_.is_on_swap(place.partition)) continue;

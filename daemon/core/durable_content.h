@@ -24,6 +24,14 @@ uint64_t WeightsInDram(const protocol::Layout& layout, const std::vector<bool>& 
 std::vector<uint64_t> WeightsOffsets(const protocol::Layout& layout,
                                      const std::vector<bool>& weights_on_swap);
 
+// Of the arena's first `weights_bytes`, cut at multiples of `slot_bytes`.
+StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part);
+
+// Of an entry of a job with so many blocks: see DurableContent.
+BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step);
+// "block 3", "part 0 of the weights".
+std::string EntryName(uint32_t blocks, uint32_t entry);
+
 // Entries are the blocks of the job, and behind them the parts of its weights arena.
 class DurableContent {
  public:
@@ -46,14 +54,15 @@ class DurableContent {
   uint32_t entries() const;
   // Nothing: zeros that were never written.
   std::optional<Expected> At(uint32_t entry) const;
-  // "block 3", "part 0 of the weights".
-  std::string Name(uint32_t entry) const;
+  std::string Name(uint32_t entry) const { return EntryName(map_.blocks(), entry); }
   // Of the parameters with elements in it, in the order of the layout.
   std::vector<std::string> Params(uint32_t entry) const;
 
  private:
-  uint64_t PartBegin(uint32_t entry) const;
-  uint64_t PartBytes(uint32_t entry) const;
+  bool is_part(uint32_t entry) const { return entry >= map_.blocks(); }
+  StatePart PartOf(uint32_t entry) const {
+    return WeightsPart(weights_bytes_, job_->slot_bytes, entry - map_.blocks());
+  }
 
   std::shared_ptr<const DurableJob> job_;
   BlockMap map_;

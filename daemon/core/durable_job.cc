@@ -1,6 +1,7 @@
 #include "daemon/core/durable_job.h"
 
 #include <algorithm>
+#include <set>
 
 namespace forebay::daemon {
 
@@ -10,6 +11,21 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
     if (block) slots.push_back(block->slot);
   }
   for (const DurableBytes& part : weights) slots.push_back(part.slot);
+  return slots;
+}
+
+void DurableJob::RemoveNamed(std::vector<nvme::Slot>& slots) const {
+  const std::vector<nvme::Slot> all = Slots();
+  const std::set<nvme::Slot> named(all.begin(), all.end());
+  std::erase_if(slots, [&named](const nvme::Slot& slot) { return named.contains(slot); });
+}
+
+std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
+  std::vector<nvme::Slot> slots;
+  for (const std::shared_ptr<const DurableJob>& job : node.jobs) {
+    const std::vector<nvme::Slot> of_job = job->Slots();
+    slots.insert(slots.end(), of_job.begin(), of_job.end());
+  }
   return slots;
 }
 

@@ -47,6 +47,8 @@ struct DurableJob {
   // Those that it names.
   std::vector<nvme::Slot> Slots() const;
   uint64_t slots() const;
+  // Takes them out of a list.
+  void RemoveNamed(std::vector<nvme::Slot>& slots) const;
 };
 
 // What a ledger says of a job, in numbers.
@@ -63,5 +65,8 @@ struct DurableNode {
   JobId last_job = 0;  // ids up to this one were given out
   std::vector<std::shared_ptr<const DurableJob>> jobs;
 };
+
+// Every slot that the jobs name, in the order of jobs, blocks and weights.
+std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
 
 }  // namespace forebay::daemon

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/block_ledger.h"
+#include "daemon/core/durable_content.h"
 #include "daemon/core/limits.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
@@ -55,20 +56,12 @@ StatePart DurableSteps::PartOf(uint32_t entry) const {
           .bytes = pipeline_.map().bytes(entry)};
 }
 
-BlockIdentity DurableSteps::IdentityOf(uint32_t entry, uint64_t step) const {
-  if (!is_part(entry)) return {.job = spec_.id, .block = entry, .written_step = step};
-  return {.job = spec_.id,
-          .part = BlockPart::kWeightsArena,
-          .block = entry - pipeline_.map().blocks(),
-          .written_step = step};
-}
-
 absl::Status DurableSteps::Describe(const absl::Status& status, uint32_t entry) const {
   if (!is_part(entry)) return pipeline_.DescribeBlock(status, entry);
-  return protocol::MakeError(protocol::IdOf(status),
-                             absl::StrCat("part ", entry - pipeline_.map().blocks(),
-                                          " of the weights: ", std::string(status.message())),
-                             protocol::HintOf(status));
+  return protocol::MakeError(
+      protocol::IdOf(status),
+      absl::StrCat(EntryName(pipeline_.map().blocks(), entry), ": ", std::string(status.message())),
+      protocol::HintOf(status));
 }
 
 void DurableSteps::Pump() {
@@ -78,20 +71,19 @@ void DurableSteps::Pump() {
 
 void DurableSteps::StartSaves() {
   if (!in_progress() || is_abandoned_) return;
-  const size_t at_once = kSavesPerPath * std::max(1U, pipeline_.path_table().paths());
-  while (!unsaved_.empty() && saving_.size() < at_once) {
+  while (!unsaved_.empty() && saving_.size() < at_once()) {
     const uint32_t entry = unsaved_.back();
     const BlockLedger::Target target = pipeline_.AllocateSave(entry);
     unsaved_.pop_back();
     const StatePart part = PartOf(entry);
-    const TaskId task =
-        io_.Start(TaskKind::kSavePart, 0,
-                  SavePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
-                           .identity = IdentityOf(entry, next_->step),
-                           .offset_bytes = part.offset_bytes,
-                           .bytes = part.bytes,
-                           .slot = target.slot,
-                           .pause = target.pause});
+    const TaskId task = io_.Start(
+        TaskKind::kSavePart, 0,
+        SavePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
+                 .identity = EntryIdentity(spec_.id, pipeline_.map().blocks(), entry, next_->step),
+                 .offset_bytes = part.offset_bytes,
+                 .bytes = part.bytes,
+                 .slot = target.slot,
+                 .pause = target.pause});
     saving_.emplace(task, Save{.entry = entry, .path = target.slot.path});
   }
 }
@@ -109,13 +101,11 @@ void DurableSteps::OnSaved(const TaskDone& done) {
     unsaved_.push_back(save.entry);
     return;
   }
-  const uint64_t bytes = PartOf(save.entry).bytes;
   pipeline_.path_table().AddTransfer({.path = save.path,
                                       .direction = Direction::kWrite,
-                                      .bytes = bytes,
+                                      .bytes = PartOf(save.entry).bytes,
                                       .begin_ns = done.begin_ns,
                                       .end_ns = done.end_ns});
-  written_bytes_ += bytes;
   ledger.EndSave(save.entry, done.checksum, next_->step);
   if (unsaved_.empty() && saving_.empty()) wait_ = absl::OkStatus();
 }
@@ -172,8 +162,7 @@ void DurableSteps::StartRestore() {
 }
 
 void DurableSteps::StartRestores() {
-  const size_t at_once = kSavesPerPath * std::max(1U, pipeline_.path_table().paths());
-  for (; next_restore_ < to_restore_.size() && restoring_.size() < at_once; ++next_restore_) {
+  for (; next_restore_ < to_restore_.size() && restoring_.size() < at_once(); ++next_restore_) {
     const uint32_t entry = to_restore_[next_restore_];
     const uint32_t blocks = pipeline_.map().blocks();
     const DurableBytes& from =
@@ -182,7 +171,7 @@ void DurableSteps::StartRestores() {
     const TaskId task =
         io_.Start(TaskKind::kRestore, 0,
                   RestorePart{.arena = is_part(entry) ? SavedArena::kWeights : SavedArena::kStates,
-                              .identity = IdentityOf(entry, from.written_step),
+                              .identity = EntryIdentity(spec_.id, blocks, entry, from.written_step),
                               .checksum = from.checksum,
                               .offset_bytes = part.offset_bytes,
                               .bytes = part.bytes,

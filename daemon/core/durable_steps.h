@@ -1,6 +1,7 @@
 // Brings published steps of a job to disk, and the job back from there.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/job_spec.h"
 #include "daemon/core/job_tasks.h"
+#include "daemon/core/limits.h"
 #include "daemon/core/step_pipeline.h"
 #include "protocol/durability.h"
 
@@ -69,14 +71,13 @@ class DurableSteps {
   uint64_t durable_step() const { return last_ == nullptr ? 0 : last_->step; }
   // OK, or what the step in progress waits for.
   const absl::Status& wait() const { return wait_; }
-  // Written for durable steps so far.
-  uint64_t written_bytes() const { return written_bytes_; }
 
  private:
   bool is_part(uint32_t entry) const { return entry >= pipeline_.map().blocks(); }
   StatePart PartOf(uint32_t entry) const;
-  BlockIdentity IdentityOf(uint32_t entry, uint64_t step) const;
   absl::Status Describe(const absl::Status& status, uint32_t entry) const;
+  // Parts of arenas that are on their way to or from swap.
+  size_t at_once() const { return kSavesPerPath * std::max(1U, pipeline_.path_table().paths()); }
   void StartSaves();
   void StartRestores();
   void TryGather();
@@ -100,7 +101,6 @@ class DurableSteps {
   std::map<TaskId, uint32_t> restoring_;
   uint64_t restored_bytes_ = 0;
   uint64_t to_restore_bytes_ = 0;
-  uint64_t written_bytes_ = 0;
   absl::Status wait_;
 };
 

@@ -59,11 +59,7 @@ void Job::Begin() {
   if (spec_.plan.swap_slots == 0 && spec_.sum_slots.empty()) return;
   ++making_tasks_;
   CreateJobSwap swap{.slots = spec_.swap_slots};
-  if (spec_.recovered != nullptr) {
-    const std::vector<nvme::Slot> named = spec_.recovered->Slots();
-    const std::set<nvme::Slot> kept(named.begin(), named.end());
-    std::erase_if(swap.slots, [&kept](const nvme::Slot& slot) { return kept.contains(slot); });
-  }
+  if (spec_.recovered != nullptr) spec_.recovered->RemoveNamed(swap.slots);
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
   io_.Start(TaskKind::kJobSwap, 0, std::move(swap));
 }

@@ -8,9 +8,19 @@
 
 namespace forebay::daemon {
 
+namespace {
+
+// Weights and states of the parameters, padding left out.
+uint64_t StateBytesOf(const protocol::Layout& layout) {
+  const protocol::LayoutSpec& spec = layout.spec();
+  return layout.total_elems() * protocol::SizeBytes(spec.dtype) +
+         protocol::StateBytes(spec.optimizer, spec.format, spec.dtype, layout.trainable_elems());
+}
+
+}  // namespace
+
 JobView Job::View() const {
   const protocol::Layout& layout = *spec_.layout;
-  const protocol::LayoutSpec& spec = layout.spec();
   JobView view{.name = spec_.name,
                .id = spec_.id,
                .uid = spec_.uid,
@@ -25,9 +35,7 @@ JobView Job::View() const {
                .world_size = spec_.plan.session.world_size,
                .params = layout.total_elems(),
                .trainable_params = layout.trainable_elems(),
-               .state_bytes = layout.total_elems() * protocol::SizeBytes(spec.dtype) +
-                              protocol::StateBytes(spec.optimizer, spec.format, spec.dtype,
-                                                   layout.trainable_elems()),
+               .state_bytes = StateBytesOf(layout),
                .blocks = pipeline_.map().blocks(),
                .resident_blocks = placement().resident_blocks(),
                .resident_bytes = has_begun_ ? placement().state_bytes() : 0,
@@ -79,7 +87,6 @@ JobView Job::View() const {
 
 JobView ViewOf(const DurableJob& job) {
   const protocol::Layout& layout = *job.layout;
-  const protocol::LayoutSpec& spec = layout.spec();
   JobView view;
   view.name = job.name;
   view.id = job.id;
@@ -90,9 +97,7 @@ JobView ViewOf(const DurableJob& job) {
   view.durability = job.durability;
   view.params = layout.total_elems();
   view.trainable_params = layout.trainable_elems();
-  view.state_bytes =
-      layout.total_elems() * protocol::SizeBytes(spec.dtype) +
-      protocol::StateBytes(spec.optimizer, spec.format, spec.dtype, layout.trainable_elems());
+  view.state_bytes = StateBytesOf(layout);
   view.blocks = static_cast<uint32_t>(job.blocks.size());
   view.ready = true;
   view.swap_bytes = job.slots() * job.slot_bytes;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/durable_content.h"
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "protocol/error.h"
@@ -325,6 +326,12 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
   return PlanArenas(layout, request, options, plan);
 }
 
+// Of a durable level.
+uint32_t SlotsPerBlock(const protocol::Durability& durability) {
+  return durability.level == protocol::DurabilityLevel::kStep ? kSwapSlotsPerBlockAtStep
+                                                              : kSwapSlotsPerBlockAtEpoch;
+}
+
 // Blocks that fit into `room` bytes, lowest first; the others get swap slots.
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
                  MemoryPlan& plan) {
@@ -332,16 +339,12 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
   plan.block_bytes = map.full_block_bytes();
   Placement::DurableSlots durable;
   if (plan.has_durable_steps()) {
-    const bool is_step = plan.session.durability.level == protocol::DurabilityLevel::kStep;
-    durable.per_block = is_step ? kSwapSlotsPerBlockAtStep : kSwapSlotsPerBlockAtEpoch;
+    durable.per_block = SlotsPerBlock(plan.session.durability);
     // Of a job without states, whose blocks have no size, the weights are one part.
     plan.block_bytes = std::max(plan.block_bytes, kPageBytes);
     plan.weights_parts = durable.weights_parts = static_cast<uint32_t>(
         RoundUp(plan.weights_bytes - plan.weights_cache_bytes, plan.block_bytes) /
         plan.block_bytes);
-  }
-  plan.placement = Placement(layout, map, room, durable);
-  if (plan.has_durable_steps()) {
     // Each block's plane begins on a page of its own.
     const uint64_t pages = plan.weights_on_swap_bytes / kPageBytes + map.blocks();
     plan.ledger_bytes = LedgerBytes(
@@ -350,6 +353,7 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
          .digest_pages = plan.has_weights_on_swap() ? pages : 0,
          .extra_state_bytes = plan.session.world_size * (plan.session.extra_state_bytes + 16)});
   }
+  plan.placement = Placement(layout, map, room, durable);
   plan.swap_slots = plan.placement.slots_needed();
   const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
                         options.staging_slot_bytes >= plan.block_bytes;
@@ -359,12 +363,7 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
 // States, all of which are on swap, with the weights that are there too.
 absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uint64_t state_bytes,
                                const nvme::SlotMap& swap) {
-  uint64_t frozen_bytes = 0;
-  for (const protocol::BoxPlace& place : layout.boxes()) {
-    if (layout.params()[place.box.param].trainable) continue;
-    if (!plan.weights_on_swap[place.partition]) continue;
-    frozen_bytes += place.box.elems() * protocol::SizeBytes(layout.spec().dtype);
-  }
+  const uint64_t frozen_bytes = BlockMap::FrozenBytes(layout, plan.weights_on_swap);
   const uint64_t trained_bytes = state_bytes + plan.weights_on_swap_bytes - frozen_bytes;
   const uint64_t free_bytes = swap.free_bytes();
   const bool fits = frozen_bytes <= free_bytes &&
@@ -381,17 +380,15 @@ absl::Status CheckBlocksOnSwap(const Layout& layout, const MemoryPlan& plan, uin
 }
 
 absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t free_bytes) {
-  const bool is_step = plan.session.durability.level == protocol::DurabilityLevel::kStep;
-  const uint32_t per_block = is_step ? kSwapSlotsPerBlockAtStep : kSwapSlotsPerBlockAtEpoch;
   const uint32_t blocks = plan.placement.blocks() - plan.placement.frozen_blocks();
   return MakeError(
       ErrorId::kSwapNospc,
       absl::StrCat(
           "durability ", protocol::FormatDurability(plan.session.durability), " needs ",
           plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes), ", ",
-          Bytes(plan.swap_slots * plan.block_bytes), " in all: ", per_block, " for each of ",
-          blocks, " blocks, ", kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts,
-          " parts of the weights",
+          Bytes(plan.swap_slots * plan.block_bytes),
+          " in all: ", SlotsPerBlock(plan.session.durability), " for each of ", blocks, " blocks, ",
+          kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts, " parts of the weights",
           plan.placement.frozen_blocks() > 0
               ? absl::StrCat(", and ", plan.placement.frozen_blocks() + 1, " for frozen weights")
               : std::string(),
@@ -516,9 +513,8 @@ absl::Status DramLimitError(const MemoryPlan& plan, const NodeOptions& options, 
 }
 
 StatePart MemoryPlan::WeightsPart(uint32_t part) const {
-  const uint64_t bytes = RoundUp(weights_bytes - weights_cache_bytes, kPageBytes);
-  const uint64_t begin = part * block_bytes;
-  return {.offset_bytes = begin, .bytes = std::min(block_bytes, bytes - begin)};
+  return daemon::WeightsPart(RoundUp(weights_bytes - weights_cache_bytes, kPageBytes), block_bytes,
+                             part);
 }
 
 StepTraffic StepTrafficOf(const Layout& layout, const MemoryPlan& plan,

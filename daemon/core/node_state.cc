@@ -653,9 +653,7 @@ void NodeState::Impl::Sweep(Job& job) {
   if (!job.is_freed()) return;
   std::vector<nvme::Slot> slots(job.swap_slots().begin(), job.swap_slots().end());
   if (const std::shared_ptr<const DurableJob> of_ledger = job.unrestored()) {
-    const std::vector<nvme::Slot> named = of_ledger->Slots();
-    const std::set<nvme::Slot> kept(named.begin(), named.end());
-    std::erase_if(slots, [&kept](const nvme::Slot& slot) { return kept.contains(slot); });
+    of_ledger->RemoveNamed(slots);
     ledger.Park(of_ledger);
     swap.Free(slots);
   } else if (job.is_in_ledger()) {

@@ -534,17 +534,18 @@ void StepPipeline::ExchangeSlots() {
 }
 
 BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
-  ExchangeSlots();
-  std::optional<BlockLedger::Target> target = ledger_.BeginWrite(block);
-  if (!target && AddNodeSlot()) target = ledger_.BeginWrite(block);
-  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
-  return *target;
+  return AllocateSlot(&BlockLedger::BeginWrite, block);
 }
 
 BlockLedger::Target StepPipeline::AllocateSave(uint32_t entry) {
+  return AllocateSlot(&BlockLedger::BeginSave, entry);
+}
+
+BlockLedger::Target StepPipeline::AllocateSlot(
+    std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry) {
   ExchangeSlots();
-  std::optional<BlockLedger::Target> target = ledger_.BeginSave(entry);
-  if (!target && AddNodeSlot()) target = ledger_.BeginSave(entry);
+  std::optional<BlockLedger::Target> target = (ledger_.*begin)(entry);
+  if (!target && AddNodeSlot()) target = (ledger_.*begin)(entry);
   FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
   return *target;
 }

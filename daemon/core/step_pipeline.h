@@ -229,6 +229,8 @@ class StepPipeline {
 
   Running FinishTask(TaskId task);
   void Start(StepOrder order, UpdatePass pass, bool is_as_announced);
+  BlockLedger::Target AllocateSlot(
+      std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry);
   void ExchangeSlots();
   void ExchangeSlot(uint32_t path);
   bool AddNodeSlot();

@@ -20,6 +20,7 @@
 #include "daemon/core/durable_content.h"
 #include "daemon/core/job_name.h"
 #include "daemon/core/limits.h"
+#include "daemon/exec/block_tasks.h"
 #include "daemon/exec/ledger.capnp.h"
 #include "nvme/volume.h"
 #include "protocol/error.h"
@@ -126,22 +127,12 @@ uint64_t BlocksMin(const Layout& layout, const DurableJob& job) {
   }
   if (job.weights_on_swap.empty()) return blocks;
   const protocol::LayoutSpec& spec = layout.spec();
-  uint64_t full_bytes =
-      protocol::RoundUp(job.block_elems * protocol::SizeBytes(spec.dtype), kPageBytes);
-  for (const protocol::Plane& plane :
-       protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype)) {
-    full_bytes += protocol::RoundUp(protocol::PlaneBytes(plane, job.block_elems), kPageBytes);
-  }
-  uint64_t frozen_bytes = 0;
-  for (const protocol::BoxPlace& place : layout.boxes()) {
-    if (layout.params()[place.box.param].trainable) continue;
-    if (!job.weights_on_swap[place.partition]) continue;
-    frozen_bytes += place.box.elems() * protocol::SizeBytes(spec.dtype);
-  }
-  return blocks + frozen_bytes / full_bytes;
+  const uint64_t full_bytes =
+      protocol::RoundUp(job.block_elems * protocol::SizeBytes(spec.dtype), kPageBytes) +
+      BlockBytes(protocol::StatePlanes(spec.optimizer, spec.format, spec.dtype), job.block_elems);
+  return blocks + BlockMap::FrozenBytes(layout, job.weights_on_swap) / full_bytes;
 }
 
-// Of the part of the arena that holds weights.
 // Reads one job of a message; errors name it.
 class JobReader {
  public:
@@ -373,17 +364,6 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
 }
 
 }  // namespace
-
-std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {
-  std::vector<nvme::Slot> slots;
-  for (const std::shared_ptr<const DurableJob>& job : node.jobs) {
-    for (const std::optional<DurableBytes>& block : job->blocks) {
-      if (block) slots.push_back(block->slot);
-    }
-    for (const DurableBytes& part : job->weights) slots.push_back(part.slot);
-  }
-  return slots;
-}
 
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce) {
   std::vector<std::byte> bytes;

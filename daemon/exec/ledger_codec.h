@@ -38,7 +38,4 @@ absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes);
 //         E_CORRUPT  it names other slots than the volume keeps for it.
 absl::StatusOr<DecodedLedger> DecodeLedgerOf(const nvme::Volume& volume);
 
-// Every slot that the jobs name, in the order of jobs, blocks and weights.
-std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
-
 }  // namespace forebay::daemon

@@ -176,13 +176,8 @@ absl::StatusOr<ScrubReport> ScrubVolume(nvme::Volume& volume, nvme::IoEngine& en
 absl::StatusOr<ScrubReport> ScrubPaths(const std::vector<nvme::PathOptions>& paths,
                                        nvme::IoEngine& engine) {
   ASSIGN_OR_RETURN(const std::vector<nvme::PathOptions> sized, nvme::WithSizes(paths));
-  ASSIGN_OR_RETURN(const std::optional<nvme::FoundVolume> found, nvme::FindVolume(sized));
-  if (!found) return ScrubReport{};
-  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
-                   nvme::Volume::Open({.paths = sized,
-                                       .mode = nvme::OpenMode::kInspect,
-                                       .ledger_bytes_max = found->ledger_bytes_max},
-                                      engine));
+  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume, nvme::InspectVolume(sized, engine));
+  if (volume == nullptr) return ScrubReport{};
   return ScrubVolume(*volume, engine);
 }
 

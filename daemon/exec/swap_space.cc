@@ -79,8 +79,7 @@ absl::Status CommitAndWait(nvme::Volume& volume, nvme::IoEngine& engine,
 // one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
 // thread.
 absl::Status CommitAgain(const nvme::VolumeOptions& options) {
-  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen,
-                   nvme::CreateIoEngine({.choice = nvme::EngineChoice::kThreads, .threads = 1}));
+  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
                    nvme::Volume::Open(options, *chosen.engine));
   LogDamage(*volume);
@@ -165,15 +164,10 @@ absl::Status SwapSpace::ReadLedger() {
 }
 
 absl::StatusOr<DurableNode> FindDurableJobs(const std::vector<nvme::PathOptions>& paths) {
-  ASSIGN_OR_RETURN(const std::optional<nvme::FoundVolume> found, nvme::FindVolume(paths));
-  if (!found) return DurableNode{};
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
-                   nvme::Volume::Open({.paths = paths,
-                                       .mode = nvme::OpenMode::kInspect,
-                                       .ledger_bytes_max = found->ledger_bytes_max},
-                                      *chosen.engine));
-  if (volume->durable_sequence() == 0) return DurableNode{};
+                   nvme::InspectVolume(paths, *chosen.engine));
+  if (volume == nullptr || volume->durable_sequence() == 0) return DurableNode{};
   ASSIGN_OR_RETURN(DecodedLedger decoded, DecodeLedgerOf(*volume));
   return std::move(decoded.node);
 }

@@ -110,8 +110,8 @@ class SwapSpace {
   static constexpr uint64_t kPauseNs = 1'000'000'000;
   static constexpr uint64_t kScrubBytes = uint64_t{256} << 10;
 
-  // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed once
-  // more: then no other ledger is on the disk that names slots which free_slots() gives.
+  // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed to
+  // both places: then no other ledger is on the disk that names slots which free_slots() gives.
   //
   // Errors  of Volume::Open, FindVolume, DecodeLedger and PinnedArena::Create.
   //         E_SWAP_PATH  kUnlinked paths hold a durable ledger.

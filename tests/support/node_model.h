@@ -256,7 +256,6 @@ class NodeModel {
   void Apply(const daemon::CommitLedger& a, daemon::TaskDone& done);
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
-  static std::vector<nvme::Slot> NamedBy(const daemon::DurableNode& node);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
   template <typename Other>
   void Apply(const Other&, daemon::TaskDone&) {

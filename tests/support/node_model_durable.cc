@@ -74,15 +74,6 @@ void NodeModel::Apply(const RestoreExtraStates& a, TaskDone&) {
   }
 }
 
-std::vector<nvme::Slot> NodeModel::NamedBy(const DurableNode& node) {
-  std::vector<nvme::Slot> named;
-  for (const auto& job : node.jobs) {
-    const std::vector<nvme::Slot> slots = job->Slots();
-    named.insert(named.end(), slots.begin(), slots.end());
-  }
-  return named;
-}
-
 // Every block is as the published step had it.
 void NodeModel::CheckDurable(const DurableJob& durable) {
   JobMemory& job = jobs_[durable.id];
@@ -128,7 +119,7 @@ void NodeModel::CheckDurable(const DurableJob& durable) {
 
 void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
   for (const auto& job : a.node->jobs) CheckDurable(*job);
-  const std::vector<nvme::Slot> named = NamedBy(*a.node);
+  const std::vector<nvme::Slot> named = SlotsOf(*a.node);
   durable_ = *a.node;
   durable_slots_before_ = std::move(durable_slots_);
   durable_slots_ = {named.begin(), named.end()};

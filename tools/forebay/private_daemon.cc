@@ -73,6 +73,11 @@ std::string QuotedPath(std::string_view path) {
   return text + '"';
 }
 
+std::string SwapPathsSetting(const std::vector<std::string>& paths) {
+  const auto quoted = [](std::string* out, const std::string& path) { *out += QuotedPath(path); };
+  return absl::StrCat("swap.paths=[", absl::StrJoin(paths, ",", quoted), "]");
+}
+
 absl::StatusOr<std::string> DaemonPath() {
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
@@ -156,9 +161,7 @@ absl::StatusOr<std::unique_ptr<PrivateDaemon>> PrivateDaemon::Start(
                                        options.verbose ? "log.level=info" : "log.level=warning"};
   if (!options.dram.empty()) settings.push_back(absl::StrCat("dram.limit=\"", options.dram, "\""));
   if (!daemon->swap_paths_.empty()) {
-    const auto quoted = [](std::string* out, const std::string& path) { *out += QuotedPath(path); };
-    settings.push_back(
-        absl::StrCat("swap.paths=[", absl::StrJoin(daemon->swap_paths_, ",", quoted), "]"));
+    settings.push_back(SwapPathsSetting(daemon->swap_paths_));
     settings.push_back(absl::StrCat("swap.capacity=\"", options.swap_size, "\""));
     settings.push_back("swap.life=unlinked");  // the space is free however the daemon ends
   }

@@ -26,6 +26,9 @@ absl::StatusOr<std::string> DaemonPath();
 // A path as a string of TOML, whatever bytes are in it.
 std::string QuotedPath(std::string_view path);
 
+// "swap.paths=[...]", for --set.
+std::string SwapPathsSetting(const std::vector<std::string>& paths);
+
 // A new folder that this user alone can enter; its destructor removes it with all that is in it.
 class PrivateFolder {
  public:

@@ -93,10 +93,6 @@ std::string CopiesText(const json& report) {
                       report["fell_back"] == true ? "" : "; the others are: nothing is lost", "\n");
 }
 
-}  // namespace
-
-namespace {
-
 absl::StatusOr<json> AskDaemon(const ScrubOptions& options) {
   uint64_t bytes_per_s = 0;
   if (!options.rate.empty()) {
@@ -115,10 +111,7 @@ absl::StatusOr<std::optional<json>> Scrub(const ScrubOptions& options) {
   std::vector<std::string> arguments = {program, "--scrub", "--set", "log.level=warning"};
   if (!options.config.empty()) arguments.insert(arguments.end(), {"--config", options.config});
   if (!options.swap.empty()) {
-    const auto quoted = [](std::string* out, const std::string& path) { *out += QuotedPath(path); };
-    arguments.insert(
-        arguments.end(),
-        {"--set", absl::StrCat("swap.paths=[", absl::StrJoin(options.swap, ",", quoted), "]")});
+    arguments.insert(arguments.end(), {"--set", SwapPathsSetting(options.swap)});
   }
   if (!options.rate.empty()) {
     arguments.insert(arguments.end(),
