@@ -1,5 +1,6 @@
 // A job's way to a durable ledger, and back from there.
 
+#include <algorithm>
 #include <utility>
 
 #include "daemon/core/job.h"
@@ -12,7 +13,8 @@ void Job::Restore() {
   step_.Recover(*spec_.recovered);
   ++making_tasks_;
   RestoreExtraStates extra{.extra_states = spec_.recovered->extra_states};
-  for (uint32_t rank = 0; rank < spec_.world_size(); ++rank) {
+  const size_t ranks = std::min<size_t>(spec_.world_size(), extra.extra_states->size());
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
     extra.offsets_bytes.push_back(step_.extra_state_offset(rank));
   }
   io_.Start(TaskKind::kRestoreExtraStates, 0, std::move(extra));

@@ -305,8 +305,13 @@ absl::Status NodeState::Impl::CheckLedger(const MemoryPlan& plan,
 absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, JobName name) {
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
   SessionRequest session = SessionRequestOf(request);
-  session.durability = recovered != nullptr ? recovered->durability
-                                            : request.durability.value_or(options.durability);
+  session.durability = request.durability.value_or(options.durability);
+  if (recovered != nullptr) {
+    session.durability = recovered->durability;
+    for (const std::vector<std::byte>& kept : *recovered->extra_states) {
+      session.extra_state_bytes = std::max<uint64_t>(session.extra_state_bytes, kept.size());
+    }
+  }
   if (session.durability.level != protocol::DurabilityLevel::kMemory) {
     RETURN_IF_ERROR(options.not_durable);
   }

@@ -400,6 +400,44 @@ TEST_F(NodeStateDurableJob, TrainersThatDieWhileItComesBackLoseNothing) {
   }
 }
 
+// A shared job may come back with other ranks, which may ask for less room than its ranks had.
+TEST(NodeStateDurableWorld, OtherRanksGetWhatWasKeptOfTheirs) {
+  const auto layout = testing::MakeLayout({1000, 600});
+  for (const uint32_t ranks : {1U, 3U}) {
+    SCOPED_TRACE(ranks);
+    const auto request = [](uint32_t rank, uint32_t world_size, uint64_t extra_state_bytes) {
+      return AttachRequest{.rank = rank,
+                           .world_size = world_size,
+                           .durability = kStep,
+                           .extra_state_bytes = extra_state_bytes};
+    };
+    NodeHarness node(Roomy(), kRanks);
+    std::vector<uint64_t> sessions;
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      sessions.push_back(node.Attach(layout, request(rank, kRanks, 4096)));
+    }
+    for (const uint64_t session : sessions) {
+      for (uint32_t group = 0; group < 2; ++group) node.Gradient(session, group, 1);
+    }
+    for (const uint64_t session : sessions)
+      node.Step(session, 1, 0.1, 0, /*extra_state_bytes=*/4000);
+    node.RunTasks();
+    ASSERT_EQ(node.FindJob("job")->durable_step, 1U);
+    const auto next = NodeHarness::Restart(node, Roomy());
+    uint64_t end = 0;  // of the rank before
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      const uint64_t session = next->AttachOnly(layout, request(rank, ranks, 16));
+      ASSERT_OK(next->attached(session)->status);
+      const AnswerAttach& answer = *next->attached(session);
+      EXPECT_EQ(answer.committed_step, 1U);
+      EXPECT_EQ(answer.extra_state_bytes, rank < kRanks ? 4000U : 0U);
+      EXPECT_GE(answer.extra_state_offset, end);
+      end = answer.extra_state_offset + answer.extra_state_bytes;
+    }
+    EXPECT_EQ(next->fault(), "");
+  }
+}
+
 // GOALS section 1: 2 + 10 f bytes a parameter in format exact, f of whose states are in DRAM; within 0.1 %.
 TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
   constexpr uint64_t kGroupElems = uint64_t{8} << 20;

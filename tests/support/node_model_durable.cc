@@ -68,9 +68,16 @@ void NodeModel::Apply(const KeepExtraStates& a, TaskDone& done) {
 }
 
 void NodeModel::Apply(const RestoreExtraStates& a, TaskDone&) {
-  const size_t ranks = std::min(a.offsets_bytes.size(), a.extra_states->size());
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    CheckBounds(StepUse(a.job, a.offsets_bytes[rank], (*a.extra_states)[rank].size(), true));
+  if (a.offsets_bytes.size() > a.extra_states->size()) {
+    Fault("extra_state of more ranks is restored than was kept");
+    return;
+  }
+  uint64_t end = 0;
+  for (size_t rank = 0; rank < a.offsets_bytes.size(); ++rank) {
+    const uint64_t bytes = (*a.extra_states)[rank].size();
+    CheckBounds(StepUse(a.job, a.offsets_bytes[rank], bytes, true));
+    if (a.offsets_bytes[rank] < end) Fault("extra_state of two ranks is restored to one place");
+    end = a.offsets_bytes[rank] + bytes;
   }
 }
 
