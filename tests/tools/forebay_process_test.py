@@ -16,15 +16,12 @@ import subprocess
 import tempfile
 
 import pytest
+from forebay_command import DEADLINE_S, FOREBAY, ROOT, forebay, make_folders
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOREBAY = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build/bin")) / "forebay"
-DEADLINE_S = 60
 BENCH_KEYS = [
     *("bench", "case", "value", "unit", "limit", "limit_what", "share", "samples", "spread"),
     *("bytes_read", "bytes_written"),
 ]
-
 
 SWAP = "--swap {swap} --swap-size 64MiB"
 
@@ -32,26 +29,10 @@ SWAP = "--swap {swap} --swap-size 64MiB"
 TRAIN = ("sh", "-c", f'"{FOREBAY.parent.parent}/tests/held_client" "$FOREBAY_SOCKET" 0 1 step')
 
 
-def forebay(*words, deadline_s=DEADLINE_S, **options):
-    return subprocess.run(
-        [FOREBAY, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        **options,
-    )
-
-
 @pytest.fixture
 def folders(tmp_path):
     """(environment, runtime folder, swap folder); both folders must be empty again at the end."""
-    runtime, swap = tmp_path / "runtime", ROOT / "build" / f"test-swap-{os.getpid()}"
-    runtime.mkdir()
-    swap.mkdir(parents=True)
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
-    environment.pop("FOREBAY_SOCKET", None)
+    environment, runtime, swap = make_folders(tmp_path, "swap")
     yield environment, runtime, swap
     left = [*runtime.iterdir(), *swap.iterdir()]
     for folder in (runtime, swap):

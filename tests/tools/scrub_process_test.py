@@ -5,36 +5,17 @@ Method  Real processes of build/bin: a job trains a step, its daemon is killed, 
 
 import json
 import os
-import pathlib
 import subprocess
 import time
 
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOREBAY = pathlib.Path(os.environ.get("FOREBAY_BIN_DIR", ROOT / "build/bin")) / "forebay"
-DEADLINE_S = 60
-
-
-def forebay(*words):
-    return subprocess.run(
-        [FOREBAY, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+from forebay_command import DEADLINE_S, FOREBAY, forebay, make_folders
 
 
 @pytest.fixture
 def folders(tmp_path):
     """(environment, runtime folder, swap folder)."""
-    runtime, swap = tmp_path / "runtime", ROOT / "build" / f"test-scrub-{os.getpid()}"
-    runtime.mkdir()
-    swap.mkdir(parents=True)
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
-    environment.pop("FOREBAY_SOCKET", None)
+    environment, runtime, swap = make_folders(tmp_path, "scrub")
     yield environment, runtime, swap
     for path in swap.iterdir():
         path.unlink()
