@@ -142,7 +142,7 @@ void StateAccess::OnAccessed(const TaskDone& done) {
                   "check the initialisation or the loaded checkpoint");
   }
   const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
-  if (current_.write) pipeline_.SetAllChanged();
+  if (current_.write) pipeline_.OnMastersSet(piece);
   if (staged && current_.write && status.ok()) {
     checksum_ = done.checksum;
     weights_digests_ = done.weights_digests;

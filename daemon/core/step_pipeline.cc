@@ -698,7 +698,7 @@ uint64_t StepPipeline::Finish() {
   ReturnSurplusSlots();
   for (const uint32_t left : partition_blocks_left_) FOREBAY_CHECK(left == 0);
   if (pass_ == UpdatePass::kMasters) return 0;
-  SetWeightsChanged();
+  if (ledger_.is_durable()) SetWeightsChanged();
   for (uint32_t param = 0; param < param_updates_.size(); ++param) {
     if (order_.params[param]) ++param_updates_[param];
   }
@@ -713,26 +713,29 @@ uint64_t StepPipeline::Finish() {
   return overflowed_masters_;
 }
 
-// Of the step that is over: parts of the weights arena with an element that it has updated.
+// Of the step that is over.
 void StepPipeline::SetWeightsChanged() {
-  if (plan_.weights_parts == 0) return;
-  const uint64_t width = protocol::SizeBytes(layout_->spec().dtype);
   for (const protocol::BoxPlace& place : layout_->boxes()) {
-    if (!order_.params[place.box.param] || place.box.elems() == 0) continue;
-    const PartitionLocation location = placement_.WherePartition(place.partition);
-    if (location.tier == Tier::kNvme) continue;
-    const uint64_t begin = location.weights_offset_bytes + place.partition_elem * width;
-    const uint64_t end = begin + place.box.elems() * width;
-    for (uint64_t part = begin / plan_.block_bytes; part * plan_.block_bytes < end; ++part) {
-      ledger_.SetChanged(map_.blocks() + static_cast<uint32_t>(part));
-    }
+    if (!order_.params[place.box.param]) continue;
+    SetWeightsChanged(place.partition, place.partition_elem, place.box.elems());
   }
 }
 
-void StepPipeline::SetAllChanged() {
-  for (uint32_t entry = 0; entry < map_.blocks() + plan_.weights_parts; ++entry) {
-    ledger_.SetChanged(entry);
+// The parts of the weights arena that have these elements.
+void StepPipeline::SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems) {
+  const WeightsPlace place = PlaceOfWeights(partition, partition_elem);
+  if (place.in_block || elems == 0) return;
+  const uint64_t end = place.offset_bytes + elems * protocol::SizeBytes(layout_->spec().dtype);
+  for (uint64_t part = place.offset_bytes / plan_.block_bytes; part * plan_.block_bytes < end;
+       ++part) {
+    ledger_.SetChanged(map_.blocks() + static_cast<uint32_t>(part));
   }
+}
+
+void StepPipeline::OnMastersSet(const ElementRun& elems) {
+  if (!ledger_.is_durable()) return;
+  if (elems.block != ElementRun::kNoBlock) ledger_.SetChanged(elems.block);
+  SetWeightsChanged(elems.partition, elems.partition_elem, elems.elems);
 }
 
 void StepPipeline::Recover(const DurableJob& job) {

@@ -166,8 +166,8 @@ class StepPipeline {
   BlockLedger::Target AllocateSave(uint32_t entry);
   PathTable& path_table() { return path_table_; }
   const PathTable& path_table() const { return path_table_; }
-  // Masters were set, or are going to be: what is in DRAM is not what was saved of it.
-  void SetAllChanged();
+  // Masters of these elements were set: what is in DRAM of them is not what was saved.
+  void OnMastersSet(const ElementRun& elems);
   // Of a new pipeline: all is as in the job's durable step. Blocks in DRAM are going to be read back.
   void Recover(const DurableJob& job);
   const std::vector<uint64_t>& updates() const { return param_updates_; }  // by parameter
@@ -261,6 +261,7 @@ class StepPipeline {
   bool AreAllPathsBusy() const;
   void Sort();
   void SetWeightsChanged();
+  void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
   uint32_t PathOf(uint32_t block) const;  // that it is read from
   void PrepareStaged();

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/core/block_map.h"
 #include "daemon/core/limits.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -271,6 +272,42 @@ TEST_F(NodeStateDurableJob, WhatHasNotChangedIsNotSavedAgain) {
   const size_t second = node().Logged<SavePart>().size() - first;
   EXPECT_LT(second, first);
   EXPECT_GT(second, 0U);
+}
+
+TEST_F(NodeStateDurableJob, WhatWasWrittenBetweenStepsIsSavedWithTheNext) {
+  TrainTo(1);
+  node().RunTasks();
+  const auto partitions = run_.layout_->partitions();
+  const auto owner = [&](uint32_t partition) {
+    return run_.sessions_[partitions[partition].owner];
+  };
+  EXPECT_EQ(node().ErrorOf(node().WriteMasters(owner(0), 0)), kUnanswered);
+  node().RunTasks();
+  std::set<uint32_t> changed = {0};  // partitions
+  for (uint32_t i = 0; i < partitions.size(); ++i) {
+    if (partitions[i].group != 1) continue;
+    node().Gradient(owner(i), i, 2);
+    changed.insert(i);
+  }
+  EXPECT_THAT(node().StepAll(run_.sessions_, 2), Each(ErrorId::kNone));
+  const BlockMap map(run_.layout_, Roomy().block_elems);
+  std::set<uint64_t> blocks;
+  for (uint32_t block = 0; block < map.blocks(); ++block) {
+    for (const uint32_t partition : map.Partitions(block)) {
+      if (changed.contains(partition)) blocks.insert(block);
+    }
+  }
+  ASSERT_LT(blocks.size(), map.blocks());
+  std::set<uint64_t> saved;
+  std::set<uint64_t> saved_parts;
+  for (const SavePart& save : node().Logged<SavePart>()) {
+    if (save.identity.written_step != 2) continue;
+    (save.arena == SavedArena::kStates ? saved : saved_parts).insert(save.identity.block);
+  }
+  EXPECT_EQ(saved, blocks);
+  // The first one has the first weights of partition 0, which no gradient has changed.
+  EXPECT_TRUE(saved_parts.contains(0));
+  EXPECT_LT(saved_parts.size(), node().model().durable().jobs[0]->weights.size());
 }
 
 TEST_F(NodeStateDurableJob, ASaveThatFailsGoesToAnotherSlot) {
