@@ -54,25 +54,28 @@ void BlockMover::Evict(const EvictBlock& action, const ArenaRegistry::Arena& sta
        .place = action.place});
 }
 
+// Of an action on part of an arena, which keeps its memory.
+template <typename Action>
+BlockMover::Moved BlockMover::PartOf(const Action& action, const ArenaRegistry::Arena& arena) {
+  return {.task = action.task,
+          .identity = action.identity,
+          .arena = arena,
+          .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
+          .place = {.resident = false, .slot = action.slot},
+          .leaves_memory = false};
+}
+
 void BlockMover::Spill(const SpillSums& action, const ArenaRegistry::Arena& step) {
-  DigestAndWrite({.task = action.task,
-                  .identity = action.identity,
-                  .arena = step,
-                  .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
-                  .place = {.resident = false, .slot = action.slot},
-                  .leaves_memory = false,
-                  .pause = action.pause});
+  Moved moved = PartOf(action, step);
+  moved.pause = action.pause;
+  DigestAndWrite(std::move(moved));
 }
 
 void BlockMover::Save(const SavePart& action, const ArenaRegistry::Arena& arena) {
-  DigestAndWrite({.task = action.task,
-                  .identity = action.identity,
-                  .arena = arena,
-                  .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
-                  .place = {.resident = false, .slot = action.slot},
-                  .leaves_memory = false,
-                  .pause = action.pause,
-                  .order = TransferQueue::Order::kBackground});
+  Moved moved = PartOf(action, arena);
+  moved.pause = action.pause;
+  moved.order = TransferQueue::Order::kBackground;
+  DigestAndWrite(std::move(moved));
 }
 
 void BlockMover::DigestAndWrite(Moved moved) {
@@ -131,24 +134,16 @@ void BlockMover::Promote(const PromoteBlock& action, const ArenaRegistry::Arena&
 
 void BlockMover::Load(const LoadSums& action, const ArenaRegistry::Arena& step) {
   FOREBAY_CHECK(swap_ != nullptr);
-  Read({.task = action.task,
-        .identity = action.identity,
-        .arena = step,
-        .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
-        .place = {.resident = false, .slot = action.slot},
-        .checksum = action.checksum,
-        .leaves_memory = false});
+  Moved moved = PartOf(action, step);
+  moved.checksum = action.checksum;
+  Read(moved);
 }
 
 void BlockMover::Restore(const RestorePart& action, const ArenaRegistry::Arena& arena) {
   FOREBAY_CHECK(swap_ != nullptr);
-  Read({.task = action.task,
-        .identity = action.identity,
-        .arena = arena,
-        .part = {.offset_bytes = action.offset_bytes, .size_bytes = action.bytes},
-        .place = {.resident = false, .slot = action.slot},
-        .checksum = action.checksum,
-        .leaves_memory = false});
+  Moved moved = PartOf(action, arena);
+  moved.checksum = action.checksum;
+  Read(moved);
 }
 
 void BlockMover::Read(const Moved& moved) {

@@ -67,6 +67,8 @@ class BlockMover {
 
   using Next = InplaceFunction<void(const Transferred&), 256>;
 
+  template <typename Action>
+  static Moved PartOf(const Action& action, const ArenaRegistry::Arena& arena);
   static SwapTransfer TransferOf(const Moved& moved);
   void DigestAndWrite(Moved moved);
   void Write(const Moved& moved, uint64_t checksum);
