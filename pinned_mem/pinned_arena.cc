@@ -44,6 +44,12 @@ struct PinnedArena::State {
     return (bytes + protocol::kHugePageBytes - 1) / protocol::kHugePageBytes;
   }
   absl::Status Populate(const ArenaPart& part, int threads);
+  // With the threads of the options.
+  absl::Status PopulateNew(const ArenaPart& part);
+  // Of a part that has memory.
+  absl::Status Adopt(const ArenaPart& part);
+  absl::Status Lock(const ArenaPart& part);
+  internal::PopulateOptions HowToPopulate(int threads);
   absl::Status FreePart(const ArenaPart& part);
   void CountHuge();
 
@@ -110,6 +116,26 @@ absl::Status LockError(const ArenaOptions& options, const ArenaPart& part, int e
       "\"* - memlock unlimited\" to /etc/security/limits.conf");
 }
 
+uint64_t AllocatedBytes(const protocol::UniqueFd& fd) {
+  struct stat info = {};
+  FOREBAY_CHECK(fstat(fd.get(), &info) == 0);
+  return static_cast<uint64_t>(info.st_blocks) * 512;  // stat(2): always units of 512
+}
+
+// Whether all that should have memory has it. A read of a hole would fill it with zeros.
+absl::Status CheckParts(const ArenaOptions& options, const protocol::UniqueFd& fd) {
+  const std::vector<ArenaPart> parts = PartsOf(options);
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> hole, internal::FindHole(fd, parts));
+  if (!hole.has_value()) return absl::OkStatus();
+  uint64_t expected_bytes = 0;
+  for (const ArenaPart& part : parts) expected_bytes += part.size_bytes;
+  return MakeError(
+      ErrorId::kCorrupt,
+      absl::StrCat("arena ", options.name, " has lost memory at offset ", *hole, ": ",
+                   AllocatedBytes(fd), " bytes have some, ", expected_bytes, " should"),
+      "attach again, and go on from a checkpoint or a durable step");
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOptions& options) {
@@ -119,6 +145,24 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   RETURN_IF_ERROR(CheckAvailable(options.name, needed_bytes));
   ASSIGN_OR_RETURN(protocol::UniqueFd fd,
                    internal::MakeMemfd(options.name, options.capacity_bytes, options.access));
+  return Map(options, std::move(fd), &State::PopulateNew);
+}
+
+absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Adopt(const ArenaOptions& options,
+                                                                protocol::UniqueFd fd) {
+  RETURN_IF_ERROR(CheckOptions(options));
+  RETURN_IF_ERROR(internal::CheckMemfd(fd, options.name, options.capacity_bytes, options.access));
+  if (fcntl(fd.get(), F_SETFD, FD_CLOEXEC) != 0) {
+    return MakeError(ErrorId::kInternal,
+                     ErrnoText(absl::StrCat("arena ", options.name, ": FD_CLOEXEC"), errno));
+  }
+  RETURN_IF_ERROR(CheckParts(options, fd));
+  return Map(options, std::move(fd), &State::Adopt);
+}
+
+absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Map(
+    const ArenaOptions& options, protocol::UniqueFd fd,
+    absl::Status (State::*take)(const ArenaPart& part)) {
   protocol::UniqueFd reader;
   if (options.access == Access::kServed) {
     ASSIGN_OR_RETURN(reader, internal::Reopen(fd, O_RDONLY));
@@ -129,7 +173,7 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   state->reader = std::move(reader);
   std::set<int> nodes;
   for (const ArenaPart& part : PartsOf(options)) {
-    RETURN_IF_ERROR(state->Populate(part, options.threads));
+    RETURN_IF_ERROR((state.get()->*take)(part));
     const auto bytes = state->segment.bytes().subspan(part.offset_bytes, part.size_bytes);
     for (const int node : internal::NodesOfPages(bytes)) nodes.insert(node);
   }
@@ -137,20 +181,40 @@ absl::StatusOr<std::unique_ptr<PinnedArena>> PinnedArena::Create(const ArenaOpti
   return std::make_unique<PinnedArena>(std::move(state));
 }
 
+internal::PopulateOptions PinnedArena::State::HowToPopulate(int threads) {
+  return {.placement = options.placement,
+          .threads = threads,
+          .populated_bytes = options.populated_bytes.get(),
+          .huge_pieces = huge_pieces};
+}
+
+absl::Status PinnedArena::State::PopulateNew(const ArenaPart& part) {
+  return Populate(part, options.threads);
+}
+
 absl::Status PinnedArena::State::Populate(const ArenaPart& part, int threads) {
-  absl::Status status = segment.Populate(part, {.placement = options.placement,
-                                                .threads = threads,
-                                                .populated_bytes = options.populated_bytes.get(),
-                                                .huge_pieces = huge_pieces});
-  const int lock_error = status.ok() ? segment.Lock(part) : 0;
-  if (lock_error != 0) locked = false;
-  if (lock_error != 0 && options.lock == LockPolicy::kRequired) {
-    status = LockError(options, part, lock_error);
-  }
+  absl::Status status = segment.Populate(part, HowToPopulate(threads));
+  if (status.ok()) status = Lock(part);
   populated_bytes += part.size_bytes;
   CountHuge();
   if (!status.ok()) (void)FreePart(part);
   return status;
+}
+
+absl::Status PinnedArena::State::Adopt(const ArenaPart& part) {
+  RETURN_IF_ERROR(segment.MapPages(part, HowToPopulate(options.threads)));
+  RETURN_IF_ERROR(Lock(part));
+  populated_bytes += part.size_bytes;
+  CountHuge();
+  return absl::OkStatus();
+}
+
+absl::Status PinnedArena::State::Lock(const ArenaPart& part) {
+  const int error_number = segment.Lock(part);
+  if (error_number == 0) return absl::OkStatus();
+  locked = false;
+  if (options.lock == LockPolicy::kBestEffort) return absl::OkStatus();
+  return LockError(options, part, error_number);
 }
 
 absl::Status PinnedArena::State::FreePart(const ArenaPart& part) {
@@ -221,11 +285,16 @@ int PinnedArena::PlacedNode(uint64_t offset_bytes) const {
 }
 const std::string& PinnedArena::name() const { return state_->options.name; }
 
-uint64_t PinnedArena::allocated_bytes() const {
-  struct stat info = {};
-  FOREBAY_CHECK(fstat(state_->fd.get(), &info) == 0);
-  return static_cast<uint64_t>(info.st_blocks) * 512;  // stat(2): always units of 512
+uint64_t PinnedArena::allocated_bytes() const { return AllocatedBytes(state_->fd); }
+
+absl::StatusOr<protocol::UniqueFd> PinnedArena::DuplicateFd() const {
+  protocol::UniqueFd fd(fcntl(state_->fd.get(), F_DUPFD_CLOEXEC, 0));
+  if (fd.valid()) return fd;
+  return MakeError(ErrorId::kLimit, ErrnoText(absl::StrCat("arena ", name(), ": dup"), errno),
+                   "raise the limit of open files (ulimit -n, LimitNOFILE=)");
 }
+
+void PinnedArena::SetAtEnd(AtEnd at_end) { state_->options.at_end = at_end; }
 
 absl::StatusOr<protocol::UniqueFd> PinnedArena::ClientFd() const {
   switch (state_->options.access) {

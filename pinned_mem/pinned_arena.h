@@ -29,10 +29,10 @@ enum class Access {
   kShared,   // one client reads and writes
 };
 
-// What the destructor does with the pages while a client still has the segment open or mapped.
+// What the destructor does with the pages while somebody else still has the segment open or mapped.
 enum class AtEnd {
-  kFreePages,       // frees them; the client reads zeros from then on
-  kKeepForReaders,  // leaves them to the kernel, which frees them with the last mapping
+  kFreePages,       // frees them; a client reads zeros from then on
+  kKeepForReaders,  // leaves them to the kernel, which frees them with the last descriptor or mapping
 };
 
 // On whole pages.
@@ -70,7 +70,7 @@ struct ArenaOptions {
 // into a shared segment loses its own bytes; this process then reads zeros.
 //
 // Ownership  The arena owns the pages and the fd. Ranges borrow: all must die before the arena.
-// Threads    Create(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
+// Threads    Create(), Adopt(), Populate(), FreePart(), FreeIfUnused() and the destructor on a worker (they
 //            block), one of them at a time for one arena; all else on the loop thread. The bytes of a
 //            live range may be given to any thread.
 // Limits     At most kMaxRanges live ranges.
@@ -112,9 +112,30 @@ class PinnedArena {
   //         E_MEMLOCK     kRequired, and RLIMIT_MEMLOCK is too low: limit, need, the line to add.
   static absl::StatusOr<std::unique_ptr<PinnedArena>> Create(const ArenaOptions& options);
 
+  // An arena over the memfd that an earlier process made with the same options, from a descriptor of
+  // DuplicateFd(). The pages of `parts` have memory, and keep their bytes, NUMA nodes and size;
+  // no other page gets any. All ranges are free. Costs a system call for 2 MiB: no page is copied.
+  //
+  // Ownership  An error closes the descriptor; it frees no page that somebody else has.
+  // Errors     E_RANGE       an option breaks its rule.
+  //            E_CORRUPT     not such a memfd, or a page of `parts` has lost its memory: where.
+  //            E_DRAM_LIMIT  too little free memory to bring pages back from swap.
+  //            E_MEMLOCK     as Create.
+  static absl::StatusOr<std::unique_ptr<PinnedArena>> Adopt(const ArenaOptions& options,
+                                                            protocol::UniqueFd fd);
+
   PinnedArena(const PinnedArena&) = delete;
   PinnedArena& operator=(const PinnedArena&) = delete;
   ~PinnedArena();
+
+  // Our own open file description once more, close-on-exec: for whoever keeps the pages until the
+  // next process adopts them. Not for clients. FreeIfUnused() does not count it.
+  //
+  // Errors  E_LIMIT  no descriptor is left.
+  absl::StatusOr<protocol::UniqueFd> DuplicateFd() const;
+
+  // Another end than that of the options. Not while the destructor may run.
+  void SetAtEnd(AtEnd at_end);
 
   // Gives memory to a part that has none.
   //
@@ -140,9 +161,10 @@ class PinnedArena {
   uint64_t populated_bytes() const;
   // st_blocks of the segment: what the kernel counts.
   uint64_t allocated_bytes() const;
-  // On 2 MiB pages when they got memory.
+  // On 2 MiB pages when they got memory; of an adopted arena, when it was adopted, and 0 where the
+  // kernel does not say.
   uint64_t huge_bytes() const;
-  // NUMA nodes on which the pages were after Create(), ascending, one page of 2 MiB looked at.
+  // NUMA nodes on which the pages were after Create() or Adopt(), ascending, one page of 2 MiB looked at.
   // Empty: the kernel does not say.
   const std::vector<int>& numa_nodes() const;
   // The node that options asked for at an offset; -1: none.
@@ -176,10 +198,15 @@ class PinnedArena {
   struct State;
 
  public:
-  // For Create() alone: nobody else has a State.
+  // For Create() and Adopt(): nobody else has a State.
   explicit PinnedArena(std::unique_ptr<State> state);
 
  private:
+  // Maps the memfd, and takes every part of the options by `take`.
+  static absl::StatusOr<std::unique_ptr<PinnedArena>> Map(
+      const ArenaOptions& options, protocol::UniqueFd fd,
+      absl::Status (State::*take)(const ArenaPart& part));
+
   std::unique_ptr<State> state_;
 };
 

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +15,9 @@
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U  // linux/memfd.h, 6.3
+#endif
+#ifndef F_SEAL_EXEC
+#define F_SEAL_EXEC 0x0020  // linux/fcntl.h, 6.3; what MFD_NOEXEC_SEAL sets
 #endif
 
 namespace forebay::pinned_mem::internal {
@@ -33,6 +37,16 @@ absl::Status NoDescriptor(const std::string& what, int error_number) {
                    "raise the limit of open files (ulimit -n, LimitNOFILE=)");
 }
 
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+mode_t ModeOf(Access access) { return access == Access::kServed ? 0400 : 0600; }
+
+absl::Status NotThisArena(const std::string& name, const std::string& what) {
+  return MakeError(ErrorId::kCorrupt,
+                   absl::StrCat("a descriptor that was kept is not arena ", name, ": ", what),
+                   "attach again, and go on from a checkpoint or a durable step");
+}
+
 }  // namespace
 
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,
@@ -43,8 +57,7 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
   if (!fd.valid()) {
     return NoDescriptor(absl::StrCat("memfd_create ", name), errno);
   }
-  const mode_t mode = access == Access::kServed ? 0400 : 0600;
-  if (fchmod(fd.get(), mode) != 0) {
+  if (fchmod(fd.get(), ModeOf(access)) != 0) {
     return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("fchmod of ", name), errno));
   }
   if (ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
@@ -58,10 +71,66 @@ absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t s
     return MakeError(ErrorId::kInternal,
                      ErrnoText(absl::StrCat("ftruncate of ", name, " to ", size_bytes), errno));
   }
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("sealing of ", name), errno));
   }
   return fd;
+}
+
+absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, uint64_t size_bytes,
+                        Access access) {
+  // Files of tmpfs have seals too, but never these.
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0) return NotThisArena(name, ErrnoText("it has no seals", errno));
+  if ((seals & ~F_SEAL_EXEC) != kSeals) {
+    return NotThisArena(name, absl::StrCat("its seals are ", absl::Hex(seals), ", not ",
+                                           absl::Hex(kSeals), " (hexadecimal)"));
+  }
+  // The first description, which the kernel does not count as a writer: UseCheck relies on it.
+  if ((fcntl(fd.get(), F_GETFL) & O_ACCMODE) != O_RDWR) {
+    return NotThisArena(name, "it is not open for reading and writing");
+  }
+  struct stat info = {};
+  if (fstat(fd.get(), &info) != 0) {
+    return MakeError(ErrorId::kInternal, ErrnoText(absl::StrCat("fstat of ", name), errno));
+  }
+  if (static_cast<uint64_t>(info.st_size) != size_bytes) {
+    return NotThisArena(name, absl::StrCat("it has ", info.st_size, " bytes, not ", size_bytes));
+  }
+  if (info.st_uid != geteuid()) {
+    return NotThisArena(name, absl::StrCat("it belongs to uid ", info.st_uid, ", not ", geteuid()));
+  }
+  if ((info.st_mode & 07777U) != ModeOf(access)) {
+    return NotThisArena(name, absl::StrCat("its mode is ", absl::Hex(info.st_mode & 07777U),
+                                           ", not ", absl::Hex(ModeOf(access)), " (hexadecimal)"));
+  }
+  std::array<char, 512> link{};
+  const std::string path = absl::StrCat("/proc/self/fd/", fd.get());
+  const ssize_t length = readlink(path.c_str(), link.data(), link.size());
+  if (length < 0) return MakeError(ErrorId::kInternal, ErrnoText("readlink " + path, errno));
+  const std::string target(link.data(), static_cast<size_t>(length));
+  if (target != absl::StrCat("/memfd:", name, " (deleted)")) {
+    return NotThisArena(name, absl::StrCat("it is ", target));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
+                                                 std::span<const ArenaPart> parts) {
+  // What the last search found: the kernel's goes on beyond a part.
+  std::optional<uint64_t> hole_bytes;
+  for (const ArenaPart& part : parts) {
+    if (!hole_bytes || *hole_bytes < part.offset_bytes) {
+      const off_t found = lseek(fd.get(), static_cast<off_t>(part.offset_bytes), SEEK_HOLE);
+      if (found < 0) {
+        return MakeError(ErrorId::kInternal,
+                         ErrnoText(absl::StrCat("lseek from ", part.offset_bytes), errno));
+      }
+      hole_bytes = static_cast<uint64_t>(found);
+    }
+    if (*hole_bytes < part.offset_bytes + part.size_bytes) return hole_bytes;
+  }
+  return std::nullopt;
 }
 
 absl::StatusOr<protocol::UniqueFd> Reopen(const protocol::UniqueFd& fd, int flags) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 
 #include "absl/status/status.h"
@@ -20,6 +22,21 @@ namespace forebay::pinned_mem::internal {
 //         E_INTERNAL  a system call failed: which one, and its errno.
 absl::StatusOr<protocol::UniqueFd> MakeMemfd(const std::string& name, uint64_t size_bytes,
                                              Access access);
+
+// Whether `fd` is what MakeMemfd() gave an earlier process of this user with the same arguments.
+//
+// Errors  E_CORRUPT   it is not: what differs, with both values.
+//         E_INTERNAL  as MakeMemfd.
+absl::Status CheckMemfd(const protocol::UniqueFd& fd, const std::string& name, uint64_t size_bytes,
+                        Access access);
+
+// Where the first page without memory is in the parts, which are ascending; nothing: all have some,
+// in DRAM or in swap. Looks at each page once.
+//
+// Errors  E_INTERNAL  the kernel does not say.
+// Source  lseek(2) SEEK_HOLE.
+absl::StatusOr<std::optional<uint64_t>> FindHole(const protocol::UniqueFd& fd,
+                                                 std::span<const ArenaPart> parts);
 
 // A new open file description of the same memfd: flags and locks are not shared with `fd`. `flags`
 // is O_RDONLY or O_RDWR.

@@ -13,12 +13,17 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "pinned_mem/internal/huge_pages.h"
 #include "pinned_mem/internal/page_nodes.h"
 #include "pinned_mem/memory_limit.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/status_macros.h"
 #include "protocol/units.h"
 
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // asm-generic/mman-common.h, 5.14
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // asm-generic/mman-common.h, 5.14
 #endif
@@ -46,6 +51,20 @@ int PopulateSmall(std::byte* begin, uint64_t size_bytes) {
     if (errno != EINVAL) return errno;
     for (uint64_t at = 0; at < size_bytes; at += kPageBytes) {
       *static_cast<volatile std::byte*>(begin + at) = std::byte{0};
+    }
+    return 0;
+  }
+  return 0;
+}
+
+// Maps pages that have memory. As above: this touches them where the kernel is older than 5.14.
+int MapSmall(const std::byte* begin, uint64_t size_bytes) {
+  auto* const address = const_cast<std::byte*>(begin);  // madvise(2) takes no const
+  while (madvise(address, size_bytes, MADV_POPULATE_READ) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    for (uint64_t at = 0; at < size_bytes; at += kPageBytes) {
+      (void)*static_cast<const volatile std::byte*>(begin + at);
     }
     return 0;
   }
@@ -102,6 +121,28 @@ absl::StatusOr<Segment> Segment::Map(int fd, uint64_t size_bytes) {
 }
 
 absl::Status Segment::Populate(const ArenaPart& part, const PopulateOptions& options) {
+  RETURN_IF_ERROR(
+      ForEachPiece(part, options, [&options](uint64_t index, std::span<std::byte> piece) {
+        const Populated populated = PopulatePiece(piece);
+        if (populated.huge) options.huge_pieces[index] = 1;
+        return populated.error_number;
+      }));
+  KeepOnNodes(bytes_.subspan(part.offset_bytes, part.size_bytes), options.placement);
+  return absl::OkStatus();
+}
+
+absl::Status Segment::MapPages(const ArenaPart& part, const PopulateOptions& options) {
+  RETURN_IF_ERROR(ForEachPiece(part, options, [](uint64_t, std::span<std::byte> piece) {
+    return MapSmall(piece.data(), piece.size());
+  }));
+  const std::span<std::byte> bytes = bytes_.subspan(part.offset_bytes, part.size_bytes);
+  KeepOnNodes(bytes, options.placement);
+  MarkHugePieces(bytes_, part, options.huge_pieces);
+  return absl::OkStatus();
+}
+
+absl::Status Segment::ForEachPiece(const ArenaPart& part, const PopulateOptions& options,
+                                   const PieceTask& task) {
   const uint64_t part_end = part.offset_bytes + part.size_bytes;
   const uint64_t first = part.offset_bytes / kHugePageBytes;
   const uint64_t pieces = (part_end + kHugePageBytes - 1) / kHugePageBytes - first;
@@ -116,9 +157,8 @@ absl::Status Segment::Populate(const ArenaPart& part, const PopulateOptions& opt
       const auto piece =
           bytes_.subspan(begin, std::min((index + 1) * kHugePageBytes, part_end) - begin);
       preferred.Set(options.placement.NodeAt(begin + piece.size() / 2));
-      const Populated populated = PopulatePiece(piece);
-      if (populated.error_number != 0) error_number = populated.error_number;
-      if (populated.huge) options.huge_pieces[index] = 1;
+      const int error = task(index, piece);
+      if (error != 0) error_number = error;
       if (options.populated_bytes != nullptr) *options.populated_bytes += piece.size();
     }
   };
@@ -143,7 +183,6 @@ absl::Status Segment::Populate(const ArenaPart& part, const PopulateOptions& opt
                      "; now available: ", FormatBytes(AvailableBytes())),
         "free memory on this node, or ask for less");
   }
-  KeepOnNodes(bytes_.subspan(part.offset_bytes, part.size_bytes), options.placement);
   return absl::OkStatus();
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "absl/status/status.h"
@@ -42,6 +43,12 @@ class Segment {
   //         E_INTERNAL    the system refused a thread.
   absl::Status Populate(const ArenaPart& part, const PopulateOptions& options);
 
+  // Maps every page of a part that has memory already, so that no use of it faults; changes no byte.
+  //
+  // Errors  E_DRAM_LIMIT  the kernel cannot bring a page back from swap.
+  //         E_INTERNAL    as Populate.
+  absl::Status MapPages(const ArenaPart& part, const PopulateOptions& options);
+
   // 0, or the errno of mlock(2).
   int Lock(const ArenaPart& part);
   void Unlock(const ArenaPart& part);
@@ -49,6 +56,13 @@ class Segment {
   std::span<std::byte> bytes() const { return bytes_; }
 
  private:
+  // The index of a piece of 2 MiB, and its bytes of the part; 0 or an errno.
+  using PieceTask = std::function<int(uint64_t index, std::span<std::byte> piece)>;
+
+  // Calls `task` for every piece, on threads where that saves time.
+  absl::Status ForEachPiece(const ArenaPart& part, const PopulateOptions& options,
+                            const PieceTask& task);
+
   explicit Segment(std::span<std::byte> bytes) : bytes_(bytes) {}
 
   std::span<std::byte> bytes_;

@@ -1,0 +1,20 @@
+// Which pieces of a mapping the kernel has on 2 MiB pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "pinned_mem/pinned_arena.h"
+
+namespace forebay::pinned_mem::internal {
+
+// Sets huge_pieces[i] to 1 where piece i of 2 MiB lies in the part and is mapped as one page.
+// `segment` starts on a border of 2 MiB. Marks none where the kernel does not say (before 6.7, or a
+// process that cannot be dumped and is not root).
+//
+// Source  ioctl_pagemap_scan(2).
+void MarkHugePieces(std::span<const std::byte> segment, const ArenaPart& part,
+                    std::span<uint8_t> huge_pieces);
+
+}  // namespace forebay::pinned_mem::internal
