@@ -1,0 +1,94 @@
+// Descriptors that outlive this process: the service manager keeps them for the next one.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/control/control_plane.h"
+#include "daemon/core/limits.h"
+#include "protocol/os/unique_fd.h"
+
+namespace forebay::daemon {
+
+// Weights, states and step arena of a job; gradient arena and extra state of a session; and what says
+// what they are. FileDescriptorStoreMax= of the unit is this sum.
+inline constexpr uint32_t kStoredFdsPerJob = 3;
+inline constexpr uint32_t kStoredFdsPerSession = 2;
+inline constexpr uint32_t kStoredFdsOfNode = 16;
+inline constexpr uint32_t kStoredFdsMax =
+    kStoredFdsPerJob * kJobsMax + kStoredFdsPerSession * kSessionsMax + kStoredFdsOfNode;
+
+// Environment variables that main() reads; null: not set.
+struct FdStoreEnvironment {
+  const char* notify_socket = nullptr;  // NOTIFY_SOCKET
+  const char* fdstore = nullptr;        // FDSTORE
+};
+
+// The part of the service manager's store that is ours. Ours are the names with kPrefix, which callers
+// leave out; descriptors of other names (sockets that it listens on for us) are left alone.
+//
+//   start  Take(); the caller decodes; Forget(), before it changes a byte; Release() each.
+//   end    Keep() each; Flush().
+//
+// Ownership  Of descriptors that were taken and not released: the destructor closes them.
+// Threads    One. Take() changes the environment: before the first thread is made.
+// Limits     A message waits while the service manager's socket is full.
+// Source     sd_listen_fds(3), sd_notify(3) FDSTORE= and BARRIER=, systemd.service(5).
+class FdStore {
+ public:
+  static constexpr std::string_view kPrefix = "forebay.";
+  // Without the prefix; systemd takes 255 with it.
+  static constexpr size_t kNameBytesMax = 200;
+
+  // What was handed over at start: each close-on-exec, the variables LISTEN_* unset.
+  static FdStore Take(const FdStoreEnvironment& environment);
+
+  // Whether the service manager keeps descriptors of this service.
+  bool is_available() const { return fds_max_ > 0; }
+  // How many of them.
+  uint64_t fds_max() const { return fds_max_; }
+
+  // Of the descriptors that were taken and not released, ascending.
+  std::vector<std::string> names() const;
+  // The caller owns it; not valid: none of that name.
+  protocol::UniqueFd Release(std::string_view name);
+
+  // Removes from the store all that was taken, and waits until they are: a process that starts after
+  // a crash of this one does not find them. Without any it does nothing.
+  //
+  // Errors  as Flush; some may be in the store still.
+  absl::Status Forget(std::chrono::microseconds timeout);
+
+  // Puts a descriptor into the store, in place of one with that name. The caller may close it
+  // afterwards. A name is 1 to kNameBytesMax letters, digits, '.' and '-'. One open file description
+  // has one name: of two the service manager keeps the first.
+  //
+  // Errors  E_UNSUPPORTED  not is_available().
+  //         E_LIMIT        fds_max() are there.
+  //         E_INTERNAL     the name breaks its rule, or the message was not sent.
+  absl::Status Keep(std::string_view name, int fd);
+
+  // Waits until the service manager has done all of the above.
+  //
+  // Errors  E_UNSUPPORTED  there is none.
+  //         E_TIMEOUT      it has not answered in time; it may still do so.
+  //         E_INTERNAL     the message was not sent.
+  absl::Status Flush(std::chrono::microseconds timeout);
+
+ private:
+  uint64_t fds_max_ = 0;
+  std::map<std::string, protocol::UniqueFd, std::less<>> taken_;
+  // Without prefix: what Forget() removes, what Keep() has put there.
+  std::vector<std::string> to_forget_;
+  std::set<std::string, std::less<>> kept_;
+};
+
+}  // namespace forebay::daemon

@@ -1,0 +1,322 @@
+// Goal    Descriptors that are kept are in the service manager's store, by name, when Flush() returns; the
+//         next process finds them and leaves all others alone; what it forgets is gone. Where nothing
+//         is kept, or the service manager does not answer, that is an error.
+// Method  The service manager's end of NOTIFY_SOCKET, a thread that records each message. A child is
+//         started as it would start a service, with descriptors from number 3 on.
+
+#include "daemon/fd_store.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/os/mutex.h"
+#include "protocol/os/unique_fd.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::IdOf;
+using protocol::UniqueFd;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr std::chrono::seconds kPatience{30};
+constexpr unsigned kDeadlineSeconds = 30;
+
+ino_t InodeOf(int fd) {
+  struct stat info = {};
+  return ::fstat(fd, &info) == 0 ? info.st_ino : 0;
+}
+
+UniqueFd Memfd(const char* name) { return UniqueFd(::memfd_create(name, MFD_CLOEXEC)); }
+
+// One message: its text, the inode of the descriptor with it (0: none).
+struct Message {
+  std::string text;
+  ino_t inode = 0;
+  bool operator==(const Message&) const = default;
+};
+
+enum class Barriers { kAnswered, kIgnored };
+
+class ServiceManager {
+ public:
+  ServiceManager(const std::string& path, Barriers barriers) : barriers_(barriers) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    socket_.Reset(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+              0);
+    ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
+    EXPECT_EQ(::pipe2(end_, O_CLOEXEC), 0);
+    thread_ = std::thread([this] { Run(); });
+  }
+  ServiceManager(const ServiceManager&) = delete;
+  ServiceManager& operator=(const ServiceManager&) = delete;
+  ~ServiceManager() {
+    ::close(end_[1]);
+    thread_.join();
+    ::close(end_[0]);
+    ::unsetenv("NOTIFY_SOCKET");
+  }
+
+  std::vector<Message> messages() {
+    const protocol::MutexLock lock(mutex_);
+    return messages_;
+  }
+
+ private:
+  void Run() {
+    std::vector<UniqueFd> ignored;
+    while (true) {
+      std::array<pollfd, 2> fds = {pollfd{.fd = socket_.get(), .events = POLLIN, .revents = 0},
+                                   pollfd{.fd = end_[0], .events = POLLIN, .revents = 0}};
+      if (::poll(fds.data(), fds.size(), -1) < 0) return;
+      if (fds[0].revents == 0) return;
+      std::array<char, 512> text{};
+      alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+      iovec data{.iov_base = text.data(), .iov_len = text.size()};
+      msghdr header{};
+      header.msg_iov = &data;
+      header.msg_iovlen = 1;
+      header.msg_control = control.data();
+      header.msg_controllen = control.size();
+      const ssize_t size = ::recvmsg(socket_.get(), &header, MSG_CMSG_CLOEXEC);
+      if (size < 0) return;
+      UniqueFd fd;
+      if (const cmsghdr* const rights = CMSG_FIRSTHDR(&header)) {
+        int number = -1;
+        std::memcpy(&number, CMSG_DATA(rights), sizeof(number));
+        fd.Reset(number);
+      }
+      Message message{.text = {text.data(), static_cast<size_t>(size)}};
+      const bool is_barrier = message.text == "BARRIER=1";
+      if (fd.valid() && !is_barrier) message.inode = InodeOf(fd.get());
+      {
+        const protocol::MutexLock lock(mutex_);
+        messages_.push_back(std::move(message));
+      }
+      if (is_barrier && barriers_ == Barriers::kIgnored) ignored.push_back(std::move(fd));
+    }
+  }
+
+  const Barriers barriers_;
+  UniqueFd socket_;
+  int end_[2] = {};
+  protocol::Mutex mutex_;
+  std::vector<Message> messages_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+class FdStoreTest : public ::testing::Test {
+ protected:
+  const testing::TempDir dir_;
+  const std::string socket_ = dir_.path() + "/notify";
+  const FdStoreEnvironment keeps_two_ = {.notify_socket = socket_.c_str(), .fdstore = "2"};
+};
+
+TEST_F(FdStoreTest, IsThereWhereTheServiceManagerSaysHowMuchItKeeps) {
+  const auto fds_max = [](const char* notify_socket, const char* fdstore) {
+    return FdStore::Take({.notify_socket = notify_socket, .fdstore = fdstore}).fds_max();
+  };
+  EXPECT_EQ(fds_max("/run/systemd/notify", "5136"), 5136u);
+  EXPECT_EQ(fds_max("@abstract", "1"), 1u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", nullptr), 0u) << "nobody knows";
+  EXPECT_EQ(fds_max("/run/systemd/notify", "0"), 0u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", ""), 0u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", "-1"), 0u);
+  EXPECT_EQ(fds_max("/run/systemd/notify", "many"), 0u);
+  EXPECT_EQ(fds_max(nullptr, "5136"), 0u) << "nobody listens";
+  EXPECT_EQ(fds_max("", "5136"), 0u);
+  EXPECT_TRUE(FdStore::Take(keeps_two_).is_available());
+  EXPECT_FALSE(FdStore::Take({}).is_available());
+}
+
+TEST_F(FdStoreTest, SendsEachDescriptorWithItsNameAndThenABarrier) {
+  ServiceManager manager(socket_, Barriers::kAnswered);
+  FdStore store = FdStore::Take(keeps_two_);
+  UniqueFd one = Memfd("one");
+  const UniqueFd two = Memfd("two");
+  const ino_t inode = InodeOf(one.get());
+  ASSERT_OK(store.Keep("weights.0", one.get()));
+  one.Reset();
+  ASSERT_OK(store.Keep("State-1", two.get()));
+  ASSERT_OK(store.Flush(kPatience));
+  EXPECT_THAT(
+      manager.messages(),
+      ElementsAre(Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.weights.0"},
+                  Message{"FDSTORE=1\nFDNAME=forebay.weights.0\nFDPOLL=0", inode},
+                  Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.State-1"},
+                  Message{"FDSTORE=1\nFDNAME=forebay.State-1\nFDPOLL=0", InodeOf(two.get())},
+                  Message{.text = "BARRIER=1"}));
+}
+
+TEST_F(FdStoreTest, KeepsNoMoreThanTheServiceManagerDoes) {
+  ServiceManager manager(socket_, Barriers::kAnswered);
+  FdStore store = FdStore::Take(keeps_two_);
+  const UniqueFd fd = Memfd("one");
+  ASSERT_OK(store.Keep("a", fd.get()));
+  ASSERT_OK(store.Keep("b", fd.get()));
+  ASSERT_OK(store.Keep("a", fd.get())) << "in place of the first";
+  const absl::Status status = store.Keep("c", fd.get());
+  EXPECT_EQ(IdOf(status), ErrorId::kLimit);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("keeps 2 descriptors"));
+}
+
+TEST_F(FdStoreTest, RefusesNamesThatWouldChangeTheMessage) {
+  ServiceManager manager(socket_, Barriers::kAnswered);
+  FdStore store = FdStore::Take(keeps_two_);
+  const UniqueFd fd = Memfd("one");
+  for (const std::string& name :
+       {std::string(), std::string("a:b"), std::string("a\nFDSTOREREMOVE=1"), std::string("a_b"),
+        std::string("a b"), std::string("a\0b", 3), std::string("\xc3\xa4"),
+        std::string(FdStore::kNameBytesMax + 1, 'x')}) {
+    EXPECT_EQ(IdOf(store.Keep(name, fd.get())), ErrorId::kInternal) << name;
+  }
+  EXPECT_OK(store.Keep(std::string(FdStore::kNameBytesMax, 'x'), fd.get()));
+  ASSERT_OK(store.Flush(kPatience));
+  EXPECT_EQ(manager.messages().size(), 3u) << "remove, store, barrier";
+}
+
+TEST_F(FdStoreTest, WithoutAServiceManagerRefusesAndSaysWhatToSet) {
+  FdStore store = FdStore::Take({});
+  const UniqueFd fd = Memfd("one");
+  const absl::Status status = store.Keep("a", fd.get());
+  EXPECT_EQ(IdOf(status), ErrorId::kUnsupported);
+  EXPECT_THAT(protocol::HintOf(status), HasSubstr("FileDescriptorStoreMax="));
+  EXPECT_EQ(IdOf(store.Flush(kPatience)), ErrorId::kUnsupported);
+  EXPECT_OK(store.Forget(kPatience)) << "nothing was taken";
+}
+
+TEST_F(FdStoreTest, AServiceManagerThatDoesNotAnswerIsATimeout) {
+  ServiceManager manager(socket_, Barriers::kIgnored);
+  FdStore store = FdStore::Take(keeps_two_);
+  const absl::Status status = store.Flush(std::chrono::milliseconds(20));
+  EXPECT_EQ(IdOf(status), ErrorId::kTimeout);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("within 20 ms"));
+}
+
+TEST_F(FdStoreTest, AServiceManagerThatIsGoneIsAnError) {
+  ::setenv("NOTIFY_SOCKET", socket_.c_str(), 1);
+  FdStore store = FdStore::Take(keeps_two_);
+  const UniqueFd fd = Memfd("one");
+  const absl::Status status = store.Keep("a", fd.get());
+  ::unsetenv("NOTIFY_SOCKET");
+  EXPECT_EQ(IdOf(status), ErrorId::kInternal);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("No such file or directory"));
+}
+
+// Runs `service` with `fds` from number 3 on; returns its exit status.
+int RunAsService(const std::vector<int>& fds, const std::string& names,
+                 const std::function<int()>& service) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(kDeadlineSeconds);
+    std::vector<int> high;
+    for (const int fd : fds) high.push_back(::fcntl(fd, F_DUPFD, 100));
+    for (size_t i = 0; i < high.size(); ++i) ::dup2(high[i], 3 + static_cast<int>(i));
+    for (const int fd : high) ::close(fd);
+    ::setenv("LISTEN_PID", absl::StrCat(::getpid()).c_str(), 1);
+    ::setenv("LISTEN_FDS", absl::StrCat(fds.size()).c_str(), 1);
+    ::setenv("LISTEN_FDNAMES", names.c_str(), 1);
+    ::_exit(service());
+  }
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+TEST_F(FdStoreTest, TakesWhatIsOursAndLeavesTheRestAlone) {
+  const UniqueFd weights = Memfd("weights"), socket = Memfd("socket"), state = Memfd("state");
+  const int result = RunAsService(
+      {weights.get(), socket.get(), state.get()}, "forebay.weights.0:http.socket:forebay.state.0",
+      [&] {
+        int taken = -1;
+        {
+          FdStore store = FdStore::Take({});
+          if (store.names() != std::vector<std::string>{"state.0", "weights.0"}) return 10;
+          for (const int fd : {3, 4, 5}) {
+            if (::fcntl(fd, F_GETFD) != FD_CLOEXEC) return 11;
+          }
+          for (const char* name : {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"}) {
+            if (std::getenv(name) != nullptr) return 12;
+          }
+          if (store.Release("http.socket").valid() || store.Release("forebay.state.0").valid()) {
+            return 13;
+          }
+          const UniqueFd fd = store.Release("state.0");
+          if (InodeOf(fd.get()) != InodeOf(state.get())) return 14;
+          if (store.Release("state.0").valid()) return 15;
+          if (store.names() != std::vector<std::string>{"weights.0"}) return 16;
+          taken = fd.get();
+        }
+        if (::fcntl(taken, F_GETFD) != -1) return 17;
+        if (::fcntl(3, F_GETFD) != -1) return 18;           // closed by the store's end
+        return ::fcntl(4, F_GETFD) == FD_CLOEXEC ? 0 : 19;  // not ours
+      });
+  EXPECT_EQ(result, 0);
+}
+
+TEST_F(FdStoreTest, OfAnotherProcessAreNotTaken) {
+  const UniqueFd fd = Memfd("one");
+  const int result = RunAsService({fd.get()}, "forebay.a", [] {
+    ::setenv("LISTEN_PID", "1", 1);
+    return FdStore::Take({}).names().empty() ? 0 : 10;
+  });
+  EXPECT_EQ(result, 0);
+}
+
+TEST_F(FdStoreTest, ForgetsWhatItTookAndNothingElse) {
+  ServiceManager manager(socket_, Barriers::kAnswered);
+  const UniqueFd one = Memfd("one"), other = Memfd("other");
+  const int result =
+      RunAsService({one.get(), other.get(), one.get()}, "forebay.a:other:forebay.b", [&] {
+        FdStore store = FdStore::Take(keeps_two_);
+        const UniqueFd released = store.Release("a");
+        if (!store.Forget(kPatience).ok()) return 10;
+        if (!store.Forget(kPatience).ok()) return 11;  // nothing is left to forget
+        return store.names() == std::vector<std::string>{"b"} ? 0 : 12;
+      });
+  EXPECT_EQ(result, 0);
+  EXPECT_THAT(manager.messages(), ElementsAre(Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.a"},
+                                              Message{.text = "FDSTOREREMOVE=1\nFDNAME=forebay.b"},
+                                              Message{.text = "BARRIER=1"}));
+}
+
+TEST_F(FdStoreTest, TheUnitAsksForAsMuchAsTheDaemonMayKeep) {
+  std::ifstream unit(FOREBAYD_SERVICE_PATH);
+  ASSERT_TRUE(unit.good());
+  const std::string text{std::istreambuf_iterator<char>(unit), {}};
+  EXPECT_THAT(text, HasSubstr(absl::StrCat("\nFileDescriptorStoreMax=", kStoredFdsMax, "\n")));
+  EXPECT_THAT(text, HasSubstr(absl::StrCat("\nEnvironment=FDSTORE=", kStoredFdsMax, "\n")));
+}
+
+}  // namespace
+}  // namespace forebay::daemon
