@@ -31,7 +31,7 @@ class ClientChannel {
 
   // The next completion, or nothing. Errors as Send, and
   //
-  // Errors  E_FENCED  the daemon has closed the channel, and all it sent was received.
+  // Errors  E_FENCED  the daemon has closed the channel, and all it sent was received; state() says how.
   virtual absl::StatusOr<std::optional<Completion>> Receive() = 0;
 
   // True: nothing is there and the next completion, or the close, will make wait_fd() readable.
@@ -41,6 +41,9 @@ class ClientChannel {
   virtual void EndSleep() = 0;
 
   virtual int wait_fd() const = 0;
+
+  // By the daemon's last word.
+  virtual ChannelState state() const = 0;
 };
 
 // The daemon's end. Every word of the client is checked; an error ends the session.
@@ -61,8 +64,9 @@ class ServerChannel {
   // Errors as Receive.
   virtual absl::Status Send(const Completion& completion) = 0;
 
-  // Ends the channel: the client sees it after the last completion; nothing may be sent any more.
-  virtual void Close() = 0;
+  // Ends the channel, kEnded or kRestarting: the client sees it after the last completion; nothing may be
+  // sent any more.
+  virtual void Close(ChannelState state) = 0;
 
   // As ClientChannel's, but wait_fd() is drained by whoever waits on it (the loop's IoEngine).
   virtual absl::StatusOr<bool> PrepareSleep() = 0;

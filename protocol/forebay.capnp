@@ -60,6 +60,8 @@ struct AttachRequest {
   earlyUpdates @13 :Bool;       # blocks on swap may be updated before the decision: room for their new weights
   durability @14 :Text;         # not of a reader: "memory", "epoch=N" or "step"; of a job that exists it is the job's.
                                 # Empty: the daemon's default, or the job's
+  reattach @15 :Bool;           # not of a reader: of a client whose session a daemon before this one has ended to be
+                                # restarted (wire.h): it has its arenas mapped, and gets descriptors of the same
   reader @8 :Bool;              # no rank: reads weights and states, delivers nothing, is in no barrier
 }
 

@@ -57,13 +57,16 @@ class RingClientChannel final : public ClientChannel {
     DrainSocketDoorbell(completion_doorbell_fd_);
   }
   int wait_fd() const override { return completion_doorbell_fd_; }
+  ChannelState state() const override {
+    const uint32_t word = internal::LoadWord(*closed_, std::memory_order_acquire);
+    if (word == static_cast<uint32_t>(ChannelState::kRestarting)) return ChannelState::kRestarting;
+    return word != 0 || Freed() ? ChannelState::kEnded : ChannelState::kOpen;
+  }
 
  private:
   // The ring of an ended session reads as zeros as soon as the daemon has freed its pages.
   bool Freed() const { return internal::LoadWord(*magic_, std::memory_order_acquire) == 0; }
-  bool Closed() const {
-    return Freed() || internal::LoadWord(*closed_, std::memory_order_acquire) != 0;
-  }
+  bool Closed() const { return state() != ChannelState::kOpen; }
   absl::Status Explain(const absl::Status& ring_error) const {
     return Freed() ? ChannelClosed() : ring_error;
   }
@@ -109,8 +112,9 @@ class RingServerChannel final : public ServerChannel {
   }
 
   // Rings whether or not the client sleeps: it may be about to.
-  void Close() override {
-    internal::StoreWord<uint32_t>(*closed_, 1, std::memory_order_release);
+  void Close(ChannelState state) override {
+    FOREBAY_CHECK(state != ChannelState::kOpen);
+    internal::StoreWord(*closed_, static_cast<uint32_t>(state), std::memory_order_release);
     RingSocketDoorbell(completion_doorbell_fd_);
   }
 

@@ -14,7 +14,7 @@ namespace forebay::protocol {
 
 // Raised by one with every change that an older peer would misread; hello() refuses a peer of
 // another version.
-inline constexpr uint32_t kProtocolVersion = 7;
+inline constexpr uint32_t kProtocolVersion = 8;
 
 // ------------------------------------------------------------------------------------ ring entries
 
@@ -180,11 +180,22 @@ inline constexpr uint64_t kRingMagic = 0x31474e4952594246;  // "FBYRING1" on a l
 inline constexpr uint32_t kRingEntries = 256;               // each way; a power of two
 inline constexpr size_t kCacheLineBytes = 64;
 
+// What has become of a session, by the daemon's word in its ring. What was sent before a word other than
+// kOpen still counts; a daemon that died has left kOpen.
+enum class ChannelState : uint32_t {
+  kOpen = 0,
+  kEnded = 1,  // for good: attach again as a new session
+  // The daemon stops, and its next instance goes on with the job. All blocks of committed_step are published,
+  // nothing of the next step was delivered, and every command that was read is answered. The client attaches
+  // again with AttachRequest.reattach, gets the same weights and grad arena, and sends its other commands anew.
+  kRestarting = 2,
+};
+
 // One cache line that one side writes and the other reads.
 struct alignas(kCacheLineBytes) RingLine {
   uint64_t index;     // entries written (producer's line) or read (consumer's line) so far
   uint32_t sleeping;  // consumer's line: 1 while the consumer may sleep and wants its doorbell
-  uint32_t closed;    // completion_tail alone: 1 once the daemon has ended the session
+  uint32_t closed;    // completion_tail alone: ChannelState
   uint32_t reserved[12];
 };
 static_assert(sizeof(RingLine) == kCacheLineBytes);

@@ -45,6 +45,8 @@ struct AttachRequested {
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
+  // Of a client whose session a daemon before this one has ended to be restarted: its arenas are handed back.
+  bool reattach = false;
   // Sharded: several backward passes a step.
   bool accumulate = false;
   // Blocks on swap may be updated before the decision (kAnnounceStep): room for their new weights.

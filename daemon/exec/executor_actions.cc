@@ -232,7 +232,7 @@ void Executor::Run(CloseSession& action) {
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
-    session.io->channel().Close();
+    session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));
   }
   if (session.extra_state != nullptr) Retire(std::move(session.extra_state));

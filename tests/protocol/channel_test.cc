@@ -104,17 +104,22 @@ TEST_P(ChannelContract, RingsTheDoorbellOfASleeperAlone) {
 }
 
 TEST_P(ChannelContract, TellsOfItsCloseAfterTheLastCompletionAndWakesASleeper) {
-  ASSERT_TRUE(*ends_.client->Send(Tagged(1)));
-  ASSERT_TRUE((*ends_.server->Receive()).has_value());
-  ASSERT_TRUE(*ends_.client->PrepareSleep());
-  ASSERT_OK(ends_.server->Send(Answered(1)));
-  ends_.server->Close();
-  EXPECT_TRUE(IsReadable(ends_.client->wait_fd()));
-  ends_.client->EndSleep();
-  EXPECT_FALSE(*ends_.client->PrepareSleep()) << "a completion is there";
-  EXPECT_EQ((*ends_.client->Receive())->tag, 1U);
-  EXPECT_THAT(ends_.client->Receive(), testing::HasError(ErrorId::kFenced));
-  EXPECT_THAT(ends_.client->PrepareSleep(), testing::HasError(ErrorId::kFenced));
+  for (const ChannelState how : {ChannelState::kEnded, ChannelState::kRestarting}) {
+    ASSERT_OK_AND_ASSIGN(ends_, GetParam().make());
+    ASSERT_TRUE(*ends_.client->Send(Tagged(1)));
+    ASSERT_TRUE((*ends_.server->Receive()).has_value());
+    ASSERT_TRUE(*ends_.client->PrepareSleep());
+    ASSERT_OK(ends_.server->Send(Answered(1)));
+    EXPECT_EQ(ends_.client->state(), ChannelState::kOpen);
+    ends_.server->Close(how);
+    EXPECT_EQ(ends_.client->state(), how);
+    EXPECT_TRUE(IsReadable(ends_.client->wait_fd()));
+    ends_.client->EndSleep();
+    EXPECT_FALSE(*ends_.client->PrepareSleep()) << "a completion is there";
+    EXPECT_EQ((*ends_.client->Receive())->tag, 1U);
+    EXPECT_THAT(ends_.client->Receive(), testing::HasError(ErrorId::kFenced));
+    EXPECT_THAT(ends_.client->PrepareSleep(), testing::HasError(ErrorId::kFenced));
+  }
 }
 
 TEST_P(ChannelContract, NeverSleepsThroughAMessageBetweenThreads) {

@@ -15,6 +15,7 @@
 namespace forebay::testing {
 namespace {
 
+using protocol::ChannelState;
 using protocol::Command;
 using protocol::Completion;
 using protocol::MutexLock;
@@ -31,7 +32,7 @@ struct Fake {
   uint64_t taken ABSL_GUARDED_BY(mutex) = 0;     // commands, by the server
   uint64_t answered ABSL_GUARDED_BY(mutex) = 0;  // completions sent
   uint64_t received ABSL_GUARDED_BY(mutex) = 0;  // completions, by the client
-  bool closed ABSL_GUARDED_BY(mutex) = false;
+  protocol::ChannelState state ABSL_GUARDED_BY(mutex) = protocol::ChannelState::kOpen;
 };
 
 class FakeClient final : public protocol::ClientChannel {
@@ -54,7 +55,7 @@ class FakeClient final : public protocol::ClientChannel {
   absl::StatusOr<std::optional<Completion>> Receive() override {
     MutexLock lock(fake_->mutex);
     if (fake_->completions.empty()) {
-      if (fake_->closed) return Closed();
+      if (fake_->state != ChannelState::kOpen) return Closed();
       return std::optional<Completion>();
     }
     const Completion completion = fake_->completions.front();
@@ -65,7 +66,7 @@ class FakeClient final : public protocol::ClientChannel {
 
   absl::StatusOr<bool> PrepareSleep() override {
     MutexLock lock(fake_->mutex);
-    if (fake_->completions.empty() && fake_->closed) return Closed();
+    if (fake_->completions.empty() && fake_->state != ChannelState::kOpen) return Closed();
     fake_->client_sleeps = fake_->completions.empty();
     return fake_->client_sleeps;
   }
@@ -79,6 +80,11 @@ class FakeClient final : public protocol::ClientChannel {
   }
 
   int wait_fd() const override { return fake_->completion_doorbell.waiter.get(); }
+
+  ChannelState state() const override {
+    MutexLock lock(fake_->mutex);
+    return fake_->state;
+  }
 
  private:
   static absl::Status Closed() {
@@ -114,10 +120,10 @@ class FakeServer final : public protocol::ServerChannel {
     return absl::OkStatus();
   }
 
-  void Close() override {
+  void Close(ChannelState state) override {
     {
       MutexLock lock(fake_->mutex);
-      fake_->closed = true;
+      fake_->state = state;
     }
     protocol::RingSocketDoorbell(fake_->completion_doorbell.ringer.get());
   }
