@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -32,6 +34,7 @@
 #include "protocol/doorbell.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
+#include "protocol/os/mutex.h"
 #include "protocol/os/pidfd.h"
 #include "protocol/os/status_macros.h"
 #include "protocol/units.h"
@@ -45,6 +48,8 @@ using protocol::MakeError;
 
 // Of a probe of the swap paths; what is under way then takes longer.
 constexpr std::chrono::seconds kProbeLimit(8);
+// Of the last ledger of a daemon that hands its jobs over.
+constexpr std::chrono::seconds kLastLedgerLimit(5);
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
 // descriptors the daemon may have.
 uint64_t RaiseLimits() {
@@ -214,6 +219,73 @@ void AbandonSwap(std::unique_ptr<SwapSpace> swap, std::unique_ptr<nvme::IoEngine
   abandoned->push_back({.swap = std::move(swap), .engine = std::move(engine)});
 }
 
+// Of what cannot be read, nothing is taken over.
+DecodedLedger LedgerOf(const DescriptorsByName& left) {
+  absl::StatusOr<DecodedLedger> ledger = ReadHandedOver(left);
+  if (ledger.ok()) return *std::move(ledger);
+  spdlog::error("what the daemon before has left is not used: {}",
+                protocol::FormatError(ledger.status()));
+  return {};
+}
+
+// Its slots become the job's, where they are free.
+bool Reserve(const DurableJob& job, const DurableNode& on_disk, nvme::SlotMap& swap) {
+  std::vector<nvme::Slot> slots = job.AllSlots();
+  for (const auto& other : on_disk.jobs) {
+    if (other->id == job.id) other->RemoveOwn(slots);  // a ledger on the disk has them
+  }
+  nvme::SlotMap left = swap;
+  for (const nvme::Slot& slot : slots) {
+    if (!left.Reserve(slot)) return false;
+  }
+  swap = std::move(left);
+  return true;
+}
+
+void Replace(std::shared_ptr<const DurableJob> job,
+             std::vector<std::shared_ptr<const DurableJob>>& jobs) {
+  for (auto& other : jobs) {
+    if (other->id == job->id) {
+      other = std::move(job);
+      return;
+    }
+  }
+  jobs.push_back(std::move(job));
+}
+
+absl::StatusOr<AdoptedArenas> AdoptJob(const DurableJob& job, const DecodedLedger& ledger,
+                                       const SwapSpace* swap, const ArenaPolicy& arenas,
+                                       DescriptorsByName& left, NodeOptions& node) {
+  const bool is_same_volume =
+      swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
+  if (!is_same_volume && !job.AllSlots().empty()) {
+    return MakeError(ErrorId::kCorrupt, "its swap is not as the daemon before has left it");
+  }
+  ASSIGN_OR_RETURN(AdoptedArenas adopted, AdoptArenas(job, arenas, left));
+  if (Reserve(job, node.recovered, node.swap)) return adopted;
+  return MakeError(ErrorId::kCorrupt, "its swap slots are in use");
+}
+
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
+                                     const ArenaPolicy& arenas, DescriptorsByName& left,
+                                     NodeOptions& node) {
+  std::vector<AdoptedArenas> adopted;
+  for (const auto& job : ledger.node.jobs) {
+    absl::StatusOr<AdoptedArenas> taken = AdoptJob(*job, ledger, swap, arenas, left, node);
+    if (!taken.ok()) {
+      spdlog::error("job {} does not go on from the memory that the daemon before has left: {}",
+                    job->name, protocol::FormatError(taken.status()));
+      continue;
+    }
+    spdlog::info("job {} goes on at step {}", job->name, job->step);
+    adopted.push_back(*std::move(taken));
+    Replace(job, node.recovered.jobs);
+  }
+  node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);
+  node.recovered.last_lease = ledger.node.last_lease;
+  return adopted;
+}
+
 }  // namespace
 
 // Numbers of the newest probe that MadeProgress() sent and that each thread took.
@@ -241,9 +313,11 @@ struct Daemon::State {
   std::unique_ptr<ControlPlane> control;
 };
 
-absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, DescriptorsByName left,
+                                                      Forget forget) {
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
+  const DecodedLedger handed_over = LedgerOf(left);
   auto state = std::make_unique<State>();
   state->config = config;
   state->config.dram_limit_bytes = options.state.dram_limit_bytes;
@@ -256,6 +330,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
     const bool may_probe = config.swap_probe && config.swap_life == nvme::FileLife::kKept;
     prepared.swap->rates = RatesOf(*prepared.swap, {.choice = config.io_engine},
                                    may_probe ? kProbeLimit : std::chrono::seconds(0));
+    prepared.swap->keeps_slots = handed_over.sequence > 0;
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
     options.state.swap_rates = prepared.swap->rates;
@@ -265,11 +340,16 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config) {
       spdlog::info("swap: recovered {}", jobs);
     }
   }
+  options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
+  std::vector<AdoptedArenas> adopted =
+      AdoptJobs(handed_over, state->swap.get(), options.arenas, left, options.state);
   ASSIGN_OR_RETURN(state->inbox, LoopInbox::Create(kInboxCapacity));
   ASSIGN_OR_RETURN(state->replies, ControlQueue::Create(kControlQueueCapacity));
   state->executor =
       std::make_unique<Executor>(options, *state->engine, *state->runner, state->swap.get());
+  state->executor->Adopt(std::move(adopted));
   ASSIGN_OR_RETURN(state->socket, ListeningSocket::Create(config.socket_path, config.socket_mode));
+  if (forget) RETURN_IF_ERROR(forget());
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(state)));  // from here on Stop() cleans up
   State& made = *daemon->state_;
   made.loop = std::thread([&made] {
@@ -311,6 +391,37 @@ absl::StatusOr<ScrubReport> Daemon::Scrub(const Config& config) {
 Daemon::Daemon(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Daemon::~Daemon() { Stop(); }
+
+absl::Status Daemon::HandOver(KeepDescriptors keep, std::chrono::seconds limit,
+                              absl::AnyInvocable<bool()> on_wait) {
+  struct Outcome {
+    protocol::Mutex mutex;
+    std::condition_variable_any arrived;
+    std::optional<absl::Status> status;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  FOREBAY_CHECK(state_->inbox->Push([keep = std::move(keep), outcome](Executor& executor) mutable {
+    executor.HandOver(std::move(keep), [outcome](const absl::Status& status) {
+      const std::lock_guard<protocol::Mutex> lock(outcome->mutex);
+      outcome->status = status;
+      outcome->arrived.notify_all();
+    });
+  }));
+  auto end = std::chrono::steady_clock::now() + limit;
+  std::unique_lock<protocol::Mutex> lock(outcome->mutex);
+  for (bool is_due = false; !outcome->status;) {
+    outcome->arrived.wait_for(lock, std::chrono::seconds(1));
+    const bool may_wait = on_wait() && std::chrono::steady_clock::now() < end;
+    if (outcome->status || may_wait) continue;
+    if (is_due) {
+      return MakeError(ErrorId::kTimeout, "the jobs' last ledger is not durable yet");
+    }
+    is_due = true;
+    end = std::chrono::steady_clock::now() + kLastLedgerLimit;
+    FOREBAY_CHECK(state_->inbox->Push([](Executor& executor) { executor.HandOverDue(); }));
+  }
+  return *outcome->status;
+}
 
 void Daemon::Stop() {
   if (!state_->loop.joinable()) return;

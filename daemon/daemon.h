@@ -1,13 +1,16 @@
 // The whole daemon as an object: `forebayd` holds one, and so does a test.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
+#include "daemon/exec/hand_over.h"
 #include "daemon/exec/scrub.h"
 
 namespace forebay::daemon {
@@ -30,7 +33,14 @@ class Daemon {
   //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered.
   //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
-  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config);
+  //
+  // `left`: what the daemon before this one has handed over; its jobs go on. Where something of it cannot be used, the
+  // log says why, and those jobs come back from the disk if they are there. `forget` is called before a byte of it
+  // changes, so that nobody finds it again; its error is this call's.
+  using Forget = absl::AnyInvocable<absl::Status()>;
+  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const Config& config,
+                                                       DescriptorsByName left = {},
+                                                       Forget forget = {});
 
   // What Start() refuses before it touches the socket and the swap paths.
   static absl::Status Check(const Config& config);
@@ -50,6 +60,14 @@ class Daemon {
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
   ~Daemon();  // Stop()
+
+  // Before Stop(): jobs come to rest, `keep` is called on the loop thread with the descriptors by which the next daemon
+  // finds them, and their ranks hear that they are to attach again. A job in the middle of a step, which goes on, is waited for
+  // up to `limit`; after it, it ends with the daemon, as all do where `keep` fails. `on_wait` is called about once a
+  // second meanwhile; where it returns false, nothing is waited for. Of the thread of Start().
+  using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
+  absl::Status HandOver(KeepDescriptors keep, std::chrono::seconds limit,
+                        absl::AnyInvocable<bool()> on_wait);
 
   // Ends all sessions, waits for work in flight, removes the socket. A repeat does nothing.
   void Stop();

@@ -22,6 +22,7 @@
 #include "daemon/control/scrub_message.h"
 #include "daemon/control/version.h"
 #include "daemon/daemon.h"
+#include "daemon/fd_store.h"
 #include "daemon/notify.h"
 #include "protocol/error.h"
 #include "protocol/forebay.capnp.h"
@@ -35,10 +36,15 @@ namespace {
 
 using forebay::daemon::Config;
 using forebay::daemon::Daemon;
+using forebay::daemon::FdStore;
 using forebay::daemon::LogLevel;
 
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
+
+// Within TimeoutStopSec= of the unit, with what comes after.
+constexpr std::chrono::seconds kHandOverLimit(45);
+constexpr std::chrono::seconds kStoreLimit(5);
 
 struct CommandLine {
   std::string config_path;
@@ -158,7 +164,28 @@ bool WaitForEnd(Daemon& daemon, int signals_fd) {
   }
 }
 
-int Serve(const Config& config) {
+bool ReadSignal(int signals_fd) {
+  signalfd_siginfo info{};
+  return ::read(signals_fd, &info, sizeof(info)) == sizeof(info);
+}
+
+// The jobs stay in memory for the next daemon, where the service manager keeps descriptors for it. A second signal
+// ends the wait for jobs that are in the middle of a step.
+void HandOver(Daemon& daemon, FdStore& store, int signals_fd) {
+  (void)ReadSignal(signals_fd);
+  const auto keep = [&store](forebay::daemon::DescriptorsByName kept) -> absl::Status {
+    for (const auto& [name, fd] : kept) RETURN_IF_ERROR(store.Keep(name, fd.get()));
+    return store.Flush(kStoreLimit);
+  };
+  const auto on_wait = [&daemon, signals_fd] {
+    if (daemon.MadeProgress()) forebay::daemon::NotifyWatchdog();
+    return !ReadSignal(signals_fd);
+  };
+  const absl::Status status = daemon.HandOver(keep, kHandOverLimit, on_wait);
+  if (!status.ok()) spdlog::error("{}", forebay::protocol::FormatError(status));
+}
+
+int Serve(const Config& config, FdStore& store) {
   // Blocked before the first thread is made, so that all inherit it.
   sigset_t signals;
   sigemptyset(&signals);
@@ -168,9 +195,13 @@ int Serve(const Config& config) {
   ::signal(SIGPIPE, SIG_IGN);
   ::signal(SIGIO, SIG_IGN);    // of leases on files, see pinned_mem
   ::signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit of a file's size fails with EFBIG
-  const forebay::protocol::UniqueFd signals_fd(::signalfd(-1, &signals, SFD_CLOEXEC));
+  const forebay::protocol::UniqueFd signals_fd(
+      ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
 
-  auto daemon = Daemon::Start(config);
+  forebay::daemon::DescriptorsByName left;
+  for (const std::string& name : store.names()) left.emplace(name, store.Release(name));
+  auto daemon =
+      Daemon::Start(config, std::move(left), [&store] { return store.Forget(kStoreLimit); });
   if (!daemon.ok()) return Fail(daemon.status());
   // One line that scripts wait for, whatever the log level.
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());
@@ -180,6 +211,7 @@ int Serve(const Config& config) {
   forebay::daemon::NotifyStopping();
   // The loop thread has ended: a clean stop would wait for it permanently.
   if (!asked) std::_Exit(kExitError);
+  if (store.is_available()) HandOver(**daemon, store, signals_fd.get());
   (*daemon)->Stop();
   spdlog::info("stopped");
   return 0;
@@ -191,6 +223,8 @@ int main(int argc, char** argv) {
   CommandLine line;
   if (const std::optional<int> exit_status = Parse(argc, argv, line)) return *exit_status;
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
+  FdStore store = FdStore::Take(
+      {.notify_socket = std::getenv("NOTIFY_SOCKET"), .fdstore = std::getenv("FDSTORE")});
   auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
   if (target != nullptr && config->update_target == "best") config->update_target = target;
@@ -204,5 +238,5 @@ int main(int argc, char** argv) {
     if (!MayReclaim(*config)) return kExitError;
     config->swap_mode = forebay::nvme::OpenMode::kReclaim;
   }
-  return Serve(*config);
+  return Serve(*config, store);
 }

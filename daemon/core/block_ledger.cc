@@ -266,8 +266,10 @@ void BlockLedger::FinishDurable() {
 
 void BlockLedger::Recover(uint32_t entry, const Version& version, Home home) {
   FOREBAY_CHECK(version.slot && paths_[version.slot->path].free.erase(*version.slot) == 1);
-  durable_[entry].last = version;
-  durable_[entry].is_changed = false;
+  if (is_durable()) {
+    durable_[entry].last = version;
+    durable_[entry].is_changed = false;
+  }
   blocks_[entry].current =
       home == Home::kSwap ? version : Version{.written_step = version.written_step};
 }

@@ -105,6 +105,10 @@ class BlockLedger {
   // to be read back from it.
   enum class Home : uint8_t { kDram, kSwap };
   void Recover(uint32_t entry, const Version& version, Home home);
+  // Of one: a block is in DRAM since before.
+  void RecoverInPlace(uint32_t block, uint64_t step) {
+    blocks_[block].current = {.written_step = step};
+  }
 
   // Whether BeginWrite() would give a slot on a path that works.
   bool has_working_slot() const;

@@ -14,10 +14,18 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
   return slots;
 }
 
-void DurableJob::RemoveNamed(std::vector<nvme::Slot>& slots) const {
-  const std::vector<nvme::Slot> all = Slots();
-  const std::set<nvme::Slot> named(all.begin(), all.end());
-  std::erase_if(slots, [&named](const nvme::Slot& slot) { return named.contains(slot); });
+std::vector<nvme::Slot> DurableJob::AllSlots() const {
+  std::vector<nvme::Slot> slots = Slots();
+  if (!kept) return slots;
+  slots.insert(slots.end(), kept->spare_slots.begin(), kept->spare_slots.end());
+  slots.insert(slots.end(), kept->sum_slots.begin(), kept->sum_slots.end());
+  return slots;
+}
+
+void DurableJob::RemoveOwn(std::vector<nvme::Slot>& slots) const {
+  const std::vector<nvme::Slot> all = AllSlots();
+  const std::set<nvme::Slot> own(all.begin(), all.end());
+  std::erase_if(slots, [&own](const nvme::Slot& slot) { return own.contains(slot); });
 }
 
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/core/events.h"
+#include "daemon/core/session_request.h"
 #include "nvme/slot_map.h"
 #include "protocol/durability.h"
 #include "protocol/layout.h"
@@ -22,6 +23,30 @@ struct DurableBytes {
   // Part of the checksum.
   uint64_t written_step = 0;
   WeightsDigests weights_digests = {};  // of a block with a plane of weights
+};
+
+// Of a job that one daemon hands over to the next: its arenas stay as they are, and with them all that is not on
+// swap. Never part of a ledger on the disk.
+struct KeptMemory {
+  // By block of BlockMap: its states are in the state arena; and the last step that has changed those.
+  std::vector<bool> resident;
+  std::vector<uint64_t> written_steps;
+  // Of the arenas; of the step arena, what has memory.
+  uint64_t weights_bytes = 0;
+  uint64_t step_bytes = 0;
+  // Of the limit, as the job is now.
+  uint64_t dram_bytes = 0;
+  // Of the ranks' sessions.
+  SessionRequest session;
+  // Of MemoryPlan.
+  uint32_t early_weights_slots = 0;
+  // At the next step: older ones are over.
+  uint64_t attempt = 0;
+  // For blocks, and for pages of gradient sums; nothing is in them.
+  std::vector<nvme::Slot> spare_slots;
+  std::vector<nvme::Slot> sum_slots;
+
+  bool operator==(const KeptMemory&) const = default;
 };
 
 struct DurableJob {
@@ -43,12 +68,17 @@ struct DurableJob {
   std::vector<std::optional<DurableBytes>> blocks;
   // The part of the weights arena that holds weights, from its beginning, cut at multiples of slot_bytes.
   std::vector<DurableBytes> weights;
+  // Of a job that is handed over. With level memory it is all that entries in DRAM have: they name no slot then, and
+  // `weights` is empty.
+  std::optional<KeptMemory> kept = {};
 
   // Those that it names.
   std::vector<nvme::Slot> Slots() const;
   uint64_t slots() const;
+  // Those that are the job's: of one that is handed over the spare ones too.
+  std::vector<nvme::Slot> AllSlots() const;
   // Takes them out of a list.
-  void RemoveNamed(std::vector<nvme::Slot>& slots) const;
+  void RemoveOwn(std::vector<nvme::Slot>& slots) const;
 };
 
 // What a ledger says of a job, in numbers.
@@ -62,7 +92,8 @@ uint64_t LedgerBytes(const protocol::Layout& layout, const LedgerCounts& counts)
 uint64_t LedgerBytes(const DurableJob& job);
 
 struct DurableNode {
-  JobId last_job = 0;  // ids up to this one were given out
+  JobId last_job = 0;       // ids up to this one were given out
+  uint64_t last_lease = 0;  // likewise; of what is handed over
   std::vector<std::shared_ptr<const DurableJob>> jobs;
 };
 

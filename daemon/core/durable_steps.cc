@@ -18,10 +18,8 @@ bool DurableSteps::IsDue(uint64_t step) const {
   return spec_.plan.has_durable_steps() && step % spec_.plan.session.durability.steps == 0;
 }
 
-void DurableSteps::Begin(Published published) {
-  FOREBAY_CHECK(!in_progress());
-  if (is_abandoned_) return;
-  next_ = std::make_shared<DurableJob>(DurableJob{
+DurableJob DurableSteps::ValuesOf(Published published) const {
+  return {
       .id = spec_.id,
       .name = spec_.name,
       .uid = spec_.uid,
@@ -38,7 +36,14 @@ void DurableSteps::Begin(Published published) {
       .extra_states = nullptr,
       .blocks = {},
       .weights = {},
-  });
+  };
+}
+
+void DurableSteps::Begin(Published published) {
+  FOREBAY_CHECK(!in_progress());
+  if (is_abandoned_) return;
+  std::vector<StatePart> extra_states = std::move(published.extra_states);
+  next_ = std::make_shared<DurableJob>(ValuesOf(std::move(published)));
   unsaved_ = pipeline_.ledger().BeginDurable();
   // One on swap without a slot: zeros that were never written.
   std::erase_if(unsaved_, [this](uint32_t entry) {
@@ -46,8 +51,7 @@ void DurableSteps::Begin(Published published) {
   });
   std::ranges::reverse(unsaved_);
   is_keeping_ = true;
-  io_.Start(TaskKind::kKeepExtraStates, 0,
-            KeepExtraStates{.parts = std::move(published.extra_states)});
+  io_.Start(TaskKind::kKeepExtraStates, 0, KeepExtraStates{.parts = std::move(extra_states)});
 }
 
 StatePart DurableSteps::PartOf(uint32_t entry) const {
@@ -149,8 +153,9 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
 // --------------------------------------------------------------------------------------- the way back
 
 void DurableSteps::StartRestore() {
-  last_ = spec_.recovered;
-  pipeline_.Recover(*last_);
+  if (spec_.plan.has_durable_steps()) last_ = spec_.recovered;
+  pipeline_.Recover(*spec_.recovered);
+  if (spec_.recovered->kept) return;
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
     to_restore_.push_back(pipeline_.map().blocks() + part);
   }

@@ -39,6 +39,8 @@ class DurableSteps {
     std::vector<uint32_t> trace;
     std::vector<StatePart> extra_states;  // in the step arena, by rank
   };
+  // The values of the step, without its bytes.
+  DurableJob ValuesOf(Published published) const;
   bool IsDue(uint64_t step) const;
   // The step has been published, and is due. Nothing is in progress.
   void Begin(Published published);

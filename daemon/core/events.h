@@ -45,7 +45,7 @@ struct AttachRequested {
   // Token of the run that the process belongs to, and whether it may take over another run's job.
   std::string run = {};
   bool resume = false;
-  // Of a client whose session a daemon before this one has ended to be restarted: its arenas are handed back.
+  // Of a client whose session a daemon before this one has handed over: it goes on with the arenas that it has.
   bool reattach = false;
   // Sharded: several backward passes a step.
   bool accumulate = false;
@@ -148,6 +148,11 @@ struct BlockMoveRequested {
   uint32_t block = 0;
 };
 
+// The daemon is going to end, and another one goes on with its jobs: each comes to rest between two steps, and then
+// nothing of it changes any more. Answered by HandedOver when all have, or (HandOverDue) as many as can.
+struct HandOverRequested {};
+struct HandOverDue {};
+
 struct DeleteJobRequested {
   uint64_t request = 0;
   uint32_t uid = 0;
@@ -161,9 +166,10 @@ struct JobFreed {
   bool weights_in_use = false;
 };
 
-using Event = std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived,
-                           StepRequestCopied, TaskDone, StagingSlotKept, StagingSlotReturned,
-                           LeaseTimeExpired, BlockMoveRequested, DeleteJobRequested, JobFreed>;
+using Event =
+    std::variant<AttachRequested, SessionMapped, SessionEnded, CommandArrived, StepRequestCopied,
+                 TaskDone, StagingSlotKept, StagingSlotReturned, LeaseTimeExpired,
+                 BlockMoveRequested, HandOverRequested, HandOverDue, DeleteJobRequested, JobFreed>;
 
 // ----------------------------------------------------------------------------------------- actions
 
@@ -177,6 +183,9 @@ struct StatePart {
 struct CreateJobMemory {
   TaskId task = 0;
   JobId job = 0;
+  // Weights and state arena are there: the daemon before has left them. `keeps_gradients`: the ranks' arenas too.
+  bool is_kept = false;
+  bool keeps_gradients = false;
   uint64_t weights_bytes = 0;
   // Size of the state arena, which has a place for every block; 0: there are no states. Only these
   // parts get memory.
@@ -226,6 +235,7 @@ struct PopulateStepArena {
 // Makes grad arena (grad_bytes in all, step region included) and ring of a session.
 struct CreateSessionMemory {
   TaskId task = 0;
+  JobId job = 0;
   SessionId session = 0;
   uint64_t grad_bytes = 0;
 };
@@ -271,6 +281,7 @@ struct CloseSession {
 // them. Ends with JobFreed.
 struct FreeJob {
   JobId job = 0;
+  bool keeps_arenas = false;  // weights and states, as CreateJobMemory has found them
 };
 
 struct AnswerDelete {
@@ -657,6 +668,18 @@ struct StepPublished {
   uint64_t step = 0;
 };
 
+// These jobs are at rest, with `kept` set; those of durable levels are durable at their step, and the ledger of the
+// volume is newer than all that was written. Nothing changes them any more, and their ranks' sessions are answered no more.
+struct HandedOver {
+  std::shared_ptr<const DurableNode> node;
+  struct Session {
+    SessionId session = 0;
+    JobId job = 0;
+    uint32_t rank = 0;
+  };
+  std::vector<Session> sessions = {};  // that go on with the next daemon
+};
+
 // A swap path has failed again and again (PathTable), or works again.
 struct SwapPathMarked {
   uint32_t path = 0;
@@ -669,6 +692,6 @@ using Action = std::variant<
     CopyToStepArena, AddGradients, SumGradient, ReadBlock, UpdateBlock, InstallWeights, WriteBlock,
     EvictBlock, PromoteBlock, DecodeState, SetMasters, LoadWeights, SpillSums, LoadSums, SavePart,
     RestorePart, KeepExtraStates, RestoreExtraStates, CommitLedger, RoomAwaited, StartLeaseTimer,
-    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, SwapPathMarked>;
+    StepCalled, StepCommitted, EarlyUpdatesDropped, StepPublished, HandedOver, SwapPathMarked>;
 
 }  // namespace forebay::daemon

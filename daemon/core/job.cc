@@ -50,17 +50,19 @@ void Job::Begin() {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{
+                .is_kept = spec_.recovered != nullptr && spec_.recovered->kept,
+                .keeps_gradients = spec_.keeps_gradients,
                 .weights_bytes = spec_.plan.weights_bytes,
                 .state_bytes = spec_.plan.placement.arena_bytes(),
                 .resident = spec_.plan.placement.ResidentParts(),
                 .block_bytes = spec_.plan.block_bytes,
                 .step_bytes = spec_.plan.step_bytes,
                 .step_capacity_bytes = spec_.plan.float_sums_offset + spec_.plan.float_sums_bytes});
-  if (spec_.plan.swap_slots == 0 && spec_.sum_slots.empty()) return;
-  ++making_tasks_;
   CreateJobSwap swap{.slots = spec_.swap_slots};
-  if (spec_.recovered != nullptr) spec_.recovered->RemoveNamed(swap.slots);
   swap.slots.insert(swap.slots.end(), spec_.sum_slots.begin(), spec_.sum_slots.end());
+  if (spec_.recovered != nullptr) spec_.recovered->RemoveOwn(swap.slots);
+  if (swap.slots.empty()) return;
+  ++making_tasks_;
   io_.Start(TaskKind::kJobSwap, 0, std::move(swap));
 }
 
@@ -241,7 +243,8 @@ void Job::OnEnded(SessionId id, EndCause cause) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state == Session::State::kEnded) return;
   io_.End(id);  // it gets no answers any more
-  if (!session->reader && session->is_current() && initial_.ready() && !failed()) {
+  const bool counts = session->is_current() && initial_.ready() && !failed() && !is_at_rest();
+  if (!session->reader && counts) {
     if (cause == EndCause::kLost || step_.HasContributed(*session)) {
       OnRankFailed(*session);
     } else {
@@ -408,6 +411,7 @@ void Job::CloseEnded() {
 void Job::OnCommand(SessionId id, const Command& command) {
   Session* session = members_.Find(id);
   if (session == nullptr || session->state != Session::State::kAttached || !session->mapped) return;
+  if (is_at_rest()) return;  // it is sent again
   io_.Arrived(id);
   const CommandId waiting = session->IdOf(command);
   if (io_.commands_of(id) > protocol::kRingEntries) {
@@ -606,7 +610,11 @@ void Job::OnTaskDone(const TaskDone& done) {
       durable_.OnSaved(done);
       return;
     case TaskKind::kKeepExtraStates:
-      fatal = durable_.OnKept(done);
+      if (durable_.in_progress()) {
+        fatal = durable_.OnKept(done);
+      } else {
+        OnExtraStatesKept(done);
+      }
       break;
     case TaskKind::kRestore:
       OnRestored(done);
@@ -661,6 +669,9 @@ absl::Status Job::FailedStatus() const {
 }
 
 absl::Status Job::Delete() {
+  if (is_at_rest()) {
+    return MakeError(ErrorId::kBusy, "the daemon is being restarted", "try again in a moment");
+  }
   if (members_.live_ranks() > 0) {
     return MakeError(ErrorId::kBusy,
                      absl::StrCat("job ", spec_.name, " has ", members_.live_ranks(),
@@ -680,6 +691,12 @@ absl::Status Job::Delete() {
 }
 
 void Job::Advance() {
+  if (is_at_rest()) {
+    durable_.Pump();
+    TryHandOver();
+    CloseEnded();
+    return;
+  }
   pipeline_.clear_waits_for_slot();
   for (const StateAccess::Written& written : access_.DrainWritten()) {
     initial_.SetMasters(written, true);
@@ -688,15 +705,19 @@ void Job::Advance() {
     step_.BeginMasters(std::move(done), initial_.has_masters());
   }
   // Before blocks of the step take the staging slots that are free.
-  if (spec_.plan.has_weights_on_swap()) fetches_.Serve();
+  if (spec_.plan.has_weights_on_swap() && MayServeFetches()) fetches_.Serve();
   const bool was_updating = pipeline_.running();
   step_.AdvanceUpdate();
   durable_.Pump();
+  TryHandOver();
+  if (is_at_rest()) return;
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
   step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves());
-  fetches_.Serve();
+  if (MayServeFetches()) fetches_.Serve();
   CloseEnded();
+  TryHandOver();
+  if (is_at_rest()) return;
   TryChangeWorld();
   AnswerAttaches();
   CloseEnded();
@@ -738,6 +759,7 @@ void Job::UseTimeBetweenSteps(bool is_due) {
 }
 
 void Job::Prefetch() {
+  if (hand_over_ != HandOver::kNone) return;
   const bool open = step_.phase() == Step::Phase::kOpen;
   if (open && !access_.is_writing()) weights_.Prefetch();
   const bool gathers = open || step_.phase() == Step::Phase::kReducing;
@@ -751,7 +773,8 @@ void Job::FreeWhenUnused() {
   if (!initial_.ready() && members_.empty() && !comes_back) deleting_ = true;
   if (!deleting_ || freed_ || !members_.empty() || !io_.idle()) return;
   freed_ = true;
-  io_.actions().Emit(FreeJob{.job = spec_.id});
+  io_.actions().Emit(FreeJob{.job = spec_.id,
+                             .keeps_arenas = is_unrestored_ && spec_.recovered->kept.has_value()});
 }
 
 }  // namespace forebay::daemon

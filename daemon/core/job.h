@@ -106,6 +106,15 @@ class Job {
     return is_deleted() ? nullptr : durable_.durable();
   }
   void OnLedger(const absl::Status& status);
+
+  // It comes to rest as soon as it can, for the next daemon to go on with it.
+  void RequestHandOver();
+  // False: it never can, or has no need to: what the ledger says of it is all there is.
+  bool MayHandOver() const;
+  // As it is at rest; null: it is not yet.
+  const std::shared_ptr<const DurableJob>& handed_over() const { return handed_over_; }
+  std::vector<HandedOver::Session> SessionsHandedOver() const;
+
   // Of a job that has not come back yet, or could not: what it comes from.
   bool is_in_ledger() const {
     return spec_.recovered != nullptr || durable_.ForLedger() != nullptr;
@@ -143,6 +152,12 @@ class Job {
   void Restore();
   void OnRestored(const TaskDone& done);
   void TryEndRestore();
+  bool is_at_rest() const { return hand_over_ >= HandOver::kSaving; }
+  bool IsQuiet() const;
+  bool MayServeFetches() const;
+  void TryHandOver();
+  void OnExtraStatesKept(const TaskDone& done);
+  void EndHandOver(DurableJob job);
   bool is_deleted() const { return deleting_ && !is_unrestored_; }
   const SessionRequest& room() const { return (next_plan_ ? *next_plan_ : spec_.plan).session; }
   void TryChangeWorld();
@@ -186,7 +201,11 @@ class Job {
   bool freed_ = false;
   bool is_restoring_ = false;  // its arenas are made, and get their bytes
   bool is_unrestored_;         // of a job that comes back: until it has
-  absl::Status failed_;        // of the making, or what the step failed of
+  // Wanted; nothing changes it any more, and what the next daemon needs is made; it is made.
+  enum class HandOver : uint8_t { kNone, kWanted, kSaving, kDone };
+  HandOver hand_over_ = HandOver::kNone;
+  std::shared_ptr<const DurableJob> handed_over_;
+  absl::Status failed_;  // of the making, or what the step failed of
 
   Membership members_;
   InitialParameters initial_;

@@ -26,6 +26,8 @@ struct JobSpec {
   NodeOptions options;
   // The job comes back: what a ledger has named. Its slots are in `swap_slots`.
   std::shared_ptr<const DurableJob> recovered = {};
+  // Of one whose arenas were kept: the ranks go on with theirs.
+  bool keeps_gradients = false;
 
   uint32_t world_size() const { return plan.session.world_size; }
 };

@@ -44,7 +44,8 @@ TaskId JobTasks::StartAdd(AddGradients action) {
 
 TaskId JobTasks::StartSessionMemory(SessionId session, uint64_t grad_bytes) {
   const TaskId id = NewTask(TaskKind::kSessionMemory, {session});
-  actions_.Emit(CreateSessionMemory{.task = id, .session = session, .grad_bytes = grad_bytes});
+  actions_.Emit(
+      CreateSessionMemory{.task = id, .job = job_, .session = session, .grad_bytes = grad_bytes});
   return id;
 }
 

@@ -33,6 +33,8 @@ class ActionSink {
   // The job that started the task; 0 where there is no such task.
   JobId FinishTask(TaskId task);
   uint64_t NewLease() { return ++last_lease_; }
+  uint64_t last_lease() const { return last_lease_; }
+  void set_last_lease(uint64_t lease) { last_lease_ = lease; }
 
  private:
   std::pmr::memory_resource* memory_;

@@ -92,7 +92,8 @@ JobView ViewOf(const DurableJob& job) {
   view.id = job.id;
   view.uid = job.uid;
   view.layout = job.layout;
-  view.committed_step = view.published_step = view.durable_step = job.step;
+  view.committed_step = view.published_step = job.step;
+  if (job.durability.level != protocol::DurabilityLevel::kMemory) view.durable_step = job.step;
   view.world_size = job.world_size;
   view.durability = job.durability;
   view.params = layout.total_elems();
@@ -100,7 +101,11 @@ JobView ViewOf(const DurableJob& job) {
   view.state_bytes = StateBytesOf(layout);
   view.blocks = static_cast<uint32_t>(job.blocks.size());
   view.ready = true;
-  view.swap_bytes = job.slots() * job.slot_bytes;
+  for (const nvme::Slot& slot : job.AllSlots()) view.swap_bytes += slot.size_bytes;
+  if (job.kept) {
+    view.dram_bytes = job.kept->dram_bytes;
+    view.resident_blocks = static_cast<uint32_t>(std::ranges::count(job.kept->resident, true));
+  }
   return view;
 }
 

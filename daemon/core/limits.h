@@ -82,8 +82,10 @@ struct NodeOptions {
   protocol::Durability durability = {};
   // Why no job of this node can have another level than kMemory; OK: it can.
   absl::Status not_durable = {};
-  // What the ledger of its volume says.
+  // What the ledger of its volume says, and the daemon before has handed over.
   DurableNode recovered = {};
+  // What is on swap is lost with the daemon: its files have no names.
+  bool loses_swap = false;
   // Of the ledger, at most.
   uint64_t ledger_bytes_max = 0;
   // A multiple of kStatesAlignElems.

@@ -308,7 +308,7 @@ absl::Status PlanSumFrames(const Layout& layout, const SessionRequest& request,
 // have room for them; what is left is for states. Where all states fit there are none.
 absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& request,
                               const NodeOptions& options, uint64_t state_bytes, uint64_t room,
-                              MemoryPlan& plan) {
+                              const KeptMemory* kept, MemoryPlan& plan) {
   if (!HasEarlyUpdates(layout, request) || state_bytes <= room) return absl::OkStatus();
   const uint64_t slot_bytes = plan.block_elems * protocol::SizeBytes(layout.spec().dtype);
   uint64_t blocks = 0;
@@ -321,7 +321,9 @@ absl::Status PlanEarlyWeights(const Layout& layout, const SessionRequest& reques
     const uint64_t block_bytes = std::max(map.full_block_bytes(), slot_bytes + 1);
     slots = blocks - std::min(blocks, (room - blocks * slot_bytes) / (block_bytes - slot_bytes));
   }
-  plan.early_weights_slots = static_cast<uint32_t>(slots);
+  plan.early_weights_slots =
+      kept != nullptr ? kept->early_weights_slots : static_cast<uint32_t>(slots);
+  slots = plan.early_weights_slots;
   plan.early_weights_bytes = RoundUp(slots * slot_bytes, kPageBytes);
   return PlanArenas(layout, request, options, plan);
 }
@@ -332,9 +334,10 @@ uint32_t SlotsPerBlock(const protocol::Durability& durability) {
                                                               : kSwapSlotsPerBlockAtEpoch;
 }
 
-// Blocks that fit into `room` bytes, lowest first; the others get swap slots.
+// Blocks that fit into `room` bytes, lowest first, are in DRAM, or those that are there already; the others get swap
+// slots.
 void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room,
-                 MemoryPlan& plan) {
+                 const KeptMemory* kept, MemoryPlan& plan) {
   const BlockMap map = MapOf(layout, plan);
   plan.block_bytes = map.full_block_bytes();
   Placement::DurableSlots durable;
@@ -353,11 +356,28 @@ void PlaceBlocks(const Layout& layout, const NodeOptions& options, uint64_t room
          .digest_pages = plan.has_weights_on_swap() ? pages : 0,
          .extra_state_bytes = plan.session.world_size * (plan.session.extra_state_bytes + 16)});
   }
-  plan.placement = Placement(layout, map, room, durable);
+  plan.placement = kept != nullptr ? Placement(layout, map, kept->resident, durable)
+                                   : Placement(layout, map, room, durable);
   plan.swap_slots = plan.placement.slots_needed();
   const bool can_swap = options.swap.capacity_bytes() > 0 && options.staging_slots > 0 &&
                         options.staging_slot_bytes >= plan.block_bytes;
   if (can_swap) plan.swap_slot_bytes = plan.block_bytes;
+}
+
+// Arenas that the daemon before has left are those of the plan, and there is room for them.
+absl::Status CheckKept(const KeptMemory& kept, const NodeOptions& options, const NodeUse& use,
+                       const MemoryPlan& plan) {
+  if (kept.weights_bytes != plan.weights_bytes) {
+    return MakeError(
+        ErrorId::kConfig,
+        absl::StrCat("the weights that the daemon before has left take ", Bytes(kept.weights_bytes),
+                     ", by this daemon's configuration ", Bytes(plan.weights_bytes)),
+        "start the daemon with the configuration that it had before");
+  }
+  const uint64_t needed =
+      TakenBytes(options, use) + plan.fixed_bytes + plan.placement.state_bytes();
+  if (needed <= options.dram_limit_bytes) return absl::OkStatus();
+  return DramLimitError(plan, options, use, plan.placement.state_bytes());
 }
 
 // States, all of which are on swap, with the weights that are there too.
@@ -401,13 +421,16 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
                        const DurableJob* recovered, nvme::SlotMap swap) {
   if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
   const uint64_t sum_bytes = plan.sum_slots * plan.sum_page_bytes;
-  if (plan.sum_slots > 0 && !swap.Allocate(plan.sum_slots, plan.sum_page_bytes)) {
+  if (plan.sum_slots > 0 && !HasOwnSumSlots(plan, recovered) &&
+      !swap.Allocate(plan.sum_slots, plan.sum_page_bytes)) {
     return MakeError(ErrorId::kSwapNospc,
                      absl::StrCat("the gradients that do not fit in DRAM need ", Bytes(sum_bytes),
                                   " of swap; free are ", Bytes(swap.free_bytes())),
                      kSwapHint);
   }
-  const uint64_t own_slots = recovered == nullptr ? 0 : recovered->slots();
+  const uint64_t spare_slots =
+      recovered != nullptr && recovered->kept ? recovered->kept->spare_slots.size() : 0;
+  const uint64_t own_slots = recovered == nullptr ? 0 : recovered->slots() + spare_slots;
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
   if (plan.has_durable_steps() && own_slots + free_slots < plan.swap_slots) {
     return DurableSlotsError(plan, own_slots + free_slots, swap.free_bytes());
@@ -441,6 +464,14 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
 }
 
 }  // namespace
+
+bool HasOwnSumSlots(const MemoryPlan& plan, const DurableJob* recovered) {
+  if (recovered == nullptr || !recovered->kept) return false;
+  const std::vector<nvme::Slot>& slots = recovered->kept->sum_slots;
+  return slots.size() == plan.sum_slots && std::ranges::all_of(slots, [&](const nvme::Slot& slot) {
+           return slot.size_bytes == plan.sum_page_bytes;
+         });
+}
 
 std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, uint32_t block) {
   const uint64_t width = protocol::SizeBytes(plan.sum_dtype);
@@ -587,6 +618,8 @@ absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& req
 absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use) {
   MemoryPlan plan;
+  const KeptMemory* const kept =
+      use.recovered != nullptr && use.recovered->kept ? &*use.recovered->kept : nullptr;
   RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   const bool has_swap = options.swap.capacity_bytes() > 0;
   const uint64_t others = TakenBytes(options, use) + plan.fixed_bytes - plan.weights_bytes;
@@ -624,8 +657,9 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
     return DramLimitError(plan, options, use, state_bytes);
   }
   // The layout is affordable now, so a map of its blocks is too.
-  RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), plan));
-  PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), plan);
+  RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), kept, plan));
+  PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), kept, plan);
+  if (kept != nullptr) RETURN_IF_ERROR(CheckKept(*kept, options, use, plan));
   RETURN_IF_ERROR(CheckSwap(plan, options, use.recovered, *use.swap));
   return plan;
 }

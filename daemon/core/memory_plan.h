@@ -10,6 +10,7 @@
 #include "daemon/core/events.h"
 #include "daemon/core/limits.h"
 #include "daemon/core/placement.h"
+#include "daemon/core/session_request.h"
 #include "nvme/slot_map.h"
 #include "protocol/layout.h"
 
@@ -33,18 +34,6 @@ struct NodeUse {
 
 // What the node, other jobs and weights of deleted jobs hold.
 uint64_t TakenBytes(const NodeOptions& options, const NodeUse& use);
-
-// What an attach asks for: the job's world, and the memory of each of its sessions.
-struct SessionRequest {
-  uint32_t world_size = 1;
-  uint64_t grad_arena_bytes = 0;
-  uint64_t extra_state_bytes = 0;
-  uint64_t activation_bytes = 0;
-  bool trace = false;
-  bool accumulate = false;  // sharded: gradients of several passes are added
-  bool early_updates = false;
-  protocol::Durability durability = {};
-};
 
 // Every arena of a job, its sizes and its offsets.
 struct MemoryPlan {
@@ -148,6 +137,9 @@ StepTraffic StepTrafficOf(const protocol::Layout& layout, const MemoryPlan& plan
 
 // The pages that an update of the block reads sums from, ascending. Of paged sums.
 std::vector<uint32_t> SumPagesOf(const MemoryPlan& plan, const BlockMap& map, uint32_t block);
+
+// Whether a job that comes back has slots for its pages of sums from before.
+bool HasOwnSumSlots(const MemoryPlan& plan, const DurableJob* recovered);
 
 SessionRequest SessionRequestOf(const AttachRequested& request);
 

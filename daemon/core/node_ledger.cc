@@ -32,15 +32,27 @@ uint64_t NodeLedger::retired_bytes() const {
   return bytes;
 }
 
+uint64_t NodeLedger::kept_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [name, job] : parked_) bytes += job->kept ? job->kept->dram_bytes : 0;
+  return bytes;
+}
+
 void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job) {
   if (task_ != 0) return;
   for (const auto& [id, job] : jobs) {
     if (job->WantsLedger()) in_ledger_.push_back(id);
   }
-  if (in_ledger_.empty() && retired_.empty()) return;
+  if (in_ledger_.empty() && retired_.empty() && last_ != Last::kWanted) return;
+  if (last_ == Last::kWanted) last_ = Last::kMaking;
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;
-  for (const auto& [name, job] : parked_) node->jobs.push_back(job);
+  for (const auto& [name, job] : parked_) {
+    if (job->durability.level == protocol::DurabilityLevel::kMemory) continue;
+    auto on_disk = std::make_shared<DurableJob>(*job);
+    on_disk->kept.reset();
+    node->jobs.push_back(std::move(on_disk));
+  }
   for (const auto& [id, job] : jobs) {
     if (auto of_job = job->ForLedger()) node->jobs.push_back(std::move(of_job));
   }
@@ -52,6 +64,7 @@ void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId l
 std::vector<JobId> NodeLedger::Finish(const absl::Status& status, nvme::SlotMap& swap) {
   (void)actions_.FinishTask(std::exchange(task_, 0));
   has_failed_ = !status.ok();
+  if (last_ == Last::kMaking) last_ = status.ok() ? Last::kMade : Last::kWanted;
   for (Retired& retired : retired_) {
     if (std::exchange(retired.is_counted, false) && status.ok()) --retired.ledgers_left;
   }

@@ -36,6 +36,13 @@ class NodeLedger {
   // without the job are durable.
   void Retire(std::vector<nvme::Slot> slots);
   uint64_t retired_bytes() const;
+  // DRAM that jobs which nobody has attached to hold: of those that were handed over.
+  uint64_t kept_bytes() const;
+
+  // Before the daemon ends, one more ledger is made, whatever waits for it.
+  enum class Last : uint8_t { kNone, kWanted, kMaking, kMade };
+  void WantLast() { last_ = Last::kWanted; }
+  bool is_last_awaited() const { return last_ == Last::kWanted || last_ == Last::kMaking; }
 
   // Emits CommitLedger where a step or retired slots wait for it.
   void Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job);
@@ -56,7 +63,8 @@ class NodeLedger {
   std::vector<Retired> retired_;
   TaskId task_ = 0;               // 0: none is being made
   std::vector<JobId> in_ledger_;  // whose steps it makes durable
-  bool has_failed_ = false;       // the last one
+  bool has_failed_ = false;       // the newest one
+  Last last_ = Last::kNone;
 };
 
 }  // namespace forebay::daemon

@@ -3,23 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <memory_resource>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/attach_check.h"
-#include "daemon/core/grant_policy.h"
-#include "daemon/core/job.h"
-#include "daemon/core/job_name.h"
-#include "daemon/core/job_tasks.h"
-#include "daemon/core/memory_plan.h"
-#include "daemon/core/node_ledger.h"
-#include "daemon/core/path_table.h"
-#include "daemon/core/staging.h"
+#include "daemon/core/node_impl.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -39,119 +30,12 @@ absl::Status NoJob(const JobName& name, uint32_t uid) {
                    "forebay jobs lists them");
 }
 
-std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& paths) {
-  std::vector<SwapPathView> views;
-  for (uint32_t path = 0; path < swap.paths(); ++path) {
-    views.push_back({.used_bytes = swap.used_bytes(path),
-                     .share = paths.share(path),
-                     .read_rate = paths.rate(path, Direction::kRead),
-                     .write_rate = paths.rate(path, Direction::kWrite),
-                     .marked = paths.is_marked(path)});
-  }
-  return views;
+absl::Status RestartError() {
+  return MakeError(ErrorId::kDaemonGone, "the daemon is being restarted",
+                   "attach again in a moment");
 }
 
 }  // namespace
-
-struct NodeState::Impl {
-  explicit Impl(const Options& node_options)
-      : options(node_options),
-        actions(&memory),
-        pool(node_options.staging_slots, &memory),
-        swap(node_options.swap),
-        path_table(swap.paths(), node_options.swap_rates),
-        last_job(node_options.recovered.last_job),
-        ledger(actions, node_options.recovered) {
-    for (const auto& [name, job] : ledger.parked()) {
-      options.swap.Free(job->Slots());  // the space in all; they are taken in `swap`
-    }
-    options.recovered = {};
-  }
-
-  // Slots that are allocated from now on follow the paths' shares and marks.
-  void WeighPaths() { swap.SetWeights(path_table.Weights()); }
-  void ReportMarks() {
-    if (std::exchange(reported_marks, path_table.mark_changes()) == path_table.mark_changes()) {
-      return;
-    }
-    for (uint32_t path = 0; path < path_table.paths(); ++path) {
-      const bool is_marked = path_table.is_marked(path);
-      if (marked_paths.contains(path) == is_marked) continue;
-      actions.Emit(SwapPathMarked{.path = path, .marked = is_marked});
-      if (is_marked) marked_paths.insert(path);
-      if (!is_marked) marked_paths.erase(path);
-    }
-  }
-
-  // Each returns the job that the event concerns; nullptr: none.
-  Job* On(const AttachRequested& request);
-  Job* On(const SessionMapped& event);
-  Job* On(const SessionEnded& event);
-  Job* On(const CommandArrived& event);
-  Job* On(const StepRequestCopied& event);
-  Job* On(const StagingSlotKept& event);
-  Job* On(const StagingSlotReturned& event);
-  Job* On(const LeaseTimeExpired& event);
-  Job* On(const BlockMoveRequested& request);
-  Job* On(const TaskDone& event);
-  Job* On(const DeleteJobRequested& request);
-  Job* On(const JobFreed& event);
-
-  absl::StatusOr<Job*> JobFor(const AttachRequested& request);
-  Job* JobOf(SessionId session);
-  Job* JobNamed(const JobName& name) const;
-  absl::StatusOr<Job*> MakeJob(const AttachRequested& request, JobName name);
-  absl::Status CheckLedger(const MemoryPlan& plan, const DurableJob* recovered) const;
-  absl::Status CheckParked(const AttachRequested& request, const DurableJob& job) const;
-  absl::Status ChangeWorld(const AttachRequested& request, Job& job);
-  absl::Status MakeRoom(const MemoryPlan& plan, nvme::SlotMap left, NodeUse use);
-  void GiveFloatSums(Job& job);
-  void ReportWait(const Job& job, uint64_t awaited_bytes);
-  void AdmitWaiting();
-  void KeepBlocks();
-  absl::Status NoRoomError(const Job& waiting_job) const;
-  // Of the limit: what the node, deleted jobs' weights and `of_job` of all jobs take.
-  uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
-  // Neither taken nor granted.
-  uint64_t FreeBytes() const;
-  NodeUse Use() const;
-  // Of all jobs of the owner but `other_than`, which may be null.
-  OwnerUse UseOf(uint32_t uid, const Job* other_than) const;
-  // What the job may take beyond what it was granted; of this, what is free.
-  uint64_t LeftFor(const Job& job) const;
-  uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }
-  void Evict(const std::vector<Eviction>& evictions, Job& job);
-  absl::Status MoveOwnBlocks(const MemoryPlan& plan, const GrantPolicy& policy, Job& job);
-  absl::Status CheckReaderFits(const AttachRequested& request, const Job& job) const;
-  std::pmr::vector<Job*> Runnable(Job* concerned);
-  void Advance(Job* concerned, const std::vector<Action>& emitted);
-  void Sweep(Job& job);
-
-  Options options;
-  // What comes and goes within a step, of all jobs. Holds as much as was ever in use at once.
-  std::pmr::unsynchronized_pool_resource memory{kStepMemoryOptions};
-  ActionSink actions;
-  StagingPool pool;
-  nvme::SlotMap swap;
-  PathTable path_table;
-  std::set<uint32_t> marked_paths;  // as was reported
-  uint64_t reported_marks = 0;
-  JobId last_job;
-  NodeLedger ledger;
-  std::map<JobId, std::unique_ptr<Job>> jobs;  // dies before the pool and the actions
-  std::map<JobName, JobId> names;
-  std::map<SessionId, JobId> session_jobs;
-  // Requests that wait for JobFreed.
-  std::map<JobId, std::vector<uint64_t>> deletes;
-  // Weights of jobs that are no more, until JobFreed says that nobody uses them.
-  std::map<JobId, uint64_t> freed_weights_bytes;
-  // Jobs that have not begun, in their order.
-  std::vector<JobId> waiting;
-  uint64_t turn = 0;
-  // Jobs that go on in this event, beside the one that it concerns: whose blocks were marked (their moves begin when
-  // all slots that were planned are reserved: a move may exchange slots with the free ones), whose step is durable.
-  std::vector<JobId> going_on;
-};
 
 NodeState::NodeState(const Options& options) : impl_(std::make_unique<Impl>(options)) {}
 NodeState::~NodeState() = default;
@@ -166,61 +50,16 @@ void NodeState::Handle(const Event& event, std::vector<Action>& actions) {
   impl_->ReportMarks();
   impl_->AdmitWaiting();
   impl_->KeepBlocks();
+  impl_->TryHandOver();
   impl_->ledger.Make(impl_->jobs, impl_->last_job);
   impl_->actions.Bind(nullptr);
-}
-
-absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
-                                        const std::optional<Limits>& limits) const {
-  RETURN_IF_ERROR(CheckAttachRequest(request));
-  Options options = impl_->options;
-  NodeUse use = impl_->Use();
-  nvme::SlotMap empty;
-  if (limits) {
-    const std::array<nvme::PathSpace, 1> paths{
-        {{.begin_bytes = 0, .end_bytes = limits->swap_bytes}}};
-    empty = nvme::SlotMap(paths);
-    options.dram_limit_bytes = limits->dram_bytes;
-    options.swap = empty;
-    use = {.swap = &empty};
-  }
-  const protocol::Layout& layout = *request.layout;
-  SessionRequest session = SessionRequestOf(request);
-  session.durability = request.durability.value_or(options.durability);
-  const OwnerUse owner = limits ? OwnerUse{} : impl_->UseOf(request.uid, nullptr);
-  ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
-  const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
-  JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
-               .weights_cache = plan.weights_cache_bytes,
-               .states = plan.placement.state_bytes(),
-               .sums = plan.extra_state_offset,
-               .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
-               .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
-                                                 plan.extra_state_copy_bytes),
-               .tables = plan.table_bytes,
-               .node = options.node_bytes,
-               .others = use.jobs_dram_bytes + use.deleted_weights_bytes,
-               .limit = options.dram_limit_bytes,
-               .missing = plan.missing_bytes,
-               .weights_on_swap = plan.weights_on_swap_bytes,
-               .blocks = plan.placement.blocks(),
-               .resident_blocks = plan.placement.resident_blocks(),
-               .swap = plan.swap_bytes(),
-               .step_read = traffic.read_bytes,
-               .step_written = traffic.written_bytes,
-               .new_weights = plan.early_weights_bytes,
-               .sums_on_swap = plan.sums_on_swap_bytes()};
-  options.dram_limit_bytes = UINT64_MAX / 2;
-  ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
-  view.all_in_dram = TakenBytes(options, use) + all.fixed_bytes + all.placement.state_bytes();
-  return view;
 }
 
 Job* NodeState::Impl::On(const AttachRequested& request) {
   FOREBAY_CHECK(request.session != 0 && request.layout != nullptr);
   FOREBAY_CHECK(!session_jobs.contains(request.session));
   WeighPaths();
-  absl::StatusOr<Job*> job = JobFor(request);
+  absl::StatusOr<Job*> job = hand_over == HandOver::kNone ? JobFor(request) : RestartError();
   if (!job.ok()) {
     actions.Emit(AnswerAttach{.session = request.session, .status = job.status(), .trace = {}});
     actions.Emit(CloseSession{.session = request.session, .reason = job.status()});
@@ -306,6 +145,8 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
   SessionRequest session = SessionRequestOf(request);
   session.durability = request.durability.value_or(options.durability);
+  const bool goes_on = request.reattach && recovered != nullptr && recovered->kept;
+  if (goes_on) session = recovered->kept->session;
   if (recovered != nullptr) {
     session.durability = recovered->durability;
     for (const std::vector<std::byte>& kept : *recovered->extra_states) {
@@ -318,6 +159,9 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const GrantPolicy policy(options, UseOf(request.uid, nullptr));
   NodeUse of_node = Use();
   of_node.recovered = recovered.get();
+  const uint64_t kept_bytes =
+      recovered != nullptr && recovered->kept ? recovered->kept->dram_bytes : 0;
+  of_node.jobs_dram_bytes -= kept_bytes;
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
   RETURN_IF_ERROR(CheckLedger(plan, recovered.get()));
   nvme::SlotMap left = swap;
@@ -328,14 +172,24 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
     FOREBAY_CHECK(slots.has_value());
     return *std::move(slots);
   };
-  std::vector<nvme::Slot> sum_slots = allocate(plan.sum_slots, plan.sum_page_bytes);
-  const std::vector<nvme::Slot> own =
-      recovered == nullptr ? std::vector<nvme::Slot>() : recovered->Slots();
+  std::vector<nvme::Slot> own;
+  std::vector<nvme::Slot> sum_slots;
+  if (recovered != nullptr) own = recovered->Slots();
+  if (kept_bytes > 0) {
+    const std::vector<nvme::Slot>& spare = recovered->kept->spare_slots;
+    own.insert(own.end(), spare.begin(), spare.end());
+  }
+  const bool has_own_sums = HasOwnSumSlots(plan, recovered.get());
+  sum_slots =
+      has_own_sums ? recovered->kept->sum_slots : allocate(plan.sum_slots, plan.sum_page_bytes);
   const auto missing =
       static_cast<uint32_t>(plan.swap_slots - std::min<uint64_t>(plan.swap_slots, own.size()));
   std::vector<nvme::Slot> slots = allocate(missing, plan.block_bytes);
-  RETURN_IF_ERROR(MakeRoom(plan, left, Use()));
-  for (const nvme::Slot& slot : sum_slots) FOREBAY_CHECK(swap.Reserve(slot));
+  RETURN_IF_ERROR(MakeRoom(plan, left, of_node));
+  if (!has_own_sums) {
+    if (kept_bytes > 0) swap.Free(recovered->kept->sum_slots);
+    for (const nvme::Slot& slot : sum_slots) FOREBAY_CHECK(swap.Reserve(slot));
+  }
   for (const nvme::Slot& slot : slots) FOREBAY_CHECK(swap.Reserve(slot));
   slots.insert(slots.end(), own.begin(), own.end());
   ledger.Unpark(name);
@@ -348,7 +202,8 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
                                            .swap_slots = std::move(slots),
                                            .sum_slots = std::move(sum_slots),
                                            .options = options,
-                                           .recovered = recovered},
+                                           .recovered = recovered,
+                                           .keeps_gradients = goes_on},
                                    actions, pool, swap, path_table);
   names.emplace(std::move(name), id);
   waiting.push_back(id);
@@ -426,13 +281,16 @@ Job* NodeState::Impl::On(const TaskDone& event) {
 }
 
 Job* NodeState::Impl::On(const DeleteJobRequested& request) {
+  if (hand_over != HandOver::kNone) {
+    actions.Emit(AnswerDelete{.request = request.request, .status = RestartError()});
+    return nullptr;
+  }
   Job* job = nullptr;
   const absl::StatusOr<JobName> name =
       ParseJobName(request.job, request.uid, OthersFor(request.uid));
   if (name.ok()) job = JobNamed(*name);
   if (const auto parked = name.ok() ? ledger.FindParked(*name) : nullptr) {
-    ledger.Retire(parked->Slots());
-    ledger.Unpark(*name);
+    DeleteParked(*name, *parked);
     actions.Emit(AnswerDelete{.request = request.request, .status = absl::OkStatus()});
     return nullptr;
   }
@@ -444,6 +302,21 @@ Job* NodeState::Impl::On(const DeleteJobRequested& request) {
   }
   deletes[job->id()].push_back(request.request);
   return job;
+}
+
+void NodeState::Impl::DeleteParked(const JobName& name, const DurableJob& job) {
+  if (job.kept) {
+    swap.Free(job.kept->spare_slots);
+    swap.Free(job.kept->sum_slots);
+    freed_weights_bytes.emplace(job.id, job.kept->weights_bytes);
+    actions.Emit(FreeJob{.job = job.id});
+  }
+  if (job.durability.level == protocol::DurabilityLevel::kMemory) {
+    swap.Free(job.Slots());
+  } else {
+    ledger.Retire(job.Slots());
+  }
+  ledger.Unpark(name);
 }
 
 Job* NodeState::Impl::On(const JobFreed& event) {
@@ -657,8 +530,9 @@ void NodeState::Impl::Sweep(Job& job) {
   for (const SessionId session : job.DrainClosed()) session_jobs.erase(session);
   if (!job.is_freed()) return;
   std::vector<nvme::Slot> slots(job.swap_slots().begin(), job.swap_slots().end());
-  if (const std::shared_ptr<const DurableJob> of_ledger = job.unrestored()) {
-    of_ledger->RemoveNamed(slots);
+  const std::shared_ptr<const DurableJob> of_ledger = job.unrestored();
+  if (of_ledger != nullptr) {
+    of_ledger->RemoveOwn(slots);
     ledger.Park(of_ledger);
     swap.Free(slots);
   } else if (job.is_in_ledger()) {
@@ -666,9 +540,12 @@ void NodeState::Impl::Sweep(Job& job) {
   } else {
     swap.Free(slots);
   }
-  swap.Free(std::vector<nvme::Slot>(job.sum_slots().begin(), job.sum_slots().end()));
+  std::vector<nvme::Slot> sum_slots(job.sum_slots().begin(), job.sum_slots().end());
+  if (of_ledger != nullptr) of_ledger->RemoveOwn(sum_slots);
+  swap.Free(sum_slots);
   const JobId id = job.id();
-  freed_weights_bytes.emplace(id, job.has_begun() ? job.plan().weights_bytes : 0);
+  const bool keeps_arenas = of_ledger != nullptr && of_ledger->kept;
+  freed_weights_bytes.emplace(id, job.has_begun() && !keeps_arenas ? job.plan().weights_bytes : 0);
   std::erase(waiting, id);
   names.erase({.uid = job.uid(), .name = job.name()});
   jobs.erase(id);
@@ -709,6 +586,7 @@ NodeUse NodeState::Impl::Use() const {
     use.jobs_dram_bytes += job->granted_bytes();
     use.movable_bytes += job->movable_bytes();
   }
+  use.jobs_dram_bytes += ledger.kept_bytes();
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
 }
@@ -730,7 +608,7 @@ uint64_t NodeState::Impl::LeftFor(const Job& job) const {
 }
 
 uint64_t NodeState::Impl::Bytes(uint64_t (Job::*of_job)() const) const {
-  uint64_t bytes = options.node_bytes;
+  uint64_t bytes = options.node_bytes + ledger.kept_bytes();
   for (const auto& [id, job] : jobs) bytes += (job.get()->*of_job)();
   for (const auto& [id, weights_bytes] : freed_weights_bytes) bytes += weights_bytes;
   return bytes;
@@ -739,61 +617,6 @@ uint64_t NodeState::Impl::Bytes(uint64_t (Job::*of_job)() const) const {
 uint64_t NodeState::Impl::FreeBytes() const {
   const uint64_t taken_bytes = std::max(Bytes(&Job::dram_bytes), Bytes(&Job::granted_bytes));
   return options.dram_limit_bytes - std::min(taken_bytes, options.dram_limit_bytes);
-}
-
-std::vector<JobView> NodeState::Jobs() const {
-  std::vector<JobView> views;
-  for (const auto& [id, job] : impl_->jobs) views.push_back(job->View());
-  for (const auto& [name, job] : impl_->ledger.parked()) views.push_back(ViewOf(*job));
-  std::ranges::sort(views, {}, &JobView::id);
-  return views;
-}
-
-NodeView NodeState::Node() const {
-  return {.dram_limit_bytes = impl_->options.dram_limit_bytes,
-          .dram_used_bytes = impl_->Bytes(&Job::dram_bytes),
-          .swap_capacity_bytes = impl_->options.swap.free_bytes(),
-          .swap_used_bytes = impl_->options.swap.free_bytes() - impl_->swap.free_bytes(),
-          .swap_paths = ViewPaths(impl_->swap, impl_->path_table),
-          .staging_slots = impl_->pool.slots(),
-          .staging_slots_used = impl_->pool.used()};
-}
-
-std::vector<std::shared_ptr<const DurableJob>> NodeState::DurableJobs() const {
-  std::vector<std::shared_ptr<const DurableJob>> jobs;
-  for (const auto& [name, job] : impl_->ledger.parked()) jobs.push_back(job);
-  for (const auto& [id, job] : impl_->jobs) {
-    if (auto durable = job->durable()) jobs.push_back(std::move(durable));
-  }
-  return jobs;
-}
-
-void NodeState::CheckInvariants() const {
-  const NodeView node = Node();
-  if (!impl_->jobs.empty()) {
-    FOREBAY_CHECK(node.dram_used_bytes <= node.dram_limit_bytes);
-    FOREBAY_CHECK(impl_->Bytes(&Job::granted_bytes) <= node.dram_limit_bytes);
-  }
-  FOREBAY_CHECK(node.swap_used_bytes <= node.swap_capacity_bytes);
-  uint64_t swap_bytes = 0;
-  for (const auto& [id, job] : impl_->jobs) swap_bytes += job->View().swap_bytes;
-  for (const auto& [name, job] : impl_->ledger.parked()) swap_bytes += ViewOf(*job).swap_bytes;
-  swap_bytes += impl_->ledger.retired_bytes();
-  FOREBAY_CHECK(swap_bytes == node.swap_used_bytes);
-  uint32_t staged = 0;
-  std::set<nvme::Slot> slots;
-  for (const auto& [id, job] : impl_->jobs) {
-    job->CheckInvariants();
-    for (const nvme::Slot& slot : job->swap_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    for (const nvme::Slot& slot : job->sum_slots()) FOREBAY_CHECK(slots.insert(slot).second);
-    staged += job->staging_slots();
-    FOREBAY_CHECK(!job->is_freed() &&
-                  impl_->names.at({.uid = job->uid(), .name = job->name()}) == id);
-  }
-  FOREBAY_CHECK(staged == node.staging_slots_used);
-  for (const auto& [session, job] : impl_->session_jobs) {
-    FOREBAY_CHECK(impl_->jobs.contains(job));
-  }
 }
 
 }  // namespace forebay::daemon

@@ -7,15 +7,34 @@
 
 namespace forebay::daemon {
 
+namespace {
+
+std::vector<bool> LowestThatFit(const BlockMap& map, uint64_t dram_bytes) {
+  std::vector<bool> resident(map.blocks(), false);
+  for (uint32_t block = 0; block < map.state_blocks(); ++block) {
+    if (map.bytes(block) > dram_bytes) break;
+    dram_bytes -= map.bytes(block);
+    resident[block] = true;
+  }
+  return resident;
+}
+
+}  // namespace
+
 Placement::Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes,
                      DurableSlots durable)
+    : Placement(layout, map, LowestThatFit(map, dram_bytes), durable) {}
+
+Placement::Placement(const protocol::Layout& layout, const BlockMap& map,
+                     const std::vector<bool>& resident, DurableSlots durable)
     : durable_(durable), blocks_(map.blocks()), state_blocks_(map.state_blocks()) {
+  FOREBAY_CHECK(resident.size() == blocks_.size());
   uint64_t offset_bytes = 0;
   for (uint32_t block = 0; block < state_blocks_; ++block) {
     const StatePart part = {.offset_bytes = offset_bytes, .bytes = map.bytes(block)};
     blocks_[block].state = part;
     offset_bytes += part.bytes;
-    if (resident_blocks_ < block || part.bytes > dram_bytes - state_bytes_) continue;
+    if (!resident[block]) continue;
     blocks_[block].tier = Tier::kDram;
     state_bytes_ += part.bytes;
     ++resident_blocks_;

@@ -45,6 +45,9 @@ class Placement {
   };
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes,
             DurableSlots durable);
+  // By block: those in DRAM.
+  Placement(const protocol::Layout& layout, const BlockMap& map, const std::vector<bool>& resident,
+            DurableSlots durable);
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes)
       : Placement(layout, map, dram_bytes, DurableSlots()) {}
 

@@ -55,6 +55,10 @@ Step::Step(const JobSpec& spec, JobTasks& io, Membership& members, StepPipeline&
 void Step::Recover(const DurableJob& job) {
   committed_step_ = published_step_ = job.step;
   io_.set_committed_step(committed_step_);
+  if (job.kept) {
+    attempt_ = job.kept->attempt;
+    io_.set_attempt(attempt_);
+  }
   trace_.Recover(job.trace);
   pipeline_.FollowTrace(job.trace);
   const size_t ranks = std::min(extra_bytes_.size(), job.extra_states->size());
@@ -583,11 +587,11 @@ void Step::Publish() {
         "go back to a checkpoint, or lower the learning rate");
     if (has_answered_early_) unsaid_ = last_.status;
   }
-  if (durable_.IsDue(published_step_)) BeginDurable();
+  if (durable_.IsDue(published_step_)) durable_.Begin(PublishedNow());
   if (!is_durable_first() || !durable_.in_progress()) AnswerPublished();
 }
 
-void Step::BeginDurable() {
+DurableSteps::Published Step::PublishedNow() const {
   DurableSteps::Published published{.step = published_step_,
                                     .run = members_.run(),
                                     .trace = trace_.committed(),
@@ -596,7 +600,15 @@ void Step::BeginDurable() {
     published.extra_states.push_back(
         {.offset_bytes = extra_state_offset(rank), .bytes = extra_bytes_[rank]});
   }
-  durable_.Begin(std::move(published));
+  return published;
+}
+
+bool Step::is_quiet() const {
+  for (const auto& [id, session] : members_.all()) {
+    if (session.step_being_copied) return false;
+  }
+  return phase_ == Phase::kOpen && published_step_ == committed_step_ && !is_gathering() &&
+         barrier_.by_rank().empty() && unpublished_.empty() && unsaid_.ok();
 }
 
 void Step::AnswerPublished() {

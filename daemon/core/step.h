@@ -1,6 +1,7 @@
 // The step of a job: gathers gradients and step calls, decides, applies, commits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory_resource>
 #include <optional>
@@ -76,6 +77,14 @@ class Step {
   void DropEarlyUpdates();
   // The newest published step is durable: calls that waited for it are answered.
   void OnDurable();
+  // The newest published step, as it is now.
+  DurableSteps::Published PublishedNow() const;
+  // Nothing of the next step is there, and nothing of this one is unsaid.
+  bool is_quiet() const;
+  // The first attempt at the next step that is not over.
+  uint64_t open_attempt() const {
+    return fault_.ok() ? attempt_ : std::max(attempt_, faulty_attempt_ + 1);
+  }
 
   // Sessions of its ranks.
   bool HasContributed(const Session& session) const;
@@ -165,7 +174,6 @@ class Step {
   absl::Status LeasesHeldError(const Session& session, uint64_t step) const;
   void Commit();
   void Publish();
-  void BeginDurable();
   void AnswerPublished();
   // Calls are answered when their step is durable.
   bool is_durable_first() const {

@@ -753,6 +753,9 @@ void StepPipeline::Recover(const DurableJob& job) {
     ledger_.Recover(block, version(*job.blocks[block]),
                     is_resident(block) ? BlockLedger::Home::kDram : BlockLedger::Home::kSwap);
   }
+  for (uint32_t block = 0; job.kept && block < map_.blocks(); ++block) {
+    if (is_resident(block)) ledger_.RecoverInPlace(block, job.kept->written_steps[block]);
+  }
   for (uint32_t part = 0; part < plan_.weights_parts; ++part) {
     ledger_.Recover(map_.blocks() + part, version(job.weights[part]), BlockLedger::Home::kDram);
   }

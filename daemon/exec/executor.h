@@ -24,6 +24,7 @@
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/block_mover.h"
 #include "daemon/exec/block_tasks.h"
+#include "daemon/exec/hand_over.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/node_snapshot.h"
 #include "daemon/exec/online_scrub.h"
@@ -90,6 +91,14 @@ class Executor {
     scrub_.Start(request, std::move(answer));
   }
   void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
+  // The jobs come to rest, for the next daemon to go on with them. `keep` gets the descriptors that it finds them by,
+  // then, if it has kept them, clients hear that they are to attach again; `done` gets the outcome. Once.
+  using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
+  void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
+  // Jobs that are in the middle of a step are waited for no longer.
+  void HandOverDue();
+  // Of jobs that the state machine was made with: before the loop runs.
+  void Adopt(std::vector<AdoptedArenas> all);
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,
@@ -130,6 +139,7 @@ class Executor {
     ArenaRegistry::Arena extra_state;
     uint64_t trace_bytes = 0;  // at the end of its arena
     bool broken = false;       // its ring lied: nothing is read from it or written to it any more
+    bool is_handed_over = false;  // likewise; the next daemon goes on with it
   };
 
   static int32_t RankOf(const AttachRequested& request) {  // -1: a reader
@@ -184,6 +194,7 @@ class Executor {
   void Run(StepCommitted& action);
   void Run(EarlyUpdatesDropped& action);
   void Run(StepPublished& action);
+  void Run(HandedOver& action);
   void Run(SwapPathMarked& action);
 
   // Work on a worker, a function of nothing, that ends with its TaskDone; where `timed` is given the
@@ -204,11 +215,21 @@ class Executor {
   void PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
                  TaskDone (*join)(std::span<const Found> found, std::pmr::memory_resource* memory));
 
+  // Destroys it on the pool that may block.
   template <typename Resource>
-  void Retire(Resource resource);  // destroys it on the pool that may block
+  void Retire(Resource resource) {
+    runner_.Post(PoolId::kSetup, [resource = std::move(resource)]() mutable -> TaskRunner::Then {
+      { const Resource dead = std::move(resource); }
+      return [] {};
+    });
+  }
 
   // Workers that are near the states of a block.
   int GroupOf(const JobMemory& memory, const BlockPlace& place, uint64_t bytes) const;
+  // The arena of the rank that the daemon before has left, where the session goes on with it; null: it makes one.
+  ArenaRegistry::Arena KeptGradientsFor(JobId job, const AttachRequested& request, uint64_t bytes);
+  void DropKeptGradients(JobId job);
+  absl::StatusOr<DescriptorsByName> DescriptorsOf(const HandedOver& action);
   absl::StatusOr<SessionFds> FdsFor(Session& session, const AnswerAttach& answer);
   void Break(SessionId id, Session& session, const absl::Status& reason);
   SessionIo& session_io(SessionId id);
@@ -246,6 +267,9 @@ class Executor {
   // Of a CommitLedger that pauses: when it goes on.
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;
   bool running_ = false;
+  std::map<std::pair<JobId, uint32_t>, ArenaRegistry::Arena> kept_gradients_;  // by job and rank
+  KeepDescriptors keep_;
+  absl::AnyInvocable<void(const absl::Status&)> handed_over_;
 };
 
 }  // namespace forebay::daemon

@@ -114,19 +114,12 @@ void Executor::PostParts(TaskId task, Timed timed, uint64_t elems, Work work,
       timed.group);
 }
 
-template <typename Resource>
-void Executor::Retire(Resource resource) {
-  runner_.Post(PoolId::kSetup, [resource = std::move(resource)]() mutable -> TaskRunner::Then {
-    { const Resource dead = std::move(resource); }
-    return [] {};
-  });
-}
-
 // ----------------------------------------------------------------------------- making and unmaking
 
 void Executor::Run(CreateJobMemory& action) {
   for (const JobView& view : state_.Jobs()) {
     if (view.id != action.job) continue;
+    if (!action.keeps_gradients) DropKeptGradients(action.job);
     return jobs_.Create(action, {.uid = view.uid, .name = view.name}, view.layout);
   }
   FOREBAY_CHECK(false);
@@ -152,9 +145,11 @@ void Executor::Run(CreateSessionMemory& action) {
       .rank = RankOf(request),
       .grad_bytes = protocol::RoundUp(action.grad_bytes, protocol::kPageBytes),
       .arenas = options_.arenas};
-  runner_.Post(PoolId::kSetup, [this, action, memory]() -> TaskRunner::Then {
+  memory.grad = KeptGradientsFor(action.job, request, memory.grad_bytes);
+  const bool is_registered = memory.grad != nullptr;
+  runner_.Post(PoolId::kSetup, [this, action, memory, is_registered]() -> TaskRunner::Then {
     auto made = MakeSessionMemory(memory);
-    return [this, action, made = std::move(made)]() mutable {
+    return [this, action, is_registered, made = std::move(made)]() mutable {
       if (!made.ok()) return Done(action.task, made.status());
       const SessionMemory arenas = *made;
       auto io = SessionIo::Create(*std::move(made));
@@ -162,7 +157,7 @@ void Executor::Run(CreateSessionMemory& action) {
       Session& session = sessions_.at(action.session);
       session.io = *std::move(io);
       const int rank = RankOf(session.request);
-      registry_.Register({ArenaKind::kGrad, session.job, rank}, arenas.grad);
+      if (!is_registered) registry_.Register({ArenaKind::kGrad, session.job, rank}, arenas.grad);
       registry_.Register({ArenaKind::kRing, session.job, rank}, arenas.ring);
       Done(action.task, absl::OkStatus());
     };
@@ -212,7 +207,7 @@ void Executor::Run(AnswerAttach& action) {
 
 void Executor::Run(AnswerCommand& action) {
   const auto found = sessions_.find(action.session);
-  if (found == sessions_.end() || found->second.broken) return;
+  if (found == sessions_.end() || found->second.broken || found->second.is_handed_over) return;
   Session& session = found->second;
   if (!action.status.ok()) session.io->KeepError(action.completion.tag, action.status);
   const absl::Status sent = session.io->channel().Send(action.completion);
@@ -232,7 +227,7 @@ void Executor::Run(CloseSession& action) {
   absl::AnyInvocable<void(const absl::Status&)> closed = std::move(session.callbacks.closed);
   if (session.io != nullptr) {
     poller_.Remove(action.session);
-    session.io->channel().Close(protocol::ChannelState::kEnded);
+    if (!session.is_handed_over) session.io->channel().Close(protocol::ChannelState::kEnded);
     Retire(std::move(session.io));
   }
   if (session.extra_state != nullptr) Retire(std::move(session.extra_state));
@@ -240,7 +235,10 @@ void Executor::Run(CloseSession& action) {
   if (closed) closed(action.reason);
 }
 
-void Executor::Run(FreeJob& action) { jobs_.Free(action.job); }
+void Executor::Run(FreeJob& action) {
+  if (!action.keeps_arenas) DropKeptGradients(action.job);
+  jobs_.Free(action);
+}
 
 void Executor::Run(AnswerDelete& action) {
   auto node = deletes_.extract(action.request);

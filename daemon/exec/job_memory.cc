@@ -17,7 +17,44 @@ constexpr uint64_t kMakingLogNs = 5'000'000'000;
 constexpr uint64_t kWeightsRetryMinNs = 2'000'000;
 constexpr uint64_t kWeightsRetryMaxNs = 500'000'000;
 
+std::string SuffixOf(const JobName& job) { return job.name.substr(0, 100); }
+
+// One that was kept, as it would be made. What is in it does not matter: sums are written before they are read.
+bool HasStepArena(const JobMemory& job, const pinned_mem::ArenaOptions& wanted) {
+  if (job.step == nullptr || job.step->capacity_bytes() != wanted.capacity_bytes) return false;
+  const uint64_t bytes = wanted.parts->empty() ? 0 : wanted.parts->front().size_bytes;
+  return job.step->populated_bytes() == bytes;
+}
+
 }  // namespace
+
+pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName& job,
+                                        uint64_t bytes) {
+  pinned_mem::ArenaOptions weights = policy.Shared("forebay-weights-" + SuffixOf(job), bytes);
+  weights.access = pinned_mem::Access::kServed;
+  weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
+  return weights;
+}
+
+pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
+                                      uint64_t block_bytes,
+                                      const std::vector<StatePart>& resident) {
+  pinned_mem::ArenaOptions state =
+      policy.ByStripe("forebay-state-" + SuffixOf(job), bytes, std::max<uint64_t>(block_bytes, 1));
+  state.parts.emplace();
+  for (const StatePart& part : resident) {
+    state.parts->push_back({.offset_bytes = part.offset_bytes, .size_bytes = part.bytes});
+  }
+  return state;
+}
+
+pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
+                                     uint64_t capacity_bytes) {
+  pinned_mem::ArenaOptions step = policy.Shared("forebay-step-" + SuffixOf(job), capacity_bytes);
+  step.parts.emplace();
+  if (bytes > 0) step.parts->push_back({.size_bytes = bytes});
+  return step;
+}
 
 JobMemoryTable::JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry,
                                TaskRunner& runner, Raise raise)
@@ -39,60 +76,81 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
   JobMemory& job = jobs_[action.job];
   job.name = std::move(name);
   job.layout = std::move(layout);
-  job.making_bytes = action.weights_bytes + action.step_bytes;
+  job.is_making = true;
+  job.making_bytes = action.step_bytes + (action.is_kept ? 0 : action.weights_bytes);
   job.next_log_ns = MonotonicNs() + kMakingLogNs;
-  const std::string suffix = job.name.name.substr(0, 100);
-  pinned_mem::ArenaOptions weights =
-      policy_.Shared("forebay-weights-" + suffix, action.weights_bytes);
-  weights.access = pinned_mem::Access::kServed;
-  weights.at_end = pinned_mem::AtEnd::kKeepForReaders;
-  pinned_mem::ArenaOptions state = policy_.ByStripe("forebay-state-" + suffix, action.state_bytes,
-                                                    std::max<uint64_t>(action.block_bytes, 1));
-  state.parts.emplace();
-  for (const StatePart& part : action.resident) {
-    state.parts->push_back({.offset_bytes = part.offset_bytes, .size_bytes = part.bytes});
-    job.making_bytes += part.bytes;
+  std::vector<pinned_mem::ArenaOptions> to_make;
+  if (!action.is_kept) {
+    to_make.push_back(WeightsOptions(policy_, job.name, action.weights_bytes));
+    to_make.push_back(
+        StateOptions(policy_, job.name, action.state_bytes, action.block_bytes, action.resident));
+    for (const StatePart& part : action.resident) job.making_bytes += part.bytes;
   }
-  pinned_mem::ArenaOptions step = policy_.Shared(
-      "forebay-step-" + suffix, std::max(action.step_bytes, action.step_capacity_bytes));
-  step.parts.emplace();
-  if (action.step_bytes > 0) step.parts->push_back({.size_bytes = action.step_bytes});
-  runner_.Post(
-      PoolId::kSetup,
-      [this, action, made_bytes = job.made_bytes,
-       all = std::array{weights, state, step}]() -> TaskRunner::Then {
-        std::array<ArenaRegistry::Arena, 3> arenas;
-        absl::Status status;
-        for (size_t i = 0; i < all.size() && status.ok(); ++i) {
-          if (all[i].capacity_bytes == 0) continue;
-          pinned_mem::ArenaOptions options = all[i];
-          options.populated_bytes = made_bytes;
-          auto arena = pinned_mem::PinnedArena::Create(options);
-          if (arena.ok()) arenas[i] = *std::move(arena);
-          status = arena.status();
-        }
-        return [this, action, status, arenas = std::move(arenas)]() mutable {
-          JobMemory& made = at(action.job);
-          made.is_making = false;
-          if (status.ok()) {
-            made.weights = std::move(arenas[0]);
-            made.state = std::move(arenas[1]);
-            made.step = std::move(arenas[2]);
-            registry_.Register({.kind = ArenaKind::kWeights, .job = made.name}, made.weights);
-            if (made.state)
-              registry_.Register({.kind = ArenaKind::kState, .job = made.name}, made.state);
-            if (made.step)
-              registry_.Register({.kind = ArenaKind::kStep, .job = made.name}, made.step);
-          }
-          raise_(TaskDone{.task = action.task, .status = status});
-        };
-      });
+  const pinned_mem::ArenaOptions step =
+      StepOptions(policy_, job.name, action.step_bytes,
+                  std::max(action.step_bytes, action.step_capacity_bytes));
+  if (HasStepArena(job, step)) {
+    runner_.Post(PoolId::kSetup, [this, action]() -> TaskRunner::Then {
+      return [this, action] {
+        at(action.job).is_making = false;
+        raise_(TaskDone{.task = action.task, .status = absl::OkStatus()});
+      };
+    });
+    return;
+  }
+  to_make.push_back(step);
+  runner_.Post(PoolId::kSetup,
+               [this, action, made_bytes = job.made_bytes, all = std::move(to_make),
+                old_step = std::exchange(job.step, nullptr)]() mutable -> TaskRunner::Then {
+                 old_step = nullptr;  // there is not room for both
+                 std::vector<ArenaRegistry::Arena> arenas(all.size());
+                 absl::Status status;
+                 for (size_t i = 0; i < all.size() && status.ok(); ++i) {
+                   if (all[i].capacity_bytes == 0) continue;
+                   pinned_mem::ArenaOptions options = all[i];
+                   options.populated_bytes = made_bytes;
+                   auto arena = pinned_mem::PinnedArena::Create(options);
+                   if (arena.ok()) arenas[i] = *std::move(arena);
+                   status = arena.status();
+                 }
+                 return [this, action, status, arenas = std::move(arenas)]() mutable {
+                   at(action.job).is_making = false;
+                   if (status.ok()) Take(action.job, std::move(arenas));
+                   raise_(TaskDone{.task = action.task, .status = status});
+                 };
+               });
+}
+
+// The step arena, behind the weights and the states where those were made too.
+void JobMemoryTable::Take(JobId id, std::vector<ArenaRegistry::Arena> made) {
+  JobMemory& job = at(id);
+  job.step = std::move(made.back());
+  if (job.step) registry_.Register({.kind = ArenaKind::kStep, .job = job.name}, job.step);
+  if (made.size() > 1) SetArenas(job, std::move(made[0]), std::move(made[1]));
+}
+
+void JobMemoryTable::SetArenas(JobMemory& job, ArenaRegistry::Arena weights,
+                               ArenaRegistry::Arena state) {
+  job.weights = std::move(weights);
+  job.state = std::move(state);
+  registry_.Register({.kind = ArenaKind::kWeights, .job = job.name}, job.weights);
+  if (job.state) registry_.Register({.kind = ArenaKind::kState, .job = job.name}, job.state);
+}
+
+void JobMemoryTable::Adopt(AdoptedArenas arenas) {
+  JobMemory& job = jobs_[arenas.id];
+  job.name = std::move(arenas.name);
+  job.layout = std::move(arenas.layout);
+  job.is_making = false;
+  SetArenas(job, std::move(arenas.weights), std::move(arenas.state));
+  job.step = std::move(arenas.step);
+  if (job.step) registry_.Register({.kind = ArenaKind::kStep, .job = job.name}, job.step);
 }
 
 void JobMemoryTable::Replace(const ReplaceStepArena& action) {
   JobMemory& job = at(action.job);
   const pinned_mem::ArenaOptions options =
-      policy_.Shared("forebay-step-" + job.name.name.substr(0, 100), action.step_bytes);
+      policy_.Shared("forebay-step-" + SuffixOf(job.name), action.step_bytes);
   runner_.Post(PoolId::kSetup,
                [this, action, options, old = std::exchange(job.step, nullptr),
                 saved = std::exchange(job.extra_state, {})]() mutable -> TaskRunner::Then {
@@ -140,7 +198,17 @@ void JobMemoryTable::Populate(const PopulateStepArena& action) {
   });
 }
 
-void JobMemoryTable::Free(JobId id) {
+void JobMemoryTable::Free(const FreeJob& action) {
+  const JobId id = action.job;
+  if (action.keeps_arenas) {
+    JobMemory& job = at(id);
+    runner_.Post(PoolId::kSetup,
+                 [this, id, step = std::exchange(job.step, nullptr)]() mutable -> TaskRunner::Then {
+                   step = nullptr;
+                   return [this, id] { raise_(JobFreed{.job = id}); };
+                 });
+    return;
+  }
   auto node = jobs_.extract(id);
   JobMemory rest = node.empty() ? JobMemory{} : std::move(node.mapped());
   DeletedWeights& weights = deleted_weights_[id];

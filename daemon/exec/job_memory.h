@@ -19,6 +19,28 @@
 
 namespace forebay::daemon {
 
+// How a job's arenas are made, and how those are taken over that a daemon before this one has made.
+pinned_mem::ArenaOptions WeightsOptions(const ArenaPolicy& policy, const JobName& job,
+                                        uint64_t bytes);
+// `resident`: the parts that have memory.
+pinned_mem::ArenaOptions StateOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
+                                      uint64_t block_bytes, const std::vector<StatePart>& resident);
+
+// `bytes` have memory, of so many.
+pinned_mem::ArenaOptions StepOptions(const ArenaPolicy& policy, const JobName& job, uint64_t bytes,
+                                     uint64_t capacity_bytes);
+
+// Of a job, as the daemon before has left it. `state` is null where there are no states, `step` where it has to be made.
+struct AdoptedArenas {
+  JobId id = 0;
+  JobName name;
+  std::shared_ptr<const protocol::Layout> layout;
+  ArenaRegistry::Arena weights;
+  ArenaRegistry::Arena state;
+  ArenaRegistry::Arena step;
+  std::map<uint32_t, ArenaRegistry::Arena> gradients = {};  // by rank
+};
+
 // What the executor keeps of a job.
 struct JobMemory {
   JobName name;
@@ -46,6 +68,8 @@ class JobMemoryTable {
   JobMemoryTable(const ArenaPolicy& policy, ArenaRegistry& registry, TaskRunner& runner,
                  Raise raise);
 
+  // Arenas that are there before the job is. Create() finds them.
+  void Adopt(AdoptedArenas arenas);
   // Ends with TaskDone.
   void Create(const CreateJobMemory& action, JobName name,
               std::shared_ptr<const protocol::Layout> layout);
@@ -54,7 +78,7 @@ class JobMemoryTable {
   // Ends with TaskDone.
   void Populate(const PopulateStepArena& action);
   // Weights are freed when no process has them open or mapped any more; JobFreed says whether.
-  void Free(JobId id);
+  void Free(const FreeJob& action);
 
   // Null where there is none.
   const JobMemory* Find(JobId id) const;
@@ -74,6 +98,8 @@ class JobMemoryTable {
     bool trying = false;
   };
 
+  void Take(JobId id, std::vector<ArenaRegistry::Arena> made);
+  void SetArenas(JobMemory& job, ArenaRegistry::Arena weights, ArenaRegistry::Arena state);
   // Frees them on a worker if nobody uses them; `rest` is destroyed there.
   void TryFreeWeights(JobId id, JobMemory rest);
 

@@ -11,6 +11,10 @@ struct Ledger {
   nonce @1 :UInt64;     # of the volume, part of every checksum
   lastJob @2 :UInt64;   # ids up to this one were given out
   jobs @3 :List(Job);
+
+  # Of a daemon that hands its jobs over to the next, in memory; not on the disk.
+  lastLease @4 :UInt64;
+  sequence @5 :UInt64;  # of the volume's durable ledger; 0: none
 }
 
 struct Job {
@@ -31,6 +35,27 @@ struct Job {
   blocks @14 :List(Bytes);
   weights @15 :List(Bytes);         # parts of the arena, from its beginning
   digests @16 :List(UInt64);        # of the pages of all blocks' planes of weights, in the blocks' order
+  kept @17 :Kept;                   # of a job that is handed over
+}
+
+struct Kept {
+  # KeptMemory of daemon/core/durable_job.h.
+  resident @0 :List(Bool);          # by block
+  weightsBytes @1 :UInt64;
+  dramBytes @2 :UInt64;
+  gradArenaBytes @3 :UInt64;
+  extraStateBytes @4 :UInt64;
+  activationBytes @5 :UInt64;
+  trace @6 :Bool;
+  accumulate @7 :Bool;
+  earlyUpdates @8 :Bool;
+  earlyWeightsSlots @9 :UInt32;
+  attempt @10 :UInt64;
+  spareSlots @11 :List(Bytes);      # of the job's slot size
+  sumSlots @12 :List(Bytes);
+  sumSlotBytes @13 :UInt64;
+  writtenSteps @14 :List(UInt64);   # by block
+  stepBytes @15 :UInt64;
 }
 
 struct Bytes {

@@ -91,6 +91,34 @@ capnp::Data::Reader DataOf(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const kj::byte*>(bytes.data()), bytes.size()};
 }
 
+void WriteSlots(const std::vector<nvme::Slot>& slots, capnp::List<schema::Bytes>::Builder to) {
+  for (unsigned i = 0; i < to.size(); ++i) {
+    to[i].setOffsetBytes(slots[i].offset_bytes);
+    to[i].setPath(slots[i].path + 1);
+  }
+}
+
+void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
+  auto resident = to.initResident(static_cast<unsigned>(kept.resident.size()));
+  for (unsigned i = 0; i < resident.size(); ++i) resident.set(i, kept.resident[i]);
+  auto steps = to.initWrittenSteps(static_cast<unsigned>(kept.written_steps.size()));
+  for (unsigned i = 0; i < steps.size(); ++i) steps.set(i, kept.written_steps[i]);
+  to.setWeightsBytes(kept.weights_bytes);
+  to.setStepBytes(kept.step_bytes);
+  to.setDramBytes(kept.dram_bytes);
+  to.setGradArenaBytes(kept.session.grad_arena_bytes);
+  to.setExtraStateBytes(kept.session.extra_state_bytes);
+  to.setActivationBytes(kept.session.activation_bytes);
+  to.setTrace(kept.session.trace);
+  to.setAccumulate(kept.session.accumulate);
+  to.setEarlyUpdates(kept.session.early_updates);
+  to.setEarlyWeightsSlots(kept.early_weights_slots);
+  to.setAttempt(kept.attempt);
+  WriteSlots(kept.spare_slots, to.initSpareSlots(static_cast<unsigned>(kept.spare_slots.size())));
+  WriteSlots(kept.sum_slots, to.initSumSlots(static_cast<unsigned>(kept.sum_slots.size())));
+  if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
+}
+
 absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
   to.setId(job.id);
   to.setName(job.name.c_str());
@@ -113,6 +141,7 @@ absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
     auto states = to.initExtraStates(static_cast<unsigned>(job.extra_states->size()));
     for (unsigned i = 0; i < states.size(); ++i) states.set(i, DataOf((*job.extra_states)[i]));
   }
+  if (job.kept) WriteKept(*job.kept, to.initKept());
   return WriteBlocks(job, to);
 }
 
@@ -145,6 +174,7 @@ class JobReader {
     RETURN_IF_ERROR(ReadLists());
     RETURN_IF_ERROR(ReadBlocks());
     RETURN_IF_ERROR(ReadWeights());
+    if (from_.hasKept()) RETURN_IF_ERROR(ReadKept());
     return std::move(job_);
   }
 
@@ -203,7 +233,8 @@ class JobReader {
       return Wrong(absl::StrCat("blocks of ", job_.block_elems, " elements"));
     }
     job_.slot_bytes = from_.getSlotBytes();
-    if (job_.slot_bytes == 0 || job_.slot_bytes % kPageBytes != 0) {
+    const bool has_slots = job_.slot_bytes > 0 || IsInMemoryAlone();
+    if (!has_slots || job_.slot_bytes % kPageBytes != 0) {
       return Wrong(absl::StrCat("slots of ", job_.slot_bytes, " bytes"));
     }
     job_.step = from_.getStep();
@@ -254,18 +285,26 @@ class JobReader {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<DurableBytes> ReadBytes(schema::Bytes::Reader from) const {
-    const DurableBytes bytes{.slot = {.path = from.getPath() - 1,
-                                      .offset_bytes = from.getOffsetBytes(),
-                                      .size_bytes = job_.slot_bytes},
-                             .checksum = from.getChecksum(),
-                             .written_step = from.getWrittenStep()};
-    const nvme::Slot& slot = bytes.slot;
-    if (slot.path >= nvme::Volume::kPathsMax || slot.offset_bytes % kPageBytes != 0 ||
-        slot.offset_bytes > UINT64_MAX - slot.size_bytes) {
-      return Wrong(
-          absl::StrCat("a slot at offset ", slot.offset_bytes, " of swap path ", slot.path));
+  // Its arenas have what no slot has.
+  bool IsInMemoryAlone() const {
+    return from_.hasKept() && job_.durability.level == protocol::DurabilityLevel::kMemory;
+  }
+
+  absl::StatusOr<nvme::Slot> ReadSlot(schema::Bytes::Reader from, uint64_t size_bytes) const {
+    const nvme::Slot slot{.path = from.getPath() - 1,
+                          .offset_bytes = from.getOffsetBytes(),
+                          .size_bytes = size_bytes};
+    if (slot.path < nvme::Volume::kPathsMax && slot.offset_bytes % kPageBytes == 0 &&
+        slot.size_bytes > 0 && slot.offset_bytes <= UINT64_MAX - slot.size_bytes) {
+      return slot;
     }
+    return Wrong(absl::StrCat("a slot at offset ", slot.offset_bytes, " of swap path ", slot.path));
+  }
+
+  absl::StatusOr<DurableBytes> ReadBytes(schema::Bytes::Reader from) const {
+    ASSIGN_OR_RETURN(const nvme::Slot slot, ReadSlot(from, job_.slot_bytes));
+    const DurableBytes bytes{
+        .slot = slot, .checksum = from.getChecksum(), .written_step = from.getWrittenStep()};
     if (bytes.written_step > job_.step) {
       return Wrong(absl::StrCat("a slot of step ", bytes.written_step, " at step ", job_.step));
     }
@@ -308,7 +347,10 @@ class JobReader {
   absl::Status ReadWeights() {
     const auto weights = from_.getWeights();
     const uint64_t bytes = WeightsInDram(*job_.layout, job_.weights_on_swap);
-    const uint64_t parts = bytes / job_.slot_bytes + (bytes % job_.slot_bytes > 0 ? 1 : 0);
+    uint64_t parts = 0;
+    if (!IsInMemoryAlone()) {
+      parts = bytes / job_.slot_bytes + (bytes % job_.slot_bytes > 0 ? 1 : 0);
+    }
     if (weights.size() != parts) return WrongCount("parts of weights", weights.size(), parts);
     for (const schema::Bytes::Reader part : weights) {
       if (part.getDigestPages() != 0) return Wrong("digests of a part of its weights");
@@ -318,12 +360,60 @@ class JobReader {
     return absl::OkStatus();
   }
 
+  absl::Status ReadSlots(capnp::List<schema::Bytes>::Reader from, uint64_t size_bytes,
+                         std::vector<nvme::Slot>& to) const {
+    for (const schema::Bytes::Reader one : from) {
+      ASSIGN_OR_RETURN(const nvme::Slot slot, ReadSlot(one, size_bytes));
+      to.push_back(slot);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadKept() {
+    const schema::Kept::Reader from = from_.getKept();
+    KeptMemory kept{.resident = {},
+                    .written_steps = {},
+                    .weights_bytes = from.getWeightsBytes(),
+                    .step_bytes = from.getStepBytes(),
+                    .dram_bytes = from.getDramBytes(),
+                    .session = {.world_size = job_.world_size,
+                                .grad_arena_bytes = from.getGradArenaBytes(),
+                                .extra_state_bytes = from.getExtraStateBytes(),
+                                .activation_bytes = from.getActivationBytes(),
+                                .trace = from.getTrace(),
+                                .accumulate = from.getAccumulate(),
+                                .early_updates = from.getEarlyUpdates(),
+                                .durability = job_.durability},
+                    .early_weights_slots = from.getEarlyWeightsSlots(),
+                    .attempt = from.getAttempt(),
+                    .spare_slots = {},
+                    .sum_slots = {}};
+    const auto resident = from.getResident();
+    if (resident.size() != job_.blocks.size()) {
+      return WrongCount("blocks with a place", resident.size(), job_.blocks.size());
+    }
+    for (const bool one : resident) kept.resident.push_back(one);
+    const auto steps = from.getWrittenSteps();
+    if (steps.size() != resident.size()) {
+      return WrongCount("blocks with a step", steps.size(), resident.size());
+    }
+    for (const uint64_t step : steps) kept.written_steps.push_back(step);
+    RETURN_IF_ERROR(ReadSlots(from.getSpareSlots(), job_.slot_bytes, kept.spare_slots));
+    RETURN_IF_ERROR(ReadSlots(from.getSumSlots(), from.getSumSlotBytes(), kept.sum_slots));
+    job_.kept = std::move(kept);
+    return absl::OkStatus();
+  }
+
   schema::Job::Reader from_;
   DurableJob job_;
 };
 
 absl::Status CheckSlots(const DurableNode& node) {
-  std::vector<nvme::Slot> slots = SlotsOf(node);
+  std::vector<nvme::Slot> slots;
+  for (const auto& job : node.jobs) {
+    const std::vector<nvme::Slot> of_job = job->AllSlots();
+    slots.insert(slots.end(), of_job.begin(), of_job.end());
+  }
   std::ranges::sort(slots);
   for (size_t i = 1; i < slots.size(); ++i) {
     const nvme::Slot& before = slots[i - 1];
@@ -346,8 +436,10 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
                      "start the forebayd that made it; forebayd --reclaim gives its jobs up");
   }
   if (version == 0) return Corrupt("version 0");
-  DecodedLedger decoded{.node = {.last_job = ledger.getLastJob(), .jobs = {}},
-                        .nonce = ledger.getNonce()};
+  DecodedLedger decoded{
+      .node = {.last_job = ledger.getLastJob(), .last_lease = ledger.getLastLease(), .jobs = {}},
+      .nonce = ledger.getNonce(),
+      .sequence = ledger.getSequence()};
   const auto jobs = ledger.getJobs();
   if (jobs.size() > kJobsMax) return Corrupt(absl::StrCat(jobs.size(), " jobs"));
   std::set<JobName> names;
@@ -365,7 +457,8 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce) {
+absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
+                                                    uint64_t sequence) {
   std::vector<std::byte> bytes;
   absl::Status status;
   const auto exception = kj::runCatchingExceptions([&] {
@@ -374,6 +467,8 @@ absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uin
     ledger.setVersion(kVersion);
     ledger.setNonce(nonce);
     ledger.setLastJob(node.last_job);
+    ledger.setLastLease(node.last_lease);
+    ledger.setSequence(sequence);
     auto jobs = ledger.initJobs(static_cast<unsigned>(node.jobs.size()));
     for (unsigned i = 0; i < jobs.size() && status.ok(); ++i) {
       status = WriteJob(*node.jobs[i], jobs[i]);

@@ -16,13 +16,16 @@ namespace forebay::daemon {
 struct DecodedLedger {
   DurableNode node;
   uint64_t nonce = 0;  // SwapSpace::nonce() of what the slots hold
+  // Of what is handed over: of the volume's durable ledger meanwhile; 0: there is none.
+  uint64_t sequence = 0;
 };
 
 // An unpacked Ledger (ledger.capnp).
 //
 // Errors  E_LIMIT     a list is longer than such a message can hold.
 //         E_INTERNAL  a slot has not its job's size.
-absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce);
+absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
+                                                    uint64_t sequence = 0);
 
 // Reads bytes that may be damaged: whatever it returns is consistent in itself, so that nothing later has to
 // check it again. Which paths there are, and what the slots hold, it cannot know.

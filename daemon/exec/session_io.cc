@@ -34,17 +34,33 @@ absl::Status NoDescriptor(const char* what) {
                              "raise the daemon's limit of open files (LimitNOFILE=)");
 }
 
+namespace {
+
+pinned_mem::ArenaOptions SessionArena(const ArenaPolicy& policy, const char* kind,
+                                      const std::string& job, int32_t rank, uint64_t bytes) {
+  pinned_mem::ArenaOptions arena = policy.Shared(
+      absl::StrCat(kind, job.substr(0, 100), "-", rank < 0 ? "reader" : absl::StrCat(rank)), bytes);
+  arena.access = pinned_mem::Access::kShared;
+  return arena;
+}
+
+}  // namespace
+
+pinned_mem::ArenaOptions GradientOptions(const ArenaPolicy& policy, const std::string& job,
+                                         int32_t rank, uint64_t bytes) {
+  return SessionArena(policy, "forebay-grad-", job, rank, bytes);
+}
+
 absl::StatusOr<SessionMemory> MakeSessionMemory(const SessionMemoryOptions& options) {
-  const std::string owner = absl::StrCat(options.job.substr(0, 100), "-",
-                                         options.rank < 0 ? "reader" : absl::StrCat(options.rank));
-  const auto make = [&](const char* kind, uint64_t bytes) {
-    pinned_mem::ArenaOptions arena = options.arenas.Shared(absl::StrCat(kind, owner), bytes);
-    arena.access = pinned_mem::Access::kShared;
-    return pinned_mem::PinnedArena::Create(arena);
-  };
-  SessionMemory memory;
-  ASSIGN_OR_RETURN(memory.grad, make("forebay-grad-", options.grad_bytes));
-  ASSIGN_OR_RETURN(memory.ring, make("forebay-ring-", sizeof(protocol::RingMemory)));
+  SessionMemory memory{.grad = options.grad, .ring = nullptr};
+  if (memory.grad == nullptr) {
+    ASSIGN_OR_RETURN(memory.grad,
+                     pinned_mem::PinnedArena::Create(GradientOptions(
+                         options.arenas, options.job, options.rank, options.grad_bytes)));
+  }
+  ASSIGN_OR_RETURN(memory.ring, pinned_mem::PinnedArena::Create(
+                                    SessionArena(options.arenas, "forebay-ring-", options.job,
+                                                 options.rank, sizeof(protocol::RingMemory))));
   return memory;
 }
 

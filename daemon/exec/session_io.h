@@ -28,10 +28,15 @@ struct SessionMemory {
   ArenaRegistry::Arena ring;
 };
 
+// `rank`: -1 of a reader.
+pinned_mem::ArenaOptions GradientOptions(const ArenaPolicy& policy, const std::string& job,
+                                         int32_t rank, uint64_t bytes);
+
 struct SessionMemoryOptions {
   std::string job;
   int32_t rank = 0;  // -1: a reader
   uint64_t grad_bytes = 0;
+  ArenaRegistry::Arena grad = {};  // that it goes on with; null: a new one is made
   ArenaPolicy arenas = {};
 };
 
@@ -64,6 +69,7 @@ class SessionIo {
 
   protocol::ServerChannel& channel() { return *channel_; }
   const ArenaRegistry::Arena& grad() const { return memory_.grad; }
+  const ArenaRegistry::Arena& ring() const { return memory_.ring; }
 
   // All but `weights` and `extra_state`, which the caller adds.
   //

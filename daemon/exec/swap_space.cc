@@ -78,18 +78,20 @@ absl::Status CommitAndWait(nvme::Volume& volume, nvme::IoEngine& engine,
 // of it is damaged. Twice: where the daemon died between the copies of a commit, the other copy is still an older
 // one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
 // thread.
-absl::Status CommitAgain(const nvme::VolumeOptions& options) {
+// Returns the sequence that it had.
+absl::StatusOr<uint64_t> CommitAgain(const nvme::VolumeOptions& options) {
   ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
   ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
                    nvme::Volume::Open(options, *chosen.engine));
   LogDamage(*volume);
-  if (volume->durable_sequence() == 0) return absl::OkStatus();
+  const uint64_t found = volume->durable_sequence();
+  if (found == 0) return 0;
   const std::vector<std::byte> ledger(volume->ledger().begin(), volume->ledger().end());
   const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());
   for (int place = 0; place < 2; ++place) {
     RETURN_IF_ERROR(CommitAndWait(*volume, *chosen.engine, ledger, slots));
   }
-  return absl::OkStatus();
+  return found;
 }
 
 }  // namespace
@@ -131,8 +133,11 @@ absl::StatusOr<std::unique_ptr<SwapSpace>> SwapSpace::Open(const SwapSpaceOption
 absl::Status SwapSpace::OpenVolume() {
   nvme::VolumeOptions volume{.paths = options_.paths, .life = options_.life};
   if (options_.mode == nvme::OpenMode::kRecover) {
-    ASSIGN_OR_RETURN(const std::optional<nvme::FoundVolume> found,
-                     nvme::FindVolume(options_.paths));
+    ASSIGN_OR_RETURN(std::optional<nvme::FoundVolume> found, nvme::FindVolume(options_.paths));
+    if (found && !options_.keeps_slots) {
+      ASSIGN_OR_RETURN(const DurableNode node, FindDurableJobs(options_.paths));
+      if (node.jobs.empty()) found.reset();
+    }
     if (found && options_.life == nvme::FileLife::kUnlinked) {
       return protocol::MakeError(
           protocol::ErrorId::kSwapPath,
@@ -146,7 +151,9 @@ absl::Status SwapSpace::OpenVolume() {
     }
   }
   volume.ledger_bytes_max = options_.ledger_bytes_max;
-  if (volume.mode == nvme::OpenMode::kRecover) RETURN_IF_ERROR(CommitAgain(volume));
+  if (volume.mode == nvme::OpenMode::kRecover) {
+    ASSIGN_OR_RETURN(found_sequence_, CommitAgain(volume));
+  }
   ASSIGN_OR_RETURN(volume_, nvme::Volume::Open(volume, engine_));
   if (volume_->durable_sequence() > 0) return ReadLedger();
   if (::getrandom(&nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) {

@@ -39,6 +39,8 @@ struct SwapSpaceOptions {
   nvme::FileLife life = nvme::FileLife::kKept;
   // kRecover: a volume with a durable ledger comes back with its jobs; one without is made anew.
   nvme::OpenMode mode = nvme::OpenMode::kReclaim;
+  // The daemon before has handed jobs over, whose slots the volume holds: it is recovered without a durable job too.
+  bool keeps_slots = false;
   // Of a volume that is made anew.
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // How long the disk may take for a transfer before nobody waits for it any longer.
@@ -153,6 +155,8 @@ class SwapSpace {
   // Room for a ledger and 24 bytes for each slot that it names.
   uint64_t ledger_bytes_max() const { return options_.ledger_bytes_max; }
 
+  // Of the durable ledger that Open() found; 0: there was none.
+  uint64_t found_sequence() const { return found_sequence_; }
   // Of the last durable ledger; 0: there is none.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
 
@@ -211,6 +215,7 @@ class SwapSpace {
   SwapSpaceOptions options_;
   nvme::IoEngine& engine_;
   uint64_t nonce_ = 0;
+  uint64_t found_sequence_ = 0;
   DurableNode recovered_;
   ArenaRegistry::Arena staging_;
   struct FreeMemory {

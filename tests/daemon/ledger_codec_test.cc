@@ -74,6 +74,86 @@ TEST(LedgerCodec, ABlockTakesFourWords) {
   EXPECT_EQ(with - without, 100U * 32);
 }
 
+// ------------------------------------------------------------------------------ what is handed over
+
+// The jobs of MakeDurableNode() with their memory: the first one has nothing else.
+DurableNode MakeHandedOverNode() {
+  DurableNode node = MakeDurableNode(kBeginBytes);
+  node.last_lease = 41;
+  uint64_t offset_bytes = uint64_t{1} << 40;
+  for (std::shared_ptr<const DurableJob>& job : node.jobs) {
+    DurableJob handed_over = *job;
+    const uint64_t id = job->id;
+    KeptMemory& kept = handed_over.kept.emplace();
+    for (size_t block = 0; block < job->blocks.size(); ++block) {
+      kept.resident.push_back(block % 2 == 0);
+      kept.written_steps.push_back(job->step - block % 3);
+    }
+    handed_over.durability = {.level = protocol::DurabilityLevel::kStep, .steps = 1};
+    if (job == node.jobs.front()) {
+      handed_over.durability = {};
+      handed_over.weights.clear();
+      for (size_t block = 0; block < job->blocks.size(); block += 2) handed_over.blocks[block] = {};
+    }
+    kept.weights_bytes = 1 + id;
+    kept.step_bytes = 9 + id;
+    kept.dram_bytes = 2 + id;
+    kept.session = {.world_size = job->world_size,
+                    .grad_arena_bytes = 3 + id,
+                    .extra_state_bytes = 4 + id,
+                    .activation_bytes = 5 + id,
+                    .trace = id % 2 == 0,
+                    .accumulate = id % 2 == 1,
+                    .early_updates = id % 3 == 0,
+                    .durability = handed_over.durability};
+    kept.early_weights_slots = 6;
+    kept.attempt = 7 + id;
+    for (int i = 0; i < 3; ++i, offset_bytes += uint64_t{1} << 30) {
+      kept.spare_slots.push_back(
+          {.path = 1, .offset_bytes = offset_bytes, .size_bytes = job->slot_bytes});
+      kept.sum_slots.push_back(
+          {.path = 2, .offset_bytes = offset_bytes, .size_bytes = 2 * job->slot_bytes});
+    }
+    job = std::make_shared<const DurableJob>(std::move(handed_over));
+  }
+  return node;
+}
+
+TEST(LedgerCodec, WhatIsHandedOverComesBack) {
+  const DurableNode node = MakeHandedOverNode();
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLedger(node, kNonce, 43));
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(bytes));
+  EXPECT_EQ(decoded.sequence, 43U);
+  EXPECT_EQ(decoded.node.last_lease, 41U);
+  ExpectEqual(decoded.node, node);
+  for (size_t i = 0; i < node.jobs.size(); ++i) {
+    EXPECT_EQ(decoded.node.jobs[i]->AllSlots(), node.jobs[i]->AllSlots());
+    ASSERT_TRUE(decoded.node.jobs[i]->kept);
+    EXPECT_EQ(*decoded.node.jobs[i]->kept, *node.jobs[i]->kept);
+  }
+}
+
+TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
+  const std::vector<std::pair<std::function<void(DurableJob&)>, std::string>> cases = {
+      {[](DurableJob& job) { job.kept->resident.pop_back(); }, "blocks with a place"},
+      {[](DurableJob& job) { job.kept->written_steps.push_back(0); }, "blocks with a step"},
+      {[](DurableJob& job) { job.kept->spare_slots[0].offset_bytes += 8; }, "a slot at offset"},
+      {[](DurableJob& job) { job.kept->sum_slots[0].path = 16; }, "of swap path 16"},
+      {[](DurableJob& job) { job.kept->spare_slots[0] = job.kept->spare_slots[1]; },
+       "two slots at offset"},
+      {[](DurableJob& job) { job.kept.reset(); }, "parts of weights"},
+  };
+  for (const auto& [make, why] : cases) {
+    DurableNode node = MakeHandedOverNode();
+    DurableJob job = *node.jobs[0];
+    make(job);
+    node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
+    const auto decoded = DecodeLedger(Encode(node));
+    EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt)) << why;
+    EXPECT_THAT(std::string(decoded.status().message()), HasSubstr(why));
+  }
+}
+
 // ------------------------------------------------------------------------------------- wrong values
 
 struct Wrong {

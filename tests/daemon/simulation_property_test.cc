@@ -120,6 +120,7 @@ struct Words {
   void operator()(const StepCalled& a) const { Put({a.job, a.step}); }
   void operator()(const StepCommitted& a) const { Put({a.job, a.step}); }
   void operator()(const StepPublished& a) const { Put({a.job, a.step}); }
+  void operator()(const HandedOver& a) const { Put({a.node->jobs.size(), a.sessions.size()}); }
   void operator()(const SwapPathMarked& a) const { Put({a.path, a.marked ? 1U : 0U}); }
 
   static uint64_t Id(const absl::Status& status) {

@@ -1,6 +1,7 @@
 #include "tests/support/node_harness.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 #include <variant>
 
@@ -129,11 +130,38 @@ std::optional<JobView> NodeHarness::FindJob(const std::string& name) const {
 
 std::unique_ptr<NodeHarness> NodeHarness::Restart(const NodeHarness& before,
                                                   NodeState::Options options) {
-  options.recovered = before.model_.durable();
+  return Restart(before.model_.Restarted(), before.world_size_, std::move(options));
+}
+
+std::unique_ptr<NodeHarness> NodeHarness::Restart(NodeModel left, uint32_t world_size,
+                                                  NodeState::Options options) {
+  options.recovered = left.durable();
   for (const auto& job : options.recovered.jobs) {
     for (const nvme::Slot& slot : job->Slots()) FOREBAY_CHECK(options.swap.Reserve(slot));
   }
-  return std::make_unique<NodeHarness>(options, before.world_size_, before.model_.Restarted());
+  return std::make_unique<NodeHarness>(options, world_size, std::move(left));
+}
+
+std::unique_ptr<NodeHarness> NodeHarness::GoOn(NodeHarness& before, NodeState::Options options) {
+  const auto said = before.Logged<HandedOver>();
+  FOREBAY_CHECK(said.size() == 1);
+  options.recovered = before.model_.durable();
+  std::set<nvme::Slot> taken;
+  const auto take = [&](const DurableJob& job) {
+    for (const nvme::Slot& slot : job.AllSlots()) {
+      if (taken.insert(slot).second) FOREBAY_CHECK(options.swap.Reserve(slot));
+    }
+  };
+  for (const auto& job : options.recovered.jobs) take(*job);
+  for (const auto& job : said[0].node->jobs) {
+    take(*job);
+    std::erase_if(options.recovered.jobs, [&](const auto& other) { return other->id == job->id; });
+    options.recovered.jobs.push_back(job);
+  }
+  options.recovered.last_job = said[0].node->last_job;
+  options.recovered.last_lease = said[0].node->last_lease;
+  return std::make_unique<NodeHarness>(options, before.world_size_,
+                                       before.model_.HandedOver(*said[0].node));
 }
 
 void NodeHarness::Send(const Event& event) {
@@ -224,6 +252,7 @@ uint64_t NodeHarness::RequestAttach(std::shared_ptr<const protocol::Layout> layo
                        .world_size = request.world_size != 0 ? request.world_size : world_size_,
                        .run = request.run,
                        .resume = request.resume,
+                       .reattach = request.reattach,
                        .accumulate = request.accumulate,
                        .early_updates = request.early_updates,
                        .grad_arena_bytes = grad_bytes,

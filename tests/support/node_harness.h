@@ -66,6 +66,7 @@ struct AttachRequest {
   uint32_t world_size = 0;  // 0: that of the harness
   std::string run = {};
   bool resume = false;
+  bool reattach = false;
   bool accumulate = false;
   bool early_updates = false;
   std::optional<protocol::Durability> durability = {};
@@ -84,6 +85,12 @@ class NodeHarness {
   // The daemon of `before` has died: another one on its disk.
   static std::unique_ptr<NodeHarness> Restart(const NodeHarness& before,
                                               daemon::NodeState::Options options);
+  // On what is left of it, of Restarted() or AfterPowerCut().
+  static std::unique_ptr<NodeHarness> Restart(NodeModel left, uint32_t world_size,
+                                              daemon::NodeState::Options options);
+
+  // The daemon of `before`, which has said HandedOver, has ended: the next one.
+  static std::unique_ptr<NodeHarness> GoOn(NodeHarness& before, daemon::NodeState::Options options);
 
   daemon::NodeState& state() { return state_; }
   // The oldest of that name, whoever owns it.

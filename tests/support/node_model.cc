@@ -351,7 +351,7 @@ void NodeModel::Execute(const Action& action) {
     for (const auto& [id, session] : sessions_) {
       if (session.job == free_job->job) Fault("a job was freed while it has sessions");
     }
-    jobs_.erase(free_job->job);
+    if (!free_job->keeps_arenas) jobs_.erase(free_job->job);
     return;
   }
   if (const auto* dropped = std::get_if<EarlyUpdatesDropped>(&action)) {
@@ -364,6 +364,7 @@ void NodeModel::Execute(const Action& action) {
     job.written = std::exchange(job.early, {});
     return;
   }
+  if (std::holds_alternative<CommitLedger>(action)) BeginFlush();
   if (const auto* published = std::get_if<StepPublished>(&action)) {
     Published(*published);
     return;
@@ -403,11 +404,11 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   TaskDone done{.task = task, .status = status};
   if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
   if (status.ok()) return done;
-  if (const auto* write = std::get_if<WriteBlock>(&action)) disk_[*write->place.slot] = {};
+  if (const auto* write = std::get_if<WriteBlock>(&action)) Write(*write->place.slot, {});
   if (const auto* spill = std::get_if<SpillSums>(&action))
     jobs_[spill->job].spilled.erase(spill->slot);
-  if (const auto* evict = std::get_if<EvictBlock>(&action)) disk_[*evict->place.slot] = {};
-  if (const auto* save = std::get_if<SavePart>(&action)) disk_[save->slot] = {};
+  if (const auto* evict = std::get_if<EvictBlock>(&action)) Write(*evict->place.slot, {});
+  if (const auto* save = std::get_if<SavePart>(&action)) Write(save->slot, {});
   if (const auto* promote = std::get_if<PromoteBlock>(&action)) {
     FreeStateMemory(promote->job, promote->place.state_offset_bytes, promote->bytes);
   }
@@ -416,12 +417,27 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
 
 void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
   JobMemory& job = jobs_[a.job];
+  job.step_bytes = a.step_bytes;
+  if (a.is_kept) {
+    if (job.weights_bytes != a.weights_bytes)
+      Fault("a job is made with weights that were not kept");
+    for (const StatePart& part : a.resident) CheckKept(job, part);
+    return;
+  }
   job.weights_bytes = a.weights_bytes;
   for (const StatePart& part : a.resident) {
     if (part.offset_bytes + part.bytes > a.state_bytes) Fault("a block is outside the state arena");
     AddStateMemory(a.job, part);
   }
-  job.step_bytes = a.step_bytes;
+}
+
+void NodeModel::CheckKept(const JobMemory& job, const StatePart& part) {
+  uint64_t at = part.offset_bytes;
+  const uint64_t end = at + part.bytes;
+  for (const auto& [offset, bytes] : job.state_parts) {
+    if (offset <= at && at < offset + bytes) at = offset + bytes;
+  }
+  if (at < end) Fault("a job is made with states in DRAM that were not kept");
 }
 
 // Parts are kept apart by block from the first eviction on; neighbours need not be one part.
@@ -459,7 +475,7 @@ void NodeModel::Apply(const EvictBlock& a, TaskDone& done) {
   const BlockToken block = job.resident[a.place.state_offset_bytes];
   CheckResident(block, a.identity);
   done.checksum = ++checksums_;
-  disk_[*a.place.slot] = TokenOf(a.identity, done.checksum);
+  Write(*a.place.slot, TokenOf(a.identity, done.checksum));
   job.published[a.identity.block] = *a.place.slot;
   job.resident.erase(a.place.state_offset_bytes);
   FreeStateMemory(a.job, a.place.state_offset_bytes, a.bytes);
@@ -487,7 +503,7 @@ void NodeModel::CheckResident(const BlockToken& block, const BlockIdentity& iden
 }
 
 void NodeModel::Apply(const CreateJobSwap& a, TaskDone&) {
-  jobs_[a.job].slots = {a.slots.begin(), a.slots.end()};
+  jobs_[a.job].slots.insert(a.slots.begin(), a.slots.end());
 }
 
 // The bytes of extra_state are no token: what is named must lie in the new arena without overlap.
@@ -668,7 +684,7 @@ void NodeModel::Apply(const WriteBlock& a, TaskDone&) {
   if (!(staging_[a.place.staging_slot] == TokenOf(a.identity, a.checksum))) {
     Fault("a slot was written that does not hold its block");
   }
-  disk_[*a.place.slot] = staging_[a.place.staging_slot];
+  Write(*a.place.slot, staging_[a.place.staging_slot]);
   JobMemory& job = jobs_[a.job];
   const bool relocates = !job.is_updating && job.published.contains(a.identity.block) &&
                          a.identity.written_step <= job.committed_step;

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -88,6 +89,11 @@ class NodeModel {
   // but for those that are being written.
   const daemon::DurableNode& durable() const { return durable_; }
   NodeModel Restarted() const;
+  // The same after a power cut: of what was written since the last flush each slot holds that, or what it held before,
+  // or nothing whole, in any order. A ledger that is being committed is durable, or its data are, or neither.
+  NodeModel AfterPowerCut(std::mt19937_64& random) const;
+  // What the next node finds when this one has handed these jobs over: their arenas too.
+  NodeModel HandedOver(const daemon::DurableNode& node);
   // Steps of the published blocks of a job, and of those in DRAM.
   std::map<uint64_t, uint64_t> WrittenSteps(uint64_t job);
   bool has_session_arena(uint64_t session) { return sessions_[session].bytes > 0; }
@@ -198,6 +204,7 @@ class NodeModel {
   void Fault(const std::string& what);
   void AddStateMemory(uint64_t job, const daemon::StatePart& part);
   void FreeStateMemory(uint64_t job, uint64_t offset_bytes, uint64_t bytes);
+  void CheckKept(const JobMemory& job, const daemon::StatePart& part);
   void CheckResident(const BlockToken& block, const daemon::BlockIdentity& identity);
   void CheckHeld(const daemon::UpdateBlock& update);
   void CheckHeld(uint64_t job, uint64_t weights_offset_bytes, uint64_t bytes);
@@ -254,6 +261,9 @@ class NodeModel {
   void Apply(const daemon::KeepExtraStates& a, daemon::TaskDone& done);
   void Apply(const daemon::RestoreExtraStates& a, daemon::TaskDone& done);
   void Apply(const daemon::CommitLedger& a, daemon::TaskDone& done);
+  void SetDurable(const daemon::DurableNode& node);
+  void Write(const nvme::Slot& slot, const BlockToken& token);
+  void BeginFlush();
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
@@ -273,6 +283,10 @@ class NodeModel {
   std::map<uint32_t, BlockToken> staging_;  // by slot
   std::map<nvme::Slot, BlockToken> disk_;   // of all jobs; a failed write leaves anything
   std::map<uint64_t, Held> held_;           // by lease
+  // Of each slot that was written since the last flush, and of those that the commit that runs flushes: what it held
+  // before, oldest first.
+  std::map<nvme::Slot, std::vector<BlockToken>> unflushed_;
+  std::map<nvme::Slot, std::vector<BlockToken>> flushing_;
   // Copies of blocks in DRAM, by slot: as those were.
   std::map<nvme::Slot, BlockToken> copies_;
   daemon::DurableNode durable_;

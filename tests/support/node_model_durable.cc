@@ -1,6 +1,7 @@
 // Durable steps in the model: copies of what is in DRAM, ledgers, and what is left when the node dies.
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "protocol/units.h"
@@ -28,7 +29,7 @@ void NodeModel::Apply(const SavePart& a, TaskDone& done) {
   done.checksum = ++checksums_;
   if (a.arena == SavedArena::kWeights) {
     if (a.identity.part != BlockPart::kWeightsArena) Fault("weights are saved as something else");
-    disk_[a.slot] = WeightsToken(a.identity, done.checksum);
+    Write(a.slot, WeightsToken(a.identity, done.checksum));
     return;
   }
   const auto found = job.resident.find(a.offset_bytes);
@@ -36,10 +37,10 @@ void NodeModel::Apply(const SavePart& a, TaskDone& done) {
   if (resident.written_step != 0 && resident.block != a.identity.block) {
     Fault("another block is saved than the one that is there");
   }
-  disk_[a.slot] = {.job = a.job,
-                   .block = a.identity.block,
-                   .written_step = a.identity.written_step,
-                   .checksum = done.checksum};
+  Write(a.slot, {.job = a.job,
+                 .block = a.identity.block,
+                 .written_step = a.identity.written_step,
+                 .checksum = done.checksum});
   copies_[a.slot] = resident;
 }
 
@@ -126,11 +127,50 @@ void NodeModel::CheckDurable(const DurableJob& durable) {
 
 void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
   for (const auto& job : a.node->jobs) CheckDurable(*job);
-  const std::vector<nvme::Slot> named = SlotsOf(*a.node);
-  durable_ = *a.node;
+  flushing_.clear();
+  SetDurable(*a.node);
+}
+
+void NodeModel::SetDurable(const DurableNode& node) {
+  const std::vector<nvme::Slot> named = SlotsOf(node);
+  durable_ = node;
   durable_slots_before_ = std::move(durable_slots_);
   durable_slots_ = {named.begin(), named.end()};
   if (durable_slots_.size() != named.size()) Fault("a ledger names a slot twice");
+}
+
+void NodeModel::Write(const nvme::Slot& slot, const BlockToken& token) {
+  unflushed_[slot].push_back(disk_[slot]);
+  disk_[slot] = token;
+}
+
+void NodeModel::BeginFlush() {
+  for (auto& [slot, before] : std::exchange(unflushed_, {})) {
+    std::vector<BlockToken>& all = flushing_[slot];
+    all.insert(all.end(), before.begin(), before.end());
+  }
+}
+
+NodeModel NodeModel::AfterPowerCut(std::mt19937_64& random) const {
+  NodeModel next = Restarted();
+  next.unflushed_.clear();
+  const auto lose = [&](const std::map<nvme::Slot, std::vector<BlockToken>>& written) {
+    for (const auto& [slot, before] : written) {
+      const size_t fate = random() % (before.size() + 3);
+      if (fate < before.size()) next.disk_[slot] = before[fate];
+      if (fate == before.size()) next.disk_[slot] = {};
+    }
+  };
+  lose(unflushed_);
+  const CommitLedger* commit = nullptr;
+  for (const auto& [task, action] : running_) {
+    if (const auto* one = std::get_if<CommitLedger>(&action)) commit = one;
+  }
+  const bool has_flushed = commit != nullptr && random() % 3 > 0;
+  if (!has_flushed) lose(flushing_);
+  if (has_flushed && random() % 2 == 0) next.SetDurable(*commit->node);
+  next.durable_slots_before_.clear();  // recovery commits again what it finds
+  return next;
 }
 
 NodeModel NodeModel::Restarted() const {
@@ -153,8 +193,42 @@ NodeModel NodeModel::Restarted() const {
   return next;
 }
 
+NodeModel NodeModel::HandedOver(const DurableNode& node) {
+  if (!running_.empty()) Fault("a node is handed over while tasks run");
+  NodeModel next = Restarted();
+  for (const auto& job : node.jobs) {
+    JobMemory& kept = next.jobs_[job->id] = jobs_.at(job->id);
+    if (kept.committed_step != job->step || kept.is_updating) {
+      Fault("a job is handed over in the middle of a step");
+    }
+    for (uint32_t block = 0; block < job->blocks.size(); ++block) {
+      const auto slot = kept.published.find(block);
+      const bool is_on_swap = !job->kept->resident[block] && slot != kept.published.end();
+      if (is_on_swap && (!job->blocks[block] || job->blocks[block]->slot != slot->second)) {
+        Fault(absl::StrCat("block ", block, " is handed over in another slot than it is in"));
+      }
+    }
+    // Of the step arena, whose bytes nobody keeps, and of a step that has not begun.
+    kept.step_bytes = kept.float_sums_end = 0;
+    kept.float_sums_offset = UINT64_MAX;
+    kept.overflow.clear();
+    kept.accumulators.clear();
+    kept.float_sums.clear();
+    kept.paged.clear();
+    kept.spilled.clear();
+    kept.early.clear();
+    kept.loaded.clear();
+    const std::vector<nvme::Slot> slots = job->AllSlots();
+    if (kept.slots != std::set<nvme::Slot>(slots.begin(), slots.end())) {
+      Fault("a job is handed over with other slots than it has");
+    }
+  }
+  return next;
+}
+
 void NodeModel::Recover(const DurableJob& durable) {
   JobMemory& job = jobs_[durable.id];
+  if (job.weights_bytes > 0) return;  // its arenas were kept
   job.committed_step = durable.step;
   job.has_published = true;
   const std::vector<nvme::Slot> slots = durable.Slots();

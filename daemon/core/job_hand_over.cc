@@ -1,0 +1,103 @@
+// A job comes to rest between two steps, so that the next daemon goes on with it: its arenas stay, its ranks attach
+// again and send again what was not answered.
+
+#include <memory>
+#include <utility>
+
+#include "daemon/core/job.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+void Job::RequestHandOver() {
+  if (hand_over_ == HandOver::kNone) hand_over_ = HandOver::kWanted;
+}
+
+bool Job::MayHandOver() const {
+  if (failed() || deleting_) return false;
+  // One that comes back from the disk does so again; the initial parameters of another are its ranks' to write.
+  const bool comes_from_disk = is_unrestored_ && !spec_.recovered->kept;
+  const bool comes_back = is_unrestored_ && spec_.recovered->kept.has_value();
+  return !comes_from_disk && (is_ready() || comes_back) &&
+         !(spec_.options.loses_swap && swap_bytes() > 0);
+}
+
+// What arrives now, or waits for others, is sent again.
+bool Job::IsQuiet() const {
+  const bool holds_copies = spec_.plan.has_weights_on_swap() && leases_.count() > 0;
+  return MayHandOver() && !is_unrestored_ && !next_plan_ && io_.idle() && step_.is_quiet() &&
+         !pipeline_.running() && !durable_.in_progress() && !access_.in_progress() &&
+         !residency_.in_progress() && !holds_copies;
+}
+
+// Whoever has a lease on weights of the cache may wait for another rank that has none yet. Once nobody has one and no
+// gradient has come, no lease is given any more.
+bool Job::MayServeFetches() const {
+  if (hand_over_ == HandOver::kNone || !spec_.plan.has_weights_on_swap()) return true;
+  return hand_over_ == HandOver::kWanted && (leases_.count() > 0 || !step_.is_quiet());
+}
+
+void Job::TryHandOver() {
+  if (hand_over_ == HandOver::kWanted && IsQuiet()) {
+    hand_over_ = HandOver::kSaving;
+    DurableSteps::Published published = step_.PublishedNow();
+    if (spec_.plan.has_durable_steps()) {
+      durable_.Begin(std::move(published));
+      durable_.Pump();
+    } else {
+      io_.Start(TaskKind::kKeepExtraStates, 0, KeepExtraStates{.parts = published.extra_states});
+    }
+  }
+  const bool is_durable = spec_.plan.has_durable_steps() && !durable_.in_progress();
+  if (hand_over_ == HandOver::kSaving && is_durable) EndHandOver(*durable_.durable());
+}
+
+void Job::OnExtraStatesKept(const TaskDone& done) {
+  DurableJob job = durable_.ValuesOf(step_.PublishedNow());
+  job.extra_states = done.extra_states;
+  const BlockLedger& ledger = pipeline_.ledger();
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    const BlockLedger::Version& current = ledger.current(block);
+    std::optional<DurableBytes>& bytes = job.blocks.emplace_back();
+    if (!current.slot) continue;
+    bytes = {.slot = *current.slot,
+             .checksum = current.checksum,
+             .written_step = current.written_step,
+             .weights_digests = current.weights_digests};
+  }
+  EndHandOver(std::move(job));
+}
+
+void Job::EndHandOver(DurableJob job) {
+  FOREBAY_CHECK(job.step == step_.published_step());
+  KeptMemory kept{.resident = {},
+                  .written_steps = {},
+                  .weights_bytes = spec_.plan.weights_bytes,
+                  .step_bytes = spec_.plan.step_bytes,
+                  .dram_bytes = dram_bytes(),
+                  .session = spec_.plan.session,
+                  .early_weights_slots = spec_.plan.early_weights_slots,
+                  .attempt = step_.open_attempt(),
+                  .spare_slots = {},
+                  .sum_slots = {sum_slots().begin(), sum_slots().end()}};
+  for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
+    kept.resident.push_back(pipeline_.is_resident(block));
+    kept.written_steps.push_back(pipeline_.ledger().current(block).written_step);
+  }
+  kept.spare_slots = {swap_slots().begin(), swap_slots().end()};
+  job.RemoveOwn(kept.spare_slots);
+  job.kept = std::move(kept);
+  handed_over_ = std::make_shared<const DurableJob>(std::move(job));
+  hand_over_ = HandOver::kDone;
+}
+
+std::vector<HandedOver::Session> Job::SessionsHandedOver() const {
+  std::vector<HandedOver::Session> sessions;
+  for (const auto& [id, session] : members_.all()) {
+    if (session.reader || !session.is_current() || !session.mapped) continue;
+    sessions.push_back({.session = id, .job = spec_.id, .rank = session.rank});
+  }
+  return sessions;
+}
+
+}  // namespace forebay::daemon

@@ -1,0 +1,23 @@
+// What an attach asks for: the job's world, and the memory of each of its sessions.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/durability.h"
+
+namespace forebay::daemon {
+
+struct SessionRequest {
+  uint32_t world_size = 1;
+  uint64_t grad_arena_bytes = 0;
+  uint64_t extra_state_bytes = 0;
+  uint64_t activation_bytes = 0;
+  bool trace = false;
+  bool accumulate = false;  // sharded: gradients of several passes are added
+  bool early_updates = false;
+  protocol::Durability durability = {};
+
+  bool operator==(const SessionRequest&) const = default;
+};
+
+}  // namespace forebay::daemon

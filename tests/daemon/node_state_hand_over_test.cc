@@ -1,0 +1,438 @@
+// Goal    A daemon that is asked to hand its jobs over brings each to rest between two steps, wherever it is, and the
+//         next one goes on with the same arenas and slots: no step is lost, nothing is read back or written anew.
+// Method  The harness, whose model keeps what a daemon leaves and faults where a job is handed over in the middle of
+//         a step, with other slots or blocks than it has, or is made of memory that was not kept. The request comes
+//         after each turn of some steps in turn; ranks send again what was not answered.
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "daemon/core/limits.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/durability.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::AttachRequest;
+using ::forebay::testing::MakeLayout;
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::NodeHarness;
+using ::forebay::testing::SwapPaths;
+using protocol::Durability;
+using protocol::DurabilityLevel;
+using protocol::ErrorId;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
+constexpr uint32_t kRanks = 2;
+constexpr uint64_t kArenaBytes = 64 << 10;
+constexpr Durability kMemory{.level = DurabilityLevel::kMemory, .steps = 1};
+constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
+constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
+
+NodeState::Options Roomy() {
+  NodeState::Options options = testing::RoomyOptions();
+  options.block_elems = 512;
+  options.staging_slots = 3;
+  options.staging_slot_bytes = 8192;
+  options.swap = SwapPaths({4 << 20, 4 << 20});
+  return options;
+}
+
+enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
+
+struct Case {
+  Durability durability;
+  Place place;
+  bool early_updates = false;
+  bool shared = false;
+};
+
+std::shared_ptr<const protocol::Layout> LayoutOf(const Case& with) {
+  if (with.shared) return MakeLayout({2048, 2048, 1000});
+  std::vector<std::vector<testing::ShardedParam>> groups(3, {{.rows = uint64_t{kRanks} * 1024}});
+  groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
+  return MakeShardedLayout(groups);
+}
+
+AttachRequest RequestOf(uint32_t rank, const Case& with, bool reattach) {
+  return {.rank = rank,
+          .resume = reattach,
+          .reattach = reattach,
+          .early_updates = with.early_updates,
+          .durability = with.durability,
+          .grad_arena_bytes = kArenaBytes};
+}
+
+NodeState::Options OptionsOf(const Case& with) {
+  NodeState::Options options = Roomy();
+  if (with.place == Place::kDram) return options;
+  NodeHarness node(options, kRanks);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    node.Attach(LayoutOf(with), RequestOf(rank, with, false));
+  }
+  const JobView job = *node.FindJob("job");
+  const uint64_t used = node.state().Node().dram_used_bytes;
+  if (with.place == Place::kWeightsOnSwap) {
+    options.dram_limit_bytes = testing::LeastDramOf(
+        LayoutOf(with), options, kRanks, RequestOf(0, with, false), /*gradients_in_dram=*/true);
+    return options;
+  }
+  const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
+  options.dram_limit_bytes = used - (job.blocks - resident) * (job.resident_bytes / job.blocks);
+  return options;
+}
+
+// The ranks of one job, which train on whatever daemon there is.
+class Training {
+ public:
+  Training(const Case& with, const NodeState::Options& options)
+      : with_(with),
+        options_(options),
+        layout_(LayoutOf(with)),
+        node_(std::make_unique<NodeHarness>(options, kRanks)) {}
+
+  void AttachAll(bool reattach = false) {
+    sessions_.clear();
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      sessions_.push_back(node_->Attach(layout_, RequestOf(rank, with_, reattach)));
+    }
+    for (const uint64_t session : sessions_) {
+      const AnswerAttach* answer = node_->attached(session);
+      ASSERT_NE(answer, nullptr);
+      ASSERT_OK(answer->status);
+      ASSERT_FALSE(reattach && answer->writes_initial);
+      ASSERT_EQ(answer->committed_step, answered_);
+      ASSERT_EQ(answer->extra_state_bytes, answered_ > 0 ? 32U : 0U);
+    }
+    Begin();
+  }
+
+  // The next thing of the current step, a fetch before it; else ends the oldest task.
+  void Turn() {
+    if (fetches_.empty()) waits_for_fetches_ = false;
+    if (!to_do_.empty() && !waits_for_fetches_ && turn_++ % 2 == 0) {
+      const auto next = to_do_.front();
+      to_do_.erase(to_do_.begin());
+      next();
+      return;
+    }
+    if (!node_->model().running().empty()) node_->Finish(node_->model().running().begin()->first);
+    ReleaseAnswered();
+    const bool is_answered =
+        !calls_.empty() && to_do_.empty() && std::ranges::all_of(calls_, [this](uint64_t call) {
+          return node_->ErrorOf(call) != kUnanswered;
+        });
+    if (!is_answered) return;
+    for (const uint64_t call : calls_) EXPECT_EQ(node_->ErrorOf(call), ErrorId::kNone);
+    ++answered_;
+    Begin();
+  }
+  void TrainTo(uint64_t step) {
+    for (int turn = 0; turn < 4000 && answered_ < step; ++turn) Turn();
+    ASSERT_EQ(answered_, step);
+  }
+
+  bool is_handed_over() const { return !node_->Logged<HandedOver>().empty(); }
+  HandedOver handed_over() const { return node_->Logged<HandedOver>().at(0); }
+  // Turns go on until the job is at rest, then the next daemon has it.
+  void HandOver() {
+    node_->Send(HandOverRequested{});
+    for (int turn = 0; turn < 4000 && !is_handed_over(); ++turn) Turn();
+    ASSERT_TRUE(is_handed_over());
+    ASSERT_THAT(handed_over().node->jobs, SizeIs(1));
+    ASSERT_EQ(handed_over().node->jobs[0]->step, answered_);
+    ASSERT_THAT(handed_over().sessions, SizeIs(kRanks));
+    NextDaemon();
+  }
+  void NextDaemon() {
+    EXPECT_EQ(node_->fault(), "");
+    node_ = NodeHarness::GoOn(*node_, options_);
+  }
+
+  JobView View() const { return *node_->FindJob("job"); }
+
+  const Case with_;
+  const NodeState::Options options_;
+  const std::shared_ptr<const protocol::Layout> layout_;
+  std::unique_ptr<NodeHarness> node_;
+  std::vector<uint64_t> sessions_;
+  uint64_t answered_ = 0;  // the newest step that every rank was answered
+
+ private:
+  uint64_t OwnerOf(uint32_t partition) const {
+    return sessions_[layout_->is_shared() ? 0 : layout_->partitions()[partition].owner];
+  }
+  void Begin() {
+    calls_.clear();
+    to_do_.clear();
+    fetches_.clear();
+    waits_for_fetches_ = false;
+    const uint64_t step = answered_ + 1;
+    const auto partitions = static_cast<uint32_t>(layout_->partitions().size());
+    for (uint32_t i = 0; i < partitions; ++i) {
+      to_do_.push_back([=, this] {
+        fetches_.push_back({OwnerOf(i), node_->Fetch(OwnerOf(i), i)});
+      });
+    }
+    for (const uint64_t session : sessions_) {
+      if (with_.early_updates) to_do_.push_back([=, this] { node_->Announce(session, step); });
+    }
+    for (uint32_t i = partitions; i-- > 0;) {
+      for (const uint64_t session : sessions_) {
+        if (!layout_->is_shared() && session != OwnerOf(i)) continue;
+        to_do_.push_back([=, this] { node_->Gradient(session, i, step); });
+      }
+    }
+    to_do_.push_back([this] { waits_for_fetches_ = true; });
+    for (const uint64_t session : sessions_) {
+      to_do_.push_back([=, this] {
+        calls_.push_back(node_->Step(session, step, 0.1, 0, /*extra_state_bytes=*/32));
+      });
+    }
+  }
+  // No lease is held at a step call.
+  void ReleaseAnswered() {
+    std::erase_if(fetches_, [this](const auto& fetch) {
+      const AnswerCommand* answer = node_->answer(fetch.second);
+      if (answer == nullptr) return false;
+      node_->Release(fetch.first, answer->completion.lease_id);
+      return true;
+    });
+  }
+
+  uint64_t turn_ = 0;
+  bool waits_for_fetches_ = false;
+  std::vector<std::function<void()>> to_do_;
+  std::vector<uint64_t> calls_;
+  std::vector<std::pair<uint64_t, uint64_t>> fetches_;  // session and tag
+};
+
+class NodeStateHandOver : public ::testing::TestWithParam<Case> {};
+
+TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  constexpr uint64_t kSteps = 3;
+  std::set<uint64_t> steps;
+  uint64_t points = 0;
+  for (uint64_t point = 0;; ++point) {
+    Training run(GetParam(), options);
+    run.AttachAll();
+    uint64_t turns = 0;
+    for (; turns < point && run.answered_ < kSteps; ++turns) run.Turn();
+    if (run.answered_ >= kSteps) break;
+    ++points;
+    const uint64_t swap_bytes = run.View().swap_bytes;
+    const uint32_t resident = run.View().resident_blocks;
+    run.HandOver();
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    steps.insert(run.answered_);
+    run.AttachAll(/*reattach=*/true);
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+    EXPECT_EQ(run.View().swap_bytes, swap_bytes);
+    EXPECT_EQ(run.View().resident_blocks, resident);
+    ASSERT_THAT(run.node_->Logged<RestorePart>(), IsEmpty());
+    ASSERT_THAT(run.node_->Logged<CreateJobSwap>(), IsEmpty());
+    run.TrainTo(run.answered_ + 2);
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    // And once more.
+    run.HandOver();
+    run.AttachAll(/*reattach=*/true);
+    run.TrainTo(run.answered_ + 1);
+    ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+  }
+  EXPECT_GT(points, 40U);
+  EXPECT_GE(steps.size(), 2U);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Places, NodeStateHandOver,
+    ::testing::Values(Case{kMemory, Place::kDram}, Case{kMemory, Place::kSwap},
+                      Case{kMemory, Place::kHalf}, Case{kMemory, Place::kWeightsOnSwap},
+                      Case{kMemory, Place::kHalf, true}, Case{kMemory, Place::kWeightsOnSwap, true},
+                      Case{kMemory, Place::kDram, false, true},
+                      Case{kMemory, Place::kHalf, false, true}, Case{kStep, Place::kDram},
+                      Case{kStep, Place::kHalf}, Case{kEpoch, Place::kDram},
+                      Case{kEpoch, Place::kHalf, true}, Case{kEpoch, Place::kWeightsOnSwap}));
+
+class NodeStateHandOverJob : public ::testing::Test {
+ protected:
+  explicit NodeStateHandOverJob(const Case& with = {kMemory, Place::kHalf})
+      : run_(with, OptionsOf(with)) {
+    run_.AttachAll();
+    run_.TrainTo(1);
+    run_.node_->RunTasks();
+  }
+  void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
+  NodeHarness& node() { return *run_.node_; }
+  void Ask() {
+    node().Send(HandOverRequested{});
+    node().RunTasks();
+  }
+
+  Training run_;
+};
+
+class NodeStateHandOverInDram : public NodeStateHandOverJob {
+ protected:
+  NodeStateHandOverInDram() : NodeStateHandOverJob({kMemory, Place::kDram}) {}
+};
+
+TEST_F(NodeStateHandOverJob, NobodyAttachesAndNothingIsDeletedMeanwhile) {
+  Ask();
+  ASSERT_TRUE(run_.is_handed_over());
+  const uint64_t session = node().Attach(run_.layout_, RequestOf(0, run_.with_, true));
+  EXPECT_EQ(protocol::IdOf(node().attached(session)->status), ErrorId::kDaemonGone);
+  node().Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  EXPECT_EQ(protocol::IdOf(node().Logged<AnswerDelete>().at(0).status), ErrorId::kDaemonGone);
+}
+
+TEST_F(NodeStateHandOverJob, SessionsEndWithTheDaemonWithoutAnAnswer) {
+  const uint64_t fetch = node().Fetch(run_.sessions_[0], 0);
+  Ask();
+  ASSERT_TRUE(run_.is_handed_over());
+  const uint64_t late = node().Fetch(run_.sessions_[1], 1);
+  EXPECT_EQ(node().ErrorOf(fetch), ErrorId::kNone);
+  EXPECT_EQ(node().ErrorOf(late), kUnanswered);
+  for (const uint64_t session : run_.sessions_) {
+    node().End(session, EndCause::kLost);
+    node().RunTasks();
+    EXPECT_TRUE(node().is_closed(session));
+  }
+  EXPECT_EQ(node().ErrorOf(late), kUnanswered);
+  EXPECT_TRUE(node().model().has_job(1));
+}
+
+TEST_F(NodeStateHandOverJob, AStepThatGoesOnIsWaitedForUntilTheLimit) {
+  node().Gradient(run_.sessions_[0], 0, 2);
+  Ask();
+  EXPECT_FALSE(run_.is_handed_over());
+  node().Send(HandOverDue{});
+  node().RunTasks();
+  ASSERT_TRUE(run_.is_handed_over());
+  EXPECT_THAT(run_.handed_over().node->jobs, IsEmpty());
+  EXPECT_THAT(run_.handed_over().sessions, IsEmpty());
+}
+
+TEST_F(NodeStateHandOverJob, SessionsOfAnOlderGenerationAreNotHandedOver) {
+  node().End(run_.sessions_[0], EndCause::kLost);
+  Ask();
+  ASSERT_TRUE(run_.is_handed_over());
+  EXPECT_THAT(run_.handed_over().node->jobs, SizeIs(1));
+  EXPECT_THAT(run_.handed_over().sessions, IsEmpty());
+}
+
+TEST_F(NodeStateHandOverInDram, AReaderIsNotHandedOver) {
+  ASSERT_OK(node().attached(node().AttachReader(run_.layout_))->status);
+  Ask();
+  ASSERT_TRUE(run_.is_handed_over());
+  EXPECT_THAT(run_.handed_over().sessions, SizeIs(kRanks));
+}
+
+TEST_F(NodeStateHandOverJob, AnAttemptThatIsOverStaysOver) {
+  const uint64_t bad = node().Gradient(run_.sessions_[0], 0, 2, /*finite=*/false);
+  node().RunTasks();
+  ASSERT_NE(node().ErrorOf(bad), kUnanswered);
+  run_.HandOver();
+  run_.AttachAll(/*reattach=*/true);
+  EXPECT_EQ(node().attached(run_.sessions_[1])->attempt, 1U);
+  node().SetAttempt(run_.sessions_[1], 0);
+  const uint64_t call = node().Step(run_.sessions_[1], 2);
+  node().RunTasks();
+  EXPECT_EQ(node().ErrorOf(call), ErrorId::kGradDropped);
+}
+
+TEST_F(NodeStateHandOverJob, AJobThatNobodyComesBackToIsDeleted) {
+  const uint64_t swap_before = node().state().Node().swap_used_bytes;
+  const uint64_t dram_before = node().state().Node().dram_used_bytes;
+  run_.HandOver();
+  EXPECT_EQ(node().state().Node().swap_used_bytes, swap_before);
+  EXPECT_EQ(node().state().Node().dram_used_bytes, dram_before);
+  EXPECT_EQ(run_.View().committed_step, 1U);
+  node().Send(DeleteJobRequested{.request = 1, .uid = 1000, .job = "job"});
+  node().RunTasks();
+  EXPECT_OK(node().Logged<AnswerDelete>().at(0).status);
+  EXPECT_EQ(node().state().Node().swap_used_bytes, 0U);
+  EXPECT_LT(node().state().Node().dram_used_bytes, dram_before);
+  EXPECT_THAT(node().Logged<FreeJob>(), SizeIs(1));
+  EXPECT_FALSE(node().model().has_job(1));
+}
+
+TEST_F(NodeStateHandOverJob, AnotherProcessOfTheRankGetsAnArenaOfItsOwn) {
+  run_.HandOver();
+  AttachRequest request = RequestOf(0, run_.with_, false);
+  request.resume = true;
+  ASSERT_OK(node().attached(node().Attach(run_.layout_, request))->status);
+  EXPECT_TRUE(node().Logged<CreateJobMemory>().at(0).is_kept);
+  EXPECT_FALSE(node().Logged<CreateJobMemory>().at(0).keeps_gradients);
+}
+
+TEST_F(NodeStateHandOverJob, AJobWhoseMemoryCannotBeCompletedIsKeptOn) {
+  run_.HandOver();
+  node().RequestAttach(run_.layout_, RequestOf(0, run_.with_, true));
+  const CreateJobMemory made = node().FinishUntil<CreateJobMemory>();
+  node().Finish(made.task, protocol::MakeError(ErrorId::kDramLimit, "simulated"));
+  node().RunTasks();
+  ASSERT_THAT(node().Logged<FreeJob>(), SizeIs(1));
+  EXPECT_TRUE(node().Logged<FreeJob>()[0].keeps_arenas);
+  run_.AttachAll(/*reattach=*/true);
+  run_.TrainTo(2);
+}
+
+TEST_F(NodeStateHandOverJob, ALowerLimitIsSaidAndNothingIsLost) {
+  const uint64_t used = node().state().Node().dram_used_bytes;
+  NodeState::Options less = run_.options_;
+  node().Send(HandOverRequested{});
+  node().RunTasks();
+  ASSERT_TRUE(run_.is_handed_over());
+  less.dram_limit_bytes = used - 4096;
+  const auto next = NodeHarness::GoOn(node(), less);
+  const uint64_t session = next->Attach(run_.layout_, RequestOf(0, run_.with_, true));
+  EXPECT_EQ(protocol::IdOf(next->attached(session)->status), ErrorId::kDramLimit);
+  EXPECT_EQ(next->FindJob("job")->committed_step, 1U);
+}
+
+TEST_F(NodeStateHandOverJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
+  NodeState::Options options = run_.options_;
+  options.loses_swap = true;
+  NodeHarness half(options, kRanks);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    half.Attach(run_.layout_, RequestOf(rank, run_.with_, false));
+  }
+  half.Send(HandOverRequested{});
+  half.RunTasks();
+  ASSERT_THAT(half.Logged<HandedOver>(), SizeIs(1));
+  EXPECT_THAT(half.Logged<HandedOver>()[0].node->jobs, IsEmpty());
+  EXPECT_THAT(half.Logged<CommitLedger>(), IsEmpty());
+}
+
+TEST_F(NodeStateHandOverInDram, NumbersOfLeasesAndJobsGoOn) {
+  const uint64_t fetch = node().Fetch(run_.sessions_[0], 0);
+  const uint64_t lease = node().answer(fetch)->completion.lease_id;
+  run_.HandOver();
+  run_.AttachAll(/*reattach=*/true);
+  const uint64_t next = node().Fetch(run_.sessions_[0], 0);
+  EXPECT_GT(node().answer(next)->completion.lease_id, lease);
+  AttachRequest other = RequestOf(0, run_.with_, false);
+  other.job = "other";
+  node().RequestAttach(run_.layout_, other);
+  node().RunTasks();
+  EXPECT_EQ(node().FindJob("other")->id, run_.View().id + 1);
+}
+
+}  // namespace
+}  // namespace forebay::daemon
