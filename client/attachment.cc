@@ -15,7 +15,6 @@
 #include "client/window_registry.h"
 #include "gpu/host_device.h"
 #include "gpu/nvtx_range.h"
-#include "protocol/channel.h"
 #include "protocol/error.h"
 #include "protocol/layout_codec.h"
 #include "protocol/os/memfd.h"
@@ -26,7 +25,6 @@
 namespace forebay::client {
 namespace {
 
-using internal::Connection;
 using internal::Control;
 using internal::DaemonGoneError;
 using internal::Deadline;
@@ -39,7 +37,6 @@ using protocol::ErrorId;
 using protocol::MakeError;
 using protocol::UniqueFd;
 
-constexpr Timeout kExplainTimeout = std::chrono::seconds(10);
 constexpr Timeout kLastCopiesTimeout = std::chrono::seconds(10);
 
 absl::StatusOr<std::vector<std::byte>> ReadExtraState(int fd, uint64_t size_bytes) {
@@ -60,18 +57,11 @@ bool HasRoomForTrace(const SessionParts& parts) {
          parts.trace_bytes <= parts.grad->bytes().size() - before_bytes;
 }
 
-// What the daemon granted: descriptors mapped, the ring opened.
-absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& limits,
-                        SessionParts& parts) {
-  using Kind = schema::Session::Kind;
-  Connection& connection = *parts.connection;
-  Control& control = *connection.control;
-  ASSIGN_OR_RETURN(const UniqueFd weights_fd, control.Descriptor(Kind::WEIGHTS, limits));
-  ASSIGN_OR_RETURN(const UniqueFd grad_fd, control.Descriptor(Kind::GRAD_ARENA, limits));
-  ASSIGN_OR_RETURN(const UniqueFd ring_fd, control.Descriptor(Kind::RING, limits));
-  ASSIGN_OR_RETURN(connection.command_doorbell, control.Descriptor(Kind::COMMAND_DOORBELL, limits));
-  ASSIGN_OR_RETURN(connection.completion_doorbell,
-                   control.Descriptor(Kind::COMPLETION_DOORBELL, limits));
+// Maps the arenas, and reads the committed extra_state.
+absl::Status MapArenas(internal::GrantedSession& granted, const WaitLimits& limits,
+                       SessionParts& parts) {
+  const schema::AttachReply::Reader& reply = *granted.reply;
+  Control& control = *granted.connection->control;
   const uint64_t own_bytes = reply.getExtraStateBytes();
   const uint64_t rank0_bytes = reply.getRank0ExtraStateBytes();
   if (std::max(own_bytes, rank0_bytes) > protocol::kExtraStateBytesMax) {
@@ -81,25 +71,34 @@ absl::Status MapAndOpen(schema::AttachReply::Reader reply, const WaitLimits& lim
                      rank0_bytes, " of rank 0 (at most ", protocol::kExtraStateBytesMax, " each)"));
   }
   if (own_bytes + rank0_bytes > 0) {
-    ASSIGN_OR_RETURN(const UniqueFd extra_fd, control.Descriptor(Kind::EXTRA_STATE, limits));
+    ASSIGN_OR_RETURN(const UniqueFd extra_fd,
+                     control.Descriptor(schema::Session::Kind::EXTRA_STATE, limits));
     ASSIGN_OR_RETURN(parts.extra_state, ReadExtraState(extra_fd.get(), own_bytes + rank0_bytes));
     const auto own_end = parts.extra_state.begin() + static_cast<ptrdiff_t>(own_bytes);
     parts.rank0_extra_state.assign(own_end, parts.extra_state.end());
     parts.extra_state.erase(own_end, parts.extra_state.end());
   }
-  ASSIGN_OR_RETURN(parts.weights, Mapping::MapFile(weights_fd.get(), reply.getWeightsBytes(),
-                                                   parts.weights_access));
-  ASSIGN_OR_RETURN(parts.grad, Mapping::MapFile(grad_fd.get(), reply.getGradArenaBytes(),
-                                                MapAccess::kReadWrite));
-  ASSIGN_OR_RETURN(connection.ring, Mapping::MapFile(ring_fd.get(), sizeof(protocol::RingMemory),
-                                                     MapAccess::kReadWrite));
   ASSIGN_OR_RETURN(
-      parts.port.channel,
-      protocol::MakeRingClientChannel(
-          {.ring = reinterpret_cast<protocol::RingMemory*>(connection.ring->bytes().data()),
-           .command_doorbell_fd = connection.command_doorbell.get(),
-           .completion_doorbell_fd = connection.completion_doorbell.get()}));
+      parts.weights,
+      Mapping::MapFile(granted.weights.get(), granted.terms.weights_bytes, parts.weights_access));
+  ASSIGN_OR_RETURN(parts.grad,
+                   Mapping::MapFile(granted.grad_arena.get(), granted.terms.grad_arena_bytes,
+                                    MapAccess::kReadWrite));
   return control.Mapped(limits);
+}
+
+// Of a rank. The layout is encoded anew each time: that costs less than to keep it twice.
+internal::AttachAgain MakeAttachAgain(std::string socket, internal::AttachCall call,
+                                      std::shared_ptr<const protocol::Layout> layout) {
+  call.layout = {};
+  call.resume = call.reattach = true;
+  return [socket = std::move(socket), call = std::move(call), layout = std::move(layout)](
+             const WaitLimits& limits) -> absl::StatusOr<internal::GrantedSession> {
+    ASSIGN_OR_RETURN(const std::vector<std::byte> encoded, protocol::EncodeLayout(layout->spec()));
+    internal::AttachCall again = call;
+    again.layout = encoded;
+    return internal::ConnectAndAttach(socket, again, limits);
+  };
 }
 
 }  // namespace
@@ -109,11 +108,12 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   const WaitLimits limits{.deadline = Deadline::After(options.timeout),
                           .interrupt_check = &options.interrupt_check};
   ASSIGN_OR_RETURN(protocol::Layout layout, protocol::Layout::Create(options.layout));
+  ASSIGN_OR_RETURN(const Timeout daemon_wait, DaemonWait(options.daemon_wait));
   SessionParts parts{.job = options.job,
                      .layout = std::make_shared<const protocol::Layout>(std::move(layout)),
                      .reader = options.reader,
                      .rank = options.rank,
-                     .connection = std::make_unique<Connection>(),
+                     .daemon_wait = daemon_wait,
                      .gauge = std::make_shared<internal::SessionGauge>(),
                      .timeout = options.timeout,
                      .interrupt_check = options.interrupt_check,
@@ -128,29 +128,30 @@ absl::StatusOr<std::unique_ptr<Attachment>> Attachment::Attach(AttachOptions opt
   parts.grad_bytes_max = call.grad_arena_bytes;
   parts.extra_state_bytes = call.extra_state_bytes;
   parts.activation_bytes = call.activation_bytes;
-  ASSIGN_OR_RETURN(parts.connection->control,
-                   Control::Connect({.socket = SocketPath(options.socket)}, limits));
-  Control* const control = parts.connection->control.get();
-  ASSIGN_OR_RETURN(const internal::AttachReply reply, control->Attach(call, limits));
-  parts.writes_initial = reply->getWritesInitial();
-  parts.weights_on_swap = reply->getWeightsOnSwap();
+  const std::string socket = SocketPath(options.socket);
+  ASSIGN_OR_RETURN(internal::GrantedSession granted,
+                   internal::ConnectAndAttach(socket, call, limits));
+  const schema::AttachReply::Reader& reply = *granted.reply;
+  parts.writes_initial = reply.getWritesInitial();
+  parts.weights_on_swap = granted.terms.weights_on_swap;
   if (options.drain.value_or(!parts.layout->is_shared())) {
     parts.step_answered_when = protocol::StepAnswer::kCommitted;
   }
-  for (const uint32_t partition : reply->getTrace()) parts.trace.push_back(partition);
-  parts.attempt = reply->getAttempt();
-  parts.gauge->committed_step = reply->getCommittedStep();
-  parts.step_region_offset = reply->getStepRegionOffset();
-  parts.step_region_bytes = reply->getStepRegionBytes();
-  parts.trace_bytes = reply->getTraceBytes();
-  RETURN_IF_ERROR(MapAndOpen(*reply, limits, parts));
+  for (const uint32_t partition : reply.getTrace()) parts.trace.push_back(partition);
+  parts.attempt = reply.getAttempt();
+  parts.gauge->committed_step = granted.terms.committed_step;
+  parts.step_region_offset = granted.terms.step_region_offset;
+  parts.step_region_bytes = granted.terms.step_region_bytes;
+  parts.trace_bytes = granted.terms.trace_bytes;
+  RETURN_IF_ERROR(MapArenas(granted, limits, parts));
   if (options.rank == 0) parts.rank0_extra_state = parts.extra_state;
-  parts.gauge->rpc_calls = control->thread().calls();
-  parts.port.daemon_pidfd = control->daemon_pidfd();
-  parts.port.gone_fd = control->thread().gone_fd();
-  parts.port.explain = [control](const protocol::Completion& completion) {
-    return control->Explain(completion, {.deadline = Deadline::After(kExplainTimeout)});
-  };
+  parts.gauge->rpc_calls = granted.connection->control->thread().calls();
+  parts.terms = granted.terms;
+  parts.connection = std::move(granted.connection);
+  parts.port = std::move(granted.port);
+  if (!parts.reader) {
+    parts.attach_again = MakeAttachAgain(socket, std::move(call), parts.layout);
+  }
   return Assemble(std::move(parts));
 }
 
@@ -217,6 +218,7 @@ Attachment::~Attachment() {
     return;
   }
   state_->copy_watch.Stop();
+  state_->EndIfRestarting();
   // The device reads and writes this memory until its copies have ended.
   const WaitLimits limits{.deadline = Deadline::After(kLastCopiesTimeout)};
   if (!state_->WaitForCopies([this] { return !state_->HasCopies(); }, limits).ok()) {
@@ -229,7 +231,9 @@ absl::Status Attachment::Detach() {
   const CallLock lock(s);
   if (s.detached && protocol::IdOf(lock.status()) != ErrorId::kForked) return absl::OkStatus();
   RETURN_IF_ERROR(lock.status());
+  bool has_daemon = !s.EndIfRestarting();
   RETURN_IF_ERROR(s.WaitForCopies([&] { return !s.HasCopies(); }, s.Limits(s.parts.timeout)));
+  has_daemon = has_daemon && !s.EndIfRestarting();
   s.detached = true;
   s.open.clear();
   s.pieces.clear();
@@ -237,8 +241,10 @@ absl::Status Attachment::Detach() {
   if (s.parts.connection == nullptr) return s.device_error;
   Control& control = *s.parts.connection->control;
   absl::Status status = s.device_error;
-  if (!s.is_ended) status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
-  s.gauge.rpc_calls = control.thread().calls();
+  if (has_daemon && !s.is_ended) {
+    status = control.Detach({.deadline = Deadline::After(s.parts.timeout)});
+  }
+  s.UpdateCalls();
   s.port.Close(DaemonGoneError());
   s.trace.reset();
   s.device_trace->Disable();
@@ -265,7 +271,9 @@ absl::StatusOr<std::vector<std::string>> Attachment::Exchange(const std::string&
                      absl::StrCat("an exchange of ", bytes.size(), " bytes a rank; at most ",
                                   protocol::kExchangeBytesMax));
   }
-  auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, s.Limits(timeout));
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.ReattachIfRestarting(limits));
+  auto all = s.parts.connection->control->Exchange(bytes, s.exchanges, limits);
   if (all.ok()) ++s.exchanges;
   return all;
 }

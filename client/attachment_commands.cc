@@ -123,7 +123,7 @@ absl::StatusOr<FetchTicket> Attachment::StartFetch(uint32_t partition) {
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckPartition(partition));
-  RETURN_IF_ERROR(s.port.Poll());
+  RETURN_IF_ERROR(s.port.Poll());  // a daemon that is being restarted is waited for by FinishFetch
   RETURN_IF_ERROR(s.KeptReleaseError());
   ASSIGN_OR_RETURN(std::shared_ptr<State::Answer> answer,
                    s.Start(MakeCommand(Op::kFetch, partition), s.Limits(s.parts.timeout)));
@@ -135,7 +135,7 @@ absl::StatusOr<bool> Attachment::IsFetchDone(const FetchTicket& ticket) {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  RETURN_IF_ERROR(s.port.PollAlive());
+  RETURN_IF_ERROR(s.waiter.PollAlive(s.Limits(s.parts.timeout)));
   const auto fetch = s.fetches.find(ticket.id);
   if (fetch == s.fetches.end()) return UnknownTicket(ticket);
   return fetch->second->arrived;

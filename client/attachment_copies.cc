@@ -98,7 +98,7 @@ bool Attachment::State::LookAtCopies() {
                            absl::Status& kept) {
     const absl::StatusOr<bool> sent = port.TrySend(command, on_done);
     if (!sent.ok() && kept.ok()) kept = sent.status();
-    if (sent.ok() && *sent) ++gauge.commands;
+    if (sent.ok() && *sent) gauge.commands = port.commands();
     return sent;
   };
   const auto give_back = [&](uint64_t lease) {
@@ -137,7 +137,7 @@ void Attachment::State::AskWhetherItGoesOn() {
   const absl::StatusOr<bool> sent = port.TrySend(MakeCommand(Op::kCheck), on_answer);
   if (!sent.ok()) return;  // the port says so to every call
   has_asked = *sent;
-  if (*sent) ++gauge.commands;
+  if (*sent) gauge.commands = port.commands();
 }
 
 absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
@@ -147,8 +147,10 @@ absl::Status Attachment::State::WaitForCopies(absl::FunctionRef<bool()> ended,
   for (int looks = 1;; ++looks) {
     AskWhetherItGoesOn();
     LookAtCopies();
+    port.Poll().IgnoreError();  // copies end whatever has become of the daemon
     if (ended()) return absl::OkStatus();
     RETURN_IF_ERROR(over);
+    if (port.is_restarting()) RETURN_IF_ERROR(Reattach(limits));
     if (looks % kLooks == 0 && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");
     }

@@ -33,12 +33,13 @@ absl::StatusOr<std::span<std::byte>> Attachment::GradSlot(uint32_t partition, Gr
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckHasRank());
   RETURN_IF_ERROR(s.CheckOwn(partition));
-  RETURN_IF_ERROR(s.port.PollAlive());
-  RETURN_IF_ERROR(s.KeptErrors());
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.waiter.PollAlive(limits));
+  RETURN_IF_ERROR(s.KeptErrors(limits));
   const auto found = s.open.find(partition);
   if (found != s.open.end()) return found->second.bytes;
   ASSIGN_OR_RETURN(State::OpenSlot slot,
-                   s.MakeSlot(s.parts.layout->gradient_bytes(partition), s.Limits(timeout)));
+                   s.MakeSlot(s.parts.layout->gradient_bytes(partition), limits));
   if (slot.arena_offset.has_value() && fill == GradFill::kZero) {
     std::memset(slot.bytes.data(), 0, slot.bytes.size());
   }
@@ -86,7 +87,8 @@ absl::Status Attachment::GradReady(uint32_t partition) {
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckOwn(partition));
-  RETURN_IF_ERROR(s.KeptErrors());
+  const WaitLimits limits = s.Limits(s.parts.timeout);
+  RETURN_IF_ERROR(s.KeptErrors(limits));
   const auto found = s.open.find(partition);
   if (found == s.open.end()) {
     return MakeError(
@@ -102,8 +104,7 @@ absl::Status Attachment::GradReady(uint32_t partition) {
     if (layout.params()[place.box.param].trainable) s.SetGradient(place.box.param);
   }
   s.ZeroAbsent(partition, 0, elems, slot.bytes);  // zeros in place of frozen parameters
-  const absl::Status delivered =
-      s.DeliverSlot(partition, 0, elems, slot, s.Limits(s.parts.timeout));
+  const absl::Status delivered = s.DeliverSlot(partition, 0, elems, slot, limits);
   s.Note({.lane = protocol::ClientLane::kGradient,
           .name = s.GroupName(partition),
           .start_ns = stopwatch.begin_ns(),
@@ -157,7 +158,7 @@ absl::Status Attachment::State::SendGradient(uint32_t partition, uint64_t begin,
       return sent;
     }
     range.HandOver();
-    ++gauge.commands;
+    gauge.commands = port.commands();
   } else {
     unsent.push_back({.command = command, .range = std::move(range), .copied = std::move(copied)});
   }
@@ -192,8 +193,9 @@ absl::Status Attachment::BeginPass() {
     return MakeError(ErrorId::kUnsupported, "a further backward pass with shared attachment",
                      "call step after each backward, or attach sharded");
   }
-  RETURN_IF_ERROR(s.KeptErrors());
-  RETURN_IF_ERROR(s.DeliverAllPieces(s.Limits(s.parts.timeout)));
+  const WaitLimits limits = s.Limits(s.parts.timeout);
+  RETURN_IF_ERROR(s.KeptErrors(limits));
+  RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   s.delivered.clear();
   s.is_further_pass = true;
   std::fill(s.pass_presence.begin(), s.pass_presence.end(), 0);
@@ -206,8 +208,8 @@ absl::StatusOr<double> Attachment::GradNorm(std::optional<uint32_t> param, Timeo
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.KeptErrors());
   const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.KeptErrors(limits));
   RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   Command command = MakeCommand(Op::kGradNorm, param.value_or(protocol::kAllParams));
   command.attempt = s.attempt;
@@ -220,10 +222,10 @@ absl::Status Attachment::DropGradients() {
   State& s = *state_;
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
-  const absl::Status polled = s.port.PollAlive();
+  const WaitLimits limits = s.Limits(s.parts.timeout);
+  const absl::Status polled = s.waiter.PollAlive(limits);
   // What the device still writes into the slots would be in gradients of the next attempt.
-  RETURN_IF_ERROR(
-      s.WaitForCopies([&] { return s.gradient_copies.empty(); }, s.Limits(s.parts.timeout)));
+  RETURN_IF_ERROR(s.WaitForCopies([&] { return s.gradient_copies.empty(); }, limits));
   for (const auto& [partition, slot] : s.open) {
     if (slot.arena_offset.has_value()) s.slots.Free(*slot.arena_offset);
   }

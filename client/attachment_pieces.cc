@@ -145,7 +145,8 @@ absl::Status Attachment::State::CopyBoxToPieces(const BoxPlace& place,
   return absl::OkStatus();
 }
 
-absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const std::byte> bytes) {
+absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const std::byte> bytes,
+                                              const WaitLimits& limits) {
   RETURN_IF_ERROR(CheckHasRank());
   const protocol::Layout& layout = *parts.layout;
   if (param >= layout.params().size()) {
@@ -173,8 +174,8 @@ absl::Status Attachment::State::CheckGradient(uint32_t param, std::span<const st
                      absl::StrCat("a gradient of parameter ", name, ", which is frozen"),
                      "add gradients of trainable parameters alone");
   }
-  RETURN_IF_ERROR(port.PollAlive());
-  RETURN_IF_ERROR(KeptErrors());
+  RETURN_IF_ERROR(waiter.PollAlive(limits));
+  RETURN_IF_ERROR(KeptErrors(limits));
   if (has_asked_norm) {
     return MakeError(ErrorId::kStep,
                      absl::StrCat("a gradient of parameter ", name, " in step ",
@@ -222,8 +223,9 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckGradient(param, bytes));
-  const absl::Status status = s.AddGradient(param, bytes, nullptr, s.Limits(timeout));
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.CheckGradient(param, bytes, limits));
+  const absl::Status status = s.AddGradient(param, bytes, nullptr, limits);
   // `bytes` are the caller's again
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->Synchronize()));
   return status;
@@ -236,12 +238,13 @@ absl::Status Attachment::AddGradient(uint32_t param, std::span<const std::byte> 
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
-  RETURN_IF_ERROR(s.CheckGradient(param, bytes));
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.CheckGradient(param, bytes, limits));
   RETURN_IF_ERROR(s.CheckReach(bytes, s.grad_width()));
   const absl::StatusOr<std::shared_ptr<const gpu::Event>> computed = ready.Record();
   RETURN_IF_ERROR(s.KeepDeviceError(computed.status()));
   RETURN_IF_ERROR(s.KeepDeviceError(s.stream->WaitFor(**computed)));
-  return s.AddGradient(param, bytes, keep, s.Limits(timeout));
+  return s.AddGradient(param, bytes, keep, limits);
 }
 
 // ------------------------------------------------------------------------------------------ flush
@@ -341,9 +344,10 @@ absl::Status Attachment::FlushGradients(std::optional<uint32_t> partition) {
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_grad);
   if (partition.has_value()) RETURN_IF_ERROR(s.CheckPartition(*partition));
-  RETURN_IF_ERROR(s.port.PollAlive());
-  RETURN_IF_ERROR(s.KeptErrors());
-  return s.Flush(partition, s.Limits(s.parts.timeout));
+  const WaitLimits limits = s.Limits(s.parts.timeout);
+  RETURN_IF_ERROR(s.waiter.PollAlive(limits));
+  RETURN_IF_ERROR(s.KeptErrors(limits));
+  return s.Flush(partition, limits);
 }
 
 }  // namespace forebay::client

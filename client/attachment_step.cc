@@ -80,12 +80,12 @@ absl::Status Attachment::AnnounceStep(uint64_t t,
   const CallLock lock(s);
   RETURN_IF_ERROR(lock.status());
   RETURN_IF_ERROR(s.CheckHasRank());
-  RETURN_IF_ERROR(s.KeptErrors());
+  const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.KeptErrors(limits));
   if (s.step.has_value()) {
     return MakeError(ErrorId::kStep, absl::StrCat("step ", s.step->t, " is still under way"),
                      "repeat its call first");
   }
-  const WaitLimits limits = s.Limits(timeout);
   const std::pmr::vector<uint64_t> none(s.presence.size(), 0, &s.memory);
   ASSIGN_OR_RETURN(const std::pmr::vector<std::byte> request,
                    s.EncodeStep(ScalarsOf(t, 0, edit), hyper_params, {}, none));
@@ -109,10 +109,10 @@ absl::StatusOr<StepResult> Attachment::Step(uint64_t t,
   const Stopwatch stopwatch(s.gauge.wait_ns_step);
   const gpu::NvtxRange range("forebay.step");
   RETURN_IF_ERROR(s.CheckHasRank());
-  const absl::Status kept = s.KeptErrors();
+  const WaitLimits limits = s.Limits(timeout);
+  const absl::Status kept = s.KeptErrors(limits);
   // The daemon knows of non-finite gradients too; its answer lets every rank repeat the step.
   if (!kept.ok() && protocol::IdOf(kept) != ErrorId::kNonfinite) return kept;
-  const WaitLimits limits = s.Limits(timeout);
   if (!s.step.has_value() && kept.ok()) RETURN_IF_ERROR(s.DeliverAllPieces(limits));
   ASSIGN_OR_RETURN(std::pmr::vector<std::byte> request,
                    s.EncodeStep(ScalarsOf(t, max_grad_norm, edit), hyper_params, extra_state,

@@ -133,9 +133,9 @@ absl::Status Attachment::CopyWeights(std::span<const WeightsCopy> copies, gpu::S
   const std::string_view first_group =
       copies.empty() ? std::string_view() : s.GroupName(copies[0].partition);
   const gpu::NvtxRange range("forebay.copy_weights", first_group);
-  RETURN_IF_ERROR(s.port.Poll());
-  RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.waiter.Poll(limits));
+  RETURN_IF_ERROR(s.KeptReleaseError());
   if (!s.parts.weights_on_swap) return s.LeaseAndCopy(copies, stream, limits);
   // The daemon's cache need not hold two partitions of a rank at once.
   for (auto rest = copies; !rest.empty();) {
@@ -176,9 +176,9 @@ absl::Status Attachment::LocateAhead(std::span<const uint32_t> partitions, Timeo
   RETURN_IF_ERROR(lock.status());
   const Stopwatch stopwatch(s.gauge.wait_ns_fetch);
   RETURN_IF_ERROR(s.CheckReadsInPlace(partitions));
-  RETURN_IF_ERROR(s.port.Poll());
-  RETURN_IF_ERROR(s.KeptReleaseError());
   const WaitLimits limits = s.Limits(timeout);
+  RETURN_IF_ERROR(s.waiter.Poll(limits));
+  RETURN_IF_ERROR(s.KeptReleaseError());
   for (const uint32_t partition : partitions) {
     if (s.located_ahead.contains(partition)) continue;
     protocol::Command command = MakeCommand(Op::kFetch, partition);

@@ -32,6 +32,7 @@ struct SessionParts;
 using Timeout = std::chrono::milliseconds;
 
 inline constexpr Timeout kNoTimeout = Timeout::max();
+inline constexpr Timeout kDaemonWait = std::chrono::seconds(60);
 
 // Asked every 100 ms, and after each signal, by every call that waits, on the thread that waits.
 // True makes the call return E_INTERRUPTED.
@@ -76,8 +77,12 @@ struct AttachOptions {
   // what the job's first session says.
   bool trace = true;
   Timeout timeout = std::chrono::seconds(60);  // of Attach and of calls without their own
-  InterruptCheck interrupt_check = {};         // empty: none
-  std::shared_ptr<gpu::Device> device = {};    // empty: gpu::HostDevice
+  // Not of a reader: how long a call waits for a daemon that is being restarted (`systemctl restart forebayd`),
+  // within its own time. The session then goes on; after this long it has ended with E_DAEMON_GONE. Not set:
+  // FOREBAY_DAEMON_WAIT in seconds, else kDaemonWait.
+  std::optional<Timeout> daemon_wait = {};
+  InterruptCheck interrupt_check = {};       // empty: none
+  std::shared_ptr<gpu::Device> device = {};  // empty: gpu::HostDevice
 };
 
 // The right to read one partition's weights until it is released.
@@ -144,6 +149,7 @@ struct Counters {
   uint64_t copied_bytes = 0;   // of CopyWeights
   uint64_t grad_bytes = 0;
   uint64_t private_slots = 0;  // slots that had to be private memory
+  uint64_t reattaches = 0;     // to a daemon that was restarted
 };
 
 // One session. With shared attachment (a layout without partitions) partition g is group g, every rank
@@ -154,6 +160,9 @@ struct Counters {
 //
 // The weights window has one address for the life of the object, also after Detach and
 // after the daemon's death.
+//
+// Where the daemon is restarted under its jobs, a session with a rank attaches again within the next call, and
+// goes on: windows, leases, gradients on their way and the calls that wait stay what they are.
 //
 // Every call that waits returns E_DAEMON_GONE within a second of the daemon's death, E_TIMEOUT when
 // its own time is up (the outcome is then unknown; Step may be called again with the same
@@ -384,7 +393,9 @@ class Attachment {
   //         E_RANGE      more bytes.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& bytes, Timeout timeout);
 
-  absl::Status Detach();  // ends the session in good order; views stay readable
+  // Ends the session in good order; views stay readable. While the daemon is being restarted it ends here
+  // alone: the next daemon sees that the rank does not come back.
+  absl::Status Detach();
 
   Counters counters() const;
 

@@ -2,12 +2,15 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <sstream>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "protocol/error.h"
 
 namespace forebay::client {
 
@@ -31,6 +34,22 @@ std::string RunToken(std::string_view request) {
   if (!request.empty()) return std::string(request);
   const std::string from_environment = Variable("FOREBAY_RUN");
   return from_environment.empty() ? ProcessToken() : from_environment;
+}
+
+absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request) {
+  constexpr double kLongest = 1e9;
+  if (request.has_value()) return *request;
+  const std::string from_environment = Variable("FOREBAY_DAEMON_WAIT");
+  if (from_environment.empty()) return kDaemonWait;
+  double seconds = 0;
+  if (!absl::SimpleAtod(from_environment, &seconds) || !(seconds >= 0)) {
+    return protocol::MakeError(
+        protocol::ErrorId::kOption,
+        absl::StrCat("FOREBAY_DAEMON_WAIT is \"", from_environment, "\", no number of seconds"),
+        "set it to 60, or to inf for no limit");
+  }
+  if (seconds >= kLongest) return kNoTimeout;
+  return std::chrono::duration_cast<Timeout>(std::chrono::duration<double>(seconds));
 }
 
 std::string NvtxTool() { return Variable("NVTX_INJECTION64_PATH"); }

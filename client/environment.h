@@ -1,8 +1,12 @@
 // What the client reads from environment variables, all of it.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
+
+#include "absl/status/statusor.h"
+#include "client/client.h"
 
 namespace forebay::client {
 
@@ -13,6 +17,11 @@ std::string SocketPath(std::string_view request);
 
 // `request`, else FOREBAY_RUN, else a token of this process alone.
 std::string RunToken(std::string_view request);
+
+// `request`, else FOREBAY_DAEMON_WAIT in seconds, else kDaemonWait.
+//
+// Errors  E_OPTION  the variable is no number of seconds.
+absl::StatusOr<Timeout> DaemonWait(std::optional<Timeout> request);
 
 // NVTX_INJECTION64_PATH: the library of a tool of NVIDIA's; empty: none.
 std::string NvtxTool();

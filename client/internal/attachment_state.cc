@@ -61,11 +61,13 @@ Attachment::State::State(internal::SessionParts session_parts)
       parts(std::move(session_parts)),
       gauge(*parts.gauge),
       port(std::move(parts.port), &memory),
-      waiter(port,
-             [this] {
-               AskWhetherItGoesOn();
-               return LookAtCopies();
-             }),
+      waiter(
+          port,
+          [this] {
+            AskWhetherItGoesOn();
+            return LookAtCopies();
+          },
+          [this](const WaitLimits& limits) { return Reattach(limits); }),
       slots(SlotOptions(parts), &memory),
       piece_elems(protocol::kGradPieceBytesMax / grad_width()),
       own_boxes(OwnBoxes(parts)),
@@ -111,9 +113,9 @@ absl::Status Attachment::State::KeptReleaseError() {
   return std::exchange(kept_release_error, absl::OkStatus());
 }
 
-absl::Status Attachment::State::KeptErrors() {
+absl::Status Attachment::State::KeptErrors(const WaitLimits& limits) {
   RETURN_IF_ERROR(device_error);
-  RETURN_IF_ERROR(port.Poll());
+  RETURN_IF_ERROR(waiter.Poll(limits));
   RETURN_IF_ERROR(KeptReleaseError());
   return kept_grad_error;
 }
@@ -160,7 +162,7 @@ absl::StatusOr<std::shared_ptr<Attachment::State::Answer>> Attachment::State::St
     answer->session->OnAnswer(completion, status, *answer);
   };
   RETURN_IF_ERROR(waiter.Send(command, limits, std::move(on_done)));
-  ++gauge.commands;
+  gauge.commands = port.commands();
   return answer;
 }
 
@@ -186,7 +188,7 @@ absl::StatusOr<Completion> Attachment::State::Call(const Command& command, BusyR
 
 absl::Status Attachment::State::Post(const Command& command, const WaitLimits& limits) {
   RETURN_IF_ERROR(waiter.Send(command, limits, OnPosted()));
-  ++gauge.commands;
+  gauge.commands = port.commands();
   return absl::OkStatus();
 }
 
@@ -269,8 +271,7 @@ Attachment::CallLock::~CallLock() {
   if (!lock_.owns_lock()) return;
   if (state_.LookAtCopies()) state_.copy_watch.Begin();
   if (!state_.device_error.ok()) state_.EndAfterDeviceError();
-  if (state_.parts.connection == nullptr) return;
-  state_.gauge.rpc_calls = state_.parts.connection->control->thread().calls();
+  state_.UpdateCalls();
 }
 
 Counters internal::SessionGauge::Snapshot() const {
@@ -284,7 +285,8 @@ Counters internal::SessionGauge::Snapshot() const {
           .fetched_bytes = fetched_bytes,
           .copied_bytes = copied_bytes,
           .grad_bytes = grad_bytes,
-          .private_slots = private_slots};
+          .private_slots = private_slots,
+          .reattaches = reattaches};
 }
 
 }  // namespace forebay::client

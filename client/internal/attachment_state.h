@@ -22,7 +22,7 @@
 #include "absl/status/statusor.h"
 #include "client/client.h"
 #include "client/internal/command_port.h"
-#include "client/internal/control.h"
+#include "client/internal/connection.h"
 #include "client/internal/copy_watch.h"
 #include "client/internal/deadline.h"
 #include "client/internal/device_trace.h"
@@ -35,7 +35,6 @@
 #include "gpu/pinned_ring.h"
 #include "protocol/layout.h"
 #include "protocol/os/mutex.h"
-#include "protocol/os/unique_fd.h"
 #include "protocol/trace.h"
 #include "protocol/wire.h"
 
@@ -55,17 +54,9 @@ struct SessionGauge {
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<uint64_t> grad_bytes{0};
   std::atomic<uint64_t> private_slots{0};
+  std::atomic<uint64_t> reattaches{0};
 
   Counters Snapshot() const;
-};
-
-// What the channel of an attached session uses, and the calls of the control plane. Members die in
-// reverse order.
-struct Connection {
-  std::unique_ptr<Control> control;
-  protocol::UniqueFd command_doorbell;
-  protocol::UniqueFd completion_doorbell;
-  std::shared_ptr<Mapping> ring;
 };
 
 // A session that the daemon has granted.
@@ -82,6 +73,12 @@ struct SessionParts {
   // Empty in tests that play the daemon themselves.
   std::unique_ptr<Connection> connection = {};
   CommandPort::Options port = {};
+  // As they were granted.
+  SessionTerms terms = {};
+  // Empty: the session ends where its daemon is restarted, as a reader's does.
+  AttachAgain attach_again = {};
+  // For a daemon that is restarted, until one grants the session again.
+  Timeout daemon_wait{};
   std::shared_ptr<Mapping> weights = {};
   // Of some partitions: then the arena is a cache.
   bool weights_on_swap = false;
@@ -173,6 +170,22 @@ struct Attachment::State {
   explicit State(internal::SessionParts session_parts);
 
   bool InChild() const;
+  // Attaches again where the daemon was restarted: the session then goes on as if nothing had happened, and
+  // what was not answered is sent again.
+  //
+  // Errors  E_DAEMON_GONE             no daemon grants the session within its time, or not as it was: the
+  //                                   session has ended.
+  //         E_TIMEOUT, E_INTERRUPTED  a later call tries again.
+  absl::Status Reattach(const internal::WaitLimits& limits);
+  // Errors as Reattach, and those of the connection to the new daemon.
+  absl::Status GoOnWith(internal::GrantedSession granted, const internal::WaitLimits& limits);
+  absl::Status EndSession(absl::Status reason);
+  // Reattach, where the daemon has said so. For calls that ask the control plane first.
+  absl::Status ReattachIfRestarting(const internal::WaitLimits& limits);
+  // Of who is about to end the session: it does not wait for the next daemon, which sees that the session does
+  // not come back. Returns whether it was so.
+  bool EndIfRestarting();
+  void UpdateCalls();
   uint64_t committed_step() const { return gauge.committed_step; }
   internal::WaitLimits Limits(Timeout timeout) const;
   absl::Status CheckPartition(uint32_t partition) const;
@@ -180,7 +193,7 @@ struct Attachment::State {
   absl::Status CheckHasRank() const;                // E_RANK for a reader
 
   // The release error, once; then the gradient error, for as long as it is kept.
-  absl::Status KeptErrors();
+  absl::Status KeptErrors(const internal::WaitLimits& limits);
   absl::Status KeptReleaseError();
 
   // Sends a command whose answer the caller looks at later.
@@ -256,7 +269,8 @@ struct Attachment::State {
                             internal::BusyRange range, std::shared_ptr<const gpu::Event> copied,
                             const internal::WaitLimits& limits);
   internal::CommandPort::OnDone OnGradientDone(uint64_t arena_offset);
-  absl::Status CheckGradient(uint32_t param, std::span<const std::byte> bytes);
+  absl::Status CheckGradient(uint32_t param, std::span<const std::byte> bytes,
+                             const internal::WaitLimits& limits);
   absl::Status AddGradient(uint32_t param, std::span<const std::byte> bytes,
                            const std::shared_ptr<const void>& keep,
                            const internal::WaitLimits& limits);
@@ -352,6 +366,10 @@ struct Attachment::State {
   absl::Status kept_release_error;
   absl::Status kept_grad_error;
   bool detached = false;
+  // While its daemon is being restarted.
+  std::optional<internal::Deadline> restart_deadline;
+  std::chrono::steady_clock::time_point restart_begin{};
+  uint64_t calls_before = 0;       // of the connections before this one
   internal::CopyWatch copy_watch;  // dies first
 };
 

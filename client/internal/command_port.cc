@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "protocol/error.h"
+#include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
 
 namespace forebay::client::internal {
@@ -17,6 +18,7 @@ namespace {
 
 using protocol::ErrorId;
 using protocol::MakeError;
+using protocol::Op;
 
 bool Readable(int fd) {
   pollfd entry{.fd = fd, .events = POLLIN, .revents = 0};
@@ -32,24 +34,46 @@ absl::Status DaemonGoneError() {
 CommandPort::CommandPort(Options options, std::pmr::memory_resource* memory)
     : options_(std::move(options)), pending_(memory) {}
 
-absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, OnDone& on_done) {
-  RETURN_IF_ERROR(PollAlive());
-  command.tag = next_tag_;
+bool CommandPort::IsStaleRelease(const protocol::Command& command) const {
+  return command.op == static_cast<uint16_t>(Op::kRelease) && command.lease_id != 0 &&
+         command.lease_id <= newest_stale_lease_;
+}
+
+void CommandPort::GiveBackStale(const protocol::Command& command, OnDone& on_done) {
+  protocol::Completion completion{};
+  completion.tag = command.tag;
+  completion.op = command.op;
+  on_done(completion, absl::OkStatus());
+}
+
+absl::StatusOr<bool> CommandPort::SendOrKeep(const protocol::Command& command) {
+  if (is_restarting()) return pending_.size() < protocol::kRingEntries;
   const absl::StatusOr<bool> sent = options_.channel->Send(command);
   if (!sent.ok()) {
     broken_ = sent.status();
     return broken_;
   }
-  if (!*sent) return false;
-  pending_.emplace(next_tag_, std::move(on_done));
+  if (*sent) ++commands_;
+  return sent;
+}
+
+absl::StatusOr<bool> CommandPort::TrySend(protocol::Command command, OnDone& on_done) {
+  RETURN_IF_ERROR(PollAlive());
+  if (IsStaleRelease(command)) {
+    GiveBackStale(command, on_done);
+    return true;
+  }
+  command.tag = next_tag_;
+  ASSIGN_OR_RETURN(const bool sent, SendOrKeep(command));
+  if (!sent) return false;
+  pending_.emplace(next_tag_, Pending{.command = command, .on_done = std::move(on_done)});
   ++next_tag_;
-  ++commands_;
   return true;
 }
 
 absl::Status CommandPort::Poll() {
   RETURN_IF_ERROR(broken_);
-  while (true) {
+  while (!is_restarting_) {
     absl::StatusOr<std::optional<protocol::Completion>> received = options_.channel->Receive();
     if (!received.ok()) return Break(received.status());
     if (!received->has_value()) break;
@@ -63,22 +87,38 @@ absl::Status CommandPort::Poll() {
     }
     const absl::Status status =
         completion.error == 0 ? absl::OkStatus() : options_.explain(completion);
-    pending.mapped()(completion, status);
+    Handle(completion, status, pending.mapped().on_done);
   }
   return absl::OkStatus();
 }
 
+void CommandPort::Handle(const protocol::Completion& completion, const absl::Status& status,
+                         OnDone& on_done) {
+  const bool is_fetch = completion.op == static_cast<uint16_t>(Op::kFetch);
+  if (status.ok() && is_fetch && completion.lease_id != 0) {
+    newest_lease_ = std::max(newest_lease_, completion.lease_id);
+    ++leases_;
+  }
+  if (status.ok() && completion.op == static_cast<uint16_t>(Op::kRelease)) --leases_;
+  on_done(completion, status);
+}
+
 absl::Status CommandPort::PollAlive() {
+  if (is_restarting()) return absl::OkStatus();
   // Before the ring is read: what the daemon answered before its death still counts.
   const bool gone = DaemonGone();
   RETURN_IF_ERROR(Poll());
-  if (gone) broken_ = DaemonGoneError();
+  if (gone && !is_restarting_) broken_ = DaemonGoneError();
   return broken_;
 }
 
 absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(std::chrono::milliseconds limit) {
+  if (is_restarting()) return Pause::kWoken;
   absl::StatusOr<bool> may_sleep = options_.channel->PrepareSleep();
-  if (!may_sleep.ok()) return Break(may_sleep.status());
+  if (!may_sleep.ok()) {
+    RETURN_IF_ERROR(Break(may_sleep.status()));
+    return Pause::kWoken;
+  }
   if (!*may_sleep) return Pause::kWoken;
   std::array<pollfd, 3> entries{
       pollfd{.fd = options_.channel->wait_fd(), .events = POLLIN, .revents = 0},
@@ -91,8 +131,13 @@ absl::StatusOr<CommandPort::Pause> CommandPort::Sleep(std::chrono::milliseconds 
   return woken > 0 ? Pause::kWoken : Pause::kUndisturbed;
 }
 
-// The channel knows that the session has ended; the daemon knows why.
+// The channel knows that the session has ended; the daemon knows why. OK where it is being restarted.
 absl::Status CommandPort::Break(absl::Status status) {
+  if (protocol::IdOf(status) == ErrorId::kFenced &&
+      options_.channel->state() == protocol::ChannelState::kRestarting) {
+    is_restarting_ = true;
+    return absl::OkStatus();
+  }
   broken_ = std::move(status);
   if (protocol::IdOf(broken_) == ErrorId::kFenced) {
     protocol::Completion over{};  // tag 0: no command has it
@@ -100,6 +145,30 @@ absl::Status CommandPort::Break(absl::Status status) {
     broken_ = options_.explain(over);
   }
   return broken_;
+}
+
+absl::Status CommandPort::Resume(Options options) {
+  options_ = std::move(options);
+  is_restarting_ = false;
+  newest_stale_lease_ = newest_lease_;
+  leases_ = 0;  // the new daemon knows of none
+  for (auto next = pending_.begin(); next != pending_.end();) {
+    const auto it = next++;
+    if (!IsStaleRelease(it->second.command)) {
+      ASSIGN_OR_RETURN(const bool sent, SendOrKeep(it->second.command));
+      FOREBAY_CHECK(sent);  // a new ring has room for all of them
+      continue;
+    }
+    auto given_back = pending_.extract(it);
+    GiveBackStale(given_back.mapped().command, given_back.mapped().on_done);
+  }
+  return absl::OkStatus();
+}
+
+int64_t CommandPort::leases_held() const {
+  return leases_ - std::ranges::count_if(pending_, [](const auto& pending) {
+           return pending.second.command.op == static_cast<uint16_t>(Op::kRelease);
+         });
 }
 
 void CommandPort::Close(const absl::Status& reason) {

@@ -1,13 +1,13 @@
-// Commands and the completions that answer them: tags, the daemon's death. Nothing here waits for an
-// answer.
+// Commands and the completions that answer them: tags, the daemon's death and restart. Nothing here waits
+// for an answer.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <memory_resource>
-#include <unordered_map>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -17,6 +17,8 @@
 
 namespace forebay::client::internal {
 
+// Restart  Where the daemon has ended the channel to be restarted, commands are kept, and none of these calls
+//          fails, until Resume() sends them or Close() gives them up.
 // Threads  One at a time. Completions are handled on the thread that calls Poll.
 class CommandPort {
  public:
@@ -42,7 +44,8 @@ class CommandPort {
   CommandPort(Options options, std::pmr::memory_resource* memory);
 
   // Writes the command under a tag of its own, and takes `on_done`; false, and nothing done, while
-  // kRingEntries are in flight. `on_done` is called once, unless the session ends first.
+  // kRingEntries are in flight. `on_done` is called once, unless the session ends first. A lease of a daemon
+  // before this one is given back at once, without a command.
   //
   // Errors  E_DAEMON_GONE, E_RING, E_FENCED or another reason why the session has ended: permanently.
   absl::StatusOr<bool> TrySend(protocol::Command command, OnDone& on_done);
@@ -57,6 +60,14 @@ class CommandPort {
   // Sleeps until something arrives, the daemon dies, a signal comes or `limit` is over.
   absl::StatusOr<Pause> Sleep(std::chrono::milliseconds limit);
 
+  // The daemon is being restarted, and all that it sent was handled: the channel is used no more.
+  bool is_restarting() const { return is_restarting_ && broken_.ok(); }
+  // Goes on with the next daemon's channel: sends what was not answered, in order, under the same tags. Gives
+  // the leases back that were to be. Errors as TrySend.
+  absl::Status Resume(Options options);
+  // Leases that are neither given back nor on their way to be.
+  int64_t leases_held() const;
+
   // Every later call returns `reason`; the channel and the descriptors are used no more.
   void Close(const absl::Status& reason);
 
@@ -64,11 +75,25 @@ class CommandPort {
   uint64_t sleeps() const { return sleeps_; }
 
  private:
+  struct Pending {
+    protocol::Command command;
+    OnDone on_done;
+  };
+
   absl::Status Break(absl::Status status);
   bool DaemonGone() const;
+  absl::StatusOr<bool> SendOrKeep(const protocol::Command& command);
+  void Handle(const protocol::Completion& completion, const absl::Status& status, OnDone& on_done);
+  // Of a daemon before this one. Ids of leases rise across a restart.
+  bool IsStaleRelease(const protocol::Command& command) const;
+  void GiveBackStale(const protocol::Command& command, OnDone& on_done);
 
   Options options_;
-  std::pmr::unordered_map<uint64_t, OnDone> pending_;  // at most kRingEntries
+  std::pmr::map<uint64_t, Pending> pending_;  // by tag; at most kRingEntries
+  bool is_restarting_ = false;
+  uint64_t newest_lease_ = 0;
+  uint64_t newest_stale_lease_ = 0;
+  int64_t leases_ = 0;  // granted and not given back, for all that is answered
   uint64_t next_tag_ = 1;
   uint64_t commands_ = 0;
   uint64_t sleeps_ = 0;

@@ -127,6 +127,7 @@ void Control::Fill(const AttachCall& call, schema::AttachRequest::Builder reques
   request.setLayoutBytes(call.layout.size());
   request.setRun(kj::StringPtr(call.run.c_str(), call.run.size()));
   request.setResume(call.resume);
+  request.setReattach(call.reattach);
   request.setAccumulate(call.accumulate);
   request.setEarlyUpdates(call.early_updates);
   request.setWritableWeights(call.writable_weights);

@@ -36,6 +36,7 @@ struct AttachCall {
   uint32_t world_size = 0;
   std::string run;
   bool resume = false;
+  bool reattach = false;
   bool accumulate = false;
   bool early_updates = false;
   bool writable_weights = false;

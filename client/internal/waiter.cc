@@ -17,10 +17,20 @@ constexpr std::chrono::milliseconds kLookPeriod{1};
 
 }  // namespace
 
+absl::Status Waiter::Poll(const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.Poll());
+  return port_.is_restarting() ? reattach_(limits) : absl::OkStatus();
+}
+
+absl::Status Waiter::PollAlive(const WaitLimits& limits) {
+  RETURN_IF_ERROR(port_.PollAlive());
+  return port_.is_restarting() ? reattach_(limits) : absl::OkStatus();
+}
+
 absl::Status Waiter::Wait(absl::FunctionRef<bool()> done, const WaitLimits& limits) {
   RETURN_IF_ERROR(port_.Poll());
   if (done()) return absl::OkStatus();
-  if (idle_core_.Any()) {
+  if (idle_core_.Any() && !port_.is_restarting()) {
     const auto spin_end = std::chrono::steady_clock::now() + kSpin;
     while (std::chrono::steady_clock::now() < spin_end) {
       RETURN_IF_ERROR(port_.Poll());
@@ -33,6 +43,10 @@ absl::Status Waiter::Wait(absl::FunctionRef<bool()> done, const WaitLimits& limi
     const absl::Status alive = port_.PollAlive();
     if (done()) return absl::OkStatus();
     RETURN_IF_ERROR(alive);
+    if (port_.is_restarting()) {
+      RETURN_IF_ERROR(reattach_(limits));
+      continue;
+    }
     // Only after a pause or a signal: in Python the check waits for the interpreter's lock.
     if (pause == CommandPort::Pause::kUndisturbed && limits.Interrupted()) {
       return MakeError(ErrorId::kInterrupted, "the call was interrupted; its outcome is unknown");

@@ -15,8 +15,17 @@ namespace forebay::client::internal {
 // Threads  One at a time.
 class Waiter {
  public:
-  // `look` is called while a call waits; true: again within a millisecond.
-  Waiter(CommandPort& port, std::function<bool()> look) : port_(port), look_(std::move(look)) {}
+  // Makes the port go on (CommandPort::Resume), or closes it.
+  using Reattach = std::function<absl::Status(const WaitLimits&)>;
+
+  // `look` is called while a call waits; true: again within a millisecond. `reattach`: where the daemon is
+  // being restarted.
+  Waiter(CommandPort& port, std::function<bool()> look, Reattach reattach)
+      : port_(port), look_(std::move(look)), reattach_(std::move(reattach)) {}
+
+  // Those of CommandPort, and waits for the next daemon where there is none. Errors as Wait.
+  absl::Status Poll(const WaitLimits& limits);
+  absl::Status PollAlive(const WaitLimits& limits);
 
   // Handles completions until `done()` is true. Errors are looked at only while it is not.
   //
@@ -30,6 +39,7 @@ class Waiter {
  private:
   CommandPort& port_;
   const std::function<bool()> look_;
+  const Reattach reattach_;
   IdleCore idle_core_;
 };
 

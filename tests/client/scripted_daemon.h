@@ -57,6 +57,16 @@ class ScriptedDaemon {
     thread_.join();
   }
 
+  // Ends the session as a daemon does that exits: nothing is read or answered any more.
+  void Close(protocol::ChannelState state) {
+    {
+      const protocol::MutexLock lock(mutex_);
+      channel_->Close(state);
+      is_closed_ = true;
+    }
+    protocol::RingDoorbell(stop_.get());
+  }
+
   // As a success of `command`.
   static protocol::Completion Success(const protocol::Command& command) {
     protocol::Completion completion{};
@@ -116,6 +126,7 @@ class ScriptedDaemon {
     protocol::Command command{};
     {
       const protocol::MutexLock lock(mutex_);
+      if (is_closed_) return false;
       const auto received = channel_->Receive();
       if (!received.ok() || !received->has_value()) return false;
       command = **received;
@@ -123,7 +134,7 @@ class ScriptedDaemon {
     const std::optional<protocol::Completion> completion = script_(command);
     const protocol::MutexLock lock(mutex_);
     seen_.push_back(command);
-    if (completion.has_value()) {
+    if (completion.has_value() && !is_closed_) {
       EXPECT_OK(channel_->Send(*completion));
     }
     arrived_.notify_all();
@@ -136,6 +147,7 @@ class ScriptedDaemon {
       }
       {
         const protocol::MutexLock lock(mutex_);
+        if (is_closed_) return;
         const auto may_sleep = channel_->PrepareSleep();
         if (may_sleep.ok() && !*may_sleep) continue;
       }
@@ -160,6 +172,7 @@ class ScriptedDaemon {
   std::condition_variable_any arrived_;
   std::unique_ptr<protocol::ServerChannel> channel_;
   std::vector<protocol::Command> seen_ ABSL_GUARDED_BY(mutex_);
+  bool is_closed_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 
@@ -191,28 +204,30 @@ class SessionTest : public ::testing::Test {
     weights_ = Mapping::MapPrivate(layout->weights_bytes()).value();
     grad_ = Mapping::MapPrivate(kGradBytes + kStepBytes).value();
     gauge_ = std::make_shared<SessionGauge>();
-    SessionParts options{
-        .layout = layout,
-        .port = {.channel = protocol::MakeRingClientChannel(daemon_.Ends()).value(),
-                 .daemon_pidfd = -1,
-                 .gone_fd = daemon_.gone_fd(),
-                 .explain =
-                     [](const protocol::Completion& completion) {
-                       return protocol::MakeError(static_cast<protocol::ErrorId>(completion.error),
-                                                  "as the script says");
-                     }},
-        .weights = weights_,
-        .grad = grad_,
-        .step_region_offset = kGradBytes,
-        .step_region_bytes = kStepBytes,
-        .extra_state_bytes = 1024,
-        .gauge = gauge_,
-        .timeout = kTimeout,
-        .interrupt_check = {},
-        .device = std::make_shared<gpu::HostDevice>()};
+    SessionParts options{.layout = layout,
+                         .port = PortTo(daemon_),
+                         .weights = weights_,
+                         .grad = grad_,
+                         .step_region_offset = kGradBytes,
+                         .step_region_bytes = kStepBytes,
+                         .extra_state_bytes = 1024,
+                         .gauge = gauge_,
+                         .timeout = kTimeout,
+                         .interrupt_check = {},
+                         .device = std::make_shared<gpu::HostDevice>()};
     if (change) change(options);
     daemon_.Start(std::move(script));
     ASSERT_OK_AND_ASSIGN(session_, Attachment::Assemble(std::move(options)));
+  }
+
+  static CommandPort::Options PortTo(ScriptedDaemon& daemon) {
+    return {.channel = protocol::MakeRingClientChannel(daemon.Ends()).value(),
+            .daemon_pidfd = -1,
+            .gone_fd = daemon.gone_fd(),
+            .explain = [](const protocol::Completion& completion) {
+              return protocol::MakeError(static_cast<protocol::ErrorId>(completion.error),
+                                         "as the script says");
+            }};
   }
 
   // Answers everything with success, a fetch with the right place.

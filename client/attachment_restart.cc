@@ -1,0 +1,158 @@
+// A daemon that is restarted under its jobs: the session attaches again and goes on.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/internal/attachment_state.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+
+namespace forebay::client {
+
+using internal::Deadline;
+using internal::GrantedSession;
+using internal::WaitLimits;
+using protocol::ErrorId;
+using protocol::MakeError;
+
+namespace {
+
+constexpr std::chrono::milliseconds kPauseMin{20};
+constexpr char kStartAgain[] =
+    "start the trainer again: it goes on from the newest step that the daemon has kept";
+
+absl::Status Gone(const std::string& what) {
+  return MakeError(ErrorId::kDaemonGone, absl::StrCat("the daemon was restarted, and ", what),
+                   kStartAgain);
+}
+
+// Whether another attempt may end otherwise, time permitting.
+bool IsPassing(const absl::Status& status) {
+  const ErrorId id = protocol::IdOf(status);
+  return id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kLimit ||
+         id == ErrorId::kTimeout;
+}
+
+const Deadline& Earlier(const Deadline& one, const Deadline& other) {
+  return one.Remaining() < other.Remaining() ? one : other;
+}
+
+}  // namespace
+
+absl::Status Attachment::State::EndSession(absl::Status reason) {
+  port.Close(reason);
+  restart_deadline.reset();
+  return reason;
+}
+
+bool Attachment::State::EndIfRestarting() {
+  port.PollAlive().IgnoreError();
+  if (!port.is_restarting()) return false;
+  port.Close(internal::DaemonGoneError());
+  return true;
+}
+
+absl::Status Attachment::State::ReattachIfRestarting(const WaitLimits& limits) {
+  port.Poll().IgnoreError();  // the control plane says it too
+  return port.is_restarting() ? Reattach(limits) : absl::OkStatus();
+}
+
+absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
+  if (!parts.attach_again) {
+    return EndSession(MakeError(
+        ErrorId::kDaemonGone,
+        "the daemon is being restarted; a session without a rank ends with it", "attach again"));
+  }
+  if (!restart_deadline.has_value()) {
+    restart_begin = std::chrono::steady_clock::now();
+    restart_deadline = Deadline::After(parts.daemon_wait);
+  }
+  const WaitLimits within{.deadline = Earlier(limits.deadline, *restart_deadline),
+                          .interrupt_check = limits.interrupt_check};
+  absl::Status last;
+  for (std::chrono::milliseconds pause = kPauseMin;;) {
+    LookAtCopies();
+    // The next daemon may give their slots in its cache to other weights.
+    const bool must_wait = parts.weights_on_swap && !copies.empty();
+    if (!must_wait) {
+      absl::StatusOr<GrantedSession> granted = parts.attach_again(within);
+      absl::Status status = granted.status();
+      if (granted.ok()) status = GoOnWith(*std::move(granted), within);
+      if (status.ok() || protocol::IdOf(status) == ErrorId::kInterrupted) return status;
+      // GoOnWith has closed the port where the daemon has not what this session needs.
+      if (!port.is_restarting()) return status;
+      if (!IsPassing(status)) {
+        return EndSession(
+            MakeError(ErrorId::kDaemonGone,
+                      absl::StrCat("the daemon was restarted, and refuses this session: ",
+                                   std::string(protocol::Info(protocol::IdOf(status)).name), ": ",
+                                   std::string(status.message())),
+                      protocol::HintOf(status).empty() ? kStartAgain : protocol::HintOf(status)));
+      }
+      last = std::move(status);
+    }
+    if (limits.Interrupted()) {
+      return MakeError(ErrorId::kInterrupted,
+                       "the call was interrupted while the daemon was being restarted; its outcome "
+                       "is unknown");
+    }
+    if (restart_deadline->Expired()) {
+      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - restart_begin;
+      return EndSession(
+          MakeError(ErrorId::kDaemonGone,
+                    absl::StrCat("the daemon was to be restarted, and did not take this session "
+                                 "back within ",
+                                 waited.count(), " s: ", std::string(last.message())),
+                    "see why forebayd does not start (systemctl status forebayd), then start the "
+                    "trainer again; daemon_wait, or FOREBAY_DAEMON_WAIT in seconds, is how long a "
+                    "session waits for it"));
+    }
+    if (limits.deadline.Expired()) {
+      return MakeError(ErrorId::kTimeout,
+                       "the call's time ran out while the daemon was being restarted; its outcome "
+                       "is unknown",
+                       "call again: the session goes on when the daemon is back");
+    }
+    std::this_thread::sleep_for(std::min(pause, within.deadline.Remaining()));
+    pause = std::min(2 * pause, internal::kInterruptPeriod);
+  }
+}
+
+absl::Status Attachment::State::GoOnWith(GrantedSession granted, const WaitLimits& limits) {
+  internal::SessionTerms expected = parts.terms;
+  expected.committed_step = committed_step();
+  const std::string difference = internal::Difference(expected, granted.terms);
+  if (!difference.empty()) {
+    return EndSession(Gone(absl::StrCat("this session cannot go on: ", difference)));
+  }
+  const int64_t leases = port.leases_held() - std::ssize(orphan_leases);
+  if (parts.weights_on_swap && leases > 0) {
+    return EndSession(
+        Gone(absl::StrCat("this session held ", leases, " leases on weights that are on swap")));
+  }
+  if (granted.connection != nullptr) {
+    RETURN_IF_ERROR(granted.connection->control->Mapped(limits));
+  }
+  UpdateCalls();
+  calls_before = gauge.rpc_calls;
+  const absl::Status resumed = port.Resume(std::move(granted.port));
+  parts.connection = std::move(granted.connection);  // nothing uses the old one any more
+  UpdateCalls();
+  ++gauge.reattaches;
+  gauge.commands = port.commands();
+  restart_deadline.reset();
+  return resumed;
+}
+
+void Attachment::State::UpdateCalls() {
+  if (parts.connection == nullptr) return;
+  gauge.rpc_calls = calls_before + parts.connection->control->thread().calls();
+}
+
+}  // namespace forebay::client
