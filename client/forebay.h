@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* Raised with every change that an older program would misread. */
-#define FOREBAY_ABI_VERSION 2
+#define FOREBAY_ABI_VERSION 3
 #define FOREBAY_OK 0
 #define FOREBAY_ALL_GROUPS UINT32_MAX
 
@@ -64,6 +64,10 @@ struct forebay_options {
      job decides for its life; another level is then refused with E_OPTION. NULL: the job's, of a new
      one the daemon's default. */
   const char* durability;
+  /* Not of a reader: how long a call waits for a daemon that is being restarted, within its own time; the
+     session then goes on, or has ended with E_DAEMON_GONE. 0: FOREBAY_DAEMON_WAIT in seconds, else 60000;
+     negative: no limit. */
+  int64_t daemon_wait_ms;
 };
 
 struct forebay_info {

@@ -119,6 +119,8 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
   if (options.durability != nullptr) {
     ASSIGN_OR_RETURN(durability, forebay::protocol::ParseDurability(options.durability));
   }
+  std::optional<Timeout> daemon_wait;
+  if (options.daemon_wait_ms != 0) daemon_wait = TimeoutOf(options.daemon_wait_ms);
   ASSIGN_OR_RETURN(std::unique_ptr<Attachment> attachment,
                    Attachment::Attach({.socket = TextOf(options.socket),
                                        .job = TextOf(options.job),
@@ -131,7 +133,8 @@ absl::Status AttachTo(const forebay_options& options, forebay_session** session)
                                        .layout = std::move(spec),
                                        .grad_arena_bytes = options.grad_arena_bytes,
                                        .extra_state_bytes = options.extra_state_bytes,
-                                       .timeout = TimeoutOf(options.timeout_ms)}));
+                                       .timeout = TimeoutOf(options.timeout_ms),
+                                       .daemon_wait = daemon_wait}));
   auto made = std::make_unique<forebay_session>();
   made->attachment = std::move(attachment);
   *session = made.release();  // forebay_free() owns it again

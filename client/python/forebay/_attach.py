@@ -49,6 +49,7 @@ class Request:
     run: str
     resume: bool
     durability: str  # empty: the job's, of a new one the daemon's default
+    daemon_wait: float | None  # None: FOREBAY_DAEMON_WAIT, else 60
 
     def send(self, layout: Layout, room_bytes: int, **sharded: Any) -> Attachment:
         """room_bytes  Of extra_state. sharded: what a shared layout does not have."""
@@ -66,6 +67,7 @@ class Request:
             self.run,
             self.resume,
             durability=self.durability,
+            daemon_wait=self.daemon_wait,
             **sharded,
         )
 

@@ -127,6 +127,7 @@ def attach(
     drain: bool | None = None,
     early_updates: bool = False,
     durability: str = "",
+    daemon_wait: float | None = None,
 ) -> Attachment: ...
 
 class ActivationStore:

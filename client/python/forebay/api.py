@@ -36,6 +36,7 @@ def attach(
     run: str | None = None,
     resume: bool = False,
     durability: str | None = None,
+    daemon_wait: float | None = None,
     mode: str | None = None,
     mesh: Any = None,
     mp_policy: Any = None,
@@ -76,6 +77,9 @@ def attach(
                        has answered, which waits until it is on disk. The last two need swap that the
                        daemon keeps. The first rank of a new job decides, for the job's life. None: the
                        job's, of a new one the daemon's default ("memory", unless its settings say more).
+    daemon_wait        Seconds that a call waits for a daemon that is being restarted (`systemctl restart
+                       forebayd`), within `timeout`; training then goes on as if nothing had happened.
+                       After that E_DAEMON_GONE. None: FOREBAY_DAEMON_WAIT, else 60.
     mode               "shared": every rank reads one copy of the weights. "sharded": ZeRO-3, over the
                        process group. None: sharded where fully_shard() was called on the model or it
                        is on the meta device or a GPU, else shared; opt.mode says which. A plain
@@ -177,10 +181,11 @@ def attach(
         param_groups=param_groups,
         extra_state_bytes=extra_state_bytes,
         grad_arena_bytes=_size_bytes("grad_arena_bytes", grad_arena_bytes),
-        timeout=_seconds(timeout),
+        timeout=_seconds("timeout", timeout),
         run=run or run_token(),
         resume=resume,
         durability=_durability(durability),
+        daemon_wait=None if daemon_wait is None else _seconds("daemon_wait", daemon_wait),
     )
     prefetch_bytes = _size_bytes("prefetch_bytes", prefetch_bytes)
     activation_bytes = _size_bytes("activation_bytes", activation_bytes)
@@ -236,7 +241,7 @@ def attach_reader(
         job=_job_name(job),
         socket=_socket_path(socket),
         param_groups=param_groups,
-        timeout=_seconds(timeout),
+        timeout=_seconds("timeout", timeout),
     )
 
 
@@ -310,16 +315,16 @@ def _durability(level: Any) -> str:
     )
 
 
-def _seconds(timeout: Any) -> float:
+def _seconds(name: str, value: Any) -> float:
     try:
-        seconds = float(timeout)
+        seconds = float(value)
     except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not seconds >= 0:  # NaN too
         raise usage_error(
             "E_OPTION",
-            f"timeout is {timeout!r}, not a number of seconds",
-            'timeout=300.0, or float("inf") to wait without a limit',
+            f"{name} is {value!r}, not a number of seconds",
+            f'{name}=300.0, or float("inf") to wait without a limit',
         )
     return seconds
 

@@ -209,7 +209,8 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
                     bool reader, const std::string& grad_dtype, bool accumulate,
                     const std::vector<PartitionTuple>& partitions, std::optional<int> cuda_device,
                     const std::string& cuda_driver, uint64_t activation_bytes,
-                    std::optional<bool> drain, bool early_updates, const std::string& durability) {
+                    std::optional<bool> drain, bool early_updates, const std::string& durability,
+                    std::optional<double> daemon_wait) {
   client::AttachOptions options{
       .socket = socket,
       .job = job,
@@ -233,6 +234,8 @@ PyAttachment Attach(const std::string& socket, const std::string& job, uint32_t 
       .extra_state_bytes = extra_state_bytes,
       .activation_bytes = activation_bytes,
       .timeout = TimeoutOf(timeout),
+      .daemon_wait =
+          daemon_wait.has_value() ? std::optional(TimeoutOf(*daemon_wait)) : std::nullopt,
       .interrupt_check = PythonInterrupted,
       .device = std::make_shared<gpu::HostDevice>()};
   if (cuda_device.has_value()) {
@@ -509,6 +512,7 @@ nb::dict CountersDict(PyAttachment& self) {
   dict["copied_bytes"] = counters.copied_bytes;
   dict["grad_bytes"] = counters.grad_bytes;
   dict["private_slots"] = counters.private_slots;
+  dict["reattaches"] = counters.reattaches;
   return dict;
 }
 
@@ -660,7 +664,8 @@ NB_MODULE(_core, module) {
       nb::arg("reader") = false, nb::arg("grad_dtype") = "", nb::arg("accumulate") = false,
       nb::arg("partitions") = std::vector<PartitionTuple>(), nb::arg("cuda_device") = nb::none(),
       nb::arg("cuda_driver") = "libcuda.so.1", nb::arg("activation_bytes") = 0,
-      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "");
+      nb::arg("drain") = nb::none(), nb::arg("early_updates") = false, nb::arg("durability") = "",
+      nb::arg("daemon_wait") = nb::none());
   nb::class_<CopyList>(module, "CopyList");
   module.def("copy_list", &MakeCopyList, nb::arg("copies"));
 }

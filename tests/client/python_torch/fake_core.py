@@ -340,6 +340,7 @@ def attach(
     run,
     resume,
     durability="",
+    daemon_wait=None,
 ):
     assert optimizer == "adamw"
     if (dtype, format_) not in {("float32", "fp32"), ("bfloat16", "exact")}:

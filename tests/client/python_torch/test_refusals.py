@@ -449,6 +449,8 @@ def test_gradient_that_is_not_finite_is_refused_and_the_step_can_be_repeated(att
         {"timeout": float("nan")},
         {"timeout": -1},
         {"timeout": "soon"},
+        {"daemon_wait": "soon"},
+        {"daemon_wait": -1},
         {"timeout": 10**400},
         {"extra_state_bytes": -1},
         {"extra_state_bytes": 65536.0},
