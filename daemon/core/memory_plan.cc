@@ -646,7 +646,10 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   const bool fits = plan.fixed_bytes <= for_job + use.movable_bytes;
   if (plan.has_weights_on_swap()) {
     // Before there is a map of blocks: of those that fit nowhere it would be as large as a client pleases.
-    RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
+    // One that comes back has slots for most of them.
+    if (use.recovered == nullptr) {
+      RETURN_IF_ERROR(CheckBlocksOnSwap(layout, plan, state_bytes, *use.swap));
+    }
     if (!fits) RETURN_IF_ERROR(PlanSumFrames(layout, request, options, for_job, plan));
   }
   plan.missing_bytes = needed() - std::min(needed(), options.dram_limit_bytes);

@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <random>
 #include <set>
 #include <utility>
 #include <vector>
@@ -37,6 +39,11 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
+
+uint64_t NumberOr(const char* variable, uint64_t number) {
+  const char* const text = std::getenv(variable);
+  return text == nullptr ? number : std::strtoull(text, nullptr, 10);
+}
 
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
 constexpr uint32_t kRanks = 2;
@@ -86,6 +93,10 @@ NodeState::Options OptionsOf(const Case& with) {
   if (with.place == Place::kWeightsOnSwap) {
     options.dram_limit_bytes = testing::LeastDramOf(Layout(), options, kRanks, RequestOf(0, with),
                                                     /*gradients_in_dram=*/true);
+    // No byte of swap is left either.
+    NodeHarness small(options, kRanks);
+    for (uint32_t rank = 0; rank < kRanks; ++rank) small.Attach(Layout(), RequestOf(rank, with));
+    options.swap = SwapPaths({small.state().Node().swap_used_bytes});
     return options;
   }
   const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
@@ -136,6 +147,11 @@ class Training {
   void Die() {
     EXPECT_EQ(node_->fault(), "");
     node_ = NodeHarness::Restart(*node_, options_);
+  }
+
+  void CutPower(std::mt19937_64& random) {
+    EXPECT_EQ(node_->fault(), "");
+    node_ = NodeHarness::Restart(node_->model().AfterPowerCut(random), kRanks, options_);
   }
 
   JobView View() const { return *node_->FindJob("job"); }
@@ -211,6 +227,48 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
   }
   EXPECT_GT(deaths, 50U);
   EXPECT_GE(recovered_at.size(), 2U);
+}
+
+// Whatever of the writes since the last flush is left, in any order.
+TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  const uint64_t lost_most =
+      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
+  const uint64_t cuts = NumberOr("FOREBAY_CUTS", 100);
+  std::mt19937_64 random(NumberOr("FOREBAY_SEED", 14));
+  // Found at another step than the answered one: an answer was not given, or the level lets a step be undone.
+  uint64_t others = 0;
+  uint64_t cut = 0;
+  while (cut < cuts) {
+    Training run(GetParam(), options);
+    run.AttachAll();
+    // Several cuts one after the other, of one volume.
+    for (int life = 0; life < 4 && cut < cuts; ++life, ++cut) {
+      const uint64_t before = run.step_ - 1;
+      run.answered_ = before;
+      const uint64_t turns = random() % 200;
+      for (uint64_t turn = 0; turn < turns; ++turn) run.Turn();
+      // Every second one while a ledger is committed.
+      for (int turn = 0; cut % 2 == 0 && turn < 200; ++turn) {
+        if (!run.node_->Running<CommitLedger>().empty()) break;
+        run.Turn();
+      }
+      ASSERT_EQ(run.node_->fault(), "") << "cut " << cut;
+      const uint64_t answered = run.answered_;
+      run.CutPower(random);
+      run.AttachAll();
+      ASSERT_FALSE(::testing::Test::HasFailure()) << "cut " << cut;
+      ASSERT_GE(run.step_ - 1 + lost_most, answered) << "cut " << cut;
+      others += run.step_ - 1 != answered ? 1 : 0;
+    }
+    const uint64_t goal = run.step_;
+    run.answered_ = goal - 1;
+    for (int turn = 0; turn < 2000 && run.answered_ < goal; ++turn) run.Turn();
+    ASSERT_EQ(run.answered_, goal) << "cut " << cut;
+    ASSERT_EQ(run.node_->fault(), "") << "cut " << cut;
+  }
+  RecordProperty("cuts", static_cast<int>(cuts));
+  EXPECT_GT(others, 0U);
 }
 
 TEST_P(NodeStateDurable, SlotsAreThoseOfThePlan) {

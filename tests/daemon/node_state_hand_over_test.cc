@@ -89,6 +89,11 @@ NodeState::Options OptionsOf(const Case& with) {
   if (with.place == Place::kWeightsOnSwap) {
     options.dram_limit_bytes = testing::LeastDramOf(
         LayoutOf(with), options, kRanks, RequestOf(0, with, false), /*gradients_in_dram=*/true);
+    // No byte of swap is left either.
+    NodeHarness small(options, kRanks);
+    for (uint32_t rank = 0; rank < kRanks; ++rank)
+      small.Attach(LayoutOf(with), RequestOf(rank, with, false));
+    options.swap = SwapPaths({small.state().Node().swap_used_bytes});
     return options;
   }
   const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;

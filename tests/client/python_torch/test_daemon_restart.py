@@ -1,0 +1,183 @@
+# Goal    A daemon that its service manager restarts under a training run costs it nothing but the time: no error, no
+#         step lost or repeated, the bits that it would have had.
+# Method  Two ranks on a real daemon, which a stand-in for the service manager (its store of descriptors speaks systemd's
+#         protocol) ends with SIGTERM and starts again several times while they train, shared and under FSDP2, with
+#         states in DRAM, on swap, weights on swap, and durable. Then SHA-256 of weights and states beside the same
+#         training in a job that saw no restart. FOREBAY_SEED gives other moments.
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import forebay
+import pytest
+from daemon_process import FOREBAYD, ROOT, missing
+from test_processes import HERE, environment
+
+sys.path.append(str(ROOT / "tests" / "tools"))
+from service_manager import ServiceManager  # noqa: E402
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+
+SEED = int(os.environ.get("FOREBAY_SEED", "1"))
+RESTARTS = int(os.environ.get("FOREBAY_RESTARTS", "3"))
+DEADLINE_S = 180
+RANKS = 2
+STEPS = 30 * RESTARTS
+
+
+class Service:
+    """A forebayd under the stand-in, with swap on a disk; `settings` beside those of all tests."""
+
+    def __init__(self, folder, *settings):
+        self.folder = folder
+        values = [f"socket.path={folder}/s", "memlock=best_effort", "update.workers=2", "swap.probe=never"]
+        values += ["update.block_elems=4096", "log.level=info"]
+        values += [f"swap.paths={folder}", "swap.capacity=128MiB", "swap.staging=2MiB", *settings]
+        command = [FOREBAYD]
+        for value in values:
+            command += ["--set", value]
+        self.manager = ServiceManager(folder, command)
+
+    def environment(self):
+        return {**environment(), "FOREBAY_SOCKET": f"{self.folder}/s"}
+
+    def log(self):
+        return self.manager.log.read_text()
+
+
+@pytest.fixture
+def folder():
+    # On a disk: swap wants O_DIRECT.
+    with tempfile.TemporaryDirectory(prefix="fb", dir=os.environ.get("TMPDIR", "/var/tmp")) as path:
+        yield path
+
+
+def start_ranks(service, mode, level, more):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "durable_ranks.py"), mode, level, str(more)],
+        env=service.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def room_without_states(folder, mode, level):
+    """Settings by which a job gets what it cannot do without: the bytes that the daemon's own error names, as one
+    percent of the limit."""
+    with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as other:
+        service = Service(other, "dram.limit=7500KiB")
+        with service.manager:
+            service.manager.start()
+            ranks = start_ranks(service, mode, level, 1)
+            _, error = ranks.communicate(timeout=DEADLINE_S)
+    found = re.search(r"E_DRAM_LIMIT.*?the job needs [^(]*\((\d+) bytes\)", error)
+    assert ranks.returncode != 0 and found, error
+    return [f"dram.limit={100 * int(found[1])}", "dram.job_percent=1"]
+
+
+CASES = [
+    ("shared", "memory", "dram"),
+    ("shared", "memory", "swap"),
+    ("shared", "step", "dram"),
+    ("sharded", "memory", "dram"),
+    ("sharded", "memory", "swap"),
+    ("sharded", "epoch=3", "dram"),
+]
+
+
+@pytest.mark.parametrize(("mode", "level", "place"), CASES)
+def test_a_restart_of_the_daemon_costs_time_alone(folder, mode, level, place):
+    chance = random.Random(f"{SEED} {mode} {level} {place}")
+    room = ["dram.limit=1GiB"] if place == "dram" else room_without_states(folder, mode, level)
+    service = Service(folder, *room)
+    restarts = sorted(chance.sample(range(2, STEPS), RESTARTS))
+    answered = {rank: [] for rank in range(RANKS)}
+    digests = []
+    with service.manager as manager:
+        manager.start()
+        ranks = start_ranks(service, mode, level, STEPS)
+        watchdog = threading.Timer(DEADLINE_S, ranks.kill)
+        watchdog.start()
+        # Beside them: the ranks go on meanwhile.
+        restarting = []
+        for line in ranks.stdout:
+            what, rank, *values = json.loads(line)
+            if what == "digests":
+                digests.append(values)
+            if what != "answered":
+                continue
+            answered[rank] += values
+            if rank == 0 and restarts and values[0] == restarts[0]:
+                restarts.pop(0)
+                for thread in restarting:
+                    thread.join(DEADLINE_S)
+                restarting.append(threading.Thread(target=manager.restart))
+                restarting[-1].start()
+        error = ranks.stderr.read()
+        assert ranks.wait(DEADLINE_S) == 0, f"seed {SEED}: {error}\n{service.log()}"
+        watchdog.cancel()
+        for thread in restarting:
+            thread.join(DEADLINE_S)
+        [job] = [job for job in forebay.status(f"{folder}/s")["jobs"] if job["name"] == "durable"]
+        log = service.log()
+    assert job["resident_blocks"] == (job["blocks"] if place == "dram" else 0)
+    assert answered == {rank: list(range(1, STEPS + 1)) for rank in range(RANKS)}
+    assert len(digests) == RANKS
+    for step, digest, uninterrupted in digests:
+        assert step == STEPS and digest == uninterrupted, f"seed {SEED}"
+    assert log.count("job durable goes on at step") == RESTARTS, log
+    assert not re.search(r"^\S+ (error|critical) ", log, re.M), log
+
+
+LARGE = ["swap.staging=6MiB", "swap.capacity=256MiB", "update.block_elems=131072"]
+LARGE_STEPS = 24
+
+
+def start_large(service):
+    command = [sys.executable, str(HERE / "weights_on_swap.py"), str(RANKS), str(LARGE_STEPS), "exact", "bfloat16"]
+    return subprocess.Popen(
+        command, env=service.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_job_whose_weights_are_on_swap_goes_on(folder):
+    """In the smallest limit, where each lease keeps a slot of the cache; updates under compute, a write in place."""
+    chance = random.Random(SEED)
+    needed, results = 1 << 30, []
+    for limit, restarts in ((12 << 20, 0), (1 << 30, 0), (None, RESTARTS)):
+        with tempfile.TemporaryDirectory(prefix="fb", dir=folder) as place:
+            service = Service(place, *LARGE, f"dram.limit={limit or needed}")
+            with service.manager as manager:
+                manager.start()
+                ranks = start_large(service)
+                watchdog = threading.Timer(DEADLINE_S, ranks.kill)
+                watchdog.start()
+                done = 0
+                while done < restarts and ranks.poll() is None:
+                    before = service.log().count("goes on at step")
+                    time.sleep(chance.uniform(0.5, 1.5))  # house: allow sleep: a random moment of the run
+                    jobs = forebay.status(f"{place}/s")["jobs"]
+                    if ranks.poll() is None and jobs and jobs[0]["committed_step"] > 0:
+                        manager.restart()
+                        done += 1
+                        assert service.log().count("goes on at step") == before + 1, service.log()
+                output, error = ranks.communicate(timeout=DEADLINE_S)
+                watchdog.cancel()
+                log = service.log()
+        if limit == 12 << 20:
+            needed = max(map(int, re.findall(r"dram.limit to at least (\d+) bytes", error)))
+            continue
+        assert ranks.returncode == 0, f"seed {SEED}: {error}\n{log}"
+        assert done == restarts, "the ranks ended before the last restart"
+        results.append(json.loads(output.splitlines()[-1]))
+    (digest, losses, in_dram, *_), (restarted, others, job, *_) = results
+    assert in_dram["weights_on_swap_bytes"] == 0 < job["weights_on_swap_bytes"]
+    assert (restarted, others) == (digest, losses), f"seed {SEED}"
