@@ -666,6 +666,21 @@ def test_bench_step_and_update_limit_the_rate_of_swap(folders):
         assert refused.returncode == 1 and f"--limit-rate {rates} is no size" in refused.stderr
 
 
+def test_bench_commit_shows_what_a_durable_step_writes_and_costs(folders):
+    environment, _, swap = folders
+    params = 4 << 20
+    flags = ["--samples", 1, "--params", params, "--swap", swap, "--json"]
+    done = forebay("bench", "commit", *flags, deadline_s=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["case"] for line in lines] == [f"commit/level=step/place={place}" for place in ("dram", "nvme")]
+    for line in lines:
+        # Weights and states of format exact; beside them whole pages, and the ledger twice.
+        assert 1 <= line["written_bytes"] / (12 * params) < 1.02
+        assert line["value"] > 0 and line["limit"] >= line["memory_s"] > 0
+    assert os.listdir(swap) == []
+
+
 def test_bench_copies_measures_each_way_and_direction_on_a_driver():
     driver = FOREBAY.parents[1] / "tests" / "libfake_cuda.so"
     done = forebay(
@@ -694,4 +709,4 @@ def test_bench_copies_without_a_driver_says_so():
 
 def test_an_unknown_bench_is_refused_with_the_known_ones():
     done = forebay("bench", "nonsense")
-    assert done.returncode == 1 and "adam, copies, fetch, pipeline, step, swap, update" in done.stderr
+    assert done.returncode == 1 and "adam, commit, copies, fetch, pipeline, step, swap, update" in done.stderr

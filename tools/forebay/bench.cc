@@ -23,10 +23,10 @@ struct Entry {
   absl::Status (*run)(const BenchOptions& options, const Report& report);
 };
 
-constexpr std::array kBenches = {Entry{"adam", BenchAdam},    Entry{"copies", BenchCopies},
-                                 Entry{"fetch", BenchFetch},  Entry{"pipeline", BenchPipeline},
-                                 Entry{"step", BenchStep},    Entry{"swap", BenchSwap},
-                                 Entry{"update", BenchUpdate}};
+constexpr std::array kBenches = {Entry{"adam", BenchAdam},         Entry{"commit", BenchCommit},
+                                 Entry{"copies", BenchCopies},     Entry{"fetch", BenchFetch},
+                                 Entry{"pipeline", BenchPipeline}, Entry{"step", BenchStep},
+                                 Entry{"swap", BenchSwap},         Entry{"update", BenchUpdate}};
 
 absl::StatusOr<std::vector<uint64_t>> ParseRates(const std::string& text) {
   std::vector<uint64_t> rates;

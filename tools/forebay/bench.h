@@ -25,7 +25,7 @@ struct BenchOptions {
   enum class List { kNo, kNames } list = List::kNo;  // adam: kNames measures nothing
 };
 
-std::string BenchNames();  // "adam, copies, fetch, pipeline, step, swap, update"
+std::string BenchNames();  // "adam, commit, copies, fetch, pipeline, step, swap, update"
 
 // Runs every case of one bench, on a private daemon where it needs one, and prints a line a case:
 // JSON as each comes, or a table at the end.

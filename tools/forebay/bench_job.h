@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "client/admin.h"
 #include "client/client.h"
+#include "protocol/durability.h"
 #include "protocol/layout.h"
 #include "tools/forebay/bench.h"
 #include "tools/forebay/private_daemon.h"
@@ -27,6 +29,7 @@ struct BenchJobOptions {
   uint32_t ranks = 1;  // more than one: sharded
   bool drain = false;  // Step returns at its decision
   bool early_updates = false;
+  std::optional<protocol::Durability> durability = {};
 };
 
 // Ownership  The destructor detaches and stops the daemon.

@@ -1,0 +1,127 @@
+// Bench commit: a step that is durable when it is answered, beside the same step at level memory and a bare loop that
+// writes what the first one has written more.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "protocol/durability.h"
+#include "protocol/error.h"
+#include "protocol/os/status_macros.h"
+#include "protocol/units.h"
+#include "tools/forebay/bench.h"
+#include "tools/forebay/bench_disk.h"
+#include "tools/forebay/bench_harness.h"
+#include "tools/forebay/bench_job.h"
+
+namespace forebay::tools {
+namespace {
+
+using protocol::kMiB;
+
+constexpr uint32_t kSamples = 7;
+constexpr uint64_t kParams = uint64_t{1} << 25;
+constexpr uint64_t kGroupElems = uint64_t{1} << 20;
+constexpr uint64_t kBytes = 12;       // of a parameter in format exact: weights and states
+constexpr uint64_t kSlotsAtStep = 3;  // for each block and each part of the weights
+constexpr uint64_t kLoopBytes = 256 * kMiB;
+constexpr double kGiga = 1e9;
+
+constexpr protocol::Durability kStep{.level = protocol::DurabilityLevel::kStep, .steps = 1};
+
+struct Side {
+  std::unique_ptr<BenchJob> job;
+
+  absl::StatusOr<uint64_t> WrittenBytes() {
+    ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+    uint64_t bytes = 0;
+    for (const auto path : status->getSwap()) bytes += path.getWrittenBytes();
+    return bytes;
+  }
+
+  // From the call of step to its answer, and what was written meanwhile: all that the step writes, where its update is not
+  // early.
+  absl::StatusOr<Sample> TimeStep() {
+    RETURN_IF_ERROR(job->DeliverGradients());
+    ASSIGN_OR_RETURN(const uint64_t before, WrittenBytes());
+    ASSIGN_OR_RETURN(const double seconds, job->TimedStep());
+    ASSIGN_OR_RETURN(const uint64_t after, WrittenBytes());
+    return Sample{.value = seconds, .bytes_written = after - before};
+  }
+};
+
+absl::StatusOr<Side> MakeSide(const BenchOptions& options, const std::string& dram,
+                              const protocol::Durability& durability) {
+  const uint64_t params = options.params == 0 ? kParams : options.params;
+  BenchJobOptions job{.format = protocol::Format::kExact,
+                      .params = params,
+                      .group_elems = kGroupElems,
+                      .durability = durability};
+  job.daemon.runtime_folder = options.runtime_folder;
+  job.daemon.dram = dram;
+  job.daemon.swap_size =
+      absl::StrCat(protocol::RoundUp(kSlotsAtStep * params * kBytes, 64 * kMiB) + 512 * kMiB);
+  // A durable level needs files that are kept; the folder is removed with the daemon.
+  job.daemon.settings = {absl::StrCat("swap.staging=", 64 * kMiB), "swap.life=kept"};
+  UseSwap(options, job.daemon);
+  ASSIGN_OR_RETURN(std::unique_ptr<BenchJob> made, BenchJob::Create(job));
+  return Side{.job = std::move(made)};
+}
+
+absl::StatusOr<BenchResult> TimePlace(const BenchOptions& options, const std::string& place,
+                                      const std::string& dram, DiskLimit& disk) {
+  ASSIGN_OR_RETURN(Side memory, MakeSide(options, dram, {}));
+  ASSIGN_OR_RETURN(Side durable, MakeSide(options, dram, kStep));
+  uint64_t more_bytes = 0;  // that the durable step writes
+  double memory_s = 0;
+  const auto limit = [&]() -> absl::StatusOr<Sample> {
+    ASSIGN_OR_RETURN(const Sample step, memory.TimeStep());
+    ASSIGN_OR_RETURN(const Sample rate, disk.RunWrites());
+    memory_s = step.value;
+    const double more_s = static_cast<double>(more_bytes - step.bytes_written) / kGiga / rate.value;
+    return Sample{.value = step.value + more_s};
+  };
+  const auto value = [&]() -> absl::StatusOr<Sample> {
+    ASSIGN_OR_RETURN(const Sample step, durable.TimeStep());
+    more_bytes = step.bytes_written;
+    return step;
+  };
+  const BenchCase what{
+      .bench = "commit",
+      .name = absl::StrCat("commit/level=step/place=", place),
+      .unit = "s",
+      .limit_what = "the step at level memory, and a bare loop for what is written more",
+      .measure = Measure::kTime};
+  ASSIGN_OR_RETURN(
+      BenchResult result,
+      MeasureCase(what, options.samples == 0 ? kSamples : options.samples, value, limit));
+  result.more["memory_s"] = memory_s;
+  result.more["written_bytes"] = more_bytes;
+  return result;
+}
+
+}  // namespace
+
+absl::Status BenchCommit(const BenchOptions& options, const Report& report) {
+  const uint64_t params = options.params == 0 ? kParams : options.params;
+  ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> disk,
+                   DiskLimit::Create(options.swap_folder, kLoopBytes));
+  const uint64_t room = params * 24 + 512 * kMiB;
+  uint64_t beside_states = 0;
+  {
+    ASSIGN_OR_RETURN(Side in_dram, MakeSide(options, absl::StrCat(room), {}));
+    ASSIGN_OR_RETURN(beside_states, in_dram.job->BytesBesideStates());
+  }
+  ASSIGN_OR_RETURN(const BenchResult in_dram,
+                   TimePlace(options, "dram", absl::StrCat(room), *disk));
+  report(in_dram);
+  // Tables of a durable job are larger: a few blocks may stay in DRAM at level memory.
+  const uint64_t small = beside_states + 64 * kMiB + 8 * kMiB;
+  ASSIGN_OR_RETURN(const BenchResult on_swap,
+                   TimePlace(options, "nvme", absl::StrCat(small), *disk));
+  report(on_swap);
+  return absl::OkStatus();
+}
+
+}  // namespace forebay::tools
