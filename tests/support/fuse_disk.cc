@@ -119,6 +119,26 @@ void FuseDisk::Order(const DiskFault& fault) {
   for (const Request& request : ended) CarryOut(request, {});
 }
 
+void FuseDisk::StartLog() {
+  const protocol::MutexLock lock(mutex_);
+  logs_ = true;
+}
+
+size_t FuseDisk::logged() const {
+  const protocol::MutexLock lock(mutex_);
+  return log_.size();
+}
+
+std::vector<DiskWrite> FuseDisk::DrainLog() {
+  const protocol::MutexLock lock(mutex_);
+  return std::exchange(log_, {});
+}
+
+void FuseDisk::NoteFlush() {
+  const protocol::MutexLock lock(mutex_);
+  if (logs_) log_.push_back({.offset_bytes = 0, .bytes = {}, .is_flush = true});
+}
+
 void FuseDisk::Serve() {
   std::vector<std::byte> room(kTransferBytesMax + kPageBytes);
   while (!stopping_) {
@@ -260,6 +280,8 @@ void FuseDisk::Handle(Request request) {
       exists_ = false;
       return Answer(request, 0);
     case FUSE_FSYNC:
+      NoteFlush();
+      return Answer(request, 0);
     case FUSE_FSYNCDIR:
     case FUSE_FLUSH:
     case FUSE_RELEASE:
@@ -329,6 +351,10 @@ void FuseDisk::CarryOut(const Request& request, const DiskFault& fault) {
     offset = (offset + fault.shift_bytes) % (file_.size() - size);
   }
   if (offset + size > file_.size()) file_.resize(offset + size);
+  if (logs_) {
+    log_.push_back({.offset_bytes = offset,
+                    .bytes = {bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(size)}});
+  }
   if (fault.kind != DiskFault::Kind::kLose) {
     std::copy_n(bytes.begin(), size, file_.begin() + static_cast<ptrdiff_t>(offset));
   }

@@ -43,6 +43,13 @@ struct DiskFault {
   uint64_t count = std::numeric_limits<uint64_t>::max();  // of transfers; then all is well again
 };
 
+// What the disk was asked for, in the order in which it did it.
+struct DiskWrite {
+  uint64_t offset_bytes = 0;
+  std::vector<std::byte> bytes;
+  bool is_flush = false;  // of all before it
+};
+
 // Mounted on a directory in a mount namespace of the calling thread's own, which its children share: nothing
 // is left behind, however the process ends. Transfers are asynchronous and of at most 1 MiB each.
 //
@@ -67,6 +74,11 @@ class FuseDisk {
   uint64_t hung() const { return hung_count_; }
   uint64_t transfers() const { return transfers_; }
 
+  // From now on writes and flushes are noted.
+  void StartLog();
+  size_t logged() const;
+  std::vector<DiskWrite> DrainLog();
+
  private:
   struct Request {
     std::vector<std::byte> bytes;  // as read from the device
@@ -80,6 +92,7 @@ class FuseDisk {
   void Handle(Request request);
   void HandleTransfer(Request request);
   void CarryOut(const Request& request, const DiskFault& fault);
+  void NoteFlush();
   int AnswerDelayed();
   void Answer(const Request& request, int error, std::span<const std::byte> bytes = {});
   template <typename T>
@@ -98,7 +111,9 @@ class FuseDisk {
   std::atomic<uint64_t> hung_count_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
 
-  protocol::Mutex mutex_;
+  mutable protocol::Mutex mutex_;
+  bool logs_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<DiskWrite> log_ ABSL_GUARDED_BY(mutex_);
   DiskFault fault_ ABSL_GUARDED_BY(mutex_);
   std::vector<Request> hung_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::byte> file_ ABSL_GUARDED_BY(mutex_);

@@ -1,0 +1,193 @@
+// Goal    At every moment of a training at level `step` the power may fail, and what is on the disk is a volume that comes
+//         back whole, at a step that is no older than the newest that was answered.
+// Method  A real daemon on a file system of this process's own (FUSE), which notes every write and every flush. Then the
+//         disk is made of what was flushed before, with each prefix of the writes since then, and with some of them, in
+//         any combination, torn ones too; a scrub reads it, ledger and every slot. Skipped where nothing can be
+//         mounted: cuts before any operation of the volume are in tests/nvme/volume_fault_test.cc. FOREBAY_SUBSETS
+//         gives more of them a flush.
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/client.h"
+#include "daemon/exec/scrub.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nvme/io/engine_factory.h"
+#include "nvme/swap_files.h"
+#include "protocol/units.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/fuse_disk.h"
+#include "tests/support/status_test.h"
+#include "tests/support/training.h"
+#include "tests/support/training_client.h"
+
+namespace forebay::daemon {
+namespace {
+
+using client::Attachment;
+using testing::DiskWrite;
+using testing::FuseDisk;
+using testing::JobShape;
+
+constexpr uint64_t kDiskBytes = 8 << 20;
+constexpr uint64_t kSteps = 6;
+constexpr auto kTimeout = std::chrono::seconds(60);
+const JobShape kShape = {.world_size = 1};
+
+using Contents = std::vector<std::byte>;
+
+void Apply(const DiskWrite& write, uint64_t bytes, Contents& contents) {
+  ASSERT_LE(write.offset_bytes + write.bytes.size(), contents.size());
+  std::copy_n(write.bytes.begin(), bytes,
+              contents.begin() + static_cast<ptrdiff_t>(write.offset_bytes));
+}
+
+class PowerCuts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto disk = FuseDisk::Mount(faulty_, kDiskBytes);
+    if (absl::IsUnavailable(disk.status())) GTEST_SKIP() << disk.status().message();
+    ASSERT_OK(disk);
+    disk_ = *std::move(disk);
+    ASSERT_OK_AND_ASSIGN(engine_, nvme::CreateIoEngine());
+  }
+
+  // Trains, and kills the daemon in the end; fills log_ and answered_.
+  void Train(const std::vector<std::string>& settings) {
+    disk_->StartLog();
+    std::vector<std::string> all = {"swap.paths=" + faulty_, "swap.capacity=8MiB",
+                                    "swap.probe=never", "update.block_elems=4096",
+                                    "swap.ledger=256KiB"};
+    all.insert(all.end(), settings.begin(), settings.end());
+    ASSERT_OK_AND_ASSIGN(const auto daemon, testing::DaemonProcess::Start(socket_, all));
+    ASSERT_OK_AND_ASSIGN(
+        const auto session,
+        Attachment::Attach({.socket = socket_,
+                            .job = "job",
+                            .durability = protocol::Durability{protocol::DurabilityLevel::kStep, 1},
+                            .layout = testing::MakeLayoutSpec(kShape),
+                            .timeout = kTimeout}));
+    ASSERT_OK(testing::WriteInitial(*session, 1));
+    for (uint64_t step = 1; step <= kSteps; ++step) {
+      ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = step}).status());
+      answered_.emplace_back(disk_->logged(), step);
+    }
+    daemon->Kill();
+    log_ = disk_->DrainLog();
+  }
+
+  uint64_t AnsweredBefore(size_t position) const {
+    uint64_t newest = 0;
+    for (const auto& [logged, step] : answered_) {
+      if (logged <= position) newest = step;
+    }
+    return newest;
+  }
+
+  // The step at which the job comes back; 0: there is none.
+  uint64_t StepOf(const Contents& contents) {
+    const std::string file = left_ + "/" + nvme::kSwapFileName;
+    std::ofstream(file, std::ios::binary)
+        .write(reinterpret_cast<const char*>(contents.data()),
+               static_cast<std::streamsize>(contents.size()));
+    const auto report =
+        ScrubPaths({{.path = left_, .capacity_bytes = kDiskBytes}}, *engine_.engine);
+    if (!report.ok()) {
+      // Before its first ledger the file is no volume yet, or one without a job.
+      EXPECT_EQ(newest_found_, 0U) << report.status();
+      return 0;
+    }
+    if (report->jobs.empty()) return 0;
+    EXPECT_TRUE(report->jobs[0].damaged.empty());
+    return report->jobs[0].job->step;
+  }
+
+  // At the flush at `position` of the log, with `since`, the writes that no flush had carried out.
+  void Check(const Contents& flushed, const std::vector<const DiskWrite*>& since, size_t position,
+             std::mt19937_64& random) {
+    const uint64_t least = AnsweredBefore(position);
+    const auto check = [&](const Contents& contents) {
+      const uint64_t step = StepOf(contents);
+      newest_found_ = std::max(newest_found_, step);
+      ASSERT_GE(step, least) << "at " << position << " of " << log_.size();
+      ASSERT_LE(step, kSteps);
+      ++cuts_;
+    };
+    check(flushed);
+    Contents prefix = flushed;
+    for (const DiskWrite* write : since) {
+      if (HasFatalFailure()) return;
+      Apply(*write, write->bytes.size(), prefix);
+      check(prefix);
+    }
+    const char* const wanted = std::getenv("FOREBAY_SUBSETS");
+    const int subsets = since.empty() ? 0 : std::atoi(wanted == nullptr ? "4" : wanted);
+    for (int i = 0; i < subsets && !HasFatalFailure(); ++i) {
+      Contents some = flushed;
+      std::vector<const DiskWrite*> shuffled = since;
+      std::ranges::shuffle(shuffled, random);
+      for (const DiskWrite* write : shuffled) {
+        const uint64_t fate = random() % 3;
+        const uint64_t sectors = write->bytes.size() / 512;
+        if (fate == 0) continue;
+        Apply(*write, fate == 1 ? write->bytes.size() : random() % (sectors + 1) * 512, some);
+      }
+      check(some);
+    }
+  }
+
+  void CheckAll() {
+    std::mt19937_64 random(14);
+    Contents flushed(kDiskBytes);
+    std::vector<const DiskWrite*> since;
+    for (size_t position = 0; position < log_.size() && !HasFatalFailure(); ++position) {
+      if (!log_[position].is_flush) {
+        since.push_back(&log_[position]);
+        continue;
+      }
+      ++flushes_;
+      Check(flushed, since, position, random);
+      for (const DiskWrite* write : std::exchange(since, {})) {
+        Apply(*write, write->bytes.size(), flushed);
+      }
+    }
+    Check(flushed, since, log_.size(), random);
+    EXPECT_EQ(newest_found_, kSteps);
+    RecordProperty("cuts", static_cast<int>(cuts_));
+    std::printf("%zu cuts at %zu flushes of %zu writes\n", cuts_, flushes_, log_.size() - flushes_);
+  }
+
+  const testing::TempDir dir_;
+  const std::string socket_ = dir_.path() + "/s";
+  const std::string faulty_ = dir_.Make("disk");
+  const std::string left_ = dir_.Make("left");
+  std::unique_ptr<FuseDisk> disk_;
+  nvme::ChosenEngine engine_;
+  std::vector<DiskWrite> log_;
+  std::vector<std::pair<size_t, uint64_t>> answered_;  // how long the log was, and the step
+  uint64_t newest_found_ = 0;
+  size_t cuts_ = 0;
+  size_t flushes_ = 0;
+};
+
+TEST_F(PowerCuts, AtEveryFlushWhatIsOnTheDiskComesBackWhole) {
+  Train({"dram.limit=64MiB"});
+  ASSERT_FALSE(HasFatalFailure());
+  CheckAll();
+}
+
+TEST_F(PowerCuts, TheSameOfAJobOnSwap) {
+  Train({"dram.limit=7520256", "swap.staging=1MiB"});
+  ASSERT_FALSE(HasFatalFailure());
+  CheckAll();
+}
+
+}  // namespace
+}  // namespace forebay::daemon
