@@ -24,6 +24,7 @@ using protocol::MakeError;
 namespace {
 
 constexpr std::chrono::milliseconds kPauseMin{20};
+constexpr std::chrono::seconds kLastAttempt{1};
 constexpr char kStartAgain[] =
     "start the trainer again: it goes on from the newest step that the daemon has kept";
 
@@ -69,11 +70,15 @@ absl::Status Attachment::State::Reattach(const WaitLimits& limits) {
         ErrorId::kDaemonGone,
         "the daemon is being restarted; a session without a rank ends with it", "attach again"));
   }
-  if (!restart_deadline.has_value()) {
+  const bool is_new = !restart_deadline.has_value();
+  if (is_new) {
     restart_begin = std::chrono::steady_clock::now();
     restart_deadline = Deadline::After(parts.daemon_wait);
   }
-  const WaitLimits within{.deadline = Earlier(limits.deadline, *restart_deadline),
+  // Where its time ran out between two calls, the daemon may be back: it is asked once more.
+  const bool is_late = !is_new && restart_deadline->Expired();
+  const Deadline until = is_late ? Deadline::After(kLastAttempt) : *restart_deadline;
+  const WaitLimits within{.deadline = Earlier(limits.deadline, until),
                           .interrupt_check = limits.interrupt_check};
   absl::Status last;
   for (std::chrono::milliseconds pause = kPauseMin;;) {

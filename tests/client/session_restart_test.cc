@@ -266,6 +266,16 @@ TEST_F(SessionRestart, ACallsOwnTimeEndsTheCallAlone) {
   EXPECT_OK(session_->Fetch(0, kTimeout).status());
 }
 
+TEST_F(SessionRestart, ADaemonThatIsBackIsFoundAlsoWhereItsTimeRanOutBetweenTwoCalls) {
+  StartRank(Obey(), [](SessionParts& parts) { parts.daemon_wait = Timeout(0); });
+  Restart();
+  grant_ = [] { return protocol::MakeError(ErrorId::kInterrupted, "attach was interrupted"); };
+  EXPECT_THAT(session_->Fetch(0, kTimeout), HasError(ErrorId::kInterrupted));
+  next_.Start(ObeyNext());
+  grant_ = [this] { return Granted(next_); };
+  EXPECT_OK(session_->Fetch(0, kTimeout).status());
+}
+
 TEST_F(SessionRestart, AFetchThatGaveUpInBetweenGivesItsLeaseBack) {
   StartRank(Silent);
   ASSERT_OK_AND_ASSIGN(const FetchTicket ticket, session_->StartFetch(1));
