@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/core/job_name.h"
 #include "daemon/exec/block_tasks.h"
 #include "nvme/volume.h"
 #include "protocol/error.h"
@@ -26,7 +25,6 @@ constexpr uint64_t kLedgerBytesPerSlot = 96;
 constexpr uint64_t kLedgerSlotsMin = 256;
 constexpr uint32_t kStagingSlotsMin = 3;  // one read, one updated, one written
 constexpr uint64_t kCapacityPerLedgerByte = 4096;
-constexpr size_t kJobsNamedMax = 100;
 
 // Room for a block of AdamW in the default formats; others get blocks that fit (memory_plan.h).
 uint64_t StagingSlotBytes(uint64_t block_elems) {
@@ -130,18 +128,6 @@ absl::Status WhyNotDurable(const Config& config) {
                    "give a directory on a disk in swap.paths, or use durability memory");
   }
   return absl::OkStatus();
-}
-
-std::string DescribeJobs(const DurableNode& node) {
-  if (node.jobs.empty()) return "";
-  std::string text = absl::StrCat(node.jobs.size(), node.jobs.size() == 1 ? " job: " : " jobs: ");
-  for (size_t i = 0; i < std::min(node.jobs.size(), kJobsNamedMax); ++i) {
-    const DurableJob& job = *node.jobs[i];
-    absl::StrAppend(&text, i == 0 ? "" : ", ", JobNameFor(0, {.uid = job.uid, .name = job.name}),
-                    " at step ", job.step);
-  }
-  if (node.jobs.size() > kJobsNamedMax) absl::StrAppend(&text, ", ...");
-  return text;
 }
 
 }  // namespace forebay::daemon

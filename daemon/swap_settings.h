@@ -2,13 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/config.h"
-#include "daemon/core/durable_job.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/swap_space.h"
 #include "nvme/swap_files.h"
@@ -27,8 +25,5 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
 //
 // Errors  E_UNSUPPORTED  there is no swap, its files are unlinked, or a path is in memory.
 absl::Status WhyNotDurable(const Config& config);
-
-// "2 jobs: gpt at step 41, 1000:bert at step 7", names as root writes them; empty: there are none.
-std::string DescribeJobs(const DurableNode& node);
 
 }  // namespace forebay::daemon

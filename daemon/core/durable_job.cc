@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <set>
 
+#include "absl/strings/str_cat.h"
+#include "daemon/core/job_name.h"
+
 namespace forebay::daemon {
 
 std::vector<nvme::Slot> DurableJob::Slots() const {
@@ -82,6 +85,19 @@ uint64_t DurableJob::slots() const {
   const auto written = std::ranges::count_if(
       blocks, [](const std::optional<DurableBytes>& block) { return block.has_value(); });
   return static_cast<uint64_t>(written) + weights.size();
+}
+
+std::string DescribeJobs(const DurableNode& node) {
+  constexpr size_t kJobsNamedMax = 100;
+  if (node.jobs.empty()) return "";
+  std::string text = absl::StrCat(node.jobs.size(), node.jobs.size() == 1 ? " job: " : " jobs: ");
+  for (size_t i = 0; i < std::min(node.jobs.size(), kJobsNamedMax); ++i) {
+    const DurableJob& job = *node.jobs[i];
+    absl::StrAppend(&text, i == 0 ? "" : ", ", JobNameFor(0, {.uid = job.uid, .name = job.name}),
+                    " at step ", job.step);
+  }
+  if (node.jobs.size() > kJobsNamedMax) absl::StrAppend(&text, ", ...");
+  return text;
 }
 
 }  // namespace forebay::daemon

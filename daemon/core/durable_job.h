@@ -100,4 +100,7 @@ struct DurableNode {
 // Every slot that the jobs name, in the order of jobs, blocks and weights.
 std::vector<nvme::Slot> SlotsOf(const DurableNode& node);
 
+// "2 jobs: gpt at step 41, 1000:bert at step 7", names as root writes them; empty: there are none.
+std::string DescribeJobs(const DurableNode& node);
+
 }  // namespace forebay::daemon
