@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/exec/volume_place.h"
 #include "nvme/io/engine_factory.h"
 #include "nvme/swap_files.h"
 #include "pinned_mem/pinned_arena.h"
@@ -44,6 +45,8 @@ struct Config {
   nvme::FileLife swap_life = nvme::FileLife::kKept;
   // Not a key: kReclaim gives up durable jobs that the paths hold.
   nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
+  // Not a key: kAdopted takes over a volume that was last used elsewhere.
+  OtherPlace swap_other_place = OtherPlace::kRefused;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.
   bool swap_probe = true;

@@ -339,6 +339,9 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     if (const std::string jobs = DescribeJobs(options.state.recovered); !jobs.empty()) {
       spdlog::info("swap: recovered {}", jobs);
     }
+    if (const std::string& adopted = state->swap->adopted(); !adopted.empty()) {
+      spdlog::warn("swap: adopted: {}; from now on the volume belongs here", adopted);
+    }
   }
   options.state.loses_swap = config.swap_life == nvme::FileLife::kUnlinked;
   std::vector<AdoptedArenas> adopted =

@@ -51,6 +51,7 @@ struct CommandLine {
   std::vector<std::string> settings;
   bool check = false;
   bool reclaim = false;
+  bool adopt = false;
   bool scrub = false;
 };
 
@@ -73,8 +74,14 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_flag("--check", line.check,
                "only checks the settings; does not look at the socket and the swap paths");
-  app.add_flag("--reclaim", line.reclaim,
-               "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
+  auto* const reclaim = app.add_flag(
+      "--reclaim", line.reclaim,
+      "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
+  app.add_flag("--adopt", line.adopt,
+               "takes over a volume, with its durable jobs, that was last used on another machine "
+               "or on other swap.paths: from then on it belongs here; stop what uses it there "
+               "before, unless this is a copy")
+      ->excludes(reclaim);
   app.add_flag(
       "--scrub", line.scrub,
       "only reads and verifies what durable jobs have on swap.paths, and prints a report in JSON: "
@@ -238,5 +245,6 @@ int main(int argc, char** argv) {
     if (!MayReclaim(*config)) return kExitError;
     config->swap_mode = forebay::nvme::OpenMode::kReclaim;
   }
+  if (line.adopt) config->swap_other_place = forebay::daemon::OtherPlace::kAdopted;
   return Serve(*config, store);
 }

@@ -81,6 +81,8 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
       .paths = SwapPathsOf(config),
       .life = config.swap_life,
       .mode = config.swap_mode,
+      .machine = ThisMachine(),
+      .other_place = config.swap_other_place,
       .deadline_ns = static_cast<uint64_t>(std::chrono::nanoseconds(config.swap_deadline).count()),
       .staging_slot_bytes = StagingSlotBytes(config.block_elems),
       .arenas = arenas};

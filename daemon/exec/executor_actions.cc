@@ -544,8 +544,8 @@ void Executor::Run(CommitLedger& action) {
     paused_ledger_.emplace(MonotonicNs() + SwapSpace::kPauseNs, std::move(action));
     return;
   }
-  runner_.Post(PoolId::kUpdate, [this, action, nonce = swap_->nonce()]() -> TaskRunner::Then {
-    auto ledger = EncodeLedger(*action.node, nonce);
+  runner_.Post(PoolId::kUpdate, [this, action]() -> TaskRunner::Then {
+    auto ledger = EncodeLedger(*action.node, swap_->nonce(), swap_->place());
     return [this, task = action.task, node = action.node, ledger = std::move(ledger)] {
       if (!ledger.ok()) {
         spdlog::error("{}", protocol::FormatError(ledger.status()));

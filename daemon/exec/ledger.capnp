@@ -15,6 +15,16 @@ struct Ledger {
   # Of a daemon that hands its jobs over to the next, in memory; not on the disk.
   lastLease @4 :UInt64;
   sequence @5 :UInt64;  # of the volume's durable ledger; 0: none
+
+  # Where the volume is (volume_place.h).
+  machine @6 :Data;     # empty: not known
+  paths @7 :List(Path); # in the volume's order; empty: made by a program that did not write it
+}
+
+struct Path {
+  name @0 :Text;
+  inode @1 :UInt64;  # 0: of a device
+  disk @2 :Text;     # of a device: what it says of itself; empty: nothing
 }
 
 struct Job {

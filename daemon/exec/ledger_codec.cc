@@ -5,6 +5,7 @@
 #include <kj/exception.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -143,6 +144,17 @@ absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
   }
   if (job.kept) WriteKept(*job.kept, to.initKept());
   return WriteBlocks(job, to);
+}
+
+void WritePlace(const VolumePlace& place, schema::Ledger::Builder to) {
+  if (place.paths.empty()) return;
+  if (place.machine != MachineId{}) to.setMachine(DataOf(place.machine));
+  auto paths = to.initPaths(static_cast<unsigned>(place.paths.size()));
+  for (unsigned i = 0; i < paths.size(); ++i) {
+    paths[i].setName({place.paths[i].name.c_str(), place.paths[i].name.size()});
+    paths[i].setInode(place.paths[i].inode);
+    paths[i].setDisk({place.paths[i].disk.c_str(), place.paths[i].disk.size()});
+  }
 }
 
 // ------------------------------------------------------------------------------------------ decoding
@@ -427,6 +439,31 @@ absl::Status CheckSlots(const DurableNode& node) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<VolumePlace> ReadPlace(schema::Ledger::Reader ledger) {
+  VolumePlace place;
+  const auto paths = ledger.getPaths();
+  if (paths.size() > nvme::Volume::kPathsMax) {
+    return Corrupt(absl::StrCat(paths.size(), " swap paths"));
+  }
+  const capnp::Data::Reader machine = ledger.getMachine();
+  if (machine.size() != 0 && (machine.size() != place.machine.size() || paths.size() == 0)) {
+    return Corrupt(absl::StrCat("the id of a machine has ", machine.size(), " bytes"));
+  }
+  std::memcpy(place.machine.data(), machine.begin(), machine.size());
+  for (const schema::Path::Reader path : paths) {
+    const capnp::Text::Reader name = path.getName();
+    const capnp::Text::Reader disk = path.getDisk();
+    if (name.size() == 0 || name.size() >= PATH_MAX || disk.size() >= PATH_MAX) {
+      return Corrupt(absl::StrCat("the name of swap path ", place.paths.size(), " has ",
+                                  name.size(), " bytes, that of its disk ", disk.size()));
+    }
+    place.paths.push_back({.name = std::string(name.begin(), name.size()),
+                           .inode = path.getInode(),
+                           .disk = std::string(disk.begin(), disk.size())});
+  }
+  return place;
+}
+
 absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
   const uint32_t version = ledger.getVersion();
   if (version > kVersion) {
@@ -440,6 +477,7 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
       .node = {.last_job = ledger.getLastJob(), .last_lease = ledger.getLastLease(), .jobs = {}},
       .nonce = ledger.getNonce(),
       .sequence = ledger.getSequence()};
+  ASSIGN_OR_RETURN(decoded.place, ReadPlace(ledger));
   const auto jobs = ledger.getJobs();
   if (jobs.size() > kJobsMax) return Corrupt(absl::StrCat(jobs.size(), " jobs"));
   std::set<JobName> names;
@@ -458,7 +496,7 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
 }  // namespace
 
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
-                                                    uint64_t sequence) {
+                                                    const VolumePlace& place, uint64_t sequence) {
   std::vector<std::byte> bytes;
   absl::Status status;
   const auto exception = kj::runCatchingExceptions([&] {
@@ -469,6 +507,7 @@ absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uin
     ledger.setLastJob(node.last_job);
     ledger.setLastLease(node.last_lease);
     ledger.setSequence(sequence);
+    WritePlace(place, ledger);
     auto jobs = ledger.initJobs(static_cast<unsigned>(node.jobs.size()));
     for (unsigned i = 0; i < jobs.size() && status.ok(); ++i) {
       status = WriteJob(*node.jobs[i], jobs[i]);

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/core/durable_job.h"
+#include "daemon/exec/volume_place.h"
 #include "nvme/slot_map.h"
 #include "nvme/volume.h"
 
@@ -18,6 +19,7 @@ struct DecodedLedger {
   uint64_t nonce = 0;  // SwapSpace::nonce() of what the slots hold
   // Of what is handed over: of the volume's durable ledger meanwhile; 0: there is none.
   uint64_t sequence = 0;
+  VolumePlace place = {};
 };
 
 // An unpacked Ledger (ledger.capnp).
@@ -25,6 +27,7 @@ struct DecodedLedger {
 // Errors  E_LIMIT     a list is longer than such a message can hold.
 //         E_INTERNAL  a slot has not its job's size.
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
+                                                    const VolumePlace& place = {},
                                                     uint64_t sequence = 0);
 
 // Reads bytes that may be damaged: whatever it returns is consistent in itself, so that nothing later has to

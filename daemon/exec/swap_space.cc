@@ -30,6 +30,7 @@ constexpr uint64_t kProgressNs = 10 * kSecondNs;
 constexpr uint64_t kWarningNs = 30 * kSecondNs;  // of one path
 // Of a path that was not measured: blocks in flight.
 constexpr uint64_t kWindowBlocks = 4;
+constexpr uint64_t kSlotEntryBytes = 24;  // of the volume, beside the ledger
 
 // Twice what keeps the path busy, so that what follows is there when one ends.
 TransferWindow WindowOf(const SwapSpaceOptions& options, size_t path) {
@@ -72,26 +73,6 @@ absl::Status CommitAndWait(nvme::Volume& volume, nvme::IoEngine& engine,
     for (size_t i = 0; i < count; ++i) volume.OnCompletion(completions[i], finished);
   }
   return finished.front().status;
-}
-
-// The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
-// of it is damaged. Twice: where the daemon died between the copies of a commit, the other copy is still an older
-// one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
-// thread.
-// Returns the sequence that it had.
-absl::StatusOr<uint64_t> CommitAgain(const nvme::VolumeOptions& options) {
-  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
-  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
-                   nvme::Volume::Open(options, *chosen.engine));
-  LogDamage(*volume);
-  const uint64_t found = volume->durable_sequence();
-  if (found == 0) return 0;
-  const std::vector<std::byte> ledger(volume->ledger().begin(), volume->ledger().end());
-  const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());
-  for (int place = 0; place < 2; ++place) {
-    RETURN_IF_ERROR(CommitAndWait(*volume, *chosen.engine, ledger, slots));
-  }
-  return found;
 }
 
 }  // namespace
@@ -148,19 +129,75 @@ absl::Status SwapSpace::OpenVolume() {
     if (found) {
       volume.mode = nvme::OpenMode::kRecover;
       options_.ledger_bytes_max = found->ledger_bytes_max;
+      ASSIGN_OR_RETURN(place_, PlaceOf(options_.paths, options_.machine));
     }
   }
   volume.ledger_bytes_max = options_.ledger_bytes_max;
-  if (volume.mode == nvme::OpenMode::kRecover) {
-    ASSIGN_OR_RETURN(found_sequence_, CommitAgain(volume));
-  }
+  if (volume.mode == nvme::OpenMode::kRecover) RETURN_IF_ERROR(CommitAgain(volume));
   ASSIGN_OR_RETURN(volume_, nvme::Volume::Open(volume, engine_));
   if (volume_->durable_sequence() > 0) return ReadLedger();
+  if (options_.life == nvme::FileLife::kKept) {
+    ASSIGN_OR_RETURN(place_, PlaceOf(options_.paths, options_.machine));
+  }
   if (::getrandom(&nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) {
     return protocol::MakeError(protocol::ErrorId::kInternal,
                                protocol::ErrnoText("getrandom", errno));
   }
   return absl::OkStatus();
+}
+
+// The ledger that recovery finds becomes that of the last two commits, so that no other one pins slots, and no copy
+// of it is damaged. Twice: where the daemon died between the copies of a commit, the other copy is still an older
+// one, in the place that the second of these writes to. Not by the engine of the daemon, which belongs to the loop
+// thread.
+absl::Status SwapSpace::CommitAgain(const nvme::VolumeOptions& options) {
+  ASSIGN_OR_RETURN(const nvme::ChosenEngine chosen, nvme::CreateIoEngine(kThreadOnce));
+  ASSIGN_OR_RETURN(const std::unique_ptr<nvme::Volume> volume,
+                   nvme::Volume::Open(options, *chosen.engine));
+  LogDamage(*volume);
+  found_sequence_ = volume->durable_sequence();
+  if (found_sequence_ == 0) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const DecodedLedger found, DecodeLedgerOf(*volume));
+  RETURN_IF_ERROR(CheckPlace(found.place, found.node));
+  const std::vector<nvme::Slot> slots(volume->ledger_slots().begin(), volume->ledger_slots().end());
+  std::vector<std::byte> ledger(volume->ledger().begin(), volume->ledger().end());
+  if (found.place != place_) {
+    ASSIGN_OR_RETURN(std::vector<std::byte> placed, EncodeLedger(found.node, found.nonce, place_));
+    const uint64_t room = options_.ledger_bytes_max;
+    if (found.place.paths.empty() && placed.size() + slots.size() * kSlotEntryBytes > room) {
+      place_ = {};  // a full ledger of an older program stays as it is
+    } else {
+      ledger = std::move(placed);
+    }
+  }
+  for (int copy = 0; copy < 2; ++copy) {
+    RETURN_IF_ERROR(CommitAndWait(*volume, *chosen.engine, ledger, slots));
+  }
+  return absl::OkStatus();
+}
+
+// Where there are no jobs there is nothing to lose: such a volume goes where its paths go.
+absl::Status SwapSpace::CheckPlace(const VolumePlace& before, const DurableNode& node) {
+  std::string move = DescribeMove(before, place_);
+  if (move.empty()) {
+    // A start without a machine-id does not free the volume of its machine.
+    if (place_.machine == MachineId{}) place_.machine = before.machine;
+    return absl::OkStatus();
+  }
+  if (node.jobs.empty()) return absl::OkStatus();
+  if (options_.other_place == OtherPlace::kRefused) {
+    return protocol::MakeError(
+        protocol::ErrorId::kSwapPath, absl::StrCat(move, "; durable on it: ", DescribeJobs(node)),
+        "forebayd --adopt takes the volume over with its jobs: from then on it belongs here; "
+        "forebayd --reclaim gives up its jobs");
+  }
+  adopted_ = std::move(move);
+  return absl::OkStatus();
+}
+
+uint64_t SwapSpace::ledger_bytes_max() const {
+  const uint64_t place_bytes = LedgerBytes(place_);
+  return options_.ledger_bytes_max > place_bytes ? options_.ledger_bytes_max - place_bytes : 1;
 }
 
 absl::Status SwapSpace::ReadLedger() {

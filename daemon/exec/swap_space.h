@@ -9,6 +9,7 @@
 #include <memory_resource>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -20,6 +21,7 @@
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"
 #include "daemon/exec/transfer_queue.h"
+#include "daemon/exec/volume_place.h"
 #include "nvme/io/io_engine.h"
 #include "nvme/path_probe.h"
 #include "nvme/verify.h"
@@ -41,6 +43,10 @@ struct SwapSpaceOptions {
   nvme::OpenMode mode = nvme::OpenMode::kReclaim;
   // The daemon before has handed jobs over, whose slots the volume holds: it is recovered without a durable job too.
   bool keeps_slots = false;
+  // Where this is not known, or was not when the volume was last used, only its paths tell whose it is.
+  MachineId machine = {};
+  // kAdopted: durable jobs of a volume that was last used elsewhere come back, and from then on it belongs here.
+  OtherPlace other_place = OtherPlace::kRefused;
   // Of a volume that is made anew.
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // How long the disk may take for a transfer before nobody waits for it any longer.
@@ -113,10 +119,12 @@ class SwapSpace {
   static constexpr uint64_t kScrubBytes = uint64_t{256} << 10;
 
   // Blocks: reserves the paths, or recovers them, and makes the staging arena. What was recovered is committed to
-  // both places: then no other ledger is on the disk that names slots which free_slots() gives.
+  // both places: then no other ledger is on the disk that names slots which free_slots() gives. A volume that is
+  // adopted is this one from that commit on; a death before leaves it where it was.
   //
   // Errors  of Volume::Open, FindVolume, DecodeLedger and PinnedArena::Create.
-  //         E_SWAP_PATH  kUnlinked paths hold a durable ledger.
+  //         E_SWAP_PATH  kUnlinked paths hold a durable ledger; durable jobs are on a volume that was last used on
+  //                      another machine or on other paths. Nothing is written.
   static absl::StatusOr<std::unique_ptr<SwapSpace>> Open(const SwapSpaceOptions& options,
                                                          nvme::IoEngine& engine);
 
@@ -148,12 +156,18 @@ class SwapSpace {
                                                 const BlockIdentity& identity,
                                                 uint64_t checksum) const;
 
-  // Of the volume since it was made anew, part of every identity.
+  // Of the volume since it was made anew, part of every identity. A copy that is adopted keeps it: its slots are
+  // verified with it. That mixes nothing. The two have no file in common, and a checksum covers the bytes too: a file
+  // of one among those of the other holds either what the ledger names or is E_CORRUPT.
   uint64_t nonce() const { return nonce_; }
+  // Part of every ledger; nothing where the paths are unlinked.
+  const VolumePlace& place() const { return place_; }
+  // What is different from where the volume was last used; empty: nothing was adopted.
+  const std::string& adopted() const { return adopted_; }
   // What the ledger said that was found; nothing where there was none.
   const DurableNode& recovered() const { return recovered_; }
-  // Room for a ledger and 24 bytes for each slot that it names.
-  uint64_t ledger_bytes_max() const { return options_.ledger_bytes_max; }
+  // Room for the jobs of a ledger and 24 bytes for each slot that it names.
+  uint64_t ledger_bytes_max() const;
 
   // Of the durable ledger that Open() found; 0: there was none.
   uint64_t found_sequence() const { return found_sequence_; }
@@ -199,6 +213,8 @@ class SwapSpace {
 
   SwapSpace(const SwapSpaceOptions& options, nvme::IoEngine& engine);
   absl::Status OpenVolume();
+  absl::Status CommitAgain(const nvme::VolumeOptions& options);
+  absl::Status CheckPlace(const VolumePlace& before, const DurableNode& node);
   absl::Status ReadLedger();
   void Add(SwapDone::Kind kind, const SwapTransfer& transfer);
   void Push(const SwapTransfer& transfer);
@@ -217,6 +233,8 @@ class SwapSpace {
   uint64_t nonce_ = 0;
   uint64_t found_sequence_ = 0;
   DurableNode recovered_;
+  VolumePlace place_;
+  std::string adopted_;
   ArenaRegistry::Arena staging_;
   struct FreeMemory {
     void operator()(std::byte* memory) const { std::free(memory); }

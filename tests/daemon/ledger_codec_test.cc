@@ -36,8 +36,15 @@ constexpr uint64_t kBeginBytes = 1 << 20;
 constexpr int kChanges = 10'000;
 constexpr uint32_t kSeed = 14;
 
-std::vector<std::byte> Encode(const DurableNode& node) {
-  auto bytes = EncodeLedger(node, kNonce);
+VolumePlace MakePlace() {
+  VolumePlace place{.paths = {{.name = "/mnt/a/forebay.swap", .inode = 77},
+                              {.name = "/dev/sdb1", .disk = "naa.5000 partition 1"}}};
+  place.machine.fill(std::byte{9});
+  return place;
+}
+
+std::vector<std::byte> Encode(const DurableNode& node, const VolumePlace& place = MakePlace()) {
+  auto bytes = EncodeLedger(node, kNonce, place);
   EXPECT_OK(bytes);
   return bytes.value_or(std::vector<std::byte>{});
 }
@@ -46,6 +53,7 @@ TEST(LedgerCodec, EveryValueOfEveryJobComesBack) {
   const DurableNode node = MakeDurableNode(kBeginBytes);
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
   EXPECT_EQ(decoded.nonce, kNonce);
+  EXPECT_EQ(decoded.place, MakePlace());
   ExpectEqual(decoded.node, node);
   EXPECT_EQ(SlotsOf(decoded.node), SlotsOf(node));
   EXPECT_GT(SlotsOf(node).size(), 20U);
@@ -60,6 +68,23 @@ TEST(LedgerCodec, ALedgerWithoutJobsComesBack) {
                        DecodeLedger(Encode({.last_job = 7, .jobs = {}})));
   EXPECT_EQ(decoded.node.last_job, 7U);
   EXPECT_TRUE(decoded.node.jobs.empty());
+}
+
+// As older programs wrote it.
+TEST(LedgerCodec, ALedgerWithoutAPlaceIsOneWhosePlaceIsNotKnown) {
+  const DurableNode node = MakeDurableNode(kBeginBytes);
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node, {})));
+  EXPECT_EQ(decoded.place, VolumePlace{});
+  ExpectEqual(decoded.node, node);
+}
+
+TEST(LedgerCodec, APlaceTakesNoMoreThanItsEstimate) {
+  VolumePlace place = MakePlace();
+  for (size_t length = 1; length < 30; ++length) {
+    place.paths[0].name.assign(length, 'n');
+    place.paths[1].disk.assign(length, 'd');
+    EXPECT_LE(Encode({}, place).size() - Encode({}, {}).size(), LedgerBytes(place)) << length;
+  }
 }
 
 TEST(LedgerCodec, ABlockTakesFourWords) {
@@ -121,7 +146,7 @@ DurableNode MakeHandedOverNode() {
 
 TEST(LedgerCodec, WhatIsHandedOverComesBack) {
   const DurableNode node = MakeHandedOverNode();
-  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLedger(node, kNonce, 43));
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLedger(node, kNonce, {}, 43));
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(bytes));
   EXPECT_EQ(decoded.sequence, 43U);
   EXPECT_EQ(decoded.node.last_lease, 41U);
@@ -239,6 +264,18 @@ TEST(LedgerCodec, EveryWrongValueIsNamed) {
   }
 }
 
+TEST(LedgerCodec, EveryWrongPlaceIsNamed) {
+  const auto expect = [](const VolumePlace& place, const std::string& why) {
+    const auto decoded = DecodeLedger(Encode(MakeDurableNode(kBeginBytes), place));
+    EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt)) << why;
+    EXPECT_THAT(std::string(decoded.status().message()), HasSubstr(why));
+  };
+  expect({.paths = std::vector<PathPlace>(17, {.name = "/a"})}, "17 swap paths");
+  expect({.paths = {{.name = "/a"}, {.name = ""}}}, "the name of swap path 1 has 0 bytes");
+  expect({.paths = {{.name = std::string(4096, 'a')}}}, "path 0 has 4096 bytes");
+  expect({.paths = {{.name = "/a", .disk = std::string(4096, 'd')}}}, "of its disk 4096");
+}
+
 TEST(LedgerCodec, ASlotOfAnotherSizeIsNotEncoded) {
   DurableNode node = MakeDurableNode(kBeginBytes);
   DurableJob job = *node.jobs[0];
@@ -248,7 +285,7 @@ TEST(LedgerCodec, ASlotOfAnotherSizeIsNotEncoded) {
 }
 
 TEST(LedgerCodec, ANewerVersionIsRefusedByBothNumbers) {
-  std::vector<std::byte> bytes = Encode(MakeDurableNode(kBeginBytes));
+  std::vector<std::byte> bytes = Encode({});
   // One segment: its table, the root pointer, then the root's data, which begins with the version.
   ASSERT_EQ(bytes.at(16), std::byte{1});
   bytes[16] = std::byte{2};
@@ -275,9 +312,11 @@ void ExpectRefusedOrWhole(const std::vector<std::byte>& bytes) {
                 ::testing::AnyOf(ErrorId::kCorrupt, ErrorId::kSwapPath));
     return;
   }
-  ASSERT_OK_AND_ASSIGN(const auto again, EncodeLedger(decoded->node, decoded->nonce));
+  ASSERT_OK_AND_ASSIGN(const auto again,
+                       EncodeLedger(decoded->node, decoded->nonce, decoded->place));
   ASSERT_OK_AND_ASSIGN(const DecodedLedger second, DecodeLedger(again));
   EXPECT_EQ(second.nonce, decoded->nonce);
+  EXPECT_EQ(second.place, decoded->place);
   ExpectEqual(second.node, decoded->node);
 }
 

@@ -1,6 +1,8 @@
 // Goal    What was committed comes back with the next opening, with the checksums of what its slots hold; a volume
-//         that may have durable jobs is never made anew unasked. A slot that no ledger names any more can be written.
-// Method  Real swap files, made-up jobs; the test is the loop. Ledgers are damaged on the disk, transfers fail.
+//         that may have durable jobs is never made anew unasked, and one that was last used elsewhere is refused until
+//         it is adopted. A slot that no ledger names any more can be written.
+// Method  Real swap files, made-up jobs and machines; the test is the loop. Ledgers are damaged on the disk, transfers
+//         fail, folders are renamed, files copied.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -28,6 +30,7 @@
 #include "protocol/os/unique_fd.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/durable_jobs.h"
+#include "tests/support/durable_run.h"
 #include "tests/support/fault_engine.h"
 #include "tests/support/pattern.h"
 #include "tests/support/status_test.h"
@@ -90,8 +93,40 @@ class SwapRecoveryTest : public ::testing::Test {
     return committed.status;
   }
   absl::Status Commit(const DurableNode& node) {
+    ASSIGN_OR_RETURN(const auto ledger, EncodeLedger(node, swap_->nonce(), swap_->place()));
+    return CommitBytes(ledger, SlotsOf(node));
+  }
+  // As programs did that wrote no place.
+  absl::Status CommitWithoutPlace(const DurableNode& node) {
     ASSIGN_OR_RETURN(const auto ledger, EncodeLedger(node, swap_->nonce()));
     return CommitBytes(ledger, SlotsOf(node));
+  }
+  // It holds `node`; from now on it belongs where it is.
+  void ExpectAdopted(SwapSpaceOptions options, const DurableNode& node) {
+    options.other_place = OtherPlace::kAdopted;
+    ASSERT_OK(Open(options));
+    EXPECT_FALSE(swap_->adopted().empty());
+    ExpectEqual(swap_->recovered(), node);
+    options.other_place = OtherPlace::kRefused;
+    ASSERT_OK(Open(options));
+    EXPECT_TRUE(swap_->adopted().empty());
+    ExpectEqual(swap_->recovered(), node);
+  }
+  void ExpectRefused(const SwapSpaceOptions& options, const std::string& why) {
+    swap_.reset();
+    const auto before = ReadAll(options);
+    const absl::Status refused = Open(options);
+    EXPECT_THAT(refused, HasError(ErrorId::kSwapPath));
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(why));
+    EXPECT_THAT(protocol::FormatError(refused), HasSubstr("forebayd --adopt"));
+    EXPECT_EQ(ReadAll(options), before) << "written";
+  }
+  static std::vector<testing::FileBytes> ReadAll(const SwapSpaceOptions& options) {
+    std::vector<testing::FileBytes> files;
+    for (const nvme::PathOptions& path : options.paths) {
+      files.push_back(testing::ReadFile(path.path + "/forebay.swap"));
+    }
+    return files;
   }
   absl::Status Write(const nvme::Slot& slot, std::span<std::byte> bytes) {
     std::vector<SwapDone> done;
@@ -117,7 +152,7 @@ TEST_F(SwapRecoveryTest, PathsWithoutALedgerAreMadeAnew) {
   ASSERT_OK(Open(other));
   EXPECT_TRUE(swap_->recovered().jobs.empty());
   EXPECT_NE(swap_->nonce(), nonce);
-  EXPECT_EQ(swap_->ledger_bytes_max(), 2 * kLedgerBytes);
+  EXPECT_EQ(swap_->ledger_bytes_max(), 2 * kLedgerBytes - LedgerBytes(swap_->place()));
 }
 
 TEST_F(SwapRecoveryTest, CommittedJobsComeBack) {
@@ -132,7 +167,7 @@ TEST_F(SwapRecoveryTest, CommittedJobsComeBack) {
     ASSERT_OK(Open(other));
     ExpectEqual(swap_->recovered(), node);
     EXPECT_EQ(swap_->nonce(), nonce);
-    EXPECT_EQ(swap_->ledger_bytes_max(), kLedgerBytes);
+    EXPECT_EQ(swap_->ledger_bytes_max(), kLedgerBytes - LedgerBytes(swap_->place()));
     uint64_t named_bytes = 0;
     for (const nvme::Slot& slot : SlotsOf(node)) named_bytes += slot.size_bytes;
     EXPECT_EQ(swap_->free_slots().free_bytes(), free_bytes - named_bytes);
@@ -195,7 +230,8 @@ TEST_F(SwapRecoveryTest, SlotsOfAnOlderLedgerOfWhichOneCopyIsLeftAreFree) {
   ASSERT_OK(Commit(testing::MakeDurableNode(3 * kSlotsBegin)));
   ASSERT_OK(Commit(node));
   swap_.reset();
-  std::filesystem::rename(b_ + "/older", second);
+  std::filesystem::copy_file(b_ + "/older", second,
+                             std::filesystem::copy_options::overwrite_existing);
   ASSERT_OK(Open(Options()));
   ExpectEqual(swap_->recovered(), node);
   nvme::SlotMap free = swap_->free_slots();
@@ -260,6 +296,157 @@ TEST_F(SwapRecoveryTest, AFirstCommitThatWasCutShortLeavesNothing) {
   EXPECT_TRUE(swap_->recovered().jobs.empty());
   EXPECT_NE(swap_->nonce(), nonce);
   ASSERT_OK(Commit(testing::MakeDurableNode(kSlotsBegin)));
+}
+
+// ------------------------------------------------------------------------------------ another place
+
+constexpr MachineId kMachine{std::byte{1}};
+constexpr MachineId kOtherMachine{std::byte{2}};
+
+TEST_F(SwapRecoveryTest, UnderAnotherPathAVolumeIsRefusedUntilItIsAdopted) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(node));
+  SwapSpaceOptions moved = Options();
+  moved.paths[1].path = dir_.path() + "/c";
+  std::filesystem::rename(b_, moved.paths[1].path);
+  ExpectRefused(moved, "swap path 1 (" + moved.paths[1].path + "/forebay.swap) was last used as " +
+                           b_ + "/forebay.swap; durable on it: 4 jobs: 1000:gpt at step 41");
+  ExpectAdopted(moved, node);
+  std::filesystem::rename(moved.paths[1].path, b_);
+  ExpectRefused(Options(), "was last used as " + moved.paths[1].path + "/forebay.swap");
+}
+
+TEST_F(SwapRecoveryTest, ALinkToTheSameFolderIsTheSamePlace) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(node));
+  SwapSpaceOptions linked = Options();
+  linked.paths[0].path = dir_.path() + "/link";
+  std::filesystem::create_directory_symlink(a_, linked.paths[0].path);
+  ASSERT_OK(Open(linked));
+  ExpectEqual(swap_->recovered(), node);
+}
+
+TEST_F(SwapRecoveryTest, ACopyInPlaceOfTheOriginalIsRefusedUntilItIsAdopted) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(node));
+  swap_.reset();
+  std::filesystem::copy_file(a_ + "/forebay.swap", a_ + "/copy");
+  std::filesystem::rename(a_ + "/forebay.swap", a_ + "/original");
+  std::filesystem::rename(a_ + "/copy", a_ + "/forebay.swap");
+  ExpectRefused(Options(), "swap path 0 (" + a_ +
+                               "/forebay.swap) is another file than was last used there, as a "
+                               "copy is; durable on it: 4 jobs");
+  ExpectAdopted(Options(), node);
+}
+
+TEST_F(SwapRecoveryTest, OnAnotherMachineAVolumeIsRefusedUntilItIsAdopted) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  SwapSpaceOptions here = Options();
+  here.machine = kMachine;
+  SwapSpaceOptions there = Options();
+  there.machine = kOtherMachine;
+  ASSERT_OK(Open(here));
+  ASSERT_OK(Commit(node));
+  ExpectRefused(there, "the volume was last used on another machine; durable on it: 4 jobs");
+  // Where the machine is not known its paths count, and it stays that of its machine.
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(node));
+  ExpectRefused(there, "another machine");
+  ASSERT_OK(Open(here));
+  ExpectAdopted(there, node);
+  ExpectRefused(here, "another machine");
+}
+
+TEST_F(SwapRecoveryTest, AVolumeOfAMachineThatWasNotKnownBelongsToTheFirstThatIs) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  SwapSpaceOptions here = Options();
+  here.machine = kMachine;
+  SwapSpaceOptions there = Options();
+  there.machine = kOtherMachine;
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(node));
+  ASSERT_OK(Open(here));
+  ExpectEqual(swap_->recovered(), node);
+  ExpectRefused(there, "another machine");
+}
+
+TEST_F(SwapRecoveryTest, AVolumeOfAnOlderProgramBelongsWhereItIsFoundFirst) {
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(CommitWithoutPlace(node));
+  SwapSpaceOptions moved = Options();
+  moved.paths[0].path = dir_.path() + "/c";
+  swap_.reset();
+  std::filesystem::rename(a_, moved.paths[0].path);
+  ASSERT_OK(Open(moved));
+  EXPECT_TRUE(swap_->adopted().empty());
+  ExpectEqual(swap_->recovered(), node);
+  swap_.reset();
+  std::filesystem::rename(moved.paths[0].path, a_);
+  ExpectRefused(Options(), "was last used as " + moved.paths[0].path);
+}
+
+// Up to the last bytes, in which the place does not fit.
+TEST_F(SwapRecoveryTest, AFullLedgerOfAnOlderProgramComesBack) {
+  ASSERT_OK(Open(Options()));
+  DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK_AND_ASSIGN(const auto ledger, EncodeLedger(node, swap_->nonce()));
+  const uint64_t free_bytes = kLedgerBytes - ledger.size() - 24 * SlotsOf(node).size();
+  ASSERT_GT(free_bytes, 2000U);
+  DurableJob job = *node.jobs[0];
+  auto states = *job.extra_states;
+  states[0].resize(states[0].size() + free_bytes - 64);
+  job.extra_states = std::make_shared<const std::vector<std::vector<std::byte>>>(states);
+  node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
+  ASSERT_OK(CommitWithoutPlace(node));
+  for (int opening = 0; opening < 2; ++opening) {
+    ASSERT_OK(Open(Options()));
+    ExpectEqual(swap_->recovered(), node);
+    EXPECT_TRUE(swap_->place().paths.empty());
+    ASSERT_OK(Commit(node));
+  }
+}
+
+TEST_F(SwapRecoveryTest, AVolumeWithoutJobsGoesWhereItsPathsGo) {
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit({.last_job = 7, .jobs = {}}));
+  swap_.reset();
+  SwapSpaceOptions moved = Options();
+  moved.paths[0].path = dir_.path() + "/c";
+  std::filesystem::rename(a_, moved.paths[0].path);
+  ASSERT_OK(Open(moved));
+  EXPECT_EQ(swap_->recovered().last_job, 7U);
+  const DurableNode node = testing::MakeDurableNode(kSlotsBegin);
+  ASSERT_OK(Commit(node));
+  ASSERT_OK(Open(moved));
+  ExpectEqual(swap_->recovered(), node);
+}
+
+// One path is the original's, one the copy's, each with commits of its own: no slot is read as another's.
+TEST_F(SwapRecoveryTest, PathsOfAVolumeAndOfItsCopyAreNotMixed) {
+  ASSERT_OK(Open(Options()));
+  ASSERT_OK(Commit(testing::MakeDurableNode(kSlotsBegin)));
+  swap_.reset();
+  SwapSpaceOptions copy = Options();
+  copy.paths[0].path = dir_.Make("c");
+  copy.paths[1].path = dir_.Make("d");
+  std::filesystem::copy(a_, copy.paths[0].path);
+  std::filesystem::copy(b_, copy.paths[1].path);
+  const DurableNode of_copy = testing::MakeDurableNode(3 * kSlotsBegin);
+  ExpectAdopted(copy, testing::MakeDurableNode(kSlotsBegin));
+  ASSERT_OK(Commit(of_copy));
+  ASSERT_OK(Open(Options()));
+  ExpectEqual(swap_->recovered(), testing::MakeDurableNode(kSlotsBegin));
+  for (size_t path = 0; path < 2; ++path) {
+    SwapSpaceOptions mixed = Options();
+    mixed.paths[path] = copy.paths[path];
+    ExpectRefused(mixed, "was last used as");
+  }
+  ASSERT_OK(Open(copy));
+  ExpectEqual(swap_->recovered(), of_copy);
 }
 
 // ----------------------------------------------------------------------------------- failed commits

@@ -1,0 +1,112 @@
+// Goal    A volume is in the same place where nothing but a device's name has changed; everything else that differs is
+//         named. What is not known differs from nothing.
+// Method  Made-up places; files, links and a device of this machine.
+
+#include "daemon/exec/volume_place.h"
+
+#include <sys/stat.h>
+
+#include <array>
+#include <cstddef>
+#include <filesystem>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "tests/support/daemon_process.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using testing::HasError;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr MachineId kMachine{std::byte{1}};
+constexpr MachineId kOtherMachine{std::byte{2}};
+
+VolumePlace MakePlace() {
+  return {.machine = kMachine,
+          .paths = {{.name = "/a/forebay.swap", .inode = 7},
+                    {.name = "/dev/sda1", .disk = "naa.50 partition 1"},
+                    {.name = "/dev/loop3"}}};
+}
+
+TEST(VolumePlace, IsTheSameWhereADiskHasAnotherName) {
+  EXPECT_THAT(DescribeMove(MakePlace(), MakePlace()), IsEmpty());
+  VolumePlace now = MakePlace();
+  now.paths[1].name = "/dev/sdb1";
+  EXPECT_THAT(DescribeMove(MakePlace(), now), IsEmpty());
+  now.machine = {};
+  EXPECT_THAT(DescribeMove(MakePlace(), now), IsEmpty());
+  EXPECT_THAT(DescribeMove(now, MakePlace()), IsEmpty());
+  EXPECT_THAT(DescribeMove({.machine = kOtherMachine, .paths = {}}, now), IsEmpty());
+}
+
+// Then its name is all that is known.
+TEST(VolumePlace, IsTheSameWhereADiskThatSaysNothingHasTheSameName) {
+  VolumePlace now = MakePlace();
+  now.paths[1].disk.clear();
+  EXPECT_THAT(DescribeMove(MakePlace(), now), IsEmpty());
+  now.paths[1].name = "/dev/sdb1";
+  EXPECT_THAT(DescribeMove(MakePlace(), now), HasSubstr("was last used as /dev/sda1"));
+}
+
+TEST(VolumePlace, AllThatDiffersIsNamed) {
+  VolumePlace now = MakePlace();
+  now.machine = kOtherMachine;
+  now.paths[0].name = "/b/forebay.swap";
+  now.paths[1].disk = "naa.51 partition 1";
+  now.paths[2].name = "/dev/loop4";
+  EXPECT_EQ(DescribeMove(MakePlace(), now),
+            "the volume was last used on another machine; swap path 0 (/b/forebay.swap) was last "
+            "used as /a/forebay.swap; swap path 1 (/dev/sda1) is the disk naa.51 partition 1; last "
+            "used was naa.50 partition 1; swap path 2 (/dev/loop4) was last used as /dev/loop3");
+  now = MakePlace();
+  now.paths[0].inode = 8;
+  EXPECT_EQ(DescribeMove(MakePlace(), now),
+            "swap path 0 (/a/forebay.swap) is another file than was last used there, as a copy is");
+  now.paths.pop_back();
+  EXPECT_THAT(DescribeMove(MakePlace(), now), HasSubstr("last used on 3 paths"));
+}
+
+TEST(VolumePlace, IsThatOfTheFileItself) {
+  const testing::TempDir dir;
+  const std::string folder = dir.Make("a");
+  const std::string file = dir.Write("a/forebay.swap", "swap");
+  std::filesystem::create_directory_symlink(folder, dir.path() + "/link");
+  struct stat status {};
+  ASSERT_EQ(::stat(file.c_str(), &status), 0);
+  for (const std::string& path : {folder, dir.path() + "/link", folder + "/../link/."}) {
+    ASSERT_OK_AND_ASSIGN(const VolumePlace place,
+                         PlaceOf(std::array{nvme::PathOptions{.path = path}}, kMachine));
+    EXPECT_EQ(place, (VolumePlace{.machine = kMachine,
+                                  .paths = {{.name = std::filesystem::canonical(file),
+                                             .inode = status.st_ino}}}));
+  }
+  const auto missing = PlaceOf(std::array{nvme::PathOptions{.path = dir.path() + "/b"}}, kMachine);
+  EXPECT_THAT(missing, HasError(ErrorId::kSwapPath));
+}
+
+TEST(VolumePlace, OfADeviceHasNoInode) {
+  std::string device;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev")) {
+    std::error_code ignored;
+    if (entry.is_block_file(ignored)) device = entry.path();
+  }
+  if (device.empty()) GTEST_SKIP() << "there is no block device in /dev";
+  ASSERT_OK_AND_ASSIGN(const VolumePlace place,
+                       PlaceOf(std::array{nvme::PathOptions{.path = device}}, kMachine));
+  EXPECT_EQ(place.paths[0].inode, 0U);
+  EXPECT_EQ(place.paths[0].name, std::filesystem::canonical(device));
+}
+
+TEST(VolumePlace, TheMachineIsTheSameFromOneReadingToTheNext) {
+  EXPECT_EQ(ThisMachine(), ThisMachine());
+}
+
+}  // namespace
+}  // namespace forebay::daemon
