@@ -30,7 +30,7 @@ class Daemon {
   // Errors  E_CONFIG, E_OPTION  a setting that cannot be.
   //         E_BUSY              another daemon on the socket or a swap path; its process id.
   //         E_SWAP_PATH, E_SWAP_NOSPC, E_UNSUPPORTED  as of nvme.
-  //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered.
+  //         E_SWAP_PATH, E_CORRUPT                    durable jobs that cannot be recovered, or are of another place.
   //         E_UNSUPPORTED                             jobs.durability without swap that is kept.
   //         E_DRAM_LIMIT, E_MEMLOCK                   private memory and staging are above a limit.
   //

@@ -74,14 +74,12 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_flag("--check", line.check,
                "only checks the settings; does not look at the socket and the swap paths");
-  auto* const reclaim = app.add_flag(
-      "--reclaim", line.reclaim,
-      "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
+  app.add_flag("--reclaim", line.reclaim,
+               "makes swap anew: jobs that are durable on it are lost; asks before on a terminal");
   app.add_flag("--adopt", line.adopt,
                "takes over a volume, with its durable jobs, that was last used on another machine "
                "or on other swap.paths: from then on it belongs here; stop what uses it there "
-               "before, unless this is a copy")
-      ->excludes(reclaim);
+               "before, unless this is a copy");
   app.add_flag(
       "--scrub", line.scrub,
       "only reads and verifies what durable jobs have on swap.paths, and prints a report in JSON: "
@@ -90,6 +88,10 @@ std::optional<int> Parse(int argc, char** argv, CommandLine& line) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kExitUsage;
+  }
+  if (line.adopt && line.reclaim) {
+    std::fprintf(stderr, "--adopt keeps the jobs that --reclaim gives up: give one of them\n");
+    return kExitUsage;
   }
   return std::nullopt;
 }

@@ -239,7 +239,7 @@ TEST_F(AdoptedVolume, IsNotMadeAnewAtOnce) {
   const Node node = MakeNode("node");
   const Ended ended = RunProgram(node.Arguments({"--adopt", "--reclaim"}));
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_THAT(ended.errors, HasSubstr("--reclaim excludes --adopt"));
+  EXPECT_THAT(ended.errors, HasSubstr("--adopt keeps the jobs that --reclaim gives up"));
 }
 
 }  // namespace
