@@ -97,6 +97,12 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
                      "a reader attaches to a job that a rank has created: forebay jobs");
   }
   if (name.uid != request.uid) return NoJob(name, request.uid);
+  if (request.reattach) {
+    return MakeError(
+        ErrorId::kJobName,
+        absl::StrCat("the daemon before this one has not handed job ", name.name, " over"),
+        "start the trainer again");
+  }
   if (jobs.size() + ledger.parked().size() >= kJobsMax) {
     return MakeError(ErrorId::kLimit,
                      absl::StrCat("the node has ", jobs.size() + ledger.parked().size(),

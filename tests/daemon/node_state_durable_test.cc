@@ -21,16 +21,21 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"
+#include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
-#include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::daemon {
 namespace {
 
 using ::forebay::testing::AttachRequest;
-using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::JobCase;
+using ::forebay::testing::LayoutOf;
 using ::forebay::testing::NodeHarness;
+using ::forebay::testing::OptionsOf;
+using ::forebay::testing::Place;
+using ::forebay::testing::RequestOf;
+using ::forebay::testing::RoomyCaseOptions;
 using ::forebay::testing::SwapPaths;
 using protocol::Durability;
 using protocol::DurabilityLevel;
@@ -46,68 +51,14 @@ uint64_t NumberOr(const char* variable, uint64_t number) {
 }
 
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
-constexpr uint32_t kRanks = 2;
-constexpr uint32_t kGroups = 3;
-constexpr uint64_t kArenaBytes = 64 << 10;
+constexpr uint32_t kRanks = testing::kCaseRanks;
 constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
 constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
-
-std::shared_ptr<const protocol::Layout> Layout() {
-  std::vector<std::vector<testing::ShardedParam>> groups(kGroups,
-                                                         {{.rows = uint64_t{kRanks} * 1024}});
-  groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
-  return MakeShardedLayout(groups);
-}
-
-NodeState::Options Roomy() {
-  NodeState::Options options = testing::RoomyOptions();
-  options.block_elems = 512;
-  options.staging_slots = 3;
-  options.staging_slot_bytes = 8192;
-  options.swap = SwapPaths({4 << 20, 4 << 20});
-  return options;
-}
-
-enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
-
-struct Case {
-  Durability durability;
-  Place place;
-  bool early_updates = false;
-};
-
-AttachRequest RequestOf(uint32_t rank, const Case& with) {
-  return {.rank = rank,
-          .early_updates = with.early_updates,
-          .durability = with.durability,
-          .grad_arena_bytes = kArenaBytes};
-}
-
-NodeState::Options OptionsOf(const Case& with) {
-  NodeState::Options options = Roomy();
-  if (with.place == Place::kDram) return options;
-  NodeHarness node(options, kRanks);
-  for (uint32_t rank = 0; rank < kRanks; ++rank) node.Attach(Layout(), RequestOf(rank, with));
-  const JobView job = *node.FindJob("job");
-  const uint64_t used = node.state().Node().dram_used_bytes;
-  if (with.place == Place::kWeightsOnSwap) {
-    options.dram_limit_bytes = testing::LeastDramOf(Layout(), options, kRanks, RequestOf(0, with),
-                                                    /*gradients_in_dram=*/true);
-    // No byte of swap is left either.
-    NodeHarness small(options, kRanks);
-    for (uint32_t rank = 0; rank < kRanks; ++rank) small.Attach(Layout(), RequestOf(rank, with));
-    options.swap = SwapPaths({small.state().Node().swap_used_bytes});
-    return options;
-  }
-  const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
-  options.dram_limit_bytes = used - (job.blocks - resident) * (job.resident_bytes / job.blocks);
-  return options;
-}
 
 // The ranks of one job on a node, and on the next one when it has died.
 class Training {
  public:
-  Training(const Case& with, const NodeState::Options& options)
+  Training(const JobCase& with, const NodeState::Options& options)
       : with_(with), options_(options), node_(std::make_unique<NodeHarness>(options, kRanks)) {}
 
   void AttachAll() {
@@ -156,9 +107,9 @@ class Training {
 
   JobView View() const { return *node_->FindJob("job"); }
 
-  const Case with_;
+  const JobCase with_;
   const NodeState::Options options_;
-  const std::shared_ptr<const protocol::Layout> layout_ = Layout();
+  const std::shared_ptr<const protocol::Layout> layout_ = LayoutOf(with_);
   std::unique_ptr<NodeHarness> node_;
   std::vector<uint64_t> sessions_;
   uint64_t step_ = 1;      // the current one
@@ -187,7 +138,7 @@ class Training {
   std::vector<uint64_t> calls_;
 };
 
-class NodeStateDurable : public ::testing::TestWithParam<Case> {};
+class NodeStateDurable : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
   const NodeState::Options options = OptionsOf(GetParam());
@@ -283,14 +234,15 @@ TEST_P(NodeStateDurable, SlotsAreThoseOfThePlan) {
 
 INSTANTIATE_TEST_SUITE_P(
     Levels, NodeStateDurable,
-    ::testing::Values(Case{kStep, Place::kDram}, Case{kStep, Place::kSwap},
-                      Case{kStep, Place::kHalf}, Case{kStep, Place::kWeightsOnSwap},
-                      Case{kEpoch, Place::kDram}, Case{kEpoch, Place::kSwap, true},
-                      Case{kEpoch, Place::kHalf, true}, Case{kEpoch, Place::kWeightsOnSwap, true}));
+    ::testing::Values(JobCase{kStep, Place::kDram}, JobCase{kStep, Place::kSwap},
+                      JobCase{kStep, Place::kHalf}, JobCase{kStep, Place::kWeightsOnSwap},
+                      JobCase{kEpoch, Place::kDram}, JobCase{kEpoch, Place::kSwap, true},
+                      JobCase{kEpoch, Place::kHalf, true},
+                      JobCase{kEpoch, Place::kWeightsOnSwap, true}));
 
 class NodeStateDurableJob : public ::testing::Test {
  protected:
-  NodeStateDurableJob() : run_({kStep, Place::kDram}, Roomy()) { run_.AttachAll(); }
+  NodeStateDurableJob() : run_({kStep, Place::kDram}, RoomyCaseOptions()) { run_.AttachAll(); }
   void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
   void TrainTo(uint64_t step) {
     for (int turn = 0; turn < 2000 && run_.answered_ < step; ++turn) run_.Turn();
@@ -348,7 +300,7 @@ TEST_F(NodeStateDurableJob, WhatWasWrittenBetweenStepsIsSavedWithTheNext) {
     changed.insert(i);
   }
   EXPECT_THAT(node().StepAll(run_.sessions_, 2), Each(ErrorId::kNone));
-  const BlockMap map(run_.layout_, Roomy().block_elems);
+  const BlockMap map(run_.layout_, RoomyCaseOptions().block_elems);
   std::set<uint64_t> blocks;
   for (uint32_t block = 0; block < map.blocks(); ++block) {
     for (const uint32_t partition : map.Partitions(block)) {
@@ -506,7 +458,7 @@ TEST(NodeStateDurableWorld, OtherRanksGetWhatWasKeptOfTheirs) {
                            .durability = kStep,
                            .extra_state_bytes = extra_state_bytes};
     };
-    NodeHarness node(Roomy(), kRanks);
+    NodeHarness node(RoomyCaseOptions(), kRanks);
     std::vector<uint64_t> sessions;
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       sessions.push_back(node.Attach(layout, request(rank, kRanks, 4096)));
@@ -518,7 +470,7 @@ TEST(NodeStateDurableWorld, OtherRanksGetWhatWasKeptOfTheirs) {
       node.Step(session, 1, 0.1, 0, /*extra_state_bytes=*/4000);
     node.RunTasks();
     ASSERT_EQ(node.FindJob("job")->durable_step, 1U);
-    const auto next = NodeHarness::Restart(node, Roomy());
+    const auto next = NodeHarness::Restart(node, RoomyCaseOptions());
     uint64_t end = 0;  // of the rank before
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       const uint64_t session = next->AttachOnly(layout, request(rank, ranks, 16));
@@ -585,31 +537,31 @@ TEST(NodeStateDurableBytes, AStepWritesWeightsAndStatesInDramOnce) {
 }
 
 TEST(NodeStateDurableRefusal, ALedgerThatIsTooSmallForTheJobIsTheError) {
-  NodeState::Options options = Roomy();
+  NodeState::Options options = RoomyCaseOptions();
   options.ledger_bytes_max = 5 << 10;
   NodeHarness node(options, kRanks);
-  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  const uint64_t session = node.AttachOnly(LayoutOf({}), RequestOf(0, {kStep, Place::kDram}));
   const absl::Status& status = node.attached(session)->status;
   EXPECT_EQ(protocol::IdOf(status), ErrorId::kLimit);
   EXPECT_THAT(status.message(), HasSubstr("bytes of the ledger on swap, which has 5120"));
 }
 
 TEST(NodeStateDurableRefusal, ANodeThatCannotKeepStepsSaysWhy) {
-  NodeState::Options options = Roomy();
+  NodeState::Options options = RoomyCaseOptions();
   options.not_durable = protocol::MakeError(ErrorId::kUnsupported, "swap is on tmpfs");
   NodeHarness node(options, kRanks);
-  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  const uint64_t session = node.AttachOnly(LayoutOf({}), RequestOf(0, {kStep, Place::kDram}));
   EXPECT_THAT(node.attached(session)->status.message(), HasSubstr("tmpfs"));
   const uint64_t other = node.AttachOnly(
-      Layout(), {.job = "other", .durability = Durability{}, .grad_arena_bytes = kArenaBytes});
+      LayoutOf({}), {.job = "other", .durability = Durability{}, .grad_arena_bytes = 64 << 10});
   EXPECT_OK(node.attached(other)->status);
 }
 
 TEST(NodeStateDurableRefusal, SwapThatIsTooSmallForTheLevelIsTheError) {
-  NodeState::Options options = Roomy();
+  NodeState::Options options = RoomyCaseOptions();
   options.swap = SwapPaths({256 << 10});
   NodeHarness node(options, kRanks);
-  const uint64_t session = node.AttachOnly(Layout(), RequestOf(0, {kStep, Place::kDram}));
+  const uint64_t session = node.AttachOnly(LayoutOf({}), RequestOf(0, {kStep, Place::kDram}));
   const absl::Status& status = node.attached(session)->status;
   EXPECT_EQ(protocol::IdOf(status), ErrorId::kSwapNospc);
   EXPECT_THAT(status.message(), HasSubstr("durability step needs"));

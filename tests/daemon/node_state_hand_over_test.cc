@@ -16,18 +16,19 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "protocol/durability.h"
+#include "tests/support/job_cases.h"
 #include "tests/support/node_harness.h"
-#include "tests/support/sharded_job.h"
 #include "tests/support/status_test.h"
 
 namespace forebay::daemon {
 namespace {
 
 using ::forebay::testing::AttachRequest;
-using ::forebay::testing::MakeLayout;
-using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::JobCase;
+using ::forebay::testing::LayoutOf;
 using ::forebay::testing::NodeHarness;
-using ::forebay::testing::SwapPaths;
+using ::forebay::testing::OptionsOf;
+using ::forebay::testing::Place;
 using protocol::Durability;
 using protocol::DurabilityLevel;
 using protocol::ErrorId;
@@ -37,74 +38,21 @@ using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
 constexpr ErrorId kUnanswered = ErrorId::kTimeout;  // what the harness calls it
-constexpr uint32_t kRanks = 2;
-constexpr uint64_t kArenaBytes = 64 << 10;
+constexpr uint32_t kRanks = testing::kCaseRanks;
 constexpr Durability kMemory{.level = DurabilityLevel::kMemory, .steps = 1};
 constexpr Durability kStep{.level = DurabilityLevel::kStep, .steps = 1};
 constexpr Durability kEpoch{.level = DurabilityLevel::kEpoch, .steps = 2};
 
-NodeState::Options Roomy() {
-  NodeState::Options options = testing::RoomyOptions();
-  options.block_elems = 512;
-  options.staging_slots = 3;
-  options.staging_slot_bytes = 8192;
-  options.swap = SwapPaths({4 << 20, 4 << 20});
-  return options;
-}
-
-enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
-
-struct Case {
-  Durability durability;
-  Place place;
-  bool early_updates = false;
-  bool shared = false;
-};
-
-std::shared_ptr<const protocol::Layout> LayoutOf(const Case& with) {
-  if (with.shared) return MakeLayout({2048, 2048, 1000});
-  std::vector<std::vector<testing::ShardedParam>> groups(3, {{.rows = uint64_t{kRanks} * 1024}});
-  groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
-  return MakeShardedLayout(groups);
-}
-
-AttachRequest RequestOf(uint32_t rank, const Case& with, bool reattach) {
-  return {.rank = rank,
-          .resume = reattach,
-          .reattach = reattach,
-          .early_updates = with.early_updates,
-          .durability = with.durability,
-          .grad_arena_bytes = kArenaBytes};
-}
-
-NodeState::Options OptionsOf(const Case& with) {
-  NodeState::Options options = Roomy();
-  if (with.place == Place::kDram) return options;
-  NodeHarness node(options, kRanks);
-  for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    node.Attach(LayoutOf(with), RequestOf(rank, with, false));
-  }
-  const JobView job = *node.FindJob("job");
-  const uint64_t used = node.state().Node().dram_used_bytes;
-  if (with.place == Place::kWeightsOnSwap) {
-    options.dram_limit_bytes = testing::LeastDramOf(
-        LayoutOf(with), options, kRanks, RequestOf(0, with, false), /*gradients_in_dram=*/true);
-    // No byte of swap is left either.
-    NodeHarness small(options, kRanks);
-    for (uint32_t rank = 0; rank < kRanks; ++rank)
-      small.Attach(LayoutOf(with), RequestOf(rank, with, false));
-    options.swap = SwapPaths({small.state().Node().swap_used_bytes});
-    return options;
-  }
-  const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
-  options.dram_limit_bytes = used - (job.blocks - resident) * (job.resident_bytes / job.blocks);
-  return options;
+AttachRequest RequestOf(uint32_t rank, const JobCase& with, bool reattach) {
+  AttachRequest request = testing::RequestOf(rank, with);
+  request.resume = request.reattach = reattach;
+  return request;
 }
 
 // The ranks of one job, which train on whatever daemon there is.
 class Training {
  public:
-  Training(const Case& with, const NodeState::Options& options)
+  Training(const JobCase& with, const NodeState::Options& options)
       : with_(with),
         options_(options),
         layout_(LayoutOf(with)),
@@ -170,7 +118,7 @@ class Training {
 
   JobView View() const { return *node_->FindJob("job"); }
 
-  const Case with_;
+  const JobCase with_;
   const NodeState::Options options_;
   const std::shared_ptr<const protocol::Layout> layout_;
   std::unique_ptr<NodeHarness> node_;
@@ -226,7 +174,7 @@ class Training {
   std::vector<std::pair<uint64_t, uint64_t>> fetches_;  // session and tag
 };
 
-class NodeStateHandOver : public ::testing::TestWithParam<Case> {};
+class NodeStateHandOver : public ::testing::TestWithParam<JobCase> {};
 
 TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   const NodeState::Options options = OptionsOf(GetParam());
@@ -266,17 +214,18 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
 
 INSTANTIATE_TEST_SUITE_P(
     Places, NodeStateHandOver,
-    ::testing::Values(Case{kMemory, Place::kDram}, Case{kMemory, Place::kSwap},
-                      Case{kMemory, Place::kHalf}, Case{kMemory, Place::kWeightsOnSwap},
-                      Case{kMemory, Place::kHalf, true}, Case{kMemory, Place::kWeightsOnSwap, true},
-                      Case{kMemory, Place::kDram, false, true},
-                      Case{kMemory, Place::kHalf, false, true}, Case{kStep, Place::kDram},
-                      Case{kStep, Place::kHalf}, Case{kEpoch, Place::kDram},
-                      Case{kEpoch, Place::kHalf, true}, Case{kEpoch, Place::kWeightsOnSwap}));
+    ::testing::Values(JobCase{kMemory, Place::kDram}, JobCase{kMemory, Place::kSwap},
+                      JobCase{kMemory, Place::kHalf}, JobCase{kMemory, Place::kWeightsOnSwap},
+                      JobCase{kMemory, Place::kHalf, true},
+                      JobCase{kMemory, Place::kWeightsOnSwap, true},
+                      JobCase{kMemory, Place::kDram, false, true},
+                      JobCase{kMemory, Place::kHalf, false, true}, JobCase{kStep, Place::kDram},
+                      JobCase{kStep, Place::kHalf}, JobCase{kEpoch, Place::kDram},
+                      JobCase{kEpoch, Place::kHalf, true}, JobCase{kEpoch, Place::kWeightsOnSwap}));
 
 class NodeStateHandOverJob : public ::testing::Test {
  protected:
-  explicit NodeStateHandOverJob(const Case& with = {kMemory, Place::kHalf})
+  explicit NodeStateHandOverJob(const JobCase& with = {kMemory, Place::kHalf})
       : run_(with, OptionsOf(with)) {
     run_.AttachAll();
     run_.TrainTo(1);
@@ -396,6 +345,13 @@ TEST_F(NodeStateHandOverJob, AJobWhoseMemoryCannotBeCompletedIsKeptOn) {
   EXPECT_TRUE(node().Logged<FreeJob>()[0].keeps_arenas);
   run_.AttachAll(/*reattach=*/true);
   run_.TrainTo(2);
+}
+
+TEST_F(NodeStateHandOverJob, AJobThatWasNotHandedOverIsNotMadeAnew) {
+  NodeHarness empty(run_.options_, kRanks);
+  const uint64_t session = empty.Attach(run_.layout_, RequestOf(0, run_.with_, true));
+  EXPECT_EQ(protocol::IdOf(empty.attached(session)->status), ErrorId::kJobName);
+  EXPECT_FALSE(empty.FindJob("job"));
 }
 
 TEST_F(NodeStateHandOverJob, ALowerLimitIsSaidAndNothingIsLost) {

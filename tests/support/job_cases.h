@@ -1,0 +1,79 @@
+// A small job of two ranks on a node that has as much DRAM as to put its states and weights where a test wants them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "daemon/core/node_state.h"
+#include "protocol/durability.h"
+#include "protocol/layout.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/sharded_job.h"
+
+namespace forebay::testing {
+
+enum class Place { kDram, kSwap, kHalf, kWeightsOnSwap };
+
+struct JobCase {
+  protocol::Durability durability = {};
+  Place place = Place::kDram;
+  bool early_updates = false;
+  bool shared = false;
+};
+
+inline constexpr uint32_t kCaseRanks = 2;
+
+// Sharded with a frozen parameter.
+inline std::shared_ptr<const protocol::Layout> LayoutOf(const JobCase& with) {
+  if (with.shared) return MakeLayout({2048, 2048, 1000});
+  std::vector<std::vector<ShardedParam>> groups(3, {{.rows = uint64_t{kCaseRanks} * 1024}});
+  groups.push_back({{.rows = 256, .trainable = false}, {.rows = 512}});
+  return MakeShardedLayout(groups);
+}
+
+// With swap, and DRAM for everything.
+inline daemon::NodeState::Options RoomyCaseOptions() {
+  daemon::NodeState::Options options = RoomyOptions();
+  options.block_elems = 512;
+  options.staging_slots = 3;
+  options.staging_slot_bytes = 8192;
+  options.swap = SwapPaths({4 << 20, 4 << 20});
+  return options;
+}
+
+inline AttachRequest RequestOf(uint32_t rank, const JobCase& with) {
+  return {.rank = rank,
+          .early_updates = with.early_updates,
+          .durability = with.durability,
+          .grad_arena_bytes = 64 << 10};
+}
+
+inline std::unique_ptr<NodeHarness> NodeWith(const JobCase& with,
+                                             const daemon::NodeState::Options& options) {
+  auto node = std::make_unique<NodeHarness>(options, kCaseRanks);
+  for (uint32_t rank = 0; rank < kCaseRanks; ++rank) {
+    node->Attach(LayoutOf(with), RequestOf(rank, with));
+  }
+  return node;
+}
+
+inline daemon::NodeState::Options OptionsOf(const JobCase& with) {
+  daemon::NodeState::Options options = RoomyCaseOptions();
+  if (with.place == Place::kDram) return options;
+  if (with.place == Place::kWeightsOnSwap) {
+    options.dram_limit_bytes = LeastDramOf(LayoutOf(with), options, kCaseRanks, RequestOf(0, with),
+                                           /*gradients_in_dram=*/true);
+    // No byte of swap is left either.
+    options.swap = SwapPaths({NodeWith(with, options)->state().Node().swap_used_bytes});
+    return options;
+  }
+  const auto roomy = NodeWith(with, options);
+  const daemon::JobView job = *roomy->FindJob("job");
+  const uint64_t resident = with.place == Place::kHalf ? job.blocks / 2 : 0;
+  options.dram_limit_bytes = roomy->state().Node().dram_used_bytes -
+                             (job.blocks - resident) * (job.resident_bytes / job.blocks);
+  return options;
+}
+
+}  // namespace forebay::testing
