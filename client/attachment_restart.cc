@@ -37,7 +37,7 @@ absl::Status Gone(const std::string& what) {
 bool IsPassing(const absl::Status& status) {
   const ErrorId id = protocol::IdOf(status);
   return id == ErrorId::kNoDaemon || id == ErrorId::kDaemonGone || id == ErrorId::kLimit ||
-         id == ErrorId::kTimeout;
+         id == ErrorId::kTimeout || id == ErrorId::kBusy;
 }
 
 const Deadline& Earlier(const Deadline& one, const Deadline& other) {

@@ -173,6 +173,14 @@ bool WaitForEnd(Daemon& daemon, int signals_fd) {
   }
 }
 
+// A service manager that takes its time has the request all the same.
+absl::Status ForgetLeft(FdStore& store) {
+  const absl::Status status = store.Forget(kStoreLimit);
+  if (forebay::protocol::IdOf(status) != forebay::protocol::ErrorId::kTimeout) return status;
+  spdlog::warn("{}", forebay::protocol::FormatError(status));
+  return absl::OkStatus();
+}
+
 bool ReadSignal(int signals_fd) {
   signalfd_siginfo info{};
   return ::read(signals_fd, &info, sizeof(info)) == sizeof(info);
@@ -209,8 +217,7 @@ int Serve(const Config& config, FdStore& store) {
 
   forebay::daemon::DescriptorsByName left;
   for (const std::string& name : store.names()) left.emplace(name, store.Release(name));
-  auto daemon =
-      Daemon::Start(config, std::move(left), [&store] { return store.Forget(kStoreLimit); });
+  auto daemon = Daemon::Start(config, std::move(left), [&store] { return ForgetLeft(store); });
   if (!daemon.ok()) return Fail(daemon.status());
   // One line that scripts wait for, whatever the log level.
   std::fprintf(stderr, "forebayd ready socket=%s\n", config.socket_path.c_str());

@@ -14,7 +14,7 @@ void Job::RequestHandOver() {
 }
 
 bool Job::MayHandOver() const {
-  if (failed() || deleting_) return false;
+  if (failed() || deleting_ || !has_step_arena_) return false;
   // One that comes back from the disk does so again; the initial parameters of another are its ranks' to write.
   const bool comes_from_disk = is_unrestored_ && !spec_.recovered->kept;
   const bool comes_back = is_unrestored_ && spec_.recovered->kept.has_value();

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "daemon/core/job.h"
+#include "protocol/os/check.h"
 
 namespace forebay::daemon {
 
@@ -17,7 +18,7 @@ std::shared_ptr<const DurableJob> NodeLedger::FindParked(const JobName& name) co
 
 void NodeLedger::Park(std::shared_ptr<const DurableJob> job) {
   const JobName name{.uid = job->uid, .name = job->name};
-  parked_.emplace(name, std::move(job));
+  FOREBAY_CHECK(parked_.emplace(name, std::move(job)).second);
 }
 
 void NodeLedger::Retire(std::vector<nvme::Slot> slots) {
@@ -39,7 +40,7 @@ uint64_t NodeLedger::kept_bytes() const {
 }
 
 void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId last_job) {
-  if (task_ != 0) return;
+  if (task_ != 0 || last_ == Last::kMade) return;
   for (const auto& [id, job] : jobs) {
     if (job->WantsLedger()) in_ledger_.push_back(id);
   }

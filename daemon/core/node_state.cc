@@ -88,7 +88,7 @@ absl::StatusOr<Job*> NodeState::Impl::JobFor(const AttachRequested& request) {
   if (request.reader && parked != nullptr) {
     return MakeError(ErrorId::kNotReady,
                      absl::StrCat("job ", name.name, " is at step ", parked->step,
-                                  " on disk: no rank has attached since the daemon was started"),
+                                  ": no rank has attached since the daemon was started"),
                      "attach a rank first, which brings the job back");
   }
   if (request.reader) {
@@ -162,7 +162,12 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   if (session.durability.level != protocol::DurabilityLevel::kMemory) {
     RETURN_IF_ERROR(options.not_durable);
   }
-  const GrantPolicy policy(options, UseOf(request.uid, nullptr));
+  OwnerUse of_owner = UseOf(request.uid, nullptr);
+  if (recovered != nullptr && recovered->kept) {
+    of_owner.dram_bytes -= recovered->kept->dram_bytes;
+    of_owner.swap_bytes -= ViewOf(*recovered).swap_bytes;
+  }
+  const GrantPolicy policy(options, of_owner);
   NodeUse of_node = Use();
   of_node.recovered = recovered.get();
   const uint64_t kept_bytes =
@@ -603,6 +608,11 @@ OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than) const {
     if (job->uid() != uid || job.get() == other_than) continue;
     use.dram_bytes += job->granted_bytes();
     use.swap_bytes += job->swap_bytes();
+  }
+  for (const auto& [name, job] : ledger.parked()) {
+    if (job->uid != uid || !job->kept) continue;
+    use.dram_bytes += job->kept->dram_bytes;
+    use.swap_bytes += ViewOf(*job).swap_bytes;
   }
   return use;
 }

@@ -20,7 +20,13 @@ void Executor::HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl
 void Executor::HandOverDue() { Raise(::forebay::daemon::HandOverDue{}); }
 
 void Executor::Adopt(std::vector<AdoptedArenas> all) {
+  const auto own = [](const ArenaRegistry::Arena& arena) {
+    if (arena != nullptr) arena->SetAtEnd(pinned_mem::AtEnd::kFreePages);
+  };
   for (AdoptedArenas& job : all) {
+    own(job.state);
+    own(job.step);
+    for (const auto& [rank, arena] : job.gradients) own(arena);
     for (auto& [rank, arena] : job.gradients) {
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));

@@ -81,6 +81,8 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
   const auto adopt = [](const pinned_mem::ArenaOptions& options,
                         UniqueFd fd) -> absl::StatusOr<ArenaRegistry::Arena> {
     ASSIGN_OR_RETURN(auto arena, pinned_mem::PinnedArena::Adopt(options, std::move(fd)));
+    // Until the daemon starts: where it does not, the pages are still what was left.
+    arena->SetAtEnd(pinned_mem::AtEnd::kKeepForReaders);
     return ArenaRegistry::Arena(std::move(arena));
   };
   const KeptMemory& kept = *job.kept;

@@ -33,7 +33,8 @@ absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t seq
 // Errors  of DecodeLedger.
 absl::StatusOr<DecodedLedger> ReadHandedOver(const DescriptorsByName& from);
 
-// Takes the arenas of a job that is in the ledger out of `from`. Blocks, but gives memory to no page.
+// Takes the arenas of a job that is in the ledger out of `from`. Their ends leave the pages alone. Blocks, but gives
+// memory to no page.
 //
 // Errors  of PinnedArena::Adopt. E_CORRUPT  a descriptor is missing.
 absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPolicy& policy,

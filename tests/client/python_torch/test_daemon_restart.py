@@ -18,6 +18,7 @@ import time
 import forebay
 import pytest
 from daemon_process import FOREBAYD, ROOT, missing
+from models import net, train
 from test_processes import HERE, environment
 
 sys.path.append(str(ROOT / "tests" / "tools"))
@@ -181,3 +182,86 @@ def test_a_job_whose_weights_are_on_swap_goes_on(folder):
     (digest, losses, in_dram, *_), (restarted, others, job, *_) = results
     assert in_dram["weights_on_swap_bytes"] == 0 < job["weights_on_swap_bytes"]
     assert (restarted, others) == (digest, losses), f"seed {SEED}"
+
+
+def trained(service, job, steps, **options):
+    """(model, its optimizer) of one rank, after so many steps."""
+    model = net()
+    opt = forebay.attach(model, forebay.AdamW(), job=job, run="one", socket=f"{service.folder}/s", **options)
+    train(model, opt, steps)
+    return model, opt
+
+
+def jobs_of(service):
+    return {job["name"]: job["committed_step"] for job in forebay.status(f"{service.folder}/s")["jobs"]}
+
+
+def without_swap(command):
+    """Its settings are pairs of --set and a value."""
+    pairs = zip(command[1::2], command[2::2], strict=True)
+    return [command[0], *(word for pair in pairs if not pair[1].startswith("swap.") for word in pair)]
+
+
+def test_jobs_of_the_disk_and_of_memory_with_one_number_are_both_there(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        _, opt = trained(service, "durable", 2, durability="step")
+        opt.detach()
+        manager.stop()
+        whole, manager.command = manager.command, without_swap(manager.command)
+        manager.start()
+        model, opt = trained(service, "other", 3)  # as "durable" the first of its node
+        manager.command = whole
+        manager.restart()
+        train(model, opt, 1, first=3)
+        assert jobs_of(service) == {"durable": 2, "other": 4}
+        opt.detach()
+        manager.stop()
+        manager.start()
+        assert jobs_of(service) == {"durable": 2}
+
+
+def test_a_job_in_memory_gives_way_to_one_of_its_name_on_the_disk(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        _, opt = trained(service, "first", 1)
+        opt.detach()
+        _, opt = trained(service, "job", 2, durability="step")
+        opt.detach()
+        manager.stop()
+        whole, manager.command = manager.command, without_swap(manager.command)
+        manager.start()
+        model, opt = trained(service, "job", 3)
+        manager.command = whole
+        manager.restart()
+        assert "job job does not go on" in service.log() and "at step 2" in service.log()
+        with pytest.raises(forebay.ForebayError) as gone:
+            train(model, opt, 1, first=3)
+        assert gone.value.code == "E_DAEMON_GONE"
+        with pytest.raises(forebay.ForebayError, match="E_DAEMON_GONE"):
+            opt.detach()
+        assert jobs_of(service) == {"job": 2}
+        arenas = forebay.status(f"{folder}/s")["memory"]["arenas"]
+        assert {arena["kind"] for arena in arenas if arena["job"]} <= {"weights", "state", "step"}
+
+
+def test_a_start_that_fails_leaves_what_was_handed_over(folder):
+    service = Service(folder, "dram.limit=1GiB")
+    with service.manager as manager:
+        manager.start()
+        model, opt = trained(service, "job", 2)
+        before = opt.state_sha256()
+        good = manager.command
+        # The folder of this socket does not exist: known when the memory is adopted already.
+        manager.command = [word.replace("socket.path=", "socket.path=/nowhere") for word in good]
+        with pytest.raises(RuntimeError, match="no READY=1"):
+            manager.restart()
+        assert any(name.startswith("forebay.weights") for name in manager.names())
+        manager.command = good
+        manager.start()
+        assert opt.state_sha256() == before
+        train(model, opt, 1, first=2)
+        assert jobs_of(service) == {"job": 3}
+        opt.detach()
