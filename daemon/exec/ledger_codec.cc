@@ -449,7 +449,7 @@ absl::StatusOr<VolumePlace> ReadPlace(schema::Ledger::Reader ledger) {
   if (machine.size() != 0 && (machine.size() != place.machine.size() || paths.size() == 0)) {
     return Corrupt(absl::StrCat("the id of a machine has ", machine.size(), " bytes"));
   }
-  std::memcpy(place.machine.data(), machine.begin(), machine.size());
+  std::copy_n(machine.begin(), machine.size(), reinterpret_cast<kj::byte*>(place.machine.data()));
   for (const schema::Path::Reader path : paths) {
     const capnp::Text::Reader name = path.getName();
     const capnp::Text::Reader disk = path.getDisk();
