@@ -24,14 +24,15 @@ Job* NodeState::Impl::On(const HandOverDue&) {
 }
 
 // After the last job has come to rest one more ledger is made, so that the volume is found again as it is left, also
-// where it holds no durable job.
+// where it holds no durable job. Without a job to hand over nothing more is written.
 void NodeState::Impl::TryHandOver() {
   if (hand_over == HandOver::kWaiting) {
     for (const auto& [id, job] : jobs) {
       if (waits_for_jobs && job->MayHandOver() && job->handed_over() == nullptr) return;
     }
     hand_over = HandOver::kCommitting;
-    if (options.swap.capacity_bytes() > 0 && !options.loses_swap) ledger.WantLast();
+    const bool has_swap = options.swap.capacity_bytes() > 0 && !options.loses_swap;
+    if (has_swap && !NodeHandedOver()->jobs.empty()) ledger.WantLast();
   }
   if (hand_over != HandOver::kCommitting || ledger.is_last_awaited()) return;
   hand_over = HandOver::kDone;

@@ -381,6 +381,15 @@ TEST_F(NodeStateHandOverJob, SwapThatIsLostWithTheDaemonKeepsItsJobs) {
   EXPECT_THAT(half.Logged<CommitLedger>(), IsEmpty());
 }
 
+TEST_F(NodeStateHandOverJob, WithoutAJobToHandOverNothingIsWritten) {
+  NodeHarness empty(run_.options_, kRanks);
+  empty.Send(HandOverRequested{});
+  empty.RunTasks();
+  ASSERT_THAT(empty.Logged<HandedOver>(), SizeIs(1));
+  EXPECT_THAT(empty.Logged<HandedOver>()[0].node->jobs, IsEmpty());
+  EXPECT_THAT(empty.Logged<CommitLedger>(), IsEmpty());
+}
+
 TEST_F(NodeStateHandOverInDram, NumbersOfLeasesAndJobsGoOn) {
   const uint64_t fetch = node().Fetch(run_.sessions_[0], 0);
   const uint64_t lease = node().answer(fetch)->completion.lease_id;
