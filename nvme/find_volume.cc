@@ -169,6 +169,12 @@ absl::Status CheckNoneWasLost(std::span<const Ends> paths, std::span<const Recor
   return absl::OkStatus();
 }
 
+const Record& NewestOf(const VolumeId& volume, std::span<const Record> records) {
+  return *std::ranges::max_element(records, {}, [&](const Record& record) {
+    return record.volume == volume ? record.sequence : 0;
+  });
+}
+
 // The path's part of the volume, or what is there instead.
 absl::StatusOr<Label> PartOf(const VolumeId& volume, size_t index, size_t count,
                              const PathOptions& options, const Ends& path) {
@@ -221,7 +227,7 @@ absl::StatusOr<std::optional<FoundVolume>> FindVolume(std::span<const PathOption
         absl::StrFormat("%s: no label of the volume with durable jobs is whole", Text(0, ends[0])),
         "restore its jobs from a checkpoint, then start with forebayd --reclaim");
   }
-  FoundVolume found;
+  FoundVolume found{.slots = NewestOf(volume, records).slots};
   for (size_t i = 0; i < paths.size(); ++i) {
     ASSIGN_OR_RETURN(const Label label, PartOf(volume, i, paths.size(), paths[i], ends[i]));
     found.ledger_bytes_max = label.ledger_bytes_max;

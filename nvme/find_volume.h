@@ -17,6 +17,7 @@ namespace forebay::nvme {
 // A volume that has a durable ledger, as it was made.
 struct FoundVolume {
   uint64_t ledger_bytes_max = 0;  // VolumeOptions
+  uint64_t slots = 0;             // that its newest whole record names
 };
 
 // Looks for a durable ledger: OpenMode::kReclaim loses it, kRecover brings it back. Nothing: no file, or one in

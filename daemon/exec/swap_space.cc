@@ -115,7 +115,7 @@ absl::Status SwapSpace::OpenVolume() {
   nvme::VolumeOptions volume{.paths = options_.paths, .life = options_.life};
   if (options_.mode == nvme::OpenMode::kRecover) {
     ASSIGN_OR_RETURN(std::optional<nvme::FoundVolume> found, nvme::FindVolume(options_.paths));
-    if (found && !options_.keeps_slots) {
+    if (found && found->slots == 0 && !options_.keeps_slots) {
       ASSIGN_OR_RETURN(const DurableNode node, FindDurableJobs(options_.paths));
       if (node.jobs.empty()) found.reset();
     }

@@ -139,6 +139,23 @@ TEST_F(FindVolumeTest, ACommittedLedgerIsFound) {
   }
 }
 
+TEST_F(FindVolumeTest, TheSlotsAreThoseOfTheNewestLedger) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Volume> volume,
+                       Volume::Open({.paths = Paths({0, 1}),
+                                     .mode = OpenMode::kReclaim,
+                                     .life = FileLife::kKept,
+                                     .ledger_bytes_max = kLedgerBytes},
+                                    *chosen_.engine));
+  const std::array slots{Slot{.path = 1, .offset_bytes = 512 << 10, .size_bytes = kPage}};
+  for (const size_t count : {0, 1, 0, 1}) {
+    ASSERT_OK(CommitNow(*volume, *chosen_.engine, testing::Pattern(100, 1),
+                        std::span(slots).first(count)));
+    ASSERT_OK_AND_ASSIGN(const auto found, FindVolume(Paths({0, 1})));
+    ASSERT_TRUE(found.has_value());
+    EXPECT_EQ(found->slots, count);
+  }
+}
+
 TEST_F(FindVolumeTest, ALedgerIsMissedInNoCombinationOfDamage) {
   constexpr std::array<uint64_t, 6> kPlaces = {
       0, kPage, 2 * kPage, kPathBytes - kPage, kPathBytes - 2 * kPage, kPathBytes - 3 * kPage};
