@@ -147,7 +147,7 @@ TEST_F(FindVolumeTest, TheSlotsAreThoseOfTheNewestLedger) {
                                      .ledger_bytes_max = kLedgerBytes},
                                     *chosen_.engine));
   const std::array slots{Slot{.path = 1, .offset_bytes = 512 << 10, .size_bytes = kPage}};
-  for (const size_t count : {0, 1, 0, 1}) {
+  for (const size_t count : {0UL, 1UL, 0UL, 1UL}) {
     ASSERT_OK(CommitNow(*volume, *chosen_.engine, testing::Pattern(100, 1),
                         std::span(slots).first(count)));
     ASSERT_OK_AND_ASSIGN(const auto found, FindVolume(Paths({0, 1})));
