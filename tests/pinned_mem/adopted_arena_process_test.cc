@@ -8,14 +8,11 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <utility>
 
@@ -23,6 +20,7 @@
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
 #include "tests/pinned_mem/arena_support.h"
+#include "tests/pinned_mem/nobody_process.h"
 #include "tests/support/pattern.h"
 
 namespace forebay::pinned_mem {
@@ -31,13 +29,15 @@ namespace {
 using ::forebay::protocol::ErrorId;
 using ::forebay::protocol::IdOf;
 using ::forebay::protocol::UniqueFd;
+using ::forebay::testing::AsNobody;
+using ::forebay::testing::BecomeNobody;
+using ::forebay::testing::kDeadlineSeconds;
 using ::forebay::testing::kMib;
 using ::forebay::testing::kPage;
 using ::forebay::testing::OptionsFor;
 using ::forebay::testing::Pattern;
+using ::forebay::testing::WaitFor;
 
-constexpr unsigned kNobody = 65534;
-constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
 constexpr uint64_t kBytes = 6 * kMib + 3 * kPage;
 
 class AdoptedArenaProcess : public ::forebay::testing::DescriptorsAsBefore {};
@@ -81,19 +81,9 @@ Pair Receive(int socket) {
   return fds;
 }
 
-int WaitFor(pid_t child) {
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-}
-
 // What the first process does: makes the arena, writes it, hands its descriptors over, ends.
 int MakeAndEnd(int socket, const ArenaOptions& options, Ends ends) {
-  if (getuid() == 0 &&
-      (setresgid(kNobody, kNobody, kNobody) != 0 || setresuid(kNobody, kNobody, kNobody) != 0)) {
-    return 10;
-  }
+  if (!BecomeNobody()) return 10;
   auto arena = PinnedArena::Create(options);
   if (!arena.ok()) return 11;
   std::ranges::copy(Pattern(options.capacity_bytes, /*seed=*/1), (*arena)->bytes().begin());
@@ -173,20 +163,6 @@ class Client {
   pid_t child_ = -1;
 };
 
-// Runs `body` in a child that is nobody, as the process that made the arena was.
-int AsNobody(const std::function<int()>& body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(kDeadlineSeconds);
-    if (geteuid() == 0 &&
-        (setresgid(kNobody, kNobody, kNobody) != 0 || setresuid(kNobody, kNobody, kNobody) != 0)) {
-      _exit(100);
-    }
-    _exit(body());
-  }
-  return WaitFor(child);
-}
-
 TEST_F(AdoptedArenaProcess, HasEveryByteAndItsClientSeesWhatTheNextProcessWrites) {
   const ArenaOptions options = OptionsFor(kBytes, Access::kServed);
   for (const Ends ends : {Ends::kAfterTheArena, Ends::kKilled}) {
@@ -203,10 +179,7 @@ TEST_F(AdoptedArenaProcess, HasEveryByteAndItsClientSeesWhatTheNextProcessWrites
     if (next == 0) {
       _exit([&] {
         alarm(kDeadlineSeconds);
-        if (geteuid() == 0 && (setresgid(kNobody, kNobody, kNobody) != 0 ||
-                               setresuid(kNobody, kNobody, kNobody) != 0)) {
-          return 30;
-        }
+        if (!BecomeNobody()) return 30;
         auto arena = PinnedArena::Adopt(options, std::move(kept.fd));
         if (!arena.ok()) return 31;
         if (!std::ranges::equal((*arena)->bytes(), Pattern(kBytes, /*seed=*/1))) return 32;

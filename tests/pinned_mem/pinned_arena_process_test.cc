@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -19,37 +18,20 @@
 #include "pinned_mem/pinned_arena.h"
 #include "protocol/error.h"
 #include "tests/pinned_mem/arena_support.h"
+#include "tests/pinned_mem/nobody_process.h"
 
 namespace forebay::pinned_mem {
 namespace {
 
+using ::forebay::testing::AsNobody;
+using ::forebay::testing::kDeadlineSeconds;
 using ::forebay::testing::kMib;
 using ::forebay::testing::kPage;
 using ::forebay::testing::MakeArena;
 using ::forebay::testing::OptionsFor;
-
-constexpr unsigned kNobody = 65534;
-constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
+using ::forebay::testing::WaitFor;
 
 class PinnedArenaProcess : public ::forebay::testing::DescriptorsAsBefore {};
-
-// Runs `body` in a child that is nobody, and returns what it returns, or -signal.
-template <class Body>
-int AsNobody(Body body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(kDeadlineSeconds);
-    if (geteuid() == 0 &&
-        (setresgid(kNobody, kNobody, kNobody) != 0 || setresuid(kNobody, kNobody, kNobody) != 0)) {
-      _exit(100);
-    }
-    _exit(body());
-  }
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-}
 
 // 0 where the descriptor can be opened again for writing; the errno otherwise.
 int ReopenForWriting(int fd) {
@@ -134,10 +116,7 @@ class HeldChild {
   }
   ~HeldChild() {
     EXPECT_EQ(write(pipe_[1], "x", 1), 1);
-    int status = 0;
-    while (waitpid(child_, &status, 0) < 0 && errno == EINTR) {
-    }
-    EXPECT_EQ(status, 0);
+    EXPECT_EQ(WaitFor(child_), 0);
     close(pipe_[0]);
     close(pipe_[1]);
   }

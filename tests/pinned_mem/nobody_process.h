@@ -1,0 +1,39 @@
+// Children of a test that are another user than root.
+#pragma once
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace forebay::testing {
+
+inline constexpr unsigned kNobody = 65534;
+inline constexpr unsigned kDeadlineSeconds = 20;  // SIGALRM ends a child that hangs
+
+// Where the test runs as root. False: it could not.
+inline bool BecomeNobody() {
+  if (geteuid() != 0) return true;
+  return setresgid(kNobody, kNobody, kNobody) == 0 && setresuid(kNobody, kNobody, kNobody) == 0;
+}
+
+// The exit status of a child, or -signal.
+inline int WaitFor(pid_t child) {
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// Runs `body` in a child that is nobody, and returns what it returns, or -signal.
+template <class Body>
+int AsNobody(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(kDeadlineSeconds);
+    _exit(BecomeNobody() ? body() : 100);
+  }
+  return WaitFor(child);
+}
+
+}  // namespace forebay::testing
