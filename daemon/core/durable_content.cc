@@ -52,6 +52,14 @@ StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part
   return {.offset_bytes = begin, .bytes = std::min(slot_bytes, weights_bytes - begin)};
 }
 
+std::optional<DurableBytes> BytesOf(const BlockLedger::Version& version) {
+  if (!version.slot) return std::nullopt;
+  return DurableBytes{.slot = *version.slot,
+                      .checksum = version.checksum,
+                      .written_step = version.written_step,
+                      .weights_digests = version.weights_digests};
+}
+
 BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step) {
   const bool is_part = entry >= blocks;
   return {.job = job,

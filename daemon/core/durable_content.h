@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/core/block_ledger.h"
 #include "daemon/core/block_map.h"
 #include "daemon/core/durable_job.h"
 #include "daemon/core/events.h"
@@ -31,6 +32,9 @@ StatePart WeightsPart(uint64_t weights_bytes, uint64_t slot_bytes, uint32_t part
 BlockIdentity EntryIdentity(JobId job, uint32_t blocks, uint32_t entry, uint64_t written_step);
 // "block 3", "part 0 of the weights".
 std::string EntryName(uint32_t blocks, uint32_t entry);
+
+// What a ledger says of a version; nothing where it has no slot.
+std::optional<DurableBytes> BytesOf(const BlockLedger::Version& version);
 
 // Entries are the blocks of the job, and behind them the parts of its weights arena.
 class DurableContent {

@@ -123,20 +123,13 @@ absl::Status DurableSteps::OnKept(const TaskDone& done) {
 void DurableSteps::TryGather() {
   if (!in_progress() || is_gathered_ || is_abandoned_) return;
   if (is_keeping_ || !unsaved_.empty() || !saving_.empty()) return;
-  const auto bytes_of = [](const BlockLedger::Version& version) {
-    return DurableBytes{.slot = *version.slot,
-                        .checksum = version.checksum,
-                        .written_step = version.written_step,
-                        .weights_digests = version.weights_digests};
-  };
   const BlockLedger& ledger = pipeline_.ledger();
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     const std::optional<BlockLedger::Version>& version = ledger.next_durable(block);
-    const bool is_written = version && version->slot;
-    next_->blocks.push_back(is_written ? std::optional(bytes_of(*version)) : std::nullopt);
+    next_->blocks.push_back(version ? BytesOf(*version) : std::nullopt);
   }
   for (uint32_t part = 0; part < spec_.plan.weights_parts; ++part) {
-    next_->weights.push_back(bytes_of(*ledger.next_durable(pipeline_.map().blocks() + part)));
+    next_->weights.push_back(*BytesOf(*ledger.next_durable(pipeline_.map().blocks() + part)));
   }
   is_gathered_ = true;
 }

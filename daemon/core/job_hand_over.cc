@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include "daemon/core/block_ledger.h"
+#include "daemon/core/durable_content.h"
 #include "daemon/core/job.h"
 #include "protocol/os/check.h"
 
@@ -57,13 +59,7 @@ void Job::OnExtraStatesKept(const TaskDone& done) {
   job.extra_states = done.extra_states;
   const BlockLedger& ledger = pipeline_.ledger();
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
-    const BlockLedger::Version& current = ledger.current(block);
-    std::optional<DurableBytes>& bytes = job.blocks.emplace_back();
-    if (!current.slot) continue;
-    bytes = {.slot = *current.slot,
-             .checksum = current.checksum,
-             .written_step = current.written_step,
-             .weights_digests = current.weights_digests};
+    job.blocks.push_back(BytesOf(ledger.current(block)));
   }
   EndHandOver(std::move(job));
 }
