@@ -26,7 +26,7 @@ struct DurableBytes {
 };
 
 // Of a job that one daemon hands over to the next: its arenas stay as they are, and with them all that is not on
-// swap. Never part of a ledger on the disk.
+// swap. Never written to a disk.
 struct KeptMemory {
   // By block of BlockMap: its states are in the state arena; and the last step that has changed those.
   std::vector<bool> resident;

@@ -49,10 +49,7 @@ void NodeLedger::Make(const std::map<JobId, std::unique_ptr<Job>>& jobs, JobId l
   auto node = std::make_shared<DurableNode>();
   node->last_job = last_job;
   for (const auto& [name, job] : parked_) {
-    if (job->durability.level == protocol::DurabilityLevel::kMemory) continue;
-    auto on_disk = std::make_shared<DurableJob>(*job);
-    on_disk->kept.reset();
-    node->jobs.push_back(std::move(on_disk));
+    if (job->durability.level != protocol::DurabilityLevel::kMemory) node->jobs.push_back(job);
   }
   for (const auto& [id, job] : jobs) {
     if (auto of_job = job->ForLedger()) node->jobs.push_back(std::move(of_job));

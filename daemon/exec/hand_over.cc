@@ -50,7 +50,7 @@ std::string GradientsDescriptor(JobId job, uint32_t rank) {
 absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
                            DescriptorsByName& to) {
   ASSIGN_OR_RETURN(const std::vector<std::byte> ledger,
-                   EncodeLedger(node, nonce, /*place=*/{}, sequence));
+                   EncodeHandedOver(node, nonce, sequence));
   UniqueFd fd = protocol::MakeSealedMemfd("forebay-ledger", ledger);
   if (!fd.valid()) {
     return MakeError(ErrorId::kLimit, protocol::ErrnoText("a memfd for the ledger", errno));

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -120,7 +121,9 @@ void WriteKept(const KeptMemory& kept, schema::Kept::Builder to) {
   if (!kept.sum_slots.empty()) to.setSumSlotBytes(kept.sum_slots.front().size_bytes);
 }
 
-absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
+enum class Memory : uint8_t { kLeftOut, kWritten };
+
+absl::Status WriteJob(const DurableJob& job, Memory memory, schema::Job::Builder to) {
   to.setId(job.id);
   to.setName(job.name.c_str());
   to.setUid(job.uid);
@@ -142,7 +145,7 @@ absl::Status WriteJob(const DurableJob& job, schema::Job::Builder to) {
     auto states = to.initExtraStates(static_cast<unsigned>(job.extra_states->size()));
     for (unsigned i = 0; i < states.size(); ++i) states.set(i, DataOf((*job.extra_states)[i]));
   }
-  if (job.kept) WriteKept(*job.kept, to.initKept());
+  if (job.kept && memory == Memory::kWritten) WriteKept(*job.kept, to.initKept());
   return WriteBlocks(job, to);
 }
 
@@ -155,6 +158,37 @@ void WritePlace(const VolumePlace& place, schema::Ledger::Builder to) {
     paths[i].setInode(place.paths[i].inode);
     paths[i].setDisk({place.paths[i].disk.c_str(), place.paths[i].disk.size()});
   }
+}
+
+// `write_rest`: what is beside nonce and jobs.
+absl::StatusOr<std::vector<std::byte>> Encode(
+    const DurableNode& node, uint64_t nonce, Memory memory,
+    absl::FunctionRef<void(schema::Ledger::Builder)> write_rest) {
+  std::vector<std::byte> bytes;
+  absl::Status status;
+  const auto exception = kj::runCatchingExceptions([&] {
+    capnp::MallocMessageBuilder builder;
+    auto ledger = builder.initRoot<schema::Ledger>();
+    ledger.setVersion(kVersion);
+    ledger.setNonce(nonce);
+    ledger.setLastJob(node.last_job);
+    write_rest(ledger);
+    auto jobs = ledger.initJobs(static_cast<unsigned>(node.jobs.size()));
+    for (unsigned i = 0; i < jobs.size() && status.ok(); ++i) {
+      status = WriteJob(*node.jobs[i], memory, jobs[i]);
+    }
+    if (!status.ok()) return;
+    const kj::Array<capnp::word> words = capnp::messageToFlatArray(builder);
+    const auto* begin = reinterpret_cast<const std::byte*>(words.asBytes().begin());
+    bytes.assign(begin, begin + words.asBytes().size());
+  });
+  KJ_IF_MAYBE (e, exception) {
+    return MakeError(ErrorId::kLimit,
+                     absl::StrCat("the ledger cannot be encoded: ", e->getDescription().cStr()),
+                     "delete jobs that are not needed any more");
+  }
+  RETURN_IF_ERROR(status);
+  return bytes;
 }
 
 // ------------------------------------------------------------------------------------------ decoding
@@ -496,34 +530,17 @@ absl::StatusOr<DecodedLedger> Read(schema::Ledger::Reader ledger) {
 }  // namespace
 
 absl::StatusOr<std::vector<std::byte>> EncodeLedger(const DurableNode& node, uint64_t nonce,
-                                                    const VolumePlace& place, uint64_t sequence) {
-  std::vector<std::byte> bytes;
-  absl::Status status;
-  const auto exception = kj::runCatchingExceptions([&] {
-    capnp::MallocMessageBuilder builder;
-    auto ledger = builder.initRoot<schema::Ledger>();
-    ledger.setVersion(kVersion);
-    ledger.setNonce(nonce);
-    ledger.setLastJob(node.last_job);
+                                                    const VolumePlace& place) {
+  return Encode(node, nonce, Memory::kLeftOut,
+                [&](schema::Ledger::Builder ledger) { WritePlace(place, ledger); });
+}
+
+absl::StatusOr<std::vector<std::byte>> EncodeHandedOver(const DurableNode& node, uint64_t nonce,
+                                                        uint64_t sequence) {
+  return Encode(node, nonce, Memory::kWritten, [&](schema::Ledger::Builder ledger) {
     ledger.setLastLease(node.last_lease);
     ledger.setSequence(sequence);
-    WritePlace(place, ledger);
-    auto jobs = ledger.initJobs(static_cast<unsigned>(node.jobs.size()));
-    for (unsigned i = 0; i < jobs.size() && status.ok(); ++i) {
-      status = WriteJob(*node.jobs[i], jobs[i]);
-    }
-    if (!status.ok()) return;
-    const kj::Array<capnp::word> words = capnp::messageToFlatArray(builder);
-    const auto* begin = reinterpret_cast<const std::byte*>(words.asBytes().begin());
-    bytes.assign(begin, begin + words.asBytes().size());
   });
-  KJ_IF_MAYBE (e, exception) {
-    return MakeError(ErrorId::kLimit,
-                     absl::StrCat("the ledger cannot be encoded: ", e->getDescription().cStr()),
-                     "delete jobs that are not needed any more");
-  }
-  RETURN_IF_ERROR(status);
-  return bytes;
 }
 
 absl::StatusOr<DecodedLedger> DecodeLedger(std::span<const std::byte> bytes) {

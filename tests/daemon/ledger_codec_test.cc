@@ -146,7 +146,7 @@ DurableNode MakeHandedOverNode() {
 
 TEST(LedgerCodec, WhatIsHandedOverComesBack) {
   const DurableNode node = MakeHandedOverNode();
-  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeLedger(node, kNonce, {}, 43));
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, EncodeHandedOver(node, kNonce, 43));
   ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(bytes));
   EXPECT_EQ(decoded.sequence, 43U);
   EXPECT_EQ(decoded.node.last_lease, 41U);
@@ -173,10 +173,21 @@ TEST(LedgerCodec, WrongValuesOfWhatIsHandedOverAreNamed) {
     DurableJob job = *node.jobs[0];
     make(job);
     node.jobs[0] = std::make_shared<const DurableJob>(std::move(job));
-    const auto decoded = DecodeLedger(Encode(node));
+    ASSERT_OK_AND_ASSIGN(const auto bytes, EncodeHandedOver(node, kNonce, 43));
+    const auto decoded = DecodeLedger(bytes);
     EXPECT_THAT(decoded, HasError(ErrorId::kCorrupt)) << why;
     EXPECT_THAT(std::string(decoded.status().message()), HasSubstr(why));
   }
+}
+
+TEST(LedgerCodec, AVolumeHasNothingOfWhatIsInMemoryAlone) {
+  DurableNode node = MakeHandedOverNode();
+  node.jobs.erase(node.jobs.begin());  // is in memory alone
+  ASSERT_OK_AND_ASSIGN(const DecodedLedger decoded, DecodeLedger(Encode(node)));
+  EXPECT_EQ(decoded.sequence, 0U);
+  EXPECT_EQ(decoded.node.last_lease, 0U);
+  ExpectEqual(decoded.node, node);
+  for (const auto& job : decoded.node.jobs) EXPECT_FALSE(job->kept);
 }
 
 // ------------------------------------------------------------------------------------- wrong values

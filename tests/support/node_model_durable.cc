@@ -131,9 +131,15 @@ void NodeModel::Apply(const CommitLedger& a, TaskDone&) {
   SetDurable(*a.node);
 }
 
+// As EncodeLedger() writes it.
 void NodeModel::SetDurable(const DurableNode& node) {
   const std::vector<nvme::Slot> named = SlotsOf(node);
-  durable_ = node;
+  durable_ = {.last_job = node.last_job, .jobs = {}};
+  for (const auto& job : node.jobs) {
+    DurableJob on_disk = *job;
+    on_disk.kept.reset();
+    durable_.jobs.push_back(std::make_shared<const DurableJob>(std::move(on_disk)));
+  }
   durable_slots_before_ = std::move(durable_slots_);
   durable_slots_ = {named.begin(), named.end()};
   if (durable_slots_.size() != named.size()) Fault("a ledger names a slot twice");
