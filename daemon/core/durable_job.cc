@@ -17,11 +17,15 @@ std::vector<nvme::Slot> DurableJob::Slots() const {
   return slots;
 }
 
-std::vector<nvme::Slot> DurableJob::AllSlots() const {
+std::vector<nvme::Slot> DurableJob::BlockSlots() const {
   std::vector<nvme::Slot> slots = Slots();
-  if (!kept) return slots;
-  slots.insert(slots.end(), kept->spare_slots.begin(), kept->spare_slots.end());
-  slots.insert(slots.end(), kept->sum_slots.begin(), kept->sum_slots.end());
+  if (kept) slots.insert(slots.end(), kept->spare_slots.begin(), kept->spare_slots.end());
+  return slots;
+}
+
+std::vector<nvme::Slot> DurableJob::AllSlots() const {
+  std::vector<nvme::Slot> slots = BlockSlots();
+  if (kept) slots.insert(slots.end(), kept->sum_slots.begin(), kept->sum_slots.end());
   return slots;
 }
 

@@ -75,11 +75,18 @@ struct DurableJob {
   // Those that it names.
   std::vector<nvme::Slot> Slots() const;
   uint64_t slots() const;
-  // Those that are the job's: of one that is handed over the spare ones too.
+  // These and spare ones: all that are the job's for blocks and parts of the weights.
+  std::vector<nvme::Slot> BlockSlots() const;
+  // These and those for pages of gradient sums: all that are the job's.
   std::vector<nvme::Slot> AllSlots() const;
   // Takes them out of a list.
   void RemoveOwn(std::vector<nvme::Slot>& slots) const;
 };
+
+// Null: of no job, or of one that comes back from its disk.
+inline const KeptMemory* KeptOf(const DurableJob* job) {
+  return job != nullptr && job->kept ? &*job->kept : nullptr;
+}
 
 // What a ledger says of a job, in numbers.
 struct LedgerCounts {

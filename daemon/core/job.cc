@@ -50,7 +50,7 @@ void Job::Begin() {
   ++making_tasks_;
   io_.Start(TaskKind::kJobMemory, 0,
             CreateJobMemory{
-                .is_kept = spec_.recovered != nullptr && spec_.recovered->kept,
+                .is_kept = KeptOf(spec_.recovered.get()) != nullptr,
                 .keeps_gradients = spec_.keeps_gradients,
                 .weights_bytes = spec_.plan.weights_bytes,
                 .state_bytes = spec_.plan.placement.arena_bytes(),

@@ -428,9 +428,7 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
                                   " of swap; free are ", Bytes(swap.free_bytes())),
                      kSwapHint);
   }
-  const uint64_t spare_slots =
-      recovered != nullptr && recovered->kept ? recovered->kept->spare_slots.size() : 0;
-  const uint64_t own_slots = recovered == nullptr ? 0 : recovered->slots() + spare_slots;
+  const uint64_t own_slots = recovered == nullptr ? 0 : recovered->BlockSlots().size();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
   if (plan.has_durable_steps() && own_slots + free_slots < plan.swap_slots) {
     return DurableSlotsError(plan, own_slots + free_slots, swap.free_bytes());
@@ -466,8 +464,9 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
 }  // namespace
 
 bool HasOwnSumSlots(const MemoryPlan& plan, const DurableJob* recovered) {
-  if (recovered == nullptr || !recovered->kept) return false;
-  const std::vector<nvme::Slot>& slots = recovered->kept->sum_slots;
+  const KeptMemory* const kept = KeptOf(recovered);
+  if (kept == nullptr) return false;
+  const std::vector<nvme::Slot>& slots = kept->sum_slots;
   return slots.size() == plan.sum_slots && std::ranges::all_of(slots, [&](const nvme::Slot& slot) {
            return slot.size_bytes == plan.sum_page_bytes;
          });
@@ -618,8 +617,7 @@ absl::Status CheckSessionRequest(const Layout& layout, const SessionRequest& req
 absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use) {
   MemoryPlan plan;
-  const KeptMemory* const kept =
-      use.recovered != nullptr && use.recovered->kept ? &*use.recovered->kept : nullptr;
+  const KeptMemory* const kept = KeptOf(use.recovered);
   RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
   const bool has_swap = options.swap.capacity_bytes() > 0;
   const uint64_t others = TakenBytes(options, use) + plan.fixed_bytes - plan.weights_bytes;

@@ -91,9 +91,10 @@ struct NodeState::Impl {
   uint64_t Bytes(uint64_t (Job::*of_job)() const) const;
   // Neither taken nor granted.
   uint64_t FreeBytes() const;
-  NodeUse Use() const;
-  // Of all jobs of the owner but `other_than`, which may be null.
-  OwnerUse UseOf(uint32_t uid, const Job* other_than) const;
+  // Of all jobs but `returning`, which is parked and about to be made.
+  NodeUse Use(const DurableJob* returning = nullptr) const;
+  // The same, of the owner's jobs but `other_than`. Both may be null.
+  OwnerUse UseOf(uint32_t uid, const Job* other_than, const DurableJob* returning = nullptr) const;
   // What the job may take beyond what it was granted; of this, what is free.
   uint64_t LeftFor(const Job& job) const;
   uint64_t FreeBytesFor(const Job& job) const { return std::min(FreeBytes(), LeftFor(job)); }

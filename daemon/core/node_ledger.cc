@@ -33,9 +33,11 @@ uint64_t NodeLedger::retired_bytes() const {
   return bytes;
 }
 
-uint64_t NodeLedger::kept_bytes() const {
+uint64_t NodeLedger::kept_bytes(const DurableJob* other_than) const {
   uint64_t bytes = 0;
-  for (const auto& [name, job] : parked_) bytes += job->kept ? job->kept->dram_bytes : 0;
+  for (const auto& [name, job] : parked_) {
+    if (job->kept && job.get() != other_than) bytes += job->kept->dram_bytes;
+  }
   return bytes;
 }
 

@@ -36,8 +36,8 @@ class NodeLedger {
   // without the job are durable.
   void Retire(std::vector<nvme::Slot> slots);
   uint64_t retired_bytes() const;
-  // DRAM that jobs which nobody has attached to hold: of those that were handed over.
-  uint64_t kept_bytes() const;
+  // DRAM that jobs which nobody has attached to hold: of those that were handed over, but `other_than`.
+  uint64_t kept_bytes(const DurableJob* other_than = nullptr) const;
 
   // Before the daemon ends, one more ledger is made, whatever waits for it.
   enum class Last : uint8_t { kNone, kWanted, kMaking, kMade };

@@ -151,28 +151,20 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
   const std::shared_ptr<const DurableJob> recovered = ledger.FindParked(name);
   SessionRequest session = SessionRequestOf(request);
   session.durability = request.durability.value_or(options.durability);
-  const bool goes_on = request.reattach && recovered != nullptr && recovered->kept;
-  if (goes_on) session = recovered->kept->session;
+  const KeptMemory* const kept = KeptOf(recovered.get());
+  const bool goes_on = request.reattach && kept != nullptr;
+  if (goes_on) session = kept->session;
   if (recovered != nullptr) {
     session.durability = recovered->durability;
-    for (const std::vector<std::byte>& kept : *recovered->extra_states) {
-      session.extra_state_bytes = std::max<uint64_t>(session.extra_state_bytes, kept.size());
+    for (const std::vector<std::byte>& of_rank : *recovered->extra_states) {
+      session.extra_state_bytes = std::max<uint64_t>(session.extra_state_bytes, of_rank.size());
     }
   }
   if (session.durability.level != protocol::DurabilityLevel::kMemory) {
     RETURN_IF_ERROR(options.not_durable);
   }
-  OwnerUse of_owner = UseOf(request.uid, nullptr);
-  if (recovered != nullptr && recovered->kept) {
-    of_owner.dram_bytes -= recovered->kept->dram_bytes;
-    of_owner.swap_bytes -= ViewOf(*recovered).swap_bytes;
-  }
-  const GrantPolicy policy(options, of_owner);
-  NodeUse of_node = Use();
-  of_node.recovered = recovered.get();
-  const uint64_t kept_bytes =
-      recovered != nullptr && recovered->kept ? recovered->kept->dram_bytes : 0;
-  of_node.jobs_dram_bytes -= kept_bytes;
+  const GrantPolicy policy(options, UseOf(request.uid, nullptr, recovered.get()));
+  const NodeUse of_node = Use(recovered.get());
   ASSIGN_OR_RETURN(MemoryPlan plan, policy.Plan(*request.layout, session, of_node));
   RETURN_IF_ERROR(CheckLedger(plan, recovered.get()));
   nvme::SlotMap left = swap;
@@ -183,22 +175,17 @@ absl::StatusOr<Job*> NodeState::Impl::MakeJob(const AttachRequested& request, Jo
     FOREBAY_CHECK(slots.has_value());
     return *std::move(slots);
   };
-  std::vector<nvme::Slot> own;
-  std::vector<nvme::Slot> sum_slots;
-  if (recovered != nullptr) own = recovered->Slots();
-  if (kept_bytes > 0) {
-    const std::vector<nvme::Slot>& spare = recovered->kept->spare_slots;
-    own.insert(own.end(), spare.begin(), spare.end());
-  }
   const bool has_own_sums = HasOwnSumSlots(plan, recovered.get());
-  sum_slots =
-      has_own_sums ? recovered->kept->sum_slots : allocate(plan.sum_slots, plan.sum_page_bytes);
+  std::vector<nvme::Slot> sum_slots =
+      has_own_sums ? kept->sum_slots : allocate(plan.sum_slots, plan.sum_page_bytes);
+  std::vector<nvme::Slot> own;
+  if (recovered != nullptr) own = recovered->BlockSlots();
   const auto missing =
       static_cast<uint32_t>(plan.swap_slots - std::min<uint64_t>(plan.swap_slots, own.size()));
   std::vector<nvme::Slot> slots = allocate(missing, plan.block_bytes);
   RETURN_IF_ERROR(MakeRoom(plan, left, of_node));
   if (!has_own_sums) {
-    if (kept_bytes > 0) swap.Free(recovered->kept->sum_slots);
+    if (kept != nullptr) swap.Free(kept->sum_slots);
     for (const nvme::Slot& slot : sum_slots) FOREBAY_CHECK(swap.Reserve(slot));
   }
   for (const nvme::Slot& slot : slots) FOREBAY_CHECK(swap.Reserve(slot));
@@ -316,10 +303,10 @@ Job* NodeState::Impl::On(const DeleteJobRequested& request) {
 }
 
 void NodeState::Impl::DeleteParked(const JobName& name, const DurableJob& job) {
-  if (job.kept) {
-    swap.Free(job.kept->spare_slots);
-    swap.Free(job.kept->sum_slots);
-    freed_weights_bytes.emplace(job.id, job.kept->weights_bytes);
+  if (const KeptMemory* const kept = KeptOf(&job)) {
+    swap.Free(kept->spare_slots);
+    swap.Free(kept->sum_slots);
+    freed_weights_bytes.emplace(job.id, kept->weights_bytes);
     actions.Emit(FreeJob{.job = job.id});
   }
   if (job.durability.level == protocol::DurabilityLevel::kMemory) {
@@ -555,7 +542,7 @@ void NodeState::Impl::Sweep(Job& job) {
   if (of_ledger != nullptr) of_ledger->RemoveOwn(sum_slots);
   swap.Free(sum_slots);
   const JobId id = job.id();
-  const bool keeps_arenas = of_ledger != nullptr && of_ledger->kept;
+  const bool keeps_arenas = KeptOf(of_ledger.get()) != nullptr;
   freed_weights_bytes.emplace(id, job.has_begun() && !keeps_arenas ? job.plan().weights_bytes : 0);
   std::erase(waiting, id);
   names.erase({.uid = job.uid(), .name = job.name()});
@@ -591,18 +578,19 @@ absl::Status NodeState::Impl::CheckReaderFits(const AttachRequested& request,
                    " bytes, or ask for a smaller arena"));
 }
 
-NodeUse NodeState::Impl::Use() const {
-  NodeUse use{.swap = &swap};
+NodeUse NodeState::Impl::Use(const DurableJob* returning) const {
+  NodeUse use{.swap = &swap, .recovered = returning};
   for (const auto& [id, job] : jobs) {
     use.jobs_dram_bytes += job->granted_bytes();
     use.movable_bytes += job->movable_bytes();
   }
-  use.jobs_dram_bytes += ledger.kept_bytes();
+  use.jobs_dram_bytes += ledger.kept_bytes(returning);
   for (const auto& [id, bytes] : freed_weights_bytes) use.deleted_weights_bytes += bytes;
   return use;
 }
 
-OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than) const {
+OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than,
+                                const DurableJob* returning) const {
   OwnerUse use{.uid = uid};
   for (const auto& [id, job] : jobs) {
     if (job->uid() != uid || job.get() == other_than) continue;
@@ -610,7 +598,7 @@ OwnerUse NodeState::Impl::UseOf(uint32_t uid, const Job* other_than) const {
     use.swap_bytes += job->swap_bytes();
   }
   for (const auto& [name, job] : ledger.parked()) {
-    if (job->uid != uid || !job->kept) continue;
+    if (job->uid != uid || job.get() == returning || !job->kept) continue;
     use.dram_bytes += job->kept->dram_bytes;
     use.swap_bytes += ViewOf(*job).swap_bytes;
   }
