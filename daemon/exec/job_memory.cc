@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -79,62 +80,57 @@ void JobMemoryTable::Create(const CreateJobMemory& action, JobName name,
   job.is_making = true;
   job.making_bytes = action.step_bytes + (action.is_kept ? 0 : action.weights_bytes);
   job.next_log_ns = MonotonicNs() + kMakingLogNs;
-  std::vector<pinned_mem::ArenaOptions> to_make;
+  // Weights, states, step; without options: it is there.
+  std::array<std::optional<pinned_mem::ArenaOptions>, 3> to_make;
   if (!action.is_kept) {
-    to_make.push_back(WeightsOptions(policy_, job.name, action.weights_bytes));
-    to_make.push_back(
-        StateOptions(policy_, job.name, action.state_bytes, action.block_bytes, action.resident));
+    to_make[0] = WeightsOptions(policy_, job.name, action.weights_bytes);
+    to_make[1] =
+        StateOptions(policy_, job.name, action.state_bytes, action.block_bytes, action.resident);
     for (const StatePart& part : action.resident) job.making_bytes += part.bytes;
   }
   const pinned_mem::ArenaOptions step =
       StepOptions(policy_, job.name, action.step_bytes,
                   std::max(action.step_bytes, action.step_capacity_bytes));
-  if (HasStepArena(job, step)) {
-    runner_.Post(PoolId::kSetup, [this, action]() -> TaskRunner::Then {
-      return [this, action] {
-        at(action.job).is_making = false;
-        raise_(TaskDone{.task = action.task, .status = absl::OkStatus()});
-      };
-    });
-    return;
+  ArenaRegistry::Arena old_step;
+  if (!HasStepArena(job, step)) {
+    to_make[2] = step;
+    old_step = std::exchange(job.step, nullptr);
   }
-  to_make.push_back(step);
   runner_.Post(PoolId::kSetup,
                [this, action, made_bytes = job.made_bytes, all = std::move(to_make),
-                old_step = std::exchange(job.step, nullptr)]() mutable -> TaskRunner::Then {
+                old_step = std::move(old_step)]() mutable -> TaskRunner::Then {
                  old_step = nullptr;  // there is not room for both
-                 std::vector<ArenaRegistry::Arena> arenas(all.size());
+                 std::array<ArenaRegistry::Arena, 3> arenas;
                  absl::Status status;
                  for (size_t i = 0; i < all.size() && status.ok(); ++i) {
-                   if (all[i].capacity_bytes == 0) continue;
-                   pinned_mem::ArenaOptions options = all[i];
-                   options.populated_bytes = made_bytes;
-                   auto arena = pinned_mem::PinnedArena::Create(options);
+                   if (!all[i] || all[i]->capacity_bytes == 0) continue;
+                   all[i]->populated_bytes = made_bytes;
+                   auto arena = pinned_mem::PinnedArena::Create(*all[i]);
                    if (arena.ok()) arenas[i] = *std::move(arena);
                    status = arena.status();
                  }
                  return [this, action, status, arenas = std::move(arenas)]() mutable {
-                   at(action.job).is_making = false;
-                   if (status.ok()) Take(action.job, std::move(arenas));
+                   JobMemory& made = at(action.job);
+                   made.is_making = false;
+                   auto& [weights, state, of_step] = arenas;
+                   if (status.ok()) {
+                     SetArenas(made, std::move(weights), std::move(state), std::move(of_step));
+                   }
                    raise_(TaskDone{.task = action.task, .status = status});
                  };
                });
 }
 
-// The step arena, behind the weights and the states where those were made too.
-void JobMemoryTable::Take(JobId id, std::vector<ArenaRegistry::Arena> made) {
-  JobMemory& job = at(id);
-  job.step = std::move(made.back());
-  if (job.step) registry_.Register({.kind = ArenaKind::kStep, .job = job.name}, job.step);
-  if (made.size() > 1) SetArenas(job, std::move(made[0]), std::move(made[1]));
-}
-
 void JobMemoryTable::SetArenas(JobMemory& job, ArenaRegistry::Arena weights,
-                               ArenaRegistry::Arena state) {
-  job.weights = std::move(weights);
-  job.state = std::move(state);
-  registry_.Register({.kind = ArenaKind::kWeights, .job = job.name}, job.weights);
-  if (job.state) registry_.Register({.kind = ArenaKind::kState, .job = job.name}, job.state);
+                               ArenaRegistry::Arena state, ArenaRegistry::Arena step) {
+  const auto set = [&](ArenaKind kind, ArenaRegistry::Arena made, ArenaRegistry::Arena& to) {
+    if (made == nullptr) return;
+    registry_.Register({.kind = kind, .job = job.name}, made);
+    to = std::move(made);
+  };
+  set(ArenaKind::kWeights, std::move(weights), job.weights);
+  set(ArenaKind::kState, std::move(state), job.state);
+  set(ArenaKind::kStep, std::move(step), job.step);
 }
 
 void JobMemoryTable::Adopt(AdoptedArenas arenas) {
@@ -142,9 +138,7 @@ void JobMemoryTable::Adopt(AdoptedArenas arenas) {
   job.name = std::move(arenas.name);
   job.layout = std::move(arenas.layout);
   job.is_making = false;
-  SetArenas(job, std::move(arenas.weights), std::move(arenas.state));
-  job.step = std::move(arenas.step);
-  if (job.step) registry_.Register({.kind = ArenaKind::kStep, .job = job.name}, job.step);
+  SetArenas(job, std::move(arenas.weights), std::move(arenas.state), std::move(arenas.step));
 }
 
 void JobMemoryTable::Replace(const ReplaceStepArena& action) {
@@ -176,12 +170,8 @@ void JobMemoryTable::Replace(const ReplaceStepArena& action) {
                  return [this, action, status = made.status(), arena = std::move(arena),
                          saved = std::move(saved)]() mutable {
                    JobMemory& replaced = at(action.job);
-                   replaced.step = std::move(arena);
+                   SetArenas(replaced, nullptr, nullptr, std::move(arena));
                    replaced.extra_state = std::move(saved);
-                   if (replaced.step) {
-                     registry_.Register({.kind = ArenaKind::kStep, .job = replaced.name},
-                                        replaced.step);
-                   }
                    raise_(TaskDone{.task = action.task, .status = status});
                  };
                });

@@ -98,8 +98,9 @@ class JobMemoryTable {
     bool trying = false;
   };
 
-  void Take(JobId id, std::vector<ArenaRegistry::Arena> made);
-  void SetArenas(JobMemory& job, ArenaRegistry::Arena weights, ArenaRegistry::Arena state);
+  // Those that are not null take the places of the job's.
+  void SetArenas(JobMemory& job, ArenaRegistry::Arena weights, ArenaRegistry::Arena state,
+                 ArenaRegistry::Arena step);
   // Frees them on a worker if nobody uses them; `rest` is destroyed there.
   void TryFreeWeights(JobId id, JobMemory rest);
 
