@@ -18,8 +18,8 @@
 
 namespace forebay::daemon {
 
-// Weights, states and step arena of a job; gradient arena and extra state of a session; and what says
-// what they are. FileDescriptorStoreMax= of the unit is this sum.
+// Weights, states and step arena of a job; the gradient arena of a session, and of one of the daemon before that has
+// not come back; the ledger, and room. FileDescriptorStoreMax= of the unit is this sum.
 inline constexpr uint32_t kStoredFdsPerJob = 3;
 inline constexpr uint32_t kStoredFdsPerSession = 2;
 inline constexpr uint32_t kStoredFdsOfNode = 16;
