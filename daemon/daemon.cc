@@ -50,6 +50,7 @@ using protocol::MakeError;
 constexpr std::chrono::seconds kProbeLimit(8);
 // Of the last ledger of a daemon that hands its jobs over.
 constexpr std::chrono::seconds kLastLedgerLimit(5);
+
 // Raises soft limits to the hard ones, which are the service manager's to set. Returns how many
 // descriptors the daemon may have.
 uint64_t RaiseLimits() {
@@ -219,100 +220,6 @@ void AbandonSwap(std::unique_ptr<SwapSpace> swap, std::unique_ptr<nvme::IoEngine
   abandoned->push_back({.swap = std::move(swap), .engine = std::move(engine)});
 }
 
-// Of what cannot be read, nothing is taken over.
-DecodedLedger LedgerOf(const DescriptorsByName& left) {
-  absl::StatusOr<DecodedLedger> ledger = ReadHandedOver(left);
-  if (ledger.ok()) return *std::move(ledger);
-  spdlog::error("what the daemon before has left is not used: {}",
-                protocol::FormatError(ledger.status()));
-  return {};
-}
-
-// Of the jobs of the disk: one with this name, or with this number.
-std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job) {
-  for (const auto& other : node.jobs) {
-    if (other->uid == job.uid && other->name == job.name) return other;
-  }
-  return nullptr;
-}
-bool HasNumber(const DurableNode& node, JobId id) {
-  return std::ranges::any_of(node.jobs, [id](const auto& job) { return job->id == id; });
-}
-
-absl::Status CheckHandedOver(const DurableJob& job, const SwapSpace* swap, bool is_same_volume,
-                             const DurableNode& on_disk) {
-  if (!is_same_volume && !job.AllSlots().empty()) {
-    return MakeError(ErrorId::kConfig,
-                     swap == nullptr
-                         ? "a part of it is on swap, and this daemon has none"
-                         : "a part of it is on swap, and this is another volume, or it was "
-                           "used since",
-                     "restart the daemon with the swap.paths that it had");
-  }
-  const auto named = FindNamed(on_disk, job);
-  if (named == nullptr || (is_same_volume && named->id == job.id)) return absl::OkStatus();
-  return MakeError(ErrorId::kConfig,
-                   absl::StrCat("swap has another job of this name, at step ", named->step),
-                   "restart the daemon with the swap.paths that it had");
-}
-
-// Slots that no ledger on the disk names become the job's, where they are free.
-bool Reserve(const DurableJob& job, const DurableNode& on_disk, nvme::SlotMap& swap) {
-  std::vector<nvme::Slot> slots = job.AllSlots();
-  if (const auto named = FindNamed(on_disk, job)) named->RemoveOwn(slots);
-  nvme::SlotMap left = swap;
-  for (const nvme::Slot& slot : slots) {
-    if (!left.Reserve(slot)) return false;
-  }
-  swap = std::move(left);
-  return true;
-}
-
-// Adds the job to those of `node`, in the place of what its disk says of it. Where another job has its number, which
-// then is of another volume and names no slot, it gets a new one.
-absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
-                                       const ArenaPolicy& arenas, DescriptorsByName& left,
-                                       NodeOptions& node) {
-  ASSIGN_OR_RETURN(AdoptedArenas adopted, AdoptArenas(*job, arenas, left));
-  DurableNode& recovered = node.recovered;
-  if (!Reserve(*job, recovered, node.swap)) {
-    return MakeError(ErrorId::kCorrupt, "its swap slots are in use");
-  }
-  if (const auto named = FindNamed(recovered, *job)) std::erase(recovered.jobs, named);
-  if (HasNumber(recovered, job->id)) {
-    DurableJob renumbered = *job;
-    adopted.id = renumbered.id = ++recovered.last_job;
-    job = std::make_shared<const DurableJob>(std::move(renumbered));
-  }
-  recovered.jobs.push_back(std::move(job));
-  return adopted;
-}
-
-std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
-                                     const ArenaPolicy& arenas, DescriptorsByName& left,
-                                     NodeOptions& node) {
-  const bool is_same_volume =
-      swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
-  node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);
-  node.recovered.last_lease = ledger.node.last_lease;
-  std::vector<AdoptedArenas> adopted;
-  for (const auto& job : ledger.node.jobs) {
-    absl::Status status = CheckHandedOver(*job, swap, is_same_volume, node.recovered);
-    if (status.ok()) {
-      absl::StatusOr<AdoptedArenas> taken = AdoptJob(job, arenas, left, node);
-      status = taken.status();
-      if (taken.ok()) adopted.push_back(*std::move(taken));
-    }
-    if (status.ok()) {
-      spdlog::info("job {} goes on at step {}", job->name, job->step);
-    } else {
-      spdlog::error("job {} does not go on from the memory that the daemon before has left: {}",
-                    job->name, protocol::FormatError(status));
-    }
-  }
-  return adopted;
-}
-
 }  // namespace
 
 // Numbers of the newest probe that MadeProgress() sent and that each thread took.
@@ -344,7 +251,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
                                                       Forget forget) {
   ASSIGN_OR_RETURN(Prepared prepared, Prepare(config));
   ExecutorOptions& options = prepared.executor;
-  const DecodedLedger handed_over = LedgerOf(left);
+  const DecodedLedger handed_over = ReadHandedOver(left);
   auto state = std::make_unique<State>();
   state->config = config;
   state->config.dram_limit_bytes = options.state.dram_limit_bytes;

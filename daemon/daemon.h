@@ -65,7 +65,6 @@ class Daemon {
   // finds them, and their ranks hear that they are to attach again. A job in the middle of a step, which goes on, is waited for
   // up to `limit`; after it, it ends with the daemon, as all do where `keep` fails. `on_wait` is called about once a
   // second meanwhile; where it returns false, nothing is waited for. Of the thread of Start().
-  using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
   absl::Status HandOver(KeepDescriptors keep, std::chrono::seconds limit,
                         absl::AnyInvocable<bool()> on_wait);
 

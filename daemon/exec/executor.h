@@ -93,7 +93,6 @@ class Executor {
   void CancelScrub(uint64_t number) { scrub_.Cancel(number); }
   // The jobs come to rest, for the next daemon to go on with them. `keep` gets the descriptors that it finds them by,
   // then, if it has kept them, clients hear that they are to attach again; `done` gets the outcome. Once.
-  using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
   void HandOver(KeepDescriptors keep, absl::AnyInvocable<void(const absl::Status&)> done);
   // Jobs that are in the middle of a step are waited for no longer.
   void HandOverDue();

@@ -26,8 +26,8 @@ void Executor::Adopt(std::vector<AdoptedArenas> all) {
   for (AdoptedArenas& job : all) {
     own(job.state);
     own(job.step);
-    for (const auto& [rank, arena] : job.gradients) own(arena);
     for (auto& [rank, arena] : job.gradients) {
+      own(arena);
       registry_.Register({ArenaKind::kGrad, job.name, static_cast<int32_t>(rank)}, arena);
       kept_gradients_.emplace(std::pair(job.id, rank), std::move(arena));
     }

@@ -2,7 +2,8 @@
 
 #include <sys/stat.h>
 
-#include <span>
+#include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -10,12 +11,22 @@
 #include "daemon/core/block_map.h"
 #include "daemon/core/placement.h"
 #include "daemon/exec/session_io.h"
+#include "daemon/exec/swap_space.h"
+#include "nvme/slot_map.h"
 #include "protocol/error.h"
 #include "protocol/os/memfd.h"
 #include "protocol/os/status_macros.h"
-#include "protocol/units.h"
+#include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
+
+std::string WeightsDescriptor(JobId job) { return absl::StrCat("weights.", job); }
+std::string StatesDescriptor(JobId job) { return absl::StrCat("states.", job); }
+std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
+std::string GradientsDescriptor(JobId job, uint32_t rank) {
+  return absl::StrCat("gradients.", job, ".", rank);
+}
+
 namespace {
 
 using protocol::ErrorId;
@@ -38,28 +49,7 @@ absl::StatusOr<uint64_t> SizeOf(const UniqueFd& fd) {
   return MakeError(ErrorId::kInternal, protocol::ErrnoText("fstat of an arena", errno));
 }
 
-}  // namespace
-
-std::string WeightsDescriptor(JobId job) { return absl::StrCat("weights.", job); }
-std::string StatesDescriptor(JobId job) { return absl::StrCat("states.", job); }
-std::string StepDescriptor(JobId job) { return absl::StrCat("step.", job); }
-std::string GradientsDescriptor(JobId job, uint32_t rank) {
-  return absl::StrCat("gradients.", job, ".", rank);
-}
-
-absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
-                           DescriptorsByName& to) {
-  ASSIGN_OR_RETURN(const std::vector<std::byte> ledger,
-                   EncodeHandedOver(node, nonce, sequence));
-  UniqueFd fd = protocol::MakeSealedMemfd("forebay-ledger", ledger);
-  if (!fd.valid()) {
-    return MakeError(ErrorId::kLimit, protocol::ErrnoText("a memfd for the ledger", errno));
-  }
-  to.emplace(kLedger, std::move(fd));
-  return absl::OkStatus();
-}
-
-absl::StatusOr<DecodedLedger> ReadHandedOver(const DescriptorsByName& from) {
+absl::StatusOr<DecodedLedger> ReadLedger(const DescriptorsByName& from) {
   const auto found = from.find(kLedger);
   if (found == from.end()) return DecodedLedger{};
   ASSIGN_OR_RETURN(const uint64_t size, SizeOf(found->second));
@@ -110,6 +100,111 @@ absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPoli
     ASSIGN_OR_RETURN(adopted.gradients[rank],
                      adopt(GradientOptions(policy, job.name, static_cast<int32_t>(rank), size),
                            std::move(node.mapped())));
+  }
+  return adopted;
+}
+
+// Of the jobs of the disk.
+std::shared_ptr<const DurableJob> FindNamed(const DurableNode& node, const DurableJob& job) {
+  for (const auto& other : node.jobs) {
+    if (other->uid == job.uid && other->name == job.name) return other;
+  }
+  return nullptr;
+}
+
+bool HasNumber(const DurableNode& node, JobId id) {
+  return std::ranges::any_of(node.jobs, [id](const auto& job) { return job->id == id; });
+}
+
+absl::Status CheckHandedOver(const DurableJob& job, const SwapSpace* swap, bool is_same_volume,
+                             const DurableNode& on_disk) {
+  if (!is_same_volume && !job.AllSlots().empty()) {
+    return MakeError(ErrorId::kConfig,
+                     swap == nullptr
+                         ? "a part of it is on swap, and this daemon has none"
+                         : "a part of it is on swap, and this is another volume, or it was "
+                           "used since",
+                     "restart the daemon with the swap.paths that it had");
+  }
+  const auto named = FindNamed(on_disk, job);
+  if (named == nullptr || (is_same_volume && named->id == job.id)) return absl::OkStatus();
+  return MakeError(ErrorId::kConfig,
+                   absl::StrCat("swap has another job of this name, at step ", named->step),
+                   "restart the daemon with the swap.paths that it had");
+}
+
+// Slots that no ledger on the disk names become the job's, where they are free.
+bool Reserve(const DurableJob& job, const DurableNode& on_disk, nvme::SlotMap& swap) {
+  std::vector<nvme::Slot> slots = job.AllSlots();
+  if (const auto named = FindNamed(on_disk, job)) named->RemoveOwn(slots);
+  nvme::SlotMap left = swap;
+  for (const nvme::Slot& slot : slots) {
+    if (!left.Reserve(slot)) return false;
+  }
+  swap = std::move(left);
+  return true;
+}
+
+absl::StatusOr<AdoptedArenas> AdoptJob(std::shared_ptr<const DurableJob> job,
+                                       const ArenaPolicy& arenas, DescriptorsByName& left,
+                                       NodeOptions& node) {
+  ASSIGN_OR_RETURN(AdoptedArenas adopted, AdoptArenas(*job, arenas, left));
+  DurableNode& recovered = node.recovered;
+  if (!Reserve(*job, recovered, node.swap)) {
+    return MakeError(ErrorId::kCorrupt, "its swap slots are in use");
+  }
+  if (const auto named = FindNamed(recovered, *job)) std::erase(recovered.jobs, named);
+  if (HasNumber(recovered, job->id)) {
+    DurableJob renumbered = *job;
+    adopted.id = renumbered.id = ++recovered.last_job;
+    job = std::make_shared<const DurableJob>(std::move(renumbered));
+  }
+  recovered.jobs.push_back(std::move(job));
+  return adopted;
+}
+
+}  // namespace
+
+absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
+                           DescriptorsByName& to) {
+  ASSIGN_OR_RETURN(const std::vector<std::byte> ledger, EncodeHandedOver(node, nonce, sequence));
+  UniqueFd fd = protocol::MakeSealedMemfd("forebay-ledger", ledger);
+  if (!fd.valid()) {
+    return MakeError(ErrorId::kLimit, protocol::ErrnoText("a memfd for the ledger", errno));
+  }
+  to.emplace(kLedger, std::move(fd));
+  return absl::OkStatus();
+}
+
+DecodedLedger ReadHandedOver(const DescriptorsByName& from) {
+  absl::StatusOr<DecodedLedger> ledger = ReadLedger(from);
+  if (ledger.ok()) return *std::move(ledger);
+  spdlog::error("what the daemon before has left is not used: {}",
+                protocol::FormatError(ledger.status()));
+  return {};
+}
+
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
+                                     const ArenaPolicy& arenas, DescriptorsByName& left,
+                                     NodeOptions& node) {
+  const bool is_same_volume =
+      swap != nullptr && swap->nonce() == ledger.nonce && swap->found_sequence() == ledger.sequence;
+  node.recovered.last_job = std::max(node.recovered.last_job, ledger.node.last_job);
+  node.recovered.last_lease = ledger.node.last_lease;
+  std::vector<AdoptedArenas> adopted;
+  for (const auto& job : ledger.node.jobs) {
+    absl::Status status = CheckHandedOver(*job, swap, is_same_volume, node.recovered);
+    if (status.ok()) {
+      absl::StatusOr<AdoptedArenas> taken = AdoptJob(job, arenas, left, node);
+      status = taken.status();
+      if (taken.ok()) adopted.push_back(*std::move(taken));
+    }
+    if (status.ok()) {
+      spdlog::info("job {} goes on at step {}", job->name, job->step);
+    } else {
+      spdlog::error("job {} does not go on from the memory that the daemon before has left: {}",
+                    job->name, protocol::FormatError(status));
+    }
   }
   return adopted;
 }

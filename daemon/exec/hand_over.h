@@ -5,9 +5,12 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
-#include "absl/status/statusor.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "daemon/core/durable_job.h"
+#include "daemon/core/limits.h"
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/ledger_codec.h"
@@ -15,7 +18,11 @@
 
 namespace forebay::daemon {
 
+class SwapSpace;
+
 using DescriptorsByName = std::map<std::string, protocol::UniqueFd>;
+// Of whoever keeps them for the next daemon.
+using KeepDescriptors = absl::AnyInvocable<absl::Status(DescriptorsByName kept)>;
 
 std::string WeightsDescriptor(JobId job);
 std::string StatesDescriptor(JobId job);
@@ -28,16 +35,15 @@ std::string GradientsDescriptor(JobId job, uint32_t rank);
 absl::Status AddHandedOver(const DurableNode& node, uint64_t nonce, uint64_t sequence,
                            DescriptorsByName& to);
 
-// What AddHandedOver() has written; no jobs where there is nothing.
-//
-// Errors  of DecodeLedger.
-absl::StatusOr<DecodedLedger> ReadHandedOver(const DescriptorsByName& from);
+// What AddHandedOver() has written; no jobs where there is nothing, or where it cannot be read: the log says why.
+DecodedLedger ReadHandedOver(const DescriptorsByName& from);
 
-// Takes the arenas of a job that is in the ledger out of `from`. Their ends leave the pages alone. Blocks, but gives
-// memory to no page.
-//
-// Errors  of PinnedArena::Adopt. E_CORRUPT  a descriptor is missing.
-absl::StatusOr<AdoptedArenas> AdoptArenas(const DurableJob& job, const ArenaPolicy& policy,
-                                          DescriptorsByName& from);
+// Jobs of the ledger go on: their arenas come out of `left`, and the jobs into `node`, in the place of what its disk says
+// of them. Where another job has the number of one, which then is of another volume and names no slot, that one gets a
+// new number. `swap` may be null. A job that cannot go on is left out, and the log says why. The arenas' ends leave
+// their pages alone. Blocks, but gives memory to no page.
+std::vector<AdoptedArenas> AdoptJobs(const DecodedLedger& ledger, const SwapSpace* swap,
+                                     const ArenaPolicy& arenas, DescriptorsByName& left,
+                                     NodeOptions& node);
 
 }  // namespace forebay::daemon
