@@ -309,7 +309,7 @@ struct JobStatus {
   gradientsOnSwapBytes @48 :UInt64;  # of a step, at most; 0: all are in DRAM
   gradientReadBytes @49 :UInt64;     # of swap, in all steps
   gradientWrittenBytes @50 :UInt64;
-  relocatedBlocks @51 :UInt64;       # moved off marked swap paths between steps
+  relocatedBlocks @51 :UInt64;       # moved off marked swap paths, or out of slots in doubt, between steps
   reclaimedReads @52 :UInt64;        # blocks read ahead whose slot something else needed first: they are read again
   durability @53 :Text;              # "memory", "epoch=N" or "step"
   durableStep @54 :UInt64;           # the newest that the daemon's death and a power cut leave; of "memory" 0

@@ -123,6 +123,7 @@ std::optional<BlockLedger::Target> BlockLedger::BeginWrite(uint32_t block) {
   FOREBAY_CHECK(!of.writing && !of.early);
   if (of.pending && of.pending->slot) {
     of.writing = of.pending->slot;
+    doubted_.erase(*of.writing);
     return Target{.slot = *of.writing};
   }
   return AllocateSlot(of.writing);
@@ -140,6 +141,11 @@ std::optional<BlockLedger::Target> BlockLedger::AllocateSlot(std::optional<nvme:
     return std::nullopt;
   }
   return Target{.slot = *slot, .pause = table_.is_suspect(slot->path)};
+}
+
+void BlockLedger::Free(const nvme::Slot& slot) {
+  doubted_.erase(slot);
+  paths_[slot.path].free.insert(slot);
 }
 
 void BlockLedger::Release(uint32_t entry, const nvme::Slot& slot) {
@@ -255,6 +261,58 @@ void BlockLedger::OnSaveFailed(uint32_t entry) {
   table_.OnFailed(slot.path, Direction::kWrite);
 }
 
+void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots) {
+  if (!is_durable()) return;
+  const std::set<nvme::Slot> all(slots.begin(), slots.end());
+  std::set<uint32_t> paths;
+  const auto doubt = [&](const std::optional<Version>& version, const Block& of) {
+    if (!version || !version->slot || version->slot == of.writing) return;
+    if (!all.contains(*version->slot) || !doubted_.insert(*version->slot).second) return;
+    paths.insert(version->slot->path);
+  };
+  for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
+    const Block& of = blocks_[entry];
+    for (const auto& version : {std::optional(of.current), of.pending, of.early})
+      doubt(version, of);
+    doubt(durable_[entry].next, of);
+  }
+  for (const uint32_t path : paths) table_.OnFailed(path, Direction::kWrite);
+}
+
+std::vector<uint32_t> BlockLedger::DropDoubtedCopies() {
+  std::vector<uint32_t> dropped;
+  for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
+    Durable& durable = durable_[entry];
+    if (!durable.next || !IsInDoubt(*durable.next) || blocks_[entry].current.slot) continue;
+    const nvme::Slot slot = *durable.next->slot;
+    durable.next.reset();
+    durable.is_changed = true;
+    doubted_.erase(slot);
+    failed_.push_back(slot);
+    dropped.push_back(entry);
+  }
+  return dropped;
+}
+
+std::optional<uint32_t> BlockLedger::FindDoubted() const {
+  if (!has_doubted()) return std::nullopt;
+  for (uint32_t block = 0; block < blocks_.size(); ++block) {
+    if (IsInDoubt(blocks_[block].current)) return block;
+  }
+  return std::nullopt;
+}
+
+bool BlockLedger::ForgetDoubt(uint32_t block) {
+  const std::optional<nvme::Slot>& slot = blocks_[block].current.slot;
+  return slot && doubted_.erase(*slot) > 0;
+}
+
+bool BlockLedger::is_next_doubted() const {
+  return has_doubted() && std::ranges::any_of(durable_, [this](const Durable& durable) {
+           return durable.next && IsInDoubt(*durable.next);
+         });
+}
+
 void BlockLedger::FinishDurable() {
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     Durable& durable = durable_[entry];
@@ -280,7 +338,13 @@ void BlockLedger::PublishBlock(uint32_t block) {
   if (!of.pending) return;
   const std::optional<nvme::Slot> before = of.current.slot;
   of.current = *std::exchange(of.pending, std::nullopt);
-  if (before) Release(block, *before);
+  if (!before) return;
+  if (is_durable() && of.current.slot) {
+    // The step that is going to be durable has the same bytes.
+    std::optional<Version>& next = durable_[block].next;
+    if (next && next->slot == before) next = of.current;
+  }
+  Release(block, *before);
 }
 
 void BlockLedger::SetResident(uint32_t block) {
@@ -316,6 +380,7 @@ void BlockLedger::CheckInvariants() const {
     for (const nvme::Slot& slot : named) ++uses[slot];
     if (durable.saving) ++uses[*durable.saving];
   }
+  for (const nvme::Slot& slot : doubted_) FOREBAY_CHECK(uses.contains(slot));
   FOREBAY_CHECK(uses.size() == slots_.size());
   for (const auto& [slot, count] : uses) FOREBAY_CHECK(count == 1 && slots_.contains(slot));
 }

@@ -30,6 +30,9 @@ namespace forebay::daemon {
 // BeginDurable() finds: of an entry on swap its current version, of one in DRAM a copy (BeginSave). Entries behind
 // the blocks are parts of the weights arena: they are in DRAM, and have copies alone.
 //
+// A slot is in doubt where a flush has failed since its last write: whatever is read from it, a power cut may take it. It
+// is not named by a ledger; what it holds is written to another one.
+//
 // A slot whose write failed is used again only when no other is free. A suspect path gets new writes only
 // when no other has a free slot, a marked one after it.
 class BlockLedger {
@@ -101,6 +104,21 @@ class BlockLedger {
   // An entry in DRAM, or a part of the weights, is not what was saved of it last.
   void SetChanged(uint32_t entry);
   bool is_durable() const { return !durable_.empty(); }
+
+  // A flush has failed, and these slots are in doubt, as far as they hold something of this job. Of one without durable
+  // steps none is.
+  void Doubt(const std::vector<nvme::Slot>& slots);
+  bool is_doubted(const nvme::Slot& slot) const { return doubted_.contains(slot); }
+  bool has_doubted() const { return !doubted_.empty(); }
+  // The first block on swap that is.
+  std::optional<uint32_t> FindDoubted() const;
+  // It could not be written elsewhere: the next ledger names it, is refused, and says so again. False: it was not in
+  // doubt.
+  bool ForgetDoubt(uint32_t block);
+  // Of the step that is going to be durable: copies in doubt are no more, and their entries are to be saved again.
+  std::vector<uint32_t> DropDoubtedCopies();
+  // One of its blocks on swap is in a slot in doubt.
+  bool is_next_doubted() const;
   // Of a new ledger: what a durable step says of the entry, whose slot the job has. A block in DRAM is going
   // to be read back from it.
   enum class Home : uint8_t { kDram, kSwap };
@@ -110,7 +128,8 @@ class BlockLedger {
     blocks_[block].current = {.written_step = step};
   }
 
-  // Whether BeginWrite() would give a slot on a path that works.
+  // Whether BeginWrite() would give a slot, and one on a path that works.
+  bool has_free_slot() const { return ChoosePath().has_value() || !failed_.empty(); }
   bool has_working_slot() const;
   // Whether it would give one on a marked path, or has none.
   bool must_use_marked_path() const;
@@ -166,13 +185,16 @@ class BlockLedger {
   std::optional<Target> AllocateSlot(std::optional<nvme::Slot>& slot);
   // Frees the slot unless the entry has another use for it.
   void Release(uint32_t entry, const nvme::Slot& slot);
-  void Free(const nvme::Slot& slot) { paths_[slot.path].free.insert(slot); }
+  void Free(const nvme::Slot& slot);
+  bool IsInDoubt(const Version& version) const { return version.slot && is_doubted(*version.slot); }
 
   PathTable& table_;
   std::pmr::set<nvme::Slot> slots_;
   std::vector<Path> paths_;
   // Slots whose last write failed, oldest first.
   std::vector<nvme::Slot> failed_;
+  // Of those that hold a version.
+  std::set<nvme::Slot> doubted_;
   std::vector<Block> blocks_;
   std::vector<Durable> durable_;  // by entry; of a job without durable steps none
 };

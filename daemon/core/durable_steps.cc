@@ -74,7 +74,8 @@ void DurableSteps::Pump() {
 }
 
 void DurableSteps::StartSaves() {
-  if (!in_progress() || is_abandoned_) return;
+  // A block that moves has a slot more meanwhile.
+  if (!in_progress() || is_abandoned_ || pipeline_.is_moving()) return;
   while (!unsaved_.empty() && saving_.size() < at_once()) {
     const uint32_t entry = unsaved_.back();
     const BlockLedger::Target target = pipeline_.AllocateSave(entry);
@@ -111,7 +112,7 @@ void DurableSteps::OnSaved(const TaskDone& done) {
                                       .begin_ns = done.begin_ns,
                                       .end_ns = done.end_ns});
   ledger.EndSave(save.entry, done.checksum, next_->step);
-  if (unsaved_.empty() && saving_.empty()) wait_ = absl::OkStatus();
+  if (!is_saving()) wait_ = absl::OkStatus();
 }
 
 absl::Status DurableSteps::OnKept(const TaskDone& done) {
@@ -122,7 +123,7 @@ absl::Status DurableSteps::OnKept(const TaskDone& done) {
 
 void DurableSteps::TryGather() {
   if (!in_progress() || is_gathered_ || is_abandoned_) return;
-  if (is_keeping_ || !unsaved_.empty() || !saving_.empty()) return;
+  if (is_keeping_ || is_saving() || pipeline_.ledger().is_next_doubted()) return;
   const BlockLedger& ledger = pipeline_.ledger();
   for (uint32_t block = 0; block < pipeline_.map().blocks(); ++block) {
     const std::optional<BlockLedger::Version>& version = ledger.next_durable(block);
@@ -141,6 +142,20 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
   last_ = std::exchange(next_, nullptr);
   is_gathered_ = false;
   pipeline_.FinishDurable();
+}
+
+void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots) {
+  BlockLedger& ledger = pipeline_.ledger();
+  ledger.Doubt(slots);
+  if (!in_progress() || is_abandoned_ || !ledger.has_doubted()) return;
+  const std::vector<uint32_t> dropped = ledger.DropDoubtedCopies();
+  unsaved_.insert(unsaved_.end(), dropped.begin(), dropped.end());
+  if (!is_gathered_ || (dropped.empty() && !ledger.is_next_doubted())) return;
+  // The ledger that has failed may still have the other one.
+  next_ = std::make_shared<DurableJob>(*next_);
+  next_->blocks.clear();
+  next_->weights.clear();
+  is_gathered_ = false;
 }
 
 // --------------------------------------------------------------------------------------- the way back

@@ -23,8 +23,8 @@ namespace forebay::daemon {
 // makes a ledger durable that names all of them (DurableJob). Until it is, no step is decided: bytes in DRAM are
 // changed by decided steps alone, and never more steps are undone than the level allows.
 //
-// A write that fails is repeated in another slot, a ledger that is not durable is made again: the step waits
-// meanwhile, and wait() says why.
+// A write that fails is repeated in another slot, a ledger that is not durable is made again, and first all of it is
+// written to other slots that a failed flush has put in doubt: the step waits meanwhile, and wait() says why.
 //
 // Ownership  What the constructor gets outlives it.
 class DurableSteps {
@@ -59,6 +59,12 @@ class DurableSteps {
   const std::shared_ptr<const DurableJob>& durable() const { return last_; }
   // The ledger with what ForLedger() gave is durable, or (an error) perhaps not.
   void OnCommitted(const absl::Status& status);
+  // A flush has failed, and these slots of the node are in doubt (BlockLedger): what is in DRAM is saved again.
+  void OnDoubted(const std::vector<nvme::Slot>& slots);
+  // Blocks on swap are in doubt, and move to other slots (Relocation) before the step is gathered.
+  bool is_awaiting_moves() const {
+    return in_progress() && !is_saving() && pipeline_.ledger().is_next_doubted();
+  }
 
   // Of a job that a ledger has named: its arenas get their bytes back, each by a task that ends in OnRestored().
   void StartRestore();
@@ -80,6 +86,7 @@ class DurableSteps {
   absl::Status Describe(const absl::Status& status, uint32_t entry) const;
   // Parts of arenas that are on their way to or from swap.
   size_t at_once() const { return kSavesPerPath * std::max(1U, pipeline_.path_table().paths()); }
+  bool is_saving() const { return !unsaved_.empty() || !saving_.empty(); }
   void StartSaves();
   void StartRestores();
   void TryGather();

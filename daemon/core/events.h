@@ -124,6 +124,8 @@ struct TaskDone {
   std::pmr::vector<SegmentNorms> norms = {};  // UpdateBlock of UpdatePass::kMoments: by segment
   WeightsDigests weights_digests = {};  // UpdateBlock and SetMasters on a staging slot with weights
   ExtraStates extra_states = {};        // KeepExtraStates
+  // CommitLedger that has failed: nvme::Volume::Doubted().
+  std::vector<nvme::Slot> doubted = {};
 };
 
 // A read into the staging slot was given up: it has failed, or does so with the next event, but the disk

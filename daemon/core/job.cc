@@ -713,7 +713,8 @@ void Job::Advance() {
   if (is_at_rest()) return;
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
-  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves());
+  step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves() &&
+                !durable_.is_awaiting_moves());
   if (MayServeFetches()) fetches_.Serve();
   CloseEnded();
   TryHandOver();
@@ -736,6 +737,9 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     return !pipeline_.running() && !pipeline_.has_early_tasks() && !durable_.in_progress() &&
            (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
   };
+  const auto may_save_doubted = [&] {
+    return durable_.is_awaiting_moves() && !pipeline_.running() && !pipeline_.has_early_tasks();
+  };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
   const bool was_busy = is_busy();
   const auto read = [&] {
@@ -744,8 +748,13 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     if (access_.in_progress()) reads_first_ = false;
   };
   const auto move = [&] {
-    const bool may_move = (may_begin() && is_ready()) || residency_.in_progress();
-    if (may_move && !access_.in_progress()) residency_.Pump();
+    if (access_.in_progress()) return;
+    const bool goes_on = residency_.in_progress();
+    if (durable_.in_progress()) {
+      if (goes_on || may_save_doubted()) residency_.PumpDoubted();
+    } else if (goes_on || (may_begin() && is_ready())) {
+      residency_.Pump();
+    }
     if (residency_.in_progress()) reads_first_ = true;
   };
   if (reads_first_) {

@@ -106,6 +106,7 @@ class Job {
     return is_deleted() ? nullptr : durable_.durable();
   }
   void OnLedger(const absl::Status& status);
+  void OnDoubted(const std::vector<nvme::Slot>& slots) { durable_.OnDoubted(slots); }
 
   // It comes to rest as soon as it can, for the next daemon to go on with it.
   void RequestHandOver();

@@ -403,16 +403,16 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
   const uint32_t blocks = plan.placement.blocks() - plan.placement.frozen_blocks();
   return MakeError(
       ErrorId::kSwapNospc,
-      absl::StrCat(
-          "durability ", protocol::FormatDurability(plan.session.durability), " needs ",
-          plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes), ", ",
-          Bytes(plan.swap_slots * plan.block_bytes),
-          " in all: ", SlotsPerBlock(plan.session.durability), " for each of ", blocks, " blocks, ",
-          kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts, " parts of the weights",
-          plan.placement.frozen_blocks() > 0
-              ? absl::StrCat(", and ", plan.placement.frozen_blocks() + 1, " for frozen weights")
-              : std::string(),
-          "; there are ", slots, " in ", Bytes(free_bytes)),
+      absl::StrCat("durability ", protocol::FormatDurability(plan.session.durability), " needs ",
+                   plan.swap_slots, " swap slots of ", Bytes(plan.block_bytes), ", ",
+                   Bytes(plan.swap_slots * plan.block_bytes),
+                   " in all: ", SlotsPerBlock(plan.session.durability), " for each of ", blocks,
+                   " blocks, ", kSwapSlotsPerWeightsPart, " for each of ", plan.weights_parts,
+                   " parts of the weights",
+                   plan.placement.frozen_blocks() > 0
+                       ? absl::StrCat(", ", plan.placement.frozen_blocks(), " for frozen weights")
+                       : std::string(),
+                   ", and one more; there are ", slots, " in ", Bytes(free_bytes)),
       "raise swap.capacity, or choose durability memory, which survives trainers alone");
 }
 

@@ -262,11 +262,12 @@ Job* NodeState::Impl::On(const StepRequestCopied& event) {
 
 Job* NodeState::Impl::On(const TaskDone& event) {
   if (ledger.Owns(event.task)) {
-    for (const JobId made : ledger.Finish(event.status, swap)) {
-      const auto job = jobs.find(made);
-      if (job == jobs.end()) continue;
-      job->second->OnLedger(event.status);
-      going_on.push_back(made);
+    const std::vector<JobId> made = ledger.Finish(event.status, swap);
+    for (const auto& [id, job] : jobs) {
+      const bool is_in_ledger = std::ranges::find(made, id) != made.end();
+      if (is_in_ledger) job->OnLedger(event.status);
+      if (!event.doubted.empty()) job->OnDoubted(event.doubted);
+      if (is_in_ledger || !event.doubted.empty()) going_on.push_back(id);
     }
     return nullptr;
   }

@@ -54,14 +54,13 @@ Placement::Placement(const protocol::Layout& layout, const BlockMap& map,
 
 uint32_t Placement::slots_needed() const {
   const uint32_t frozen = frozen_blocks();
-  const uint32_t of_frozen = frozen + (frozen > 0 ? 1 : 0);
   if (durable_.per_block > 0) {
     return durable_.per_block * state_blocks_ + kSwapSlotsPerWeightsPart * durable_.weights_parts +
-           of_frozen;
+           frozen + 1;
   }
   const uint32_t with_states =
       state_blocks_ - resident_blocks_ + static_cast<uint32_t>(evictions_.size());
-  return kSwapSlotsPerBlock * with_states + of_frozen;
+  return kSwapSlotsPerBlock * with_states + frozen + (frozen > 0 ? 1 : 0);
 }
 
 uint64_t Placement::arena_bytes() const {

@@ -62,7 +62,7 @@ class Placement {
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
   // Of swap slots for the blocks that are on swap or are to be evicted: kSwapSlotsPerBlock for each that has
   // states; one for each other, and one more for the next version of one at a time. With durable steps also those
-  // of blocks in DRAM and of the weights.
+  // of blocks in DRAM and of the weights, and one more for a block that leaves a slot in doubt.
   uint32_t slots_needed() const;
   uint32_t frozen_blocks() const { return blocks() - state_blocks_; }
   // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.

@@ -13,31 +13,53 @@ namespace forebay::daemon {
 using State = StagedBlocks::State;
 
 void Relocation::Pump() {
+  PumpDoubted();
+  if (in_progress() || abandoned_ || !pipeline_.path_table().any_marked()) return;
+  const std::optional<uint32_t> block = FindMarked();
+  if (!block || !TryUnstage(*block)) return;
+  const std::optional<uint32_t> slot = pipeline_.staged().AllocateFree(/*kept=*/0);
+  if (!slot) return;
+  if (pipeline_.AddSlotForMove()) {
+    Start(*block, *slot);
+  } else {
+    pipeline_.staged().Release(*slot);
+  }
+}
+
+void Relocation::PumpDoubted() {
   if (in_progress()) {
     if (phase_ == Phase::kWritten) End();
     return;
   }
-  if (abandoned_ || !pipeline_.path_table().any_marked()) return;
-  const std::optional<uint32_t> block = FindNext();
-  if (!block) return;
-  pipeline_.AddSpareSlot();
-  if (!pipeline_.ledger().has_working_slot()) return;
+  if (abandoned_) return;
+  const BlockLedger& ledger = pipeline_.ledger();
+  const std::optional<uint32_t> block = ledger.FindDoubted();
+  if (!block || !TryUnstage(*block)) return;
+  if (!ledger.has_free_slot()) pipeline_.DropEarlyUpdateOf(*block);
+  if (!ledger.has_free_slot()) return;
+  const std::optional<uint32_t> slot = pipeline_.staged().AllocateUrgent();
+  if (slot) Start(*block, *slot);
+}
+
+// What was read ahead of the block is dropped; false: it is being read.
+bool Relocation::TryUnstage(uint32_t block) {
   StagedBlocks& staged = pipeline_.staged();
-  if (staged.contains(*block)) {  // read ahead
-    if (staged.at(*block).state != State::kReady) return;
-    staged.Drop(*block);
-  }
-  const std::optional<uint32_t> slot = staged.AllocateFree(/*kept=*/0);
-  if (!slot) return;
+  if (!staged.contains(block)) return true;
+  if (staged.at(block).state != State::kReady) return false;
+  staged.Drop(block);
+  return true;
+}
+
+void Relocation::Start(uint32_t block, uint32_t staging_slot) {
   // What was made of it early is of its old bytes, too, and has the slot of its next version.
-  pipeline_.DropEarlyUpdateOf(*block);
+  pipeline_.DropEarlyUpdateOf(block);
   block_ = block;
   phase_ = Phase::kReading;
   pipeline_.set_relocating(true);
-  pipeline_.StartRead(*block, *slot, /*for_update=*/false);
+  pipeline_.StartRead(block, staging_slot, /*for_update=*/false);
 }
 
-std::optional<uint32_t> Relocation::FindNext() {
+std::optional<uint32_t> Relocation::FindMarked() {
   const PathTable& paths = pipeline_.path_table();
   if (std::exchange(marks_, paths.marks()) != paths.marks()) next_ = 0;
   const Placement& placement = pipeline_.placement();
@@ -50,12 +72,16 @@ std::optional<uint32_t> Relocation::FindNext() {
   return std::nullopt;
 }
 
+void Relocation::Fail() {
+  ++counters_.failed;
+  if (!pipeline_.ledger().ForgetDoubt(*block_)) staying_.insert(*block_);
+}
+
 void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
   if (block_ != outcome.block || phase_ != Phase::kReading) return;
   StagedBlocks& staged = pipeline_.staged();
   if (!outcome.status.ok() || !staged.contains(*block_)) {
-    staying_.insert(*block_);
-    ++counters_.failed;
+    Fail();
     End();
     return;
   }
@@ -77,8 +103,7 @@ void Relocation::OnWritten(const TaskDone& done) {
     ++counters_.relocated;
   } else {
     ledger.OnWriteFailed(*block_);
-    ++counters_.failed;
-    staying_.insert(*block_);
+    Fail();
   }
   phase_ = Phase::kWritten;
   End();

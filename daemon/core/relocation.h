@@ -1,4 +1,4 @@
-// Moves blocks off marked swap paths, one at a time, between steps.
+// Moves blocks off marked swap paths, and out of slots in doubt, one at a time, between steps.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ namespace forebay::daemon {
 
 // Blocks that a step updates leave a marked path by that alone; this class moves the others: each is read,
 // written to a path that works as it is, with its checksum, and published. Where its read fails, or no path
-// that works has room, it stays until the next step has been published.
+// that works has room, it stays until the next step has been published. One in a slot in doubt (BlockLedger), for which
+// a durable step may wait, goes to any other slot; where that fails, the next ledger brings it back here.
 //
 // The old slot is free when no weights are on their way from it (WeightsCache). Until then the block has a
 // pending version, so that no step is decided and nothing is updated early: in_progress().
@@ -29,6 +30,8 @@ class Relocation {
 
   // Goes on with the one in progress, or begins the next. To be called as Residency::Pump.
   void Pump();
+  // The same, of slots in doubt alone: also while a durable step waits for it, and nothing else runs.
+  void PumpDoubted();
   bool in_progress() const { return block_.has_value(); }
   void OnRead(const StepPipeline::ReadOutcome& outcome);
   void OnWritten(const TaskDone& done);
@@ -40,7 +43,10 @@ class Relocation {
  private:
   enum class Phase : uint8_t { kReading, kWriting, kWritten };
 
-  std::optional<uint32_t> FindNext();
+  std::optional<uint32_t> FindMarked();
+  bool TryUnstage(uint32_t block);
+  void Start(uint32_t block, uint32_t staging_slot);
+  void Fail();
   void End();
 
   JobTasks& io_;

@@ -60,6 +60,7 @@ class Residency {
   void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
   void OnMoved(const TaskDone& done);
   void OnPublished() { relocation_.OnPublished(); }
+  void PumpDoubted() { relocation_.PumpDoubted(); }
   bool in_progress() const { return pipeline_.is_moving(); }
   // One goes on, or is to begin.
   bool has_moves() const {

@@ -658,6 +658,12 @@ void StepPipeline::AddSpareSlot() {
   if (spare) ledger_.AddSlot(*spare);
 }
 
+bool StepPipeline::AddSlotForMove() {
+  if (ledger_.is_durable() && !AddNodeSlot()) return false;
+  AddSpareSlot();
+  return ledger_.has_working_slot();
+}
+
 void StepPipeline::ReturnSurplusSlots() {
   // A block that has moved needs more until the next durable step.
   if (!ledger_.is_durable()) ReturnFreeSlots();

@@ -160,6 +160,9 @@ class StepPipeline {
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
   // Where no path of the job's free slots works: one slot more, on another path.
   void AddSpareSlot();
+  // Between steps a block is going to have two: one more for that, where it needs one. False: there is none on a path
+  // that works.
+  bool AddSlotForMove();
   // Where the block's next version is written.
   BlockLedger::Target AllocateTarget(uint32_t block);
   // The same of a copy of what is in DRAM of an entry of the ledger.

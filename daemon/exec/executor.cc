@@ -292,10 +292,12 @@ void Executor::EndTransfers(std::vector<SwapDone>& done) {
     }
     const uint64_t end_ns = MonotonicNs();
     if (mover_.OnTransferred(one, end_ns) || CopyLoaded(one, end_ns)) continue;
+    const bool is_refused = one.kind == SwapDone::Kind::kCommitted && !one.status.ok();
     Raise(TaskDone{.task = one.task,
                    .status = std::move(one.status),
                    .begin_ns = one.start_ns,
-                   .end_ns = end_ns});
+                   .end_ns = end_ns,
+                   .doubted = is_refused ? swap_->Doubted() : std::vector<nvme::Slot>()});
   }
 }
 

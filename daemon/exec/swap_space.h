@@ -173,6 +173,8 @@ class SwapSpace {
   uint64_t found_sequence() const { return found_sequence_; }
   // Of the last durable ledger; 0: there is none.
   uint64_t durable_sequence() const { return volume_->durable_sequence(); }
+  // Volume::Doubted().
+  std::vector<nvme::Slot> Doubted() const { return volume_->Doubted(); }
 
   std::string_view path_name(uint32_t path) const { return volume_->path_name(path); }
 

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <vector>
@@ -122,6 +123,54 @@ TEST(BlockLedger, AFailingPathIsUsedLastUntilAWriteToItSucceeds) {
   EXPECT_EQ(target->slot.path, 0u);
   EXPECT_FALSE(target->pause) << "the path works again";
   ledger.CheckInvariants();
+}
+
+TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
+  PathTable paths(1, {});
+  constexpr uint32_t kOnSwap = 0;
+  constexpr uint32_t kInDram = 1;
+  constexpr uint32_t kWeights = 2;
+  BlockLedger ledger(2, Slots({9}), paths, std::pmr::get_default_resource(), /*weights_parts=*/1);
+  const nvme::Slot written = Write(ledger, kOnSwap, 1);
+  ledger.SetInPlace(kInDram, 1);
+  ledger.Publish();
+  EXPECT_EQ(ledger.BeginDurable(), (std::vector<uint32_t>{kInDram, kWeights}));
+  std::vector<nvme::Slot> saved;
+  for (const uint32_t entry : {kInDram, kWeights}) {
+    saved.push_back(ledger.BeginSave(entry)->slot);
+    ledger.EndSave(entry, /*checksum=*/entry, /*step=*/1);
+  }
+  // A free one is not.
+  const nvme::Slot free{.path = 0, .offset_bytes = 8 * kSlotBytes, .size_bytes = kSlotBytes};
+  ledger.Doubt({written, saved[1], free});
+  ledger.CheckInvariants();
+  EXPECT_TRUE(paths.is_suspect(0));
+  EXPECT_TRUE(ledger.is_doubted(written));
+  EXPECT_FALSE(ledger.is_doubted(free));
+  EXPECT_EQ(ledger.FindDoubted(), kOnSwap);
+  // The copy is made again, elsewhere; the block on swap moves, as it is.
+  EXPECT_EQ(ledger.DropDoubtedCopies(), (std::vector<uint32_t>{kWeights}));
+  EXPECT_EQ(ledger.next_durable(kInDram)->slot, saved[0]);
+  EXPECT_NE(ledger.BeginSave(kWeights)->slot, saved[1]);
+  ledger.EndSave(kWeights, 2, 1);
+  EXPECT_TRUE(ledger.is_next_doubted());
+  const nvme::Slot moved = ledger.BeginWrite(kOnSwap)->slot;
+  ledger.EndWrite(kOnSwap, /*checksum=*/100, /*step=*/1);
+  ledger.PublishBlock(kOnSwap);
+  EXPECT_NE(moved, written);
+  EXPECT_EQ(ledger.next_durable(kOnSwap)->slot, moved);
+  EXPECT_FALSE(ledger.has_doubted());
+  ledger.FinishDurable();
+  ledger.CheckInvariants();
+  EXPECT_EQ(FreeSlots(ledger), 5u);
+}
+
+TEST(BlockLedger, WithoutDurableStepsNothingIsInDoubt) {
+  PathTable paths(1, {});
+  BlockLedger ledger(1, Slots({2}), paths);
+  ledger.Doubt({Write(ledger, 0, 1)});
+  EXPECT_FALSE(ledger.has_doubted());
+  EXPECT_FALSE(paths.is_suspect(0));
 }
 
 // `seconds`: of each transfer of a slot, by path.

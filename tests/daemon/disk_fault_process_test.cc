@@ -96,13 +96,15 @@ class DiskFaults : public ::testing::Test {
     disk_ = *std::move(disk);
   }
 
-  void Start(Paths paths) {
+  void Start(Paths paths, const std::string& durability = "memory",
+             const std::string& dram_limit = "6874KiB") {
     const bool both = paths == Paths::kFaultyAndGood;
     ASSERT_OK_AND_ASSIGN(
-        daemon_, testing::DaemonProcess::Start(
-                     socket_, {"swap.paths=" + faulty_ + (both ? "," + good_ : ""),
-                               "swap.capacity=16MiB", "swap.probe=never", "swap.deadline=1000",
-                               "update.block_elems=4096", "dram.limit=6874KiB"}));
+        daemon_,
+        testing::DaemonProcess::Start(
+            socket_, {"swap.paths=" + faulty_ + (both ? "," + good_ : ""), "swap.capacity=16MiB",
+                      "swap.probe=never", "swap.deadline=1000", "update.block_elems=4096",
+                      "dram.limit=" + dram_limit, "jobs.durability=" + durability}));
     ASSERT_OK_AND_ASSIGN(admin_, client::AdminClient::Connect({.socket = socket_}));
     ASSERT_OK_AND_ASSIGN(other_, Training::Start(socket_, "other", kInDram));
     ASSERT_OK_AND_ASSIGN(job_, Training::Start(socket_, "job", kOnSwap));
@@ -232,6 +234,22 @@ INSTANTIATE_TEST_SUITE_P(
       if (param_info.param.kind == DiskFault::Kind::kHang) return "NeverEnd";
       return param_info.param.error == EIO ? "AreErrors" : "FindNoSpace";
     });
+
+// What was written since the last good flush is written to other slots: states on swap, copies of those in DRAM, and of
+// weights.
+TEST_F(DiskFaults, AFailedFlushDelaysADurableStepAlone) {
+  ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone, "step", "7296KiB"));
+  disk_->Order(
+      {.kind = DiskFault::Kind::kFail, .of = DiskFault::Of::kFlushes, .error = EIO, .count = 2});
+  for (int step = 0; step < 3; ++step) EXPECT_OK(job_->Step());
+  EXPECT_EQ(disk_->faults(), 2u);
+  EXPECT_OK(other_->Step());
+  const auto job = Status().getJobs()[1];
+  EXPECT_EQ(job.getDurableStep(), job.getCommittedStep());
+  EXPECT_GT(job.getRelocatedBlocks(), 0u);
+  EXPECT_EQ(job.getFailed(), "");
+  EXPECT_OK(job_->CheckStates());
+}
 
 TEST_F(DiskFaults, WhereNoPathTakesAWriteTheStepWaitsUntilOneDoes) {
   ASSERT_NO_FATAL_FAILURE(Start(Paths::kFaultyAlone));

@@ -3,7 +3,8 @@
 //         ledgers is written, and a slot of a deleted job is given to nobody before both are superseded.
 // Method  The harness, whose model faults where a ledger names other bytes than those of its step, where what is
 //         saved changes meanwhile, and where a slot of a durable ledger is written. The node dies after each of
-//         all tasks of some steps in turn, and another one is made from what is on the model's disk.
+//         all tasks of some steps in turn, and another one is made from what is on the model's disk. Flushes fail,
+//         and what they should have covered is lost for good.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include <random>
 #include <set>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "daemon/core/block_map.h"
@@ -84,7 +86,7 @@ class Training {
       next();
       return;
     }
-    if (!node_->model().running().empty()) node_->Finish(node_->model().running().begin()->first);
+    if (!node_->model().running().empty()) FinishOldest();
     const bool is_answered =
         !calls_.empty() && to_do_.empty() && std::ranges::all_of(calls_, [this](uint64_t call) {
           return node_->ErrorOf(call) != kUnanswered;
@@ -94,6 +96,10 @@ class Training {
     answered_ = step_++;
     Begin();
   }
+
+  // From now on the flushes of half of the commits fail.
+  void FailFlushes(std::mt19937_64& random) { failing_ = &random; }
+  uint64_t failed_flushes() const { return failed_flushes_; }
 
   void Die() {
     EXPECT_EQ(node_->fault(), "");
@@ -116,6 +122,15 @@ class Training {
   uint64_t answered_ = 0;  // the newest that every rank was answered
 
  private:
+  void FinishOldest() {
+    const auto& [task, action] = *node_->model().running().begin();
+    const bool fails = failing_ != nullptr && std::holds_alternative<CommitLedger>(action) &&
+                       (*failing_)() % 2 == 0;
+    if (!fails) return node_->Finish(task);
+    ++failed_flushes_;
+    node_->Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+  }
+
   void Begin() {
     calls_.clear();
     to_do_.clear();
@@ -133,6 +148,8 @@ class Training {
     }
   }
 
+  std::mt19937_64* failing_ = nullptr;
+  uint64_t failed_flushes_ = 0;
   uint64_t turn_ = 0;
   std::vector<std::function<void()>> to_do_;
   std::vector<uint64_t> calls_;
@@ -220,6 +237,46 @@ TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
   }
   RecordProperty("cuts", static_cast<int>(cuts));
   EXPECT_GT(others, 0U);
+}
+
+// What was written since the last good flush is lost by a cut, whatever was flushed since the failed one.
+TEST_P(NodeStateDurable, AFailedFlushDelaysStepsAndLosesNone) {
+  const NodeState::Options options = OptionsOf(GetParam());
+  const uint64_t lost_most =
+      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
+  const uint64_t runs = NumberOr("FOREBAY_CUTS", 50);
+  std::mt19937_64 random(NumberOr("FOREBAY_SEED", 15));
+  uint64_t failed = 0;
+  uint64_t relocated = 0;
+  for (uint64_t i = 0; i < runs; ++i) {
+    Training run(GetParam(), options);
+    run.FailFlushes(random);
+    run.AttachAll();
+    const uint64_t goal = random() % 5;
+    for (int turn = 0; turn < 5000 && run.answered_ < goal; ++turn) run.Turn();
+    if (run.answered_ != goal) {
+      auto v = run.View();
+      fprintf(stderr, "DBG pub %lu dur %lu com %lu wait %s run %zu reloc %lu failed %lu swap %lu\n",
+              v.published_step, v.durable_step, v.committed_step, v.swap_wait.ToString().c_str(),
+              run.node_->model().running().size(), v.moves.relocated, v.moves.failed, v.swap_bytes);
+    }
+    ASSERT_EQ(run.answered_, goal) << "run " << i;
+    for (uint64_t turn = random() % 100; turn > 0; --turn) run.Turn();
+    const uint64_t answered = run.answered_;
+    failed += run.failed_flushes();
+    relocated += run.View().moves.relocated;
+    run.CutPower(random);
+    run.AttachAll();
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "run " << i;
+    ASSERT_GE(run.step_ - 1 + lost_most, answered) << "run " << i;
+    const uint64_t after = run.step_;
+    run.answered_ = after - 1;
+    for (int turn = 0; turn < 5000 && run.answered_ < after; ++turn) run.Turn();
+    ASSERT_EQ(run.answered_, after) << "run " << i;
+    ASSERT_EQ(run.node_->fault(), "") << "run " << i;
+  }
+  EXPECT_GT(failed, runs / 4);
+  EXPECT_EQ(relocated > 0, GetParam().place != Place::kDram);
 }
 
 TEST_P(NodeStateDurable, SlotsAreThoseOfThePlan) {
@@ -342,8 +399,18 @@ TEST_F(NodeStateDurableJob, ALedgerThatIsNotDurableIsMadeAgain) {
                 protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   EXPECT_EQ(run_.View().durable_step, 0U);
   EXPECT_THAT(run_.View().swap_wait.message(), HasSubstr("simulated"));
-  ASSERT_THAT(node().Running<CommitLedger>(), SizeIs(1));
-  EXPECT_TRUE(node().Running<CommitLedger>()[0].pause);
+  // What its flush should have covered first.
+  EXPECT_THAT(node().Running<CommitLedger>(), IsEmpty());
+  EXPECT_TRUE(node().FinishUntil<CommitLedger>().pause);
+  const auto saves = node().Logged<SavePart>();
+  ASSERT_EQ(saves.size() % 2, 0U);
+  for (size_t i = 0; i < saves.size() / 2; ++i) {
+    const auto again = std::ranges::find_if(
+        saves.begin() + static_cast<ptrdiff_t>(saves.size() / 2), saves.end(),
+        [&](const SavePart& save) { return save.identity == saves[i].identity; });
+    ASSERT_NE(again, saves.end());
+    EXPECT_NE(again->slot, saves[i].slot);
+  }
   TrainTo(1);
 }
 

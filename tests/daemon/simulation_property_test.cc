@@ -132,7 +132,7 @@ struct Words {
 };
 
 NodeState::Options TightOptions() {
-  return {.dram_limit_bytes = 1384 << 10,  // three jobs, few of their blocks
+  return {.dram_limit_bytes = 1392 << 10,  // three jobs, few of their blocks
           .node_bytes = 3 * 12288,
           .staging_slots = 3,
           .staging_slot_bytes = 12288,  // three planes of a page

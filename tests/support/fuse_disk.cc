@@ -65,8 +65,17 @@ int EnterMountNamespace() {
 }
 
 bool Concerns(DiskFault::Of of, uint32_t opcode) {
-  return of == DiskFault::Of::kBoth ||
-         (of == DiskFault::Of::kReads ? opcode == FUSE_READ : opcode == FUSE_WRITE);
+  switch (of) {
+    case DiskFault::Of::kReads:
+      return opcode == FUSE_READ;
+    case DiskFault::Of::kWrites:
+      return opcode == FUSE_WRITE;
+    case DiskFault::Of::kBoth:
+      return true;
+    case DiskFault::Of::kFlushes:
+      return false;
+  }
+  return false;
 }
 
 bool IsOfWritesAlone(DiskFault::Kind kind) {
@@ -134,9 +143,15 @@ std::vector<DiskWrite> FuseDisk::DrainLog() {
   return std::exchange(log_, {});
 }
 
-void FuseDisk::NoteFlush() {
+int FuseDisk::Flush() {
   const protocol::MutexLock lock(mutex_);
+  if (fault_.of == DiskFault::Of::kFlushes && fault_.count > 0) {
+    --fault_.count;
+    ++faults_;
+    return fault_.error;
+  }
   if (logs_) log_.push_back({.offset_bytes = 0, .bytes = {}, .is_flush = true});
+  return 0;
 }
 
 void FuseDisk::Serve() {
@@ -280,8 +295,7 @@ void FuseDisk::Handle(Request request) {
       exists_ = false;
       return Answer(request, 0);
     case FUSE_FSYNC:
-      NoteFlush();
-      return Answer(request, 0);
+      return Answer(request, Flush());
     case FUSE_FSYNCDIR:
     case FUSE_FLUSH:
     case FUSE_RELEASE:

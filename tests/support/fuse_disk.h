@@ -33,14 +33,14 @@ struct DiskFault {
     kMisdirect,  // writes go `shift_bytes` behind their place
     kRot,        // one bit of what is read is another
   };
-  enum class Of : uint8_t { kReads, kWrites, kBoth };
+  enum class Of : uint8_t { kReads, kWrites, kBoth, kFlushes };  // kFlushes: kFail alone
 
   Kind kind = Kind::kNone;
   Of of = Of::kBoth;
   int error = 0;
   std::chrono::milliseconds delay{0};
   uint64_t shift_bytes = 0;
-  uint64_t count = std::numeric_limits<uint64_t>::max();  // of transfers; then all is well again
+  uint64_t count = std::numeric_limits<uint64_t>::max();  // of these; then all is well again
 };
 
 // What the disk was asked for, in the order in which it did it.
@@ -92,7 +92,8 @@ class FuseDisk {
   void Handle(Request request);
   void HandleTransfer(Request request);
   void CarryOut(const Request& request, const DiskFault& fault);
-  void NoteFlush();
+  // An errno: it fails.
+  int Flush();
   int AnswerDelayed();
   void Answer(const Request& request, int error, std::span<const std::byte> bytes = {});
   template <typename T>

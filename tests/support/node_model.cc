@@ -402,8 +402,13 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   running_.erase(task);
   uses_.erase(task);
   TaskDone done{.task = task, .status = status};
-  if (status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
-  if (status.ok()) return done;
+  const auto* commit = std::get_if<CommitLedger>(&action);
+  if (commit != nullptr && NamesDoubted(*commit)) {
+    done.status = absl::FailedPreconditionError("a slot must be written again");
+  }
+  if (done.status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
+  if (done.status.ok()) return done;
+  if (commit != nullptr) FailFlush(done);
   if (const auto* write = std::get_if<WriteBlock>(&action)) Write(*write->place.slot, {});
   if (const auto* spill = std::get_if<SpillSums>(&action))
     jobs_[spill->job].spilled.erase(spill->slot);

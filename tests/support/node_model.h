@@ -53,7 +53,9 @@ class NodeModel {
   // Executes one action: what has a TaskId waits in running() until Finish.
   void Execute(const daemon::Action& action);
   // Ends a task and gives the event that reports it. With a status that is not OK nothing has
-  // happened, but a failed write has destroyed what was in its slot.
+  // happened, but a failed write has destroyed what was in its slot. A commit with such a status is one whose flush of the
+  // data has failed: a power cut may take all that was written since the last one, whatever is flushed later, until it is
+  // written again. A ledger that names some of it is refused.
   daemon::TaskDone Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
 
   const TaskMap& running() const { return running_; }
@@ -264,6 +266,8 @@ class NodeModel {
   void SetDurable(const daemon::DurableNode& node);
   void Write(const nvme::Slot& slot, const BlockToken& token);
   void BeginFlush();
+  void FailFlush(daemon::TaskDone& done);
+  bool NamesDoubted(const daemon::CommitLedger& a) const;
   void CheckDurable(const daemon::DurableJob& job);
   void Recover(const daemon::DurableJob& job);
   static BlockToken WeightsToken(const daemon::BlockIdentity& identity, uint64_t checksum);
@@ -287,6 +291,7 @@ class NodeModel {
   // before, oldest first.
   std::map<nvme::Slot, std::vector<BlockToken>> unflushed_;
   std::map<nvme::Slot, std::vector<BlockToken>> flushing_;
+  std::map<nvme::Slot, std::vector<BlockToken>> doubted_;  // the same, once a flush has failed
   // Copies of blocks in DRAM, by slot: as those were.
   std::map<nvme::Slot, BlockToken> copies_;
   daemon::DurableNode durable_;

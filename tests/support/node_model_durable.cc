@@ -145,7 +145,22 @@ void NodeModel::SetDurable(const DurableNode& node) {
   if (durable_slots_.size() != named.size()) Fault("a ledger names a slot twice");
 }
 
+void NodeModel::FailFlush(TaskDone& done) {
+  BeginFlush();
+  for (auto& [slot, before] : std::exchange(flushing_, {})) {
+    std::vector<BlockToken>& all = doubted_[slot];
+    all.insert(all.end(), before.begin(), before.end());
+  }
+  for (const auto& [slot, before] : doubted_) done.doubted.push_back(slot);
+}
+
+bool NodeModel::NamesDoubted(const CommitLedger& a) const {
+  return std::ranges::any_of(SlotsOf(*a.node),
+                             [this](const nvme::Slot& slot) { return doubted_.contains(slot); });
+}
+
 void NodeModel::Write(const nvme::Slot& slot, const BlockToken& token) {
+  doubted_.erase(slot);
   unflushed_[slot].push_back(disk_[slot]);
   disk_[slot] = token;
 }
@@ -160,6 +175,7 @@ void NodeModel::BeginFlush() {
 NodeModel NodeModel::AfterPowerCut(std::mt19937_64& random) const {
   NodeModel next = Restarted();
   next.unflushed_.clear();
+  next.doubted_.clear();
   const auto lose = [&](const std::map<nvme::Slot, std::vector<BlockToken>>& written) {
     for (const auto& [slot, before] : written) {
       const size_t fate = random() % (before.size() + 3);
@@ -168,13 +184,14 @@ NodeModel NodeModel::AfterPowerCut(std::mt19937_64& random) const {
     }
   };
   lose(unflushed_);
+  lose(doubted_);
   const CommitLedger* commit = nullptr;
   for (const auto& [task, action] : running_) {
     if (const auto* one = std::get_if<CommitLedger>(&action)) commit = one;
   }
   const bool has_flushed = commit != nullptr && random() % 3 > 0;
   if (!has_flushed) lose(flushing_);
-  if (has_flushed && random() % 2 == 0) next.SetDurable(*commit->node);
+  if (has_flushed && !NamesDoubted(*commit) && random() % 2 == 0) next.SetDurable(*commit->node);
   next.durable_slots_before_.clear();  // recovery commits again what it finds
   return next;
 }
