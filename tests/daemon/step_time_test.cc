@@ -1,5 +1,5 @@
 // Goal    The disk works under forward, backward and the next forward: a step takes little more than the longer
-//         of its compute and its transfers.
+//         of its compute and its transfers. A durable one takes little more than its bytes.
 // Method  The state machine in virtual time. The disk serves one transfer after the other at one rate, read or
 //         written; workers are fast, as they are beside a disk. A trainer computes with each group in turn, asks
 //         for the next one meanwhile, and delivers gradients evenly. Nothing depends on the machine.
@@ -17,6 +17,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "protocol/durability.h"
 #include "protocol/units.h"
 #include "tests/support/node_harness.h"
 #include "tests/support/sharded_job.h"
@@ -25,11 +26,14 @@
 namespace forebay::daemon {
 namespace {
 
+using ::forebay::testing::AttachRequest;
 using ::forebay::testing::LeastDramOf;
 using ::forebay::testing::MakeShardedLayout;
 using ::forebay::testing::NodeHarness;
 using ::forebay::testing::ShardedJob;
 using ::forebay::testing::SwapPaths;
+using protocol::Durability;
+using protocol::DurabilityLevel;
 using protocol::ErrorId;
 using protocol::StepAnswer;
 
@@ -54,7 +58,7 @@ NodeState::Options OptionsOf(uint64_t dram_bytes) {
           .node_bytes = 4096,
           .staging_slots = 8,
           .staging_slot_bytes = 256 << 10,
-          .swap = SwapPaths({64 << 20}),
+          .swap = SwapPaths({256 << 20}),
           .block_elems = kBlockElems,
           .workers = 2};
 }
@@ -67,16 +71,21 @@ struct Case {
   bool drain = true;
   OnSwap on_swap = OnSwap::kStates;
   double resident_share = 0;  // of the states
+  protocol::Durability durability = {};
+
+  AttachRequest Request() const {
+    return {.early_updates = early, .durability = durability, .grad_arena_bytes = kArenaBytes};
+  }
 };
 
 NodeState::Options OptionsFor(const Case& what) {
   if (what.on_swap != OnSwap::kStates) {
-    return OptionsOf(LeastDramOf(Layers(), OptionsOf(0), 1,
-                                 {.early_updates = what.early, .grad_arena_bytes = kArenaBytes},
+    return OptionsOf(LeastDramOf(Layers(), OptionsOf(0), 1, what.Request(),
                                  /*gradients_in_dram=*/what.on_swap != OnSwap::kGradients));
   }
   ShardedJob roomy(Layers(), 1, OptionsOf(uint64_t{64} << 20));
-  roomy.AttachAll(kArenaBytes);
+  (void)roomy.node_.Attach(Layers(),
+                           {.durability = what.durability, .grad_arena_bytes = kArenaBytes});
   const uint64_t blocks = roomy.View().blocks;
   const auto resident = static_cast<uint64_t>(what.resident_share * static_cast<double>(blocks));
   const uint64_t new_weights = what.early ? (blocks - resident) * kBlockElems * 2 : 0;
@@ -89,8 +98,7 @@ class Timed : public ShardedJob {
  public:
   Timed(const Case& what, double compute_s)
       : ShardedJob(Layers(), 1, OptionsFor(what)), case_(what), compute_s_(compute_s) {
-    sessions_.push_back(
-        node_.Attach(layout_, {.early_updates = what.early, .grad_arena_bytes = kArenaBytes}));
+    sessions_.push_back(node_.Attach(layout_, what.Request()));
     EXPECT_OK(StatusOf(sessions_[0]));
     const auto blocks = static_cast<double>(View().blocks);
     EXPECT_NEAR(View().resident_blocks, what.resident_share * blocks, 1);
@@ -111,7 +119,7 @@ class Timed : public ShardedJob {
     for (uint64_t step = 1; step <= kStepsBefore + kSteps; ++step) {
       if (step == kStepsBefore + 1) {
         began = now_;
-        moved_ = 0;
+        moved_ = saved_ = 0;
       }
       Train(step);
     }
@@ -125,8 +133,9 @@ class Timed : public ShardedJob {
     return seconds;
   }
   double waste() const { return waste_; }
-  // Of the disk, for what was moved in a step.
+  // Of the disk, for what was moved in a step, and for what of it was written for durable steps.
   double moved_s() const { return moved_s_; }
+  double saved_s() const { return static_cast<double>(saved_) / kSteps / rate_; }
 
  private:
   void Train(uint64_t step) {
@@ -168,6 +177,11 @@ class Timed : public ShardedJob {
       if (const auto* load = std::get_if<LoadWeights>(&action)) bytes = load->bytes;
       if (const auto* spill = std::get_if<SpillSums>(&action)) bytes = spill->bytes;
       if (const auto* sums = std::get_if<LoadSums>(&action)) bytes = sums->bytes;
+      if (const auto* save = std::get_if<SavePart>(&action)) saved_ += bytes = save->bytes;
+      if (const auto* commit = std::get_if<CommitLedger>(&action)) {
+        for (const auto& job : commit->node->jobs) bytes += 2 * job->slots() * kLedgerBytesPerSlot;
+        saved_ += bytes;
+      }
       double& server = bytes > 0 ? disk_ : *std::ranges::min_element(workers_);
       const bool updates = std::holds_alternative<UpdateBlock>(action);
       const double took =
@@ -199,6 +213,8 @@ class Timed : public ShardedJob {
   }
 
   // Of an update, beside a disk of 3 GB/s. Additions and copies touch a quarter of its bytes.
+  // Of each of both copies: entries of the ledger and of the volume's list.
+  static constexpr uint64_t kLedgerBytesPerSlot = 96;
   static constexpr double kUpdateSeconds = 0.1 * kDiskSeconds / (kGroups * kBlocksPerGroup);
 
   Case case_;
@@ -210,6 +226,7 @@ class Timed : public ShardedJob {
   std::vector<double> workers_ = {0, 0};
   std::map<TaskId, double> ends_;
   uint64_t moved_ = 0;
+  uint64_t saved_ = 0;
   double waste_ = 0;
   double moved_s_ = 0;
   std::vector<uint64_t> gradients_;
@@ -273,6 +290,34 @@ TEST(StepTimeOfResidentStates, FollowsWhatIsLeftOnSwap) {
                   is_whole ? "yes" : "no", kComputeSeconds, step_s, ratio, timed.waste());
       if (!is_whole) continue;
       EXPECT_LE(ratio, 1.08) << resident;
+    }
+  }
+}
+
+// What a durable step writes takes its time at the disk, and no more: beside the same job at level memory, where at
+// level step, whose calls wait for it, nothing drains under the next forward.
+TEST(StepTimeOfDurableSteps, IsThatOfTheirBytes) {
+  constexpr Durability kLevels[] = {{.level = DurabilityLevel::kStep, .steps = 1},
+                                    {.level = DurabilityLevel::kEpoch, .steps = 1},
+                                    {.level = DurabilityLevel::kEpoch, .steps = 2}};
+  std::printf("%10s %8s %10s %8s %8s %8s %8s\n", "level", "resident", "compute_s", "memory_s",
+              "step_s", "bytes_s", "beyond");
+  for (const double resident : {0.0, 0.5, 1.0}) {
+    for (const double compute_s : {0.5, 2.0}) {
+      for (const Durability& level : kLevels) {
+        const bool drain = level.level != DurabilityLevel::kStep;
+        const double memory_s =
+            Timed({.drain = drain, .resident_share = resident}, compute_s).Run();
+        Timed timed({.resident_share = resident, .durability = level}, compute_s);
+        const double step_s = timed.Run();
+        const double beyond = (step_s - timed.saved_s()) / memory_s - 1;
+        std::printf("%10s %8.2f %10.3f %8.3f %8.3f %8.3f %8.3f\n",
+                    protocol::FormatDurability(level).c_str(), resident, compute_s, memory_s,
+                    step_s, timed.saved_s(), beyond);
+        EXPECT_LE(beyond, 0.02) << protocol::FormatDurability(level) << " " << resident << " "
+                                << compute_s;
+        EXPECT_GT(timed.saved_s(), 0);
+      }
     }
   }
 }
