@@ -248,8 +248,9 @@ absl::Status OpenPath(const PathOptions& options, OpenMode mode, std::span<const
   RETURN_IF_ERROR(CheckDirect(path));
   if (mode != OpenMode::kReclaim && path.old_bytes < path.capacity_bytes) {
     return MakeError(ErrorId::kSwapPath,
-                     absl::StrFormat("%s: it has %s, less than its configured %s", Text(path),
-                                     FormatBytes(path.old_bytes), FormatBytes(path.capacity_bytes)),
+                     absl::StrFormat("%s: it has %s (%d bytes), less than its configured %s (%d)",
+                                     Text(path), FormatBytes(path.old_bytes), path.old_bytes,
+                                     FormatBytes(path.capacity_bytes), path.capacity_bytes),
                      "give the sizes the volume was made with, or start without recovery");
   }
   return absl::OkStatus();
