@@ -31,7 +31,7 @@ DRAM_MIB = 700  # of fp32: below the 12 bytes a parameter that parameters and mo
 RESIDENT_SHARE = 0.12  # of the states, in that much
 HALVED_MIB = 48  # what gradient arenas and overflow take less of with 16-bit parameters
 SWAP_SIZE = "2GiB"  # moments of 63 M parameters, each block in two slots
-KEPT_SWAP_SIZE = "4GiB"  # durable steps: each block and the weights in three slots
+KEPT_SWAP_SIZE = "4GiB"  # durable steps: each block and the weights in three slots, one more
 # Blocks a quarter of the usual size: as much staging holds four times as many, and the disk of a
 # small machine always has reads to do beside the writes.
 BLOCK_ELEMS = 1 << 18

@@ -207,6 +207,12 @@ void BlockLedger::CancelWrite(uint32_t block) {
   Free(*std::exchange(of.writing, std::nullopt));
 }
 
+void BlockLedger::DropWrite(uint32_t block) {
+  Block& of = blocks_[block];
+  FOREBAY_CHECK(of.writing && !of.pending);
+  Free(*std::exchange(of.writing, std::nullopt));
+}
+
 void BlockLedger::SetInPlace(uint32_t block, uint64_t step) {
   blocks_[block].pending = Version{.written_step = step};
   SetChanged(block);
@@ -264,11 +270,9 @@ void BlockLedger::OnSaveFailed(uint32_t entry) {
 void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots) {
   if (!is_durable()) return;
   const std::set<nvme::Slot> all(slots.begin(), slots.end());
-  std::set<uint32_t> paths;
   const auto doubt = [&](const std::optional<Version>& version, const Block& of) {
     if (!version || !version->slot || version->slot == of.writing) return;
-    if (!all.contains(*version->slot) || !doubted_.insert(*version->slot).second) return;
-    paths.insert(version->slot->path);
+    if (all.contains(*version->slot)) doubted_.insert(*version->slot);
   };
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Block& of = blocks_[entry];
@@ -276,7 +280,27 @@ void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots) {
       doubt(version, of);
     doubt(durable_[entry].next, of);
   }
-  for (const uint32_t path : paths) table_.OnFailed(path, Direction::kWrite);
+}
+
+std::set<nvme::Slot> BlockLedger::DurableSlots(uint32_t entry) const {
+  std::set<nvme::Slot> slots;
+  if (durable_.empty()) return slots;
+  const Durable& durable = durable_[entry];
+  for (const std::optional<Version>* version : {&durable.next, &durable.last, &durable.before}) {
+    if (*version && (*version)->slot) slots.insert(*(*version)->slot);
+  }
+  return slots;
+}
+
+uint32_t BlockLedger::slots_held(uint32_t entry) const {
+  std::set<nvme::Slot> slots = DurableSlots(entry);
+  if (blocks_[entry].current.slot) slots.insert(*blocks_[entry].current.slot);
+  return static_cast<uint32_t>(slots.size());
+}
+
+bool BlockLedger::KeepsCurrent(uint32_t entry) const {
+  const std::optional<nvme::Slot>& current = blocks_[entry].current.slot;
+  return current && DurableSlots(entry).contains(*current);
 }
 
 std::vector<uint32_t> BlockLedger::DropDoubtedCopies() {
@@ -372,10 +396,7 @@ void BlockLedger::CheckInvariants() const {
   }
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Durable& durable = durable_[entry];
-    std::set<nvme::Slot> named;
-    for (const std::optional<Version>* version : {&durable.next, &durable.last, &durable.before}) {
-      if (*version && (*version)->slot) named.insert(*(*version)->slot);
-    }
+    std::set<nvme::Slot> named = DurableSlots(entry);
     if (blocks_[entry].current.slot) named.erase(*blocks_[entry].current.slot);
     for (const nvme::Slot& slot : named) ++uses[slot];
     if (durable.saving) ++uses[*durable.saving];

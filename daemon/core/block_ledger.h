@@ -79,6 +79,8 @@ class BlockLedger {
   void DropEarly(uint32_t block);
   // The write in flight has ended well, and is of no use.
   void CancelWrite(uint32_t block);
+  // The write was not begun.
+  void DropWrite(uint32_t block);
 
   // A block in DRAM was updated in place.
   void SetInPlace(uint32_t block, uint64_t step);
@@ -117,8 +119,12 @@ class BlockLedger {
   bool ForgetDoubt(uint32_t block);
   // Of the step that is going to be durable: copies in doubt are no more, and their entries are to be saved again.
   std::vector<uint32_t> DropDoubtedCopies();
-  // One of its blocks on swap is in a slot in doubt.
+  // Some of it is in a slot in doubt; without DropDoubtedCopies() copies too.
   bool is_next_doubted() const;
+  // Slots of the entry: of its current version, and those that durable steps name.
+  uint32_t slots_held(uint32_t entry) const;
+  // One of these names the current version too: its slot is not free when another one is current.
+  bool KeepsCurrent(uint32_t entry) const;
   // Of a new ledger: what a durable step says of the entry, whose slot the job has. A block in DRAM is going
   // to be read back from it.
   enum class Home : uint8_t { kDram, kSwap };
@@ -186,6 +192,7 @@ class BlockLedger {
   // Frees the slot unless the entry has another use for it.
   void Release(uint32_t entry, const nvme::Slot& slot);
   void Free(const nvme::Slot& slot);
+  std::set<nvme::Slot> DurableSlots(uint32_t entry) const;
   bool IsInDoubt(const Version& version) const { return version.slot && is_doubted(*version.slot); }
 
   PathTable& table_;

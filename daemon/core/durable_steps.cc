@@ -112,7 +112,7 @@ void DurableSteps::OnSaved(const TaskDone& done) {
                                       .begin_ns = done.begin_ns,
                                       .end_ns = done.end_ns});
   ledger.EndSave(save.entry, done.checksum, next_->step);
-  if (!is_saving()) wait_ = absl::OkStatus();
+  if (!is_saving() && !ledger.is_next_doubted()) wait_ = absl::OkStatus();
 }
 
 absl::Status DurableSteps::OnKept(const TaskDone& done) {
@@ -147,10 +147,14 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
 void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots) {
   BlockLedger& ledger = pipeline_.ledger();
   ledger.Doubt(slots);
-  if (!in_progress() || is_abandoned_ || !ledger.has_doubted()) return;
+  if (!in_progress() || !ledger.is_next_doubted()) return;
+  if (is_abandoned_) {
+    is_gathered_ = false;  // the ledger goes on naming the last one, for the sake of other jobs
+    return;
+  }
   const std::vector<uint32_t> dropped = ledger.DropDoubtedCopies();
   unsaved_.insert(unsaved_.end(), dropped.begin(), dropped.end());
-  if (!is_gathered_ || (dropped.empty() && !ledger.is_next_doubted())) return;
+  if (!is_gathered_) return;
   // The ledger that has failed may still have the other one.
   next_ = std::make_shared<DurableJob>(*next_);
   next_->blocks.clear();

@@ -23,8 +23,8 @@ namespace forebay::daemon {
 // makes a ledger durable that names all of them (DurableJob). Until it is, no step is decided: bytes in DRAM are
 // changed by decided steps alone, and never more steps are undone than the level allows.
 //
-// A write that fails is repeated in another slot, a ledger that is not durable is made again, and first all of it is
-// written to other slots that a failed flush has put in doubt: the step waits meanwhile, and wait() says why.
+// A write that fails is repeated in another slot, a ledger that is not durable is made again, and first all that a
+// failed flush has put in doubt is written again: the step waits meanwhile, and wait() says why.
 //
 // Ownership  What the constructor gets outlives it.
 class DurableSteps {
@@ -63,7 +63,7 @@ class DurableSteps {
   void OnDoubted(const std::vector<nvme::Slot>& slots);
   // Blocks on swap are in doubt, and move to other slots (Relocation) before the step is gathered.
   bool is_awaiting_moves() const {
-    return in_progress() && !is_saving() && pipeline_.ledger().is_next_doubted();
+    return in_progress() && !is_abandoned_ && !is_saving() && pipeline_.ledger().is_next_doubted();
   }
 
   // Of a job that a ledger has named: its arenas get their bytes back, each by a task that ends in OnRestored().

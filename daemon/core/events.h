@@ -472,6 +472,8 @@ struct WriteBlock {
   BlockIdentity identity;
   uint64_t checksum = 0;
   bool pause = false;
+  // The slot that its bytes were read from: they are verified first. E_CORRUPT: nothing was written.
+  std::optional<nvme::Slot> read_from = {};
 };
 
 // DRAM to swap: writes a resident block to `place.slot`, then frees its memory. Its TaskDone brings the

@@ -604,8 +604,8 @@ void Job::OnTaskDone(const TaskDone& done) {
       pipeline_.OnInstalled(done);
       return;
     case TaskKind::kMoveBlock:
-      residency_.OnMoved(done);
-      return;
+      fatal = residency_.OnMoved(done);
+      break;
     case TaskKind::kSavePart:
       durable_.OnSaved(done);
       return;
@@ -692,6 +692,8 @@ absl::Status Job::Delete() {
 
 void Job::Advance() {
   if (is_at_rest()) {
+    pipeline_.clear_waits_for_slot();
+    if (residency_.in_progress() || durable_.is_awaiting_moves()) residency_.PumpDoubted();
     durable_.Pump();
     TryHandOver();
     CloseEnded();
@@ -714,7 +716,7 @@ void Job::Advance() {
   UseTimeBetweenSteps(/*is_due=*/was_updating && !pipeline_.running());
   TryUseFloatSums();
   step_.Advance(/*may_update_early=*/!access_.has_requests() && !residency_.has_moves() &&
-                !durable_.is_awaiting_moves());
+                !durable_.is_awaiting_moves() && !step_.is_awaiting_durable());
   if (MayServeFetches()) fetches_.Serve();
   CloseEnded();
   TryHandOver();

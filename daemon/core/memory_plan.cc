@@ -417,8 +417,8 @@ absl::Status DurableSlotsError(const MemoryPlan& plan, uint64_t slots, uint64_t 
 }
 
 // Slots for pages of sums come first: of those of blocks, none of which is smaller, fewer fit then.
-absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
-                       const DurableJob* recovered, nvme::SlotMap swap) {
+absl::Status CheckSwap(const NodeOptions& options, const DurableJob* recovered, nvme::SlotMap swap,
+                       MemoryPlan& plan) {
   if (plan.swap_slots == 0 && plan.sum_slots == 0) return absl::OkStatus();
   const uint64_t sum_bytes = plan.sum_slots * plan.sum_page_bytes;
   if (plan.sum_slots > 0 && !HasOwnSumSlots(plan, recovered) &&
@@ -430,6 +430,12 @@ absl::Status CheckSwap(const MemoryPlan& plan, const NodeOptions& options,
   }
   const uint64_t own_slots = recovered == nullptr ? 0 : recovered->BlockSlots().size();
   const uint64_t free_slots = swap.SlotsFree(plan.block_bytes);
+  // One that comes back does so without the slot more, where swap is full.
+  const bool may_do_without = recovered != nullptr && plan.placement.frozen_blocks() == 0;
+  if (plan.has_durable_steps() && may_do_without && own_slots + free_slots + 1 == plan.swap_slots) {
+    plan.placement.GiveUpSpareSlot();
+    --plan.swap_slots;
+  }
   if (plan.has_durable_steps() && own_slots + free_slots < plan.swap_slots) {
     return DurableSlotsError(plan, own_slots + free_slots, swap.free_bytes());
   }
@@ -661,7 +667,7 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   RETURN_IF_ERROR(PlanEarlyWeights(layout, request, options, state_bytes, room(), kept, plan));
   PlaceBlocks(layout, options, plan.has_weights_on_swap() ? 0 : room(), kept, plan);
   if (kept != nullptr) RETURN_IF_ERROR(CheckKept(*kept, options, use, plan));
-  RETURN_IF_ERROR(CheckSwap(plan, options, use.recovered, *use.swap));
+  RETURN_IF_ERROR(CheckSwap(options, use.recovered, *use.swap, plan));
   return plan;
 }
 

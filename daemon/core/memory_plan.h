@@ -102,7 +102,7 @@ struct MemoryPlan {
   uint64_t ledger_bytes = 0;  // of the node's ledger, at most
 
   // Slots of one size: kSwapSlotsPerBlock for each swapped block, so that the next version of each can
-  // be written before any is published; with durable steps see limits.h. 0: no block can be on swap.
+  // be written before any is published; with durable steps see Placement::slots_needed(). 0: no block can be on swap.
   uint64_t swap_slot_bytes = 0;
   uint32_t swap_slots = 0;
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -11,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/core/attach_check.h"
 #include "daemon/core/node_impl.h"
+#include "daemon/core/path_table.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -263,6 +265,9 @@ Job* NodeState::Impl::On(const StepRequestCopied& event) {
 Job* NodeState::Impl::On(const TaskDone& event) {
   if (ledger.Owns(event.task)) {
     const std::vector<JobId> made = ledger.Finish(event.status, swap);
+    std::set<uint32_t> doubted_paths;
+    for (const nvme::Slot& slot : event.doubted) doubted_paths.insert(slot.path);
+    for (const uint32_t path : doubted_paths) path_table.OnFailed(path, Direction::kWrite);
     for (const auto& [id, job] : jobs) {
       const bool is_in_ledger = std::ranges::find(made, id) != made.end();
       if (is_in_ledger) job->OnLedger(event.status);

@@ -42,6 +42,7 @@ class Placement {
   struct DurableSlots {
     uint32_t per_block = 0;  // 0: there are none
     uint32_t weights_parts = 0;
+    uint32_t spare = 1;
   };
   Placement(const protocol::Layout& layout, const BlockMap& map, uint64_t dram_bytes,
             DurableSlots durable);
@@ -64,6 +65,10 @@ class Placement {
   // states; one for each other, and one more for the next version of one at a time. With durable steps also those
   // of blocks in DRAM and of the weights, and one more for a block that leaves a slot in doubt.
   uint32_t slots_needed() const;
+  // Of them, those of a block of a job with durable steps.
+  uint32_t slots_of(uint32_t block) const { return block < state_blocks_ ? durable_.per_block : 1; }
+  // The one more is not needed: the job's swap has no room for it.
+  void GiveUpSpareSlot() { durable_.spare = 0; }
   uint32_t frozen_blocks() const { return blocks() - state_blocks_; }
   // DRAM that blocks take: of those in DRAM, those to be evicted included, and of those to be promoted.
   uint64_t state_bytes() const { return state_bytes_; }

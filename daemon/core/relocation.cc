@@ -6,6 +6,7 @@
 #include "daemon/core/path_table.h"
 #include "daemon/core/placement.h"
 #include "daemon/core/staging.h"
+#include "protocol/error.h"
 #include "protocol/os/check.h"
 
 namespace forebay::daemon {
@@ -16,14 +17,22 @@ void Relocation::Pump() {
   PumpDoubted();
   if (in_progress() || abandoned_ || !pipeline_.path_table().any_marked()) return;
   const std::optional<uint32_t> block = FindMarked();
-  if (!block || !TryUnstage(*block)) return;
-  const std::optional<uint32_t> slot = pipeline_.staged().AllocateFree(/*kept=*/0);
-  if (!slot) return;
-  if (pipeline_.AddSlotForMove()) {
-    Start(*block, *slot);
-  } else {
-    pipeline_.staged().Release(*slot);
+  if (!block) return;
+  StagedBlocks& staged = pipeline_.staged();
+  const bool is_staged = staged.contains(*block);
+  if (is_staged && staged.at(*block).state != State::kReady) return;
+  std::optional<uint32_t> slot;
+  if (!is_staged && !(slot = staged.AllocateFree(/*kept=*/0))) return;
+  if (!pipeline_.AddSlotForMove(*block)) {
+    if (slot) staged.Release(*slot);
+    staying_.insert(*block);
+    return;
   }
+  if (is_staged) {
+    staged.Drop(*block);
+    slot = staged.AllocateUrgent();
+  }
+  if (slot) Start(*block, *slot);
 }
 
 void Relocation::PumpDoubted() {
@@ -34,20 +43,16 @@ void Relocation::PumpDoubted() {
   if (abandoned_) return;
   const BlockLedger& ledger = pipeline_.ledger();
   const std::optional<uint32_t> block = ledger.FindDoubted();
-  if (!block || !TryUnstage(*block)) return;
+  if (!block) return;
   if (!ledger.has_free_slot()) pipeline_.DropEarlyUpdateOf(*block);
-  if (!ledger.has_free_slot()) return;
-  const std::optional<uint32_t> slot = pipeline_.staged().AllocateUrgent();
-  if (slot) Start(*block, *slot);
-}
-
-// What was read ahead of the block is dropped; false: it is being read.
-bool Relocation::TryUnstage(uint32_t block) {
+  if (!ledger.has_free_slot() && !pipeline_.AddNodeSlot()) return;
   StagedBlocks& staged = pipeline_.staged();
-  if (!staged.contains(block)) return true;
-  if (staged.at(block).state != State::kReady) return false;
-  staged.Drop(block);
-  return true;
+  if (staged.contains(*block)) {  // read ahead
+    if (staged.at(*block).state != State::kReady) return;
+    staged.Drop(*block);
+  }
+  const std::optional<uint32_t> slot = staged.AllocateUrgent();
+  if (slot) Start(*block, *slot);
 }
 
 void Relocation::Start(uint32_t block, uint32_t staging_slot) {
@@ -87,26 +92,34 @@ void Relocation::OnRead(const StepPipeline::ReadOutcome& outcome) {
   }
   staged.at(*block_).state = State::kInUse;
   phase_ = Phase::kWriting;
-  io_.Start(
-      TaskKind::kMoveBlock, 0,
-      pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_)));
+  WriteBlock write =
+      pipeline_.BeginWrite(*block_, pipeline_.IdentityOf(*block_), pipeline_.checksum(*block_));
+  write.read_from = pipeline_.ledger().current(*block_).slot;
+  io_.Start(TaskKind::kMoveBlock, 0, std::move(write));
 }
 
-void Relocation::OnWritten(const TaskDone& done) {
+absl::Status Relocation::OnWritten(const TaskDone& done) {
   FOREBAY_CHECK(in_progress() && phase_ == Phase::kWriting);
   BlockLedger& ledger = pipeline_.ledger();
+  absl::Status fatal;
   pipeline_.staged().Drop(*block_);
   pipeline_.OnSwapped(*block_);
   if (done.status.ok()) {
     const BlockLedger::Version current = ledger.current(*block_);
     ledger.EndWrite(*block_, current.checksum, current.written_step, current.weights_digests);
     ++counters_.relocated;
+  } else if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
+    ledger.DropWrite(*block_);
+    // Of the disk's bytes nothing is left that the job could go on with; its last durable step is.
+    if (ledger.ForgetDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
+    Fail();
   } else {
     ledger.OnWriteFailed(*block_);
     Fail();
   }
   phase_ = Phase::kWritten;
   End();
+  return fatal;
 }
 
 void Relocation::End() {

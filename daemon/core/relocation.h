@@ -5,6 +5,7 @@
 #include <optional>
 #include <set>
 
+#include "absl/status/status.h"
 #include "daemon/core/events.h"
 #include "daemon/core/job_tasks.h"
 #include "daemon/core/node_state.h"
@@ -16,7 +17,8 @@ namespace forebay::daemon {
 // Blocks that a step updates leave a marked path by that alone; this class moves the others: each is read,
 // written to a path that works as it is, with its checksum, and published. Where its read fails, or no path
 // that works has room, it stays until the next step has been published. One in a slot in doubt (BlockLedger), for which
-// a durable step may wait, goes to any other slot; where that fails, the next ledger brings it back here.
+// a durable step may wait, goes to any other slot; where that fails, the next ledger brings it back here. What is read
+// is verified before it is written.
 //
 // The old slot is free when no weights are on their way from it (WeightsCache). Until then the block has a
 // pending version, so that no step is decided and nothing is updated early: in_progress().
@@ -34,7 +36,8 @@ class Relocation {
   void PumpDoubted();
   bool in_progress() const { return block_.has_value(); }
   void OnRead(const StepPipeline::ReadOutcome& outcome);
-  void OnWritten(const TaskDone& done);
+  // Errors  E_CORRUPT  what a slot in doubt holds is not the block: the job cannot go on.
+  absl::Status OnWritten(const TaskDone& done);
   // Blocks that stayed are tried again.
   void OnPublished();
   // The job failed: nothing begins any more.
@@ -44,7 +47,6 @@ class Relocation {
   enum class Phase : uint8_t { kReading, kWriting, kWritten };
 
   std::optional<uint32_t> FindMarked();
-  bool TryUnstage(uint32_t block);
   void Start(uint32_t block, uint32_t staging_slot);
   void Fail();
   void End();

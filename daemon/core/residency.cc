@@ -116,12 +116,9 @@ void Residency::StartPromotion(uint32_t block) {
                          .checksum = pipeline_.checksum(block)});
 }
 
-void Residency::OnMoved(const TaskDone& done) {
+absl::Status Residency::OnMoved(const TaskDone& done) {
   FOREBAY_CHECK(in_progress());
-  if (relocation_.in_progress()) {
-    relocation_.OnWritten(done);
-    return;
-  }
+  if (relocation_.in_progress()) return relocation_.OnWritten(done);
   const uint32_t block = *pipeline_.placement().moving();
   if (!done.status.ok()) ++counters_.failed;
   if (pipeline_.is_resident(block)) {
@@ -129,6 +126,7 @@ void Residency::OnMoved(const TaskDone& done) {
   } else {
     OnPromoted(block, done);
   }
+  return absl::OkStatus();
 }
 
 void Residency::OnEvicted(uint32_t block, const TaskDone& done) {

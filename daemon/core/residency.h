@@ -58,7 +58,8 @@ class Residency {
   // states are read.
   void Pump();
   void OnRead(const StepPipeline::ReadOutcome& outcome) { relocation_.OnRead(outcome); }
-  void OnMoved(const TaskDone& done);
+  // Errors  as Relocation::OnWritten.
+  absl::Status OnMoved(const TaskDone& done);
   void OnPublished() { relocation_.OnPublished(); }
   void PumpDoubted() { relocation_.PumpDoubted(); }
   bool in_progress() const { return pipeline_.is_moving(); }

@@ -85,6 +85,14 @@ void StateAccess::OnRead(const StepPipeline::ReadOutcome& outcome) {
 void StateAccess::StartAccess() {
   const ElementRun& piece = current_.pieces.front();
   const bool staged = piece.block != ElementRun::kNoBlock && !pipeline_.is_resident(piece.block);
+  if (staged && current_.write && !pipeline_.AddSlotForVersion(piece.block)) {
+    if (own_slot_) pipeline_.staged().Drop(piece.block);
+    EndPiece(MakeError(ErrorId::kSwapNospc,
+                       "durable steps keep what is on swap of this parameter, and there is no free "
+                       "slot for another version of it",
+                       "train a step first, or raise swap.capacity"));
+    return;
+  }
   if (staged) pipeline_.staged().at(piece.block).state = State::kInUse;
   phase_ = Phase::kAccessing;
   if (current_.write) {

@@ -49,6 +49,9 @@ class Step {
        DurableSteps& durable, const StateAccess& access, WeightsCache& weights,
        const LeaseTable& leases);
 
+  // A published step is being made durable, and its calls are answered when it is.
+  bool is_awaiting_durable() const { return is_durable_first() && durable_.in_progress(); }
+
   // Of a new step: the job comes back after this one.
   void Recover(const DurableJob& job);
 

@@ -524,54 +524,6 @@ WriteBlock StepPipeline::BeginWrite(uint32_t block, const BlockIdentity& identit
           .pause = target.pause};
 }
 
-// The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
-// and gives one back elsewhere.
-void StepPipeline::ExchangeSlots() {
-  if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
-  for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
-    if (path_table_.works(path)) ExchangeSlot(path);
-  }
-}
-
-BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
-  return AllocateSlot(&BlockLedger::BeginWrite, block);
-}
-
-BlockLedger::Target StepPipeline::AllocateSave(uint32_t entry) {
-  return AllocateSlot(&BlockLedger::BeginSave, entry);
-}
-
-BlockLedger::Target StepPipeline::AllocateSlot(
-    std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry) {
-  ExchangeSlots();
-  std::optional<BlockLedger::Target> target = (ledger_.*begin)(entry);
-  if (!target && AddNodeSlot()) target = (ledger_.*begin)(entry);
-  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
-  return *target;
-}
-
-// With durable steps, blocks that have moved, and frozen ones that were written anew, need a slot more until the next
-// one: from the node.
-bool StepPipeline::AddNodeSlot() {
-  if (!ledger_.is_durable()) return false;
-  const auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
-  if (slot) ledger_.AddSlot(*slot);
-  return slot.has_value();
-}
-
-// The job gets a slot on this path for one that it gives back elsewhere, if there are both.
-void StepPipeline::ExchangeSlot(uint32_t path) {
-  const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
-  if (!slot) return;
-  const auto given = ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
-  if (given.empty()) {
-    swap_.Free({&*slot, 1});
-    return;
-  }
-  swap_.Free(given);
-  ledger_.AddSlot(*slot);
-}
-
 void StepPipeline::CountRead(uint32_t path, uint64_t bytes, const TaskDone& done) {
   path_table_.CountTransfer({.path = path,
                              .direction = Direction::kRead,
@@ -650,32 +602,6 @@ absl::Status StepPipeline::OnWritten(const TaskDone& done) {
   if (!sets_masters()) counters_.written_bytes += map_.bytes(write.block);
   --blocks_left_;
   return absl::OkStatus();
-}
-
-void StepPipeline::AddSpareSlot() {
-  if (ledger_.has_working_slot()) return;
-  const auto spare = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
-  if (spare) ledger_.AddSlot(*spare);
-}
-
-bool StepPipeline::AddSlotForMove() {
-  if (ledger_.is_durable() && !AddNodeSlot()) return false;
-  AddSpareSlot();
-  return ledger_.has_working_slot();
-}
-
-void StepPipeline::ReturnSurplusSlots() {
-  // A block that has moved needs more until the next durable step.
-  if (!ledger_.is_durable()) ReturnFreeSlots();
-}
-
-void StepPipeline::FinishDurable() {
-  ledger_.FinishDurable();
-  if (!running_) ReturnFreeSlots();
-}
-
-void StepPipeline::ReturnFreeSlots() {
-  swap_.Free(ledger_.RemoveFreeSlots(ledger_.slots().size() - placement_.slots_needed()));
 }
 
 absl::Status StepPipeline::DescribeBlock(const absl::Status& status, uint32_t block) const {

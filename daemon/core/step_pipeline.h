@@ -160,9 +160,12 @@ class StepPipeline {
   void OnSwapped(uint32_t block) { prefetch_next_ = std::min(prefetch_next_, position_[block]); }
   // Where no path of the job's free slots works: one slot more, on another path.
   void AddSpareSlot();
-  // Between steps a block is going to have two: one more for that, where it needs one. False: there is none on a path
-  // that works.
-  bool AddSlotForMove();
+  // Between steps the block is going to have another version, beside those that durable steps name: one slot more of the
+  // node, where its own are not enough for that and the next step. False: there is none.
+  bool AddSlotForVersion(uint32_t block);
+  // The same, on a path that works.
+  bool AddSlotForMove(uint32_t block);
+  bool AddNodeSlot();
   // Where the block's next version is written.
   BlockLedger::Target AllocateTarget(uint32_t block);
   // The same of a copy of what is in DRAM of an entry of the ledger.
@@ -236,7 +239,6 @@ class StepPipeline {
       std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry);
   void ExchangeSlots();
   void ExchangeSlot(uint32_t path);
-  bool AddNodeSlot();
   void BeginPass(UpdatePass pass);
   void EndMomentsPass();
   void StartUpdate(uint32_t block);
@@ -266,6 +268,7 @@ class StepPipeline {
   void SetWeightsChanged();
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
+  uint32_t slots_wanted(uint32_t block) const;
   uint32_t PathOf(uint32_t block) const;  // that it is read from
   void PrepareStaged();
   void StartReads();

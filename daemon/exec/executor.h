@@ -175,6 +175,7 @@ class Executor {
   void Run(UpdateBlock& action);
   void Run(InstallWeights& action);
   void Run(WriteBlock& action);
+  void Write(const WriteBlock& action);
   void Run(EvictBlock& action);
   void Run(PromoteBlock& action);
   void Run(SpillSums& action);

@@ -411,6 +411,22 @@ void Executor::Run(InstallWeights& action) {
 
 void Executor::Run(WriteBlock& action) {
   FOREBAY_CHECK(swap_ != nullptr && action.place.slot.has_value());
+  if (!action.read_from) return Write(action);
+  BlockPlace read = action.place;
+  read.slot = std::exchange(action.read_from, std::nullopt);
+  const auto expected = swap_->Expected(read, action.identity, action.checksum);
+  const auto bytes = swap_->Slot(action.place.staging_slot, action.bytes);
+  runner_.Post(PoolId::kUpdate, [this, action, expected, bytes]() -> TaskRunner::Then {
+    const absl::Status verified = VerifyBlock(expected, action.identity, bytes);
+    return [this, action, verified] {
+      if (verified.ok()) return Write(action);
+      spdlog::error("{}", protocol::FormatError(verified));
+      Done(action.task, verified);
+    };
+  });
+}
+
+void Executor::Write(const WriteBlock& action) {
   std::vector<SwapDone> done;
   swap_->StartWrite({.task = action.task,
                      .job = action.job,

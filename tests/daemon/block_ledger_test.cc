@@ -144,7 +144,6 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   const nvme::Slot free{.path = 0, .offset_bytes = 8 * kSlotBytes, .size_bytes = kSlotBytes};
   ledger.Doubt({written, saved[1], free});
   ledger.CheckInvariants();
-  EXPECT_TRUE(paths.is_suspect(0));
   EXPECT_TRUE(ledger.is_doubted(written));
   EXPECT_FALSE(ledger.is_doubted(free));
   EXPECT_EQ(ledger.FindDoubted(), kOnSwap);
@@ -160,9 +159,18 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   EXPECT_NE(moved, written);
   EXPECT_EQ(ledger.next_durable(kOnSwap)->slot, moved);
   EXPECT_FALSE(ledger.has_doubted());
+  EXPECT_EQ(ledger.slots_held(kOnSwap), 1u);
+  EXPECT_TRUE(ledger.KeepsCurrent(kOnSwap));
   ledger.FinishDurable();
   ledger.CheckInvariants();
   EXPECT_EQ(FreeSlots(ledger), 5u);
+  // The next version is beside it, and then beside two.
+  Write(ledger, kOnSwap, 2);
+  ledger.Publish();
+  EXPECT_EQ(ledger.slots_held(kOnSwap), 2u);
+  EXPECT_FALSE(ledger.KeepsCurrent(kOnSwap));
+  (void)ledger.BeginDurable();
+  EXPECT_TRUE(ledger.KeepsCurrent(kOnSwap));
 }
 
 TEST(BlockLedger, WithoutDurableStepsNothingIsInDoubt) {
@@ -170,7 +178,6 @@ TEST(BlockLedger, WithoutDurableStepsNothingIsInDoubt) {
   BlockLedger ledger(1, Slots({2}), paths);
   ledger.Doubt({Write(ledger, 0, 1)});
   EXPECT_FALSE(ledger.has_doubted());
-  EXPECT_FALSE(paths.is_suspect(0));
 }
 
 // `seconds`: of each transfer of a slot, by path.

@@ -10,6 +10,7 @@
 #include <memory>
 #include <set>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "daemon/core/limits.h"
@@ -83,7 +84,7 @@ class Training {
       next();
       return;
     }
-    if (!node_->model().running().empty()) node_->Finish(node_->model().running().begin()->first);
+    if (!node_->model().running().empty()) FinishOldest();
     ReleaseAnswered();
     const bool is_answered =
         !calls_.empty() && to_do_.empty() && std::ranges::all_of(calls_, [this](uint64_t call) {
@@ -98,6 +99,10 @@ class Training {
     for (int turn = 0; turn < 4000 && answered_ < step; ++turn) Turn();
     ASSERT_EQ(answered_, step);
   }
+
+  // The flushes of so many commits fail.
+  void FailFlushes(int count) { failing_ = count; }
+  int failing() const { return failing_; }
 
   bool is_handed_over() const { return !node_->Logged<HandedOver>().empty(); }
   HandedOver handed_over() const { return node_->Logged<HandedOver>().at(0); }
@@ -126,6 +131,15 @@ class Training {
   uint64_t answered_ = 0;  // the newest step that every rank was answered
 
  private:
+  void FinishOldest() {
+    const auto& [task, action] = *node_->model().running().begin();
+    const bool fails = failing_ > 0 && std::holds_alternative<CommitLedger>(action);
+    if (!fails) return node_->Finish(task);
+    --failing_;
+    node_->Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+  }
+
+  int failing_ = 0;
   uint64_t OwnerOf(uint32_t partition) const {
     return sessions_[layout_->is_shared() ? 0 : layout_->partitions()[partition].owner];
   }
@@ -210,6 +224,32 @@ TEST_P(NodeStateHandOver, AtAnyPointTheNextDaemonGoesOnWithTheNewestStep) {
   }
   EXPECT_GT(points, 40U);
   EXPECT_GE(steps.size(), 2U);
+}
+
+// What is in doubt is written again, and nothing else is done meanwhile.
+TEST(NodeStateHandOverOfDurableSteps, AFailedFlushDelaysIt) {
+  for (const JobCase& with :
+       {JobCase{kStep, Place::kDram}, JobCase{kStep, Place::kSwap}, JobCase{kEpoch, Place::kSwap},
+        JobCase{kEpoch, Place::kHalf}, JobCase{kEpoch, Place::kWeightsOnSwap, true}}) {
+    const NodeState::Options options = OptionsOf(with);
+    uint64_t failed = 0;
+    for (uint64_t point = 0;; point += 3) {
+      Training run(with, options);
+      run.AttachAll();
+      for (uint64_t turns = 0; turns < point && run.answered_ < 3; ++turns) run.Turn();
+      if (run.answered_ >= 3) break;
+      run.FailFlushes(2);
+      run.HandOver();
+      ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+      failed += 2 - static_cast<uint64_t>(run.failing());
+      run.FailFlushes(0);
+      run.AttachAll(/*reattach=*/true);
+      run.TrainTo(run.answered_ + 2);
+      ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
+      ASSERT_EQ(run.node_->fault(), "") << "point " << point;
+    }
+    EXPECT_GT(failed, 20U);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

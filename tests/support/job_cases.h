@@ -37,7 +37,7 @@ inline daemon::NodeState::Options RoomyCaseOptions() {
   daemon::NodeState::Options options = RoomyOptions();
   options.block_elems = 512;
   options.staging_slots = 3;
-  options.staging_slot_bytes = 8192;
+  options.staging_slot_bytes = 16384;
   options.swap = SwapPaths({4 << 20, 4 << 20});
   return options;
 }

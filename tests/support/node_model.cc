@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "protocol/error.h"
 #include "protocol/units.h"
 
 namespace forebay::testing {
@@ -406,6 +407,12 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   if (commit != nullptr && NamesDoubted(*commit)) {
     done.status = absl::FailedPreconditionError("a slot must be written again");
   }
+  const auto* moved = std::get_if<WriteBlock>(&action);
+  if (moved != nullptr && moved->read_from &&
+      !(staging_[moved->place.staging_slot] == TokenOf(moved->identity, moved->checksum))) {
+    done.status = protocol::MakeError(protocol::ErrorId::kCorrupt, "other bytes were read");
+    return done;  // and none were written
+  }
   if (done.status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
   if (done.status.ok()) return done;
   if (commit != nullptr) FailFlush(done);
@@ -434,15 +441,6 @@ void NodeModel::Apply(const CreateJobMemory& a, TaskDone&) {
     if (part.offset_bytes + part.bytes > a.state_bytes) Fault("a block is outside the state arena");
     AddStateMemory(a.job, part);
   }
-}
-
-void NodeModel::CheckKept(const JobMemory& job, const StatePart& part) {
-  uint64_t at = part.offset_bytes;
-  const uint64_t end = at + part.bytes;
-  for (const auto& [offset, bytes] : job.state_parts) {
-    if (offset <= at && at < offset + bytes) at = offset + bytes;
-  }
-  if (at < end) Fault("a job is made with states in DRAM that were not kept");
 }
 
 // Parts are kept apart by block from the first eviction on; neighbours need not be one part.

@@ -94,6 +94,8 @@ class NodeModel {
   // The same after a power cut: of what was written since the last flush each slot holds that, or what it held before,
   // or nothing whole, in any order. A ledger that is being committed is durable, or its data are, or neither.
   NodeModel AfterPowerCut(std::mt19937_64& random) const;
+  // The device has dropped what a failed flush should have covered: reads show it.
+  void LoseDoubted();
   // What the next node finds when this one has handed these jobs over: their arenas too.
   NodeModel HandedOver(const daemon::DurableNode& node);
   // Steps of the published blocks of a job, and of those in DRAM.

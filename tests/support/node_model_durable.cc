@@ -154,6 +154,10 @@ void NodeModel::FailFlush(TaskDone& done) {
   for (const auto& [slot, before] : doubted_) done.doubted.push_back(slot);
 }
 
+void NodeModel::LoseDoubted() {
+  for (const auto& [slot, before] : doubted_) disk_[slot] = before.front();
+}
+
 bool NodeModel::NamesDoubted(const CommitLedger& a) const {
   return std::ranges::any_of(SlotsOf(*a.node),
                              [this](const nvme::Slot& slot) { return doubted_.contains(slot); });
@@ -214,6 +218,15 @@ NodeModel NodeModel::Restarted() const {
     next.AddJob(job->id, before->second.layout);
   }
   return next;
+}
+
+void NodeModel::CheckKept(const JobMemory& job, const StatePart& part) {
+  uint64_t at = part.offset_bytes;
+  const uint64_t end = at + part.bytes;
+  for (const auto& [offset, bytes] : job.state_parts) {
+    if (offset <= at && at < offset + bytes) at = offset + bytes;
+  }
+  if (at < end) Fault("a job is made with states in DRAM that were not kept");
 }
 
 NodeModel NodeModel::HandedOver(const DurableNode& node) {

@@ -24,7 +24,7 @@ constexpr uint32_t kSamples = 7;
 constexpr uint64_t kParams = uint64_t{1} << 25;
 constexpr uint64_t kGroupElems = uint64_t{1} << 20;
 constexpr uint64_t kBytes = 12;       // of a parameter in format exact: weights and states
-constexpr uint64_t kSlotsAtStep = 3;  // for each block and each part of the weights
+constexpr uint64_t kSlotsAtStep = 3;  // for each block and each part of the weights, and one more
 constexpr uint64_t kLoopBytes = 256 * kMiB;
 constexpr double kGiga = 1e9;
 

@@ -1,0 +1,106 @@
+// StepPipeline: the job's swap slots, and the node's.
+#include <algorithm>
+#include <optional>
+
+#include "daemon/core/block_ledger.h"
+#include "daemon/core/path_table.h"
+#include "daemon/core/step_pipeline.h"
+#include "nvme/slot_map.h"
+#include "protocol/os/check.h"
+
+namespace forebay::daemon {
+
+// The slots that a job has on each path follow where its writes go: of the node's free ones it takes one there
+// and gives one back elsewhere.
+void StepPipeline::ExchangeSlots() {
+  if (const std::optional<uint32_t> lacking = ledger_.LackingPath()) ExchangeSlot(*lacking);
+  for (uint32_t path = 0; path < path_table_.paths() && ledger_.must_use_marked_path(); ++path) {
+    if (path_table_.works(path)) ExchangeSlot(path);
+  }
+}
+
+BlockLedger::Target StepPipeline::AllocateTarget(uint32_t block) {
+  return AllocateSlot(&BlockLedger::BeginWrite, block);
+}
+
+BlockLedger::Target StepPipeline::AllocateSave(uint32_t entry) {
+  return AllocateSlot(&BlockLedger::BeginSave, entry);
+}
+
+BlockLedger::Target StepPipeline::AllocateSlot(
+    std::optional<BlockLedger::Target> (BlockLedger::*begin)(uint32_t), uint32_t entry) {
+  ExchangeSlots();
+  std::optional<BlockLedger::Target> target = (ledger_.*begin)(entry);
+  if (!target && AddNodeSlot()) target = (ledger_.*begin)(entry);
+  FOREBAY_CHECK(target.has_value());  // Placement::slots_needed()
+  return *target;
+}
+
+// With durable steps, blocks that have moved, and those that were written between steps, need a slot more until the
+// next one: from the node.
+bool StepPipeline::AddNodeSlot() {
+  if (!ledger_.is_durable()) return false;
+  auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
+  if (!slot) {
+    const auto any = swap_.Allocate(1, plan_.swap_slot_bytes);
+    if (any) slot = any->front();
+  }
+  if (slot) ledger_.AddSlot(*slot);
+  return slot.has_value();
+}
+
+// Of a job with durable steps: what the block has, and a slot for the version that the next step writes.
+uint32_t StepPipeline::slots_wanted(uint32_t block) const {
+  return ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
+}
+
+bool StepPipeline::AddSlotForVersion(uint32_t block) {
+  if (!ledger_.KeepsCurrent(block)) return true;
+  return slots_wanted(block) + 1 <= placement_.slots_of(block) || AddNodeSlot();
+}
+
+// The job gets a slot on this path for one that it gives back elsewhere, if there are both.
+void StepPipeline::ExchangeSlot(uint32_t path) {
+  const std::optional<nvme::Slot> slot = swap_.AllocateOn(path, plan_.swap_slot_bytes);
+  if (!slot) return;
+  const auto given = ledger_.RemoveFreeSlots(1, BlockLedger::Suspects::kKept);
+  if (given.empty()) {
+    swap_.Free({&*slot, 1});
+    return;
+  }
+  swap_.Free(given);
+  ledger_.AddSlot(*slot);
+}
+
+void StepPipeline::AddSpareSlot() {
+  if (ledger_.has_working_slot()) return;
+  const auto spare = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
+  if (spare) ledger_.AddSlot(*spare);
+}
+
+bool StepPipeline::AddSlotForMove(uint32_t block) {
+  if (!AddSlotForVersion(block)) return false;
+  AddSpareSlot();
+  return ledger_.has_working_slot();
+}
+
+void StepPipeline::ReturnSurplusSlots() {
+  // A block that has moved needs more until the next durable step.
+  if (!ledger_.is_durable()) ReturnFreeSlots();
+}
+
+void StepPipeline::FinishDurable() {
+  ledger_.FinishDurable();
+  if (!running_) ReturnFreeSlots();
+}
+
+void StepPipeline::ReturnFreeSlots() {
+  uint64_t needed = placement_.slots_needed();
+  for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
+    needed += slots_wanted(block) - std::min(slots_wanted(block), placement_.slots_of(block));
+  }
+  const uint64_t slots = ledger_.slots().size();
+  swap_.Free(ledger_.RemoveFreeSlots(slots - std::min(slots, needed)));
+}
+
+}  // namespace forebay::daemon
