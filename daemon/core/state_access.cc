@@ -142,6 +142,7 @@ void StateAccess::OnAccessed(const TaskDone& done) {
   FOREBAY_CHECK(phase_ == Phase::kAccessing);
   const ElementRun& piece = current_.pieces.front();
   absl::Status status = done.status;
+  if (piece.block != ElementRun::kNoBlock) status = pipeline_.DescribeBlock(status, piece.block);
   if (status.ok() && done.count > 0) {
     status =
         MakeError(ErrorId::kNonfinite,

@@ -447,6 +447,13 @@ TEST_F(NodeStateSwap, AFailedReadOfStatesIsTheReadersAlone) {
   node_.Finish(node_.Running<ReadBlock>()[0].task,
                protocol::MakeError(ErrorId::kSwapIo, "simulated"));
   EXPECT_EQ(node_.ErrorOf(tag), ErrorId::kSwapIo);
+  const uint64_t corrupt = node_.ReadState(session_, 3, 0, 10);
+  const DecodeState decode = node_.FinishUntil<DecodeState>();
+  node_.Finish(decode.task, protocol::MakeError(ErrorId::kCorrupt, "simulated"));
+  EXPECT_EQ(node_.ErrorOf(corrupt), ErrorId::kCorrupt);
+  EXPECT_THAT(
+      std::string(node_.answer(corrupt)->status.message()),
+      ::testing::AllOf(HasSubstr("block "), HasSubstr("parameter "), HasSubstr("simulated")));
   EXPECT_EQ(TrainStep(2), ErrorId::kNone);
 }
 
