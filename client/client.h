@@ -243,6 +243,8 @@ class Attachment {
   // Errors  E_NONFINITE  one is not finite, or rounds to infinite weights: nothing is written.
   //         E_STEP       this rank has called step.
   //         E_LEASE      this session holds a lease on the partition.
+  //         E_SWAP_NOSPC durable steps keep what is there, and swap has no slot for another version; a part may be
+  //                      written.
   absl::Status WriteMasters(uint32_t partition, uint64_t first_elem, std::span<const float> masters,
                             Timeout timeout);
 

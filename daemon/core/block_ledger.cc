@@ -267,12 +267,13 @@ void BlockLedger::OnSaveFailed(uint32_t entry) {
   table_.OnFailed(slot.path, Direction::kWrite);
 }
 
-void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots) {
+void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
   if (!is_durable()) return;
   const std::set<nvme::Slot> all(slots.begin(), slots.end());
   const auto doubt = [&](const std::optional<Version>& version, const Block& of) {
     if (!version || !version->slot || version->slot == of.writing) return;
-    if (all.contains(*version->slot)) doubted_.insert(*version->slot);
+    if (!all.contains(*version->slot) || !doubted_.insert(*version->slot).second) return;
+    paths.insert(version->slot->path);
   };
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Block& of = blocks_[entry];
@@ -282,25 +283,31 @@ void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots) {
   }
 }
 
-std::set<nvme::Slot> BlockLedger::DurableSlots(uint32_t entry) const {
-  std::set<nvme::Slot> slots;
+void BlockLedger::AddTo(EntrySlots& slots, const std::optional<nvme::Slot>& slot) {
+  if (!slot || std::ranges::find(slots, slot) != slots.end()) return;
+  *std::find(slots.begin(), slots.end(), std::nullopt) = slot;
+}
+
+BlockLedger::EntrySlots BlockLedger::DurableSlots(uint32_t entry) const {
+  EntrySlots slots;
   if (durable_.empty()) return slots;
   const Durable& durable = durable_[entry];
   for (const std::optional<Version>* version : {&durable.next, &durable.last, &durable.before}) {
-    if (*version && (*version)->slot) slots.insert(*(*version)->slot);
+    if (*version) AddTo(slots, (*version)->slot);
   }
   return slots;
 }
 
 uint32_t BlockLedger::slots_held(uint32_t entry) const {
-  std::set<nvme::Slot> slots = DurableSlots(entry);
-  if (blocks_[entry].current.slot) slots.insert(*blocks_[entry].current.slot);
-  return static_cast<uint32_t>(slots.size());
+  EntrySlots slots = DurableSlots(entry);
+  AddTo(slots, blocks_[entry].current.slot);
+  return static_cast<uint32_t>(std::find(slots.begin(), slots.end(), std::nullopt) - slots.begin());
 }
 
 bool BlockLedger::KeepsCurrent(uint32_t entry) const {
   const std::optional<nvme::Slot>& current = blocks_[entry].current.slot;
-  return current && DurableSlots(entry).contains(*current);
+  const EntrySlots slots = DurableSlots(entry);
+  return current && std::ranges::find(slots, current) != slots.end();
 }
 
 std::vector<uint32_t> BlockLedger::DropDoubtedCopies() {
@@ -396,9 +403,9 @@ void BlockLedger::CheckInvariants() const {
   }
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Durable& durable = durable_[entry];
-    std::set<nvme::Slot> named = DurableSlots(entry);
-    if (blocks_[entry].current.slot) named.erase(*blocks_[entry].current.slot);
-    for (const nvme::Slot& slot : named) ++uses[slot];
+    for (const std::optional<nvme::Slot>& slot : DurableSlots(entry)) {
+      if (slot && slot != blocks_[entry].current.slot) ++uses[*slot];
+    }
     if (durable.saving) ++uses[*durable.saving];
   }
   for (const nvme::Slot& slot : doubted_) FOREBAY_CHECK(uses.contains(slot));

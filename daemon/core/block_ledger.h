@@ -2,6 +2,7 @@
 // no other.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory_resource>
@@ -109,7 +110,8 @@ class BlockLedger {
 
   // A flush has failed, and these slots are in doubt, as far as they hold something of this job. Of one without durable
   // steps none is.
-  void Doubt(const std::vector<nvme::Slot>& slots);
+  // `paths`: those of slots that were not in doubt before are added.
+  void Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
   bool is_doubted(const nvme::Slot& slot) const { return doubted_.contains(slot); }
   bool has_doubted() const { return !doubted_.empty(); }
   // The first block on swap that is.
@@ -192,7 +194,10 @@ class BlockLedger {
   // Frees the slot unless the entry has another use for it.
   void Release(uint32_t entry, const nvme::Slot& slot);
   void Free(const nvme::Slot& slot);
-  std::set<nvme::Slot> DurableSlots(uint32_t entry) const;
+  // Without doubles; those that are set come first.
+  using EntrySlots = std::array<std::optional<nvme::Slot>, 4>;
+  static void AddTo(EntrySlots& slots, const std::optional<nvme::Slot>& slot);
+  EntrySlots DurableSlots(uint32_t entry) const;
   bool IsInDoubt(const Version& version) const { return version.slot && is_doubted(*version.slot); }
 
   PathTable& table_;

@@ -144,9 +144,13 @@ void DurableSteps::OnCommitted(const absl::Status& status) {
   pipeline_.FinishDurable();
 }
 
-void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots) {
+void DurableSteps::OnReadFailed(const absl::Status& status) {
+  if (in_progress() && pipeline_.ledger().is_next_doubted()) wait_ = status;
+}
+
+void DurableSteps::OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
   BlockLedger& ledger = pipeline_.ledger();
-  ledger.Doubt(slots);
+  ledger.Doubt(slots, paths);
   if (!in_progress() || !ledger.is_next_doubted()) return;
   if (is_abandoned_) {
     is_gathered_ = false;  // the ledger goes on naming the last one, for the sake of other jobs

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -60,7 +61,10 @@ class DurableSteps {
   // The ledger with what ForLedger() gave is durable, or (an error) perhaps not.
   void OnCommitted(const absl::Status& status);
   // A flush has failed, and these slots of the node are in doubt (BlockLedger): what is in DRAM is saved again.
-  void OnDoubted(const std::vector<nvme::Slot>& slots);
+  // `paths`: as BlockLedger::Doubt.
+  void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
+  // A block in doubt cannot be read: a step in progress waits for that.
+  void OnReadFailed(const absl::Status& status);
   // Blocks on swap are in doubt, and move to other slots (Relocation) before the step is gathered.
   bool is_awaiting_moves() const {
     return in_progress() && !is_abandoned_ && !is_saving() && pipeline_.ledger().is_next_doubted();

@@ -645,6 +645,7 @@ absl::Status Job::OnBlockTask(TaskKind kind, const TaskDone& done) {
   const StepPipeline::ReadOutcome outcome = pipeline_.OnRead(done);
   access_.OnRead(outcome);
   residency_.OnRead(outcome);
+  if (!outcome.status.ok()) durable_.OnReadFailed(outcome.status);
   return outcome.fatal ? outcome.status : absl::OkStatus();
 }
 
@@ -662,10 +663,14 @@ void Job::Fail(const absl::Status& first_error) {
 }
 
 absl::Status Job::FailedStatus() const {
+  const bool is_on_disk = durable_.durable() != nullptr;
   return MakeError(ErrorId::kJobFailed,
                    absl::StrCat("job ", spec_.name, " failed after step ", step_.published_step(),
                                 ": ", std::string(failed_.message())),
-                   "delete the job and start it again from a checkpoint");
+                   is_on_disk
+                       ? absl::StrCat("restart forebayd: the job comes back at its durable step ",
+                                      durable_.durable_step(), ", which deleting it would give up")
+                       : "delete the job and start it again from a checkpoint");
 }
 
 absl::Status Job::Delete() {

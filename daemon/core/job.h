@@ -106,7 +106,9 @@ class Job {
     return is_deleted() ? nullptr : durable_.durable();
   }
   void OnLedger(const absl::Status& status);
-  void OnDoubted(const std::vector<nvme::Slot>& slots) { durable_.OnDoubted(slots); }
+  void OnDoubted(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
+    durable_.OnDoubted(slots, paths);
+  }
 
   // It comes to rest as soon as it can, for the next daemon to go on with it.
   void RequestHandOver();

@@ -266,14 +266,13 @@ Job* NodeState::Impl::On(const TaskDone& event) {
   if (ledger.Owns(event.task)) {
     const std::vector<JobId> made = ledger.Finish(event.status, swap);
     std::set<uint32_t> doubted_paths;
-    for (const nvme::Slot& slot : event.doubted) doubted_paths.insert(slot.path);
-    for (const uint32_t path : doubted_paths) path_table.OnFailed(path, Direction::kWrite);
     for (const auto& [id, job] : jobs) {
       const bool is_in_ledger = std::ranges::find(made, id) != made.end();
       if (is_in_ledger) job->OnLedger(event.status);
-      if (!event.doubted.empty()) job->OnDoubted(event.doubted);
+      if (!event.doubted.empty()) job->OnDoubted(event.doubted, doubted_paths);
       if (is_in_ledger || !event.doubted.empty()) going_on.push_back(id);
     }
+    for (const uint32_t path : doubted_paths) path_table.OnFailed(path, Direction::kWrite);
     return nullptr;
   }
   const JobId id = actions.FinishTask(event.task);

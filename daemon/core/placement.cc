@@ -56,7 +56,7 @@ uint32_t Placement::slots_needed() const {
   const uint32_t frozen = frozen_blocks();
   if (durable_.per_block > 0) {
     return durable_.per_block * state_blocks_ + kSwapSlotsPerWeightsPart * durable_.weights_parts +
-           frozen + durable_.spare;
+           frozen + durable_.spare + kSwapSlotsPerBlock * static_cast<uint32_t>(evictions_.size());
   }
   const uint32_t with_states =
       state_blocks_ - resident_blocks_ + static_cast<uint32_t>(evictions_.size());

@@ -63,7 +63,8 @@ class Placement {
   uint32_t swapped_blocks() const { return blocks() - resident_blocks_; }
   // Of swap slots for the blocks that are on swap or are to be evicted: kSwapSlotsPerBlock for each that has
   // states; one for each other, and one more for the next version of one at a time. With durable steps also those
-  // of blocks in DRAM and of the weights, and one more for a block that leaves a slot in doubt.
+  // of blocks in DRAM and of the weights, two more for each that is to be evicted, and one more for a block that leaves
+  // a slot in doubt.
   uint32_t slots_needed() const;
   // Of them, those of a block of a job with durable steps.
   uint32_t slots_of(uint32_t block) const { return block < state_blocks_ ? durable_.per_block : 1; }

@@ -45,8 +45,11 @@ void Relocation::PumpDoubted() {
   const std::optional<uint32_t> block = ledger.FindDoubted();
   if (!block) return;
   if (!ledger.has_free_slot()) pipeline_.DropEarlyUpdateOf(*block);
-  if (!ledger.has_free_slot() && !pipeline_.AddNodeSlot()) return;
   StagedBlocks& staged = pipeline_.staged();
+  if (!ledger.has_free_slot() && !pipeline_.AddNodeSlot()) {
+    staged.set_waits();
+    return;
+  }
   if (staged.contains(*block)) {  // read ahead
     if (staged.at(*block).state != State::kReady) return;
     staged.Drop(*block);

@@ -98,6 +98,8 @@ class StagedBlocks {
   // job must try again when anything changes.
   bool waits_for_slot() const { return waits_for_slot_; }
   void clear_waits_for_slot() { waits_for_slot_ = false; }
+  // The job waits for something else of the node, and must try again likewise.
+  void set_waits() { waits_for_slot_ = true; }
 
   // Drops the last block, in the order of update, that is kReady and that the job can do without;
   // returns its slot, nothing if there is no such block.

@@ -90,7 +90,7 @@ void StateAccess::StartAccess() {
     EndPiece(MakeError(ErrorId::kSwapNospc,
                        "durable steps keep what is on swap of this parameter, and there is no free "
                        "slot for another version of it",
-                       "train a step first, or raise swap.capacity"));
+                       "raise swap.capacity, or write right after the first attach"));
     return;
   }
   if (staged) pipeline_.staged().at(piece.block).state = State::kInUse;

@@ -162,10 +162,11 @@ class StepPipeline {
   void AddSpareSlot();
   // Between steps the block is going to have another version, beside those that durable steps name: one slot more of the
   // node, where its own are not enough for that and the next step. False: there is none.
-  bool AddSlotForVersion(uint32_t block);
+  enum class NodeSlot : uint8_t { kAny, kOnWorkingPath };
+  bool AddSlotForVersion(uint32_t block, NodeSlot which = NodeSlot::kAny);
   // The same, on a path that works.
   bool AddSlotForMove(uint32_t block);
-  bool AddNodeSlot();
+  bool AddNodeSlot(NodeSlot which = NodeSlot::kAny);
   // Where the block's next version is written.
   BlockLedger::Target AllocateTarget(uint32_t block);
   // The same of a copy of what is in DRAM of an entry of the ledger.
@@ -182,7 +183,7 @@ class StepPipeline {
   void set_relocating(bool is_relocating) { is_relocating_ = is_relocating; }
   // A read has ended.
   void CountRead(uint32_t path, uint64_t bytes, const TaskDone& done);
-  // Back to the node, while no step runs: slots beyond kSwapSlotsPerBlock for each block that has some.
+  // Back to the node, while no step runs: slots beyond those of the placement. With durable steps FinishDurable() does it.
   void ReturnSurplusSlots();
   // The ledger with the step of BlockLedger::BeginDurable() is durable.
   void FinishDurable();
@@ -268,7 +269,8 @@ class StepPipeline {
   void SetWeightsChanged();
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
-  uint32_t slots_wanted(uint32_t block) const;
+  uint32_t slots_beyond(uint32_t block) const;
+  uint64_t slots_wanted() const;
   uint32_t PathOf(uint32_t block) const;  // that it is read from
   void PrepareStaged();
   void StartReads();

@@ -38,10 +38,10 @@ BlockLedger::Target StepPipeline::AllocateSlot(
 
 // With durable steps, blocks that have moved, and those that were written between steps, need a slot more until the
 // next one: from the node.
-bool StepPipeline::AddNodeSlot() {
+bool StepPipeline::AddNodeSlot(NodeSlot which) {
   if (!ledger_.is_durable()) return false;
   auto slot = path_table_.AllocateOnWorking(swap_, plan_.swap_slot_bytes);
-  if (!slot) {
+  if (!slot && which == NodeSlot::kAny) {
     const auto any = swap_.Allocate(1, plan_.swap_slot_bytes);
     if (any) slot = any->front();
   }
@@ -49,14 +49,29 @@ bool StepPipeline::AddNodeSlot() {
   return slot.has_value();
 }
 
-// Of a job with durable steps: what the block has, and a slot for the version that the next step writes.
-uint32_t StepPipeline::slots_wanted(uint32_t block) const {
-  return ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
+// Of a job with durable steps: slots of the block, and one for the version that the next step writes, beyond its own.
+uint32_t StepPipeline::slots_beyond(uint32_t block) const {
+  const uint32_t wanted = ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
+  return wanted - std::min(wanted, placement_.slots_of(block));
 }
 
-bool StepPipeline::AddSlotForVersion(uint32_t block) {
+// With those of all blocks that have more than their own.
+uint64_t StepPipeline::slots_wanted() const {
+  uint64_t wanted = placement_.slots_needed();
+  for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
+    wanted += slots_beyond(block);
+  }
+  return wanted;
+}
+
+bool StepPipeline::AddSlotForVersion(uint32_t block, NodeSlot which) {
   if (!ledger_.KeepsCurrent(block)) return true;
-  return slots_wanted(block) + 1 <= placement_.slots_of(block) || AddNodeSlot();
+  const uint32_t held = ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
+  if (held + 1 <= placement_.slots_of(block)) return true;
+  // One that an earlier version did not use after all is there.
+  const uint64_t slots = ledger_.slots().size();
+  const bool may_have_one = slots > placement_.slots_needed();
+  return (may_have_one && slots > slots_wanted()) || AddNodeSlot(which);
 }
 
 // The job gets a slot on this path for one that it gives back elsewhere, if there are both.
@@ -79,7 +94,7 @@ void StepPipeline::AddSpareSlot() {
 }
 
 bool StepPipeline::AddSlotForMove(uint32_t block) {
-  if (!AddSlotForVersion(block)) return false;
+  if (!AddSlotForVersion(block, NodeSlot::kOnWorkingPath)) return false;
   AddSpareSlot();
   return ledger_.has_working_slot();
 }
@@ -95,12 +110,8 @@ void StepPipeline::FinishDurable() {
 }
 
 void StepPipeline::ReturnFreeSlots() {
-  uint64_t needed = placement_.slots_needed();
-  for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
-    needed += slots_wanted(block) - std::min(slots_wanted(block), placement_.slots_of(block));
-  }
   const uint64_t slots = ledger_.slots().size();
-  swap_.Free(ledger_.RemoveFreeSlots(slots - std::min(slots, needed)));
+  swap_.Free(ledger_.RemoveFreeSlots(slots - std::min(slots, slots_wanted())));
 }
 
 }  // namespace forebay::daemon

@@ -142,7 +142,12 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
   }
   // A free one is not.
   const nvme::Slot free{.path = 0, .offset_bytes = 8 * kSlotBytes, .size_bytes = kSlotBytes};
-  ledger.Doubt({written, saved[1], free});
+  std::set<uint32_t> doubted_paths;
+  ledger.Doubt({written, saved[1], free}, doubted_paths);
+  EXPECT_EQ(doubted_paths, std::set<uint32_t>{0});
+  doubted_paths.clear();
+  ledger.Doubt({written, free}, doubted_paths);
+  EXPECT_TRUE(doubted_paths.empty()) << "known before";
   ledger.CheckInvariants();
   EXPECT_TRUE(ledger.is_doubted(written));
   EXPECT_FALSE(ledger.is_doubted(free));
@@ -176,7 +181,9 @@ TEST(BlockLedger, WhatIsInDoubtIsNotNamedByALedger) {
 TEST(BlockLedger, WithoutDurableStepsNothingIsInDoubt) {
   PathTable paths(1, {});
   BlockLedger ledger(1, Slots({2}), paths);
-  ledger.Doubt({Write(ledger, 0, 1)});
+  std::set<uint32_t> doubted_paths;
+  ledger.Doubt({Write(ledger, 0, 1)}, doubted_paths);
+  EXPECT_TRUE(doubted_paths.empty());
   EXPECT_FALSE(ledger.has_doubted());
 }
 

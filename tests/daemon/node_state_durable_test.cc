@@ -406,6 +406,46 @@ TEST(NodeStateDurableLoss, WritesBetweenStepsNeverTakeTheSlotsOfTheNext) {
   }
 }
 
+// Nothing is written with these: what the node has is left to others.
+TEST(NodeStateDurableLoss, WritesThatAreRefusedTakeNoSlots) {
+  const JobCase with{kStep, Place::kSwap};
+  Training run(with, OptionsOf(with));
+  run.AttachAll();
+  for (int turn = 0; turn < 2000 && run.answered_ < 3; ++turn) run.Turn();
+  ASSERT_EQ(run.answered_, 3U);
+  run.node_->RunTasks();
+  const uint64_t before = run.View().swap_bytes;
+  for (int i = 0; i < 20; ++i) {
+    const uint64_t write = run.node_->WriteMasters(run.sessions_[0], 0);
+    TaskDone done = run.node_->model().Finish(run.node_->FinishUntil<SetMasters>().task);
+    done.count = 1;
+    run.node_->Send(done);
+    EXPECT_EQ(run.node_->ErrorOf(write), ErrorId::kNonfinite);
+  }
+  EXPECT_LE(run.View().swap_bytes, before + run.View().swap_bytes / run.View().blocks);
+}
+
+// Marked while a durable step is in progress, which gives surplus slots back in the end.
+TEST(NodeStateDurableLoss, BlocksThatAreToBeEvictedKeepTheirSlots) {
+  const JobCase with{kStep, Place::kDram};
+  Training run(with, RoomyCaseOptions());
+  run.AttachAll();
+  while (run.node_->Running<CommitLedger>().empty()) run.Turn();
+  const uint64_t before = run.View().swap_bytes;
+  for (uint32_t block = 0; block < run.View().blocks; ++block) {
+    run.node_->Send(BlockMoveRequested{.job = run.View().id, .block = block});
+  }
+  const uint64_t marked = run.View().swap_bytes;
+  EXPECT_GT(marked, before);
+  run.node_->Finish(run.node_->Running<CommitLedger>()[0].task);
+  EXPECT_EQ(run.View().swap_bytes, marked);
+  for (int turn = 0; turn < 4000 && run.answered_ < 5; ++turn) run.Turn();
+  EXPECT_EQ(run.answered_, 5U);
+  EXPECT_GT(run.View().moves.evicted, 0U);
+  EXPECT_EQ(run.View().swap_bytes, before);
+  EXPECT_EQ(run.node_->fault(), "");
+}
+
 class NodeStateDurableJob : public ::testing::Test {
  protected:
   NodeStateDurableJob() : run_({kStep, Place::kDram}, RoomyCaseOptions()) { run_.AttachAll(); }
