@@ -201,10 +201,9 @@ void BlockLedger::DropEarly(uint32_t block) {
 }
 
 void BlockLedger::CancelWrite(uint32_t block) {
-  Block& of = blocks_[block];
-  FOREBAY_CHECK(of.writing && !of.pending);
-  table_.OnSucceeded(of.writing->path, Direction::kWrite);
-  Free(*std::exchange(of.writing, std::nullopt));
+  FOREBAY_CHECK(blocks_[block].writing.has_value());
+  table_.OnSucceeded(blocks_[block].writing->path, Direction::kWrite);
+  DropWrite(block);
 }
 
 void BlockLedger::DropWrite(uint32_t block) {
@@ -270,16 +269,16 @@ void BlockLedger::OnSaveFailed(uint32_t entry) {
 void BlockLedger::Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths) {
   if (!is_durable()) return;
   const std::set<nvme::Slot> all(slots.begin(), slots.end());
-  const auto doubt = [&](const std::optional<Version>& version, const Block& of) {
-    if (!version || !version->slot || version->slot == of.writing) return;
-    if (!all.contains(*version->slot) || !doubted_.insert(*version->slot).second) return;
-    paths.insert(version->slot->path);
-  };
   for (uint32_t entry = 0; entry < durable_.size(); ++entry) {
     const Block& of = blocks_[entry];
-    for (const auto& version : {std::optional(of.current), of.pending, of.early})
-      doubt(version, of);
-    doubt(durable_[entry].next, of);
+    const auto doubt = [&](const Version& version) {
+      if (!version.slot || version.slot == of.writing || !all.contains(*version.slot)) return;
+      if (doubted_.insert(*version.slot).second) paths.insert(version.slot->path);
+    };
+    doubt(of.current);
+    if (of.pending) doubt(*of.pending);
+    if (of.early) doubt(*of.early);
+    if (durable_[entry].next) doubt(*durable_[entry].next);
   }
 }
 
@@ -328,7 +327,7 @@ std::vector<uint32_t> BlockLedger::DropDoubtedCopies() {
 std::optional<uint32_t> BlockLedger::FindDoubted() const {
   if (!has_doubted()) return std::nullopt;
   for (uint32_t block = 0; block < blocks_.size(); ++block) {
-    if (IsInDoubt(blocks_[block].current)) return block;
+    if (IsInDoubt(block)) return block;
   }
   return std::nullopt;
 }

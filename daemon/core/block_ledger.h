@@ -114,7 +114,8 @@ class BlockLedger {
   void Doubt(const std::vector<nvme::Slot>& slots, std::set<uint32_t>& paths);
   bool is_doubted(const nvme::Slot& slot) const { return doubted_.contains(slot); }
   bool has_doubted() const { return !doubted_.empty(); }
-  // The first block on swap that is.
+  // Of a block on swap, and the first such block.
+  bool IsInDoubt(uint32_t block) const { return IsInDoubt(blocks_[block].current); }
   std::optional<uint32_t> FindDoubted() const;
   // It could not be written elsewhere: the next ledger names it, is refused, and says so again. False: it was not in
   // doubt.

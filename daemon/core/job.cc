@@ -698,7 +698,7 @@ absl::Status Job::Delete() {
 void Job::Advance() {
   if (is_at_rest()) {
     pipeline_.clear_waits_for_slot();
-    if (residency_.in_progress() || durable_.is_awaiting_moves()) residency_.PumpDoubted();
+    MoveDoubted();
     durable_.Pump();
     TryHandOver();
     CloseEnded();
@@ -744,9 +744,6 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     return !pipeline_.running() && !pipeline_.has_early_tasks() && !durable_.in_progress() &&
            (step_.phase() == Step::Phase::kOpen || (called && turns_left_ > 0));
   };
-  const auto may_save_doubted = [&] {
-    return durable_.is_awaiting_moves() && !pipeline_.running() && !pipeline_.has_early_tasks();
-  };
   const auto is_busy = [&] { return access_.in_progress() || residency_.in_progress(); };
   const bool was_busy = is_busy();
   const auto read = [&] {
@@ -756,10 +753,9 @@ void Job::UseTimeBetweenSteps(bool is_due) {
   };
   const auto move = [&] {
     if (access_.in_progress()) return;
-    const bool goes_on = residency_.in_progress();
     if (durable_.in_progress()) {
-      if (goes_on || may_save_doubted()) residency_.PumpDoubted();
-    } else if (goes_on || (may_begin() && is_ready())) {
+      MoveDoubted();
+    } else if (residency_.in_progress() || (may_begin() && is_ready())) {
       residency_.Pump();
     }
     if (residency_.in_progress()) reads_first_ = true;
@@ -772,6 +768,13 @@ void Job::UseTimeBetweenSteps(bool is_due) {
     read();
   }
   if (!was_busy && is_busy() && turns_left_ > 0) --turns_left_;
+}
+
+// While a durable step waits for it.
+void Job::MoveDoubted() {
+  const bool may_begin =
+      durable_.is_awaiting_moves() && !pipeline_.running() && !pipeline_.has_early_tasks();
+  if (may_begin || residency_.in_progress()) residency_.PumpDoubted();
 }
 
 void Job::Prefetch() {

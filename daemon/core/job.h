@@ -151,6 +151,7 @@ class Job {
   void Fail(const absl::Status& first_error);
   bool MayMove() const { return is_ready() && !failed() && !deleting_; }
   void UseTimeBetweenSteps(bool is_due);
+  void MoveDoubted();
   void OnMemoryMade(const TaskDone& done);
   void Restore();
   void OnRestored(const TaskDone& done);

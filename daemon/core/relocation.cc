@@ -111,13 +111,14 @@ absl::Status Relocation::OnWritten(const TaskDone& done) {
     const BlockLedger::Version current = ledger.current(*block_);
     ledger.EndWrite(*block_, current.checksum, current.written_step, current.weights_digests);
     ++counters_.relocated;
-  } else if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
-    ledger.DropWrite(*block_);
-    // Of the disk's bytes nothing is left that the job could go on with; its last durable step is.
-    if (ledger.ForgetDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
-    Fail();
   } else {
-    ledger.OnWriteFailed(*block_);
+    if (protocol::IdOf(done.status) == protocol::ErrorId::kCorrupt) {
+      ledger.DropWrite(*block_);
+      // The disk has lost it, and the job cannot go on with other bytes.
+      if (ledger.IsInDoubt(*block_)) fatal = pipeline_.DescribeBlock(done.status, *block_);
+    } else {
+      ledger.OnWriteFailed(*block_);
+    }
     Fail();
   }
   phase_ = Phase::kWritten;

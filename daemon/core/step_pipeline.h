@@ -269,7 +269,7 @@ class StepPipeline {
   void SetWeightsChanged();
   void SetWeightsChanged(uint32_t partition, uint64_t partition_elem, uint64_t elems);
   void ReturnFreeSlots();
-  uint32_t slots_beyond(uint32_t block) const;
+  uint32_t slots_wanted(uint32_t block) const;
   uint64_t slots_wanted() const;
   uint32_t PathOf(uint32_t block) const;  // that it is read from
   void PrepareStaged();

@@ -49,29 +49,28 @@ bool StepPipeline::AddNodeSlot(NodeSlot which) {
   return slot.has_value();
 }
 
-// Of a job with durable steps: slots of the block, and one for the version that the next step writes, beyond its own.
-uint32_t StepPipeline::slots_beyond(uint32_t block) const {
-  const uint32_t wanted = ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
-  return wanted - std::min(wanted, placement_.slots_of(block));
+// Of a job with durable steps: what the block has, and a slot for the version that the next step writes.
+uint32_t StepPipeline::slots_wanted(uint32_t block) const {
+  return ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
 }
 
-// With those of all blocks that have more than their own.
+// Of the job, with those of blocks that want more than their own.
 uint64_t StepPipeline::slots_wanted() const {
   uint64_t wanted = placement_.slots_needed();
   for (uint32_t block = 0; ledger_.is_durable() && block < map_.blocks(); ++block) {
-    wanted += slots_beyond(block);
+    const uint32_t of_block = slots_wanted(block);
+    wanted += of_block - std::min(of_block, placement_.slots_of(block));
   }
   return wanted;
 }
 
 bool StepPipeline::AddSlotForVersion(uint32_t block, NodeSlot which) {
   if (!ledger_.KeepsCurrent(block)) return true;
-  const uint32_t held = ledger_.slots_held(block) + (map_.has_states(block) ? 1 : 0);
-  if (held + 1 <= placement_.slots_of(block)) return true;
-  // One that an earlier version did not use after all is there.
+  if (slots_wanted(block) < placement_.slots_of(block)) return true;
+  // One that was added for another version, which was not written after all.
   const uint64_t slots = ledger_.slots().size();
-  const bool may_have_one = slots > placement_.slots_needed();
-  return (may_have_one && slots > slots_wanted()) || AddNodeSlot(which);
+  if (slots > placement_.slots_needed() && slots > slots_wanted()) return true;
+  return AddNodeSlot(which);
 }
 
 // The job gets a slot on this path for one that it gives back elsewhere, if there are both.
