@@ -101,6 +101,12 @@ class Training {
     Begin();
   }
 
+  // Until every rank was answered this step, within so many turns.
+  void TrainTo(uint64_t step, int turns = 2000) {
+    for (int turn = 0; turn < turns && answered_ < step; ++turn) Turn();
+    ASSERT_EQ(answered_, step);
+  }
+
   // From now on the flushes of half of the commits fail.
   void FailFlushes(std::mt19937_64& random) { failing_ = &random; }
   uint64_t failed_flushes() const { return failed_flushes_; }
@@ -132,7 +138,7 @@ class Training {
                        (*failing_)() % 2 == 0;
     if (!fails) return node_->Finish(task);
     ++failed_flushes_;
-    node_->Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+    node_->FailFlush();
   }
 
   void Begin() {
@@ -159,13 +165,18 @@ class Training {
   std::vector<uint64_t> calls_;
 };
 
-class NodeStateDurable : public ::testing::TestWithParam<JobCase> {};
+class NodeStateDurable : public ::testing::TestWithParam<JobCase> {
+ protected:
+  // Steps that the level lets a death undo.
+  static uint64_t lost_most() {
+    const Durability& level = GetParam().durability;
+    return level.level == DurabilityLevel::kStep ? 0 : level.steps;
+  }
+};
 
 TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
   const NodeState::Options options = OptionsOf(GetParam());
   constexpr uint64_t kSteps = 4;
-  const uint64_t lost_most =
-      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
   uint64_t deaths = 0;
   std::set<uint64_t> recovered_at;
   for (uint64_t point = 0;; ++point) {
@@ -179,7 +190,7 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
     run.Die();
     const uint64_t durable =
         run.node_->model().durable().jobs.empty() ? 0 : run.node_->model().durable().jobs[0]->step;
-    ASSERT_GE(durable + lost_most, answered) << "point " << point;
+    ASSERT_GE(durable + lost_most(), answered) << "point " << point;
     run.AttachAll();
     ASSERT_FALSE(::testing::Test::HasFailure()) << "point " << point;
     ASSERT_EQ(run.step_, durable + 1) << "point " << point;
@@ -187,13 +198,12 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
     ASSERT_EQ(run.node_->attached(run.sessions_[1])->extra_state_bytes, durable > 0 ? 32U : 0U);
     recovered_at.insert(durable);
     const uint64_t goal = durable + 2;
-    for (uint64_t turn = 0; turn < 2000 && run.answered_ < goal; ++turn) run.Turn();
-    ASSERT_EQ(run.answered_, goal) << "point " << point;
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(goal)) << "point " << point;
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
     // And once more, from a ledger of the second node.
     run.Die();
     run.AttachAll();
-    ASSERT_GE(run.step_ - 1 + lost_most, goal) << "point " << point;
+    ASSERT_GE(run.step_ - 1 + lost_most(), goal) << "point " << point;
     for (uint64_t turn = 0; turn < 2000 && run.answered_ < goal + 1; ++turn) run.Turn();
     ASSERT_EQ(run.node_->fault(), "") << "point " << point;
   }
@@ -204,8 +214,6 @@ TEST_P(NodeStateDurable, ADeathAtAnyPointLosesNoMoreStepsThanTheLevelAllows) {
 // Whatever of the writes since the last flush is left, in any order.
 TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
   const NodeState::Options options = OptionsOf(GetParam());
-  const uint64_t lost_most =
-      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
   const uint64_t cuts = NumberOr("FOREBAY_CUTS", 100);
   std::mt19937_64 random(NumberOr("FOREBAY_SEED", 14));
   // Found at another step than the answered one: an answer was not given, or the level lets a step be undone.
@@ -230,13 +238,12 @@ TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
       run.CutPower(random);
       run.AttachAll();
       ASSERT_FALSE(::testing::Test::HasFailure()) << "cut " << cut;
-      ASSERT_GE(run.step_ - 1 + lost_most, answered) << "cut " << cut;
+      ASSERT_GE(run.step_ - 1 + lost_most(), answered) << "cut " << cut;
       others += run.step_ - 1 != answered ? 1 : 0;
     }
     const uint64_t goal = run.step_;
     run.answered_ = goal - 1;
-    for (int turn = 0; turn < 2000 && run.answered_ < goal; ++turn) run.Turn();
-    ASSERT_EQ(run.answered_, goal) << "cut " << cut;
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(goal)) << "cut " << cut;
     ASSERT_EQ(run.node_->fault(), "") << "cut " << cut;
   }
   RecordProperty("cuts", static_cast<int>(cuts));
@@ -246,8 +253,6 @@ TEST_P(NodeStateDurable, APowerCutLosesNoMoreStepsThanTheLevelAllows) {
 // What was written since the last good flush is lost by a cut, whatever was flushed since the failed one.
 TEST_P(NodeStateDurable, AFailedFlushDelaysStepsAndLosesNone) {
   const NodeState::Options options = OptionsOf(GetParam());
-  const uint64_t lost_most =
-      GetParam().durability.level == DurabilityLevel::kStep ? 0 : GetParam().durability.steps;
   const uint64_t runs = NumberOr("FOREBAY_CUTS", 50);
   std::mt19937_64 random(NumberOr("FOREBAY_SEED", 15));
   uint64_t failed = 0;
@@ -257,8 +262,7 @@ TEST_P(NodeStateDurable, AFailedFlushDelaysStepsAndLosesNone) {
     run.FailFlushes(random);
     run.AttachAll();
     const uint64_t goal = random() % 5;
-    for (int turn = 0; turn < 5000 && run.answered_ < goal; ++turn) run.Turn();
-    ASSERT_EQ(run.answered_, goal) << "run " << i;
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(goal, 5000)) << "run " << i;
     for (uint64_t turn = random() % 100; turn > 0; --turn) run.Turn();
     const uint64_t answered = run.answered_;
     failed += run.failed_flushes();
@@ -266,11 +270,10 @@ TEST_P(NodeStateDurable, AFailedFlushDelaysStepsAndLosesNone) {
     run.CutPower(random);
     run.AttachAll();
     ASSERT_FALSE(::testing::Test::HasFailure()) << "run " << i;
-    ASSERT_GE(run.step_ - 1 + lost_most, answered) << "run " << i;
+    ASSERT_GE(run.step_ - 1 + lost_most(), answered) << "run " << i;
     const uint64_t after = run.step_;
     run.answered_ = after - 1;
-    for (int turn = 0; turn < 5000 && run.answered_ < after; ++turn) run.Turn();
-    ASSERT_EQ(run.answered_, after) << "run " << i;
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(after, 5000)) << "run " << i;
     ASSERT_EQ(run.node_->fault(), "") << "run " << i;
   }
   EXPECT_GT(failed, runs / 4);
@@ -282,8 +285,7 @@ TEST_P(NodeStateDurable, SlotsAreThoseOfThePlan) {
   Training run(GetParam(), options);
   run.AttachAll();
   const uint64_t swap_bytes = run.View().swap_bytes;
-  for (int turn = 0; turn < 3000 && run.answered_ < 6; ++turn) run.Turn();
-  EXPECT_EQ(run.answered_, 6U);
+  ASSERT_NO_FATAL_FAILURE(run.TrainTo(6, 3000));
   EXPECT_EQ(run.View().swap_bytes, swap_bytes);
 }
 
@@ -302,11 +304,9 @@ TEST(NodeStateDurableLoss, WhatTheDiskHasLostIsNeverNamed) {
     const NodeState::Options options = OptionsOf(with);
     Training run(with, options);
     run.AttachAll();
-    for (int turn = 0; turn < 2000 && run.answered_ < 2; ++turn) run.Turn();
-    ASSERT_EQ(run.answered_, 2U);
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(2));
     while (run.node_->Running<CommitLedger>().empty()) run.Turn();
-    run.node_->Finish(run.node_->Running<CommitLedger>()[0].task,
-                      protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+    run.node_->FailFlush();
     run.node_->model().LoseDoubted();
     run.node_->RunTasks();
     EXPECT_THAT(run.View().failed, HasError(ErrorId::kCorrupt));
@@ -317,8 +317,7 @@ TEST(NodeStateDurableLoss, WhatTheDiskHasLostIsNeverNamed) {
     run.AttachAll();
     ASSERT_EQ(run.step_, 3U);
     run.answered_ = 2;
-    for (int turn = 0; turn < 2000 && run.answered_ < 4; ++turn) run.Turn();
-    EXPECT_EQ(run.answered_, 4U);
+    ASSERT_NO_FATAL_FAILURE(run.TrainTo(4));
     EXPECT_EQ(run.node_->fault(), "");
   }
 }
@@ -358,8 +357,7 @@ TEST(NodeStateDurableLoss, AFailedJobHoldsUpNoOther) {
   ASSERT_THAT(adding, SizeIs(1));
   node.Finish(adding[0].task, protocol::MakeError(ErrorId::kInternal, "simulated"));
   ASSERT_THAT(node.FindJob("failing")->failed, HasError(ErrorId::kInternal));
-  node.Finish(node.Running<CommitLedger>()[0].task,
-              protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+  node.FailFlush();
   for (const uint64_t step : {1UL, 2UL}) {
     train("well", step);
     for (int task = 0; task < 1000 && !node.model().running().empty(); ++task) {
@@ -385,8 +383,7 @@ TEST(NodeStateDurableLoss, WritesBetweenStepsNeverTakeTheSlotsOfTheNext) {
       uint64_t refused = 0;
       uint64_t written = 0;
       for (uint64_t step = 1; step <= 5; ++step) {
-        for (int turn = 0; turn < 2000 && run.answered_ < step; ++turn) run.Turn();
-        ASSERT_EQ(run.answered_, step) << more;
+        ASSERT_NO_FATAL_FAILURE(run.TrainTo(step)) << more;
         run.node_->RunTasks();
         std::vector<uint64_t> writes;
         for (uint32_t i = 0; step < 5 && i < run.layout_->partitions().size(); ++i) {
@@ -411,8 +408,7 @@ TEST(NodeStateDurableLoss, WritesThatAreRefusedTakeNoSlots) {
   const JobCase with{kStep, Place::kSwap};
   Training run(with, OptionsOf(with));
   run.AttachAll();
-  for (int turn = 0; turn < 2000 && run.answered_ < 3; ++turn) run.Turn();
-  ASSERT_EQ(run.answered_, 3U);
+  ASSERT_NO_FATAL_FAILURE(run.TrainTo(3));
   run.node_->RunTasks();
   const uint64_t before = run.View().swap_bytes;
   for (int i = 0; i < 20; ++i) {
@@ -439,8 +435,7 @@ TEST(NodeStateDurableLoss, BlocksThatAreToBeEvictedKeepTheirSlots) {
   EXPECT_GT(marked, before);
   run.node_->Finish(run.node_->Running<CommitLedger>()[0].task);
   EXPECT_EQ(run.View().swap_bytes, marked);
-  for (int turn = 0; turn < 4000 && run.answered_ < 5; ++turn) run.Turn();
-  EXPECT_EQ(run.answered_, 5U);
+  ASSERT_NO_FATAL_FAILURE(run.TrainTo(5, 4000));
   EXPECT_GT(run.View().moves.evicted, 0U);
   EXPECT_EQ(run.View().swap_bytes, before);
   EXPECT_EQ(run.node_->fault(), "");
@@ -450,10 +445,7 @@ class NodeStateDurableJob : public ::testing::Test {
  protected:
   NodeStateDurableJob() : run_({kStep, Place::kDram}, RoomyCaseOptions()) { run_.AttachAll(); }
   void TearDown() override { EXPECT_EQ(run_.node_->fault(), ""); }
-  void TrainTo(uint64_t step) {
-    for (int turn = 0; turn < 2000 && run_.answered_ < step; ++turn) run_.Turn();
-    ASSERT_EQ(run_.answered_, step);
-  }
+  void TrainTo(uint64_t step) { run_.TrainTo(step); }
   void EndAll() {
     for (const uint64_t session : run_.sessions_) {
       run_.node_->End(session, EndCause::kDetached);

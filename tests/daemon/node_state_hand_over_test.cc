@@ -136,7 +136,7 @@ class Training {
     const bool fails = failing_ > 0 && std::holds_alternative<CommitLedger>(action);
     if (!fails) return node_->Finish(task);
     --failing_;
-    node_->Finish(task, protocol::MakeError(ErrorId::kSwapIo, "simulated: flush"));
+    node_->FailFlush();
   }
 
   int failing_ = 0;

@@ -177,7 +177,10 @@ class Timed : public ShardedJob {
       if (const auto* load = std::get_if<LoadWeights>(&action)) bytes = load->bytes;
       if (const auto* spill = std::get_if<SpillSums>(&action)) bytes = spill->bytes;
       if (const auto* sums = std::get_if<LoadSums>(&action)) bytes = sums->bytes;
-      if (const auto* save = std::get_if<SavePart>(&action)) saved_ += bytes = save->bytes;
+      if (const auto* save = std::get_if<SavePart>(&action)) {
+        bytes = save->bytes;
+        saved_ += bytes;
+      }
       if (const auto* commit = std::get_if<CommitLedger>(&action)) {
         for (const auto& job : commit->node->jobs) bytes += 2 * job->slots() * kLedgerBytesPerSlot;
         saved_ += bytes;

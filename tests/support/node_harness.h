@@ -116,6 +116,11 @@ class NodeHarness {
   // Finishes running tasks, oldest first, until none is left (new ones included).
   void RunTasks();
   void Finish(daemon::TaskId task, const absl::Status& status = absl::OkStatus());
+  // The next commit, whose flush of what was written fails.
+  void FailFlush() {
+    Finish(FinishUntil<daemon::CommitLedger>().task,
+           protocol::MakeError(protocol::ErrorId::kSwapIo, "simulated: flush"));
+  }
   // Running tasks of one kind, oldest first.
   template <typename A>
   std::vector<A> Running() const {

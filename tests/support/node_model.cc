@@ -407,16 +407,16 @@ TaskDone NodeModel::Finish(TaskId task, const absl::Status& status) {
   if (commit != nullptr && NamesDoubted(*commit)) {
     done.status = absl::FailedPreconditionError("a slot must be written again");
   }
-  const auto* moved = std::get_if<WriteBlock>(&action);
-  if (moved != nullptr && moved->read_from &&
-      !(staging_[moved->place.staging_slot] == TokenOf(moved->identity, moved->checksum))) {
+  const auto* write = std::get_if<WriteBlock>(&action);
+  if (write != nullptr && write->read_from &&
+      !(staging_[write->place.staging_slot] == TokenOf(write->identity, write->checksum))) {
     done.status = protocol::MakeError(protocol::ErrorId::kCorrupt, "other bytes were read");
     return done;  // and none were written
   }
   if (done.status.ok()) std::visit([&](const auto& a) { Apply(a, done); }, action);
   if (done.status.ok()) return done;
   if (commit != nullptr) FailFlush(done);
-  if (const auto* write = std::get_if<WriteBlock>(&action)) Write(*write->place.slot, {});
+  if (write != nullptr) Write(*write->place.slot, {});
   if (const auto* spill = std::get_if<SpillSums>(&action))
     jobs_[spill->job].spilled.erase(spill->slot);
   if (const auto* evict = std::get_if<EvictBlock>(&action)) Write(*evict->place.slot, {});
