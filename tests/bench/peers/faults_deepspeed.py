@@ -5,7 +5,7 @@ import random
 import shutil
 import signal
 
-from faults_outcome import alike, counted, lost, outcome
+from faults_outcome import as_saved, lost, outcome
 from faults_process import END, FIRST, MIB, PAGE, PLACES, SECOND, SEED, fill, flip, kill_at
 
 
@@ -63,10 +63,7 @@ class DeepSpeed:
         more = {}
         if trial.of("end"):
             self.undisturbed[step] = trial.of("end")[0][1]
-            began = trial.began()
-            other = [at for at, loss in trial.of("step") if self.losses[at] != loss]
-            more = {"loaded_step": began[0], "not_as_saved": lost(digests, began[1])}
-            more["first_other_loss"] = other[0] if other else None
+            more = as_saved(trial, digests, self.losses)
         self.rows.note("resume", self.by, f"from step {step}", result, **more)
 
     def copy(self, step=FIRST):
@@ -93,8 +90,7 @@ class DeepSpeed:
             work(path, path.stat().st_size)
             results.append(self.outcome(self.train(folder, load=True)))
             shutil.rmtree(folder)
-        plain = [alike(result) for result in results]
-        self.rows.note(fault, self.by, kind + more, counted(plain), results=results)
+        self.rows.count(fault, self.by, kind + more, results)
 
     def flipped(self):
         chance = random.Random(SEED)
@@ -191,11 +187,8 @@ class DeepSpeed:
                 unsaved = trial.of("unsaved")
                 again.append(f"error: {unsaved[0][1]}" if unsaved else "saved")
             shutil.rmtree(folder)
-        plain = [alike(result) for result in results]
+        fault = "kill -9 during a save"
         more = {"save_s": seconds, "not_killed": damaged}
-        more["results"] = results
-        self.rows.note("kill -9 during a save", self.by, "resume", counted(plain), **more)
+        self.rows.count(fault, self.by, "resume", results, **more)
         if again:
-            plain = [alike(result) for result in again]
-            where = f"next save of step {SECOND}"
-            self.rows.note("kill -9 during a save", self.by, where, counted(plain), results=again)
+            self.rows.count(fault, self.by, f"next save of step {SECOND}", again)

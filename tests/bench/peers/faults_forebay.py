@@ -9,7 +9,7 @@ import sys
 import time
 
 import quiet
-from faults_outcome import HANGS, alike, counted, lost, outcome, scrub_words
+from faults_outcome import HANGS, as_saved, counted, outcome, scrub_words
 from faults_process import (
     DEADLINE_S,
     END,
@@ -127,9 +127,7 @@ class Forebay:
             self.kill_daemons()
             trial = self.start(self.daemon(self.saved(step))).end()
             self.kill_daemons()
-            other = [at for at, loss in trial.of("step") if self.losses[at] != loss]
-            more = {"loaded_step": trial.began()[0], "not_as_saved": lost(digests, trial.began()[1])}
-            more["first_other_loss"] = other[0] if other else None
+            more = as_saved(trial, digests, self.losses)
             self.rows.note("resume", self.by, f"from step {step}", self.outcome(trial), **more)
 
     def jobs(self, daemon):
@@ -203,8 +201,7 @@ class Forebay:
             results.setdefault(kind, []).append((result, scrub_words(status, report)))
         for kind, pairs in results.items():
             texts = [f"{words}; resume: {result}" for result, words in pairs]
-            plain = counted([alike(text) for text in texts])
-            self.rows.note("flipped bit", self.by, kind, plain, results=texts)
+            self.rows.count("flipped bit", self.by, kind, texts)
 
     def truncated(self):
         cuts = {"half is left": lambda size: size // 2, "its end is gone": lambda size: size - PAGE}
@@ -282,6 +279,6 @@ class Forebay:
             step, result = self.resume(folder)
             kept = "" if step in (answered, answered + 1) else f"lost: step {answered}; "
             results.append(f"from step {step}: {kept}{result}")
-        more = {"step_s": seconds, "results": results}
-        result = counted(results)
-        self.rows.note("kill -9 during a save", self.by, "trainer and daemon", result, **more)
+        fault, where = "kill -9 during a save", "trainer and daemon"
+        # The step that each began at is a part of its result.
+        self.rows.note(fault, self.by, where, counted(results), results=results, step_s=seconds)

@@ -58,13 +58,25 @@ def lost(saved, found):
 
 def counted(results):
     """["a", "b", "a"] as "2 of 3: a; 1 of 3: b", most frequent first."""
-    frequency = {}
+    results, frequency = list(results), {}
     for result in results:
         frequency[result] = frequency.get(result, 0) + 1
     if len(frequency) == 1:
         return results[0]
     order = sorted(frequency.items(), key=lambda pair: -pair[1])
     return "; ".join(f"{count} of {len(results)}: {result}" for result, count in order)
+
+
+def as_saved(trial, digests, losses):
+    """Of a resume: its step, which digests of the save are others there, and the first step with another loss than
+    the training that nothing disturbs, whose losses by step are `losses`."""
+    step, loaded = trial.began()
+    other = [at for at, loss in trial.of("step") if losses[at] != loss]
+    return {
+        "loaded_step": step,
+        "not_as_saved": lost(digests, loaded),
+        "first_other_loss": other[0] if other else None,
+    }
 
 
 def alike(result):
@@ -96,3 +108,7 @@ class Rows(list):
         row = {"case": f"faults/{fault}/by={by}/where={where}", "fault": fault, "by": by}
         self.append(row | {"where": where, "result": result} | more)
         print(f"{fault} | {by} | {where} | {result}", flush=True)
+
+    def count(self, fault, by, where, results, **more):
+        """One row of many results: those that differ in paths and numbers of their errors alone are one."""
+        self.note(fault, by, where, counted(map(alike, results)), results=results, **more)

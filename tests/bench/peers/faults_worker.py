@@ -26,9 +26,9 @@ import torch
 from torch import distributed
 
 import deepspeed_side
+import forebay_side
 import gpt
 import infinity
-import ours
 
 SIZE = gpt.Size(layers=4, width=128, heads=4, vocab=256, length=16)
 CLIP = 1.0
@@ -105,30 +105,16 @@ def digest(read, named):
     return total.hexdigest()
 
 
-class Forebay:
+class Forebay(forebay_side.Forebay):
     """A job at durability step: what a step has answered is saved."""
 
     def __init__(self, model, args):
-        import forebay
-
-        self.model = model.bfloat16()
-        rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=CLIP)
         options = {"job": args.job, "run": args.run, "durability": "step", "daemon_wait": 0}
-        self.opt = forebay.attach(self.model, rule, **options)
+        super().__init__(model, CLIP, **options)
 
     @staticmethod
     def prepare():
         import forebay  # noqa: F401
-
-    def forward(self, tokens):
-        return self.model(tokens)
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        self.opt.step()
-        self.opt.zero_grad()
 
     def step_number(self):
         return self.opt.committed_step

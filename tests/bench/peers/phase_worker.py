@@ -13,8 +13,8 @@ import time
 import torch
 
 import deepspeed_side
+import forebay_side
 import gpt
-import ours
 
 MAX_GRAD_NORM = 1.0
 
@@ -36,27 +36,12 @@ class DeepSpeed(deepspeed_side.DeepSpeed):
         }
 
 
-class Forebay:
-    """The daemon holds the states and updates; this process is its one rank."""
+class Forebay(forebay_side.Forebay):
+    """This process is the daemon's one rank."""
 
     def __init__(self, model, _args):
-        import forebay
-
-        self.model = model.to(torch.bfloat16)
-        self.opt = forebay.attach(
-            self.model,
-            forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM),
-        )
+        super().__init__(model, MAX_GRAD_NORM)
         self.facts = {"format": "exact", "max_grad_norm": MAX_GRAD_NORM}
-
-    def forward(self, tokens):
-        return self.model(tokens)
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        self.opt.step()
 
 
 def one_step(side, tokens):
