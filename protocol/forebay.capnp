@@ -202,6 +202,9 @@ struct NodeStatus {
   socketPath @9 :Text;
   scrubbedBytes @10 :UInt64;  # while a scrub runs: of what durable jobs have on swap, so much is verified
   scrubBytes @11 :UInt64;     # of so much; 0: none runs
+  loopEvents @12 :UInt64;     # that the state machine has handled: commands, tasks' ends, transfers' ends, timers
+  # CPU time of the thread that handles them, the kernel's included (it gives requests to the disk and wakes workers).
+  loopCpuSeconds @13 :Float64;
 }
 
 struct MemoryStatus {

@@ -189,6 +189,8 @@ void FillStatus(const NodeSnapshot& snapshot, const Viewer& viewer, const std::s
   status.setSocketPath(socket_path.c_str());
   status.setScrubbedBytes(snapshot.scrub.scrubbed_bytes);
   status.setScrubBytes(snapshot.scrub.total_bytes);
+  status.setLoopEvents(snapshot.loop_events);
+  status.setLoopCpuSeconds(snapshot.loop_cpu_seconds);
 }
 
 void FillTrace(const std::vector<ShownEvent>& events,

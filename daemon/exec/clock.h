@@ -1,4 +1,4 @@
-// CLOCK_MONOTONIC, for timelines and uptime alone: the state machine knows no time.
+// Clocks for timelines, uptime and statistics alone: the state machine knows no time.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,13 @@ inline uint64_t MonotonicNs() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000U + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// CPU time of the thread that calls since it began, the kernel's work for it included.
+inline double OwnCpuSeconds() {
+  timespec used{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
 }
 
 }  // namespace forebay::daemon

@@ -80,6 +80,7 @@ void Executor::Raise(Event event) {
   for (size_t next = 0; next < events_.size(); ++next) {  // handling one may raise more
     const Event handled = std::move(events_[next]);
     state_.Handle(handled, actions_);
+    ++events_handled_;
     for (size_t i = 0; i < actions_.size(); ++i) {  // running one may append more
       Action action = std::move(actions_[i]);
       std::visit([this](auto& one) { Run(one); }, action);

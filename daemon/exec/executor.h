@@ -101,7 +101,7 @@ class Executor {
   void DeleteJob(std::string job, uint32_t uid, absl::AnyInvocable<void(absl::Status)> done);
   NodeSnapshot Snapshot() {
     return MakeSnapshot({start_ns_, state_, registry_, jobs_, swap_, runner_, engine_,
-                         options_.io_engine_reason, scrub_.progress()});
+                         options_.io_engine_reason, scrub_.progress(), events_handled_});
   }
   // Of the newest step: the daemon's events, then those of ranks that are attached and have seen it
   // committed, as many as a message has room for. Errors: E_JOB_NAME.
@@ -263,6 +263,7 @@ class Executor {
   uint64_t next_delete_ = 1;
   std::multimap<uint64_t, Event> timers_;  // by MonotonicNs
   std::vector<Event> events_;
+  uint64_t events_handled_ = 0;
   std::vector<Action> actions_;
   // Of a CommitLedger that pauses: when it goes on.
   std::optional<std::pair<uint64_t, CommitLedger>> paused_ledger_;

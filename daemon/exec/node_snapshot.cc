@@ -49,6 +49,8 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
   snapshot.adam_target = cpu_adam::ChosenTarget();
   snapshot.workers = from.runner.workers();
   snapshot.scrub = from.scrub;
+  snapshot.loop_events = from.events;
+  snapshot.loop_cpu_seconds = OwnCpuSeconds();
   return snapshot;
 }
 

@@ -52,6 +52,8 @@ struct NodeSnapshot {
   std::string adam_target;
   uint32_t workers = 0;
   ScrubProgress scrub;
+  uint64_t loop_events = 0;
+  double loop_cpu_seconds = 0;
 };
 
 struct SnapshotSources {
@@ -64,8 +66,10 @@ struct SnapshotSources {
   const nvme::IoEngine& engine;
   const std::string& io_engine_reason;
   ScrubProgress scrub;
+  uint64_t events;  // handled so far
 };
 
+// On the loop thread, whose CPU time it takes.
 NodeSnapshot MakeSnapshot(const SnapshotSources& from);
 
 }  // namespace forebay::daemon

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -98,15 +99,36 @@ class EventFdEcho {
   pid_t pid_ = -1;
 };
 
-absl::StatusOr<Sample> TimeFetches(BenchJob& job) {
-  Clock::duration time{};
+// Times of round trips.
+class Trips {
+ public:
+  void Add(Clock::duration time) { microseconds_.push_back(Microseconds(time)); }
+
+  // The median of the newest sample's.
+  Sample NewestSample() const { return {.value = Quantile(Newest(), 0.5)}; }
+  double P99() const { return Quantile(microseconds_, 0.99); }
+
+ private:
+  static double Quantile(std::span<const double> of, double share) {
+    std::vector<double> sorted(of.begin(), of.end());
+    const auto at =
+        sorted.begin() + static_cast<ptrdiff_t>(share * static_cast<double>(of.size() - 1));
+    std::ranges::nth_element(sorted, at);
+    return *at;
+  }
+  std::span<const double> Newest() const { return std::span(microseconds_).last(kTripsPerSample); }
+
+  std::vector<double> microseconds_;
+};
+
+absl::StatusOr<Sample> TimeFetches(BenchJob& job, Trips& trips) {
   for (uint32_t i = 0; i < kTripsPerSample; ++i) {
     const auto began = Clock::now();
     ASSIGN_OR_RETURN(const client::Lease lease, job.attachment().Fetch(i % job.groups(), kLimit));
-    time += Clock::now() - began;
+    trips.Add(Clock::now() - began);
     RETURN_IF_ERROR(job.attachment().Release(lease));
   }
-  return Sample{.value = Microseconds(time) / kTripsPerSample};
+  return trips.NewestSample();
 }
 
 absl::StatusOr<uint64_t> WeightsRead(BenchJob& job) {
@@ -203,12 +225,13 @@ absl::Status OnSwap(const BenchOptions& options, const Report& report) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Sample> TimeEchoes(EventFdEcho& echo) {
-  const auto began = Clock::now();
+absl::StatusOr<Sample> TimeEchoes(EventFdEcho& echo, Trips& trips) {
   for (uint32_t i = 0; i < kTripsPerSample; ++i) {
+    const auto began = Clock::now();
     if (!echo.RoundTrip()) return MakeError(ErrorId::kInternal, "the echo process is gone");
+    trips.Add(Clock::now() - began);
   }
-  return Sample{.value = Microseconds(Clock::now() - began) / kTripsPerSample};
+  return trips.NewestSample();
 }
 
 }  // namespace
@@ -220,15 +243,20 @@ absl::Status BenchFetch(const BenchOptions& options, const Report& report) {
   job_options.daemon.runtime_folder = options.runtime_folder;
   job_options.daemon.dram = "1GiB";
   ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
-  ASSIGN_OR_RETURN(const BenchResult result,
-                   MeasureCase(
-                       {.bench = "fetch",
-                        .name = "fetch/place=dram/ranks=1",
-                        .unit = "us",
-                        .limit_what = "bare eventfd round trip between two processes",
-                        .measure = Measure::kTime},
-                       options.samples == 0 ? kSamples : options.samples,
-                       [&] { return TimeFetches(*job); }, [&] { return TimeEchoes(*echo); }));
+  Trips fetches;
+  Trips echoes;
+  ASSIGN_OR_RETURN(
+      BenchResult result,
+      MeasureCase(
+          {.bench = "fetch",
+           .name = "fetch/place=dram/ranks=1",
+           .unit = "us",
+           .limit_what = "bare eventfd round trip between two processes",
+           .measure = Measure::kTime},
+          options.samples == 0 ? kSamples : options.samples,
+          [&] { return TimeFetches(*job, fetches); }, [&] { return TimeEchoes(*echo, echoes); }));
+  result.more["p99"] = fetches.P99();
+  result.more["limit_p99"] = echoes.P99();
   report(result);
   return OnSwap(options, report);
 }

@@ -6,7 +6,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <ctime>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/core/limits.h"
+#include "daemon/exec/clock.h"
 #include "daemon/exec/swap_space.h"
 #include "nvme/io/engine_factory.h"
 #include "protocol/error.h"
@@ -43,13 +43,6 @@ constexpr uint32_t kStagingSlots = 8;  // as with two workers
 constexpr uint64_t kLedgerBytes = kMiB;
 constexpr std::chrono::seconds kAnswerLimit(60);
 constexpr double kGiga = 1e9;
-
-// Of this thread, system time included.
-double CpuSeconds() {
-  timespec time = {};
-  FOREBAY_CHECK(::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / kGiga;
-}
 
 enum class Transfers : uint8_t { kReads, kWrites, kMixed };
 
@@ -89,7 +82,7 @@ class SwapLoop {
     free_staging_.clear();
     for (uint32_t slot = 0; slot < kStagingSlots; ++slot) free_staging_.push_back(slot);
     const auto began = Clock::now();
-    const double cpu_began = CpuSeconds();
+    const double cpu_began = daemon::OwnCpuSeconds();
     Begin();
     while (free_staging_.size() < kStagingSlots) {
       RETURN_IF_ERROR(AwaitDone());
@@ -100,7 +93,7 @@ class SwapLoop {
       Begin();
     }
     const std::chrono::duration<double> took = Clock::now() - began;
-    cpu_seconds_ += CpuSeconds() - cpu_began;
+    cpu_seconds_ += daemon::OwnCpuSeconds() - cpu_began;
     if (written_ > 0) std::swap(current_, next_);
     const uint64_t all = current_.size() * kBlockBytes;
     const double moved_gb =

@@ -1,13 +1,16 @@
-// Bench update: a whole step of AdamW, all in DRAM beside the memory limit and all on swap beside
-// the disk limit.
+// Bench update: a whole step of AdamW, all in DRAM beside the memory limit, and all, half and a quarter of the states
+// on swap beside the disk limit.
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "cpu_adam/worker_pool.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
@@ -80,6 +83,29 @@ absl::StatusOr<Traffic> TrafficOf(BenchJob& job) {
                  .written_bytes = one.getStateWrittenBytes()};
 }
 
+// What the daemon's loop thread has done so far.
+struct LoopWork {
+  uint64_t events = 0;
+  double cpu_seconds = 0;
+};
+
+absl::StatusOr<LoopWork> LoopWorkOf(BenchJob& job) {
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job.Status());
+  return LoopWork{.events = status->getLoopEvents(), .cpu_seconds = status->getLoopCpuSeconds()};
+}
+
+// What `measure` returns, with what an event has cost the loop thread meanwhile.
+absl::StatusOr<BenchResult> WithLoopWork(BenchJob& job,
+                                         absl::FunctionRef<absl::StatusOr<BenchResult>()> measure) {
+  constexpr double kMicro = 1e6;
+  ASSIGN_OR_RETURN(const LoopWork before, LoopWorkOf(job));
+  ASSIGN_OR_RETURN(BenchResult result, measure());
+  ASSIGN_OR_RETURN(const LoopWork after, LoopWorkOf(job));
+  result.more["loop_us_per_event"] = kMicro * (after.cpu_seconds - before.cpu_seconds) /
+                                     static_cast<double>(after.events - before.events);
+  return result;
+}
+
 // One step; the result is bytes of the pass (all in DRAM), or bytes that crossed to or from swap
 // while the step was applied, per second. What was read ahead counts in the sample's bytes alone,
 // which are those since `last`.
@@ -125,52 +151,67 @@ absl::StatusOr<BenchResult> InDram(const CaseOptions& options, Format format,
   ASSIGN_OR_RETURN(const MemoryLimit limit,
                    MemoryLimit::Create(format, options.params, status->getWorkers()));
   Traffic last;
-  return MeasureCase(
-      {.bench = "update",
-       .name = absl::StrCat("update/opt=adamw/format=", std::string(protocol::Name(format)),
-                            "/place=dram"),
-       .unit = "GB/s",
-       .limit_what = "best of the loops over the pass's streams",
-       .measure = Measure::kRate},
-      options.samples,
-      [&, bytes = BytesOfPass(format, options.params)] { return TimeStep(*job, bytes, last); },
-      limit.loops);
+  return WithLoopWork(*job, [&] {
+    return MeasureCase(
+        {.bench = "update",
+         .name = absl::StrCat("update/opt=adamw/format=", std::string(protocol::Name(format)),
+                              "/place=dram"),
+         .unit = "GB/s",
+         .limit_what = "best of the loops over the pass's streams",
+         .measure = Measure::kRate},
+        options.samples,
+        [&, bytes = BytesOfPass(format, options.params)] { return TimeStep(*job, bytes, last); },
+        limit.loops);
+  });
 }
 
-absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states) {
-  const uint64_t staging = 64 * kMiB;
-  BenchJobOptions job_options =
-      JobOptions(options, Format::kFp32, beside_states + staging + 2 * kMiB);
-  job_options.daemon.swap_size =
-      absl::StrCat(RoundUp(2 * options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
-  job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
-  UseSwap(options.bench, job_options.daemon);
-  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
-  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
-  if (status->getJobs()[0].getResidentBlocks() == status->getJobs()[0].getBlocks()) {
-    return MakeError(ErrorId::kInternal, "no block of the bench's job is on swap");
-  }
+absl::StatusOr<BenchResult> MeasureOnSwap(const CaseOptions& options, BenchJob& job,
+                                          const std::string& place) {
   Traffic last;
   if (!options.bench.limit_rates.empty()) {
     return MeasureCase(
         {.bench = "update",
-         .name = absl::StrCat("update/opt=adamw/format=fp32/place=nvme/rate=",
-                              options.bench.limit_rate),
+         .name = absl::StrCat("update/opt=adamw/format=fp32/place=", place,
+                              "/rate=", options.bench.limit_rate),
          .unit = "GB/s",
          .limit_what = "the rate that the daemon's engine is limited to, of all paths",
          .measure = Measure::kRate},
-        options.samples, [&] { return TimeStep(*job, 0, last); },
+        options.samples, [&] { return TimeStep(job, 0, last); },
         [&] { return Sample{.value = TotalRate(options.bench) / kGiga}; });
   }
   ASSIGN_OR_RETURN(const std::unique_ptr<DiskLimit> limit,
                    DiskLimit::Create(options.bench.swap_folder, options.params * kStateBytes));
   return MeasureCase(
       {.bench = "update",
-       .name = "update/opt=adamw/format=fp32/place=nvme",
+       .name = absl::StrCat("update/opt=adamw/format=fp32/place=", place),
        .unit = "GB/s",
        .limit_what = "bare loop of reads and writes, as many each",
        .measure = Measure::kRate},
-      options.samples, [&] { return TimeStep(*job, 0, last); }, [&] { return limit->RunCopies(); });
+      options.samples, [&] { return TimeStep(job, 0, last); }, [&] { return limit->RunCopies(); });
+}
+
+// `in_dram`: the share of the states that stays there. Where the rate of what crosses to and from swap is that of
+// all on swap, the time of a step is linear in the rest.
+absl::StatusOr<BenchResult> OnSwap(const CaseOptions& options, uint64_t beside_states,
+                                   double in_dram) {
+  const uint64_t staging = 64 * kMiB;
+  const auto states = static_cast<uint64_t>(in_dram * static_cast<double>(options.params) *
+                                            static_cast<double>(kStateBytes));
+  BenchJobOptions job_options =
+      JobOptions(options, Format::kFp32, beside_states + staging + 2 * kMiB + states);
+  job_options.daemon.swap_size =
+      absl::StrCat(RoundUp(2 * options.params * kStateBytes, 64 * kMiB) + 256 * kMiB);
+  job_options.daemon.settings = {absl::StrCat("swap.staging=", staging)};
+  UseSwap(options.bench, job_options.daemon);
+  ASSIGN_OR_RETURN(const std::unique_ptr<BenchJob> job, BenchJob::Create(job_options));
+  ASSIGN_OR_RETURN(const client::NodeStatus status, job->Status());
+  const auto view = status->getJobs()[0];
+  if (view.getResidentBlocks() == view.getBlocks()) {
+    return MakeError(ErrorId::kInternal, "no block of the bench's job is on swap");
+  }
+  const double share = static_cast<double>(view.getResidentBlocks()) / view.getBlocks();
+  const std::string place = in_dram == 0 ? "nvme" : absl::StrFormat("nvme/in_dram=%.2f", share);
+  return WithLoopWork(*job, [&] { return MeasureOnSwap(options, *job, place); });
 }
 
 }  // namespace
@@ -184,8 +225,10 @@ absl::Status BenchUpdate(const BenchOptions& options, const Report& report) {
     ASSIGN_OR_RETURN(const BenchResult in_dram, InDram(case_options, format, beside_states));
     report(in_dram);
   }
-  ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states));
-  report(on_swap);
+  for (const double in_dram : {0.0, 0.5, 0.75}) {
+    ASSIGN_OR_RETURN(const BenchResult on_swap, OnSwap(case_options, beside_states, in_dram));
+    report(on_swap);
+  }
   return absl::OkStatus();
 }
 
