@@ -12,9 +12,11 @@ Writes OUT/infinity.jsonl and prints a table. docs/benchmarks.md says what the f
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -25,7 +27,7 @@ import quiet
 import sharded
 
 HERE = pathlib.Path(__file__).resolve().parent
-CLIP = 1.0
+CLIP = 10.0  # of the gradient's norm, which is 5.2 here
 STEPS = 4  # a turn: the first is not timed, and the turn ends when all are done
 OPTIMIZER = {"device": "nvme", "pin_memory": True, "fast_init": False}
 PLAIN = {"sub_group_size": 10**9, "offload_optimizer": OPTIMIZER | {"buffer_count": 4}}
@@ -47,16 +49,32 @@ ALL = PLAIN | {
         "max_in_cpu": 0,
     },
 }
-SETTINGS = {  # of DeepSpeed: what is on the disk, and `zero_optimization`
-    "optimizer, one group": ("states", PLAIN),
-    "optimizer, pipelined": ("states", PIPELINED),
-    "optimizer and parameters": ("weights", ALL),
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Of a comparison."""
+
+    zero: dict  # DeepSpeed's zero_optimization
+    dram: str  # Forebay's for 110M
+    format: str = "exact"  # Forebay's
+    clip: float = CLIP
+
+
+SETTINGS = {
+    # Weights, and new weights of early updates, have room; states have none.
+    "optimizer, one group": Setting(PLAIN, "800MiB"),
+    "optimizer, pipelined": Setting(PIPELINED, "800MiB"),
+    # Neither has.
+    "optimizer and parameters": Setting(ALL, "320MiB"),
+    # Half of Forebay's states have room; DeepSpeed has no such setting.
+    "optimizer, one group; half in DRAM": Setting(PLAIN, "1208MiB"),
+    "optimizer, one group; half in DRAM, bf16": Setting(PLAIN, "996MiB", "bf16"),
+    "optimizer, one group; half in DRAM, int8": Setting(PLAIN, "894MiB", "int8"),
+    # No update is made before the norm is known.
+    "optimizer, one group; each step clipped": Setting(PLAIN, "800MiB", clip=1.0),
 }
-# In which weights have room and states have none, and in which neither has.
-DRAM = {
-    "110M": {"states": "608MiB", "weights": "320MiB"},
-    "smoke": {"states": "128MiB", "weights": "128MiB"},
-}
+SMOKE_DRAM = "128MiB"
 SWAP = {"110M": "4GiB", "smoke": "64MiB"}
 GOALS = {"all": 3.0, "step": 3.0}
 AIO_GOAL = 1.4
@@ -89,16 +107,17 @@ def turn(side):
     return taken | {"read_bytes": read, "written_bytes": written}
 
 
-def start(place, args, ranks, setting):
-    on_disk, zero = SETTINGS[setting]
+def start(place, args, ranks, name):
+    setting = SETTINGS[name]
     worker = [place.python, HERE / "sharded_worker.py", "--size", args.size, "--dtype", "bf16"]
-    worker += ["--ranks", str(ranks), "--clip", str(CLIP), "--steps", str(STEPS)]
-    run = [args.build / "bin" / "forebay", "run", "--dram", DRAM[args.size][on_disk]]
+    worker += ["--ranks", str(ranks), "--clip", str(setting.clip), "--steps", str(STEPS)]
+    dram = SMOKE_DRAM if args.size == "smoke" else setting.dram
+    run = [args.build / "bin" / "forebay", "run", "--dram", dram]
     run += ["--swap", args.out / "swap", "--swap-size", SWAP[args.size], "--"]
-    theirs = json.dumps(with_folder(zero, args.out / "nvme"))
+    theirs = json.dumps(with_folder(setting.zero, args.out / "nvme"))
     commands = {
         "deepspeed": [*worker, "--by", "deepspeed", "--zero", theirs],
-        "forebay": [*run, *worker, "--by", "forebay-on-swap"],
+        "forebay": [*run, *worker, "--by", "forebay-on-swap", "--format", setting.format],
         "compute": [*worker, "--by", "compute"],
     }
     variables = place.variables(environment.cores(args.threads // ranks))
@@ -106,22 +125,22 @@ def start(place, args, ranks, setting):
         variables = {name: value for name, value in variables.items() if name != "OMP_PLACES"}
         variables["OMP_PROC_BIND"] = "false"
     for by, command in commands.items():
-        log = args.out / f"infinity-{ranks}-{by}-{setting.replace(' ', '-').replace(',', '')}.log"
-        print(f"starting {by}, ranks: {ranks}, on the disk: {setting}", flush=True)
+        log = args.out / f"infinity-{ranks}-{by}-{re.sub('[ ,;]+', '-', name)}.log"
+        print(f"starting {by}, ranks: {ranks}, on the disk: {name}", flush=True)
         yield by, phase.Side(by, command, variables, log)
 
 
-def compare(place, args, ranks, setting):
+def compare(place, args, ranks, name):
     """Rows of one comparison, with sides of its own: the memory of all would not fit together."""
 
     def work(sides):
         return sharded.measure(args, sides, turn), sharded.peaks_of(sides)
 
     try:
-        (rounds, peaks), facts = sharded.with_sides(start(place, args, ranks, setting), work)
+        (rounds, peaks), facts = sharded.with_sides(start(place, args, ranks, name), work)
     finally:
         shutil.rmtree(args.out / "nvme", ignore_errors=True)
-    return rows_of(rounds, peaks, facts, f"infinity/ranks={ranks}/on_disk={setting}")
+    return rows_of(rounds, peaks, facts, f"infinity/ranks={ranks}/on_disk={name}")
 
 
 def rows_of(rounds, peaks, facts, case):
@@ -183,6 +202,7 @@ def add_options(parser):
     parser.add_argument("--folder", default="build/peers", help="of the environment")
     parser.add_argument("--only", choices=["transfers", "step"])
     parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--settings", default="/".join(SETTINGS), help="by name, a / between two")
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--as-is", action="store_true", help="install and build nothing")
 
@@ -197,8 +217,8 @@ def main():
         rows += transfers(place, args)
     if args.only != "transfers":
         for ranks in map(int, args.ranks.split(",")):
-            for setting in SETTINGS:
-                rows += compare(place, args, ranks, setting)
+            for name in args.settings.split("/"):
+                rows += compare(place, args, ranks, name)
     facts = {"case": "infinity/facts", "date": datetime.date.today().isoformat()}
     facts |= environment.machine() | place.versions()
     sharded.report(args.out / "infinity.jsonl", facts, rows)

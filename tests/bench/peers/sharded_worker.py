@@ -99,7 +99,8 @@ class Forebay(Sharded):
         super().__init__(model, args)
         import forebay
 
-        rule = forebay.AdamW(lr=ours.LR, weight_decay=ours.WEIGHT_DECAY, max_grad_norm=args.clip)
+        options = {"lr": ours.LR, "weight_decay": ours.WEIGHT_DECAY, "max_grad_norm": args.clip}
+        rule = forebay.AdamW(**options, format=args.format)
         ranks = {"rank": distributed.get_rank(), "world_size": args.ranks}
         self.opt = forebay.attach(self.model, rule, **ranks)
 
@@ -225,6 +226,7 @@ def main():
     parser.add_argument("--by", choices=SIDES, required=True)
     parser.add_argument("--zero", default="{}", help="deepspeed: JSON, more of zero_optimization")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
+    parser.add_argument("--format", help="forebay: of masters and moments")
     parser.add_argument("--size", choices=gpt.SIZES, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1, help="a message")
