@@ -1,8 +1,9 @@
 """Trains a small sharded model on the daemon of FOREBAY_SOCKET, one process for each rank over gloo, through a
 schedule of what may come between the announcement of a step and its decision, and prints a JSON line: the SHA-256 of
-losses and norms, that of weights and states, and the job's statistics.
+losses and norms, that of weights and states, the job's statistics, and how many blocks it has updated early since a
+step had a second pass that nobody had announced (null: none had).
 
-usage: early_updates.py RANKS STEPS SEED [early] [drain] [accumulate]
+usage: early_updates.py RANKS STEPS SEED [early] [drain] [accumulate] [unannounced]
 """
 
 import hashlib
@@ -20,7 +21,7 @@ import forebay  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as processes  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 WIDTH = 160
 LAYERS = 6
@@ -32,7 +33,7 @@ EVENTS = {
     "nan": 60,  # in a gradient: the step is refused, and repeated
     "zero_grad": 60,  # after the backward, which is repeated
     "exception": 40,  # in the middle of the backward, which is repeated
-    "second pass": 300,  # with accumulate
+    "second pass": 300,  # with accumulate; with unannounced, in the second half
     "skipped layer": 100,  # its parameters get no gradient
     "read": 60,  # of states, between backward and step
     "write": 40,  # of parameters, there
@@ -72,13 +73,22 @@ class Model(nn.Module):
         return x
 
 
+def early_updates():
+    [job] = forebay.status()["jobs"]
+    return job["early_updates"]
+
+
 def train(rank, ranks, steps, seed, options, folder):
     os.environ["FOREBAY_RUN"] = "one"
     dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=ranks)
-    model = Model().to(torch.bfloat16)
+    model, policy = Model(), MixedPrecisionPolicy()
+    if "unannounced" in options:  # which sums of 16 bits on swap do not take
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    else:
+        model = model.to(torch.bfloat16)
     for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     opt = forebay.attach(
         model,
         forebay.AdamW(lr=1e-3, format="exact"),
@@ -90,9 +100,11 @@ def train(rank, ranks, steps, seed, options, folder):
     )
     chance = random.Random(seed)  # the same on every rank
     digest = hashlib.sha256()
+    before_passes = None
     for step in range(steps):
         now = {event for event, often in EVENTS.items() if chance.randrange(1000) < often}
-        if "accumulate" not in options:
+        is_unannounced = "unannounced" in options and step >= steps // 2
+        if "accumulate" not in options and not is_unannounced:
             now.discard("second pass")
         number = chance.randrange(LAYERS)
         model.skipped = chance.randrange(LAYERS) if "skipped layer" in now else None
@@ -146,11 +158,14 @@ def train(rank, ranks, steps, seed, options, folder):
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             digest.update(repr(float(norm)).encode())
         opt.step()
+        if "second pass" in now and before_passes is None:
+            before_passes = early_updates()
         digest.update(repr(loss).encode())
     states = opt.state_sha256()
     if rank == 0:
         [job] = forebay.status()["jobs"]
-        print(json.dumps([digest.hexdigest(), states, job]), flush=True)
+        since = None if before_passes is None else job["early_updates"] - before_passes
+        print(json.dumps([digest.hexdigest(), states, job, since]), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

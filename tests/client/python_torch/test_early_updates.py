@@ -80,12 +80,13 @@ def train(place, options):
     [
         ("gradients on swap", []),
         ("gradients on swap", ["accumulate"]),
+        ("gradients on swap", ["unannounced"]),
         ("weights on swap", []),
         ("weights in DRAM", []),
     ],
 )
 def test_no_bit_depends_on_when_blocks_are_updated(place, more):
-    losses, states, job = train("all in DRAM", more)
+    losses, states, job, _ = train("all in DRAM", more)
     assert job["resident_blocks"] == job["blocks"] and job["weights_on_swap_bytes"] == 0
     for options in [["early", "drain"], ["early"]]:
         made = train(place, options + more)
@@ -95,4 +96,5 @@ def test_no_bit_depends_on_when_blocks_are_updated(place, more):
         assert (made[2]["gradient_written_bytes"] > 0) == (place == "gradients on swap")
         assert made[2]["resident_blocks"] < made[2]["blocks"]
         assert made[2]["early_updates"] > 0
+        assert made[3] == 0 or "unannounced" not in more
         assert made[2]["dropped_updates"] > 0 or more

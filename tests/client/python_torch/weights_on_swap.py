@@ -27,6 +27,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 WIDTH = 256
 LAYERS = 12
+# Of awkward models: some two thousand experts, an embedding of 0.3 G elements.
+FULL_SIZE = "FOREBAY_FULL_SIZE" in os.environ
+LAYERS_OF_EXPERTS = 34 if FULL_SIZE else 4
+ROWS_OF_EMBEDDING = 1_171_877 if FULL_SIZE else 16_411
 
 
 class Layer(nn.Module):
@@ -100,7 +104,7 @@ class MixtureOfExperts(Model):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Experts(number) for number in range(4))
+        self.layers = nn.ModuleList(Experts(number) for number in range(LAYERS_OF_EXPERTS))
 
 
 class LargeEmbedding(Model):
@@ -109,7 +113,7 @@ class LargeEmbedding(Model):
     def __init__(self):
         super().__init__()
         self.layers = self.layers[:2]
-        self.embedding = nn.Embedding(16411, WIDTH)
+        self.embedding = nn.Embedding(ROWS_OF_EMBEDDING, WIDTH)
 
 
 MODELS = {"adapters": Adapters, "experts": MixtureOfExperts, "embedding": LargeEmbedding}
