@@ -46,7 +46,7 @@ namespace {
 using protocol::ErrorId;
 using protocol::MakeError;
 
-// Of a probe of the swap paths; what is under way then takes longer.
+// Of a probe of all swap paths; one request that takes much longer than those before it ends after it.
 constexpr std::chrono::seconds kProbeLimit(8);
 // Of the last ledger of a daemon that hands its jobs over.
 constexpr std::chrono::seconds kLastLedgerLimit(5);

@@ -34,8 +34,11 @@ struct Load {
 constexpr std::array kLoads = {
     Load{256 * kKiB, 1}, Load{kMiB, 1},  Load{256 * kKiB, 8}, Load{kMiB, 4},  Load{256 * kKiB, 32},
     Load{kSlotBytes, 1}, Load{kMiB, 16}, Load{8 * kMiB, 2},   Load{kMiB, 32}, Load{8 * kMiB, 4}};
-constexpr Load kAlone{kMiB, 1};
+constexpr uint64_t kAloneBytes = kMiB;
 constexpr uint64_t kMemoryBytes = 32 * kMiB;
+// The first writes of slots: a slow path ends with the smaller ones.
+constexpr std::array kFirstWrites = {Load{256 * kKiB, 1}, Load{256 * kKiB, 8}, Load{kMiB, 4},
+                                     Load{kSlotBytes, 2}};
 
 // Shares of a path's time: the first writes, each load, the rates of writes and of both.
 constexpr int kShareFirst = 4;
@@ -46,52 +49,53 @@ static_assert(std::ranges::all_of(kLoads, [](const Load& load) {
   return load.depth <= kSlotsMin && load.bytes() <= kMemoryBytes;
 }));
 
-enum class Mode : uint8_t { kRead, kWrite, kMixed };
+// kFirst: writes of slots, each once.
+enum class Mode : uint8_t { kFirst, kRead, kWrite, kMixed };
 
+// Nothing is begun that would end after its time at the rate of what went before: on a path that is too slow
+// for a load, smaller ones alone are measured.
 class Prober {
  public:
-  Prober(Volume& volume, IoEngine& engine) : volume_(volume), engine_(engine) {
+  Prober(Volume& volume, IoEngine& engine, const ProbeClock& now)
+      : volume_(volume), engine_(engine), now_(now) {
     (void)engine_.RegisterBuffer(memory_.bytes());  // speed alone
   }
   ~Prober() { engine_.UnregisterBuffer(memory_.bytes()); }
   Prober(const Prober&) = delete;
   Prober& operator=(const Prober&) = delete;
 
-  absl::StatusOr<std::optional<PathRates>> Probe(uint32_t path, Clock::duration limit) {
-    SlotMap free = volume_.free_slots();
-    slots_.clear();
-    while (slots_.size() < kSlotsMax) {
-      const std::optional<Slot> slot = free.AllocateOn(path, kSlotBytes);
-      if (!slot) break;
-      slots_.push_back({.slot = *slot});
-    }
+  absl::StatusOr<std::optional<PathRates>> Probe(uint32_t path, Clock::time_point end) {
+    AllocateSlots(path);
     if (slots_.size() < kSlotsMin) return std::nullopt;
-    const Clock::duration share = limit / kShares;
+    end_ = end;
+    shares_left_ = kShares;
+    read_rate_ = write_rate_ = 0;
     // What was never written would be read without the drive.
-    RETURN_IF_ERROR(WriteFirst(Clock::now() + kShareFirst * share));
+    RETURN_IF_ERROR(WriteFirst());
     PathRates rates;
     std::array<double, kLoads.size()> reads{};
     for (size_t i = 0; i < kLoads.size(); ++i) {
-      ASSIGN_OR_RETURN(reads[i], Run(Mode::kRead, kLoads[i], share));
-      if (kLoads[i].request_bytes == kAlone.request_bytes && kLoads[i].depth == kAlone.depth) {
-        rates.read_seconds = static_cast<double>(kAlone.request_bytes) / reads[i];
-      }
+      ASSIGN_OR_RETURN(reads[i], Run(Mode::kRead, kLoads[i], Share(1)));
+      if (reads[i] == 0 || kLoads[i].depth > 1 || kLoads[i].request_bytes > kAloneBytes) continue;
+      rates.read_seconds = static_cast<double>(kAloneBytes) / reads[i];
     }
     rates.read = *std::ranges::max_element(reads);
+    if (rates.read == 0) return std::nullopt;
     const auto enough = static_cast<size_t>(
         std::ranges::find_if(reads, [&](double rate) { return rate >= kOfBest * rates.read; }) -
         reads.begin());
     rates.request_bytes = kLoads[enough].request_bytes;
     rates.depth = kLoads[enough].depth;
-    ASSIGN_OR_RETURN(rates.write, Run(Mode::kWrite, kLoads[enough], kShareRate * share));
-    const Load both{rates.request_bytes, std::max(rates.depth, uint32_t{2})};
-    ASSIGN_OR_RETURN(rates.mixed, Run(Mode::kMixed, both, kShareRate * share));
+    ASSIGN_OR_RETURN(rates.write, RunUpTo(Mode::kWrite, enough));
+    ASSIGN_OR_RETURN(rates.mixed, RunUpTo(Mode::kMixed, enough));
+    if (rates.write == 0 || rates.mixed == 0) return std::nullopt;
     return rates;
   }
 
  private:
   struct Place {
     Slot slot;
+    uint64_t written_bytes = 0;  // from its start
     bool is_busy = false;
   };
   struct InFlight {
@@ -99,55 +103,107 @@ class Prober {
     bool writes = false;
   };
 
-  // Every slot, or as many as there is time for.
-  absl::Status WriteFirst(Clock::time_point end) {
-    size_t written = 0;
-    for (; written < slots_.size(); ++written) {
-      if (written >= kSlotsMin && Clock::now() > end) break;
-      RETURN_IF_ERROR(volume_.Write(slots_[written].slot, memory_.bytes().first(kSlotBytes), 0));
-      ASSIGN_OR_RETURN(const std::vector<uint64_t> done, Wait());
+  void AllocateSlots(uint32_t path) {
+    SlotMap free = volume_.free_slots();
+    slots_.clear();
+    while (slots_.size() < kSlotsMax) {
+      const std::optional<Slot> slot = free.AllocateOn(path, kSlotBytes);
+      if (!slot) break;
+      slots_.push_back({.slot = *slot});
     }
-    slots_.resize(written);
+  }
+
+  // Of what is left.
+  Clock::duration Share(int shares) {
+    const Clock::duration left = std::max(end_ - now_(), Clock::duration::zero());
+    const Clock::duration share = left * shares / shares_left_;
+    shares_left_ -= shares;
+    return share;
+  }
+
+  // The starts of all slots, or of as many as there is time for.
+  absl::Status WriteFirst() {
+    const Clock::duration share = Share(kShareFirst);
+    const Clock::time_point end = now_() + share;
+    for (const Load& load : kFirstWrites) {
+      // Nothing is known of the path before the first of these.
+      const Clock::duration time = write_rate_ == 0 ? share / 2 : end - now_();
+      RETURN_IF_ERROR(Run(Mode::kFirst, load, time, slots_.size()).status());
+    }
     return absl::OkStatus();
   }
 
-  // Bytes a second, with always so many requests in flight.
-  absl::StatusOr<double> Run(Mode mode, Load load, Clock::duration time) {
+  // With the largest load up to this one for which there is time.
+  absl::StatusOr<double> RunUpTo(Mode mode, size_t load_index) {
+    const Clock::duration time = Share(kShareRate);
+    for (size_t i = load_index + 1; i-- > 0;) {
+      Load load = kLoads[i];
+      if (mode == Mode::kMixed) load.depth = std::max(load.depth, uint32_t{2});
+      ASSIGN_OR_RETURN(const double rate, Run(mode, load, time));
+      if (rate > 0) return rate;
+    }
+    return 0.0;
+  }
+
+  // As far as it is known: bytes a second.
+  double ExpectedRate(Mode mode) const {
+    if (mode == Mode::kFirst || mode == Mode::kWrite || read_rate_ == 0) return write_rate_;
+    return mode == Mode::kRead ? read_rate_ : std::min(read_rate_, write_rate_);
+  }
+
+  // Bytes a second, with always so many requests in flight until the time or the requests are over. 0: there
+  // is no time for it, or too few slots that are written so far.
+  absl::StatusOr<double> Run(Mode mode, Load load, Clock::duration time,
+                             uint64_t requests_max = UINT64_MAX) {
+    places_ = slots_.size();
+    if (mode != Mode::kFirst) {
+      places_ = static_cast<size_t>(std::ranges::count_if(
+          slots_, [&](const Place& place) { return place.written_bytes >= load.request_bytes; }));
+    }
+    const double expected_rate = ExpectedRate(mode);
+    const Seconds drain(expected_rate == 0 ? 0 : static_cast<double>(load.bytes()) / expected_rate);
+    if (places_ < load.depth || time.count() <= 0 || drain > time) return 0.0;
+    next_ = mode == Mode::kFirst ? 0 : next_;
     std::vector<InFlight> flights(load.depth);
-    const Clock::time_point began = Clock::now();
+    const Clock::time_point began = now_();
+    uint64_t begun = 0;
     uint64_t ended = 0;
-    uint32_t in_flight = 0;
     const auto begin = [&](uint32_t number) -> absl::Status {
-      const bool writes = mode == Mode::kWrite || (mode == Mode::kMixed && !flights[number].writes);
+      const bool writes = mode == Mode::kMixed ? !flights[number].writes : mode != Mode::kRead;
       const size_t place = AllocatePlace();
       flights[number] = {.place = place, .writes = writes};
-      ++in_flight;
+      ++begun;
       const std::span<std::byte> bytes =
           memory_.bytes().subspan(number * load.request_bytes, load.request_bytes);
       if (writes) return volume_.Write(slots_[place].slot, bytes, number);
       return volume_.Read(slots_[place].slot, bytes, number);
     };
-    for (uint32_t number = 0; number < load.depth; ++number) {
+    for (uint32_t number = 0; number < load.depth && begun < requests_max; ++number) {
       flights[number].writes = number % 2 == 0;
       RETURN_IF_ERROR(begin(number));
     }
-    while (in_flight > 0) {
+    while (ended < begun) {
       ASSIGN_OR_RETURN(const std::vector<uint64_t> done, Wait());
       for (const uint64_t token : done) {
         const auto number = static_cast<uint32_t>(token);
-        slots_[flights[number].place].is_busy = false;
-        --in_flight;
+        Place& place = slots_[flights[number].place];
+        place.is_busy = false;
+        if (mode == Mode::kFirst) place.written_bytes = load.request_bytes;
         ++ended;
-        if (Clock::now() - began < time) RETURN_IF_ERROR(begin(number));
+        if (begun < requests_max && now_() - began < time - drain) RETURN_IF_ERROR(begin(number));
       }
     }
-    return static_cast<double>(ended * load.request_bytes) / Seconds(Clock::now() - began).count();
+    const double rate =
+        static_cast<double>(ended * load.request_bytes) / Seconds(now_() - began).count();
+    if (mode == Mode::kRead) read_rate_ = rate;
+    if (mode == Mode::kFirst || mode == Mode::kWrite) write_rate_ = rate;
+    return rate;
   }
 
-  // The next slot that nothing uses: there are as many slots as requests at once.
+  // The next slot that nothing uses, of the first `places_`: there are as many as requests at once.
   size_t AllocatePlace() {
-    while (slots_[next_ % slots_.size()].is_busy) ++next_;
-    const size_t place = next_++ % slots_.size();
+    while (slots_[next_ % places_].is_busy) ++next_;
+    const size_t place = next_++ % places_;
     slots_[place].is_busy = true;
     return place;
   }
@@ -173,26 +229,41 @@ class Prober {
 
   Volume& volume_;
   IoEngine& engine_;
+  const ProbeClock& now_;
   internal::PageBuffer memory_{kMemoryBytes};
+  Clock::time_point end_;
+  int shares_left_ = 0;
+  double read_rate_ = 0;
+  double write_rate_ = 0;
   std::vector<Place> slots_;
+  size_t places_ = 0;
   size_t next_ = 0;
 };
 
 }  // namespace
 
-absl::StatusOr<std::vector<std::optional<PathRates>>> ProbePaths(const VolumeOptions& options,
-                                                                 const EngineOptions& engine,
-                                                                 std::chrono::nanoseconds limit) {
-  ASSIGN_OR_RETURN(const ChosenEngine chosen, CreateIoEngine(engine));
-  ASSIGN_OR_RETURN(const std::unique_ptr<Volume> volume, Volume::Open(options, *chosen.engine));
-  Prober prober(*volume, *chosen.engine);
+absl::StatusOr<std::vector<std::optional<PathRates>>> ProbeVolume(Volume& volume, IoEngine& engine,
+                                                                  Clock::time_point end,
+                                                                  const ProbeClock& now) {
+  Prober prober(volume, engine, now);
   std::vector<std::optional<PathRates>> rates;
-  const auto paths = static_cast<uint32_t>(options.paths.size());
+  const uint32_t paths = volume.free_slots().paths();
   for (uint32_t path = 0; path < paths; ++path) {
-    ASSIGN_OR_RETURN(const std::optional<PathRates> one, prober.Probe(path, limit / paths));
+    const Clock::time_point began = now();
+    const Clock::duration share = std::max(end - began, Clock::duration::zero()) / (paths - path);
+    ASSIGN_OR_RETURN(const std::optional<PathRates> one, prober.Probe(path, began + share));
     rates.push_back(one);
   }
   return rates;
+}
+
+absl::StatusOr<std::vector<std::optional<PathRates>>> ProbePaths(const VolumeOptions& options,
+                                                                 const EngineOptions& engine,
+                                                                 std::chrono::nanoseconds limit) {
+  const Clock::time_point end = Clock::now() + limit;
+  ASSIGN_OR_RETURN(const ChosenEngine chosen, CreateIoEngine(engine));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Volume> volume, Volume::Open(options, *chosen.engine));
+  return ProbeVolume(*volume, *chosen.engine, end, [] { return Clock::now(); });
 }
 
 }  // namespace forebay::nvme

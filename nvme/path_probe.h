@@ -2,24 +2,35 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "nvme/io/engine_factory.h"
+#include "nvme/io/io_engine.h"
 #include "nvme/path_rates.h"
 #include "nvme/volume.h"
 
 namespace forebay::nvme {
 
-// Reads and writes free space of each path, 256 to 512 MiB, one path after the other; `limit` is for all of
-// them together. Nothing that was on them is kept (OpenMode::kReclaim). Blocks.
+using ProbeClock = std::function<std::chrono::steady_clock::time_point()>;
+
+// Reads and writes free space of each path, up to 512 MiB, one path after the other; what opening the volume takes
+// counts. Ends within `limit`: on a slow path less is written and smaller requests are tried. One alone can take
+// longer: the first of a path, of 256 KiB, or one that takes much longer than those before it. Nothing that was on
+// them is kept (OpenMode::kReclaim). Blocks.
 //
-// Returns  nothing for a path with less space.
+// Returns  nothing for a path with less than 256 MiB, or too slow for the smallest requests.
 // Errors   of CreateIoEngine and Volume::Open; E_SWAP_IO.
 absl::StatusOr<std::vector<std::optional<PathRates>>> ProbePaths(const VolumeOptions& options,
                                                                  const EngineOptions& engine,
                                                                  std::chrono::nanoseconds limit);
+
+// The same of a volume that holds nothing, on its engine, until `end` by the clock `now`.
+absl::StatusOr<std::vector<std::optional<PathRates>>> ProbeVolume(
+    Volume& volume, IoEngine& engine, std::chrono::steady_clock::time_point end,
+    const ProbeClock& now);
 
 }  // namespace forebay::nvme

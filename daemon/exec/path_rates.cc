@@ -112,7 +112,7 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
     const std::string& path = options.paths[i].path;
     rates[i] = (*probed)[i];
     if (!rates[i]) {
-      spdlog::info("swap path {} ({}) is too small to be measured", i, path);
+      spdlog::info("swap path {} ({}) is too small or too slow to be measured", i, path);
       continue;
     }
     spdlog::info(
