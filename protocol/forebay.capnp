@@ -258,6 +258,10 @@ struct SwapPathStatus {
   readRateNow @24 :Float64;
   writeRateNow @25 :Float64;
   marked @26 :Bool;  # it has failed again and again: it gets new writes where no other path has room, its blocks move away
+  # Of readRate and writeRate, what its last transfers had; 0: not measured, or too few so far. Where it reads and
+  # writes at once, each of both counts the time that the other leaves.
+  readShare @27 :Float64;
+  writeShare @28 :Float64;
 }
 
 struct JobStatus {

@@ -87,6 +87,8 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
     swap.setRequestBytes(snapshot.rates->request_bytes);
     swap.setRequestsAtOnce(snapshot.rates->depth);
     swap.setReadSeconds(snapshot.rates->read_seconds);
+    swap.setReadShare(snapshot.view.current_read_rate / snapshot.rates->read);
+    swap.setWriteShare(snapshot.view.current_write_rate / snapshot.rates->write);
   }
   swap.setDirect(true);  // a path without O_DIRECT is refused when the volume is opened
 }

@@ -137,6 +137,9 @@ struct SwapPathView {
   // Bytes a second, of its last transfers or as measured; 0: not known.
   double read_rate = 0;
   double write_rate = 0;
+  // Of its last transfers alone; 0: too few so far.
+  double current_read_rate = 0;
+  double current_write_rate = 0;
   bool marked = false;  // it fails: it gets writes where no other path has room
 };
 

@@ -23,6 +23,8 @@ std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& 
                      .share = paths.share(path),
                      .read_rate = paths.rate(path, Direction::kRead),
                      .write_rate = paths.rate(path, Direction::kWrite),
+                     .current_read_rate = paths.current_rate(path, Direction::kRead),
+                     .current_write_rate = paths.current_rate(path, Direction::kWrite),
                      .marked = paths.is_marked(path)});
   }
   return views;

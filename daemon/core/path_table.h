@@ -64,6 +64,11 @@ class PathTable {
   double rate(uint32_t path, Direction direction) const {
     return RateOf(paths_[path].rates[static_cast<size_t>(direction)]);
   }
+  // The same, where the path has had enough transfers of its own; else 0.
+  double current_rate(uint32_t path, Direction direction) const {
+    const Rate& rate = paths_[path].rates[static_cast<size_t>(direction)];
+    return rate.transfers < kTransfersMin ? 0 : RateOf(rate);
+  }
   // Of blocks of so many bytes: reads that keep the path busy while one of them ends, kReadsPerPath at least.
   uint32_t reads_at_once(uint32_t path, uint64_t block_bytes) const;
 

@@ -4,6 +4,8 @@
 
 #include "daemon/exec/path_rates.h"
 
+#include <sys/stat.h>
+
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -13,14 +15,18 @@
 #include <vector>
 
 #include "client/admin.h"
+#include "client/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nvme/find_volume.h"
 #include "nvme/path_probe.h"
+#include "protocol/json.h"
 #include "protocol/units.h"
 #include "tests/nvme/volume_world.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/status_test.h"
+#include "tests/support/training.h"
+#include "tests/support/training_client.h"
 
 namespace forebay::daemon {
 namespace {
@@ -169,6 +175,46 @@ TEST(PathRatesProcess, ADaemonMeasuresAtItsFirstStartAndShowsIt) {
     const bool says = ended.errors.find("swap: measuring the path") != std::string::npos;
     EXPECT_EQ(says, is_first) << ended.errors;
   }
+}
+
+TEST(PathRatesProcess, ADaemonShowsWhatAPathGivesNowAsAShareOfWhatItGave) {
+  const TempDir dir;
+  const std::string swap = dir.Make("swap");
+  struct stat folder {};
+  ASSERT_EQ(::stat(swap.c_str(), &folder), 0);
+  std::ofstream(swap + "/" + kRatesFile)
+      << "version = 1\ndevice = " << folder.st_dev
+      << "\nread = 2e9\nwrite = 1e9\nmixed = 1e9\nrequest_bytes = 1048576\ndepth = 4\n"
+         "read_seconds = 0.001\n";
+  ASSERT_TRUE(LoadRates(swap).has_value());
+  const std::string socket = dir.path() + "/s";
+  ASSERT_OK_AND_ASSIGN(auto daemon, testing::DaemonProcess::Start(
+                                        socket, {"swap.paths=" + swap, "swap.capacity=16MiB",
+                                                 "update.block_elems=4096", "dram.limit=6474KiB"}));
+  ASSERT_OK_AND_ASSIGN(
+      auto session,
+      client::Attachment::Attach(
+          {.socket = socket, .job = "job", .layout = testing::MakeLayoutSpec({.world_size = 1})}));
+  ASSERT_OK(testing::WriteInitial(*session, 1));
+  ASSERT_OK_AND_ASSIGN(auto admin, client::AdminClient::Connect({.socket = socket}));
+  {
+    ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+    EXPECT_EQ(status->getSwap()[0].getReadShare(), 0) << "nothing was read yet";
+    EXPECT_GT(status->getSwap()[0].getReadRateNow(), 0);
+  }
+  // Each of the first steps reads and writes a few blocks.
+  for (uint64_t t = 1; t <= 10; ++t) {
+    ASSERT_OK(testing::TrainStep(*session, {.rank = 0, .t = t}));
+  }
+  ASSERT_OK_AND_ASSIGN(const client::NodeStatus status, admin->Status());
+  const auto path = status->getSwap()[0];
+  EXPECT_GT(path.getReadShare(), 0);
+  EXPECT_GT(path.getWriteShare(), 0);
+  EXPECT_DOUBLE_EQ(path.getReadShare(), path.getReadRateNow() / 2e9);
+  EXPECT_DOUBLE_EQ(path.getWriteShare(), path.getWriteRateNow() / 1e9);
+  const std::string json = protocol::JsonOf(status->getSwap());
+  EXPECT_THAT(json, ::testing::HasSubstr("\"read_share\": "));
+  EXPECT_THAT(json, ::testing::HasSubstr("\"write_share\": "));
 }
 
 }  // namespace

@@ -96,6 +96,19 @@ TEST(PathTableTest, TransfersWithoutATimeCountForNothing) {
   EXPECT_DOUBLE_EQ(paths.rate(0, Direction::kRead), 1e9);
 }
 
+TEST(PathTableTest, OfAMeasuredPathTheCurrentRateIsThatOfItsTransfersAlone) {
+  PathTable paths(2, {Measured(1e9, 1e9, 1e9), std::nullopt});
+  AddMany(paths, 0, Direction::kRead, 2, PathTable::kTransfersMin - 1, 0);
+  EXPECT_DOUBLE_EQ(paths.current_rate(0, Direction::kRead), 0);
+  EXPECT_DOUBLE_EQ(paths.rate(0, Direction::kRead), 1e9);
+  AddMany(paths, 0, Direction::kRead, 2, 200, 100);
+  EXPECT_NEAR(paths.current_rate(0, Direction::kRead), 0.5e9, 1e4);
+  EXPECT_DOUBLE_EQ(paths.current_rate(0, Direction::kWrite), 0);
+  EXPECT_DOUBLE_EQ(paths.rate(0, Direction::kWrite), 1e9);
+  AddMany(paths, 1, Direction::kWrite, 4, PathTable::kTransfersMin, 0);
+  EXPECT_DOUBLE_EQ(paths.current_rate(1, Direction::kWrite), 0.25e9);
+}
+
 TEST(PathTableTest, SharesFollowARateThatDrifts) {
   PathTable paths(2, {Measured(1e9, 1e9, 1e9), Measured(1e9, 1e9, 1e9)});
   AddMany(paths, 0, Direction::kRead, 1, 50, 0);
