@@ -1,13 +1,13 @@
 // Goal    What `forebay status`, `swap` and `jobs` print says how fast a path is now, and a step was, as shares of what
-//         the path was measured with, and nothing where that is not known.
+//         the path was measured with, and what a step moved; nothing where that is not known.
 // Method  Messages as a daemon sends them, with numbers that are easy to divide.
 
 #include "tools/forebay/node_view.h"
 
 #include <capnp/message.h>
 
+#include <cstdint>
 #include <memory>
-#include <string>
 #include <string>
 
 #include "gmock/gmock.h"
@@ -81,6 +81,13 @@ TEST_F(NodeView, AStepIsAShareOfTheMeasuredRateOfAllPaths) {
   EXPECT_THAT(Jobs(), HasSubstr("3.000 s, 0.80 of the disk"));
   path().setMixedRate(0);
   EXPECT_THAT(Jobs(), AllOf(HasSubstr("3.000 s"), Not(HasSubstr("of the disk"))));
+}
+
+TEST_F(NodeView, AJobShowsWhatAStepReadsAndWritesOnSwap) {
+  EXPECT_THAT(Jobs(), AllOf(HasSubstr("SWAP A STEP"), Not(HasSubstr("written"))));
+  job().setLastStepReadBytes(uint64_t{3} << 30);
+  job().setLastStepWrittenBytes(uint64_t{2} << 30);
+  EXPECT_THAT(Jobs(), HasSubstr("3.0 GiB read, 2.0 GiB written"));
 }
 
 }  // namespace

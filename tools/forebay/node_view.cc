@@ -155,6 +155,13 @@ std::string OnSwap(schema::JobStatus::Reader job) {
   return absl::StrCat(states, ", weights ", FormatBytes(job.getWeightsOnSwapBytes()));
 }
 
+// "1.2 GiB read, 1.2 GiB written": what the updates of the newest step moved.
+std::string StepTraffic(schema::JobStatus::Reader job) {
+  if (job.getLastStepReadBytes() + job.getLastStepWrittenBytes() == 0) return "-";
+  return absl::StrCat(FormatBytes(job.getLastStepReadBytes()), " read, ",
+                      FormatBytes(job.getLastStepWrittenBytes()), " written");
+}
+
 // "0.482 s"; "0.482 s, 0.93 of the disk": what was read and written from the decision on, of the rate that the
 // paths were measured with.
 std::string StepTime(schema::JobStatus::Reader job, schema::NodeStatus::Reader status) {
@@ -181,13 +188,14 @@ std::string JobsText(schema::NodeStatus::Reader status) {
   const auto jobs = status.getJobs();
   if (jobs.size() == 0) return "no jobs\n";
   Table table({"JOB", "UID", "RANKS", "STEP", "DURABILITY", "DURABLE STEP", "PARAMS", "FORMAT",
-               "WEIGHTS+STATES", "ON SWAP", "STEP TIME", "HEALTH"});
+               "WEIGHTS+STATES", "ON SWAP", "SWAP A STEP", "STEP TIME", "HEALTH"});
   for (const auto job : jobs) {
     table.Add({job.getName(), absl::StrCat(job.getUid()),
                absl::StrCat(job.getSessions(), "/", job.getWorldSize()),
                absl::StrCat(job.getCommittedStep()), job.getDurability(), DurableStep(job),
                absl::StrCat(job.getParams()), job.getFormat(), FormatBytes(job.getStateBytes()),
-               OnSwap(job), StepTime(job, status), HealthOf(job, status.getSwap())});
+               OnSwap(job), StepTraffic(job), StepTime(job, status),
+               HealthOf(job, status.getSwap())});
   }
   return table.Text();
 }
