@@ -23,6 +23,7 @@
 #include "daemon/exec/block_tasks.h"
 #include "daemon/exec/executor.h"
 #include "daemon/exec/path_rates.h"
+#include "daemon/exec/path_wear.h"
 #include "daemon/exec/reactor.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
@@ -137,6 +138,15 @@ absl::Status PrepareSwap(const Config& config, Prepared& prepared) {
   node.staging_slot_bytes = prepared.swap->staging_slot_bytes;
   node.node_bytes += SwapSpace::StagingBytes(*prepared.swap);
   return absl::OkStatus();
+}
+
+std::vector<uint64_t> WrittenBefore(const SwapSpaceOptions& options) {
+  std::vector<uint64_t> bytes;
+  for (size_t i = 0; i < options.paths.size(); ++i) {
+    const uint64_t endurance = options.endurance_bytes.empty() ? 0 : options.endurance_bytes[i];
+    bytes.push_back(LoadWrittenBytes(options.paths[i].path, endurance));
+  }
+  return bytes;
 }
 
 // Errors  E_DRAM_LIMIT  what the daemon takes without any job is above the limit.
@@ -264,6 +274,9 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const Config& config, Desc
     const bool may_probe = config.swap_probe && config.swap_life == nvme::FileLife::kKept;
     prepared.swap->rates = RatesOf(*prepared.swap, {.choice = config.io_engine},
                                    may_probe ? kProbeLimit : std::chrono::seconds(0));
+    if (config.swap_life == nvme::FileLife::kKept) {
+      prepared.swap->written_before = WrittenBefore(*prepared.swap);
+    }
     prepared.swap->keeps_slots = handed_over.sequence > 0;
     ASSIGN_OR_RETURN(state->swap, SwapSpace::Open(*prepared.swap, *state->engine));
     options.state.swap = state->swap->free_slots();
@@ -375,6 +388,7 @@ void Daemon::Stop() {
                   state_->swap->in_flight());
     AbandonSwap(std::move(state_->swap), std::move(state_->engine));
   }
+  if (state_->swap != nullptr && state_->swap->keeps_wear()) SaveWear(state_->swap->wear());
   state_->swap.reset();
   state_->engine.reset();
   state_->lock.reset();

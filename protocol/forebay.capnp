@@ -244,7 +244,7 @@ struct SwapPathStatus {
   lateSeconds @12 :Float64;  # how long the longest of these waits
   readErrors @13 :UInt64;    # of `errors`, the reads: blocks that could not be read back
   writtenDay @14 :UInt64;    # of the last 24 hours; zeros over slots that jobs take are written too
-  enduranceBytes @15 :UInt64;  # that may still be written to the drive, as configured at start less writtenBytes; 0: not known
+  enduranceBytes @15 :UInt64;  # that may still be written to the drive, as configured less writtenInAll; 0: not known
   daysLeft @16 :Float64;     # of that, at the rate of the last day; 0: not known, or nothing was written
   # As measured at the daemon's first start on this path, bytes a second; 0: not measured.
   readRate @17 :Float64;
@@ -262,6 +262,7 @@ struct SwapPathStatus {
   # writes at once, each of both counts the time that the other leaves.
   readShare @27 :Float64;
   writeShare @28 :Float64;
+  writtenInAll @29 :UInt64;  # in all starts of the daemon where its files are kept, since swap.endurance has its value
 }
 
 struct JobStatus {

@@ -71,13 +71,16 @@ void FillSwap(const SwapPathSnapshot& snapshot, double uptime_seconds,
   swap.setLateNow(snapshot.late_requests);
   swap.setLateSeconds(snapshot.late_seconds);
   swap.setWrittenDay(snapshot.written_in_a_day);
-  const uint64_t worn = std::min(snapshot.endurance_bytes, snapshot.stats.written_bytes);
-  swap.setEnduranceBytes(snapshot.endurance_bytes - worn);
-  if (snapshot.endurance_bytes > 0 && snapshot.written_in_a_day > 0) {
+  swap.setWrittenInAll(snapshot.wear.written_bytes);
+  const uint64_t endurance_bytes =
+      snapshot.wear.endurance_bytes -
+      std::min(snapshot.wear.endurance_bytes, snapshot.wear.written_bytes);
+  swap.setEnduranceBytes(endurance_bytes);
+  if (snapshot.wear.endurance_bytes > 0 && snapshot.written_in_a_day > 0) {
     constexpr double kDaySeconds = 86400;
     constexpr double kLeastSeconds = 600;  // what was written in less says nothing of a day
     const double days = std::clamp(uptime_seconds, kLeastSeconds, kDaySeconds) / kDaySeconds;
-    swap.setDaysLeft(static_cast<double>(snapshot.endurance_bytes - worn) * days /
+    swap.setDaysLeft(static_cast<double>(endurance_bytes) * days /
                      static_cast<double>(snapshot.written_in_a_day));
   }
   if (snapshot.rates) {

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/exec/clock.h"
+#include "daemon/exec/path_wear.h"
 #include "protocol/error.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -308,6 +309,12 @@ std::chrono::nanoseconds Executor::Tick() {
     std::vector<SwapDone> done;
     swap_->Tick(done);
     EndTransfers(done);
+    if (std::vector<PathWear> wear = swap_->DueWear(); !wear.empty()) {
+      runner_.Post(PoolId::kSetup, [wear = std::move(wear)]() -> TaskRunner::Then {
+        SaveWear(wear);
+        return [] {};
+      });
+    }
     next = std::min(next, swap_->next_tick_ns());
   }
   if (next == UINT64_MAX) return nvme::IoEngine::kForever;

@@ -18,14 +18,14 @@ NodeSnapshot MakeSnapshot(const SnapshotSources& from) {
   if (from.swap != nullptr) {
     const nvme::VolumeStats stats = from.swap->stats();
     const std::vector<uint64_t> written = from.swap->written_in_a_day();
-    const std::vector<uint64_t>& endurance = from.swap->endurance_bytes();
+    const std::vector<PathWear> wear = from.swap->wear();
     for (size_t i = 0; i < stats.paths.size(); ++i) {
       const LatePath& late = from.swap->late()[i];
       snapshot.swap.push_back({.path = from.swap->paths()[i].path,
                                .stats = stats.paths[i],
                                .view = snapshot.node.swap_paths[i],
                                .written_in_a_day = written[i],
-                               .endurance_bytes = endurance.empty() ? 0 : endurance[i],
+                               .wear = wear[i],
                                .rates = from.swap->rates(i),
                                .late_requests = late.requests,
                                .late_seconds = static_cast<double>(late.oldest_ns) * 1e-9});

@@ -11,6 +11,7 @@
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/job_memory.h"
 #include "daemon/exec/online_scrub.h"
+#include "daemon/exec/path_wear.h"
 #include "daemon/exec/swap_space.h"
 #include "daemon/exec/task_runner.h"
 #include "nvme/io/io_engine.h"
@@ -24,7 +25,7 @@ struct SwapPathSnapshot {
   nvme::PathStats stats;
   SwapPathView view;
   uint64_t written_in_a_day = 0;
-  uint64_t endurance_bytes = 0;  // 0: not known
+  PathWear wear;
   std::optional<nvme::PathRates> rates = {};
   // That the device has not answered in time, and how long the longest waits.
   uint32_t late_requests = 0;

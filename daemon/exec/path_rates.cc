@@ -1,16 +1,11 @@
 #include "daemon/exec/path_rates.h"
 
-#include <sys/stat.h>
-#include <toml++/toml.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
-#include <system_error>
+#include <string_view>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "daemon/exec/path_record.h"
 #include "nvme/find_volume.h"
 #include "protocol/error.h"
 #include "protocol/units.h"
@@ -19,33 +14,21 @@
 namespace forebay::daemon {
 namespace {
 
-namespace fs = std::filesystem;
 using nvme::PathRates;
 
-constexpr int64_t kVersion = 1;
+constexpr std::string_view kName = "rates";
 
-// 0: there is none.
-int64_t DeviceOf(const std::string& directory) {
-  struct stat found {};
-  return ::stat(directory.c_str(), &found) == 0 ? static_cast<int64_t>(found.st_dev) : 0;
-}
-
-void SaveRates(const std::string& directory, const PathRates& rates) {
-  const fs::path place = fs::path(directory) / kRatesFile;
-  const fs::path made = place.string() + ".new";
-  std::ofstream file(made);
-  file << absl::StrFormat(
+void SaveRates(const std::string& path, const PathRates& rates) {
+  const std::optional<RecordPlace> place = RecordPlaceOf(path);
+  if (!place) return;
+  SaveRecord(
+      *place, kName,
       "# What this swap path gives: bytes a second, bytes, requests at once, seconds. Forebay "
-      "measures it\n"
-      "# again where this file is deleted.\n"
-      "version = %d\ndevice = %d\nread = %.0f.0\nwrite = %.0f.0\nmixed = %.0f.0\n"
-      "request_bytes = %d\ndepth = %d\nread_seconds = %.9f\n",
-      kVersion, DeviceOf(directory), rates.read, rates.write, rates.mixed, rates.request_bytes,
-      rates.depth, rates.read_seconds);
-  file.close();
-  std::error_code error;
-  if (file) fs::rename(made, place, error);
-  if (!file || error) spdlog::warn("cannot keep the rates of {} in {}", directory, place.string());
+      "measures it\n# again where this file is deleted.\n",
+      absl::StrFormat("read = %.0f.0\nwrite = %.0f.0\nmixed = %.0f.0\n"
+                      "request_bytes = %d\ndepth = %d\nread_seconds = %.9f\n",
+                      rates.read, rates.write, rates.mixed, rates.request_bytes, rates.depth,
+                      rates.read_seconds));
 }
 
 // A probe makes the volume anew: not where it may have durable jobs that are to come back.
@@ -59,32 +42,23 @@ bool MayHaveJobs(const SwapSpaceOptions& options) {
 
 }  // namespace
 
-std::optional<PathRates> LoadRates(const std::string& directory) {
-  const fs::path place = fs::path(directory) / kRatesFile;
-  std::error_code error;
-  if (!fs::is_regular_file(place, error)) return std::nullopt;
-  PathRates rates;
-  try {  // toml++ throws
-    const toml::table table = toml::parse_file(place.string());
-    if (table["version"].value_or<int64_t>(0) != kVersion ||
-        table["device"].value_or<int64_t>(0) != DeviceOf(directory)) {
-      return std::nullopt;
-    }
-    rates.read = table["read"].value_or(0.0);
-    rates.write = table["write"].value_or(0.0);
-    rates.mixed = table["mixed"].value_or(0.0);
-    rates.request_bytes = table["request_bytes"].value_or<uint32_t>(0);
-    rates.depth = table["depth"].value_or<uint32_t>(0);
-    rates.read_seconds = table["read_seconds"].value_or(0.0);
-  } catch (const toml::parse_error& parse_error) {
-    spdlog::warn("{} cannot be read: {}", place.string(), parse_error.description());
-    return std::nullopt;
-  }
+std::optional<PathRates> LoadRates(const std::string& path) {
+  const std::optional<RecordPlace> place = RecordPlaceOf(path);
+  if (!place) return std::nullopt;
+  const std::optional<toml::table> found = LoadRecord(*place, kName);
+  if (!found) return std::nullopt;
+  const toml::table& table = *found;
+  PathRates rates{.read = table["read"].value_or(0.0),
+                  .write = table["write"].value_or(0.0),
+                  .mixed = table["mixed"].value_or(0.0),
+                  .request_bytes = table["request_bytes"].value_or<uint32_t>(0),
+                  .depth = table["depth"].value_or<uint32_t>(0),
+                  .read_seconds = table["read_seconds"].value_or(0.0)};
   const auto is_rate = [](double rate) { return rate > 0 && rate < 1e15; };
   const bool is_whole = is_rate(rates.read) && is_rate(rates.write) && is_rate(rates.mixed) &&
                         rates.request_bytes > 0 && rates.depth > 0 && is_rate(rates.read_seconds);
   if (is_whole) return rates;
-  spdlog::warn("{} is not whole", place.string());
+  spdlog::warn("{} is not whole", place->File(kName));
   return std::nullopt;
 }
 
@@ -119,8 +93,7 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
         "swap path {} ({}): {:.2f} GB/s read, {:.2f} written, {:.2f} both, with {} requests of {}",
         i, path, rates[i]->read * 1e-9, rates[i]->write * 1e-9, rates[i]->mixed * 1e-9,
         rates[i]->depth, protocol::FormatBytes(rates[i]->request_bytes));
-    std::error_code error;
-    if (fs::is_directory(path, error)) SaveRates(path, *rates[i]);
+    SaveRates(path, *rates[i]);
   }
   return rates;
 }

@@ -322,6 +322,7 @@ void SwapSpace::StartWaiting(std::vector<SwapDone>& done) {
 void SwapSpace::OnStarted(SwapDone& started, uint64_t now_ns) {
   started.start_ns = now_ns;
   if (next_check_ns_ == UINT64_MAX) next_check_ns_ = now_ns + kCheckNs;
+  if (keep_wear_ns_ == UINT64_MAX) keep_wear_ns_ = now_ns + options_.keep_wear_ns;
 }
 
 void SwapSpace::End(TaskId task, absl::Status status, std::vector<SwapDone>& done) {
@@ -398,7 +399,7 @@ void SwapSpace::GiveUpLate(std::vector<SwapDone>& done) {
 // ---------------------------------------------------------------------------------------------- time
 
 uint64_t SwapSpace::next_tick_ns() const {
-  uint64_t next = next_check_ns_;
+  uint64_t next = std::min(next_check_ns_, keep_wear_ns_);
   for (const DayCounter& counter : written_) next = std::min(next, counter.next_ns());
   if (!paused_.empty()) next = std::min(next, paused_.front().due_ns);
   return next;
@@ -451,6 +452,27 @@ std::vector<uint64_t> SwapSpace::written_in_a_day() const {
     bytes.push_back(written_[path].InLastDay(counted.paths[path].written_bytes));
   }
   return bytes;
+}
+
+std::vector<PathWear> SwapSpace::wear() const {
+  const nvme::VolumeStats counted = stats();
+  std::vector<PathWear> wear;
+  for (size_t path = 0; path < counted.paths.size(); ++path) {
+    const auto of = [path](const std::vector<uint64_t>& bytes) {
+      return bytes.empty() ? 0 : bytes[path];
+    };
+    wear.push_back(
+        {.path = options_.paths[path].path,
+         .endurance_bytes = of(options_.endurance_bytes),
+         .written_bytes = of(options_.written_before) + counted.paths[path].written_bytes});
+  }
+  return wear;
+}
+
+std::vector<PathWear> SwapSpace::DueWear() {
+  if (MonotonicNs() < keep_wear_ns_) return {};
+  keep_wear_ns_ = UINT64_MAX;
+  return keeps_wear() ? wear() : std::vector<PathWear>();
 }
 
 std::optional<ZeroingProgress> SwapSpace::Zeroing(JobId job) const {

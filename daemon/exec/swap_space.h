@@ -20,6 +20,7 @@
 #include "daemon/exec/arena_policy.h"
 #include "daemon/exec/arena_registry.h"
 #include "daemon/exec/day_counter.h"
+#include "daemon/exec/path_wear.h"
 #include "daemon/exec/transfer_queue.h"
 #include "daemon/exec/volume_place.h"
 #include "nvme/io/io_engine.h"
@@ -32,10 +33,15 @@ namespace forebay::daemon {
 // Longer than the kernel waits for an NVMe drive before it resets the drive and gives up.
 inline constexpr uint64_t kSwapDeadlineNs = 60'000'000'000;
 
+// What a daemon that is killed forgets of the wear of its drives.
+inline constexpr uint64_t kKeepWearNs = 60'000'000'000;
+
 struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
   // By path: what may still be written to its drive; empty: not known.
   std::vector<uint64_t> endurance_bytes = {};
+  // By path: what was written to its drive before, as kept; empty: nothing.
+  std::vector<uint64_t> written_before = {};
   // By path, as measured; empty: none is known.
   std::vector<std::optional<nvme::PathRates>> rates = {};
   nvme::FileLife life = nvme::FileLife::kKept;
@@ -51,6 +57,8 @@ struct SwapSpaceOptions {
   uint64_t ledger_bytes_max = uint64_t{1} << 20;
   // How long the disk may take for a transfer before nobody waits for it any longer.
   uint64_t deadline_ns = kSwapDeadlineNs;
+  // How long after a transfer what was written is to be kept (DueWear).
+  uint64_t keep_wear_ns = kKeepWearNs;
   // >= 3.
   uint32_t staging_slots = 0;
   uint64_t staging_slot_bytes = 0;
@@ -192,8 +200,12 @@ class SwapSpace {
   nvme::VolumeStats stats() const { return volume_->stats(); }
   // By path; of the last 24 hours.
   std::vector<uint64_t> written_in_a_day() const;
-  // Empty: not known.
-  const std::vector<uint64_t>& endurance_bytes() const { return options_.endurance_bytes; }
+  // By path.
+  std::vector<PathWear> wear() const;
+  // It outlives the daemon, as the files do.
+  bool keeps_wear() const { return options_.life == nvme::FileLife::kKept; }
+  // What is to be kept now; nothing, but for once every keep_wear_ns while there are transfers.
+  std::vector<PathWear> DueWear();
   std::optional<nvme::PathRates> rates(size_t path) const {
     return options_.rates.empty() ? std::nullopt : options_.rates[path];
   }
@@ -256,6 +268,7 @@ class SwapSpace {
   std::vector<DayCounter> written_;  // by path
   uint64_t next_check_ns_ = UINT64_MAX;
   uint64_t next_progress_ns_ = 0;
+  uint64_t keep_wear_ns_ = UINT64_MAX;
   // When a path's late requests are logged again.
   std::vector<uint64_t> next_warning_ns_;
 };

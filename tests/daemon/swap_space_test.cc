@@ -80,6 +80,7 @@ class SwapSpaceTest : public ::testing::Test {
     ASSERT_OK_AND_ASSIGN(
         swap_, SwapSpace::Open({.paths = {{.path = dir_.Make("a"), .capacity_bytes = 8 << 20},
                                           {.path = dir_.Make("b"), .capacity_bytes = 8 << 20}},
+                                .keep_wear_ns = 1,
                                 .staging_slots = 4,
                                 .staging_slot_bytes = kBlockBytes,
                                 .arenas = {.lock = pinned_mem::LockPolicy::kBestEffort}},
@@ -153,6 +154,16 @@ TEST_F(SwapSpaceTest, JobsSharePathsAndFetchesGoBeforeStates) {
   for (int i = 0; i < 15; ++i) order.push_back(EndOne());
   EXPECT_EQ(order, (std::vector<TaskId>{1, 2, 3, 4, 30, 21, 5, 22, 6, 23, 7, 24, 8, 9, 10}));
   EXPECT_EQ(swap_->in_flight(), 0U);
+}
+
+TEST_F(SwapSpaceTest, WhatWasWrittenIsToBeKeptOnceAfterTransfers) {
+  EXPECT_TRUE(swap_->DueWear().empty());
+  for (const TaskId task : {TaskId{1}, TaskId{2}}) {
+    StartRead(task, /*job=*/1, /*path=*/1);
+    EndOne();
+    EXPECT_EQ(swap_->DueWear().size(), 2U);
+    EXPECT_TRUE(swap_->DueWear().empty());
+  }
 }
 
 }  // namespace

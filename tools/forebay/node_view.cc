@@ -133,15 +133,15 @@ std::string RatesNow(schema::SwapPathStatus::Reader path) {
 
 std::string SwapText(schema::NodeStatus::Reader status) {
   if (status.getSwap().size() == 0) return "no swap\n";
-  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "LIFE", "GIVES GB/S",
-               "NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
+  Table paths({"PATH", "CAPACITY", "USED", "READ", "WRITTEN", "IN 24 H", "IN ALL", "LIFE",
+               "GIVES GB/S", "NOW GB/S", "SHARE", "ERRORS", "RETRIES", "O_DIRECT", "HEALTH"});
   for (const auto path : status.getSwap()) {
     paths.Add({path.getPath(), FormatBytes(path.getCapacityBytes()),
                FormatBytes(path.getUsedBytes()), FormatBytes(path.getReadBytes()),
-               FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()), LifeOf(path),
-               RatesOf(path), RatesNow(path), Percent(path.getShare()),
-               absl::StrCat(path.getErrors()), absl::StrCat(path.getRetries()),
-               path.getDirect() ? "yes" : "no", HealthOf(path)});
+               FormatBytes(path.getWrittenBytes()), FormatBytes(path.getWrittenDay()),
+               FormatBytes(path.getWrittenInAll()), LifeOf(path), RatesOf(path), RatesNow(path),
+               Percent(path.getShare()), absl::StrCat(path.getErrors()),
+               absl::StrCat(path.getRetries()), path.getDirect() ? "yes" : "no", HealthOf(path)});
   }
   const std::string reason = status.getIoEngineReason();
   return absl::StrCat("engine  ", status.getIoEngine().cStr(),

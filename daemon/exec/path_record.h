@@ -1,0 +1,31 @@
+// Small TOML files about swap paths that outlive the daemon: private to what keeps them.
+#pragma once
+
+#include <toml++/toml.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace forebay::daemon {
+
+// Where the records of one swap path are, and of which device they are.
+struct RecordPlace {
+  std::string prefix;  // "/swap/forebay."
+  int64_t device = 0;
+
+  std::string File(std::string_view name) const;  // "/swap/forebay.rates.toml"
+};
+
+// Beside the data of a directory. Nothing: there is no place, or no such path.
+std::optional<RecordPlace> RecordPlaceOf(const std::string& path);
+
+// Nothing where there is none, or it is of another version or device; one that is broken is logged.
+std::optional<toml::table> LoadRecord(const RecordPlace& place, std::string_view name);
+
+// Replaces it: lines of `comment`, then of `values`. What fails is logged. Blocks, but does not wait for the disk.
+void SaveRecord(const RecordPlace& place, std::string_view name, std::string_view comment,
+                std::string_view values);
+
+}  // namespace forebay::daemon

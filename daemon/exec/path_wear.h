@@ -1,0 +1,26 @@
+// What was written to the drives of swap paths, over all starts of the daemon.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace forebay::daemon {
+
+// A directory keeps what was written to it in this file.
+inline constexpr const char* kWearFile = "forebay.wear.toml";
+
+struct PathWear {
+  std::string path;
+  // As configured; 0: not known. Where it is another one, the count begins anew.
+  uint64_t endurance_bytes = 0;
+  uint64_t written_bytes = 0;
+};
+
+// What the path keeps; 0 where there is nothing, or it is of another device or endurance. Blocks.
+uint64_t LoadWrittenBytes(const std::string& path, uint64_t endurance_bytes);
+
+// Blocks, but does not wait for the disk. What fails is logged.
+void SaveWear(const std::vector<PathWear>& paths);
+
+}  // namespace forebay::daemon
