@@ -47,6 +47,8 @@ struct Config {
   nvme::OpenMode swap_mode = nvme::OpenMode::kRecover;
   // Not a key: kAdopted takes over a volume that was last used elsewhere.
   OtherPlace swap_other_place = OtherPlace::kRefused;
+  // Not a key: what is kept of swap paths that are block devices is here; empty: nothing is.
+  std::string state_folder;
   std::chrono::milliseconds swap_deadline = std::chrono::seconds(60);  // of a transfer
   // Measures paths that keep no rates; kept files alone.
   bool swap_probe = true;

@@ -144,7 +144,7 @@ std::vector<uint64_t> WrittenBefore(const SwapSpaceOptions& options) {
   std::vector<uint64_t> bytes;
   for (size_t i = 0; i < options.paths.size(); ++i) {
     const uint64_t endurance = options.endurance_bytes.empty() ? 0 : options.endurance_bytes[i];
-    bytes.push_back(LoadWrittenBytes(options.paths[i].path, endurance));
+    bytes.push_back(LoadWrittenBytes(options.paths[i].path, options.state_folder, endurance));
   }
   return bytes;
 }
@@ -388,7 +388,9 @@ void Daemon::Stop() {
                   state_->swap->in_flight());
     AbandonSwap(std::move(state_->swap), std::move(state_->engine));
   }
-  if (state_->swap != nullptr && state_->swap->keeps_wear()) SaveWear(state_->swap->wear());
+  if (state_->swap != nullptr && state_->swap->keeps_wear()) {
+    SaveWear(state_->swap->wear(), state_->swap->state_folder());
+  }
   state_->swap.reset();
   state_->engine.reset();
   state_->lock.reset();

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "CLI/CLI.hpp"
@@ -105,6 +106,11 @@ absl::StatusOr<Config> ReadConfig(const CommandLine& line) {
     RETURN_IF_ERROR(forebay::daemon::ApplySetting(setting, config));
   }
   return config;
+}
+
+// Of a list with colons, as systemd gives it.
+std::string FirstFolder(std::string_view folders) {
+  return std::string(folders.substr(0, folders.find(':')));
 }
 
 void SetUpLog(LogLevel level) {
@@ -241,8 +247,10 @@ int main(int argc, char** argv) {
   const char* const target = std::getenv("FOREBAY_CPU_TARGET");
   FdStore store = FdStore::Take(
       {.notify_socket = std::getenv("NOTIFY_SOCKET"), .fdstore = std::getenv("FDSTORE")});
+  const char* const state_folders = std::getenv("STATE_DIRECTORY");
   auto config = ReadConfig(line);
   if (!config.ok()) return Fail(config.status());
+  if (state_folders != nullptr) config->state_folder = FirstFolder(state_folders);
   if (target != nullptr && config->update_target == "best") config->update_target = target;
   SetUpLog(config->log_level);
   if (line.check) {

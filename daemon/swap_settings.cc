@@ -79,6 +79,7 @@ absl::StatusOr<SwapSpaceOptions> SwapOptions(const Config& config, const ArenaPo
                                              uint32_t workers) {
   SwapSpaceOptions options{
       .paths = SwapPathsOf(config),
+      .state_folder = config.state_folder,
       .life = config.swap_life,
       .mode = config.swap_mode,
       .machine = ThisMachine(),

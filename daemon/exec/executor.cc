@@ -310,10 +310,11 @@ std::chrono::nanoseconds Executor::Tick() {
     swap_->Tick(done);
     EndTransfers(done);
     if (std::vector<PathWear> wear = swap_->DueWear(); !wear.empty()) {
-      runner_.Post(PoolId::kSetup, [wear = std::move(wear)]() -> TaskRunner::Then {
-        SaveWear(wear);
-        return [] {};
-      });
+      runner_.Post(PoolId::kSetup,
+                   [wear = std::move(wear), folder = swap_->state_folder()]() -> TaskRunner::Then {
+                     SaveWear(wear, folder);
+                     return [] {};
+                   });
     }
     next = std::min(next, swap_->next_tick_ns());
   }

@@ -18,9 +18,13 @@ using nvme::PathRates;
 
 constexpr std::string_view kName = "rates";
 
-void SaveRates(const std::string& path, const PathRates& rates) {
-  const std::optional<RecordPlace> place = RecordPlaceOf(path);
-  if (!place) return;
+void SaveRates(const std::string& path, const std::string& state_folder, const PathRates& rates) {
+  const std::optional<RecordPlace> place = RecordPlaceOf(path, state_folder);
+  if (!place) {
+    spdlog::info("swap path {}: measured again at the next start: STATE_DIRECTORY is not set",
+                 path);
+    return;
+  }
   SaveRecord(
       *place, kName,
       "# What this swap path gives: bytes a second, bytes, requests at once, seconds. Forebay "
@@ -42,8 +46,8 @@ bool MayHaveJobs(const SwapSpaceOptions& options) {
 
 }  // namespace
 
-std::optional<PathRates> LoadRates(const std::string& path) {
-  const std::optional<RecordPlace> place = RecordPlaceOf(path);
+std::optional<PathRates> LoadRates(const std::string& path, const std::string& state_folder) {
+  const std::optional<RecordPlace> place = RecordPlaceOf(path, state_folder);
   if (!place) return std::nullopt;
   const std::optional<toml::table> found = LoadRecord(*place, kName);
   if (!found) return std::nullopt;
@@ -66,7 +70,9 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
                                               const nvme::EngineOptions& engine,
                                               std::chrono::nanoseconds probe_limit) {
   std::vector<std::optional<PathRates>> rates;
-  for (const nvme::PathOptions& path : options.paths) rates.push_back(LoadRates(path.path));
+  for (const nvme::PathOptions& path : options.paths) {
+    rates.push_back(LoadRates(path.path, options.state_folder));
+  }
   const bool is_known = std::ranges::all_of(rates, [](const auto& one) { return one.has_value(); });
   if (is_known || probe_limit.count() == 0 || MayHaveJobs(options)) return rates;
   spdlog::info("swap: measuring {}", options.paths.size() == 1 ? "the path" : "all paths");
@@ -93,7 +99,7 @@ std::vector<std::optional<PathRates>> RatesOf(const SwapSpaceOptions& options,
         "swap path {} ({}): {:.2f} GB/s read, {:.2f} written, {:.2f} both, with {} requests of {}",
         i, path, rates[i]->read * 1e-9, rates[i]->write * 1e-9, rates[i]->mixed * 1e-9,
         rates[i]->depth, protocol::FormatBytes(rates[i]->request_bytes));
-    SaveRates(path, *rates[i]);
+    SaveRates(path, options.state_folder, *rates[i]);
   }
   return rates;
 }

@@ -1,12 +1,17 @@
 #include "daemon/exec/path_record.h"
 
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <filesystem>
 #include <fstream>
 #include <system_error>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "daemon/exec/volume_place.h"
+#include "nvme/swap_files.h"
 #include "spdlog/spdlog.h"
 
 namespace forebay::daemon {
@@ -15,6 +20,25 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kVersion = 1;
+constexpr size_t kNameBytesMax = 150;
+
+// "nvme.1234-5678 partition 2" as a part of a file's name.
+std::string FileNameOf(std::string identity) {
+  for (char& character : identity) {
+    if (!absl::ascii_isalnum(static_cast<unsigned char>(character)) && character != '-') {
+      character = '_';
+    }
+  }
+  return identity.substr(0, kNameBytesMax);
+}
+
+// The size of a block device; 0: not known.
+int64_t SectorsOf(dev_t device) {
+  std::ifstream file(absl::StrFormat("/sys/dev/block/%d:%d/size", major(device), minor(device)));
+  int64_t sectors = 0;
+  file >> sectors;
+  return sectors;
+}
 
 }  // namespace
 
@@ -22,10 +46,20 @@ std::string RecordPlace::File(std::string_view name) const {
   return absl::StrCat(prefix, std::string(name), ".toml");
 }
 
-std::optional<RecordPlace> RecordPlaceOf(const std::string& path) {
+std::optional<RecordPlace> RecordPlaceOf(const std::string& path, const std::string& state_folder) {
   struct stat found {};
-  if (::stat(path.c_str(), &found) != 0 || !S_ISDIR(found.st_mode)) return std::nullopt;
-  return RecordPlace{.prefix = path + "/forebay.", .device = static_cast<int64_t>(found.st_dev)};
+  if (::stat(path.c_str(), &found) != 0) return std::nullopt;
+  if (S_ISDIR(found.st_mode)) {
+    return RecordPlace{.prefix = path + "/forebay.", .device = static_cast<int64_t>(found.st_dev)};
+  }
+  if (!S_ISBLK(found.st_mode) || state_folder.empty()) return std::nullopt;
+  const nvme::PathOptions device{.path = path};
+  const auto place = PlaceOf({&device, 1}, {});
+  if (!place.ok()) return std::nullopt;
+  const PathPlace& of = place->paths.front();
+  const std::string name = FileNameOf(of.disk.empty() ? of.name : of.disk);
+  return RecordPlace{.prefix = absl::StrCat(state_folder, "/forebay.", name, "."),
+                     .device = SectorsOf(found.st_rdev)};
 }
 
 std::optional<toml::table> LoadRecord(const RecordPlace& place, std::string_view name) {

@@ -18,8 +18,9 @@ struct RecordPlace {
   std::string File(std::string_view name) const;  // "/swap/forebay.rates.toml"
 };
 
-// Beside the data of a directory. Nothing: there is no place, or no such path.
-std::optional<RecordPlace> RecordPlaceOf(const std::string& path);
+// Of a directory: beside its data. Of a block device: in `state_folder`, by what the disk says of itself, or by its
+// name and size where it says nothing. Nothing: there is no such path, or no state folder ("").
+std::optional<RecordPlace> RecordPlaceOf(const std::string& path, const std::string& state_folder);
 
 // Nothing where there is none, or it is of another version or device; one that is broken is logged.
 std::optional<toml::table> LoadRecord(const RecordPlace& place, std::string_view name);

@@ -13,8 +13,9 @@ constexpr std::string_view kName = "wear";
 
 }  // namespace
 
-uint64_t LoadWrittenBytes(const std::string& path, uint64_t endurance_bytes) {
-  const std::optional<RecordPlace> place = RecordPlaceOf(path);
+uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder,
+                          uint64_t endurance_bytes) {
+  const std::optional<RecordPlace> place = RecordPlaceOf(path, state_folder);
   if (!place) return 0;
   const std::optional<toml::table> table = LoadRecord(*place, kName);
   if (!table) return 0;
@@ -24,9 +25,9 @@ uint64_t LoadWrittenBytes(const std::string& path, uint64_t endurance_bytes) {
   return value("endurance") == endurance_bytes ? value("written") : 0;
 }
 
-void SaveWear(const std::vector<PathWear>& paths) {
+void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folder) {
   for (const PathWear& wear : paths) {
-    const std::optional<RecordPlace> place = RecordPlaceOf(wear.path);
+    const std::optional<RecordPlace> place = RecordPlaceOf(wear.path, state_folder);
     if (!place) continue;
     SaveRecord(*place, kName,
                "# What forebayd has written to this swap path, in bytes, since swap.endurance has "

@@ -17,10 +17,12 @@ struct PathWear {
   uint64_t written_bytes = 0;
 };
 
-// What the path keeps; 0 where there is nothing, or it is of another device or endurance. Blocks.
-uint64_t LoadWrittenBytes(const std::string& path, uint64_t endurance_bytes);
+// What is kept of the path, a block device's in `state_folder`; 0 where there is nothing, or it is of another device or
+// endurance. Blocks.
+uint64_t LoadWrittenBytes(const std::string& path, const std::string& state_folder,
+                          uint64_t endurance_bytes);
 
 // Blocks, but does not wait for the disk. What fails is logged.
-void SaveWear(const std::vector<PathWear>& paths);
+void SaveWear(const std::vector<PathWear>& paths, const std::string& state_folder);
 
 }  // namespace forebay::daemon

@@ -40,6 +40,8 @@ struct SwapSpaceOptions {
   std::vector<nvme::PathOptions> paths = {};
   // By path: what may still be written to its drive; empty: not known.
   std::vector<uint64_t> endurance_bytes = {};
+  // Where records of block devices are; empty: nowhere.
+  std::string state_folder = {};
   // By path: what was written to its drive before, as kept; empty: nothing.
   std::vector<uint64_t> written_before = {};
   // By path, as measured; empty: none is known.
@@ -202,6 +204,7 @@ class SwapSpace {
   std::vector<uint64_t> written_in_a_day() const;
   // By path.
   std::vector<PathWear> wear() const;
+  const std::string& state_folder() const { return options_.state_folder; }
   // It outlives the daemon, as the files do.
   bool keeps_wear() const { return options_.life == nvme::FileLife::kKept; }
   // What is to be kept now; nothing, but for once every keep_wear_ns while there are transfers.

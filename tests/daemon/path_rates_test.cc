@@ -4,6 +4,9 @@
 
 #include "daemon/exec/path_rates.h"
 
+#include <fcntl.h>
+#include <linux/loop.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 
 #include <chrono>
@@ -21,6 +24,7 @@
 #include "nvme/find_volume.h"
 #include "nvme/path_probe.h"
 #include "protocol/json.h"
+#include "protocol/os/unique_fd.h"
 #include "protocol/units.h"
 #include "tests/nvme/volume_world.h"
 #include "tests/support/daemon_process.h"
@@ -102,6 +106,29 @@ TEST(PathRatesTest, WhatIsKeptIsTakenAndNothingIsMeasuredAgain) {
     EXPECT_NEAR(again->read_seconds, first->read_seconds, 1e-9);
   }
   EXPECT_EQ(TextOf(kept), text);
+}
+
+TEST(PathRatesTest, OfABlockDeviceItIsKeptInTheStateFolder) {
+  const TempDir dir;
+  const protocol::UniqueFd control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
+  if (!control.valid()) GTEST_SKIP() << "no loop device may be made here";
+  const int number = ::ioctl(control.get(), LOOP_CTL_GET_FREE);
+  const std::string device = "/dev/loop" + std::to_string(number);
+  const std::string backing = dir.Write("backing", "");
+  std::filesystem::resize_file(backing, 400 * kMiB);
+  const protocol::UniqueFd file(::open(backing.c_str(), O_RDWR | O_CLOEXEC));
+  const protocol::UniqueFd loop(::open(device.c_str(), O_RDWR | O_CLOEXEC));
+  if (number < 0 || !loop.valid() || ::ioctl(loop.get(), LOOP_SET_FD, file.get()) != 0) {
+    GTEST_SKIP() << "no loop device is usable here";
+  }
+  SwapSpaceOptions options = Paths({device}, 300 * kMiB);
+  ExpectSane(RatesOf(options, {}, kLimit).at(0));
+  EXPECT_FALSE(RatesOf(options, {}, kNoProbe).at(0).has_value()) << "it has no place";
+  options.state_folder = dir.Make("state");
+  ExpectSane(RatesOf(options, {}, kLimit).at(0));
+  ExpectSane(RatesOf(options, {}, kNoProbe).at(0));
+  EXPECT_FALSE(LoadRates(device, dir.path()).has_value());
+  EXPECT_EQ(::ioctl(loop.get(), LOOP_CLR_FD), 0);
 }
 
 TEST(PathRatesTest, WhatIsOfAnotherDeviceOrBrokenIsNotTaken) {

@@ -5,9 +5,11 @@
 #include "daemon/exec/path_wear.h"
 
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <system_error>
 
 #include "client/admin.h"
 #include "client/client.h"
@@ -23,20 +25,26 @@ namespace {
 using ::forebay::testing::TempDir;
 
 constexpr uint64_t kTiB = uint64_t{1} << 40;
+constexpr char kNoStateFolder[] = "";
+
+uint64_t Load(const std::string& path, uint64_t endurance_bytes) {
+  return LoadWrittenBytes(path, kNoStateFolder, endurance_bytes);
+}
 
 TEST(PathWearTest, WhatIsKeptIsOfOneEnduranceAndDevice) {
   const TempDir dir;
   const std::string a = dir.Make("a");
   const std::string b = dir.Make("b");
-  EXPECT_EQ(LoadWrittenBytes(a, kTiB), 0U);
+  EXPECT_EQ(Load(a, kTiB), 0U);
   SaveWear({{.path = a, .endurance_bytes = kTiB, .written_bytes = 12345},
             {.path = b, .written_bytes = 5 * kTiB},
-            {.path = dir.path() + "/nowhere", .written_bytes = 1}});
-  EXPECT_EQ(LoadWrittenBytes(a, kTiB), 12345U);
-  EXPECT_EQ(LoadWrittenBytes(a, 2 * kTiB), 0U);
-  EXPECT_EQ(LoadWrittenBytes(a, 0), 0U);
-  EXPECT_EQ(LoadWrittenBytes(b, 0), 5 * kTiB);
-  EXPECT_EQ(LoadWrittenBytes(dir.path() + "/nowhere", 0), 0U);
+            {.path = dir.path() + "/nowhere", .written_bytes = 1}},
+           kNoStateFolder);
+  EXPECT_EQ(Load(a, kTiB), 12345U);
+  EXPECT_EQ(Load(a, 2 * kTiB), 0U);
+  EXPECT_EQ(Load(a, 0), 0U);
+  EXPECT_EQ(Load(b, 0), 5 * kTiB);
+  EXPECT_EQ(Load(dir.path() + "/nowhere", 0), 0U);
 
   const std::string kept = a + "/" + kWearFile;
   std::ostringstream stream;
@@ -47,8 +55,27 @@ TEST(PathWearTest, WhatIsKeptIsOfOneEnduranceAndDevice) {
        {std::string(good).insert(good.find("device = ") + 9, "1"), good.substr(0, written),
         std::string(good).insert(written, "-"), std::string("\xff\xfe"), std::string()}) {
     std::ofstream(kept) << bad;
-    EXPECT_EQ(LoadWrittenBytes(a, kTiB), 0U) << bad;
+    EXPECT_EQ(Load(a, kTiB), 0U) << bad;
   }
+}
+
+// Its number is enough: nothing is read from it.
+TEST(PathWearTest, OfABlockDeviceItIsInTheStateFolder) {
+  const TempDir dir;
+  std::string device;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev")) {
+    std::error_code error;
+    if (entry.is_block_file(error)) device = entry.path();
+  }
+  if (device.empty()) GTEST_SKIP() << "there is no block device in /dev";
+  SaveWear({{.path = device, .endurance_bytes = kTiB, .written_bytes = 12345}}, dir.path());
+  EXPECT_EQ(LoadWrittenBytes(device, dir.path(), kTiB), 12345U);
+  EXPECT_EQ(LoadWrittenBytes(device, dir.Make("other"), kTiB), 0U);
+  EXPECT_EQ(LoadWrittenBytes(device, kNoStateFolder, kTiB), 0U);
+  // Through a link it is the same device.
+  const std::string link = dir.path() + "/link";
+  std::filesystem::create_symlink(device, link);
+  EXPECT_EQ(LoadWrittenBytes(link, dir.path(), kTiB), 12345U);
 }
 
 class PathWearProcess : public ::testing::Test {
@@ -102,7 +129,7 @@ TEST_F(PathWearProcess, OfAllStartsCountsUntilTheEnduranceIsSetAnew) {
 }
 
 TEST_F(PathWearProcess, OfADriveThatIsWornOutNoDayIsLeft) {
-  SaveWear({{.path = swap_, .endurance_bytes = kTiB, .written_bytes = 2 * kTiB}});
+  SaveWear({{.path = swap_, .endurance_bytes = kTiB, .written_bytes = 2 * kTiB}}, kNoStateFolder);
   ASSERT_NO_FATAL_FAILURE(Run("swap.endurance=1TiB"));
   EXPECT_EQ(written_in_all_, 2 * kTiB + written_);
   EXPECT_EQ(left_, 0U);
