@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/core/plan_advice.h"
 #include "protocol/error.h"
 #include "protocol/os/status_macros.h"
 
@@ -47,6 +48,17 @@ absl::Status GrantPolicy::Check(uint64_t job_bytes, const std::string& what) con
 absl::StatusOr<MemoryPlan> GrantPolicy::Plan(const protocol::Layout& layout,
                                              const SessionRequest& request,
                                              const NodeUse& use) const {
+  absl::StatusOr<MemoryPlan> plan = PlanGranted(layout, request, use);
+  if (plan.ok() || use.recovered != nullptr) return plan;
+  return WithAdvice(plan.status(), layout, request, options_, use,
+                    [&](const protocol::Layout& other_layout, const SessionRequest& other_request) {
+                      return PlanGranted(other_layout, other_request, use).ok();
+                    });
+}
+
+absl::StatusOr<MemoryPlan> GrantPolicy::PlanGranted(const protocol::Layout& layout,
+                                                    const SessionRequest& request,
+                                                    const NodeUse& use) const {
   // A limit that leaves the job no more than it may take; what others can move beyond that is of no use to it.
   NodeOptions limited = options_;
   NodeUse limited_use = use;

@@ -30,13 +30,16 @@ class GrantPolicy {
 
   // PlanJob, with which the job takes no more than it may.
   //
-  // Errors  as PlanJob; E_DRAM_LIMIT, E_SWAP_NOSPC: the share or a quota, what the owner holds, and the key.
+  // Errors  as PlanJob; E_DRAM_LIMIT, E_SWAP_NOSPC: the share or a quota, what the owner holds, and the key. Of a new
+  //         job with what it may lower (WithAdvice).
   absl::StatusOr<MemoryPlan> Plan(const protocol::Layout& layout, const SessionRequest& request,
                                   const NodeUse& use) const;
   // E_DRAM_LIMIT where a job of so many bytes is beyond what it may take. `what`: "the reader needs ...".
   absl::Status Check(uint64_t job_bytes, const std::string& what) const;
 
  private:
+  absl::StatusOr<MemoryPlan> PlanGranted(const protocol::Layout& layout,
+                                         const SessionRequest& request, const NodeUse& use) const;
   absl::Status DramError(const std::string& what) const;
 
   const NodeOptions& options_;

@@ -47,6 +47,9 @@ inline constexpr uint32_t kReadsPerPath = 2;
 inline constexpr uint64_t kSumPageElemsMax = uint64_t{1} << 19;
 inline constexpr uint32_t kSpareSumFrames = 4;
 
+// Of a job that is refused: with more blocks the hint leaves out what takes a list of them.
+inline constexpr uint64_t kAdvisedBlocksMax = uint64_t{1} << 20;
+
 // Of each block on swap: one that is current, one that the next step is written to.
 inline constexpr uint32_t kSwapSlotsPerBlock = 2;
 

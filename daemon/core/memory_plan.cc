@@ -671,6 +671,28 @@ absl::StatusOr<MemoryPlan> PlanJob(const Layout& layout, const SessionRequest& r
   return plan;
 }
 
+absl::StatusOr<LeastLimits> LeastLimitsOf(const Layout& layout, const SessionRequest& request,
+                                          const NodeOptions& options, const NodeUse& use) {
+  const uint64_t taken_bytes = TakenBytes(options, use);
+  MemoryPlan plan;
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
+  LeastLimits least;
+  least.states_on_swap = taken_bytes + plan.fixed_bytes;
+  least.all_in_dram =
+      least.states_on_swap + BlockMap::TotalBytes(layout, BlockElems(layout, options, plan));
+  least.weights_on_swap = least.gradients_on_swap = least.states_on_swap;
+  if (layout.is_shared()) return least;
+  PutWeightsOnSwap(layout, request, /*room=*/0, /*was_on_swap=*/{}, plan);
+  RETURN_IF_ERROR(PlanArenas(layout, request, options, plan));
+  least.weights_on_swap = std::min(least.states_on_swap, taken_bytes + plan.fixed_bytes);
+  least.gradients_on_swap = least.weights_on_swap;
+  plan.block_elems = BlockElems(layout, options, plan);
+  if (layout.total_elems() / plan.block_elems > kAdvisedBlocksMax) return least;
+  RETURN_IF_ERROR(PlanSumFrames(layout, request, options, /*limit=*/plan.table_bytes, plan));
+  least.gradients_on_swap = std::min(least.weights_on_swap, taken_bytes + plan.fixed_bytes);
+  return least;
+}
+
 absl::StatusOr<MemoryPlan> PlanWorld(const Layout& layout, const MemoryPlan& job,
                                      const SessionRequest& request, const NodeOptions& options,
                                      const NodeUse& use) {

@@ -173,6 +173,20 @@ absl::Status CheckSessionRequest(const protocol::Layout& layout, const SessionRe
 absl::StatusOr<MemoryPlan> PlanJob(const protocol::Layout& layout, const SessionRequest& request,
                                    const NodeOptions& options, const NodeUse& use);
 
+// The smallest limits that a job fits in beside what the node holds. On swap, which has room: nothing; states; its
+// weights too; its gradients too. One that is of no use, as of shared attachment the last two, is the one before it.
+struct LeastLimits {
+  uint64_t all_in_dram = 0;
+  uint64_t states_on_swap = 0;
+  uint64_t weights_on_swap = 0;
+  uint64_t gradients_on_swap = 0;  // of more than kAdvisedBlocksMax blocks the one before it
+};
+
+// Errors  of CheckSessionRequest; E_DRAM_LIMIT  what a session asks for is above kGradArenaBytesMax.
+absl::StatusOr<LeastLimits> LeastLimitsOf(const protocol::Layout& layout,
+                                          const SessionRequest& request, const NodeOptions& options,
+                                          const NodeUse& use);
+
 // The plan of a job that exists for sessions of another world size: weights and blocks stay where they
 // are. Room for extra_state never shrinks. `use` is that of other jobs.
 //

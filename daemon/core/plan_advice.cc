@@ -1,0 +1,106 @@
+#include "daemon/core/plan_advice.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "protocol/error.h"
+#include "protocol/optimizer.h"
+#include "protocol/units.h"
+
+namespace forebay::daemon {
+namespace {
+
+using protocol::ErrorId;
+using protocol::FormatBytes;
+using protocol::Layout;
+
+std::string Bytes(uint64_t bytes) {
+  return absl::StrCat(bytes, " bytes (", FormatBytes(bytes), ")");
+}
+
+// The limit alone says how much a job may take.
+bool HasNoShares(const NodeOptions& options) {
+  return options.job_percent == 100 && options.uid_dram_bytes == 0;
+}
+
+// Of a node whose daemon has staging for swap.
+std::string LimitsWithSwap(const LeastLimits& least) {
+  std::string text = absl::StrCat("; with room on swap a limit of ", Bytes(least.states_on_swap),
+                                  " does for a job with its states there");
+  if (least.weights_on_swap < least.states_on_swap) {
+    absl::StrAppend(&text, ", of ", Bytes(least.weights_on_swap), " with its weights too");
+  }
+  if (least.gradients_on_swap < least.weights_on_swap) {
+    absl::StrAppend(&text, ", of ", Bytes(least.gradients_on_swap), " with its gradients too");
+  }
+  return text;
+}
+
+std::string OtherLimits(ErrorId id, const LeastLimits& least, const SessionRequest& request,
+                        const NodeOptions& options) {
+  const bool has_swap = options.swap.capacity_bytes() > 0;
+  const bool is_durable = request.durability.level != protocol::DurabilityLevel::kMemory;
+  if (id == ErrorId::kDramLimit && !has_swap && options.staging_slots == 0) {
+    return "; or start the daemon with swap (--swap, swap.paths) for what does not fit";
+  }
+  if (!HasNoShares(options)) return {};
+  if (id == ErrorId::kDramLimit && !has_swap) return LimitsWithSwap(least);
+  if (id == ErrorId::kSwapNospc && !is_durable) {
+    return absl::StrCat("; with a limit of ", Bytes(least.all_in_dram), " nothing is on swap");
+  }
+  return {};
+}
+
+}  // namespace
+
+absl::Status WithAdvice(const absl::Status& refusal, const Layout& layout,
+                        const SessionRequest& request, const NodeOptions& options,
+                        const NodeUse& use, FitsFn fits) {
+  const ErrorId id = protocol::IdOf(refusal);
+  if (id != ErrorId::kDramLimit && id != ErrorId::kSwapNospc) return refusal;
+  const absl::StatusOr<LeastLimits> least = LeastLimitsOf(layout, request, options, use);
+  if (!least.ok()) return refusal;
+  const bool goes_to_swap = id == ErrorId::kDramLimit && options.swap.capacity_bytes() > 0;
+  const auto limit_of = [&](const LeastLimits& limits) {
+    return goes_to_swap ? limits.gradients_on_swap : limits.all_in_dram;
+  };
+  std::vector<std::string> changes;
+  const auto consider = [&](const std::string& what, const Layout& other_layout,
+                            const SessionRequest& other_request) {
+    const auto other = LeastLimitsOf(other_layout, other_request, options, use);
+    if (!other.ok() || limit_of(*other) >= limit_of(*least)) return;
+    changes.push_back(absl::StrCat(
+        what, ": ", Bytes(limit_of(*least) - limit_of(*other)), " less, ",
+        fits(other_layout, other_request) ? "which fits" : "which alone is not enough"));
+  };
+  const auto state_bytes = [&](protocol::Format format) {
+    return protocol::StateBytes(layout.spec().optimizer, format, layout.spec().dtype,
+                                options.block_elems);
+  };
+  for (const protocol::StateFormat& format : protocol::kStateFormats) {
+    const bool is_smaller = state_bytes(format.format) < state_bytes(layout.spec().format);
+    if (format.weights != layout.spec().dtype || !is_smaller) continue;
+    protocol::LayoutSpec spec = layout.spec();
+    spec.format = format.format;
+    const absl::StatusOr<Layout> other = Layout::Create(std::move(spec));
+    if (other.ok())
+      consider(absl::StrCat("format ", std::string(Name(format.format))), *other, request);
+  }
+  SessionRequest other = request;
+  other.activation_bytes = 0;
+  consider("activation_bytes=0", layout, other);
+  other = request;
+  other.accumulate = false;
+  consider("accumulate=1", layout, other);
+  std::string hint = protocol::HintOf(refusal);
+  if (!changes.empty()) {
+    absl::StrAppend(&hint, "; or lower what the job takes: ", absl::StrJoin(changes, ", "));
+  }
+  absl::StrAppend(&hint, OtherLimits(id, *least, request, options));
+  return protocol::MakeError(id, std::string(refusal.message()), hint);
+}
+
+}  // namespace forebay::daemon

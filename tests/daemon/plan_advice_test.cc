@@ -1,0 +1,214 @@
+// Goal    Who refuses a job says what the job may do with less of, and what it says is true: with each limit that
+//         the hint names the job is made with so much on swap and no more, and with no smaller one; a smaller
+//         format, no activations or one backward pass save the bytes that it names, and fit where it says so.
+// Method  Plans of sharded and shared layouts on empty nodes; numbers are read from the hint and tried.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/core/node_state.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "protocol/error.h"
+#include "protocol/units.h"
+#include "tests/support/node_harness.h"
+#include "tests/support/status_test.h"
+
+namespace forebay::daemon {
+namespace {
+
+using ::forebay::testing::HasError;
+using ::forebay::testing::MakeShardedLayout;
+using ::forebay::testing::ShardedParam;
+using ::forebay::testing::SwapPaths;
+using protocol::ErrorId;
+using protocol::Format;
+using protocol::kPageBytes;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr uint32_t kRanks = 2;
+constexpr uint64_t kRoomySwap = uint64_t{1} << 30;
+constexpr uint64_t kTiny = uint64_t{256} << 10;
+
+std::shared_ptr<const protocol::Layout> LayoutOf(Format format) {
+  std::vector<std::vector<ShardedParam>> groups;
+  for (int i = 0; i < 12; ++i) groups.push_back({{.rows = 16000, .columns = 4}});
+  return MakeShardedLayout(
+      groups, {.ranks = kRanks, .dtype = protocol::DType::kBFloat16, .format = format});
+}
+
+AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout) {
+  return {.uid = 1000,
+          .job = "job",
+          .world_size = kRanks,
+          .grad_arena_bytes = 4 * layout->largest_gradient_bytes(),
+          .extra_state_bytes = 64,
+          .layout = layout};
+}
+
+NodeState::Options Options() {
+  return {.dram_limit_bytes = uint64_t{64} << 20,
+          .node_bytes = 4096,
+          .staging_slots = 3,
+          .staging_slot_bytes = 262144,
+          .swap = SwapPaths({16 << 20}),
+          .block_elems = 12288};
+}
+
+class PlanAdvice : public ::testing::Test {
+ protected:
+  absl::StatusOr<JobPlan> PlanOf(const AttachRequested& request, uint64_t dram_bytes,
+                                 uint64_t swap_bytes) {
+    return node_.Plan(request,
+                      NodeState::Limits{.dram_bytes = dram_bytes, .swap_bytes = swap_bytes});
+  }
+  std::string HintOf(const AttachRequested& request, uint64_t dram_bytes, uint64_t swap_bytes) {
+    const auto plan = PlanOf(request, dram_bytes, swap_bytes);
+    return plan.ok() ? "it fits" : protocol::HintOf(plan.status());
+  }
+  // The number between two texts; 0: it is not there.
+  static uint64_t NumberIn(const std::string& hint, const std::string& before,
+                           const std::string& behind) {
+    const size_t end = hint.find(behind);
+    const size_t begin = hint.rfind(before, end);  // the last one before `behind`
+    if (end == hint.npos || begin == hint.npos) return 0;
+    return std::stoull(hint.substr(begin + before.size()));
+  }
+
+  NodeState node_{Options()};
+};
+
+TEST_F(PlanAdvice, LimitsWithSwapHaveRoomForWhatTheySayAndNoPageMore) {
+  const AttachRequested request = RequestOf(LayoutOf(Format::kExact));
+  const std::string hint = HintOf(request, kTiny, /*swap_bytes=*/0);
+  const uint64_t all = NumberIn(hint, "to at least ", " bytes");
+  const uint64_t states = NumberIn(hint, "a limit of ", " does for a job with its states there");
+  const uint64_t weights = NumberIn(hint, "of ", " with its weights too");
+  const uint64_t gradients = NumberIn(hint, "of ", " with its gradients too");
+  ASSERT_GT(all, states) << hint;
+  ASSERT_GT(states, weights) << hint;
+  ASSERT_GT(weights, gradients) << hint;
+  ASSERT_GT(gradients, 0U) << hint;
+
+  ASSERT_OK_AND_ASSIGN(JobPlan plan, PlanOf(request, all, 0));
+  EXPECT_EQ(plan.swap, 0U);
+  EXPECT_THAT(PlanOf(request, all - kPageBytes, 0).status(), HasError(ErrorId::kDramLimit));
+  ASSERT_OK_AND_ASSIGN(plan, PlanOf(request, states, kRoomySwap));
+  EXPECT_EQ(plan.weights_on_swap + plan.sums_on_swap + plan.resident_blocks, 0U);
+  ASSERT_OK_AND_ASSIGN(plan, PlanOf(request, states - kPageBytes, kRoomySwap));
+  EXPECT_GT(plan.weights_on_swap, 0U);
+  EXPECT_EQ(plan.sums_on_swap, 0U);
+  ASSERT_OK_AND_ASSIGN(plan, PlanOf(request, weights, kRoomySwap));
+  EXPECT_EQ(plan.weights_on_swap, 2 * request.layout->total_elems());
+  EXPECT_EQ(plan.sums_on_swap, 0U);
+  ASSERT_OK_AND_ASSIGN(plan, PlanOf(request, weights - kPageBytes, kRoomySwap));
+  EXPECT_GT(plan.sums_on_swap, 0U);
+  ASSERT_OK(PlanOf(request, gradients, kRoomySwap));
+  EXPECT_THAT(PlanOf(request, gradients - kPageBytes, kRoomySwap).status(),
+              HasError(ErrorId::kDramLimit));
+}
+
+TEST_F(PlanAdvice, ASharedJobHasTheLimitOfStatesOnSwapAlone) {
+  AttachRequested request = RequestOf(testing::MakeLayout({64000, 64000}));
+  const std::string hint = HintOf(request, kTiny, 0);
+  const uint64_t states = NumberIn(hint, "a limit of ", " does for a job with its states there");
+  ASSERT_OK(PlanOf(request, states, kRoomySwap));
+  EXPECT_THAT(PlanOf(request, states - kPageBytes, kRoomySwap).status(),
+              HasError(ErrorId::kDramLimit));
+  EXPECT_THAT(hint, Not(HasSubstr("with its weights too")));
+}
+
+TEST_F(PlanAdvice, SmallerFormatsAreNamedWithWhatTheySaveAndWhetherTheyFit) {
+  const AttachRequested request = RequestOf(LayoutOf(Format::kExact));
+  const AttachRequested bf16 = RequestOf(LayoutOf(Format::kBf16));
+  const AttachRequested int8 = RequestOf(LayoutOf(Format::kInt8));
+  const auto least = [&](const AttachRequested& of) {
+    return NumberIn(HintOf(of, kTiny, 0), "to at least ", " bytes");
+  };
+  // Room for int8, not for bf16.
+  const std::string hint = HintOf(request, least(bf16) - kPageBytes, 0);
+  EXPECT_THAT(hint,
+              HasSubstr(absl::StrCat("format bf16: ", least(request) - least(bf16), " bytes")));
+  EXPECT_THAT(hint, HasSubstr("less, which alone is not enough, format int8: "));
+  EXPECT_THAT(hint,
+              HasSubstr(absl::StrCat("format int8: ", least(request) - least(int8), " bytes")));
+  EXPECT_THAT(hint, HasSubstr("less, which fits"));
+  EXPECT_OK(PlanOf(int8, least(bf16) - kPageBytes, 0));
+  EXPECT_THAT(PlanOf(bf16, least(bf16) - kPageBytes, 0).status(), HasError(ErrorId::kDramLimit));
+  // The smallest one has nothing to lower.
+  EXPECT_THAT(HintOf(int8, kTiny, 0), Not(HasSubstr("lower what the job takes")));
+  // States on swap take no DRAM: another format would be of no use.
+  EXPECT_THAT(HintOf(request, kTiny, kRoomySwap), Not(HasSubstr("format")));
+}
+
+// Its blocks are smaller where a staging slot bounds them, so that fewer sums of gradients have to be in DRAM.
+TEST_F(PlanAdvice, ALargerFormatIsNeverNamed) {
+  NodeState::Options options = Options();
+  options.block_elems = 1 << 20;
+  for (options.staging_slot_bytes = 1 << 16; options.staging_slot_bytes <= 1 << 20;
+       options.staging_slot_bytes += 1 << 16) {
+    const NodeState node(options);
+    const auto plan = node.Plan(RequestOf(LayoutOf(Format::kExact)),
+                                NodeState::Limits{.dram_bytes = kTiny, .swap_bytes = kRoomySwap});
+    EXPECT_THAT(plan.status(), HasError(ErrorId::kDramLimit));
+    EXPECT_THAT(protocol::HintOf(plan.status()), Not(HasSubstr("format fp32")));
+  }
+}
+
+TEST_F(PlanAdvice, ActivationsAndFurtherBackwardPassesAreNamed) {
+  AttachRequested request = RequestOf(LayoutOf(Format::kExact));
+  ASSERT_OK_AND_ASSIGN(const JobPlan plain, PlanOf(request, uint64_t{1} << 30, 0));
+  request.activation_bytes = 1000 * kPageBytes;  // more than the sums
+  request.accumulate = true;
+  ASSERT_OK_AND_ASSIGN(const JobPlan more, PlanOf(request, uint64_t{1} << 30, 0));
+  const uint64_t activations = kRanks * request.activation_bytes;
+  const uint64_t sums = more.all_in_dram - plain.all_in_dram - activations;
+  const std::string hint = HintOf(request, more.all_in_dram - activations, 0);
+  EXPECT_THAT(hint, HasSubstr(absl::StrCat("activation_bytes=0: ", activations, " bytes")));
+  EXPECT_THAT(hint, HasSubstr(absl::StrCat("accumulate=1: ", sums, " bytes")));
+  EXPECT_THAT(hint, HasSubstr("less, which fits, accumulate=1"));
+  EXPECT_THAT(hint, HasSubstr("less, which alone is not enough; with room on swap"));
+}
+
+TEST_F(PlanAdvice, WhatDoesNotFitOnSwapGetsTheLimitThatNeedsNone) {
+  const AttachRequested request = RequestOf(LayoutOf(Format::kExact));
+  constexpr uint64_t kDram = uint64_t{6} << 20;
+  constexpr uint64_t kSwap = uint64_t{8} << 20;
+  ASSERT_THAT(PlanOf(request, kDram, kSwap).status(), HasError(ErrorId::kSwapNospc));
+  const std::string hint = HintOf(request, kDram, kSwap);
+  const uint64_t all = NumberIn(hint, "with a limit of ", " nothing is on swap");
+  ASSERT_OK_AND_ASSIGN(const JobPlan plan, PlanOf(request, all, 0));
+  EXPECT_EQ(plan.swap, 0U);
+  EXPECT_THAT(hint, HasSubstr("format int8: "));
+  EXPECT_THAT(hint, HasSubstr("which fits"));
+  EXPECT_OK(PlanOf(RequestOf(LayoutOf(Format::kInt8)), kDram, kSwap));
+}
+
+TEST_F(PlanAdvice, ADaemonWithoutSwapNamesNoLimitsOfSwap) {
+  NodeState::Options options = Options();
+  options.staging_slots = 0;
+  options.swap = {};
+  const NodeState node(options);
+  const auto plan = node.Plan(RequestOf(LayoutOf(Format::kExact)),
+                              NodeState::Limits{.dram_bytes = kTiny, .swap_bytes = 0});
+  EXPECT_THAT(protocol::HintOf(plan.status()), HasSubstr("start the daemon with swap"));
+  EXPECT_THAT(protocol::HintOf(plan.status()), Not(HasSubstr("room on swap")));
+}
+
+// The limit alone does not say how much the job may take.
+TEST_F(PlanAdvice, WhereJobsHaveSharesNoLimitIsNamed) {
+  NodeState::Options options = Options();
+  options.job_percent = 50;
+  const NodeState node(options);
+  const auto plan = node.Plan(RequestOf(LayoutOf(Format::kExact)),
+                              NodeState::Limits{.dram_bytes = kTiny, .swap_bytes = 0});
+  EXPECT_THAT(protocol::HintOf(plan.status()), HasSubstr("format int8"));
+  EXPECT_THAT(protocol::HintOf(plan.status()), Not(HasSubstr("room on swap")));
+}
+
+}  // namespace
+}  // namespace forebay::daemon
