@@ -187,6 +187,27 @@ struct JobPlan {
   newWeights @18 :UInt64;   # of early updates, until their step is decided
   gradientsOnSwap @19 :UInt64;  # those of a step that find no room in `sums`, at most: written, and read again unless
                                 # their block was updated early; beside stepRead and stepWritten
+  # Of `sessions`, what each rank has: its arena, in four parts, its ring, and extra_state as it was at attach.
+  gradArena @20 :UInt64;        # gradients on their way
+  stepRegion @21 :UInt64;
+  activations @22 :UInt64;
+  trace @23 :UInt64;
+  ring @24 :UInt64;
+  extraStateCopy @25 :UInt64;
+  ranks @26 :List(RankPlan);    # of a sharded job
+}
+
+struct RankPlan {
+  # What the partitions of one rank take. All ranks together: the terms of those names in JobPlan; `sums` without what
+  # is common to all, and with those that find no room.
+  rank @0 :UInt32;
+  weights @1 :UInt64;
+  weightsCache @2 :UInt64;
+  states @3 :UInt64;
+  sums @4 :UInt64;
+  weightsOnSwap @5 :UInt64;
+  statesOnSwap @6 :UInt64;      # of blocks, without slots for their next versions
+  largestPartition @7 :UInt64;  # its weights: what one fetch brings
 }
 
 struct NodeStatus {

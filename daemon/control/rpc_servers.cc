@@ -151,6 +151,24 @@ void FillPlan(const JobPlan& plan, schema::JobPlan::Builder reply) {
   reply.setAllInDram(plan.all_in_dram);
   reply.setNewWeights(plan.new_weights);
   reply.setGradientsOnSwap(plan.sums_on_swap);
+  reply.setGradArena(plan.grad_arena);
+  reply.setStepRegion(plan.step_region);
+  reply.setActivations(plan.activations);
+  reply.setTrace(plan.trace);
+  reply.setRing(plan.ring);
+  reply.setExtraStateCopy(plan.extra_state_copy);
+  auto ranks = reply.initRanks(static_cast<unsigned>(plan.ranks.size()));
+  for (unsigned i = 0; i < ranks.size(); ++i) {
+    const RankPlan& rank = plan.ranks[i];
+    ranks[i].setRank(rank.rank);
+    ranks[i].setWeights(rank.weights);
+    ranks[i].setWeightsCache(rank.weights_cache);
+    ranks[i].setStates(rank.states);
+    ranks[i].setSums(rank.sums);
+    ranks[i].setWeightsOnSwap(rank.weights_on_swap);
+    ranks[i].setStatesOnSwap(rank.states_on_swap);
+    ranks[i].setLargestPartition(rank.largest_partition);
+  }
 }
 
 void FillReply(const AnswerAttach& answer, SessionId session, schema::AttachReply::Builder reply) {

@@ -60,8 +60,9 @@ class BlockMap {
 
   uint32_t blocks() const { return static_cast<uint32_t>(cuts_.size()); }
   bool has_states(uint32_t block) const { return block < state_blocks_; }
-  uint32_t state_blocks() const { return state_blocks_; }  // the first ones
-  uint64_t elems(uint32_t block) const;                    // padding included
+  uint32_t state_blocks() const { return state_blocks_; }              // the first ones
+  uint32_t owner(uint32_t block) const { return cuts_[block].owner; }  // in the order of the layout
+  uint64_t elems(uint32_t block) const;                                // padding included
   uint64_t states_elems(uint32_t block) const { return has_states(block) ? elems(block) : 0; }
   uint64_t bytes(uint32_t block) const;  // all planes, each on whole pages
   uint64_t full_block_bytes() const;     // of the largest

@@ -106,6 +106,18 @@ struct JobView {
   std::vector<uint32_t> trace;
 };
 
+// Of a sharded job's plan, what one rank's partitions take; the names are those of RankPlan there.
+struct RankPlan {
+  uint32_t rank = 0;
+  uint64_t weights = 0;
+  uint64_t weights_cache = 0;
+  uint64_t states = 0;
+  uint64_t sums = 0;
+  uint64_t weights_on_swap = 0;
+  uint64_t states_on_swap = 0;
+  uint64_t largest_partition = 0;
+};
+
 // What making a job takes, in bytes; the names are those of JobPlan in protocol/forebay.capnp.
 struct JobPlan {
   uint64_t weights = 0;
@@ -128,6 +140,13 @@ struct JobPlan {
   uint64_t all_in_dram = 0;
   uint64_t new_weights = 0;
   uint64_t sums_on_swap = 0;
+  uint64_t grad_arena = 0;
+  uint64_t step_region = 0;
+  uint64_t activations = 0;
+  uint64_t trace = 0;
+  uint64_t ring = 0;
+  uint64_t extra_state_copy = 0;
+  std::vector<RankPlan> ranks;
 };
 
 // What statistics may know of a swap path.

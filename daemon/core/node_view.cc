@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/core/attach_check.h"
+#include "daemon/core/job_plan.h"
 #include "daemon/core/node_impl.h"
 #include "protocol/os/check.h"
 #include "protocol/os/status_macros.h"
@@ -30,52 +31,38 @@ std::vector<SwapPathView> ViewPaths(const nvme::SlotMap& swap, const PathTable& 
   return views;
 }
 
+absl::StatusOr<JobPlan> PlanOn(const protocol::Layout& layout, const SessionRequest& session,
+                               const NodeOptions& options, const NodeUse& use,
+                               const OwnerUse& owner) {
+  ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
+  ASSIGN_OR_RETURN(const LeastLimits least, LeastLimitsOf(layout, session, options, use));
+  JobPlan view = JobPlanOf(layout, plan, plan.placement);
+  view.node = options.node_bytes;
+  view.others = use.jobs_dram_bytes + use.deleted_weights_bytes;
+  view.limit = options.dram_limit_bytes;
+  view.missing = plan.missing_bytes;
+  view.all_in_dram = least.all_in_dram;
+  return view;
+}
+
+absl::StatusOr<JobPlan> PlanOnEmpty(const protocol::Layout& layout, const SessionRequest& session,
+                                    NodeOptions options, const NodeState::Limits& limits) {
+  const std::array<nvme::PathSpace, 1> paths{{{.begin_bytes = 0, .end_bytes = limits.swap_bytes}}};
+  options.swap = nvme::SlotMap(paths);
+  options.dram_limit_bytes = limits.dram_bytes;
+  return PlanOn(layout, session, options, {.swap = &options.swap}, OwnerUse{});
+}
+
 }  // namespace
 
 absl::StatusOr<JobPlan> NodeState::Plan(const AttachRequested& request,
                                         const std::optional<Limits>& limits) const {
   RETURN_IF_ERROR(CheckAttachRequest(request));
-  Options options = impl_->options;
-  NodeUse use = impl_->Use();
-  nvme::SlotMap empty;
-  if (limits) {
-    const std::array<nvme::PathSpace, 1> paths{
-        {{.begin_bytes = 0, .end_bytes = limits->swap_bytes}}};
-    empty = nvme::SlotMap(paths);
-    options.dram_limit_bytes = limits->dram_bytes;
-    options.swap = empty;
-    use = {.swap = &empty};
-  }
-  const protocol::Layout& layout = *request.layout;
   SessionRequest session = SessionRequestOf(request);
-  session.durability = request.durability.value_or(options.durability);
-  const OwnerUse owner = limits ? OwnerUse{} : impl_->UseOf(request.uid, nullptr);
-  ASSIGN_OR_RETURN(const MemoryPlan plan, GrantPolicy(options, owner).Plan(layout, session, use));
-  const StepTraffic traffic = StepTrafficOf(layout, plan, plan.placement);
-  JobPlan view{.weights = plan.weights_bytes - plan.weights_cache_bytes,
-               .weights_cache = plan.weights_cache_bytes,
-               .states = plan.placement.state_bytes(),
-               .sums = plan.extra_state_offset,
-               .extra_state = plan.step_bytes - plan.extra_state_offset - plan.early_weights_bytes,
-               .sessions = session.world_size * (plan.session_arena_bytes + plan.ring_bytes +
-                                                 plan.extra_state_copy_bytes),
-               .tables = plan.table_bytes,
-               .node = options.node_bytes,
-               .others = use.jobs_dram_bytes + use.deleted_weights_bytes,
-               .limit = options.dram_limit_bytes,
-               .missing = plan.missing_bytes,
-               .weights_on_swap = plan.weights_on_swap_bytes,
-               .blocks = plan.placement.blocks(),
-               .resident_blocks = plan.placement.resident_blocks(),
-               .swap = plan.swap_bytes(),
-               .step_read = traffic.read_bytes,
-               .step_written = traffic.written_bytes,
-               .new_weights = plan.early_weights_bytes,
-               .sums_on_swap = plan.sums_on_swap_bytes()};
-  options.dram_limit_bytes = UINT64_MAX / 2;
-  ASSIGN_OR_RETURN(const MemoryPlan all, PlanJob(layout, session, options, use));
-  view.all_in_dram = TakenBytes(options, use) + all.fixed_bytes + all.placement.state_bytes();
-  return view;
+  session.durability = request.durability.value_or(impl_->options.durability);
+  if (limits) return PlanOnEmpty(*request.layout, session, impl_->options, *limits);
+  return PlanOn(*request.layout, session, impl_->options, impl_->Use(),
+                impl_->UseOf(request.uid, nullptr));
 }
 
 std::vector<JobView> NodeState::Jobs() const {

@@ -482,6 +482,32 @@ AttachRequested RequestOf(const std::shared_ptr<const protocol::Layout>& layout)
           .layout = layout};
 }
 
+void ExpectSumOfRanks(const JobPlan& plan, const protocol::Layout& layout) {
+  RankPlan all;
+  for (const RankPlan& rank : plan.ranks) {
+    EXPECT_GT(rank.largest_partition, 0U);
+    all.weights += rank.weights;
+    all.weights_cache += rank.weights_cache;
+    all.states += rank.states;
+    all.states_on_swap += rank.states_on_swap;
+    all.weights_on_swap += rank.weights_on_swap;
+    all.sums += rank.sums;
+    all.largest_partition = std::max(all.largest_partition, rank.largest_partition);
+  }
+  EXPECT_THAT(plan.ranks, SizeIs(kRanks));
+  EXPECT_EQ(all.weights, plan.weights);
+  EXPECT_EQ(all.weights_cache, plan.weights_cache);
+  EXPECT_EQ(all.states, plan.states);
+  EXPECT_EQ(all.weights_on_swap, plan.weights_on_swap);
+  EXPECT_GE(all.states + all.states_on_swap, 10 * layout.trainable_elems());
+  EXPECT_LT(all.states + all.states_on_swap, 11 * layout.trainable_elems() + kRanks * 65536);
+  EXPECT_LE(all.sums, plan.sums);
+  EXPECT_EQ(all.largest_partition, 18001 * 2 * 2U) << "rows, columns, bytes";
+  EXPECT_EQ(kRanks * (plan.grad_arena + plan.step_region + plan.activations + plan.trace +
+                      plan.ring + plan.extra_state_copy),
+            plan.sessions);
+}
+
 TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
   const auto layout = LayoutOf(AwkwardGroups());
   const uint64_t least = LeastDram(layout);
@@ -500,6 +526,7 @@ TEST(NodeStateWeightsPlan, APlanIsWhatAttachMakesAndAStepMoves) {
     EXPECT_EQ(plan.weights_on_swap, job.View().weights_on_swap_bytes);
     EXPECT_EQ(plan.blocks, job.View().blocks);
     EXPECT_EQ(plan.resident_blocks, job.View().resident_blocks);
+    ExpectSumOfRanks(plan, *layout);
     job.TrainAndFetch(1);
     const JobView before = job.View();
     job.TrainAndFetch(2);

@@ -225,6 +225,49 @@ def test_plan_says_what_is_on_swap_and_what_does_not_fit(folders):
     assert "error[E_SWAP_NOSPC]: the job needs" in little.stderr
 
 
+def test_plan_says_what_to_lower_and_that_fits(folders):
+    model = ("--params", 10**8, "--ranks", 4)
+    refused = plan(folders, *model, "--dram", "1100MiB")
+    assert refused.returncode == 1
+    assert re.search(r"format bf16: \d+ bytes \([\d.]+ MiB\) less, which fits", refused.stderr), refused.stderr
+    assert plan(folders, *model, "--dram", "1100MiB", "--format", "bf16").returncode == 0
+    limits = [
+        int(found)
+        for found in re.findall(
+            r"of (\d+) bytes \([\d.]+ \wiB\) (?:does for a job with its states|with its \w+ too)", refused.stderr
+        )
+    ]
+    assert len(limits) == 3 and limits == sorted(limits, reverse=True), refused.stderr
+    for limit in limits:
+        assert plan(folders, *model, "--dram", limit, "--swap-size", "64GiB").returncode == 0
+    assert plan(folders, *model, "--dram", limits[2] - 4096, "--swap-size", "64GiB").returncode == 1
+
+
+def test_plan_shows_each_rank_and_what_trainers_hold(folders):
+    model = ("--params", 10**8 + 7, "--layers", 8, "--ranks", 3)
+    where = ("--dram", "500MiB", "--swap-size", "64GiB")
+    found = json.loads(plan(folders, *model, *where, "--json").stdout)
+    ranks = found["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2]
+    for term in ("weights", "weights_cache", "states", "weights_on_swap"):
+        assert sum(rank[term] for rank in ranks) == found[term], term
+    assert sum(rank["states_on_swap"] for rank in ranks) > 9 * 10**8
+    # FSDP2's chunks: of 12500001 elements, 2 bytes each.
+    assert [rank["largest_partition"] for rank in ranks] == [2 * 4166667] * 3
+    arena = ("grad_arena", "step_region", "activations", "trace", "ring", "extra_state_copy")
+    assert 3 * sum(found[part] for part in arena) == found["sessions"]
+    text = plan(folders, *model, *where).stdout
+    assert re.search(r"each rank has an arena of [\d.]+ MiB for gradients, .* for its ring", text), text
+    assert re.search(r"^OF RANK +WEIGHTS +CACHE ", text, re.MULTILINE), text
+    gathered = "beside that each trainer itself holds gathered groups: 47.7 MiB of two layers"
+    assert gathered in text and "belongs to no layer" not in text
+    decoder = ("--layers", 2, "--width", 64, "--vocab", 16384, "--dram", "1GiB")
+    text = plan(folders, *decoder).stdout
+    assert "and 4.0 MiB of what belongs to no layer" in text, text
+    assert "trainer itself" not in plan(folders, *decoder, "--shared").stdout
+    assert "OF RANK" not in plan(folders, *decoder, "--shared").stdout
+
+
 def test_plan_counts_the_swap_of_durable_steps(folders):
     environment, _, swap = folders
     kept = ["--set", "swap.life=kept", "--set", "swap.probe=never", "--"]

@@ -72,7 +72,7 @@ ModelShape Gpt2(Numbers& numbers) {
   const uint64_t inner = numbers.GetOr("n_inner", 4 * width);
   ModelShape model;
   ShapeGroup& root = model.groups.emplace_back();
-  root.name = "root";
+  root.name = kRootGroup;
   root.params = {{"wte.weight", {numbers.Get("vocab_size"), width}},
                  {"wpe.weight", {numbers.Get("n_positions"), width}},
                  Vector("ln_f.weight", width),
@@ -114,7 +114,7 @@ ModelShape Llama(Numbers& numbers, const LlamaKind& kind) {
   const uint64_t vocab = numbers.Get("vocab_size");
   ModelShape model;
   ShapeGroup& root = model.groups.emplace_back();
-  root.name = "root";
+  root.name = kRootGroup;
   root.params = {{"embed_tokens.weight", {vocab, width}}, Vector("norm.weight", width)};
   if (!numbers.Is("tie_word_embeddings", false)) {
     root.params.push_back({"lm_head.weight", {vocab, width}});
@@ -148,11 +148,15 @@ ModelShape Llama(Numbers& numbers, const LlamaKind& kind) {
 
 }  // namespace
 
+uint64_t ShapeGroup::elems() const {
+  uint64_t elems = 0;
+  for (const Param& param : params) elems += ElemsOf(param.shape);
+  return elems;
+}
+
 uint64_t ModelShape::elems() const {
   uint64_t elems = 0;
-  for (const ShapeGroup& group : groups) {
-    for (const ShapeGroup::Param& param : group.params) elems += ElemsOf(param.shape);
-  }
+  for (const ShapeGroup& group : groups) elems += group.elems();
   return elems;
 }
 

@@ -11,6 +11,9 @@
 
 namespace forebay::tools {
 
+// Of the parameters outside the layers.
+inline constexpr char kRootGroup[] = "root";
+
 // Parameters that are gathered together: of a decoder, those of a layer; first those outside the layers.
 struct ShapeGroup {
   struct Param {
@@ -20,6 +23,8 @@ struct ShapeGroup {
 
   std::string name;
   std::vector<Param> params;
+
+  uint64_t elems() const;
 };
 
 struct ModelShape {

@@ -1,13 +1,16 @@
 #include "tools/forebay/plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -116,9 +119,74 @@ void AppendStepTime(const PlanOptions& options, double disk_s, std::string& text
                                                      : "the disk waits for compute");
 }
 
-std::string Text(const PlanOptions& options, const ModelShape& model, schema::JobPlan::Reader plan,
-                 const DiskRates& rates) {
-  const uint64_t elems = model.elems();
+// What partitions of each rank take; ranks with the same in one row.
+std::string RanksText(schema::JobPlan::Reader plan) {
+  Table table({"OF RANK", "WEIGHTS", "CACHE", "STATES", "GRADIENT SUMS", "WEIGHTS ON SWAP",
+               "STATES ON SWAP", "LARGEST SHARD"});
+  std::vector<std::string> row;
+  uint32_t first = 0;
+  uint32_t last = 0;
+  const auto add_row = [&] {
+    if (row.empty()) return;
+    row.insert(row.begin(), first == last ? absl::StrCat(first) : absl::StrCat(first, "-", last));
+    table.Add(row);
+  };
+  for (const auto rank : plan.getRanks()) {
+    std::vector<std::string> cells;
+    for (const uint64_t bytes :
+         {rank.getWeights(), rank.getWeightsCache(), rank.getStates(), rank.getSums(),
+          rank.getWeightsOnSwap(), rank.getStatesOnSwap(), rank.getLargestPartition()}) {
+      cells.push_back(FormatBytes(bytes));
+    }
+    if (cells != row) {
+      add_row();
+      first = rank.getRank();
+      row = std::move(cells);
+    }
+    last = rank.getRank();
+  }
+  add_row();
+  return table.empty() ? "" : "\n" + table.Text();
+}
+
+// Of `sessions`.
+std::string ArenasText(schema::JobPlan::Reader plan) {
+  std::string text = absl::StrCat("each rank has an arena of ", FormatBytes(plan.getGradArena()),
+                                  " for gradients");
+  for (const auto& [what, bytes] :
+       {std::pair("its step region", plan.getStepRegion()),
+        {"activations", plan.getActivations()},
+        {"its trace", plan.getTrace()},
+        {"its ring", plan.getRing()},
+        {"extra_state as it was at attach", plan.getExtraStateCopy()}}) {
+    if (bytes > 0) absl::StrAppend(&text, ", ", FormatBytes(bytes), " for ", what);
+  }
+  return text + "\n";
+}
+
+// What FSDP2 holds in each process. The group outside the layers stays gathered from forward to backward.
+std::string GatheredText(const ModelShape& model, protocol::DType dtype) {
+  uint64_t root_bytes = 0;
+  std::vector<uint64_t> layers{0, 0};
+  for (const ShapeGroup& group : model.groups) {
+    const uint64_t bytes = group.elems() * protocol::SizeBytes(dtype);
+    if (group.name == kRootGroup) {
+      root_bytes = bytes;
+    } else {
+      layers.push_back(bytes);
+    }
+  }
+  std::ranges::sort(layers, std::greater());
+  std::string text = absl::StrCat(
+      "beside that each trainer itself holds gathered groups: ", FormatBytes(layers[0] + layers[1]),
+      " of two layers, one in use and one gathered ahead");
+  if (root_bytes > 0) {
+    absl::StrAppend(&text, ", and ", FormatBytes(root_bytes), " of what belongs to no layer");
+  }
+  return text + "\n";
+}
+
+std::string DramText(schema::JobPlan::Reader plan, uint64_t elems, uint32_t ranks) {
   Table table({"DRAM", "BYTES", "PER PARAMETER"});
   const auto add = [&](std::string what, uint64_t bytes) {
     const double share = static_cast<double>(bytes) / static_cast<double>(elems);
@@ -139,7 +207,7 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
     add("new weights, until their step is decided", plan.getNewWeights());
   }
   add("extra_state", plan.getExtraState());
-  add(absl::StrCat("gradients on their way, of ", options.ranks, " ranks"), plan.getSessions());
+  add(absl::StrCat("arenas of ", ranks, ranks == 1 ? " rank" : " ranks"), plan.getSessions());
   add("tables", plan.getTables());
   const uint64_t job = plan.getWeights() + plan.getWeightsCache() + plan.getStates() +
                        plan.getSums() + plan.getNewWeights() + plan.getExtraState() +
@@ -147,17 +215,22 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
   add("the job", job);
   add("the daemon", plan.getNode());
   if (plan.getOthers() > 0) add("other jobs", plan.getOthers());
-  std::string text =
-      absl::StrCat(model.what, ": ", elems, " parameters in ", model.groups.size(), " groups, ",
-                   options.ranks, options.ranks == 1 ? " rank\n\n" : " ranks\n\n", table.Text(),
-                   "\nof a limit of ", FormatBytes(plan.getLimit()), "; with ",
-                   FormatBytes(plan.getAllInDram()), " nothing would be on swap\n");
+  std::string text = absl::StrCat(
+      "\n", table.Text(), "\nof a limit of ", FormatBytes(plan.getLimit()), "; with ",
+      FormatBytes(plan.getAllInDram()), " nothing would be on swap\n", ArenasText(plan));
   if (plan.getMissing() > 0) {
     absl::StrAppend(&text, "other jobs move ", FormatBytes(plan.getMissing()), " to swap first\n");
   }
-  if (plan.getSwap() == 0) return text;
-  absl::StrAppend(
-      &text, "swap: ", FormatBytes(plan.getSwap()), " taken",
+  return text;
+}
+
+// Empty where nothing is there.
+std::string SwapText(const PlanOptions& options, schema::JobPlan::Reader plan,
+                     const DiskRates& rates) {
+  if (plan.getSwap() == 0) return {};
+  const uint64_t gradients = plan.getGradientsOnSwap();
+  std::string text = absl::StrCat(
+      "swap: ", FormatBytes(plan.getSwap()), " taken",
       options.durability.empty() ? "" : absl::StrCat(" at durability ", options.durability),
       "; a step of one pass reads ", FormatBytes(plan.getStepRead()), " and writes ",
       FormatBytes(plan.getStepWritten()),
@@ -177,15 +250,26 @@ std::string Text(const PlanOptions& options, const ModelShape& model, schema::Jo
   return text;
 }
 
+std::string Text(const PlanOptions& options, const ModelShape& model, protocol::DType dtype,
+                 schema::JobPlan::Reader plan, const DiskRates& rates) {
+  return absl::StrCat(model.what, ": ", model.elems(), " parameters in ", model.groups.size(),
+                      " groups, ", options.ranks, options.ranks == 1 ? " rank\n" : " ranks\n",
+                      DramText(plan, model.elems(), options.ranks),
+                      options.is_shared ? "" : GatheredText(model, dtype),
+                      SwapText(options, plan, rates), RanksText(plan));
+}
+
+void Print(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
 }  // namespace
 
 absl::Status Plan(const PlanOptions& options) {
   if (std::isnan(options.read_rate) || std::isnan(options.write_rate)) {
     return MakeError(ErrorId::kOption, "nan is no rate", "write GB/s, as 3.5");
   }
+  ASSIGN_OR_RETURN(const auto node, NodeOf(options));
   ASSIGN_OR_RETURN(const ModelShape model, ShapeOf(options));
   ASSIGN_OR_RETURN(const LayoutChoice choice, ChoiceOf(options));
-  ASSIGN_OR_RETURN(const auto node, NodeOf(options));
   client::AttachOptions attach;
   attach.world_size = options.ranks;
   attach.accumulate = options.accumulate;
@@ -197,9 +281,8 @@ absl::Status Plan(const PlanOptions& options) {
   ASSIGN_OR_RETURN(const auto admin, client::AdminClient::Connect({.socket = options.socket}));
   ASSIGN_OR_RETURN(const client::JobPlan plan, admin->Plan(attach, node));
   ASSIGN_OR_RETURN(const DiskRates rates, RatesOf(options, *admin));
-  const std::string text =
-      options.as_json ? protocol::JsonOf(*plan) + "\n" : Text(options, model, *plan, rates);
-  std::fwrite(text.data(), 1, text.size(), stdout);
+  Print(options.as_json ? protocol::JsonOf(*plan) + "\n"
+                        : Text(options, model, attach.layout.dtype, *plan, rates));
   return absl::OkStatus();
 }
 

@@ -1,0 +1,15 @@
+// A job's memory plan as it is shown, term by term and rank by rank.
+#pragma once
+
+#include "daemon/core/memory_plan.h"
+#include "daemon/core/node_state.h"
+#include "daemon/core/placement.h"
+#include "protocol/layout.h"
+
+namespace forebay::daemon {
+
+// What the job itself takes. `placement` of its blocks now, or the plan's first one.
+JobPlan JobPlanOf(const protocol::Layout& layout, const MemoryPlan& plan,
+                  const Placement& placement);
+
+}  // namespace forebay::daemon
